@@ -1,0 +1,47 @@
+# `make` lists the targets. Without any of them, and without an install: PYTHONPATH=src python3 -m tileweave --help
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU ')
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+venv: $(STAMP) ## create the environment with the package and its tools (PYTHON=, VENV=, TORCH_INDEX= change how)
+
+$(STAMP): pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(GPUS),)
+	@if $(PIP) install --retries 0 --no-deps --index-url $(TORCH_INDEX) -c constraints-cpu.txt torch; \
+	then $(PIP) install -c constraints-cpu.txt -e '.[dev]'; \
+	else echo 'No CPU build of torch at $(TORCH_INDEX): taking the default one.'; $(PIP) install -e '.[dev]'; fi
+else
+	$(PIP) install -e '.[dev]'
+endif
+	@touch $@
+
+demo: venv ## show what the library does; needs no GPU
+	$(BIN)/tileweave demo
+
+test: venv ## run the tests this machine can run
+	$(BIN)/python -m pytest -q
+
+lint: venv ## check style, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: venv ## time every operator against its unfused path; needs GPUs
+	$(BIN)/tileweave bench
+
+clean: ## remove the default environment, build outputs and caches
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,60 @@
+"""tileweave: PyTorch operators that weave communication tiles into computation tiles.
+
+>>> import tileweave as tw
+>>> y = tw.all_gather_matmul(x, w, bias, group=group)   # x [M/R, K], w [N/R, K] -> [M, N/R]
+
+The public face is what this module names. ``torch.ops.tileweave.*`` are the same operators for graphs and compilers.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as _dist
+
+from tileweave import ops as ops
+from tileweave.errors import (
+    CaptureError,
+    InputError,
+    PeerTimeout,
+    RankMismatchError,
+    TileweaveError,
+    UnsupportedError,
+)
+from tileweave.ops.all_gather_matmul import all_gather_matmul
+from tileweave.ops.registry import explain, warmup
+from tileweave.ops.registry import name_of as _name_of
+from tileweave.transport.workspace import REGISTRY as _REGISTRY
+
+__version__ = "0.1.0"
+OPERATORS = ("all_gather_matmul",)
+
+
+def close(group: _dist.ProcessGroup | str | None = None) -> None:
+    """Release the workspaces of ``group`` (None: all groups). Not collective: usable after a peer died.
+
+    A later call makes a new workspace, which is collective.
+    """
+    _REGISTRY.close(None if group is None else _name_of(group))
+
+
+def synchronize(group: _dist.ProcessGroup | str | None = None) -> None:
+    """Wait for queued work and raise :class:`PeerTimeout` if a peer did not arrive in some call.
+
+    On GPUs a call returns before its kernel ran: a late peer shows here, at the next call, or as NaN in the result.
+    """
+    _REGISTRY.synchronize(None if group is None else _name_of(group))
+
+
+__all__ = [
+    "OPERATORS",
+    "CaptureError",
+    "InputError",
+    "PeerTimeout",
+    "RankMismatchError",
+    "TileweaveError",
+    "UnsupportedError",
+    "all_gather_matmul",
+    "close",
+    "explain",
+    "synchronize",
+    "warmup",
+]

@@ -1,0 +1,117 @@
+"""Which kernel, transport and tile shape a problem gets, as pure functions of sizes and machine facts.
+
+No torch, no triton. ``plan_all_gather_matmul`` is the single statement of what the fused operator can do and when the
+unfused one is faster; ``tw.explain`` prints what it says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tileweave.schedule import TileSchedule, cdiv
+from tileweave.topology import Machine
+
+TransportName = Literal["copy_engine", "sm"]
+KernelName = Literal["triton", "hopper"]
+FUSED_WORLD_SIZES = range(2, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulConfig:
+    """How one fused matmul is cut up.
+
+    tile_m, tile_n, tile_k : the tile a program computes at once, elements.
+    num_stages : tiles of K in flight. num_warps : warps that multiply. group_m : tile rows in an L2 band.
+    transport : who pushes. num_slices : pieces of a shard that are signalled one by one (``"sm"``).
+    num_producers : programs that push (``"sm"``); few, so that they are resident whatever else runs.
+    split_tail : cut the tiles that do not fill a last wave along K.
+    """
+
+    kernel: KernelName
+    transport: TransportName
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_stages: int
+    num_warps: int
+    group_m: int = 8
+    num_slices: int = 32
+    num_producers: int = 32
+    split_tail: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Sizes of one call: ``rows`` of a shard, local ``cols`` of the output, ``depth`` = K, bytes of an element."""
+
+    world_size: int
+    rows: int
+    cols: int
+    depth: int
+    itemsize: int
+    dtype: str
+
+    @property
+    def gathered_bytes(self) -> int:
+        return self.world_size * self.rows * self.depth * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a call will do. ``path``: "fused", "unfused" or "local"; ``config`` is None unless fused."""
+
+    path: Literal["fused", "unfused", "local"]
+    reason: str
+    config: MatmulConfig | None = None
+
+    def __str__(self) -> str:
+        if self.config is None:
+            return f"{self.path}: {self.reason}"
+        c = self.config
+        return (
+            f"{self.path}, {c.kernel} kernel, {c.transport} transport, tile {c.tile_m}x{c.tile_n}x{c.tile_k}, "
+            f"{c.num_stages} stages: {self.reason}"
+        )
+
+
+def schedule_for(problem: Problem, config: MatmulConfig, rank: int, machine: Machine) -> TileSchedule:
+    """The tile schedule of a fused call: as many programs as the device holds at once, fewer if there is less work."""
+    schedule = TileSchedule(
+        rank, problem.world_size, problem.rows, problem.cols, problem.depth,
+        config.tile_m, config.tile_n, config.tile_k, config.group_m, machine.num_sms, config.split_tail,
+    )  # fmt: skip
+    return schedule
+
+
+def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+    """The path of an all_gather_matmul: what can run, then what is fastest."""
+    p = problem
+    if p.world_size == 1:
+        return Plan("local", "a group of one rank has nothing to gather")
+    if p.world_size not in FUSED_WORLD_SIZES:
+        return Plan("unfused", f"world size {p.world_size} is above {FUSED_WORLD_SIZES[-1]}")
+    if min(p.rows, p.cols, p.depth) == 0:
+        return Plan("unfused", "a dimension is zero")
+    if machine.backend == "cpu":
+        return _plan_cpu(p, interpreting)
+    if p.dtype == "float32":
+        return Plan("unfused", "float32 is not a tensor-core dtype")
+    return _plan_gpu(p, machine)
+
+
+def _plan_cpu(p: Problem, interpreting: bool) -> Plan:
+    if not interpreting:
+        return Plan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
+    tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
+    transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
+    config = MatmulConfig("triton", transport, tile, 2 * tile, 64, 1, 4, num_slices=4, num_producers=1)
+    return Plan("fused", f"interpreted; {p.rows} rows of a shard", config)
+
+
+def _plan_gpu(p: Problem, machine: Machine) -> Plan:
+    rows = p.rows * p.world_size
+    transport: TransportName = "copy_engine" if rows > 1024 else "sm"
+    tile_m = 64 if rows <= 64 else 128
+    config = MatmulConfig("triton", transport, tile_m, 128, 64, 3, 4 if tile_m == 64 else 8)
+    return Plan("fused", "default", config)

@@ -1,0 +1,27 @@
+"""What a launch needs to know of one protocol instance. No triton here: ``ops`` makes these before any kernel is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Addresses, signals and epoch of one protocol instance; see ``transport/base.py``.
+
+    ``slots``: this rank's two slots in the operator's dtype, ``slot_size`` elements each. ``slot_table``,
+    ``signal_table``: int64 ``[R]``. ``signals``, ``control``, ``report``, ``counters``: int32.
+    """
+
+    slots: torch.Tensor
+    slot_size: int
+    slot_table: torch.Tensor
+    signal_table: torch.Tensor
+    signals: torch.Tensor
+    control: torch.Tensor
+    report: torch.Tensor
+    counters: torch.Tensor

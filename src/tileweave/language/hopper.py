@@ -1,0 +1,243 @@
+"""The device words in Gluon for Hopper, and the warp-specialised main loop. The one file that follows Gluon's drift.
+
+A kernel here has partitions, each a set of warps with its own program: *load* (one warp: waits for signals, feeds TMA),
+*multiply* (one or two warpgroups: wgmma, epilogue) and, where there is something to move, *move* (two warps: pushes, copies).
+Load and multiply share a ring of ``STAGES`` buffers; ``ready[i]`` tells that buffer i is full, ``empty[i]`` that it was read.
+
+The integer maps are those of ``language/tile.py``, compiled as Gluon.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from tileweave.language import tile as _tile
+
+EPOCH = gl.constexpr(0)
+LEAVERS = gl.constexpr(1)
+FAULT = gl.constexpr(2)
+TIMEOUT_US = gl.constexpr(3)
+
+place, unit_count, unit_range, part_range = (gluon.jit(source) for source in _tile.SOURCES)
+
+# Names that changed between Triton 3.6 and 3.9.
+load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_async = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
+@gluon.jit
+def clock(anything):
+    """Nanoseconds, ``%globaltimer``. ``anything``: an int32 scalar, since this assembly needs an operand."""
+    return gl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l,r", [anything], dtype=gl.int64, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def fence(anything):
+    """Order all memory operations of each thread before all later ones, for every GPU and for TMA loads that follow."""
+    gl.inline_asm_elementwise(
+        "fence.acq_rel.sys; fence.proxy.async; mov.u32 $0, 0;", "=r,r", [anything], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def symm_at(table, peer, dtype: gl.constexpr):
+    """Pointer to ``dtype`` at the start of ``peer``'s symmetric buffer; see ``remote.symm_at``."""
+    return gl.load(table + peer).to(gl.pointer_type(dtype), bitcast=True)
+
+
+@gluon.jit
+def notify(signal, epoch):
+    """Store ``epoch`` in ``signal`` behind this partition's plain stores; see ``signal.notify``."""
+    block_barrier()
+    gl.atomic_xchg(signal, epoch, sem="release", scope="sys")
+
+
+@gluon.jit
+def _expire(control, report, signal, unit, expected, seen):
+    if gl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
+        gl.store(report + 1, signal)
+        gl.store(report + 2, unit)
+        gl.store(report + 3, expected)
+        gl.store(report + 4, seen)
+        block_barrier()
+        gl.atomic_xchg(report, 1, sem="release", scope="sys")
+    gl.store(control + TIMEOUT_US, 0)
+
+
+@gluon.jit
+def wait(signals, first, count, epoch, unit, control, report, WARPS: gl.constexpr):
+    """Wait until ``signals[first : first + count]`` (at most 32) have reached ``epoch``; see ``signal.wait``.
+
+    Each lane polls one word. Loads that follow, TMA's too, see what was stored before those signals.
+    """
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    words = signals + first + gl.arange(0, 32, layout=lane) % count
+    lag = gl.min(gl.load(words, volatile=True) - epoch, axis=0)
+    if lag < 0:
+        limit = gl.load(control + TIMEOUT_US, volatile=True).to(gl.int64) * 1000
+        started = clock(lag)
+        while (lag < 0) & (clock(lag) - started <= limit):
+            lag = gl.min(gl.load(words, volatile=True) - epoch, axis=0)
+        if lag < 0:
+            lags = gl.load(words, volatile=True) - epoch
+            lag = gl.min(lags, axis=0)
+            index = gl.arange(0, 32, layout=lane) % count
+            late = gl.min(gl.where(lags == lag, index, 32), axis=0)
+            _expire(control, report, first + late, unit, epoch, lag + epoch)
+    fence(epoch)
+    block_barrier()
+
+
+@gluon.jit
+def leave(control, epoch, num_programs):
+    """End of a program; the last advances the epoch; see ``signal.leave``."""
+    block_barrier()
+    if gl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+        gl.store(control + LEAVERS, 0)
+        gl.store(control + EPOCH, epoch + 1)
+
+
+@gluon.jit
+def stamp(trace, row, column, epoch, TRACE: gl.constexpr):
+    """Write the time into ``trace[row, column]``; see ``language/trace.py``."""
+    if TRACE:
+        gl.store(trace + row * 4 + column, clock(epoch))
+
+
+@gluon.jit
+def label(trace, row, value, TRACE: gl.constexpr):
+    if TRACE:
+        gl.store(trace + row * 4 + 3, value.to(gl.int64))
+
+
+@gluon.jit
+def make_ring(a_desc, b_desc, TILE_M: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory of the ring: (a buffers, b buffers, empty, ready)."""
+    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_M, TILE_K], a_desc.dtype)
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE_M, TILE_K], a_layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(ready.index(i), count=1)
+    return a_ring, b_ring, empty, ready
+
+
+@gluon.jit
+def multiply_tile(
+    turn, num_blocks, a_ring, b_ring, empty, ready, control,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Multiply ``num_blocks`` >= 1 K blocks from the ring. Returns (fp32 tile, turn, fault).
+
+    One wgmma stays in flight: buffer i is released when block i+1 is under way. ``fault`` is read behind the first full
+    buffer, so it is set if this tile's wait ran out of time, and the load costs nothing.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, TILE_N, 16])
+    zero = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
+    index = turn % STAGES
+    mbarrier.wait(ready.index(index), (turn // STAGES) & 1)
+    fault = gl.load(control + FAULT, volatile=True)
+    acc = warpgroup_mma(a_ring.index(index), b_ring.index(index).permute((1, 0)), zero, use_acc=False, is_async=True)
+    turn += 1
+    for _ in range(1, num_blocks):
+        index = turn % STAGES
+        mbarrier.wait(ready.index(index), (turn // STAGES) & 1)
+        acc = warpgroup_mma(a_ring.index(index), b_ring.index(index).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
+        mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
+        turn += 1
+    tile = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
+    return tile, turn, fault
+
+
+@gluon.jit
+def finish(tile, fault, bias, col, cols, HAS_BIAS: gl.constexpr):
+    """Epilogue on registers: bias in fp32, NaN where a wait ran out of time. ``col``: first column of ``tile``."""
+    if HAS_BIAS:
+        column: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
+        index = col + gl.arange(0, tile.shape[1], layout=column)
+        tile += gl.load(bias + index, mask=index < cols, other=0.0).to(gl.float32)[None, :]
+    return gl.where(fault != 0, float("nan"), tile)
+
+
+@gluon.jit
+def store_masked(tile, out, row, row_limit, col, cols):
+    """Plain stores of the rows and columns that exist: ragged tiles, and pitches that TMA cannot have."""
+    rows: gl.constexpr = gl.SliceLayout(1, tile.type.layout)
+    columns: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
+    r = row + gl.arange(0, tile.shape[0], layout=rows)
+    c = col + gl.arange(0, tile.shape[1], layout=columns)
+    mask = (r < row_limit)[:, None] & (c < cols)[None, :]
+    pointers = out + r.to(gl.int64)[:, None] * cols + c[None, :]
+    gl.store(pointers, tile.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def store_tma(tile, desc, buffer, row, col):
+    """Store through shared memory by TMA; returns while the store is under way. Before a signal, drain it fully."""
+    tma.store_wait(0)
+    buffer.store(tile.to(desc.dtype))
+    fence_async_shared()
+    store_async(desc, [row, col], buffer)
+
+
+@gluon.jit
+def store_part(tile, partials, place_index, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+    """Put a part of a cut tile (fp32) in place ``place_index`` of ``partials``."""
+    rows: gl.constexpr = gl.SliceLayout(1, tile.type.layout)
+    columns: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
+    r = gl.arange(0, TILE_M, layout=rows)
+    c = gl.arange(0, TILE_N, layout=columns)
+    gl.store(partials + place_index.to(gl.int64) * (TILE_M * TILE_N) + r[:, None] * TILE_N + c[None, :], tile)
+
+
+@gluon.jit
+def sum_parts(
+    partials, first, last, cut, k_blocks, tail_span, offset,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Sum of a cut tile's parts over columns [offset, offset + WIDTH), in program order; see ``matmul.sum_parts``."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 * 4 // WIDTH, WIDTH // 4], [WARPS, 1], [1, 0])
+    r = gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
+    c = offset + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    within = r[:, None] * TILE_N + c[None, :]
+    total = gl.zeros((TILE_M, WIDTH), gl.float32, layout)
+    for program in range(first, last + 1):
+        which = part_place(program, cut, k_blocks, tail_span)
+        total += gl.load(partials + which.to(gl.int64) * (TILE_M * TILE_N) + within)
+    return total
+
+
+@gluon.jit
+def part_place(program, cut, k_blocks, tail_span):
+    """Where ``program`` puts its part of cut tile ``cut``: it has parts of at most two tiles, its first and its last."""
+    which = program * 2
+    if program * tail_span // k_blocks != cut:
+        which += 1
+    return which
+
+
+@gluon.jit
+def copy_flat(target, source, begin, end, BLOCK: gl.constexpr, WARPS: gl.constexpr):
+    """Copy elements [begin, end), 16 bytes a thread at once."""
+    per_thread: gl.constexpr = BLOCK // (32 * WARPS)
+    layout: gl.constexpr = gl.BlockedLayout([per_thread], [32], [WARPS], [0])
+    for start in range(begin, end, BLOCK):
+        index = start + gl.arange(0, BLOCK, layout=layout)
+        mask = index < end
+        gl.store(target + index, gl.load(source + index, mask=mask), mask=mask)

@@ -1,0 +1,183 @@
+"""Signals, waits and epochs in Triton: the words that order one rank's data before another rank's reads.
+
+A *signal* is an int32 in symmetric memory; its value is an *epoch*, the number of a call. Epochs only grow, signals are
+never reset, and waiting is ``signal - epoch >= 0`` in 32-bit arithmetic, hence safe when the count wraps.
+
+Which word, when:
+
+==================  =====================================================================================
+``notify``          after plain stores: all of this program's stores are visible to who sees the signal
+``drain_tma_stores``  before ``notify``, where the stores went through ``tensor_descriptor.store``
+``wait``            before loads of what was notified; returns a *token*
+``consume_token``   where the loads stand in a pipelined loop that contains the wait: makes their offset
+                    depend on it, since the software pipeliner moves loads over a wait it sees no use of
+``fence``           a full fence over all GPUs of the host; ``wait`` and ``notify`` contain what they need
+``load_epoch``      the number of this call, once at the start of a program
+``leave``           once at the end of a program: the last one advances the epoch for the next call
+``faulted``         whether a wait of this rank ran out of time, so that a result must be poisoned
+==================  =====================================================================================
+
+The *control block* (int32, local) is ``[epoch, leavers, fault, time-out in us, ...]``; the *report* (int32, host
+memory) is ``[set, signal, unit, expected, seen, ...]``: see ``transport/base.py``.
+
+Every wait is bounded. One that runs out of time writes the report, sets ``fault`` and sets the time-out to zero, so
+that later waits of this rank return at once; the kernel ends, its results are NaN, and the host raises ``PeerTimeout``.
+
+Verified in the PTX of Triton 3.6 to 3.9 (``tests/compile``): a release atomic is *not* preceded by a CTA barrier, so
+``notify`` has its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.target_info import is_hip
+
+EPOCH = tl.constexpr(0)
+LEAVERS = tl.constexpr(1)
+FAULT = tl.constexpr(2)
+TIMEOUT_US = tl.constexpr(3)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def clock():
+    """Nanoseconds of a clock that all programs of a device share (``%globaltimer``; 0 where there is none)."""
+    if is_hip():
+        return tl.cast(0, tl.int64)
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def fence():
+    """Order all memory operations of each thread before all later ones, for every GPU of the host."""
+    if is_hip():
+        tl.debug_barrier()
+    else:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def drain_tma_stores():
+    """Wait until this program's ``tensor_descriptor`` stores are visible, not only read.
+
+    What ``store`` emits itself ends in ``wait_group.read``: the source may be overwritten, the data may be under way.
+    """
+    if not is_hip():
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def notify(signal, epoch):
+    """Store ``epoch`` in ``signal`` (int32 pointer, usually a peer's), after all stores of this program.
+
+    The barrier makes every thread's stores precede the release of the one thread that signals.
+    """
+    tl.debug_barrier()
+    tl.atomic_xchg(signal, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def _expire(control, report, signal, unit, expected, seen):
+    """Report a wait that ran out of time, the first one only, and let later ones pass."""
+    if tl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
+        tl.store(report + 1, signal)
+        tl.store(report + 2, unit)
+        tl.store(report + 3, expected)
+        tl.store(report + 4, seen)
+        tl.debug_barrier()
+        tl.atomic_xchg(report, 1, sem="release", scope="sys")
+    tl.store(control + TIMEOUT_US, 0)
+
+
+@triton.jit
+def _wait_one(signal, epoch):
+    """Spin with scalar acquire atomics, without a bound: the portable poll, for targets with no clock word."""
+    seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    polls = 0
+    while (seen - epoch < 0) & (polls < 1 << 27):
+        seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+        polls += 1
+    return seen
+
+
+@triton.jit
+def wait(signals, count: tl.constexpr, epoch, first, unit, control, report):
+    """Wait until ``signals[first : first + count]`` have all reached ``epoch``. Returns a token, always 0.
+
+    Afterwards this program's loads see what was stored before each of those signals. ``count`` is a power of two, at
+    most 32. ``unit`` names the waiting unit of work in the report. Stand it once per tile, outside the loop over K; inside
+    a pipelined loop pass the loads' offset through :func:`consume_token`.
+    """
+    if is_hip():
+        lowest = tl.cast(0x7FFFFFFF, tl.int32)
+        for i in tl.static_range(count):
+            lowest = tl.minimum(lowest, _wait_one(signals + first + i, epoch) - epoch)
+        if lowest < 0:
+            _expire(control, report, first, unit, epoch, lowest + epoch)
+    else:
+        words = signals + first + tl.arange(0, count)
+        lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
+        if lag < 0:
+            limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
+            started = clock()
+            while (lag < 0) & (clock() - started <= limit):
+                lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
+            if lag < 0:
+                lags = tl.load(words, volatile=True) - epoch
+                late = tl.argmin(lags, axis=0)
+                _expire(control, report, first + late, unit, epoch, tl.min(lags, axis=0) + epoch)
+        fence()
+        tl.debug_barrier()
+    return tl.cast(0, tl.int32)
+
+
+@triton.jit
+def consume_token(value, token):
+    """``value``, made to depend on a wait's token: an edge that keeps loads at ``value`` behind the wait."""
+    return value + token
+
+
+@triton.jit
+def load_epoch(control):
+    """The number of this call. All programs read the same one: it advances only when the last has left."""
+    return tl.load(control + EPOCH, volatile=True)
+
+
+@triton.jit
+def faulted(control):
+    """Non-zero once a wait of this rank has run out of time."""
+    return tl.load(control + FAULT, volatile=True)
+
+
+@triton.jit
+def leave(control, epoch, num_programs):
+    """End of a program; the last of ``num_programs`` advances the epoch for the next call.
+
+    Stands after everything this program has to say to peers in this call.
+    """
+    tl.debug_barrier()
+    if tl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+        tl.store(control + LEAVERS, 0)
+        tl.store(control + EPOCH, epoch + 1)
+
+
+if INTERPRETED.value:
+    from tileweave.language.interpreted import (  # noqa: F811 - the interpreter's bodies of the same words
+        clock,
+        consume_token,
+        drain_tma_stores,
+        faulted,
+        fence,
+        leave,
+        load_epoch,
+        notify,
+        wait,
+    )

@@ -1,0 +1,96 @@
+"""The contract between operators and the memory that all ranks of a group can see.
+
+A *symmetric buffer* is the same number of bytes on each rank, mapped by all. One transfer is data into a
+*slot* of a peer's buffer, then a *signal* there: an int32 word that takes the *epoch*, the number of the call.
+
+What holds, and who relies on it:
+
+- Allocation is collective, in the same order on every rank, and ends in a barrier: when it returns, every
+  peer's memory is mapped and signals are zero.
+- A signal is written after the data it announces; who has seen ``signal >= epoch`` may read that data.
+- In every call every rank signals every peer and waits for all of them before the call ends. So when call n
+  of a rank is complete, each peer has begun call n, hence ended n-1: what call n-1 read may be overwritten.
+  Slots alternate, call n+1 writes where call n-1 wrote, and no barrier is needed.
+- Epochs live in device memory and the device advances them, so a captured graph replays with fresh ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from tileweave.topology import Machine
+
+# Words of an instance's control block (int32, local to a rank, see ``language/signal.py``).
+EPOCH, LEAVERS, FAULT, TIMEOUT_US = 0, 1, 2, 3
+CONTROL_WORDS = 8
+# Words of a fault report (int32, in memory the host can read while kernels run).
+REPORT_SET, REPORT_SIGNAL, REPORT_UNIT, REPORT_EXPECTED, REPORT_SEEN = 0, 1, 2, 3, 4
+REPORT_WORDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SymmetricBuffer:
+    """``local``: this rank's bytes (uint8). ``addresses``: where each rank's copy is mapped here, by group rank."""
+
+    local: torch.Tensor
+    addresses: tuple[int, ...]
+    handle: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy of ``nbytes`` from ``source`` to ``target``, both addresses mapped on this rank."""
+
+    target: int
+    source: int
+    nbytes: int
+
+
+class Transport(Protocol):
+    """What ``cuda.py`` and ``cpu.py`` both provide for one (group, device)."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    machine: Machine
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        """Collective: a zeroed symmetric buffer, mapped on every rank when this returns."""
+        ...
+
+    def barrier(self) -> None:
+        """Host-side rendezvous of the group; set-up and growth only. Work queued before it is complete after it."""
+        ...
+
+    def host_visible(self, words: int) -> torch.Tensor:
+        """Zeroed int32 words that kernels can write and the host can read without synchronising."""
+        ...
+
+    def push(self, copies: Sequence[Copy]) -> None:
+        """Copy engine: do ``copies`` in order, behind what is queued now and beside what is queued later."""
+        ...
+
+    def join(self) -> None:
+        """Order what is queued later behind the last :meth:`push`."""
+        ...
+
+    def order(self) -> None:
+        """Order this call behind the last one on this device, also if that was on another stream."""
+        ...
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a CUDA graph."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on this device is done."""
+        ...
+
+    def close(self) -> None:
+        """Release what this object holds. Not collective: it must work when a peer is gone."""
+        ...

@@ -1,0 +1,211 @@
+"""Workspace: the state that operators keep between calls, one per (group, device).
+
+An :class:`Instance` is one protocol instance: two slots, signals, and a control block whose first word is the
+epoch. An operator has one per transport, so that copy-engine calls (whose addresses a graph freezes) and
+in-kernel pushes never share a slot.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from tileweave.errors import CaptureError, InputError, PeerTimeout
+from tileweave.transport import base
+
+if TYPE_CHECKING:
+    from tileweave.transport.base import SymmetricBuffer, Transport
+
+MAX_SLICES = 32
+_ALIGN = 1024
+
+
+def timeout_seconds() -> float:
+    """How long a wait may last: ``TILEWEAVE_TIMEOUT``, seconds, default 30."""
+    text = os.environ.get("TILEWEAVE_TIMEOUT", "30")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds <= 2000.0:
+        raise InputError(
+            f"asked: TILEWEAVE_TIMEOUT={text!r}; allowed: seconds, more than 0 and at most 2000; "
+            "remedy: unset it for the default of 30"
+        )
+    return seconds
+
+
+class Instance:
+    """Slots, signals and epoch of one operator over one transport.
+
+    Attributes
+    ----------
+    signals : int32 ``[R, MAX_SLICES]`` then ``[R]`` barrier words then ``[1]`` for own pushes done; symmetric.
+    signal_table, slot_table : int64 ``[R]``, the address of each rank's signals and slots as mapped here.
+    control : int32, local: epoch of the next call, programs that left, fault flag, time-out in microseconds.
+    report : int32, readable by the host while kernels run: the first wait that ran out of time.
+    counters : int32, local, zero between calls: how many parts of a tile have arrived.
+    captured : whether a CUDA graph holds a call, so that the host no longer knows the epoch.
+    """
+
+    def __init__(self, op: str, transport: Transport) -> None:
+        self.op, self.transport = op, transport
+        self.world_size = transport.world_size
+        signal_words = self.world_size * MAX_SLICES + self.world_size + 1
+        self._signals = transport.allocate(signal_words * 4)
+        self.signals = self._signals.local.view(torch.int32)
+        self.signal_table = self._table(self._signals)
+        self.control = torch.zeros(base.CONTROL_WORDS, dtype=torch.int32, device=transport.device)
+        self.report = transport.host_visible(base.REPORT_WORDS)
+        self._report = self.report.numpy()
+        self.seconds = timeout_seconds()
+        self.control[base.EPOCH] = 1
+        self.control[base.TIMEOUT_US] = int(self.seconds * 1e6)
+        self.counters = torch.zeros(0, dtype=torch.int32, device=transport.device)
+        self._slots: SymmetricBuffer | None = None
+        self._retired: list[object] = []
+        self.slot_table = torch.zeros(0)
+        self.slot_bytes = 0
+        self.captured = False
+        self.calls = 0
+        self.cache: dict[object, object] = {}
+
+    def _table(self, buffer: SymmetricBuffer) -> torch.Tensor:
+        return torch.tensor(buffer.addresses, dtype=torch.int64).to(self.transport.device)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """This rank's two slots, uint8 ``[2 * slot_bytes]``."""
+        assert self._slots is not None, "reserve() comes before slots"
+        return self._slots.local
+
+    @property
+    def slot_addresses(self) -> tuple[int, ...]:
+        assert self._slots is not None, "reserve() comes before slot_addresses"
+        return self._slots.addresses
+
+    @property
+    def signal_addresses(self) -> tuple[int, ...]:
+        return self._signals.addresses
+
+    def reserve(self, slot_bytes: int, counters: int = 0) -> None:
+        """Make room for slots of ``slot_bytes`` each. Collective if they grow, so sizes must agree on all ranks."""
+        if counters > self.counters.numel():
+            self._refuse_capture("more tile counters")
+            self._retired.append(self.counters)
+            self.counters = torch.zeros(counters, dtype=torch.int32, device=self.transport.device)
+        if slot_bytes <= self.slot_bytes:
+            return
+        self._refuse_capture(f"slots of {slot_bytes} bytes where {self.slot_bytes} exist")
+        self.transport.synchronize()
+        self.transport.barrier()
+        if self.captured:  # a graph still points there
+            self._retired.append(self._slots)
+        self._slots = None
+        self.cache.clear()
+        size = -(-slot_bytes // _ALIGN) * _ALIGN
+        self._slots = self.transport.allocate(2 * size)
+        self.slot_table = self._table(self._slots)
+        self.slot_bytes = size
+
+    def _refuse_capture(self, what: str) -> None:
+        if self.transport.capturing():
+            raise CaptureError(
+                f"asked: {self.op} under CUDA-graph capture, which needs {what}; allowed: calls that fit the memory "
+                "reserved before the capture; remedy: call tw.warmup(...) with the largest shapes before capturing"
+            )
+
+    def begin(self) -> None:
+        """Open a call: report an earlier time-out, and order this call behind the last one on this device."""
+        self.check()
+        self.captured |= self.transport.capturing()
+        self.calls += 1
+        self.transport.order()
+
+    def check(self) -> None:
+        """Raise :class:`PeerTimeout` if a wait of an earlier call ran out of time."""
+        if not self._report[base.REPORT_SET]:
+            return
+        rank, signal = self.transport.rank, int(self._report[base.REPORT_SIGNAL])
+        barrier_words = self.world_size * MAX_SLICES
+        peer = signal // MAX_SLICES if signal < barrier_words else signal - barrier_words
+        raise PeerTimeout(
+            self.op,
+            rank,
+            min(peer, self.world_size - 1),
+            int(self._report[base.REPORT_UNIT]),
+            int(self._report[base.REPORT_EXPECTED]),
+            int(self._report[base.REPORT_SEEN]),
+            self.seconds,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory this rank holds for this instance."""
+        return self._signals.local.numel() + 2 * self.slot_bytes
+
+
+class Workspace:
+    """All instances of one (group, device); made by :func:`workspace_for`, ended by :meth:`close`."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.instances: dict[tuple[str, str], Instance] = {}
+
+    def instance(self, op: str, kind: str) -> Instance:
+        """The instance of ``op`` over transport ``kind``; the first call for it is collective."""
+        found = self.instances.get((op, kind))
+        if found is None:
+            if self.transport.capturing():
+                raise CaptureError(
+                    f"asked: the first call of {op} under CUDA-graph capture; allowed: capture after the workspace "
+                    "exists; remedy: call tw.warmup(...) before capturing"
+                )
+            found = self.instances[op, kind] = Instance(op, self.transport)
+        return found
+
+    def check(self) -> None:
+        for instance in self.instances.values():
+            instance.check()
+
+    def close(self) -> None:
+        """Wait for this device, then let go of all memory. Not collective; usable after a peer died."""
+        self.transport.synchronize()
+        self.instances.clear()
+        self.transport.close()
+
+
+class Registry:
+    """The workspaces of this process, by (group name, device)."""
+
+    def __init__(self) -> None:
+        self._workspaces: dict[tuple[str, torch.device], Workspace] = {}
+
+    def get(self, group_name: str, device: torch.device, make: Callable[[], Transport]) -> Workspace:
+        key = (group_name, device)
+        found = self._workspaces.get(key)
+        if found is None:
+            found = self._workspaces[key] = Workspace(make())
+        return found
+
+    def close(self, group_name: str | None = None) -> None:
+        """Close the workspaces of one group, or all."""
+        for key in [k for k in self._workspaces if group_name in (None, k[0])]:
+            self._workspaces.pop(key).close()
+
+    def check(self, group_name: str | None = None) -> None:
+        for key, workspace in self._workspaces.items():
+            if group_name in (None, key[0]):
+                workspace.check()
+
+    def synchronize(self, group_name: str | None = None) -> None:
+        for key, workspace in self._workspaces.items():
+            if group_name in (None, key[0]):
+                workspace.transport.synchronize()
+        self.check(group_name)
+
+
+REGISTRY = Registry()
