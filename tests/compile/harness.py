@@ -118,10 +118,10 @@ class _StubDriver(DriverBase):
         self._device = f"offline:{target}:{next(self._serial)}"
 
     @classmethod
-    def is_active(cls) -> bool:
+    def is_active(cls) -> Any:
         return False
 
-    def get_current_target(self) -> GPUTarget:
+    def get_current_target(self) -> Any:
         return self._target
 
     def get_current_device(self) -> str:
@@ -162,10 +162,10 @@ def offline(target: str = "sm_90") -> Iterator[list[Compiled]]:
     launched: list[Compiled] = []
     seen: set[str] = set()
 
-    def on_load(module: object, function: object, name: str, files: Mapping[str, str], key: str) -> None:
-        if key not in seen:  # called on every launch, as no module handle is ever kept
-            seen.add(key)
-            launched.append(_from_files(target, files))
+    def on_load(module: object, function: Any, name: str, metadata_group: dict[str, str], hash: str) -> None:
+        if hash not in seen:  # called on every launch, as no module handle is ever kept
+            seen.add(hash)
+            launched.append(_from_files(target, metadata_group))
 
     # `reset_active` would look for a real GPU, so the previous value is put back as it was, unset included.
     before = active_driver._active

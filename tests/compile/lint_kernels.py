@@ -146,7 +146,7 @@ def gather_matmul_kernel(
         for k in tl.range(0, K, 64):
             if WAIT == "k_unused":
                 spin_in_asm(signal + k // 64, epoch)
-            if WAIT == "k_sometimes":
+            if WAIT == "k_sometimes":  # noqa: SIM102  a constexpr test apart from one at run time
                 if k % 512 == 0:
                     spin(signal + k // 512, epoch)
             a = a_desc.load([tile * BLOCK, k])

@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z_$%][\w$]*")
 _PIECES = re.compile(r"[;{}]|[^;{}]+")
 _HEAD = re.compile(r"\.(?:entry|func)\s*(?:\([^)]*\)\s*)?([\w$]+)")
 _ENDS = ("ret", "exit", "trap")
-_NO_RESULT = frozenset("st red bar barrier bra brx ret exit trap fence membar cp call mbarrier setmaxnreg".split())
+_NO_RESULT = ("st", "red", "bar", "barrier", "bra", "brx", "fence", "membar", "cp", "call", "mbarrier", "setmaxnreg")
 
 
 @dataclass(eq=False)

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from ptx_cfg import Facts, Function, Instruction, parse
+from tests.compile.ptx_cfg import Facts, Function, Instruction, parse
 
 STORE_BEFORE_SIGNAL = "store-before-signal"
 LOAD_AFTER_WAIT = "load-after-wait"
@@ -243,8 +243,8 @@ class _Protocol:
         return not self.guarded.isdisjoint(origin)
 
     def _signal_step(self, facts: Facts, ins: Instruction) -> Facts:
-        """Facts: ("stored", line), ("bulk", line, groups committed since), ("drained", line) open stores; ("late", line)
-        stores that were open at the last fence; ("fence",) behind a fence."""
+        """Open stores: ("stored", line), ("bulk", line, groups committed since it), then ("drained", line) until a
+        barrier. Behind a fence: ("fence",), and ("late", line) for the stores open when it ran."""
         if self.is_store(ins):
             return facts | {("stored", ins.line)}
         if is_bulk_store(ins):

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Compiled, compile_kernel
-from ptx_lint import LOAD_AFTER_WAIT, PROXY_FENCE, STORE_BEFORE_SIGNAL, Violation, lint, operations
+from tests.compile.harness import Compiled, compile_kernel
+from tests.compile.ptx_lint import LOAD_AFTER_WAIT, PROXY_FENCE, STORE_BEFORE_SIGNAL, Violation, lint, operations
 
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
     pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
 
-import lint_kernels as kernels
+from tests.compile import lint_kernels as kernels
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor

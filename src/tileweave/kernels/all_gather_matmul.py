@@ -40,7 +40,7 @@ import triton.language as tl
 from tileweave.config import MatmulConfig
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.language.matmul import matmul_tile, sum_parts
-from tileweave.language.remote import put_all, symm_at
+from tileweave.language.remote import get, put_all, symm_at
 from tileweave.language.signal import consume_token, faulted, leave, load_epoch, notify, wait
 from tileweave.language.tile import place, unit_count, unit_range
 from tileweave.language.trace import label, stamp
@@ -94,15 +94,17 @@ def row_pointers(x, slot, first_row, row_limit, rows, depth, rank, WORLD_SIZE: t
 
 @triton.jit
 def copy_gathered(
-    a_rows, gathered, first_row, row_limit, depth, k_begin, k_end, TILE_M: tl.constexpr, TILE_K: tl.constexpr
-):
-    """Hand the gathered rows of one tile back to the user, over this unit's share of K."""
-    row = first_row + tl.arange(0, TILE_M)
-    for block in range(k_begin, k_end):
-        k = block * TILE_K + tl.arange(0, TILE_K)
-        mask = (row < row_limit)[:, None] & (k < depth)[None, :]
-        value = tl.load(a_rows[:, None] + k[None, :], mask=mask, other=0.0)
-        tl.store(gathered + row.to(tl.int64)[:, None] * depth + k[None, :], value, mask=mask)
+    x, slot, gathered, signals, rank, size, share, program, epoch, control, report,
+    WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Hand the gathered input back: each program copies its share of every shard, locally."""
+    begin = program * share
+    end = tl.minimum(begin + share, size)
+    get(gathered + rank.to(tl.int64) * size, x, begin, end, BLOCK)
+    for step in range(1, WORLD_SIZE):
+        source = (rank + WORLD_SIZE - step) % WORLD_SIZE
+        wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, -1, control, report)
+        get(gathered + source.to(tl.int64) * size, slot + (step - 1) * size.to(tl.int64), begin, end, BLOCK)
 
 
 @triton.jit
@@ -120,11 +122,16 @@ def store_tile(
     tl.store(out + row.to(tl.int64)[:, None] * cols + col[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["slot", "rank"])
+UNSPECIALIZED = [
+    "rank", "slot", "num_producers", "num_tiles", "num_whole", "tail_span", "tile_rows", "tile_cols", "k_blocks", "max_units",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def all_gather_matmul_kernel(
     x, w, bias, out, gathered, slots, partials, counters,
     slot_table, signal_table, signals, control, report, trace,
-    rank, slot, slot_size, rows, cols, depth, stride_w, slice_size, num_producers,
+    rank, slot, slot_size, rows, cols, depth, stride_w, slice_size, share_size, num_producers,
     num_tiles, num_whole, tail_span, tile_rows, tile_cols, k_blocks, max_units,
     WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, PUSH: tl.constexpr, PUSH_BLOCK: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -157,9 +164,6 @@ def all_gather_matmul_kernel(
         k_begin = consume_token(k_begin, token)
         a_rows = row_pointers(x, slots + slot_offset, first_row, row_limit, rows, depth, rank, WORLD_SIZE, TILE_M)
         acc = matmul_tile(a_rows, w, stride_w, col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K)
-        if GATHERED:
-            if col == 0:
-                copy_gathered(a_rows, gathered, first_row, row_limit, depth, k_begin, k_end, TILE_M, TILE_K)
         if k_end - k_begin == k_blocks:
             store_tile(acc, out, bias, first_row, row_limit, col, cols, control, TILE_M, TILE_N, HAS_BIAS)
         else:
@@ -169,6 +173,11 @@ def all_gather_matmul_kernel(
             if last:
                 store_tile(total, out, bias, first_row, row_limit, col, cols, control, TILE_M, TILE_N, HAS_BIAS)
         stamp(trace, record, 2, TRACE)
+    if GATHERED:
+        copy_gathered(
+            x, slots + slot_offset, gathered, signals, rank, rows * depth, share_size, program, epoch, control, report,
+            WORLD_SIZE, NUM_SLICES, PUSH_BLOCK,
+        )  # fmt: skip
     if not PUSH:  # the copy engine reads the epoch word: it must have pushed before the word moves
         pushed = WORLD_SIZE * MAX_SLICES + WORLD_SIZE
         if program == num_programs - 1:
@@ -206,7 +215,8 @@ def launch(
         peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
         peers.control if trace is None else trace,
         schedule.rank, slot, peers.slot_size, schedule.rows, schedule.cols, schedule.depth, w.stride(0),
-        slice_bounds(size, slices, 0, PUSH_BLOCK)[1], min(config.num_producers, schedule.num_programs),
+        slice_bounds(size, slices, 0, PUSH_BLOCK)[1], slice_bounds(size, schedule.num_programs, 0, PUSH_BLOCK)[1],
+        min(config.num_producers, schedule.num_programs),
         schedule.num_tiles, schedule.num_whole, schedule.tail_span, schedule.tile_rows, schedule.tile_cols,
         schedule.k_blocks, schedule.max_units(),
         WORLD_SIZE=schedule.world_size, NUM_SLICES=slices, PUSH=push, PUSH_BLOCK=PUSH_BLOCK,

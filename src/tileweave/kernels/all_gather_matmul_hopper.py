@@ -227,12 +227,13 @@ def multiply_partition(
 @gluon.jit
 def move_partition(
     x, gathered, slots, slot_table, signal_table, signals, control, report, trace,
-    epoch, slot_offset, rank, size, slice_size, share_size, num_producers,
+    epoch, slot, slot_size, rank, size, slice_size, share_size, num_producers,
     WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, GATHERED: gl.constexpr,
     BLOCK: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """Two warps beside the matmul: push slices of the own shard and signal each; copy the gathered input out."""
     program = gl.program_id(0)
+    slot_offset = slot.to(gl.int64) * slot_size  # here, since what crosses into a partition loses its known alignment
     if PUSH:
         if program < num_producers:
             for piece in range(program, NUM_SLICES, num_producers):
@@ -269,11 +270,16 @@ def push_slice(
         value = gl.load(x + index, mask=mask)
         for i in gl.static_range(1, WORLD_SIZE):
             target = symm_at(slot_table, (rank + i) % WORLD_SIZE, x.dtype.element_ty)
-            target = gl.multiple_of(target, 16) + slot_offset + (i - 1) * size.to(gl.int64)
-            gl.store(target + index, value, mask=mask)
+            target = target + slot_offset + (i - 1) * size.to(gl.int64)
+            gl.store(gl.multiple_of(target + index, [16]), value, mask=mask)
 
 
-@gluon.jit(do_not_specialize=["rank", "slot"])
+UNSPECIALIZED = [
+    "rank", "slot", "num_producers", "num_tiles", "num_whole", "tail_span", "tile_rows", "tile_cols", "k_blocks", "max_units",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def all_gather_matmul_hopper_kernel(
     x_desc, slot0_desc, slot1_desc, w_desc, out_desc, x, bias, out, gathered, slots, partials, counters,
     slot_table, signal_table, signals, control, report, trace,
@@ -306,7 +312,7 @@ def all_gather_matmul_hopper_kernel(
                 )),
                 (move_partition, (
                     x, gathered, slots, slot_table, signal_table, signals, control, report, trace, epoch,
-                    slot.to(gl.int64) * slot_size, rank, size, slice_size, share_size, num_producers,
+                    slot, slot_size, rank, size, slice_size, share_size, num_producers,
                     WORLD_SIZE, NUM_SLICES, PUSH, GATHERED, BLOCK, TRACE,
                 )),
             ],
