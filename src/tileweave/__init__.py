@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch.distributed as _dist
 
+from tileweave import nn as nn
 from tileweave import ops as ops
 from tileweave.errors import (
     CaptureError,
@@ -55,6 +56,8 @@ __all__ = [
     "all_gather_matmul",
     "close",
     "explain",
+    "nn",
+    "ops",
     "synchronize",
     "warmup",
 ]

@@ -6,10 +6,14 @@ unfused one is faster; ``tw.explain`` prints what it says.
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from typing import Literal
 
-from tileweave.schedule import TileSchedule, cdiv
+from tileweave.schedule import TileSchedule
 from tileweave.topology import Machine
 
 TransportName = Literal["copy_engine", "sm"]
@@ -26,6 +30,10 @@ class MatmulConfig:
     transport : who pushes. num_slices : pieces of a shard that are signalled one by one (``"sm"``).
     num_producers : programs that push (``"sm"``); few, so that they are resident whatever else runs.
     split_tail : cut the tiles that do not fill a last wave along K.
+    team : programs that share columns of w in the cut tiles.
+    own_first : start with the own shard; without it the bands begin with it.
+    band_sources, cut_bands : how many sources follow the own one together, and whether each such band fills its own
+        waves; see ``schedule.TileSchedule``.
     """
 
     kernel: KernelName
@@ -39,6 +47,10 @@ class MatmulConfig:
     num_slices: int = 32
     num_producers: int = 32
     split_tail: bool = True
+    band_sources: int = 1
+    cut_bands: bool = False
+    team: int = 1
+    own_first: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +92,7 @@ def schedule_for(problem: Problem, config: MatmulConfig, rank: int, machine: Mac
     schedule = TileSchedule(
         rank, problem.world_size, problem.rows, problem.cols, problem.depth,
         config.tile_m, config.tile_n, config.tile_k, config.group_m, machine.num_sms, config.split_tail,
+        min(config.band_sources, problem.world_size - config.own_first), config.cut_bands, config.team, config.own_first,
     )  # fmt: skip
     return schedule
 
@@ -95,8 +108,6 @@ def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: boo
         return Plan("unfused", "a dimension is zero")
     if machine.backend == "cpu":
         return _plan_cpu(p, interpreting)
-    if p.dtype == "float32":
-        return Plan("unfused", "float32 is not a tensor-core dtype")
     return _plan_gpu(p, machine)
 
 
@@ -110,8 +121,46 @@ def _plan_cpu(p: Problem, interpreting: bool) -> Plan:
 
 
 def _plan_gpu(p: Problem, machine: Machine) -> Plan:
-    rows = p.rows * p.world_size
-    transport: TransportName = "copy_engine" if rows > 1024 else "sm"
-    tile_m = 64 if rows <= 64 else 128
-    config = MatmulConfig("triton", transport, tile_m, 128, 64, 3, 4 if tile_m == 64 else 8)
-    return Plan("fused", "default", config)
+    """The fused kernel that pays is the Hopper one, so what it cannot run goes unfused: nobody should lose."""
+    if p.dtype == "float32":
+        return Plan("unfused", "float32 is not a tensor-core dtype")
+    if machine.arch != 90:
+        return Plan("unfused", f"no measurement shows the fused kernel ahead on {machine.name}")
+    if p.depth * p.itemsize % 16:
+        return Plan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes, which the copy hardware needs")
+    entry, config = nearest(p)
+    return Plan("fused", f"as measured for M={entry.rows}, {entry.cols} local columns, K={entry.depth}", config)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A measured shape: ``rows`` of all ranks, local ``cols``, ``depth``; ``us`` is None where it was not timed itself."""
+
+    rows: int
+    cols: int
+    depth: int
+    us: float | None
+    config: MatmulConfig
+
+    def distance(self, p: Problem) -> float:
+        """How far this shape is from ``p``: octaves of rows, columns and depth. Rows decide most, so they count double."""
+        octaves = (
+            2 * math.log2(p.rows * p.world_size / self.rows),
+            math.log2(p.cols / self.cols),
+            math.log2(p.depth / self.depth),
+        )
+        return math.hypot(*octaves)
+
+
+@cache
+def tuned_entries(op: str) -> tuple[Entry, ...]:
+    """The measured table of ``op``: data from ``tuned/``, checked field by field as it is read."""
+    data = json.loads((resources.files("tileweave") / "tuned" / f"{op}.json").read_text())
+    return tuple(Entry(**{**entry, "config": MatmulConfig(**entry["config"])}) for entry in data["entries"])
+
+
+def nearest(p: Problem) -> tuple[Entry, MatmulConfig]:
+    """The measured entry nearest to ``p`` whose configuration can run it."""
+    runnable = [e for e in tuned_entries("all_gather_matmul") if e.config.transport == "sm" or p.rows >= e.config.tile_m]
+    entry = min(runnable, key=lambda e: e.distance(p))
+    return entry, entry.config

@@ -45,6 +45,10 @@ class PeerTimeout(TileweaveError, RuntimeError):
             "The workspace of this group is no longer usable: tileweave.close(group), then call again on every rank."
         )
 
+    def __reduce__(self) -> tuple[type[PeerTimeout], tuple[str, int, int, int, int, int, float]]:
+        """Launchers and process pools pickle what a rank raised."""
+        return PeerTimeout, (self.op, self.rank, self.peer, self.unit, self.expected, self.seen, self.seconds)
+
 
 def require(condition: bool, asked: str, allowed: str, remedy: str) -> None:
     """Raise :class:`InputError` with the three parts that every message of ours has."""

@@ -26,9 +26,13 @@ def push_order(rank: int, world_size: int) -> list[int]:
     return [(rank + step) % world_size for step in range(1, world_size)]
 
 
-def slot_index(rank: int, source: int, world_size: int) -> int:
-    """Where ``source``'s shard stands in a slot of ``rank``; the own shard is never stored, so R-1 places."""
-    return (rank - source - 1) % world_size
+def slot_place(rank: int, source: int, world_size: int, spans_shards: bool) -> int:
+    """Where ``source``'s shard stands in a slot of ``rank``, in shards.
+
+    By order of arrival, R-1 places: the own shard is read where it is. Only where tiles span shards, all R in rank order,
+    the own one too: then a tile's rows are contiguous, and one load fetches them.
+    """
+    return source if spans_shards else (rank - source - 1) % world_size
 
 
 def cdiv(a: int, b: int) -> int:
@@ -38,10 +42,11 @@ def cdiv(a: int, b: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One unit of work: tile (tile_row, tile_col) over k blocks [k_begin, k_end).
+    """One unit of work: tile (first_row, tile_col) over k blocks [k_begin, k_end).
 
     ``first_row`` is a global row of the output; rows from ``row_limit`` on belong to other tiles.
-    ``part`` of ``num_parts``: which share of the tile's K range this is (0 of 1 for a whole tile).
+    ``owner`` stores the tile; ``helpers`` programs below it, ``team`` apart, each hand it one part of the sum (0 for a
+    whole tile).
     """
 
     tile: int
@@ -50,17 +55,25 @@ class Unit:
     tile_col: int
     k_begin: int
     k_end: int
-    part: int
-    num_parts: int
+    segment: int
+    owner: int
+    helpers: int
 
 
 @dataclass(frozen=True, slots=True)
 class TileSchedule:
     """The work of one all-gather + matmul on one rank, split over persistent programs.
 
-    The tiles of all sources stand in one line, in order of arrival. Program p takes tiles p, p+P, p+2P ...
-    of the first ``num_whole`` (a multiple of P); the tiles that do not fill a last wave are cut along K, so
-    that every program gets the same number of k blocks of them (stream-K, arXiv 2301.03598).
+    Tiles stand in one line: those of the own shard (``own_first``), then *bands* of ``band_sources`` sources by order of arrival. The line
+    is cut into *segments*: all of it (``cut_bands=False``), or the own shard and each band by itself, so that every
+    program works on what is there. In a segment program p takes tiles p, p+P, p+2P ... as long as they fill whole waves;
+    the rest is cut along K, so that every program gets the same number of k blocks of it (stream-K, arXiv 2301.03598).
+
+    Programs that share columns of w should read them at the same time, or L2 cannot serve them: ``team`` programs in a row
+    take a bundle of ``team`` tiles, which stand in one column, over one K range.
+
+    Spans of the cut tiles are dealt from the last team down. So a tile that several programs share is begun by the
+    highest of them, as the last thing in its span; that one is its *owner*, and it waits for lower programs only.
 
     rows : rows of a shard (m). tile_rows : tiles along m of one shard, or along M if tiles span shards.
     """
@@ -75,7 +88,11 @@ class TileSchedule:
     tile_k: int
     group_m: int
     num_programs: int
-    split_tail: bool
+    split_tail: bool = True
+    band_sources: int = 1
+    cut_bands: bool = False
+    team: int = 1
+    own_first: bool = True
 
     @property
     def spans_shards(self) -> bool:
@@ -95,58 +112,99 @@ class TileSchedule:
         return cdiv(self.depth, self.tile_k)
 
     @property
+    def per_source(self) -> int:
+        """Tiles of one source; all tiles where tiles span shards."""
+        return self.tile_rows * self.tile_cols
+
+    @property
+    def slot_rows(self) -> int:
+        """Rows that a slot holds."""
+        return self.rows * (self.world_size if self.spans_shards else self.world_size - 1)
+
+    @property
     def num_tiles(self) -> int:
-        return self.tile_rows * self.tile_cols * (1 if self.spans_shards else self.world_size)
+        return self.per_source * (1 if self.spans_shards else self.world_size)
 
     @property
-    def num_whole(self) -> int:
-        """Tiles done whole; the rest, fewer than a wave, are cut along K."""
-        if not self.split_tail:
-            return self.num_tiles
-        return self.num_tiles // self.num_programs * self.num_programs
+    def band_tiles(self) -> int:
+        return self.per_source * self.band_sources
 
     @property
-    def tail_span(self) -> int:
-        """k blocks of the cut tiles that each program takes; under MIN_SPAN the sum of parts costs more than it saves."""
-        return max(cdiv((self.num_tiles - self.num_whole) * self.k_blocks, self.num_programs), MIN_SPAN)
+    def lead(self) -> int:
+        """Sources before the first band: the own one, or none."""
+        return int(self.own_first)
+
+    @property
+    def num_segments(self) -> int:
+        if self.spans_shards or not self.cut_bands:
+            return 1
+        return self.lead + cdiv(self.world_size - self.lead, self.band_sources)
+
+    def segment(self, index: int) -> tuple[int, int]:
+        """Segment -> (first tile, number of tiles)."""
+        if self.num_segments == 1:
+            return 0, self.num_tiles
+        if index < self.lead:
+            return 0, self.per_source
+        first = self.lead * self.per_source + (index - self.lead) * self.band_tiles
+        return first, min(self.band_tiles, self.num_tiles - first)
+
+    def cut(self, count: int) -> tuple[int, int, int]:
+        """Tiles in a segment -> (tiles done whole, team, k blocks of the cut ones that each team takes).
+
+        Teams are given up (1) where they would not come out even.
+        """
+        whole = count // self.num_programs * self.num_programs if self.split_tail else count
+        team = 1 if count % self.team or self.num_programs % self.team else self.team
+        return whole, team, max(cdiv((count - whole) * self.k_blocks, self.num_programs), MIN_SPAN)
+
+    @property
+    def has_cut_tiles(self) -> bool:
+        return any(self.cut(count)[0] < count for _, count in map(self.segment, range(self.num_segments)))
 
     def place(self, tile: int) -> tuple[int, int, int]:
         """Tile number -> (first row, row limit, tile column), by order of arrival and in groups of tile rows."""
-        per_source = self.tile_rows * self.tile_cols
-        step, within = divmod(tile, per_source)
-        row, col = grouped(within, self.tile_rows, self.tile_cols, self.group_m)
         if self.spans_shards:
+            row, col = grouped(tile, self.tile_rows, self.tile_cols, self.group_m)
             return row * self.tile_m, self.rows * self.world_size, col
-        source = (self.rank - step) % self.world_size
-        return source * self.rows + row * self.tile_m, (source + 1) * self.rows, col
-
-    def unit(self, tile: int, k_begin: int, k_end: int) -> Unit:
-        first_row, row_limit, col = self.place(tile)
-        if tile < self.num_whole:
-            return Unit(tile, first_row, row_limit, col, k_begin, k_end, 0, 1)
-        start = (tile - self.num_whole) * self.k_blocks
-        first = start // self.tail_span
-        last = (start + self.k_blocks - 1) // self.tail_span
-        part = (start + k_begin) // self.tail_span - first
-        return Unit(tile, first_row, row_limit, col, k_begin, k_end, part, last - first + 1)
+        step, height, within = 0, self.tile_rows, tile
+        if tile >= self.lead * self.per_source:
+            band, within = divmod(tile - self.lead * self.per_source, self.band_tiles)
+            step = self.lead + band * self.band_sources
+            height = min(self.band_sources, self.world_size - step) * self.tile_rows
+        row, col = grouped(within, height, self.tile_cols, self.group_m)
+        source = (self.rank - step - row // self.tile_rows) % self.world_size
+        return source * self.rows + row % self.tile_rows * self.tile_m, (source + 1) * self.rows, col
 
     def units(self, program: int) -> Iterator[Unit]:
         """The units of one program, in the order in which it does them."""
-        for tile in range(program, self.num_whole, self.num_programs):
-            yield self.unit(tile, 0, self.k_blocks)
-        total = (self.num_tiles - self.num_whole) * self.k_blocks
-        begin = min(program * self.tail_span, total)
-        end = min(begin + self.tail_span, total)
-        while begin < end:
-            tile = begin // self.k_blocks
-            stop = min(end, (tile + 1) * self.k_blocks)
-            k_begin = begin - tile * self.k_blocks
-            yield self.unit(self.num_whole + tile, k_begin, k_begin + stop - begin)
-            begin = stop
+        for index in range(self.num_segments):
+            first, count = self.segment(index)
+            whole, team, span = self.cut(count)
+            for tile in range(program, whole, self.num_programs):
+                yield Unit(first + tile, *self.place(first + tile), 0, self.k_blocks, index, program, 0)
+            last = self.num_programs // team - 1
+            total = (count - whole) // team * self.k_blocks
+            begin = min((last - program // team) * span, total)
+            end = min(begin + span, total)
+            while begin < end:
+                bundle = begin // self.k_blocks
+                start, stop = bundle * self.k_blocks, min(end, (bundle + 1) * self.k_blocks)
+                top = start // span
+                number = first + whole + bundle * team + program % team
+                yield Unit(
+                    number, *self.place(number), begin - start, stop - start, index,
+                    (last - top) * team + program % team, (start + self.k_blocks - 1) // span - top,
+                )  # fmt: skip
+                begin = stop
 
     def max_units(self) -> int:
         """An upper bound on the units of one program (the kernel's trace has a row for each)."""
-        return self.num_whole // self.num_programs + 1 + cdiv(self.tail_span, max(self.k_blocks, 1)) + 1
+        total = 0
+        for index in range(self.num_segments):
+            whole, _, span = self.cut(self.segment(index)[1])
+            total += cdiv(whole, self.num_programs) + cdiv(span, self.k_blocks) + 1
+        return total
 
     def sources(self, unit: Unit) -> list[int]:
         """Ranks whose rows a unit reads."""

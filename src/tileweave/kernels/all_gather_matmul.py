@@ -1,6 +1,6 @@
 """all_gather_matmul: out[M, N/R] = gather(x)[M, K] @ w[N/R, K].T + bias, in one launch, no barrier.
 
-    x     [m, K]       own shard, m = M/R; never copied on its own rank
+    x     [m, K]       own shard, m = M/R; read where it is
     slot  [R-1, m, K]  one of two, by parity of the epoch; place i holds the shard of rank-1-i
     w     [N/R, K]     out [M, N/R]     gathered [M, K] if asked for
 
@@ -27,6 +27,9 @@ Why nobody is stuck: a producer pushes before it waits, producers are the lowest
 are for other ranks' producers only. Under the interpreter one program is the producer and runs first.
 
 Waves: programs take whole tiles in turn; tiles that do not fill a last wave are cut along K (``language/tile.py``).
+Small shards: where a tile is taller than a shard (``SPANS``, only ``"sm"``) a slot has all R shards in rank order, the own
+one too, and is signalled by this rank to itself: then one load fetches a tile's rows.
+
 Limits: x and w contiguous along K; fp32 accumulation; cut tiles are summed in a fixed order.
 Sources: FLUX (arXiv 2406.06858) for tile-level waits and order; stream-K (arXiv 2301.03598) for the tail.
 """
@@ -39,63 +42,72 @@ import triton.language as tl
 
 from tileweave.config import MatmulConfig
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.language.matmul import matmul_tile, sum_parts
-from tileweave.language.remote import get, put_all, symm_at
-from tileweave.language.signal import consume_token, faulted, leave, load_epoch, notify, wait
-from tileweave.language.tile import place, unit_count, unit_range
+from tileweave.language.matmul import give_part, matmul_tile, take_parts
+from tileweave.language.remote import get, put_all
+from tileweave.language.signal import consume_token, faulted, leave, load_epoch, notify_all, wait
+from tileweave.language.tile import cut, part_range, place, segment, unit_count, unit_range
 from tileweave.language.trace import label, stamp
+from tileweave.schedule import MIN_SPAN as _MIN_SPAN
 from tileweave.schedule import TileSchedule, slice_bounds
 
 MAX_SLICES = tl.constexpr(32)
+MIN_SPAN = tl.constexpr(_MIN_SPAN)
 PUSH_BLOCK = 2048  # elements that a producer moves at once: 16 bytes a thread with 8 warps
 
 
 @triton.jit
 def push_shard(
     x, slot_table, signal_table, rank, slot_offset, size, slice_size, epoch, program, num_producers, trace,
-    WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Producer: push this program's slices of the own shard to every peer, and signal each."""
     for piece in range(program, NUM_SLICES, num_producers):
         stamp(trace, piece, 0, TRACE)
         begin = piece * slice_size
         end = tl.minimum(begin + slice_size, size)
-        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, x.dtype.element_ty, BLOCK)
-        for i in tl.static_range(1, WORLD_SIZE):
-            peer = (rank + i) % WORLD_SIZE
-            notify(symm_at(signal_table, peer, tl.int32, 16) + rank * MAX_SLICES + piece, epoch)
+        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, SPANS, BLOCK)
+        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)
         stamp(trace, piece, 1, TRACE)
         label(trace, piece, piece, TRACE)
 
 
 @triton.jit
 def wait_sources(
-    signals, first_row, row_limit, rows, rank, epoch, tile, control, report, TILE_M: tl.constexpr, NUM_SLICES: tl.constexpr
+    signals, first_row, row_limit, rows, rank, epoch, tile, control, report,
+    TILE_M: tl.constexpr, NUM_SLICES: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Wait for every shard but the own that rows [first_row, first_row + TILE_M) are in. Returns a token."""
+    """Wait for every shard that rows [first_row, first_row + TILE_M) are in and that is not read from x. Returns a token."""
     token = tl.cast(0, tl.int32)
     last_row = tl.minimum(first_row + TILE_M, row_limit) - 1
     for source in range(first_row // rows, last_row // rows + 1):
-        if source != rank:
+        if SPANS or source != rank:
             token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report)
     return token
 
 
 @triton.jit
-def row_pointers(x, slot, first_row, row_limit, rows, depth, rank, WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr):
-    """Pointers to gathered rows: the own ones in ``x``, the others in the slot. Rows past the limit repeat the last."""
+def row_pointers(
+    x, slot, first_row, row_limit, rows, depth, rank,
+    WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """Pointers to a tile's rows: in ``x`` for the own shard, else in the slot. Rows past the limit repeat the last."""
     row = tl.minimum(first_row + tl.arange(0, TILE_M), row_limit - 1)
-    source = row // rows
-    within = (row % rows).to(tl.int64) * depth
-    index = (rank + WORLD_SIZE - source - 1) % WORLD_SIZE
-    remote = slot + index.to(tl.int64) * rows * depth + within
-    return tl.where(source == rank, x + within, remote)
+    if SPANS:
+        pointers = slot + row.to(tl.int64) * depth
+    else:
+        source = first_row // rows
+        within = (row - source * rows).to(tl.int64) * depth
+        place = (rank + WORLD_SIZE - source - 1) % WORLD_SIZE
+        pointers = slot + place.to(tl.int64) * rows * depth + within
+        if source == rank:
+            pointers = x + within
+    return pointers
 
 
 @triton.jit
 def copy_gathered(
     x, slot, gathered, signals, rank, size, share, program, epoch, control, report,
-    WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Hand the gathered input back: each program copies its share of every shard, locally."""
     begin = program * share
@@ -104,7 +116,8 @@ def copy_gathered(
     for step in range(1, WORLD_SIZE):
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
         wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, -1, control, report)
-        get(gathered + source.to(tl.int64) * size, slot + (step - 1) * size.to(tl.int64), begin, end, BLOCK)
+        place = source if SPANS else step - 1
+        get(gathered + source.to(tl.int64) * size, slot + place.to(tl.int64) * size, begin, end, BLOCK)
 
 
 @triton.jit
@@ -123,7 +136,8 @@ def store_tile(
 
 
 UNSPECIALIZED = [
-    "rank", "slot", "num_producers", "num_tiles", "num_whole", "tail_span", "tile_rows", "tile_cols", "k_blocks", "max_units",
+    "rank", "slot", "num_producers", "num_tiles", "num_segments", "band_sources", "lead", "team", "tile_rows", "tile_cols", "k_blocks",
+    "max_units",
 ]  # fmt: skip
 
 
@@ -132,8 +146,9 @@ def all_gather_matmul_kernel(
     x, w, bias, out, gathered, slots, partials, counters,
     slot_table, signal_table, signals, control, report, trace,
     rank, slot, slot_size, rows, cols, depth, stride_w, slice_size, share_size, num_producers,
-    num_tiles, num_whole, tail_span, tile_rows, tile_cols, k_blocks, max_units,
+    num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
     WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, PUSH: tl.constexpr, PUSH_BLOCK: tl.constexpr,
+    SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATHERED: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
@@ -148,35 +163,47 @@ def all_gather_matmul_kernel(
         if program < num_producers:
             push_shard(
                 x, slot_table, signal_table, rank, slot_offset, rows * depth, slice_size, epoch, program, num_producers,
-                trace, WORLD_SIZE, NUM_SLICES, PUSH_BLOCK, TRACE,
+                trace, WORLD_SIZE, NUM_SLICES, SPANS, PUSH_BLOCK, TRACE,
             )  # fmt: skip
-    whole, units = unit_count(program, num_programs, num_tiles, num_whole, k_blocks, tail_span)
-    for index in range(0, units):
-        record = NUM_SLICES + program * max_units + index
-        tile, k_begin, k_end = unit_range(
-            index, whole, program, num_programs, num_tiles, num_whole, k_blocks, tail_span
-        )
-        first_row, row_limit, col = place(tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M)
-        label(trace, record, tile + 1, TRACE)
-        stamp(trace, record, 0, TRACE)
-        token = wait_sources(signals, first_row, row_limit, rows, rank, epoch, tile, control, report, TILE_M, NUM_SLICES)
-        stamp(trace, record, 1, TRACE)
-        k_begin = consume_token(k_begin, token)
-        a_rows = row_pointers(x, slots + slot_offset, first_row, row_limit, rows, depth, rank, WORLD_SIZE, TILE_M)
-        acc = matmul_tile(a_rows, w, stride_w, col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K)
-        if k_end - k_begin == k_blocks:
-            store_tile(acc, out, bias, first_row, row_limit, col, cols, control, TILE_M, TILE_N, HAS_BIAS)
-        else:
-            total, last = sum_parts(
-                acc, partials, counters, tile, program, num_whole, k_blocks, tail_span, TILE_M, TILE_N
+    record = NUM_SLICES + program * max_units
+    for part in range(0, num_segments):
+        first_tile, count = segment(part, num_segments, num_tiles, tile_rows * tile_cols, band_sources, lead)
+        whole, crew, span = cut(count, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
+        tiles, units = unit_count(program, num_programs, count, whole, crew, k_blocks, span)
+        for index in range(0, units):
+            tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, count, whole, crew, k_blocks, span)
+            first_row, row_limit, col = place(
+                first_tile + tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, band_sources, lead
             )
-            if last:
-                store_tile(total, out, bias, first_row, row_limit, col, cols, control, TILE_M, TILE_N, HAS_BIAS)
-        stamp(trace, record, 2, TRACE)
+            label(trace, record, first_tile + tile + 1, TRACE)
+            stamp(trace, record, 0, TRACE)
+            token = wait_sources(
+                signals, first_row, row_limit, rows, rank, epoch, first_tile + tile, control, report,
+                TILE_M, NUM_SLICES, SPANS,
+            )  # fmt: skip
+            stamp(trace, record, 1, TRACE)
+            a_rows = row_pointers(
+                x, slots + slot_offset, first_row, row_limit, rows, depth, rank, WORLD_SIZE, TILE_M, SPANS
+            )
+            acc = matmul_tile(
+                a_rows, w, stride_w, col, cols, depth, consume_token(k_begin, token), k_end, TILE_M, TILE_N, TILE_K, EVEN_K
+            )
+            owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+            if program != owner:
+                give_part(acc, partials, counters, part * num_programs, program, part * num_programs + tile - whole, TILE_M, TILE_N)
+            else:
+                if helpers > 0:
+                    acc = take_parts(
+                        acc, partials, counters, part * num_programs, owner, helpers, crew,
+                        part * num_programs + tile - whole, TILE_M, TILE_N,
+                    )  # fmt: skip
+                store_tile(acc, out, bias, first_row, row_limit, col, cols, control, TILE_M, TILE_N, HAS_BIAS)
+            stamp(trace, record, 2, TRACE)
+            record += 1
     if GATHERED:
         copy_gathered(
             x, slots + slot_offset, gathered, signals, rank, rows * depth, share_size, program, epoch, control, report,
-            WORLD_SIZE, NUM_SLICES, PUSH_BLOCK,
+            WORLD_SIZE, NUM_SLICES, SPANS, PUSH_BLOCK,
         )  # fmt: skip
     if not PUSH:  # the copy engine reads the epoch word: it must have pushed before the word moves
         pushed = WORLD_SIZE * MAX_SLICES + WORLD_SIZE
@@ -185,42 +212,42 @@ def all_gather_matmul_kernel(
     leave(control, epoch, num_programs)
 
 
-def launch(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    gathered: torch.Tensor | None,
-    peers: Endpoint,
-    schedule: TileSchedule,
-    config: MatmulConfig,
-    slot: int,
-    trace: torch.Tensor | None = None,
-) -> None:
-    """Launch on the current stream; the arguments are checked by ``ops``.
+class Launcher:
+    """One shape's launches of this kernel; ``ops`` keeps one for each shape, and checks the arguments."""
 
-    ``slot``: which slot a copy-engine call uses; an in-kernel push reads it from the epoch.
-    """
-    push = config.transport == "sm"
-    slices = config.num_slices if push else 1
-    size = x.numel()
-    cut = schedule.num_whole < schedule.num_tiles
-    partials = out
-    if cut:
-        words = 2 * schedule.num_programs * config.tile_m * config.tile_n
-        partials = torch.empty(words, dtype=torch.float32, device=x.device)
-    all_gather_matmul_kernel[(schedule.num_programs,)](
-        x, w, out if bias is None else bias, out, out if gathered is None else gathered,
-        peers.slots, partials, peers.counters,
-        peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
-        peers.control if trace is None else trace,
-        schedule.rank, slot, peers.slot_size, schedule.rows, schedule.cols, schedule.depth, w.stride(0),
-        slice_bounds(size, slices, 0, PUSH_BLOCK)[1], slice_bounds(size, schedule.num_programs, 0, PUSH_BLOCK)[1],
-        min(config.num_producers, schedule.num_programs),
-        schedule.num_tiles, schedule.num_whole, schedule.tail_span, schedule.tile_rows, schedule.tile_cols,
-        schedule.k_blocks, schedule.max_units(),
-        WORLD_SIZE=schedule.world_size, NUM_SLICES=slices, PUSH=push, PUSH_BLOCK=PUSH_BLOCK,
-        TILE_M=config.tile_m, TILE_N=config.tile_n, TILE_K=config.tile_k, GROUP_M=config.group_m,
-        EVEN_K=schedule.depth % config.tile_k == 0, HAS_BIAS=bias is not None, GATHERED=gathered is not None,
-        TRACE=trace is not None, num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    def __init__(self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig) -> None:
+        self.peers, self.schedule, self.config = peers, schedule, config
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        gathered: torch.Tensor | None,
+        slot: int,
+        trace: torch.Tensor | None = None,
+    ) -> None:
+        """Launch on the current stream. ``slot``: which one a copy-engine call uses; a push reads it from the epoch."""
+        peers, s, c = self.peers, self.schedule, self.config
+        push = c.transport == "sm"
+        slices, size = c.num_slices if push else 1, x.numel()
+        partials = out
+        if s.has_cut_tiles:
+            words = s.num_segments * s.num_programs * c.tile_m * c.tile_n
+            partials = torch.empty(words, dtype=torch.float32, device=x.device)
+        all_gather_matmul_kernel[(s.num_programs,)](
+            x, w, out if bias is None else bias, out, out if gathered is None else gathered,
+            peers.slots, partials, peers.counters,
+            peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
+            peers.control if trace is None else trace,
+            s.rank, slot, peers.slot_size, s.rows, s.cols, s.depth, w.stride(0),
+            slice_bounds(size, slices, 0, PUSH_BLOCK)[1], slice_bounds(size, s.num_programs, 0, PUSH_BLOCK)[1],
+            min(c.num_producers, s.num_programs),
+            s.num_tiles, s.num_segments, s.band_sources, s.lead, s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
+            WORLD_SIZE=s.world_size, NUM_SLICES=slices, PUSH=push, PUSH_BLOCK=PUSH_BLOCK,
+            SPANS=s.spans_shards, SPLIT_TAIL=s.split_tail,
+            TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m,
+            EVEN_K=s.depth % c.tile_k == 0, HAS_BIAS=bias is not None, GATHERED=gathered is not None,
+            TRACE=trace is not None, num_warps=c.num_warps, num_stages=c.num_stages,
+        )  # fmt: skip

@@ -27,7 +27,7 @@ LEAVERS = gl.constexpr(1)
 FAULT = gl.constexpr(2)
 TIMEOUT_US = gl.constexpr(3)
 
-place, unit_count, unit_range, part_range = (gluon.jit(source) for source in _tile.SOURCES)
+place, segment, cut, unit_count, unit_range, part_range = (gluon.jit(source) for source in _tile.SOURCES)
 
 # Names that changed between Triton 3.6 and 3.9.
 load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -65,6 +65,18 @@ def notify(signal, epoch):
 
 
 @gluon.jit
+def notify_all(signal_table, offset, rank, epoch, WORLD_SIZE: gl.constexpr, OWN: gl.constexpr, WARPS: gl.constexpr):
+    """:func:`notify` every peer at ``offset`` of its signals, one lane a peer: one fence in time, not R - 1."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    count: gl.constexpr = WORLD_SIZE if OWN else WORLD_SIZE - 1
+    index = gl.arange(0, 32, layout=lane)
+    table = gl.load(signal_table + (rank + (0 if OWN else 1) + index) % WORLD_SIZE)
+    signals = table.to(gl.pointer_type(gl.int32), bitcast=True) + offset
+    block_barrier()
+    gl.atomic_xchg(signals, index * 0 + epoch, mask=index < count, sem="release", scope="sys")
+
+
+@gluon.jit
 def _expire(control, report, signal, unit, expected, seen):
     if gl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
         gl.store(report + 1, signal)
@@ -77,34 +89,50 @@ def _expire(control, report, signal, unit, expected, seen):
 
 
 @gluon.jit
-def wait(signals, first, count, epoch, unit, control, report, WARPS: gl.constexpr):
-    """Wait until ``signals[first : first + count]`` (at most 32) have reached ``epoch``; see ``signal.wait``.
+def spin(
+    signals, first, last, stride, epoch, unit, control, report, COUNT: gl.constexpr, SPREAD: gl.constexpr, WARPS: gl.constexpr
+):
+    """Poll until all of ``signals[s * stride : s * stride + COUNT]`` for s in [first, last] have reached ``epoch``.
 
-    Each lane polls one word. Loads that follow, TMA's too, see what was stored before those signals.
+    All words are polled at once, ``SPREAD`` * ``COUNT`` of them (powers of two, ``SPREAD`` > last - first). It orders
+    nothing yet: after it, :func:`acquire`.
     """
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    words = signals + first + gl.arange(0, 32, layout=lane) % count
-    lag = gl.min(gl.load(words, volatile=True) - epoch, axis=0)
+    WORDS: gl.constexpr = SPREAD * COUNT if SPREAD * COUNT > 32 else 32
+    number = gl.arange(0, WORDS, layout=lane)
+    index = gl.minimum(first + number // COUNT, last) * stride + number % COUNT
+    lag = gl.min(gl.load(signals + index, volatile=True) - epoch, axis=0)
     if lag < 0:
         limit = gl.load(control + TIMEOUT_US, volatile=True).to(gl.int64) * 1000
         started = clock(lag)
         while (lag < 0) & (clock(lag) - started <= limit):
-            lag = gl.min(gl.load(words, volatile=True) - epoch, axis=0)
+            lag = gl.min(gl.load(signals + index, volatile=True) - epoch, axis=0)
         if lag < 0:
-            lags = gl.load(words, volatile=True) - epoch
+            lags = gl.load(signals + index, volatile=True) - epoch
             lag = gl.min(lags, axis=0)
-            index = gl.arange(0, 32, layout=lane) % count
-            late = gl.min(gl.where(lags == lag, index, 32), axis=0)
-            _expire(control, report, first + late, unit, epoch, lag + epoch)
+            late = gl.min(gl.where(lags == lag, index, 0x7FFFFFFF), axis=0)
+            _expire(control, report, late, unit, epoch, lag + epoch)
+
+
+@gluon.jit
+def acquire(epoch):
+    """Behind :func:`spin`: later loads, TMA's too, see what was stored before the signals seen."""
     fence(epoch)
     block_barrier()
 
 
 @gluon.jit
-def leave(control, epoch, num_programs):
-    """End of a program; the last advances the epoch; see ``signal.leave``."""
+def wait(signals, first, epoch, unit, control, report, COUNT: gl.constexpr, WARPS: gl.constexpr):
+    """:func:`spin` on ``signals[first : first + COUNT]``, then :func:`acquire`; see ``signal.wait``."""
+    spin(signals, first, first, 1, epoch, unit, control, report, COUNT, 1, WARPS)
+    acquire(epoch)
+
+
+@gluon.jit
+def leave(control, epoch, num_partitions):
+    """End of a partition that has read the epoch; the last one of the grid advances it; see ``signal.leave``."""
     block_barrier()
-    if gl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+    if gl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu") == num_partitions - 1:
         gl.store(control + LEAVERS, 0)
         gl.store(control + EPOCH, epoch + 1)
 
@@ -197,46 +225,105 @@ def store_tma(tile, desc, buffer, row, col):
 
 
 @gluon.jit
-def store_part(tile, partials, place_index, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
-    """Put a part of a cut tile (fp32) in place ``place_index`` of ``partials``."""
+def part_offsets(tile, first_col, TILE_N: gl.constexpr):
+    """Where a tile's elements stand in ``partials``: 8 x 8 blocks, since a warp holds those, so that a warp's access is
+    256 contiguous bytes. ``tile``: [TILE_M, any width] whose first column is ``first_col`` of the whole."""
     rows: gl.constexpr = gl.SliceLayout(1, tile.type.layout)
     columns: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
-    r = gl.arange(0, TILE_M, layout=rows)
-    c = gl.arange(0, TILE_N, layout=columns)
-    gl.store(partials + place_index.to(gl.int64) * (TILE_M * TILE_N) + r[:, None] * TILE_N + c[None, :], tile)
+    r = gl.arange(0, tile.shape[0], layout=rows)
+    c = first_col + gl.arange(0, tile.shape[1], layout=columns)
+    return (r // 8 * (8 * TILE_N) + r % 8 * 8)[:, None] + (c // 8 * 64 + c % 8)[None, :]
 
 
 @gluon.jit
-def sum_parts(
-    partials, first, last, cut, k_blocks, tail_span, offset,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
+def give_part(tile, partials, counters, at, cut_tile, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+    """Helper's end of a cut tile: put the part (fp32) in place ``at`` and count it in; see ``matmul.give_part``."""
+    gl.store(partials + at.to(gl.int64) * (TILE_M * TILE_N) + part_offsets(tile, 0, TILE_N), tile)
+    block_barrier()
+    gl.atomic_add(counters + cut_tile, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def await_parts(counters, cut_tile, helpers):
+    """Owner's wait for its helpers, lower programs of this grid; leaves the counter at zero for the next call."""
+    while gl.atomic_add(counters + cut_tile, 0, sem="acquire", scope="gpu") < helpers:
+        pass
+    block_barrier()
+    gl.store(counters + cut_tile, 0)
+
+
+@gluon.jit
+def add_parts(tile, first_col, partials, at, helpers, crew, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+    """Add the helpers' parts of these columns, in program order downwards from place ``at``, ``crew`` apart."""
+    offsets = part_offsets(tile, first_col, TILE_N)
+    for below in range(1, helpers + 1):
+        tile += gl.load(partials + (at - below * crew).to(gl.int64) * (TILE_M * TILE_N) + offsets)
+    return tile
+
+
+@gluon.jit
+def store_half(
+    half, first_col, fault, bias, out, out_desc, buffer, partials, at, helpers, crew, first_row, row_limit, col, cols, by_tma,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Sum of a cut tile's parts over columns [offset, offset + WIDTH), in program order; see ``matmul.sum_parts``."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 * 4 // WIDTH, WIDTH // 4], [WARPS, 1], [1, 0])
-    r = gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
-    c = offset + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
-    within = r[:, None] * TILE_N + c[None, :]
-    total = gl.zeros((TILE_M, WIDTH), gl.float32, layout)
-    for program in range(first, last + 1):
-        which = part_place(program, cut, k_blocks, tail_span)
-        total += gl.load(partials + which.to(gl.int64) * (TILE_M * TILE_N) + within)
-    return total
+    """Columns [first_col, ...) of a finished tile: add helpers' parts, bias, round once, store."""
+    half = add_parts(half, first_col, partials, at, helpers, crew, TILE_M, TILE_N)
+    half = finish(half, fault, bias, col + first_col, cols, HAS_BIAS)
+    if by_tma:
+        store_tma(half, out_desc, buffer, first_row, col + first_col)
+    else:
+        store_masked(half, out, first_row, row_limit, col + first_col, cols)
 
 
 @gluon.jit
-def part_place(program, cut, k_blocks, tail_span):
-    """Where ``program`` puts its part of cut tile ``cut``: it has parts of at most two tiles, its first and its last."""
-    which = program * 2
-    if program * tail_span // k_blocks != cut:
-        which += 1
-    return which
+def store_tile(
+    tile, fault, bias, out, out_desc, buffer, partials, at, helpers, crew, first_row, row_limit, col, cols, total_rows,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr, OUT_TMA: gl.constexpr,
+):  # fmt: skip
+    """Epilogue of the program that owns a tile, in two halves where its shared-memory image would be too large."""
+    width: gl.constexpr = TILE_N // HALVES
+    by_tma = OUT_TMA and ((first_row + TILE_M <= row_limit) | (row_limit == total_rows))
+    if HALVES == 2:
+        low, high = tile.reshape((TILE_M, 2, width)).permute((0, 2, 1)).split()
+        store_half(
+            low, 0, fault, bias, out, out_desc, buffer, partials, at, helpers, crew, first_row, row_limit, col, cols, by_tma,
+            TILE_M, TILE_N, HAS_BIAS,
+        )  # fmt: skip
+        store_half(
+            high, width, fault, bias, out, out_desc, buffer, partials, at, helpers, crew, first_row, row_limit, col, cols,
+            by_tma, TILE_M, TILE_N, HAS_BIAS,
+        )  # fmt: skip
+    else:
+        store_half(
+            tile, 0, fault, bias, out, out_desc, buffer, partials, at, helpers, crew, first_row, row_limit, col, cols, by_tma,
+            TILE_M, TILE_N, HAS_BIAS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def put_all(
+    table, rank, offset, size, source, begin, end,
+    WORLD_SIZE: gl.constexpr, OWN: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Elements [begin, end) of the own shard into a slot of every peer, block by block; see ``remote.put_all``."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    for start in range(begin, end, BLOCK):
+        index = start + gl.arange(0, BLOCK, layout=layout)
+        mask = index < end
+        value = gl.load(source + index, mask=mask)
+        for i in gl.static_range(0 if OWN else 1, WORLD_SIZE):
+            target = symm_at(table, (rank + i) % WORLD_SIZE, source.dtype.element_ty) + offset
+            if OWN:
+                target += rank.to(gl.int64) * size
+            else:
+                target += (i - 1) * size.to(gl.int64)
+            gl.store(gl.multiple_of(target + index, [16]), value, mask=mask)
 
 
 @gluon.jit
 def copy_flat(target, source, begin, end, BLOCK: gl.constexpr, WARPS: gl.constexpr):
     """Copy elements [begin, end), 16 bytes a thread at once."""
-    per_thread: gl.constexpr = BLOCK // (32 * WARPS)
-    layout: gl.constexpr = gl.BlockedLayout([per_thread], [32], [WARPS], [0])
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
     for start in range(begin, end, BLOCK):
         index = start + gl.arange(0, BLOCK, layout=layout)
         mask = index < end

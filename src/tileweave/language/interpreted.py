@@ -33,6 +33,7 @@ def _tell(event: str, **details: int) -> None:
 
 def _value(x: object) -> int:
     """A scalar of the interpreter (or of Python) as an int."""
+    x = getattr(x, "value", x)  # a constexpr
     handle = getattr(x, "handle", None)
     return int(x) if handle is None else int(np.asarray(handle.data).reshape(-1)[0])  # type: ignore[arg-type]
 
@@ -84,6 +85,13 @@ def consume_token(value: object, token: object) -> object:  # noqa: ARG001 - the
 def notify(signal: object, epoch: object) -> None:
     _tell("notify", address=_value(signal), epoch=_value(epoch))
     _word(_value(signal)).value = np.int32(np.uint32(_value(epoch) & 0xFFFFFFFF)).item()
+
+
+def notify_all(table: object, offset: object, rank: object, epoch: object, WORLD_SIZE: object, OWN: object) -> None:
+    size, me, base = _value(WORLD_SIZE), _value(rank), _value(table)
+    for i in range(0 if _value(OWN) else 1, size):
+        address = ctypes.c_int64.from_address(base + 8 * ((me + i) % size)).value
+        notify(address + 4 * _value(offset), epoch)
 
 
 def fence() -> None:

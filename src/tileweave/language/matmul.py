@@ -1,4 +1,4 @@
-"""The matmul main loop in plain Triton, and the sum of a tile's parts; every operator's kernel is built on these.
+"""The matmul main loop in plain Triton, and the two ends of a tile that several programs share; every operator's kernel is built on these.
 
 An operator differs in what happens before (which rows, what to wait for: its prologue hands over row pointers) and after
 (where the accumulator goes: its epilogue receives it). The loop is the same.
@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from tileweave.language.signal import INTERPRETED
-from tileweave.language.tile import part_range
 
 
 @triton.jit
@@ -54,38 +53,29 @@ def matmul_tile(
 
 
 @triton.jit
-def sum_parts(
-    acc,
-    partials,
-    counters,
-    tile,
-    program,
-    num_whole,
-    k_blocks,
-    tail_span,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    """Put one part of a cut tile beside the others; the program that comes last gets their sum.
+def give_part(acc, partials, counters, place, program, cut_tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Helper's end of a cut tile: put the part where the owner finds it, and count it in.
 
-    Returns ``(sum, last)``. The sum is taken in program order whoever is last, so results are the same in every run.
-    Nobody waits: each counts itself in, and the one that completes the count does the rest. ``partials`` is fp32
-    ``[2 * programs, TILE_M * TILE_N]``, ``counters`` int32 per cut tile, zero between calls.
+    ``partials`` is fp32, one tile for each program of a segment: a program helps at most once in a segment, with the
+    first unit of its span. ``counters`` is int32, zero between calls.
     """
-    cut = tile - num_whole
-    first, final = part_range(tile, num_whole, k_blocks, tail_span)
     within = tl.arange(0, TILE_M)[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
-    size = TILE_M * TILE_N
-    mine = partials + (program * 2 + (program * tail_span // k_blocks != cut)).to(tl.int64) * size
-    tl.store(mine + within, acc)
+    tl.store(partials + (place + program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)
     tl.debug_barrier()
-    arrived = tl.atomic_add(counters + cut, 1, sem="acq_rel", scope="gpu") + 1
-    last = arrived == final - first + 1
-    if last:
-        tl.debug_barrier()
-        tl.store(counters + cut, 0)
-        acc = tl.zeros((TILE_M, TILE_N), tl.float32)
-        for other in range(first, final + 1):
-            theirs = partials + (other * 2 + (other * tail_span // k_blocks != cut)).to(tl.int64) * size
-            acc += tl.load(theirs + within)
-    return acc, last
+    tl.atomic_add(counters + cut_tile, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def take_parts(acc, partials, counters, place, owner, helpers, team, cut_tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Owner's end: wait for all helpers, add their parts in program order, downwards, so results never depend on timing.
+
+    Helpers are lower programs, which began this tile's parts before the owner began its own: this ends without a bound.
+    """
+    while tl.atomic_add(counters + cut_tile, 0, sem="acquire", scope="gpu") < helpers:
+        pass
+    tl.debug_barrier()
+    tl.store(counters + cut_tile, 0)
+    within = tl.arange(0, TILE_M)[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
+    for below in range(1, helpers + 1):
+        acc += tl.load(partials + (place + owner - below * team).to(tl.int64) * (TILE_M * TILE_N) + within)
+    return acc

@@ -36,16 +36,23 @@ def get(target, source, begin, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def put_all(table, rank, WORLD_SIZE: tl.constexpr, offset, row, source, begin, end, dtype: tl.constexpr, BLOCK: tl.constexpr):
-    """Store elements [begin, end) of ``source`` to every peer, each block to all peers in turn.
+def put_all(
+    table, rank, WORLD_SIZE: tl.constexpr, offset, size, source, begin, end, OWN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Store elements [begin, end) of the own shard ``source`` into a slot of every peer, each block to all in turn.
 
-    At peer ``rank + i`` they go to ``offset + (i - 1) * row`` onward: place ``i - 1`` of its slot, see
-    ``schedule.slot_index``. Alternating peers block by block keeps all links busy and no receiver with two senders in step.
+    The slot starts at element ``offset`` of each peer's buffer and holds shards of ``size`` elements; the own shard's place
+    there is that of ``schedule.slot_place``. ``OWN``: the slot has all shards in rank order, the own one too. Alternating
+    peers block by block keeps all links busy and no receiver with two senders in step.
     """
-    for start in range(begin, end, BLOCK):
-        index = start + tl.arange(0, BLOCK)
+    for block in range(begin // BLOCK, (end + BLOCK - 1) // BLOCK):
+        index = block * BLOCK + tl.arange(0, BLOCK)
         mask = index < end
         value = tl.load(source + index, mask=mask)
-        for i in tl.static_range(1, WORLD_SIZE):
-            target = symm_at(table, (rank + i) % WORLD_SIZE, dtype, 16) + offset + tl.cast(row, tl.int64) * (i - 1)
+        for i in tl.static_range(0 if OWN else 1, WORLD_SIZE):
+            target = symm_at(table, (rank + i) % WORLD_SIZE, source.dtype.element_ty, 16) + offset
+            if OWN:
+                target += rank.to(tl.int64) * size
+            else:
+                target += (i - 1) * size.to(tl.int64)
             tl.store(target + index, value, mask=mask)

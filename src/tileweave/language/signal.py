@@ -6,7 +6,7 @@ never reset, and waiting is ``signal - epoch >= 0`` in 32-bit arithmetic, hence 
 Which word, when:
 
 ==================  =====================================================================================
-``notify``          after plain stores: all of this program's stores are visible to who sees the signal
+``notify``, ``notify_all``  after plain stores: all of this program's stores are visible to who sees the signal
 ``drain_tma_stores``  before ``notify``, where the stores went through ``tensor_descriptor.store``
 ``wait``            before loads of what was notified; returns a *token*
 ``consume_token``   where the loads stand in a pipelined loop that contains the wait: makes their offset
@@ -82,6 +82,20 @@ def notify(signal, epoch):
     """
     tl.debug_barrier()
     tl.atomic_xchg(signal, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def notify_all(table, offset, rank, epoch, WORLD_SIZE: tl.constexpr, OWN: tl.constexpr):
+    """:func:`notify` every peer at word ``offset`` of its signals (``OWN``: this rank too), all at once.
+
+    One lane a peer: the fence that a release implies is paid once in time, not R - 1 times. ``table``: as for ``symm_at``.
+    """
+    lane = tl.arange(0, 8)
+    count: tl.constexpr = WORLD_SIZE if OWN else WORLD_SIZE - 1
+    peer = (rank + (0 if OWN else 1) + lane) % WORLD_SIZE
+    signals = tl.load(table + peer).to(tl.pointer_type(tl.int32), bitcast=True) + offset
+    tl.debug_barrier()
+    tl.atomic_xchg(signals, tl.zeros_like(lane) + epoch, mask=lane < count, sem="release", scope="sys")
 
 
 @triton.jit
@@ -179,5 +193,6 @@ if INTERPRETED.value:
         leave,
         load_epoch,
         notify,
+        notify_all,
         wait,
     )

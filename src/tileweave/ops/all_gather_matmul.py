@@ -20,12 +20,15 @@ Source of the idea: FLUX, arXiv 2406.06858; the dual pair as in Megatron-LM sequ
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
 from tileweave.config import MatmulConfig, Plan, Problem, plan_all_gather_matmul, schedule_for
 from tileweave.errors import InputError, require
+from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops import reference
 from tileweave.ops.registry import (
     agree,
@@ -40,10 +43,11 @@ from tileweave.ops.registry import (
     publish,
     workspace_of,
 )
-from tileweave.schedule import push_order
-from tileweave.transport.base import EPOCH, Copy, Transport
+from tileweave.schedule import TileSchedule, push_order, slot_place
+from tileweave.topology import Machine
+from tileweave.transport.base import EPOCH, Copy
 from tileweave.transport.collectives import all_gather_flat
-from tileweave.transport.workspace import MAX_SLICES, Instance
+from tileweave.transport.workspace import MAX_SLICES, Instance, Workspace
 
 OP = "all_gather_matmul"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -81,16 +85,29 @@ def all_gather_matmul(
     """
     require(x.dim() >= 2, f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension")
     name = name_of(group)
-    rows = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
+    rows = x
+    if x.dim() > 2:
+        require(x.is_contiguous(), f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
+        rows = x.flatten(0, -2)
     if out is not None:
-        require(not return_gathered, "out= with return_gathered=True", "one of them", "drop out=")
-        torch.ops.tileweave.all_gather_matmul.out(rows, w, bias, name, out=out.view(-1, out.shape[-1]))
+        _check_out(x, w, bias, out, return_gathered)
+        torch.ops.tileweave.all_gather_matmul.out(rows, w, bias, name, out=out.flatten(0, -2))
         return out
     y, gathered = torch.ops.tileweave.all_gather_matmul(rows, w, bias, name, return_gathered)
     if x.dim() > 2:
         lead = (y.shape[0] // (rows.shape[0] // max(x.shape[0], 1) or 1), *x.shape[1:-1])
         y, gathered = y.view(*lead, y.shape[-1]), gathered.view(*lead, x.shape[-1]) if return_gathered else gathered
     return (y, gathered) if return_gathered else y
+
+
+def _check_out(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, keep: bool) -> None:
+    """What ``out=`` must be before it can be seen as rows; :func:`check_inputs` does the rest."""
+    require(not keep, "out= with return_gathered=True", "one of them", "drop out=")
+    fits = out.dim() == x.dim() and out.shape[1:-1] == x.shape[1:-1] and out.is_contiguous()
+    asked = f"out {tuple(out.shape)} with strides {out.stride()} for x {tuple(x.shape)}"
+    require(fits, asked, "[R * m, ..., n], contiguous", "allocate out with that shape")
+    tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias, out))
+    require(not tracked, "out= with tensors that require gradients", "one of them", "drop out=, or call under torch.no_grad()")
 
 
 def check_inputs(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, size: int) -> None:
@@ -119,8 +136,16 @@ def check_inputs(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, ou
 
 def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan:
     """The path of this call, the same on every rank."""
-    problem = Problem(size, x.shape[0], w.shape[0], x.shape[1], x.element_size(), str(x.dtype).removeprefix("torch."))
-    return plan_all_gather_matmul(problem, machine_of(x.device), interpreting())
+    machine = machine_of(x.device)
+    return _plan(size, x.shape[0], w.shape[0], x.shape[1], x.dtype, machine, interpreting())
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    size: int, rows: int, cols: int, depth: int, dtype: torch.dtype, machine: Machine, interpreted: bool
+) -> Plan:
+    problem = Problem(size, rows, cols, depth, dtype.itemsize, str(dtype).removeprefix("torch."))
+    return plan_all_gather_matmul(problem, machine, interpreted)
 
 
 def _forward(
@@ -128,9 +153,11 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = group_of(group_name)
     size = dist.get_world_size(group)
+    if debugging():  # before the checks: a rank whose input is refused must not leave the others waiting
+        bias_shape = None if bias is None else list(bias.shape)
+        signature = {"x": list(x.shape), "w": list(w.shape), "bias": bias_shape, "dtype": str(x.dtype), "keep": keep}
+        agree(group, x.device, {"op": OP, **signature})
     check_inputs(x, w, bias, out, size)
-    if debugging():
-        agree(group, x.device, {"op": OP, "x": list(x.shape), "w": list(w.shape), "dtype": str(x.dtype), "keep": keep})
     chosen = plan(x, w, size)
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
@@ -157,55 +184,94 @@ def run_fused(
     """The fused call itself; tests, the tuner and the tracer come in here with a plan of their own."""
     from tileweave.kernels.barrier import barrier
 
-    config = chosen.config
-    assert config is not None, "run_fused needs a fused plan"
     workspace = workspace_of(group_name, x.device)
     transport = workspace.transport
-    size, rank = transport.world_size, transport.rank
-    problem = Problem(size, x.shape[0], w.shape[0], x.shape[1], x.element_size(), "")
-    schedule = schedule_for(problem, config, rank, transport.machine)
-    instance = workspace.instance(OP, config.transport)
-    instance.reserve((size - 1) * x.numel() * x.element_size(), schedule.num_programs)
+    assert chosen.config is not None, "run_fused needs a fused plan"
+    call = _fused_call(workspace, x, w, chosen.config)
+    instance = call.instance
     instance.begin()
     slot = 0
-    if config.transport == "copy_engine":
+    pushed = chosen.config.transport == "copy_engine"
+    if pushed:
         slot = instance.calls & 1
         if instance.captured:
             slot = 0
-            barrier(endpoint(instance, x.dtype), size, rank)
-        transport.push(_copies(x, instance, transport, slot))
-    launch = _launcher(x, w, config)
-    launch(x, w, bias, out, gathered, endpoint(instance, x.dtype), schedule, config, slot, trace)
-    if config.transport == "copy_engine":
-        transport.join()
-    if interpreting():
-        instance.check()
+            barrier(call.endpoint, transport.world_size, transport.rank)
+        transport.push(call.copies[slot], x.data_ptr())
+    try:
+        call.launcher(x, w)(x, w, bias, out, gathered, slot, trace)
+    finally:
+        if pushed:
+            transport.join()
+        if interpreting():  # a wait that ran out of time has ended the kernel with an error of the interpreter's
+            instance.check()
 
 
-def _launcher(x: torch.Tensor, w: torch.Tensor, config: MatmulConfig) -> Callable[..., None]:
-    """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
-    if config.kernel == "hopper":
-        from tileweave.kernels import all_gather_matmul_hopper as hopper
+@dataclass(slots=True)
+class _FusedCall:
+    """What calls of one shape share: made once, since host time counts."""
 
-        if hopper.fits(x, w, config):
-            return hopper.launch
-    from tileweave.kernels.all_gather_matmul import launch
+    instance: Instance
+    endpoint: Endpoint
+    schedule: TileSchedule
+    config: MatmulConfig
+    copies: tuple[tuple[Copy, ...], ...]  # of a copy-engine call, by slot
+    launchers: dict[tuple[bool, int], Callable[..., None]]
 
-    return launch
+    def launcher(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
+        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
+        address = (x.data_ptr() | w.data_ptr()) & 15
+        key = (address == 0, w.stride(0))
+        found = self.launchers.get(key)
+        if found is None:
+            found = self.launchers[key] = self._make(x, w)
+        return found
+
+    def _make(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
+        if self.config.kernel == "hopper":
+            from tileweave.kernels import all_gather_matmul_hopper as hopper
+
+            if hopper.fits(x, w):
+                return hopper.Launcher(self.endpoint, self.schedule, self.config, x.dtype, w.stride(0))
+        from tileweave.kernels.all_gather_matmul import Launcher
+
+        return Launcher(self.endpoint, self.schedule, self.config)
 
 
-def _copies(x: torch.Tensor, instance: Instance, transport: Transport, slot: int) -> list[Copy]:
+def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig) -> _FusedCall:
+    transport = workspace.transport
+    instance = workspace.instance(OP, config.transport)
+    key = (x.shape, w.shape[0], x.dtype, config)
+    call = instance.cache.get(key)
+    if call is None:
+        problem = Problem(transport.world_size, x.shape[0], w.shape[0], x.shape[1], x.element_size(), "")
+        schedule = schedule_for(problem, config, transport.rank, transport.machine)
+        instance.reserve(schedule.slot_rows * x.shape[1] * x.element_size(), schedule.num_segments * schedule.num_programs)
+        copies = ()
+        if config.transport == "copy_engine":
+            require(
+                not schedule.spans_shards,
+                f"copy_engine with {x.shape[0]} rows a shard and tiles of {config.tile_m}",
+                "shards at least as tall as a tile",
+                'transport "sm"',
+            )
+            copies = tuple(_copies(instance, schedule, x.numel() * x.element_size(), slot) for slot in (0, 1))
+        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, copies, {})
+        instance.cache[key] = call
+    return call  # type: ignore[return-value]
+
+
+def _copies(instance: Instance, schedule: TileSchedule, nbytes: int, slot: int) -> tuple[Copy, ...]:
     """The own shard to each peer, a signal behind each, and one to ourselves behind the last."""
-    rank, size = transport.rank, transport.world_size
-    nbytes = x.numel() * x.element_size()
+    rank, size = schedule.rank, schedule.world_size
     epoch = instance.control.data_ptr() + 4 * EPOCH
     copies = []
-    for place, peer in enumerate(push_order(rank, size)):
-        target = instance.slot_addresses[peer] + slot * instance.slot_bytes + place * nbytes
-        copies.append(Copy(target, x.data_ptr(), nbytes))
+    for peer in push_order(rank, size):
+        place = slot_place(peer, rank, size, spans_shards=False)
+        copies.append(Copy(instance.slot_addresses[peer] + slot * instance.slot_bytes + place * nbytes, 0, nbytes))
         copies.append(Copy(instance.signal_addresses[peer] + 4 * rank * MAX_SLICES, epoch, 4))
     copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))
-    return copies
+    return tuple(copies)
 
 
 def _implementation(x, w, bias, group_name, return_gathered=False):  # noqa: ANN001, ANN202

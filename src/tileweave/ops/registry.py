@@ -21,7 +21,7 @@ from tileweave.errors import InputError, RankMismatchError
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.topology import CPU, Machine
 from tileweave.transport.base import Transport
-from tileweave.transport.collectives import all_gather_flat
+from tileweave.transport.collectives import all_gather_flat, wait_bounded
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 LIBRARY = torch.library.Library("tileweave", "DEF")
@@ -88,7 +88,12 @@ def name_of(group: dist.ProcessGroup | str | None) -> str:
                 "remedy: call torch.distributed.init_process_group, or pass group="
             )
         group = dist.group.WORLD
-    return group.group_name  # type: ignore[union-attr]
+    if not isinstance(group, dist.ProcessGroup):  # what new_group returns to who is not a member
+        raise InputError(
+            f"asked: group {group!r}; allowed: a ProcessGroup that contains this rank, or its name; "
+            "remedy: call on members only"
+        )
+    return group.group_name
 
 
 def group_of(name: str) -> dist.ProcessGroup:
@@ -172,7 +177,8 @@ def agree(group: dist.ProcessGroup, device: torch.device, signature: dict[str, o
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     where = device if dist.get_backend(group) != "gloo" else torch.device("cpu")
     everyone = torch.empty(size * _SIGNATURE_BYTES, dtype=torch.uint8, device=where)
-    all_gather_flat(everyone, mine.to(where), group=group)
+    work = all_gather_flat(everyone, mine.to(where), group=group, async_op=True)
+    wait_bounded(work, "barrier", dist.get_rank(group))
     texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.view(size, -1).cpu()]
     common = max(sorted(set(texts)), key=texts.count)
     odd = [rank for rank, text in enumerate(texts) if text != common]

@@ -44,7 +44,7 @@ class SymmetricBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy of ``nbytes`` from ``source`` to ``target``, both addresses mapped on this rank."""
+    """One copy of ``nbytes`` to ``target``, an address mapped on this rank; ``source`` 0: from what a push is given."""
 
     target: int
     source: int
@@ -71,8 +71,12 @@ class Transport(Protocol):
         """Zeroed int32 words that kernels can write and the host can read without synchronising."""
         ...
 
-    def push(self, copies: Sequence[Copy]) -> None:
-        """Copy engine: do ``copies`` in order, behind what is queued now and beside what is queued later."""
+    def push(self, copies: Sequence[Copy], source: int) -> None:
+        """Copy engine: do ``copies`` in order, behind what is queued now and beside what is queued later.
+
+        The same copies serve many calls, from another ``source`` each time. To this rank's own memory only single words:
+        larger copies inside one device may need its multiprocessors, which a waiting kernel holds.
+        """
         ...
 
     def join(self) -> None:

@@ -13,17 +13,14 @@ import secrets
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from tileweave.errors import PeerTimeout
 from tileweave.topology import CPU
 from tileweave.transport.base import Copy, SymmetricBuffer
-from tileweave.transport.collectives import all_gather_flat
-from tileweave.transport.workspace import timeout_seconds
+from tileweave.transport.collectives import all_gather_flat, wait_bounded
 
 _TOKEN_BYTES = 24
 
@@ -78,19 +75,13 @@ class CpuTransport:
         self._wait(dist.barrier(group=self.group, async_op=True))
 
     def _wait(self, work: dist.Work | None) -> None:
-        """Bound a gloo collective by our own time-out: gloo's default is half an hour."""
-        seconds = timeout_seconds()
-        try:
-            if work is not None:
-                work.wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
-            raise PeerTimeout("barrier", self.rank, -1, -1, 0, 0, seconds) from error
+        wait_bounded(work, "barrier", self.rank)
 
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32)
 
-    def push(self, copies: Sequence[Copy]) -> None:
-        self._pushed = self._engine.submit(_copy_all, list(copies))
+    def push(self, copies: Sequence[Copy], source: int) -> None:
+        self._pushed = self._engine.submit(_copy_all, copies, source)
 
     def join(self) -> None:
         if self._pushed is not None:
@@ -111,6 +102,6 @@ class CpuTransport:
         self._maps.clear()
 
 
-def _copy_all(copies: Sequence[Copy]) -> None:
+def _copy_all(copies: Sequence[Copy], source: int) -> None:
     for copy in copies:
-        ctypes.memmove(copy.target, copy.source, copy.nbytes)
+        ctypes.memmove(copy.target, copy.source or source, copy.nbytes)

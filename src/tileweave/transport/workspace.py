@@ -97,6 +97,7 @@ class Instance:
             self._refuse_capture("more tile counters")
             self._retired.append(self.counters)
             self.counters = torch.zeros(counters, dtype=torch.int32, device=self.transport.device)
+            self.cache.clear()
         if slot_bytes <= self.slot_bytes:
             return
         self._refuse_capture(f"slots of {slot_bytes} bytes where {self.slot_bytes} exist")

@@ -1,0 +1,119 @@
+"""Heat flowing over a torus that is cut into bands of rows, one a rank: a kernel of your own, in tileweave's words.
+
+    python examples/neighbour_exchange.py [ranks]     # on GPUs if there are two, else in Triton's interpreter
+
+A step needs the four neighbours of each point, hence one row of the rank above and one of the rank below. The first two
+programs push those rows, the rows in between need nobody and hide the way they travel, the last two programs wait.
+
+    x, y  [rows, WIDTH]  own band before and after the step
+    slot  [2, WIDTH]     one of two, by parity of the epoch: the row above the band, the row below it
+
+==============  =====  ===============================================  ===================================
+signal (int32)  value  notifier                                         waiter
+==============  =====  ===============================================  ===================================
+[source, side]  epoch  the rank above (side 0) or below (1), behind it  the program of the first (last) row
+==============  =====  ===============================================  ===================================
+
+Why no slot is overwritten: I push to two ranks and wait for the same two, so when my step n ends both have begun n and
+ended n-1, the last reader of the slot that step n+1 writes.
+"""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+import tileweave as tw
+from tileweave.language.remote import put, symm_at
+from tileweave.language.signal import faulted, leave, load_epoch, notify, wait
+from tileweave.launcher import Member, default_device_type, launch
+from tileweave.ops.registry import endpoint, name_of, workspace_of
+from tileweave.transport.workspace import MAX_SLICES, Instance
+
+WORDS = tl.constexpr(MAX_SLICES)  # signals that each source has at each rank
+ROWS, COLS, STEPS, RATE = 8, 256, 20, 0.2
+
+
+@triton.jit
+def push_border(x, slot_table, signal_table, slot, side, rank, rows, epoch, WORLD_SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Producer: the first row to the rank above, where it is the row below (side 1), or the last one to the rank below."""
+    peer = (rank + WORLD_SIZE + 1 - 2 * side) % WORLD_SIZE
+    target = symm_at(slot_table, peer, x.dtype.element_ty, 16) + slot + side * WIDTH
+    put(target, x + (1 - side) * (rows - 1) * WIDTH, 0, WIDTH, WIDTH)
+    notify(symm_at(signal_table, peer, tl.int32, 4) + rank * WORDS + side, epoch)
+
+
+@triton.jit
+def diffuse_kernel(
+    x, y, slots, slot_size, slot_table, signal_table, signals, control, report, rank, rows, rate,
+    WORLD_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """y = x + rate * (the four neighbours - 4 x), one row a program, the border rows last."""
+    program = tl.program_id(0)
+    epoch = load_epoch(control)
+    slot = (epoch & 1) * slot_size
+    if program < 2:
+        push_border(x, slot_table, signal_table, slot, program, rank, rows, epoch, WORLD_SIZE, WIDTH)
+    row, side = program + 1, -1
+    col = tl.arange(0, WIDTH)
+    halo = tl.zeros((WIDTH,), x.dtype.element_ty)
+    if program >= rows - 2:
+        side = program - (rows - 2)
+        row = side * (rows - 1)
+        source = (rank + WORLD_SIZE - 1 + 2 * side) % WORLD_SIZE
+        wait(signals, 1, epoch, source * WORDS + side, program, control, report)
+        halo = tl.load(slots + slot + side * WIDTH + col)
+    above = tl.where(side == 0, halo, tl.load(x + (row + rows - 1) % rows * WIDTH + col))
+    below = tl.where(side == 1, halo, tl.load(x + (row + 1) % rows * WIDTH + col))
+    left = tl.load(x + row * WIDTH + (col + WIDTH - 1) % WIDTH)
+    right = tl.load(x + row * WIDTH + (col + 1) % WIDTH)
+    here = tl.load(x + row * WIDTH + col)
+    result = here + rate * (above + below + left + right - 4 * here)
+    result = tl.where(faulted(control) != 0, float("nan"), result)
+    tl.store(y + row * WIDTH + col, result)
+    leave(control, epoch, tl.num_programs(0))
+
+
+def diffuse(x: torch.Tensor, y: torch.Tensor, instance: Instance) -> None:
+    """One step from ``x`` to ``y`` (two rows or more). No barrier, no host synchronisation; a graph may capture it."""
+    (rows, width), transport = x.shape, instance.transport
+    instance.reserve(2 * width * x.element_size())
+    instance.begin()
+    peers = endpoint(instance, x.dtype)
+    try:
+        diffuse_kernel[(rows,)](
+            x, y, peers.slots, peers.slot_size, peers.slot_table, peers.signal_table, peers.signals, peers.control,
+            peers.report, transport.rank, rows, RATE, WORLD_SIZE=transport.world_size, WIDTH=width,
+        )  # fmt: skip
+    finally:
+        instance.check()  # PeerTimeout, if a neighbour did not come
+
+
+def simulate(member: Member) -> float:
+    """Many steps on this rank's band; returns the largest difference, over all ranks, from the whole torus in fp64."""
+    torch.manual_seed(0)  # all ranks draw the same torus
+    torus = torch.randn(member.world_size * ROWS, COLS, dtype=torch.float64)
+    x = torus.chunk(member.world_size)[member.rank].to(member.device, torch.float32).contiguous()
+    y = torch.empty_like(x)
+    instance = workspace_of(name_of(member.group), member.device).instance("diffuse", "sm")
+    for step in range(STEPS):
+        if step % member.world_size == member.rank:
+            time.sleep(0.02)  # each rank is late in turn: a wait that is missing shows in the result
+        diffuse(x, y, instance)
+        x, y = y, x
+        torus += RATE * (sum(torus.roll(shift, dim) for dim in (0, 1) for shift in (-1, 1)) - 4 * torus)
+    tw.synchronize(member.group)
+    error = (x.cpu().double() - torus.chunk(member.world_size)[member.rank]).abs().max().to(member.device)
+    dist.all_reduce(error, dist.ReduceOp.MAX)
+    tw.close()
+    return error.item()
+
+
+if __name__ == "__main__":
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    error = launch(simulate, world_size=ranks, device_type=default_device_type())
+    print(f"{ranks} ranks, {STEPS} steps: largest error {error:.1e}")
+    sys.exit(0 if error < 1e-5 else 1)

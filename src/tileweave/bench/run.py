@@ -1,0 +1,195 @@
+"""The bench itself: for each case correctness, then time, all peers interleaved; a table, JSON and a plot of it.
+
+    tileweave bench all_gather_matmul --json out.json --plot out.png
+
+runs on every rank (:func:`bench` is what the launcher calls); rank 0 shows progress and keeps the report. A report is a
+plain dict, written after each case, so that a run that is cut short is not lost.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tileweave as tw
+from tileweave.bench.cases import SMOKE, Case, select
+from tileweave.bench.environment import environment
+from tileweave.bench.peers import CORUN, GEMM, OURS, PEERS, PEERS_OF, TORCH, UNFUSED
+from tileweave.bench.screen import Steps
+from tileweave.bench.subjects import TOLERANCE, worst
+from tileweave.config import Plan
+from tileweave.launcher import Member
+from tileweave.profile.metrics import e_overlap, limit_ratio, speed_up
+from tileweave.profile.timing import Timing, measure
+
+_HOST_CALLS = 50
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to bench. ``seconds``: no new case starts after that; ``smoke``: tiny cases, also without a GPU."""
+
+    op: str = "all_gather_matmul"
+    pattern: str | None = None
+    quick: bool = False
+    peers: tuple[str, ...] = PEERS
+    repeats: int = 7
+    seconds: float = 900.0
+    json_path: str | None = None
+    smoke: bool = False
+
+    def cases(self) -> list[Case]:
+        """Eager ones first: a captured call of an instance costs its later eager calls a barrier."""
+        found = SMOKE[self.op] if self.smoke else select(self.op, self.pattern, self.quick)
+        return sorted(found, key=lambda case: case.graph)
+
+
+def bench(member: Member, options: Options) -> dict[str, Any]:
+    """Bench on every rank of the world; the report is complete on rank 0 only. Collective."""
+    cases = options.cases()
+    report: dict[str, Any] = {
+        "op": options.op,
+        "world_size": member.world_size,
+        "environment": environment() if member.rank == 0 else {},
+        "method": "max over ranks, median of repeats, interleaved, weights rotated past the L2, random data",
+        "cases": [],
+        "skipped": [],
+    }
+    started = time.monotonic()
+    uncapturable: dict[str, str] = {}
+    with Steps(f"bench {options.op}", len(cases), show=member.rank == 0) as steps:
+        for seed, case in enumerate(cases):
+            steps.now(case.name)
+            if not _agree(member, time.monotonic() - started < options.seconds):
+                report["skipped"].append(case.name)
+                steps.done("skipped: out of time")
+                continue
+            entry = _bench_case(member, case, options, seed, steps, uncapturable)
+            report["cases"].append(entry)
+            steps.done(_headline(entry))
+            if member.rank == 0 and options.json_path:
+                _write(report, options.json_path)
+    report["seconds"] = round(time.monotonic() - started, 1)
+    if member.rank == 0 and options.json_path:
+        _write(report, options.json_path)
+    return report
+
+
+def _bench_case(
+    member: Member, case: Case, options: Options, seed: int, steps: Steps, uncapturable: dict[str, str]
+) -> dict[str, Any]:
+    steps.detail("draws operands")
+    peers = PEERS_OF[case.op](case, member, options.peers, seed)
+    plan = peers.subject.explain(peers.operands, member.group)
+    steps.detail("compiles and checks")
+    member.barrier()
+    errors = [worst(error, member.device, member.group) for error in peers.errors()]
+    right = all(error <= TOLERANCE[peers.dtype] for error in errors)
+    m, n, k = case.shard(member.world_size)
+    entry: dict[str, Any] = {
+        **asdict(case),
+        "rows": m * member.world_size, "cols": n * member.world_size, "depth": k,
+        "path": str(plan), "plan": short(plan), "error": errors[0], "error_to_matmul": errors[1], "right": right,
+        "host_us": math.nan, "times": {}, "missing": dict(peers.missing),
+    }  # fmt: skip
+    if right:
+        timings = measure(
+            peers.functions,
+            member.group,
+            member.device,
+            repeats=options.repeats,
+            graph=case.graph,
+            on_capture_failure="eager",
+            not_capturable=uncapturable,
+            progress=steps.detail,
+        )
+        for name, timing in timings.items():
+            entry["times"][name] = timing.as_dict()
+            if "cannot be captured: " in timing.note:  # once is enough: a failed capture leaves traces in a process
+                uncapturable.setdefault(name, timing.note.split("cannot be captured: ", 1)[1])
+        if OURS in peers.functions and member.on_gpu:
+            entry["host_us"] = worst(_host_seconds(member, peers.functions[OURS]), member.device, member.group) * 1e6
+    entry.update(judge(entry["times"]))
+    del peers
+    member.barrier()  # peers may still read this rank's memory
+    tw.close(member.group)
+    gc.collect()
+    if member.on_gpu:
+        torch.cuda.empty_cache()
+    member.barrier()
+    return entry
+
+
+def _host_seconds(member: Member, function: Any) -> float:
+    """Seconds that the host needs to queue one eager call: calls follow each other, the device works behind."""
+    function()
+    member.barrier()
+    laps = []
+    for _ in range(_HOST_CALLS):
+        started = time.perf_counter()
+        function()
+        laps.append(time.perf_counter() - started)
+    member.synchronize()
+    return sorted(laps)[len(laps) // 2]
+
+
+def judge(times: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The metrics of one case from its timings, NaN where one is missing."""
+
+    def of(name: str) -> float:
+        return float(times.get(name, {}).get("median_us", math.nan))
+
+    ours = of(OURS)
+    rivals = [time for time in (of(UNFUSED), of(TORCH)) if math.isfinite(time)]
+    return {
+        "e_overlap": e_overlap(ours, of(GEMM), of(UNFUSED)),
+        "limit_ratio": limit_ratio(of(CORUN), ours),
+        "over_unfused": speed_up(of(UNFUSED), ours),
+        "over_torch": speed_up(of(TORCH), ours),
+        "over_best": speed_up(min(rivals), ours) if rivals else math.nan,
+    }
+
+
+def short(plan: Plan) -> str:
+    """A plan in a table's cell."""
+    c = plan.config
+    if c is None:
+        return plan.path
+    return f"{c.kernel} {c.transport} {c.tile_m}x{c.tile_n}"
+
+
+def _headline(entry: dict[str, Any]) -> str:
+    if not entry["right"]:
+        return f"[bold red]WRONG[/]: error {entry['error']:.1e}"
+    times = "  ".join(f"{name} {Timing(**timing).median_us:.1f}" for name, timing in entry["times"].items())
+    return f"{times} us, {entry['plan']}"
+
+
+def _agree(member: Member, mine: bool) -> bool:
+    """Rank 0's answer, on every rank."""
+    word = torch.tensor([int(mine)], dtype=torch.int32, device=member.device)
+    dist.broadcast(word, 0)
+    return bool(word.item())
+
+
+def _write(report: dict[str, Any], path: str) -> None:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(_without_nan(report), indent=1, allow_nan=False) + "\n", "utf-8")
+
+
+def _without_nan(value: Any) -> Any:
+    """NaN and infinity as null, which JSON has."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,71 @@
+"""What commands show: one console, and progress that is a bar on a terminal and lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+_WIDTH_OF_A_FILE = 190
+
+
+def console() -> Console:
+    """A console on stdout; where that is no terminal, wide enough that tables keep their columns."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=_WIDTH_OF_A_FILE)
+
+
+class Steps:
+    """Progress over ``total`` steps of a command, on rank 0; silent elsewhere.
+
+    >>> with Steps("bench", 3, show=rank == 0) as steps:
+    ...     steps.now("llama70b-qkv"); steps.detail("warms up"); steps.done("124 us")
+    """
+
+    def __init__(self, title: str, total: int, show: bool) -> None:
+        self.total, self._finished, self._name, self._detail = total, 0, "", ""
+        self._console = console() if show else None
+        self._started = time.monotonic()
+        self._bar: Progress | None = None
+        if self._console is not None and self._console.is_terminal:
+            self._bar = Progress(
+                SpinnerColumn(), TextColumn("[bold]{task.fields[title]}"), BarColumn(24), MofNCompleteColumn(),
+                TimeElapsedColumn(), TextColumn("{task.description}"), console=self._console, transient=True,
+            )  # fmt: skip
+            self._task = self._bar.add_task("", total=total, title=title)
+
+    def __enter__(self) -> Steps:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def now(self, name: str) -> None:
+        """Begin a step."""
+        self._name = name
+        self.detail("")
+
+    def detail(self, text: str) -> None:
+        """What the step does at the moment."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"{self._name}  [dim]{text}")
+
+    def done(self, outcome: str) -> None:
+        """End the step with one line on its outcome."""
+        self._finished += 1
+        if self._console is None:
+            return
+        elapsed = time.monotonic() - self._started
+        width = len(str(self.total))
+        self._console.print(
+            f"[dim]{elapsed:6.1f} s  {self._finished:{width}}/{self.total}[/]  {self._name}  {outcome}", soft_wrap=True
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._finished)

@@ -1,0 +1,227 @@
+"""The command ``tileweave``: parses, starts a world where one is needed, and delegates."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tileweave import OPERATORS, __version__
+from tileweave.errors import InputError, TileweaveError
+from tileweave.launcher import (
+    DeviceType,
+    RankFailure,
+    default_device_type,
+    default_world_size,
+    launch,
+    under_torchrun,
+)
+
+try:
+    import typer
+
+    from tileweave.bench.screen import console
+except ModuleNotFoundError as error:
+    if error.name not in ("typer", "rich"):
+        raise
+    raise SystemExit(f"tileweave's commands need {error.name}: pip install 'tileweave[cli]'") from None
+
+app = typer.Typer(
+    help="Matmuls and embedding lookups woven with the collectives they depend on.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+World = Annotated[int | None, typer.Option("--world", help="Ranks to start (default: up to 4).")]
+Device = Annotated[
+    Literal["auto", "cuda", "cpu"], typer.Option(help="auto: GPUs if there are two; cpu: interpreted kernels.")
+]
+
+
+def _operator(name: str) -> str:
+    if name not in OPERATORS:
+        raise InputError(f"asked: operator {name!r}; allowed: {', '.join(OPERATORS)}; remedy: pass one of these names")
+    return name
+
+
+def _place(device: str, world: int | None) -> tuple[DeviceType, int]:
+    """The kind of device to run on, and how many ranks."""
+    kind: DeviceType = default_device_type() if device == "auto" else "cuda" if device == "cuda" else "cpu"
+    return kind, default_world_size(kind, world)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    console().print(__version__)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has, what will run on it, and why the rest will not."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from tileweave.doctor import diagnose
+
+    found, screen = diagnose(), console()
+    signs = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}
+    for title, facts in (("software", found.software), ("machine", found.devices), ("what will run", found.verdicts)):
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_header=False, pad_edge=False)
+        for fact in facts:
+            table.add_row(signs[fact.good], fact.name, fact.value)
+        screen.print(table)
+    if found.peer_access:
+        table = Table(title="peer access", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for heading in ("from \\ to", *map(str, range(len(found.peer_access)))):
+            table.add_column(heading, justify="center")
+        for index, row in enumerate(found.peer_access):
+            table.add_row(str(index), *["-" if i == index else signs[yes] for i, yes in enumerate(row)])
+        screen.print(table)
+
+
+@app.command()
+def demo(
+    world: World = None,
+    out: Annotated[Path, typer.Option(help="Folder for the picture and the traces.")] = Path("tileweave-demo"),
+    device: Device = "auto",
+) -> None:
+    """Run every operator end to end on this machine, check it, and draw who waited for whom. Needs no GPU."""
+    from tileweave.demo import demo as run
+    from tileweave.demo import table_of, write_traces
+
+    kind, size = _place(device, world)
+    screen = console()
+    screen.print(f"{size} ranks on {'GPUs' if kind == 'cuda' else 'the CPU'}: {', '.join(OPERATORS)}")
+    result = launch(run, world_size=size, device_type=kind, seconds=600)
+    if result is None:
+        return
+    screen.print(table_of(result))
+    try:
+        for path in write_traces(result.traces, out):
+            screen.print(f"wrote {path}", markup=False)
+    except ModuleNotFoundError as error:
+        screen.print(f"no picture, since {error.name} is missing: pip install 'tileweave[plot]'", markup=False)
+    if not result.right:
+        screen.print("[bold red]a check failed")
+        raise typer.Exit(1)
+
+
+@app.command()
+def check(
+    world: Annotated[int | None, typer.Option("--world", help="Only this world size (default: 2, 3 and 4).")] = None,
+    calls: Annotated[int | None, typer.Option(help="Calls with late ranks (default: 500; 15 without GPUs).")] = None,
+    device: Device = "auto",
+) -> None:
+    """Check the operators against fp32 on this machine's devices: shapes, late ranks, two groups, CUDA graphs."""
+    from tileweave.check import check as run
+    from tileweave.check import table_of
+
+    kind, size = _place(device, world)
+    sizes = [size] if world is not None or under_torchrun() else [n for n in (2, 3, 4) if n <= size]
+    screen, rows, failures = console(), [], []
+    for each in sizes:
+        try:
+            rows += launch(run, calls or (500 if kind == "cuda" else 15), world_size=each, device_type=kind) or []
+        except RankFailure as error:
+            failures.append(f"world {each}: {error}")
+            screen.print(failures[-1], markup=False, style="red")
+    if rows:
+        screen.print(table_of(rows))
+    if failures or not all(row.right for row in rows):
+        screen.print("[bold red]not right on this machine")
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    op: Annotated[str, typer.Argument(help="The operator.")] = "all_gather_matmul",
+    quick: Annotated[bool, typer.Option("--quick", help="A few cases.")] = False,
+    cases: Annotated[str | None, typer.Option(help="Only cases whose name this regular expression finds.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Comma-separated; default: all.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed repeats of each function.")] = 7,
+    seconds: Annotated[float, typer.Option(help="Start no new case after that many seconds.")] = 900.0,
+    json: Annotated[Path | None, typer.Option(help="Write all raw numbers here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG) here.")] = None,
+    world: World = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny cases, also without GPUs; times mean nothing.")] = False,
+) -> None:
+    """Time an operator against its unfused path, its rivals and the physical limit. Needs two GPUs or more."""
+    from tileweave.bench.peers import PEERS
+    from tileweave.bench.report import is_right, notes_of, tables_of
+    from tileweave.bench.run import Options
+    from tileweave.bench.run import bench as run
+
+    _operator(op)
+    kind = default_device_type()
+    if kind == "cpu" and not smoke:
+        raise InputError(
+            "asked: a benchmark; allowed: on two GPUs or more, since interpreted kernels have no meaningful time; "
+            "remedy: run it there, or try the machinery with --smoke"
+        )
+    named = tuple(name.strip() for name in peers.split(",")) if peers else PEERS
+    if not set(named) <= set(PEERS):
+        raise InputError(f"asked: peers {peers}; allowed: {', '.join(PEERS)}; remedy: pass some of these")
+    options = Options(op, cases, quick, named, repeats, seconds, str(json) if json else None, smoke)
+    if not options.cases():
+        raise InputError(f"asked: cases {cases!r}; allowed: names that exist; remedy: see bench/cases.py")
+    size = default_world_size(kind, world, most=8 if kind == "cuda" else 4)
+    report = launch(run, options, world_size=size, device_type=kind, seconds=2 * seconds + 300)
+    if report is None:
+        return
+    screen = console()
+    screen.print(*tables_of(report, screen.width), sep="\n")
+    for line in notes_of(report):
+        screen.print(line, markup=False)
+    if plot is not None:
+        from tileweave.profile.plot import plot_bench
+
+        plot_bench(report, plot)
+        screen.print(f"picture: {plot}", markup=False)
+    if not is_right(report):
+        raise typer.Exit(1)
+
+
+@app.command()
+def trace(
+    op: Annotated[str, typer.Argument(help="The operator.")] = "all_gather_matmul",
+    rows: Annotated[int, typer.Option(help="M, over all ranks.")] = 256,
+    cols: Annotated[int, typer.Option(help="N, over all ranks.")] = 512,
+    depth: Annotated[int, typer.Option(help="K.")] = 128,
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "float16",
+    out: Annotated[Path, typer.Option(help="Folder for the trace (JSON for ui.perfetto.dev) and the picture.")] = Path(
+        "tileweave-trace"
+    ),
+    world: World = None,
+    device: Device = "auto",
+) -> None:
+    """Record one call from inside its kernels: who pushed, who waited for whom, who computed what."""
+    from tileweave.demo import trace_one, write_traces
+
+    kind, size = _place(device, world)
+    if min(rows, cols) < size or depth < 1:
+        raise InputError(
+            f"asked: sizes {rows}, {cols}, {depth}; allowed: rows and cols of {size} or more; remedy: grow them"
+        )
+    found = launch(
+        trace_one, _operator(op), rows // size, cols // size, depth, dtype, world_size=size, device_type=kind
+    )
+    if found is None:
+        return
+    screen = console()
+    screen.print(f"{found.title}; {found.clock}", markup=False)
+    if not found.events:
+        screen.print("no fused kernel ran: nothing to see")
+        raise typer.Exit(1)
+    for path in write_traces([found], out):
+        screen.print(f"wrote {path}", markup=False)
+
+
+def main() -> None:
+    """Entry point: errors of ours are one line on stderr and exit code 1."""
+    try:
+        app()
+    except TileweaveError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -1,0 +1,215 @@
+"""``tileweave demo``: every fused operator end to end on this machine, checked, and drawn.
+
+Without GPUs the real Triton kernels run in Triton's interpreter, one process a rank, over shared host memory; with two
+GPUs or more the compiled kernels run. Each case is several calls on fresh data, so that slots and epochs wrap; every
+result is compared with fp32 computed locally. The last call of a case is recorded: what was sent, signalled, awaited.
+
+A new operator adds one entry to :data:`DEMOS`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+import tileweave as tw
+from tileweave.bench.run import short
+from tileweave.bench.screen import Steps
+from tileweave.bench.subjects import SUBJECTS, TOLERANCE, Shape, poisoned, worst, worst_of
+from tileweave.launcher import Member
+from tileweave.profile.record import gather
+from tileweave.profile.trace import Trace, chrome, summary
+
+CALLS = 4  # both slots twice
+
+
+@dataclass(frozen=True)
+class DemoCase:
+    """Several calls of one operator. ``shape``: sizes of one rank; ``drawn``: its trace goes into the picture.
+
+    ``late_seconds``: how much later than the others the last rank makes the recorded call.
+    """
+
+    op: str
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    bias: bool = False
+    gathered: bool = False
+    drawn: bool = False
+    late_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class DemoRow:
+    """What came out of a case; bytes, signals and waits are those of one rank and call, mean over ranks."""
+
+    case: DemoCase
+    path: str
+    error: float
+    sent_bytes: float
+    signals: float
+    waited_us: float
+    right: bool
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """All rows, and the traces that the picture shows."""
+
+    world_size: int
+    where: str
+    rows: list[DemoRow]
+    traces: list[Trace]
+
+    @property
+    def right(self) -> bool:
+        return all(row.right for row in self.rows)
+
+
+def _all_gather_matmul(on_gpu: bool, world_size: int) -> list[DemoCase]:
+    """Random odd sizes, then the column-parallel layers of a Llama-3-8B block: hidden 4096, qkv 6144, gate+up 28672.
+
+    Prefill is long enough for copy engines, a chunk and decoding are pushed by the kernel itself.
+    """
+    op = "all_gather_matmul"
+    scale = 1 if on_gpu else 32
+    prefill, chunk, decode = (2048, 128, 16) if on_gpu else (64, 32, 2)
+    hidden, qkv, gate_up = 4096 // scale, 6144 // scale // world_size, 2 * 14336 // scale // world_size
+    odd_rows, odd_cols, odd_depth = (1021, 1000, 1240) if on_gpu else (67, 50, 100)
+    half = torch.bfloat16 if on_gpu else torch.float16
+    first = torch.float16 if on_gpu else torch.float32
+    scaled, late = ("", 3e-4) if on_gpu else (f", 1/{scale}", 0.5)
+    chunked = Shape(chunk, gate_up, hidden)
+    return [
+        DemoCase(op, "random, odd sizes, bias", Shape(odd_rows, odd_cols, odd_depth), first, bias=True),
+        DemoCase(op, "random, gathered too", Shape(24, odd_cols, odd_depth), first, gathered=True),
+        DemoCase(op, f"Llama-3-8B qkv, prefill{scaled}", Shape(prefill, qkv, hidden), half, drawn=True),
+        DemoCase(op, f"Llama-3-8B gate+up, prefill{scaled}", Shape(prefill, gate_up, hidden), half),
+        DemoCase(op, f"Llama-3-8B gate+up, chunk{scaled}", chunked, torch.bfloat16, drawn=True),
+        DemoCase(op, "the same, last rank late", chunked, torch.bfloat16, drawn=True, late_seconds=late),
+        DemoCase(op, f"Llama-3-8B qkv, decode{scaled}", Shape(decode, qkv, hidden), half),
+        DemoCase(op, f"Llama-3-8B gate+up, decode{scaled}", Shape(decode, gate_up, hidden), half),
+    ]
+
+
+DEMOS: dict[str, Callable[[bool, int], list[DemoCase]]] = {"all_gather_matmul": _all_gather_matmul}
+
+
+def demo(member: Member) -> DemoResult:
+    """Every case of every operator, on every rank of the world; collective. Only rank 0 shows progress."""
+    cases = [case for op in tw.OPERATORS for case in DEMOS[op](member.on_gpu, member.world_size)]
+    rows, traces = [], []
+    with Steps("demo", len(cases), show=member.rank == 0) as steps:
+        for number, case in enumerate(cases):
+            steps.now(f"{case.op}: {case.name}")
+            row, trace = _run_case(member, case, 1000 * number, steps)
+            rows.append(row)
+            if case.drawn:
+                traces.append(trace)
+            verdict = "" if row.right else "[bold red]WRONG[/] "
+            steps.done(f"{verdict}error {row.error:.1e}, {row.path}")
+    tw.close()
+    where = torch.cuda.get_device_name() if member.on_gpu else "CPU, interpreted kernels over shared host memory"
+    return DemoResult(member.world_size, where, rows, traces)
+
+
+def _run_case(member: Member, case: DemoCase, seed: int, steps: Steps) -> tuple[DemoRow, Trace]:
+    subject = SUBJECTS[case.op]
+    errors, recording = [0.0], None
+    for call in range(CALLS):
+        steps.detail(f"call {call + 1} of {CALLS}")
+        operands = subject.draw(
+            case.shape, case.dtype, member.device, member.rank, member.world_size, seed + call, case.bias
+        )
+        if call == CALLS - 1:
+            member.barrier()  # so that the picture shows the call, not who drew numbers faster
+            if member.rank == member.world_size - 1 and case.late_seconds:
+                member.pause(case.late_seconds)
+            recording = subject.record(operands, member.group)
+            out, gathered = recording.out, None
+        else:
+            place = poisoned(operands.out_shape, case.dtype, member.device) if call % 2 and not case.gathered else None
+            out, gathered = subject.call(operands, member.group, place, case.gathered)
+        tw.synchronize(member.group)
+        errors.append(subject.error(operands, out))
+        if gathered is not None and not torch.equal(gathered, operands.everyone):
+            errors.append(math.inf)
+    assert recording is not None, "the last call is recorded"
+    error = worst(worst_of(errors), member.device, member.group)
+    title = f"{case.op}, {case.name}: {case.shape} a rank, {short(recording.plan)}"
+    trace = gather(title, recording, member.group)
+    figures = summary(trace)
+    waited = sum(rank.waited_total_ns / max(rank.programs, 1) for rank in figures) / len(figures) / 1e3
+    sent = _mean(recording.sent_bytes, member)
+    signals = _mean(recording.signals, member)
+    right = error <= TOLERANCE[case.dtype]
+    return DemoRow(case, short(recording.plan), error, sent, signals, waited, right), trace
+
+
+def _mean(value: float, member: Member) -> float:
+    """Over ranks; collective."""
+    total = torch.tensor([value], dtype=torch.float64, device=member.device)
+    dist.all_reduce(total, group=member.group)
+    return total.item() / member.world_size
+
+
+def table_of(result: DemoResult) -> Table:
+    """The demo's result as a table."""
+    title = f"{result.world_size} ranks on {result.where}; sent, signals, waited: one rank, one call"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in ("operator", "what", "m, n, K of a rank", "dtype", "path taken"):
+        table.add_column(name, no_wrap=True)
+    for name in ("error", "allowed", "sent", "signals", "waited"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for row in result.rows:
+        case = row.case
+        table.add_row(
+            case.op, case.name, str(case.shape), str(case.dtype).removeprefix("torch."), row.path,
+            f"{row.error:.1e}", f"{TOLERANCE[case.dtype]:.0e}", _bytes(row.sent_bytes), f"{row.signals:.0f}",
+            _time(row.waited_us), "[green]ok[/]" if row.right else "[bold red]WRONG[/]",
+        )  # fmt: skip
+    return table
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+def _time(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.1f} ms" if microseconds >= 1e3 else f"{microseconds:.1f} us"
+
+
+def write_traces(traces: Sequence[Trace], folder: Path) -> list[Path]:
+    """The picture of ``traces`` and a file of events for each, into ``folder``; the paths. Pictures need matplotlib."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for number, trace in enumerate(traces):
+        written.append(folder / f"trace{number}.json")
+        written[-1].write_text(json.dumps(chrome(trace)) + "\n", "utf-8")
+    from tileweave.profile.plot import plot_traces
+
+    picture = folder / "who_waited_for_whom.png"
+    plot_traces(traces, picture)
+    return [*written, picture]
+
+
+def trace_one(member: Member, op: str, rows: int, cols: int, depth: int, dtype: str) -> Trace:
+    """The second call of an operator on random data, recorded; sizes are those of one rank. Collective."""
+    subject = SUBJECTS[op]
+    shape = Shape(rows, cols, depth)
+    operands = subject.draw(shape, getattr(torch, dtype), member.device, member.rank, member.world_size, 1, False)
+    subject.record(operands, member.group)
+    member.barrier()
+    recording = subject.record(operands, member.group)
+    tw.synchronize(member.group)
+    return gather(f"{op}: {shape} a rank, {dtype}, {short(recording.plan)}", recording, member.group)

@@ -1,0 +1,182 @@
+"""``tileweave doctor``: what this machine has, what will run on it, and why the rest will not.
+
+Starts no process and no process group, and never fails: what cannot be found out is reported as such.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tileweave import OPERATORS
+from tileweave.bench.environment import nccl_version, version_of
+from tileweave.config import Problem, plan_all_gather_matmul
+from tileweave.topology import CPU, Machine
+
+_TROUBLE = (RuntimeError, OSError, ImportError, AttributeError, ValueError, TypeError, AssertionError)
+_PLANS = {"all_gather_matmul": plan_all_gather_matmul}
+_TYPICAL = ((64, 28672, 8192), (1024, 28672, 8192), (8192, 28672, 8192))  # global M, N, K
+_OPTIONAL = {
+    "typer": "the commands",
+    "rich": "the commands",
+    "matplotlib": "pictures",
+    "numpy": "interpreted kernels, hence the demo without GPUs",
+}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line: ``good`` is None where a value is neither good nor bad."""
+
+    name: str
+    value: str
+    good: bool | None = None
+
+
+@dataclass
+class Diagnosis:
+    """Facts by section, the peer-access matrix (empty without GPUs), and what will run."""
+
+    software: list[Fact] = field(default_factory=list)
+    devices: list[Fact] = field(default_factory=list)
+    peer_access: list[list[bool]] = field(default_factory=list)
+    verdicts: list[Fact] = field(default_factory=list)
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine."""
+    found = Diagnosis()
+    found.software = _software()
+    count = _guarded(torch.cuda.device_count, 0)
+    found.devices = _devices(count)
+    found.peer_access = [[i == j or _peer(i, j) for j in range(count)] for i in range(count)]
+    linked = all(all(row) for row in found.peer_access)
+    machine = _guarded(lambda: _machine(0), CPU) if count else CPU
+    found.verdicts = _verdicts(count, linked, machine)
+    return found
+
+
+def _guarded(question: Callable[[], Any], otherwise: Any) -> Any:
+    """The answer, or ``otherwise`` where asking fails in one of the ways in which drivers and builds fail."""
+    try:
+        return question()
+    except _TROUBLE:
+        return otherwise
+
+
+def _peer(one: int, other: int) -> bool:
+    return bool(_guarded(lambda: torch.cuda.can_device_access_peer(one, other), False))
+
+
+def _machine(index: int) -> Machine:
+    from tileweave.transport.cuda import describe
+
+    return describe(index)
+
+
+def _software() -> list[Fact]:
+    facts = [
+        Fact("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}", True),
+        Fact("tileweave", version_of("tileweave") or "not installed, run from its source"),
+        Fact("torch", torch.__version__, _at_least(torch.__version__, (2, 11))),
+    ]
+    triton = version_of("triton")
+    facts.append(
+        Fact("triton", triton or "missing: no kernel can run", triton is not None and _at_least(triton, (3, 6)))
+    )
+    facts.append(Fact("CUDA of torch", torch.version.cuda or "none: a CPU build"))
+    facts.append(Fact("NCCL of torch", (nccl_version() if torch.version.cuda else None) or "none"))
+    facts.append(Fact("distributed", "available" if dist.is_available() else "missing", dist.is_available()))
+    for name, purpose in _OPTIONAL.items():
+        version = version_of(name)
+        facts.append(Fact(name, version or f"missing; needed for {purpose}", None if version else False))
+    return facts
+
+
+def _at_least(version: str, least: tuple[int, int]) -> bool:
+    parts = version.split("+")[0].split(".")[:2]
+    return all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= least
+
+
+def _devices(count: int) -> list[Fact]:
+    facts = []
+    driver = _guarded(lambda: ctypes.CDLL("libcuda.so.1") is not None, False)
+    facts.append(Fact("NVIDIA driver", "found" if driver else "none (libcuda.so.1 cannot be loaded)", driver or None))
+    for index in range(count):
+        properties = _guarded(lambda index=index: torch.cuda.get_device_properties(index), None)
+        if properties is None:
+            facts.append(Fact(f"GPU {index}", "cannot be queried", False))
+            continue
+        facts.append(
+            Fact(
+                f"GPU {index}",
+                f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} "
+                f"multiprocessors, {properties.total_memory / 2**30:.0f} GiB",
+                properties.major >= 8,
+            )
+        )
+    if not count:
+        facts.append(Fact("GPUs", "none"))
+    facts.append(
+        Fact("CPU cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))
+    )
+    shm = Path("/dev/shm")
+    free = _guarded(lambda: shutil.disk_usage(shm).free, 0)
+    usable = shm.is_dir() and os.access(shm, os.W_OK)
+    text = f"/dev/shm, {free / 2**20:.0f} MiB free" if usable else "no /dev/shm: the temporary folder is used, slower"
+    facts.append(Fact("shared host memory", text, usable))
+    facts.append(Fact("NVLink multicast", "not needed"))
+    for name in sorted(os.environ):
+        if name.startswith("TILEWEAVE_") or name == "TRITON_INTERPRET":
+            facts.append(Fact(name, os.environ[name]))
+    return facts
+
+
+def _verdicts(count: int, linked: bool, machine: Machine) -> list[Fact]:
+    """What will run here, and why the rest will not."""
+    verdicts = [_interpreted(), _compiled(count, linked, machine)]
+    if count >= 2 and linked:
+        for op in OPERATORS:
+            for m, n, k in _TYPICAL:
+                size = min(count, 8)
+                problem = Problem(size, m // size, n // size, k, 2, "bfloat16")
+                plan = _guarded(lambda op=op, problem=problem: str(_PLANS[op](problem, machine, False)), "unknown")
+                verdicts.append(Fact(f"{op} {m}, {n}, {k}", str(plan)))
+    return verdicts
+
+
+def _interpreted() -> Fact:
+    name = "interpreted kernels (demo, tests)"
+    triton, numpy = version_of("triton"), version_of("numpy")
+    if sys.platform == "win32":
+        return Fact(name, "no: ranks share memory by POSIX means", False)
+    if not triton or not numpy:
+        missing = "triton" if not triton else "numpy"
+        return Fact(name, f"no: {missing} is missing; remedy: pip install 'tileweave[demo]'", False)
+    if not _at_least(triton, (3, 7)) and _at_least(numpy, (2, 4)):
+        return Fact(name, f"no: the interpreter of triton {triton} needs numpy below 2.4, here is {numpy}", False)
+    return Fact(name, "yes, any number of ranks up to 8: tileweave demo --device cpu", True)
+
+
+def _compiled(count: int, linked: bool, machine: Machine) -> Fact:
+    name = "compiled kernels"
+    if count < 2:
+        reason = "one GPU, and a group needs one for each rank" if count else "no GPU"
+        return Fact(name, f"no: {reason}; operators on CPU tensors run unfused", False)
+    if not linked:
+        return Fact(name, "no: some GPUs cannot access each other's memory (see the matrix); unfused there", False)
+    if machine.backend == "cuda" and machine.arch < 80:
+        return Fact(name, f"no: sm_{machine.arch} is below sm_80", False)
+    if not _guarded(lambda: __import__("torch.distributed._symmetric_memory") is not None, False):
+        return Fact(name, "no: this torch has no symmetric memory", False)
+    return Fact(name, f"yes: worlds of 2 to {min(count, 8)} ranks, bf16 and fp16 fused, fp32 unfused", True)

@@ -1,0 +1,7 @@
+"""Modules with the stock parameter layout over the fused operators."""
+
+from __future__ import annotations
+
+from tileweave.nn.linear import ColumnParallelLinear
+
+__all__ = ["ColumnParallelLinear"]

@@ -1,0 +1,1 @@
+"""Looking at what operators do: one timer, one trace decoder, the metrics."""

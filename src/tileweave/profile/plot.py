@@ -1,0 +1,187 @@
+"""Pictures: who waited for whom in one call, and how far each peer is from the co-run bound. Needs matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from tileweave.profile.trace import COPY_ENGINE, SEVERAL, Event, Trace, summary
+
+# Okabe and Ito's colours: eight ranks that a colour-blind reader can tell apart.
+RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F")
+_SEVERAL_COLOUR = "#444444"
+_MOST_LANES = 4  # of programs, for each rank
+_DPI = 130
+
+
+def plot_traces(traces: Sequence[Trace], path: Path | str) -> None:
+    """One row for each trace: a time line of all ranks, and the matrix of who waited how long for whom."""
+    heights = [max(2.2, 0.34 * len(_lanes(trace)) + 1.1) for trace in traces]
+    figure = Figure(figsize=(14, sum(heights) + 1.0), layout="constrained")
+    grid = figure.subplots(
+        len(traces), 2, squeeze=False, gridspec_kw={"width_ratios": [4.2, 1], "height_ratios": heights}
+    )
+    for (line, matrix), trace in zip(grid, traces, strict=True):
+        _draw_time_line(line, trace)
+        _draw_matrix(matrix, trace)
+    size = max((trace.world_size for trace in traces), default=0)
+    several = any(event.peer == SEVERAL and event.kind != "push" for trace in traces for event in trace.events)
+    figure.legend(handles=_legend(size, several), loc="outside lower center", ncols=size + 4, frameon=False, fontsize=9)
+    figure.suptitle("Who pushed, who computed, who waited for whom", fontsize=13, fontweight="bold")
+    figure.savefig(path, dpi=_DPI)
+
+
+def _lanes(trace: Trace) -> list[tuple[int, int]]:
+    """(rank, program), from the top down; programs of one rank are thinned out to a few."""
+    lanes = []
+    for rank in range(trace.world_size):
+        programs = sorted({event.program for event in trace.events if event.rank == rank})
+        computing = [program for program in programs if program != COPY_ENGINE]
+        if len(computing) > _MOST_LANES:
+            step = (len(computing) - 1) / (_MOST_LANES - 1)
+            computing = [computing[round(i * step)] for i in range(_MOST_LANES)]
+        engine = [COPY_ENGINE] if COPY_ENGINE in programs else []
+        lanes += [(rank, program) for program in (engine + computing or [0])]
+    return lanes
+
+
+def _draw_time_line(axes: Axes, trace: Trace) -> None:
+    lanes = _lanes(trace)
+    scale, unit = (1e6, "ms") if trace.end_ns > 2e6 else (1e3, "us")
+    place = {lane: -number - 0.35 * lane[0] for number, lane in enumerate(lanes)}
+    for event in trace.events:
+        y = place.get((event.rank, event.program))
+        if y is not None:
+            _draw_event(axes, event, y, scale)
+    axes.set_yticks(list(place.values()), [_lane_name(lane, lanes) for lane in lanes], fontsize=8)
+    axes.set_ylim(min(place.values()) - 0.6, 0.6)
+    axes.set_xlim(0, trace.end_ns / scale or 1.0)
+    axes.set_xlabel(f"time, {unit}   ({trace.clock})", fontsize=9)
+    axes.set_title(trace.title, fontsize=10, loc="left")
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(axis="x", labelsize=8)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _lane_name(lane: tuple[int, int], lanes: list[tuple[int, int]]) -> str:
+    rank, program = lane
+    alone = sum(other == rank and number != COPY_ENGINE for other, number in lanes) == 1
+    what = "copies" if program == COPY_ENGINE else "kernel" if alone else f"program {program}"
+    return f"rank {rank} {what}"
+
+
+def _draw_event(axes: Axes, event: Event, y: float, scale: float) -> None:
+    begin, width = event.begin_ns / scale, max(event.duration_ns / scale, 1e-9)
+    source = event.rank if event.kind == "push" else event.peer
+    colour = _SEVERAL_COLOUR if source == SEVERAL else RANK_COLOURS[source % len(RANK_COLOURS)]
+    if event.kind == "compute":
+        axes.broken_barh([(begin, width)], (y - 0.38, 0.76), facecolor=colour, edgecolor="white", linewidth=0.3)
+    elif event.kind == "wait":
+        axes.broken_barh(
+            [(begin, width)], (y - 0.30, 0.60), facecolor="white", edgecolor=colour, hatch="/////", linewidth=0.8
+        )
+    else:
+        axes.broken_barh([(begin, width)], (y - 0.20, 0.40), facecolor=colour, edgecolor="black", linewidth=0.9)
+
+
+def _legend(size: int, several: bool) -> list[Patch]:
+    ranks = [Patch(facecolor=RANK_COLOURS[rank % len(RANK_COLOURS)], label=f"rank {rank}") for rank in range(size)]
+    if several:
+        ranks.append(Patch(facecolor=_SEVERAL_COLOUR, label="several ranks"))
+    kinds = [
+        Patch(facecolor="#bbbbbb", edgecolor="black", linewidth=1.0, label="push of own rows (black edge)"),
+        Patch(facecolor="#bbbbbb", edgecolor="white", label="compute on rows of that rank"),
+        Patch(facecolor="white", edgecolor="#777777", hatch="/////", label="wait for that rank"),
+    ]
+    return ranks + kinds
+
+
+def _draw_matrix(axes: Axes, trace: Trace) -> None:
+    """Rows: who waited; columns: for whom; milli- or microseconds, mean over programs."""
+    figures = summary(trace)
+    columns = [*range(trace.world_size)]
+    if any(SEVERAL in rank.waited_ns for rank in figures):
+        columns.append(SEVERAL)
+    cells = [[rank.waited_ns.get(c, 0) / max(rank.programs, 1) for c in columns] for rank in figures]
+    largest = max(map(max, cells), default=0.0)
+    scale, unit = (1e6, "ms") if largest > 1e6 else (1e3, "us")
+    axes.imshow(cells, cmap="Greys", vmin=0, vmax=largest * 1.6 or 1.0, aspect="auto")
+    for row, values in enumerate(cells):
+        for column, value in enumerate(values):
+            text = "" if columns[column] == row else f"{value / scale:.1f}" if value else "0"
+            axes.text(column, row, text, ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(columns)), ["several" if c == SEVERAL else str(c) for c in columns], fontsize=8)
+    axes.set_yticks(range(trace.world_size), [str(rank) for rank in range(trace.world_size)], fontsize=8)
+    axes.set_xlabel("for rank", fontsize=9)
+    axes.set_ylabel("rank waited", fontsize=9)
+    axes.set_title(f"waited, {unit} a program", fontsize=9)
+    axes.tick_params(length=0)
+
+
+# --- Bench ---
+
+_PEER_COLOURS = {"tileweave": "#0072B2", "nccl+cublas": "#999999", "torch fused": "#E69F00", "gemm": "#d8d8d8"}
+_BLOCKS = {False: "eager calls", True: "calls in a CUDA graph"}
+_HIGHEST = 3.0
+
+
+def plot_bench(report: dict[str, Any], path: Path | str) -> None:
+    """Bars: time over the co-run bound (1 is what no overlap can beat), by case and peer; eager above captured calls.
+
+    Where the bound was not measured, over the bare matmul.
+    """
+    blocks = [(title, [case for case in report["cases"] if case["graph"] == graph]) for graph, title in _BLOCKS.items()]
+    blocks = [(title, cases) for title, cases in blocks if cases]
+    if not blocks:
+        return
+    figure = Figure(figsize=(13, 3.9 * len(blocks) + 0.6), layout="constrained")
+    panels = figure.subplots(len(blocks), 1, squeeze=False)[:, 0]
+    for axes, (title, cases) in zip(panels, blocks, strict=True):
+        _draw_block(axes, title, cases)
+    device = report["environment"].get("device", "")
+    figure.suptitle(f"{report['op']}, world {report['world_size']}, {device}: lower is better", fontweight="bold")
+    figure.savefig(path, dpi=_DPI)
+
+
+def _draw_block(axes: Axes, title: str, cases: list[dict[str, Any]]) -> None:
+    names = [name for name in _PEER_COLOURS if any(name in case["times"] for case in cases)]
+    bar = 0.8 / max(len(names), 1)
+    for index, name in enumerate(names):
+        values = [_relative(case, name) for case in cases]
+        at = [number + (index - (len(names) - 1) / 2) * bar for number in range(len(cases))]
+        shown = [min(value, _HIGHEST) if math.isfinite(value) else 0.0 for value in values]
+        axes.bar(at, shown, bar * 0.92, color=_PEER_COLOURS[name], label=name)
+        for x, value in zip(at, values, strict=True):
+            if value > _HIGHEST:
+                axes.text(x, _HIGHEST, f"{value:.1f}", ha="center", va="bottom", fontsize=6)
+            if name == "tileweave" and math.isfinite(value):
+                axes.text(x, 0.05, f"{value:.2f}", ha="center", va="bottom", fontsize=7, rotation=90, color="white")
+    axes.axhline(1.0, color="black", linewidth=0.9, linestyle="--", label="co-run bound")
+    axes.set_xticks(range(len(cases)), [_case_name(case) for case in cases], fontsize=7, rotation=25, ha="right")
+    axes.set_xlim(-0.6, max(len(cases), 3) - 0.4)
+    axes.set_ylabel("time / co-run bound")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.legend(ncols=5, frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1.0, 1.12))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _case_name(case: dict[str, Any]) -> str:
+    layer = case["name"].rsplit("-m", 1)[0]
+    return f"{layer}\nM {case['rows']}"
+
+
+def _relative(case: dict[str, Any], name: str) -> float:
+    times = {key: timing["median_us"] for key, timing in case["times"].items()}
+    bound = times.get("co-run bound", times.get("gemm", math.nan))
+    return times.get(name, math.nan) / bound if bound and math.isfinite(bound) else math.nan

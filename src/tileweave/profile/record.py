@@ -1,0 +1,151 @@
+"""Recording one call: run the fused operator with stamps on, and say what was sent, signalled and waited for.
+
+Pushes by copy engines leave no stamps. Where the copy engine is a thread of this process (the CPU), :func:`record`
+notes when it worked; on GPUs their trace shows waits and computations only, and signals are counted as they are queued.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tileweave.config import Plan, Problem, schedule_for
+from tileweave.ops import all_gather_matmul as ag
+from tileweave.ops.registry import group_of, interpreting, name_of, workspace_of
+from tileweave.profile.trace import COPY_ENGINE, Event, Trace, decode, merge
+from tileweave.schedule import push_order
+from tileweave.transport.base import Copy, Transport
+from tileweave.transport.workspace import MAX_SLICES
+
+_SIGNAL_BYTES = 4
+
+
+@dataclass
+class Recording:
+    """What one rank knows of one recorded call; ``sent_bytes`` and ``signals`` count what this rank sent."""
+
+    plan: Plan
+    out: torch.Tensor
+    events: list[Event] = field(default_factory=list)
+    sent_bytes: int = 0
+    signals: int = 0
+
+
+@dataclass
+class _Watched:
+    """Copies, signals and waits that went by, and when the copy engine (a thread) worked."""
+
+    rank: int
+    size: int
+    copies: list[Copy] = field(default_factory=list)
+    notified: int = 0
+    waits: list[Event] = field(default_factory=list)
+    begin_ns: int = 0
+    end_ns: int = 0
+    wait_begin_ns: int = 0
+
+    def observe(self, event: str, details: dict[str, int]) -> None:
+        """What an interpreted kernel does: its one program signals and waits, a source at a time."""
+        self.notified += event == "notify"
+        now = time.perf_counter_ns()
+        if event == "wait":
+            self.wait_begin_ns = now
+        elif event == "waited" and details["signal"] < self.size * MAX_SLICES:
+            source = details["signal"] // MAX_SLICES
+            self.waits.append(Event(self.rank, 0, "wait", source, self.wait_begin_ns, now, details["unit"]))
+
+    @property
+    def data(self) -> list[Copy]:
+        return [copy for copy in self.copies if copy.nbytes != _SIGNAL_BYTES]
+
+
+def record(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *, group: dist.ProcessGroup | None = None
+) -> Recording:
+    """One all_gather_matmul with stamps on; collective, synchronous. Without a fused path there are no events."""
+    name = name_of(group)
+    size = dist.get_world_size(group_of(name))
+    plan = ag.plan(x, w, size)
+    config = plan.config
+    if config is None:
+        out = ag.all_gather_matmul(x, w, bias, group=name)
+        assert isinstance(out, torch.Tensor), "one result without return_gathered"
+        sent = (size - 1) * x.numel() * x.element_size() if plan.path == "unfused" else 0
+        return Recording(plan, out, sent_bytes=sent)
+    transport = workspace_of(name, x.device).transport
+    problem = Problem(size, x.shape[0], w.shape[0], x.shape[1], x.element_size(), "")
+    schedule = schedule_for(problem, config, transport.rank, transport.machine)
+    pushes = config.transport == "sm"
+    slices = config.num_slices if pushes else 1
+    producers = min(config.num_producers, schedule.num_programs)
+    rows = slices + schedule.num_programs * schedule.max_units()
+    stamps = torch.zeros(rows, 4, dtype=torch.int64, device=x.device)
+    out = x.new_empty(size * x.shape[0], w.shape[0])
+    with _watching(transport) as watched:
+        ag.run_fused(x, w, bias, out, None, name, plan, stamps)
+        transport.synchronize()
+    sent = (size - 1) * x.numel() * x.element_size()
+    events = decode(stamps.tolist(), schedule, slices, producers, sent if pushes else 0)
+    if interpreting():  # seen one by one, where stamps know only how long a unit waited for all its sources
+        events = [event for event in events if event.kind != "wait"] + watched.waits
+    events += _copy_engine_events(watched)
+    signals = watched.notified + len(watched.copies) - len(watched.data)
+    if pushes and not interpreting():
+        signals = slices * (size - 1)
+    return Recording(plan, out, events, sent, signals)
+
+
+@contextmanager
+def _watching(transport: Transport) -> Iterator[_Watched]:
+    """Count what ``transport`` is told to push, and the signals of an interpreted kernel."""
+    watched = _Watched(transport.rank, transport.world_size)
+    original: Callable[[Sequence[Copy]], None] = transport.push
+
+    def push(copies: Sequence[Copy]) -> None:
+        watched.copies += copies
+        watched.begin_ns = time.perf_counter_ns()
+        original(copies)
+        pushed = getattr(transport, "_pushed", None)  # the thread's work, where a thread is the copy engine
+        if pushed is not None:
+            pushed.add_done_callback(lambda _: setattr(watched, "end_ns", time.perf_counter_ns()))
+
+    transport.push = push
+    try:
+        if interpreting():
+            from tileweave.language.interpreted import OBSERVERS
+
+            OBSERVERS.append(watched.observe)
+        yield watched
+    finally:
+        transport.push = original
+        if interpreting():
+            OBSERVERS.remove(watched.observe)
+
+
+def _copy_engine_events(watched: _Watched) -> list[Event]:
+    """The copies as pushes, one behind the other; only the first begin and the last end were seen."""
+    data = [copy for copy in watched.data if copy.nbytes]
+    if not data or not watched.end_ns:
+        return []
+    rank, size = watched.rank, watched.size
+    peers = [rank] * (len(data) - size + 1) + push_order(rank, size)  # where tiles span shards, the own one comes first
+    total, at, events = sum(copy.nbytes for copy in data), watched.begin_ns, []
+    for number, (peer, copy) in enumerate(zip(peers, data, strict=True)):
+        end = at + (watched.end_ns - watched.begin_ns) * copy.nbytes // total
+        events.append(Event(rank, COPY_ENGINE, "push", peer, at, end, number, copy.nbytes if peer != rank else 0))
+        at = end
+    return events
+
+
+def gather(title: str, recording: Recording, group: dist.ProcessGroup | None = None) -> Trace:
+    """Collective: the events of all ranks as one trace, on every rank."""
+    size = dist.get_world_size(group)
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, recording.events, group=group)
+    return merge(title, everyone, shared_clock=interpreting())

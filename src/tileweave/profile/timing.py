@@ -1,0 +1,245 @@
+"""The one timer: functions of one group against each other, interleaved in one run.
+
+What it does against the usual mistakes:
+
+- every rank makes the same number of calls, found from a first estimate that all ranks agree on;
+- a barrier before each repeat; the time of a repeat is that of the slowest rank; the figure is the median of repeats;
+- functions take turns (A B C, B C A, ...), so that a chip which throttles or warms up does so for all of them;
+- rank times are exchanged once, after the last repeat, so that no collective runs between timed regions;
+- small functions are captured into a CUDA graph, many calls each, so that it is not the host that is timed.
+
+Inputs that would stay in the L2 are the caller's matter: its functions rotate through several copies of them.
+Without a GPU the host's clock is read instead, for trying the machinery out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+REPEAT_MS = 20.0
+MAX_CALLS = 2000
+GRAPH_CALLS = 50  # calls in one captured graph: replaying it costs the host about one launch
+_WARM_UP_CALLS = 3
+_CAPTURE_ERRORS = (RuntimeError, ValueError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one call, microseconds.
+
+    Attributes
+    ----------
+    median_us, low_us, high_us : over repeats, each repeat being the slowest rank's mean over ``calls`` calls.
+    repeats_us : those repeats. per_rank_us : each rank's own median.
+    graph : whether captured calls were replayed. note : why a figure is missing, or not what was asked for.
+    """
+
+    median_us: float
+    low_us: float = math.nan
+    high_us: float = math.nan
+    repeats_us: list[float] = field(default_factory=list)
+    per_rank_us: list[float] = field(default_factory=list)
+    calls: int = 0
+    graph: bool = False
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@dataclass
+class _Lap:
+    """One function made ready: ``run()`` makes ``calls`` calls."""
+
+    run: Callable[[], None]
+    calls: int
+    graph: bool
+    note: str = ""
+
+
+def measure(
+    functions: Mapping[str, Callable[[], object]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    repeats: int = 7,
+    iterations: int | None = None,
+    graph: bool = False,
+    on_capture_failure: Literal["nan", "eager"] = "nan",
+    not_capturable: Mapping[str, str] | None = None,
+    before_repeat: Callable[[], object] | None = None,
+    progress: Callable[[str], object] | None = None,
+) -> dict[str, Timing]:
+    """Time ``functions`` against each other on all ranks of ``group``. Collective.
+
+    Parameters
+    ----------
+    functions : name -> one call, the same names in the same order on every rank. Calls allocate what they like.
+    repeats : timed repeats of each function.
+    iterations : calls in a repeat; None: as many as take about 20 ms.
+    graph : capture calls in a CUDA graph and time its replay (GPUs only; ignored on the CPU).
+    on_capture_failure : what becomes of a function that cannot be captured: no figure, or an eager one with a note.
+    not_capturable : name -> reason; these are not even tried.
+    before_repeat : called before each timed region, outside of it: to flush a cache, or to refill inputs.
+    progress : told the name of what is being prepared or timed.
+    """
+    clock = _CudaClock(device, group) if device.type == "cuda" else _HostClock(group)
+    tell = progress or (lambda _: None)
+    laps: dict[str, _Lap | None] = {}
+    notes: dict[str, str] = {}
+    for name, function in functions.items():
+        tell(f"prepares {name}")
+        calls = iterations or _calls_for(clock, function)
+        reason = (not_capturable or {}).get(name, "") if graph and clock.captures else ""
+        if graph and clock.captures and not reason:
+            laps[name], reason = _captured(clock, function, calls)
+            if laps[name] is not None:
+                continue
+        if reason:
+            notes[name] = f"cannot be captured: {reason}"
+            if on_capture_failure == "nan":
+                laps[name] = None
+                continue
+            notes[name] = f"eager, {notes[name]}"
+        laps[name] = _Lap(_repeat(function, calls), calls, False)
+    names = list(functions)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(repeats):
+        tell(f"repeat {number + 1} of {repeats}")
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            lap = laps[name]
+            if lap is not None:
+                if before_repeat is not None:
+                    before_repeat()
+                seconds[name].append(clock.time(lap.run) / lap.calls)
+    clock.barrier()
+    return {name: _timing(laps[name], clock.everyone(seconds[name]), notes.get(name, "")) for name in names}
+
+
+def _timing(lap: _Lap | None, by_rank: list[list[float]], note: str) -> Timing:
+    """``by_rank``: seconds of a call, ``[ranks][repeats]``."""
+    if lap is None or not by_rank[0]:
+        return Timing(math.nan, note=note)
+    slowest = [max(column) * 1e6 for column in zip(*by_rank, strict=True)]
+    own = [median(row) * 1e6 for row in by_rank]
+    return Timing(median(slowest), min(slowest), max(slowest), slowest, own, lap.calls, lap.graph, note)
+
+
+def _repeat(function: Callable[[], object], calls: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(calls):
+            function()
+
+    return run
+
+
+def _calls_for(clock: _CudaClock | _HostClock, function: Callable[[], object]) -> int:
+    """Warm up, and say how many calls last about :data:`REPEAT_MS`; the same number on every rank."""
+    for _ in range(_WARM_UP_CALLS):
+        function()
+    estimate = clock.time(_repeat(function, 2)) / 2
+    slowest = max(row[0] for row in clock.everyone([estimate]))
+    return max(2, min(MAX_CALLS, round(REPEAT_MS * 1e-3 / max(slowest, 1e-7))))
+
+
+def _captured(clock: _CudaClock | _HostClock, function: Callable[[], object], calls: int) -> tuple[_Lap | None, str]:
+    """The function in a graph of up to :data:`GRAPH_CALLS` calls; None and the reason if any rank cannot capture it."""
+    inside = min(calls, GRAPH_CALLS)
+    replays = max(1, round(calls / inside))
+    replay, reason = clock.capture(_repeat(function, inside))
+    failed = any(row[0] for row in clock.everyone([0.0 if replay is not None else 1.0]))
+    if failed or replay is None:
+        return None, reason or "another rank could not capture it"
+    replay()  # the first replay uploads the graph
+    clock.barrier()
+    return _Lap(_repeat(replay, replays), inside * replays, True), ""
+
+
+class _CudaClock:
+    """CUDA events on the current stream, behind a collective that lets all ranks start together."""
+
+    captures = True
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
+        self.device, self.group = device, group
+        self._start, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._gun = torch.zeros(1, device=device)
+
+    def barrier(self) -> None:
+        torch.cuda.synchronize(self.device)
+        dist.barrier(group=self.group, device_ids=[self.device.index])
+        torch.cuda.synchronize(self.device)
+
+    def time(self, run: Callable[[], None]) -> float:
+        """Seconds that ``run`` takes on this rank's device."""
+        self.barrier()
+        dist.all_reduce(self._gun, group=self.group)  # ends on all devices within microseconds
+        self._start.record()
+        run()
+        self._end.record()
+        torch.cuda.synchronize(self.device)
+        return self._start.elapsed_time(self._end) * 1e-3
+
+    def capture(self, run: Callable[[], None]) -> tuple[Callable[[], None] | None, str]:
+        """``run`` as a graph's replay, or None and the reason why it cannot be captured."""
+        current = torch.cuda.current_stream(self.device)
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            run()
+        current.wait_stream(side)
+        self.barrier()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Thread-local: the thread that watches over NCCL may query its events while this one captures.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                run()
+        except _CAPTURE_ERRORS as error:
+            torch.cuda.set_stream(current)  # a capture that fails at its end leaves its stream current
+            return None, str(error).strip().splitlines()[0][:200]
+        return graph.replay, ""
+
+    def everyone(self, values: list[float]) -> list[list[float]]:
+        """All ranks' values, ``[ranks][values]``."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        if values:
+            dist.all_gather(rows, mine, group=self.group)
+        return [row.tolist() for row in rows]
+
+
+class _HostClock:
+    """The host's clock, for worlds without GPUs."""
+
+    captures = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.group)
+
+    def time(self, run: Callable[[], None]) -> float:
+        self.barrier()
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+
+    def capture(self, run: Callable[[], None]) -> tuple[Callable[[], None] | None, str]:
+        return None, "there is no GPU"
+
+    def everyone(self, values: list[float]) -> list[list[float]]:
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        if values:
+            dist.all_gather(rows, mine, group=self.group)
+        return [row.tolist() for row in rows]

@@ -1,0 +1,241 @@
+"""all_gather_matmul in worlds of processes: the real kernel, interpreted, over shared host memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+
+from tests import behaviour, parity
+from tests.parity import Case
+from tests.worlds import World, Worlds
+from tileweave.config import MatmulConfig
+
+SM = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
+COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
+
+transports = pytest.mark.parametrize("config", [SM, COPY_ENGINE], ids=lambda config: config.transport)
+PROGRAMS = 5  # one program does all tiles whole; five leave tiles over, which are cut along K
+
+SHAPES = {
+    "one_of_all": (1, 1, 1),
+    "odd": (5, 17, 70),
+    "a_row": (1, 70, 33),
+    "a_column": (19, 1, 48),
+    "exact": (16, 64, 64),
+    "under_a_tile": (7, 40, 100),
+    "ragged_tiles": (37, 40, 50),
+    "tall": (50, 3, 20),
+    "deep": (3, 35, 200),
+}
+
+
+shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def cases_of(shape: tuple[int, int, int]) -> list[Case]:
+    return [Case(*shape, "float32", bias=True, gathered=True), Case(*shape, "float16", integers=True)]
+
+
+@transports
+@shapes
+def test_parity(world: World, config: MatmulConfig, shape: tuple[int, int, int]) -> None:
+    world.run(parity.parity, cases_of(shape), config, PROGRAMS)
+
+
+@transports
+@shapes
+def test_parity_by_one_program(worlds: Worlds, config: MatmulConfig, shape: tuple[int, int, int]) -> None:
+    worlds("gloo", 3).run(parity.parity, cases_of(shape), config)
+
+
+@transports
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dtypes(world: World, config: MatmulConfig, dtype: str) -> None:
+    world.run(parity.parity, [Case(9, 33, 50, dtype, bias=True), Case(33, 9, 90, dtype, integers=True)], config, 3)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MatmulConfig("triton", "sm", 32, 64, 64, 1, 4, group_m=8, num_slices=1, num_producers=1),
+        MatmulConfig("triton", "sm", 64, 16, 32, 1, 4, group_m=1, num_slices=32, num_producers=1),
+        MatmulConfig("triton", "copy_engine", 16, 32, 128, 1, 4, group_m=3, split_tail=False),
+    ],
+    ids=["one_slice", "all_slices", "no_split"],
+)
+def test_other_configurations(world: World, config: MatmulConfig) -> None:
+    world.run(parity.parity, [Case(37, 70, 150, gathered=True, bias=True), Case(2, 5, 600)], config, 4)
+
+
+# --- Time: late ranks, ranks that run ahead, long runs ---
+
+
+@contextmanager
+def stall_in_the_kernel(seconds: float, n: int) -> Iterator[None]:
+    """Hold this rank up at some of its signals and after some of its waits, while the others go on as far as they may."""
+    from tileweave.language.interpreted import OBSERVERS
+
+    events: list[str] = []
+
+    def stall(event: str, details: dict[str, int]) -> None:
+        if event in ("notify", "waited"):
+            events.append(event)
+            if len(events) % 4 == n % 4:
+                time.sleep(seconds)
+
+    OBSERVERS.append(stall)
+    try:
+        yield
+    finally:
+        OBSERVERS.remove(stall)
+
+
+@contextmanager
+def stall_in_the_copy_engine(seconds: float, n: int) -> Iterator[None]:
+    """Hold up this rank's copies one by one, and its kernel after some waits."""
+    from tileweave.transport import cpu
+
+    copy_all = cpu._copy_all
+
+    def slowly(copies: list) -> None:
+        for copy in copies:
+            time.sleep(seconds / 4)
+            copy_all([copy])
+
+    with mock.patch.object(cpu, "_copy_all", slowly), stall_in_the_kernel(seconds, n):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("config", "stall"),
+    [(SM, stall_in_the_kernel), (COPY_ENGINE, stall_in_the_copy_engine)],
+    ids=lambda value: getattr(value, "transport", ""),
+)
+def test_many_calls_with_late_ranks(world: World, config: MatmulConfig, stall: object) -> None:
+    cases = [Case(5, 17, 24), Case(1, 20, 33), Case(12, 9, 600, gathered=True), Case(34, 7, 20, bias=True)]  # 600: four slices
+    world.run(parity.many_calls, cases, config, 60, 0.004, 3, stall)
+
+
+@contextmanager
+def slow_copies(seconds: float, n: int) -> Iterator[None]:
+    """Copies that take much longer than the kernel: it must not move the epoch that they still have to send."""
+    from tileweave.transport import cpu
+
+    copy_all = cpu._copy_all
+
+    def slowly(copies: list) -> None:
+        for copy in copies:
+            time.sleep(seconds)
+            copy_all([copy])
+
+    with mock.patch.object(cpu, "_copy_all", slowly):
+        yield
+
+
+def test_a_slow_copy_engine(world: World) -> None:
+    world.run(parity.many_calls, [Case(1, 3, 16), Case(2, 5, 16)], COPY_ENGINE, 12, 0.06, None, slow_copies)
+
+
+@transports
+def test_the_epoch_wraps_around(world: World, config: MatmulConfig) -> None:
+    world.run(parity.calls_around_the_wrap, Case(18, 20, 40), config)
+
+
+# --- Groups ---
+
+
+@transports
+@pytest.mark.parametrize(("size", "members"), [(3, [0, 1]), (4, [0, 1]), (4, [1, 3])])
+def test_two_groups_at_once(worlds: Worlds, config: MatmulConfig, size: int, members: list[int]) -> None:
+    worlds("gloo", size).run(parity.two_groups, members, Case(7, 18, 40, bias=True), config, 10)
+
+
+@transports
+@pytest.mark.parametrize(("size", "members"), [(3, [1, 2]), (4, [1, 3]), (4, [0, 2, 3])])
+def test_subgroups(worlds: Worlds, config: MatmulConfig, size: int, members: list[int]) -> None:
+    worlds("gloo", size).run(parity.subgroup, members, Case(20, 18, 40, gathered=True), config)
+
+
+def test_subgroups_through_the_public_call(worlds: Worlds) -> None:
+    worlds("gloo", 4).run(behaviour.public_calls_in_a_subgroup, [1, 3], Case(6, 18, 40, bias=True))
+
+
+# --- The public call ---
+
+PUBLIC = [
+    Case(5, 17, 70, bias=True),
+    Case(70, 33, 40),
+    Case(12, 1, 16, "float16", bias=True),
+    Case(1, 9, 100, "bfloat16"),
+]
+
+
+def test_public_calls(world: World) -> None:
+    world.run(behaviour.public_calls, PUBLIC, "fused")
+
+
+def test_a_group_of_one(worlds: Worlds) -> None:
+    worlds("gloo", 1).run(behaviour.public_calls, PUBLIC, "local")
+
+
+def test_many_dimensions(world: World) -> None:
+    world.run(behaviour.many_dimensions, Case(12, 10, 32, bias=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_empty_dimensions(world: World, dtype: str) -> None:
+    world.run(behaviour.empty_dimensions, dtype)
+
+
+def test_weight_in_a_larger_tensor(world: World) -> None:
+    world.run(behaviour.weight_in_a_larger_tensor, Case(6, 20, 40, bias=True))
+
+
+# --- Gradients and tools ---
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradients(world: World, dtype: str) -> None:
+    cases = [
+        Case(rows, 18, 40, dtype, bias=bias, gathered=gathered)
+        for rows, bias, gathered in ((7, True, False), (20, False, False), (7, True, True), (20, False, True))
+    ]
+    world.run(behaviour.gradients, cases)
+
+
+@pytest.mark.parametrize("wanted", ["x", "w", "b", "xb", "wb"])
+def test_gradients_of_some(world: World, wanted: str) -> None:
+    world.run(behaviour.gradients, [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)], wanted)
+
+
+def test_gradients_in_a_group_of_one(worlds: Worlds) -> None:
+    worlds("gloo", 1).run(behaviour.gradients, [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)])
+
+
+def test_what_backward_keeps(world: World) -> None:
+    world.run(behaviour.what_backward_keeps, Case(7, 18, 40, bias=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_gradients(worlds: Worlds, backend: str) -> None:
+    cases = [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)]
+    worlds("gloo", 2).run(behaviour.gradients, cases, "xwb", backend)
+
+
+def test_compiled_with_changing_rows(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(behaviour.compiled_with_changing_rows, Case(7, 18, 40, bias=True), "aot_eager")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_opcheck(worlds: Worlds, size: int) -> None:
+    worlds("gloo", size).run(behaviour.opcheck, Case(6, 18, 40, bias=True), timeout=100)
+
+
+@pytest.mark.parametrize("save_gathered", [False, True], ids=["gather_again", "save_gathered"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_column_parallel_linear(world: World, bias: bool, save_gathered: bool) -> None:
+    world.run(behaviour.column_parallel_linear, Case(7, 18, 40, bias=bias), save_gathered)

@@ -1,0 +1,333 @@
+"""What does not fit raises and says so; what never comes times out; what dies leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tileweave as tw
+from tests import parity
+from tests.parity import Case
+from tests.worlds import Member, World, Worlds, one_shot
+from tileweave.config import MatmulConfig
+from tileweave.ops.registry import name_of, workspace_of
+
+SECONDS = 2.0  # TILEWEAVE_TIMEOUT of the worlds that end in a time-out
+SLACK = 2.0
+CASE = Case(6, 18, 40, bias=True)
+SM = MatmulConfig("triton", "sm", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
+COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
+transports = pytest.mark.parametrize("config", [SM, COPY_ENGINE], ids=lambda config: config.transport)
+
+
+# --- Wrong on one rank: raised there, before anything is sent ---
+
+M, K, N = 4, 8, 6
+
+
+def x() -> torch.Tensor:
+    return torch.randn(M, K)
+
+
+def w() -> torch.Tensor:
+    return torch.randn(N, K)
+
+
+def out_like(*inputs: torch.Tensor, size: int) -> torch.Tensor:
+    """A result in the storage of an input."""
+    return torch.as_strided(inputs[0], (size * M, N), (N, 1))
+
+
+Call = Callable[[int], object]
+shared = torch.zeros(256)
+
+WRONG: dict[str, tuple[Call, str]] = {
+    "x_and_w_differ_in_dtype": (lambda size: tw.all_gather_matmul(x().half(), w()), "float16.*float32"),
+    "bias_differs_in_dtype": (lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(N).half()), "float16"),
+    "out_differs_in_dtype": (lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(size * M, N).half()), "dtype"),
+    "float64": (lambda size: tw.all_gather_matmul(x().double(), w().double()), "float64.*float16"),
+    "int32": (lambda size: tw.all_gather_matmul(x().int(), w().int()), "int32"),
+    "complex": (lambda size: tw.all_gather_matmul(x().cfloat(), w().cfloat()), "complex64"),
+    "k_differs": (lambda size: tw.all_gather_matmul(x(), torch.zeros(N, K + 1)), "4, 8.*6, 9"),
+    "w_is_transposed": (lambda size: tw.all_gather_matmul(x(), torch.zeros(K, N)), r"Linear layout \[n, K\]"),
+    "x_has_one_dimension": (lambda size: tw.all_gather_matmul(torch.zeros(K), w()), "(8,)"),
+    "w_has_one_dimension": (lambda size: tw.all_gather_matmul(x(), torch.zeros(K)), "(8,)"),
+    "w_has_three_dimensions": (lambda size: tw.all_gather_matmul(x(), torch.zeros(1, N, K)), "1, 6, 8"),
+    "x_is_transposed": (lambda size: tw.all_gather_matmul(torch.zeros(K, M).t(), w()), "contiguous"),
+    "x_is_a_slice": (lambda size: tw.all_gather_matmul(torch.zeros(M, 2 * K)[:, :K], w()), "contiguous"),
+    "x_with_three_dimensions_is_a_slice": (
+        lambda size: tw.all_gather_matmul(torch.zeros(M, 3, 2 * K)[..., :K], w()),
+        "contiguous",
+    ),
+    "rows_of_w_are_strided": (lambda size: tw.all_gather_matmul(x(), torch.zeros(K, N).t()), "contiguous"),
+    "bias_is_too_long": (lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(N + 1)), "7,.*6,"),
+    "bias_has_two_dimensions": (lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(1, N)), "1, 6"),
+    "bias_is_strided": (lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(2 * N)[::2]), "contiguous"),
+    "out_is_not_gathered": (lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(M, N)), "out"),
+    "out_is_flat": (lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(size * M * N)), "out"),
+    "out_is_a_scalar": (lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(())), "out"),
+    "out_is_strided": (lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(N, size * M).t()), "contiguous"),
+    "x_with_three_dimensions_is_permuted": (
+        lambda size: tw.all_gather_matmul(torch.zeros(3, M, K).transpose(0, 1), w()),
+        "contiguous",
+    ),
+    "out_with_three_dimensions_is_permuted": (
+        lambda size: tw.all_gather_matmul(torch.zeros(M, 3, K), w(), out=torch.zeros(3, size * M, N).transpose(0, 1)),
+        "contiguous",
+    ),
+    "out_lost_a_dimension": (
+        lambda size: tw.all_gather_matmul(torch.zeros(M, 3, K), w(), out=torch.zeros(size * M * 3, N)),
+        "out",
+    ),
+    "out_is_x": (lambda size: tw.all_gather_matmul(shared[: M * K].view(M, K), w(), out=out_like(shared, size=size)), "memory of its own"),
+    "out_is_w": (lambda size: tw.all_gather_matmul(x(), shared[-N * K :].view(N, K), out=out_like(shared, size=size)), "memory of its own"),
+    "out_is_bias": (lambda size: tw.all_gather_matmul(x(), w(), shared[-N:], out=out_like(shared, size=size)), "memory of its own"),
+    "out_and_gathered": (
+        lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(size * M, N), return_gathered=True),
+        "return_gathered",
+    ),
+    "out_and_gradients": (
+        lambda size: tw.all_gather_matmul(x(), w().requires_grad_(), out=torch.zeros(size * M, N)),
+        "grad",
+    ),
+    "no_such_group": (lambda size: tw.all_gather_matmul(x(), w(), group="no such group"), "no such group"),
+}  # fmt: skip
+
+
+def ask(me: Member, name: str) -> str:
+    """The other ranks do not call: nothing may be sent before an error is found."""
+    if me.rank != me.world_size - 1:
+        return ""
+    call, pattern = WRONG[name]
+    with pytest.raises(tw.InputError, match=f"(?s){pattern}") as caught:
+        call(me.world_size)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input(worlds: Worlds, name: str) -> None:
+    text = worlds("gloo", 2).run(ask, name)[-1]
+    parts = [text.index(part) for part in ("asked: ", "allowed: ", "remedy: ")]
+    assert parts == sorted(parts), text
+
+
+def a_group_of_others(me: Member) -> None:
+    me.group(0, 1)
+    if me.rank == 2:
+        with pytest.raises(tw.InputError, match="asked: .*allowed: .*remedy: "):
+            tw.all_gather_matmul(x(), w(), group=dist.GroupMember.NON_GROUP_MEMBER)
+    me.barrier()
+
+
+def test_a_group_this_rank_is_not_in(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(a_group_of_others)
+
+
+def still_usable(me: Member) -> None:
+    """Errors of one rank leave nothing half done."""
+    for name in ("k_differs", "out_is_strided", "float64"):
+        ask(me, name)
+    behind = parity.prepare(CASE, me.rank, me.world_size, me.device, 1)
+    behind.verify("after errors", tw.all_gather_matmul(behind.x, behind.w, behind.bias))
+
+
+def test_errors_leave_no_trace(world: World) -> None:
+    world.run(still_usable)
+
+
+# --- Ranks that disagree, with TILEWEAVE_DEBUG=1 ---
+
+ODD: dict[str, Callable[[], object]] = {
+    "rows": lambda: tw.all_gather_matmul(torch.zeros(M + 1, K), w()),
+    "columns": lambda: tw.all_gather_matmul(x(), torch.zeros(N + 1, K)),
+    "dtype": lambda: tw.all_gather_matmul(x().half(), w().half()),
+    "gathered": lambda: tw.all_gather_matmul(x(), w(), return_gathered=True),
+    "wrong": lambda: tw.all_gather_matmul(x(), torch.zeros(N, K + 1)),
+}
+
+
+def disagree(me: Member, name: str, odd: int) -> str:
+    with mock.patch.dict(os.environ, TILEWEAVE_DEBUG="1"):
+        agreed = parity.prepare(CASE, me.rank, me.world_size, me.device, 2)
+        agreed.verify("all agree", tw.all_gather_matmul(agreed.x, agreed.w, agreed.bias))
+        with pytest.raises(tw.RankMismatchError) as caught:
+            ODD[name]() if me.rank == odd else tw.all_gather_matmul(x(), w())
+        agreed.verify("all agree again", tw.all_gather_matmul(agreed.x, agreed.w, agreed.bias))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("name", ODD)
+def test_ranks_that_disagree(worlds: Worlds, name: str, odd: int) -> None:
+    texts = worlds("gloo", 3).run(disagree, name, odd)
+    assert len(set(texts)) == 1, "the same error on every rank"
+    assert f"rank {odd}" in texts[0]
+    assert all(f"rank {other}" not in texts[0] for other in range(3) if other != odd)
+    assert all(part in texts[0] for part in ("asked: ", "allowed: ", "remedy: "))
+
+
+# --- Peers that never come ---
+
+
+def call_after(me: Member, good_calls: int, absent: int, config: MatmulConfig | None, debug: bool) -> dict[str, object] | None:
+    """Some good calls, then one that ``absent`` takes no part in. What the others see, and after how long."""
+    group = dist.group.WORLD
+    for n in range(good_calls):
+        call = parity.prepare(CASE, me.rank, me.world_size, me.device, n)
+        parity.run(call, group, config)
+        call.verify(f"call {n}")
+    me.barrier()
+    if me.rank == absent:
+        time.sleep(SECONDS + SLACK)
+        return None
+    os.environ["TILEWEAVE_DEBUG"] = "1" if debug else "0"
+    call = parity.prepare(CASE, me.rank, me.world_size, me.device, 99)
+    started = time.monotonic()
+    with pytest.raises(tw.PeerTimeout) as caught:
+        if config is None:
+            tw.all_gather_matmul(call.x, call.w, call.bias)
+        else:
+            parity.run(call, group, config)
+    taken = time.monotonic() - started
+    if good_calls and not debug:
+        for again in (tw.synchronize, lambda: parity.run(call, group, config)):
+            with pytest.raises(tw.PeerTimeout):
+                again()
+    tw.close()
+    tw.synchronize()
+    error = caught.value
+    return {"taken": taken, "op": error.op, "rank": error.rank, "peer": error.peer, "lag": error.expected - error.seen}
+
+
+def check_timed_out(ends: list, absent: int) -> list[dict]:
+    found = []
+    for rank, end in enumerate(ends):
+        assert end.exit_code == 0, f"rank {rank} exited with {end.exit_code}: {end.answer}"
+        if rank != absent:
+            assert end.value["taken"] < SECONDS + SLACK, f"rank {rank}: {end.value}"
+            assert end.value["rank"] == rank
+            found.append(end.value)
+    return found
+
+
+@transports
+def test_a_peer_that_stops_calling(config: MatmulConfig) -> None:
+    extra = {"TILEWEAVE_TIMEOUT": str(SECONDS)}
+    for seen in check_timed_out(one_shot("gloo", 3, call_after, 2, 1, config, False, extra=extra), 1):
+        assert (seen["op"], seen["peer"], seen["lag"]) == ("all_gather_matmul", 1, 1)
+        assert seen["taken"] >= SECONDS
+
+
+@pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
+def test_a_peer_that_never_calls(debug: bool) -> None:
+    """The first call is collective on the host: that wait is bounded too."""
+    extra = {"TILEWEAVE_TIMEOUT": str(SECONDS)}
+    check_timed_out(one_shot("gloo", 3, call_after, 0, 2, None, debug, extra=extra), 2)
+
+
+# --- Ranks that die ---
+
+
+def die_inside(me: Member, victim: int, event: str, config: MatmulConfig) -> str | None:
+    """After two good calls ``victim`` is killed inside a call, at ``event``; the others must come to an end."""
+    from tileweave.language.interpreted import OBSERVERS
+
+    group = dist.group.WORLD
+    for n in range(2):
+        parity.run(parity.prepare(CASE, me.rank, me.world_size, me.device, n), group, config)
+    me.barrier()
+    if me.rank == victim:
+        OBSERVERS.append(lambda seen, details: os.kill(os.getpid(), signal.SIGKILL) if seen == event else None)
+    try:
+        for n in range(2, 6):  # who was signalled before the end may finish that call, and no more than one after it
+            parity.run(parity.prepare(CASE, me.rank, me.world_size, me.device, n), group, config)
+    except tw.PeerTimeout as error:
+        tw.close()
+        return f"{error.peer}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("event", "config"),
+    [("notify", SM), ("wait", SM), ("waited", COPY_ENGINE)],
+    ids=lambda value: getattr(value, "transport", value),
+)
+def test_a_rank_that_is_killed(event: str, config: MatmulConfig) -> None:
+    ends = one_shot("gloo", 3, die_inside, 1, event, config, extra={"TILEWEAVE_TIMEOUT": str(SECONDS)}, timeout=40)
+    assert ends[1].exit_code == -signal.SIGKILL
+    for rank in (0, 2):
+        assert ends[rank].exit_code == 0, ends[rank].answer
+        assert ends[rank].value is not None, f"rank {rank} never noticed"
+    assert "1" in (ends[0].value, ends[2].value), "who waits for the dead rank first names it"
+
+
+# --- What stays behind ---
+
+
+def shared_files(me: Member) -> None:
+    """While ranks map it, a file is ours alone; afterwards there is none."""
+    tw.close()
+    group = dist.group.WORLD
+    transport = workspace_of(name_of(group), me.device).transport
+    paths: list[Path] = []
+    modes: list[int] = []
+    path, barrier = transport._path, transport.barrier
+
+    def noting_path(token: bytes) -> Path:
+        paths.append(path(token))
+        return paths[-1]
+
+    def looking_barrier() -> None:
+        modes.extend(stat.S_IMODE(found.stat().st_mode) for found in paths if found.exists())
+        barrier()
+
+    with mock.patch.object(transport, "_path", noting_path), mock.patch.object(transport, "barrier", looking_barrier):
+        call = parity.prepare(CASE, me.rank, me.world_size, me.device, 0)
+        parity.run(call, group, SM)
+        call.verify("first call")
+    me.barrier()
+    assert len(set(paths)) >= 2 * me.world_size, f"signals and slots of every rank: {paths}"
+    assert modes, "nobody looked while there were files"
+    assert set(modes) == {0o600}, [oct(mode) for mode in modes]
+    assert all(found.name.startswith("tileweave-") and len(found.name) > 40 for found in paths)
+    assert not [found for found in paths if found.exists()]
+    me.barrier()
+    tw.close()
+
+
+def test_shared_files(world: World) -> None:
+    world.run(shared_files)
+
+
+def close_and_call_again(me: Member, config: MatmulConfig) -> None:
+    group = dist.group.WORLD
+    part = me.group(0, 1)
+    for n in range(6):
+        call = parity.prepare(CASE, me.rank, me.world_size, me.device, n)
+        parity.run(call, group, config)
+        call.verify(f"after {n} times close()")
+        if part is not None:
+            inner = parity.prepare(CASE, me.rank, 2, me.device, 50 + n)
+            parity.run(inner, part, config)
+            inner.verify(f"sub-group after {n} times close()")
+        if n % 3 == 0:
+            tw.close()
+        elif n % 3 == 1:
+            tw.close(group)
+        else:
+            tw.close(name_of(part) if part is not None else "a group of others")
+        tw.synchronize()
+
+
+@transports
+def test_close_and_call_again(world: World, config: MatmulConfig) -> None:
+    world.run(close_and_call_again, config)

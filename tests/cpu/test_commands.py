@@ -1,0 +1,94 @@
+"""The launcher and the commands on it, in worlds of two ranks without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tileweave.launcher import Member, RankFailure, launch
+
+pytest.importorskip("typer")
+runner = pytest.importorskip("typer.testing").CliRunner()
+
+
+def add_ranks(me: Member, extra: int) -> tuple[int, str | None]:
+    total = torch.tensor([me.rank + extra])
+    dist.all_reduce(total)
+    return int(total), os.environ.get("TRITON_INTERPRET")
+
+
+def fail_on_one(me: Member) -> None:
+    if me.rank == 1:
+        raise ValueError("rank one is unhappy")
+    me.barrier()
+
+
+def exit_on_one(me: Member) -> None:
+    if me.rank == 1:
+        os._exit(7)
+    me.barrier()
+
+
+def sleep_on_one(me: Member) -> None:
+    if me.rank == 1:
+        time.sleep(100)
+    me.barrier()
+
+
+def invoke(*words: str, code: int = 0) -> str:
+    from tileweave.cli import app
+
+    result = runner.invoke(app, list(words))
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return result.output
+
+
+def test_a_world_returns_what_rank_0_returned() -> None:
+    before = os.environ.get("TRITON_INTERPRET")
+    assert launch(add_ranks, 10, world_size=2, device_type="cpu", seconds=60) == (21, "1")
+    assert os.environ.get("TRITON_INTERPRET") == before
+
+
+@pytest.mark.parametrize(("body", "said"), [(fail_on_one, "rank one is unhappy"), (exit_on_one, "exit code 7")])
+def test_a_failing_rank_fails_the_world(body, said: str) -> None:
+    with pytest.raises(RankFailure, match=said):
+        launch(body, world_size=2, device_type="cpu", seconds=60)
+
+
+def test_a_stuck_world_is_ended() -> None:
+    with pytest.raises(RankFailure, match="were not done after 10 s"):
+        launch(sleep_on_one, world_size=2, device_type="cpu", seconds=10)
+
+
+def test_doctor() -> None:
+    assert "what will run" in invoke("doctor")
+
+
+@pytest.mark.slow
+def test_demo(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    output = invoke("demo", "--world", "2", "--device", "cpu", "--out", str(tmp_path))
+    assert "WRONG" not in output
+    assert (tmp_path / "who_waited_for_whom.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "trace0.json").read_text())["traceEvents"]
+
+
+@pytest.mark.slow
+def test_check() -> None:
+    assert "WRONG" not in invoke("check", "--world", "2", "--device", "cpu", "--calls", "4")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="smoke cases are for machines without GPUs")
+def test_bench(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    invoke("bench", "--smoke", "--world", "2", "--repeats", "2", "--json", str(path))
+    report = json.loads(path.read_text())
+    assert all(case["right"] for case in report["cases"])
+    assert all(case["times"]["tileweave"]["median_us"] > 0 for case in report["cases"])

@@ -1,0 +1,85 @@
+"""Metrics, trace decoding and bench cases: arithmetic and plain data."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tileweave.profile.metrics import e_overlap, geometric_mean, limit_ratio, speed_up
+from tileweave.profile.trace import OWN_CLOCKS, SEVERAL, SHARED_CLOCK, Event, chrome, decode, merge, summary
+from tileweave.schedule import TileSchedule
+
+
+def schedule(rank: int = 0, rows: int = 32, programs: int = 2) -> TileSchedule:
+    return TileSchedule(rank, 2, rows, 64, 128, 32, 64, 64, 8, programs, split_tail=False)
+
+
+def test_metrics() -> None:
+    assert e_overlap(100, 100, 150) == 1
+    assert e_overlap(150, 100, 150) == 0
+    assert e_overlap(175, 100, 150) == -0.5
+    assert math.isnan(e_overlap(100, 100, 100))
+    assert limit_ratio(90, 100) == 0.9
+    assert speed_up(200, 100) == 2
+    assert geometric_mean([1, 4, math.nan]) == pytest.approx(2)
+    assert math.isnan(geometric_mean([]))
+
+
+def test_decode_tells_pushes_waits_and_computations() -> None:
+    plan = schedule(programs=1)
+    stamps = [[10, 20, 0, 0], [20, 35, 0, 1]]  # two slices
+    stamps += [[40, 40, 60, 1], [60, 90, 120, 2]] + [[0, 0, 0, 0]] * (plan.max_units() - 2)
+    events = decode(stamps, plan, 2, 1, 1000)
+    assert [(e.kind, e.peer, e.begin_ns, e.end_ns) for e in events] == [
+        ("push", 1, 10, 20),
+        ("push", 1, 20, 35),
+        ("compute", 0, 40, 60),
+        ("wait", 1, 60, 90),
+        ("compute", 1, 90, 120),
+    ]
+    assert sum(e.nbytes for e in events) == 1000
+
+
+def test_a_wait_behind_a_computation_is_no_wait() -> None:
+    plan = schedule(programs=1)
+    stamps = [[0, 0, 0, 0], [10, 10, 100, 1], [20, 80, 150, 2]] + [[0, 0, 0, 0]] * (plan.max_units() - 2)
+    events = decode(stamps, plan, 1, 1)
+    assert [e.kind for e in events] == ["compute", "compute"]
+    assert events[1].begin_ns == 100
+
+
+def test_units_over_several_shards() -> None:
+    plan = TileSchedule(0, 4, 8, 64, 64, 32, 64, 64, 8, 1, split_tail=False)
+    events = decode([[0, 0, 0, 0], [1, 5, 9, 1]] + [[0, 0, 0, 0]] * plan.max_units(), plan, 1, 1)
+    assert [(e.kind, e.peer) for e in events] == [("wait", SEVERAL), ("compute", SEVERAL)]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_merge_puts_ranks_on_one_axis(shared: bool) -> None:
+    events = [[Event(0, 0, "compute", 0, 100, 150)], [Event(1, 0, "wait", 0, 130, 190)]]
+    trace = merge("t", events, shared)
+    assert [e.begin_ns for e in trace.events] == ([0, 30] if shared else [0, 0])
+    assert trace.clock == (SHARED_CLOCK if shared else OWN_CLOCKS)
+    assert trace.end_ns == (90 if shared else 60)
+    figures = summary(trace)
+    assert figures[1].waited_ns == {0: 60}
+    assert figures[0].computed_ns == 50
+
+
+def test_chrome_events() -> None:
+    rows = chrome(merge("t", [[Event(0, -1, "push", 1, 0, 2000, 0, 64)]], True))["traceEvents"]
+    names = {row["args"]["name"] for row in rows if row["ph"] == "M"}
+    assert names == {"rank 0", "copy engine"}
+    (push,) = [row for row in rows if row["ph"] == "X"]
+    assert (push["dur"], push["args"]["bytes"]) == (2.0, 64)
+
+
+def test_every_bench_case_is_found_by_its_name() -> None:
+    cases = pytest.importorskip("tileweave.bench.cases")
+    for op, found in cases.CASES.items():
+        names = [case.name for case in found]
+        assert len(set(names)) == len(names)
+        assert len(cases.select(op)) == len(names)
+        assert 0 < len(cases.select(op, quick=True)) < len(names)
+        assert [case.name for case in cases.select(op, f"^{names[0]}$")] == [names[0]]
