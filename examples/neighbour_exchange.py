@@ -39,7 +39,7 @@ ROWS, COLS, STEPS, RATE = 8, 256, 20, 0.2
 
 @triton.jit
 def push_border(x, slot_table, signal_table, slot, side, rank, rows, epoch, WORLD_SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Producer: the first row to the rank above, where it is the row below (side 1), or the last one to the rank below."""
+    """Producer: the first row to the rank above, whose row below it is (side 1); the last row to the rank below."""
     peer = (rank + WORLD_SIZE + 1 - 2 * side) % WORLD_SIZE
     target = symm_at(slot_table, peer, x.dtype.element_ty, 16) + slot + side * WIDTH
     put(target, x + (1 - side) * (rows - 1) * WIDTH, 0, WIDTH, WIDTH)

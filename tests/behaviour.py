@@ -8,10 +8,10 @@ from importlib import import_module
 
 import torch
 import torch.distributed as dist
-
-import tileweave as tw
 from tests.parity import Case, draw, draw_bias, draw_w, draw_x, prepare, verify
 from tests.worlds import Member
+
+import tileweave as tw
 from tileweave.ops import reference
 from tileweave.ops.registry import name_of
 
@@ -96,7 +96,7 @@ class Leaves:
     w: torch.Tensor
     bias: torch.Tensor | None
 
-    def __iter__(self):  # noqa: ANN204
+    def __iter__(self):
         return iter((self.x, self.w, self.bias))
 
 
@@ -223,7 +223,8 @@ def column_parallel_linear(me: Member, case: Case, save_gathered: bool) -> None:
     )
     mine = slice(me.rank * case.cols, (me.rank + 1) * case.cols)
     shard = {name: tensor[mine].to(case.torch_dtype) for name, tensor in whole.state_dict().items()}
-    assert {name: tuple(t.shape) for name, t in part.state_dict().items()} == {n: tuple(t.shape) for n, t in shard.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in part.state_dict().items()}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in shard.items()}
     part.load_state_dict(shard)
 
     calls = [draw_x(case, r, me.device, 6).double().requires_grad_() for r in range(me.world_size)]

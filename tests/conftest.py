@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
 from tests.worlds import Worlds
 
 GPUS_NEEDED = {"gpu": 1, "multi": 2}

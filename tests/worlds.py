@@ -1,12 +1,13 @@
 """Worlds of ranks, one process each, that tests send functions into.
 
-A world starts once in a test session, for its backend and size, and serves every test: starting costs seconds, a job costs
-milliseconds. ``world.run(function, *args)`` calls ``function(me, *args)`` on every rank, ``me`` a :class:`Member`, and
-returns what the ranks returned; the function is found by its name, so it stands at the top level of its module.
+A world starts once in a test session, for its backend and size, and serves every test: starting costs seconds, a job
+costs milliseconds. ``world.run(function, *args)`` calls ``function(me, *args)`` on every rank, ``me`` a
+:class:`Member`, and returns what the ranks returned; the function is found by its name, so it stands at the top level
+of its module.
 
 A rank that raises, dies, or is not done in time fails the test with what every rank has to say, and ends the world: the
-next test gets a fresh one. What is meant to end in a dead rank, or in a signal that never came, runs in a world of its own:
-:func:`one_shot`.
+next test gets a fresh one. What is meant to end in a dead rank, or in a signal that never comes, runs in a world of its
+own: :func:`one_shot`.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def environment_for(backend: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 
 class World:
-    """``size`` ranks over ``backend`` ("gloo" on the CPU, "nccl" on GPUs); started when first needed, and after a failure."""
+    """``size`` ranks over ``backend``: "gloo" on the CPU, "nccl" on GPUs. Started when needed, and after a failure."""
 
     def __init__(self, backend: str, size: int, extra: Mapping[str, str] | None = None) -> None:
         self.backend, self.size = backend, size
@@ -194,9 +195,7 @@ class World:
             call = f"{there.fileno()}, {rank}, {self.size}, {self.backend!r}, {self._store.port}"
             command = [sys.executable, "-c", f"from tests.worlds import serve; serve({call})"]
             self._processes.append(
-                subprocess.Popen(
-                    command, env=self._environment, cwd=ROOT, stdout=log, stderr=log, pass_fds=[there.fileno()]
-                )
+                subprocess.Popen(command, env=self._environment, cwd=ROOT, stdout=log, stderr=log, pass_fds=[there.fileno()])
             )
             there.close()
             self._pipes.append(here)

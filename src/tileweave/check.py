@@ -43,9 +43,7 @@ class Sizes:
 # (m, n, K) of one rank. Rows of 1 and of odd counts, tiles that span shards, both transports, K that no tile divides.
 ON_GPU = {
     "all_gather_matmul": Sizes(
-        tuple(
-            Shape(*s) for s in ((1, 256, 512), (16, 384, 1024), (37, 200, 328), (256, 2560, 4096), (1021, 2500, 5000))
-        ),
+        tuple(Shape(*s) for s in ((1, 256, 512), (16, 384, 1024), (37, 200, 328), (256, 2560, 4096), (1021, 2500, 5000))),
         tuple(Shape(rows, 384, 512) for rows in (1, 16, 37, 64, 128, 200, 256, 512, 777, 1024)),
         (Shape(16, 1024, 2048), Shape(128, 1024, 2048), Shape(1024, 2048, 2048)),
     )

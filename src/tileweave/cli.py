@@ -34,9 +34,7 @@ app = typer.Typer(
 )
 
 World = Annotated[int | None, typer.Option("--world", help="Ranks to start (default: up to 4).")]
-Device = Annotated[
-    Literal["auto", "cuda", "cpu"], typer.Option(help="auto: GPUs if there are two; cpu: interpreted kernels.")
-]
+Device = Annotated[Literal["auto", "cuda", "cpu"], typer.Option(help="auto: GPUs if there are two; cpu: interpreted kernels.")]
 
 
 def _operator(name: str) -> str:
@@ -201,12 +199,8 @@ def trace(
 
     kind, size = _place(device, world)
     if min(rows, cols) < size or depth < 1:
-        raise InputError(
-            f"asked: sizes {rows}, {cols}, {depth}; allowed: rows and cols of {size} or more; remedy: grow them"
-        )
-    found = launch(
-        trace_one, _operator(op), rows // size, cols // size, depth, dtype, world_size=size, device_type=kind
-    )
+        raise InputError(f"asked: sizes {rows}, {cols}, {depth}; allowed: rows and cols of {size} or more; remedy: grow them")
+    found = launch(trace_one, _operator(op), rows // size, cols // size, depth, dtype, world_size=size, device_type=kind)
     if found is None:
         return
     screen = console()

@@ -89,12 +89,11 @@ class Plan:
 
 def schedule_for(problem: Problem, config: MatmulConfig, rank: int, machine: Machine) -> TileSchedule:
     """The tile schedule of a fused call: as many programs as the device holds at once, fewer if there is less work."""
-    schedule = TileSchedule(
+    return TileSchedule(
         rank, problem.world_size, problem.rows, problem.cols, problem.depth,
         config.tile_m, config.tile_n, config.tile_k, config.group_m, machine.num_sms, config.split_tail,
         min(config.band_sources, problem.world_size - config.own_first), config.cut_bands, config.team, config.own_first,
     )  # fmt: skip
-    return schedule
 
 
 def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan:

@@ -127,9 +127,7 @@ def _run_case(member: Member, case: DemoCase, seed: int, steps: Steps) -> tuple[
     errors, recording = [0.0], None
     for call in range(CALLS):
         steps.detail(f"call {call + 1} of {CALLS}")
-        operands = subject.draw(
-            case.shape, case.dtype, member.device, member.rank, member.world_size, seed + call, case.bias
-        )
+        operands = subject.draw(case.shape, case.dtype, member.device, member.rank, member.world_size, seed + call, case.bias)
         if call == CALLS - 1:
             member.barrier()  # so that the picture shows the call, not who drew numbers faster
             if member.rank == member.world_size - 1 and case.late_seconds:

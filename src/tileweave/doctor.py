@@ -91,9 +91,7 @@ def _software() -> list[Fact]:
         Fact("torch", torch.__version__, _at_least(torch.__version__, (2, 11))),
     ]
     triton = version_of("triton")
-    facts.append(
-        Fact("triton", triton or "missing: no kernel can run", triton is not None and _at_least(triton, (3, 6)))
-    )
+    facts.append(Fact("triton", triton or "missing: no kernel can run", triton is not None and _at_least(triton, (3, 6))))
     facts.append(Fact("CUDA of torch", torch.version.cuda or "none: a CPU build"))
     facts.append(Fact("NCCL of torch", (nccl_version() if torch.version.cuda else None) or "none"))
     facts.append(Fact("distributed", "available" if dist.is_available() else "missing", dist.is_available()))
@@ -127,9 +125,7 @@ def _devices(count: int) -> list[Fact]:
         )
     if not count:
         facts.append(Fact("GPUs", "none"))
-    facts.append(
-        Fact("CPU cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))
-    )
+    facts.append(Fact("CPU cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())))
     shm = Path("/dev/shm")
     free = _guarded(lambda: shutil.disk_usage(shm).free, 0)
     usable = shm.is_dir() and os.access(shm, os.W_OK)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-
 MIN_SPAN = 4
 
 
@@ -64,10 +63,11 @@ class Unit:
 class TileSchedule:
     """The work of one all-gather + matmul on one rank, split over persistent programs.
 
-    Tiles stand in one line: those of the own shard (``own_first``), then *bands* of ``band_sources`` sources by order of arrival. The line
-    is cut into *segments*: all of it (``cut_bands=False``), or the own shard and each band by itself, so that every
-    program works on what is there. In a segment program p takes tiles p, p+P, p+2P ... as long as they fill whole waves;
-    the rest is cut along K, so that every program gets the same number of k blocks of it (stream-K, arXiv 2301.03598).
+    Tiles stand in one line: those of the own shard (``own_first``), then *bands* of ``band_sources`` sources by order of
+    arrival. The line is cut into *segments*: all of it (``cut_bands=False``), or the own shard and each band by itself, so
+    that every program works on what is there. In a segment program p takes tiles p, p+P, p+2P ... as long as they fill
+    whole waves; the rest is cut along K, so that every program gets the same number of k blocks of it (stream-K, arXiv
+    2301.03598).
 
     Programs that share columns of w should read them at the same time, or L2 cannot serve them: ``team`` programs in a row
     take a bundle of ``team`` tiles, which stand in one column, over one K range.

@@ -208,9 +208,7 @@ def _from_files(target: str, files: Mapping[str, str]) -> Compiled:
     return _describe(target, asm, metadata["name"], metadata["shared"], {})
 
 
-def _describe(
-    target: str, asm: Mapping[str, str | bytes], name: str, shared: int, signature: Mapping[str, Any]
-) -> Compiled:
+def _describe(target: str, asm: Mapping[str, str | bytes], name: str, shared: int, signature: Mapping[str, Any]) -> Compiled:
     ptx = asm.get("ptx")
     ptx = ptx if isinstance(ptx, str) else None
     if MACHINES[target].target.backend == "cuda":

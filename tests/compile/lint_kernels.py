@@ -26,9 +26,7 @@ def push_kernel(x, slot, signal, epoch, FORM: tl.constexpr, BARRIER: tl.constexp
     at = tl.arange(0, BLOCK)
     tl.store(slot + at, tl.load(x + at))
     if FORM == "fence_too_early":
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r,r", [epoch], dtype=tl.int32, is_pure=False, pack=1
-        )
+        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r,r", [epoch], dtype=tl.int32, is_pure=False, pack=1)
     if BARRIER:
         tl.debug_barrier()
     if FORM == "atomic":
@@ -188,9 +186,7 @@ def reduce_kernel(
     else:
         spin(signal, epoch)
     if FENCE:
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r,r", [epoch], dtype=tl.int32, is_pure=False, pack=1
-        )
+        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r,r", [epoch], dtype=tl.int32, is_pure=False, pack=1)
     if not EARLY:
         theirs = tl.load(slot + at)
     tl.store(out + at, mine + theirs)
@@ -245,9 +241,7 @@ def producer(
 
 
 @gluon.jit
-def specialised_kernel(
-    a_desc, out, signal, done, epoch, tiles, FENCE: gl.constexpr, LATE: gl.constexpr, BARRIER: gl.constexpr
-):
+def specialised_kernel(a_desc, out, signal, done, epoch, tiles, FENCE: gl.constexpr, LATE: gl.constexpr, BARRIER: gl.constexpr):
     buffer = gl.allocate_shared_memory(a_desc.dtype, [64, 64], a_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

@@ -14,9 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime import driver as active_driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET", "0") == "1", reason="interpreted kernels cannot be compiled"
-)
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET", "0") == "1", reason="interpreted kernels cannot be compiled")
 
 
 @triton.jit
@@ -65,9 +63,7 @@ def test_every_target_compiles_and_reports_resources(target: str) -> None:
 
 def test_a_starved_kernel_reports_spills() -> None:
     x = torch.empty(128, 128, dtype=torch.float16)
-    compiled = compile_kernel(
-        matmul_kernel, (1,), x, x, x, 256, 0.5, BLOCK=128, target="sm_80", num_warps=4, maxnreg=32
-    )
+    compiled = compile_kernel(matmul_kernel, (1,), x, x, x, 256, 0.5, BLOCK=128, target="sm_80", num_warps=4, maxnreg=32)
     assert compiled.registers is not None and compiled.registers <= 32
     assert compiled.spills is not None and compiled.spills > 0
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from unittest import mock
 
 import pytest
-
 from tests import behaviour, parity
 from tests.parity import Case
 from tests.worlds import World, Worlds
+
 from tileweave.config import MatmulConfig
 
 SM = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
@@ -76,7 +76,7 @@ def test_other_configurations(world: World, config: MatmulConfig) -> None:
 
 @contextmanager
 def stall_in_the_kernel(seconds: float, n: int) -> Iterator[None]:
-    """Hold this rank up at some of its signals and after some of its waits, while the others go on as far as they may."""
+    """Hold this rank up at some signals and after some waits, while the others go on as far as they may."""
     from tileweave.language.interpreted import OBSERVERS
 
     events: list[str] = []
@@ -116,7 +116,8 @@ def stall_in_the_copy_engine(seconds: float, n: int) -> Iterator[None]:
     ids=lambda value: getattr(value, "transport", ""),
 )
 def test_many_calls_with_late_ranks(world: World, config: MatmulConfig, stall: object) -> None:
-    cases = [Case(5, 17, 24), Case(1, 20, 33), Case(12, 9, 600, gathered=True), Case(34, 7, 20, bias=True)]  # 600: four slices
+    four_slices = Case(12, 9, 600, gathered=True)
+    cases = [Case(5, 17, 24), Case(1, 20, 33), four_slices, Case(34, 7, 20, bias=True)]
     world.run(parity.many_calls, cases, config, 60, 0.004, 3, stall)
 
 
@@ -129,7 +130,7 @@ def slow_copies(seconds: float, n: int) -> Iterator[None]:
 
     def slowly(copies: list) -> None:
         for copy in copies:
-            time.sleep(seconds)
+            time.sleep(2 * seconds)
             copy_all([copy])
 
     with mock.patch.object(cpu, "_copy_all", slowly):

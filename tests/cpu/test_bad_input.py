@@ -13,11 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-
-import tileweave as tw
 from tests import parity
 from tests.parity import Case
 from tests.worlds import Member, World, Worlds, one_shot
+
+import tileweave as tw
 from tileweave.config import MatmulConfig
 from tileweave.ops.registry import name_of, workspace_of
 
@@ -42,13 +42,14 @@ def w() -> torch.Tensor:
     return torch.randn(N, K)
 
 
-def out_like(*inputs: torch.Tensor, size: int) -> torch.Tensor:
-    """A result in the storage of an input."""
-    return torch.as_strided(inputs[0], (size * M, N), (N, 1))
-
-
 Call = Callable[[int], object]
 shared = torch.zeros(256)
+
+
+def into_input(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, size: int) -> object:
+    """A result in the storage of an input, also where they do not overlap."""
+    return tw.all_gather_matmul(x, w, bias, out=shared[80 : 80 + size * M * N].view(size * M, N))
+
 
 WRONG: dict[str, tuple[Call, str]] = {
     "x_and_w_differ_in_dtype": (lambda size: tw.all_gather_matmul(x().half(), w()), "float16.*float32"),
@@ -88,9 +89,9 @@ WRONG: dict[str, tuple[Call, str]] = {
         lambda size: tw.all_gather_matmul(torch.zeros(M, 3, K), w(), out=torch.zeros(size * M * 3, N)),
         "out",
     ),
-    "out_is_x": (lambda size: tw.all_gather_matmul(shared[: M * K].view(M, K), w(), out=out_like(shared, size=size)), "memory of its own"),
-    "out_is_w": (lambda size: tw.all_gather_matmul(x(), shared[-N * K :].view(N, K), out=out_like(shared, size=size)), "memory of its own"),
-    "out_is_bias": (lambda size: tw.all_gather_matmul(x(), w(), shared[-N:], out=out_like(shared, size=size)), "memory of its own"),
+    "out_is_x": (lambda size: into_input(shared[: M * K].view(M, K), w(), None, size), "memory of its own"),
+    "out_is_w": (lambda size: into_input(x(), shared[-N * K :].view(N, K), None, size), "memory of its own"),
+    "out_is_bias": (lambda size: into_input(x(), w(), shared[-N:], size), "memory of its own"),
     "out_and_gathered": (
         lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(size * M, N), return_gathered=True),
         "return_gathered",
@@ -123,7 +124,7 @@ def test_wrong_input(worlds: Worlds, name: str) -> None:
 def a_group_of_others(me: Member) -> None:
     me.group(0, 1)
     if me.rank == 2:
-        with pytest.raises(tw.InputError, match="asked: .*allowed: .*remedy: "):
+        with pytest.raises(tw.InputError, match=r"asked: .*allowed: .*remedy: "):
             tw.all_gather_matmul(x(), w(), group=dist.GroupMember.NON_GROUP_MEMBER)
     me.barrier()
 
@@ -178,7 +179,7 @@ def test_ranks_that_disagree(worlds: Worlds, name: str, odd: int) -> None:
 # --- Peers that never come ---
 
 
-def call_after(me: Member, good_calls: int, absent: int, config: MatmulConfig | None, debug: bool) -> dict[str, object] | None:
+def call_after(me: Member, good_calls: int, absent: int, config: MatmulConfig | None, debug: bool) -> dict | None:
     """Some good calls, then one that ``absent`` takes no part in. What the others see, and after how long."""
     group = dist.group.WORLD
     for n in range(good_calls):
@@ -192,14 +193,18 @@ def call_after(me: Member, good_calls: int, absent: int, config: MatmulConfig | 
     os.environ["TILEWEAVE_DEBUG"] = "1" if debug else "0"
     call = parity.prepare(CASE, me.rank, me.world_size, me.device, 99)
     started = time.monotonic()
-    with pytest.raises(tw.PeerTimeout) as caught:
+
+    def ask() -> None:
         if config is None:
             tw.all_gather_matmul(call.x, call.w, call.bias)
         else:
             parity.run(call, group, config)
+
+    with pytest.raises(tw.PeerTimeout) as caught:
+        ask()
     taken = time.monotonic() - started
     if good_calls and not debug:
-        for again in (tw.synchronize, lambda: parity.run(call, group, config)):
+        for again in (tw.synchronize, ask):
             with pytest.raises(tw.PeerTimeout):
                 again()
     tw.close()

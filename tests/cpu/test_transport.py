@@ -1,4 +1,4 @@
-"""Shared host memory as a transport: what one rank stores at an address of a peer's, the peer finds in its own bytes."""
+"""Shared host memory as a transport: what a rank stores at a peer's address, the peer finds in its own bytes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from tests.worlds import Member, World, Worlds
+
 from tileweave.topology import CPU
 from tileweave.transport.base import Copy, SymmetricBuffer
 from tileweave.transport.cpu import CpuTransport

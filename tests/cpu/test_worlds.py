@@ -7,7 +7,6 @@ import signal
 import time
 
 import pytest
-
 from tests.worlds import Member, World, one_shot
 
 

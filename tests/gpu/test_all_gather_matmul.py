@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-import tileweave as tw
 from tests import behaviour
 from tests.parity import Case, prepare, verify
 from tests.worlds import Member, World, Worlds
 
+import tileweave as tw
+
 pytestmark = pytest.mark.gpu
 
-CASES = [Case(63, 130, 200, "bfloat16", bias=True), Case(128, 256, 512, "float16"), Case(7, 9, 33, "float32", bias=True)]
+CASES = [
+    Case(63, 130, 200, "bfloat16", bias=True),
+    Case(128, 256, 512, "float16"),
+    Case(7, 9, 33, "float32", bias=True),
+]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from tests.worlds import World, Worlds
 
 LARGEST = max(2, min(4, torch.cuda.device_count()))

@@ -1,4 +1,4 @@
-"""all_gather_matmul between GPUs: both kernels, both transports, late ranks, graphs, two groups, a peer that never comes.
+"""all_gather_matmul between GPUs: both kernels and transports, late ranks, graphs, two groups, an absent peer.
 
 Kernels compile for each new configuration and shape class, which is most of the time here: shapes are few on purpose.
 """
@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-
-import tileweave as tw
 from tests import behaviour, parity
 from tests.parity import Case
 from tests.worlds import Member, World, one_shot
+
+import tileweave as tw
 from tileweave.config import MatmulConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
@@ -245,7 +245,13 @@ def call_without(me: Member, config: MatmulConfig, absent: int) -> dict[str, obj
     poisoned = bool(call.out.isnan().any())
     tw.close()
     error = caught.value
-    return {"taken": taken, "rank": error.rank, "peer": error.peer, "lag": error.expected - error.seen, "poisoned": poisoned}
+    return {
+        "taken": taken,
+        "rank": error.rank,
+        "peer": error.peer,
+        "lag": error.expected - error.seen,
+        "poisoned": poisoned,
+    }
 
 
 @pytest.mark.parametrize(
@@ -270,10 +276,10 @@ def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
 def ranks_disagree(me: Member) -> str:
     os.environ["TILEWEAVE_DEBUG"] = "1"
     try:
-        rows = 17 if me.rank == 1 else 16
+        x = torch.zeros(17 if me.rank == 1 else 16, 64, dtype=torch.bfloat16, device=me.device)
+        w = torch.zeros(32, 64, dtype=torch.bfloat16, device=me.device)
         with pytest.raises(tw.RankMismatchError) as caught:
-            x = torch.zeros(rows, 64, dtype=torch.bfloat16, device=me.device)
-            tw.all_gather_matmul(x, torch.zeros(32, 64, dtype=torch.bfloat16, device=me.device))
+            tw.all_gather_matmul(x, w)
     finally:
         del os.environ["TILEWEAVE_DEBUG"]
     return str(caught.value)

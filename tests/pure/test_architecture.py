@@ -28,7 +28,7 @@ LAYERS = (
     ("transport", "language", "sim"),
     ("kernels",),
     ("ops",),
-    ("nn", "profile"),
+    ("nn", "profile", "launcher"),
     ("__init__",),
     ("tune", "bench"),
     ("integrations", "demo", "check", "doctor"),
@@ -293,9 +293,7 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize(
-    ("rule", "module", "text"), BROKEN, ids=[f"{rule.__name__}-{place}" for rule, place, _ in BROKEN]
-)
+@pytest.mark.parametrize(("rule", "module", "text"), BROKEN, ids=[f"{rule.__name__}-{place}" for rule, place, _ in BROKEN])
 def test_a_rule_notices(rule: Rule, module: str, text: str) -> None:
     assert list(rule(Source(module, text)))
 

@@ -28,8 +28,8 @@ problems = st.builds(
 )
 
 
-def problem(world_size: int = 4, rows: int = 512, cols: int = 2560, depth: int = 8192, dtype: str = "bfloat16") -> Problem:
-    return Problem(world_size, rows, cols, depth, 4 if dtype == "float32" else 2, dtype)
+def problem(size: int = 4, rows: int = 512, cols: int = 2560, depth: int = 8192, dtype: str = "bfloat16") -> Problem:
+    return Problem(size, rows, cols, depth, 4 if dtype == "float32" else 2, dtype)
 
 
 def power_of_two(number: int) -> bool:
@@ -77,7 +77,7 @@ def test_a_cpu_plan_can_run(p: Problem) -> None:
 @thorough
 @given(problems, st.sampled_from([H200, CPU]))
 def test_ranks_plan_alike(p: Problem, machine: Machine) -> None:
-    """Transport, slices and the number of programs are part of the protocol: nothing about them may depend on the rank."""
+    """Transport, slices and the number of programs are part of the protocol: they may not depend on the rank."""
     assert "rank" not in inspect.signature(plan_all_gather_matmul).parameters
     plans = {plan_all_gather_matmul(replace(p), machine, interpreting=True) for _ in range(3)}
     assert len(plans) == 1

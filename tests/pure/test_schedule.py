@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -140,7 +141,8 @@ def test_sources_are_the_ranks_whose_rows_a_unit_reads(schedule: TileSchedule) -
 @given(schedules())
 def test_every_rank_is_waited_for(schedule: TileSchedule) -> None:
     """The proof that two slots are enough needs it: a call does not end before every peer has begun it."""
-    assert {source for _, unit in all_units(schedule) for source in schedule.sources(unit)} == set(range(schedule.world_size))
+    sources = {source for _, unit in all_units(schedule) for source in schedule.sources(unit)}
+    assert sources == set(range(schedule.world_size))
 
 
 @thorough
@@ -199,9 +201,10 @@ def test_a_team_reads_the_same_k_range_of_tiles_in_a_row(schedule: TileSchedule)
         whole, team, _ = schedule.cut(count)
         for leader in range(0, schedule.num_programs, team):
             crew = [
-                [(u.tile, u.k_begin, u.k_end) for u in schedule.units(program) if u.segment == segment and u.tile >= first + whole]
+                [(u.tile, u.k_begin, u.k_end) for u in schedule.units(program) if u.segment == segment]
                 for program in range(leader, leader + team)
             ]
+            crew = [[part for part in member if part[0] >= first + whole] for member in crew]
             for place, member in enumerate(crew):
                 assert member == [(tile + place, begin, end) for tile, begin, end in crew[0]]
 
@@ -210,7 +213,8 @@ def test_a_team_reads_the_same_k_range_of_tiles_in_a_row(schedule: TileSchedule)
 @given(schedules())
 def test_segments_make_up_the_line(schedule: TileSchedule) -> None:
     segments = [schedule.segment(index) for index in range(schedule.num_segments)]
-    assert [tile for first, count in segments for tile in range(first, first + count)] == list(range(schedule.num_tiles))
+    tiles = [tile for first, count in segments for tile in range(first, first + count)]
+    assert tiles == list(range(schedule.num_tiles))
     if any(unit.helpers for _, unit in all_units(schedule)):
         assert schedule.has_cut_tiles, "parts need memory"
 
@@ -226,7 +230,7 @@ def test_the_trace_has_a_row_for_each_unit(schedule: TileSchedule) -> None:
 def test_grouped_is_a_permutation(rows: int, cols: int, group: int) -> None:
     order = [grouped(index, rows, cols, group) for index in range(rows * cols)]
     assert sorted(order) == [(row, col) for row in range(rows) for col in range(cols)]
-    assert all(row // group <= later // group for (row, _), (later, _) in zip(order, order[1:], strict=False))
+    assert all(row // group <= later // group for (row, _), (later, _) in pairwise(order))
 
 
 @thorough
@@ -235,7 +239,7 @@ def test_slices_cover_a_shard(total: int, num_slices: int, quantum: int) -> None
     bounds = [slice_bounds(total, num_slices, index, quantum) for index in range(num_slices)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == total
-    assert all(end == begin for (_, end), (begin, _) in zip(bounds, bounds[1:], strict=False))
+    assert all(end == begin for (_, end), (begin, _) in pairwise(bounds))
     assert all(begin % quantum == 0 or begin == total for begin, _ in bounds)
 
 

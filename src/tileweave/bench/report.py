@@ -34,9 +34,7 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
         cases = [case for case in report["cases"] if case["block"] == block]
         if cases:
             device = report["environment"].get("device", "")
-            heading = (
-                f"{report['op']}, {title}; world {report['world_size']}, {device}; us, slowest rank, median of repeats"
-            )
+            heading = f"{report['op']}, {title}; world {report['world_size']}, {device}; us, slowest rank, median of repeats"
             table = Table(title=heading, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
             columns = [name for name in _COLUMNS if width >= _WIDE or name not in _DISPENSABLE]
             for name in columns:

@@ -39,6 +39,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import is_hip
 
 from tileweave.config import MatmulConfig
 from tileweave.kernels.endpoint import Endpoint
@@ -98,9 +99,12 @@ def row_pointers(
         source = first_row // rows
         within = (row - source * rows).to(tl.int64) * depth
         place = (rank + WORLD_SIZE - source - 1) % WORLD_SIZE
-        pointers = slot + place.to(tl.int64) * rows * depth + within
-        if source == rank:
-            pointers = x + within
+        remote = place.to(tl.int64) * rows * depth
+        if is_hip():  # its pointer analysis in Triton 3.6 cannot choose between two bases: go from one to the other
+            apart = (x.to(tl.int64) - slot.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)
+            pointers = slot + tl.where(source == rank, apart, remote) + within
+        else:
+            pointers = tl.where(source == rank, x + within, slot + remote + within)
     return pointers
 
 
@@ -136,7 +140,8 @@ def store_tile(
 
 
 UNSPECIALIZED = [
-    "rank", "slot", "num_producers", "num_tiles", "num_segments", "band_sources", "lead", "team", "tile_rows", "tile_cols", "k_blocks",
+    "rank", "slot", "num_producers", "num_tiles", "num_segments", "band_sources", "lead", "team", "tile_rows", "tile_cols",
+    "k_blocks",
     "max_units",
 ]  # fmt: skip
 
@@ -182,15 +187,15 @@ def all_gather_matmul_kernel(
                 TILE_M, NUM_SLICES, SPANS,
             )  # fmt: skip
             stamp(trace, record, 1, TRACE)
-            a_rows = row_pointers(
-                x, slots + slot_offset, first_row, row_limit, rows, depth, rank, WORLD_SIZE, TILE_M, SPANS
-            )
+            a_rows = row_pointers(x, slots + slot_offset, first_row, row_limit, rows, depth, rank, WORLD_SIZE, TILE_M, SPANS)
             acc = matmul_tile(
                 a_rows, w, stride_w, col, cols, depth, consume_token(k_begin, token), k_end, TILE_M, TILE_N, TILE_K, EVEN_K
             )
             owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
             if program != owner:
-                give_part(acc, partials, counters, part * num_programs, program, part * num_programs + tile - whole, TILE_M, TILE_N)
+                give_part(
+                    acc, partials, counters, part * num_programs, program, part * num_programs + tile - whole, TILE_M, TILE_N
+                )
             else:
                 if helpers > 0:
                     acc = take_parts(

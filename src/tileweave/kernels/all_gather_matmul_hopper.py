@@ -77,8 +77,9 @@ def load_rows(
 @gluon.jit
 def load_partition(
     x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
-    slot, rank, rows, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions,
-    WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+    slot, rank, rows, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
+    num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr,
     TILE_K: gl.constexpr, SPANS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr,
     TRACE: gl.constexpr,
 ):  # fmt: skip
@@ -146,8 +147,9 @@ def load_partition(
 @gluon.jit
 def multiply_partition(
     out, out_desc, out_buffer, bias, partials, counters, a_ring, b_ring, empty, ready, signals, control, report, trace,
-    rank, rows, cols, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions,
-    WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+    rank, rows, cols, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
+    num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr,
     OUT_TMA: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
@@ -229,7 +231,8 @@ def move_partition(
 
 
 UNSPECIALIZED = [
-    "rank", "slot", "num_producers", "num_tiles", "num_segments", "band_sources", "lead", "team", "tile_rows", "tile_cols", "k_blocks",
+    "rank", "slot", "num_producers", "num_tiles", "num_segments", "band_sources", "lead", "team", "tile_rows", "tile_cols",
+    "k_blocks",
     "max_units",
 ]  # fmt: skip
 
@@ -310,7 +313,9 @@ class Launcher:
     Triton's own launch path inspects each argument every time; here all but six addresses are fixed by the shape.
     """
 
-    def __init__(self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig, dtype: torch.dtype, stride_w: int) -> None:
+    def __init__(
+        self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig, dtype: torch.dtype, stride_w: int
+    ) -> None:
         self.peers, self.schedule, self.config = peers, schedule, config
         push, s, c = config.transport == "sm", schedule, config
         self.size, self.programs = s.rows * s.depth, s.num_programs

@@ -38,9 +38,7 @@ block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 @gluon.jit
 def clock(anything):
     """Nanoseconds, ``%globaltimer``. ``anything``: an int32 scalar, since this assembly needs an operand."""
-    return gl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l,r", [anything], dtype=gl.int64, is_pure=False, pack=1
-    )
+    return gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [anything], dtype=gl.int64, is_pure=False, pack=1)
 
 
 @gluon.jit

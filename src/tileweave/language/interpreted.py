@@ -52,7 +52,7 @@ def clock() -> object:
     return _scalar(time.perf_counter_ns(), tl.int64)
 
 
-def wait(signals: object, count: object, epoch: object, first: object, unit: object, control: object, report: object):  # noqa: ANN201
+def wait(signals: object, count: object, epoch: object, first: object, unit: object, control: object, report: object):
     base, number, expected, index = _value(signals), _value(count), _value(epoch), _value(first)
     block = _value(control)
     limit = _word(block + 4 * _TIMEOUT_US).value * 1e-6
@@ -78,7 +78,7 @@ def _expire(report: int, control: int, signal: int, unit: int, expected: int, se
     raise WaitExpired(f"signal {signal}: expected {expected}, saw {seen}")
 
 
-def consume_token(value: object, token: object) -> object:  # noqa: ARG001 - the interpreter reorders nothing
+def consume_token(value: object, token: object) -> object:
     return value
 
 

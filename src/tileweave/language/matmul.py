@@ -1,4 +1,6 @@
-"""The matmul main loop in plain Triton, and the two ends of a tile that several programs share; every operator's kernel is built on these.
+"""The matmul main loop in plain Triton, and the two ends of a tile that several programs share.
+
+Every operator's kernel is built on these.
 
 An operator differs in what happens before (which rows, what to wait for: its prologue hands over row pointers) and after
 (where the accumulator goes: its epilogue receives it). The loop is the same.

@@ -36,9 +36,7 @@ def get(target, source, begin, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def put_all(
-    table, rank, WORLD_SIZE: tl.constexpr, offset, size, source, begin, end, OWN: tl.constexpr, BLOCK: tl.constexpr
-):
+def put_all(table, rank, WORLD_SIZE: tl.constexpr, offset, size, source, begin, end, OWN: tl.constexpr, BLOCK: tl.constexpr):
     """Store elements [begin, end) of the own shard ``source`` into a slot of every peer, each block to all in turn.
 
     The slot starts at element ``offset`` of each peer's buffer and holds shards of ``size`` elements; the own shard's place

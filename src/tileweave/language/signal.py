@@ -46,20 +46,20 @@ def clock():
     if is_hip():
         return tl.cast(0, tl.int64)
     else:
-        return tl.inline_asm_elementwise(
-            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-        )
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
 def fence():
-    """Order all memory operations of each thread before all later ones, for every GPU of the host."""
+    """Order all memory operations of each thread before all later ones, for every GPU of the host.
+
+    Returns a 0 that the compiler cannot know to be one: what depends on it stays behind the fence.
+    """
     if is_hip():
         tl.debug_barrier()
+        return tl.cast(0, tl.int32)
     else:
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        return tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -69,9 +69,7 @@ def drain_tma_stores():
     What ``store`` emits itself ends in ``wait_group.read``: the source may be overwritten, the data may be under way.
     """
     if not is_hip():
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -130,6 +128,7 @@ def wait(signals, count: tl.constexpr, epoch, first, unit, control, report):
     most 32. ``unit`` names the waiting unit of work in the report. Stand it once per tile, outside the loop over K; inside
     a pipelined loop pass the loads' offset through :func:`consume_token`.
     """
+    token = tl.cast(0, tl.int32)
     if is_hip():
         lowest = tl.cast(0x7FFFFFFF, tl.int32)
         for i in tl.static_range(count):
@@ -148,9 +147,9 @@ def wait(signals, count: tl.constexpr, epoch, first, unit, control, report):
                 lags = tl.load(words, volatile=True) - epoch
                 late = tl.argmin(lags, axis=0)
                 _expire(control, report, first + late, unit, epoch, tl.min(lags, axis=0) + epoch)
-        fence()
+        token = fence()
         tl.debug_barrier()
-    return tl.cast(0, tl.int32)
+    return token
 
 
 @triton.jit
@@ -184,15 +183,8 @@ def leave(control, epoch, num_programs):
 
 
 if INTERPRETED.value:
-    from tileweave.language.interpreted import (  # noqa: F811 - the interpreter's bodies of the same words
-        clock,
-        consume_token,
-        drain_tma_stores,
-        faulted,
-        fence,
-        leave,
-        load_epoch,
-        notify,
-        notify_all,
-        wait,
-    )
+    from tileweave.language import interpreted as bodies
+
+    clock, fence, drain_tma_stores = bodies.clock, bodies.fence, bodies.drain_tma_stores
+    notify, notify_all, wait, consume_token = bodies.notify, bodies.notify_all, bodies.wait, bodies.consume_token
+    load_epoch, faulted, leave = bodies.load_epoch, bodies.faulted, bodies.leave

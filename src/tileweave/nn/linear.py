@@ -1,4 +1,4 @@
-"""Linear layers of tensor parallelism with sequence-parallel inputs: the parameters of ``torch.nn.Linear``, one shard a rank."""
+"""Linear layers of tensor and sequence parallelism, with the parameters of ``torch.nn.Linear``, one shard a rank."""
 
 from __future__ import annotations
 

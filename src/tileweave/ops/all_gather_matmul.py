@@ -19,22 +19,19 @@ Source of the idea: FLUX, arXiv 2406.06858; the dual pair as in Megatron-LM sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
-from tileweave.config import MatmulConfig, Plan, Problem, plan_all_gather_matmul, schedule_for
+from tileweave.config import Plan, Problem, plan_all_gather_matmul
 from tileweave.errors import InputError, require
-from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops import reference
+from tileweave.ops.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.registry import (
     agree,
     debugging,
     define,
-    endpoint,
     group_of,
     interpreting,
     log_fallback,
@@ -43,13 +40,10 @@ from tileweave.ops.registry import (
     publish,
     workspace_of,
 )
-from tileweave.schedule import TileSchedule, push_order, slot_place
 from tileweave.topology import Machine
-from tileweave.transport.base import EPOCH, Copy
 from tileweave.transport.collectives import all_gather_flat
-from tileweave.transport.workspace import MAX_SLICES, Instance, Workspace
+from tileweave.transport.workspace import REGISTRY
 
-OP = "all_gather_matmul"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SAID: set[tuple[str, str]] = set()
 
@@ -130,8 +124,13 @@ def check_inputs(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, ou
         shape = (size * x.shape[0], w.shape[0])
         fits = tuple(out.shape) == shape and out.is_contiguous()
         require(fits, f"out {tuple(out.shape)}", f"{shape}, contiguous", "allocate out with that shape")
-        shared = out.untyped_storage().data_ptr() in {t.untyped_storage().data_ptr() for t in tensors if t is not out}
-        require(not shared or out.numel() == 0, "out= in the storage of an input", "memory of its own", "allocate out")
+
+
+def _refuse_alias(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
+    """A tile is stored while others are still read: the result needs memory of its own."""
+    place = out.untyped_storage().data_ptr()
+    shared = out.numel() and any(t is not None and t.untyped_storage().data_ptr() == place for t in inputs)
+    require(not shared, "out= in the storage of an input", "memory of its own", "allocate out")
 
 
 def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan:
@@ -141,9 +140,7 @@ def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan:
 
 
 @lru_cache(maxsize=4096)
-def _plan(
-    size: int, rows: int, cols: int, depth: int, dtype: torch.dtype, machine: Machine, interpreted: bool
-) -> Plan:
+def _plan(size: int, rows: int, cols: int, depth: int, dtype: torch.dtype, machine: Machine, interpreted: bool) -> Plan:
     problem = Problem(size, rows, cols, depth, dtype.itemsize, str(dtype).removeprefix("torch."))
     return plan_all_gather_matmul(problem, machine, interpreted)
 
@@ -151,6 +148,33 @@ def _plan(
 def _forward(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, out: torch.Tensor | None, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    workspace = REGISTRY.find(group_name, x.device)
+    signature = (_traits(x), _traits(w), bias if bias is None else _traits(bias), out if out is None else _traits(out))
+    chosen = None if workspace is None else workspace.accepted.get(signature)
+    if out is not None:
+        _refuse_alias(out, x, w, bias)
+    if workspace is None or chosen is None or debugging():
+        chosen = _accept(x, w, bias, group_name, out, keep)
+        if chosen.config is None:
+            return _unfused(x, w, bias, group_name, out, keep, chosen)
+        workspace = workspace_of(group_name, x.device)
+        workspace.accepted[signature] = chosen
+    rows = workspace.transport.world_size * x.shape[0]
+    y = x.new_empty(rows, w.shape[0]) if out is None else out
+    gathered = x.new_empty(rows, x.shape[1]) if keep else None
+    run_fused(x, w, bias, y, gathered, group_name, chosen)
+    return y, x.new_empty(0) if gathered is None else gathered
+
+
+def _traits(tensor: torch.Tensor) -> tuple[object, ...]:
+    """All that the checks of a tensor depend on, but whose memory it is."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _accept(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, out: torch.Tensor | None, keep: bool
+) -> Plan:
+    """Check the arguments and plan the call: once for each signature, since host time counts."""
     group = group_of(group_name)
     size = dist.get_world_size(group)
     if debugging():  # before the checks: a rank whose input is refused must not leave the others waiting
@@ -158,140 +182,43 @@ def _forward(
         signature = {"x": list(x.shape), "w": list(w.shape), "bias": bias_shape, "dtype": str(x.dtype), "keep": keep}
         agree(group, x.device, {"op": OP, **signature})
     check_inputs(x, w, bias, out, size)
-    chosen = plan(x, w, size)
-    if chosen.config is None:
-        log_fallback(OP, chosen, _SAID)
-        y, gathered = reference.all_gather_matmul(x, w, bias, group)
-        if out is not None:
-            y = out.copy_(y)
-        return y, (gathered.clone() if gathered is x else gathered) if keep else x.new_empty(0)
-    y = x.new_empty(size * x.shape[0], w.shape[0]) if out is None else out
-    gathered = x.new_empty(size * x.shape[0], x.shape[1]) if keep else None
-    run_fused(x, w, bias, y, gathered, group_name, chosen)
-    return y, x.new_empty(0) if gathered is None else gathered
+    return plan(x, w, size)
 
 
-def run_fused(
+def _unfused(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    out: torch.Tensor,
-    gathered: torch.Tensor | None,
     group_name: str,
+    out: torch.Tensor | None,
+    keep: bool,
     chosen: Plan,
-    trace: torch.Tensor | None = None,
-) -> None:
-    """The fused call itself; tests, the tuner and the tracer come in here with a plan of their own."""
-    from tileweave.kernels.barrier import barrier
-
-    workspace = workspace_of(group_name, x.device)
-    transport = workspace.transport
-    assert chosen.config is not None, "run_fused needs a fused plan"
-    call = _fused_call(workspace, x, w, chosen.config)
-    instance = call.instance
-    instance.begin()
-    slot = 0
-    pushed = chosen.config.transport == "copy_engine"
-    if pushed:
-        slot = instance.calls & 1
-        if instance.captured:
-            slot = 0
-            barrier(call.endpoint, transport.world_size, transport.rank)
-        transport.push(call.copies[slot], x.data_ptr())
-    try:
-        call.launcher(x, w)(x, w, bias, out, gathered, slot, trace)
-    finally:
-        if pushed:
-            transport.join()
-        if interpreting():  # a wait that ran out of time has ended the kernel with an error of the interpreter's
-            instance.check()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    log_fallback(OP, chosen, _SAID)
+    y, gathered = reference.all_gather_matmul(x, w, bias, group_of(group_name))
+    if out is not None:
+        y = out.copy_(y)
+    return y, (gathered.clone() if gathered is x else gathered) if keep else x.new_empty(0)
 
 
-@dataclass(slots=True)
-class _FusedCall:
-    """What calls of one shape share: made once, since host time counts."""
-
-    instance: Instance
-    endpoint: Endpoint
-    schedule: TileSchedule
-    config: MatmulConfig
-    copies: tuple[tuple[Copy, ...], ...]  # of a copy-engine call, by slot
-    launchers: dict[tuple[bool, int], Callable[..., None]]
-
-    def launcher(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
-        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
-        address = (x.data_ptr() | w.data_ptr()) & 15
-        key = (address == 0, w.stride(0))
-        found = self.launchers.get(key)
-        if found is None:
-            found = self.launchers[key] = self._make(x, w)
-        return found
-
-    def _make(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
-        if self.config.kernel == "hopper":
-            from tileweave.kernels import all_gather_matmul_hopper as hopper
-
-            if hopper.fits(x, w):
-                return hopper.Launcher(self.endpoint, self.schedule, self.config, x.dtype, w.stride(0))
-        from tileweave.kernels.all_gather_matmul import Launcher
-
-        return Launcher(self.endpoint, self.schedule, self.config)
-
-
-def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig) -> _FusedCall:
-    transport = workspace.transport
-    instance = workspace.instance(OP, config.transport)
-    key = (x.shape, w.shape[0], x.dtype, config)
-    call = instance.cache.get(key)
-    if call is None:
-        problem = Problem(transport.world_size, x.shape[0], w.shape[0], x.shape[1], x.element_size(), "")
-        schedule = schedule_for(problem, config, transport.rank, transport.machine)
-        instance.reserve(schedule.slot_rows * x.shape[1] * x.element_size(), schedule.num_segments * schedule.num_programs)
-        copies = ()
-        if config.transport == "copy_engine":
-            require(
-                not schedule.spans_shards,
-                f"copy_engine with {x.shape[0]} rows a shard and tiles of {config.tile_m}",
-                "shards at least as tall as a tile",
-                'transport "sm"',
-            )
-            copies = tuple(_copies(instance, schedule, x.numel() * x.element_size(), slot) for slot in (0, 1))
-        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, copies, {})
-        instance.cache[key] = call
-    return call  # type: ignore[return-value]
-
-
-def _copies(instance: Instance, schedule: TileSchedule, nbytes: int, slot: int) -> tuple[Copy, ...]:
-    """The own shard to each peer, a signal behind each, and one to ourselves behind the last."""
-    rank, size = schedule.rank, schedule.world_size
-    epoch = instance.control.data_ptr() + 4 * EPOCH
-    copies = []
-    for peer in push_order(rank, size):
-        place = slot_place(peer, rank, size, spans_shards=False)
-        copies.append(Copy(instance.slot_addresses[peer] + slot * instance.slot_bytes + place * nbytes, 0, nbytes))
-        copies.append(Copy(instance.signal_addresses[peer] + 4 * rank * MAX_SLICES, epoch, 4))
-    copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))
-    return tuple(copies)
-
-
-def _implementation(x, w, bias, group_name, return_gathered=False):  # noqa: ANN001, ANN202
+def _implementation(x, w, bias, group_name, return_gathered=False):
     return _forward(x, w, bias, group_name, None, return_gathered)
 
 
-def _implementation_out(x, w, bias, group_name, *, out):  # noqa: ANN001, ANN202
+def _implementation_out(x, w, bias, group_name, *, out):
     _forward(x, w, bias, group_name, out, False)
 
 
-def _fake(x, w, bias, group_name, return_gathered=False):  # noqa: ANN001, ANN202
+def _fake(x, w, bias, group_name, return_gathered=False):
     rows = dist.get_world_size(group_of(group_name)) * x.shape[0]
     return x.new_empty(rows, w.shape[0]), x.new_empty(rows, x.shape[1]) if return_gathered else x.new_empty(0)
 
 
-def _fake_out(x, w, bias, group_name, *, out):  # noqa: ANN001, ANN202
+def _fake_out(x, w, bias, group_name, *, out):
     return None
 
 
-def _backward_implementation(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, need_bias):  # noqa: ANN001, ANN202
+def _backward_implementation(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, need_bias):
     """Gradients of x, w, bias (empty where not needed); x is gathered again beside dgrad's matmul if it was not kept."""
     group = group_of(group_name)
     size = dist.get_world_size(group)
@@ -317,7 +244,7 @@ def _backward_implementation(grad, grad_gathered, x, w, gathered, group_name, ne
     return gx, gw, gb
 
 
-def _backward_fake(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, need_bias):  # noqa: ANN001, ANN202
+def _backward_fake(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, need_bias):
     return (
         torch.empty_like(x) if need_x else grad.new_empty(0),
         w.new_empty(w.shape) if need_w else grad.new_empty(0),
@@ -325,13 +252,13 @@ def _backward_fake(grad, grad_gathered, x, w, gathered, group_name, need_x, need
     )
 
 
-def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+def _setup_context(ctx, inputs, output) -> None:
     x, w, bias, ctx.group_name, ctx.keep = inputs
     ctx.has_bias = bias is not None
     ctx.save_for_backward(x, w, *((output[1],) if ctx.keep else ()))
 
 
-def _backward(ctx, grad, grad_gathered):  # noqa: ANN001, ANN202
+def _backward(ctx, grad, grad_gathered):
     x, w, *kept = ctx.saved_tensors
     needs = ctx.needs_input_grad
     gx, gw, gb = torch.ops.tileweave.all_gather_matmul_backward(
@@ -342,8 +269,7 @@ def _backward(ctx, grad, grad_gathered):  # noqa: ANN001, ANN202
 
 
 define(
-    "all_gather_matmul(Tensor x, Tensor w, Tensor? bias, str group_name, bool return_gathered=False)"
-    " -> (Tensor, Tensor)",
+    "all_gather_matmul(Tensor x, Tensor w, Tensor? bias, str group_name, bool return_gathered=False) -> (Tensor, Tensor)",
     _implementation,
     _fake,
     _backward,

@@ -99,7 +99,7 @@ def name_of(group: dist.ProcessGroup | str | None) -> str:
 def group_of(name: str) -> dist.ProcessGroup:
     """The group behind a name; raises :class:`InputError` for a group this rank is not in."""
     try:
-        group = _resolve_process_group(name)
+        group = _resolve_process_group(name)  # type: ignore[arg-type]
     except (LookupError, RuntimeError, ValueError) as error:
         raise InputError(
             f"asked: group {name!r}; allowed: a group of this process that still exists; "

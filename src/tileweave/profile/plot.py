@@ -24,9 +24,7 @@ def plot_traces(traces: Sequence[Trace], path: Path | str) -> None:
     """One row for each trace: a time line of all ranks, and the matrix of who waited how long for whom."""
     heights = [max(2.2, 0.34 * len(_lanes(trace)) + 1.1) for trace in traces]
     figure = Figure(figsize=(14, sum(heights) + 1.0), layout="constrained")
-    grid = figure.subplots(
-        len(traces), 2, squeeze=False, gridspec_kw={"width_ratios": [4.2, 1], "height_ratios": heights}
-    )
+    grid = figure.subplots(len(traces), 2, squeeze=False, gridspec_kw={"width_ratios": [4.2, 1], "height_ratios": heights})
     for (line, matrix), trace in zip(grid, traces, strict=True):
         _draw_time_line(line, trace)
         _draw_matrix(matrix, trace)
@@ -85,9 +83,7 @@ def _draw_event(axes: Axes, event: Event, y: float, scale: float) -> None:
     if event.kind == "compute":
         axes.broken_barh([(begin, width)], (y - 0.38, 0.76), facecolor=colour, edgecolor="white", linewidth=0.3)
     elif event.kind == "wait":
-        axes.broken_barh(
-            [(begin, width)], (y - 0.30, 0.60), facecolor="white", edgecolor=colour, hatch="/////", linewidth=0.8
-        )
+        axes.broken_barh([(begin, width)], (y - 0.30, 0.60), facecolor="white", edgecolor=colour, hatch="/////", linewidth=0.8)
     else:
         axes.broken_barh([(begin, width)], (y - 0.20, 0.40), facecolor=colour, edgecolor="black", linewidth=0.9)
 

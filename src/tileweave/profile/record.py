@@ -7,7 +7,7 @@ notes when it worked; on GPUs their trace shows waits and computations only, and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +60,10 @@ class _Watched:
             source = details["signal"] // MAX_SLICES
             self.waits.append(Event(self.rank, 0, "wait", source, self.wait_begin_ns, now, details["unit"]))
 
+    def pushed(self, copies: Sequence[Copy], begin_ns: int, end_ns: int) -> None:
+        self.copies += copies
+        self.begin_ns, self.end_ns = begin_ns, end_ns
+
     @property
     def data(self) -> list[Copy]:
         return [copy for copy in self.copies if copy.nbytes != _SIGNAL_BYTES]
@@ -105,17 +109,7 @@ def record(
 def _watching(transport: Transport) -> Iterator[_Watched]:
     """Count what ``transport`` is told to push, and the signals of an interpreted kernel."""
     watched = _Watched(transport.rank, transport.world_size)
-    original: Callable[[Sequence[Copy]], None] = transport.push
-
-    def push(copies: Sequence[Copy]) -> None:
-        watched.copies += copies
-        watched.begin_ns = time.perf_counter_ns()
-        original(copies)
-        pushed = getattr(transport, "_pushed", None)  # the thread's work, where a thread is the copy engine
-        if pushed is not None:
-            pushed.add_done_callback(lambda _: setattr(watched, "end_ns", time.perf_counter_ns()))
-
-    transport.push = push
+    transport.watch = watched.pushed
     try:
         if interpreting():
             from tileweave.language.interpreted import OBSERVERS
@@ -123,7 +117,7 @@ def _watching(transport: Transport) -> Iterator[_Watched]:
             OBSERVERS.append(watched.observe)
         yield watched
     finally:
-        transport.push = original
+        transport.watch = None
         if interpreting():
             OBSERVERS.remove(watched.observe)
 
@@ -134,7 +128,7 @@ def _copy_engine_events(watched: _Watched) -> list[Event]:
     if not data or not watched.end_ns:
         return []
     rank, size = watched.rank, watched.size
-    peers = [rank] * (len(data) - size + 1) + push_order(rank, size)  # where tiles span shards, the own one comes first
+    peers = push_order(rank, size)
     total, at, events = sum(copy.nbytes for copy in data), watched.begin_ns, []
     for number, (peer, copy) in enumerate(zip(peers, data, strict=True)):
         end = at + (watched.end_ns - watched.begin_ns) * copy.nbytes // total

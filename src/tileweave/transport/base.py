@@ -16,7 +16,7 @@ What holds, and who relies on it:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -51,6 +51,9 @@ class Copy:
     nbytes: int
 
 
+Watcher = Callable[[Sequence[Copy], int, int], None]
+
+
 class Transport(Protocol):
     """What ``cuda.py`` and ``cpu.py`` both provide for one (group, device)."""
 
@@ -58,6 +61,7 @@ class Transport(Protocol):
     rank: int
     world_size: int
     machine: Machine
+    watch: Watcher | None  # told of each push: its copies, when the copy engine began and ended (0: not known)
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         """Collective: a zeroed symmetric buffer, mapped on every rank when this returns."""
@@ -71,7 +75,7 @@ class Transport(Protocol):
         """Zeroed int32 words that kernels can write and the host can read without synchronising."""
         ...
 
-    def push(self, copies: Sequence[Copy], source: int) -> None:
+    def push(self, copies: Sequence[Copy], source: int = 0) -> None:
         """Copy engine: do ``copies`` in order, behind what is queued now and beside what is queued later.
 
         The same copies serve many calls, from another ``source`` each time. To this rank's own memory only single words:

@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tileweave.topology import CPU
-from tileweave.transport.base import Copy, SymmetricBuffer
+from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.collectives import all_gather_flat, wait_bounded
 
 _TOKEN_BYTES = 24
@@ -40,6 +41,7 @@ class CpuTransport:
         self.machine = CPU
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="tileweave-copy-engine")
         self._pushed: Future[None] | None = None
+        self.watch: Watcher | None = None
         self._maps: list[mmap.mmap] = []
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
@@ -80,8 +82,15 @@ class CpuTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32)
 
-    def push(self, copies: Sequence[Copy], source: int) -> None:
-        self._pushed = self._engine.submit(_copy_all, copies, source)
+    def push(self, copies: Sequence[Copy], source: int = 0) -> None:
+        self._pushed = self._engine.submit(self._copy_all, copies, source)
+
+    def _copy_all(self, copies: Sequence[Copy], source: int) -> None:
+        begin = time.perf_counter_ns()
+        for copy in copies:
+            ctypes.memmove(copy.target, copy.source or source, copy.nbytes)
+        if self.watch is not None:
+            self.watch(copies, begin, time.perf_counter_ns())
 
     def join(self) -> None:
         if self._pushed is not None:
@@ -100,8 +109,3 @@ class CpuTransport:
     def close(self) -> None:
         self._engine.shutdown(wait=True)
         self._maps.clear()
-
-
-def _copy_all(copies: Sequence[Copy], source: int) -> None:
-    for copy in copies:
-        ctypes.memmove(copy.target, copy.source or source, copy.nbytes)

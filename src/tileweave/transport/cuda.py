@@ -17,7 +17,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from tileweave.errors import UnsupportedError
 from tileweave.topology import Machine, preset
-from tileweave.transport.base import Copy, SymmetricBuffer
+from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
 
 
 @lru_cache(maxsize=8)
@@ -74,6 +74,7 @@ class CudaTransport:
         self._side = torch.cuda.Stream(device, priority=-1)
         self._start, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._driver = driver()
+        self.watch: Watcher | None = None
         self._lane = _LANES.setdefault(device.index, Lane())
 
     def _require_peer_access(self) -> None:
@@ -104,7 +105,7 @@ class CudaTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
 
-    def push(self, copies: Sequence[Copy], source: int) -> None:
+    def push(self, copies: Sequence[Copy], source: int = 0) -> None:
         self._start.record()
         self._side.wait_event(self._start)
         stream, submit = self._side.cuda_stream, self._driver.cuMemcpyDtoDAsync_v2
@@ -116,6 +117,8 @@ class CudaTransport:
                     f"(cuMemcpyDtoDAsync returned {status}); remedy: check peer access with `tileweave doctor`"
                 )
         self._done.record(self._side)
+        if self.watch is not None:
+            self.watch(copies, 0, 0)
 
     def join(self) -> None:
         self._done.wait()

@@ -17,6 +17,7 @@ from tileweave.errors import CaptureError, InputError, PeerTimeout
 from tileweave.transport import base
 
 if TYPE_CHECKING:
+    from tileweave.config import Plan
     from tileweave.transport.base import SymmetricBuffer, Transport
 
 MAX_SLICES = 32
@@ -155,6 +156,7 @@ class Workspace:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.instances: dict[tuple[str, str], Instance] = {}
+        self.accepted: dict[object, Plan] = {}  # signatures of calls whose arguments were checked, and their plans
 
     def instance(self, op: str, kind: str) -> Instance:
         """The instance of ``op`` over transport ``kind``; the first call for it is collective."""
@@ -184,6 +186,9 @@ class Registry:
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[str, torch.device], Workspace] = {}
+
+    def find(self, group_name: str, device: torch.device) -> Workspace | None:
+        return self._workspaces.get((group_name, device))
 
     def get(self, group_name: str, device: torch.device, make: Callable[[], Transport]) -> Workspace:
         key = (group_name, device)
