@@ -44,6 +44,11 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    def fit(self, config: MatmulConfig) -> Case:
+        """This case, with a tile's rows more where copy engines push: they need shards as tall as a tile."""
+        short = config.transport == "copy_engine" and self.rows < config.tile_m
+        return replace(self, rows=self.rows + config.tile_m) if short else self
+
 
 def draw(shape: tuple[int, ...], case: Case, scale: float, device: torch.device, *seed: object) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(hash(seed) % (1 << 62))
@@ -170,7 +175,7 @@ def parity(me: Member, cases: list[Case], config: MatmulConfig, num_programs: in
         for number, case in enumerate((cases[0], *cases)):
             if number > 0:
                 poison_slots(instance_of(group, me.device, config.transport))
-            call = prepare(case, me.rank, me.world_size, me.device, number)
+            call = prepare(case.fit(config), me.rank, me.world_size, me.device, number)
             run(call, group, config)
             call.verify(f"rank {me.rank}, {config}, programs {num_programs}, call {number}")
             instance = instance_of(group, me.device, config.transport)
@@ -193,7 +198,8 @@ def many_calls(
     """
     group = dist.group.WORLD
     order = random.Random(7)
-    calls = [prepare(order.choice(cases), me.rank, me.world_size, me.device, 1000 + n) for n in range(count)]
+    drawn = [order.choice(cases).fit(config) for _ in range(count)]
+    calls = [prepare(case, me.rank, me.world_size, me.device, 1000 + n) for n, case in enumerate(drawn)]
     with programs(group, me.device, num_programs):
         for n, call in enumerate(calls):
             late = n // 2 % me.world_size == me.rank
@@ -211,7 +217,7 @@ def many_calls(
 
 def calls_around_the_wrap(me: Member, case: Case, config: MatmulConfig) -> None:
     """The epoch passes 2**31 - 1: signals wrap to negative numbers and waits must not notice."""
-    group = dist.group.WORLD
+    group, case = dist.group.WORLD, case.fit(config)
     call = prepare(case, me.rank, me.world_size, me.device, 0)
     run(call, group, config)  # now there are slots
     instance = instance_of(group, me.device, config.transport)
@@ -241,7 +247,8 @@ def two_groups(me: Member, members: list[int], case: Case, config: MatmulConfig,
         for which, group in enumerate((world, part)):
             if group is None or (which == 1 and n % 3 == 2):  # the sub-group has fewer calls than the world
                 continue
-            call = prepare(case, dist.get_rank(group), dist.get_world_size(group), me.device, 10 * n + which)
+            rank, size = dist.get_rank(group), dist.get_world_size(group)
+            call = prepare(case.fit(config), rank, size, me.device, 10 * n + which)
             if (n + me.rank) % 4 == 0:
                 pause(me.device, 0.003)
             if streams is None:
@@ -262,7 +269,7 @@ def subgroup(me: Member, members: list[int], case: Case, config: MatmulConfig) -
     group = me.group(*members)
     if group is not None:
         for n in range(3):
-            call = prepare(case, dist.get_rank(group), len(members), me.device, n)
+            call = prepare(case.fit(config), dist.get_rank(group), len(members), me.device, n)
             run(call, group, config)
             call.verify(f"rank {me.rank} of the world, call {n} in {members}")
     me.barrier()

@@ -65,7 +65,7 @@ class Compiled:
     ``registers`` is per thread (VGPRs on gfx942). ``spills`` is bytes of stack and local memory per thread on NVIDIA
     (kernels of ours keep nothing else there) and spilled VGPRs on gfx942. Both are None when no tool could tell.
     ``params`` names the parameters of the PTX entry in order (a tensor descriptor takes 1 + 2 * rank of them, compile
-    time constants none); it is empty where names could not be matched, as after a launch inside ``offline``.
+    time constants none); it is empty where names could not be matched.
     """
 
     name: str
@@ -161,20 +161,27 @@ def offline(target: str = "sm_90") -> Iterator[list[Compiled]]:
         raise RuntimeError("kernels are interpreted in this process: unset TRITON_INTERPRET to compile them")
     launched: list[Compiled] = []
     seen: set[str] = set()
+    signature: dict[str, Any] = {}  # of the kernel compiled last; one that is loaded for the first time comes next
+
+    def on_compiled(*, compile: Mapping[str, Any], **_: object) -> None:
+        signature.clear()
+        signature.update(compile["signature"])
 
     def on_load(module: object, function: Any, name: str, metadata_group: dict[str, str], hash: str) -> None:
         if hash not in seen:  # called on every launch, as no module handle is ever kept
             seen.add(hash)
-            launched.append(_from_files(target, metadata_group))
+            launched.append(_from_files(target, metadata_group, signature))
 
     # `reset_active` would look for a real GPU, so the previous value is put back as it was, unset included.
-    before = active_driver._active
+    before, hook_before = active_driver._active, knobs.runtime.jit_post_compile_hook
     active_driver.set_active(_StubDriver(target))
+    knobs.runtime.jit_post_compile_hook = on_compiled
     knobs.runtime.kernel_load_end_hook.add(on_load)
     try:
         yield launched
     finally:
         knobs.runtime.kernel_load_end_hook.remove(on_load)
+        knobs.runtime.jit_post_compile_hook = hook_before
         active_driver._active = before
 
 
@@ -195,7 +202,7 @@ def compile_kernel(
     return _describe(target, asm, compiled.metadata.name, compiled.metadata.shared, compiled.src.signature)
 
 
-def _from_files(target: str, files: Mapping[str, str]) -> Compiled:
+def _from_files(target: str, files: Mapping[str, str], signature: Mapping[str, Any]) -> Compiled:
     """Read a kernel back from the compiler's cache files."""
     asm: dict[str, str | bytes] = {}
     metadata: dict[str, Any] = {}
@@ -205,7 +212,7 @@ def _from_files(target: str, files: Mapping[str, str]) -> Compiled:
             metadata = json.loads(path.read_text())
         else:
             asm[stage] = path.read_bytes() if stage in ("cubin", "hsaco") else path.read_text()
-    return _describe(target, asm, metadata["name"], metadata["shared"], {})
+    return _describe(target, asm, metadata["name"], metadata["shared"], signature)
 
 
 def _describe(target: str, asm: Mapping[str, str | bytes], name: str, shared: int, signature: Mapping[str, Any]) -> Compiled:

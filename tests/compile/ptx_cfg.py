@@ -218,25 +218,26 @@ class Function:
 
     @cached_property
     def _one_warp_blocks(self) -> frozenset[int]:
-        """Blocks run by one warp alone: a 32-thread kernel, or a partition that knows no barrier but the warp's."""
+        """Blocks run by one warp alone: a 32-thread kernel, or a partition that knows no barrier but the warp's.
+
+        A partition is what can be reached from behind a fork. Partitions may share blocks (LLVM merges equal tails): those
+        count as one warp's only if all that share them do.
+        """
         if self.threads == 32:
             return frozenset(range(len(self.blocks)))
+        forks = {b.index for b in self.blocks if is_fork(b.instructions[0])}
         alone: set[int] = set()
-        todo = {b.index for b in self.blocks if not is_fork(b.instructions[0])}
-        forked = len(todo) < len(self.blocks)
-        while todo and forked:
-            part, stack = set(), [todo.pop()]
+        crowded: set[int] = set()
+        for entry in {s for fork in forks for s in self.blocks[fork].successors} - forks:
+            part, stack = {entry}, [entry]
             while stack:
-                at = stack.pop()
-                part.add(at)
-                for near in (*self.blocks[at].successors, *self.blocks[at].predecessors):
-                    if near in todo:
-                        todo.discard(near)
-                        stack.append(near)
+                reached = set(self.blocks[stack.pop()].successors) - forks - part
+                part |= reached
+                stack.extend(reached)
             inside = [ins for at in part for ins in self.blocks[at].instructions]
-            if not any(ins.parts[0] in ("bar", "barrier") and not ins.has("warp") for ins in inside):
-                alone |= part
-        return frozenset(alone)
+            wide = any(ins.parts[0] in ("bar", "barrier") and not ins.has("warp") for ins in inside)
+            (crowded if wide else alone).update(part)
+        return frozenset(alone - crowded)
 
     def is_barrier(self, ins: Instruction) -> bool:
         """Whether the instruction makes the warps of its CTA or partition wait for each other."""

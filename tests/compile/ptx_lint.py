@@ -21,7 +21,8 @@ Rules
 
 ``guarded`` says which loads carry data that a peer sends: names (or indices) of kernel parameters, "*name" for what
 lies behind addresses loaded from a table. None means every tile load: TMA, ``cp.async`` and vector loads. Kernels that
-also read local operands before their wait have to name their guarded parameters.
+also read local operands before their wait have to name their guarded parameters. ``unsignalled`` names tensor
+descriptors whose stores no signal speaks for, as those of an output that is read when the kernel has ended.
 
 What a clean report proves, and what it does not
 ------------------------------------------------
@@ -44,7 +45,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from tests.compile.ptx_cfg import Facts, Function, Instruction, parse
+from tests.compile.ptx_cfg import Facts, Function, Instruction, Origin, parse
 
 STORE_BEFORE_SIGNAL = "store-before-signal"
 LOAD_AFTER_WAIT = "load-after-wait"
@@ -89,19 +90,20 @@ def lint(
     *,
     rules: Collection[str] = RULES,
     guarded: Collection[str | int] | None = None,
+    unsignalled: Collection[str | int] = (),
     open_groups: int = 0,
     scopes: Collection[str] = ("sys",),
 ) -> list[Violation]:
     """Violations of ``rules`` in a compiled kernel or PTX text, in line order; empty means none found.
 
     ``open_groups``: bulk store groups, counted from the youngest, that a signal may leave open since it speaks for
-    older ones. ``scopes``: add "gpu" to check signals between programs of one grid as well.
+    older ones. ``scopes``: "gpu" for signals between programs of one grid.
     """
     unknown = set(rules) - set(RULES)
     if unknown:
         raise ValueError(f"unknown rules {sorted(unknown)}: known are {', '.join(RULES)}")
     found: list[Violation] = []
-    for protocol in _protocols(kernel, guarded, scopes):
+    for protocol in _protocols(kernel, guarded, unsignalled, scopes):
         if STORE_BEFORE_SIGNAL in rules:
             found += _store_before_signal(protocol, open_groups)
         if LOAD_AFTER_WAIT in rules:
@@ -112,10 +114,14 @@ def lint(
 
 
 def operations(
-    kernel: HasPtx | str, *, guarded: Collection[str | int] | None = None, scopes: Collection[str] = ("sys",)
+    kernel: HasPtx | str,
+    *,
+    guarded: Collection[str | int] | None = None,
+    unsignalled: Collection[str | int] = (),
+    scopes: Collection[str] = ("sys",),
 ) -> Operations:
     """What `lint` with the same arguments looks at."""
-    protocols = _protocols(kernel, guarded, scopes)
+    protocols = _protocols(kernel, guarded, unsignalled, scopes)
 
     def lines(wanted: Callable[[_Protocol, Instruction], bool]) -> tuple[int, ...]:
         return tuple(ins.line for p in protocols for ins in p.function.instructions if wanted(p, ins))
@@ -125,7 +131,7 @@ def operations(
         waits=tuple(sorted(ins.line for p in protocols for ins in p.waits)),
         guarded_loads=lines(lambda p, ins: ins in p.guarded_loads),
         stores=lines(lambda p, ins: p.is_store(ins)),
-        bulk_stores=lines(lambda p, ins: is_bulk_store(ins)),
+        bulk_stores=lines(lambda p, ins: p.is_bulk_store(ins)),
     )
 
 
@@ -158,9 +164,12 @@ def is_proxy_fence(ins: Instruction) -> bool:
 class _Protocol:
     """One function with its instructions sorted into the protocol's roles."""
 
-    def __init__(self, function: Function, guarded: frozenset[tuple[int, int]] | None, scopes: Collection[str]) -> None:
+    def __init__(
+        self, function: Function, guarded: frozenset[Origin] | None, unsignalled: frozenset[Origin], scopes: Collection[str]
+    ) -> None:
         self.function = function
         self.guarded = guarded
+        self.unsignalled = unsignalled
         self.scopes = frozenset(scopes)
 
     def _in_scope(self, ins: Instruction) -> bool:
@@ -171,9 +180,10 @@ class _Protocol:
         return _is_global(ins) and ((ins.has("relaxed") and self._in_scope(ins)) or ins.has("volatile"))
 
     def is_fence(self, ins: Instruction) -> bool:
+        """Of a signal scope, or of all GPUs, which has every scope in it."""
         wide = ("membar.sys",) if "gpu" not in self.scopes else ("membar.sys", "membar.gl")
-        ordered = ins.parts[0] == "fence" and (ins.has("acq_rel") or ins.has("sc")) and self._in_scope(ins)
-        return ordered or ins.opcode in wide
+        ordered = ins.parts[0] == "fence" and (ins.has("acq_rel") or ins.has("sc"))
+        return (ordered and (self._in_scope(ins) or ins.has("sys"))) or ins.opcode in wide
 
     def is_release(self, ins: Instruction) -> bool:
         writes = ins.parts[0] in ("st", "red", "atom", "multimem") and _is_global(ins)
@@ -194,6 +204,13 @@ class _Protocol:
             return not ins.has("ld_reduce") and (_is_vector(ins) or not self._is_strong(ins))
         floats = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
         return ins.parts[0] in ("red", "atom") and any(ins.has(f) for f in floats)
+
+    def is_bulk_store(self, ins: Instruction) -> bool:
+        """A bulk store that a signal may speak for: not one through unsignalled descriptors alone."""
+        if not is_bulk_store(ins):
+            return False
+        origin = self.function.origin(ins)
+        return not origin or not origin <= self.unsignalled
 
     def _decides_loop(self, ins: Instruction) -> bool:
         """Whether the value read decides if the innermost loop ends, directly or shared through shared memory."""
@@ -247,7 +264,7 @@ class _Protocol:
         barrier. Behind a fence: ("fence",), and ("late", line) for the stores open when it ran."""
         if self.is_store(ins):
             return facts | {("stored", ins.line)}
-        if is_bulk_store(ins):
+        if self.is_bulk_store(ins):
             return facts | {("bulk", ins.line, 0)}
         if ins.opcode == "cp.async.bulk.commit_group":
             return frozenset(("bulk", f[1], min(f[2] + 1, _OLDEST)) if f[0] == "bulk" else f for f in facts)
@@ -269,20 +286,26 @@ class _Protocol:
                 yield ins, facts
 
 
-def _protocols(kernel: HasPtx | str, guarded: Collection[str | int] | None, scopes: Collection[str]) -> list[_Protocol]:
+def _protocols(
+    kernel: HasPtx | str,
+    guarded: Collection[str | int] | None,
+    unsignalled: Collection[str | int],
+    scopes: Collection[str],
+) -> list[_Protocol]:
     ptx, params = (kernel, ()) if isinstance(kernel, str) else (kernel.ptx, tuple(kernel.params))
     if ptx is None:
         raise ValueError("the kernel has no PTX: it was not compiled for an NVIDIA target")
     wanted = None if guarded is None else frozenset(_parameter(g, params) for g in guarded)
-    return [_Protocol(function, wanted, scopes) for function in parse(ptx)]
+    silent = frozenset(_parameter(u, params) for u in unsignalled)
+    return [_Protocol(function, wanted, silent, scopes) for function in parse(ptx)]
 
 
-def _parameter(guard: str | int, params: Sequence[str]) -> tuple[int, int]:
+def _parameter(guard: str | int, params: Sequence[str]) -> Origin:
     if isinstance(guard, int):
         return guard, 0
     name = guard.removeprefix("*")
     if name not in params:
-        raise ValueError(f"no parameter {name!r} to guard: the kernel has {', '.join(params) or 'no known names'}")
+        raise ValueError(f"no parameter {name!r}: the kernel has {', '.join(params) or 'no known names'}")
     return params.index(name), int(guard != name)
 
 

@@ -91,6 +91,7 @@ def test_launches_are_recorded_and_touch_nothing() -> None:
         gluon_copy_kernel[(1,)](x, y, BLOCK=512)
     assert [c.name for c in launched] == ["gluon_copy_kernel"] and launched[0].ptx is not None
     assert launched[0].registers is not None
+    assert launched[0].params == ("source_ptr", "destination_ptr", "global_scratch", "profile_scratch")
     assert not y.any()
 
 

@@ -109,6 +109,15 @@ def test_groups_left_open_must_be_declared() -> None:
     assert lint(gluon_push(drain="read"), open_groups=1), "a read-only wait drains no group at all"
 
 
+def test_stores_that_no_signal_speaks_for_must_be_named() -> None:
+    never_drained = gluon_push(drain="read")
+    assert lint(never_drained) and lint(never_drained, unsignalled=["signal"])
+    assert lint(never_drained, unsignalled=["slot_desc"]) == []
+    assert operations(never_drained, unsignalled=["slot_desc"]).bulk_stores == ()
+    with pytest.raises(ValueError, match="no parameter 'out_desc': the kernel has slot_desc"):
+        lint(never_drained, unsignalled=["out_desc"])
+
+
 # ---- load-after-wait and proxy-fence
 
 
@@ -164,7 +173,7 @@ def test_guards_tell_peer_data_from_local_data() -> None:
     assert rules_broken(lint(right)) == {LOAD_AFTER_WAIT}, "without guards the local operand counts, too"
     assert rules_broken(lint(reduce(early=True), guarded=["*slots"])) == {LOAD_AFTER_WAIT}
     assert lint(right, guarded=["x"]) != [], "the named operand is read before the wait"
-    with pytest.raises(ValueError, match="no parameter 'slot' to guard: the kernel has x, slots, out"):
+    with pytest.raises(ValueError, match="no parameter 'slot': the kernel has x, slots, out"):
         lint(right, guarded=["*slot"])
 
 
@@ -251,10 +260,32 @@ def test_indirect_branches_and_local_labels_are_followed() -> None:
     assert lint_body(body.format(barrier="bar.sync 0;")) == []
 
 
+def test_partitions_may_share_a_tail() -> None:
+    """As LLVM merges what two partitions end with. The first here is one warp, the second two."""
+    push = "st.global.b32 [%rd1], %r1; {barrier} red.release.sys.global.add.u32 [%rd2], 1;"
+    by_warp, by_two = push.format(barrier="bar.warp.sync -1;"), push.format(barrier="bar.sync 2, 64;")
+    body = """$L_idle: barrier.sync 1;
+    $L_table: .branchtargets $L_one, $L_two;
+    brx.idx %r2, $L_table;
+    $L_one: barrier.sync 1; {one}
+    bra.uni $L_tail;
+    $L_two: barrier.sync 1; {two} bar.sync 2, 64;
+    $L_tail: {tail} barrier.sync 1;
+    bra.uni $L_idle;"""
+    assert lint_body(body.format(one=by_warp, two=by_two, tail="mov.u32 %r9, 0;")) == []
+    assert len(lint_body(body.format(one=by_warp, two=by_warp, tail="mov.u32 %r9, 0;"))) == 1, "its other warp has not stored yet"
+    assert len(lint_body(body.format(one=by_warp, two=by_two, tail=by_warp))) == 1, "nor has it in a tail of both"
+
+
 def test_narrower_scopes_are_checked_on_request() -> None:
     body = "st.global.b32 [%rd1], %r1; atom.add.acq_rel.gpu.global.u32 %r2, [%rd2], 1;"
     assert lint_body(body) == []
     assert rules_broken(lint_body(body, scopes=["sys", "gpu"])) == {STORE_BEFORE_SIGNAL}
+    poll = "$L_poll: ld.volatile.global.b32 %r1, [%rd1]; setp.ne.b32 %p1, %r1, 0; @%p1 bra $L_poll; {fence}"
+    body = poll + " ld.global.b32 %r2, [%rd2];"
+    assert lint_body(body.format(fence=""), scopes=["gpu"], guarded=[1])
+    for scope in ("gpu", "sys"):
+        assert lint_body(body.format(fence=f"fence.acq_rel.{scope};"), scopes=["gpu"], guarded=[1]) == []
 
 
 def test_a_guarded_load_in_a_kernel_without_waits_is_caught() -> None:

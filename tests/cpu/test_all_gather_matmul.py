@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from tests.parity import Case
 from tests.worlds import World, Worlds
 
 from tileweave.config import MatmulConfig
+from tileweave.transport.base import Copy
 
 SM = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
 COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
@@ -58,17 +60,20 @@ def test_dtypes(world: World, config: MatmulConfig, dtype: str) -> None:
     world.run(parity.parity, [Case(9, 33, 50, dtype, bias=True), Case(33, 9, 90, dtype, integers=True)], config, 3)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        MatmulConfig("triton", "sm", 32, 64, 64, 1, 4, group_m=8, num_slices=1, num_producers=1),
-        MatmulConfig("triton", "sm", 64, 16, 32, 1, 4, group_m=1, num_slices=32, num_producers=1),
-        MatmulConfig("triton", "copy_engine", 16, 32, 128, 1, 4, group_m=3, split_tail=False),
-    ],
-    ids=["one_slice", "all_slices", "no_split"],
-)
-def test_other_configurations(world: World, config: MatmulConfig) -> None:
-    world.run(parity.parity, [Case(37, 70, 150, gathered=True, bias=True), Case(2, 5, 600)], config, 4)
+OTHERS = {
+    "one_slice": MatmulConfig("triton", "sm", 32, 64, 64, 1, 4, group_m=8, num_slices=1, num_producers=1),
+    "all_slices": MatmulConfig("triton", "sm", 64, 16, 32, 1, 4, group_m=1, num_slices=32, num_producers=1),
+    "no_split": MatmulConfig("triton", "copy_engine", 16, 32, 128, 1, 4, group_m=3, split_tail=False),
+    "bands": replace(COPY_ENGINE, band_sources=2, cut_bands=True),
+    "teams": replace(COPY_ENGINE, band_sources=8, team=2),
+    "own_anywhere": replace(COPY_ENGINE, band_sources=2, cut_bands=True, team=2, own_first=False),
+    "bands_by_sm": replace(SM, band_sources=2, cut_bands=True, team=2),
+}
+
+
+@pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
+def test_other_configurations(worlds: Worlds, config: MatmulConfig) -> None:
+    worlds("gloo", 4).run(parity.parity, [Case(20, 70, 150, gathered=True, bias=True), Case(2, 5, 600)], config, 4)
 
 
 # --- Time: late ranks, ranks that run ahead, long runs ---
@@ -95,18 +100,25 @@ def stall_in_the_kernel(seconds: float, n: int) -> Iterator[None]:
 
 
 @contextmanager
+def slow_copies(seconds: float, n: int) -> Iterator[None]:
+    """Copies that each take this long: data, signals and the kernel beside them drift apart."""
+    from tileweave.transport.cpu import CpuTransport
+
+    copy_all = CpuTransport._copy_all
+
+    def slowly(transport: CpuTransport, copies: Sequence[Copy], source: int) -> None:
+        for copy in copies:
+            time.sleep(seconds)
+            copy_all(transport, [copy], source)
+
+    with mock.patch.object(CpuTransport, "_copy_all", slowly):
+        yield
+
+
+@contextmanager
 def stall_in_the_copy_engine(seconds: float, n: int) -> Iterator[None]:
     """Hold up this rank's copies one by one, and its kernel after some waits."""
-    from tileweave.transport import cpu
-
-    copy_all = cpu._copy_all
-
-    def slowly(copies: list) -> None:
-        for copy in copies:
-            time.sleep(seconds / 4)
-            copy_all([copy])
-
-    with mock.patch.object(cpu, "_copy_all", slowly), stall_in_the_kernel(seconds, n):
+    with slow_copies(seconds / 4, n), stall_in_the_kernel(seconds, n):
         yield
 
 
@@ -118,27 +130,12 @@ def stall_in_the_copy_engine(seconds: float, n: int) -> Iterator[None]:
 def test_many_calls_with_late_ranks(world: World, config: MatmulConfig, stall: object) -> None:
     four_slices = Case(12, 9, 600, gathered=True)
     cases = [Case(5, 17, 24), Case(1, 20, 33), four_slices, Case(34, 7, 20, bias=True)]
-    world.run(parity.many_calls, cases, config, 60, 0.004, 3, stall)
-
-
-@contextmanager
-def slow_copies(seconds: float, n: int) -> Iterator[None]:
-    """Copies that take much longer than the kernel: it must not move the epoch that they still have to send."""
-    from tileweave.transport import cpu
-
-    copy_all = cpu._copy_all
-
-    def slowly(copies: list) -> None:
-        for copy in copies:
-            time.sleep(2 * seconds)
-            copy_all([copy])
-
-    with mock.patch.object(cpu, "_copy_all", slowly):
-        yield
+    world.run(parity.many_calls, cases, replace(config, tile_k=64), 60, 0.004, 3, stall)
 
 
 def test_a_slow_copy_engine(world: World) -> None:
-    world.run(parity.many_calls, [Case(1, 3, 16), Case(2, 5, 16)], COPY_ENGINE, 12, 0.06, None, slow_copies)
+    """Copies that take much longer than the kernel: it must not move the epoch that they still have to send."""
+    world.run(parity.many_calls, [Case(1, 3, 16), Case(2, 5, 16)], COPY_ENGINE, 10, 0.1, None, slow_copies)
 
 
 @transports

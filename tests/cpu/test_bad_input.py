@@ -23,7 +23,7 @@ from tileweave.ops.registry import name_of, workspace_of
 
 SECONDS = 2.0  # TILEWEAVE_TIMEOUT of the worlds that end in a time-out
 SLACK = 2.0
-CASE = Case(6, 18, 40, bias=True)
+CASE = Case(18, 18, 40, bias=True)
 SM = MatmulConfig("triton", "sm", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
 COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
 transports = pytest.mark.parametrize("config", [SM, COPY_ENGINE], ids=lambda config: config.transport)

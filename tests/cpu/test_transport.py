@@ -82,10 +82,11 @@ def copy_engine(me: Member) -> None:
     for n in range(1, repeats):
         source.fill_(100 * n + me.rank)
         number.fill_(n)
-        transport.push([
-            Copy(data.addresses[right], source.data_ptr(), 4 * count),
+        data_then_flag = [
+            Copy(data.addresses[right], 0, 4 * count),  # from what the push is given
             Copy(flags.addresses[right], number.data_ptr(), 4),
-        ])  # fmt: skip
+        ]
+        transport.push(data_then_flag, source.data_ptr())
         deadline = time.monotonic() + 10
         while word(flags.addresses[me.rank]).value < n:
             assert time.monotonic() < deadline, "the flag never came"

@@ -218,7 +218,7 @@ SECONDS = 3.0
 
 
 def call_without(me: Member, config: MatmulConfig, absent: int) -> dict[str, object] | None:
-    case, group = Case(64, 256, 512, "bfloat16"), dist.group.WORLD
+    case, group = Case(64, 256, 512, "bfloat16").fit(config), dist.group.WORLD
     for seconds in (60.0, SECONDS):  # the first round compiles, and may take its time
         me.barrier()
         tw.close()

@@ -30,6 +30,7 @@ thorough = settings(max_examples=200, deadline=None, derandomize=True)
 @st.composite
 def schedules(draw: st.DrawFn) -> TileSchedule:
     world_size = draw(st.integers(2, 8))
+    own_first = draw(st.booleans())
     return TileSchedule(
         rank=draw(st.integers(0, world_size - 1)),
         world_size=world_size,
@@ -42,9 +43,10 @@ def schedules(draw: st.DrawFn) -> TileSchedule:
         group_m=draw(st.integers(1, 9)),
         num_programs=draw(st.integers(1, 24) | st.just(132)),
         split_tail=draw(st.booleans()),
-        band_sources=draw(st.integers(1, world_size - 1)),
+        band_sources=draw(st.integers(1, world_size - own_first)),
         cut_bands=draw(st.booleans()),
         team=draw(st.sampled_from([1, 1, 2, 3, 4])),
+        own_first=own_first,
     )
 
 
@@ -113,7 +115,8 @@ def test_each_element_of_the_output_is_in_one_tile(schedule: TileSchedule) -> No
 
 @thorough
 @given(schedules())
-def test_the_own_shard_comes_first_then_bands_by_arrival(schedule: TileSchedule) -> None:
+def test_sources_come_in_bands_by_arrival(schedule: TileSchedule) -> None:
+    """The own shard alone, if it comes first, then bands of sources: no tile stands outside its band."""
     if schedule.spans_shards:
         return
     order = arrival_order(schedule.rank, schedule.world_size)
@@ -123,8 +126,9 @@ def test_the_own_shard_comes_first_then_bands_by_arrival(schedule: TileSchedule)
         assert row_limit == (source + 1) * schedule.rows, "a tile keeps to one source"
         step = order.index(source)
         first, count = 0, 1
-        if step > 0:
-            first = 1 + (step - 1) // schedule.band_sources * schedule.band_sources
+        if not (schedule.own_first and step == 0):
+            lead = int(schedule.own_first)
+            first = lead + (step - lead) // schedule.band_sources * schedule.band_sources
             count = schedule.band_sources
         assert first * schedule.per_source <= tile < (first + count) * schedule.per_source, f"tile {tile} of {source}"
 
@@ -284,15 +288,16 @@ def device_units(s: TileSchedule, program: int) -> Iterator[Unit]:
 
     d = {source.__name__: source for source in SOURCES}
     me, programs, tiles, k_blocks = Word(program), Word(s.num_programs), Word(s.num_tiles), Word(s.k_blocks)
+    bands, lead = Word(s.band_sources), Word(s.own_first)
     for part in range(s.num_segments):
-        first, count = d["segment"](Word(part), Word(s.num_segments), tiles, Word(s.per_source), Word(s.band_sources))
+        first, count = d["segment"](Word(part), Word(s.num_segments), tiles, Word(s.per_source), bands, lead)
         whole, crew, span = d["cut"](count, programs, Word(s.team), k_blocks, s.split_tail, Word(MIN_SPAN))
         own, units = d["unit_count"](me, programs, count, whole, crew, k_blocks, span)
         for index in range(units):
             tile, k_begin, k_end = d["unit_range"](Word(index), own, me, programs, count, whole, crew, k_blocks, span)
             first_row, row_limit, col = d["place"](
                 Word(first + tile), Word(s.rank), Word(s.world_size), Word(s.rows), Word(s.tile_m), Word(s.tile_rows),
-                Word(s.tile_cols), Word(s.group_m), Word(s.band_sources),
+                Word(s.tile_cols), Word(s.group_m), bands, lead,
             )  # fmt: skip
             owner, helpers = d["part_range"](tile, me, whole, programs, crew, k_blocks, span)
             yield Unit(first + tile, first_row, row_limit, col, k_begin, k_end, part, owner, helpers)

@@ -52,7 +52,7 @@ class NotingTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32)
 
-    def push(self, copies: Sequence[Copy]) -> None:
+    def push(self, copies: Sequence[Copy], source: int = 0) -> None:
         self.events.append("push")
 
     def join(self) -> None:

@@ -97,15 +97,15 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: 
     if call is None:
         problem = Problem(transport.world_size, x.shape[0], w.shape[0], x.shape[1], x.element_size(), "")
         schedule = schedule_for(problem, config, transport.rank, transport.machine)
+        require(
+            config.transport == "sm" or not schedule.spans_shards,
+            f"copy_engine with {x.shape[0]} rows a shard and tiles of {config.tile_m}",
+            "shards at least as tall as a tile",
+            'transport "sm"',
+        )
         instance.reserve(schedule.slot_rows * x.shape[1] * x.element_size(), schedule.num_segments * schedule.num_programs)
         copies = ()
         if config.transport == "copy_engine":
-            require(
-                not schedule.spans_shards,
-                f"copy_engine with {x.shape[0]} rows a shard and tiles of {config.tile_m}",
-                "shards at least as tall as a tile",
-                'transport "sm"',
-            )
             copies = tuple(_copies(instance, schedule, x.numel() * x.element_size(), slot) for slot in (0, 1))
         call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, copies, {})
         instance.cache[key] = call
