@@ -7,6 +7,7 @@ address comes from. Not a PTX parser in general: operands stay text, types are n
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -278,8 +279,9 @@ class Function:
         return frozenset().union(*(self._origins.get(n, frozenset()) for n in ins.address))
 
 
-def parse(ptx: str) -> list[Function]:
-    """All .entry and .func bodies of a PTX module."""
+@functools.lru_cache(maxsize=64)
+def parse(ptx: str) -> tuple[Function, ...]:
+    """All .entry and .func bodies of a PTX module; kept, since one is looked at many times."""
     lines = [line.split("//")[0] for line in re.sub(r"/\*.*?\*/", "", ptx).split("\n")]
     functions, at = [], 0
     while at < len(lines):
@@ -297,7 +299,7 @@ def parse(ptx: str) -> list[Function]:
         instructions, labels, at = _body(lines, at)
         if instructions:
             functions.append(Function(head[1], int(threads[1]) if threads else None, instructions, labels))
-    return functions
+    return tuple(functions)
 
 
 def _body(lines: list[str], at: int) -> tuple[list[Instruction], _Labels, int]:

@@ -180,10 +180,13 @@ class _Protocol:
         return _is_global(ins) and ((ins.has("relaxed") and self._in_scope(ins)) or ins.has("volatile"))
 
     def is_fence(self, ins: Instruction) -> bool:
-        """Of a signal scope, or of all GPUs, which has every scope in it."""
         wide = ("membar.sys",) if "gpu" not in self.scopes else ("membar.sys", "membar.gl")
-        ordered = ins.parts[0] == "fence" and (ins.has("acq_rel") or ins.has("sc"))
-        return (ordered and (self._in_scope(ins) or ins.has("sys"))) or ins.opcode in wide
+        ordered = ins.parts[0] == "fence" and (ins.has("acq_rel") or ins.has("sc")) and self._in_scope(ins)
+        return ordered or ins.opcode in wide
+
+    def ends_poll(self, ins: Instruction) -> bool:
+        """A fence that makes an acquire of the reads before it; one for all GPUs has every scope in it."""
+        return self.is_fence(ins) or (ins.has("fence", "sys") and (ins.has("acq_rel") or ins.has("sc")))
 
     def is_release(self, ins: Instruction) -> bool:
         writes = ins.parts[0] in ("st", "red", "atom", "multimem") and _is_global(ins)
@@ -237,13 +240,13 @@ class _Protocol:
     def waits(self) -> frozenset[Instruction]:
         """The instruction at which each wait acquires: the spinning read, or the fence behind it."""
         spins = {i for i in self.function.instructions if self.is_acquire(i) and self._decides_loop(i)}
-        fences = {i for i, polled in self.function.flow(self._poll_step) if polled and self.is_fence(i)}
+        fences = {i for i, polled in self.function.flow(self._poll_step) if polled and self.ends_poll(i)}
         return frozenset(spins | fences)
 
     def _poll_step(self, facts: Facts, ins: Instruction) -> Facts:
         if ins in self.polls:
             return facts | {("polled", ins.line)}
-        return frozenset() if self.is_fence(ins) else facts
+        return frozenset() if self.ends_poll(ins) else facts
 
     @cached_property
     def guarded_loads(self) -> frozenset[Instruction]:

@@ -273,8 +273,8 @@ def test_partitions_may_share_a_tail() -> None:
     $L_tail: {tail} barrier.sync 1;
     bra.uni $L_idle;"""
     assert lint_body(body.format(one=by_warp, two=by_two, tail="mov.u32 %r9, 0;")) == []
-    assert len(lint_body(body.format(one=by_warp, two=by_warp, tail="mov.u32 %r9, 0;"))) == 1, "its other warp has not stored yet"
-    assert len(lint_body(body.format(one=by_warp, two=by_two, tail=by_warp))) == 1, "nor has it in a tail of both"
+    assert len(lint_body(body.format(one=by_warp, two=by_warp, tail="mov.u32 %r9, 0;"))) == 1, "of two warps"
+    assert len(lint_body(body.format(one=by_warp, two=by_two, tail=by_warp))) == 1, "of two again"
 
 
 def test_narrower_scopes_are_checked_on_request() -> None:

@@ -307,7 +307,9 @@ def warmup(
     """Collective: reserve memory and compile for x [rows, depth], w [cols, depth], so that a capture may follow."""
     if rows < 0 or cols < 0 or depth < 0:
         raise InputError(f"asked: warmup({rows}, {cols}, {depth}); allowed: sizes of 0 and more; remedy: pass a shard's sizes")
-    where = torch.device(device) if device is not None else torch.device("cuda", torch.cuda.current_device())
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
     x, w = torch.zeros(rows, depth, dtype=dtype, device=where), torch.zeros(cols, depth, dtype=dtype, device=where)
     all_gather_matmul(x, w, group=group)
     return plan(x, w, dist.get_world_size(group_of(name_of(group))))
