@@ -43,9 +43,10 @@ def cases_of(shape: tuple[int, int, int]) -> list[Case]:
 
 
 @transports
+@pytest.mark.parametrize("size", [2, 4])
 @shapes
-def test_parity(world: World, config: MatmulConfig, shape: tuple[int, int, int]) -> None:
-    world.run(parity.parity, cases_of(shape), config, PROGRAMS)
+def test_parity(worlds: Worlds, size: int, config: MatmulConfig, shape: tuple[int, int, int]) -> None:
+    worlds("gloo", size).run(parity.parity, cases_of(shape), config, PROGRAMS)
 
 
 @transports
@@ -122,14 +123,17 @@ def stall_in_the_copy_engine(seconds: float, n: int) -> Iterator[None]:
         yield
 
 
+# Rows, columns, K and what comes along change from call to call; a shard of 7200 elements goes in four slices.
+PUSHED = [Case(5, 17, 24), Case(1, 20, 33), Case(12, 9, 600, gathered=True), Case(34, 7, 20, bias=True)]
+COPIED = [Case(16, 17, 24), Case(17, 20, 33), Case(20, 9, 50, gathered=True), Case(34, 7, 20, bias=True)]
+
+
 @pytest.mark.parametrize(
-    ("config", "stall"),
-    [(SM, stall_in_the_kernel), (COPY_ENGINE, stall_in_the_copy_engine)],
-    ids=lambda value: getattr(value, "transport", ""),
+    ("config", "cases", "stall"),
+    [(SM, PUSHED, stall_in_the_kernel), (COPY_ENGINE, COPIED, stall_in_the_copy_engine)],
+    ids=["sm", "copy_engine"],
 )
-def test_many_calls_with_late_ranks(world: World, config: MatmulConfig, stall: object) -> None:
-    four_slices = Case(12, 9, 600, gathered=True)
-    cases = [Case(5, 17, 24), Case(1, 20, 33), four_slices, Case(34, 7, 20, bias=True)]
+def test_many_calls_with_late_ranks(world: World, config: MatmulConfig, cases: list[Case], stall: object) -> None:
     world.run(parity.many_calls, cases, replace(config, tile_k=64), 60, 0.004, 3, stall)
 
 
@@ -149,7 +153,7 @@ def test_the_epoch_wraps_around(world: World, config: MatmulConfig) -> None:
 @transports
 @pytest.mark.parametrize(("size", "members"), [(3, [0, 1]), (4, [0, 1]), (4, [1, 3])])
 def test_two_groups_at_once(worlds: Worlds, config: MatmulConfig, size: int, members: list[int]) -> None:
-    worlds("gloo", size).run(parity.two_groups, members, Case(7, 18, 40, bias=True), config, 10)
+    worlds("gloo", size).run(parity.two_groups, members, Case(7, 18, 40, bias=True), config, 7)
 
 
 @transports

@@ -334,5 +334,5 @@ def close_and_call_again(me: Member, config: MatmulConfig) -> None:
 
 
 @transports
-def test_close_and_call_again(world: World, config: MatmulConfig) -> None:
-    world.run(close_and_call_again, config)
+def test_close_and_call_again(worlds: Worlds, config: MatmulConfig) -> None:
+    worlds("gloo", 3).run(close_and_call_again, config)
