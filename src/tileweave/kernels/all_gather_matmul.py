@@ -104,7 +104,7 @@ def row_pointers(
             apart = (x.to(tl.int64) - slot.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)
             pointers = slot + tl.where(source == rank, apart, remote) + within
         else:
-            pointers = tl.where(source == rank, x + within, slot + remote + within)
+            pointers = tl.where(source == rank, x, slot + remote) + within  # scalars: keeps the alignment known
     return pointers
 
 
