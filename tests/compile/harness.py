@@ -65,7 +65,7 @@ class Compiled:
     ``registers`` is per thread (VGPRs on gfx942). ``spills`` is bytes of stack and local memory per thread on NVIDIA
     (kernels of ours keep nothing else there) and spilled VGPRs on gfx942. Both are None when no tool could tell.
     ``params`` names the parameters of the PTX entry in order (a tensor descriptor takes 1 + 2 * rank of them, compile
-    time constants none); it is empty where names could not be matched.
+    time constants none); it is empty where names could not be matched. ``signature`` is argument -> Triton's type.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Compiled:
     spills: int | None
     shared_bytes: int
     params: tuple[str, ...] = ()
+    signature: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def fits_shared(self) -> bool:
@@ -224,7 +225,7 @@ def _describe(target: str, asm: Mapping[str, str | bytes], name: str, shared: in
     else:
         registers, spills = _amdgcn_usage(str(asm.get("amdgcn", "")))
     params = _param_names(signature, ptx) if ptx is not None else ()
-    return Compiled(name, target, ptx, asm, registers, spills, int(shared), params)
+    return Compiled(name, target, ptx, asm, registers, spills, int(shared), params, dict(signature))
 
 
 def _cuobjdump() -> Path | None:

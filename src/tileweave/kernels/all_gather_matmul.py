@@ -43,6 +43,7 @@ from triton.language.target_info import is_hip
 
 from tileweave.config import MatmulConfig
 from tileweave.kernels.endpoint import Endpoint
+from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.matmul import give_part, matmul_tile, take_parts
 from tileweave.language.remote import get, put_all
 from tileweave.language.signal import consume_token, faulted, leave, load_epoch, notify_all, wait
@@ -217,11 +218,27 @@ def all_gather_matmul_kernel(
     leave(control, epoch, num_programs)
 
 
+# What changes between the launches of one shape.
+WORDS = ("x", "w", "bias", "out", "gathered", "partials", "trace", "slot")
+
+
 class Launcher:
-    """One shape's launches of this kernel; ``ops`` keeps one for each shape, and checks the arguments."""
+    """One shape's launches of this kernel; ``ops`` keeps one for each shape and stride of w, and checks the arguments."""
 
     def __init__(self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig) -> None:
         self.peers, self.schedule, self.config = peers, schedule, config
+        s, c = schedule, config
+        self.push = c.transport == "sm"
+        self.slices, size = c.num_slices if self.push else 1, s.rows * s.depth
+        self.part_words = s.num_segments * s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
+        self.integers = (
+            slice_bounds(size, self.slices, 0, PUSH_BLOCK)[1], slice_bounds(size, s.num_programs, 0, PUSH_BLOCK)[1],
+            min(c.num_producers, s.num_programs),
+            s.num_tiles, s.num_segments, s.band_sources, s.lead, s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
+            s.world_size, self.slices, self.push, PUSH_BLOCK, s.spans_shards, s.split_tail,
+            c.tile_m, c.tile_n, c.tile_k, c.group_m, s.depth % c.tile_k == 0,
+        )  # fmt: skip
+        self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
 
     def __call__(
         self,
@@ -235,24 +252,24 @@ class Launcher:
     ) -> None:
         """Launch on the current stream. ``slot``: which one a copy-engine call uses; a push reads it from the epoch."""
         peers, s, c = self.peers, self.schedule, self.config
-        push = c.transport == "sm"
-        slices, size = c.num_slices if push else 1, x.numel()
         partials = out
-        if s.has_cut_tiles:
-            words = s.num_segments * s.num_programs * c.tile_m * c.tile_n
-            partials = torch.empty(words, dtype=torch.float32, device=x.device)
-        all_gather_matmul_kernel[(s.num_programs,)](
-            x, w, out if bias is None else bias, out, out if gathered is None else gathered,
-            peers.slots, partials, peers.counters,
-            peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
-            peers.control if trace is None else trace,
-            s.rank, slot, peers.slot_size, s.rows, s.cols, s.depth, w.stride(0),
-            slice_bounds(size, slices, 0, PUSH_BLOCK)[1], slice_bounds(size, s.num_programs, 0, PUSH_BLOCK)[1],
-            min(c.num_producers, s.num_programs),
-            s.num_tiles, s.num_segments, s.band_sources, s.lead, s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
-            WORLD_SIZE=s.world_size, NUM_SLICES=slices, PUSH=push, PUSH_BLOCK=PUSH_BLOCK,
-            SPANS=s.spans_shards, SPLIT_TAIL=s.split_tail,
-            TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m,
-            EVEN_K=s.depth % c.tile_k == 0, HAS_BIAS=bias is not None, GATHERED=gathered is not None,
-            TRACE=trace is not None, num_warps=c.num_warps, num_stages=c.num_stages,
+        if self.part_words:
+            partials = torch.empty(self.part_words, dtype=torch.float32, device=x.device)
+        added, kept = out if bias is None else bias, out if gathered is None else gathered
+        tensors = (x, w, added, out, kept, partials, peers.control if trace is None else trace)
+        words = [tensor.data_ptr() for tensor in tensors]
+        variant = (*[word % 16 == 0 for word in words], bias is None, gathered is None, trace is None)
+        prepared = self.prepared.get(variant)
+        if prepared is not None and not hooked():
+            return prepared((*words, slot))
+        arguments = (
+            *tensors[:5], peers.slots, partials, peers.counters,
+            peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, tensors[6],
+            s.rank, slot, peers.slot_size, s.rows, s.cols, s.depth, w.stride(0), *self.integers,
+            bias is not None, gathered is not None, trace is not None,
         )  # fmt: skip
+        options = {"num_warps": c.num_warps, "num_stages": c.num_stages}
+        compiled = all_gather_matmul_kernel[(s.num_programs,)](*arguments, **options)
+        if variant not in self.prepared:
+            self.prepared[variant] = prepare(compiled, s.num_programs, arguments, WORDS)
+        return None

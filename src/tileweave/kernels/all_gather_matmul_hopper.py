@@ -12,8 +12,9 @@ Limits: rows of x and w at multiples of 16 bytes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from triton.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -21,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tileweave.config import MatmulConfig
 from tileweave.kernels.endpoint import Endpoint
+from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.hopper import (
     acquire,
     await_parts,
@@ -299,19 +301,13 @@ def _descriptor(address: int, dtype: torch.dtype, shape: list[int], stride: int,
     return TensorDescriptor(_Pointer(address, dtype), shape, [stride, 1], tile, layout)
 
 
-def _moved(template: TensorDescriptor, address: int) -> TensorDescriptor:
-    """``template`` at another address. Making one from nothing takes 12 us, five a call."""
-    moved = object.__new__(TensorDescriptor)
-    moved.__dict__.update(template.__dict__)
-    moved.base = _Pointer(address, template.base.dtype)
-    return moved
+# What changes between the launches of one shape; the bases of the descriptors, in the order of Launcher.descriptors.
+WORDS = ("x", "bias", "out", "gathered", "partials", "trace", "slot")
+MAPS = ("x_desc", "w_desc", "out_desc")
 
 
 class Launcher:
-    """One shape's launches: descriptors, integers and the compiled kernel, kept between calls.
-
-    Triton's own launch path inspects each argument every time; here all but six addresses are fixed by the shape.
-    """
+    """One shape's launches: descriptors, integers and prepared kernels, kept between calls (``kernels/launch.py``)."""
 
     def __init__(
         self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig, dtype: torch.dtype, stride_w: int
@@ -323,17 +319,17 @@ class Launcher:
         block = 4096 if c.num_warps == 4 else 2048  # elements that the move partition has in flight: 32 a thread
         halves = 2 if c.tile_n == 256 else 1
         row_tile, pitch = [c.tile_m, c.tile_k], s.depth
-        base = peers.slots.data_ptr()
+        self.base = base = peers.slots.data_ptr()
         self.slots = [
             _descriptor(base + i * peers.slot_size * dtype.itemsize, dtype, [s.slot_rows, s.depth], pitch, row_tile)
             for i in (0, 1)
         ]
-        self.x_desc = _descriptor(base, dtype, [s.rows, s.depth], pitch, row_tile)
-        self.w_desc = _descriptor(base, dtype, [s.cols, s.depth], stride_w, [c.tile_n, c.tile_k])
+        x_desc = _descriptor(base, dtype, [s.rows, s.depth], pitch, row_tile)
+        w_desc = _descriptor(base, dtype, [s.cols, s.depth], stride_w, [c.tile_n, c.tile_k])
         self.pitch_fits = s.cols * dtype.itemsize % 16 == 0
         out_tile = [c.tile_m, c.tile_n // halves]
         shape = [s.rows * s.world_size, s.cols] if self.pitch_fits else [s.rows, s.depth]
-        self.out_desc = _descriptor(base, dtype, shape, shape[1], out_tile)
+        self.descriptors = (x_desc, w_desc, _descriptor(base, dtype, shape, shape[1], out_tile))
         self.part_words = s.num_segments * self.programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
         self.integers = (
             s.rows, s.cols, self.size, slice_bounds(self.size, self.slices, 0, block)[1],
@@ -346,7 +342,7 @@ class Launcher:
         )  # fmt: skip
         # 12 warps share the registers: 8 + 1 + 2, or 4 + 1 + 4, each sum rounded up to whole warpgroups
         self.options = {"num_warps": c.num_warps, "maxnreg": 168}
-        self.compiled: dict[tuple[bool, ...], CompiledKernel] = {}
+        self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
 
     def __call__(
         self,
@@ -359,23 +355,31 @@ class Launcher:
         trace: torch.Tensor | None = None,
     ) -> None:
         """Launch on the current stream; as ``all_gather_matmul.Launcher``, for what :func:`fits`."""
-        peers, to = self.peers, out.data_ptr()
+        to = out.data_ptr()
         by_tma = self.pitch_fits and to % 16 == 0
         partials = out
         if self.part_words:
             partials = torch.empty(self.part_words, dtype=torch.float32, device=x.device)
+        added, kept = out if bias is None else bias, out if gathered is None else gathered
+        stamps = self.peers.control if trace is None else trace
+        bias_at, gathered_at = added.data_ptr(), kept.data_ptr()
+        variant = (to % 16 == 0, bias_at % 16 == 0, gathered_at % 16 == 0, bias is None, gathered is None, trace is None)
+        prepared = self.prepared.get(variant)
+        bases = (x.data_ptr(), w.data_ptr(), to if by_tma else self.base)
+        if prepared is not None and not hooked():
+            words = (bases[0], bias_at, to, gathered_at, partials.data_ptr(), stamps.data_ptr(), slot)
+            return prepared(words, bases)
+        peers = self.peers
+        x_desc, w_desc, out_desc = (
+            replace(held, base=_Pointer(base, x.dtype)) for held, base in zip(self.descriptors, bases, strict=True)
+        )
         arguments = (
-            _moved(self.x_desc, x.data_ptr()), *self.slots, _moved(self.w_desc, w.data_ptr()),
-            _moved(self.out_desc, to if by_tma else self.peers.slots.data_ptr()),
-            x, out if bias is None else bias, out, out if gathered is None else gathered, peers.slots, partials,
-            peers.counters, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
-            peers.control if trace is None else trace, self.schedule.rank, slot, peers.slot_size, *self.integers,
-            *self.constants, bias is not None, gathered is not None, by_tma, self.schedule.split_tail, trace is not None,
+            x_desc, *self.slots, w_desc, out_desc, x, added, out, kept, peers.slots, partials, peers.counters,
+            peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, stamps,
+            self.schedule.rank, slot, peers.slot_size, *self.integers, *self.constants,
+            bias is not None, gathered is not None, by_tma, self.schedule.split_tail, trace is not None,
         )  # fmt: skip
-        aligned = [t is None or t.data_ptr() % 16 == 0 for t in (out, bias, gathered)]
-        variant = (*aligned, bias is None, gathered is None, trace is None)
-        compiled = self.compiled.get(variant)
-        if compiled is None:
-            self.compiled[variant] = all_gather_matmul_hopper_kernel[(self.programs,)](*arguments, **self.options)
-        else:
-            compiled[(self.programs, 1, 1)](*arguments)
+        compiled = all_gather_matmul_hopper_kernel[(self.programs,)](*arguments, **self.options)
+        if variant not in self.prepared:
+            self.prepared[variant] = prepare(compiled, self.programs, arguments, WORDS, MAPS)
+        return None

@@ -77,18 +77,19 @@ def all_gather_matmul(
     InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
-    require(x.dim() >= 2, f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension")
     name = name_of(group)
+    flat = x.dim() == 2
     rows = x
-    if x.dim() > 2:
+    if not flat:
+        require(x.dim() > 2, f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension")
         require(x.is_contiguous(), f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
         rows = x.flatten(0, -2)
     if out is not None:
         _check_out(x, w, bias, out, return_gathered)
-        torch.ops.tileweave.all_gather_matmul.out(rows, w, bias, name, out=out.flatten(0, -2))
+        torch.ops.tileweave.all_gather_matmul.out(rows, w, bias, name, out=out if flat else out.flatten(0, -2))
         return out
     y, gathered = torch.ops.tileweave.all_gather_matmul(rows, w, bias, name, return_gathered)
-    if x.dim() > 2:
+    if not flat:
         lead = (y.shape[0] // (rows.shape[0] // max(x.shape[0], 1) or 1), *x.shape[1:-1])
         y, gathered = y.view(*lead, y.shape[-1]), gathered.view(*lead, x.shape[-1]) if return_gathered else gathered
     return (y, gathered) if return_gathered else y
@@ -97,10 +98,13 @@ def all_gather_matmul(
 def _check_out(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, keep: bool) -> None:
     """What ``out=`` must be before it can be seen as rows; :func:`check_inputs` does the rest."""
     require(not keep, "out= with return_gathered=True", "one of them", "drop out=")
-    fits = out.dim() == x.dim() and out.shape[1:-1] == x.shape[1:-1] and out.is_contiguous()
-    asked = f"out {tuple(out.shape)} with strides {out.stride()} for x {tuple(x.shape)}"
-    require(fits, asked, "[R * m, ..., n], contiguous", "allocate out with that shape")
-    tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias, out))
+    dimensions = x.dim()
+    fits = out.dim() == dimensions and out.is_contiguous() and (dimensions == 2 or out.shape[1:-1] == x.shape[1:-1])
+    if not fits:  # the text of it takes longer than the checks
+        asked = f"out {tuple(out.shape)} with strides {out.stride()} for x {tuple(x.shape)}"
+        require(fits, asked, "[R * m, ..., n], contiguous", "allocate out with that shape")
+    needed = x.requires_grad or w.requires_grad or out.requires_grad or (bias is not None and bias.requires_grad)
+    tracked = needed and torch.is_grad_enabled()
     require(not tracked, "out= with tensors that require gradients", "one of them", "drop out=, or call under torch.no_grad()")
 
 
@@ -149,7 +153,10 @@ def _forward(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, out: torch.Tensor | None, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     workspace = REGISTRY.find(group_name, x.device)
-    signature = (_traits(x), _traits(w), bias if bias is None else _traits(bias), out if out is None else _traits(out))
+    signature = (
+        x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype, w.device,
+        None if bias is None else _traits(bias), None if out is None else _traits(out),
+    )  # fmt: skip
     chosen = None if workspace is None else workspace.accepted.get(signature)
     if out is not None:
         _refuse_alias(out, x, w, bias)

@@ -13,10 +13,10 @@ import torch
 from tileweave.config import MatmulConfig, Plan, Problem, schedule_for
 from tileweave.errors import require
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.ops.registry import endpoint, interpreting, workspace_of
+from tileweave.ops.registry import endpoint, workspace_of
 from tileweave.schedule import TileSchedule, push_order, slot_place
 from tileweave.transport.base import EPOCH, Copy
-from tileweave.transport.workspace import MAX_SLICES, Instance, Workspace
+from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
 
 OP = "all_gather_matmul"
 
@@ -34,11 +34,11 @@ def run_fused(
     """The fused call itself; tests, the tuner and the tracer come in here with a plan of their own."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
-    workspace = workspace_of(group_name, x.device)
+    workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
     transport = workspace.transport
     call = _fused_call(workspace, x, w, config)
     instance = call.instance
-    instance.begin()
+    capturing = instance.begin()
     slot = 0
     pushed = config.transport == "copy_engine"
     if pushed:
@@ -49,12 +49,16 @@ def run_fused(
             slot = 0
             barrier(call.endpoint, transport.world_size, transport.rank)
         transport.push(call.copies[slot], x.data_ptr())
+    launched = False
     try:
         call.launcher(x, w)(x, w, bias, out, gathered, slot, trace)
+        launched = x.is_cuda
     finally:
-        if pushed:
+        # A kernel on a device ends behind our pushes anyway, it waits for the signal behind the last of them; to wait for
+        # an event as well would cost the host 5 us. A capture wants every stream joined that it forked.
+        if pushed and (capturing or not launched):
             transport.join()
-        if interpreting():  # a wait that ran out of time has ended the kernel with an error of the interpreter's
+        if not x.is_cuda:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
             instance.check()
 
 

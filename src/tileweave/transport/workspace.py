@@ -120,12 +120,17 @@ class Instance:
                 "reserved before the capture; remedy: call tw.warmup(...) with the largest shapes before capturing"
             )
 
-    def begin(self) -> None:
-        """Open a call: report an earlier time-out, and order this call behind the last one on this device."""
+    def begin(self) -> bool:
+        """Open a call: report an earlier time-out, and order this call behind the last one on this device.
+
+        Returns whether the call is being captured into a CUDA graph.
+        """
         self.check()
-        self.captured |= self.transport.capturing()
+        capturing = self.transport.capturing()
+        self.captured |= capturing
         self.calls += 1
         self.transport.order()
+        return capturing
 
     def check(self) -> None:
         """Raise :class:`PeerTimeout` if a wait of an earlier call ran out of time."""

@@ -1,0 +1,186 @@
+"""Launching one compiled kernel many times: its parameters stand in memory, and a launch writes the few that change.
+
+Triton's own path looks at every argument of every launch and encodes every tensor descriptor anew, which for the kernels
+here takes 20 us of host time and more. :func:`prepare` does that once; a launch of what it returns is one call of the
+driver, with the addresses that changed.
+
+What a parameter block looks like is the compiler's affair; ``tests/compile`` holds :func:`layout` against its PTX.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from triton import knobs
+from triton.runtime import driver as active
+
+WORDS = {
+    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
+    "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float, "fp64": ctypes.c_double, "pointer": ctypes.c_uint64,
+}  # fmt: skip
+MAP, MAP_BYTES = "map", 128
+_SCRATCH = ("global_scratch", "profile_scratch")  # end every block; null, since a kernel that needs them is not prepared
+_MAX_MAPS = 64  # addresses of which tensor maps are kept: weights come again, activations often do
+
+
+class _Config(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+@lru_cache(maxsize=1)
+def _launch_function() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    return function
+
+
+@lru_cache(maxsize=1)
+def _map_offset() -> int | None:
+    """Where Triton's object around a tensor map has the map: at its end, behind a header. None if that changed."""
+    from triton.backends.nvidia import driver
+
+    size = getattr(getattr(driver, "PyCUtensorMap", None), "__basicsize__", 0)
+    return size - MAP_BYTES if size in (192, 256) else None  # Triton 3.9, 3.6
+
+
+def layout(signature: Mapping[str, Any]) -> dict[str, str] | None:
+    """Parameter -> kind of a kernel for NVIDIA, in order; None where an argument is of a kind not known here.
+
+    ``kind`` is :data:`MAP` or one of :data:`WORDS`. A tensor descriptor is a map, its sizes, its strides. Constants take
+    no place.
+    """
+    found: dict[str, str] = {}
+    for name, kind in signature.items():
+        if kind == "constexpr":
+            continue
+        if not isinstance(kind, str):
+            return None
+        if kind.startswith("tensordesc<"):
+            rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
+            found[name] = MAP
+            found |= {f"{name}.shape{i}": "i32" for i in range(rank)}
+            found |= {f"{name}.stride{i}": "i64" for i in range(rank)}
+        elif kind.startswith("*"):
+            found[name] = "pointer"
+        elif kind in WORDS:
+            found[name] = kind
+        else:
+            return None
+    return found | dict.fromkeys(_SCRATCH, "pointer")
+
+
+def hooked() -> bool:
+    """Whether somebody listens to Triton's launches (a profiler): then they take Triton's path."""
+    hook = knobs.runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def prepare(
+    compiled: Any, programs: int, arguments: Sequence[Any], words: Sequence[str], maps: Sequence[str] = ()
+) -> Prepared | None:
+    """What later launches of ``compiled`` over ``programs`` programs need; None where only Triton's path can launch it.
+
+    Parameters
+    ----------
+    compiled : what a launch of a jit function returned. arguments : all that it was launched with, in order.
+    words : arguments that change from launch to launch, pointers and numbers. maps : likewise, descriptors, whose base
+        changes and nothing else. None may change what the kernel was specialised for: its alignment.
+    """
+    metadata = getattr(compiled, "metadata", None)
+    if metadata is None or metadata.target.backend != "cuda" or not isinstance(compiled.function, int):
+        return None  # interpreted, another maker's device, or no device at all
+    if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
+        return None
+    if metadata.global_scratch_size or metadata.profile_scratch_size or _map_offset() is None:
+        return None
+    signature = compiled.src.signature
+    kinds = layout(signature)
+    if kinds is None or list(kinds.values()).count(MAP) != len(metadata.tensordesc_meta or ()):
+        return None
+    return Prepared(compiled, programs, kinds, dict(zip(signature, arguments, strict=True)), words, maps)
+
+
+class Prepared:
+    """A kernel with its parameters in place; see :func:`prepare`. For one thread at a time."""
+
+    def __init__(
+        self, compiled: Any, programs: int, kinds: Mapping[str, str], arguments: Mapping[str, Any],
+        words: Sequence[str], maps: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._compiled, metadata = compiled, compiled.metadata  # the module is there as long as this object is
+        self._parameters = (ctypes.c_void_p * len(kinds))()
+        self._config = _Config((programs, 1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared, None, None, 0)
+        # what the driver's function takes: addresses and a handle
+        self._call = (ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._parameters), None)
+        self._launch = _launch_function()
+        values, described = _expand(arguments), iter(metadata.tensordesc_meta or ())
+        self._all: dict[str, Any] = {}
+        for index, (name, kind) in enumerate(kinds.items()):
+            value = values.get(name)
+            if kind == MAP:
+                self._all[name] = table = _Maps(self._parameters, index, value, next(described))
+                table.point(value.base.data_ptr())
+            else:
+                self._all[name] = cell = WORDS[kind](value.data_ptr() if hasattr(value, "data_ptr") else value or 0)
+                self._parameters[index] = ctypes.addressof(cell)
+        self._words = [self._all[name] for name in words]
+        self._maps = [self._all[name] for name in maps]
+
+    def __call__(self, words: Sequence[int], addresses: Sequence[int] = ()) -> None:
+        """Launch on the current stream: values of the changing words, base addresses of the changing descriptors."""
+        for cell, value in zip(self._words, words, strict=True):
+            cell.value = value
+        for table, address in zip(self._maps, addresses, strict=True):
+            table.point(address)
+        driver = active.active
+        self._config.stream = driver.get_current_stream(driver.get_current_device())
+        status = self._launch(*self._call)
+        if status:
+            raise RuntimeError(f"the driver refused to launch {self._compiled.name}: cuLaunchKernelEx returned {status}")
+
+
+def _expand(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments, and the sizes and strides of descriptors by the names :func:`layout` gives them."""
+    found = dict(arguments)
+    for name, value in arguments.items():
+        if hasattr(value, "block_shape"):
+            found |= {f"{name}.shape{i}": size for i, size in enumerate(value.shape)}
+            found |= {f"{name}.stride{i}": stride for i, stride in enumerate(value.strides)}
+    return found
+
+
+class _Maps:
+    """The tensor maps of one descriptor argument, by base address; the parameter block points at the one in use."""
+
+    def __init__(self, parameters: Any, index: int, descriptor: Any, metadata: Mapping[str, Any]) -> None:
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        utils = active.active.utils
+        # Triton 3.6 knows one kind of map
+        self._fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
+        self._before = (metadata["swizzle"], metadata["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]])
+        self._after = (metadata["block_size"], descriptor.shape, descriptor.strides, int(descriptor.padding == "nan"))
+        self._parameters, self._index, self._offset = parameters, index, _map_offset() or 0
+        self._known: dict[int, object] = {}
+
+    def point(self, address: int) -> None:
+        """Use the map of ``address``."""
+        found = self._known.get(address)
+        if found is None:
+            if len(self._known) >= _MAX_MAPS:
+                self._known.clear()
+            found = self._known[address] = self._fill(address, *self._before, *self._after)
+        self._parameters[self._index] = id(found) + self._offset

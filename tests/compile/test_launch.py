@@ -1,0 +1,179 @@
+"""Launches from prepared parameters: the block is laid out as the compiler's PTX says, and a launch writes what changed."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from tests.compile.harness import Compiled, compile_kernel, offline
+from tests.compile.test_kernels import HOPPER_CASES, TRITON_CASES, compile_case
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tileweave.kernels import launch
+
+PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)(?:\s+\.ptr[^,\n]*?)?\s+\w+(?:\[(\d+)\])?")
+STREAM, FUNCTION = 77, 4242
+
+
+@triton.jit
+def every_kind_kernel(desc, x, flag, count, one, large, scale, SIZE: tl.constexpr):
+    tile = desc.load([0, 0])
+    at = tl.arange(0, SIZE)
+    tl.store(x + at, tl.sum(tile, 1) * scale + tl.load(x + at) * flag + (count + one + large).to(tl.float32))
+
+
+def every_kind() -> list[Any]:
+    desc = TensorDescriptor(torch.empty(64, 32), [64, 32], [32, 1], [16, 32])
+    return [desc, torch.empty(64), True, 7, 1, 1 << 40, 0.5, 16]
+
+
+def sizes_in_ptx(compiled: Compiled) -> list[int]:
+    entry = re.search(r"\.entry\s+[\w$]+\s*\((.*?)\)\s*(?:\.\w|\{)", str(compiled.ptx), re.DOTALL)
+    assert entry is not None
+    return [int(bits) // 8 * int(count or 1) for bits, count in PARAMETER.findall(entry[1])]
+
+
+def sizes_laid_out(signature: dict[str, Any]) -> list[int]:
+    kinds = launch.layout(signature)
+    assert kinds is not None
+    return [launch.MAP_BYTES if kind == launch.MAP else ctypes.sizeof(launch.WORDS[kind]) for kind in kinds.values()]
+
+
+@pytest.mark.parametrize("case", [TRITON_CASES[0], HOPPER_CASES[0], HOPPER_CASES[-1]], ids=str)
+def test_our_kernels_take_the_parameters_laid_out(case: Any) -> None:
+    compiled = compile_case(case)
+    assert sizes_laid_out(dict(compiled.signature)) == sizes_in_ptx(compiled)
+
+
+def test_every_kind_of_parameter_is_laid_out() -> None:
+    compiled = compile_kernel(every_kind_kernel, (1,), *every_kind())
+    assert sizes_laid_out(dict(compiled.signature)) == sizes_in_ptx(compiled)
+    kinds = launch.layout(compiled.signature)
+    assert kinds is not None
+    assert list(kinds)[:5] == ["desc", "desc.shape0", "desc.shape1", "desc.stride0", "desc.stride1"]
+    assert "one" not in kinds and "SIZE" not in kinds, "constants take no place"
+
+
+def test_an_unknown_kind_is_left_to_triton() -> None:
+    assert launch.layout({"x": "*fp32", "pair": ("i32", "i32")}) is None
+    assert launch.layout({"x": "fp8"}) is None
+
+
+# --- A driver that takes notes ---
+
+
+class _Map(bytearray):
+    """Stands for Triton's object around a tensor map."""
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Prepares in the harness's driver; ``launches`` are (config, function, addresses of parameters)."""
+    found = SimpleNamespace(launches=[], maps=[], status=0)
+
+    def note(config: int, function: int, parameters: int, extra: None) -> int:
+        config_then = launch._Config.from_buffer_copy(launch._Config.from_address(config))
+        found.launches.append((config_then, function, parameters))
+        return found.status
+
+    def fill(address: int, *rest: object) -> _Map:
+        found.maps.append((address, rest))
+        return _Map()
+
+    with offline("sm_90"):
+        driver = launch.active.active
+        monkeypatch.setattr(driver.utils, "fill_tma_descriptor_tiled", fill, raising=False)
+        monkeypatch.setattr(driver, "get_current_stream", lambda device: STREAM)
+        monkeypatch.setattr(launch, "_launch_function", lambda: note)
+        monkeypatch.setattr(launch, "_map_offset", lambda: 128)
+        monkeypatch.setattr(nvidia, "TMA_DTYPE_DEVICE_TO_HOST", dict(enumerate(range(16))))
+        yield found
+
+
+def compiled_by_a_device(arguments: list[Any]) -> Any:
+    """What a launch returns where there is a device: the offline one, with a handle."""
+    compiled = every_kind_kernel[(3,)](*arguments)
+    compiled.function = FUNCTION
+    return compiled
+
+
+def prepared(arguments: list[Any]) -> launch.Prepared:
+    found = launch.prepare(compiled_by_a_device(arguments), 3, arguments, ["x", "count"], ["desc"])
+    assert found is not None
+    return found
+
+
+def parameters(found: launch.Prepared, at: int) -> dict[str, Any]:
+    """Values of the words and addresses of the maps that the driver sees at ``at``."""
+    kinds = launch.layout(found._compiled.src.signature)
+    assert kinds is not None
+    places = (ctypes.c_void_p * len(kinds)).from_address(at)
+    return {
+        name: place if kind == launch.MAP else launch.WORDS[kind].from_address(place).value
+        for (name, kind), place in zip(kinds.items(), places, strict=True)
+    }
+
+
+def test_a_launch_writes_what_changed(notes: SimpleNamespace) -> None:
+    arguments = every_kind()
+    found = prepared(arguments)
+    found((4096, 9), (8192,))
+    (config, function, at), seen = notes.launches[-1], parameters(found, notes.launches[-1][2])
+    assert (list(config.grid), function, config.stream, config.num_attributes) == ([3, 1, 1], FUNCTION, STREAM, 0)
+    assert list(config.block) == [128, 1, 1] and config.shared == found._compiled.metadata.shared
+    assert (seen["x"], seen["count"], seen["flag"], seen["large"], seen["scale"]) == (4096, 9, 1, 1 << 40, 0.5)
+    sizes = [seen[f"desc.{what}"] for what in ("shape0", "shape1", "stride0", "stride1")]
+    assert sizes == [64, 32, 32, 1] and (seen["global_scratch"], seen["profile_scratch"]) == (0, 0)
+    assert [address for address, _ in notes.maps] == [arguments[0].base.data_ptr(), 8192]
+    first = seen["desc"]
+    found((4096, 10), (16384,))
+    assert parameters(found, at)["count"] == 10 and parameters(found, at)["desc"] != first
+    found((4096, 11), (8192,))
+    assert parameters(found, at)["desc"] == first, "the map of an address is kept"
+    assert len(notes.maps) == 3
+
+
+def test_few_maps_are_kept(notes: SimpleNamespace) -> None:
+    found = prepared(every_kind())
+    for n in range(3 * launch._MAX_MAPS):
+        found((4096, n), (16 * n,))
+    assert len(found._maps[0]._known) <= launch._MAX_MAPS
+
+
+def test_a_refused_launch_raises(notes: SimpleNamespace) -> None:
+    found = prepared(every_kind())
+    notes.status = 700
+    with pytest.raises(RuntimeError, match=r"every_kind_kernel.*700"):
+        found((4096, 1), (8192,))
+
+
+def test_what_is_not_plain_is_left_to_triton(notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = every_kind()
+    compiled = compiled_by_a_device(arguments)
+    assert launch.prepare(None, 3, arguments, ["x"]) is None, "the interpreter compiles nothing"
+    for change in ({"num_ctas": 2}, {"launch_pdl": True}, {"global_scratch_size": 8}, {"tensordesc_meta": None}):
+        changed = SimpleNamespace(src=compiled.src, function=FUNCTION, metadata=compiled.metadata._replace(**change))
+        assert launch.prepare(changed, 3, arguments, ["x"]) is None, change
+    monkeypatch.setattr(launch, "_map_offset", lambda: None)
+    assert launch.prepare(compiled, 3, arguments, ["x"]) is None, "Triton keeps its maps elsewhere"
+    compiled.function = None
+    assert launch.prepare(compiled, 3, arguments, ["x"]) is None, "no device"
+
+
+def test_listeners_of_triton_are_noticed() -> None:
+    listener = lambda metadata: None  # noqa: E731
+    assert not launch.hooked()
+    knobs.runtime.launch_enter_hook.add(listener)
+    try:
+        assert launch.hooked()
+    finally:
+        knobs.runtime.launch_enter_hook.remove(listener)
