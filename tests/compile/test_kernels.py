@@ -67,7 +67,8 @@ class Case:
         c = self.config
         extras = [name for name in ("bias", "gathered", "trace") if getattr(self, name)]
         parts = [c.kernel, c.transport, f"{c.tile_m}x{c.tile_n}x{c.tile_k}", f"{c.num_warps}w", f"g{c.group_m}"]
-        parts += ["cut"] * c.split_tail + ["spans"] * self.spans + [f"n{self.cols}"] * (self.cols != COLS)
+        parts += ["cut"] * c.split_tail + ["spans"] * self.spans + ["one-row"] * (self.rows == 1)
+        parts += [f"n{self.cols}"] * (self.cols != COLS)
         return "-".join([*parts, *extras, str(self.dtype).removeprefix("torch.")])
 
 
@@ -107,6 +108,7 @@ HOPPER_CASES = (
     replace(tuned(128, 128, 8, "copy_engine"), bias=True, gathered=True, trace=True),
     replace(tuned(128, 128, 8, "copy_engine"), dtype=torch.float16),
     UNFIT_PITCH,
+    replace(tuned(128, 64, 4), rows=1),
 )
 
 

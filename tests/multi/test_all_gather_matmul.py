@@ -33,8 +33,9 @@ kernels = pytest.mark.parametrize(
 )
 transports = pytest.mark.parametrize("transport", ["sm", "copy_engine"])
 
-# Rows of a shard, columns of a rank, K. With 4 ranks M is 64, 252, 512, 4096 and 4 x 1021.
+# Rows of a shard, columns of a rank, K. With 4 ranks M is 4, 64, 252, 512, 4096 and 4 x 1021.
 SHAPES = {
+    "one_row": (1, 256, 512),
     "under_a_tile": (16, 256, 512),
     "odd_rows": (63, 320, 256),
     "whole_tiles": (128, 512, 1024),

@@ -232,10 +232,9 @@ def move_partition(
     leave(control, epoch, num_partitions)
 
 
-UNSPECIALIZED = [
-    "rank", "slot", "num_producers", "num_tiles", "num_segments", "band_sources", "lead", "team", "tile_rows", "tile_cols",
-    "k_blocks",
-    "max_units",
+UNSPECIALIZED = [  # rows, too: Triton 3.6 fails on this kernel where it knows that there is one
+    "rank", "slot", "rows", "num_producers", "num_tiles", "num_segments", "band_sources", "lead", "team", "tile_rows",
+    "tile_cols", "k_blocks", "max_units",
 ]  # fmt: skip
 
 
