@@ -13,7 +13,8 @@ from functools import cache
 from importlib import resources
 from typing import Literal
 
-from tileweave.schedule import TileSchedule
+from tileweave.schedule import TileSchedule, cdiv
+from tileweave.schedule_scatter import ScatterSchedule
 from tileweave.topology import Machine
 
 TransportName = Literal["copy_engine", "sm"]
@@ -93,6 +94,16 @@ def schedule_for(problem: Problem, config: MatmulConfig, rank: int, machine: Mac
         rank, problem.world_size, problem.rows, problem.cols, problem.depth,
         config.tile_m, config.tile_n, config.tile_k, config.group_m, machine.num_sms, config.split_tail,
         min(config.band_sources, problem.world_size - config.own_first), config.cut_bands, config.team, config.own_first,
+    )  # fmt: skip
+
+
+def scatter_schedule_for(problem: Problem, config: MatmulConfig, rank: int, machine: Machine) -> ScatterSchedule:
+    """The tile schedule of a matmul whose tiles go to owners; ``problem.rows`` are those of one owner."""
+    p, c = problem, config
+    chunk_rows = cdiv(cdiv(p.rows, c.tile_m), c.num_slices) if c.transport == "copy_engine" else 1 << 20
+    return ScatterSchedule(
+        rank, p.world_size, p.rows, p.cols, p.depth, c.tile_m, c.tile_n, c.tile_k, c.group_m, machine.num_sms, c.split_tail,
+        team=c.team, chunk_rows=chunk_rows,
     )  # fmt: skip
 
 

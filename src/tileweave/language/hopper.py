@@ -27,7 +27,7 @@ LEAVERS = gl.constexpr(1)
 FAULT = gl.constexpr(2)
 TIMEOUT_US = gl.constexpr(3)
 
-place, segment, cut, unit_count, unit_range, part_range = (gluon.jit(source) for source in _tile.SOURCES)
+place, place_out, segment, cut, unit_count, unit_range, part_range = (gluon.jit(source) for source in _tile.SOURCES)
 
 # Names that changed between Triton 3.6 and 3.9.
 load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -75,7 +75,7 @@ def notify_all(signal_table, offset, rank, epoch, WORLD_SIZE: gl.constexpr, OWN:
 
 
 @gluon.jit
-def _expire(control, report, signal, unit, expected, seen):
+def expire(control, report, signal, unit, expected, seen):
     if gl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
         gl.store(report + 1, signal)
         gl.store(report + 2, unit)
@@ -109,7 +109,7 @@ def spin(
             lags = gl.load(signals + index, volatile=True) - epoch
             lag = gl.min(lags, axis=0)
             late = gl.min(gl.where(lags == lag, index, 0x7FFFFFFF), axis=0)
-            _expire(control, report, late, unit, epoch, lag + epoch)
+            expire(control, report, late, unit, epoch, lag + epoch)
 
 
 @gluon.jit

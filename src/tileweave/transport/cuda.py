@@ -35,6 +35,8 @@ def describe(index: int) -> Machine:
     )
 
 
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, so it is safe when counts wrap
+
 # The stream's handle alone; torch.cuda.current_stream() makes an object around it.
 current_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda index: torch.cuda.current_stream(index).cuda_stream
@@ -47,6 +49,7 @@ def driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     handle = ctypes.c_void_p
     library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, handle]
+    library.cuStreamWaitValue32_v2.argtypes = [handle, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
     library.cuEventRecord.argtypes = [handle, handle]
     library.cuStreamWaitEvent.argtypes = [handle, handle, ctypes.c_uint]
     return library
@@ -123,15 +126,28 @@ class CudaTransport:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
 
     def push(self, copies: Sequence[Copy], source: int = 0) -> None:
+        self._fork()
+        self._submit(copies, source)
+
+    def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
+        self._fork()
+        launch()  # first: if it raises, no copy waits for ever
+        self._submit(copies, source)
+
+    def _fork(self) -> None:
+        """Order the side stream behind what is queued now."""
         cuda, side = self._driver, self._side_handle
-        submit = cuda.cuMemcpyDtoDAsync_v2
         self._checked(cuda.cuEventRecord(self._start, self._current()) or cuda.cuStreamWaitEvent(side, self._start, 0))
+
+    def _submit(self, copies: Sequence[Copy], source: int) -> None:
+        side, submit, await_value = self._side_handle, self._driver.cuMemcpyDtoDAsync_v2, self._driver.cuStreamWaitValue32_v2
         for copy in copies:
-            status = submit(copy.target, copy.source or source, copy.nbytes, side)
+            status = await_value(side, copy.counter, copy.count, _AT_LEAST) if copy.counter else 0
+            status = status or submit(copy.target, copy.source or source + copy.offset, copy.nbytes, side)
             if status:
                 raise UnsupportedError(
                     f"asked: a copy of {copy.nbytes} bytes to a peer; allowed: memory that the driver can copy to "
-                    f"(cuMemcpyDtoDAsync returned {status}); remedy: check peer access with `tileweave doctor`"
+                    f"(it returned {status}); remedy: check peer access with `tileweave doctor`"
                 )
         if self.watch is not None:
             self.watch(copies, 0, 0)
