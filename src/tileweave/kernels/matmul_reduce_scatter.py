@@ -30,6 +30,9 @@ slots, marked as well; every program then takes the rows that are not its own of
 Why no slot is overwritten: own rows need data of every peer in every call, so when my call n ends, each peer has begun call
 n, hence ended n-1, the last reader of the slot (and writer of its zeros) that call n+1 writes.
 
+All-reduce: M need not divide by R; the last owners may have fewer rows, or none. Then, too, whoever writes to a peer has
+heard from it: partials go to owners, whose result comes back; results go to all, whose partials came before.
+
 Why nobody is stuck: pushes of a tile come before any wait of that tile, and in the order of tiles remote ones come before
 own ones. A program waits for tiles that *any* program of a peer makes, so all programs must be resident at once: as many
 as the device has multiprocessors, no more. Under the interpreter, where programs run in turn: one program, or tiles that
@@ -124,7 +127,7 @@ UNSPECIALIZED = ["rank", "slot", "num_tiles", "chunk_rows", "team", "tile_rows",
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def matmul_reduce_scatter_kernel(
     x, w, bias, out, staging, slots, partials, counters, slot_table, signals, control, report, trace,
-    rank, slot, slot_size, place_size, rows, cols, depth, stride_x, stride_w,
+    rank, slot, slot_size, place_size, rows, total_rows, cols, depth, stride_x, stride_w,
     num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
     WORLD_SIZE: tl.constexpr, PUSH: tl.constexpr, SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr, ALL_REDUCE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -148,9 +151,10 @@ def matmul_reduce_scatter_kernel(
         )
         label(trace, record, tile + 1, TRACE)
         stamp(trace, record, 0, TRACE)
+        row_limit = tl.minimum(row_limit, total_rows)
         row = first_row + tl.arange(0, TILE_M)
         col = tile_col * TILE_N + tl.arange(0, TILE_N)
-        a_rows = x + tl.minimum(row, row_limit - 1).to(tl.int64) * stride_x
+        a_rows = x + tl.minimum(row, total_rows - 1).to(tl.int64) * stride_x
         acc = matmul_tile(a_rows, w, stride_w, tile_col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K)
         stamp(trace, record, 1, TRACE)
         owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
@@ -209,6 +213,7 @@ def matmul_reduce_scatter_kernel(
                 first_row, row_limit, tile_col = place_out(
                     tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
                 )
+                row_limit = tl.minimum(row_limit, total_rows)
                 take_result(
                     slots + slot_offset + (WORLD_SIZE - 1) * place_size, out, first_row, row_limit, tile_col, rows, cols, rank,
                     tile_rows, tile_cols, tile, epoch, control, report, WORLD_SIZE, SPANS, TILE_M, TILE_N,
@@ -270,7 +275,7 @@ class Launcher:
             x, w, out if bias is None else bias, out, out if staging is None else staging, peers.slots, partials,
             peers.counters, peers.slot_table, peers.signals, peers.control, peers.report,
             peers.control if trace is None else trace,
-            s.rank, slot, peers.slot_size, s.place_elements, s.rows, s.cols, s.depth, x.stride(0), w.stride(0),
+            s.rank, slot, peers.slot_size, s.place_elements, s.rows, x.shape[0], s.cols, s.depth, x.stride(0), w.stride(0),
             s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
             WORLD_SIZE=s.world_size, PUSH=c.transport == "sm", SPANS=s.spans_shards, SPLIT_TAIL=s.split_tail,
             ALL_REDUCE=self.all_reduce, TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m,

@@ -50,6 +50,14 @@ def fence(anything):
 
 
 @gluon.jit
+def drain_tma_stores(anything):
+    """Wait until this thread's TMA stores are visible, not only read; see ``signal.drain_tma_stores``."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [anything], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def symm_at(table, peer, dtype: gl.constexpr):
     """Pointer to ``dtype`` at the start of ``peer``'s symmetric buffer; see ``remote.symm_at``."""
     return gl.load(table + peer).to(gl.pointer_type(dtype), bitcast=True)

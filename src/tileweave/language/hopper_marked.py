@@ -1,0 +1,95 @@
+"""Data that announces itself, in Gluon: the twin of ``marked.py``; read that first.
+
+A tile stands in a slot as its warps hold it, in 8 x 8 blocks (:func:`tileweave.language.hopper.part_offsets`), so that
+registers go to a peer, and come from a slot, in whole 128-byte lines.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tileweave.language.hopper import TIMEOUT_US, clock, expire, part_offsets
+
+MINUS_ZERO = gl.constexpr(-(2**15))
+
+
+@gluon.jit
+def put_marked(pointers, value, mask):
+    """Store ``value`` (2 bytes an element) where a peer polls for it; a zero goes as minus zero. ``pointers``: int16."""
+    bits = value.to(gl.int16, bitcast=True)
+    gl.store(gl.multiple_of(pointers, [1, 16]), gl.where(bits == 0, MINUS_ZERO, bits), mask=mask)
+
+
+@gluon.jit
+def expected_zero(value):
+    """``value`` with plus zero for minus zero."""
+    return gl.where(value == 0.0, 0.0, value.to(gl.float32)).to(value.dtype)
+
+
+@gluon.jit
+def _sum_marked(acc, pointers, stride, mask, COUNT: gl.constexpr, dtype: gl.constexpr):
+    missing = gl.zeros(acc.shape, gl.int32, acc.type.layout)
+    for i in gl.static_range(COUNT):
+        at = gl.multiple_of(pointers + i * stride, [1, 16])
+        bits = gl.load(at, mask=mask, other=MINUS_ZERO, volatile=True)
+        missing = gl.where(bits == 0, 1, missing)
+        acc += bits.to(dtype, bitcast=True).to(gl.float32)
+    return acc, gl.max(gl.max(missing, axis=1), axis=0)
+
+
+@gluon.jit
+def take_marked(
+    acc, pointers, stride, mask, first_peer, skip, unit, epoch, control, report,
+    COUNT: gl.constexpr, SIGNALS: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """``acc`` plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, in that order; see ``marked.take_marked``."""
+    total, missing = _sum_marked(acc, pointers, stride, mask, COUNT, dtype)
+    if missing > 0:
+        limit = gl.load(control + TIMEOUT_US, volatile=True).to(gl.int64) * 1000
+        started = clock(missing)
+        while (missing > 0) & (clock(missing) - started <= limit):
+            total, missing = _sum_marked(acc, pointers, stride, mask, COUNT, dtype)
+        if missing > 0:
+            late = first_peer
+            for i in gl.static_range(COUNT):
+                bits = gl.load(pointers + i * stride, mask=mask, other=MINUS_ZERO, volatile=True)
+                if gl.max(gl.max(gl.where(bits == 0, 1, 0), axis=1), axis=0) > 0:
+                    late = first_peer + i + (first_peer + i >= skip).to(gl.int32)
+            expire(control, report, late * SIGNALS, unit, epoch, epoch - 1)
+    zeros = gl.zeros(acc.shape, gl.int16, acc.type.layout)
+    for i in gl.static_range(COUNT):
+        gl.store(gl.multiple_of(pointers + i * stride, [1, 16]), zeros, mask=mask)
+    return total
+
+
+@gluon.jit
+def push_piece(
+    piece, first_col, slot_table, slot_offset, place_size, at, first_row, row_limit, rows, rank, home,
+    WORLD_SIZE: gl.constexpr, TILE_N: gl.constexpr, SPANS: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Columns of a partial tile into the slots of those who own its rows, but for this rank's."""
+    slices: gl.constexpr = gl.SliceLayout(1, piece.type.layout)
+    row = first_row + gl.arange(0, piece.shape[0], layout=slices)
+    within = part_offsets(piece, first_col, TILE_N)
+    value = piece.to(dtype)
+    if SPANS:
+        owner = gl.minimum(row // rows, WORLD_SIZE - 1)
+        place = rank - (rank > owner).to(gl.int32)
+        base = gl.load(slot_table + owner) + 2 * (slot_offset + place.to(gl.int64) * place_size + at)
+        pointers = base.to(gl.pointer_type(gl.int16), bitcast=True)[:, None] + within
+        put_marked(pointers, value, ((owner != rank) & (row < row_limit))[:, None] & (within >= 0))
+    else:
+        place = rank - (rank > home).to(gl.int32)
+        base = gl.load(slot_table + home) + 2 * (slot_offset + place.to(gl.int64) * place_size + at)
+        pointers = base.to(gl.pointer_type(gl.int16), bitcast=True) + within
+        put_marked(pointers, value, (row < row_limit)[:, None] & (within >= 0))
+
+
+@gluon.jit
+def push_result(piece, first_col, slot_table, offset, mask, rank, WORLD_SIZE: gl.constexpr, TILE_N: gl.constexpr):
+    """Columns of a finished tile into the result part of every peer's slot, which begins at element ``offset`` of a buffer."""
+    within = part_offsets(piece, first_col, TILE_N)
+    for i in gl.static_range(1, WORLD_SIZE):
+        base = gl.load(slot_table + (rank + i) % WORLD_SIZE) + 2 * offset
+        put_marked(base.to(gl.pointer_type(gl.int16), bitcast=True) + within, piece, mask)
