@@ -174,3 +174,19 @@ def nearest(p: Problem) -> tuple[Entry, MatmulConfig]:
     runnable = [e for e in tuned_entries("all_gather_matmul") if e.config.transport == "sm" or p.rows >= e.config.tile_m]
     entry = min(runnable, key=lambda e: e.distance(p))
     return entry, entry.config
+
+
+def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+    """The path of a matmul_reduce_scatter. ``rows`` = M/R, of one rank's result; ``cols`` = N; ``depth`` = K/R."""
+    return _without_kernel(problem)
+
+
+def plan_matmul_all_reduce(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+    """The path of a matmul_all_reduce. ``rows`` = M, of the whole result; ``cols`` = N; ``depth`` = K/R."""
+    return _without_kernel(problem)
+
+
+def _without_kernel(problem: Problem) -> Plan:
+    if problem.world_size == 1:
+        return Plan("local", "a group of one rank has nothing to reduce")
+    return Plan("unfused", "not written yet")
