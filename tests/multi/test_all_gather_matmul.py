@@ -196,10 +196,6 @@ def test_gradients(world: World) -> None:
     world.run(behaviour.gradients, cases, timeout=120)
 
 
-def test_what_backward_keeps(largest: World) -> None:
-    largest.run(behaviour.what_backward_keeps, Case(64, 128, 256, "bfloat16", bias=True))
-
-
 def test_compiled(largest: World) -> None:
     cases = [Case(64, 128, 256, "bfloat16", bias=True, gathered=gathered) for gathered in (False, True)]
     largest.run(behaviour.gradients, cases, "xwb", "inductor", timeout=200)

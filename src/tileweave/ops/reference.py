@@ -37,8 +37,8 @@ def begin_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[tor
     if size == 1:
         return x, None
     if x.device.type == "cpu":
-        mine = _sum_of_all(x, group).view(size, x.shape[0] // size, *x.shape[1:])[dist.get_rank(group)]
-        return mine.to(x.dtype), None
+        rows = x.shape[0] // size
+        return _sum_of_all(x, group, slice(dist.get_rank(group) * rows, (dist.get_rank(group) + 1) * rows)), None
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
     return out, reduce_scatter_flat(out, x.contiguous(), group=group, async_op=True)
 
@@ -48,19 +48,19 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if dist.get_world_size(group) == 1:
         return x
     if x.device.type == "cpu":
-        return _sum_of_all(x, group).to(x.dtype)
+        return _sum_of_all(x, group, slice(None))
     x = x.contiguous()
     dist.all_reduce(x, group=group)
     return x
 
 
-def _sum_of_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks in fp32 (fp64 stays), in rank order: gloo's own order and dtypes differ between releases."""
-    everyone = all_gather(x, group).view(dist.get_world_size(group), *x.shape)
+def _sum_of_all(x: torch.Tensor, group: dist.ProcessGroup, rows: slice) -> torch.Tensor:
+    """These rows of the sum over ranks, in fp32 (fp64 stays) and in rank order: gloo's own way differs between releases."""
+    everyone = all_gather(x, group).view(dist.get_world_size(group), *x.shape)[:, rows]
     total = everyone[0].to(torch.promote_types(x.dtype, torch.float32))
     for part in everyone[1:]:
         total = total + part
-    return total
+    return total.to(x.dtype)
 
 
 def all_gather_matmul(
