@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.parity import AG, AR, EPS, RS, Call, Case, Operands, draw, draw_operands, expected, prepare, verify
-from tests.worlds import Member
+from tests.worlds import ROOT, Member
 
 import tileweave as tw
 from tileweave.nn import ColumnParallelLinear, RowParallelLinear
@@ -260,11 +261,10 @@ def gradients_through_one_result(me: Member, case: Case) -> None:
 
 def what_backward_sends(me: Member, case: Case, collectives: dict[str, int], limit: int) -> None:
     """Collectives that backward makes, by name, and the elements it holds on to: ``limit`` beside the weight."""
-    places = [import_module("tileweave.ops.all_gather_matmul"), reference]
-    names = ("all_gather_flat", "begin_reduce_scatter", "all_reduce")
+    names = ("begin_all_gather", "begin_reduce_scatter", "all_reduce")
     sent: dict[str, int] = {}
     under_way: list[str] = []  # on the CPU a sum gathers: one collective, not two
-    before = [(place, name, getattr(place, name)) for place in places for name in names if hasattr(place, name)]
+    before = [(name, getattr(reference, name)) for name in names]
 
     def counting(name: str, function: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
@@ -278,8 +278,8 @@ def what_backward_sends(me: Member, case: Case, collectives: dict[str, int], lim
 
         return call
 
-    for place, name, function in before:
-        setattr(place, name, counting(name, function))
+    for name, function in before:
+        setattr(reference, name, counting(name, function))
     try:
         kept: list[torch.Tensor] = []
         leaves = _leaves(case, me.rank, me.world_size, me.device, "xwbrn")
@@ -292,8 +292,8 @@ def what_backward_sends(me: Member, case: Case, collectives: dict[str, int], lim
         y.sum().backward()
         assert sent == collectives, f"{case}: backward sent {sent}, expected {collectives}"
     finally:
-        for place, name, function in before:
-            setattr(place, name, function)
+        for name, function in before:
+            setattr(reference, name, function)
 
 
 # --- Tools that look inside an operator ---
@@ -402,3 +402,18 @@ def _check_state(part: torch.nn.Module, want: dict[str, torch.Tensor]) -> None:
 def assert_near(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None:
     error = float((got.detach().double() - want.detach()).norm() / want.detach().norm())
     assert error < GRADIENT_ERROR[case.dtype], f"{what} is off by {error:.2e}"
+
+
+# --- Examples ---
+
+
+def run_example(name: str, *words: str, on_gpu: bool, code: int = 0, seconds: float = 110.0) -> str:
+    """What ``python examples/<name> <words>`` prints; it has to exit with ``code``."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("TILEWEAVE_", "TRITON_INTERPRET"))}
+    environment = {**kept, "PYTHONPATH": str(ROOT / "src")}
+    if not on_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, str(ROOT / "examples" / name), *words]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -39,7 +39,6 @@ from tileweave.ops.matmul_inputs import (
     refuse_alias,
 )
 from tileweave.ops.registry import define, group_of, log_fallback, name_of, publish, workspace_of
-from tileweave.transport.collectives import all_gather_flat
 
 _SAID: set[tuple[str, str]] = set()
 
@@ -170,13 +169,9 @@ def _products_fused(grad, grad_gathered, x, w, gathered, group_name, need_x, nee
 def _products_overlapped(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w):
     """torch's matmuls, each beside a collective: x is gathered during dgrad, gx is scattered during wgrad."""
     group = group_of(group_name)
-    size = dist.get_world_size(group)
     gathering = scattering = gx = gw = None
     if need_w and gathered is None:
-        gathered = x
-        if size > 1:
-            gathered = x.new_empty(size * x.shape[0], x.shape[1])
-            gathering = all_gather_flat(gathered, x, group=group, async_op=True)
+        gathered, gathering = reference.begin_all_gather(x, group)
     if need_x:
         full = grad @ w
         if grad_gathered is not None:

@@ -17,10 +17,16 @@ from tileweave.transport.collectives import all_gather_flat, reduce_scatter_flat
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[m, ...] on each rank -> [R * m, ...], shards in rank order."""
-    size = dist.get_world_size(group)
-    gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
-    all_gather_flat(gathered, x.contiguous(), group=group)
+    gathered, work = begin_all_gather(x, group)
+    if work is not None:
+        work.wait()
     return gathered
+
+
+def begin_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:
+    """As :func:`all_gather`, beside what is queued next: the result, and what to wait for."""
+    gathered = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    return gathered, all_gather_flat(gathered, x.contiguous(), group=group, async_op=True)
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
