@@ -114,6 +114,8 @@ def matmul_all_reduce(
 def check_inputs(x, w, bias, residual, norm_weight, out, residual_out) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
     check_operands(x, w, bias, residual, norm_weight, out, residual_out)
+    paired = out is None or (residual_out is None) == (norm_weight is None)
+    require(paired, "residual_out without norm_weight, or the reverse", "both or neither", "allocate what the call returns")
     shape = (x.shape[0], w.shape[0])
     check_shape("residual", residual, shape, "one value for each of the result")
     check_shape("norm_weight", norm_weight, (w.shape[0],), "one weight for each row of w")
