@@ -76,7 +76,7 @@ def all_gather_matmul(
     if out is not None:
         require(not return_gathered, "out= with return_gathered=True", "one of them", "drop out=")
         check_out(out, x, "[R * m, ..., n]", w, bias)
-        torch.ops.tileweave.all_gather_matmul.out(rows, w, bias, name, out=out.flatten(0, -2))
+        torch.ops.tileweave.all_gather_matmul.out(rows, w, bias, name, out=out if x.dim() == 2 else out.flatten(0, -2))
         return out
     y, gathered = torch.ops.tileweave.all_gather_matmul(rows, w, bias, name, return_gathered)
     if x.dim() > 2:
@@ -102,7 +102,7 @@ def _forward(
     if out is not None:
         refuse_alias(out, x, w, bias)
     chosen = accept(
-        OP, group_name, (x, w, bias), (out,), "gathered" if keep else "",
+        OP, group_name, x, w, (bias,), (out,), "gathered" if keep else "",
         lambda size: check_inputs(x, w, bias, out, size),
         lambda size: plan(x, w, size),
     )  # fmt: skip

@@ -94,12 +94,12 @@ def matmul_all_reduce(
     normed = norm_weight is not None
     if out is not None or residual_out is not None:
         results = [result for result in (out, residual_out) if result is not None]
-        asked = f"{len(results)} of out= and residual_out= {'with' if normed else 'without'} norm_weight"
-        fits = out is not None and len(results) == 1 + normed
-        require(fits, asked, "both with norm_weight, out= alone without", "allocate what the call returns")
+        if out is None or len(results) != 1 + normed:
+            asked = f"{len(results)} of out= and residual_out= {'with' if normed else 'without'} norm_weight"
+            require(False, asked, "both with norm_weight, out= alone without", "allocate what the call returns")
         for result in results:
             check_out(result, x, "[..., N]", w, bias, residual, norm_weight)
-        flat = [result.flatten(0, -2) for result in results]
+        flat = results if x.dim() == 2 else [result.flatten(0, -2) for result in results]
         torch.ops.tileweave.matmul_all_reduce.out(
             rows, w, bias, given, norm_weight, norm_eps, name, out=flat[0], residual_out=flat[1] if normed else None
         )
@@ -145,7 +145,7 @@ def _forward(
         if residual_out is not None:
             refuse_alias(residual_out, *inputs)
     chosen = accept(
-        OP, group_name, inputs, (out, residual_out), norm_eps,
+        OP, group_name, x, w, (bias, residual, norm_weight), (out, residual_out), norm_eps,
         lambda size: check_inputs(*inputs, out, residual_out),
         lambda size: plan(x, w, size),
     )  # fmt: skip

@@ -24,9 +24,9 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x [..., K] as [rows, K], without a copy."""
-    require(x.dim() >= 2, f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension")
     if x.dim() == 2:
         return x
+    require(x.dim() > 2, f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension")
     require(x.is_contiguous(), f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
     return x.flatten(0, -2)
 
@@ -59,15 +59,18 @@ def check_shape(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], 
 
 def check_like_x(name: str, tensor: torch.Tensor, x: torch.Tensor, allowed: str) -> None:
     """``tensor`` can be seen as rows, as x is: its dimensions between the first and the last are those of x."""
-    fits = tensor.dim() == x.dim() and tensor.shape[1:-1] == x.shape[1:-1] and tensor.is_contiguous()
-    asked = f"{name} {tuple(tensor.shape)} with strides {tensor.stride()} for x {tuple(x.shape)}"
-    require(fits, asked, f"{allowed}, contiguous", f"allocate {name} with that shape")
+    dimensions = x.dim()
+    fits = tensor.dim() == dimensions and tensor.is_contiguous() and (dimensions == 2 or tensor.shape[1:-1] == x.shape[1:-1])
+    if not fits:  # the text of it takes longer than the checks
+        asked = f"{name} {tuple(tensor.shape)} with strides {tensor.stride()} for x {tuple(x.shape)}"
+        require(fits, asked, f"{allowed}, contiguous", f"allocate {name} with that shape")
 
 
 def check_out(out: torch.Tensor, x: torch.Tensor, allowed: str, *inputs: torch.Tensor | None) -> None:
     """What ``out=`` must be before it can be seen as rows; :func:`check_shape` does the rest."""
     check_like_x("out", out, x, allowed)
-    tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, out, *inputs))
+    needed = x.requires_grad or out.requires_grad or any(t is not None and t.requires_grad for t in inputs)
+    tracked = needed and torch.is_grad_enabled()
     require(not tracked, "out= with tensors that require gradients", "one of them", "drop out=, or call under torch.no_grad()")
 
 
@@ -94,7 +97,9 @@ def _plan(
 def accept(
     op: str,
     group_name: str,
-    inputs: Tensors,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    others: Tensors,
     results: Tensors,
     options: object,
     check: Callable[[int], None],
@@ -102,19 +107,21 @@ def accept(
 ) -> Plan:
     """Check the arguments and plan the call: once for each signature of a fused call, since host time counts.
 
-    ``inputs``, x first: what ranks must agree on, with ``options``. ``results``: the caller's memory, checked too.
-    ``check(world_size)`` raises, ``plan(world_size)`` decides.
+    ``others``: what else is read; with x, w and ``options`` ranks must agree on it. ``results``: the caller's memory,
+    checked too. ``check(world_size)`` raises, ``plan(world_size)`` decides.
     """
-    x = inputs[0]
-    assert x is not None, "x is no option"
     workspace = REGISTRY.find(group_name, x.device)
-    signature = (op, *(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (*inputs, *results)))
+    signature = (
+        op, x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype, w.device,
+        *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in others],
+        *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in results],
+    )  # fmt: skip
     chosen = None if workspace is None else workspace.accepted.get(signature)
     if chosen is not None and not debugging():
         return chosen
     group = group_of(group_name)
     if debugging():  # before the checks: a rank whose input is refused must not leave the others waiting
-        shapes = [None if t is None else list(t.shape) for t in inputs]
+        shapes = [None if t is None else list(t.shape) for t in (x, w, *others)]
         agree(group, x.device, {"op": op, "shapes": shapes, "dtype": str(x.dtype), "options": options})
     size = dist.get_world_size(group)
     check(size)

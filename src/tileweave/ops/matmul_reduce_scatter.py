@@ -34,7 +34,7 @@ from tileweave.ops.matmul_inputs import (
     plan_for,
     refuse_alias,
 )
-from tileweave.ops.registry import define, group_of, log_fallback, name_of, publish
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, publish, workspace_of
 
 OP = "matmul_reduce_scatter"
 _SAID: set[tuple[str, str]] = set()
@@ -75,7 +75,7 @@ def matmul_reduce_scatter(
         _check_rows(x.shape[0], dist.get_world_size(group_of(name)))
     if out is not None:
         check_out(out, x, "[M / R, ..., N]", w, bias)
-        torch.ops.tileweave.matmul_reduce_scatter.out(rows, w, bias, name, out=out.flatten(0, -2))
+        torch.ops.tileweave.matmul_reduce_scatter.out(rows, w, bias, name, out=out if x.dim() == 2 else out.flatten(0, -2))
         return out
     y = torch.ops.tileweave.matmul_reduce_scatter(rows, w, bias, name)
     if x.dim() > 2:
@@ -110,24 +110,18 @@ def _forward(
     if out is not None:
         refuse_alias(out, x, w, bias)
     chosen = accept(
-        OP, group_name, (x, w, bias), (out,), "",
+        OP, group_name, x, w, (bias,), (out,), "",
         lambda size: check_inputs(x, w, bias, out, size),
         lambda size: plan(x, w, size),
     )  # fmt: skip
-    group = group_of(group_name)
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
-        y = reference.matmul_reduce_scatter(x, w, bias, group)
+        y = reference.matmul_reduce_scatter(x, w, bias, group_of(group_name))
         return y if out is None else out.copy_(y)
-    return _run(x, w, bias, group_name, chosen, out)
-
-
-def _run(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, chosen: Plan, out: torch.Tensor | None
-) -> torch.Tensor:
     from tileweave.ops.matmul_reduce_scatter_fused import run_fused
 
-    y = x.new_empty(x.shape[0] // dist.get_world_size(group_of(group_name)), w.shape[0]) if out is None else out
+    rows = x.shape[0] // workspace_of(group_name, x.device).transport.world_size
+    y = x.new_empty(rows, w.shape[0]) if out is None else out
     run_fused(x, w, bias, y, group_name, chosen)
     return y
 
