@@ -247,10 +247,18 @@ def instance_of(group: dist.ProcessGroup, device: torch.device, op: str, transpo
     return workspace_of(name_of(group), device).instance(op, transport)
 
 
-def poison_slots(instance: Instance) -> None:
-    """Fill this rank's slots with bytes that are NaN in every dtype. Collective, between calls."""
+def poison_slots(instance: Instance, marked: bool) -> None:
+    """Fill this rank's slots with bytes that are NaN in every dtype. Collective, between calls.
+
+    Slots whose data announces itself (``marked``, see ``language/marked.py``) have to be zero between calls instead.
+    """
+    instance.transport.synchronize()
     instance.transport.barrier()
-    instance.slots.fill_(255)
+    if marked:
+        left = int(instance.slots.count_nonzero())
+        assert not left, f"{left} bytes of data that announces itself were not taken, or not wiped"
+    else:
+        instance.slots.fill_(255)
     instance.transport.synchronize()
     instance.transport.barrier()
 
@@ -272,7 +280,9 @@ def parity(me: Member, cases: list[Case], config: MatmulConfig, num_programs: in
     with programs(group, me.device, num_programs):
         for number, case in enumerate((cases[0], *cases)):
             if number > 0:
-                poison_slots(instance_of(group, me.device, case.op, config.transport))
+                poison_slots(
+                    instance_of(group, me.device, case.op, config.transport), case.op != AG and config.transport == "sm"
+                )
             call = prepare(case.fit(config), me.rank, me.world_size, me.device, number)
             run(call, group, config)
             call.verify(f"rank {me.rank}, {config}, programs {num_programs}, call {number}")

@@ -183,8 +183,10 @@ def test_ranks_that_disagree(worlds: Worlds) -> None:
 # --- The protocol, with the fused kernel ---
 
 fused = pytest.mark.skipif(not has_kernel(RS), reason="the kernel of matmul_reduce_scatter is not there")
-CONFIG = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_producers=1)
-PROGRAMS = 5  # one program does all tiles whole; five leave tiles over
+SM = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2)
+COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, group_m=2, num_slices=4)
+transports = pytest.mark.parametrize("config", [SM, COPY_ENGINE], ids=lambda config: config.transport)
+PROGRAMS = 5  # only for tiles that span shards: interpreted programs run in turn, and others wait for any of a peer's
 
 SHAPES = {
     "one_of_all": (1, 1, 1),
@@ -200,38 +202,45 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 @fused
+@transports
 @pytest.mark.parametrize("size", [2, 3, 4])
 @shapes
-def test_parity(worlds: Worlds, size: int, shape: tuple[int, int, int]) -> None:
+def test_parity(worlds: Worlds, size: int, config: MatmulConfig, shape: tuple[int, int, int]) -> None:
     cases = [case(*shape, bias=True), case(*shape, "float16", integers=True)]
-    worlds("gloo", size).run(parity.parity, cases, CONFIG, None if size == 3 else PROGRAMS)
+    spans = config.transport == "sm" and shape[0] < config.tile_m
+    worlds("gloo", size).run(parity.parity, cases, config, PROGRAMS if spans else None)
 
 
 @fused
+@transports
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_dtypes(worlds: Worlds, dtype: str) -> None:
+def test_dtypes(worlds: Worlds, config: MatmulConfig, dtype: str) -> None:
     cases = [case(9, 33, 50, dtype, bias=True), case(18, 9, 90, dtype, integers=True)]
-    worlds("gloo", 4).run(parity.parity, cases, CONFIG, 3)
+    worlds("gloo", 4).run(parity.parity, cases, config)
 
 
 @fused
-def test_many_calls_with_late_ranks(world: World) -> None:
+@transports
+def test_many_calls_with_late_ranks(world: World, config: MatmulConfig) -> None:
     cases = [case(5, 17, 24), case(1, 20, 33), case(12, 9, 60), case(18, 7, 20, bias=True)]
     count = 60 if world.size < 4 else 32
-    world.run(parity.many_calls, cases, replace(CONFIG, tile_k=64), count, 0.004, 2, stall_in_the_kernel)
+    world.run(parity.many_calls, cases, replace(config, tile_k=64), count, 0.004, None, stall_in_the_kernel)
 
 
 @fused
-def test_the_epoch_wraps_around(world: World) -> None:
-    world.run(parity.calls_around_the_wrap, case(18, 20, 40), CONFIG)
+@transports
+def test_the_epoch_wraps_around(world: World, config: MatmulConfig) -> None:
+    world.run(parity.calls_around_the_wrap, case(18, 20, 40), config)
 
 
 @fused
+@transports
 @pytest.mark.parametrize(("size", "members"), [(3, [0, 1]), (4, [1, 3])])
-def test_two_groups_at_once(worlds: Worlds, size: int, members: list[int]) -> None:
-    worlds("gloo", size).run(parity.two_groups, members, case(7, 18, 40, bias=True), CONFIG, 7)
+def test_two_groups_at_once(worlds: Worlds, config: MatmulConfig, size: int, members: list[int]) -> None:
+    worlds("gloo", size).run(parity.two_groups, members, case(7, 18, 40, bias=True), config, 7)
 
 
 @fused
-def test_a_subgroup(worlds: Worlds) -> None:
-    worlds("gloo", 4).run(parity.subgroup, [0, 2, 3], case(20, 18, 40), CONFIG)
+@transports
+def test_a_subgroup(worlds: Worlds, config: MatmulConfig) -> None:
+    worlds("gloo", 4).run(parity.subgroup, [0, 2, 3], case(20, 18, 40), config)
