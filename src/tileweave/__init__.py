@@ -2,6 +2,8 @@
 
 >>> import tileweave as tw
 >>> y = tw.all_gather_matmul(x, w, bias, group=group)   # x [M/R, K], w [N/R, K] -> [M, N/R]
+>>> y = tw.matmul_reduce_scatter(y, w2, group=group)    # x [M, K/R], w [N, K/R] -> [M/R, N]
+>>> y = tw.matmul_all_reduce(y, w2, group=group)        # x [M, K/R], w [N, K/R] -> [M, N]
 
 The public face is what this module names. ``torch.ops.tileweave.*`` are the same operators for graphs and compilers.
 """
@@ -21,12 +23,14 @@ from tileweave.errors import (
     UnsupportedError,
 )
 from tileweave.ops.all_gather_matmul import all_gather_matmul
+from tileweave.ops.matmul_all_reduce import matmul_all_reduce
+from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.registry import explain, warmup
 from tileweave.ops.registry import name_of as _name_of
 from tileweave.transport.workspace import REGISTRY as _REGISTRY
 
 __version__ = "0.1.0"
-OPERATORS = ("all_gather_matmul",)
+OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def close(group: _dist.ProcessGroup | str | None = None) -> None:
@@ -56,6 +60,8 @@ __all__ = [
     "all_gather_matmul",
     "close",
     "explain",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
     "nn",
     "ops",
     "synchronize",

@@ -110,20 +110,26 @@ def scatter_schedule_for(problem: Problem, config: MatmulConfig, rank: int, mach
 def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
     """The path of an all_gather_matmul: what can run, then what is fastest."""
     p = problem
+    refused = _without_fusion(p, machine, interpreting, "gather")
+    if refused is not None:
+        return refused
+    return _plan_cpu(p) if machine.backend == "cpu" else _plan_gpu(p, machine)
+
+
+def _without_fusion(p: Problem, machine: Machine, interpreting: bool, purpose: str) -> Plan | None:
+    """The path of what no fused operator can do, or does slower; None where a fused one can."""
     if p.world_size == 1:
-        return Plan("local", "a group of one rank has nothing to gather")
+        return Plan("local", f"a group of one rank has nothing to {purpose}")
     if p.world_size not in FUSED_WORLD_SIZES:
         return Plan("unfused", f"world size {p.world_size} is above {FUSED_WORLD_SIZES[-1]}")
     if min(p.rows, p.cols, p.depth) == 0:
         return Plan("unfused", "a dimension is zero")
-    if machine.backend == "cpu":
-        return _plan_cpu(p, interpreting)
-    return _plan_gpu(p, machine)
-
-
-def _plan_cpu(p: Problem, interpreting: bool) -> Plan:
-    if not interpreting:
+    if machine.backend == "cpu" and not interpreting:
         return Plan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
+    return None
+
+
+def _plan_cpu(p: Problem) -> Plan:
     tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
     transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
     config = MatmulConfig("triton", transport, tile, 2 * tile, 64, 1, 4, num_slices=4, num_producers=1)
@@ -174,3 +180,22 @@ def nearest(p: Problem) -> tuple[Entry, MatmulConfig]:
     runnable = [e for e in tuned_entries("all_gather_matmul") if e.config.transport == "sm" or p.rows >= e.config.tile_m]
     entry = min(runnable, key=lambda e: e.distance(p))
     return entry, entry.config
+
+
+def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+    """The path of a matmul_reduce_scatter. ``rows`` = M/R, of one rank's result; ``cols`` = N; ``depth`` = K/R."""
+    p = problem
+    refused = _without_fusion(p, machine, interpreting, "reduce")
+    if refused is not None:
+        return refused
+    if machine.backend != "cpu":
+        return Plan("unfused", "not measured yet")
+    tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
+    transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
+    config = MatmulConfig("triton", transport, tile, 2 * tile, 64, 1, 4, num_slices=4, num_producers=1)
+    return Plan("fused", f"interpreted; {p.rows} rows of a rank's result", config)
+
+
+def plan_matmul_all_reduce(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+    """The path of a matmul_all_reduce. ``rows`` = M, of the whole result; ``cols`` = N; ``depth`` = K/R."""
+    return _without_fusion(problem, machine, interpreting, "reduce") or Plan("unfused", "not written yet")

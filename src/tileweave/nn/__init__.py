@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tileweave.nn.linear import ColumnParallelLinear
+from tileweave.nn.linear import ColumnParallelLinear, RowParallelLinear
 
-__all__ = ["ColumnParallelLinear"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
