@@ -80,6 +80,11 @@ def test_dimensions(largest: World) -> None:
     largest.run(behaviour.empty_dimensions, "bfloat16")
 
 
+@pytest.mark.parametrize("rows", [16, 1024], ids=["small", "large"])
+def test_close_frees_at_once(largest: World, rows: int) -> None:
+    largest.run(behaviour.close_frees_at_once, Case(rows, 128, 256, "bfloat16", bias=True), timeout=100)
+
+
 # --- Time ---
 
 
@@ -103,10 +108,12 @@ def test_two_groups_on_two_streams(largest: World, config: MatmulConfig, transpo
     largest.run(parity.two_groups, [0, 1], case, replace(config, transport=transport), 20, timeout=120)
 
 
-def test_a_subgroup(largest: World) -> None:
+def test_subgroups(largest: World) -> None:
+    """Groups that share some of their ranks: these have met others before, and more often than the rest."""
     if largest.size < 4:
         pytest.skip("needs 4 GPUs")
-    largest.run(parity.subgroup, [1, 3], Case(48, 128, 256, "bfloat16"), TRITON, timeout=120)
+    for members in ([0, 1], [1, 3], [0, 1, 2, 3], [1, 2, 3]):
+        largest.run(parity.subgroup, members, Case(48, 128, 256, "bfloat16"), TRITON, timeout=60)
 
 
 # --- Graphs ---
@@ -272,6 +279,25 @@ def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
     seen = ends[0].value
     assert SECONDS <= seen["taken"] < SECONDS + 2.0, seen
     assert (seen["rank"], seen["peer"], seen["lag"], seen["poisoned"]) == (0, 1, 1, True), seen
+
+
+def first_call_without(me: Member, absent: int) -> float | None:
+    os.environ["TILEWEAVE_TIMEOUT"] = str(SECONDS)
+    if me.rank == absent:
+        time.sleep(SECONDS + 4.0)
+        return None
+    call = parity.prepare(Case(64, 256, 512, "bfloat16"), me.rank, me.world_size, me.device, 99)
+    started = time.monotonic()
+    with pytest.raises(tw.PeerTimeout, match="mapping symmetric memory"):
+        tw.all_gather_matmul(call.x, call.w)
+    return time.monotonic() - started
+
+
+def test_a_peer_that_never_comes_to_the_first_call() -> None:
+    """Memory is mapped in the first call: torch's own rendezvous would wait for half an hour."""
+    ends = one_shot("nccl", 2, first_call_without, 1, timeout=60)
+    assert [end.exit_code for end in ends] == [0, 0], ends
+    assert SECONDS <= ends[0].value < SECONDS + 2.0, ends
 
 
 def ranks_disagree(me: Member) -> str:
