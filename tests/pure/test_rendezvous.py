@@ -20,22 +20,29 @@ from tileweave.transport.rendezvous import Meeting, Messages
 class Exchange:
     """What torch does in a rendezvous: messages under a number that counts all it ever sent in this process."""
 
-    def __init__(self, sent_before: int) -> None:
-        self.number = sent_before
+    def __init__(self, sent_before: int, one_by_one: bool = False) -> None:
+        self.number, self.one_by_one = sent_before, one_by_one  # torch 2.11 asks one by one
 
     def all_gather(self, store: dist.Store, rank: int, size: int, value: bytes) -> list[bytes]:
         keys = [f"CUDASymmetricMemory/{self.number}/{r}" for r in range(size)]
         self.number += 1
         store.set(keys[rank], value)
-        return store.multi_get(keys)
+        if not self.one_by_one:
+            return store.multi_get(keys)
+        for key in keys:
+            store.wait([key])
+        return [store.get(key) for key in keys]
 
-    def barrier(self, store: dist.Store, size: int) -> None:
+    def barrier(self, store: dist.Store, rank: int, size: int) -> None:
+        if self.one_by_one:
+            self.all_gather(store, rank, size, b"0")
+            return
         store.barrier(f"CUDASymmetricMemory/{self.number}", size)
         self.number += 1
 
     def rendezvous(self, store: dist.Store, rank: int, size: int, value: bytes) -> list[bytes]:
         found = self.all_gather(store, rank, size, value)
-        self.barrier(store, size)
+        self.barrier(store, rank, size)
         return found + self.all_gather(store, rank, size, value + b"!")
 
 
@@ -44,12 +51,14 @@ def on_ranks(size: int, function: Callable[[int], object]) -> list:
         return [job.result(timeout=30) for job in [pool.submit(function, rank) for rank in range(size)]]
 
 
+@pytest.mark.parametrize("one_by_one", [True, False], ids=["2.11", "2.13"])
 @pytest.mark.parametrize("histories", [(0, 0, 0), (7, 0, 3)], ids=["alike", "different"])
-def test_histories_do_not_matter(histories: tuple[int, ...]) -> None:
+def test_histories_do_not_matter(histories: tuple[int, ...], one_by_one: bool) -> None:
     common, size = dist.HashStore(), len(histories)
 
     def rank(me: int) -> list[list[bytes]]:
-        messages, exchange, seen = Messages(dist.PrefixStore("group", common), "test", me), Exchange(histories[me]), []
+        messages, seen = Messages(dist.PrefixStore("group", common), "test", me), []
+        exchange = Exchange(histories[me], one_by_one)
         by_torch = dist.PrefixStore("torch", messages)  # calls our methods from C++, as a rendezvous does
         for n in range(3):
             messages.start_round()
