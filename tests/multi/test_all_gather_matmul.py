@@ -116,6 +116,22 @@ def test_subgroups(largest: World) -> None:
         largest.run(parity.subgroup, members, Case(48, 128, 256, "bfloat16"), TRITON, timeout=60)
 
 
+def call_after_a_rendezvous_of_its_own(me: Member, case: Case) -> None:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    tw.close()
+    alone = me.group(0)
+    if alone is not None:  # rank 0: torch counts this, and the other ranks know nothing of it
+        symm_mem.rendezvous(symm_mem.empty(64, device=me.device), alone)
+    call = parity.prepare(case, me.rank, me.world_size, me.device, 12)
+    call.verify(f"rank {me.rank}", tw.all_gather_matmul(call.x, call.w))
+
+
+def test_a_rank_with_a_history_of_its_own(largest: World) -> None:
+    """Needs what test_subgroups needs, with two GPUs."""
+    largest.run(call_after_a_rendezvous_of_its_own, Case(16, 128, 256, "bfloat16"), timeout=60)
+
+
 # --- Graphs ---
 
 
