@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
@@ -20,6 +22,7 @@ import tileweave as tw
 from tileweave.nn import ColumnParallelLinear, RowParallelLinear
 from tileweave.ops import reference
 from tileweave.ops.registry import name_of
+from tileweave.transport.workspace import REGISTRY
 
 # Largest relative error (Frobenius norm) of a gradient: sums over all ranks, of products that were rounded before.
 GRADIENT_ERROR = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
@@ -118,6 +121,23 @@ def empty_dimensions(me: Member, dtype: str, op: str = AG) -> None:
         case = Case(rows, cols, depth, dtype, bias=True, integers=True, gathered=op == AG, op=op)
         call = prepare(case, me.rank, me.world_size, me.device, 2)
         call.verify(f"rank {me.rank}", *invoke(case, call.operands))
+
+
+def close_frees_at_once(me: Member, case: Case) -> None:
+    """Nothing is left to the garbage collector: it may run while a graph is captured, which torch does not survive."""
+    call = prepare(case, me.rank, me.world_size, me.device, 8)
+    call.verify("before", tw.all_gather_matmul(call.x, call.w, call.bias))
+    workspace = REGISTRY.find(name_of(None), me.device)
+    assert workspace is not None and workspace.instances, "the call was a fused one"
+    held = [weakref.ref(instance.slots) for instance in workspace.instances.values()]
+    del workspace
+    gc.disable()
+    try:
+        tw.close()
+        assert not any(reference() is not None for reference in held), "slots outlive their workspace"
+    finally:
+        gc.enable()
+    me.barrier()
 
 
 def weight_in_a_larger_tensor(me: Member, case: Case) -> None:

@@ -147,6 +147,10 @@ def test_empty_dimensions(world: World, dtype: str) -> None:
     world.run(behaviour.empty_dimensions, dtype)
 
 
+def test_close_frees_at_once(world: World) -> None:
+    world.run(behaviour.close_frees_at_once, Case(6, 20, 40, bias=True))
+
+
 def test_weight_in_a_larger_tensor(world: World) -> None:
     world.run(behaviour.weight_in_a_larger_tensor, Case(6, 20, 40, bias=True))
 

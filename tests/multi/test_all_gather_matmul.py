@@ -7,14 +7,17 @@ on the protocol once with each transport.
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 from tests import behaviour, device_behaviour, parity
 from tests.parity import Case
-from tests.worlds import World, one_shot
+from tests.worlds import Member, World, one_shot
 
+import tileweave as tw
 from tileweave.config import MatmulConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
@@ -75,6 +78,11 @@ def test_dimensions(largest: World) -> None:
     largest.run(behaviour.empty_dimensions, "bfloat16")
 
 
+@pytest.mark.parametrize("rows", [16, 1024], ids=["small", "large"])
+def test_close_frees_at_once(largest: World, rows: int) -> None:
+    largest.run(behaviour.close_frees_at_once, Case(rows, 128, 256, "bfloat16", bias=True), timeout=100)
+
+
 # --- Time ---
 
 
@@ -94,10 +102,28 @@ def test_two_groups_on_two_streams(largest: World, config: MatmulConfig) -> None
     largest.run(parity.two_groups, [0, 1], Case(48, 128, 256, "bfloat16"), config, 20, timeout=120)
 
 
-def test_a_subgroup(largest: World) -> None:
+def test_subgroups(largest: World) -> None:
+    """Groups that share some of their ranks: these have met others before, and more often than the rest."""
     if largest.size < 4:
         pytest.skip("needs 4 GPUs")
-    largest.run(parity.subgroup, [1, 3], Case(48, 128, 256, "bfloat16"), TRITON, timeout=120)
+    for members in ([0, 1], [1, 3], [0, 1, 2, 3], [1, 2, 3]):
+        largest.run(parity.subgroup, members, Case(48, 128, 256, "bfloat16"), TRITON, timeout=60)
+
+
+def call_after_a_rendezvous_of_its_own(me: Member, case: Case) -> None:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    tw.close()
+    alone = me.group(0)
+    if alone is not None:  # rank 0: torch counts this, and the other ranks know nothing of it
+        symm_mem.rendezvous(symm_mem.empty(64, device=me.device), alone)
+    call = parity.prepare(case, me.rank, me.world_size, me.device, 12)
+    call.verify(f"rank {me.rank}", tw.all_gather_matmul(call.x, call.w))
+
+
+def test_a_rank_with_a_history_of_its_own(largest: World) -> None:
+    """Needs what test_subgroups needs, with two GPUs."""
+    largest.run(call_after_a_rendezvous_of_its_own, Case(16, 128, 256, "bfloat16"), timeout=60)
 
 
 # --- Graphs ---
@@ -137,6 +163,25 @@ def test_column_parallel_linear(largest: World) -> None:
 def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
     case = Case(64, 256, 512, "bfloat16")
     device_behaviour.check_timed_out(one_shot("nccl", 2, device_behaviour.call_without, case, config, 1, timeout=150), case.op)
+
+
+def first_call_without(me: Member, absent: int) -> float | None:
+    os.environ["TILEWEAVE_TIMEOUT"] = str(device_behaviour.SECONDS)
+    if me.rank == absent:
+        time.sleep(device_behaviour.SECONDS + 4.0)
+        return None
+    call = parity.prepare(Case(64, 256, 512, "bfloat16"), me.rank, me.world_size, me.device, 99)
+    started = time.monotonic()
+    with pytest.raises(tw.PeerTimeout, match="mapping symmetric memory"):
+        tw.all_gather_matmul(call.x, call.w)
+    return time.monotonic() - started
+
+
+def test_a_peer_that_never_comes_to_the_first_call() -> None:
+    """Memory is mapped in the first call: torch's own rendezvous would wait for half an hour."""
+    ends = one_shot("nccl", 2, first_call_without, 1, timeout=60)
+    assert [end.exit_code for end in ends] == [0, 0], ends
+    assert device_behaviour.SECONDS <= ends[0].value < device_behaviour.SECONDS + 2.0, ends
 
 
 def test_ranks_that_disagree(largest: World) -> None:

@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tileweave.config import MatmulConfig
-from tileweave.kernels.all_gather_matmul_hopper import _descriptor, _Pointer, fits
+from tileweave.kernels.all_gather_matmul_hopper import _descriptor, _Pointer
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.hopper import (
@@ -46,7 +46,6 @@ from tileweave.language.hopper import (
     spin,
     stamp,
     store_async,
-    store_masked,
     unit_count,
     unit_range,
     wait,
@@ -208,7 +207,8 @@ def finish_piece(
                     value, first_col, slot_table, slot_offset + (WORLD_SIZE - 1) * place_size + result_at, own, rank,
                     WORLD_SIZE, TILE_N,
                 )  # fmt: skip
-                store_own(value, out, 0, first_row, rank * rows, gl.minimum(rank * rows + rows, row_limit), col + first_col, cols)
+                last = gl.minimum(rank * rows + rows, row_limit)
+                store_own(value, out, 0, first_row, rank * rows, last, col + first_col, cols)
             else:
                 store_own(piece, out, rank * rows, first_row, rank * rows, rank * rows + rows, col + first_col, cols)
     else:
@@ -443,7 +443,9 @@ class Launcher:
         self.dtype = dtype
         slot_bytes = peers.slot_size * dtype.itemsize
         unused = _descriptor(base, dtype, [64, 64], 64, self.box)
-        self.slots = tuple(unused if self.push else _descriptor(base + i * slot_bytes, dtype, shape, s.cols, self.box) for i in (0, 1))
+        self.slots = tuple(
+            unused if self.push else _descriptor(base + i * slot_bytes, dtype, shape, s.cols, self.box) for i in (0, 1)
+        )
         self.out_desc = unused if self.push else _descriptor(base, dtype, [s.rows, s.cols], s.cols, self.box)
         self.staging_desc = unused if self.push else _descriptor(base, dtype, shape, s.cols, self.box)
         self.part_words = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0

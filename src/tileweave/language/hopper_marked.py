@@ -29,7 +29,8 @@ def expected_zero(value):
 
 @gluon.jit
 def _sum_marked(acc, pointers, stride, mask, COUNT: gl.constexpr, dtype: gl.constexpr):
-    missing = gl.zeros(acc.shape, gl.int32, acc.type.layout)
+    layout: gl.constexpr = acc.type.layout
+    missing = gl.zeros(acc.shape, gl.int32, layout)
     for i in gl.static_range(COUNT):
         at = gl.multiple_of(pointers + i * stride, [1, 16])
         bits = gl.load(at, mask=mask, other=MINUS_ZERO, volatile=True)
@@ -57,7 +58,8 @@ def take_marked(
                 if gl.max(gl.max(gl.where(bits == 0, 1, 0), axis=1), axis=0) > 0:
                     late = first_peer + i + (first_peer + i >= skip).to(gl.int32)
             expire(control, report, late * SIGNALS, unit, epoch, epoch - 1)
-    zeros = gl.zeros(acc.shape, gl.int16, acc.type.layout)
+    layout: gl.constexpr = acc.type.layout
+    zeros = gl.zeros(acc.shape, gl.int16, layout)
     for i in gl.static_range(COUNT):
         gl.store(gl.multiple_of(pointers + i * stride, [1, 16]), zeros, mask=mask)
     return total

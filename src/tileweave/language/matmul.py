@@ -55,6 +55,14 @@ def matmul_tile(
 
 
 @triton.jit
+def part_offsets(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Where a tile's elements stand in a slot: in 8 x 8 blocks, as warps of tensor cores hold them; see ``hopper.py``."""
+    row = tl.arange(0, TILE_M)
+    col = tl.arange(0, TILE_N)
+    return (row // 8 * (8 * TILE_N) + row % 8 * 8)[:, None] + (col // 8 * 64 + col % 8)[None, :]
+
+
+@triton.jit
 def give_part(acc, partials, counters, place, program, cut_tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """Helper's end of a cut tile: put the part where the owner finds it, and count it in.
 

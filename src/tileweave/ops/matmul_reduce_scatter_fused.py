@@ -58,9 +58,7 @@ def run_fused(
     staging = torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
     launched = False
     try:
-        transport.push_beside(
-            lambda: launch(x, w, bias, out, staging, slot, trace), call.copies[slot], staging.data_ptr()
-        )
+        transport.push_beside(lambda: launch(x, w, bias, out, staging, slot, trace), call.copies[slot], staging.data_ptr())
         launched = x.is_cuda
     finally:
         # As in all_gather_matmul: a kernel on a device ends behind our pushes anyway.
@@ -124,9 +122,7 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: 
                 f"rows of a tile or more, at most {MAX_SLICES} chunks",
                 'transport "sm"',
             )
-        instance.reserve(
-            schedule.slot_elements(all_reduce) * x.element_size(), schedule.num_programs + 8 * MAX_SLICES
-        )
+        instance.reserve(schedule.slot_elements(all_reduce) * x.element_size(), schedule.num_programs + 8 * MAX_SLICES)
         copies = ()
         if config.transport == "copy_engine":
             copies = tuple(_copies(instance, schedule, x.element_size(), slot) for slot in (0, 1))
@@ -144,10 +140,10 @@ def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) ->
         from_place, to_place = owner - (owner > s.rank), s.rank - (s.rank > owner)
         for chunk in range(s.chunks):
             first, end = s.chunk_bounds(chunk)
-            begin, nbytes = (rows * s.cols * itemsize for rows in (first * s.tile_m, min(end * s.tile_m, s.rows) - first * s.tile_m))
+            begin, stop = (min(tile * s.tile_m, s.rows) * s.cols * itemsize for tile in (first, end))
             counter = instance.counters.data_ptr() + 4 * (s.num_programs + from_place * MAX_SLICES + chunk)
             target = instance.slot_addresses[owner] + slot * instance.slot_bytes + to_place * place_bytes + begin
-            copies.append(Copy(target, 0, nbytes, from_place * place_bytes + begin, counter, (end - first) * s.tile_cols))
+            copies.append(Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, (end - first) * s.tile_cols))
             copies.append(Copy(instance.signal_addresses[owner] + 4 * (s.rank * MAX_SLICES + chunk), epoch, 4))
     copies.append(Copy(instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size), epoch, 4))
     return tuple(copies)

@@ -90,11 +90,13 @@ class CpuTransport:
     def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
         self._abandoned.clear()
         self.push(copies, source)  # first: the interpreter's launch returns when the kernel has ended
+        launched = False
         try:
             launch()
-        except BaseException:
-            self._abandoned.set()
-            raise
+            launched = True
+        finally:
+            if not launched:
+                self._abandoned.set()
 
     def _copy_all(self, copies: Sequence[Copy], source: int) -> None:
         begin = time.perf_counter_ns()

@@ -1,8 +1,8 @@
 """Symmetric memory on GPUs: torch's symmetric memory, and copies by the copy engines.
 
-The only file that touches ``torch.distributed._symmetric_memory``, a private API that changes from release to
-release. We use it to allocate, to exchange handles and to learn peers' addresses; signals, epochs and waits are ours
-(torch's signal pad is shared by everything on a handle, and two streams on it can dead-lock).
+Only this file and ``rendezvous.py`` touch ``torch.distributed._symmetric_memory``, a private API that changes from
+release to release. We use it to allocate, to exchange handles and to learn peers' addresses; signals, epochs and waits
+are ours (torch's signal pad is shared by everything on a handle, and two streams on it can dead-lock).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from tileweave.errors import UnsupportedError
 from tileweave.topology import Machine, preset
 from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
+from tileweave.transport.rendezvous import Meeting
 
 
 @lru_cache(maxsize=8)
@@ -88,6 +89,7 @@ class CudaTransport:
         self._index = device.index
         self.machine = describe(self._index)
         self._require_peer_access()
+        self._meeting = Meeting(group, device)
         self._side = torch.cuda.Stream(device, priority=-1)
         self._events = [torch.cuda.Event() for _ in range(2)]
         for event in self._events:
@@ -107,7 +109,7 @@ class CudaTransport:
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         local = symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device)
         local.zero_()
-        handle = symm_mem.rendezvous(local, self.group.group_name)
+        handle = self._meeting.rendezvous(local)
         if handle is None:
             raise UnsupportedError(
                 f"asked: {nbytes} bytes that all ranks can map; allowed: devices with peer access on one host; "
@@ -175,4 +177,5 @@ class CudaTransport:
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Nothing to do: torch frees symmetric memory with its last tensor."""
+        """torch frees symmetric memory with its last tensor."""
+        self._meeting.close()
