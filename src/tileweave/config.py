@@ -20,6 +20,7 @@ from tileweave.topology import Machine
 TransportName = Literal["copy_engine", "sm"]
 KernelName = Literal["triton", "hopper"]
 FUSED_WORLD_SIZES = range(2, 9)
+ONE_SHOT_ROWS = 16  # up to these the partials of all ranks are fewer bytes than weights by far
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class MatmulConfig:
     split_tail : cut the tiles that do not fill a last wave along K.
     team : programs that share columns of w in the cut tiles.
     own_first : start with the own shard; without it the bands begin with it.
+    shots : of an all-reduce: 1, every rank sums all partials; 2, owners sum and pass the result on.
     band_sources, cut_bands : how many sources follow the own one together, and whether each such band fills its own
         waves; see ``schedule.TileSchedule``.
     """
@@ -52,6 +54,7 @@ class MatmulConfig:
     cut_bands: bool = False
     team: int = 1
     own_first: bool = True
+    shots: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,4 +201,12 @@ def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting:
 
 def plan_matmul_all_reduce(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
     """The path of a matmul_all_reduce. ``rows`` = M, of the whole result; ``cols`` = N; ``depth`` = K/R."""
-    return _without_fusion(problem, machine, interpreting, "reduce") or Plan("unfused", "not written yet")
+    p = problem
+    refused = _without_fusion(p, machine, interpreting, "reduce")
+    if refused is not None:
+        return refused
+    if machine.backend != "cpu":
+        return Plan("unfused", "not measured yet")
+    shots = 1 if p.rows <= ONE_SHOT_ROWS else 2
+    config = MatmulConfig("triton", "sm", 16, 32, 64, 1, 4, shots=shots)
+    return Plan("fused", f"interpreted; {p.rows} rows, {'one shot' if shots == 1 else 'two shots'}", config)

@@ -126,12 +126,12 @@ UNSPECIALIZED = ["rank", "slot", "num_tiles", "chunk_rows", "team", "tile_rows",
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def matmul_reduce_scatter_kernel(
-    x, w, bias, out, staging, slots, partials, counters, slot_table, signals, control, report, trace,
+    x, w, bias, residual, out, staging, slots, partials, counters, slot_table, signals, control, report, trace,
     rank, slot, slot_size, place_size, rows, total_rows, cols, depth, stride_x, stride_w,
     num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
     WORLD_SIZE: tl.constexpr, PUSH: tl.constexpr, SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr, ALL_REDUCE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, TRACE: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Compute, push, add; see the module's docstring for the protocol."""
     program = tl.program_id(0)
@@ -190,6 +190,9 @@ def matmul_reduce_scatter_kernel(
                     acc = add_copied(acc, slots + slot_offset, within, rows, col, cols, tile_rows * TILE_M, WORLD_SIZE - 1)
                 if HAS_BIAS:
                     acc += tl.load(bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
+                if HAS_RESIDUAL:
+                    place = row.to(tl.int64)[:, None] * cols + col[None, :]
+                    acc += tl.load(residual + place, mask=own[:, None] & (col < cols)[None, :], other=0.0).to(tl.float32)
                 acc = tl.where(faulted(control) != 0, float("nan"), acc)
                 if ALL_REDUCE:
                     value = expected_zero(acc.to(dtype))
@@ -263,6 +266,7 @@ class Launcher:
         staging: torch.Tensor | None,
         slot: int,
         trace: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> None:
         """Launch on the current stream. ``slot``: which one a copy-engine call uses; a push reads it from the epoch."""
         peers, s, c = self.peers, self.schedule, self.config
@@ -270,13 +274,13 @@ class Launcher:
         if s.has_cut_tiles:
             partials = torch.empty(s.num_programs * c.tile_m * c.tile_n, dtype=torch.float32, device=x.device)
         matmul_reduce_scatter_kernel[(s.num_programs,)](
-            x, w, out if bias is None else bias, out, out if staging is None else staging, peers.slots, partials,
+            x, w, out if bias is None else bias, out if residual is None else residual, out, out if staging is None else staging, peers.slots, partials,
             peers.counters, peers.slot_table, peers.signals, peers.control, peers.report,
             peers.control if trace is None else trace,
             s.rank, slot, peers.slot_size, s.place_elements, s.rows, x.shape[0], s.cols, s.depth, x.stride(0), w.stride(0),
             s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
             WORLD_SIZE=s.world_size, PUSH=c.transport == "sm", SPANS=s.spans_shards, SPLIT_TAIL=s.split_tail,
             ALL_REDUCE=self.all_reduce, TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m,
-            EVEN_K=s.depth % c.tile_k == 0, HAS_BIAS=bias is not None, TRACE=trace is not None,
+            EVEN_K=s.depth % c.tile_k == 0, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, TRACE=trace is not None,
             num_warps=c.num_warps, num_stages=c.num_stages,
         )  # fmt: skip

@@ -173,11 +173,11 @@ def store_partition(
 
 @gluon.jit
 def finish_piece(
-    piece, first_col, turn, sent, bias, out, partials, a_ring, empty, ready, boxes, free, full, slots, slot_table,
+    piece, first_col, turn, sent, bias, residual, out, partials, a_ring, empty, ready, boxes, free, full, slots, slot_table,
     control, report, slot_offset, place_size, at, result_at, part_at, helpers, crew, tile, epoch,
     rank, rows, cols, first_row, row_limit, home, col,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """Columns [first_col, first_col + 64) of a tile that this program owns. Returns (ring turn, box turn)."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
@@ -201,6 +201,10 @@ def finish_piece(
             )
             fault = gl.load(control + FAULT, volatile=True)
             piece = finish(piece, fault, bias, col + first_col, cols, HAS_BIAS)
+            if HAS_RESIDUAL:
+                index = col + first_col + gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout))
+                place = row.to(gl.int64)[:, None] * cols + index[None, :]
+                piece += gl.load(residual + place, mask=own & (index < cols)[None, :], other=0.0).to(gl.float32)
             if ALL_REDUCE:
                 value = expected_zero(piece.to(dtype))
                 push_result(
@@ -302,11 +306,12 @@ def take_result(
 
 @gluon.jit
 def multiply_partition(
-    out, bias, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table, control, report, trace,
+    out, bias, residual, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table, control, report, trace,
     slot, slot_size, place_size, rank, rows, total_rows, cols, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks,
     max_units, num_partitions,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
     SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each unit from the ring; send it, add what peers sent, or hand it to the tile's owner."""
@@ -342,10 +347,10 @@ def multiply_partition(
             pieces = pieces_of(acc, TILE_N)
             for i in gl.static_range(TILE_N // PIECE):
                 turn, sent = finish_piece(
-                    pieces[i], i * PIECE, turn, sent, bias, out, partials, a_ring, empty, ready, boxes, free, full, slots,
+                    pieces[i], i * PIECE, turn, sent, bias, residual, out, partials, a_ring, empty, ready, boxes, free, full, slots,
                     slot_table, control, report, slot_offset, place_size, at, result_at, program, helpers, crew, tile, epoch,
                     rank, rows, cols, first_row, row_limit, home, col, WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N,
-                    STAGES, WARPS, HAS_BIAS,
+                    STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL,
                 )  # fmt: skip
         stamp(trace, record, 2, epoch, TRACE)
         record += 1
@@ -375,13 +380,13 @@ UNSPECIALIZED = [
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def matmul_reduce_scatter_hopper_kernel(
-    x_desc, w_desc, slot0_desc, slot1_desc, out_desc, staging_desc, bias, out, slots, partials, counters,
+    x_desc, w_desc, slot0_desc, slot1_desc, out_desc, staging_desc, bias, residual, out, slots, partials, counters,
     slot_table, signals, control, report, trace,
     rank, slot, slot_size, place_size, rows, total_rows, cols,
     num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions; *store* ends at once where registers go straight to peers."""
     a_ring, b_ring, empty, ready = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
@@ -398,10 +403,10 @@ def matmul_reduce_scatter_hopper_kernel(
     gl.warp_specialize(
         [
             (multiply_partition, (
-                out, bias, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table, control,
+                out, bias, residual, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table, control,
                 report, trace, slot, slot_size, place_size, rank, rows, total_rows, cols, num_tiles, chunk_rows, team,
                 tile_rows, tile_cols, k_blocks, max_units, num_partitions, WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N,
-                GROUP_M, STAGES, WARPS, HAS_BIAS, SPLIT_TAIL, TRACE,
+                GROUP_M, STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL, SPLIT_TAIL, TRACE,
             )),
             (load_partition, (
                 x_desc, w_desc, slot0_desc, slot1_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
@@ -420,7 +425,7 @@ def matmul_reduce_scatter_hopper_kernel(
 
 
 # What changes between the launches of one shape; the bases of the descriptors, in the order of Launcher.descriptors.
-WORDS = ("bias", "out", "partials", "trace", "slot")
+WORDS = ("bias", "residual", "out", "partials", "trace", "slot")
 MAPS = ("x_desc", "w_desc", "out_desc", "staging_desc")
 
 
@@ -468,6 +473,7 @@ class Launcher:
         staging: torch.Tensor | None,
         slot: int,
         trace: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> None:
         """Launch on the current stream; as ``matmul_reduce_scatter.Launcher``, for what :func:`fits`."""
         peers, s, c = self.peers, self.schedule, self.config
@@ -475,24 +481,25 @@ class Launcher:
         if self.part_words:
             partials = torch.empty(self.part_words, dtype=torch.float32, device=x.device)
         added, stamps, to = out if bias is None else bias, peers.control if trace is None else trace, out.data_ptr()
-        bias_at, total = added.data_ptr(), x.shape[0]
-        variant = (to % 16 == 0, bias_at % 16 == 0, bias is None, trace is None, total)
+        more = out if residual is None else residual
+        bias_at, more_at, total = added.data_ptr(), more.data_ptr(), x.shape[0]
+        variant = (to % 16 == 0, bias_at % 16 == 0, more_at % 16 == 0, bias is None, residual is None, trace is None, total)
         prepared = self.prepared.get(variant)
         bases = (x.data_ptr(), w.data_ptr(), to, self.base if staging is None else staging.data_ptr())
         if self.push:
             bases = (*bases[:2], self.base, self.base)
         if prepared is not None and not hooked():
-            return prepared((bias_at, to, partials.data_ptr(), stamps.data_ptr(), slot), bases)
+            return prepared((bias_at, more_at, to, partials.data_ptr(), stamps.data_ptr(), slot), bases)
         x_desc = _descriptor(self.base, self.dtype, [total, s.depth], self.stride_x, [c.tile_m, c.tile_k])
         x_desc, w_desc, out_desc, staging_desc = (
             replace(held, base=_Pointer(base, x.dtype))
             for held, base in zip((x_desc, self.w_desc, self.out_desc, self.staging_desc), bases, strict=True)
         )
         arguments = (
-            x_desc, w_desc, *self.slots, out_desc, staging_desc, added, out, peers.slots, partials, peers.counters,
+            x_desc, w_desc, *self.slots, out_desc, staging_desc, added, more, out, peers.slots, partials, peers.counters,
             peers.slot_table, peers.signals, peers.control, peers.report, stamps,
             s.rank, slot, peers.slot_size, s.place_elements, s.rows, total, s.cols, *self.integers, *self.constants,
-            bias is not None, s.split_tail, trace is not None,
+            bias is not None, residual is not None, s.split_tail, trace is not None,
         )  # fmt: skip
         compiled = matmul_reduce_scatter_hopper_kernel[(s.num_programs,)](*arguments, **self.options)
         if variant not in self.prepared:

@@ -91,11 +91,13 @@ def take_marked(
             total, missing = _sum_marked(acc, pointers, stride, mask, COUNT)
             polls += 1
         if missing > 0:
-            late = first_peer
+            late = tl.cast(first_peer, tl.int32)
             for i in tl.static_range(COUNT):
                 value = tl.load(pointers + i * stride, mask=mask, volatile=True)
                 if tl.sum(tl.sum(_missing(value, mask), axis=1), axis=0) > 0:
-                    late = first_peer + i + (first_peer + i >= skip).to(tl.int32)
+                    late = tl.cast(first_peer, tl.int32) + i
+                    if late >= skip:
+                        late += 1
             expire(control, report, late * SIGNALS, unit, epoch, epoch - 1)
     for i in tl.static_range(COUNT):
         tl.store(pointers + i * stride, tl.zeros(acc.shape, pointers.dtype.element_ty), mask=mask)

@@ -32,6 +32,7 @@ def run_fused(
     chosen: Plan,
     trace: torch.Tensor | None = None,
     op: str = OP,
+    residual: torch.Tensor | None = None,
 ) -> None:
     """The fused call itself. x [M, k], w [N, k]; out [M / R, N], or [M, N] for ``op`` "matmul_all_reduce"."""
     config = chosen.config
@@ -44,7 +45,7 @@ def run_fused(
     launch = call.launcher(x, w)
     if config.transport == "sm":
         try:
-            launch(x, w, bias, out, None, 0, trace)
+            launch(x, w, bias, out, None, 0, trace, residual)
         finally:
             if not x.is_cuda:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
                 instance.check()
@@ -58,7 +59,9 @@ def run_fused(
     staging = torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
     launched = False
     try:
-        transport.push_beside(lambda: launch(x, w, bias, out, staging, slot, trace), call.copies[slot], staging.data_ptr())
+        transport.push_beside(
+            lambda: launch(x, w, bias, out, staging, slot, trace, residual), call.copies[slot], staging.data_ptr()
+        )
         launched = x.is_cuda
     finally:
         # As in all_gather_matmul: a kernel on a device ends behind our pushes anyway.
@@ -94,10 +97,11 @@ class _FusedCall:
 
     def _make(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
         if self.config.kernel == "hopper":
-            from tileweave.kernels import matmul_reduce_scatter_hopper as hopper
+            from tileweave.kernels.all_gather_matmul_hopper import fits
+            from tileweave.kernels.matmul_reduce_scatter_hopper import Launcher as HopperLauncher
 
-            if hopper.fits(x, w):
-                return hopper.Launcher(
+            if fits(x, w):
+                return HopperLauncher(
                     self.endpoint, self.schedule, self.config, self.all_reduce, x.dtype, x.stride(0), w.stride(0)
                 )
         from tileweave.kernels.matmul_reduce_scatter import Launcher
