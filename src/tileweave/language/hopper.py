@@ -58,6 +58,13 @@ def drain_tma_stores(anything):
 
 
 @gluon.jit
+def count_in(counter):
+    """Count this partition's stores in, drained before; see ``signal.count_in``."""
+    block_barrier()
+    gl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@gluon.jit
 def symm_at(table, peer, dtype: gl.constexpr):
     """Pointer to ``dtype`` at the start of ``peer``'s symmetric buffer; see ``remote.symm_at``."""
     return gl.load(table + peer).to(gl.pointer_type(dtype), bitcast=True)
