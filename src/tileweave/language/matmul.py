@@ -61,12 +61,11 @@ def matmul_tile(
 
 
 @triton.jit
-def piece_offsets(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Where a tile's elements stand in a slot: 64 columns at a time (all, if fewer), row by row; see ``hopper_marked.py``."""
-    PIECE: tl.constexpr = 64 if TILE_N > 64 else TILE_N
+def part_offsets(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Where a tile's elements stand in a slot: in 8 x 8 blocks, as warps of tensor cores hold them; see ``hopper.py``."""
     row = tl.arange(0, TILE_M)
     col = tl.arange(0, TILE_N)
-    return (row * PIECE)[:, None] + (col // PIECE * (TILE_M * PIECE) + col % PIECE)[None, :]
+    return (row // 8 * (8 * TILE_N) + row % 8 * 8)[:, None] + (col // 8 * 64 + col % 8)[None, :]
 
 
 @triton.jit
