@@ -51,7 +51,9 @@ class Group:
 def group_of(cluster: Cluster, size: int, inside_used: int = 1) -> Group:
     """``size`` ranks that stand ``inside_used`` apart (the ranks between belong to an inner group such as TP)."""
     inside = max(min(cluster.gpus_per_node // inside_used, size), 1)
-    require(size % inside == 0, f"a group of {size}", f"a multiple of the {inside} that a node has room for", "change the degree")
+    require(
+        size % inside == 0, f"a group of {size}", f"a multiple of the {inside} that a node has room for", "change the degree"
+    )
     return Group(inside, size // inside)
 
 
@@ -112,9 +114,7 @@ def _direct(each: float, group: Group, seen: View, c: Protocol) -> Phase:
     if group.across > 1:
         scale = (group.across - 1) / max(seen.cluster.nodes - 1, 1)
         for count, hops, latency in node_classes(seen.cluster):
-            flows.append(
-                Flow(each, seen.loads(hops, count * scale * group.inside), c.latency + latency, name="to other nodes")
-            )
+            flows.append(Flow(each, seen.loads(hops, count * scale * group.inside), c.latency + latency, name="to other nodes"))
     return flows
 
 
@@ -156,7 +156,9 @@ def _timed(
     env = simpy.Environment()
     seen = view(cluster, protocol.fraction)
     links = Links(env, seen.capacities)
-    env.run(env.process(run_sliced(env, links, lambda: phases(kind, nbytes / slices, group, seen, protocol, algorithm), slices)))
+    env.run(
+        env.process(run_sliced(env, links, lambda: phases(kind, nbytes / slices, group, seen, protocol, algorithm), slices))
+    )
     return float(env.now)
 
 

@@ -62,7 +62,9 @@ _SHAPE: dict[str, tuple[Reader, Any]] = {
 def tables_reader(spot: Spot) -> Tables:
     """A known model's name, or a mapping."""
     known = catalogue("dlrm")
-    return either(lambda s: known_tables(choice(tuple(known))(s)), Record(_SHAPE, lambda **f: Tables(name="own model", **f)))(spot)
+    return either(lambda s: known_tables(choice(tuple(known))(s)), Record(_SHAPE, lambda **f: Tables(name="own model", **f)))(
+        spot
+    )
 
 
 def known_tables(name: str) -> Tables:

@@ -51,8 +51,8 @@ BLOCKS = (
     Block(
         "collectives",
         ("nccl_latency", "nccl_fraction", "nccl_low_latency", "nccl_low_fraction", "nccl_step", "gap"),
-        lambda cell: cell.quantity == "comm" and not cell.op.startswith("push")
-        or cell.quantity == "unfused" and cell.op in _MATMULS,
+        lambda cell: (cell.quantity == "comm" and not cell.op.startswith("push"))
+        or (cell.quantity == "unfused" and cell.op in _MATMULS),
         200,
     ),
     Block("push", ("push_latency", "push_fraction"), lambda cell: cell.op == "push_sm", 60),

@@ -12,8 +12,20 @@ from importlib import resources
 from typing import Any, Literal
 
 from tileweave.errors import require
-from tileweave.sim.document import REQUIRED, Reader, Record, Spot, choice, either, integer, items, mapping_of, number
-from tileweave.sim.document import parse_document, text
+from tileweave.sim.document import (
+    REQUIRED,
+    Reader,
+    Record,
+    Spot,
+    choice,
+    either,
+    integer,
+    items,
+    mapping_of,
+    number,
+    parse_document,
+    text,
+)
 
 Inside = Literal["switch", "mesh", "bridge"]
 Topology = Literal["fat_tree", "rail", "torus"]
@@ -120,7 +132,10 @@ _NETWORK_FIELDS: dict[str, tuple[Reader, Any]] = {
 def presets() -> dict[str, dict[str, Any]]:
     """``devices`` and ``networks`` that ship with the package, by name."""
     data = (resources.files("tileweave.sim") / "data" / "machines.yaml").read_text("utf-8")
-    fields = {"devices": (mapping_of(Record(_DEVICE_FIELDS)), REQUIRED), "networks": (mapping_of(Record(_NETWORK_FIELDS)), REQUIRED)}
+    fields = {
+        "devices": (mapping_of(Record(_DEVICE_FIELDS)), REQUIRED),
+        "networks": (mapping_of(Record(_NETWORK_FIELDS)), REQUIRED),
+    }
     found = Record(fields)(parse_document(data, "machines.yaml"))
     return {
         "devices": {name: Device(name=name, **values) for name, values in found["devices"].items()},
@@ -168,7 +183,9 @@ def make_cluster(
         network = known["networks"][network]
     made = Cluster(device, network, nodes, gpus_per_node or device.gpus_per_node)
     if network.topology == "torus" and network.dims:
-        require(math.prod(network.dims) == nodes, f"{nodes} nodes on a torus {network.dims}", "as many as its sides say", "fix dims")
+        require(
+            math.prod(network.dims) == nodes, f"{nodes} nodes on a torus {network.dims}", "as many as its sides say", "fix dims"
+        )
     return made
 
 

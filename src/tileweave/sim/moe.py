@@ -42,7 +42,9 @@ _SHAPE: dict[str, tuple[Reader, Any]] = {
 def experts_reader(spot: Spot) -> Experts:
     """A published model's name, or a mapping."""
     known = catalogue("moe")
-    return either(lambda s: known_experts(choice(tuple(known))(s)), Record(_SHAPE, lambda **f: Experts(name="own model", **f)))(spot)
+    return either(lambda s: known_experts(choice(tuple(known))(s)), Record(_SHAPE, lambda **f: Experts(name="own model", **f)))(
+        spot
+    )
 
 
 def known_experts(name: str) -> Experts:
@@ -78,8 +80,12 @@ def by_name(model: str, **fields: Any) -> MoE:
 def simulate(moe: MoE, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any = None) -> Timeline:
     """All layers forward; every rank has its own tokens."""
     model, ep = moe.model, moe.ep or cluster.world_size
-    require(ep <= cluster.world_size and cluster.world_size % ep == 0, f"ep {ep}", f"a divisor of {cluster.world_size}", "change ep")
-    require(model.experts % ep == 0 or ep % model.experts == 0, f"ep {ep}", f"what divides {model.experts} experts", "change ep")
+    require(
+        ep <= cluster.world_size and cluster.world_size % ep == 0, f"ep {ep}", f"a divisor of {cluster.world_size}", "change ep"
+    )
+    require(
+        model.experts % ep == 0 or ep % model.experts == 0, f"ep {ep}", f"what divides {model.experts} experts", "change ep"
+    )
     group, skew = group_of(cluster, ep), 1.0 + moe.imbalance
     rows = int(moe.tokens * model.top_k * skew)
     local = max(model.experts // ep, 1)

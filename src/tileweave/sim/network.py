@@ -46,16 +46,23 @@ class Links:
         self._since, self._version = 0.0, 0
 
     def send(self, flows: Iterable[Flow]) -> simpy.Event:
-        """Start flows together; the event is their last byte's arrival, latency included."""
-        flows = [flow for flow in flows]
+        """Start flows together; the event is their last byte's arrival. A flow takes links after its latency has passed."""
+        flows = list(flows)
         if not flows:
             return self.env.timeout(0.0)
-        self._advance()
+        by_latency: dict[float, list[Flow]] = defaultdict(list)
         for flow in flows:
             flow.left, flow.done = flow.nbytes, self.env.event()
-            self._active.append(flow)
-        self._reshare()
+            by_latency[flow.latency].append(flow)
+        for latency, group in by_latency.items():
+            begin = self.env.timeout(latency)
+            begin.callbacks.append(lambda _, group=group: self._begin(group))  # type: ignore[union-attr]
         return self.env.all_of([flow.done for flow in flows])
+
+    def _begin(self, flows: list[Flow]) -> None:
+        self._advance()
+        self._active += flows
+        self._reshare()
 
     def _advance(self) -> None:
         passed = self.env.now - self._since
@@ -70,8 +77,7 @@ class Links:
         kept = []
         for flow in self._active:
             if flow.left <= max(flow.rate, 1.0) * _DONE or flow.left <= 1e-9 * flow.nbytes:
-                done, latency = flow.done, flow.latency
-                self.env.timeout(latency).callbacks.append(lambda _, done=done: done.succeed())  # type: ignore[union-attr]
+                flow.done.succeed()
             else:
                 kept.append(flow)
         self._active = kept
@@ -129,7 +135,7 @@ class View:
 
 def view(cluster: Cluster, inside_fraction: float) -> View:
     """The links of ``cluster``; ``inside_fraction``: what a transfer inside a node reaches of the line rate."""
-    device, network, per_node = cluster.device, cluster.network, cluster.gpus_per_node
+    device, per_node = cluster.device, cluster.gpus_per_node
     capacities = {"up": device.link_rate * inside_fraction, "down": device.link_rate * inside_fraction}
     density = {"up": 1.0, "down": 1.0}
     if device.inside == "mesh":

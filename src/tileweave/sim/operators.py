@@ -1,8 +1,8 @@
 """Operators as the library has them: unfused, fused, and the bound that no fusion can beat. Each shape is simulated once.
 
-    unfused   the collective and the matmul (or lookup) one after the other, by the vendor's libraries
-    fused     the kernel of this library, tile by tile (``tiles.py``); unfused where that is faster, as the library itself does
-    bound     the longer of the two, computation slowed down by the traffic beside it
+unfused   the collective and the matmul (or lookup) one after the other, by the vendor's libraries
+fused     the kernel of this library, tile by tile (``tiles.py``); unfused where that is faster, as the library itself does
+bound     the longer of the two, computation slowed down by the traffic beside it
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ class Operators:
         works = [ScatterWork(world, per_owner, programs, block, wire, combine) for combine in choices[kind]]
         return min(scatter(work, costs, self._node(world), self.graph).seconds for work in works)
 
-    def embedding_all_to_all(self, group: Group, bags: int, pooling: float, row_bytes: float, skew: float = 1.0, slices: int = 8) -> OpTime:
+    def embedding_all_to_all(
+        self, group: Group, bags: int, pooling: float, row_bytes: float, skew: float = 1.0, slices: int = 8
+    ) -> OpTime:
         """``bags`` pooled vectors of ``row_bytes`` on each rank, of all samples; each goes to the rank of its sample.
 
         ``skew``: how much more than the average the busiest rank looks up and sends. Unfused: lookup, all-to-all, and the
@@ -164,7 +166,6 @@ class Operators:
         concat = costs.stream(2.0 * bags * row_bytes)
         fused = self._sliced(lookup, nbytes, group, slices)
         return self._join(lookup, comm, fused, nbytes * (group.size - 1) / group.size, concat)
-
 
     def reduce_top_k(self, tokens: int, top_k: int, hidden: int, itemsize: int = 2) -> float:
         """The sum over a token's experts: rows read, an fp32 sum written and read, the result written."""

@@ -154,11 +154,15 @@ class Step:
         processes = [env.process(_stream(env, links, tasks, done)) for tasks in streams.values()]
         env.run()
         stuck = [task.name for task in self.tasks if not done[task.number].triggered]
-        require(not stuck and all(p.triggered for p in processes), f"a step where {stuck[:3]} never end", "no cycles", "fix `after`")
+        require(
+            not stuck and all(p.triggered for p in processes), f"a step where {stuck[:3]} never end", "no cycles", "fix `after`"
+        )
         return Timeline(self.title, self.tasks, self.replicas, self.names, tuple(self.notes), len(self.tasks))
 
 
-def _stream(env: simpy.Environment, links: Links, tasks: list[Task], done: list[simpy.Event]) -> Generator[simpy.Event, Any, None]:
+def _stream(
+    env: simpy.Environment, links: Links, tasks: list[Task], done: list[simpy.Event]
+) -> Generator[simpy.Event, Any, None]:
     for task in tasks:
         waits = [done[number] for number in task.after if not done[number].processed]
         if waits:

@@ -88,7 +88,13 @@ class _Kernel:
 
 
 def gather_matmul(
-    schedule: TileSchedule, config: MatmulConfig, costs: Costs, cluster: Cluster, graph: bool, itemsize: int = 2, record: bool = False
+    schedule: TileSchedule,
+    config: MatmulConfig,
+    costs: Costs,
+    cluster: Cluster,
+    graph: bool,
+    itemsize: int = 2,
+    record: bool = False,
 ) -> KernelRun:
     """all_gather_matmul as its kernel runs it: pushes by copy engine or producers, tiles that wait for their sources."""
     return _Gather(schedule, config, costs, cluster, itemsize, record).run(
@@ -130,7 +136,7 @@ class _Gather(_Kernel):
         rank, size = self.schedule.rank, self.schedule.world_size
         for step, peer in enumerate(push_order(rank, size), 1):
             begin = self.env.now
-            yield self.push(self.shard, [step], self.c.copy_latency)
+            yield self.push(self.shard, [step], self.c.copy_latency if step == 1 else self.c.gap)  # the rest are queued
             self.note(-1, "push", peer, begin)
             self.arrived[(rank - step) % size].succeed()
 

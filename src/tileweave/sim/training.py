@@ -71,13 +71,20 @@ def plan(training: Training, cluster: Cluster) -> _Plan:
     """Check that the degrees fit; what is left over is data parallel."""
     t, world = training, cluster.world_size
     require(t.tp <= cluster.gpus_per_node, f"tp {t.tp}", f"at most the {cluster.gpus_per_node} GPUs of a node", "lower tp")
-    require(cluster.gpus_per_node % t.tp == 0, f"tp {t.tp}", f"a divisor of the {cluster.gpus_per_node} GPUs of a node", "change tp")
+    require(
+        cluster.gpus_per_node % t.tp == 0, f"tp {t.tp}", f"a divisor of the {cluster.gpus_per_node} GPUs of a node", "change tp"
+    )
     require(world % (t.tp * t.pp) == 0, f"tp {t.tp} x pp {t.pp} on {world} GPUs", "a divisor of the GPUs", "change tp or pp")
     dp = t.dp or world // (t.tp * t.pp)
     require(t.tp * t.pp * dp == world, f"tp {t.tp} x pp {t.pp} x dp {dp}", f"a product of {world}", "leave dp out")
     require(t.pp <= t.model.layers, f"pp {t.pp}", f"at most the {t.model.layers} layers", "lower pp")
     batch = t.global_batch or 8 * t.pp * dp * t.micro_batch
-    require(batch % (dp * t.micro_batch) == 0, f"global_batch {batch}", f"a multiple of dp x micro_batch = {dp * t.micro_batch}", "change it")
+    require(
+        batch % (dp * t.micro_batch) == 0,
+        f"global_batch {batch}",
+        f"a multiple of dp x micro_batch = {dp * t.micro_batch}",
+        "change it",
+    )
     layers = tuple(t.model.layers // t.pp + (stage < t.model.layers % t.pp) for stage in range(t.pp))
     return _Plan(dp, batch // dp // t.micro_batch, layers)
 

@@ -12,7 +12,19 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from tileweave.sim.document import REQUIRED, Reader, Record, Spot, choice, either, flag, integer, mapping_of, parse_document, text
+from tileweave.sim.document import (
+    REQUIRED,
+    Reader,
+    Record,
+    Spot,
+    choice,
+    either,
+    flag,
+    integer,
+    mapping_of,
+    parse_document,
+    text,
+)
 from tileweave.sim.operators import Mode, Operators, OpTime
 from tileweave.sim.step import Part
 
@@ -122,7 +134,9 @@ class Layer:
         return self.plain("norm", "elementwise", self.ops.costs.stream(3 * rows * self.model.hidden * 2.0))
 
     def activation(self, m: int) -> Part:
-        return self.plain("activation", "elementwise", self.ops.costs.stream(m * (self.model.up + self.model.ffn) / self.tp * 2.0))
+        return self.plain(
+            "activation", "elementwise", self.ops.costs.stream(m * (self.model.up + self.model.ffn) / self.tp * 2.0)
+        )
 
     def attention(self, m: int, seq: int, factor: float = 1.0) -> Part:
         """Causal attention over ``seq`` of ``m`` rows in all: 2 * m * seq * hidden flop forward."""
@@ -173,7 +187,10 @@ class Layer:
         local, ops = cols // self.tp, self.ops
         wgrad = ops.matmul(local, depth, m)
         if self.tp == 1:
-            return [self.part(f"{name} dgrad", "matmul", ops.matmul(m, depth, local)), self.part(f"{name} wgrad", "matmul", wgrad)]
+            return [
+                self.part(f"{name} dgrad", "matmul", ops.matmul(m, depth, local)),
+                self.part(f"{name} wgrad", "matmul", wgrad),
+            ]
         fused = ops.matmul_scatter("reduce_scatter", self.tp, m, depth, local)
         gather = ops.all_gather_matmul(self.tp, m, local, depth).comm
         pair = ops.at_best(fused.compute, gather) + ops.at_best(wgrad.unfused, fused.comm)

@@ -1,10 +1,10 @@
 """A workload file: what runs, on what. One YAML document with ``workload``, its fields, and ``cluster``.
 
-    workload: train            # train, serve, moe or dlrm
-    model: llama2-70b          # a published one, or its sizes
-    tp: 8
-    pp: 4
-    cluster: {device: h200, nodes: 16, network: ib-400}
+workload: train            # train, serve, moe or dlrm
+model: llama2-70b          # a published one, or its sizes
+tp: 8
+pp: 4
+cluster: {device: h200, nodes: 16, network: ib-400}
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def scenario_of(spot: Spot) -> Scenario:
     return Scenario(kind, make(**values), cluster)
 
 
-def simulate(scenario: Scenario, mode: Mode, calibration: Calibration | None = None, fuse: Iterable[str] | None = None) -> Timeline:
+def simulate(
+    scenario: Scenario, mode: Mode, calibration: Calibration | None = None, fuse: Iterable[str] | None = None
+) -> Timeline:
     """One step of a scenario in one mode."""
     return _run(scenario, mode, _operators(scenario, calibration), fuse)
 
