@@ -32,7 +32,9 @@ except ModuleNotFoundError as error:
         raise
     raise SystemExit(f"tileweave simulate needs {error.name}: pip install 'tileweave[sim]'") from None
 
-app = typer.Typer(help="Predict what fusion brings on a cluster, from measured calibration; needs no GPU.", no_args_is_help=True)
+app = typer.Typer(
+    help="Predict what fusion brings on a cluster, from measured calibration; needs no GPU.", no_args_is_help=True
+)
 
 Device = Annotated[str, typer.Option(help="a100-pcie, a100, h800, h100, h200, b200, mi210 or mi300x.")]
 Net = Annotated[str, typer.Option(help="What joins nodes: ib-100 to ib-800, rail-400, rail-800, torus-200, torus-400.")]
@@ -65,7 +67,9 @@ def _cluster(device: str, network: str, nodes: int | None, gpus: int | None, per
     made = make_cluster(device, network, nodes or 1, per_node)
     if gpus is not None:
         if nodes is not None and nodes * made.gpus_per_node != gpus:
-            raise InputError(f"asked: {gpus} GPUs on {nodes} nodes of {made.gpus_per_node}; allowed: one of both; remedy: drop one")
+            raise InputError(
+                f"asked: {gpus} GPUs on {nodes} nodes of {made.gpus_per_node}; allowed: one of both; remedy: drop one"
+            )
         made = with_gpus(made, gpus)
     return made
 
@@ -141,7 +145,8 @@ def sweep(scenario: Scenario, used: Calibration | None = None) -> list[tuple[int
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="A workload in YAML, see docs/simulator.md.")],
-    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators", calibration: Calib = None,
+    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    calibration: Calib = None,
 ) -> None:  # fmt: skip
     """Simulate what a YAML file describes."""
     _show(read_scenario(file), calibration, sense, advise, out, export, detail)
@@ -152,11 +157,19 @@ def train(
     model: Annotated[str, typer.Argument(help="gpt3-175b, llama2-70b, llama3-70b or llama3-405b.")] = "gpt3-175b",
     tp: int = 8, pp: int = 1, dp: int = 0, global_batch: int = 0, micro_batch: int = 1, seq: int = 0, recompute: str = "none",
     device: Device = "h200", network: Net = "ib-400", nodes: Nodes = None, gpus: Gpus = None, gpus_per_node: PerNode = None,
-    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators", calibration: Calib = None,
+    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    calibration: Calib = None,
 ) -> None:  # fmt: skip
     """One step of Megatron-style training: data x pipeline x tensor parallel, 1F1B, sequence parallel."""
     work = training.by_name(
-        _known(model, "transformers"), tp=tp, pp=pp, dp=dp, global_batch=global_batch, micro_batch=micro_batch, seq=seq, recompute=recompute
+        _known(model, "transformers"),
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        seq=seq,
+        recompute=recompute,
     )
     scenario = Scenario("train", work, _cluster(device, network, nodes, gpus, gpus_per_node))
     _show(scenario, calibration, sense, advise, out, export, detail)
@@ -167,7 +180,8 @@ def serve(
     model: Annotated[str, typer.Argument(help="llama3-70b, llama2-70b, llama3-405b or gpt3-175b.")] = "llama3-70b",
     tp: int = 4, phase: Annotated[Literal["prefill", "decode"], typer.Option()] = "prefill", batch: int = 8, seq: int = 2048,
     device: Device = "h200", gpus_per_node: PerNode = None,
-    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators", calibration: Calib = None,
+    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    calibration: Calib = None,
 ) -> None:  # fmt: skip
     """One prefill or one decoding step, tensor parallel inside a node."""
     cluster = _cluster(device, "ib-400", None, None, gpus_per_node)
@@ -180,7 +194,8 @@ def moe_command(
     model: Annotated[str, typer.Argument(help="qwen3-235b, deepseek-v3 or mixtral-8x7b.")] = "qwen3-235b",
     ep: int = 0, tokens: int = 4096, imbalance: float = 0.0,
     device: Device = "h200", network: Net = "ib-400", nodes: Nodes = None, gpus: Gpus = None, gpus_per_node: PerNode = None,
-    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators", calibration: Calib = None,
+    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    calibration: Calib = None,
 ) -> None:  # fmt: skip
     """The layers of a mixture-of-experts model, forward, experts spread over ranks."""
     work = moe.by_name(_known(model, "moe"), ep=ep, tokens=tokens, imbalance=imbalance)
@@ -193,7 +208,8 @@ def dlrm_command(
     model: Annotated[str, typer.Argument(help="dlrm-ours or dlrm-v2.")] = "dlrm-ours",
     imbalance: float = 0.0, slices: int = 8, prefetch: bool = False,
     device: Device = "h200", network: Net = "ib-400", nodes: Nodes = None, gpus: Gpus = None, gpus_per_node: PerNode = None,
-    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators", calibration: Calib = None,
+    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    calibration: Calib = None,
 ) -> None:  # fmt: skip
     """One training step of a recommendation model, tables spread over ranks."""
     work = dlrm.by_name(_known(model, "dlrm"), imbalance=imbalance, slices=slices, prefetch=prefetch)
@@ -204,7 +220,7 @@ def dlrm_command(
 @app.command()
 def replay(
     traces: Annotated[list[Path], typer.Argument(help="Chakra traces (.et), one a rank, of this tool or of another.")],
-    network_file: Annotated[Path | None, typer.Option(help="An ASTRA-sim network YAML (default: --device and --network).")] = None,
+    network_file: Annotated[Path | None, typer.Option(help="ASTRA-sim's network YAML (default: --device and --network).")] = None,
     device: Device = "h200", network: Net = "ib-400", gpus_per_node: PerNode = None, out: Out = None,
 ) -> None:  # fmt: skip
     """Simulate Chakra traces: computation as recorded, collectives by this model."""
@@ -216,7 +232,7 @@ def replay(
     def seconds(kind: str, nbytes: float, ranks: int) -> float:
         group = Group(ranks) if ranks <= cluster.gpus_per_node else group_of(cluster, ranks)
         whole = replace(cluster, nodes=max(cluster.nodes, group.across))
-        return collective_time(kind, nbytes, group, whole, coefficients)  # type: ignore[arg-type]
+        return collective_time(kind, nbytes, group, whole, coefficients)
 
     timeline = chakra.replay(sorted(traces), seconds, cluster.network.nic_rate * cluster.network.fraction)
     screen = console()

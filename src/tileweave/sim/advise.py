@@ -25,7 +25,7 @@ _USABLE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One set of degrees. ``per_second``: tokens or samples of one GPU; memory in bytes of one GPU, 0 where it is not estimated."""
+    """One set of degrees. per_second : tokens or samples of one GPU. memory : bytes of one GPU, estimated."""
 
     name: str
     scenario: Scenario
@@ -49,7 +49,9 @@ class Advice:
         return self.candidates[0]
 
 
-def advise(scenario: Scenario, calibration: Calibration | None = None, progress: Callable[[str], None] = lambda _: None) -> Advice:
+def advise(
+    scenario: Scenario, calibration: Calibration | None = None, progress: Callable[[str], None] = lambda _: None
+) -> Advice:
     """Simulate every candidate, rank those that fit into memory by throughput of a GPU when fused."""
     found, rejected = [], []
     for name, candidate in candidates(scenario):
@@ -69,13 +71,15 @@ def advise(scenario: Scenario, calibration: Calibration | None = None, progress:
     if not found or not found[0].fits:
         device = scenario.cluster.device
         raise InputError(
-            f"asked: {scenario.title} on {scenario.cluster.describe()}; allowed: what fits into {device.memory / 1e9:g} GB a GPU; "
+            f"asked: {scenario.title} on {scenario.cluster.describe()}; allowed: what fits {device.memory / 1e9:g} GB; "
             f"remedy: more GPUs, or smaller batches. Tried: {', '.join(one.name for one in found) or '; '.join(rejected)}"
         )
     best = found[0].scenario
     progress("operators one by one")
     none = simulate_all(best, calibration, ("fused",), fuse=()).seconds("fused")
-    savings = {op: none - simulate_all(best, calibration, ("fused",), fuse=(op,)).seconds("fused") for op in OPERATORS[best.kind]}
+    savings = {
+        op: none - simulate_all(best, calibration, ("fused",), fuse=(op,)).seconds("fused") for op in OPERATORS[best.kind]
+    }
     return Advice(found, rejected, savings)
 
 
@@ -86,7 +90,10 @@ def candidates(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
         for tp in _powers(cluster.gpus_per_node):
             for pp in _powers(min(cluster.world_size // tp, 32)):
                 if work.model.layers >= pp and cluster.world_size % (tp * pp) == 0:
-                    yield f"tp {tp}, pp {pp}, dp {cluster.world_size // tp // pp}", replace(scenario, workload=replace(work, tp=tp, pp=pp, dp=0))
+                    yield (
+                        f"tp {tp}, pp {pp}, dp {cluster.world_size // tp // pp}",
+                        replace(scenario, workload=replace(work, tp=tp, pp=pp, dp=0)),
+                    )
     elif isinstance(work, Serving):
         for tp in _powers(cluster.gpus_per_node):
             yield f"tp {tp}", replace(scenario, workload=replace(work, tp=tp))

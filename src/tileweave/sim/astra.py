@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tileweave.sim.collectives import protocols
+from tileweave.sim.collectives import bulk
 from tileweave.sim.costs import Costs
 from tileweave.sim.document import REQUIRED, Record, choice, integer, items, number, open_document
 from tileweave.sim.machine import Cluster, Device, Network, make_cluster
@@ -22,7 +22,7 @@ _GIB = 2.0**30
 
 def network_of(cluster: Cluster, costs: Costs) -> dict[str, list[Any]]:
     """Dimensions from the inside out: the node, then the network (a torus: a Ring a side)."""
-    protocol = protocols(costs.c)[0]
+    protocol = bulk(costs.c)
     device, network = cluster.device, cluster.network
     found: dict[str, list[Any]] = {"topology": [], "npus_count": [], "bandwidth": [], "latency": []}
 

@@ -1,9 +1,9 @@
-"""Chakra execution traces (MLCommons, schema 0.0.4 as ASTRA-sim 2 reads it): a simulated step as one ``.et`` file a rank, and back.
+"""Chakra execution traces (MLCommons, schema 0.0.4 as ASTRA-sim 2 reads it): a step as one ``.et`` file a rank, and back.
 
 A file is a stream of protobuf messages, each behind its length as a varint: one GlobalMetadata, then nodes. Computation
 becomes COMP_NODE with a duration, a collective COMM_COLL_NODE, a message between stages COMM_SEND_NODE and COMM_RECV_NODE.
-A fused operator is ``slices`` pairs of computation and collective, chained, so that an engine which knows whole collectives only
-can overlap them. Only what is named here is written; the schema's other fields are left alone when reading.
+A fused operator is ``slices`` pairs of computation and collective, chained, so that an engine which only knows whole
+collectives can overlap them. Only what is named here is written; the schema's other fields are left alone when reading.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _messages() -> dict[str, Any]:
             label = _Type.LABEL_REPEATED if repeated else _Type.LABEL_OPTIONAL
             message.field.add(
                 name=field_name, number=number, type=kind, label=label, type_name=f".ChakraProtoMsg.{of}" if of else None
-            )  # type: ignore[arg-type]
+            )
             if name == "AttributeProto" and field_name != "name":
                 message.field[-1].oneof_index = 0
         if name == "AttributeProto":
@@ -223,7 +223,8 @@ def _members(part: Part, rank: int, first: int, count: int) -> list[int]:
 
 
 def _nodes(
-    timeline: Timeline, tasks: list[Task], rank: int, rep: int, firsts: dict[int, int], groups: dict[str, list[int]], slices: int, detail: str
+    timeline: Timeline, tasks: list[Task], rank: int, rep: int, firsts: dict[int, int], groups: dict[str, list[int]],
+    slices: int, detail: str,
 ) -> Iterator[Node]:  # fmt: skip
     first, count = firsts[rep], timeline.replicas[rep]
     number, last_of, tail = 0, {}, {}

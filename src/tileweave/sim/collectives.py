@@ -72,11 +72,11 @@ def phases(kind: Kind, nbytes: float, group: Group, seen: View, c: Protocol, alg
         return [_ring(nbytes * (group.size - 1) / group.size, group.size - 1, group, seen, c)]
     if chosen == "direct":
         return [_direct(nbytes / group.size, group, seen, c)]
+    inner = _inside(nbytes, group, seen, c)
     if kind == "all_to_all":  # first inside: to who stands where the receiver stands, then one message a node
-        return [_inside(nbytes / group.inside, group, seen, c), _across(nbytes / group.across, group, seen, c)]
-    outer = [_across(nbytes / group.size, group, seen, c)]
-    inner = [_inside(nbytes / group.inside, group, seen, c)]
-    return [p for p in (outer + inner if kind == "all_gather" else inner + outer) if p]
+        return [flows for flows in (inner, _across(nbytes, group, seen, c)) if flows]
+    outer = _across(nbytes / group.inside, group, seen, c)  # every rank of a node has its part of the node's sum
+    return [flows for flows in ((outer, inner) if kind == "all_gather" else (inner, outer)) if flows]
 
 
 def _usual(kind: Kind, group: Group) -> Algorithm:
@@ -134,20 +134,39 @@ def _across(nbytes: float, group: Group, seen: View, c: Protocol) -> Phase:
 
 @lru_cache(maxsize=65536)
 def collective_time(
-    kind: Kind, nbytes: float, group: Group, cluster: Cluster, c: Coefficients, algorithm: Algorithm = "auto", slices: int = 1
+    kind: Kind,
+    nbytes: float,
+    group: Group,
+    cluster: Cluster,
+    c: Coefficients,
+    algorithm: Algorithm = "auto",
+    slices: int = 1,
+    graph: bool = False,
 ) -> float:
     """Seconds until the last rank is done, on idle links; in ``slices`` that follow each other through the phases."""
     if group.size == 1 or nbytes <= 0.0:
         return 0.0
-    return min(_timed(kind, nbytes, group, cluster, protocol, algorithm, slices) for protocol in protocols(c))
+    return min(_timed(kind, nbytes, group, cluster, p, algorithm, slices) for p in protocols(c, kind, nbytes / slices, graph))
 
 
-def protocols(c: Coefficients) -> tuple[Protocol, Protocol]:
-    """A library picks the faster one: whole messages with a flag behind them, or flags beside each word."""
-    return (
-        Protocol(c.nccl_latency, c.nccl_fraction, c.nccl_step),
-        Protocol(c.nccl_low_latency, c.nccl_low_fraction, c.nccl_step),
-    )
+def protocols(c: Coefficients, kind: Kind, nbytes: float, graph: bool = False) -> tuple[Protocol, ...]:
+    """What a library would use; of several, the fastest. Whole messages with a flag behind them, or flags beside each word.
+
+    All-gathers and reduce-scatters go by size: NCCL 2.28 leaves the low-latency protocol before that pays (our measurement).
+    """
+    late = {"reduce_scatter": c.nccl_scatter_latency, "all_to_all": c.nccl_exchange_latency}.get(kind, c.nccl_latency)
+    extra = 0.0 if graph else c.nccl_eager
+    whole = Protocol(late + extra, c.nccl_fraction, c.nccl_step)
+    if kind == "all_reduce":
+        return whole, Protocol(c.nccl_reduce_latency + extra, c.nccl_reduce_fraction, c.nccl_step)
+    if kind != "all_to_all" and nbytes <= c.nccl_switch:
+        return (Protocol(c.nccl_low_latency + extra, c.nccl_low_fraction, c.nccl_step),)
+    return (whole,)
+
+
+def bulk(c: Coefficients) -> Protocol:
+    """The protocol of large messages."""
+    return Protocol(c.nccl_latency, c.nccl_fraction, c.nccl_step)
 
 
 def _timed(

@@ -4,8 +4,8 @@ Units: seconds, bytes, elements. Nothing here knows of other ranks except the sp
 
 The matmul is a roofline over waves. A library picks, among many tile shapes, the one whose waves fit best; a tile takes as
 long as its multiplications, or as L2 takes to feed it (a p-norm of the two: near a balance they slow each other down); beside
-that, memory is read: the longer of both, and a share of the shorter. Matmuls that last draw the device into its power limit: time
-grows as (1 + t / sustained)^power.
+that, memory is read: the longer of both, and a share of the shorter. Matmuls that last draw the device into its power limit:
+time grows as (1 + t / sustained)^power.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ class Coefficients:
     fused_* : the fused kernel: s a launch in a graph and eagerly, s a tile (prologue and epilogue), s a part handed over,
         fraction of the library's rate in its main loop, and its feed, bytes/s.
     corun : relative slow-down of a matmul while links are busy.
-    nccl_* : latency s and fraction of link rate of its two protocols (the low-latency one sends flags beside data), and s a step.
-    push_* : in-kernel pushes: latency s, fraction of link rate; store_fraction: when tiles are pushed as they are made. copy_* : copy engines likewise, for each copy.
+    nccl_* : latency s and fraction of link rate of its two protocols (the low one sends flags beside data), s a step, and the
+        bytes from which gathers and reduce-scatters take the first; scatter, exchange: latency of reduce-scatters and
+        all-to-alls; eager: s more outside a CUDA graph; reduce: the low one of all-reduces.
+    push_* : in-kernel pushes: latency s, fraction of link rate; store_fraction: when tiles are pushed as they are made.
+    copy_* : copy engines likewise; the latency is that of the first copy, queued ones follow a ``gap`` apart.
     signal s : a remote store until its waiter sees it. gap s : between two dependent launches, in a graph or queued.
     stream, reduce : fraction of memory rate of copying kernels, and of sums over top-k rows.
     attention : fraction of the matmul rate. lookup_* : embedding lookups: s a bag, s a row, fraction.
@@ -66,6 +69,12 @@ class Coefficients:
     nccl_low_latency: float
     nccl_low_fraction: float
     nccl_step: float
+    nccl_switch: float
+    nccl_scatter_latency: float
+    nccl_exchange_latency: float
+    nccl_eager: float
+    nccl_reduce_latency: float
+    nccl_reduce_fraction: float
     push_latency: float
     push_fraction: float
     store_fraction: float
@@ -141,15 +150,18 @@ class Costs:
 
     def _matmul(self, m: int, n: int, k: int, itemsize: int) -> float:
         c, sms = self.c, self.device.num_sms
+        memory = (m * k + n * k + m * n) * itemsize / self.memory_rate
         best = float("inf")
         for tile_m, tile_n in _TILES:
             tiles = cdiv(m, tile_m) * cdiv(n, tile_n)
             for split in _SPLITS:
                 if split > 1 and tiles * split > sms:
                     break
-                one = self.block(tile_m, tile_n, k / split, min(sms, tiles * split), itemsize)
-                best = min(best, cdiv(tiles * split, sms) * (one + c.matmul_tile) + (c.matmul_split if split > 1 else 0.0))
-        return self._beside(best, (m * k + n * k + m * n) * itemsize / self.memory_rate)
+                active = min(sms, tiles * split)
+                one = self.block(tile_m, tile_n, k / split, active, itemsize) + c.matmul_tile
+                parts = c.matmul_split + 8.0 * split * m * n / self.memory_rate if split > 1 else 0.0  # fp32, out and back
+                best = min(best, self._beside(cdiv(tiles * split, sms) * one, memory) + parts)
+        return best
 
     def _beside(self, multiply: float, memory: float) -> float:
         """Both at once: the longer, and a share of the shorter."""

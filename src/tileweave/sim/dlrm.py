@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from tileweave.sim.collectives import Kind, group_of, phases, protocols
+from tileweave.sim.collectives import Kind, bulk, group_of, phases
 from tileweave.sim.document import REQUIRED, Reader, Record, Spot, choice, either, flag, integer, items, number, text
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import view
@@ -106,7 +107,7 @@ class _Builder:
         self.world, self.batch = cluster.world_size, dlrm.model.batch_per_gpu
         self.tables = dlrm.model.count(self.world)
         self.group = group_of(cluster, self.world)
-        self.protocol = protocols(ops.c)[0]
+        self.protocol = bulk(ops.c)
         self.seen = view(cluster, self.protocol.fraction)
         self.skew = 1.0 + dlrm.imbalance
         self.step = Step(f"{dlrm.model.name} on {self.world} GPUs, {self.tables} tables: {mode}")
@@ -162,12 +163,12 @@ class _Builder:
         return [*found, Part("pairs", "interaction", seconds, compute=seconds)]
 
     def _mlp(self, name: str, widths: tuple[int, ...], factor: float = 1.0) -> Part:
-        pairs = list(zip(widths, widths[1:], strict=False))
+        pairs = list(pairwise(widths))
         one = sum(self.ops.costs.matmul(self.batch, n, k) + self.ops.costs.stream(2.0 * self.batch * n * 2.0) for k, n in pairs)
         return Part(name, "MLP", factor * one, compute=factor * one)
 
     def _parameters(self, widths: tuple[int, ...]) -> float:
-        return float(sum(n * k for k, n in zip(widths, widths[1:], strict=False)))
+        return float(sum(n * k for k, n in pairwise(widths)))
 
     def _compute(self, name: str, parts: list[Part], after: list[int]) -> int:
         return self.step.add(0, "compute", name, parts, after)

@@ -174,19 +174,19 @@ def make_cluster(
     device: Device | str = "h200", network: Network | str = "ib-400", nodes: int = 1, gpus_per_node: int | None = None
 ) -> Cluster:
     """A cluster from presets' names or own data; a node has as many GPUs as its device usually has unless said."""
-    known = presets()
-    if isinstance(device, str):
-        require(device in known["devices"], f"device {device!r}", ", ".join(known["devices"]), "pass one of these names")
-        device = known["devices"][device]
-    if isinstance(network, str):
-        require(network in known["networks"], f"network {network!r}", ", ".join(known["networks"]), "pass one of these names")
-        network = known["networks"][network]
-    made = Cluster(device, network, nodes, gpus_per_node or device.gpus_per_node)
-    if network.topology == "torus" and network.dims:
-        require(
-            math.prod(network.dims) == nodes, f"{nodes} nodes on a torus {network.dims}", "as many as its sides say", "fix dims"
-        )
+    chosen: Device = _preset("device", device) if isinstance(device, str) else device
+    joined: Network = _preset("network", network) if isinstance(network, str) else network
+    made = Cluster(chosen, joined, nodes, gpus_per_node or chosen.gpus_per_node)
+    if joined.topology == "torus" and joined.dims:
+        sides = math.prod(joined.dims)
+        require(sides == nodes, f"{nodes} nodes on a torus {joined.dims}", f"the {sides} of its sides", "change dims")
     return made
+
+
+def _preset(kind: str, name: str) -> Any:
+    known = presets()[f"{kind}s"]
+    require(name in known, f"{kind} {name!r}", ", ".join(known), "pass one of these names")
+    return known[name]
 
 
 def with_gpus(cluster: Cluster, gpus: int) -> Cluster:

@@ -56,7 +56,7 @@ class Links:
             by_latency[flow.latency].append(flow)
         for latency, group in by_latency.items():
             begin = self.env.timeout(latency)
-            begin.callbacks.append(lambda _, group=group: self._begin(group))  # type: ignore[union-attr]
+            begin.callbacks.append(lambda _, group=group: self._begin(group))
         return self.env.all_of([flow.done for flow in flows])
 
     def _begin(self, flows: list[Flow]) -> None:
@@ -85,7 +85,7 @@ class Links:
         if kept:
             share(kept, self.capacities)
             wake = self.env.timeout(min(flow.left / flow.rate for flow in kept))
-            wake.callbacks.append(lambda _, version=self._version: self._wake(version))  # type: ignore[union-attr]
+            wake.callbacks.append(lambda _, version=self._version: self._wake(version))
 
     def _wake(self, version: int) -> None:
         if version == self._version:  # else somebody shared anew meanwhile, and set a later alarm

@@ -8,7 +8,7 @@ bound     the longer of the two, computation slowed down by the traffic beside i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tileweave.config import MatmulConfig, Problem, nearest, schedule_for
@@ -16,7 +16,8 @@ from tileweave.schedule import cdiv
 from tileweave.sim.collectives import Group, collective_time
 from tileweave.sim.costs import Calibration, Costs, load_calibration
 from tileweave.sim.machine import Cluster
-from tileweave.sim.tiles import ScatterWork, gather_matmul, scatter
+from tileweave.sim.network import inside_hops, view
+from tileweave.sim.tiles import Combine, ScatterWork, gather_matmul, scatter
 from tileweave.topology import Machine
 
 Mode = Literal["unfused", "fused", "bound"]
@@ -38,7 +39,7 @@ class OpTime:
     nbytes: float
     pays: bool
 
-    def of(self, mode: Mode, fuse: bool = True) -> float:
+    def of(self, mode: str, fuse: bool = True) -> float:
         """Time in ``mode``; ``fuse=False``: this operator stays unfused."""
         if not fuse or mode == "unfused":
             return self.unfused
@@ -64,11 +65,13 @@ class Operators:
         return self._known[key]
 
     def collective(self, kind: Any, nbytes: float, group: Group, algorithm: Any = "auto", slices: int = 1) -> float:
-        return collective_time(kind, nbytes, group, self.cluster, self.c, algorithm, slices)
+        return collective_time(kind, nbytes, group, self.cluster, self.c, algorithm, slices, self.graph)
 
-    def _join(self, compute: float, comm: float, fused: float, nbytes: float, extra: float = 0.0) -> OpTime:
+    def _join(
+        self, compute: float, comm: float, fused: float, nbytes: float, group: Group, kind: str, extra: float = 0.0
+    ) -> OpTime:
         unfused = self.in_turn(compute, comm) + extra
-        bound = min(self.at_best(compute, comm), unfused)
+        bound = min(self.at_best(compute, self.wire(kind, nbytes, group, comm)), unfused)
         taken = min(fused, unfused)
         return OpTime(unfused, taken, min(bound, taken), compute, comm + extra, nbytes, fused < unfused)
 
@@ -77,8 +80,22 @@ class Operators:
         return compute + self.c.gap + comm
 
     def at_best(self, compute: float, comm: float) -> float:
-        """Both at once, without any dependence: the co-run bound."""
-        return max(compute * (1.0 + self.c.corun), comm)
+        """Both at once, without any dependence, on two streams that join: the co-run bound."""
+        return max(compute * (1.0 + self.c.corun), comm) + self.c.gap
+
+    def wire(self, kind: Any, received: float, group: Group, comm: float) -> float:
+        """The least time in which each rank gets ``received`` bytes: pushes at the link's rate, nothing of a library's.
+
+        Across nodes we have no other measure than the collective (``comm``)."""
+        if group.across > 1:
+            return comm
+        seen = view(self._node(group.size), max(self.c.push_fraction, self.c.copy_fraction))
+        loads = seen.loads(inside_hops(seen.cluster, 1), group.size - 1.0)
+        if seen.cluster.device.inside == "mesh":
+            loads["pair1"] /= group.size - 1.0
+        times = 2.0 if kind == "all_reduce" else 1.0
+        each = received / times / (group.size - 1)
+        return times * (self.c.push_latency + max(each * load / seen.capacities[link] for link, load in loads.items()))
 
     def matmul(self, m: int, n: int, k: int) -> OpTime:
         time = self.costs.matmul(m, n, k)
@@ -94,7 +111,7 @@ class Operators:
         compute = self.costs.matmul(m, n, k, itemsize)
         comm = self.collective("all_gather", m * k * itemsize, Group(world))
         fused = self.fused_all_gather_matmul(world, m, n, k, itemsize)
-        return self._join(compute, comm, fused, (world - 1) / world * m * k * itemsize)
+        return self._join(compute, comm, fused, (world - 1) / world * m * k * itemsize, Group(world), "all_gather")
 
     def fused_all_gather_matmul(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
         """Seconds of the fused kernel alone, whether it pays or not; the plan is the library's own."""
@@ -107,8 +124,6 @@ class Operators:
 
     def _node(self, world: int) -> Cluster:
         """The links a group inside one node sees."""
-        from dataclasses import replace
-
         return replace(self.cluster, nodes=1, gpus_per_node=world)
 
     def matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2) -> OpTime:
@@ -122,12 +137,15 @@ class Operators:
         comm = self.collective(kind, m * n * itemsize, Group(world))
         factor = 2 if kind == "all_reduce" else 1
         fused = self.fused_matmul_scatter(kind, world, m, n, k, itemsize)
-        return self._join(compute, comm, fused, factor * (world - 1) / world * m * n * itemsize)
+        return self._join(compute, comm, fused, factor * (world - 1) / world * m * n * itemsize, Group(world), kind)
 
-    def fused_matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
+    def fused_matmul_scatter(
+        self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2, only: Combine | None = None
+    ) -> float:
         """Seconds of the fused kernel alone. Tiles of 128 x 256, or smaller where that is less than two waves.
 
-        A small all-reduce goes in one shot (each tile to all peers, all sum), a large one in two; the faster is taken.
+        A small all-reduce goes in one shot (each tile to all peers, all sum), a large one in two; the faster is taken, or
+        ``only`` one.
         """
         costs, device = self.costs, self.cluster.device
         tile_m = 128 if m > 64 else 64
@@ -141,7 +159,10 @@ class Operators:
         choices: dict[str, tuple[Any, ...]] = {
             "reduce_scatter": ("sum",), "all_reduce": ("sum_and_gather", "one_shot"), "all_to_all": ("keep",),
         }  # fmt: skip
-        works = [ScatterWork(world, per_owner, programs, block, wire, combine) for combine in choices[kind]]
+        works = [
+            ScatterWork(world, per_owner, programs, block, wire, combine, min(tile_m, max(m, 16)) * tile_n / 128**2)
+            for combine in ((only,) if only else choices[kind])
+        ]
         return min(scatter(work, costs, self._node(world), self.graph).seconds for work in works)
 
     def embedding_all_to_all(
@@ -157,7 +178,7 @@ class Operators:
         return self._once(key, lambda: self._embedding(group, bags, pooling, row_bytes, skew, slices))
 
     def _embedding(self, group: Group, bags: int, pooling: float, row_bytes: float, skew: float, slices: int) -> OpTime:
-        c, costs = self.c, self.costs
+        costs = self.costs
         lookup = costs.lookup(bags * skew, bags * pooling * skew, row_bytes)
         nbytes = bags * row_bytes * skew
         if group.size == 1:
@@ -165,7 +186,7 @@ class Operators:
         comm = self.collective("all_to_all", nbytes, group)
         concat = costs.stream(2.0 * bags * row_bytes)
         fused = self._sliced(lookup, nbytes, group, slices)
-        return self._join(lookup, comm, fused, nbytes * (group.size - 1) / group.size, concat)
+        return self._join(lookup, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", concat)
 
     def reduce_top_k(self, tokens: int, top_k: int, hidden: int, itemsize: int = 2) -> float:
         """The sum over a token's experts: rows read, an fp32 sum written and read, the result written."""
@@ -191,21 +212,21 @@ class Operators:
         nbytes = rows * hidden * 2.0
         comm = self.collective("all_to_all", nbytes, group)
         fused = self._sliced(compute, nbytes, group, slices) + total / slices
-        return self._join(compute, comm, fused, nbytes * (group.size - 1) / group.size, total)
+        return self._join(compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", total)
 
     def dispatch_grouped(self, group: Group, compute: float, nbytes: float, slices: int = 8) -> OpTime:
-        """An expert layer's dispatch and first matmul, of ``compute`` seconds; ``nbytes`` a rank sends, its own part included."""
+        """An expert layer's dispatch and first matmul, of ``compute`` seconds; ``nbytes`` of a rank, its own part included."""
         if group.size == 1:
             return OpTime(compute, compute, compute, compute, 0.0, 0.0, False)
         comm = self.collective("all_to_all", nbytes, group)
         fused = self._sliced(compute, nbytes, group, slices)
-        return self._join(compute, comm, fused, nbytes * (group.size - 1) / group.size)
+        return self._join(compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all")
 
     def _sliced(self, compute: float, nbytes: float, group: Group, slices: int) -> float:
         """Computation in slices, each sent while the next is made."""
         one = self.collective("all_to_all", nbytes / slices, group)
         each = compute / slices
-        steady = max(each * (1.0 + self.c.corun), one - self.c.nccl_low_latency)
+        steady = max(each * (1.0 + self.c.corun), one - self.c.nccl_exchange_latency)
         return self.c.fused_eager + each + (slices - 1) * steady + one + self.c.signal
 
 

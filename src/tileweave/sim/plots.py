@@ -61,8 +61,8 @@ def plot_phases(result: Result, path: Path) -> Path:
         axes.barh(list(phases), widths, left=[begin[mode] for mode in phases], color=colour, label=name, height=0.6)
         for mode, width in zip(phases, widths, strict=True):
             begin[mode] += width
-    for mode, end in begin.items():
-        axes.text(end, mode, f" {end:.4g}", va="center", fontsize=9)
+    for row, end in enumerate(begin.values()):
+        axes.text(end, row, f" {end:.4g}", va="center", fontsize=9)
     axes.invert_yaxis()
     axes.set_xlabel("ms of the busiest rank")
     axes.set_xlim(right=1.1 * max(begin.values()))
@@ -83,11 +83,15 @@ def plot_trust(judged: Sequence[Judged], path: Path) -> Path:
         for side, fill, shift in (("fit", "none", -0.15), ("held out", "#0072B2", 0.15)):
             members = [one for one in judged if (one.cell.op, one.cell.quantity, one.side) == (op, quantity, side)]
             spread = [column + shift + 0.2 * (i / max(len(members) - 1, 1) - 0.5) for i in range(len(members))]
-            axes.scatter(spread, [1.0 + one.error for one in members], s=16, facecolors=fill, edgecolors="#0072B2", linewidths=0.8)
+            axes.scatter(
+                spread, [1.0 + one.error for one in members], s=16, facecolors=fill, edgecolors="#0072B2", linewidths=0.8
+            )
     axes.axhspan(0.8, 1.2, color="#f2f2f2", zorder=0)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_yscale("log")
-    axes.set_yticks([0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6], ["0.6", "0.7", "0.8", "0.9", "1.0", "1.1", "1.2", "1.4", "1.6"])
+    axes.set_yticks(
+        [0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6], ["0.6", "0.7", "0.8", "0.9", "1.0", "1.1", "1.2", "1.4", "1.6"]
+    )
     axes.minorticks_off()
     axes.set_xticks(range(len(groups)), [f"{op}\n{quantity}" for op, quantity in groups], rotation=35, ha="right", fontsize=7)
     axes.set_ylabel("model / measured")

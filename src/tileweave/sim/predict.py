@@ -44,7 +44,7 @@ def _gather(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "compute":
         return ops.costs.matmul(m, local, k, cell.itemsize)
     if cell.quantity == "comm":
-        return ops.collective("all_gather", m * k * cell.itemsize, Group(world))
+        return _alone(ops, cell, "all_gather", m * k * cell.itemsize)
     if cell.quantity == "fused":
         return ops.fused_all_gather_matmul(world, m, local, k, cell.itemsize)
     return _together(ops, cell, ops.costs.matmul(m, local, k, cell.itemsize), "all_gather", m * k)
@@ -57,15 +57,26 @@ def _scatter(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "compute":
         return ops.costs.matmul(m, n, local, cell.itemsize)
     if cell.quantity == "comm":
-        return ops.collective(kind, m * n * cell.itemsize, Group(world))
+        return _alone(ops, cell, kind, m * n * cell.itemsize)
+    if cell.quantity == "one_shot":
+        return ops.fused_matmul_scatter(kind, world, m, n, local, cell.itemsize, "one_shot")
     if cell.quantity == "fused":
         return ops.fused_matmul_scatter(kind, world, m, n, local, cell.itemsize)
     return _together(ops, cell, ops.costs.matmul(m, n, local, cell.itemsize), kind, m * n)
 
 
 def _together(ops: Operators, cell: Cell, compute: float, kind: str, elements: int) -> float | None:
-    comm = ops.collective(kind, elements * cell.itemsize, Group(cell.world_size))
-    return {"unfused": ops.in_turn, "bound": ops.at_best}[cell.quantity](compute, comm)
+    group, nbytes = Group(cell.world_size), float(elements * cell.itemsize)
+    comm = ops.collective(kind, nbytes, group)
+    if cell.quantity == "unfused":
+        return ops.in_turn(compute, comm)
+    times = 2.0 if kind == "all_reduce" else 1.0
+    return ops.at_best(compute, ops.wire(kind, times * nbytes * (group.size - 1) / group.size, group, comm))
+
+
+def _alone(ops: Operators, cell: Cell, kind: str, nbytes: float) -> float:
+    """A collective by itself, again and again: a gap lies between two."""
+    return ops.c.gap + ops.collective(kind, nbytes, Group(cell.world_size))
 
 
 def _embedding(ops: Operators, cell: Cell) -> float | None:
@@ -74,7 +85,7 @@ def _embedding(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "concat":
         return ops.costs.stream(2.0 * bags * row)
     time = ops.embedding_all_to_all(Group(cell.world_size), bags, pooling, row)
-    whole = {"compute": time.compute, "comm": ops.collective("all_to_all", bags * row, Group(cell.world_size))}
+    whole = {"compute": time.compute, "comm": _alone(ops, cell, "all_to_all", bags * row)}
     return whole.get(cell.quantity) or {"unfused": time.unfused, "fused": time.fused, "bound": time.bound}.get(cell.quantity)
 
 
@@ -85,7 +96,7 @@ def _combine(ops: Operators, cell: Cell) -> float | None:
         local = experts // world
         return ops.costs.grouped_matmul(local, rows // local, hidden, inter)
     if cell.quantity == "comm":
-        return ops.collective("all_to_all", rows * hidden * 2, Group(world))
+        return _alone(ops, cell, "all_to_all", rows * hidden * 2)
     if cell.quantity == "reduce":
         return ops.reduce_top_k(tokens, top_k, hidden)
     return ops.grouped_combine(Group(world), tokens, top_k, experts, hidden, inter).of(cell.quantity)
@@ -93,7 +104,7 @@ def _combine(ops: Operators, cell: Cell) -> float | None:
 
 def _collective(ops: Operators, cell: Cell) -> float | None:
     nbytes = cell.shape[0] if len(cell.shape) == 1 else cell.shape[0] * cell.shape[1] * cell.itemsize
-    return ops.collective(cell.op, nbytes, Group(cell.world_size))
+    return _alone(ops, cell, cell.op, nbytes)
 
 
 def _push(ops: Operators, cell: Cell) -> float | None:

@@ -69,7 +69,9 @@ def advice_tables(advice: Advice) -> list[Table]:
         for one in advice.candidates
     ]  # fmt: skip
     found = [_table("degrees, best first", ("", "unfused", "fused", unit, "memory"), rows)]
-    rows = [(op, time_text(saved) if saved > 0 else "0", "fuse" if saved > 0 else "leave") for op, saved in advice.savings.items()]
+    rows = [
+        (op, time_text(saved) if saved > 0 else "0", "fuse" if saved > 0 else "leave") for op, saved in advice.savings.items()
+    ]
     return [*found, _table(f"operators alone, with {advice.best.name}", ("operator", "saves a step", "advice"), rows)]
 
 
@@ -91,7 +93,13 @@ def cell_table(judged: Sequence[Judged], markdown: bool = False) -> Table:
 def published_table(rows: Sequence[Published], markdown: bool = False) -> Table:
     """Published ranges beside ours."""
     texts = [
-        (row.what, f"{row.low:.0%} to {row.high:.0%}", f"{row.ours_low:.0%} to {row.ours_high:.0%}", "overlap" if row.agrees else "differ", row.source)
+        (
+            row.what,
+            f"{row.low:.0%} to {row.high:.0%}",
+            f"{row.ours_low:.0%} to {row.ours_high:.0%}",
+            "overlap" if row.agrees else "differ",
+            row.source,
+        )
         for row in rows
     ]
     return _table("published, and the model", ("what", "published", "model", "", "source"), texts, markdown)

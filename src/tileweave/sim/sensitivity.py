@@ -1,4 +1,4 @@
-"""How far a headline number moves when what it rests on moves: link rates, latencies, imbalance, the calibration's own error."""
+"""How far a headline number moves when what it rests on moves: link rates, latencies, imbalance, speed of matmuls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tileweave.sim.moe import MoE
 from tileweave.sim.step import Result
 from tileweave.sim.workload import Scenario, simulate_all
 
-_LATENCIES = ("nccl_latency", "nccl_low_latency", "nccl_step", "push_latency", "copy_latency", "signal")
+_LATENCIES = (
+    "nccl_latency", "nccl_low_latency", "nccl_scatter_latency", "nccl_exchange_latency", "nccl_reduce_latency", "nccl_step",
+    "push_latency", "copy_latency", "signal",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,9 @@ def variants(scenario: Scenario) -> list[tuple[str, Callable[[Scenario, Calibrat
     return found
 
 
-def sensitivity(scenario: Scenario, calibration: Calibration | None = None, progress: Callable[[str], None] = lambda _: None) -> list[Variant]:
+def sensitivity(
+    scenario: Scenario, calibration: Calibration | None = None, progress: Callable[[str], None] = lambda _: None
+) -> list[Variant]:
     """Every variant of a scenario."""
     found = []
     for name, change in variants(scenario):
@@ -67,7 +72,9 @@ def _cluster(scenario: Scenario, cluster: Cluster) -> Scenario:
 def _rates(inside: float, between: float) -> Change:
     def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
         cluster = scenario.cluster
-        device = replace(cluster.device, link_rate=cluster.device.link_rate * inside, bridge_rate=cluster.device.bridge_rate * inside)
+        device = replace(
+            cluster.device, link_rate=cluster.device.link_rate * inside, bridge_rate=cluster.device.bridge_rate * inside
+        )
         network = replace(cluster.network, nic_rate=cluster.network.nic_rate * between)
         return _cluster(scenario, replace(cluster, device=device, network=network)), calibration
 

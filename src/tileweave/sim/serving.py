@@ -15,7 +15,7 @@ from tileweave.sim.transformer import Layer, Model, known_model, model_reader
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """phase : prefill (``batch`` prompts of ``seq`` tokens) or decode (one token for each of ``batch``, ``seq`` in the cache)."""
+    """phase : prefill (``batch`` prompts of ``seq`` tokens) or decode (a token for each of ``batch``, ``seq`` in the cache)."""
 
     model: Model
     tp: int = 4

@@ -21,6 +21,7 @@ from tileweave.sim.costs import Costs
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import Flow, Links, inside_hops, view
 
+_TILE_AREA = 128 * 128  # what fused_tile and fused_part are for
 Combine = Literal["sum", "sum_and_gather", "one_shot", "keep"]
 
 
@@ -70,7 +71,7 @@ class _Kernel:
         delay = latency + self.c.signal
         flows = [Flow(nbytes, self.view.loads(inside_hops(self.cluster, d)), delay, cap) for d in distances]
         sent = self.links.send(flows)
-        sent.callbacks.append(self._arrived)  # type: ignore[union-attr]
+        sent.callbacks.append(self._arrived)
         return sent
 
     def _arrived(self, _: simpy.Event) -> None:
@@ -116,6 +117,7 @@ class _Gather(_Kernel):
         if not (schedule.spans_shards and not by_engine):
             self.arrived[schedule.rank].succeed()
         self.slices_left = config.num_slices
+        self.area = schedule.tile_m * schedule.tile_n / _TILE_AREA
         self.parts = {}
         total = schedule.num_tiles * schedule.k_blocks
         m, n, k = schedule.rows * size, schedule.cols, schedule.depth
@@ -172,8 +174,8 @@ class _Gather(_Kernel):
         depth = min(blocks * schedule.tile_k, schedule.depth)
         c = self.c
         one = self.costs.fused_block(schedule.tile_m, schedule.tile_n, depth, self.active, self.itemsize, memory)
-        whole = unit.helpers == 0 and unit.owner == program
-        yield self.env.timeout(self.slowed(one) + (c.fused_tile if whole or unit.owner == program else c.fused_part))
+        ends = (c.fused_tile if unit.owner == program else c.fused_part) * self.area
+        yield self.env.timeout(self.slowed(one) + ends)
         self.note(program, "compute", sources[-1], begin, unit.tile)
         if unit.owner != program:
             self._part(unit.tile, program).succeed()
@@ -181,7 +183,7 @@ class _Gather(_Kernel):
             begin = self.env.now
             team = self.schedule.cut(schedule.segment(unit.segment)[1])[1]
             yield self.env.all_of([self._part(unit.tile, program - team * i) for i in range(1, unit.helpers + 1)])
-            yield self.env.timeout(c.fused_part * unit.helpers)
+            yield self.env.timeout(c.fused_part * self.area * unit.helpers)
             self.note(program, "sum", sources[-1], begin, unit.tile)
 
     def _part(self, tile: int, program: int) -> simpy.Event:
@@ -190,10 +192,11 @@ class _Gather(_Kernel):
 
 @dataclass(frozen=True, slots=True)
 class ScatterWork:
-    """A kernel whose tiles belong to other ranks. ``tiles`` [tile_m, tile_n] of depth ``depth``, ``per_owner`` of each rank.
+    """A kernel whose tiles belong to other ranks, ``per_owner`` to each.
 
-    block : seconds of one tile on one program, summed over nothing else. wire_bytes : of one tile. combine : what its owner
-    does with what arrives: ``sum`` (reduce-scatter), ``sum_and_gather`` (all-reduce), ``keep`` (all-to-all).
+    block : seconds of one tile on one program. area : of a tile, in tiles of 128 x 128. wire_bytes : of one tile.
+    combine : what its owner does with what arrives: ``sum`` (reduce-scatter), ``sum_and_gather`` (all-reduce in two shots),
+    ``one_shot`` (all-reduce: everybody gets all parts and sums them), ``keep`` (all-to-all).
     """
 
     world_size: int
@@ -202,6 +205,7 @@ class ScatterWork:
     block: float
     wire_bytes: float
     combine: Combine
+    area: float = 1.0
     remote_first: bool = True
 
 
@@ -237,7 +241,7 @@ class _Scatter(_Kernel):
             yield self.env.timeout(nbytes * copies / self.rate)
             self.note(-1, "push", copies, begin)
             last = self.env.timeout(self.c.push_latency + self.c.signal)
-            last.callbacks.append(lambda _, told=told: told.succeed())  # type: ignore[union-attr]
+            last.callbacks.append(lambda _, told=told: told.succeed())
         yield last
 
     def _event(self, distance: int, index: int) -> simpy.Event:
@@ -248,7 +252,7 @@ class _Scatter(_Kernel):
         for owner, index in tiles:
             begin = self.env.now
             busy = bool(self.queue.items)
-            yield self.env.timeout(work.block * (1.0 + self.c.corun * busy) + self.c.fused_tile)
+            yield self.env.timeout(work.block * (1.0 + self.c.corun * busy) + self.c.fused_tile * work.area)
             self.note(program, "compute", owner, begin, index)
             if work.combine == "one_shot":
                 self.queue.put((size - 1, work.wire_bytes, self._event(owner, index)))

@@ -1,4 +1,4 @@
-"""Megatron-style training of a transformer: data x pipeline x tensor parallel, 1F1B, sequence parallel (arXiv 2104.04473, 2205.05198).
+"""Megatron-style training: data x pipeline x tensor parallel, 1F1B, sequence parallel (arXiv 2104.04473, 2205.05198).
 
 One rank a pipeline stage is simulated; it stands for all tensor and data parallel ranks of that stage, which do the same at the
 same time. A stage's forward or backward of one micro-batch is one task whose parts are the operators; messages between
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from tileweave.errors import require
-from tileweave.sim.collectives import group_of, phases, protocols
+from tileweave.sim.collectives import bulk, group_of, phases
 from tileweave.sim.document import REQUIRED, Reader, choice, flag, integer
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import View, view
@@ -106,7 +106,7 @@ class _Builder:
         self.plan = plan(training, cluster)
         self.step = Step(f"{training.model.name}, tp {training.tp}, pp {training.pp}, dp {self.plan.dp}: {mode}")
         self.layer = Layer(training.model, ops, training.tp, mode, fuse)
-        self.protocol = protocols(ops.c)[0]
+        self.protocol = bulk(ops.c)
         self.seen: View = view(cluster, self.protocol.fraction)
         rows = training.micro_batch * training.tokens
         self.forward, self.backward = self.layer.forward(rows, training.tokens), self.layer.backward(rows, training.tokens)
@@ -175,14 +175,10 @@ class _Builder:
         if self.plan.dp == 1:
             return
         nbytes = 2.0 * layers * self.t.model.layer_parameters / self.t.tp
-        group = group_of(self.cluster, self.plan.dp, self.t.tp * max(1, self._stages_in_a_node()))
+        group = group_of(self.cluster, self.plan.dp, self.t.tp)  # ranks: tensor, then data, then pipeline
         make: Callable[[], Any] = lambda: on_links(phases("all_reduce", nbytes, group, self.seen, self.protocol), stage)  # noqa: E731
         part = Part("gradients", "gradients", 0.0, 0.0, "all_reduce", nbytes, self.plan.dp, "dp")
         self.step.add(stage, "comm", "all-reduce of gradients", [part], needs, "comm", make)
-
-    def _stages_in_a_node(self) -> int:
-        """Ranks: tensor parallel innermost, then data, then pipeline (Megatron's order): stages share no node, if they fill one."""
-        return 1
 
     def _send(self, what: str, stage: int, target: int, micro: int, after: int) -> None:
         if not 0 <= target < self.t.pp:

@@ -76,7 +76,7 @@ FIELDS: dict[str, tuple[Reader, Any]] = {
 
 
 @cache
-def catalogue(kind: str) -> dict[str, dict[str, Any]]:
+def catalogue(kind: str) -> dict[str, Spot]:
     """The published shapes of ``data/models.yaml`` of one kind (transformers, moe, dlrm), unread."""
     data = (resources.files("tileweave.sim") / "data" / "models.yaml").read_text("utf-8")
     whole = mapping_of(lambda spot: spot)(parse_document(data, "models.yaml"))

@@ -131,7 +131,8 @@ def published(calibration: Calibration | None = None) -> list[Published]:
     vectors = [ops.matmul_scatter("all_reduce", 4, 1, n, k) for n in (4096, 8192) for k in (2048, 4096, 7168)]
     found.append(_saved(source, "GEMV + all-reduce", 0.13, 0.22, [(t.unfused, t.fused) for t in vectors]))
     combined = [
-        ops.matmul_scatter("all_to_all", 4, m, n, k) for m, n, k in ((4096, 4096, 1536), (8192, 4096, 4096), (4096, 4096, 14336))
+        ops.matmul_scatter("all_to_all", 4, m, n, k)
+        for m, n, k in ((4096, 4096, 1536), (8192, 4096, 4096), (4096, 4096, 14336))
     ]
     found.append(_saved(source, "GEMM + all-to-all", 0.12, 0.20, [(t.unfused, t.fused) for t in combined]))
     return found

@@ -99,7 +99,7 @@ def _operators(scenario: Scenario, calibration: Calibration | None) -> Operators
 
 def _run(scenario: Scenario, mode: Mode, ops: Operators, fuse: Iterable[str] | None) -> Timeline:
     module = {"train": training, "serve": serving, "moe": moe, "dlrm": dlrm}[scenario.kind]
-    return module.simulate(scenario.workload, scenario.cluster, ops, mode, None if fuse is None else set(fuse))  # type: ignore[attr-defined]
+    return module.simulate(scenario.workload, scenario.cluster, ops, mode, None if fuse is None else set(fuse))
 
 
 def _samples(scenario: Scenario) -> tuple[float, str]:
