@@ -45,7 +45,10 @@ BAD = {
     "missing": ("workload: train\ntp: 2\n", ("line 1", "no field 'model'", "add `model: ...`")),
     "twice": ("workload: train\nmodel: llama2-70b\ntp: 2\ntp: 4\n", ("line 4", "field tp", "twice")),
     "inner": ("workload: train\nmodel: llama2-70b\ncluster:\n  device: h100\n  nodes: 0\n", ("line 5", "field cluster.nodes")),
-    "device": ("workload: train\nmodel: llama2-70b\ncluster: {device: h1000}\n", ("line 3", "cluster.device", "h100", "mi300x")),
+    "device": (
+        "workload: train\nmodel: llama2-70b\ncluster: {device: h1000}\n",
+        ("line 3", "cluster.device", "h100", "mi300x"),
+    ),
     "list": ("workload: train\nmodel: [a, b]\n", ("line 2", "field model", "mapping")),
     "scalar": ("workload: train\nmodel: llama2-70b\ntp: [1]\n", ("line 3", "field tp", "a list")),
     "syntax": ("workload: train\nmodel: 'llama2-70b\n", ("line 3", "YAML")),

@@ -38,7 +38,9 @@ def part(seconds: float, phase: str = "work", exposed: float = 0.0) -> Part:
 # --- Tiles ---
 
 
-@pytest.mark.parametrize(("rows", "cols", "depth"), [(16, 2560, 8192), (128, 2560, 8192), (512, 2560, 8192), (1024, 7168, 8192)])
+@pytest.mark.parametrize(
+    ("rows", "cols", "depth"), [(16, 2560, 8192), (128, 2560, 8192), (512, 2560, 8192), (1024, 7168, 8192)]
+)
 def test_a_gather_does_the_units_of_the_kernels_schedule(rows: int, cols: int, depth: int) -> None:
     problem = Problem(4, rows, cols, depth, 2, "bfloat16")
     config = nearest(problem)[1]
@@ -63,7 +65,9 @@ def test_slower_links_and_lost_programs_cost_time() -> None:
 
     slow = replace(FOUR, device=replace(FOUR.device, link_rate=FOUR.device.link_rate / 8))
     assert fused(slow) > 1.5 * fused(FOUR)
-    few = replace(FOUR, device=replace(FOUR.device, num_sms=66, flops=FOUR.device.flops / 2, memory_rate=FOUR.device.memory_rate / 2))
+    few = replace(
+        FOUR, device=replace(FOUR.device, num_sms=66, flops=FOUR.device.flops / 2, memory_rate=FOUR.device.memory_rate / 2)
+    )
     assert fused(few) > 1.6 * fused(FOUR)
 
 
@@ -77,7 +81,9 @@ def test_a_scatter_takes_as_long_as_its_longer_half(combine: Any) -> None:
     wire = 1e6
     summed = 0.0 if combine == "keep" else 3 * wire * 132 / (COSTS.c.stream * FOUR.device.memory_rate)
     assert copies * wire / rate <= seconds(1e-6, wire) <= (copies * wire / rate + summed) * 1.1
-    assert seconds(1e-3, 1.0) == pytest.approx(COSTS.throttled(1e-3) / (1 + 1e-3 / COSTS.c.matmul_sustained) ** COSTS.c.matmul_power, rel=0.05)
+    assert seconds(1e-3, 1.0) == pytest.approx(
+        COSTS.throttled(1e-3) / (1 + 1e-3 / COSTS.c.matmul_sustained) ** COSTS.c.matmul_power, rel=0.05
+    )
 
 
 def test_fusing_never_loses_and_the_bound_holds() -> None:
@@ -237,7 +243,8 @@ def test_traces_have_the_schemas_field_numbers() -> None:
     assert (5, b"\x01\x02") in fields
     decoded = [bare_fields(value) for number, value in fields if number == 10]
     assert decoded == [
-        [(1, b"is_cpu_op"), (27, 0)], [(1, b"comm_type"), (9, 6)], [(1, b"comm_size"), (9, 1 << 33)], [(1, b"pg_name"), (29, b"g")],
+        [(1, b"is_cpu_op"), (27, 0)], [(1, b"comm_type"), (9, 6)], [(1, b"comm_size"), (9, 1 << 33)],
+        [(1, b"pg_name"), (29, b"g")],
     ]  # fmt: skip
 
 

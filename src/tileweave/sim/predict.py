@@ -11,6 +11,7 @@ from tileweave.sim.costs import Calibration
 from tileweave.sim.machine import Cluster, make_cluster
 from tileweave.sim.network import Flow, inside_hops, view
 from tileweave.sim.operators import Operators
+from tileweave.sim.transformer import Layer, Model
 
 _SCATTERS = {"matmul_reduce_scatter": "reduce_scatter", "matmul_all_reduce": "all_reduce", "matmul_all_to_all": "all_to_all"}
 
@@ -118,11 +119,20 @@ def _push(ops: Operators, cell: Cell) -> float | None:
     return (c.copy_latency if engine else c.push_latency) + flow.nbytes / rate + 3.5e-6
 
 
+def _layer(ops: Operators, cell: Cell) -> float | None:
+    """One decoder layer forward, sequence parallel: rows, hidden, ffn, heads, kv_heads, tokens of a sequence."""
+    m, hidden, ffn, heads, kv_heads, seq = cell.shape
+    model = Model("measured", 1, hidden, ffn, heads, kv_heads, 1, True, seq, "")
+    mode = "fused" if cell.quantity == "fused" else "unfused"
+    return sum(part.seconds for part in Layer(model, ops, cell.world_size, mode).forward(m, min(m, seq)))
+
+
 _MODELS: dict[str, Callable[[Operators, Cell], float | None]] = {
     "all_gather_matmul": _gather,
     **dict.fromkeys(_SCATTERS, _scatter),
     "embedding_bag_all_to_all": _embedding,
     "grouped_matmul_combine": _combine,
+    "layer": _layer,
     **dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), _collective),
     **dict.fromkeys(("push_sm", "push_copy_engine"), _push),
 }
