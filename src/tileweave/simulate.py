@@ -220,7 +220,7 @@ def dlrm_command(
 @app.command()
 def replay(
     traces: Annotated[list[Path], typer.Argument(help="Chakra traces (.et), one a rank, of this tool or of another.")],
-    network_file: Annotated[Path | None, typer.Option(help="ASTRA-sim's network YAML (default: by --device, --network).")] = None,
+    network_file: Annotated[Path | None, typer.Option(help="ASTRA-sim's network YAML (else --device and --network).")] = None,
     device: Device = "h200", network: Net = "ib-400", gpus_per_node: PerNode = None, out: Out = None,
 ) -> None:  # fmt: skip
     """Simulate Chakra traces: computation as recorded, collectives by this model."""

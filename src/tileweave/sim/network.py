@@ -168,12 +168,13 @@ def _add_network(cluster: Cluster, capacities: dict[str, float], density: dict[s
 
 
 def inside_hops(cluster: Cluster, distance: int) -> dict[str, float]:
-    """Hops to the GPU ``distance`` further in the same node."""
+    """Hops to the GPU ``distance`` further in the same node. Half of a node hangs on either end of a bridge."""
+    per_node = cluster.gpus_per_node
     hops = {"up": 1.0, "down": 1.0}
     if cluster.device.inside == "mesh":
-        hops[f"pair{distance % cluster.gpus_per_node}"] = 1.0
+        hops[f"pair{distance % per_node}"] = 1.0
     elif cluster.device.inside == "bridge":
-        hops["bridge"] = 1.0
+        hops["bridge"] = 2.0 * min(distance, per_node - distance) / per_node  # of a ring through both halves two hops cross
     return hops
 
 

@@ -221,7 +221,8 @@ class _Scatter(_Kernel):
         self.work = work
         self.got: dict[tuple[int, int], simpy.Event] = {}
         self.queue: simpy.Store = simpy.Store(self.env)
-        self.rate = min(self.view.capacities["up"], *self.view.capacities.values())
+        loads = self.view.loads(inside_hops(cluster, 1))
+        self.rate = min(self.view.capacities[link] / load for link, load in loads.items() if not link.startswith("pair"))
 
     def start(self) -> list[simpy.Process]:
         work, size = self.work, self.work.world_size
