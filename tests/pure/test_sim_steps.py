@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tileweave.config import Problem, nearest, schedule_for
+from tileweave.config import MatmulConfig, Problem, nearest, scatter_schedule_for, schedule_for
 from tileweave.errors import InputError
 from tileweave.schedule import push_order
+from tileweave.schedule_scatter import ScatterSchedule
 from tileweave.sim import chakra, dlrm, moe, perfetto, serving, training
 from tileweave.sim.advise import advise
 from tileweave.sim.costs import Costs, load_calibration
@@ -22,7 +23,7 @@ from tileweave.sim.machine import make_cluster, with_gpus
 from tileweave.sim.operators import Operators
 from tileweave.sim.sensitivity import sensitivity
 from tileweave.sim.step import Part, Step, Timeline
-from tileweave.sim.tiles import ScatterWork, gather_matmul, scatter
+from tileweave.sim.tiles import gather_matmul, scatter_matmul
 from tileweave.sim.training import one_f_one_b
 from tileweave.sim.workload import Scenario, simulate, simulate_all
 from tileweave.topology import Machine
@@ -71,19 +72,37 @@ def test_slower_links_and_lost_programs_cost_time() -> None:
     assert fused(few) > 1.6 * fused(FOUR)
 
 
-@pytest.mark.parametrize("combine", ["sum", "sum_and_gather", "one_shot", "keep"])
-def test_a_scatter_takes_as_long_as_its_longer_half(combine: Any) -> None:
-    def seconds(block: float, wire: float) -> float:
-        return scatter(ScatterWork(4, 33, 132, block, wire, combine), COSTS, FOUR, True).inner
+def scattered(m: int, n: int, k: int) -> ScatterSchedule:
+    config = MatmulConfig("triton", "sm", 128, 128, 64, 4, 8)
+    return scatter_schedule_for(Problem(4, m // 4, n, k, 2, "bfloat16"), config, 0, Machine("x", "cuda", 90, 132))
 
-    copies = {"sum": 3, "keep": 3, "one_shot": 12, "sum_and_gather": 6}[combine] * 33
-    rate = FOUR.device.link_rate * COSTS.c.store_fraction
-    wire = 1e6
-    summed = 0.0 if combine == "keep" else 3 * wire * 132 / (COSTS.c.stream * FOUR.device.memory_rate)
-    assert copies * wire / rate <= seconds(1e-6, wire) <= (copies * wire / rate + summed) * 1.1
-    assert seconds(1e-3, 1.0) == pytest.approx(
-        COSTS.throttled(1e-3) / (1 + 1e-3 / COSTS.c.matmul_sustained) ** COSTS.c.matmul_power, rel=0.05
-    )
+
+@pytest.mark.parametrize("combine", ["sum", "sum_and_gather", "one_shot", "keep"])
+@pytest.mark.parametrize("m", [64, 2048])
+def test_a_scatter_does_the_units_of_the_kernels_schedule(combine: Any, m: int) -> None:
+    schedule = scattered(m, 4096, 2048)
+    run = scatter_matmul(schedule, combine, COSTS, FOUR, True, record=True)
+    done = Counter((event.program, event.tile) for event in run.events if event.kind == "compute")
+    assert done == Counter((p, unit.tile) for p in range(schedule.num_programs) for unit in schedule.units(p))
+    pushed = len([event for event in run.events if event.kind == "push"])
+    tiles, own = schedule.num_tiles, schedule.per_source
+    if combine == "one_shot" or schedule.spans_shards:
+        assert pushed == tiles * (2 if combine == "sum_and_gather" else 1)
+    else:
+        assert pushed == tiles - own + (own if combine == "sum_and_gather" else 0)
+
+
+@pytest.mark.parametrize(("combine", "copies"), [("sum", 3), ("keep", 3), ("one_shot", 12), ("sum_and_gather", 6)])
+def test_a_scatter_is_as_long_as_its_traffic_on_slow_links_and_as_its_matmul_on_fast_ones(combine: Any, copies: int) -> None:
+    schedule = scattered(4096, 4096, 1024)
+
+    def seconds(factor: float) -> float:
+        cluster = replace(FOUR, device=replace(FOUR.device, link_rate=FOUR.device.link_rate * factor))
+        return scatter_matmul(schedule, combine, COSTS, cluster, True).inner
+
+    wire = copies * 1024 * 4096 * 2 / (FOUR.device.link_rate * COSTS.c.store_fraction)
+    assert seconds(0.01) == pytest.approx(100 * wire, rel=0.1)
+    assert seconds(100.0) < 2.5 * COSTS.matmul(4096, 4096, 1024)
 
 
 def test_fusing_never_loses_and_the_bound_holds() -> None:

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tileweave.config import MatmulConfig, Problem, nearest, schedule_for
+from tileweave.config import MatmulConfig, Problem, nearest, scatter_schedule_for, schedule_for
 from tileweave.schedule import cdiv
 from tileweave.sim.collectives import Group, collective_time
 from tileweave.sim.costs import Calibration, Costs, load_calibration
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import inside_hops, view
-from tileweave.sim.tiles import Combine, ScatterWork, gather_matmul, scatter
+from tileweave.sim.tiles import Combine, gather_matmul, scatter_matmul
 from tileweave.topology import Machine
 
 Mode = Literal["unfused", "fused", "bound"]
@@ -118,8 +118,7 @@ class Operators:
         rows = max(m // world, 1)
         problem = Problem(world, rows, n, k, itemsize, "bfloat16")
         config = nearest(problem)[1]
-        device = self.cluster.device
-        schedule = schedule_for(problem, config, 0, Machine(device.name, "cuda", 90, device.num_sms))
+        schedule = schedule_for(problem, config, 0, machine_of(self.cluster))
         return gather_matmul(schedule, config, self.costs, self._node(world), self.graph, itemsize).seconds
 
     def _node(self, world: int) -> Cluster:
@@ -147,23 +146,18 @@ class Operators:
         A small all-reduce goes in one shot (each tile to all peers, all sum), a large one in two; the faster is taken, or
         ``only`` one.
         """
-        costs, device = self.costs, self.cluster.device
-        tile_m = 128 if m > 64 else 64
-        tile_n = 256 if cdiv(m, 128) * cdiv(n, 256) >= 2 * device.num_sms else 128 if m > 64 else 64
-        per_owner = max(cdiv(cdiv(m, tile_m) * cdiv(n, tile_n), world), 1)
-        programs = min(device.num_sms, per_owner * world)
-        waves = cdiv(per_owner * world, programs)
-        memory = (m * k + n * k) * itemsize / costs.memory_rate / waves
-        block = costs.fused_block(min(tile_m, max(m, 16)), tile_n, k, programs, itemsize, memory)
-        wire = min(tile_m, m) * tile_n * itemsize
-        choices: dict[str, tuple[Any, ...]] = {
+        device = self.cluster.device
+        big = cdiv(m, 128) * cdiv(n, 256) >= 2 * device.num_sms
+        tile_m, tile_n = (128, 256 if big else 128) if m > 64 else (64, 64)
+        config = MatmulConfig("triton", "sm", tile_m, tile_n, 64, 4, 8)
+        problem = Problem(world, cdiv(m, world), n, k, itemsize, "bfloat16")
+        schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
+        choices: dict[str, tuple[Combine, ...]] = {
             "reduce_scatter": ("sum",), "all_reduce": ("sum_and_gather", "one_shot"), "all_to_all": ("keep",),
         }  # fmt: skip
-        works = [
-            ScatterWork(world, per_owner, programs, block, wire, combine, min(tile_m, max(m, 16)) * tile_n / 128**2)
-            for combine in ((only,) if only else choices[kind])
-        ]
-        return min(scatter(work, costs, self._node(world), self.graph).seconds for work in works)
+        node, costs = self._node(world), self.costs
+        wanted = (only,) if only else choices[kind]
+        return min(scatter_matmul(schedule, way, costs, node, self.graph, itemsize).seconds for way in wanted)
 
     def embedding_all_to_all(
         self, group: Group, bags: int, pooling: float, row_bytes: float, skew: float = 1.0, slices: int = 8
@@ -233,8 +227,3 @@ class Operators:
 def machine_of(cluster: Cluster) -> Machine:
     """What the library's planner would see of a device."""
     return Machine(cluster.device.name, "cuda", 90, cluster.device.num_sms)
-
-
-def config_of(world: int, m: int, n: int, k: int) -> MatmulConfig:
-    """The configuration that the library would choose."""
-    return nearest(Problem(world, max(m // world, 1), n, k, 2, "bfloat16"))[1]
