@@ -94,15 +94,13 @@ def published_table(rows: Sequence[Published], markdown: bool = False) -> Table:
     """Published ranges beside ours."""
     texts = [
         (
-            row.what,
-            f"{row.low:.0%} to {row.high:.0%}",
-            f"{row.ours_low:.0%} to {row.ours_high:.0%}",
-            "overlap" if row.agrees else "differ",
-            row.source,
+            row.what, f"{row.low:.0%} to {row.high:.0%}", f"{row.ours_mean:.0%}", f"{row.ours_low:.0%} to {row.ours_high:.0%}",
+            "inside" if row.agrees else "outside", row.source,
         )
         for row in rows
-    ]
-    return _table("published, and the model", ("what", "published", "model", "", "source"), texts, markdown)
+    ]  # fmt: skip
+    columns = ("what", "published", "model, mean", "model", "its mean is", "source")
+    return _table("published, and the model", columns, texts, markdown)
 
 
 def crosscheck_table(rows: Sequence[Comparison], markdown: bool = False) -> Table:
