@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -245,7 +246,8 @@ def replay(
 
 @app.command(name="trust")
 def trust_command(
-    cells: Cells = None, calibration: Calib = None, out: Out = None,
+    cells: Cells = None, calibration: Calib = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for a picture and all tables in Markdown.")] = None,
     every: Annotated[bool, typer.Option("--every", help="Every cell, not only groups.")] = False,
 ) -> None:  # fmt: skip
     """Errors against measured cells, fitted and held out apart; published tables beside the model."""
@@ -272,7 +274,13 @@ def trust_command(
         from tileweave.sim import plots
 
         out.mkdir(parents=True, exist_ok=True)
-        screen.print(f"wrote {plots.plot_trust(judged, out / 'trust.png')}", markup=False)
+        tables = [report.summary_table(f"## {side}", trust.summarise(judged, side), True) for side in ("fit", "held out")]
+        tables += [report.published_table(published, True), report.cell_table(judged, True)]
+        text = StringIO()
+        Console(file=text, width=260, highlight=False).print(f"Rule: {RULE}.", *tables, sep="\n")
+        lines = [line.rstrip() for line in text.getvalue().splitlines()]
+        (out / "simulator-trust.md").write_text("\n".join(lines) + "\n", "utf-8")
+        screen.print(f"wrote {plots.plot_trust(judged, out / 'simulator-trust.png')} and simulator-trust.md", markup=False)
 
 
 @app.command()

@@ -42,7 +42,7 @@ def plot_sweep(results: Sequence[tuple[int, Result]], path: Path, axis: str = "n
         axes.set_ylim(bottom=0)
         _clean(axes)
     left.legend(frameon=False)
-    figure.suptitle(f"{results[0][1].title}, {results[-1][1].cluster}: simulated", fontsize=10)
+    figure.suptitle(f"{results[0][1].title}, up to {results[-1][1].cluster}: simulated", fontsize=10)
     figure.savefig(path, dpi=_DPI)
     return path
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.box import MARKDOWN, SIMPLE_HEAD
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from tileweave.sim.advise import Advice
 from tileweave.sim.crosscheck import Comparison
@@ -22,16 +24,17 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-4 else f"{seconds * 1e6:.0f} us"
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], markdown: bool = False) -> Table:
-    table = Table(title=title, title_justify="left", box=MARKDOWN if markdown else SIMPLE_HEAD, pad_edge=markdown)
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], markdown: bool = False) -> Group:
+    """A heading over a table; the heading is a line of its own, since a title is folded to the table's width."""
+    table = Table(box=MARKDOWN if markdown else SIMPLE_HEAD, pad_edge=markdown)
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left")
     for row in rows:
         table.add_row(*row)
-    return table
+    return Group(Text(title, style="bold"), table)
 
 
-def result_table(result: Result) -> Table:
+def result_table(result: Result) -> Group:
     """Unfused, fused and bound: time, rate, what fusion saves."""
     base = result.seconds("unfused") if "unfused" in result.timelines else None
     rows = []
@@ -42,7 +45,7 @@ def result_table(result: Result) -> Table:
     return _table(f"{result.title} on {result.cluster}", ("", "a step", f"{result.unit}/s", "less time"), rows)
 
 
-def phase_table(result: Result) -> Table:
+def phase_table(result: Result) -> Group:
     """Where the time of the busiest rank goes."""
     phases = {mode: timeline.phases() for mode, timeline in result.timelines.items()}
     names = list(dict.fromkeys(name for found in phases.values() for name in found))
@@ -51,14 +54,14 @@ def phase_table(result: Result) -> Table:
     return _table("by phase, busiest rank", ("phase", *phases), rows)
 
 
-def sensitivity_table(result: Result, found: Sequence[Variant]) -> Table:
+def sensitivity_table(result: Result, found: Sequence[Variant]) -> Group:
     """The saving, and what moves it."""
     rows = [("as above", time_text(result.seconds("unfused")), time_text(result.seconds("fused")), f"{result.saving:.1%}")]
     rows += [(v.name, time_text(v.unfused), time_text(v.fused), f"{v.saving:.1%}") for v in found]
     return _table("sensitivity", ("", "unfused", "fused", "less time"), rows)
 
 
-def advice_tables(advice: Advice) -> list[Table]:
+def advice_tables(advice: Advice) -> list[Group]:
     """Candidates, and operators one by one."""
     unit = "tokens or samples / s of a GPU"
     rows = [
@@ -75,13 +78,13 @@ def advice_tables(advice: Advice) -> list[Table]:
     return [*found, _table(f"operators alone, with {advice.best.name}", ("operator", "saves a step", "advice"), rows)]
 
 
-def summary_table(title: str, rows: Sequence[Summary], markdown: bool = False) -> Table:
+def summary_table(title: str, rows: Sequence[Summary], markdown: bool = False) -> Group:
     """Errors by group."""
     texts = [(row.name, str(row.count), f"{row.mean:.1%}", f"{row.worst:.1%}", row.worst_cell) for row in rows]
     return _table(title, ("cells", "number", "geometric mean", "worst", "which"), texts, markdown)
 
 
-def cell_table(judged: Sequence[Judged], markdown: bool = False) -> Table:
+def cell_table(judged: Sequence[Judged], markdown: bool = False) -> Group:
     """Every cell: measured, predicted, error."""
     rows = [
         (str(one.cell), one.side, f"{one.cell.seconds * 1e6:.1f}", f"{one.predicted * 1e6:.1f}", f"{one.error:+.1%}")
@@ -90,7 +93,7 @@ def cell_table(judged: Sequence[Judged], markdown: bool = False) -> Table:
     return _table("cells", ("cell", "side", "measured us", "model us", "error"), rows, markdown)
 
 
-def published_table(rows: Sequence[Published], markdown: bool = False) -> Table:
+def published_table(rows: Sequence[Published], markdown: bool = False) -> Group:
     """Published ranges beside ours."""
     texts = [
         (
@@ -103,7 +106,7 @@ def published_table(rows: Sequence[Published], markdown: bool = False) -> Table:
     return _table("published, and the model", columns, texts, markdown)
 
 
-def crosscheck_table(rows: Sequence[Comparison], markdown: bool = False) -> Table:
+def crosscheck_table(rows: Sequence[Comparison], markdown: bool = False) -> Group:
     """Our network beside SimGrid's."""
     texts = [
         (

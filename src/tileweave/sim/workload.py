@@ -121,6 +121,6 @@ def _notes(scenario: Scenario, ops: Operators) -> Iterable[str]:
         yield "between nodes: data-sheet rates and assumed latency, not measured by us; see the sensitivity"
     missing = [name for name in ops.calibration.not_fitted if name not in ("attention",)]
     if missing:
-        yield f"coefficients without a measured cell: {', '.join(missing)}"
+        yield f"coefficients that are not fitted to cells: {', '.join(missing)}"
     if isinstance(scenario.workload, serving.Serving) or scenario.kind == "train":
         yield "attention: a published fraction of peak, not measured by us"
