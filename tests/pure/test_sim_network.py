@@ -166,7 +166,7 @@ def test_groups_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_symmetric_all_to_all_costs_no_more_than_its_classes() -> None:
-    """Replicated symmetry: one class of flows on a switch however many ranks, a class an offset on a torus."""
+    """Replicated symmetry: one class of flows on a switch however many ranks; on a torus about the sum of its sides."""
     counts = []
     for nodes in (64, 1024):
         switch = make_cluster("h200", network("fat_tree"), nodes, 1)
@@ -175,4 +175,4 @@ def test_a_symmetric_all_to_all_costs_no_more_than_its_classes() -> None:
         torus = make_cluster("h200", network("torus"), nodes, 1)
         (flows,) = phases("all_to_all", 1e9, Group(1, nodes), view(torus, 1.0), PLAIN)
         counts.append(len(flows))
-    assert counts == [63, 1023]
+    assert counts[0] < 64 and counts[1] < 6 * counts[0]  # sides grow fourfold, nodes sixteenfold

@@ -107,7 +107,7 @@ def share(flows: list[Flow], capacities: Mapping[str, float]) -> None:
         step = min([*room.values(), *(flow.cap - level for flow in growing)])
         level += step
         for link, load in loads.items():
-            left[link] -= step * load
+            left[link] = max(left[link] - step * load, 0.0)  # rounding must not leave less than nothing
         full = {link for link, space in room.items() if space <= step * (1.0 + 1e-12)}
         still = []
         for flow in growing:
@@ -192,14 +192,27 @@ def torus_hops(dims: tuple[int, ...], offset: tuple[int, ...]) -> dict[str, floa
 
 
 def node_classes(cluster: Cluster) -> list[tuple[float, dict[str, float], float]]:
-    """Other nodes in classes that look alike from here: (how many, hops, latency)."""
+    """Other nodes in classes that share a fate: (how many, mean hops over each kind of link, latency).
+
+    On a torus, flows over the same kinds of links that begin together always have the same rate, however many hops of each
+    they take: max-min shares depend on which links are full, not on how often a flow crosses them. So offsets are one class
+    if they use the same kinds and have the same latency: about the sum of the sides in number, not their product.
+    """
     network = cluster.network
     if network.topology == "torus":
-        found: dict[tuple[tuple[str, float], ...], float] = defaultdict(float)
+        counts: dict[tuple[frozenset[str], float], float] = defaultdict(float)
+        sums: dict[tuple[frozenset[str], float], dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for offset in product(*map(range, cluster.dims)):
             if any(offset):
-                found[tuple(sorted(torus_hops(cluster.dims, offset).items()))] += 1.0
-        return [(count, dict(hops), network.latency * sum(h for _, h in hops)) for hops, count in found.items()]
+                hops = torus_hops(cluster.dims, offset)
+                key = (frozenset(hops), sum(hops.values()))
+                counts[key] += 1.0
+                for link, h in hops.items():
+                    sums[key][link] += h
+        return [
+            (count, {link: h / count for link, h in sums[key].items()}, network.latency * key[1])
+            for key, count in counts.items()
+        ]
     hops = {"nic_out": 1.0, "nic_in": 1.0}
     if network.topology == "fat_tree" and network.oversubscription > 1.0 and cluster.nodes > network.leaf:
         far = {**hops, "leaf_up": 1.0, "leaf_down": 1.0}
