@@ -79,6 +79,8 @@ def test_results_of_any_bench_extend_the_cells(tmp_path: Path) -> None:
     found = read_cells([path])
     assert [(c.quantity, round(c.seconds * 1e6, 6)) for c in found] == [("fused", 10.0), ("compute", 8.0)]
     assert all(judge(found)[0][i].predicted > 0 for i in range(2))
+    path.write_text(json.dumps({**report, "cases": [{**case, "path": "unfused: not measured yet"}]}), "utf-8")
+    assert [c.quantity for c in read_cells([path])] == ["compute"]  # what fell back is no measurement of a fused kernel
     path.write_text("{", "utf-8")
     with pytest.raises(InputError, match="line 1"):
         read_cells([path])

@@ -91,7 +91,9 @@ def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell
     return [
         Cell(source, data["op"], QUANTITIES[name], data["world_size"], shape, case["graph"], timing["median_us"] * 1e-6)
         for name, timing in case["times"].items()
-        if name in QUANTITIES and timing.get("median_us")
+        if name in QUANTITIES
+        and timing.get("median_us")
+        and (name != "tileweave" or case.get("path", "fused").startswith("fused"))
     ]
 
 
