@@ -67,6 +67,15 @@ def test_a_flow_that_ends_leaves_its_share() -> None:
     assert env.now == pytest.approx(2.0)
 
 
+def test_late_flows_end_too() -> None:
+    """Where the clock is coarser than what a flow has left, it must end all the same."""
+    env = simpy.Environment(initial_time=1e6)
+    links = Links(env, {"a": 3e9, "b": 7e9})
+    flows = [Flow(1.0 + i / 7, {"a": 1.0} if i % 2 else {"a": 1.0, "b": 3.0}, i * 1e-10) for i in range(20)]
+    env.run(links.send(flows))
+    assert env.now == pytest.approx(1e6) and all(flow.done.triggered for flow in flows)
+
+
 def test_one_rank_stands_for_all_of_a_switch() -> None:
     nodes = 6
     cluster = make_cluster("h200", network("fat_tree"), nodes, 1)

@@ -10,6 +10,7 @@ symmetry: tests compare the two.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +20,6 @@ from typing import Any
 import simpy
 
 from tileweave.sim.machine import Cluster
-
-_DONE = 1e-15  # seconds: what is nearer to its end than that has ended
 
 
 @dataclass(slots=True)
@@ -74,9 +73,9 @@ class Links:
 
     def _reshare(self) -> None:
         """Finish what has arrived, share links anew, and wake up when the next flow ends."""
-        kept = []
+        kept, soon = [], 8.0 * math.ulp(self.env.now)  # a shorter wait than that would not move the clock: it would hang
         for flow in self._active:
-            if flow.left <= max(flow.rate, 1.0) * _DONE or flow.left <= 1e-9 * flow.nbytes:
+            if flow.left <= flow.rate * soon or flow.left <= 1e-9 * flow.nbytes:
                 flow.done.succeed()
             else:
                 kept.append(flow)
