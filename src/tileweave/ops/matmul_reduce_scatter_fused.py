@@ -100,7 +100,8 @@ class _FusedCall:
             from tileweave.kernels.all_gather_matmul_hopper import fits
             from tileweave.kernels.matmul_reduce_scatter_hopper import Launcher as HopperLauncher
 
-            if fits(x, w):
+            by_tma = self.config.transport == "sm" or self.schedule.cols * x.element_size() % 16 == 0
+            if fits(x, w) and by_tma:
                 return HopperLauncher(
                     self.endpoint, self.schedule, self.config, self.all_reduce, x.dtype, x.stride(0), w.stride(0)
                 )
