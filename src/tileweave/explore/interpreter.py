@@ -1,0 +1,264 @@
+"""Puts a model world under Triton's interpreter: launches become tasks, loads and stores become scheduling points.
+
+Private parts of the interpreter are touched in this file only; they are the same in Triton 3.6 and 3.9.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.runtime import interpreter as triton_interpreter
+from triton.runtime.jit import _normalize_ty
+
+from tileweave.explore.memory import CELL, Region, Store
+from tileweave.explore.ranks import World
+from tileweave.explore.tasks import Task
+from tileweave.language import interpreted
+
+_BUILDER = triton_interpreter.interpreter_builder
+_SEM = triton_interpreter._ir.MEM_SEMANTIC
+
+
+class _NoScope:
+    def restore(self) -> None:
+        """Nothing was patched."""
+
+
+@contextmanager
+def exploring() -> Iterator[Callable[[World | None], None]]:
+    """Take over the interpreter of this process. Gives a function that says which world kernels now run in.
+
+    Triton's own interpreter patches its language anew at every call of every device function, and checks integers for
+    overflow; here that happens once and never: a run takes a tenth of the time.
+    """
+    if not triton.knobs.runtime.interpret:
+        raise RuntimeError("asked: exploration; allowed: with TRITON_INTERPRET=1 set before triton is imported; remedy: set it")
+    hooks = Hooks()
+    scope = _patch_language()
+    function = triton_interpreter.InterpretedFunction
+    changes: list[tuple[Any, str, Any]] = [
+        (triton_interpreter, "_patch_lang", lambda fn: _NoScope()),
+        (function, "run", lambda self, *args, grid, warmup, **kwargs: hooks.launch(self.rewrite(), grid, args, kwargs)),
+        (function, "__call__", lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)),
+        (_BUILDER, "create_masked_load", hooks.masked_load),
+        (_BUILDER, "create_masked_store", hooks.masked_store),
+        (_BUILDER, "create_atomic_rmw", hooks.atomic_rmw),
+        (_BUILDER, "create_atomic_cas", hooks.atomic_cas),
+        (_BUILDER, "options", replace(_BUILDER.options, sanitize_overflow=False)),
+        (interpreted, "MEMORY", hooks),
+    ]
+    before = [(where, name, vars(where).get(name)) for where, name, _ in changes]
+    for where, name, value in changes:
+        setattr(where, name, value)
+    try:
+        yield hooks.enter
+    finally:
+        for where, name, value in before:
+            if value is None:
+                delattr(where, name)
+            else:
+                setattr(where, name, value)
+        scope.restore()
+
+
+def _patch_language() -> Any:
+    """What Triton patches for a function that sees all of its language, as our kernels and its own standard library do."""
+
+    def sees_both() -> None: ...
+
+    names = {"tl": triton.language, "core": triton.language.core}
+    return triton_interpreter._patch_lang(FunctionType(sees_both.__code__, names))
+
+
+@lru_cache(maxsize=256)
+def _parameters(fn: Callable[..., object]) -> tuple[inspect.Signature, frozenset[str]]:
+    kinds = {name: _normalize_ty(kind) for name, kind in inspect.get_annotations(fn).items()}
+    return inspect.signature(fn), frozenset(name for name, kind in kinds.items() if kind == "constexpr")
+
+
+class Hooks(interpreted.HostMemory):
+    """What Triton's interpreter calls in place of its own functions; and the memory of the interpreted words."""
+
+    def __init__(self) -> None:
+        self._world: World | None = None
+        self._native_load = _BUILDER.create_masked_load
+        self._native_store = _BUILDER.create_masked_store
+        self._native_rmw = _BUILDER.create_atomic_rmw
+        self._native_cas = _BUILDER.create_atomic_cas
+
+    def enter(self, world: World | None) -> None:
+        self._world = world
+        if world is not None:
+            world.tasks.on_enter = _set_grid
+
+    @property
+    def world(self) -> World:
+        assert self._world is not None, "a kernel runs in some world"
+        return self._world
+
+    def _me(self) -> Task:
+        current = self.world.tasks.current
+        assert current is not None, "kernels run in tasks"
+        return current
+
+    # --- Launches ---
+
+    def launch(self, fn: Callable[..., None], grid: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        signature, constexprs = _parameters(fn)
+        bound = signature.bind(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
+        bound.apply_defaults()
+        given = {}
+        for name, value in bound.arguments.items():
+            if isinstance(value, torch.Tensor):
+                self._know(name, value)
+            given[name] = value if name in constexprs else triton_interpreter._implicit_cvt(value)
+        sizes = grid(given) if callable(grid) else grid
+        sizes = (*sizes, *(1,) * (3 - len(sizes)))
+        self.world.tasks.note("launches", detail=f"{fn.__name__} {sizes}")
+        self.world.launch(sizes, lambda: fn(**given))
+
+    def _know(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor that a kernel gets is memory it may touch; symmetric buffers are known already."""
+        storage = tensor.untyped_storage()
+        start, nbytes = storage.data_ptr(), storage.nbytes()
+        if nbytes and not self.world.memory.has(start, start + nbytes):
+            self.world.memory.add(Region(f"rank {self.world.rank.rank} {name}", start, start + nbytes))
+            self.world.kept.append(tensor)  # its address is nobody else's while this world lives
+
+    # --- Blocks: what the interpreter does for tl.load, tl.store and atomics ---
+
+    def masked_load(self, ptrs: Any, mask: Any, other: Any, cache: Any, volatile: Any = False, *rest: Any) -> Any:
+        active = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+        if active.size:
+            me, size = self._me(), ptrs.get_element_ty().primitive_bitwidth // 8
+            low, high = int(active.min()), int(active.max()) + size
+            region = self.world.memory.region(low, high, me.name)
+            if region.writer is not None:  # what nobody ever stores to is only read
+                if volatile:
+                    self._poll(me, ("load", ptrs.data.tobytes()), low, high)
+                self.world.tasks.point()
+                self.world.memory.settle(me, low, high)
+                self.world.tasks.note("loads", low, high)
+                if not volatile:
+                    self.world.memory.check_read(me, region, (active - np.uint64(region.start)) >> np.uint64(2))
+        return self._native_load(ptrs, mask, other, cache, volatile, *rest)
+
+    def masked_store(self, ptrs: Any, value: Any, mask: Any, cache: Any, *rest: Any) -> Any:
+        active = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+        if not active.size:
+            return None
+        me, size = self._me(), ptrs.get_element_ty().primitive_bitwidth // 8
+        low, high = int(active.min()), int(active.max()) + size
+        region = self.world.memory.region(low, high, me.name)
+        self.world.tasks.point()
+        me.polled.clear()
+        self.world.tasks.note("stores", low, high)
+        self.world.memory.check_write(me, region, (active - np.uint64(region.start)) >> np.uint64(2))
+        self.world.memory.put(me, Store(low, high, lambda: self._native_store(ptrs, value, mask, cache, *rest)))
+        return None
+
+    def atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        return self._atomic(ptr, mask.data, sem, lambda: self._native_rmw(op, ptr, val, mask, sem, scope))
+
+    def atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
+        everywhere = np.ones(ptr.data.shape, bool)
+        return self._atomic(ptr, everywhere, sem, lambda: self._native_cas(ptr, cmp, val, sem, scope))
+
+    def _atomic(self, ptr: Any, mask: np.ndarray, sem: Any, change: Callable[[], Any]) -> Any:
+        active = ptr.data[np.broadcast_to(mask, ptr.data.shape)]
+        if not active.size:
+            return change()
+        me, memory = self._me(), self.world.memory
+        size = ptr.get_element_ty().primitive_bitwidth // 8
+        low, high = int(active.min()), int(active.max()) + size
+        memory.region(low, high, me.name)
+        self._poll(me, ("atomic", ptr.data.tobytes()), low, high)
+        self.world.tasks.point()
+        before = ctypes.string_at(low, high - low)
+        acquires, releases = sem in (_SEM.ACQUIRE, _SEM.ACQUIRE_RELEASE), sem in (_SEM.RELEASE, _SEM.ACQUIRE_RELEASE)
+        result = memory.exchange(me, [int(a) for a in active.flat], size, change, acquires, releases)
+        self.world.tasks.note("atomic", low, high)
+        if ctypes.string_at(low, high - low) != before:
+            me.polled.clear()
+            memory.arrived(low, high)
+        return result
+
+    def _poll(self, me: Task, key: object, low: int, high: int) -> None:
+        """A second look at the same place, with nothing done since: wait until something there changes."""
+        if key in me.polled:
+            if me.patience > 0:
+                me.patience -= 1
+            else:
+                lows, highs = zip(*me.polled.values(), strict=True)
+                self.world.tasks.park(min(lows), max(highs))
+        me.polled[key] = (low, high)
+
+    # --- Words: what the bodies in ``language/interpreted.py`` do ---
+
+    def load(self, address: int) -> int:
+        me, memory = self._me(), self.world.memory
+        region = memory.region(address, address + 4, me.name)
+        memory.check_read(me, region, _cell(region, address))
+        return memory.read_word(me, address)
+
+    def store(self, address: int, value: int) -> None:
+        me, memory = self._me(), self.world.memory
+        region = memory.region(address, address + 4, me.name)
+        self.world.tasks.point()
+        me.polled.clear()
+        self.world.tasks.note("stores", address, address + 4, str(value))
+        memory.check_write(me, region, _cell(region, address))
+        word = ctypes.c_int32.from_address(address)
+        memory.put(me, Store(address, address + 4, lambda: setattr(word, "value", value)))
+
+    def acquire(self, address: int) -> int:
+        me, memory = self._me(), self.world.memory
+        memory.region(address, address + 4, me.name)
+        self.world.tasks.point()
+        self._awaited = address
+        value = memory.acquire(me, address)
+        self.world.tasks.note("sees", address, address + 4, str(value))
+        return value
+
+    def release(self, address: int, value: int) -> None:
+        me = self._me()
+        self.world.memory.region(address, address + 4, me.name)
+        self.world.tasks.point()
+        me.polled.clear()
+        self.world.tasks.note("signals", address, address + 4, str(value))
+        self.world.memory.release(me, address, value)
+
+    def add(self, address: int, value: int) -> int:
+        me, memory = self._me(), self.world.memory
+        memory.region(address, address + 4, me.name)
+        self.world.tasks.point()
+        me.polled.clear()
+        self.world.tasks.note("adds", address, address + 4, str(value))
+        before = memory.exchange(me, [address], 4, lambda: interpreted.HostMemory.add(_PLAIN, address, value), True, True)
+        memory.arrived(address, address + 4)
+        return int(before)
+
+    def pause(self, polls: int) -> None:
+        self.world.tasks.park(self._awaited, self._awaited + 4)
+
+
+_PLAIN = interpreted.HostMemory()
+
+
+def _set_grid(task: Task) -> None:
+    _BUILDER.grid_idx, _BUILDER.grid_dim = task.grid_index, task.grid
+
+
+def _cell(region: Region, address: int) -> slice:
+    cell = (address - region.start) // CELL
+    return slice(cell, cell + 1)

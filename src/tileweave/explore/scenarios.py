@@ -1,0 +1,141 @@
+"""What is explored: for each operator a few small scenarios. A new operator is one entry here.
+
+A scenario makes calls of one operator on one rank of a model world, by the path that users take below the argument checks,
+and says what must come out. Operands are whole numbers, so results are exact; they differ from call to call, so that data of
+an older call cannot pass for this one's. Tiles are as small as the interpreter lets them be: its time goes by operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from tileweave.config import MatmulConfig, Plan
+from tileweave.explore.ranks import World
+from tileweave.transport.base import EPOCH
+
+POOL = 7  # sets of operands of one shape; a prime, so that calls, slots and sets do not move in step
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a seed decides about a run besides its schedule."""
+
+    programs: int
+    resident: int | None
+    epoch: int
+    calls: int
+    order: int  # offset into shapes and operands
+
+
+class Scenario(Protocol):
+    """One way to call one operator. ``programs``: how many a kernel may have, at most ``ranks.MAX_PROGRAMS``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def programs(self) -> tuple[int, ...]: ...
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        """On every host before the first call; collective."""
+        ...
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Call once; what came out under which name, and what it must equal."""
+        ...
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        """After the last call: numbers that must have come back to what they were; name, seen, expected."""
+        ...
+
+
+def wrap(epoch: int) -> int:
+    return (epoch + 2**31) % 2**32 - 2**31
+
+
+def begin_instance(world: World, rank: int, op: str, kind: str, epoch: int) -> None:
+    """Make the instance of ``op``, and let its count of calls stand at ``epoch``, as after as many calls."""
+    instance = world.workspace(rank).instance(op, kind)
+    instance.control[EPOCH] = epoch
+    instance.signals.fill_(wrap(epoch - 1))
+    instance.calls = epoch & 1 ^ 1  # the host's count alternates in step with the device's
+    world.barrier()
+
+
+def end_instance(world: World, rank: int, op: str, kind: str, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+    instance = world.workspace(rank).instance(op, kind)
+    yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
+    yield "programs that left", int(instance.control[1]), 0
+    yield "counters not at zero", int(instance.counters.count_nonzero()), 0
+
+
+@lru_cache(maxsize=4096)
+def whole_numbers(shape: tuple[int, ...], *seed: object) -> torch.Tensor:
+    """Small whole numbers in fp32, the same for the same seed; never written to."""
+    generator = torch.Generator().manual_seed(hash(seed) % (1 << 60))
+    return torch.randint(-3, 4, shape, generator=generator).float()
+
+
+# --- all_gather_matmul ---
+
+
+@dataclass(frozen=True)
+class AllGatherMatmul:
+    """``shapes``: (rows, cols, K) of a rank, used in turn. ``captured``: as after a graph capture, slot 0 and a barrier."""
+
+    name: str
+    config: MatmulConfig
+    shapes: tuple[tuple[int, int, int], ...]
+    programs: tuple[int, ...]
+    gathered: bool = False
+    captured: bool = False
+    op: str = "all_gather_matmul"
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, self.config.transport, drawn.epoch)
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.all_gather_matmul_fused import run_fused
+
+        shape = self.shapes[(number + drawn.order) % len(self.shapes)]
+        everyone, w, want = _gather_operands(shape, world.size, rank, (number + drawn.order) % POOL)
+        out = torch.full_like(want, float("nan"))
+        gathered = torch.full_like(everyone, float("nan")) if self.gathered else None
+        world.transports[rank].captured = self.captured and number > 0
+        x = everyone[rank * shape[0] : (rank + 1) * shape[0]].clone()
+        run_fused(x, w, None, out, gathered, world.ranks[rank].group, Plan("fused", "explored", self.config))
+        yield "out", out, want
+        if gathered is not None:
+            yield "gathered", gathered, everyone
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        yield from end_instance(world, rank, self.op, self.config.transport, drawn)
+
+
+@lru_cache(maxsize=4096)
+def _gather_operands(shape: tuple[int, int, int], size: int, rank: int, seed: int) -> tuple[torch.Tensor, ...]:
+    rows, cols, depth = shape
+    everyone = whole_numbers((size * rows, depth), "x", seed)
+    w = whole_numbers((cols, depth), "w", rank, seed)
+    return everyone, w, everyone @ w.t()
+
+
+def _triton(transport: str, **changes: object) -> MatmulConfig:
+    options: dict[str, object] = {"group_m": 1, "num_slices": 2, "num_producers": 1, **changes}
+    return MatmulConfig("triton", transport, 16, 16, 16, 1, 4, **options)  # type: ignore[arg-type]
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    AllGatherMatmul("sm", _triton("sm"), ((16, 16, 16), (16, 8, 16)), (1, 2, 3)),
+    AllGatherMatmul("sm, spans", _triton("sm"), ((3, 16, 16), (5, 16, 16)), (1, 2)),
+    AllGatherMatmul("sm, producers", _triton("sm", num_producers=2, num_slices=4), ((16, 16, 320),), (2, 3)),
+    AllGatherMatmul("sm, cut, gathered", _triton("sm"), ((16, 16, 96),), (2, 3), gathered=True),
+    AllGatherMatmul("copy engine", _triton("copy_engine"), ((16, 16, 16), (17, 16, 16)), (1, 2)),
+    AllGatherMatmul("copy engine, captured", _triton("copy_engine"), ((16, 16, 16),), (1, 2), captured=True),
+)
