@@ -22,6 +22,7 @@ from triton.runtime.jit import _normalize_ty
 
 from tileweave.explore.memory import CELL, Region, Store
 from tileweave.explore.ranks import World
+from tileweave.explore.scalars import KEPT, Scalar, ScalarTransformer, kept
 from tileweave.explore.tasks import Task
 from tileweave.language import interpreted
 
@@ -38,8 +39,8 @@ class _NoScope:
 def exploring() -> Iterator[Callable[[World | None], None]]:
     """Take over the interpreter of this process. Gives a function that says which world kernels now run in.
 
-    Triton's own interpreter patches its language anew at every call of every device function, and checks integers for
-    overflow; here that happens once and never: a run takes a tenth of the time.
+    Triton's own interpreter patches its language anew at every call of every device function, checks integers for overflow,
+    and makes arrays of scalars; here that happens once, and never: a run takes a small part of the time.
     """
     if not triton.knobs.runtime.interpret:
         raise RuntimeError("asked: exploration; allowed: with TRITON_INTERPRET=1 set before triton is imported; remedy: set it")
@@ -56,6 +57,12 @@ def exploring() -> Iterator[Callable[[World | None], None]]:
         (_BUILDER, "create_atomic_cas", hooks.atomic_cas),
         (_BUILDER, "options", replace(_BUILDER.options, sanitize_overflow=False)),
         (interpreted, "MEMORY", hooks),
+        (interpreted, "_scalar", lambda value, dtype=None: Scalar(value)),
+        (function, "rewritten_fn", {}),
+        (triton_interpreter.FunctionRewriter, "ast_transformer", ScalarTransformer()),
+        (triton_interpreter, KEPT, kept),
+        (triton.language, "program_id", lambda axis: Scalar(_BUILDER.grid_idx[axis])),
+        (triton.language, "num_programs", lambda axis: Scalar(_BUILDER.grid_dim[axis])),
     ]
     before = [(where, name, vars(where).get(name)) for where, name, _ in changes]
     for where, name, value in changes:
@@ -121,11 +128,15 @@ class Hooks(interpreted.HostMemory):
         for name, value in bound.arguments.items():
             if isinstance(value, torch.Tensor):
                 self._know(name, value)
-            given[name] = value if name in constexprs else triton_interpreter._implicit_cvt(value)
+            given[name] = value if name in constexprs else self._argument(value)
         sizes = grid(given) if callable(grid) else grid
         sizes = (*sizes, *(1,) * (3 - len(sizes)))
         self.world.tasks.note("launches", detail=f"{fn.__name__} {sizes}")
         self.world.launch(sizes, lambda: fn(**given))
+
+    @staticmethod
+    def _argument(value: object) -> object:
+        return Scalar(value) if type(value) is int else triton_interpreter._implicit_cvt(value)
 
     def _know(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor that a kernel gets is memory it may touch; symmetric buffers are known already."""

@@ -41,6 +41,10 @@ class Scenario(Protocol):
     def op(self) -> str: ...
     @property
     def programs(self) -> tuple[int, ...]: ...
+    @property
+    def resident(self) -> int:
+        """How many programs must fit a device at once: those that push before anyone may wait."""
+        ...
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         """On every host before the first call; collective."""
@@ -96,6 +100,10 @@ class AllGatherMatmul:
     gathered: bool = False
     captured: bool = False
     op: str = "all_gather_matmul"
+
+    @property
+    def resident(self) -> int:
+        return self.config.num_producers if self.config.transport == "sm" else 1
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         begin_instance(world, rank, self.op, self.config.transport, drawn.epoch)

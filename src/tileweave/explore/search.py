@@ -61,7 +61,7 @@ def draw(scenario: Scenario, seed: Seed) -> Drawn:
     choice = random.Random(f"{seed.scenario} {seed.world} {seed.number // 2 if seed.strategy == 'delay' else seed.number}")
     programs = choice.choice(scenario.programs)
     resident = choice.choice((None, None, 1, 2))
-    return Drawn(programs, resident, choice.choice(EPOCHS), choice.choice((3, 3, 4)), choice.randrange(1000))
+    return Drawn(programs, resident and max(resident, scenario.resident), choice.choice(EPOCHS), choice.choice((3, 3, 4)), choice.randrange(1000))
 
 
 def strategy_of(seed: Seed, world: int) -> Walk | Priorities | Delays | Malice:

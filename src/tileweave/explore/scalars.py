@@ -1,0 +1,75 @@
+"""Scalars of a kernel as Python integers: most of what a kernel does under the interpreter is index arithmetic.
+
+Triton's interpreter wraps every integer into an array and checks types at every operation, 30 us each. Here scalars are a
+kind of ``int``, with Triton's rules where they differ from Python's: division truncates. They do not wrap at 32 bits;
+epochs, the only numbers that get there, are wrapped where they are stored (``language/interpreted.py``).
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+from triton.runtime import interpreter as triton_interpreter
+
+
+def _divide(a: int, b: int) -> int:
+    return a // b if (a >= 0) == (b > 0) else -(-a // b)
+
+
+def _remainder(a: int, b: int) -> int:
+    return a - b * _divide(a, b)
+
+
+class Scalar(int):
+    """An integer of a kernel."""
+
+    def to(self, dtype: tl.dtype, *args: object, **kwargs: object) -> Any:
+        if dtype.is_int():
+            return self
+        return triton_interpreter.interpreter_semantic.to_tensor(int(self), False).to(dtype)
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+def _binary(function: Callable[[int, int], int], swapped: bool) -> Callable[[Scalar, object], Any]:
+    def method(self: Scalar, other: object) -> Any:
+        other = _plain(other)
+        if not isinstance(other, int):
+            return NotImplemented
+        a, b = int(self), int(other)
+        return Scalar(function(b, a) if swapped else function(a, b))
+
+    return method
+
+
+for _name, _function in {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _divide, "mod": _remainder,
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift,
+}.items():  # fmt: skip
+    setattr(Scalar, f"__{_name}__", _binary(_function, swapped=False))
+    setattr(Scalar, f"__r{_name}__", _binary(_function, swapped=True))
+
+
+def kept(value: object) -> object:
+    """What an assignment in a kernel leaves in a name: integers become scalars, all else stays."""
+    value = _plain(value)
+    return Scalar(value) if type(value) is int else value
+
+
+class ScalarTransformer(triton_interpreter.ASTTransformer):
+    """Triton's rewriting of kernels, but an assigned integer becomes a :class:`Scalar` and not an array."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:  # noqa: N802 - ast's name
+        self.generic_visit(node)
+        call = ast.Call(func=ast.Name(id=KEPT, ctx=ast.Load()), args=[node.value], keywords=[])
+        node.value = ast.copy_location(call, node.value)
+        return node
+
+
+KEPT = "_tileweave_kept"

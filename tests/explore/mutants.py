@@ -1,0 +1,91 @@
+"""Faults planted in the real source, one at a time. Exploration must find each of them.
+
+A mutant is a text in one file of ``src/tileweave`` and what stands there instead. ``scenarios``: the beginning of the names
+of the scenarios that run the mutated lines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    scenarios: str
+    count: int = 1  # how often ``old`` stands in the file; all are replaced
+
+    def apply(self, text: str) -> str:
+        found = text.count(self.old)
+        if found != self.count:
+            raise ValueError(f"mutant {self.name!r}: {self.file} has the text {found} times, expected {self.count}")
+        return text.replace(self.old, self.new)
+
+
+AG = "all_gather_matmul/"
+KERNEL, FUSED = "kernels/all_gather_matmul.py", "ops/all_gather_matmul_fused.py"
+WORDS, REMOTE, MATMUL, TILE = "language/interpreted.py", "language/remote.py", "language/matmul.py", "language/tile.py"
+
+_PUSH = "        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, SPANS, BLOCK)\n"
+_NOTIFY = "        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)\n"
+_WAIT = "token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report)"
+_PUSHED = "            wait(signals, 1, epoch, pushed, -1, control, report)\n"
+_LEAVE = "    leave(control, epoch, num_programs)\n"
+_DATA = "        copies.append(Copy(instance.slot_addresses[peer] + slot * instance.slot_bytes + place * nbytes, 0, nbytes))\n"
+_SIGNAL = "        copies.append(Copy(instance.signal_addresses[peer] + 4 * rank * MAX_SLICES, epoch, 4))\n"
+_GIVE = "    tl.store(partials + (place + program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
+_COUNT = '    tl.atomic_add(counters + cut_tile, 1, sem="release", scope="gpu")\n'
+
+MUTANTS: tuple[Mutant, ...] = (
+    # --- all_gather_matmul: the kernel ---
+    Mutant("a tile does not wait", KERNEL, _WAIT, "token = 0", AG),
+    Mutant("a tile waits for one slice of several", KERNEL, _WAIT, _WAIT.replace("NUM_SLICES", "1"), AG + "sm"),
+    Mutant("a tile waits for another source", KERNEL, _WAIT, _WAIT.replace("source *", "(source + 1) % 2 *"), AG),
+    Mutant("a tile waits for the next call", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch + 1"), AG),
+    Mutant("a tile waits for the call before", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch - 1"), AG),
+    Mutant("a tile waits for the last source only", KERNEL, "range(first_row // rows, last_row", "range(last_row // rows, last_row", AG + "sm, spans"),
+    Mutant("a slice is signalled before it is stored", KERNEL, _PUSH + _NOTIFY, _NOTIFY + _PUSH, AG + "sm"),
+    Mutant("the last slice is never signalled", KERNEL, "range(program, NUM_SLICES, num_producers)", "range(program, NUM_SLICES - 1, num_producers)", AG + "sm"),
+    Mutant("one slot", KERNEL, "slot = epoch & 1", "slot = epoch & 0", AG + "sm"),
+    Mutant("a shard is looked for in the next place", KERNEL, "place = (rank + WORLD_SIZE - source - 1)", "place = (rank + WORLD_SIZE - source)", AG),
+    Mutant("the gathered input is copied without a wait", KERNEL, "        wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, -1, control, report)\n", "", AG + "sm, cut, gathered"),
+    Mutant("the epoch may move before the last push", KERNEL, _PUSHED, "            pass\n", AG + "copy engine"),
+    Mutant("a program leaves before the last push", KERNEL, "    if not PUSH:  # the copy", _LEAVE + "    if not PUSH:  # the copy", AG + "copy engine"),
+    Mutant("one program leaves twice", KERNEL, _LEAVE, _LEAVE + "    if program == 0:\n    " + _LEAVE, AG),
+    Mutant("the epoch stands still", KERNEL, _LEAVE, _LEAVE.replace("num_programs", "num_programs + 1"), AG),
+    # --- all_gather_matmul: copy engines ---
+    Mutant("a copied shard is signalled before it is copied", FUSED, _DATA + _SIGNAL, _SIGNAL + _DATA, AG + "copy engine"),
+    Mutant("a copied shard is not signalled", FUSED, _SIGNAL, "", AG + "copy engine"),
+    Mutant("copies of all calls to one slot", FUSED, "slot = instance.calls & 1", "slot = 0", AG + "copy engine"),
+    Mutant("copies to the slot of the other parity", FUSED, "transport.push(call.copies[slot]", "transport.push(call.copies[1 - slot]", AG + "copy engine"),
+    Mutant("captured copies without a barrier", FUSED, "            barrier(call.endpoint, transport.world_size, transport.rank)\n", "", AG + "copy engine, captured"),
+    Mutant("no word for the last push", FUSED, "    copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))\n", "", AG + "copy engine"),
+    Mutant("a signal to the wrong word", FUSED, "4 * rank * MAX_SLICES", "4 * peer * MAX_SLICES", AG + "copy engine"),
+    Mutant("a barrier that does not wait", "kernels/barrier.py", "        wait(signals", "        0 and wait(signals", AG + "copy engine, captured"),
+    Mutant("a barrier that waits for one", "kernels/barrier.py", "    for i in tl.static_range(1, WORLD_SIZE):\n        wait", "    for i in tl.static_range(1, 2):\n        wait", AG + "copy engine, captured"),
+    # --- the words ---
+    Mutant("notify without a release", WORDS, "    MEMORY.release(_value(signal), _value(epoch))", "    MEMORY.store(_value(signal), _value(epoch))", AG + "sm"),
+    Mutant("wait without an acquire", WORDS, "MEMORY.acquire(base", "MEMORY.load(base", AG),
+    Mutant("wait is satisfied one call early", WORDS, "- expected) < 0", "- expected) < -1", AG),
+    Mutant("wait is satisfied one call late", WORDS, "- expected) < 0", "- expected) <= 0", AG),
+    Mutant("wait wants the epoch itself", WORDS, "- expected) < 0", "- expected) != 0", AG),
+    Mutant("wait compares across the wrap", WORDS, "wrapped((seen := MEMORY.acquire(base + 4 * i)) - expected) < 0", "(seen := MEMORY.acquire(base + 4 * i)) < expected", AG),
+    Mutant("wait forgets the last signal", WORDS, "range(index, index + number)", "range(index, index + max(number - 1, 1))", AG + "sm"),
+    Mutant("notify_all forgets a peer", WORDS, "else 1, size)", "else 1, size - 1)", AG + "sm"),
+    Mutant("the count of programs is not reset", WORDS, "        MEMORY.store(block + 4 * _LEAVERS, 0)\n", "", AG),
+    Mutant("the first to leave moves the epoch", WORDS, "1) == _value(num_programs) - 1", "1) == 0", AG),
+    Mutant("leaving is not atomic", WORDS, "MEMORY.add(block + 4 * _LEAVERS, 1)", "(n := MEMORY.load(block + 4), MEMORY.store(block + 4, n + 1))[0]", AG),
+    Mutant("put_all to the wrong peer", REMOTE, "symm_at(table, (rank + i) %", "symm_at(table, (rank + i + 1) %", AG + "sm"),
+    Mutant("put_all forgets the last element", REMOTE, "        mask = index < end\n        value", "        mask = index < end - 1\n        value", AG + "sm"),
+    Mutant("put_all into the neighbour's place", REMOTE, "target += (i - 1) * size", "target += (i % 2) * size", AG + "sm"),
+    # --- cut tiles ---
+    Mutant("a part is counted before it is stored", MATMUL, _GIVE + "    tl.debug_barrier()\n" + _COUNT, _COUNT + _GIVE, AG + "sm, cut"),
+    Mutant("a part is counted without a release", MATMUL, 'sem="release"', 'sem="relaxed"', AG + "sm, cut"),
+    Mutant("parts are taken without an acquire", MATMUL, 'sem="acquire"', 'sem="relaxed"', AG + "sm, cut"),
+    Mutant("parts are taken one too early", MATMUL, 'scope="gpu") < helpers:', 'scope="gpu") < helpers - 1:', AG + "sm, cut"),
+    Mutant("the count of parts is not reset", MATMUL, "    tl.store(counters + cut_tile, 0)\n", "", AG + "sm, cut"),
+    Mutant("owners wait for higher programs", TILE, "(num_programs // team - 1 - program // team) * span", "(program // team) * span", AG + "sm, cut", count=2),
+)  # fmt: skip
