@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.jit import _normalize_ty
 
+from tileweave.explore import blocks
+from tileweave.explore.blocks import Block
 from tileweave.explore.memory import CELL, Region, Store
 from tileweave.explore.ranks import World
 from tileweave.explore.scalars import KEPT, Scalar, ScalarTransformer, kept
@@ -28,6 +31,7 @@ from tileweave.language import interpreted
 
 _BUILDER = triton_interpreter.interpreter_builder
 _SEM = triton_interpreter._ir.MEM_SEMANTIC
+_NATIVE = triton_interpreter._interpreter
 
 
 class _NoScope:
@@ -45,12 +49,16 @@ def exploring() -> Iterator[Callable[[World | None], None]]:
     if not triton.knobs.runtime.interpret:
         raise RuntimeError("asked: exploration; allowed: with TRITON_INTERPRET=1 set before triton is imported; remedy: set it")
     hooks = Hooks()
+    words = _words()
     scope = _patch_language()
     function = triton_interpreter.InterpretedFunction
     changes: list[tuple[Any, str, Any]] = [
         (triton_interpreter, "_patch_lang", lambda fn: _NoScope()),
         (function, "run", lambda self, *args, grid, warmup, **kwargs: hooks.launch(self.rewrite(), grid, args, kwargs)),
         (function, "__call__", lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)),
+        (function, "rewritten_fn", {}),
+        (triton_interpreter.FunctionRewriter, "ast_transformer", ScalarTransformer()),
+        (triton_interpreter, KEPT, kept),
         (_BUILDER, "create_masked_load", hooks.masked_load),
         (_BUILDER, "create_masked_store", hooks.masked_store),
         (_BUILDER, "create_atomic_rmw", hooks.atomic_rmw),
@@ -58,11 +66,12 @@ def exploring() -> Iterator[Callable[[World | None], None]]:
         (_BUILDER, "options", replace(_BUILDER.options, sanitize_overflow=False)),
         (interpreted, "MEMORY", hooks),
         (interpreted, "_scalar", lambda value, dtype=None: Scalar(value)),
-        (function, "rewritten_fn", {}),
-        (triton_interpreter.FunctionRewriter, "ast_transformer", ScalarTransformer()),
-        (triton_interpreter, KEPT, kept),
-        (triton.language, "program_id", lambda axis: Scalar(_BUILDER.grid_idx[axis])),
-        (triton.language, "num_programs", lambda axis: Scalar(_BUILDER.grid_dim[axis])),
+        *((where, name, blocks.long_way(getattr(where, name))) for where, name in words),
+        *((tl, name, word) for name, word in blocks.WORDS.items()),
+        (tl, "load", hooks.word_load),
+        (tl, "store", hooks.word_store),
+        (tl, "program_id", lambda axis: Scalar(_BUILDER.grid_idx[axis])),
+        (tl, "num_programs", lambda axis: Scalar(_BUILDER.grid_dim[axis])),
     ]
     before = [(where, name, vars(where).get(name)) for where, name, _ in changes]
     for where, name, value in changes:
@@ -78,12 +87,23 @@ def exploring() -> Iterator[Callable[[World | None], None]]:
         scope.restore()
 
 
+def _words() -> list[tuple[Any, str]]:
+    """Everything in Triton's language that a kernel may call."""
+    kinds = (triton_interpreter.InterpretedFunction,)
+    return [
+        (module, name)
+        for module in (tl, tl.math)
+        for name, member in vars(module).items()
+        if tl.core.is_builtin(member) or isinstance(member, kinds)
+    ]
+
+
 def _patch_language() -> Any:
     """What Triton patches for a function that sees all of its language, as our kernels and its own standard library do."""
 
     def sees_both() -> None: ...
 
-    names = {"tl": triton.language, "core": triton.language.core}
+    names = {"tl": tl, "core": tl.core}
     return triton_interpreter._patch_lang(FunctionType(sees_both.__code__, names))
 
 
@@ -91,6 +111,11 @@ def _patch_language() -> Any:
 def _parameters(fn: Callable[..., object]) -> tuple[inspect.Signature, frozenset[str]]:
     kinds = {name: _normalize_ty(kind) for name, kind in inspect.get_annotations(fn).items()}
     return inspect.signature(fn), frozenset(name for name, kind in kinds.items() if kind == "constexpr")
+
+
+@lru_cache(maxsize=32)
+def _pointer_to(dtype: torch.dtype) -> tl.dtype:
+    return triton_interpreter._implicit_cvt(torch.empty(0, dtype=dtype)).dtype
 
 
 class Hooks(interpreted.HostMemory):
@@ -136,7 +161,11 @@ class Hooks(interpreted.HostMemory):
 
     @staticmethod
     def _argument(value: object) -> object:
-        return Scalar(value) if type(value) is int else triton_interpreter._implicit_cvt(value)
+        if isinstance(value, torch.Tensor):
+            return Block(np.int64(value.data_ptr()), _pointer_to(value.dtype))
+        if isinstance(value, int | float | None):
+            return kept(value)
+        return triton_interpreter._implicit_cvt(value)
 
     def _know(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor that a kernel gets is memory it may touch; symmetric buffers are known already."""
@@ -148,35 +177,72 @@ class Hooks(interpreted.HostMemory):
 
     # --- Blocks: what the interpreter does for tl.load, tl.store and atomics ---
 
+    def word_load(
+        self, pointer: Any, mask: Any = None, other: Any = None, boundary_check: Any = (), padding_option: Any = "",
+        cache_modifier: Any = "", eviction_policy: Any = "", volatile: Any = False,
+    ) -> Any:  # fmt: skip
+        """``tl.load`` of blocks."""
+        dtype = pointer.dtype.element_ty
+        places, inside = _places(pointer, mask)
+        kind = triton_interpreter._get_np_dtype(dtype)
+        instead = 0 if other is None else other.data if isinstance(other, Block) else blocks.plain(other)
+        self._read(places[inside], dtype.primitive_bitwidth // 8, bool(blocks.plain(volatile)))
+        data = _NATIVE.load(places, inside, np.broadcast_to(np.asarray(instead, kind), places.shape), kind)
+        return Block(data if pointer.data.ndim else data[0], dtype)
+
+    def word_store(
+        self, pointer: Any, value: Any, mask: Any = None, boundary_check: Any = (), cache_modifier: Any = "",
+        eviction_policy: Any = "",
+    ) -> None:  # fmt: skip
+        """``tl.store`` of blocks."""
+        dtype = pointer.dtype.element_ty
+        places, inside = _places(pointer, mask)
+        value = blocks.plain(value)
+        if isinstance(value, Block):
+            value = value.to(dtype).data if not value.dtype.is_ptr() else value.data
+        data = np.array(np.broadcast_to(np.asarray(value, triton_interpreter._get_np_dtype(dtype)), places.shape))
+        size = dtype.primitive_bitwidth // 8
+        self._write(places[inside], size, lambda: _NATIVE.store(places, data, inside))
+
     def masked_load(self, ptrs: Any, mask: Any, other: Any, cache: Any, volatile: Any = False, *rest: Any) -> Any:
-        active = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
-        if active.size:
-            me, size = self._me(), ptrs.get_element_ty().primitive_bitwidth // 8
-            low, high = int(active.min()), int(active.max()) + size
-            region = self.world.memory.region(low, high, me.name)
-            if region.writer is not None:  # what nobody ever stores to is only read
-                if volatile:
-                    self._poll(me, ("load", ptrs.data.tobytes()), low, high)
-                self.world.tasks.point()
-                self.world.memory.settle(me, low, high)
-                self.world.tasks.note("loads", low, high)
-                if not volatile:
-                    self.world.memory.check_read(me, region, (active - np.uint64(region.start)) >> np.uint64(2))
+        size = ptrs.get_element_ty().primitive_bitwidth // 8
+        self._read(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)], size, bool(volatile))
         return self._native_load(ptrs, mask, other, cache, volatile, *rest)
 
-    def masked_store(self, ptrs: Any, value: Any, mask: Any, cache: Any, *rest: Any) -> Any:
+    def masked_store(self, ptrs: Any, value: Any, mask: Any, cache: Any, *rest: Any) -> None:
+        size = ptrs.get_element_ty().primitive_bitwidth // 8
         active = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+        self._write(active, size, lambda: self._native_store(ptrs, value, mask, cache, *rest))
+
+    def _read(self, active: np.ndarray, size: int, volatile: bool) -> None:
+        """A load from these addresses is about to happen."""
         if not active.size:
-            return None
-        me, size = self._me(), ptrs.get_element_ty().primitive_bitwidth // 8
+            return
+        me, world = self._me(), self.world
         low, high = int(active.min()), int(active.max()) + size
-        region = self.world.memory.region(low, high, me.name)
-        self.world.tasks.point()
+        region = world.memory.region(low, high, me.name)
+        if region.writer is None:  # nobody ever stores there
+            return
+        if volatile:
+            self._poll(me, ("load", active.tobytes()), low, high)
+        world.tasks.point()
+        world.memory.settle(me, low, high)
+        world.tasks.note("loads", low, high)
+        if not volatile:
+            world.memory.check_read(me, region, _cells(region, active))
+
+    def _write(self, active: np.ndarray, size: int, apply: Callable[[], object]) -> None:
+        """``apply`` stores to these addresses; it happens when memory lets it."""
+        if not active.size:
+            return
+        me, world = self._me(), self.world
+        low, high = int(active.min()), int(active.max()) + size
+        region = world.memory.region(low, high, me.name)
+        world.tasks.point()
         me.polled.clear()
-        self.world.tasks.note("stores", low, high)
-        self.world.memory.check_write(me, region, (active - np.uint64(region.start)) >> np.uint64(2))
-        self.world.memory.put(me, Store(low, high, lambda: self._native_store(ptrs, value, mask, cache, *rest)))
-        return None
+        world.tasks.note("stores", low, high)
+        world.memory.check_write(me, region, _cells(region, active))
+        world.memory.put(me, Store(low, high, apply))
 
     def atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         return self._atomic(ptr, mask.data, sem, lambda: self._native_rmw(op, ptr, val, mask, sem, scope))
@@ -268,6 +334,18 @@ _PLAIN = interpreted.HostMemory()
 
 def _set_grid(task: Task) -> None:
     _BUILDER.grid_idx, _BUILDER.grid_dim = task.grid_index, task.grid
+
+
+def _places(pointer: Block, mask: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Addresses as the interpreter wants them, and which of them count."""
+    places = np.atleast_1d(pointer.data).astype(np.uint64)
+    mask = blocks.plain(mask)
+    inside = True if mask is None else mask.data if isinstance(mask, Block) else bool(mask)
+    return places, np.array(np.broadcast_to(inside, places.shape))
+
+
+def _cells(region: Region, active: np.ndarray) -> np.ndarray:
+    return (active - np.uint64(region.start)) >> np.uint64(2)
 
 
 def _cell(region: Region, address: int) -> slice:

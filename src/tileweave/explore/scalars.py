@@ -33,13 +33,13 @@ class Scalar(int):
         return triton_interpreter.interpreter_semantic.to_tensor(int(self), False).to(dtype)
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     return value.value if isinstance(value, tl.constexpr) else value
 
 
 def _binary(function: Callable[[int, int], int], swapped: bool) -> Callable[[Scalar, object], Any]:
     def method(self: Scalar, other: object) -> Any:
-        other = _plain(other)
+        other = plain(other)
         if not isinstance(other, int):
             return NotImplemented
         a, b = int(self), int(other)
@@ -58,7 +58,7 @@ for _name, _function in {
 
 def kept(value: object) -> object:
     """What an assignment in a kernel leaves in a name: integers become scalars, all else stays."""
-    value = _plain(value)
+    value = plain(value)
     return Scalar(value) if type(value) is int else value
 
 

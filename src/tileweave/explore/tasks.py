@@ -31,6 +31,7 @@ class Task(Writer):
     grid: tuple[int, int, int] = (1, 1, 1)
     polled: dict[object, tuple[int, int]] = field(default_factory=dict)  # polls since it last changed anything: where
     patience: int = 0  # further polls before it parks again; see Tasks._stuck
+    patient: bool = False  # it was given that, and nothing has changed since
     on_drained: Callable[[Task], None] | None = None
 
 
@@ -95,7 +96,7 @@ class Tasks:
             self.current.tick()
         task.tick()
         task.polled.clear()
-        task.patience = 0
+        task.patience, task.patient = 0, False
         task.thread = greenlet.greenlet(lambda: self._body(task, body), self._hub)
         task.state = "ready"
 
@@ -216,13 +217,13 @@ class Tasks:
     def _wake(self, low: int, high: int) -> None:
         for task in self.tasks:
             if task.state == "parked" and task.watched[0] < high and low < task.watched[1]:
-                task.state = "ready"
+                task.state, task.patient = "ready", False
 
     def _stuck(self) -> bool:
         """Nobody can run: whether that is final. A task that polled in vain gets a last chance to do something else."""
-        again = [t for t in self.tasks if t.state == "parked" and t.polled and t.patience == 0]
+        again = [t for t in self.tasks if t.state == "parked" and t.polled and not t.patient]
         for task in again:
-            task.state, task.patience = "ready", 3
+            task.state, task.patience, task.patient = "ready", 3, True
         return not again
 
     def _who_waits(self) -> str:
