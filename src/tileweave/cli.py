@@ -220,6 +220,41 @@ def simulate(context: typer.Context) -> None:
     simulator(context.args, prog_name="tileweave simulate")
 
 
+@app.command()
+def fuzz(
+    runs: Annotated[int, typer.Option(help="Interleavings to explore, about.")] = 20_000,
+    only: Annotated[str, typer.Option(help="Only scenarios whose name contains this.")] = "",
+    first: Annotated[int, typer.Option(help="Number of the first seed: another one explores other interleavings.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Stop after this long (0: when all is done).")] = 0.0,
+    workers: Annotated[int, typer.Option(help="Processes (0: one a core).")] = 0,
+    replay: Annotated[str, typer.Option(help="Run this one seed again, and print what happens.")] = "",
+    json: Annotated[Path | None, typer.Option(help="Write the counts here.")] = None,
+) -> None:
+    """Explore interleavings of every operator's kernels, all ranks in one process, memory as weak as it may be. No GPU."""
+    from json import dumps
+    from os import cpu_count
+
+    from tileweave.bench.environment import environment
+    from tileweave.explore import fuzz as explorer
+
+    screen = console()
+    if replay:
+        told = explorer.replay(replay)
+        screen.print(told or "nothing goes wrong", markup=False)
+        raise typer.Exit(1 if told else 0)
+    report = explorer.fuzz(runs, only, workers or cpu_count() or 1, first, seconds)
+    if json is not None:
+        json.write_text(dumps({"environment": environment(), "first_seed": first, **report.as_json()}, indent=1) + "\n")
+    if report.story:
+        screen.print(report.story, markup=False)
+        raise typer.Exit(1)
+    screen.print(explorer.table_of(report))
+    screen.print(
+        f"{report.interleavings} interleavings, {report.distinct} of them distinct, {report.steps} scheduling points, "
+        f"{report.seconds:.0f} s: nothing wrong"
+    )
+
+
 def main() -> None:
     """Entry point: errors of ours are one line on stderr and exit code 1."""
     try:

@@ -1,7 +1,7 @@
 """Runs every mutant in a process of its own until exploration finds it: ``python -m tests.explore.hunt [name ...]``.
 
 This process has imported torch and triton and forks; each child puts a mutated copy of the package first in its path.
-Prints one JSON line a mutant. Needs TRITON_INTERPRET=1.
+Prints one JSON line a mutant, with ``--story`` also the shrunk trace. Needs TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def hunt(mutant: Mutant, runs: int = RUNS) -> dict[str, object]:
         sys.path.insert(0, folder)
         from tileweave.explore.interpreter import exploring
         from tileweave.explore.scenarios import SCENARIOS
-        from tileweave.explore.search import Seed, run
+        from tileweave.explore.search import Seed, run, shrink, story
 
         names = [f"{s.op}/{s.name}" for s in SCENARIOS if f"{s.op}/{s.name}".startswith(mutant.scenarios)]
         tried, began = 0, time.process_time()
@@ -43,6 +43,8 @@ def hunt(mutant: Mutant, runs: int = RUNS) -> dict[str, object]:
                     for name in names:
                         tried += 1
                         found = run(Seed(name, 2 + tried % 2, strategy, number), enter)
+                        if found.failure is not None and "--story" in sys.argv:
+                            print(f"--- {mutant.name}", story(shrink(found, enter)), sep="\n", flush=True)
                         if found.failure is not None:
                             return {
                                 "mutant": mutant.name, "found": True, "kind": found.failure.kind, "text": found.failure.text,
@@ -108,4 +110,4 @@ def main(wanted: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main([word for word in sys.argv[1:] if not word.startswith("--")])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
@@ -26,6 +27,7 @@ from tileweave.explore.blocks import Block
 from tileweave.explore.memory import CELL, Region, Store
 from tileweave.explore.ranks import World
 from tileweave.explore.scalars import KEPT, Scalar, ScalarTransformer, kept
+from tileweave.explore.scenarios import SMALLER
 from tileweave.explore.tasks import Task
 from tileweave.language import interpreted
 
@@ -67,6 +69,7 @@ def exploring() -> Iterator[Callable[[World | None], None]]:
         (interpreted, "MEMORY", hooks),
         (interpreted, "_scalar", lambda value, dtype=None: Scalar(value)),
         *((where, name, blocks.long_way(getattr(where, name))) for where, name in words),
+        *((import_module(module), name, value) for module, name, value in SMALLER),
         *((tl, name, word) for name, word in blocks.WORDS.items()),
         (tl, "load", hooks.word_load),
         (tl, "store", hooks.word_store),
@@ -150,9 +153,13 @@ class Hooks(interpreted.HostMemory):
         bound = signature.bind(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
         bound.apply_defaults()
         given = {}
+        names: dict[int, str] = {}
         for name, value in bound.arguments.items():
             if isinstance(value, torch.Tensor):
-                self._know(name, value)
+                names[id(value)] = f"{names[id(value)]}={name}" if id(value) in names else name
+        for name, value in bound.arguments.items():
+            if isinstance(value, torch.Tensor):
+                self._know(names[id(value)], value)
             given[name] = value if name in constexprs else self._argument(value)
         sizes = grid(given) if callable(grid) else grid
         sizes = (*sizes, *(1,) * (3 - len(sizes)))
@@ -184,10 +191,10 @@ class Hooks(interpreted.HostMemory):
         """``tl.load`` of blocks."""
         dtype = pointer.dtype.element_ty
         places, inside = _places(pointer, mask)
-        kind = triton_interpreter._get_np_dtype(dtype)
+        kind, size = _kind(dtype)
         instead = 0 if other is None else other.data if isinstance(other, Block) else blocks.plain(other)
-        self._read(places[inside], dtype.primitive_bitwidth // 8, bool(blocks.plain(volatile)))
-        data = _NATIVE.load(places, inside, np.broadcast_to(np.asarray(instead, kind), places.shape), kind)
+        self._read(places if inside.all() else places[inside], size, bool(blocks.plain(volatile)))
+        data = _NATIVE.load(places, inside, np.full(places.shape, instead, kind), kind)
         return Block(data if pointer.data.ndim else data[0], dtype)
 
     def word_store(
@@ -200,8 +207,8 @@ class Hooks(interpreted.HostMemory):
         value = blocks.plain(value)
         if isinstance(value, Block):
             value = value.to(dtype).data if not value.dtype.is_ptr() else value.data
-        data = np.array(np.broadcast_to(np.asarray(value, triton_interpreter._get_np_dtype(dtype)), places.shape))
-        size = dtype.primitive_bitwidth // 8
+        kind, size = _kind(dtype)
+        data = np.full(places.shape, value, kind)
         self._write(places[inside], size, lambda: _NATIVE.store(places, data, inside))
 
     def masked_load(self, ptrs: Any, mask: Any, other: Any, cache: Any, volatile: Any = False, *rest: Any) -> Any:
@@ -336,12 +343,23 @@ def _set_grid(task: Task) -> None:
     _BUILDER.grid_idx, _BUILDER.grid_dim = task.grid_index, task.grid
 
 
+_KINDS: dict[int, tuple[tl.dtype, np.dtype, int]] = {}
+
+
+def _kind(dtype: tl.dtype) -> tuple[np.dtype, int]:
+    """numpy's type and bytes of an element; by identity, since hashing one of Triton's types is slow."""
+    found = _KINDS.get(id(dtype))
+    if found is None:
+        kind = np.dtype(triton_interpreter._get_np_dtype(dtype))
+        found = _KINDS[id(dtype)] = (dtype, kind, dtype.primitive_bitwidth // 8)
+    return found[1:]
+
+
 def _places(pointer: Block, mask: Any) -> tuple[np.ndarray, np.ndarray]:
     """Addresses as the interpreter wants them, and which of them count."""
     places = np.atleast_1d(pointer.data).astype(np.uint64)
     mask = blocks.plain(mask)
-    inside = True if mask is None else mask.data if isinstance(mask, Block) else bool(mask)
-    return places, np.array(np.broadcast_to(inside, places.shape))
+    return places, np.full(places.shape, True if mask is None else mask.data if isinstance(mask, Block) else bool(mask))
 
 
 def _cells(region: Region, active: np.ndarray) -> np.ndarray:

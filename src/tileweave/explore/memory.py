@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 class Violation(Exception):
-    """What exploration found: ``kind`` in a word or two, and the story."""
+    """What exploration found: ``kind`` in a word or two, the story, and which bytes it is about (0, 0: no particular ones)."""
 
-    def __init__(self, kind: str, text: str) -> None:
+    def __init__(self, kind: str, text: str, low: int = 0, high: int = 0) -> None:
         super().__init__(f"{kind}: {text}")
-        self.kind, self.text = kind, text
+        self.kind, self.text, self.low, self.high = kind, text, low, high
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ class Memory:
         self._starts: list[int] = []
         self._regions: list[Region] = []
         self.arrived: Callable[[int, int], None] = lambda low, high: None
-        self.fail: Callable[[str, str], Violation] = Violation
+        self.fail: Callable[[str, str, int, int], Violation] = Violation
 
     # --- Regions ---
 
@@ -127,7 +127,7 @@ class Memory:
         at = bisect.bisect_right(self._starts, low) - 1
         if at >= 0 and high <= self._regions[at].end:
             return self._regions[at]
-        raise self.fail("wild access", f"{who} touches bytes {high - low} long that no tensor of the call holds")
+        raise self.fail("wild access", f"{who} touches bytes {high - low} long that no tensor of the call holds", low, high)
 
     # --- Rules ---
 
@@ -166,8 +166,8 @@ class Memory:
         numbers = np.arange((region.end - region.start) // CELL)[cells][bad]
         other = int(np.broadcast_to(other, bad.shape)[bad][0])
         name = self.names[other] if other >= 0 else "anybody"
-        at = region.where(region.start + CELL * int(numbers.min()), region.start + CELL * (int(numbers.max()) + 1))
-        raise self.fail(kind, f"{who} {at}, {how} {name}")
+        low, high = region.start + CELL * int(numbers.min()), region.start + CELL * (int(numbers.max()) + 1)
+        raise self.fail(kind, f"{who} {region.where(low, high)}, {how} {name}", low, high)
 
     # --- Stores on their way ---
 

@@ -16,6 +16,7 @@ from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.workspace import REGISTRY, Workspace
 
 MAX_PROGRAMS = 6
+COMPONENTS = MAX_PROGRAMS + 2  # tasks of a rank, in this order: programs, host, copy engine
 PIECES = 2  # a copy of data arrives in so many parts
 
 
@@ -37,7 +38,7 @@ class World:
         self, size: int, programs: int, strategy: Strategy, resident: int | None = None, recording: bool = False
     ) -> None:
         self.size, self.resident = size, resident
-        self.memory = Memory(size * (2 + MAX_PROGRAMS))
+        self.memory = Memory(size * COMPONENTS)
         self.tasks = Tasks(self.memory, strategy, recording)
         self.machine = replace(CPU, num_sms=programs)
         self.ranks = [self._rank(r) for r in range(size)]

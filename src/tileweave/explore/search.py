@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 import torch
 
 from tileweave.explore.memory import Violation
-from tileweave.explore.ranks import World
+from tileweave.explore.ranks import COMPONENTS, MAX_PROGRAMS, World
 from tileweave.explore.scenarios import SCENARIOS, Drawn, Scenario
 from tileweave.explore.strategies import Delays, Malice, Noting, Priorities, Walk, Written
 from tileweave.explore.tasks import Decision, Event
 
+STRATEGIES = ("walk", "pct", "delay", "malice")
+SINGLES = 610  # steps at which a single delay is tried; 377 shares no factor with it
+DELAYS = 4 * SINGLES  # numbers of one systematic search
 EPOCHS = (1, 2, 2**31 - 2, -1)  # the first call, the other parity, the wrap to negative numbers, the wrap to zero
+RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 Enter = Callable[[World | None], None]
 
 
@@ -39,10 +43,11 @@ class Seed:
 
 @dataclass
 class Found:
-    """How a run ended: after how many steps, and what was wrong (None: nothing)."""
+    """How a run ended: after how many steps, by which schedule, and what was wrong (None: nothing)."""
 
     seed: Seed
     steps: int
+    schedule: int  # a hash of all decisions: two runs of a scenario with the same one are the same interleaving
     failure: Violation | None
     departures: dict[int, Decision] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -57,11 +62,13 @@ def scenario_of(name: str) -> Scenario:
 
 
 def draw(scenario: Scenario, seed: Seed) -> Drawn:
-    """What the seed decides besides the schedule. Neighbouring numbers differ in programs and epochs first."""
-    choice = random.Random(f"{seed.scenario} {seed.world} {seed.number // 2 if seed.strategy == 'delay' else seed.number}")
+    """What the seed decides besides the schedule; the same for all of a systematic search, so that it is one."""
+    number = seed.number // DELAYS if seed.strategy == "delay" else seed.number
+    choice = random.Random(f"{seed.scenario} {seed.world} {number}")
     programs = choice.choice(scenario.programs)
     resident = choice.choice((None, None, 1, 2))
-    return Drawn(programs, resident and max(resident, scenario.resident), choice.choice(EPOCHS), choice.choice((3, 3, 4)), choice.randrange(1000))
+    epoch, calls, order = choice.choice(EPOCHS), choice.choice((3, 3, 4)), choice.randrange(1000)
+    return Drawn(programs, resident and max(resident, scenario.resident), epoch, calls, order)
 
 
 def strategy_of(seed: Seed, world: int) -> Walk | Priorities | Delays | Malice:
@@ -77,21 +84,27 @@ def strategy_of(seed: Seed, world: int) -> Walk | Priorities | Delays | Malice:
 
 
 def delays_of(number: int, world: int) -> Delays:
-    """Number n of the systematic search: no delay, then every single one, then pairs ever farther apart."""
-    choice = random.Random(f"delays {number // 2}")
-    steps = [number // 2] if number // 2 < 400 else choice.sample(range(400), 2 + number % 2)
-    return Delays(frozenset(steps), eager=number % 2 == 0, first=8 * (number // 2 % world))
+    """Number n of a systematic search: every single delay, with stores early and late, then pairs and triples.
+
+    Numbers next to each other delay at steps far apart, so that a part of the search is spread over the run.
+    """
+    eager, index = number % 2 == 0, number // 2 % (DELAYS // 2)
+    steps = {index * 377 % SINGLES}
+    if index >= SINGLES:
+        choice = random.Random(f"delays {number}")
+        steps = {choice.randrange(SINGLES) for _ in range(choice.choice((2, 2, 3)))}
+    return Delays(frozenset(steps), eager, first=COMPONENTS * (number % world))
 
 
 def malice_of(number: int, world: int) -> Malice:
     """Each rank late, each rank's stores late, each copy engine late; and all pairs of these."""
-    per_rank = 8
-    everyone = range(world * per_rank)
+    everyone = range(world * COMPONENTS)
     singles = []
     for rank in range(world):
-        mine = range(rank * per_rank, (rank + 1) * per_rank)
-        singles += [(frozenset(mine), frozenset()), (frozenset(), frozenset(mine)), (frozenset({mine[1 + 6]}), frozenset())]
-        singles.append((frozenset(mine) - {mine[0], mine[6], mine[7]}, frozenset(everyone)))
+        mine = range(rank * COMPONENTS, (rank + 1) * COMPONENTS)
+        singles += [(frozenset(mine), frozenset()), (frozenset(), frozenset(mine)), (frozenset({mine[MAX_PROGRAMS + 1]}), frozenset())]
+        singles.append((frozenset(mine[1:MAX_PROGRAMS]), frozenset(everyone)))
+    # (tasks that are late, writers whose stores are late): a rank, a rank's stores, its copy engine, its upper programs
     late, stores = singles[number % len(singles)]
     if number >= len(singles):
         other = singles[number // len(singles) % len(singles)]
@@ -112,12 +125,14 @@ def run(seed: Seed, enter: Enter, departures: dict[int, Decision] | None = None,
         _check_ends(world, scenario, drawn)
     except Violation as error:
         failure = error
-    except Exception as error:  # noqa: BLE001 - whatever a kernel raises is a finding
+    except RAISED as error:  # whatever a kernel raises is a finding
         failure = Violation("error", f"{type(error).__name__}: {error}")
     finally:
         enter(None)
         world.close()
-    return Found(seed, world.tasks.step, failure, noting.departures, world.tasks.events, world.tasks.describe)
+    tasks = world.tasks
+    schedule = hash((drawn, *((d.task, d.store) for d in tasks.decisions)))
+    return Found(seed, tasks.step, schedule, failure, noting.departures, tasks.events, tasks.describe)
 
 
 def _host(world: World, rank: int, scenario: Scenario, drawn: Drawn) -> None:
@@ -134,3 +149,51 @@ def _check_ends(world: World, scenario: Scenario, drawn: Drawn) -> None:
         for name, seen, expected in scenario.end(world, rank, drawn):
             if seen != expected:
                 raise Violation("left over", f"rank {rank}: {name} {seen}, expected {expected}")
+
+
+def shrink(found: Found, enter: Enter, runs: int = 150) -> Found:
+    """The same failure with fewer departures from the plain schedule: drop parts, ever smaller, while it stays."""
+    assert found.failure is not None, "there is something to shrink"
+    best = run(found.seed, enter, found.departures, recording=True)
+    if best.failure is None or best.failure.kind != found.failure.kind:
+        return run(found.seed, enter, recording=True)
+    part = max(len(best.departures) // 2, 1)
+    while runs > 0 and best.departures:
+        steps, shorter = sorted(best.departures), None
+        for first in range(0, len(steps), part):
+            runs -= 1
+            dropped = set(steps[first : first + part])
+            tried = run(found.seed, enter, {s: d for s, d in best.departures.items() if s not in dropped}, recording=True)
+            same = tried.failure is not None and tried.failure.kind == found.failure.kind
+            if same and len(tried.departures) < len(best.departures):
+                shorter = tried
+                break
+            if runs <= 0:
+                break
+        if shorter is not None:
+            best = shorter
+        elif part == 1:
+            break
+        part = max(min(part, len(best.departures)) // (1 if shorter else 2), 1)
+    return best
+
+
+def story(found: Found, lines: int = 40) -> str:
+    """What went wrong, how to see it again, and what happened before: steps, tasks, memory."""
+    assert found.failure is not None, "there is something to tell"
+    about = found.failure
+    told = [e for e in found.events if e.what != "arrives" or e.low < about.high and about.low < e.high]
+    if about.high:
+        touching = [e for e in told if e.low < about.high and about.low < e.high]
+        involved = {e.task for e in touching[-4:]}
+        told = [e for e in told if e.task in involved or e in touching]
+    text = [
+        f"{about.kind}: {about.text}",
+        f"replay: tileweave fuzz --replay '{found.seed}'",
+        f"shrunk to {len(found.departures)} departures from the plain schedule; the last {min(lines, len(told))} of {len(told)} steps:",
+    ]
+    for event in told[-lines:]:
+        where = found.describe(event.low, event.high) if event.high else ""
+        mark = "  <--" if event.low < about.high and about.low < event.high else ""
+        text.append(f"{event.step:6}  {event.task:<18}  {event.what:<16} {where} {event.detail}{mark}".rstrip())
+    return "\n".join(text)

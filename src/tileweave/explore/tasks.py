@@ -123,10 +123,10 @@ class Tasks:
         if self.failure is not None:
             raise self.failure
 
-    def fail(self, kind: str, text: str) -> Violation:
+    def fail(self, kind: str, text: str, low: int = 0, high: int = 0) -> Violation:
         """Nobody goes on after this. The first failure counts: what follows are its consequences."""
         if self.failure is None:
-            self.failure = Violation(kind, text)
+            self.failure = Violation(kind, text, low, high)
         return self.failure
 
     # --- What tasks call ---
