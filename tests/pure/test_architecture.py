@@ -32,6 +32,7 @@ LAYERS = (
     ("__init__",),
     ("tune", "bench"),
     ("integrations", "demo", "check", "doctor", "simulate"),
+    ("integrations", "demo", "check", "doctor", "explore"),
     ("cli",),
 )
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}

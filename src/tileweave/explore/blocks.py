@@ -102,10 +102,11 @@ def from_triton(value: Any) -> Any:
         return tuple(from_triton(v) for v in value)
     if not isinstance(value, tl.tensor):
         return value
+    kind: Any = value.type
     data, dtype = value.handle.data, value.dtype.scalar
     if dtype.is_ptr():
         data = data.astype(np.int64)
-    if not value.type.is_block():
+    if not kind.is_block():
         data = data.reshape(-1)[0]
     return Block(data, dtype)
 
@@ -148,7 +149,8 @@ def _shift_pointer(sign: int, plain_method: Callable[[Block, Any], Block]) -> Ca
     def method(self: Block, other: Any) -> Block:
         theirs = other.dtype if isinstance(other, Block) else None
         if self.dtype.is_ptr():
-            size = self.dtype.element_ty.primitive_bitwidth // 8
+            pointer: Any = self.dtype
+            size = pointer.element_ty.primitive_bitwidth // 8
             offset = _values(other, 0)[0]
             return Block(self.data + sign * size * np.asarray(offset, np.int64)[()], self.dtype)
         if theirs is not None and theirs.is_ptr():
@@ -211,7 +213,11 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
     if isinstance(condition, (bool, np.bool_)):
         blocks = [v for v in (x, y) if isinstance(v, Block)]
         chosen = x if condition else y
-        if not blocks or blocks[0].dtype.is_ptr() or (isinstance(chosen, Block) and all(b.shape == chosen.shape for b in blocks)):
+        if (
+            not blocks
+            or blocks[0].dtype.is_ptr()
+            or (isinstance(chosen, Block) and all(b.shape == chosen.shape for b in blocks))
+        ):
             return chosen
         condition = np.asarray(condition)
     else:

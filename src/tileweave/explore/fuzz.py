@@ -108,7 +108,7 @@ _OPEN = ExitStack()  # a worker takes the interpreter over once, for as long as 
 _ENTER: list = []
 
 
-def _explorer():  # noqa: ANN202 - search.Enter, which needs greenlet to import
+def _explorer():
     if not _ENTER:
         import torch
 
@@ -164,7 +164,9 @@ def fuzz(total: int, pattern: str = "", workers: int = 2, first: int = 0, second
                     if report.interleavings // 2000 > before:
                         rate = report.interleavings / (time.monotonic() - began)
                         steps.now(f"{report.interleavings} interleavings")
-                        steps.done(f"{report.distinct} distinct, {rate:.0f} a second, nothing wrong" if not report.story else "")
+                        steps.done(
+                            f"{report.distinct} distinct, {rate:.0f} a second, nothing wrong" if not report.story else ""
+                        )
             for future in running:
                 future.cancel()
     report.seconds = time.monotonic() - began

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.jit import _normalize_ty
@@ -30,6 +29,7 @@ from tileweave.explore.scalars import KEPT, Scalar, ScalarTransformer, kept
 from tileweave.explore.scenarios import SMALLER
 from tileweave.explore.tasks import Task
 from tileweave.language import interpreted
+from tileweave.language.signal import INTERPRETED
 
 _BUILDER = triton_interpreter.interpreter_builder
 _SEM = triton_interpreter._ir.MEM_SEMANTIC
@@ -42,15 +42,16 @@ class _NoScope:
 
 
 @contextmanager
-def exploring() -> Iterator[Callable[[World | None], None]]:
+def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
     """Take over the interpreter of this process. Gives a function that says which world kernels now run in.
 
     Triton's own interpreter patches its language anew at every call of every device function, checks integers for overflow,
-    and makes arrays of scalars; here that happens once, and never: a run takes a small part of the time.
+    and makes arrays of scalars; here that happens once, and never: a run takes a small part of the time. ``fast`` False keeps
+    Triton's own tensors, which tests compare with.
     """
-    if not triton.knobs.runtime.interpret:
+    if not bool(INTERPRETED.value):
         raise RuntimeError("asked: exploration; allowed: with TRITON_INTERPRET=1 set before triton is imported; remedy: set it")
-    hooks = Hooks()
+    hooks = Hooks(fast)
     words = _words()
     scope = _patch_language()
     function = triton_interpreter.InterpretedFunction
@@ -59,7 +60,6 @@ def exploring() -> Iterator[Callable[[World | None], None]]:
         (function, "run", lambda self, *args, grid, warmup, **kwargs: hooks.launch(self.rewrite(), grid, args, kwargs)),
         (function, "__call__", lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)),
         (function, "rewritten_fn", {}),
-        (triton_interpreter.FunctionRewriter, "ast_transformer", ScalarTransformer()),
         (triton_interpreter, KEPT, kept),
         (_BUILDER, "create_masked_load", hooks.masked_load),
         (_BUILDER, "create_masked_store", hooks.masked_store),
@@ -67,15 +67,19 @@ def exploring() -> Iterator[Callable[[World | None], None]]:
         (_BUILDER, "create_atomic_cas", hooks.atomic_cas),
         (_BUILDER, "options", replace(_BUILDER.options, sanitize_overflow=False)),
         (interpreted, "MEMORY", hooks),
-        (interpreted, "_scalar", lambda value, dtype=None: Scalar(value)),
-        *((where, name, blocks.long_way(getattr(where, name))) for where, name in words),
         *((import_module(module), name, value) for module, name, value in SMALLER),
-        *((tl, name, word) for name, word in blocks.WORDS.items()),
-        (tl, "load", hooks.word_load),
-        (tl, "store", hooks.word_store),
-        (tl, "program_id", lambda axis: Scalar(_BUILDER.grid_idx[axis])),
-        (tl, "num_programs", lambda axis: Scalar(_BUILDER.grid_dim[axis])),
     ]
+    if fast:
+        changes += [
+            (triton_interpreter.FunctionRewriter, "ast_transformer", ScalarTransformer()),
+            (interpreted, "_scalar", lambda value, dtype=None: Scalar(value)),
+            *((where, name, blocks.long_way(getattr(where, name))) for where, name in words),
+            *((tl, name, word) for name, word in blocks.WORDS.items()),
+            (tl, "load", hooks.word_load),
+            (tl, "store", hooks.word_store),
+            (tl, "program_id", lambda axis: Scalar(_BUILDER.grid_idx[axis])),
+            (tl, "num_programs", lambda axis: Scalar(_BUILDER.grid_dim[axis])),
+        ]
     before = [(where, name, vars(where).get(name)) for where, name, _ in changes]
     for where, name, value in changes:
         setattr(where, name, value)
@@ -121,11 +125,20 @@ def _pointer_to(dtype: torch.dtype) -> tl.dtype:
     return triton_interpreter._implicit_cvt(torch.empty(0, dtype=dtype)).dtype
 
 
+def _fast_argument(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return Block(np.int64(value.data_ptr()), _pointer_to(value.dtype))
+    if isinstance(value, int | float | None):
+        return kept(value)
+    return triton_interpreter._implicit_cvt(value)
+
+
 class Hooks(interpreted.HostMemory):
     """What Triton's interpreter calls in place of its own functions; and the memory of the interpreted words."""
 
-    def __init__(self) -> None:
+    def __init__(self, fast: bool) -> None:
         self._world: World | None = None
+        self._argument = _fast_argument if fast else triton_interpreter._implicit_cvt
         self._native_load = _BUILDER.create_masked_load
         self._native_store = _BUILDER.create_masked_store
         self._native_rmw = _BUILDER.create_atomic_rmw
@@ -152,7 +165,7 @@ class Hooks(interpreted.HostMemory):
         signature, constexprs = _parameters(fn)
         bound = signature.bind(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
         bound.apply_defaults()
-        given = {}
+        given: dict[str, Any] = {}
         names: dict[int, str] = {}
         for name, value in bound.arguments.items():
             if isinstance(value, torch.Tensor):
@@ -161,18 +174,11 @@ class Hooks(interpreted.HostMemory):
             if isinstance(value, torch.Tensor):
                 self._know(names[id(value)], value)
             given[name] = value if name in constexprs else self._argument(value)
-        sizes = grid(given) if callable(grid) else grid
-        sizes = (*sizes, *(1,) * (3 - len(sizes)))
-        self.world.tasks.note("launches", detail=f"{fn.__name__} {sizes}")
-        self.world.launch(sizes, lambda: fn(**given))
-
-    @staticmethod
-    def _argument(value: object) -> object:
-        if isinstance(value, torch.Tensor):
-            return Block(np.int64(value.data_ptr()), _pointer_to(value.dtype))
-        if isinstance(value, int | float | None):
-            return kept(value)
-        return triton_interpreter._implicit_cvt(value)
+        wanted: Any = grid(given) if callable(grid) else grid
+        sizes = list(wanted)
+        x, y, z = sizes + [1] * (3 - len(sizes))
+        self.world.tasks.note("launches", detail=f"{fn.__name__} {(x, y, z)}")
+        self.world.launch((x, y, z), lambda: fn(**given))
 
     def _know(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor that a kernel gets is memory it may touch; symmetric buffers are known already."""

@@ -16,7 +16,7 @@ import bisect
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class Store:
 
     low: int
     high: int
-    apply: Callable[[], None]
+    apply: Callable[[], object]
     release: bool = False
     clock: np.ndarray | None = None  # what an acquire of this word learns
     serial: int = 0
@@ -138,7 +138,9 @@ class Memory:
         late = region.written[cells] > who.clock[writer]
         late &= writer >= 0
         if late.any():
-            self._race("early read", f"{who.name} reads", "which nothing orders behind the store by", region, cells, late, writer)
+            self._race(
+                "early read", f"{who.name} reads", "which nothing orders behind the store by", region, cells, late, writer
+            )
         if region.shared and (writer < 0).any():
             self._race("early read", f"{who.name} reads", "which was not written by", region, cells, writer < 0, writer)
         region.reads[cells, who.component] = who.clock[who.component]
@@ -151,7 +153,9 @@ class Memory:
         late = region.written[cells] > who.clock[writer]
         late &= writer >= 0
         if late.any():
-            self._race("overwrite", f"{who.name} writes", "which nothing orders behind the store by", region, cells, late, writer)
+            self._race(
+                "overwrite", f"{who.name} writes", "which nothing orders behind the store by", region, cells, late, writer
+            )
         unread = region.reads[cells] > who.clock
         if unread.any():
             reader = unread.argmax(axis=-1)
@@ -161,11 +165,11 @@ class Memory:
         region.written[cells] = who.clock[who.component]
 
     def _race(
-        self, kind: str, who: str, how: str, region: Region, cells: np.ndarray | slice, bad: np.ndarray, other: np.ndarray
+        self, kind: str, who: str, how: str, region: Region, cells: np.ndarray | slice, bad: Any, other: np.ndarray
     ) -> None:
         numbers = np.arange((region.end - region.start) // CELL)[cells][bad]
-        other = int(np.broadcast_to(other, bad.shape)[bad][0])
-        name = self.names[other] if other >= 0 else "anybody"
+        component = int(np.broadcast_to(other, bad.shape)[bad][0])
+        name = self.names[component] if component >= 0 else "anybody"
         low, high = region.start + CELL * int(numbers.min()), region.start + CELL * (int(numbers.max()) + 1)
         raise self.fail(kind, f"{who} {region.where(low, high)}, {how} {name}", low, high)
 
@@ -189,8 +193,12 @@ class Memory:
         """A program sees its own stores: let those to [low, high) arrive, and what must arrive before."""
         while any(s.low < high and low < s.high for s in who.pending):
             last = max(i for i, s in enumerate(who.pending) if s.low < high and low < s.high)
-            needed = 0 if who.pending[last].release else min(
-                i for i, s in enumerate(who.pending) if s.low < who.pending[last].high and who.pending[last].low < s.high
+            needed = (
+                0
+                if who.pending[last].release
+                else min(
+                    i for i, s in enumerate(who.pending) if s.low < who.pending[last].high and who.pending[last].low < s.high
+                )
             )
             self.arrive(who, needed)
 

@@ -30,10 +30,11 @@ class Scalar(int):
     def to(self, dtype: tl.dtype, *args: object, **kwargs: object) -> Any:
         if dtype.is_int():
             return self
-        return triton_interpreter.interpreter_semantic.to_tensor(int(self), False).to(dtype)
+        tensor: Any = triton_interpreter.interpreter_semantic.to_tensor(int(self), False)
+        return tensor.to(dtype)
 
 
-def plain(value: object) -> object:
+def plain(value: Any) -> Any:
     return value.value if isinstance(value, tl.constexpr) else value
 
 

@@ -102,7 +102,11 @@ def malice_of(number: int, world: int) -> Malice:
     singles = []
     for rank in range(world):
         mine = range(rank * COMPONENTS, (rank + 1) * COMPONENTS)
-        singles += [(frozenset(mine), frozenset()), (frozenset(), frozenset(mine)), (frozenset({mine[MAX_PROGRAMS + 1]}), frozenset())]
+        singles += [
+            (frozenset(mine), frozenset()),
+            (frozenset(), frozenset(mine)),
+            (frozenset({mine[MAX_PROGRAMS + 1]}), frozenset()),
+        ]
         singles.append((frozenset(mine[1:MAX_PROGRAMS]), frozenset(everyone)))
     # (tasks that are late, writers whose stores are late): a rank, a rank's stores, its copy engine, its upper programs
     late, stores = singles[number % len(singles)]
@@ -182,7 +186,7 @@ def story(found: Found, lines: int = 40) -> str:
     """What went wrong, how to see it again, and what happened before: steps, tasks, memory."""
     assert found.failure is not None, "there is something to tell"
     about = found.failure
-    told = [e for e in found.events if e.what != "arrives" or e.low < about.high and about.low < e.high]
+    told = [e for e in found.events if e.what != "arrives" or (e.low < about.high and about.low < e.high)]
     if about.high:
         touching = [e for e in told if e.low < about.high and about.low < e.high]
         involved = {e.task for e in touching[-4:]}
@@ -190,7 +194,8 @@ def story(found: Found, lines: int = 40) -> str:
     text = [
         f"{about.kind}: {about.text}",
         f"replay: tileweave fuzz --replay '{found.seed}'",
-        f"shrunk to {len(found.departures)} departures from the plain schedule; the last {min(lines, len(told))} of {len(told)} steps:",
+        f"shrunk to {len(found.departures)} departures from the plain schedule; "
+        f"the last {min(lines, len(told))} of {len(told)} steps:",
     ]
     for event in told[-lines:]:
         where = found.describe(event.low, event.high) if event.high else ""

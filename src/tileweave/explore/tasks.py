@@ -14,7 +14,7 @@ from typing import Protocol
 import greenlet
 import numpy as np
 
-from tileweave.explore.memory import Memory, Store, Violation, Writer
+from tileweave.explore.memory import Memory, Violation, Writer
 
 MAX_STEPS = 200_000
 
