@@ -25,8 +25,7 @@ WORKERS = max(min(os.cpu_count() or 1, 4), 2)
 def test_interleavings() -> None:
     report = fuzz(INTERLEAVINGS + 600, workers=WORKERS, show=False)
     assert not report.story, report.story
-    assert report.interleavings >= INTERLEAVINGS
-    assert report.distinct > 0.9 * report.interleavings, "seeds must not repeat one schedule over and over"
+    assert report.distinct >= INTERLEAVINGS, f"{report.interleavings} seeds gave {report.distinct} different schedules"
     assert {strategy for _, _, strategy in report.runs} == set(STRATEGIES)
     assert {world for _, world, _ in report.runs} == {2, 3, 4}
 

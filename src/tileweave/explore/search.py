@@ -15,8 +15,7 @@ from tileweave.explore.strategies import Delays, Malice, Noting, Priorities, Wal
 from tileweave.explore.tasks import Decision, Event
 
 STRATEGIES = ("walk", "pct", "delay", "malice")
-SINGLES = 610  # steps at which a single delay is tried; 377 shares no factor with it
-DELAYS = 4 * SINGLES  # numbers of one systematic search
+DELAYS = 2000  # numbers of one systematic search
 EPOCHS = (1, 2, 2**31 - 2, -1)  # the first call, the other parity, the wrap to negative numbers, the wrap to zero
 RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 Enter = Callable[[World | None], None]
@@ -49,6 +48,7 @@ class Found:
     steps: int
     schedule: int  # a hash of all decisions: two runs of a scenario with the same one are the same interleaving
     failure: Violation | None
+    choices: int = 0  # of a delay-bounded run: steps at which more than one task could go
     departures: dict[int, Decision] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     describe: Callable[[int, int], str] = lambda low, high: ""
@@ -71,29 +71,45 @@ def draw(scenario: Scenario, seed: Seed) -> Drawn:
     return Drawn(programs, resident and max(resident, scenario.resident), epoch, calls, order)
 
 
-def strategy_of(seed: Seed, world: int) -> Walk | Priorities | Delays | Malice:
+def strategy_of(seed: Seed, enter: Enter) -> Walk | Priorities | Delays | Malice:
     if seed.strategy == "walk":
         return Walk(seed.number)
     if seed.strategy == "pct":
         return Priorities(seed.number)
     if seed.strategy == "delay":
-        return delays_of(seed.number, world)
+        return delays_of(seed, enter)
     if seed.strategy == "malice":
-        return malice_of(seed.number, world)
+        return malice_of(seed.number, seed.world)
     raise KeyError(f"asked: strategy {seed.strategy!r}; allowed: walk, pct, delay, malice; remedy: pass one of these")
 
 
-def delays_of(number: int, world: int) -> Delays:
-    """Number n of a systematic search: every single delay, with stores early and late, then pairs and triples.
+def delays_of(seed: Seed, enter: Enter) -> Delays:
+    """Number n of a systematic search: stores early or late, each rank first; no delay, every single one, then pairs.
 
-    Numbers next to each other delay at steps far apart, so that a part of the search is spread over the run.
+    Numbers next to each other delay at choices far apart, so that a part of the search is spread over the run.
     """
-    eager, index = number % 2 == 0, number // 2 % (DELAYS // 2)
-    steps = {index * 377 % SINGLES}
-    if index >= SINGLES:
+    number, place = seed.number % DELAYS, seed.number // DELAYS
+    eager, first, index = number % 2 == 0, number // 2 % seed.world, number // 2 // seed.world
+    if index == 0:
+        return Delays(frozenset(), eager, COMPONENTS * first)
+    length = _choices(Seed(seed.scenario, seed.world, "delay", place * DELAYS + number % (2 * seed.world)), enter)
+    stride = next(s for s in (89, 97, 101, 103) if length % s)
+    if index <= length:
+        steps = {1 + index * stride % length}
+    else:
         choice = random.Random(f"delays {number}")
-        steps = {choice.randrange(SINGLES) for _ in range(choice.choice((2, 2, 3)))}
-    return Delays(frozenset(steps), eager, first=COMPONENTS * (number % world))
+        steps = {choice.randint(1, length) for _ in range(choice.choice((2, 2, 3)))}
+    return Delays(frozenset(steps), eager, COMPONENTS * first)
+
+
+_CHOICES: dict[Seed, int] = {}
+
+
+def _choices(base: Seed, enter: Enter) -> int:
+    """How many choices a run without delays has; it is run once to know."""
+    if base not in _CHOICES:
+        _CHOICES[base] = max(run(base, enter).choices, 1)
+    return _CHOICES[base]
 
 
 def malice_of(number: int, world: int) -> Malice:
@@ -120,7 +136,8 @@ def run(seed: Seed, enter: Enter, departures: dict[int, Decision] | None = None,
     """One run; ``departures``: replay these in place of the seed's strategy."""
     scenario = scenario_of(seed.scenario)
     drawn = draw(scenario, seed)
-    noting = Noting(strategy_of(seed, seed.world) if departures is None else Written(departures))
+    strategy = strategy_of(seed, enter) if departures is None else Written(departures)
+    noting = Noting(strategy)
     world = World(seed.world, drawn.programs, noting, drawn.resident, recording)
     enter(world)
     failure = None
@@ -136,7 +153,8 @@ def run(seed: Seed, enter: Enter, departures: dict[int, Decision] | None = None,
         world.close()
     tasks = world.tasks
     schedule = hash((drawn, *((d.task, d.store) for d in tasks.decisions)))
-    return Found(seed, tasks.step, schedule, failure, noting.departures, tasks.events, tasks.describe)
+    choices = strategy.choices if isinstance(strategy, Delays) else 0
+    return Found(seed, tasks.step, schedule, failure, choices, noting.departures, tasks.events, tasks.describe)
 
 
 def _host(world: World, rank: int, scenario: Scenario, drawn: Drawn) -> None:

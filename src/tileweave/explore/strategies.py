@@ -73,14 +73,16 @@ class Priorities:
 
 @dataclass
 class Delays:
-    """Delay-bounded: the plain schedule, but at the given steps the task that would go is passed over once.
+    """Delay-bounded: the plain schedule, but at the given choices the task that would go is passed over once.
 
-    ``eager``: stores arrive at once, else as late as they can, the newest first.
+    A choice is a step at which more than one task may run. ``eager``: stores arrive at once, else as late as they can, the
+    newest first.
     """
 
-    steps: frozenset[int]
+    steps: frozenset[int]  # numbers of choices, from 1
     eager: bool
     first: int = 0  # the task to begin with: another round of the same ring
+    choices: int = 0  # so far
 
     def choose(self, ready: list[Task], dirty: list[Task], current: Task | None, step: int) -> Decision:
         if dirty and (self.eager or not ready):
@@ -89,7 +91,8 @@ class Delays:
         at = next((i for i, t in enumerate(ring) if t is current), None)
         if at is None:
             at = next((i for i, t in enumerate(ring) if current is not None and t.component > current.component), 0)
-        return Decision(ring[(at + (step in self.steps)) % len(ring)].component)
+        self.choices += len(ring) > 1
+        return Decision(ring[(at + (len(ring) > 1 and self.choices in self.steps)) % len(ring)].component)
 
 
 @dataclass
