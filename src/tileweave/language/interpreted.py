@@ -73,6 +73,10 @@ class HostMemory:
         """Between two polls of a word that is not there yet."""
         time.sleep(0 if polls < 50 else 2e-4)
 
+    def idle(self) -> None:
+        """Between two polls of data."""
+        time.sleep(2e-4)
+
 
 MEMORY = HostMemory()
 
@@ -114,12 +118,11 @@ def _expire(report: int, control: int, signal: int, unit: int, expected: int, se
 
 
 def pause() -> None:
-    time.sleep(2e-4)
+    MEMORY.idle()
 
 
 def count_in(counter: object) -> None:
-    word = _word(_value(counter))
-    word.value += 1
+    MEMORY.add(_value(counter), 1)
 
 
 def expire(control: object, report: object, signal: object, unit: object, expected: object, seen: object) -> None:

@@ -18,6 +18,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from tileweave.errors import UnsupportedError
 from tileweave.topology import Machine, preset
 from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
+from tileweave.transport.collectives import agree_on_size
 from tileweave.transport.rendezvous import Meeting
 
 
@@ -120,6 +121,7 @@ class CudaTransport:
             )
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
+        agree_on_size(nbytes, self.group, self.device)
         local = symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device)
         local.zero_()
         handle = self._meeting.rendezvous(local)
