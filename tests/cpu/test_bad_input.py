@@ -19,7 +19,8 @@ from tests.worlds import Member, World, Worlds, one_shot
 
 import tileweave as tw
 from tileweave.config import MatmulConfig
-from tileweave.ops.registry import name_of, workspace_of
+from tileweave.ops.registry import name_of
+from tileweave.transport import cpu
 
 SECONDS = 2.0  # TILEWEAVE_TIMEOUT of the worlds that end in a time-out
 SLACK = 2.0
@@ -282,18 +283,18 @@ def shared_memory(me: Member) -> None:
     """A buffer is ours alone, has an unguessable token, cannot be cut short, and stands in no directory."""
     tw.close()
     group = dist.group.WORLD
-    transport = workspace_of(name_of(group), me.device).transport
     seen: list[tuple[str, int, int]] = []
-    places = transport._places
+    make = cpu._make
 
-    def looking(descriptor: int, token: str) -> list[str]:
+    def looking(token: str, nbytes: int) -> int:
+        descriptor = make(token, nbytes)
         link = os.readlink(f"/proc/self/fd/{descriptor}")
         seen.append((link, stat.S_IMODE(os.fstat(descriptor).st_mode), os.fstat(descriptor).st_nlink))
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, 0)
-        return places(descriptor, token)
+        return descriptor
 
-    with mock.patch.object(transport, "_places", looking):
+    with mock.patch.object(cpu, "_make", looking):
         call = parity.prepare(CASE, me.rank, me.world_size, me.device, 0)
         parity.run(call, group, SM)
         call.verify("first call")

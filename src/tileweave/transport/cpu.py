@@ -23,7 +23,7 @@ import torch.distributed as dist
 from tileweave.errors import UnsupportedError
 from tileweave.topology import CPU
 from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
-from tileweave.transport.collectives import agree_on_size, all_gather_flat, wait_bounded
+from tileweave.transport.collectives import agree_on_memory, wait_bounded
 
 _TOKEN_BYTES = 24
 
@@ -35,12 +35,9 @@ def _make(token: str, nbytes: int) -> int:
         os.fchmod(descriptor, 0o600)
         os.posix_fallocate(descriptor, 0, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError as error:
+    except OSError:
         os.close(descriptor)
-        raise UnsupportedError(
-            f"asked: {nbytes} bytes of memory that all ranks can map ({error.strerror}); allowed: what this machine has free; "
-            "remedy: free some, or call with smaller shapes"
-        ) from error
+        raise
     return descriptor
 
 
@@ -81,29 +78,23 @@ class CpuTransport:
         self._maps: list[mmap.mmap] = []
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        token = secrets.token_hex(_TOKEN_BYTES)
-        agree_on_size(nbytes, self.group, self.device)
-        descriptor = _make(token, nbytes)
+        token, descriptor, failure = secrets.token_hex(_TOKEN_BYTES), -1, ""
         try:
+            descriptor = _make(token, nbytes)
+        except OSError as error:
+            failure = error.strerror or str(error)
+        try:
+            place = f"{os.getpid()} {descriptor} {token}"
+            places = agree_on_memory(nbytes, failure, place, self.group, self.device)
             mine = mmap.mmap(descriptor, nbytes)
-            mapped = [
-                mine if r == self.rank else _open(place, nbytes) for r, place in enumerate(self._places(descriptor, token))
-            ]
+            mapped = [mine if r == self.rank else _open(place, nbytes) for r, place in enumerate(places)]
             self.barrier()
         finally:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
         self._maps += mapped
         views = [torch.frombuffer(m, dtype=torch.uint8) for m in mapped]
         return SymmetricBuffer(views[self.rank], tuple(v.data_ptr() for v in views), views)
-
-    def _places(self, descriptor: int, token: str) -> list[str]:
-        """Where every rank's buffer is: process, descriptor and token, exchanged over the group as plain text."""
-        text = f"{os.getpid()} {descriptor} {token}".encode().ljust(128)
-        everyone = torch.empty(self.world_size * 128, dtype=torch.uint8)
-        self._wait(
-            all_gather_flat(everyone, torch.frombuffer(bytearray(text), dtype=torch.uint8), group=self.group, async_op=True)
-        )
-        return [bytes(row.tolist()).decode("ascii") for row in everyone.view(self.world_size, 128)]
 
     def barrier(self) -> None:
         self._wait(dist.barrier(group=self.group, async_op=True))
