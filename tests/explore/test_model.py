@@ -196,7 +196,7 @@ def test_a_deadlock_is_known_at_once(strategy) -> None:
 
     def body(rank: int) -> None:
         if rank == 0:
-            world.tasks.park(word.data_ptr(), word.data_ptr() + 4)  # nobody ever stores there
+            world.tasks.park((word.data_ptr(), word.data_ptr() + 4))  # nobody ever stores there
 
     with pytest.raises(Violation, match="deadlock: rank 0 host waits"):
         world.run(body)
@@ -227,7 +227,7 @@ def test_a_failure_ends_every_task() -> None:
             if rank == 0:
                 world.tasks.point()
                 raise world.tasks.fail("wrong result", "as planned")
-            world.tasks.park(word.data_ptr(), word.data_ptr() + 4)
+            world.tasks.park((word.data_ptr(), word.data_ptr() + 4))
         finally:
             ended.append(rank)
 

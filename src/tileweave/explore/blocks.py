@@ -15,7 +15,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
-from tileweave.explore.scalars import Scalar, plain
+from tileweave.explore.scalars import Scalar, Truth, plain
 
 _NUMPY = {
     tl.int1: np.bool_, tl.int8: np.int8, tl.int16: np.int16, tl.int32: np.int32, tl.int64: np.int64, tl.uint8: np.uint8,
@@ -52,6 +52,8 @@ class Block:
             return self
         if dtype.is_ptr() or self.dtype.is_ptr():
             return Block(self.data.astype(np.int64), dtype)
+        if plain(bitcast) and dtype in _NUMPY and self.dtype in _NUMPY:
+            return Block(np.asarray(self.data).view(_NUMPY[dtype])[()], dtype)
         if plain(bitcast) or dtype not in _NUMPY or self.dtype not in _NUMPY:
             return from_triton(to_triton(self).to(dtype, bitcast=bitcast))
         return Block(self.data.astype(_NUMPY[dtype]), dtype)
@@ -85,10 +87,8 @@ def to_triton(value: Any) -> Any:
     """A block as the interpreter's tensor; all else stays."""
     if isinstance(value, tuple):
         return tuple(to_triton(v) for v in value)
-    if isinstance(value, Scalar):
-        return int(value)
     if not isinstance(value, Block):
-        return value
+        return _bare(value)
     data = np.asarray(value.data)
     if value.dtype.is_ptr():
         data = data.astype(np.uint64)
@@ -118,11 +118,18 @@ def long_way(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _bare(value: Any) -> Any:
+    if isinstance(value, Block):
+        return value.data
+    if isinstance(value, Scalar):
+        return bool(value) if isinstance(value, Truth) else int(value)
+    return value
+
+
 def _values(a: Any, b: Any) -> tuple[Any, Any]:
     """Both operands for numpy: Python numbers take the type of the block beside them."""
     a, b = plain(a), plain(b)
-    a = a.data if isinstance(a, Block) else int(a) if isinstance(a, Scalar) else a
-    b = b.data if isinstance(b, Block) else int(b) if isinstance(b, Scalar) else b
+    a, b = _bare(a), _bare(b)
     if isinstance(a, np.ndarray | np.generic) and isinstance(b, int) and not isinstance(b, bool) and not -(2**31) <= b < 2**31:
         b = np.int64(b)
     if isinstance(b, np.ndarray | np.generic) and isinstance(a, int) and not isinstance(a, bool) and not -(2**31) <= a < 2**31:
@@ -210,7 +217,7 @@ def _cast(value: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: boo
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
     condition = plain(condition)
-    if isinstance(condition, (bool, np.bool_)):
+    if isinstance(condition, (bool, np.bool_, Truth)):
         blocks = [v for v in (x, y) if isinstance(v, Block)]
         chosen = x if condition else y
         if (
@@ -252,6 +259,20 @@ def _broadcast_to(value: Any, *shape: Any) -> Block:
     return Block(np.broadcast_to(value.data, wanted), value.dtype)
 
 
+def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def word(value: Any, axis: Any = None, *rest: Any, **named: Any) -> Any:
+        if not isinstance(value, Block) or rest or named or value.dtype not in _NUMPY:
+            return long_way(getattr(tl, name + LONG))(value, axis, *rest, **named)
+        kind = value.data.dtype if value.data.dtype.itemsize >= 4 else None
+        found = function(value.data, axis=plain(axis))
+        return Block(np.asarray(found, kind)[()])
+
+    return word
+
+
+LONG = "_the_long_way"
+
+
 def _same(value: Any, *_: Any, **__: Any) -> Any:
     return value
 
@@ -261,5 +282,5 @@ WORDS: dict[str, Callable[..., Any]] = {
     "minimum": _extreme(np.minimum, min), "maximum": _extreme(np.maximum, max), "broadcast_to": _broadcast_to,
     "zeros_like": lambda like: Block(np.zeros_like(like.data), like.dtype) if isinstance(like, Block) else Scalar(0),
     "multiple_of": _same, "max_contiguous": _same, "max_constancy": _same, "assume": lambda *_: None,
-    "debug_barrier": lambda: None,
+    "debug_barrier": lambda: None, "sum": _reduction("sum", np.sum), "max": _reduction("max", np.max),
 }  # fmt: skip

@@ -74,6 +74,7 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
             (triton_interpreter.FunctionRewriter, "ast_transformer", ScalarTransformer()),
             (interpreted, "_scalar", lambda value, dtype=None: Scalar(value)),
             *((where, name, blocks.long_way(getattr(where, name))) for where, name in words),
+            *((tl, name + blocks.LONG, getattr(tl, name)) for name in ("sum", "max")),
             *((tl, name, word) for name, word in blocks.WORDS.items()),
             (tl, "load", hooks.word_load),
             (tl, "store", hooks.word_store),
@@ -241,8 +242,8 @@ class Hooks(interpreted.HostMemory):
         world.tasks.point()
         world.memory.settle(me, low, high)
         world.tasks.note("loads", low, high)
-        if not volatile:
-            world.memory.check_read(me, region, _cells(region, active))
+        check = world.memory.observe if volatile else world.memory.check_read
+        check(me, region, _cells(region, active))
 
     def _write(self, active: np.ndarray, size: int, apply: Callable[[], object]) -> None:
         """``apply`` stores to these addresses; it happens when memory lets it."""
@@ -254,8 +255,9 @@ class Hooks(interpreted.HostMemory):
         world.tasks.point()
         me.polled.clear()
         world.tasks.note("stores", low, high)
-        world.memory.check_write(me, region, _cells(region, active))
-        world.memory.put(me, Store(low, high, apply))
+        cells = _cells(region, active)
+        world.memory.check_write(me, region, cells)
+        world.memory.put(me, Store(low, high, apply, region=region, cells=cells))
 
     def atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         return self._atomic(ptr, mask.data, sem, lambda: self._native_rmw(op, ptr, val, mask, sem, scope))
@@ -289,8 +291,7 @@ class Hooks(interpreted.HostMemory):
             if me.patience > 0:
                 me.patience -= 1
             else:
-                lows, highs = zip(*me.polled.values(), strict=True)
-                self.world.tasks.park(min(lows), max(highs))
+                self.world.tasks.park(*me.polled.values())
         me.polled[key] = (low, high)
 
     # --- Words: what the bodies in ``language/interpreted.py`` do ---
@@ -309,7 +310,8 @@ class Hooks(interpreted.HostMemory):
         self.world.tasks.note("stores", address, address + 4, str(value))
         memory.check_write(me, region, _cell(region, address))
         word = ctypes.c_int32.from_address(address)
-        memory.put(me, Store(address, address + 4, lambda: setattr(word, "value", value)))
+        apply = lambda: setattr(word, "value", value)  # noqa: E731
+        memory.put(me, Store(address, address + 4, apply, region=region, cells=_cell(region, address)))
 
     def acquire(self, address: int) -> int:
         me, memory = self._me(), self.world.memory
@@ -339,7 +341,10 @@ class Hooks(interpreted.HostMemory):
         return int(before)
 
     def pause(self, polls: int) -> None:
-        self.world.tasks.park(self._awaited, self._awaited + 4)
+        self.world.tasks.park((self._awaited, self._awaited + 4))
+
+    def idle(self) -> None:
+        """The poll that follows parks if nothing has changed."""
 
 
 _PLAIN = interpreted.HostMemory()
@@ -365,7 +370,7 @@ def _places(pointer: Block, mask: Any) -> tuple[np.ndarray, np.ndarray]:
     """Addresses as the interpreter wants them, and which of them count."""
     places = np.atleast_1d(pointer.data).astype(np.uint64)
     mask = blocks.plain(mask)
-    return places, np.full(places.shape, True if mask is None else mask.data if isinstance(mask, Block) else bool(mask))
+    return places, np.full(places.shape, True if mask is None else mask.data if isinstance(mask, Block) else bool(mask), np.bool_)
 
 
 def _cells(region: Region, active: np.ndarray) -> np.ndarray:

@@ -4,6 +4,10 @@ What a GPU may do, done on purpose: a plain store becomes visible to others at a
 different places become visible in any order. Only a release orders them: what its program stored before is visible first.
 Copies of one copy engine stay in order. Loads see what has arrived; a program sees its own stores.
 
+Words that carry an epoch order data by release and acquire. Data that announces itself (``language/marked.py``) is polled
+by volatile loads, which order nothing: who sees such an element knows only that all kernels before the one that stored it
+have ended on that rank, and may write the very same element.
+
 What counts as wrong (:class:`Violation`), with the ideas' names: two accesses to one cell, one of them a store, that no
 chain of release and acquire orders (a data race, by vector clocks as in FastTrack, PLDI 2009). That one rule covers a read
 before the data is there and a slot that is overwritten while somebody reads it. Besides: a read of what nobody wrote, an
@@ -43,10 +47,15 @@ class Region:
     writer: np.ndarray | None = None  # int16 by cell: component of the last writer, -1: nobody
     written: np.ndarray | None = None  # int32 by cell: that component's clock
     reads: np.ndarray | None = None  # int32 [cell, component]: clock of each component's last read
+    issued: np.ndarray | None = None  # int32 by cell: serial of the last store, and of the last one that has arrived
+    arrived: np.ndarray | None = None
+    observer: np.ndarray | None = None  # int16 by cell: who polled the last store and saw it
 
     def watch(self, components: int) -> None:
         """Remember accesses from now on."""
         cells = (self.end - self.start + CELL - 1) // CELL
+        self.issued, self.arrived = np.zeros(cells, np.int32), np.zeros(cells, np.int32)
+        self.observer = np.full(cells, -1, np.int16)
         self.writer = np.full(cells, -1, np.int16)
         self.written = np.zeros(cells, np.int32)
         self.reads = np.zeros((cells, components), np.int32)
@@ -64,6 +73,8 @@ class Store:
     apply: Callable[[], object]
     release: bool = False
     clock: np.ndarray | None = None  # what an acquire of this word learns
+    region: Region | None = None  # of data: where it arrives
+    cells: np.ndarray | slice | None = None
     serial: int = 0
 
 
@@ -75,6 +86,7 @@ class Writer:
     component: int
     clock: np.ndarray
     pending: list[Store] = field(default_factory=list)
+    launch: int = 0  # which launch this program belongs to, see Memory.begin_launch
 
     def tick(self) -> None:
         self.clock[self.component] += 1
@@ -98,6 +110,8 @@ class Memory:
         self.components = components
         self.names: list[str] = [""] * components
         self.clocks: dict[int, np.ndarray] = {}  # by word: what the last release left there
+        self.launches = [np.zeros(components, np.int32)]  # by launch: what had happened on its rank when it began
+        self.launch_of = [0]  # by serial of a store
         self.synced: set[int] = set()  # words that acquire, release and atomics use: not data
         self._starts: list[int] = []
         self._regions: list[Region] = []
@@ -131,6 +145,21 @@ class Memory:
 
     # --- Rules ---
 
+    def begin_launch(self, clock: np.ndarray) -> int:
+        """A kernel starts, behind all that ``clock`` knows and that has arrived. Returns its number."""
+        self.launches.append(clock.copy())
+        return len(self.launches) - 1
+
+    def observe(self, who: Writer, region: Region, cells: np.ndarray | slice) -> None:
+        """A poll of data that announces itself."""
+        if region.issued is None or region.arrived is None or region.observer is None:
+            return
+        arrived = region.arrived[cells]
+        for launch in {self.launch_of[serial] for serial in np.unique(arrived).tolist()}:
+            who.learn(self.launches[launch])
+        seen = arrived == region.issued[cells]
+        region.observer[cells] = np.where(seen, who.component, region.observer[cells])
+
     def check_read(self, who: Writer, region: Region, cells: np.ndarray | slice) -> None:
         if region.writer is None or region.written is None or region.reads is None:
             return
@@ -149,9 +178,10 @@ class Memory:
         if region.writer is None or region.written is None or region.reads is None:
             region.watch(self.components)
         assert region.writer is not None and region.written is not None and region.reads is not None, "watched"
+        assert region.observer is not None, "watched"
         writer = region.writer[cells]
         late = region.written[cells] > who.clock[writer]
-        late &= writer >= 0
+        late &= (writer >= 0) & (region.observer[cells] != who.component)
         if late.any():
             self._race(
                 "overwrite", f"{who.name} writes", "which nothing orders behind the store by", region, cells, late, writer
@@ -163,6 +193,7 @@ class Memory:
             self._race("overwrite", f"{who.name} writes", text, region, cells, unread.any(axis=-1), reader)
         region.writer[cells] = who.component
         region.written[cells] = who.clock[who.component]
+        region.observer[cells] = -1
 
     def _race(
         self, kind: str, who: str, how: str, region: Region, cells: np.ndarray | slice, bad: Any, other: np.ndarray
@@ -176,12 +207,19 @@ class Memory:
     # --- Stores on their way ---
 
     def put(self, who: Writer, store: Store) -> None:
+        """``store`` is on its way from now on."""
+        store.serial = len(self.launch_of)
+        self.launch_of.append(who.launch)
+        if store.region is not None and store.region.issued is not None:
+            store.region.issued[store.cells] = store.serial
         who.pending.append(store)
 
     def arrive(self, who: Writer, at: int) -> Store:
         """Make the pending store at this position visible to everybody."""
         store = who.pending.pop(at)
         store.apply()
+        if store.region is not None and store.region.arrived is not None:
+            store.region.arrived[store.cells] = store.serial
         if store.clock is not None:
             self.clocks[store.low] = store.clock
         elif store.low in self.synced:

@@ -83,6 +83,7 @@ class World:
         if count > MAX_PROGRAMS:
             raise ValueError(f"asked: {count} programs; allowed: {MAX_PROGRAMS}; remedy: explore a smaller shape")
         indices = [(x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])]
+        number_of_launch = self.memory.begin_launch(rank.host.clock)
         waiting, running, left = list(range(count)), set[int](), set(range(count))
 
         def start_more() -> None:
@@ -92,7 +93,7 @@ class World:
         def start(number: int) -> None:
             running.add(number)
             task = rank.programs[number]
-            task.grid, task.grid_index = grid, indices[number]
+            task.grid, task.grid_index, task.launch = grid, indices[number], number_of_launch
             task.on_drained = lambda _: drained(number)
             self.tasks.start(task, lambda: program(number))
 
@@ -136,10 +137,7 @@ class World:
         local = torch.zeros(nbytes, dtype=torch.uint8)
         number = len(self._buffers[rank])
         self._buffers[rank].append(local)
-        what = "signals"
-        if nbytes % 2048 == 0:  # two slots; signals are an odd number of words
-            what = "slots"
-            local.fill_(255)  # NaN in every dtype
+        what = "slots" if nbytes % 1024 == 0 else "signals"  # which are an odd number of words
         start = local.data_ptr()
         self.memory.add(Region(f"rank {rank} {what} {number}", start, start + nbytes, shared=True))
         self.barrier()
@@ -160,7 +158,9 @@ class World:
 
     def _copy_all(self, engine: Task, copies: Sequence[Copy], source: int) -> None:
         for copy in copies:
-            start = copy.source or source
+            start = copy.source or source + copy.offset
+            if copy.counter:
+                self._await(engine, copy.counter, copy.count)
             if copy.nbytes == 4:
                 self.tasks.point()
                 value = ctypes.c_int32.from_address(start).value
@@ -173,14 +173,24 @@ class World:
                 self.tasks.point()
                 self._copy(engine, copy.target + offset, start + offset, min(piece, copy.nbytes - offset))
 
+    def _await(self, engine: Task, counter: int, count: int) -> None:
+        """A copy engine's wait for a count that programs of its rank bring about."""
+        while True:
+            self.tasks.point()
+            if self.memory.acquire(engine, counter) >= count:
+                return
+            self.tasks.park((counter, counter + 4))
+
     def _copy(self, engine: Task, target: int, source: int, nbytes: int) -> None:
         self._read(engine, source, source + nbytes)
         data = ctypes.string_at(source, nbytes)
         region = self.memory.region(target, target + nbytes, engine.name)
-        self.memory.check_write(engine, region, _cells(region, target, target + nbytes))
+        cells = _cells(region, target, target + nbytes)
+        self.memory.check_write(engine, region, cells)
         self.tasks.note("copies", target, target + nbytes)
         # released: a copy engine does one copy after the other
-        self.memory.put(engine, Store(target, target + nbytes, lambda: ctypes.memmove(target, data, nbytes), release=True))
+        apply = lambda: ctypes.memmove(target, data, nbytes)  # noqa: E731
+        self.memory.put(engine, Store(target, target + nbytes, apply, release=True, region=region, cells=cells))
 
     def _read(self, engine: Task, low: int, high: int) -> None:
         if self.memory.has(low, high):
@@ -214,6 +224,10 @@ class ModelTransport:
 
     def push(self, copies: Sequence[Copy], source: int = 0) -> None:
         self._world.push(self._world.ranks[self.rank], copies, source)
+
+    def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
+        self.push(copies, source)
+        launch()
 
     def join(self) -> None:
         self._world.join(self._world.ranks[self.rank])

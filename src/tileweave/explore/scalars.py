@@ -57,9 +57,46 @@ for _name, _function in {
     setattr(Scalar, f"__r{_name}__", _binary(_function, swapped=True))
 
 
+class Truth(Scalar):
+    """What a comparison of scalars says."""
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+def _comparison(function: Callable[[int, int], bool]) -> Callable[[Scalar, object], Any]:
+    def method(self: Scalar, other: object) -> Any:
+        other = plain(other)
+        return Truth(function(int(self), int(other))) if isinstance(other, int) else NotImplemented
+
+    return method
+
+
+def _logic(function: Callable[[int, int], int]) -> Callable[[Truth, object], Any]:
+    def method(self: Truth, other: object) -> Any:
+        other = plain(other)
+        if not isinstance(other, int):
+            return NotImplemented
+        kind = Truth if isinstance(other, (Truth, bool)) else Scalar
+        return kind(function(int(self), int(other)))
+
+    return method
+
+
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Scalar, f"__{_name}__", _comparison(getattr(operator, _name)))
+for _name in ("and", "or", "xor"):
+    setattr(Truth, f"__{_name}__", _logic(getattr(operator, f"{_name}_" if _name != "xor" else "xor")))
+    setattr(Truth, f"__r{_name}__", getattr(Truth, f"__{_name}__"))
+Scalar.__hash__ = int.__hash__  # type: ignore[assignment]
+Truth.__invert__ = lambda self: Truth(not self)  # type: ignore[method-assign, assignment]
+
+
 def kept(value: object) -> object:
     """What an assignment in a kernel leaves in a name: integers become scalars, all else stays."""
     value = plain(value)
+    if type(value) is bool:
+        return Truth(value)
     return Scalar(value) if type(value) is int else value
 
 

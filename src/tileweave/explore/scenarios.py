@@ -142,6 +142,53 @@ def _triton(transport: str, **changes: object) -> MatmulConfig:
     return MatmulConfig("triton", transport, 16, 16, num_stages=1, num_warps=4, **options)  # type: ignore[arg-type]
 
 
+# --- matmul_reduce_scatter and matmul_all_reduce ---
+
+
+@dataclass(frozen=True)
+class MatmulReduce:
+    """``shapes``: (rows of all ranks, cols, K of a rank). Tiles of peers come back; ``op`` says to one rank or to all."""
+
+    name: str
+    op: str
+    config: MatmulConfig
+    shapes: tuple[tuple[int, int, int], ...]
+    programs: tuple[int, ...]
+    captured: bool = False
+
+    @property
+    def resident(self) -> int:
+        return max(self.programs)  # a program waits for any program of a peer
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, self.config.transport, drawn.epoch)
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.matmul_reduce_scatter_fused import run_fused
+
+        rows, cols, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
+        shape = (rows // world.size * world.size if self.op == "matmul_reduce_scatter" else rows, cols, depth)
+        x, w, total = _reduce_operands(shape, world.size, rank, (number + drawn.order) % POOL)
+        mine = shape[0] // world.size
+        want = total if self.op == "matmul_all_reduce" else total[rank * mine : (rank + 1) * mine]
+        out = torch.full_like(want, float("nan"))
+        world.transports[rank].captured = self.captured and number > 0
+        run_fused(x.clone(), w, None, out, world.ranks[rank].group, Plan("fused", "explored", self.config), op=self.op)
+        yield "out", out, want
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        yield from end_instance(world, rank, self.op, self.config.transport, drawn)
+
+
+@lru_cache(maxsize=4096)
+def _reduce_operands(shape: tuple[int, int, int], size: int, rank: int, seed: int) -> tuple[torch.Tensor, ...]:
+    rows, cols, depth = shape
+    xs = [whole_numbers((rows, depth), "x", r, seed) for r in range(size)]
+    ws = [whole_numbers((cols, depth), "w", r, seed) for r in range(size)]
+    total = torch.stack([x @ w.t() for x, w in zip(xs, ws, strict=True)]).sum(0)
+    return xs[rank], ws[rank], total
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     AllGatherMatmul("sm", _triton("sm"), ((16, 16, 16), (16, 8, 16)), (1, 2, 3)),
     AllGatherMatmul("sm, spans", _triton("sm"), ((3, 16, 16), (5, 16, 16)), (1, 2)),
@@ -149,4 +196,13 @@ SCENARIOS: tuple[Scenario, ...] = (
     AllGatherMatmul("sm, cut, gathered", _triton("sm", tile_k=8), ((16, 16, 48),), (2, 3), gathered=True),
     AllGatherMatmul("copy engine", _triton("copy_engine"), ((16, 16, 16), (17, 16, 16)), (1, 2)),
     AllGatherMatmul("copy engine, captured", _triton("copy_engine"), ((16, 16, 16),), (1, 2), captured=True),
+    MatmulReduce("sm", "matmul_reduce_scatter", _triton("sm"), ((48, 16, 16), (68, 16, 16)), (1, 2, 3)),
+    MatmulReduce("sm, spans", "matmul_reduce_scatter", _triton("sm"), ((12, 32, 16), (24, 16, 16)), (1, 2)),
+    MatmulReduce("sm, cut", "matmul_reduce_scatter", _triton("sm", tile_k=8), ((48, 16, 48),), (2, 3)),
+    MatmulReduce("copy engine", "matmul_reduce_scatter", _triton("copy_engine"), ((64, 16, 16),), (1, 2, 3)),
+    MatmulReduce(
+        "copy engine, captured", "matmul_reduce_scatter", _triton("copy_engine"), ((64, 16, 16),), (1, 2), captured=True
+    ),
+    MatmulReduce("sm", "matmul_all_reduce", _triton("sm"), ((48, 16, 16), (50, 16, 16)), (1, 2, 3)),
+    MatmulReduce("sm, spans", "matmul_all_reduce", _triton("sm"), ((5, 32, 16), (12, 16, 16)), (1, 2)),
 )

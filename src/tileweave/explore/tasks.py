@@ -26,7 +26,7 @@ class Task(Writer):
     rank: int = 0
     state: str = "idle"
     thread: greenlet.greenlet | None = None
-    watched: tuple[int, int] = (0, 0)  # bytes whose change wakes a parked task
+    watched: tuple[tuple[int, int], ...] = ()  # bytes [low, high) whose change wakes a parked task
     grid_index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
     polled: dict[object, tuple[int, int]] = field(default_factory=dict)  # polls since it last changed anything: where
@@ -142,13 +142,13 @@ class Tasks:
                 self._enter(following)
             self._entered(me)
 
-    def park(self, low: int, high: int) -> None:
-        """The current task goes on when bytes [low, high) have changed."""
-        self._leave("parked", (low, high))
+    def park(self, *watched: tuple[int, int]) -> None:
+        """The current task goes on when some of the bytes [low, high) have changed."""
+        self._leave("parked", watched)
 
     def block(self) -> None:
         """The current task goes on when somebody calls :meth:`unblock`."""
-        self._leave("blocked", (0, 0))
+        self._leave("blocked", ())
 
     def unblock(self, task: Task) -> None:
         if task.state == "blocked":
@@ -161,7 +161,7 @@ class Tasks:
 
     # --- Switching ---
 
-    def _leave(self, state: str, watched: tuple[int, int]) -> None:
+    def _leave(self, state: str, watched: tuple[tuple[int, int], ...]) -> None:
         me = self._running()
         me.state, me.watched = state, watched
         following = self._next()
@@ -215,8 +215,12 @@ class Tasks:
             task.on_drained(task)
 
     def _wake(self, low: int, high: int) -> None:
+        """Bytes [low, high) have changed."""
         for task in self.tasks:
-            if task.state == "parked" and task.watched[0] < high and low < task.watched[1]:
+            if task.polled and any(first < high and low < last for first, last in task.polled.values()):
+                task.polled.clear()  # another look is worth it
+                task.patient = False
+            if task.state == "parked" and any(first < high and low < last for first, last in task.watched):
                 task.state, task.patient = "ready", False
 
     def _stuck(self) -> bool:
@@ -230,7 +234,8 @@ class Tasks:
         parts = []
         for task in self.tasks:
             if task.state == "parked":
-                parts.append(f"{task.name} waits for {self.describe(*task.watched)}")
+                places = sorted({self.describe(low, high) for low, high in task.watched})
+                parts.append(f"{task.name} waits for {', '.join(places)}")
             elif task.state == "blocked":
                 parts.append(f"{task.name} waits for other tasks")
         return "; ".join(parts)
