@@ -29,6 +29,9 @@ AG = "all_gather_matmul/"
 KERNEL, FUSED = "kernels/all_gather_matmul.py", "ops/all_gather_matmul_fused.py"
 WORDS, REMOTE, MATMUL, TILE = "language/interpreted.py", "language/remote.py", "language/matmul.py", "language/tile.py"
 
+RS, AR = "matmul_reduce_scatter/", "matmul_all_reduce/"
+REDUCE, REDUCED, MARKED = "kernels/matmul_reduce_scatter.py", "ops/matmul_reduce_scatter_fused.py", "language/marked.py"
+
 _PUSH = "        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, SPANS, BLOCK)\n"
 _NOTIFY = "        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)\n"
 _WAIT = "token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report)"
@@ -38,6 +41,11 @@ _DATA = "        copies.append(Copy(instance.slot_addresses[peer] + slot * insta
 _SIGNAL = "        copies.append(Copy(instance.signal_addresses[peer] + 4 * rank * MAX_SLICES, epoch, 4))\n"
 _GIVE = "    tl.store(partials + (place + program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
 _COUNT = '    tl.atomic_add(counters + cut_tile, 1, sem="release", scope="gpu")\n'
+
+_STAGE = "                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, row < row_limit)\n"
+_CHUNK = "                chunk = (first_row - home * rows) // TILE_M // chunk_rows\n"
+_COUNTED = _CHUNK + "                count_in(counters + num_programs + place * MAX_SLICES + chunk)\n"
+_COUNTED_FIRST = _COUNTED
 
 MUTANTS: tuple[Mutant, ...] = (
     # --- all_gather_matmul: the kernel ---
@@ -190,5 +198,128 @@ MUTANTS: tuple[Mutant, ...] = (
         "(program // team) * span",
         AG + "sm, cut",
         count=2,
+    ),
+    # --- matmul_reduce_scatter, matmul_all_reduce ---
+    Mutant("one slot for marked tiles", REDUCE, "slot = epoch & 1", "slot = epoch & 0", RS + "sm"),
+    Mutant("one slot for an all-reduce", REDUCE, "slot = epoch & 1", "slot = epoch & 0", AR),
+    Mutant(
+        "partials into the neighbour's place",
+        REDUCE,
+        "place = rank - (rank > owner)",
+        "place = rank - (rank < owner)",
+        RS + "sm",
+    ),
+    Mutant(
+        "partials to the wrong owner",
+        REDUCE,
+        "symm_at(slot_table, owner, dtype",
+        "symm_at(slot_table, (owner + 1) % WORLD_SIZE, dtype",
+        RS + "sm",
+    ),
+    Mutant("a partial is counted before it is stored", REDUCE, _STAGE + _COUNTED, _COUNTED_FIRST + _STAGE, RS + "copy engine"),
+    Mutant(
+        "a partial is not counted",
+        REDUCE,
+        "                count_in(counters",
+        "                0 and count_in(counters",
+        RS + "copy engine",
+    ),
+    Mutant(
+        "own tiles do not wait for their chunk",
+        REDUCE,
+        "                        wait(signals, 1, epoch, (rank",
+        "                        0 and wait(signals, 1, epoch, (rank",
+        RS + "copy engine",
+    ),
+    Mutant("own tiles wait for chunk 0", REDUCE, "* MAX_SLICES + chunk, tile", "* MAX_SLICES, tile", RS + "copy engine"),
+    Mutant(
+        "own tiles wait for one peer",
+        REDUCE,
+        "for i in tl.static_range(1, WORLD_SIZE):\n                        wait",
+        "for i in tl.static_range(1, 2):\n                        wait",
+        RS + "copy engine",
+    ),
+    Mutant(
+        "counts move before the last push",
+        REDUCE,
+        "            wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)\n",
+        "",
+        RS + "copy engine",
+    ),
+    Mutant(
+        "counts of chunks are not reset",
+        REDUCE,
+        "            tl.store(counters + num_programs + words",
+        "            0 and tl.store(counters + num_programs + words",
+        RS + "copy engine",
+    ),
+    Mutant(
+        "results skip the last peer",
+        REDUCE,
+        "    for i in tl.static_range(1, WORLD_SIZE):\n        target = symm_at(slot_table, (rank",
+        "    for i in tl.static_range(1, WORLD_SIZE - 1):\n        target = symm_at(slot_table, (rank",
+        AR,
+    ),
+    Mutant(
+        "all leave before results have come",
+        REDUCE,
+        "            if program == owner:\n                first_row",
+        "            if program > owner:\n                first_row",
+        AR,
+    ),
+    Mutant(
+        "the first part is taken for all",
+        MARKED,
+        "        value = tl.load(pointers + i * stride, mask=mask, volatile=True)\n        missing",
+        "        value = tl.load(pointers, mask=mask, volatile=True)\n        missing",
+        RS + "sm",
+    ),
+    Mutant("taken before all has come", MARKED, "        while (missing > 0) &", "        while (missing > 1) &", RS + "sm"),
+    Mutant(
+        "taken without a look", MARKED, "    if missing > 0:\n        limit", "    if missing < 0:\n        limit", RS + "sm"
+    ),
+    Mutant(
+        "zeros are not written back",
+        MARKED,
+        "        tl.store(pointers + i * stride, tl.zeros",
+        "        0 and tl.store(pointers + i * stride, tl.zeros",
+        RS + "sm",
+    ),
+    Mutant(
+        "zeros are written back for one part",
+        MARKED,
+        "    for i in tl.static_range(COUNT):\n        tl.store",
+        "    for i in tl.static_range(1):\n        tl.store",
+        RS + "sm",
+    ),
+    Mutant("a zero travels as zero", MARKED, "tl.where(bits == 0, tl.full([], -(2**31), tl.int32), bits)", "bits", RS + "sm"),
+    Mutant(
+        "chunks go before they are counted",
+        REDUCED,
+        "counter, (end - first) * s.tile_cols))",
+        "counter, 0))",
+        RS + "copy engine",
+    ),
+    Mutant(
+        "chunks go one tile early",
+        REDUCED,
+        "(end - first) * s.tile_cols))",
+        "(end - first) * s.tile_cols - 1))",
+        RS + "copy engine",
+    ),
+    Mutant("chunks of all calls to one slot", REDUCED, "slot = instance.calls & 1", "slot = 0", RS + "copy engine"),
+    Mutant(
+        "captured chunks without a barrier",
+        REDUCED,
+        "        barrier(call.endpoint, transport.world_size, transport.rank)\n",
+        "",
+        RS + "copy engine, captured",
+    ),
+    Mutant(
+        "a chunk is not signalled",
+        REDUCED,
+        "            copies.append(Copy(instance.signal_addresses[owner]",
+        "            0 and copies.append(Copy(instance.signal_addresses[owner]",
+        RS + "copy engine",
     ),
 )

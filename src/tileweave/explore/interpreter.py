@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from types import FunctionType
 from typing import Any
@@ -31,6 +31,7 @@ from tileweave.explore.tasks import Task
 from tileweave.language import interpreted
 from tileweave.language.signal import INTERPRETED
 
+TORN = 3  # every third store to shared memory arrives in two parts, one of them a single element
 _BUILDER = triton_interpreter.interpreter_builder
 _SEM = triton_interpreter._ir.MEM_SEMANTIC
 _NATIVE = triton_interpreter._interpreter
@@ -216,7 +217,7 @@ class Hooks(interpreted.HostMemory):
             value = value.to(dtype).data if not value.dtype.is_ptr() else value.data
         kind, size = _kind(dtype)
         data = np.full(places.shape, value, kind)
-        self._write(places[inside], size, lambda: _NATIVE.store(places, data, inside))
+        self._write(places, inside, size, lambda some: _NATIVE.store(places, data, some))
 
     def masked_load(self, ptrs: Any, mask: Any, other: Any, cache: Any, volatile: Any = False, *rest: Any) -> Any:
         size = ptrs.get_element_ty().primitive_bitwidth // 8
@@ -225,8 +226,12 @@ class Hooks(interpreted.HostMemory):
 
     def masked_store(self, ptrs: Any, value: Any, mask: Any, cache: Any, *rest: Any) -> None:
         size = ptrs.get_element_ty().primitive_bitwidth // 8
-        active = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
-        self._write(active, size, lambda: self._native_store(ptrs, value, mask, cache, *rest))
+        inside = np.array(np.broadcast_to(mask.data, ptrs.data.shape))
+
+        def store(some: np.ndarray) -> None:
+            self._native_store(ptrs, value, triton_interpreter.TensorHandle(some, tl.int1), cache, *rest)
+
+        self._write(ptrs.data, inside, size, store)
 
     def _read(self, active: np.ndarray, size: int, volatile: bool) -> None:
         """A load from these addresses is about to happen."""
@@ -245,8 +250,9 @@ class Hooks(interpreted.HostMemory):
         check = world.memory.observe if volatile else world.memory.check_read
         check(me, region, _cells(region, active))
 
-    def _write(self, active: np.ndarray, size: int, apply: Callable[[], object]) -> None:
-        """``apply`` stores to these addresses; it happens when memory lets it."""
+    def _write(self, places: np.ndarray, inside: np.ndarray, size: int, store: Callable[[np.ndarray], object]) -> None:
+        """``store(mask)`` stores to some of these addresses; it happens when memory lets it."""
+        active = places[inside]
         if not active.size:
             return
         me, world = self._me(), self.world
@@ -257,7 +263,16 @@ class Hooks(interpreted.HostMemory):
         world.tasks.note("stores", low, high)
         cells = _cells(region, active)
         world.memory.check_write(me, region, cells)
-        world.memory.put(me, Store(low, high, apply, region=region, cells=cells))
+        serial = len(world.memory.launch_of)
+        if not region.shared or active.size == 1 or serial % TORN:
+            world.memory.put(me, Store(low, high, lambda: store(inside), region=region, cells=cells))
+            return
+        alone = np.zeros_like(inside)  # nothing keeps the elements of a block together
+        alone.flat[np.flatnonzero(inside)[serial * 7919 % active.size]] = True
+        for some in (alone, inside & ~alone) if serial % 2 else (inside & ~alone, alone):
+            part = places[some]
+            first, last = int(part.min()), int(part.max()) + size
+            world.memory.put(me, Store(first, last, partial(store, some), region=region, cells=_cells(region, part)))
 
     def atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         return self._atomic(ptr, mask.data, sem, lambda: self._native_rmw(op, ptr, val, mask, sem, scope))
@@ -370,7 +385,9 @@ def _places(pointer: Block, mask: Any) -> tuple[np.ndarray, np.ndarray]:
     """Addresses as the interpreter wants them, and which of them count."""
     places = np.atleast_1d(pointer.data).astype(np.uint64)
     mask = blocks.plain(mask)
-    return places, np.full(places.shape, True if mask is None else mask.data if isinstance(mask, Block) else bool(mask), np.bool_)
+    return places, np.full(
+        places.shape, True if mask is None else mask.data if isinstance(mask, Block) else bool(mask), np.bool_
+    )
 
 
 def _cells(region: Region, active: np.ndarray) -> np.ndarray:
