@@ -42,10 +42,14 @@ _SIGNAL = "        copies.append(Copy(instance.signal_addresses[peer] + 4 * rank
 _GIVE = "    tl.store(partials + (place + program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
 _COUNT = '    tl.atomic_add(counters + cut_tile, 1, sem="release", scope="gpu")\n'
 
-_STAGE = "                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, row < row_limit)\n"
-_CHUNK = "                chunk = (first_row - home * rows) // TILE_M // chunk_rows\n"
-_COUNTED = _CHUNK + "                count_in(counters + num_programs + place * MAX_SLICES + chunk)\n"
-_COUNTED_FIRST = _COUNTED
+_STAGE = (
+    "                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, "
+    "row < row_limit)\n"
+)
+_COUNTED = (
+    "                chunk = (first_row - home * rows) // TILE_M // chunk_rows\n"
+    "                count_in(counters + num_programs + place * MAX_SLICES + chunk)\n"
+)
 
 MUTANTS: tuple[Mutant, ...] = (
     # --- all_gather_matmul: the kernel ---
@@ -216,7 +220,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "symm_at(slot_table, (owner + 1) % WORLD_SIZE, dtype",
         RS + "sm",
     ),
-    Mutant("a partial is counted before it is stored", REDUCE, _STAGE + _COUNTED, _COUNTED_FIRST + _STAGE, RS + "copy engine"),
+    Mutant("a partial is counted before it is stored", REDUCE, _STAGE + _COUNTED, _COUNTED + _STAGE, RS + "copy engine"),
     Mutant(
         "a partial is not counted",
         REDUCE,

@@ -88,8 +88,8 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
 for _name in ("and", "or", "xor"):
     setattr(Truth, f"__{_name}__", _logic(getattr(operator, f"{_name}_" if _name != "xor" else "xor")))
     setattr(Truth, f"__r{_name}__", getattr(Truth, f"__{_name}__"))
-Scalar.__hash__ = int.__hash__  # type: ignore[assignment]
-Truth.__invert__ = lambda self: Truth(not self)  # type: ignore[method-assign, assignment]
+Scalar.__hash__ = int.__hash__
+Truth.__invert__ = lambda self: Truth(not self)
 
 
 def kept(value: object) -> object:
