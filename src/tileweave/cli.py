@@ -110,13 +110,21 @@ def demo(
 def check(
     world: Annotated[int | None, typer.Option("--world", help="Only this world size (default: 2, 3 and 4).")] = None,
     calls: Annotated[int | None, typer.Option(help="Calls with late ranks (default: 500; 15 without GPUs).")] = None,
+    stress: Annotated[
+        bool, typer.Option("--stress", help="Calls in disorder instead: two groups and streams, graphs.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Another one makes other calls (--stress).")] = 1,
+    seconds: Annotated[float, typer.Option(help="Stop after this long (--stress).")] = 900.0,
     device: Device = "auto",
 ) -> None:
     """Check the operators against fp32 on this machine's devices: shapes, late ranks, two groups, CUDA graphs."""
+    kind, size = _place(device, world)
+    if stress:
+        _stress(kind, size, calls or (30_000 if kind == "cuda" else 40), seed, seconds)
+        return
     from tileweave.check import check as run
     from tileweave.check import table_of
 
-    kind, size = _place(device, world)
     sizes = [size] if world is not None or under_torchrun() else [n for n in (2, 3, 4) if n <= size]
     screen, rows, failures = console(), [], []
     for each in sizes:
@@ -129,6 +137,26 @@ def check(
         screen.print(table_of(rows))
     if failures or not all(row.right for row in rows):
         screen.print("[bold red]not right on this machine")
+        raise typer.Exit(1)
+
+
+def _stress(kind: DeviceType, size: int, calls: int, seed: int, seconds: float) -> None:
+    """One world, as large as there is."""
+    from tileweave.stress import stress as run
+
+    outcome = launch(run, calls, seed, seconds, world_size=size, device_type=kind, seconds=seconds + 600)
+    if outcome is None:
+        return
+    screen = console()
+    for name, count in sorted(outcome.counts.items()):
+        screen.print(f"{name}: {count} on rank 0", markup=False)
+    screen.print(
+        f"world {outcome.world_size}, seed {seed}: {outcome.calls + outcome.replays} calls of all ranks checked, "
+        f"{outcome.replays} of them replays, in {outcome.seconds:.0f} s: {outcome.wrong} wrong, "
+        f"{outcome.other_bits} right with other bits",
+        markup=False,
+    )
+    if not outcome.right:
         raise typer.Exit(1)
 
 

@@ -33,6 +33,7 @@ LAYERS = (
     ("tune", "bench"),
     ("integrations", "demo", "check", "doctor", "simulate"),
     ("integrations", "demo", "check", "doctor", "explore"),
+    ("integrations", "demo", "check", "doctor", "explore", "stress"),
     ("cli",),
 )
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
