@@ -34,6 +34,8 @@ LAYERS = (
     ("integrations", "demo", "check", "doctor", "simulate"),
     ("integrations", "demo", "check", "doctor", "explore"),
     ("integrations", "demo", "check", "doctor", "explore", "stress"),
+    ("integrations", "demo", "check", "doctor", "explore"),
+    ("stress",),
     ("cli",),
 )
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}

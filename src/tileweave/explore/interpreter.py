@@ -127,7 +127,7 @@ def _pointer_to(dtype: torch.dtype) -> tl.dtype:
     return triton_interpreter._implicit_cvt(torch.empty(0, dtype=dtype)).dtype
 
 
-def _fast_argument(value: object) -> object:
+def _plain_argument(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return Block(np.int64(value.data_ptr()), _pointer_to(value.dtype))
     if isinstance(value, int | float | None):
@@ -140,7 +140,7 @@ class Hooks(interpreted.HostMemory):
 
     def __init__(self, fast: bool) -> None:
         self._world: World | None = None
-        self._argument = _fast_argument if fast else triton_interpreter._implicit_cvt
+        self._argument = _plain_argument if fast else triton_interpreter._implicit_cvt
         self._native_load = _BUILDER.create_masked_load
         self._native_store = _BUILDER.create_masked_store
         self._native_rmw = _BUILDER.create_atomic_rmw

@@ -203,6 +203,6 @@ SCENARIOS: tuple[Scenario, ...] = (
     MatmulReduce(
         "copy engine, captured", "matmul_reduce_scatter", _triton("copy_engine"), ((64, 16, 16),), (1, 2), captured=True
     ),
-    MatmulReduce("sm", "matmul_all_reduce", _triton("sm"), ((48, 16, 16), (96, 16, 16)), (1, 2, 3)),
-    MatmulReduce("sm, spans", "matmul_all_reduce", _triton("sm"), ((12, 32, 16), (24, 16, 16)), (1, 2)),
+    MatmulReduce("sm", "matmul_all_reduce", _triton("sm"), ((48, 16, 16), (50, 16, 16)), (1, 2, 3)),
+    MatmulReduce("sm, spans", "matmul_all_reduce", _triton("sm"), ((5, 32, 16), (12, 16, 16)), (1, 2)),
 )
