@@ -29,6 +29,7 @@ AG = "all_gather_matmul/"
 KERNEL, FUSED = "kernels/all_gather_matmul.py", "ops/all_gather_matmul_fused.py"
 WORDS, REMOTE, MATMUL, TILE = "language/interpreted.py", "language/remote.py", "language/matmul.py", "language/tile.py"
 
+ONE_SHOT = "kernels/matmul_all_reduce.py"
 RS, AR = "matmul_reduce_scatter/", "matmul_all_reduce/"
 REDUCE, REDUCED, MARKED = "kernels/matmul_reduce_scatter.py", "ops/matmul_reduce_scatter_fused.py", "language/marked.py"
 
@@ -326,4 +327,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "            0 and copies.append(Copy(instance.signal_addresses[owner]",
         RS + "copy engine",
     ),
+    # --- matmul_all_reduce in one shot ---
+    Mutant("one shot with one slot", ONE_SHOT, "(epoch & 1).to", "(epoch & 0).to", AR + "one shot"),
+    Mutant("one shot forgets a rank", ONE_SHOT, "range(1, WORLD_SIZE + 1)", "range(1, WORLD_SIZE)", AR + "one shot"),
+    Mutant("one shot into one place", ONE_SHOT, "rank.to(tl.int64) * place_size", "0 * place_size", AR + "one shot"),
+    Mutant(
+        "norms do not wait for the sum", ONE_SHOT, "        wait(counters", "        0 and wait(counters", AR + "one shot, norm"
+    ),
+    Mutant("a tile is counted without a release", ONE_SHOT, 'sem="acq_rel"', 'sem="relaxed"', AR + "one shot, norm"),
+    Mutant("norms begin a tile early", ONE_SHOT, "== num_tiles - 1:", "== num_tiles - 2:", AR + "one shot, norm"),
+    Mutant("the count of tiles is not reset", ONE_SHOT, "                tl.store(counters, 0)\n", "", AR + "one shot, norm"),
 )

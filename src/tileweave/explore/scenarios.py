@@ -20,7 +20,10 @@ from tileweave.explore.ranks import World
 from tileweave.transport.base import EPOCH
 
 # Constants of kernels that are sized for GPUs, made small: a shard of 256 elements has several slices then.
-SMALLER: tuple[tuple[str, str, object], ...] = (("tileweave.kernels.all_gather_matmul", "PUSH_BLOCK", 128),)
+SMALLER: tuple[tuple[str, str, object], ...] = (
+    ("tileweave.kernels.all_gather_matmul", "PUSH_BLOCK", 128),
+    ("tileweave.kernels.matmul_all_reduce", "NORM_BLOCK", 16),
+)
 POOL = 7  # sets of operands of one shape; a prime, so that calls, slots and sets do not move in step
 
 
@@ -189,6 +192,50 @@ def _reduce_operands(shape: tuple[int, int, int], size: int, rank: int, seed: in
     return xs[rank], ws[rank], total
 
 
+@dataclass(frozen=True)
+class OneShot:
+    """matmul_all_reduce in one shot, with residual and norm. ``shapes``: (rows, cols, K of a rank), rows at most a tile."""
+
+    name: str
+    config: MatmulConfig
+    shapes: tuple[tuple[int, int, int], ...]
+    norm: bool
+    op: str = "matmul_all_reduce"
+    programs: tuple[int, ...] = (1,)  # as many as there are tiles and rows, whatever the device holds
+    resident: int = 1
+
+    def _epoch(self, drawn: Drawn) -> int:
+        return drawn.epoch if drawn.epoch > 0 else 2**31 - 2  # a local word starts at 0, which is behind the positive ones
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, "one_shot", self._epoch(drawn))
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.matmul_all_reduce_fused import run_fused
+
+        shape = self.shapes[(number + drawn.order) % len(self.shapes)]
+        x, w, total = _reduce_operands(shape, world.size, rank, (number + drawn.order) % POOL)
+        residual = whole_numbers(shape[:2], "residual", number) if self.norm else None
+        gain = whole_numbers(shape[1:2], "gain") if self.norm else None
+        want = total if residual is None else total + residual
+        out = torch.full_like(want, float("nan"))
+        kept = torch.full_like(want, float("nan")) if self.norm else None
+        plan = Plan("fused", "explored", self.config)
+        run_fused(x.clone(), w, None, residual, gain, 1e-6, out, kept, world.ranks[rank].group, plan)
+        if kept is None or gain is None:
+            yield "out", out, want
+        else:
+            yield "sum", kept, want
+            yield "norm", out.mul(64).round(), torch.nn.functional.rms_norm(want, gain.shape, gain, 1e-6).mul(64).round()
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        instance = world.workspace(rank).instance(self.op, "one_shot")
+        yield "epoch", int(instance.control[EPOCH]), wrap(self._epoch(drawn) + drawn.calls)
+        yield "programs that left", int(instance.control[1]), 0
+        yield "tiles that are done", int(instance.counters[0]), 0
+        yield "elements left in slots", int(instance.slots.count_nonzero()), 0
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     AllGatherMatmul("sm", _triton("sm"), ((16, 16, 16), (16, 8, 16)), (1, 2, 3)),
     AllGatherMatmul("sm, spans", _triton("sm"), ((3, 16, 16), (5, 16, 16)), (1, 2)),
@@ -205,4 +252,6 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     MatmulReduce("sm", "matmul_all_reduce", _triton("sm"), ((48, 16, 16), (50, 16, 16)), (1, 2, 3)),
     MatmulReduce("sm, spans", "matmul_all_reduce", _triton("sm"), ((5, 32, 16), (12, 16, 16)), (1, 2)),
+    OneShot("one shot", _triton("sm", shots=1), ((3, 32, 16), (5, 48, 16)), norm=False),
+    OneShot("one shot, norm", _triton("sm", shots=1), ((2, 32, 16), (3, 16, 16)), norm=True),
 )
