@@ -174,21 +174,13 @@ class Hooks(interpreted.HostMemory):
                 names[id(value)] = f"{names[id(value)]}={name}" if id(value) in names else name
         for name, value in bound.arguments.items():
             if isinstance(value, torch.Tensor):
-                self._know(names[id(value)], value)
+                self.world.know(self.world.rank.rank, names[id(value)], value)
             given[name] = value if name in constexprs else self._argument(value)
         wanted: Any = grid(given) if callable(grid) else grid
         sizes = list(wanted)
         x, y, z = sizes + [1] * (3 - len(sizes))
         self.world.tasks.note("launches", detail=f"{fn.__name__} {(x, y, z)}")
         self.world.launch((x, y, z), lambda: fn(**given))
-
-    def _know(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor that a kernel gets is memory it may touch; symmetric buffers are known already."""
-        storage = tensor.untyped_storage()
-        start, nbytes = storage.data_ptr(), storage.nbytes()
-        if nbytes and not self.world.memory.has(start, start + nbytes):
-            self.world.memory.add(Region(f"rank {self.world.rank.rank} {name}", start, start + nbytes))
-            self.world.kept.append(tensor)  # its address is nobody else's while this world lives
 
     # --- Blocks: what the interpreter does for tl.load, tl.store and atomics ---
 

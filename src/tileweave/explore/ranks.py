@@ -114,6 +114,21 @@ class World:
             rank.programs[number].on_drained = None
             rank.host.learn(rank.programs[number].clock)
 
+    def know(self, rank: int, name: str, tensor: torch.Tensor) -> None:
+        """Memory that kernels may touch: what they are given, or find by address. Symmetric buffers are known already."""
+        storage = tensor.untyped_storage()
+        start, nbytes = storage.data_ptr(), storage.nbytes()
+        if nbytes and not self.memory.has(start, start + nbytes):
+            self.memory.add(Region(f"rank {rank} {name}", start, start + nbytes))
+            self.kept.append(tensor)  # its address is nobody else's while this world lives
+
+    def read(self, rank: int, tensor: torch.Tensor) -> None:
+        """The user of ``rank`` looks at a result, behind the call: all of it must have been ordered before."""
+        low = tensor.data_ptr()
+        high = low + tensor.numel() * tensor.element_size()
+        if high > low and tensor.is_contiguous():
+            self._read(self.ranks[rank].host, low, high)
+
     # --- Host rendezvous ---
 
     def barrier(self) -> None:

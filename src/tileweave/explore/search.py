@@ -161,6 +161,7 @@ def _host(world: World, rank: int, scenario: Scenario, drawn: Drawn) -> None:
     scenario.begin(world, rank, drawn)
     for number in range(drawn.calls):
         for name, got, want in scenario.call(world, rank, number, drawn):
+            world.read(rank, got)
             if not torch.equal(got, want):
                 rows = (got != want).flatten(1).any(dim=1).nonzero().flatten().tolist()
                 raise world.tasks.fail("wrong result", f"rank {rank}, call {number}: {name} differs in rows {rows}")
