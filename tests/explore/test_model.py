@@ -251,5 +251,5 @@ def test_schedules_repeat() -> None:
 def test_tasks_have_names() -> None:
     world = World(2, 1, Walk(0))
     assert isinstance(world.ranks[1].host, Task)
-    assert world.memory.names[world.ranks[1].engine.component] == "rank 1 copies"
+    assert world.memory.names[world.ranks[1].engines[0].component] == "rank 1 copies"
     world.close()

@@ -16,7 +16,8 @@ from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.workspace import REGISTRY, Workspace
 
 MAX_PROGRAMS = 6
-COMPONENTS = MAX_PROGRAMS + 2  # tasks of a rank, in this order: programs, host, copy engine
+LANES = 3  # of copies that run beside each other: one a peer
+COMPONENTS = MAX_PROGRAMS + 1 + LANES  # tasks of a rank, in this order: programs, host, copy engines
 PIECES = 2  # a copy of data arrives in so many parts
 
 
@@ -26,7 +27,7 @@ class Rank:
 
     rank: int
     host: Task
-    engine: Task
+    engines: list[Task]  # one for each lane of copies
     programs: list[Task]
     group: str = ""
 
@@ -52,7 +53,11 @@ class World:
 
     def _rank(self, rank: int) -> Rank:
         programs = [self.tasks.task(f"rank {rank} program {p}", rank) for p in range(MAX_PROGRAMS)]
-        return Rank(rank, self.tasks.task(f"rank {rank} host", rank), self.tasks.task(f"rank {rank} copies", rank), programs)
+        host = self.tasks.task(f"rank {rank} host", rank)
+        engines = [
+            self.tasks.task(f"rank {rank} copies {lane}" if lane else f"rank {rank} copies", rank) for lane in range(LANES)
+        ]
+        return Rank(rank, host, engines, programs)
 
     def workspace(self, rank: int) -> Workspace:
         found = REGISTRY.find(self.ranks[rank].group, self.transports[rank].device)
@@ -162,14 +167,32 @@ class World:
     # --- Copy engines ---
 
     def push(self, rank: Rank, copies: Sequence[Copy], source: int) -> None:
-        self.tasks.start(rank.engine, lambda: self._copy_all(rank.engine, copies, source))
+        """Copies of a lane follow each other, lanes run beside each other; the last copy, on lane 0, follows all."""
+        lanes = 1 + max(copy.lane for copy in copies)
+        first = rank.engines[0]
+        for engine in rank.engines[1:lanes]:
+            engine.on_drained = lambda _: self.tasks.unblock(first)
+
+        def gather() -> None:
+            self._copy_all(first, [copy for copy in copies[:-1] if copy.lane == 0], source)
+            for engine in rank.engines[1:lanes]:
+                while engine.state != "idle" or engine.pending:
+                    self.tasks.block()
+                first.learn(engine.clock)
+            self._copy_all(first, copies[-1:], source)
+
+        self.tasks.start(first, gather)
+        for lane, engine in enumerate(rank.engines[1:lanes], start=1):
+            mine = [copy for copy in copies[:-1] if copy.lane == lane]
+            self.tasks.start(engine, lambda engine=engine, mine=mine: self._copy_all(engine, mine, source))
 
     def join(self, rank: Rank) -> None:
-        rank.engine.on_drained = lambda _: self.tasks.unblock(rank.host)
-        while rank.engine.state != "idle" or rank.engine.pending:
+        last = rank.engines[0]
+        last.on_drained = lambda _: self.tasks.unblock(rank.host)
+        while last.state != "idle" or last.pending:
             self.tasks.block()
-        rank.engine.on_drained = None
-        rank.host.learn(rank.engine.clock)
+        last.on_drained = None
+        rank.host.learn(last.clock)
 
     def _copy_all(self, engine: Task, copies: Sequence[Copy], source: int) -> None:
         for copy in copies:

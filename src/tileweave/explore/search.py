@@ -121,7 +121,7 @@ def malice_of(number: int, world: int) -> Malice:
         singles += [
             (frozenset(mine), frozenset()),
             (frozenset(), frozenset(mine)),
-            (frozenset({mine[MAX_PROGRAMS + 1]}), frozenset()),
+            (frozenset(mine[MAX_PROGRAMS + 1 :]), frozenset()),
         ]
         singles.append((frozenset(mine[1:MAX_PROGRAMS]), frozenset(everyone)))
     # (tasks that are late, writers whose stores are late): a rank, a rank's stores, its copy engine, its upper programs
