@@ -298,18 +298,12 @@ MUTANTS: tuple[Mutant, ...] = (
         RS + "sm",
     ),
     Mutant("a zero travels as zero", MARKED, "tl.where(bits == 0, tl.full([], -(2**31), tl.int32), bits)", "bits", RS + "sm"),
-    Mutant(
-        "chunks go before they are counted",
-        REDUCED,
-        "counter, (end - first) * s.tile_cols))",
-        "counter, 0))",
-        RS + "copy engine",
-    ),
+    Mutant("chunks go before they are counted", REDUCED, "counter, count, lane))", "counter, 0, lane))", RS + "copy engine"),
     Mutant(
         "chunks go one tile early",
         REDUCED,
-        "(end - first) * s.tile_cols))",
-        "(end - first) * s.tile_cols - 1))",
+        "(end - first) * s.tile_cols\n",
+        "(end - first) * s.tile_cols - 1\n",
         RS + "copy engine",
     ),
     Mutant("chunks of all calls to one slot", REDUCED, "slot = instance.calls & 1", "slot = 0", RS + "copy engine"),
@@ -323,8 +317,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a chunk is not signalled",
         REDUCED,
-        "            copies.append(Copy(instance.signal_addresses[owner]",
-        "            0 and copies.append(Copy(instance.signal_addresses[owner]",
+        "            copies.append(Copy(signal, epoch, 4, lane=lane))\n",
+        "",
         RS + "copy engine",
     ),
     # --- matmul_all_reduce in one shot ---
