@@ -31,10 +31,7 @@ LAYERS = (
     ("nn", "profile", "launcher"),
     ("__init__",),
     ("tune", "bench"),
-    ("integrations", "demo", "check", "doctor", "simulate"),
-    ("integrations", "demo", "check", "doctor", "explore"),
-    ("integrations", "demo", "check", "doctor", "explore", "stress"),
-    ("integrations", "demo", "check", "doctor", "explore"),
+    ("integrations", "demo", "check", "doctor", "simulate", "explore"),
     ("stress",),
     ("cli",),
 )
