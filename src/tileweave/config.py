@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from dataclasses import MISSING, dataclass
 from dataclasses import fields as fields_of
 from functools import cache
@@ -160,7 +159,7 @@ def _plan_gpu(op: str, p: Problem, machine: Machine, rows: int, can_run: Callabl
         return Plan("unfused", f"no measurement shows the fused kernel ahead on {machine.name}")
     if p.depth * p.itemsize % 16:
         return Plan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes, which the copy hardware needs")
-    entry = min((e for e in tuned_entries(op) if can_run(e.config)), key=lambda e: e.distance(rows, p.cols, p.depth))
+    entry = nearest(op, rows, p.cols, p.depth, can_run)
     return Plan("fused", f"as measured for M={entry.rows}, {entry.cols} local columns, K={entry.depth}", entry.config)
 
 
@@ -236,6 +235,11 @@ def _checked(raw: object, kind: type, where: str) -> dict[str, Any]:
             good = name == "config" or type(value) is bool
         require(good, f"{name} = {value!r} in {where}", "what config.MatmulConfig and config.Entry say", "write the table anew")
     return dict(raw)
+
+
+def nearest(op: str, rows: int, cols: int, depth: int, can_run: Callable[[MatmulConfig], bool] = lambda _: True) -> Entry:
+    """The measured entry of ``op`` nearest to a shape, of those whose configuration ``can_run``."""
+    return min((e for e in tuned_entries(op) if can_run(e.config)), key=lambda e: e.distance(rows, cols, depth))
 
 
 def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
