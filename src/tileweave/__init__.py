@@ -21,12 +21,15 @@ from tileweave.errors import (
     UnsupportedError,
 )
 from tileweave.ops.all_gather_matmul import all_gather_matmul
+from tileweave.ops.distribute_indices import distribute_indices
+from tileweave.ops.embedding_bag_all_to_all import FusedOptimizer, embedding_bag, embedding_bag_all_to_all
 from tileweave.ops.registry import explain, warmup
 from tileweave.ops.registry import name_of as _name_of
+from tileweave.sharding import EmbeddingLayout, ShardingPlan, TableSpec, plan_sharding
 from tileweave.transport.workspace import REGISTRY as _REGISTRY
 
 __version__ = "0.1.0"
-OPERATORS = ("all_gather_matmul",)
+OPERATORS = ("all_gather_matmul", "embedding_bag_all_to_all")
 
 
 def close(group: _dist.ProcessGroup | str | None = None) -> None:
@@ -48,16 +51,24 @@ def synchronize(group: _dist.ProcessGroup | str | None = None) -> None:
 __all__ = [
     "OPERATORS",
     "CaptureError",
+    "EmbeddingLayout",
+    "FusedOptimizer",
     "InputError",
     "PeerTimeout",
     "RankMismatchError",
+    "ShardingPlan",
+    "TableSpec",
     "TileweaveError",
     "UnsupportedError",
     "all_gather_matmul",
     "close",
+    "distribute_indices",
+    "embedding_bag",
+    "embedding_bag_all_to_all",
     "explain",
     "nn",
     "ops",
+    "plan_sharding",
     "synchronize",
     "warmup",
 ]

@@ -11,6 +11,7 @@ from tileweave.transport.workspace import timeout_seconds
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_to_all_flat = dist.all_to_all_single
 
 
 def wait_bounded(work: dist.Work | None, what: str, rank: int) -> None:

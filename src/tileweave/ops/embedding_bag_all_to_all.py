@@ -1,0 +1,450 @@
+"""embedding_bag_all_to_all: pool the bags of the global batch from this rank's tables, each vector to its sample's owner.
+
+=========  =======================  ==============================================================================
+tables     T of [rows_t, D_t]       this rank's embedding tables, whole or some columns of them; T and D_t differ by rank
+indices    [N]                      rows to pool, table after table, in each sample after sample; int32 or int64
+offsets    [T * B + 1]              bag (t, s) is ``indices[offsets[t * B + s] : offsets[t * B + s + 1]]``
+y          [B/R, sum of all D]      this rank's samples, columns of all ranks' tables as the layout says
+=========  =======================  ==============================================================================
+
+forward : one kernel (``kernels/embedding_bag_all_to_all.py``) that pools and stores to the owner, in place.
+backward: gy's columns go straight to the tables' owners (``kernels/embedding_gradient.py``), where the rows of each table
+          that were looked up are summed in a fixed order: a dense gradient, a sparse one, or an optimizer's step in place.
+weights : gw[i] = table row . gradient of its bag.
+
+Sources: fused embedding + all-to-all, arXiv 2305.06942; the contract of TorchRec's PooledEmbeddingsAllToAll.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from tileweave.errors import InputError, RankMismatchError, require
+from tileweave.ops import reference
+from tileweave.ops.embedding_bag_all_to_all_fused import OP, push_gradient, run_fused, run_lookup
+from tileweave.ops.embedding_gradient import KINDS, Lookups, table_gradients, weight_gradients
+from tileweave.ops.registry import (
+    agree,
+    debugging,
+    define,
+    group_of,
+    interpreting,
+    log_fallback,
+    machine_of,
+    name_of,
+    publish,
+)
+from tileweave.sharding import EmbeddingLayout, EmbeddingPlan, plan_embedding, rows_of
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_INDEX_DTYPES = (torch.int32, torch.int64)
+_SAID: set[tuple[str, str]] = set()
+_LAYOUTS: dict[tuple[str, tuple[int, ...]], EmbeddingLayout] = {}
+_METAS: dict = {}
+
+
+@dataclass(frozen=True)
+class FusedOptimizer:
+    """A step that backward takes in place of leaving gradients: ``kind`` "sgd" or "adagrad" (row-wise).
+
+    rate : fp32 [1] on the tables' device, so that a schedule may change it also under a CUDA graph.
+    states : for "adagrad", fp32 [rows] for each local table, the sums of mean squares; else empty.
+    """
+
+    kind: str
+    rate: torch.Tensor
+    states: list[torch.Tensor] = field(default_factory=list)
+    epsilon: float = 1e-8
+
+
+def embedding_bag_all_to_all(
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    batch: int | None = None,
+    mode: str = "sum",
+    per_sample_weights: torch.Tensor | None = None,
+    layout: EmbeddingLayout | None = None,
+    out_dtype: torch.dtype | None = None,
+    gradient: str = "dense",
+    optimizer: FusedOptimizer | None = None,
+    divide_gradient: bool = False,
+    group: dist.ProcessGroup | str | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Pool bags of the global batch from this rank's tables, and get the pooled vectors of all ranks for own samples.
+
+    Parameters
+    ----------
+    tables : of one dtype, contiguous [rows, D]; may be empty on some ranks. indices, offsets : see the module.
+    batch : B, samples of all ranks; needed where this rank has no tables. Rank r owns samples [r * c, (r+1) * c),
+        c = ceil(B / R).
+    mode : "sum" or "mean". An empty bag gives zeros. per_sample_weights : [N], only with "sum".
+    layout : the columns of every rank's tables in y, the same on all ranks; None: rank by rank, table by table (exchanged
+        between ranks once for given dims, which is collective).
+    out_dtype : of y and of what travels; None: that of the tables.
+    gradient : "dense" or "sparse" gradients of the tables; optimizer : step in backward instead.
+    divide_gradient : gradients of tables and weights over R, as when a loss is a mean over ranks.
+    out : an earlier result, which peers then write again, or any contiguous [b, width] tensor; not with gradients.
+
+    Returns
+    -------
+    y [b, width]. It stands in symmetric memory of its own for as long as anyone holds it.
+
+    Raises
+    ------
+    InputError for what does not fit; with ``TILEWEAVE_DEBUG=1`` also for indices out of range, which otherwise read
+    nothing and count as zeros. PeerTimeout, CaptureError as every operator.
+    """
+    name = name_of(group)
+    size, rank = dist.get_world_size(group_of(name)), dist.get_rank(group_of(name))
+    return _call(
+        tables, indices, offsets, batch, mode, per_sample_weights, layout, out_dtype, gradient, optimizer, divide_gradient,
+        name, size, rank, out,
+    )  # fmt: skip
+
+
+def embedding_bag(
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    mode: str = "sum",
+    per_sample_weights: torch.Tensor | None = None,
+    columns: Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
+    gradient: str = "dense",
+    optimizer: FusedOptimizer | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Pool bags from several tables at once, on this rank alone: ``torch.nn.functional.embedding_bag`` for many tables.
+
+    tables T of [rows_t, D_t], indices [N], offsets [T * B + 1] as in :func:`embedding_bag_all_to_all`; gives [B, sum of D],
+    or table t from ``columns[t]`` on. Other arguments as there.
+    """
+    layout = None if columns is None else EmbeddingLayout((tuple(columns),), (tuple(t.shape[1] for t in tables),))
+    return _call(
+        tables, indices, offsets, None, mode, per_sample_weights, layout, out_dtype, gradient, optimizer, False, "", 1, 0, out
+    )
+
+
+def _call(
+    tables, indices, offsets, batch, mode, weights, layout, out_dtype, gradient, optimizer, divide, name, size, rank, out
+):
+    tables = list(tables)
+    require(mode in ("sum", "mean"), f"mode {mode!r}", '"sum" or "mean"', "pass one of these")
+    require(gradient in KINDS[:2], f"gradient {gradient!r}", '"dense" or "sparse"', "for a fused step pass optimizer=")
+    if batch is None:
+        require(bool(tables), "no tables and no batch", "batch= where a rank has no tables", "pass batch=")
+        batch = (offsets.numel() - 1) // len(tables)
+    if out_dtype is None:
+        require(bool(tables), "no tables and no out_dtype", "out_dtype= where a rank has no tables", "pass out_dtype=")
+        out_dtype = tables[0].dtype
+    if layout is None:
+        layout = _agreed_layout(tables, indices.device, name, size)
+    check_inputs(tables, indices, offsets, weights, batch, mode, layout, out_dtype, optimizer, size, rank)
+    common = (tables, indices, offsets, weights, layout.flat(), batch, mode == "mean", out_dtype, name)
+    if out is not None:
+        tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (*tables, *([] if weights is None else [weights])))
+        require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
+        begin, end = rows_of(batch, size, rank)
+        shape = (end - begin, layout.width)
+        fits = tuple(out.shape) == shape and out.is_contiguous() and out.dtype == out_dtype
+        require(fits, f"out {tuple(out.shape)} {out.dtype}", f"{shape} {out_dtype}, contiguous", "allocate out like that")
+        torch.ops.tileweave.embedding_bag_all_to_all.out(*common, out=out)
+        return out
+    kind, states, rate, epsilon = gradient, [], None, 0.0
+    if optimizer is not None:
+        kind, states, rate, epsilon = optimizer.kind, list(optimizer.states), optimizer.rate, optimizer.epsilon
+    factor = 1.0 / size if divide else 1.0
+    return torch.ops.tileweave.embedding_bag_all_to_all(*common, kind, factor, states, rate, epsilon)
+
+
+def _agreed_layout(tables: list[torch.Tensor], device: torch.device, name: str, size: int) -> EmbeddingLayout:
+    """All ranks' tables in rank order; the dims are exchanged once for each list of own dims. Collective then."""
+    dims = tuple(int(t.shape[1]) for t in tables)
+    if size == 1:
+        return EmbeddingLayout.in_rank_order([dims])
+    found = _LAYOUTS.get((name, dims))
+    if found is None:
+        everyone = reference.exchange_numbers(dims, device, group_of(name))
+        found = _LAYOUTS[name, dims] = EmbeddingLayout.in_rank_order(everyone)
+    return found
+
+
+def check_inputs(
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    batch: int,
+    mode: str,
+    layout: EmbeddingLayout,
+    out_dtype: torch.dtype,
+    optimizer: FusedOptimizer | None,
+    size: int,
+    rank: int,
+) -> None:
+    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
+    shapes = f"tables {[tuple(t.shape) for t in tables]}"
+    require(all(t.dim() == 2 for t in tables), shapes, "[rows, D] each", "reshape to two dimensions")
+    dtypes = f"tables {[str(t.dtype) for t in tables]}, out_dtype {out_dtype}"
+    fits = all(t.dtype == tables[0].dtype for t in tables) and {out_dtype, *(t.dtype for t in tables)} <= set(_DTYPES)
+    require(fits, dtypes, "one of float32, float16, bfloat16 for all tables", "convert the tables")
+    require(all(t.is_contiguous() for t in tables), shapes, "contiguous tables", "call .contiguous() once, not each step")
+    lists = [indices, offsets, *([] if weights is None else [weights])]
+    places = f"devices {sorted({str(t.device) for t in (*tables, *lists)})}"
+    require(all(t.device == indices.device for t in (*tables, *lists)), places, "one device", "move all to one device")
+    kinds = f"indices {indices.dtype} {tuple(indices.shape)}, offsets {offsets.dtype} {tuple(offsets.shape)}"
+    fits = indices.dim() == offsets.dim() == 1 and {indices.dtype, offsets.dtype} <= set(_INDEX_DTYPES)
+    require(fits, kinds, "one dimension, int32 or int64", "flatten or convert them")
+    require(all(t.is_contiguous() for t in lists), kinds, "contiguous", "call .contiguous()")
+    count = len(tables) * batch + 1
+    require(offsets.numel() == count, kinds, f"{count} offsets: {len(tables)} tables x {batch} samples + 1", "append the end")
+    if weights is not None:
+        asked = f"per_sample_weights {tuple(weights.shape)} {weights.dtype}, mode {mode!r}"
+        fits = weights.shape == indices.shape and weights.dtype in _DTYPES and mode == "sum"
+        require(fits, asked, 'one floating number for each index, mode "sum"', "fold a mean into the weights")
+    require(len(layout.dims) == size, f"a layout of {len(layout.dims)} ranks", f"{size} ranks", "make it for this group")
+    dims = tuple(t.shape[1] for t in tables)
+    require(layout.dims[rank] == dims, f"tables of dims {dims}", f"{layout.dims[rank]}, by the layout", "fix either")
+    faults = layout.faults()
+    require(not faults, f"a layout whose {faults}", "each column once", "see tw.EmbeddingLayout.in_rank_order")
+    if optimizer is not None:
+        adagrad = optimizer.kind == "adagrad"
+        states = [(tuple(s.shape), s.dtype) for s in optimizer.states]
+        wanted = [((t.shape[0],), torch.float32) for t in tables] if adagrad else []
+        asked = f"optimizer {optimizer.kind!r} with states {states}"
+        require(optimizer.kind in KINDS[2:] and states == wanted, asked, f'"sgd", or "adagrad" with {wanted}', "fix them")
+
+
+def find_trouble(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, batch: int) -> str:
+    """Debugging only, waits for the device: what is wrong with the bags, empty if nothing."""
+    if indices.numel() != (int(offsets[-1]) if offsets.numel() else 0) or int(offsets[0]) != 0:
+        return f"offsets from {int(offsets[0])} to {int(offsets[-1])} for {indices.numel()} indices"
+    if bool((offsets[1:] < offsets[:-1]).any()):
+        return "offsets that fall"
+    ends = offsets[::batch].tolist() if batch else [0] * (len(tables) + 1)
+    for number, table in enumerate(tables):
+        mine = indices[ends[number] : ends[number + 1]]
+        if mine.numel() and not (0 <= int(mine.min()) and int(mine.max()) < table.shape[0]):
+            return f"indices from {int(mine.min())} to {int(mine.max())} in table {number}, which has {table.shape[0]} rows"
+    return ""
+
+
+def plan(tables: Sequence[torch.Tensor], indices: torch.Tensor, batch: int, size: int) -> EmbeddingPlan:
+    """The path of this call, the same on every rank; the cut of its lookups is this rank's own."""
+    row_bytes = max((t.shape[1] * t.element_size() for t in tables), default=16)
+    pooling = indices.numel() / max(len(tables) * batch, 1)
+    return plan_embedding(size, row_bytes, pooling, machine_of(indices.device), interpreting())
+
+
+def _forward(tables, indices, offsets, weights, numbers, batch, mean, out_dtype, group_name, out=None):
+    layout = EmbeddingLayout.unflatten(numbers)
+    size = len(layout.dims)
+    if debugging():
+        _agree(tables, indices, offsets, numbers, batch, mean, out_dtype, group_name, size)
+    chosen = plan(tables, indices, batch, size)
+    if chosen.path == "fused":
+        return run_fused(
+            tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, chosen.lookup, out
+        )
+    if chosen.path == "local":
+        y = run_lookup(
+            tables, indices, offsets, weights, layout.columns[0], layout.width, batch, mean, out_dtype, chosen.lookup, _METAS,
+            out,
+        )  # fmt: skip
+        return y if tables else y.zero_()
+    log_fallback(OP, chosen, _SAID)
+    group = group_of(group_name) if size > 1 else None
+    y = reference.embedding_bag_all_to_all(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group)
+    return y if out is None else out.copy_(y)
+
+
+def _agree(tables, indices, offsets, numbers, batch, mean, out_dtype, group_name, size) -> None:
+    """Debugging only: the ranks' arguments fit together, and no index is out of range; else all ranks raise."""
+    trouble = find_trouble(tables, indices, offsets, batch)
+    layout = zlib.crc32(repr(list(numbers)).encode())
+    signature = {"layout": layout, "batch": batch, "mean": mean, "dtype": str(out_dtype), "trouble": trouble}
+    error: RankMismatchError | None = None
+    try:
+        if size > 1:
+            agree(group_of(group_name), indices.device, {"op": OP, **signature})
+    except RankMismatchError as found:
+        error = found
+    require(not trouble, trouble, "offsets that rise from 0, indices of rows that exist", "fix the bags")
+    if error is not None:
+        raise error
+
+
+def _implementation(
+    tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, gradient, factor, states, rate, epsilon
+):
+    return _forward(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name)
+
+
+def _implementation_out(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, *, out):
+    _forward(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, out)
+
+
+def _fake(
+    tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, gradient, factor, states, rate, epsilon
+):
+    found = EmbeddingLayout.unflatten(layout)
+    rank = dist.get_rank(group_of(group_name)) if group_name else 0
+    begin, end = rows_of(batch, len(found.dims), rank)
+    return indices.new_empty(end - begin, found.width, dtype=out_dtype)
+
+
+def _fake_out(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, *, out):
+    return None
+
+
+# --- Gradients ---
+
+
+def _grad_at_owner(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_name: str, fused: bool) -> torch.Tensor:
+    """[B, sum of this rank's dims], in the order of its tables."""
+    grad = grad.contiguous()
+    if fused:
+        return push_gradient(grad, layout, batch, group_name)
+    group = group_of(group_name) if len(layout.dims) > 1 else None
+    return reference.gradient_to_owners(grad, layout, batch, group)
+
+
+def _take_gradient(
+    grad, tables, indices, offsets, weights, numbers, batch, mean, group_name, kind, factor, states, rate, epsilon, need_weights
+):
+    layout = EmbeddingLayout.unflatten(numbers)
+    chosen = plan(tables, indices, batch, len(layout.dims))
+    mine = _grad_at_owner(grad, layout, batch, group_name, chosen.path == "fused")
+    lookups = Lookups(indices, offsets, weights, batch, mean)
+    gw = weight_gradients(mine, tables, lookups, factor) if need_weights else grad.new_empty(0)
+    compiled = chosen.path != "unfused" or indices.is_cuda
+    return table_gradients(mine, tables, lookups, factor, kind, states, rate, epsilon, compiled), gw
+
+
+def _backward_implementation(
+    grad, tables, indices, offsets, weights, layout, batch, mean, group_name, sparse, factor, need_weights
+):
+    kind = "sparse" if sparse else "dense"
+    return _take_gradient(
+        grad, tables, indices, offsets, weights, layout, batch, mean, group_name, kind, factor, (), None, 0.0, need_weights
+    )
+
+
+def _backward_fake(grad, tables, indices, offsets, weights, layout, batch, mean, group_name, sparse, factor, need_weights):
+    return [torch.empty_like(t) for t in tables], torch.empty_like(weights) if need_weights else grad.new_empty(0)
+
+
+def _step_implementation(
+    grad, tables, states, indices, offsets, weights, layout, batch, mean, group_name, kind, factor, rate, epsilon, need_weights
+):
+    return _take_gradient(
+        grad, tables, indices, offsets, weights, layout, batch, mean, group_name, kind, factor, states, rate, epsilon,
+        need_weights,
+    )[1]  # fmt: skip
+
+
+def _step_fake(
+    grad, tables, states, indices, offsets, weights, layout, batch, mean, group_name, kind, factor, rate, epsilon, need_weights
+):
+    return torch.empty_like(weights) if need_weights else grad.new_empty(0)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    tables, indices, offsets, weights, ctx.layout, ctx.batch, ctx.mean, _, ctx.group_name = inputs[:9]
+    ctx.kind, ctx.factor, states, ctx.rate, ctx.epsilon = inputs[9:]
+    ctx.count, ctx.weighted = len(tables), weights is not None
+    kept = [indices, offsets, *([weights] if ctx.weighted else [])]
+    if ctx.kind in KINDS[2:]:
+        ctx.owned = (list(tables), list(states))  # steps change them: not versions of an input, but the tables themselves
+    else:
+        kept += tables
+    ctx.save_for_backward(*kept)
+
+
+def _backward(ctx, grad):
+    indices, offsets, *rest = ctx.saved_tensors
+    weights = rest.pop(0) if ctx.weighted else None
+    need_weights = ctx.weighted and ctx.needs_input_grad[3]
+    common = (indices, offsets, weights, ctx.layout, ctx.batch, ctx.mean, ctx.group_name)
+    if ctx.kind in KINDS[2:]:
+        tables, states = ctx.owned
+        gw = torch.ops.tileweave.embedding_bag_all_to_all_step(
+            grad, [t.detach() for t in tables], states, *common, ctx.kind, ctx.factor, ctx.rate, ctx.epsilon, need_weights
+        )
+        grads = [None] * ctx.count
+    else:
+        grads, gw = torch.ops.tileweave.embedding_bag_all_to_all_backward(
+            grad, rest, *common, ctx.kind == "sparse", ctx.factor, need_weights
+        )
+        needed = ctx.needs_input_grad[0]
+        needed = needed if isinstance(needed, (list, tuple)) else [needed] * ctx.count
+        grads = [g if wanted else None for g, wanted in zip(grads, needed, strict=True)]
+    return (grads, None, None, gw if need_weights else None, *[None] * 7, [None] * len(ctx.owned[1]) if
+            ctx.kind in KINDS[2:] else [], None, None)  # fmt: skip
+
+
+_ARGUMENTS = (
+    "Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, int[] layout, int batch, bool mean,"
+    " ScalarType out_dtype, str group_name"
+)
+define(
+    f"embedding_bag_all_to_all({_ARGUMENTS}, str gradient, float factor, Tensor[] states, Tensor? rate, float epsilon)"
+    " -> Tensor",
+    _implementation,
+    _fake,
+    _backward,
+    _setup_context,
+)
+define(f"embedding_bag_all_to_all.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out)
+define(
+    "embedding_bag_all_to_all_backward(Tensor grad, Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights,"
+    " int[] layout, int batch, bool mean, str group_name, bool sparse, float factor, bool need_weights)"
+    " -> (Tensor[], Tensor)",
+    _backward_implementation,
+    _backward_fake,
+)
+define(
+    "embedding_bag_all_to_all_step(Tensor grad, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor indices, Tensor offsets,"
+    " Tensor? weights, int[] layout, int batch, bool mean, str group_name, str kind, float factor, Tensor rate,"
+    " float epsilon, bool need_weights) -> Tensor",
+    _step_implementation,
+    _step_fake,
+)
+
+
+def explain(
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    group: dist.ProcessGroup | str | None = None,
+) -> EmbeddingPlan:
+    """Which path a call with these tensors takes, and why. Sends nothing."""
+    batch = (offsets.numel() - 1) // max(len(tables), 1)
+    return plan(tables, indices, batch, dist.get_world_size(group_of(name_of(group))))
+
+
+def warmup(
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    **options: object,
+) -> EmbeddingPlan:
+    """Collective: one call with these tables and the largest batch, so that a capture may follow; arguments as the call's."""
+    with torch.no_grad():
+        embedding_bag_all_to_all(tables, indices, offsets, **options)  # type: ignore[arg-type]
+    group = options.get("group")
+    if group is not None and not isinstance(group, (str, dist.ProcessGroup)):
+        raise InputError(f"asked: group {group!r}; allowed: a ProcessGroup or its name; remedy: pass one of these")
+    return explain(tables, indices, offsets, group)
+
+
+publish(OP, explain, warmup)
