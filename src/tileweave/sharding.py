@@ -81,6 +81,7 @@ class EmbeddingConfig:
     bags : bags that a program pools at once. unroll : rows of each bag in flight. num_warps : warps of a program.
     programs_per_sm : programs of the fused kernel for each multiprocessor.
     lag : rounds by which own bags come behind those of the peers, so that the last stores to peers are hidden.
+    dynamic : programs take blocks as they get done, else in turn.
     evict_first : rows leave the L2 first, which pays for tables much larger than it, under uniform indices.
     """
 
@@ -90,6 +91,7 @@ class EmbeddingConfig:
     programs_per_sm: int = 6
     lag: int = 8
     evict_first: bool = False
+    dynamic: bool = True
 
     def __str__(self) -> str:
         return f"{self.bags} bags x {self.unroll} rows, {self.num_warps} warps"

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
+
+from tileweave.bench.embedding_cases import CASES as EMBEDDING_CASES
 
 Block = Literal["large", "small", "odd", "smoke"]
 
@@ -51,7 +53,8 @@ def _all_gather_matmul() -> list[Case]:
     return cases + [Case(op, f"{layer}-m{m}", m, *LAYERS[layer], True, "small") for m, layer in product(SMALL, LAYERS)]
 
 
-CASES: dict[str, list[Case]] = {"all_gather_matmul": _all_gather_matmul()}
+# Values are lists of Case, or of what an operator with sizes of another kind has in its place.
+CASES: dict[str, list[Any]] = {"all_gather_matmul": _all_gather_matmul(), "embedding_bag_all_to_all": EMBEDDING_CASES}
 
 # For trying the bench out without a GPU: interpreted kernels, times without meaning.
 SMOKE: dict[str, list[Case]] = {

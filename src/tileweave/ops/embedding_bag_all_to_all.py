@@ -90,6 +90,7 @@ def embedding_bag_all_to_all(
         between ranks once for given dims, which is collective).
     out_dtype : of y and of what travels; None: that of the tables.
     gradient : "dense" or "sparse" gradients of the tables; optimizer : step in backward instead.
+        Gradients are for all or for none: a rank without tables takes part in backward whenever gradients are enabled.
     divide_gradient : gradients of tables and weights over R, as when a loss is a mean over ranks.
     out : an earlier result, which peers then write again, or any contiguous [b, width] tensor; not with gradients.
 
@@ -102,11 +103,9 @@ def embedding_bag_all_to_all(
     InputError for what does not fit; with ``TILEWEAVE_DEBUG=1`` also for indices out of range, which otherwise read
     nothing and count as zeros. PeerTimeout, CaptureError as every operator.
     """
-    name = name_of(group)
-    size, rank = dist.get_world_size(group_of(name)), dist.get_rank(group_of(name))
     return _call(
         tables, indices, offsets, batch, mode, per_sample_weights, layout, out_dtype, gradient, optimizer, divide_gradient,
-        name, size, rank, out,
+        name_of(group), out,
     )  # fmt: skip
 
 
@@ -130,46 +129,44 @@ def embedding_bag(
     """
     layout = None if columns is None else EmbeddingLayout((tuple(columns),), (tuple(t.shape[1] for t in tables),))
     return _call(
-        tables, indices, offsets, None, mode, per_sample_weights, layout, out_dtype, gradient, optimizer, False, "", 1, 0, out
+        tables, indices, offsets, None, mode, per_sample_weights, layout, out_dtype, gradient, optimizer, False, "", out
     )
 
 
-def _call(
-    tables, indices, offsets, batch, mode, weights, layout, out_dtype, gradient, optimizer, divide, name, size, rank, out
-):
+def _call(tables, indices, offsets, batch, mode, weights, layout, out_dtype, gradient, optimizer, divide, name, out):
+    """Both public functions; what depends on the group is checked inside the operator, where compilers do not look."""
     tables = list(tables)
     require(mode in ("sum", "mean"), f"mode {mode!r}", '"sum" or "mean"', "pass one of these")
     require(gradient in KINDS[:2], f"gradient {gradient!r}", '"dense" or "sparse"', "for a fused step pass optimizer=")
+    require(bool(tables) or batch is not None, "no tables and no batch", "batch= where a rank has no tables", "pass batch=")
+    require(bool(tables) or out_dtype is not None, "no tables and no out_dtype", "out_dtype= where there are none", "pass it")
     if batch is None:
-        require(bool(tables), "no tables and no batch", "batch= where a rank has no tables", "pass batch=")
         batch = (offsets.numel() - 1) // len(tables)
     if out_dtype is None:
-        require(bool(tables), "no tables and no out_dtype", "out_dtype= where a rank has no tables", "pass out_dtype=")
         out_dtype = tables[0].dtype
-    if layout is None:
-        layout = _agreed_layout(tables, indices.device, name, size)
-    check_inputs(tables, indices, offsets, weights, batch, mode, layout, out_dtype, optimizer, size, rank)
-    common = (tables, indices, offsets, weights, layout.flat(), batch, mode == "mean", out_dtype, name)
-    if out is not None:
-        tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (*tables, *([] if weights is None else [weights])))
-        require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
-        begin, end = rows_of(batch, size, rank)
-        shape = (end - begin, layout.width)
-        fits = tuple(out.shape) == shape and out.is_contiguous() and out.dtype == out_dtype
-        require(fits, f"out {tuple(out.shape)} {out.dtype}", f"{shape} {out_dtype}, contiguous", "allocate out like that")
-        torch.ops.tileweave.embedding_bag_all_to_all.out(*common, out=out)
-        return out
     kind, states, rate, epsilon = gradient, [], None, 0.0
     if optimizer is not None:
         kind, states, rate, epsilon = optimizer.kind, list(optimizer.states), optimizer.rate, optimizer.epsilon
-    factor = 1.0 / size if divide else 1.0
-    return torch.ops.tileweave.embedding_bag_all_to_all(*common, kind, factor, states, rate, epsilon)
+        _check_optimizer(tables, optimizer)
+    numbers = [] if layout is None else layout.flat()
+    common = (tables, indices, offsets, weights, numbers, batch, mode == "mean", out_dtype, name)
+    if out is not None:
+        tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (*tables, *([] if weights is None else [weights])))
+        require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
+        torch.ops.tileweave.embedding_bag_all_to_all.out(*common, out=out)
+        return out
+    anchor = None
+    if not tables and torch.is_grad_enabled():  # this rank has to send gradients on, though it has none of its own
+        anchor = torch.zeros(1, device=indices.device, requires_grad=True)
+    return torch.ops.tileweave.embedding_bag_all_to_all(*common, kind, divide, states, rate, epsilon, anchor)
 
 
-def _agreed_layout(tables: list[torch.Tensor], device: torch.device, name: str, size: int) -> EmbeddingLayout:
-    """All ranks' tables in rank order; the dims are exchanged once for each list of own dims. Collective then."""
+def layout_of(numbers: Sequence[int], tables: Sequence[torch.Tensor], device: torch.device, name: str) -> EmbeddingLayout:
+    """The layout that a call carries, or all ranks' tables in rank order: dims are exchanged once for each list of own dims."""
+    if numbers:
+        return EmbeddingLayout.unflatten(numbers)
     dims = tuple(int(t.shape[1]) for t in tables)
-    if size == 1:
+    if not name:
         return EmbeddingLayout.in_rank_order([dims])
     found = _LAYOUTS.get((name, dims))
     if found is None:
@@ -178,16 +175,23 @@ def _agreed_layout(tables: list[torch.Tensor], device: torch.device, name: str, 
     return found
 
 
+def _check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) -> None:
+    states = [(tuple(s.shape), s.dtype) for s in optimizer.states]
+    wanted = [((t.shape[0],), torch.float32) for t in tables] if optimizer.kind == "adagrad" else []
+    asked = f"optimizer {optimizer.kind!r} with states {states}"
+    require(optimizer.kind in KINDS[2:] and states == wanted, asked, f'"sgd", or "adagrad" with states {wanted}', "fix them")
+
+
 def check_inputs(
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,
     offsets: torch.Tensor,
     weights: torch.Tensor | None,
     batch: int,
-    mode: str,
+    mean: bool,
     layout: EmbeddingLayout,
     out_dtype: torch.dtype,
-    optimizer: FusedOptimizer | None,
+    out: torch.Tensor | None,
     size: int,
     rank: int,
 ) -> None:
@@ -208,20 +212,19 @@ def check_inputs(
     count = len(tables) * batch + 1
     require(offsets.numel() == count, kinds, f"{count} offsets: {len(tables)} tables x {batch} samples + 1", "append the end")
     if weights is not None:
-        asked = f"per_sample_weights {tuple(weights.shape)} {weights.dtype}, mode {mode!r}"
-        fits = weights.shape == indices.shape and weights.dtype in _DTYPES and mode == "sum"
+        asked = f"per_sample_weights {tuple(weights.shape)} {weights.dtype}, mean {mean}"
+        fits = weights.shape == indices.shape and weights.dtype in _DTYPES and not mean
         require(fits, asked, 'one floating number for each index, mode "sum"', "fold a mean into the weights")
     require(len(layout.dims) == size, f"a layout of {len(layout.dims)} ranks", f"{size} ranks", "make it for this group")
     dims = tuple(t.shape[1] for t in tables)
     require(layout.dims[rank] == dims, f"tables of dims {dims}", f"{layout.dims[rank]}, by the layout", "fix either")
     faults = layout.faults()
     require(not faults, f"a layout whose {faults}", "each column once", "see tw.EmbeddingLayout.in_rank_order")
-    if optimizer is not None:
-        adagrad = optimizer.kind == "adagrad"
-        states = [(tuple(s.shape), s.dtype) for s in optimizer.states]
-        wanted = [((t.shape[0],), torch.float32) for t in tables] if adagrad else []
-        asked = f"optimizer {optimizer.kind!r} with states {states}"
-        require(optimizer.kind in KINDS[2:] and states == wanted, asked, f'"sgd", or "adagrad" with {wanted}', "fix them")
+    if out is not None:
+        begin, end = rows_of(batch, size, rank)
+        shape = (end - begin, layout.width)
+        fits = tuple(out.shape) == shape and out.is_contiguous() and out.dtype == out_dtype and out.device == indices.device
+        require(fits, f"out {tuple(out.shape)} {out.dtype}", f"{shape} {out_dtype}, contiguous", "allocate out like that")
 
 
 def find_trouble(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, batch: int) -> str:
@@ -246,10 +249,12 @@ def plan(tables: Sequence[torch.Tensor], indices: torch.Tensor, batch: int, size
 
 
 def _forward(tables, indices, offsets, weights, numbers, batch, mean, out_dtype, group_name, out=None):
-    layout = EmbeddingLayout.unflatten(numbers)
-    size = len(layout.dims)
+    group = group_of(group_name) if group_name else None
+    size, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+    layout = layout_of(numbers, tables, indices.device, group_name)
     if debugging():
-        _agree(tables, indices, offsets, numbers, batch, mean, out_dtype, group_name, size)
+        _agree(tables, indices, offsets, layout.flat(), batch, mean, out_dtype, group, size)
+    check_inputs(tables, indices, offsets, weights, batch, mean, layout, out_dtype, out, size, rank)
     chosen = plan(tables, indices, batch, size)
     if chosen.path == "fused":
         return run_fused(
@@ -262,20 +267,21 @@ def _forward(tables, indices, offsets, weights, numbers, batch, mean, out_dtype,
         )  # fmt: skip
         return y if tables else y.zero_()
     log_fallback(OP, chosen, _SAID)
-    group = group_of(group_name) if size > 1 else None
+    group = group if size > 1 else None
     y = reference.embedding_bag_all_to_all(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group)
     return y if out is None else out.copy_(y)
 
 
-def _agree(tables, indices, offsets, numbers, batch, mean, out_dtype, group_name, size) -> None:
+def _agree(tables, indices, offsets, numbers, batch, mean, out_dtype, group, size) -> None:
     """Debugging only: the ranks' arguments fit together, and no index is out of range; else all ranks raise."""
-    trouble = find_trouble(tables, indices, offsets, batch)
+    fits = offsets.numel() == len(tables) * batch + 1
+    trouble = find_trouble(tables, indices, offsets, batch) if fits else ""
     layout = zlib.crc32(repr(list(numbers)).encode())
     signature = {"layout": layout, "batch": batch, "mean": mean, "dtype": str(out_dtype), "trouble": trouble}
     error: RankMismatchError | None = None
     try:
         if size > 1:
-            agree(group_of(group_name), indices.device, {"op": OP, **signature})
+            agree(group, indices.device, {"op": OP, **signature})
     except RankMismatchError as found:
         error = found
     require(not trouble, trouble, "offsets that rise from 0, indices of rows that exist", "fix the bags")
@@ -284,8 +290,9 @@ def _agree(tables, indices, offsets, numbers, batch, mean, out_dtype, group_name
 
 
 def _implementation(
-    tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, gradient, factor, states, rate, epsilon
-):
+    tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, gradient, divide, states, rate, epsilon,
+    anchor,
+):  # fmt: skip
     return _forward(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name)
 
 
@@ -294,9 +301,16 @@ def _implementation_out(tables, indices, offsets, weights, layout, batch, mean, 
 
 
 def _fake(
-    tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, gradient, factor, states, rate, epsilon
-):
-    found = EmbeddingLayout.unflatten(layout)
+    tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, gradient, divide, states, rate, epsilon,
+    anchor,
+):  # fmt: skip
+    dims = tuple(int(t.shape[1]) for t in tables)
+    if not layout and group_name and (group_name, dims) not in _LAYOUTS:
+        raise InputError(
+            f"asked: {OP} inside a compiler with no layout; allowed: one given, or an eager call before; "
+            "remedy: pass layout=tw.EmbeddingLayout.in_rank_order(dims of every rank)"
+        )
+    found = layout_of(layout, tables, indices.device, group_name)
     rank = dist.get_rank(group_of(group_name)) if group_name else 0
     begin, end = rows_of(batch, len(found.dims), rank)
     return indices.new_empty(end - begin, found.width, dtype=out_dtype)
@@ -319,9 +333,10 @@ def _grad_at_owner(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, grou
 
 
 def _take_gradient(
-    grad, tables, indices, offsets, weights, numbers, batch, mean, group_name, kind, factor, states, rate, epsilon, need_weights
+    grad, tables, indices, offsets, weights, numbers, batch, mean, group_name, kind, divide, states, rate, epsilon, need_weights
 ):
-    layout = EmbeddingLayout.unflatten(numbers)
+    layout = layout_of(numbers, tables, indices.device, group_name)
+    factor = 1.0 / len(layout.dims) if divide else 1.0
     chosen = plan(tables, indices, batch, len(layout.dims))
     mine = _grad_at_owner(grad, layout, batch, group_name, chosen.path == "fused")
     lookups = Lookups(indices, offsets, weights, batch, mean)
@@ -331,36 +346,36 @@ def _take_gradient(
 
 
 def _backward_implementation(
-    grad, tables, indices, offsets, weights, layout, batch, mean, group_name, sparse, factor, need_weights
+    grad, tables, indices, offsets, weights, layout, batch, mean, group_name, sparse, divide, need_weights
 ):
     kind = "sparse" if sparse else "dense"
     return _take_gradient(
-        grad, tables, indices, offsets, weights, layout, batch, mean, group_name, kind, factor, (), None, 0.0, need_weights
+        grad, tables, indices, offsets, weights, layout, batch, mean, group_name, kind, divide, (), None, 0.0, need_weights
     )
 
 
-def _backward_fake(grad, tables, indices, offsets, weights, layout, batch, mean, group_name, sparse, factor, need_weights):
+def _backward_fake(grad, tables, indices, offsets, weights, layout, batch, mean, group_name, sparse, divide, need_weights):
     return [torch.empty_like(t) for t in tables], torch.empty_like(weights) if need_weights else grad.new_empty(0)
 
 
 def _step_implementation(
-    grad, tables, states, indices, offsets, weights, layout, batch, mean, group_name, kind, factor, rate, epsilon, need_weights
+    grad, tables, states, indices, offsets, weights, layout, batch, mean, group_name, kind, divide, rate, epsilon, need_weights
 ):
     return _take_gradient(
-        grad, tables, indices, offsets, weights, layout, batch, mean, group_name, kind, factor, states, rate, epsilon,
+        grad, tables, indices, offsets, weights, layout, batch, mean, group_name, kind, divide, states, rate, epsilon,
         need_weights,
     )[1]  # fmt: skip
 
 
 def _step_fake(
-    grad, tables, states, indices, offsets, weights, layout, batch, mean, group_name, kind, factor, rate, epsilon, need_weights
+    grad, tables, states, indices, offsets, weights, layout, batch, mean, group_name, kind, divide, rate, epsilon, need_weights
 ):
     return torch.empty_like(weights) if need_weights else grad.new_empty(0)
 
 
 def _setup_context(ctx, inputs, output) -> None:
     tables, indices, offsets, weights, ctx.layout, ctx.batch, ctx.mean, _, ctx.group_name = inputs[:9]
-    ctx.kind, ctx.factor, states, ctx.rate, ctx.epsilon = inputs[9:]
+    ctx.kind, ctx.divide, states, ctx.rate, ctx.epsilon, _ = inputs[9:]
     ctx.count, ctx.weighted = len(tables), weights is not None
     kept = [indices, offsets, *([weights] if ctx.weighted else [])]
     if ctx.kind in KINDS[2:]:
@@ -378,18 +393,18 @@ def _backward(ctx, grad):
     if ctx.kind in KINDS[2:]:
         tables, states = ctx.owned
         gw = torch.ops.tileweave.embedding_bag_all_to_all_step(
-            grad, [t.detach() for t in tables], states, *common, ctx.kind, ctx.factor, ctx.rate, ctx.epsilon, need_weights
+            grad, [t.detach() for t in tables], states, *common, ctx.kind, ctx.divide, ctx.rate, ctx.epsilon, need_weights
         )
         grads = [None] * ctx.count
     else:
         grads, gw = torch.ops.tileweave.embedding_bag_all_to_all_backward(
-            grad, rest, *common, ctx.kind == "sparse", ctx.factor, need_weights
+            grad, rest, *common, ctx.kind == "sparse", ctx.divide, need_weights
         )
         needed = ctx.needs_input_grad[0]
         needed = needed if isinstance(needed, (list, tuple)) else [needed] * ctx.count
         grads = [g if wanted else None for g, wanted in zip(grads, needed, strict=True)]
-    return (grads, None, None, gw if need_weights else None, *[None] * 7, [None] * len(ctx.owned[1]) if
-            ctx.kind in KINDS[2:] else [], None, None)  # fmt: skip
+    states = [None] * len(ctx.owned[1]) if ctx.kind in KINDS[2:] else []
+    return grads, None, None, gw if need_weights else None, *[None] * 7, states, None, None, None
 
 
 _ARGUMENTS = (
@@ -397,8 +412,8 @@ _ARGUMENTS = (
     " ScalarType out_dtype, str group_name"
 )
 define(
-    f"embedding_bag_all_to_all({_ARGUMENTS}, str gradient, float factor, Tensor[] states, Tensor? rate, float epsilon)"
-    " -> Tensor",
+    f"embedding_bag_all_to_all({_ARGUMENTS}, str gradient, bool divide, Tensor[] states, Tensor? rate, float epsilon,"
+    " Tensor? anchor) -> Tensor",
     _implementation,
     _fake,
     _backward,
@@ -407,14 +422,14 @@ define(
 define(f"embedding_bag_all_to_all.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out)
 define(
     "embedding_bag_all_to_all_backward(Tensor grad, Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights,"
-    " int[] layout, int batch, bool mean, str group_name, bool sparse, float factor, bool need_weights)"
+    " int[] layout, int batch, bool mean, str group_name, bool sparse, bool divide, bool need_weights)"
     " -> (Tensor[], Tensor)",
     _backward_implementation,
     _backward_fake,
 )
 define(
     "embedding_bag_all_to_all_step(Tensor grad, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor indices, Tensor offsets,"
-    " Tensor? weights, int[] layout, int batch, bool mean, str group_name, str kind, float factor, Tensor rate,"
+    " Tensor? weights, int[] layout, int batch, bool mean, str group_name, str kind, bool divide, Tensor rate,"
     " float epsilon, bool need_weights) -> Tensor",
     _step_implementation,
     _step_fake,

@@ -54,8 +54,9 @@ def all_to_all(sends: list[torch.Tensor], sizes: list[int], group: dist.ProcessG
     split = [t.numel() for t in sends]
     whole = torch.cat([t.reshape(-1) for t in sends])
     got = whole.new_empty(sum(sizes))
-    if whole.dtype == torch.bfloat16 or whole.dtype == torch.float16:  # bits travel as integers where gloo knows no halves
-        all_to_all_flat(got.view(torch.int16), whole.view(torch.int16), sizes, split, group=group)
+    if whole.dtype.itemsize == 2:  # as bytes, since gloo knows no halves
+        sizes_in_bytes, split_in_bytes = [2 * n for n in sizes], [2 * n for n in split]
+        all_to_all_flat(got.view(torch.uint8), whole.view(torch.uint8), sizes_in_bytes, split_in_bytes, group=group)
     else:
         all_to_all_flat(got, whole, sizes, split, group=group)
     return list(got.split(sizes))
