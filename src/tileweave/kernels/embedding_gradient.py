@@ -126,33 +126,43 @@ def push_gradient(
 
 
 @triton.jit
+def load_word(meta, table, word: tl.constexpr, here, ALIGN: tl.constexpr):
+    """A word of each table's ``meta``; a multiple of ALIGN where it counts columns of aligned tables."""
+    value = tl.load(meta + table * 6 + word, mask=here, other=0)
+    if ALIGN > 1:
+        value = tl.multiple_of(value, [ALIGN])
+    return value
+
+
+@triton.jit
 def apply(
     total, here, row_key, at, bag, meta, rate, epsilon, batch,
-    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
+    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Put the finished sums ``total`` [TILE, BLOCK_D] of the rows ``here`` where they belong, by KIND.
 
     ``meta`` int64 [T, 6] = (target's address, first key, dim, column in the slot, state's address, row of values).
     """
     table = bag // batch
-    address = tl.load(meta + table * 6, mask=here, other=0)
-    row = row_key - tl.load(meta + table * 6 + 1, mask=here, other=0)
-    dim = tl.load(meta + table * 6 + 2, mask=here, other=0)
+    row = row_key - load_word(meta, table, 1, here, 1)
+    dim = load_word(meta, table, 2, here, ALIGN)
     col = tl.arange(0, BLOCK_D).to(tl.int64)
     mask = here[:, None] & (col[None, :] < dim[:, None])
-    base = address.to(tl.pointer_type(DTYPE), bitcast=True)
+    base = load_word(meta, table, 0, here, 1).to(tl.pointer_type(DTYPE), bitcast=True)
+    if ALIGN > 1:
+        base = tl.multiple_of(base, [16])
     pointers = base[:, None] + (row * dim)[:, None] + col[None, :]
     if KIND == 0:
         tl.store(pointers, total.to(DTYPE), mask=mask)
     elif KIND == 1:
-        place = tl.load(at, mask=here, other=0) - tl.load(meta + table * 6 + 5, mask=here, other=0)
+        place = tl.load(at, mask=here, other=0) - load_word(meta, table, 5, here, 1)
         tl.store(base[:, None] + (place * dim)[:, None] + col[None, :], total.to(DTYPE), mask=mask)
     else:
         step = tl.load(rate)
         weight = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         if KIND == 3:
             squares = tl.sum(tl.where(mask, total * total, 0.0), axis=1) / tl.maximum(dim, 1).to(tl.float32)
-            state = tl.load(meta + table * 6 + 4, mask=here, other=0).to(tl.pointer_type(tl.float32), bitcast=True) + row
+            state = load_word(meta, table, 4, here, 1).to(tl.pointer_type(tl.float32), bitcast=True) + row
             moment = tl.load(state, mask=here, other=0.0) + squares
             tl.store(state, moment, mask=here)
             weight -= step * total / (tl.sqrt(moment) + epsilon)[:, None]
@@ -166,6 +176,7 @@ def sum_rows_kernel(
     grad, keys, bags, scales, places, meta, partials, rate, epsilon,
     count, last_key, batch, slot_width,
     DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Sums of the runs inside tile ``program``: whole runs are applied, others leave ``partials`` [tiles, 2, BLOCK_D].
 
@@ -190,8 +201,8 @@ def sum_rows_kernel(
         same = head & (lane + step < TILE) & (tl.load(keys + now, mask=head & (now < count), other=last_key) == key)
         bag = tl.load(bags + now, mask=same, other=0)
         table = bag // batch
-        dim = tl.load(meta + table * 6 + 2, mask=same, other=0)
-        source = tl.load(meta + table * 6 + 3, mask=same, other=0)
+        dim = load_word(meta, table, 2, same, ALIGN)
+        source = load_word(meta, table, 3, same, ALIGN)
         pointers = grad + ((bag % batch) * slot_width + source)[:, None] + col[None, :]
         values = tl.load(pointers, mask=same[:, None] & (col[None, :] < dim[:, None]), other=0.0).to(tl.float32)
         if SCALED:
@@ -204,7 +215,7 @@ def sum_rows_kernel(
     goes_on = head & (lane + length == TILE) & (tl.load(keys + after, mask=head & (after < count), other=last_key) == key)
     whole = opens & (goes_on == 0)
     bag = tl.load(bags + at, mask=head, other=0)
-    apply(total, whole, key, places + at, bag, meta, rate, epsilon, batch, DTYPE, BLOCK_D, KIND)
+    apply(total, whole, key, places + at, bag, meta, rate, epsilon, batch, DTYPE, BLOCK_D, KIND, ALIGN)
     partial = head & (whole == 0)
     which = (tile * 2 + tl.where(lane == 0, 0, 1)).to(tl.int64) * BLOCK_D
     tl.store(partials + which[:, None] + col[None, :], total, mask=partial[:, None])
@@ -214,6 +225,7 @@ def sum_rows_kernel(
 def sum_runs_kernel(
     keys, bags, places, meta, partials, rate, epsilon, count, last_key, batch,
     DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, FLIGHT: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     """The run that opens in tile ``program`` and goes on behind it: add its partial sums in order of tiles, and apply."""
     tile = tl.program_id(0)
@@ -247,7 +259,7 @@ def sum_runs_kernel(
                 bag = tl.load(bags + at)
                 apply(
                     total[None, :], one == 0, tl.load(keys + at), places + at, bag, meta, rate, epsilon, batch,
-                    DTYPE, BLOCK_D, KIND,
+                    DTYPE, BLOCK_D, KIND, ALIGN,
                 )  # fmt: skip
 
 
@@ -265,13 +277,15 @@ def sum_rows(
     dtype: torch.dtype,
     widest: int,
     kind: int,
-    tile: int = 32,
+    aligned: int,
+    tile: int = 16,
 ) -> None:
     """Launch both kernels on the current stream.
 
     grad : [B, slot width], the result's gradient in columns of this rank's tables.
     keys, bags, scales : [N], by table row: its number over all tables (``last_key``: out of range), the bag, a factor.
     places : [N], with SPARSE the row of the values; else None. meta : see :func:`apply`.
+    aligned : elements that all addresses, dims and columns are multiples of (16 bytes), else 1.
     """
     count = keys.numel()
     if not count:
@@ -280,7 +294,7 @@ def sum_rows(
     partials = torch.empty(tiles * 2 * block, dtype=torch.float32, device=grad.device)
     where = keys if places is None else places
     step = partials if rate is None else rate
-    shape = {"DTYPE": TYPES[dtype], "BLOCK_D": block, "TILE": tile, "KIND": kind}
+    shape = {"DTYPE": TYPES[dtype], "BLOCK_D": block, "TILE": tile, "KIND": kind, "ALIGN": aligned}
     sum_rows_kernel[(tiles,)](
         grad, keys, bags, partials if scales is None else scales, where, meta, partials, step, epsilon,
         count, last_key, batch, grad.stride(0), SCALED=scales is not None, num_warps=4, num_stages=1, **shape,

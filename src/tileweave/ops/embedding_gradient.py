@@ -117,9 +117,12 @@ def table_gradients(
         dtype=torch.int64,
     ).to(grad.device)
     widest = max(table.shape[1] for table in tables)
+    elements = 16 // min(tables[0].element_size(), grad.element_size())
+    whole = all(t.shape[1] % elements == 0 for t in tables) and all(t.data_ptr() % 16 == 0 for t in (grad, *targets))
     sum_rows(
-        grad, keys, bags, scales, places, meta, rate, epsilon, first[-1], lookups.batch, tables[0].dtype, widest, number
-    )
+        grad, keys, bags, scales, places, meta, rate, epsilon, first[-1], lookups.batch, tables[0].dtype, widest, number,
+        elements if whole else 1,
+    )  # fmt: skip
     if kind == "sparse" and rows is not None:
         return [_coo(rows[ends[i] : ends[i + 1]] - first[i], targets[i], t) for i, t in enumerate(tables)]
     return targets if kind == "dense" else []
