@@ -10,6 +10,7 @@ Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100 rows a sample);
 """
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -21,8 +22,8 @@ from torch import nn
 import tileweave as tw
 from tileweave.launcher import Member, default_device_type, default_world_size, launch
 from tileweave.nn import ShardedEmbeddingBag
-from tileweave.ops.embedding_gradient import Lookups, table_gradients
 from tileweave.ops.reference import all_to_all, gradient_to_owners
+from tileweave.ops.table_gradient import Lookups, table_gradients
 from tileweave.sharding import rows_of
 
 MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
@@ -195,7 +196,7 @@ def timed(member: Member, samples: int, rows: int, dim: int, hidden: int) -> dic
                 marks.append((label, time.perf_counter()))
 
             step(batches[number % 2], phase)
-            for (label, begin), (_, end) in zip(marks, marks[1:], strict=False):
+            for (label, begin), (_, end) in itertools.pairwise(marks):
                 found[name].setdefault(label, []).append((end - begin) * 1e3)
             member.barrier()
             begin = time.perf_counter()

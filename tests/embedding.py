@@ -90,9 +90,7 @@ def draw(case: Case, rank: int, device: torch.device, seed: int) -> Bags:
         indices[1::5] = case.rows + 1000
     weights = torch.randn(indices.numel(), generator=generator) if case.weighted else None
     found = [indices.to(case.index_dtype), offsets.to(case.index_dtype)]
-    return Bags(
-        [t.to(device) for t in tables], *[t.to(device) for t in found], None if weights is None else weights.to(device)
-    )
+    return Bags([t.to(device) for t in tables], *[t.to(device) for t in found], None if weights is None else weights.to(device))
 
 
 def pooled(bags: Bags, case: Case, tables: list[torch.Tensor] | None = None) -> torch.Tensor:
@@ -399,14 +397,13 @@ def sharded_embedding_bag(me: Member, optimizer: str | None) -> None:
     for rank in range(me.world_size):
         draws = torch.Generator().manual_seed(50 + rank)
         lengths = torch.randint(0, 4, (count, samples), generator=draws)
-        jagged.append((lengths, [torch.randint(0, s.rows, (int(n.sum()),), generator=draws) for s, n in zip(specs, lengths)]))
+        counts = zip(specs, lengths.sum(1).tolist(), strict=True)
+        jagged.append((lengths, [torch.randint(0, spec.rows, (n,), generator=draws) for spec, n in counts]))
     lengths, values = jagged[me.rank]
     y = module(lengths.view(-1).to(me.device), torch.cat(values).to(me.device))
     outs = []
     for number, bag in enumerate(bags):
-        column = [
-            bag(v[number], torch.cat([torch.zeros(1, dtype=torch.int64), n[number].cumsum(0)[:-1]])) for n, v in jagged
-        ]
+        column = [bag(v[number], torch.cat([torch.zeros(1, dtype=torch.int64), n[number].cumsum(0)[:-1]])) for n, v in jagged]
         outs.append(torch.stack(column))
     want = torch.cat(outs, -1)
     near(y, want[me.rank].detach(), 1e-6, f"rank {me.rank}: output")

@@ -22,7 +22,8 @@ from tileweave.errors import (
 )
 from tileweave.ops.all_gather_matmul import all_gather_matmul
 from tileweave.ops.distribute_indices import distribute_indices
-from tileweave.ops.embedding_bag_all_to_all import FusedOptimizer, embedding_bag, embedding_bag_all_to_all
+from tileweave.ops.embedding_bag_all_to_all import embedding_bag, embedding_bag_all_to_all
+from tileweave.ops.embedding_inputs import FusedOptimizer
 from tileweave.ops.registry import explain, warmup
 from tileweave.ops.registry import name_of as _name_of
 from tileweave.sharding import EmbeddingLayout, ShardingPlan, TableSpec, plan_sharding

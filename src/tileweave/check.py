@@ -46,14 +46,22 @@ ON_GPU = {
         tuple(Shape(*s) for s in ((1, 256, 512), (16, 384, 1024), (37, 200, 328), (256, 2560, 4096), (1021, 2500, 5000))),
         tuple(Shape(rows, 384, 512) for rows in (1, 16, 37, 64, 128, 200, 256, 512, 777, 1024)),
         (Shape(16, 1024, 2048), Shape(128, 1024, 2048), Shape(1024, 2048, 2048)),
-    )
+    ),
+    "embedding_bag_all_to_all": Sizes(  # samples a rank, tables a rank, columns of a table
+        tuple(Shape(*s) for s in ((1, 1, 128), (37, 3, 64), (512, 8, 128), (100, 2, 13))),
+        tuple(Shape(rows, 4, 64) for rows in (1, 16, 37, 200, 512)),
+        (Shape(16, 4, 128), Shape(1024, 8, 128)),
+    ),
 }
 ON_CPU = {
     "all_gather_matmul": Sizes(
         tuple(Shape(*s) for s in ((1, 32, 64), (17, 50, 100), (64, 48, 96))),
         tuple(Shape(rows, 32, 64) for rows in (1, 8, 17, 32, 64)),
         (),
-    )
+    ),
+    "embedding_bag_all_to_all": Sizes(
+        tuple(Shape(*s) for s in ((1, 1, 8), (3, 2, 5))), tuple(Shape(rows, 2, 4) for rows in (1, 2, 4)), ()
+    ),
 }
 
 

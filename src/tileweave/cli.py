@@ -160,10 +160,12 @@ def bench(
         )
     allowed = PEERS
     if embeds:
-        from tileweave.bench.embedding import PEERS as allowed
+        from tileweave.bench import embedding
         from tileweave.bench.embedding import tables_of
         from tileweave.bench.embedding_cases import select
         from tileweave.bench.embedding_run import bench as run
+
+        allowed = embedding.PEERS
     named = tuple(name.strip() for name in peers.split(",")) if peers else allowed
     if not set(named) <= set(allowed):
         raise InputError(f"asked: peers {peers}; allowed: {', '.join(allowed)}; remedy: pass some of these")

@@ -60,9 +60,7 @@ class EmbeddingLayout:
 
     def faults(self) -> str:
         """What is wrong with it, in words; empty if each column of a row is written exactly once."""
-        spans = sorted(
-            (c, c + d) for cs, ds in zip(self.columns, self.dims, strict=True) for c, d in zip(cs, ds, strict=True)
-        )
+        spans = sorted((c, c + d) for cs, ds in zip(self.columns, self.dims, strict=True) for c, d in zip(cs, ds, strict=True))
         ends = [0, *(end for _, end in spans)]
         wrong = [begin for (begin, _), end in zip(spans, ends, strict=False) if begin != end]
         return f"columns overlap or leave a gap at {wrong[0]}" if wrong else ""
@@ -208,9 +206,7 @@ class ShardingPlan:
         return spec.name if whole else f"{spec.name}[:, {shard.column}:{shard.column + shard.dim}]"
 
 
-def plan_sharding(
-    tables: Sequence[TableSpec], world_size: int, itemsize: int = 4, memory: int | None = None
-) -> ShardingPlan:
+def plan_sharding(tables: Sequence[TableSpec], world_size: int, itemsize: int = 4, memory: int | None = None) -> ShardingPlan:
     """Give every table to a rank so that all read about as many bytes a sample; cut by columns what is too large alone.
 
     Largest first, each to the rank that has read least so far (ties: least memory, then lowest rank). A table that reads

@@ -122,7 +122,7 @@ def test_fused_steps(largest: World, kind: str) -> None:
 
 
 def test_distribution(largest: World) -> None:
-    features = [[2, 0], [], [1, 2], [0]][: largest.size - 1] + [[0, 1, 2]]
+    features = [*[[2, 0], [], [1, 2], [0]][: largest.size - 1], [0, 1, 2]]
     largest.run(embedding.distribution, features, 3, 4, True)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,9 +29,9 @@ from tileweave.bench.embedding_cases import OP, EmbeddingCase
 from tileweave.bench.subjects import worst
 from tileweave.launcher import Member
 from tileweave.ops import reference
+from tileweave.ops.registry import name_of, workspace_of
 from tileweave.profile.metrics import geometric_mean, speed_up
 from tileweave.profile.timing import Timing
-from tileweave.ops.registry import name_of, workspace_of
 from tileweave.sharding import EmbeddingLayout, Shard, TableSpec, rows_of
 from tileweave.transport.collectives import all_to_all_flat
 
@@ -40,6 +40,8 @@ LOOKUP, EMBEDDING_BAG, ALL_TO_ALL, CAT = "lookup", "F.embedding_bag", "a2a", "ca
 PEERS = (OURS, TORCH, UNFUSED, NO_CAT, LOOKUP, EMBEDDING_BAG, ALL_TO_ALL, CAT)
 HBM, LINK = 4.2e12, 3.5e11
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+
+
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
     """Uniform numbers in [-1, 1): cheap to make for tens of gigabytes."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -63,7 +65,9 @@ class EmbeddingPeers:
             self.shards = tuple(Shard(self.rank * case.tables + i, 0, case.dim, self.rank) for i in range(case.tables))
         self.poolings = [int(specs[s.table].pooling) for s in self.shards]
         self._make_tables(specs)
-        self.sets = [self._bags(seed + 17 * n) for n in range(3 if member.on_gpu else 1)]  # so that no call finds its rows in L2
+        self.sets = [
+            self._bags(seed + 17 * n) for n in range(3 if member.on_gpu else 1)
+        ]  # so that no call finds its rows in L2
         begin, end = rows_of(case.batch, self.size, self.rank)
         self.width, self.samples = sum(s.dim for s in self.shards), end - begin
         self.pooled = torch.empty(case.batch, self.width, dtype=self.dtype, device=self.device)
@@ -161,9 +165,9 @@ class EmbeddingPeers:
         return slowest[0] * 1e6, slowest[1] * 1e6
 
     def error(self) -> float:
-        """Collective: worst relative error on this rank of three calls, regions full of NaN before; a thinned batch is compared.
+        """Collective: worst relative error on this rank of three calls, regions full of NaN before.
 
-        Of each rank's share the first samples; everything must be finite.
+        The first samples of each rank's share are compared; everything must be finite.
         """
         seen = [self._error_of_a_call() for _ in range(3)]
         return math.inf if any(math.isnan(e) for e in seen) else max(seen)
@@ -276,5 +280,3 @@ def _number(value: float | None, digits: int = 0) -> str:
 def _marked(value: float) -> str:
     text = _number(value, 2)
     return f"[bold red]!{text}[/]" if value < 1.0 else text
-
-

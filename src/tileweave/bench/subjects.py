@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 import tileweave as tw
+from tileweave.bench.embedding_subject import EmbeddingBagAllToAll
 from tileweave.config import Plan
 from tileweave.profile.record import Recording, record
 
@@ -118,7 +119,7 @@ class AllGatherMatmul:
         return (difference / norm).sqrt().item()
 
 
-SUBJECTS: dict[str, Subject] = {subject.op: subject for subject in (AllGatherMatmul(),)}
+SUBJECTS: dict[str, Any] = {subject.op: subject for subject in (AllGatherMatmul(), EmbeddingBagAllToAll())}
 
 
 def normal(shape: tuple[int, ...], scale: float, dtype: torch.dtype, device: torch.device, *seed: int) -> torch.Tensor:

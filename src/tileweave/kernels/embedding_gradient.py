@@ -89,9 +89,7 @@ def push_gradient_kernel(
         if (awaited >> peer) & 1 == 0:
             wait(signals, 1, epoch, peer * SLICES + READY, unit, control, report)
             awaited = awaited | (1 << peer)
-        push_block(
-            grad, slot_table, plan, piece, unit % blocks * ROWS, rows_here, first_sample, width, ROWS, COLS, ALIGN
-        )
+        push_block(grad, slot_table, plan, piece, unit % blocks * ROWS, rows_here, first_sample, width, ROWS, COLS, ALIGN)
     tl.debug_barrier()
     if tl.atomic_add(counters + (epoch & 1), 1, sem="acq_rel", scope="gpu") == num_programs - 1:
         notify_all(signal_table, rank * SLICES + DONE, rank, epoch, WORLD_SIZE, False)
@@ -248,9 +246,7 @@ def sum_runs_kernel(
                 while more > 0:
                     tiles = further + flight
                     there = tl.load(keys + tiles * TILE, mask=tiles * TILE < count, other=last_key) == key
-                    values = tl.load(
-                        partials + (tiles * 2 * BLOCK_D)[:, None] + col[None, :], mask=there[:, None], other=0.0
-                    )
+                    values = tl.load(partials + (tiles * 2 * BLOCK_D)[:, None] + col[None, :], mask=there[:, None], other=0.0)
                     total += tl.sum(values, axis=0)
                     further += FLIGHT
                     more = tl.min(there.to(tl.int32), axis=0)

@@ -10,7 +10,8 @@ from torch import nn
 
 from tileweave.errors import require
 from tileweave.ops.distribute_indices import distribute_indices
-from tileweave.ops.embedding_bag_all_to_all import FusedOptimizer, embedding_bag_all_to_all
+from tileweave.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
+from tileweave.ops.embedding_inputs import FusedOptimizer
 from tileweave.ops.registry import group_of, name_of
 from tileweave.sharding import ShardingPlan, TableSpec, plan_sharding
 
@@ -116,9 +117,7 @@ class ShardedEmbeddingBag(nn.Module):
         )
         return self.lookup(indices, offsets, weights, lengths.numel() // len(self.plan.tables) * self.world_size)
 
-    def lookup(
-        self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, batch: int
-    ) -> torch.Tensor:
+    def lookup(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, batch: int) -> torch.Tensor:
         """The lookup alone, from what ``tileweave.distribute_indices`` returned; a train pipeline may call them apart."""
         return embedding_bag_all_to_all(
             self.weights(), indices, offsets, batch=batch, mode=self.mode, per_sample_weights=weights, layout=self.layout,

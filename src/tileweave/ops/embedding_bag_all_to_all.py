@@ -17,19 +17,16 @@ Sources: fused embedding + all-to-all, arXiv 2305.06942; the contract of TorchRe
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from tileweave.errors import InputError, RankMismatchError, require
+from tileweave.errors import InputError, require
 from tileweave.ops import reference
 from tileweave.ops.embedding_bag_all_to_all_fused import OP, push_gradient, run_fused, run_lookup
-from tileweave.ops.embedding_gradient import KINDS, Lookups, table_gradients, weight_gradients
+from tileweave.ops.embedding_inputs import FusedOptimizer, agree_on_call, check_inputs, check_optimizer, layout_of
 from tileweave.ops.registry import (
-    agree,
     debugging,
     define,
     group_of,
@@ -39,27 +36,11 @@ from tileweave.ops.registry import (
     name_of,
     publish,
 )
+from tileweave.ops.table_gradient import KINDS, Lookups, table_gradients, weight_gradients
 from tileweave.sharding import EmbeddingLayout, EmbeddingPlan, plan_embedding, rows_of
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_INDEX_DTYPES = (torch.int32, torch.int64)
 _SAID: set[tuple[str, str]] = set()
-_LAYOUTS: dict[tuple[str, tuple[int, ...]], EmbeddingLayout] = {}
 _METAS: dict = {}
-
-
-@dataclass(frozen=True)
-class FusedOptimizer:
-    """A step that backward takes in place of leaving gradients: ``kind`` "sgd" or "adagrad" (row-wise).
-
-    rate : fp32 [1] on the tables' device, so that a schedule may change it also under a CUDA graph.
-    states : for "adagrad", fp32 [rows] for each local table, the sums of mean squares; else empty.
-    """
-
-    kind: str
-    rate: torch.Tensor
-    states: list[torch.Tensor] = field(default_factory=list)
-    epsilon: float = 1e-8
 
 
 def embedding_bag_all_to_all(
@@ -147,7 +128,7 @@ def _call(tables, indices, offsets, batch, mode, weights, layout, out_dtype, gra
     kind, states, rate, epsilon = gradient, [], None, 0.0
     if optimizer is not None:
         kind, states, rate, epsilon = optimizer.kind, list(optimizer.states), optimizer.rate, optimizer.epsilon
-        _check_optimizer(tables, optimizer)
+        check_optimizer(tables, optimizer)
     numbers = [] if layout is None else layout.flat()
     common = (tables, indices, offsets, weights, numbers, batch, mode == "mean", out_dtype, name)
     if out is not None:
@@ -159,86 +140,6 @@ def _call(tables, indices, offsets, batch, mode, weights, layout, out_dtype, gra
     if not tables and torch.is_grad_enabled():  # this rank has to send gradients on, though it has none of its own
         anchor = torch.zeros(1, device=indices.device, requires_grad=True)
     return torch.ops.tileweave.embedding_bag_all_to_all(*common, kind, divide, states, rate, epsilon, anchor)
-
-
-def layout_of(numbers: Sequence[int], tables: Sequence[torch.Tensor], device: torch.device, name: str) -> EmbeddingLayout:
-    """The layout that a call carries, or all ranks' tables in rank order: dims are exchanged once for each list of own dims."""
-    if numbers:
-        return EmbeddingLayout.unflatten(numbers)
-    dims = tuple(int(t.shape[1]) for t in tables)
-    if not name:
-        return EmbeddingLayout.in_rank_order([dims])
-    found = _LAYOUTS.get((name, dims))
-    if found is None:
-        everyone = reference.exchange_numbers(dims, device, group_of(name))
-        found = _LAYOUTS[name, dims] = EmbeddingLayout.in_rank_order(everyone)
-    return found
-
-
-def _check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) -> None:
-    states = [(tuple(s.shape), s.dtype) for s in optimizer.states]
-    wanted = [((t.shape[0],), torch.float32) for t in tables] if optimizer.kind == "adagrad" else []
-    asked = f"optimizer {optimizer.kind!r} with states {states}"
-    require(optimizer.kind in KINDS[2:] and states == wanted, asked, f'"sgd", or "adagrad" with states {wanted}', "fix them")
-
-
-def check_inputs(
-    tables: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-    batch: int,
-    mean: bool,
-    layout: EmbeddingLayout,
-    out_dtype: torch.dtype,
-    out: torch.Tensor | None,
-    size: int,
-    rank: int,
-) -> None:
-    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
-    shapes = f"tables {[tuple(t.shape) for t in tables]}"
-    require(all(t.dim() == 2 for t in tables), shapes, "[rows, D] each", "reshape to two dimensions")
-    dtypes = f"tables {[str(t.dtype) for t in tables]}, out_dtype {out_dtype}"
-    fits = all(t.dtype == tables[0].dtype for t in tables) and {out_dtype, *(t.dtype for t in tables)} <= set(_DTYPES)
-    require(fits, dtypes, "one of float32, float16, bfloat16 for all tables", "convert the tables")
-    require(all(t.is_contiguous() for t in tables), shapes, "contiguous tables", "call .contiguous() once, not each step")
-    lists = [indices, offsets, *([] if weights is None else [weights])]
-    places = f"devices {sorted({str(t.device) for t in (*tables, *lists)})}"
-    require(all(t.device == indices.device for t in (*tables, *lists)), places, "one device", "move all to one device")
-    kinds = f"indices {indices.dtype} {tuple(indices.shape)}, offsets {offsets.dtype} {tuple(offsets.shape)}"
-    fits = indices.dim() == offsets.dim() == 1 and {indices.dtype, offsets.dtype} <= set(_INDEX_DTYPES)
-    require(fits, kinds, "one dimension, int32 or int64", "flatten or convert them")
-    require(all(t.is_contiguous() for t in lists), kinds, "contiguous", "call .contiguous()")
-    count = len(tables) * batch + 1
-    require(offsets.numel() == count, kinds, f"{count} offsets: {len(tables)} tables x {batch} samples + 1", "append the end")
-    if weights is not None:
-        asked = f"per_sample_weights {tuple(weights.shape)} {weights.dtype}, mean {mean}"
-        fits = weights.shape == indices.shape and weights.dtype in _DTYPES and not mean
-        require(fits, asked, 'one floating number for each index, mode "sum"', "fold a mean into the weights")
-    require(len(layout.dims) == size, f"a layout of {len(layout.dims)} ranks", f"{size} ranks", "make it for this group")
-    dims = tuple(t.shape[1] for t in tables)
-    require(layout.dims[rank] == dims, f"tables of dims {dims}", f"{layout.dims[rank]}, by the layout", "fix either")
-    faults = layout.faults()
-    require(not faults, f"a layout whose {faults}", "each column once", "see tw.EmbeddingLayout.in_rank_order")
-    if out is not None:
-        begin, end = rows_of(batch, size, rank)
-        shape = (end - begin, layout.width)
-        fits = tuple(out.shape) == shape and out.is_contiguous() and out.dtype == out_dtype and out.device == indices.device
-        require(fits, f"out {tuple(out.shape)} {out.dtype}", f"{shape} {out_dtype}, contiguous", "allocate out like that")
-
-
-def find_trouble(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, batch: int) -> str:
-    """Debugging only, waits for the device: what is wrong with the bags, empty if nothing."""
-    if indices.numel() != (int(offsets[-1]) if offsets.numel() else 0) or int(offsets[0]) != 0:
-        return f"offsets from {int(offsets[0])} to {int(offsets[-1])} for {indices.numel()} indices"
-    if bool((offsets[1:] < offsets[:-1]).any()):
-        return "offsets that fall"
-    ends = offsets[::batch].tolist() if batch else [0] * (len(tables) + 1)
-    for number, table in enumerate(tables):
-        mine = indices[ends[number] : ends[number + 1]]
-        if mine.numel() and not (0 <= int(mine.min()) and int(mine.max()) < table.shape[0]):
-            return f"indices from {int(mine.min())} to {int(mine.max())} in table {number}, which has {table.shape[0]} rows"
-    return ""
 
 
 def plan(tables: Sequence[torch.Tensor], indices: torch.Tensor, batch: int, size: int) -> EmbeddingPlan:
@@ -253,13 +154,11 @@ def _forward(tables, indices, offsets, weights, numbers, batch, mean, out_dtype,
     size, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     layout = layout_of(numbers, tables, indices.device, group_name)
     if debugging():
-        _agree(tables, indices, offsets, layout.flat(), batch, mean, out_dtype, group, size)
+        agree_on_call(tables, indices, offsets, layout.flat(), batch, mean, out_dtype, group, size)
     check_inputs(tables, indices, offsets, weights, batch, mean, layout, out_dtype, out, size, rank)
     chosen = plan(tables, indices, batch, size)
     if chosen.path == "fused":
-        return run_fused(
-            tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, chosen.lookup, out
-        )
+        return run_fused(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, chosen.lookup, out)
     if chosen.path == "local":
         y = run_lookup(
             tables, indices, offsets, weights, layout.columns[0], layout.width, batch, mean, out_dtype, chosen.lookup, _METAS,
@@ -270,23 +169,6 @@ def _forward(tables, indices, offsets, weights, numbers, batch, mean, out_dtype,
     group = group if size > 1 else None
     y = reference.embedding_bag_all_to_all(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group)
     return y if out is None else out.copy_(y)
-
-
-def _agree(tables, indices, offsets, numbers, batch, mean, out_dtype, group, size) -> None:
-    """Debugging only: the ranks' arguments fit together, and no index is out of range; else all ranks raise."""
-    fits = offsets.numel() == len(tables) * batch + 1
-    trouble = find_trouble(tables, indices, offsets, batch) if fits else ""
-    layout = zlib.crc32(repr(list(numbers)).encode())
-    signature = {"layout": layout, "batch": batch, "mean": mean, "dtype": str(out_dtype), "trouble": trouble}
-    error: RankMismatchError | None = None
-    try:
-        if size > 1:
-            agree(group, indices.device, {"op": OP, **signature})
-    except RankMismatchError as found:
-        error = found
-    require(not trouble, trouble, "offsets that rise from 0, indices of rows that exist", "fix the bags")
-    if error is not None:
-        raise error
 
 
 def _implementation(
@@ -304,13 +186,7 @@ def _fake(
     tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, gradient, divide, states, rate, epsilon,
     anchor,
 ):  # fmt: skip
-    dims = tuple(int(t.shape[1]) for t in tables)
-    if not layout and group_name and (group_name, dims) not in _LAYOUTS:
-        raise InputError(
-            f"asked: {OP} inside a compiler with no layout; allowed: one given, or an eager call before; "
-            "remedy: pass layout=tw.EmbeddingLayout.in_rank_order(dims of every rank)"
-        )
-    found = layout_of(layout, tables, indices.device, group_name)
+    found = layout_of(layout, tables, indices.device, group_name, exchange=False)
     rank = dist.get_rank(group_of(group_name)) if group_name else 0
     begin, end = rows_of(batch, len(found.dims), rank)
     return indices.new_empty(end - begin, found.width, dtype=out_dtype)

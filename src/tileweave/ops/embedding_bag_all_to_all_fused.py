@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -63,8 +64,8 @@ def run_fused(
     chunk = rows_of(batch, transport.world_size, 0)[1]
     instance.reserve(max(chunk * width, 1) * out_dtype.itemsize, kernel.COUNTERS, REGIONS)
     capturing = transport.capturing()
-    metas = instance.cache.setdefault("metas", {})
-    meta = meta_of(metas, tables, columns, indices.device, capturing)  # type: ignore[arg-type]
+    metas: Any = instance.cache.setdefault("metas", {})
+    meta = meta_of(metas, tables, columns, indices.device, capturing)
     region, lends = _region_of(instance, out), False
     if region is None:
         region, lends = instance.regions.choose(capturing)
@@ -134,7 +135,7 @@ def push_gradient(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group
     dims = [sum(mine) for mine in layout.dims]
     instance.reserve(max(batch * max(dims), 1) * grad.element_size(), kernel.COUNTERS, 1)
     key = ("pieces", layout)
-    plan = instance.cache.get(key)
+    plan: Any = instance.cache.get(key)
     if plan is None:
         plan = instance.cache[key] = _pieces(layout, transport).to(grad.device)
     elements = 16 // grad.element_size()
@@ -146,7 +147,7 @@ def push_gradient(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group
         kernel.push_gradient(
             peers, plan, grad, rows_of(batch, transport.world_size, transport.rank)[0], aligned,
             transport.rank, transport.world_size, transport.machine.num_sms,
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
     finally:
         if interpreting():
             instance.check()
