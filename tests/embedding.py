@@ -198,6 +198,10 @@ def layout_by_default(me: Member, case: Case) -> None:
     bags = draw(case, me.rank, me.device, 3)
     y = tw.embedding_bag_all_to_all(bags.tables, bags.indices, bags.offsets, batch=case.batch, out_dtype=case.result_dtype)
     verify(y, case, me.rank, me.world_size, 3, f"rank {me.rank}")
+    changed = replace(case, dims=case.dims[::-1])  # where this rank has the same tables as before, others may not
+    bags = draw(changed, me.rank, me.device, 4)
+    y = tw.embedding_bag_all_to_all(bags.tables, bags.indices, bags.offsets, batch=case.batch, out_dtype=case.result_dtype)
+    verify(y, changed, me.rank, me.world_size, 4, f"rank {me.rank}, with other tables")
 
 
 def many_calls(

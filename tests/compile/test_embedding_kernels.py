@@ -115,7 +115,7 @@ def fits(compiled: Compiled) -> bool:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("is_fused", [False, True], ids=["lookup", "fused"])
-@pytest.mark.parametrize("case", (*CASES, ODD), ids=str)
+@pytest.mark.parametrize("case", [*CASES, ODD], ids=str)
 def test_lookups_fit_every_target(case: Case, is_fused: bool, target: str) -> None:
     assert fits(compile_lookup(case, target, is_fused))
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from tileweave.errors import InputError, require
 from tileweave.ops import reference
 from tileweave.ops.embedding_bag_all_to_all_fused import OP, push_gradient, run_fused, run_lookup
-from tileweave.ops.embedding_inputs import FusedOptimizer, agree_on_call, check_inputs, check_optimizer, layout_of
+from tileweave.ops.embedding_inputs import FusedOptimizer, agree_on_call, check_inputs, check_optimizer, exchanged_layout
 from tileweave.ops.registry import (
     debugging,
     define,
@@ -67,8 +67,8 @@ def embedding_bag_all_to_all(
     batch : B, samples of all ranks; needed where this rank has no tables. Rank r owns samples [r * c, (r+1) * c),
         c = ceil(B / R).
     mode : "sum" or "mean". An empty bag gives zeros. per_sample_weights : [N], only with "sum".
-    layout : the columns of every rank's tables in y, the same on all ranks; None: rank by rank, table by table (exchanged
-        between ranks once for given dims, which is collective).
+    layout : the columns of every rank's tables in y, the same on all ranks. None: rank by rank, table by table, which the ranks
+        tell each other in each call, and the host waits for it: pass a layout in a loop.
     out_dtype : of y and of what travels; None: that of the tables.
     gradient : "dense" or "sparse" gradients of the tables; optimizer : step in backward instead.
         Gradients are for all or for none: a rank without tables takes part in backward whenever gradients are enabled.
@@ -129,7 +129,7 @@ def _call(tables, indices, offsets, batch, mode, weights, layout, out_dtype, gra
     if optimizer is not None:
         kind, states, rate, epsilon = optimizer.kind, list(optimizer.states), optimizer.rate, optimizer.epsilon
         check_optimizer(tables, optimizer)
-    numbers = [] if layout is None else layout.flat()
+    numbers = (exchanged_layout(tables, indices.device, name) if layout is None else layout).flat()
     common = (tables, indices, offsets, weights, numbers, batch, mode == "mean", out_dtype, name)
     if out is not None:
         tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (*tables, *([] if weights is None else [weights])))
@@ -152,7 +152,7 @@ def plan(tables: Sequence[torch.Tensor], indices: torch.Tensor, batch: int, size
 def _forward(tables, indices, offsets, weights, numbers, batch, mean, out_dtype, group_name, out=None):
     group = group_of(group_name) if group_name else None
     size, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
-    layout = layout_of(numbers, tables, indices.device, group_name)
+    layout = EmbeddingLayout.unflatten(numbers)
     if debugging():
         agree_on_call(tables, indices, offsets, layout.flat(), batch, mean, out_dtype, group, size)
     check_inputs(tables, indices, offsets, weights, batch, mean, layout, out_dtype, out, size, rank)
@@ -186,7 +186,7 @@ def _fake(
     tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, gradient, divide, states, rate, epsilon,
     anchor,
 ):  # fmt: skip
-    found = layout_of(layout, tables, indices.device, group_name, exchange=False)
+    found = EmbeddingLayout.unflatten(layout)
     rank = dist.get_rank(group_of(group_name)) if group_name else 0
     begin, end = rows_of(batch, len(found.dims), rank)
     return indices.new_empty(end - begin, found.width, dtype=out_dtype)
@@ -211,7 +211,7 @@ def _grad_at_owner(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, grou
 def _take_gradient(
     grad, tables, indices, offsets, weights, numbers, batch, mean, group_name, kind, divide, states, rate, epsilon, need_weights
 ):
-    layout = layout_of(numbers, tables, indices.device, group_name)
+    layout = EmbeddingLayout.unflatten(numbers)
     factor = 1.0 / len(layout.dims) if divide else 1.0
     chosen = plan(tables, indices, batch, len(layout.dims))
     mine = _grad_at_owner(grad, layout, batch, group_name, chosen.path == "fused")

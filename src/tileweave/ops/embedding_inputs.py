@@ -18,7 +18,6 @@ from tileweave.sharding import EmbeddingLayout, rows_of
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INDEX_DTYPES = (torch.int32, torch.int64)
-_LAYOUTS: dict[tuple[str, tuple[int, ...]], EmbeddingLayout] = {}
 
 
 @dataclass(frozen=True)
@@ -35,21 +34,15 @@ class FusedOptimizer:
     epsilon: float = 1e-8
 
 
-def layout_of(
-    numbers: Sequence[int], tables: Sequence[torch.Tensor], device: torch.device, name: str, exchange: bool = True
-) -> EmbeddingLayout:
-    """The layout that a call carries, or all ranks' tables in rank order: dims are exchanged once for each list of own dims."""
-    if numbers:
-        return EmbeddingLayout.unflatten(numbers)
+def exchanged_layout(tables: Sequence[torch.Tensor], device: torch.device, name: str) -> EmbeddingLayout:
+    """All ranks' tables in rank order. Collective, and the host waits: nothing local says whether other ranks' tables changed."""
     dims = tuple(int(t.shape[1]) for t in tables)
     if not name:
         return EmbeddingLayout.in_rank_order([dims])
-    found = _LAYOUTS.get((name, dims))
-    if found is None:
-        require(exchange, f"{OP} inside a compiler with no layout", "a layout, or an eager call before", "pass layout=")
-        everyone = reference.exchange_numbers(dims, device, group_of(name))
-        found = _LAYOUTS[name, dims] = EmbeddingLayout.in_rank_order(everyone)
-    return found
+    asked = f"{OP} inside a compiler or a CUDA-graph capture without a layout"
+    hidden = torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    require(not hidden, asked, "with one", "pass layout=tw.EmbeddingLayout.in_rank_order(dims of every rank)")
+    return EmbeddingLayout.in_rank_order(reference.exchange_numbers(dims, device, group_of(name)))
 
 
 def check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) -> None:
