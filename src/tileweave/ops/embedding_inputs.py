@@ -35,7 +35,7 @@ class FusedOptimizer:
 
 
 def exchanged_layout(tables: Sequence[torch.Tensor], device: torch.device, name: str) -> EmbeddingLayout:
-    """All ranks' tables in rank order. Collective, and the host waits: nothing local says whether other ranks' tables changed."""
+    """All ranks' tables in rank order. Collective, and the host waits: nothing local tells whether others' tables changed."""
     dims = tuple(int(t.shape[1]) for t in tables)
     if not name:
         return EmbeddingLayout.in_rank_order([dims])
