@@ -162,7 +162,6 @@ def bench(
     if embeds:
         from tileweave.bench import embedding
         from tileweave.bench.embedding import tables_of
-        from tileweave.bench.embedding_cases import select
         from tileweave.bench.embedding_run import bench as run
 
         allowed = embedding.PEERS
@@ -170,7 +169,7 @@ def bench(
     if not set(named) <= set(allowed):
         raise InputError(f"asked: peers {peers}; allowed: {', '.join(allowed)}; remedy: pass some of these")
     options = Options(op, cases, quick, named, repeats, seconds, str(json) if json else None, smoke)
-    if not (select(cases, quick, smoke) if embeds else options.cases()):
+    if not options.cases():
         raise InputError(f"asked: cases {cases!r}; allowed: names that exist; remedy: see bench/cases.py")
     size = default_world_size(kind, world, most=8 if kind == "cuda" else 4)
     report = launch(run, options, world_size=size, device_type=kind, seconds=2 * seconds + 300)

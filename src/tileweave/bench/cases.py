@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from tileweave.bench.embedding_cases import CASES as EMBEDDING_CASES
+from tileweave.bench import embedding_cases
 
 Block = Literal["large", "small", "odd", "smoke"]
 
@@ -43,7 +43,7 @@ LAYERS = {
 }
 LARGE = (2048, 4096, 8192, 16384)
 SMALL = (64, 128, 256, 512, 1024)
-_QUICK = re.compile(r"(llama70b-qkv|llama70b-gate-up-half)-m(64|512|2048|8192)$|odd")
+_QUICK = re.compile(r"(llama70b-qkv|llama70b-gate-up-half)-m(64|512|2048|8192)$|odd|" + embedding_cases.QUICK)
 
 
 def _all_gather_matmul() -> list[Case]:
@@ -54,18 +54,19 @@ def _all_gather_matmul() -> list[Case]:
 
 
 # Values are lists of Case, or of what an operator with sizes of another kind has in its place.
-CASES: dict[str, list[Any]] = {"all_gather_matmul": _all_gather_matmul(), "embedding_bag_all_to_all": EMBEDDING_CASES}
+CASES: dict[str, list[Any]] = {"all_gather_matmul": _all_gather_matmul(), "embedding_bag_all_to_all": embedding_cases.CASES}
 
 # For trying the bench out without a GPU: interpreted kernels, times without meaning.
-SMOKE: dict[str, list[Case]] = {
+SMOKE: dict[str, list[Any]] = {
     "all_gather_matmul": [
         Case("all_gather_matmul", "smoke-m256", 256, 256, 128, False, "smoke", "float32"),
         Case("all_gather_matmul", "smoke-m32", 32, 128, 96, False, "smoke", "float16"),
-    ]
+    ],
+    "embedding_bag_all_to_all": embedding_cases.SMOKE,
 }
 
 
-def select(op: str, pattern: str | None = None, quick: bool = False) -> list[Case]:
+def select(op: str, pattern: str | None = None, quick: bool = False) -> list[Any]:
     """Cases of ``op`` in whose name ``pattern`` (a regular expression) is found; ``quick``: a short list of them."""
     wanted = re.compile(pattern or "")
     return [case for case in CASES[op] if wanted.search(case.name) and (not quick or _QUICK.search(case.name))]

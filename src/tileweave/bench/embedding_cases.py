@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from tileweave.sharding import TableSpec
@@ -55,11 +54,4 @@ SMOKE = [
     EmbeddingCase("smoke-fp32", "float32", 24, 2, 16, 2, 50, block="smoke"),
     EmbeddingCase("smoke-multi-hot", "float16", 3, 2, 8, 2, 120, multi_hot=True, block="smoke"),
 ]
-_QUICK = re.compile(r"(fp32|bf16)-b65536-l(8|1)$|fp32-b8192-l8$|fp32-dlrm")
-
-
-def select(pattern: str | None, quick: bool, smoke: bool) -> list[EmbeddingCase]:
-    if smoke:
-        return SMOKE
-    wanted = re.compile(pattern or "")
-    return [c for c in CASES if wanted.search(c.name) and (not quick or _QUICK.search(c.name))]
+QUICK = r"(fp32|bf16)-b65536-l(8|1)$|fp32-b8192-l8$|fp32-dlrm"

@@ -12,7 +12,7 @@ import torch
 
 import tileweave as tw
 from tileweave.bench.embedding import PEERS, EmbeddingPeers, entry_of, headline, judge
-from tileweave.bench.embedding_cases import OP, EmbeddingCase, select
+from tileweave.bench.embedding_cases import OP, EmbeddingCase
 from tileweave.bench.environment import environment
 from tileweave.bench.run import Options, _agree, _write
 from tileweave.bench.screen import Steps
@@ -23,7 +23,7 @@ from tileweave.profile.timing import measure
 
 def bench(member: Member, options: Options) -> dict[str, Any]:
     """Collective; the report is complete on rank 0 only."""
-    cases = sorted(select(options.pattern, options.quick, options.smoke), key=lambda case: case.graph)
+    cases = options.cases()
     report: dict[str, Any] = {
         "op": OP,
         "world_size": member.world_size,
