@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import os
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from importlib import import_module
+from dataclasses import replace
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from tests.parity import Case, draw, draw_bias, draw_w, draw_x, prepare, verify
-from tests.worlds import Member
+from tests.parity import AG, AR, EPS, RS, Call, Case, Operands, draw, draw_operands, expected, prepare, verify
+from tests.worlds import ROOT, Member
 
 import tileweave as tw
+from tileweave.nn import ColumnParallelLinear, RowParallelLinear
 from tileweave.ops import reference
 from tileweave.ops.registry import name_of
+from tileweave.transport.workspace import REGISTRY
 
 # Largest relative error (Frobenius norm) of a gradient: sums over all ranks, of products that were rounded before.
 GRADIENT_ERROR = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
@@ -22,22 +31,51 @@ GRADIENT_ERROR = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
 # --- The public call ---
 
 
+def invoke(case: Case, operands: Operands, **options: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The public function with these operands: its result, and the second where there is one."""
+    if case.gathered:
+        options["return_gathered"] = True
+    result = getattr(tw, case.op)(operands.x, operands.w, operands.bias, **operands.options(), **options)
+    return result if isinstance(result, tuple) else (result, None)
+
+
+def results_of(call: Call) -> dict[str, torch.Tensor]:
+    """The call's own memory as keywords."""
+    return {"out": call.out} if call.second is None else {"out": call.out, "residual_out": call.second}
+
+
 def public_calls(me: Member, cases: list[Case], path: str) -> None:
-    """tw.all_gather_matmul by its own plan, with every way to ask for results."""
+    """The operator by its own plan, with every way to ask for results."""
     for number, case in enumerate(cases):
-        call = prepare(case, me.rank, me.world_size, me.device, number)
-        plan = tw.explain("all_gather_matmul", call.x, call.w)
+        into = prepare(replace(case, gathered=False), me.rank, me.world_size, me.device, number)
+        plan = tw.explain(case.op, into.x, into.w)
         assert plan.path == path, f"{case}: {plan}"
-        y = tw.all_gather_matmul(call.x, call.w, call.bias)
-        call.verify(f"rank {me.rank}, returned", y)
-        back = tw.all_gather_matmul(call.x, call.w, call.bias, out=call.out)
-        assert back is call.out, "out= is what comes back"
-        call.verify(f"rank {me.rank}, out=", call.out)
-        y, gathered = tw.all_gather_matmul(call.x, call.w, call.bias, return_gathered=True)
-        call.verify(f"rank {me.rank}, return_gathered", y, gathered)
-        assert gathered.data_ptr() != call.x.data_ptr(), "the gathered input has memory of its own"
-        y, gathered = reference.all_gather_matmul(call.x, call.w, call.bias, dist.group.WORLD)
-        call.verify(f"rank {me.rank}, the reference itself", y, gathered)
+        back, _ = invoke(into.case, into.operands, **results_of(into))
+        assert back is into.out, "out= is what comes back"
+        into.verify(f"rank {me.rank}, out=")
+        for asked in [case, replace(case, gathered=not case.gathered)] if case.op == AG else [case]:
+            call = prepare(asked, me.rank, me.world_size, me.device, number)
+            y, second = invoke(asked, call.operands)
+            call.verify(f"rank {me.rank}, returned", y, second)
+            if asked.gathered:
+                assert second.data_ptr() != call.x.data_ptr(), "the gathered input has memory of its own"
+            o = call.operands
+            found = getattr(reference, case.op)(o.x, o.w, o.bias, dist.group.WORLD, **o.options())
+            y, second = found if isinstance(found, tuple) else (found, None)
+            call.verify(f"rank {me.rank}, the reference itself", y, second if asked.gathered or asked.norm else None)
+
+
+def the_same_bits(me: Member, case: Case) -> None:
+    """Twice the same call: bit-equal on this rank, and what is replicated bit-equal on all ranks."""
+    operands = draw_operands(case, me.rank, me.world_size, me.device, 8)
+    first, second = invoke(case, operands)
+    for _ in range(3):
+        again, again_second = invoke(case, operands)
+        assert torch.equal(first, again), f"rank {me.rank}: other bits the second time"
+        assert second is None or torch.equal(second, again_second), f"rank {me.rank}: other bits in the second result"
+    if case.op == AR:
+        everyone = reference.all_gather(first, dist.group.WORLD).view(me.world_size, *first.shape)
+        assert all(torch.equal(everyone[0], other) for other in everyone), "ranks hold different bits of one result"
 
 
 def public_calls_in_a_subgroup(me: Member, members: list[int], case: Case) -> None:
@@ -46,37 +84,60 @@ def public_calls_in_a_subgroup(me: Member, members: list[int], case: Case) -> No
     if group is not None:
         call = prepare(case, dist.get_rank(group), len(members), me.device, 5)
         for given in (group, name_of(group)):
-            y, gathered = tw.all_gather_matmul(call.x, call.w, call.bias, group=given, return_gathered=True)
-            call.verify(f"rank {me.rank} of the world in {members}", y, gathered)
+            y, second = invoke(case, call.operands, group=given)
+            call.verify(f"rank {me.rank} of the world in {members}", y, second)
     me.barrier()
 
 
 def many_dimensions(me: Member, case: Case) -> None:
-    """x [m, a, b, K] gives y [R * m, a, b, n]; dimension 0 is gathered."""
+    """x [m, a, b, K] gives y [..., a, b, n]; dimension 0 is gathered, scattered, or as it was."""
     call = prepare(case, me.rank, me.world_size, me.device, 3)
-    for lead in ((case.rows // 6, 2, 3), (case.rows // 2, 2), (1, case.rows), (case.rows, 1)):
-        total = (lead[0] * me.world_size, *lead[1:])
-        x = call.x.view(*lead, case.depth)
-        y, gathered = tw.all_gather_matmul(x, call.w, call.bias, return_gathered=True)
-        assert y.shape == (*total, case.cols), f"x {tuple(x.shape)} gave y {tuple(y.shape)}"
-        assert gathered.shape == (*total, case.depth), f"x {tuple(x.shape)} gave gathered {tuple(gathered.shape)}"
-        call.verify(f"x {tuple(x.shape)}", y.reshape(-1, case.cols), gathered.reshape(-1, case.depth))
-        out = torch.full((*total, case.cols), float("nan"), dtype=x.dtype, device=me.device)
-        tw.all_gather_matmul(x, call.w, call.bias, out=out)
-        call.verify(f"x {tuple(x.shape)}, out=", out.view(-1, case.cols))
+    size, x_rows = me.world_size, case.x_rows(me.world_size)
+    for split in ((2, 3), (2,), (1,), (1, 2, 1)):
+        inner = torch.Size(split).numel()
+        lead = (x_rows // inner, *split)
+        total = (case.out_rows(size) // inner, *split)
+        o = replace(call.operands, x=call.x.view(*lead, case.depth))
+        if o.residual is not None:
+            o.residual = o.residual.view(*total, case.cols)
+        y, second = invoke(case, o)
+        assert y.shape == (*total, case.cols), f"x {tuple(o.x.shape)} gave y {tuple(y.shape)}"
+        if second is not None:
+            width = case.depth if case.gathered else case.cols
+            assert second.shape == (*total, width), f"x {tuple(o.x.shape)} gave a second {tuple(second.shape)}"
+            second = second.reshape(-1, width)
+        call.verify(f"x {tuple(o.x.shape)}", y.reshape(-1, case.cols), second)
+        results = {name: torch.full_like(t, float("nan")).view(*total, -1) for name, t in results_of(call).items()}
+        if case.op == AG:
+            results = {"out": results["out"]}
+        invoke(replace(case, gathered=False), o, **results)
+        second = results["residual_out"].view(-1, case.cols) if case.norm else None
+        call.verify(f"x {tuple(o.x.shape)}, out=", results["out"].view(-1, case.cols), second)
 
 
-def empty_dimensions(me: Member, dtype: str) -> None:
+def empty_dimensions(me: Member, dtype: str, op: str = AG) -> None:
     """A size of zero is no error: there is nothing to multiply, or nothing to add to the bias."""
     for rows, cols, depth in ((0, 8, 16), (4, 0, 16), (4, 8, 0), (0, 0, 0)):
-        case = Case(rows, cols, depth, dtype)
-        x = torch.ones(rows, depth, dtype=case.torch_dtype, device=me.device)
-        w = torch.ones(cols, depth, dtype=case.torch_dtype, device=me.device)
-        bias = torch.arange(cols, device=me.device).to(case.torch_dtype)
-        y, gathered = tw.all_gather_matmul(x, w, bias, return_gathered=True)
-        assert gathered.shape == (me.world_size * rows, depth), f"{case}: gathered {tuple(gathered.shape)}"
-        want = bias.expand(me.world_size * rows, cols) + depth
-        assert torch.equal(y, want), f"{case}: {y}"
+        case = Case(rows, cols, depth, dtype, bias=True, integers=True, gathered=op == AG, op=op)
+        call = prepare(case, me.rank, me.world_size, me.device, 2)
+        call.verify(f"rank {me.rank}", *invoke(case, call.operands))
+
+
+def close_frees_at_once(me: Member, case: Case) -> None:
+    """Nothing is left to the garbage collector: it may run while a graph is captured, which torch does not survive."""
+    call = prepare(case, me.rank, me.world_size, me.device, 8)
+    call.verify("before", tw.all_gather_matmul(call.x, call.w, call.bias))
+    workspace = REGISTRY.find(name_of(None), me.device)
+    assert workspace is not None and workspace.instances, "the call was a fused one"
+    held = [weakref.ref(instance.slots) for instance in workspace.instances.values()]
+    del workspace
+    gc.disable()
+    try:
+        tw.close()
+        assert not any(reference() is not None for reference in held), "slots outlive their workspace"
+    finally:
+        gc.enable()
+    me.barrier()
 
 
 def weight_in_a_larger_tensor(me: Member, case: Case) -> None:
@@ -84,66 +145,97 @@ def weight_in_a_larger_tensor(me: Member, case: Case) -> None:
     call = prepare(case, me.rank, me.world_size, me.device, 4)
     wide = torch.full((case.cols, case.depth + 24), float("nan"), dtype=case.torch_dtype, device=me.device)
     wide[:, 8 : 8 + case.depth] = call.w
-    call.verify("w with a row stride", tw.all_gather_matmul(call.x, wide[:, 8 : 8 + case.depth], call.bias))
+    call.verify("w with a row stride", *invoke(case, replace(call.operands, w=wide[:, 8 : 8 + case.depth])))
+
+
+# --- Bad input ---
+
+
+def refused(me: Member, op: str, shapes: dict[str, tuple[int, ...] | None], pattern: str) -> None:
+    """One rank calls with zeros of these shapes, the others do not: nothing may be sent before the error is found."""
+    if me.rank == me.world_size - 1:
+        tensors = {name: None if shape is None else torch.zeros(shape, device=me.device) for name, shape in shapes.items()}
+        with pytest.raises(tw.InputError, match=f"(?s){pattern}") as caught:
+            getattr(tw, op)(**tensors)
+        text = str(caught.value)
+        parts = [text.index(part) for part in ("asked: ", "allowed: ", "remedy: ")]
+        assert parts == sorted(parts), text
+
+
+def refused_alias(me: Member, op: str, x: tuple[int, ...], w: tuple[int, ...], out: tuple[int, ...]) -> None:
+    """A result in the storage of an input."""
+    if me.rank == me.world_size - 1:
+        memory = torch.zeros(1024, device=me.device)
+        inputs = [memory[: torch.Size(shape).numel()].view(shape) for shape in (x, w)]
+        with pytest.raises(tw.InputError, match="memory of its own"):
+            getattr(tw, op)(*inputs, out=memory[512 : 512 + torch.Size(out).numel()].view(out))
+
+
+def disagree(me: Member, op: str) -> str:
+    """With TILEWEAVE_DEBUG=1 rank 1 passes another weight: what every rank is told."""
+    x, w = (torch.zeros(n, 64, device=me.device) for n in (4 * me.world_size, 33 if me.rank == 1 else 32))
+    with mock.patch.dict(os.environ, TILEWEAVE_DEBUG="1"), pytest.raises(tw.RankMismatchError) as caught:
+        getattr(tw, op)(x, w)
+    return str(caught.value)
 
 
 # --- Gradients ---
 
-
-@dataclass
-class Leaves:
-    x: torch.Tensor
-    w: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __iter__(self):
-        return iter((self.x, self.w, self.bias))
+LETTERS = {"x": "x", "w": "w", "b": "bias", "r": "residual", "n": "norm_weight"}
 
 
-def _leaves(case: Case, rank: int, device: torch.device, wanted: str, dtype: torch.dtype | None = None) -> Leaves:
-    found = [maker(case, rank, device, 77) for maker in (draw_x, draw_w, draw_bias)]
-    tensors = [None if t is None else t.to(dtype or t.dtype) for t in found]
-    for name, tensor in zip("xwb", tensors, strict=True):
+def _leaves(case: Case, rank: int, size: int, device: torch.device, wanted: str) -> Operands:
+    operands = draw_operands(case, rank, size, device, 77)
+    for letter, name in LETTERS.items():
+        tensor = getattr(operands, name)
         if tensor is not None:
-            tensor.requires_grad_(name in wanted)
-    return Leaves(*tensors)
+            tensor.requires_grad_(letter in wanted)
+    return operands
 
 
-def _coefficients(case: Case, rank: int, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = size * case.rows
-    return draw((rows, case.cols), case, 1.0, device, 88, rank), draw((rows, case.depth), case, 1.0, device, 99, rank)
+def _coefficients(case: Case, rank: int, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weights of each element of the results in this rank's loss: the same on every rank where results are."""
+    rows, who = case.out_rows(size), 0 if case.op == AR else rank
+    c = draw((rows, case.cols), case, 1.0, device, 88, who)
+    width = case.depth if case.gathered else case.cols
+    return c, draw((rows, width), case, 1.0, device, 99, who) if case.gathered or case.norm else None
 
 
-def expected_gradients(case: Case, rank: int, size: int, device: torch.device) -> Leaves:
-    """One process does what all ranks do together, in fp64."""
-    everyone = [_leaves(case, r, device, "xwb", torch.float64) for r in range(size)]
-    gathered = torch.cat([leaves.x for leaves in everyone])
+def expected_gradients(case: Case, rank: int, size: int, device: torch.device) -> Operands:
+    """One process does what all ranks do together, in fp64. A replicated tensor is one leaf, a replicated loss one term."""
+    everyone = [draw_operands(case, r, size, device, 77) for r in range(size)]
+    for operands in everyone:
+        for name in operands.names():
+            shared = operands is not everyone[0] and case.op != AG and name not in ("x", "w")
+            leaf = getattr(everyone[0], name) if shared else getattr(operands, name).double().requires_grad_()
+            setattr(operands, name, leaf)
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for r, leaves in enumerate(everyone):
+    for r in range(1 if case.op == AR else size):
         c, d = _coefficients(case, r, size, device)
-        loss = loss + (torch.nn.functional.linear(gathered, leaves.w, leaves.bias) * c).sum()
-        if case.gathered:
-            loss = loss + (gathered * d).sum()
+        y, second = expected(case, everyone, r)
+        loss = loss + (y * c).sum()
+        if d is not None and second is not None:
+            loss = loss + (second * d).sum()
     loss.backward()
-    mine = everyone[rank]
-    return Leaves(mine.x.grad, mine.w.grad, None if mine.bias is None else mine.bias.grad)
+    return Operands(*(None if tensor is None else tensor.grad for tensor in vars(everyone[rank]).values()))
 
 
-def gradients(me: Member, cases: list[Case], wanted: str = "xwb", backend: str | None = None) -> None:
-    """Gradients of x, w and bias, through y and, where it is kept, through the gathered input; also compiled."""
+def gradients(me: Member, cases: list[Case], wanted: str = "xwbrn", backend: str | None = None) -> None:
+    """Gradients of every operand, through every result; also compiled."""
     for case in cases:
         function: Callable[..., torch.Tensor] = weighted_sum
         if backend is not None:
             torch._dynamo.reset()
             function = torch.compile(weighted_sum, fullgraph=True, backend=backend)
         for again in range(2):
-            leaves = _leaves(case, me.rank, me.device, wanted)
+            leaves = _leaves(case, me.rank, me.world_size, me.device, wanted)
             c, d = _coefficients(case, me.rank, me.world_size, me.device)
-            function(*leaves, c, d if case.gathered else None).backward()
+            function(case.op, leaves.x, leaves.w, leaves.bias, leaves.options(), c, d).backward()
             want = expected_gradients(case, me.rank, me.world_size, me.device)
-            for name, leaf, right in zip("xwb", leaves, want, strict=True):
+            for letter, name in LETTERS.items():
+                leaf, right = getattr(leaves, name), getattr(want, name)
                 what = f"rank {me.rank}, {case}, {wanted}, {backend}, call {again}: gradient of {name}"
-                if leaf is None or name not in wanted:
+                if leaf is None or letter not in wanted:
                     assert leaf is None or leaf.grad is None, f"{what} was not asked for"
                     continue
                 assert leaf.grad.dtype == leaf.dtype, f"{what} has dtype {leaf.grad.dtype}"
@@ -152,40 +244,76 @@ def gradients(me: Member, cases: list[Case], wanted: str = "xwb", backend: str |
 
 
 def weighted_sum(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, c: torch.Tensor, d: torch.Tensor | None
+    op: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: dict[str, object],
+    c: torch.Tensor,
+    d: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A loss in which every element of y, and of the gathered input if ``d`` is given, has a weight of its own."""
+    """A loss in which every element of y, and of the second result if ``d`` is given, has a weight of its own."""
     if d is None:
-        return (tw.all_gather_matmul(x, w, bias) * c).sum()
-    y, gathered = tw.all_gather_matmul(x, w, bias, return_gathered=True)
-    return (y * c).sum() + (gathered * d).sum()
+        return (getattr(tw, op)(x, w, bias, **options) * c).sum()
+    if op == AG:
+        y, second = tw.all_gather_matmul(x, w, bias, return_gathered=True)
+    else:
+        y, second = getattr(tw, op)(x, w, bias, **options)
+    return (y * c).sum() + (second * d).sum()
 
 
-def what_backward_keeps(me: Member, case: Case) -> None:
-    """Without ``return_gathered`` nothing but the shard and the weight; with it nothing is gathered again."""
-    ops = import_module("tileweave.ops.all_gather_matmul")
-    gather, sent = ops.all_gather_flat, []
+def gradients_through_one_result(me: Member, case: Case) -> None:
+    """A loss that uses one of two results: the other one's gradient is not there, and nothing is sent for it."""
+    for which in (0, 1):
+        leaves = _leaves(case, me.rank, me.world_size, me.device, "xwbrn")
+        weights = _coefficients(case, me.rank, me.world_size, me.device)[which]
+        (invoke(case, leaves)[which] * weights).sum().backward()
+        everyone = [_leaves(case, r, me.world_size, me.device, "xwbrn") for r in range(me.world_size)]
+        losses = range(1 if case.op == AR else me.world_size)
+        terms = [
+            (expected(case, everyone, r)[which] * _coefficients(case, r, me.world_size, me.device)[which]).sum() for r in losses
+        ]
+        torch.stack(terms).sum().backward()
+        got, want = leaves.x.grad, everyone[me.rank].x.grad
+        error = float((got.double() - want.double()).norm() / want.double().norm())
+        assert error < GRADIENT_ERROR[case.dtype], f"rank {me.rank}, {case}, result {which}: off by {error:.2e}"
 
-    def count(*args: object, **kwargs: object) -> object:
-        sent.append(1)
-        return gather(*args, **kwargs)
 
-    ops.all_gather_flat = count
+def what_backward_sends(me: Member, case: Case, collectives: dict[str, int], limit: int) -> None:
+    """Collectives that backward makes, by name, and the elements it holds on to: ``limit`` beside the weight."""
+    names = ("begin_all_gather", "begin_reduce_scatter", "all_reduce")
+    sent: dict[str, int] = {}
+    under_way: list[str] = []  # on the CPU a sum gathers: one collective, not two
+    before = [(name, getattr(reference, name)) for name in names]
+
+    def counting(name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            if not under_way:
+                sent[name] = sent.get(name, 0) + 1
+            under_way.append(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                under_way.pop()
+
+        return call
+
+    for name, function in before:
+        setattr(reference, name, counting(name, function))
     try:
-        for keep, rows, again in ((False, case.rows, 1), (True, case.rows * (1 + me.world_size), 0)):
-            kept: list[torch.Tensor] = []
-            sent.clear()
-            leaves = _leaves(case, me.rank, me.device, "xwb")
-            with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
-                answer = tw.all_gather_matmul(*leaves, return_gathered=keep)
-            y = answer[0] if keep else answer
-            held = sum(t.numel() for t in {t.data_ptr(): t for t in kept}.values())
-            limit = rows * case.depth + leaves.w.numel()
-            assert held <= limit, f"keep {keep}: backward holds {held} elements, at most {limit} are needed"
-            y.sum().backward()
-            assert len(sent) == again, f"keep {keep}: x was gathered {len(sent)} times in backward"
+        kept: list[torch.Tensor] = []
+        leaves = _leaves(case, me.rank, me.world_size, me.device, "xwbrn")
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y, _ = invoke(case, leaves)
+        held = sum(t.numel() for t in {t.data_ptr(): t for t in kept}.values())
+        limit += leaves.w.numel()
+        assert held <= limit, f"{case}: backward holds {held} elements, at most {limit} are needed"
+        sent.clear()
+        y.sum().backward()
+        assert sent == collectives, f"{case}: backward sent {sent}, expected {collectives}"
     finally:
-        ops.all_gather_flat = gather
+        for name, function in before:
+            setattr(reference, name, function)
 
 
 # --- Tools that look inside an operator ---
@@ -193,53 +321,120 @@ def what_backward_keeps(me: Member, case: Case) -> None:
 
 def opcheck(me: Member, case: Case) -> None:
     """torch's own checks: schema, fake, autograd registration, tracing with symbolic shapes."""
-    op, name = torch.ops.tileweave.all_gather_matmul, name_of(None)
-    x, w, bias = _leaves(case, me.rank, me.device, "xwb")
-    for args in ((x, w, None, name), (x, w, bias, name), (x, w, bias, name, True)):
-        torch.library.opcheck(op.default, args)
-    out = torch.empty(me.world_size * case.rows, case.cols, dtype=x.dtype, device=me.device)
-    torch.library.opcheck(op.out, (x.detach(), w.detach(), bias.detach(), name), {"out": out})
+    op, name = getattr(torch.ops.tileweave, case.op), name_of(None)
+    leaves = _leaves(case, me.rank, me.world_size, me.device, "xwbrn")
+    x, w, bias, residual, norm_weight = vars(leaves).values()
+    variants: list[tuple[object, ...]] = [(None,), (bias,)]
+    tails: list[tuple[object, ...]] = [(name,)]
+    if case.op == AG:
+        tails.append((name, True))
+    elif case.op == AR:
+        tails = [(None, None, EPS, name), (residual, None, EPS, name), (residual, norm_weight, EPS, name)]
+    for head in variants:
+        for tail in tails:
+            torch.library.opcheck(op.default, (x, w, *head, *tail))
+    out = torch.empty(case.out_rows(me.world_size), case.cols, dtype=x.dtype, device=me.device)
+    detached = [None if t is None else t.detach() for t in (x, w, bias, residual, norm_weight)]
+    if case.op != AR:
+        torch.library.opcheck(op.out, (*detached[:3], name), {"out": out})
+        return
+    torch.library.opcheck(op.out, (*detached[:3], None, None, EPS, name), {"out": out, "residual_out": None})
+    kept = torch.empty_like(out) if case.norm else None
+    torch.library.opcheck(op.out, (*detached, EPS, name), {"out": out, "residual_out": kept})
 
 
 def compiled_with_changing_rows(me: Member, case: Case, backend: str) -> None:
     """fullgraph, with rows that change from call to call: torch makes them symbolic."""
     torch._dynamo.reset()
-    function = torch.compile(lambda x, w, b: tw.all_gather_matmul(x, w, b).relu(), fullgraph=True, backend=backend)
+    operator = getattr(tw, case.op)
+    function = torch.compile(lambda x, w, b: operator(x, w, b).relu(), fullgraph=True, backend=backend)
     for n, rows in enumerate((case.rows, case.rows + 3, case.rows + 8)):
-        changed = Case(rows, case.cols, case.depth, case.dtype, case.bias)
+        changed = replace(case, rows=rows)
         call = prepare(changed, me.rank, me.world_size, me.device, 30 + n)
         verify(function(call.x, call.w, call.bias), call.want.relu(), changed, f"rank {me.rank}, compiled, {changed}")
 
 
 def column_parallel_linear(me: Member, case: Case, save_gathered: bool) -> None:
     """The module against torch.nn.Linear over the whole weight: outputs, gradients, state_dict."""
-    from tileweave.nn import ColumnParallelLinear
-
     features = case.cols * me.world_size
-    torch.manual_seed(5)
-    whole = torch.nn.Linear(case.depth, features, bias=case.bias, dtype=torch.float64, device=me.device)
-    part = ColumnParallelLinear(
-        case.depth, features, bias=case.bias, device=me.device, dtype=case.torch_dtype, save_gathered=save_gathered
-    )
+    whole = _whole_linear(me, case.depth, features, case.bias)
+    rounded = _rounded(whole, case)
+    part = ColumnParallelLinear.from_linear(rounded, save_gathered=save_gathered)
     mine = slice(me.rank * case.cols, (me.rank + 1) * case.cols)
-    shard = {name: tensor[mine].to(case.torch_dtype) for name, tensor in whole.state_dict().items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in part.state_dict().items()}
-    assert shapes == {name: tuple(tensor.shape) for name, tensor in shard.items()}
-    part.load_state_dict(shard)
+    _check_state(part, {name: tensor[mine] for name, tensor in rounded.state_dict().items()})
 
-    calls = [draw_x(case, r, me.device, 6).double().requires_grad_() for r in range(me.world_size)]
-    y_whole = whole(torch.cat(calls))
-    x = calls[me.rank].detach().to(case.torch_dtype).requires_grad_()
+    shards = [draw_operands(case, r, me.world_size, me.device, 6).x for r in range(me.world_size)]
+    leaves = [shard.double().requires_grad_() for shard in shards]
+    y_whole = whole(torch.cat(leaves))
+    x = shards[me.rank].clone().requires_grad_()
     y = part(x)
     # relative to the largest: the weights were rounded to the dtype, the whole ones were not
     assert_near(y, y_whole[:, mine], case, f"rank {me.rank}: output")
     y_whole.square().mean().backward()
     (y.float().square().mean() / me.world_size).backward()  # the mean over all columns is the mean of the ranks' means
-    assert_near(x.grad, calls[me.rank].grad, case, f"rank {me.rank}: gradient of x")
+    assert_near(x.grad, leaves[me.rank].grad, case, f"rank {me.rank}: gradient of x")
     for name, parameter in part.named_parameters():
         assert_near(parameter.grad, whole.get_parameter(name).grad[mine], case, f"rank {me.rank}: gradient of {name}")
+
+
+def row_parallel_linear(me: Member, case: Case) -> None:
+    """The module against torch.nn.Linear over the whole weight, scattering rows (RS) or not (AR)."""
+    size, features = me.world_size, case.depth * me.world_size
+    whole = _whole_linear(me, features, case.cols, case.bias)
+    rounded = _rounded(whole, case)
+    part = RowParallelLinear.from_linear(rounded, scatter=case.op == RS)
+    mine = slice(me.rank * case.depth, (me.rank + 1) * case.depth)
+    state = rounded.state_dict()
+    _check_state(part, {**state, "weight": state["weight"][:, mine]})
+
+    shards = [draw_operands(case, r, size, me.device, 6).x for r in range(size)]
+    leaves = [shard.double().requires_grad_() for shard in shards]
+    y_whole = whole(torch.cat(leaves, dim=1))
+    x = shards[me.rank].clone().requires_grad_()
+    y = part(x)
+    rows = slice(me.rank * case.rows, (me.rank + 1) * case.rows) if case.op == RS else slice(None)
+    assert_near(y, y_whole[rows], case, f"rank {me.rank}: output")
+    y_whole.square().mean().backward()
+    (y.float().square().mean() / (size if case.op == RS else 1)).backward()
+    assert_near(x.grad, leaves[me.rank].grad, case, f"rank {me.rank}: gradient of x")
+    assert_near(part.weight.grad, whole.weight.grad[:, mine], case, f"rank {me.rank}: gradient of weight")
+    if case.bias:
+        assert_near(part.bias.grad, whole.bias.grad, case, f"rank {me.rank}: gradient of bias")
+
+
+def _whole_linear(me: Member, inputs: int, outputs: int, bias: bool) -> torch.nn.Linear:
+    torch.manual_seed(5)
+    return torch.nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64, device=me.device)
+
+
+def _rounded(linear: torch.nn.Linear, case: Case) -> torch.nn.Linear:
+    return copy.deepcopy(linear).to(case.torch_dtype)
+
+
+def _check_state(part: torch.nn.Module, want: dict[str, torch.Tensor]) -> None:
+    """A state_dict of a Linear's names, with these values; loading it again changes nothing."""
+    state = {name: tensor.clone() for name, tensor in part.state_dict().items()}
+    assert state.keys() == want.keys()
+    assert all(torch.equal(state[name], want[name]) for name in want)
+    part.load_state_dict(want)
+    assert all(torch.equal(state[name], tensor) for name, tensor in part.state_dict().items())
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None:
     error = float((got.detach().double() - want.detach()).norm() / want.detach().norm())
     assert error < GRADIENT_ERROR[case.dtype], f"{what} is off by {error:.2e}"
+
+
+# --- Examples ---
+
+
+def run_example(name: str, *words: str, on_gpu: bool, code: int = 0, seconds: float = 110.0) -> str:
+    """What ``python examples/<name> <words>`` prints; it has to exit with ``code``."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("TILEWEAVE_", "TRITON_INTERPRET"))}
+    environment = {**kept, "PYTHONPATH": str(ROOT / "src")}
+    if not on_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, str(ROOT / "examples" / name), *words]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -1,5 +1,7 @@
 """Bodies of the tests that CPU and GPU worlds share: fused calls against fp64, under every kind of disturbance.
 
+One set of bodies for all matmul operators: a :class:`Case` names its operator, everything else follows from it.
+
 Every rank draws the data of all ranks from seeds, so what is expected is computed locally: nothing that is tested is
 part of the oracle. Data is fresh in each call; a stale slot or a stale signal cannot hide behind equal values.
 """
@@ -11,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -18,7 +22,6 @@ from tests.worlds import Member
 
 import tileweave as tw
 from tileweave.config import MatmulConfig, Plan
-from tileweave.ops.all_gather_matmul import OP, run_fused
 from tileweave.ops.registry import name_of, workspace_of
 from tileweave.topology import Machine
 from tileweave.transport.base import EPOCH, LEAVERS
@@ -26,11 +29,22 @@ from tileweave.transport.workspace import Instance
 
 # Largest difference from the result in fp64: (relative, absolute), elementwise; operands are scaled for results near 1.
 TOLERANCE = {"float32": (1e-5, 1e-5), "float16": (2e-3, 2e-3), "bfloat16": (1.6e-2, 1e-2)}
+PARTIALS = 2.5  # times that absolute difference, where ranks' partial results are rounded before they are added
+EPS = 1e-6
+AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+
+
+def has_kernel(op: str) -> bool:
+    return find_spec(f"tileweave.ops.{op}_fused") is not None
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call: rows of a shard, columns of a rank, K. ``integers``: small whole numbers, so results are exact."""
+    """One call: rows of a shard (of the whole x for an all-reduce), columns and K of a rank.
+
+    ``integers``: small whole numbers, so results are exact. ``gathered`` is for an all-gather; ``residual`` and ``norm``
+    are for an all-reduce. Without them the call has one result, with ``gathered`` or ``norm`` two.
+    """
 
     rows: int
     cols: int
@@ -39,6 +53,9 @@ class Case:
     bias: bool = False
     gathered: bool = False
     integers: bool = False
+    op: str = AG
+    residual: bool = False
+    norm: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -49,57 +66,128 @@ class Case:
         short = config.transport == "copy_engine" and self.rows < config.tile_m
         return replace(self, rows=self.rows + config.tile_m) if short else self
 
+    def x_rows(self, size: int) -> int:
+        """Rows of a rank's x in a group of ``size``."""
+        return self.rows * size if self.op == RS else self.rows
+
+    def out_rows(self, size: int) -> int:
+        return self.rows * size if self.op == AG else self.rows
+
 
 def draw(shape: tuple[int, ...], case: Case, scale: float, device: torch.device, *seed: object) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(hash(seed) % (1 << 62))
-    if case.integers:
-        return torch.randint(-2, 3, shape, generator=generator, device=device).to(case.torch_dtype)
+    if case.integers:  # so small that bf16 holds a rank's partial sum exactly
+        return torch.randint(-1, 2, shape, generator=generator, device=device).to(case.torch_dtype)
     return (torch.randn(shape, generator=generator, device=device) * scale).to(case.torch_dtype)
 
 
-def draw_x(case: Case, rank: int, device: torch.device, seed: int) -> torch.Tensor:
-    return draw((case.rows, case.depth), case, 1.0, device, seed, rank, 0)
+@dataclass
+class Operands:
+    """What one rank passes. ``names()``: those that are there, in the order of the call."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    norm_weight: torch.Tensor | None = None
+
+    def names(self) -> list[str]:
+        return [name for name, tensor in vars(self).items() if tensor is not None]
+
+    def options(self) -> dict[str, object]:
+        """What a public call takes by keyword."""
+        found = {"residual": self.residual, "norm_weight": self.norm_weight}
+        if self.norm_weight is not None:
+            found["norm_eps"] = EPS
+        return {name: value for name, value in found.items() if value is not None}
 
 
-def draw_w(case: Case, rank: int, device: torch.device, seed: int) -> torch.Tensor:
-    return draw((case.cols, case.depth), case, case.depth**-0.5, device, seed, rank, 1)
+def draw_operands(case: Case, rank: int, size: int, device: torch.device, seed: int) -> Operands:
+    """The operands of one rank of a group; what is replicated is the same on every rank."""
+    summed = case.op != AG
+    scale = max(case.depth * (size if summed else 1), 1) ** -0.5
+    x = draw((case.x_rows(size), case.depth), case, 1.0, device, seed, rank, 0)
+    w = draw((case.cols, case.depth), case, scale, device, seed, rank, 1)
+    bias = draw((case.cols,), case, 1.0, device, seed, 0 if summed else rank, 2) if case.bias else None
+    residual = draw((case.rows, case.cols), case, 1.0, device, seed, 0, 3) if case.residual else None
+    norm_weight = draw((case.cols,), replace(case, integers=False), 1.0, device, seed, 0, 4) if case.norm else None
+    return Operands(x, w, bias, residual, norm_weight)
 
 
-def draw_bias(case: Case, rank: int, device: torch.device, seed: int) -> torch.Tensor | None:
-    return draw((case.cols,), case, 1.0, device, seed, rank, 2) if case.bias else None
+def expected(case: Case, everyone: list[Operands], rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The results of ``rank`` in fp64, by one process that has the operands of all; differentiable."""
+    size, mine = len(everyone), everyone[rank]
+    if case.op == AG:
+        gathered = torch.cat([operands.x.double() for operands in everyone])
+        y = gathered @ mine.w.double().t()
+        return (y if mine.bias is None else y + mine.bias.double()), gathered if case.gathered else None
+    total = everyone[0].x.double() @ everyone[0].w.double().t()
+    for operands in everyone[1:]:
+        total = total + operands.x.double() @ operands.w.double().t()
+    if mine.bias is not None:
+        total = total + mine.bias.double()
+    if case.op == RS:
+        return total.view(size, case.rows, case.cols)[rank], None
+    if mine.residual is not None:
+        total = total + mine.residual.double()
+    if mine.norm_weight is None:
+        return total, None
+    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * mine.norm_weight.double()
+    return normed, total
 
 
 @dataclass(frozen=True)
 class Call:
-    """Operands of one call on one rank, poisoned memory for its results, and what must stand there afterwards."""
+    """Operands of one call on one rank, poisoned memory for its results, and what must stand there afterwards.
+
+    ``second``: the gathered input, or the sum before the norm.
+    """
 
     case: Case
-    x: torch.Tensor
-    w: torch.Tensor
-    bias: torch.Tensor | None
+    operands: Operands
     out: torch.Tensor
-    gathered: torch.Tensor | None
+    second: torch.Tensor | None
     want: torch.Tensor
-    want_gathered: torch.Tensor
+    want_second: torch.Tensor | None
 
-    def verify(self, what: str, out: torch.Tensor | None = None, gathered: torch.Tensor | None = None) -> None:
-        verify(self.out if out is None else out, self.want, self.case, f"{what}, {self.case}")
-        gathered = self.gathered if gathered is None else gathered
-        if gathered is not None:
-            rows = rows_that_differ(gathered, self.want_gathered)
-            assert not rows, f"{what}, {self.case}: gathered differs in rows {rows}"
-            assert gathered.shape == self.want_gathered.shape, f"{what}: gathered {tuple(gathered.shape)}"
+    @property
+    def x(self) -> torch.Tensor:
+        return self.operands.x
+
+    @property
+    def w(self) -> torch.Tensor:
+        return self.operands.w
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.operands.bias
+
+    def verify(self, what: str, out: torch.Tensor | None = None, second: torch.Tensor | None = None) -> None:
+        what = f"{what}, {self.case}"
+        verify(self.out if out is None else out, self.want, replace(self.case, integers=self.exact), what)
+        second = self.second if second is None else second
+        if second is None:
+            return
+        assert self.want_second is not None, f"{what}: a second result that nobody asked for"
+        if self.case.op == AR:
+            verify(second, self.want_second, self.case, f"{what}: residual_out")
+            return
+        assert second.shape == self.want_second.shape, f"{what}: gathered {tuple(second.shape)}"
+        rows = rows_that_differ(second, self.want_second)
+        assert not rows, f"{what}: gathered differs in rows {rows}"
+
+    @property
+    def exact(self) -> bool:
+        """A norm is no whole number."""
+        return self.case.integers and not self.case.norm
 
 
 def prepare(case: Case, rank: int, size: int, device: torch.device, seed: int) -> Call:
-    everyone = torch.cat([draw_x(case, r, device, seed) for r in range(size)])
-    w, bias = draw_w(case, rank, device, seed), draw_bias(case, rank, device, seed)
-    want = everyone.double() @ w.double().t()
-    if bias is not None:
-        want += bias.double()
+    everyone = [draw_operands(case, r, size, device, seed) for r in range(size)]
+    want, second = expected(case, everyone, rank)
     out = torch.full(want.shape, float("nan"), dtype=case.torch_dtype, device=device)
-    gathered = torch.full_like(everyone, float("nan")) if case.gathered else None
-    return Call(case, draw_x(case, rank, device, seed), w, bias, out, gathered, want, everyone)
+    place = torch.full(second.shape, float("nan"), dtype=out.dtype, device=device) if second is not None else None
+    return Call(case, everyone[rank], out, place, want, second)
 
 
 def verify(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None:
@@ -110,6 +198,10 @@ def verify(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None
         assert torch.equal(got, rounded), f"{what}: not exact in rows {rows_that_differ(got, rounded)}"
         return
     relative, absolute = TOLERANCE[case.dtype]
+    if case.op != AG:
+        absolute *= PARTIALS
+    if case.norm:  # it multiplies what went into it by a weight of up to 4
+        relative, absolute = 2 * relative, 4 * absolute
     torch.testing.assert_close(got.double(), want, rtol=relative, atol=absolute, msg=lambda text: f"{what}: {text}")
 
 
@@ -141,18 +233,32 @@ def programs(group: dist.ProcessGroup, device: torch.device, count: int | None) 
 
 def run(call: Call, group: dist.ProcessGroup, config: MatmulConfig) -> None:
     """The fused kernel with this configuration, whatever the plan would say."""
-    plan = Plan("fused", "a test asks for it", config)
-    run_fused(call.x, call.w, call.bias, call.out, call.gathered, name_of(group), plan)
+    plan, name, o = Plan("fused", "a test asks for it", config), name_of(group), call.operands
+    run_fused = import_module(f"tileweave.ops.{call.case.op}_fused").run_fused
+    if call.case.op == AG:
+        run_fused(o.x, o.w, o.bias, call.out, call.second, name, plan)
+    elif call.case.op == RS:
+        run_fused(o.x, o.w, o.bias, call.out, name, plan)
+    else:
+        run_fused(o.x, o.w, o.bias, o.residual, o.norm_weight, EPS, call.out, call.second, name, plan)
 
 
-def instance_of(group: dist.ProcessGroup, device: torch.device, transport: str) -> Instance:
-    return workspace_of(name_of(group), device).instance(OP, transport)
+def instance_of(group: dist.ProcessGroup, device: torch.device, op: str, transport: str) -> Instance:
+    return workspace_of(name_of(group), device).instance(op, transport)
 
 
-def poison_slots(instance: Instance) -> None:
-    """Fill this rank's slots with bytes that are NaN in every dtype. Collective, between calls."""
+def poison_slots(instance: Instance, marked: bool) -> None:
+    """Fill this rank's slots with bytes that are NaN in every dtype. Collective, between calls.
+
+    Slots whose data announces itself (``marked``, see ``language/marked.py``) have to be zero between calls instead.
+    """
+    instance.transport.synchronize()
     instance.transport.barrier()
-    instance.slots.fill_(255)
+    if marked:
+        left = int(instance.slots.count_nonzero())
+        assert not left, f"{left} bytes of data that announces itself were not taken, or not wiped"
+    else:
+        instance.slots.fill_(255)
     instance.transport.synchronize()
     instance.transport.barrier()
 
@@ -174,11 +280,13 @@ def parity(me: Member, cases: list[Case], config: MatmulConfig, num_programs: in
     with programs(group, me.device, num_programs):
         for number, case in enumerate((cases[0], *cases)):
             if number > 0:
-                poison_slots(instance_of(group, me.device, config.transport))
+                poison_slots(
+                    instance_of(group, me.device, case.op, config.transport), case.op != AG and config.transport == "sm"
+                )
             call = prepare(case.fit(config), me.rank, me.world_size, me.device, number)
             run(call, group, config)
             call.verify(f"rank {me.rank}, {config}, programs {num_programs}, call {number}")
-            instance = instance_of(group, me.device, config.transport)
+            instance = instance_of(group, me.device, case.op, config.transport)
             assert not instance.counters.any(), "counters of cut tiles are zero between calls"
             assert int(instance.control[LEAVERS]) == 0, "so is the count of programs that left"
 
@@ -220,7 +328,7 @@ def calls_around_the_wrap(me: Member, case: Case, config: MatmulConfig) -> None:
     group, case = dist.group.WORLD, case.fit(config)
     call = prepare(case, me.rank, me.world_size, me.device, 0)
     run(call, group, config)  # now there are slots
-    instance = instance_of(group, me.device, config.transport)
+    instance = instance_of(group, me.device, case.op, config.transport)
     instance.transport.synchronize()
     instance.transport.barrier()
     instance.control[EPOCH] = 2**31 - 3

@@ -2,6 +2,8 @@
 
 >>> import tileweave as tw
 >>> y = tw.all_gather_matmul(x, w, bias, group=group)   # x [M/R, K], w [N/R, K] -> [M, N/R]
+>>> y = tw.matmul_reduce_scatter(y, w2, group=group)    # x [M, K/R], w [N, K/R] -> [M/R, N]
+>>> y = tw.matmul_all_reduce(y, w2, group=group)        # x [M, K/R], w [N, K/R] -> [M, N]
 
 The public face is what this module names. ``torch.ops.tileweave.*`` are the same operators for graphs and compilers.
 """
@@ -24,13 +26,15 @@ from tileweave.ops.all_gather_matmul import all_gather_matmul
 from tileweave.ops.distribute_indices import distribute_indices
 from tileweave.ops.embedding_bag_all_to_all import embedding_bag, embedding_bag_all_to_all
 from tileweave.ops.embedding_inputs import FusedOptimizer
+from tileweave.ops.matmul_all_reduce import matmul_all_reduce
+from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.registry import explain, warmup
 from tileweave.ops.registry import name_of as _name_of
 from tileweave.sharding import EmbeddingLayout, ShardingPlan, TableSpec, plan_sharding
 from tileweave.transport.workspace import REGISTRY as _REGISTRY
 
 __version__ = "0.1.0"
-OPERATORS = ("all_gather_matmul", "embedding_bag_all_to_all")
+OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "embedding_bag_all_to_all")
 
 
 def close(group: _dist.ProcessGroup | str | None = None) -> None:
@@ -67,6 +71,8 @@ __all__ = [
     "embedding_bag",
     "embedding_bag_all_to_all",
     "explain",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
     "nn",
     "ops",
     "plan_sharding",

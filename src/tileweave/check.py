@@ -47,6 +47,16 @@ ON_GPU = {
         tuple(Shape(rows, 384, 512) for rows in (1, 16, 37, 64, 128, 200, 256, 512, 777, 1024)),
         (Shape(16, 1024, 2048), Shape(128, 1024, 2048), Shape(1024, 2048, 2048)),
     ),
+    "matmul_reduce_scatter": Sizes(
+        tuple(Shape(*s) for s in ((1, 256, 512), (16, 1024, 384), (37, 328, 200), (256, 4096, 2560), (1021, 2504, 1000))),
+        tuple(Shape(rows, 512, 384) for rows in (1, 16, 37, 64, 128, 200, 256, 777)),
+        (Shape(16, 2048, 1024), Shape(1024, 2048, 2048)),
+    ),
+    "matmul_all_reduce": Sizes(
+        tuple(Shape(*s) for s in ((1, 4096, 1024), (5, 328, 200), (16, 1024, 384), (64, 2504, 1000), (512, 4096, 2560))),
+        tuple(Shape(rows, 1024, 384) for rows in (1, 2, 7, 16, 17, 64, 200, 512)),
+        (Shape(1, 4096, 2048), Shape(16, 4096, 2048), Shape(256, 2048, 1024)),
+    ),
     "embedding_bag_all_to_all": Sizes(  # samples a rank, tables a rank, columns of a table
         tuple(Shape(*s) for s in ((1, 1, 128), (37, 3, 64), (512, 8, 128), (100, 2, 13))),
         tuple(Shape(rows, 4, 64) for rows in (1, 16, 37, 200, 512)),
@@ -58,6 +68,12 @@ ON_CPU = {
         tuple(Shape(*s) for s in ((1, 32, 64), (17, 50, 100), (64, 48, 96))),
         tuple(Shape(rows, 32, 64) for rows in (1, 8, 17, 32, 64)),
         (),
+    ),
+    "matmul_reduce_scatter": Sizes(
+        tuple(Shape(*s) for s in ((1, 32, 64), (17, 50, 100))), tuple(Shape(rows, 64, 32) for rows in (1, 8, 17, 32)), ()
+    ),
+    "matmul_all_reduce": Sizes(
+        tuple(Shape(*s) for s in ((1, 64, 32), (65, 50, 100))), tuple(Shape(rows, 64, 32) for rows in (1, 2, 17, 64)), ()
     ),
     "embedding_bag_all_to_all": Sizes(
         tuple(Shape(*s) for s in ((1, 1, 8), (3, 2, 5))), tuple(Shape(rows, 2, 4) for rows in (1, 2, 4)), ()
@@ -89,12 +105,10 @@ class _Pending:
     subject: Subject
     operands: Operands
     out: torch.Tensor
-    gathered: torch.Tensor | None = None
+    second: torch.Tensor | None = None
 
     def share(self) -> float:
-        if self.gathered is not None and not torch.equal(self.gathered, self.operands.everyone):
-            return math.inf
-        return self.subject.error(self.operands, self.out) / TOLERANCE[self.operands.x.dtype]
+        return self.subject.error(self.operands, self.out, self.second) / TOLERANCE[self.operands.x.dtype]
 
 
 class Checker:
@@ -130,22 +144,22 @@ class Checker:
         self.paths.add(short(self.subject.explain(operands, group)))
         return operands
 
-    def _call(self, operands: Operands, group: dist.ProcessGroup, into: bool, gathered: bool = False) -> _Pending:
+    def _call(self, operands: Operands, group: dist.ProcessGroup, into: bool, second: bool = False) -> _Pending:
         place = poisoned(operands.out_shape, operands.x.dtype, self.member.device) if into else None
-        return _Pending(self.subject, operands, *self.subject.call(operands, group, place, gathered))
+        return _Pending(self.subject, operands, *self.subject.call(operands, group, place, second))
 
     def shapes(self) -> Iterator[float]:
-        """Every shape: plain; with bias into ``out=``; in the other dtype with bias and gathered input; in fp32."""
+        """Every shape: plain; with bias into ``out=``; in the other dtype with bias and the second result; in fp32."""
         group, (first, second) = self.member.group, self.dtypes
-        # dtype, bias, out=, gathered: few enough that compiling them does not take longer than running them
+        # dtype, bias, out=, second result: few enough that compiling them does not take longer than running them
         variants = [(first, False, False, False), (first, True, True, False), (second, True, False, True)]
         if self.member.on_gpu:
             variants.append((torch.float32, True, True, False))
         for number, (shape, variant) in enumerate(product(self.sizes.shapes, variants)):
-            dtype, bias, into, gathered = variant
+            dtype, bias, into, second = variant
             for again in range(2):  # both slots
                 operands = self._draw(shape, dtype, 2 * number + again, group, bias)
-                yield self._call(operands, group, into, gathered).share()
+                yield self._call(operands, group, into, second).share()
 
     def late_ranks(self) -> Iterator[float]:
         """Calls of changing size; one rank comes late to each, in turn, and nobody looks at results in between."""

@@ -13,12 +13,14 @@ from functools import cache
 from importlib import resources
 from typing import Literal
 
-from tileweave.schedule import TileSchedule
+from tileweave.schedule import TileSchedule, cdiv
+from tileweave.schedule_scatter import ScatterSchedule
 from tileweave.topology import Machine
 
 TransportName = Literal["copy_engine", "sm"]
 KernelName = Literal["triton", "hopper"]
 FUSED_WORLD_SIZES = range(2, 9)
+ONE_SHOT_ROWS = 16  # up to these the partials of all ranks are fewer bytes than weights by far
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class MatmulConfig:
     split_tail : cut the tiles that do not fill a last wave along K.
     team : programs that share columns of w in the cut tiles.
     own_first : start with the own shard; without it the bands begin with it.
+    shots : of an all-reduce: 1, every rank sums all partials; 2, owners sum and pass the result on.
     band_sources, cut_bands : how many sources follow the own one together, and whether each such band fills its own
         waves; see ``schedule.TileSchedule``.
     """
@@ -51,6 +54,7 @@ class MatmulConfig:
     cut_bands: bool = False
     team: int = 1
     own_first: bool = True
+    shots: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +100,39 @@ def schedule_for(problem: Problem, config: MatmulConfig, rank: int, machine: Mac
     )  # fmt: skip
 
 
+def scatter_schedule_for(problem: Problem, config: MatmulConfig, rank: int, machine: Machine) -> ScatterSchedule:
+    """The tile schedule of a matmul whose tiles go to owners; ``problem.rows`` are those of one owner."""
+    p, c = problem, config
+    chunk_rows = cdiv(cdiv(p.rows, c.tile_m), c.num_slices) if c.transport == "copy_engine" else 1 << 20
+    return ScatterSchedule(
+        rank, p.world_size, p.rows, p.cols, p.depth, c.tile_m, c.tile_n, c.tile_k, c.group_m, machine.num_sms, c.split_tail,
+        team=c.team, chunk_rows=chunk_rows,
+    )  # fmt: skip
+
+
 def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
     """The path of an all_gather_matmul: what can run, then what is fastest."""
     p = problem
+    refused = _without_fusion(p, machine, interpreting, "gather")
+    if refused is not None:
+        return refused
+    return _plan_cpu(p) if machine.backend == "cpu" else _plan_gpu(p, machine)
+
+
+def _without_fusion(p: Problem, machine: Machine, interpreting: bool, purpose: str) -> Plan | None:
+    """The path of what no fused operator can do, or does slower; None where a fused one can."""
     if p.world_size == 1:
-        return Plan("local", "a group of one rank has nothing to gather")
+        return Plan("local", f"a group of one rank has nothing to {purpose}")
     if p.world_size not in FUSED_WORLD_SIZES:
         return Plan("unfused", f"world size {p.world_size} is above {FUSED_WORLD_SIZES[-1]}")
     if min(p.rows, p.cols, p.depth) == 0:
         return Plan("unfused", "a dimension is zero")
-    if machine.backend == "cpu":
-        return _plan_cpu(p, interpreting)
-    return _plan_gpu(p, machine)
-
-
-def _plan_cpu(p: Problem, interpreting: bool) -> Plan:
-    if not interpreting:
+    if machine.backend == "cpu" and not interpreting:
         return Plan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
+    return None
+
+
+def _plan_cpu(p: Problem) -> Plan:
     tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
     transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
     config = MatmulConfig("triton", transport, tile, 2 * tile, 64, 1, 4, num_slices=4, num_producers=1)
@@ -163,3 +183,30 @@ def nearest(p: Problem) -> tuple[Entry, MatmulConfig]:
     runnable = [e for e in tuned_entries("all_gather_matmul") if e.config.transport == "sm" or p.rows >= e.config.tile_m]
     entry = min(runnable, key=lambda e: e.distance(p))
     return entry, entry.config
+
+
+def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+    """The path of a matmul_reduce_scatter. ``rows`` = M/R, of one rank's result; ``cols`` = N; ``depth`` = K/R."""
+    p = problem
+    refused = _without_fusion(p, machine, interpreting, "reduce")
+    if refused is not None:
+        return refused
+    if machine.backend != "cpu":
+        return Plan("unfused", "not measured yet")
+    tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
+    transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
+    config = MatmulConfig("triton", transport, tile, 2 * tile, 64, 1, 4, num_slices=4, num_producers=1)
+    return Plan("fused", f"interpreted; {p.rows} rows of a rank's result", config)
+
+
+def plan_matmul_all_reduce(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+    """The path of a matmul_all_reduce. ``rows`` = M, of the whole result; ``cols`` = N; ``depth`` = K/R."""
+    p = problem
+    refused = _without_fusion(p, machine, interpreting, "reduce")
+    if refused is not None:
+        return refused
+    if machine.backend != "cpu":
+        return Plan("unfused", "not measured yet")
+    shots = 1 if p.rows <= ONE_SHOT_ROWS else 2
+    config = MatmulConfig("triton", "sm", 16, 32, 64, 1, 4, shots=shots)
+    return Plan("fused", f"interpreted; {p.rows} rows, {'one shot' if shots == 1 else 'two shots'}", config)

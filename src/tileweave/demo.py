@@ -10,7 +10,6 @@ A new operator adds one entry to :data:`DEMOS`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ CALLS = 4  # both slots twice
 class DemoCase:
     """Several calls of one operator. ``shape``: sizes of one rank; ``drawn``: its trace goes into the picture.
 
+    ``second``: with the second result, the gathered input or the sum before the norm (the recorded call has one result).
     ``late_seconds``: how much later than the others the last rank makes the recorded call.
     """
 
@@ -43,7 +43,7 @@ class DemoCase:
     shape: Shape
     dtype: torch.dtype
     bias: bool = False
-    gathered: bool = False
+    second: bool = False
     drawn: bool = False
     late_seconds: float = 0.0
 
@@ -91,13 +91,43 @@ def _all_gather_matmul(on_gpu: bool, world_size: int) -> list[DemoCase]:
     chunked = Shape(chunk, gate_up, hidden)
     return [
         DemoCase(op, "random, odd sizes, bias", Shape(odd_rows, odd_cols, odd_depth), first, bias=True),
-        DemoCase(op, "random, gathered too", Shape(24, odd_cols, odd_depth), first, gathered=True),
+        DemoCase(op, "random, gathered too", Shape(24, odd_cols, odd_depth), first, second=True),
         DemoCase(op, f"Llama-3-8B qkv, prefill{scaled}", Shape(prefill, qkv, hidden), half, drawn=True),
         DemoCase(op, f"Llama-3-8B gate+up, prefill{scaled}", Shape(prefill, gate_up, hidden), half),
         DemoCase(op, f"Llama-3-8B gate+up, chunk{scaled}", chunked, torch.bfloat16, drawn=True),
         DemoCase(op, "the same, last rank late", chunked, torch.bfloat16, drawn=True, late_seconds=late),
         DemoCase(op, f"Llama-3-8B qkv, decode{scaled}", Shape(decode, qkv, hidden), half),
         DemoCase(op, f"Llama-3-8B gate+up, decode{scaled}", Shape(decode, gate_up, hidden), half),
+    ]
+
+
+def _matmul_reduce_scatter(on_gpu: bool, world_size: int) -> list[DemoCase]:
+    """Odd sizes, then the row-parallel layers of a Llama-3-8B block: attention's output 4096, the MLP's second 14336."""
+    op = "matmul_reduce_scatter"
+    scale = 1 if on_gpu else 32
+    prefill, chunk = (2048, 128) if on_gpu else (32, 16)
+    hidden, attention, mlp = 4096 // scale, 4096 // scale // world_size, 14336 // scale // world_size
+    odd = Shape(1021, 1000, 1240) if on_gpu else Shape(17, 50, 100)
+    half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
+    return [
+        DemoCase(op, "random, odd sizes, bias", odd, torch.float16 if on_gpu else torch.float32, bias=True),
+        DemoCase(op, f"Llama-3-8B attention out, prefill{scaled}", Shape(prefill, hidden, attention), half),
+        DemoCase(op, f"Llama-3-8B down, prefill{scaled}", Shape(prefill, hidden, mlp), half),
+        DemoCase(op, f"Llama-3-8B down, chunk{scaled}", Shape(chunk, hidden, mlp), torch.bfloat16),
+    ]
+
+
+def _matmul_all_reduce(on_gpu: bool, world_size: int) -> list[DemoCase]:
+    """The same layers when decoding: a row or a few, with the residual and the norm that follow in serving."""
+    op = "matmul_all_reduce"
+    scale = 1 if on_gpu else 32
+    hidden, attention, mlp = 4096 // scale, 4096 // scale // world_size, 14336 // scale // world_size
+    half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
+    return [
+        DemoCase(op, "random, odd sizes, bias", Shape(5, 50, 100), torch.float16 if on_gpu else torch.float32, bias=True),
+        DemoCase(op, f"Llama-3-8B down, 1 token{scaled}", Shape(1, hidden, mlp), half),
+        DemoCase(op, f"Llama-3-8B attention out, 16 tokens, norm{scaled}", Shape(16, hidden, attention), half, second=True),
+        DemoCase(op, f"Llama-3-8B down, 256 tokens{scaled}", Shape(256 if on_gpu else 64, hidden, mlp), torch.bfloat16),
     ]
 
 
@@ -115,6 +145,8 @@ def _embedding_bag_all_to_all(on_gpu: bool, world_size: int) -> list[DemoCase]:
 
 DEMOS: dict[str, Callable[[bool, int], list[DemoCase]]] = {
     "all_gather_matmul": _all_gather_matmul,
+    "matmul_reduce_scatter": _matmul_reduce_scatter,
+    "matmul_all_reduce": _matmul_all_reduce,
     "embedding_bag_all_to_all": _embedding_bag_all_to_all,
 }
 
@@ -148,14 +180,12 @@ def _run_case(member: Member, case: DemoCase, seed: int, steps: Steps) -> tuple[
             if member.rank == member.world_size - 1 and case.late_seconds:
                 member.pause(case.late_seconds)
             recording = subject.record(operands, member.group)
-            out, gathered = recording.out, None
+            out, second = recording.out, None
         else:
-            place = poisoned(operands.out_shape, case.dtype, member.device) if call % 2 and not case.gathered else None
-            out, gathered = subject.call(operands, member.group, place, case.gathered)
+            place = poisoned(operands.out_shape, case.dtype, member.device) if call % 2 and not case.second else None
+            out, second = subject.call(operands, member.group, place, case.second)
         tw.synchronize(member.group)
-        errors.append(subject.error(operands, out))
-        if gathered is not None and not torch.equal(gathered, operands.everyone):
-            errors.append(math.inf)
+        errors.append(subject.error(operands, out, second))
     assert recording is not None, "the last call is recorded"
     error = worst(worst_of(errors), member.device, member.group)
     title = f"{case.op}, {case.name}: {case.shape} a rank, {short(recording.plan)}"

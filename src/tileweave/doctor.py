@@ -18,14 +18,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tileweave.bench.cases import Case
 from tileweave.bench.environment import nccl_version, version_of
-from tileweave.config import Problem, plan_all_gather_matmul
+from tileweave.config import Problem, plan_all_gather_matmul, plan_matmul_all_reduce, plan_matmul_reduce_scatter
 from tileweave.sharding import plan_embedding
 from tileweave.topology import CPU, Machine
 
 _TROUBLE = (RuntimeError, OSError, ImportError, AttributeError, ValueError, TypeError, AssertionError)
-_PLANS = {"all_gather_matmul": plan_all_gather_matmul}
-_TYPICAL = ((64, 28672, 8192), (1024, 28672, 8192), (8192, 28672, 8192))  # global M, N, K
+_PLANS = {
+    "all_gather_matmul": plan_all_gather_matmul,
+    "matmul_reduce_scatter": plan_matmul_reduce_scatter,
+    "matmul_all_reduce": plan_matmul_all_reduce,
+}
+_TYPICAL = {  # global M, N, K
+    "all_gather_matmul": ((64, 28672, 8192), (1024, 28672, 8192), (8192, 28672, 8192)),
+    "matmul_reduce_scatter": ((64, 8192, 28672), (1024, 8192, 28672), (8192, 8192, 28672)),
+    "matmul_all_reduce": ((1, 8192, 28672), (16, 8192, 28672), (256, 8192, 28672)),
+}
 _OPTIONAL = {
     "typer": "the commands",
     "rich": "the commands",
@@ -143,9 +152,9 @@ def _verdicts(count: int, linked: bool, machine: Machine) -> list[Fact]:
     verdicts = [_interpreted(), _compiled(count, linked, machine)]
     if count >= 2 and linked:
         for op in _PLANS:
-            for m, n, k in _TYPICAL:
+            for m, n, k in _TYPICAL[op]:
                 size = min(count, 8)
-                problem = Problem(size, m // size, n // size, k, 2, "bfloat16")
+                problem = Problem(size, *Case(op, "", m, n, k, False, "large").shard(size), 2, "bfloat16")
                 plan = _guarded(lambda op=op, problem=problem: str(_PLANS[op](problem, machine, False)), "unknown")
                 verdicts.append(Fact(f"{op} {m}, {n}, {k}", str(plan)))
         lookups = str(plan_embedding(min(count, 8), 512, 8.0, machine, False))

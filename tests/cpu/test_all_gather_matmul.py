@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 from tests import behaviour, parity
+from tests.disturbances import slow_copies, stall_in_the_copy_engine, stall_in_the_kernel
 from tests.parity import Case
 from tests.worlds import World, Worlds
 
 from tileweave.config import MatmulConfig
-from tileweave.transport.base import Copy
 
 SM = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
 COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
@@ -78,49 +74,6 @@ def test_other_configurations(worlds: Worlds, config: MatmulConfig) -> None:
 
 
 # --- Time: late ranks, ranks that run ahead, long runs ---
-
-
-@contextmanager
-def stall_in_the_kernel(seconds: float, n: int) -> Iterator[None]:
-    """Hold this rank up at some signals and after some waits, while the others go on as far as they may."""
-    from tileweave.language.interpreted import OBSERVERS
-
-    events: list[str] = []
-
-    def stall(event: str, details: dict[str, int]) -> None:
-        if event in ("notify", "waited"):
-            events.append(event)
-            if len(events) % 4 == n % 4:
-                time.sleep(seconds)
-
-    OBSERVERS.append(stall)
-    try:
-        yield
-    finally:
-        OBSERVERS.remove(stall)
-
-
-@contextmanager
-def slow_copies(seconds: float, n: int) -> Iterator[None]:
-    """Copies that each take this long: data, signals and the kernel beside them drift apart."""
-    from tileweave.transport.cpu import CpuTransport
-
-    copy_all = CpuTransport._copy_all
-
-    def slowly(transport: CpuTransport, copies: Sequence[Copy], source: int) -> None:
-        for copy in copies:
-            time.sleep(seconds)
-            copy_all(transport, [copy], source)
-
-    with mock.patch.object(CpuTransport, "_copy_all", slowly):
-        yield
-
-
-@contextmanager
-def stall_in_the_copy_engine(seconds: float, n: int) -> Iterator[None]:
-    """Hold up this rank's copies one by one, and its kernel after some waits."""
-    with slow_copies(seconds / 4, n), stall_in_the_kernel(seconds, n):
-        yield
 
 
 # Rows, columns, K and what comes along change from call to call; a shard of 7200 elements goes in four slices.
@@ -194,6 +147,10 @@ def test_empty_dimensions(world: World, dtype: str) -> None:
     world.run(behaviour.empty_dimensions, dtype)
 
 
+def test_close_frees_at_once(world: World) -> None:
+    world.run(behaviour.close_frees_at_once, Case(6, 20, 40, bias=True))
+
+
 def test_weight_in_a_larger_tensor(world: World) -> None:
     world.run(behaviour.weight_in_a_larger_tensor, Case(6, 20, 40, bias=True))
 
@@ -219,8 +176,20 @@ def test_gradients_in_a_group_of_one(worlds: Worlds) -> None:
     worlds("gloo", 1).run(behaviour.gradients, [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)])
 
 
-def test_what_backward_keeps(world: World) -> None:
-    world.run(behaviour.what_backward_keeps, Case(7, 18, 40, bias=True))
+def test_what_backward_sends(world: World) -> None:
+    """The shard, and x is gathered again; or, where it is asked for, the gathered input, and only gx is sent."""
+    case = Case(7, 18, 40, bias=True)
+    sums = {} if parity.has_kernel(parity.RS) else {"begin_reduce_scatter": 1}
+    world.run(behaviour.what_backward_sends, case, {"begin_all_gather": 1, **sums}, 7 * 40)
+    world.run(behaviour.what_backward_sends, replace(case, gathered=True), sums, 7 * 40 * (1 + world.size))
+
+
+def test_gradients_through_one_result(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(behaviour.gradients_through_one_result, Case(7, 18, 40, bias=True, gathered=True))
+
+
+def test_the_same_bits(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(behaviour.the_same_bits, Case(7, 18, 40, "float16", bias=True))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tileweave.bench.peers import CORUN, GEMM, OURS, TORCH, UNFUSED
+from tileweave.bench.cases import AR, BARS, Bar
+from tileweave.bench.peers import CORUN, GEMM, ONE_SHOT, OURS, TORCH, TORCHS, TWO_SHOT, UNFUSED
 from tileweave.profile.metrics import geometric_mean
 
 BLOCKS = {
     "large": "large, eager",
     "odd": "odd sizes, eager",
+    "gemv": "a few rows, cold weights, in a CUDA graph",
     "small": "small, in a CUDA graph",
     "smoke": "smoke: interpreted or tiny, times mean nothing",
 }
-# limit: t_corun / t_tileweave. /unfused, /torch: their time over ours, below 1 we lose.
-_RATIOS = {"limit": "limit_ratio", "/unfused": "over_unfused", "/torch": "over_torch"}
+# limit: t_corun / t_tileweave. /unfused, /torch, /best: time of a rival over ours, below 1 we lose. -gemm: ours less the
+# bare matmul, microseconds.
+_RATIOS = {"limit": "limit_ratio", "/unfused": "over_unfused", "/torch": "over_torch", "/best": "over_best"}
+_FIGURES = {**_RATIOS, "-gemm": "over_gemm_us"}
 _TEXTS = ("case", "M, N, K", "path")
-_COLUMNS = (*_TEXTS, OURS, UNFUSED, TORCH, GEMM, CORUN, "E_overlap", *_RATIOS, "host us", "error")
-_DISPENSABLE = ("M, N, K", "host us", "error")  # on a narrow screen
+_RIVALS = (UNFUSED, *TORCHS)
+_TIMES = (OURS, *_RIVALS, GEMM, CORUN)
+_COLUMNS = (*_TEXTS, *_TIMES, "E_overlap", *_FIGURES, "host us", "error")
+_DISPENSABLE = ("M, N, K", "host us", "error", "/best")  # on a narrow screen
 _WIDE = 170
-_HEADINGS = {UNFUSED: "unfused", CORUN: "co-run", "E_overlap": "E_ov"}
+_HEADINGS = {UNFUSED: "unfused", CORUN: "co-run", "E_overlap": "E_ov", ONE_SHOT: "one-shot", TWO_SHOT: "two-shot"}
+_PASS, _FAIL = "green", "bold red"
 
 
 def tables_of(report: dict[str, Any], width: int) -> list[Table]:
@@ -36,18 +42,26 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
             device = report["environment"].get("device", "")
             heading = f"{report['op']}, {title}; world {report['world_size']}, {device}; us, slowest rank, median of repeats"
             table = Table(title=heading, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-            columns = [name for name in _COLUMNS if width >= _WIDE or name not in _DISPENSABLE]
+            columns = _columns(report["op"], width)
             for name in columns:
                 table.add_column(_HEADINGS.get(name, name), justify="left" if name in _TEXTS else "right", no_wrap=True)
+            bars = BARS.get((report["op"], block), {})
             for case in cases:
-                cells = _cells(case)
+                cells = _cells(case, bars)
                 table.add_row(*[cells.get(name, "") for name in columns])
-            _add_summary(table, cases, columns)
+            _add_summary(table, cases, columns, bars)
             tables.append(table)
     return tables
 
 
-def _cells(case: dict[str, Any]) -> dict[str, str]:
+def _columns(op: str, width: int) -> list[str]:
+    """Times of this operator's own rivals only; less on a narrow screen."""
+    torchs = {AR: (ONE_SHOT, TWO_SHOT)}.get(op, (TORCH,))
+    hidden = [name for name in TORCHS if name not in torchs]
+    return [name for name in _COLUMNS if name not in hidden and (width >= _WIDE or name not in _DISPENSABLE)]
+
+
+def _cells(case: dict[str, Any], bars: dict[str, Bar]) -> dict[str, str]:
     """Column -> text of one case."""
     cells = {"case": case["name"], "M, N, K": f"{case['rows']}, {case['cols']}, {case['depth']}", "path": case["plan"]}
     cells["error"] = f"{case['error']:.1e}"
@@ -55,31 +69,45 @@ def _cells(case: dict[str, Any]) -> dict[str, str]:
         return cells | {OURS: "[bold red]WRONG[/]"}
     ours = _median(case, OURS)
     cells[OURS] = f"[bold]{_number(ours)}[/]"
-    for name in (UNFUSED, TORCH, GEMM, CORUN):
+    for name in (*_RIVALS, GEMM, CORUN):
         time = _median(case, name)
         mark = "*" if case["times"].get(name, {}).get("note") and not math.isnan(time) else ""
         text = _number(time) + mark
-        cells[name] = f"[bold red]{text}[/]" if name in (UNFUSED, TORCH) and time < ours else text
+        cells[name] = f"[bold red]{text}[/]" if name in _RIVALS and time < ours else text
     cells["E_overlap"] = _number(case["e_overlap"], 2)
-    cells["limit"] = _ratio(case["limit_ratio"], 0.92)
-    cells["/unfused"] = _ratio(case["over_unfused"], 1.0)
-    cells["/torch"] = _ratio(case["over_torch"], 1.0)
+    for column, key in _RATIOS.items():
+        worst = bars.get(key, Bar()).worst
+        cells[column] = _ratio(case[key], worst if worst is not None else 0.0 if key == "limit_ratio" else 1.0)
+    most = bars.get("over_gemm_us", Bar()).most
+    text = _number(case["over_gemm_us"])
+    cells["-gemm"] = f"[bold red]!{text}[/]" if most is not None and case["over_gemm_us"] > most else text
     cells["host us"] = _number(case["host_us"], 0)
     return cells
 
 
-def _add_summary(table: Table, cases: list[dict[str, Any]], columns: list[str]) -> None:
-    """Two rows: geometric mean and worst of the ratios."""
-    summaries: tuple[tuple[str, Callable[[list[float]], float]], ...] = (
-        ("geometric mean", geometric_mean),
-        ("worst", lambda values: min(values, default=math.nan)),
-    )
+def _add_summary(table: Table, cases: list[dict[str, Any]], columns: list[str], bars: dict[str, Bar]) -> None:
+    """Geometric mean and worst of the ratios, the most of what is over the bare matmul; and the bars, met or not."""
+    mean, worst, bar = {"case": "geometric mean"}, {"case": "worst"}, {"case": "bar: mean, worst"}
+    for column, key in _FIGURES.items():
+        values = [case[key] for case in cases if math.isfinite(case[key])]
+        extreme = max if key == "over_gemm_us" else min
+        found = math.nan if key == "over_gemm_us" else geometric_mean(values), extreme(values, default=math.nan)
+        mean[column], worst[column] = (_number(value, 1 if key == "over_gemm_us" else 3) for value in found)
+        bar[column] = _verdict(bars.get(key), *found)
     table.add_section()
-    for title, summarise in summaries:
-        cells = {"case": title}
-        for column, key in _RATIOS.items():
-            cells[column] = _number(summarise([case[key] for case in cases if math.isfinite(case[key])]), 3)
+    for cells in (mean, worst, bar) if bars else (mean, worst):
         table.add_row(*[cells.get(name, "") for name in columns], style="bold")
+
+
+def _verdict(bar: Bar | None, mean: float, extreme: float) -> str:
+    """The numbers of a bar, each green where it was reached."""
+    if bar is None:
+        return ""
+    parts = []
+    for asked, found, sign in ((bar.mean, mean, 1), (bar.worst, extreme, 1), (bar.most, extreme, -1)):
+        if asked is not None:
+            parts.append(f"[{_PASS if sign * found >= sign * asked else _FAIL}]{asked:g}[/]")
+    return " ".join(parts)
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:

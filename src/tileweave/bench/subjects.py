@@ -17,16 +17,18 @@ import torch.distributed as dist
 import tileweave as tw
 from tileweave.bench.embedding_subject import EmbeddingBagAllToAll
 from tileweave.config import Plan
-from tileweave.profile.record import Recording, record
+from tileweave.profile.record import Recording, record, record_call
 
 # Largest ||got - want|| / ||want|| against fp32, by dtype of the operands.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _CHUNK_ROWS = 2048
+_EPS = 1e-6
+Second = torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one rank's operands: ``rows`` of its shard, ``cols`` of its weight, K."""
+    """Sizes of one rank: ``rows`` of its shard (of all, where rows are not sharded), ``cols`` and K of its weight."""
 
     rows: int
     cols: int
@@ -38,16 +40,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Operands:
-    """What one rank passes, and ``everyone``: x of all ranks, in rank order."""
+    """What one rank passes; its result is ``rows @ columns.T`` plus bias, where those two come from all ranks."""
 
     x: torch.Tensor
     w: torch.Tensor
     bias: torch.Tensor | None
-    everyone: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
+    residual: torch.Tensor | None = None
+    norm_weight: torch.Tensor | None = None
 
     @property
     def out_shape(self) -> tuple[int, int]:
-        return self.everyone.shape[0], self.w.shape[0]
+        return self.rows.shape[0], self.w.shape[0]
 
 
 class Subject(Protocol):
@@ -62,9 +67,9 @@ class Subject(Protocol):
         ...
 
     def call(
-        self, operands: Operands, group: dist.ProcessGroup, out: torch.Tensor | None = None, gathered: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The operator through its public function; the second tensor is what came along if it was asked for."""
+        self, operands: Operands, group: dist.ProcessGroup, out: torch.Tensor | None = None, second: bool = False
+    ) -> tuple[torch.Tensor, Second]:
+        """The operator through its public function, with its second result if there is one and it is asked for."""
         ...
 
     def explain(self, operands: Operands, group: dist.ProcessGroup) -> Plan:
@@ -75,13 +80,35 @@ class Subject(Protocol):
         """One call with stamps on."""
         ...
 
-    def error(self, operands: Operands, got: torch.Tensor) -> float:
-        """``||got - want|| / ||want||`` against fp32; NaN if anything is NaN."""
+    def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
+        """``||got - want|| / ||want||`` against fp32, the larger of both results; NaN if anything is NaN."""
         ...
 
 
-class AllGatherMatmul:
-    """x [m, K], w [n, K], bias [n]; every rank's rows times this rank's columns."""
+class _Matmul:
+    """What the matmul operators share."""
+
+    op: str
+
+    def explain(self, operands: Operands, group: dist.ProcessGroup) -> Plan:
+        return tw.explain(self.op, operands.x, operands.w, group=group)
+
+    def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
+        columns = operands.columns.float()
+        difference = torch.zeros((), dtype=torch.float64, device=got.device)
+        norm = difference.clone()
+        for begin in range(0, got.shape[0], _CHUNK_ROWS):
+            part = slice(begin, begin + _CHUNK_ROWS)
+            want = operands.rows[part].float() @ columns.t()
+            if operands.bias is not None:
+                want += operands.bias.float()
+            norm += want.square().sum(dtype=torch.float64)
+            difference += (got[part].float() - want).square().sum(dtype=torch.float64)
+        return (difference / norm).sqrt().item()
+
+
+class AllGatherMatmul(_Matmul):
+    """x [m, K], w [n, K], bias [n]; every rank's rows times this rank's columns. Second: the gathered input."""
 
     op = "all_gather_matmul"
 
@@ -91,35 +118,112 @@ class AllGatherMatmul:
         shards = [normal((shape.rows, shape.depth), 1.0, dtype, device, seed, r, 0) for r in range(size)]
         w = normal((shape.cols, shape.depth), shape.depth**-0.5, dtype, device, seed, rank, 1)
         b = normal((shape.cols,), 1.0, dtype, device, seed, rank, 2) if bias else None
-        return Operands(shards[rank].clone(), w, b, torch.cat(shards))
+        return Operands(shards[rank].clone(), w, b, torch.cat(shards), w)
 
     def call(
-        self, operands: Operands, group: dist.ProcessGroup, out: torch.Tensor | None = None, gathered: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, operands: Operands, group: dist.ProcessGroup, out: torch.Tensor | None = None, second: bool = False
+    ) -> tuple[torch.Tensor, Second]:
         x, w, bias = operands.x, operands.w, operands.bias
-        result = tw.all_gather_matmul(x, w, bias, group=group, return_gathered=gathered, out=out)
+        result = tw.all_gather_matmul(x, w, bias, group=group, return_gathered=second, out=out)
         return result if isinstance(result, tuple) else (result, None)
-
-    def explain(self, operands: Operands, group: dist.ProcessGroup) -> Plan:
-        return tw.explain(self.op, operands.x, operands.w, group=group)
 
     def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
         return record(operands.x, operands.w, operands.bias, group=group)
 
-    def error(self, operands: Operands, got: torch.Tensor) -> float:
-        w = operands.w.float()
-        difference = torch.zeros((), dtype=torch.float64, device=got.device)
-        norm = difference.clone()
-        for begin in range(0, got.shape[0], _CHUNK_ROWS):
-            want = operands.everyone[begin : begin + _CHUNK_ROWS].float() @ w.t()
-            if operands.bias is not None:
-                want += operands.bias.float()
-            norm += want.square().sum(dtype=torch.float64)
-            difference += (got[begin : begin + _CHUNK_ROWS].float() - want).square().sum(dtype=torch.float64)
-        return (difference / norm).sqrt().item()
+    def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
+        if second is not None and not torch.equal(second, operands.rows):
+            return math.inf
+        return super().error(operands, got)
 
 
-SUBJECTS: dict[str, Any] = {subject.op: subject for subject in (AllGatherMatmul(), EmbeddingBagAllToAll())}
+def _draw_sum(
+    shape: Shape, rows: int, mine: slice, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [rows, k] and w [N, k] of this rank; of all ranks, side by side along K, rows ``mine`` of x and all of w."""
+    xs, ws = [], []
+    x = w = torch.empty(0)
+    for r in range(size):
+        part = normal((rows, shape.depth), 1.0, dtype, device, seed, r, 0)
+        weight = normal((shape.cols, shape.depth), (shape.depth * size) ** -0.5, dtype, device, seed, r, 1)
+        if r == rank:
+            x, w = part, weight
+        xs.append(part[mine])
+        ws.append(weight)
+    return x, w, torch.cat(xs, 1), torch.cat(ws, 1)
+
+
+class MatmulReduceScatter(_Matmul):
+    """x [M, k], w [N, k], bias [N]; this rank's rows of the sum over ranks."""
+
+    op = "matmul_reduce_scatter"
+
+    def draw(
+        self, shape: Shape, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int, bias: bool
+    ) -> Operands:
+        mine = slice(rank * shape.rows, (rank + 1) * shape.rows)
+        x, w, rows, columns = _draw_sum(shape, shape.rows * size, mine, dtype, device, rank, size, seed)
+        b = normal((shape.cols,), 1.0, dtype, device, seed, 2) if bias else None
+        return Operands(x, w, b, rows, columns)
+
+    def call(
+        self, operands: Operands, group: dist.ProcessGroup, out: torch.Tensor | None = None, second: bool = False
+    ) -> tuple[torch.Tensor, Second]:
+        return tw.matmul_reduce_scatter(operands.x, operands.w, operands.bias, group=group, out=out), None
+
+    def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
+        size = dist.get_world_size(group)
+        sent = (size - 1) * operands.out_shape[0] * operands.out_shape[1] * operands.x.element_size()
+        return record_call(lambda: self.call(operands, group)[0], self.explain(operands, group), operands.x.device, sent, group)
+
+
+class MatmulAllReduce(_Matmul):
+    """x [M, k], w [N, k], bias [N]; the sum over ranks on every rank. Second: with residual and norm, the sum before it."""
+
+    op = "matmul_all_reduce"
+
+    def draw(
+        self, shape: Shape, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int, bias: bool
+    ) -> Operands:
+        x, w, rows, columns = _draw_sum(shape, shape.rows, slice(None), dtype, device, rank, size, seed)
+        b = normal((shape.cols,), 1.0, dtype, device, seed, 2) if bias else None
+        residual = normal((shape.rows, shape.cols), 1.0, dtype, device, seed, 3)
+        return Operands(x, w, b, rows, columns, residual, normal((shape.cols,), 1.0, dtype, device, seed, 4))
+
+    def call(
+        self, operands: Operands, group: dist.ProcessGroup, out: torch.Tensor | None = None, second: bool = False
+    ) -> tuple[torch.Tensor, Second]:
+        o = operands
+        if not second:
+            y = tw.matmul_all_reduce(o.x, o.w, o.bias, group=group, out=out)
+            assert isinstance(y, torch.Tensor), "without a norm there is one result"
+            return y, None
+        y, kept = tw.matmul_all_reduce(
+            o.x, o.w, o.bias, residual=o.residual, norm_weight=o.norm_weight, norm_eps=_EPS, group=group,
+            out=out, residual_out=None if out is None else poisoned(o.out_shape, o.x.dtype, o.x.device),
+        )  # fmt: skip
+        return y, kept
+
+    def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
+        size = dist.get_world_size(group)  # the least an all-reduce can send: a reduce-scatter and an all-gather
+        sent = 2 * (size - 1) * operands.out_shape[0] * operands.out_shape[1] * operands.x.element_size() // size
+        return record_call(lambda: self.call(operands, group)[0], self.explain(operands, group), operands.x.device, sent, group)
+
+    def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
+        if second is None:
+            return super().error(operands, got)
+        assert operands.residual is not None and operands.norm_weight is not None, "draw() makes both"
+        want = operands.rows.float() @ operands.columns.float().t() + operands.residual.float()
+        if operands.bias is not None:
+            want += operands.bias.float()
+        normed = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + _EPS) * operands.norm_weight.float()
+        pairs = ((got, normed), (second, want))
+        return worst_of([((a.float() - b).norm() / b.norm()).item() for a, b in pairs])
+
+
+SUBJECTS: dict[str, Any] = {
+    subject.op: subject
+    for subject in (AllGatherMatmul(), MatmulReduceScatter(), MatmulAllReduce(), EmbeddingBagAllToAll())
+}
 
 
 def normal(shape: tuple[int, ...], scale: float, dtype: torch.dtype, device: torch.device, *seed: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ LEAVERS = gl.constexpr(1)
 FAULT = gl.constexpr(2)
 TIMEOUT_US = gl.constexpr(3)
 
-place, segment, cut, unit_count, unit_range, part_range = (gluon.jit(source) for source in _tile.SOURCES)
+place, place_out, segment, cut, unit_count, unit_range, part_range = (gluon.jit(source) for source in _tile.SOURCES)
 
 # Names that changed between Triton 3.6 and 3.9.
 load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -47,6 +47,21 @@ def fence(anything):
     gl.inline_asm_elementwise(
         "fence.acq_rel.sys; fence.proxy.async; mov.u32 $0, 0;", "=r,r", [anything], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def drain_tma_stores(anything):
+    """Wait until this thread's TMA stores are visible, not only read; see ``signal.drain_tma_stores``."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [anything], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def count_in(counter):
+    """Count this partition's stores in, drained before; see ``signal.count_in``."""
+    block_barrier()
+    gl.atomic_add(counter, 1, sem="release", scope="sys")
 
 
 @gluon.jit
@@ -75,7 +90,7 @@ def notify_all(signal_table, offset, rank, epoch, WORLD_SIZE: gl.constexpr, OWN:
 
 
 @gluon.jit
-def _expire(control, report, signal, unit, expected, seen):
+def expire(control, report, signal, unit, expected, seen):
     if gl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
         gl.store(report + 1, signal)
         gl.store(report + 2, unit)
@@ -109,7 +124,7 @@ def spin(
             lags = gl.load(signals + index, volatile=True) - epoch
             lag = gl.min(lags, axis=0)
             late = gl.min(gl.where(lags == lag, index, 0x7FFFFFFF), axis=0)
-            _expire(control, report, late, unit, epoch, lag + epoch)
+            expire(control, report, late, unit, epoch, lag + epoch)
 
 
 @gluon.jit

@@ -78,6 +78,19 @@ def _expire(report: int, control: int, signal: int, unit: int, expected: int, se
     raise WaitExpired(f"signal {signal}: expected {expected}, saw {seen}")
 
 
+def pause() -> None:
+    time.sleep(2e-4)
+
+
+def count_in(counter: object) -> None:
+    word = _word(_value(counter))
+    word.value += 1
+
+
+def expire(control: object, report: object, signal: object, unit: object, expected: object, seen: object) -> None:
+    _expire(_value(report), _value(control), _value(signal), _value(unit), _value(expected), _value(seen))
+
+
 def consume_token(value: object, token: object) -> object:
     return value
 

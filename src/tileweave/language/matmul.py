@@ -55,6 +55,15 @@ def matmul_tile(
 
 
 @triton.jit
+def piece_offsets(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Where a tile's elements stand in a slot: 64 columns at a time (all, if fewer), row by row; see ``hopper_marked.py``."""
+    PIECE: tl.constexpr = 64 if TILE_N > 64 else TILE_N
+    row = tl.arange(0, TILE_M)
+    col = tl.arange(0, TILE_N)
+    return (row * PIECE)[:, None] + (col // PIECE * (TILE_M * PIECE) + col % PIECE)[None, :]
+
+
+@triton.jit
 def give_part(acc, partials, counters, place, program, cut_tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """Helper's end of a cut tile: put the part where the owner finds it, and count it in.
 

@@ -14,6 +14,8 @@ Which word, when:
 ``fence``           a full fence over all GPUs of the host; ``wait`` and ``notify`` contain what they need
 ``load_epoch``      the number of this call, once at the start of a program
 ``leave``           once at the end of a program: the last one advances the epoch for the next call
+``count_in``        after plain stores that this device's copy engine takes further
+``pause``, ``expire``  in loops that poll data instead of signals (``marked.py``)
 ``faulted``         whether a wait of this rank ran out of time, so that a result must be poisoned
 ==================  =====================================================================================
 
@@ -97,7 +99,19 @@ def notify_all(table, offset, rank, epoch, WORLD_SIZE: tl.constexpr, OWN: tl.con
 
 
 @triton.jit
-def _expire(control, report, signal, unit, expected, seen):
+def pause():
+    """Between two polls of a loop that waits: nothing on a GPU; the interpreter lets other ranks run."""
+
+
+@triton.jit
+def count_in(counter):
+    """Count this program's stores in at ``counter``, for a copy engine of this device that waits for a number of them."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def expire(control, report, signal, unit, expected, seen):
     """Report a wait that ran out of time, the first one only, and let later ones pass."""
     if tl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
         tl.store(report + 1, signal)
@@ -134,7 +148,7 @@ def wait(signals, count: tl.constexpr, epoch, first, unit, control, report):
         for i in tl.static_range(count):
             lowest = tl.minimum(lowest, _wait_one(signals + first + i, epoch) - epoch)
         if lowest < 0:
-            _expire(control, report, first, unit, epoch, lowest + epoch)
+            expire(control, report, first, unit, epoch, lowest + epoch)
     else:
         words = signals + first + tl.arange(0, count)
         lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
@@ -146,7 +160,7 @@ def wait(signals, count: tl.constexpr, epoch, first, unit, control, report):
             if lag < 0:
                 lags = tl.load(words, volatile=True) - epoch
                 late = tl.argmin(lags, axis=0)
-                _expire(control, report, first + late, unit, epoch, tl.min(lags, axis=0) + epoch)
+                expire(control, report, first + late, unit, epoch, tl.min(lags, axis=0) + epoch)
         token = fence()
         tl.debug_barrier()
     return token
@@ -188,3 +202,4 @@ if INTERPRETED.value:
     clock, fence, drain_tma_stores = bodies.clock, bodies.fence, bodies.drain_tma_stores
     notify, notify_all, wait, consume_token = bodies.notify, bodies.notify_all, bodies.wait, bodies.consume_token
     load_epoch, faulted, leave = bodies.load_epoch, bodies.faulted, bodies.leave
+    pause, count_in, expire = bodies.pause, bodies.count_in, bodies.expire

@@ -39,6 +39,36 @@ def place(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, b
     return first_row, row_limit, col
 
 
+def place_out(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, chunk_rows):
+    """Tile number -> (first row, row limit, tile column), remote owners first; see ``ScatterSchedule.place``."""
+    per_owner = tile_rows * tile_cols
+    step = tile // per_owner
+    within = tile % per_owner
+    chunk = within // (chunk_rows * tile_cols)
+    rest = within % (chunk_rows * tile_cols)
+    height = tile_rows - chunk * chunk_rows
+    if height > chunk_rows:
+        height = chunk_rows
+    if rows < tile_m:
+        chunk = 0 * tile
+        rest = tile + 0
+        height = tile_rows + 0
+    group = rest // (group_m * tile_cols)
+    rest = rest % (group_m * tile_cols)
+    tall = height - group * group_m
+    if tall > group_m:
+        tall = group_m
+    row = chunk * chunk_rows + group * group_m + rest % tall
+    col = rest // tall
+    owner = (rank + 1 + step) % world_size
+    first_row = owner * rows + row * tile_m
+    row_limit = owner * rows + rows
+    if rows < tile_m:
+        first_row = row * tile_m
+        row_limit = rows * world_size
+    return first_row, row_limit, col
+
+
 def segment(index, num_segments, num_tiles, per_source, band_sources, lead):
     """Segment -> (first tile, number of tiles); see ``TileSchedule.segment``."""
     first = 0
@@ -113,9 +143,10 @@ def part_range(tile, program, whole, num_programs, team, k_blocks, span):
     return owner, helpers
 
 
-SOURCES = (place, segment, cut, unit_count, unit_range, part_range)
+SOURCES = (place, place_out, segment, cut, unit_count, unit_range, part_range)
 
 place = triton.jit(place)
+place_out = triton.jit(place_out)
 segment = triton.jit(segment)
 cut = triton.jit(cut)
 unit_count = triton.jit(unit_count)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from tileweave.nn.embedding import ShardedEmbeddingBag
-from tileweave.nn.linear import ColumnParallelLinear
+from tileweave.nn.linear import ColumnParallelLinear, RowParallelLinear
 
-__all__ = ["ColumnParallelLinear", "ShardedEmbeddingBag"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "ShardedEmbeddingBag"]

@@ -1,4 +1,8 @@
-"""Linear layers of tensor and sequence parallelism, with the parameters of ``torch.nn.Linear``, one shard a rank."""
+"""Linear layers of tensor and sequence parallelism, with the parameters of ``torch.nn.Linear``, one shard a rank.
+
+A column-parallel layer, something elementwise, a row-parallel layer: the pair of a Megatron-style MLP or attention. Both
+start as a full ``nn.Linear`` would, and :meth:`from_linear` cuts one out of a full layer that every rank has.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,56 @@ from torch import nn
 
 from tileweave.errors import require
 from tileweave.ops.all_gather_matmul import all_gather_matmul
+from tileweave.ops.matmul_all_reduce import matmul_all_reduce
+from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.registry import group_of, name_of
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """What both layers share: ``shape`` of this rank's weight, ``bias_size`` elements of bias (0: none)."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.group_name = name_of(group)
+        self.world_size = dist.get_world_size(group_of(self.group_name))
+        self.in_features, self.out_features = in_features, out_features
+
+    def _share(self, name: str) -> int:
+        """This rank's share of the features called ``name``."""
+        features = getattr(self, name)
+        asked = f"{name}={features} over {self.world_size} ranks"
+        require(
+            features % self.world_size == 0, asked, "a multiple of the group's size", "pad the layer or choose another group"
+        )
+        return features // self.world_size
+
+    def _make_parameters(
+        self, shape: tuple[int, int], bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As ``nn.Linear.reset_parameters`` of the full layer: the bound comes from its ``in_features``."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def _copy_from(self, linear: nn.Linear, dimension: int) -> None:
+        """This rank's shard of the weight along ``dimension``; the bias goes with the rows, or stays whole."""
+        rank = dist.get_rank(group_of(self.group_name))
+        with torch.no_grad():
+            self.weight.copy_(linear.weight.chunk(self.world_size, dimension)[rank])
+            if self.bias is not None:
+                self.bias.copy_(linear.bias.chunk(self.world_size)[rank] if dimension == 0 else linear.bias)
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """``gather(x) @ weight.T + bias``, with rows of x sharded over the group and output features too.
 
     =======  ===========================  ==========================================
@@ -22,9 +72,6 @@ class ColumnParallelLinear(nn.Module):
     x        [m, ..., in]                 this rank's rows (m = M / R)
     y        [M, ..., out_features / R]   all rows, this rank's features
     =======  ===========================  ==========================================
-
-    ``state_dict`` has ``weight`` and ``bias`` as a Linear of this rank's size has them; :meth:`from_linear` cuts them out
-    of a full layer. Parameters start as a full ``nn.Linear``'s would: the bound comes from ``in_features``.
 
     Parameters
     ----------
@@ -43,27 +90,9 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
         save_gathered: bool = False,
     ) -> None:
-        super().__init__()
-        self.group_name = name_of(group)
-        self.world_size = dist.get_world_size(group_of(self.group_name))
-        require(
-            out_features % self.world_size == 0,
-            f"out_features={out_features} over {self.world_size} ranks",
-            "a multiple of the group's size",
-            "pad the layer or choose another group",
-        )
-        self.in_features, self.out_features, self.save_gathered = in_features, out_features, save_gathered
-        shape = (out_features // self.world_size, in_features)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """As ``nn.Linear.reset_parameters`` of the full layer."""
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
-            nn.init.uniform_(self.bias, -bound, bound)
+        super().__init__(in_features, out_features, group)
+        self.save_gathered = save_gathered
+        self._make_parameters((self._share("out_features"), in_features), bias, device, dtype)
 
     @classmethod
     def from_linear(
@@ -74,11 +103,7 @@ class ColumnParallelLinear(nn.Module):
             linear.in_features, linear.out_features, linear.bias is not None, group=group,
             device=linear.weight.device, dtype=linear.weight.dtype, save_gathered=save_gathered,
         )  # fmt: skip
-        rank = dist.get_rank(group_of(layer.group_name))
-        with torch.no_grad():
-            layer.weight.copy_(linear.weight.chunk(layer.world_size)[rank])
-            if layer.bias is not None:
-                layer.bias.copy_(linear.bias.chunk(layer.world_size)[rank])
+        layer._copy_from(linear, 0)
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,4 +116,65 @@ class ColumnParallelLinear(nn.Module):
         return (
             f"in_features={self.in_features}, out_features={self.out_features} / {self.world_size} ranks, "
             f"bias={self.bias is not None}, save_gathered={self.save_gathered}"
+        )
+
+
+class RowParallelLinear(_ParallelLinear):
+    """``sum over ranks of x @ weight.T, plus bias``, with input features sharded over the group.
+
+    =======  ===========================  ==============================================================
+    weight   [out, in_features / R]       columns of the full Linear weight, rank by rank
+    bias     [out]                        or None; the same on every rank, and so is its gradient
+    x        [M, ..., in_features / R]    all rows, this rank's features
+    y        [M / R, ..., out]            this rank's rows; with ``scatter=False`` [M, ..., out], all rows
+    =======  ===========================  ==============================================================
+
+    Parameters
+    ----------
+    in_features, out_features : of the full layer. group : the ranks that share it; None is the default group.
+    scatter : True: ``matmul_reduce_scatter``, for sequence parallelism. False: ``matmul_all_reduce``; backward then takes
+        the gradient of y to be the same on every rank.
+
+    A replicated bias has to start equal: seed all ranks alike before making the layer, load a state_dict, or use
+    :meth:`from_linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        scatter: bool = True,
+    ) -> None:
+        super().__init__(in_features, out_features, group)
+        self.scatter = scatter
+        self._make_parameters((out_features, self._share("in_features")), bias, device, dtype)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, group: dist.ProcessGroup | None = None, scatter: bool = True
+    ) -> RowParallelLinear:
+        """This rank's share of a full ``nn.Linear`` (which every rank has)."""
+        layer = cls(
+            linear.in_features, linear.out_features, linear.bias is not None, group=group,
+            device=linear.weight.device, dtype=linear.weight.dtype, scatter=scatter,
+        )  # fmt: skip
+        layer._copy_from(linear, 1)
+        return layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scatter:
+            return matmul_reduce_scatter(x, self.weight, self.bias, group=self.group_name)
+        y = matmul_all_reduce(x, self.weight, self.bias, group=self.group_name)
+        assert isinstance(y, torch.Tensor), "without a norm there is one result"
+        return y
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features} / {self.world_size} ranks, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, scatter={self.scatter}"
         )

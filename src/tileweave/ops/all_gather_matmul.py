@@ -9,9 +9,10 @@ gathered   [M, K]      gather(x), in memory of its own
 =========  ==========  ====================================================
 
 forward : one fused kernel (``kernels/all_gather_matmul.py``), or all-gather then matmul where that is faster.
-dgrad   : gx = reduce_scatter(gy @ w), the dual operator; unfused until ``matmul_reduce_scatter`` lands.
-wgrad   : gw = gy.T @ gather(x). x is gathered again beside dgrad's matmul, so that nothing but the shard is kept; with
+dgrad   : gx = reduce_scatter(gy @ w), which is ``matmul_reduce_scatter``, the dual operator.
+wgrad   : gw = gy.T @ gather(x). x is gathered again, so that nothing but the shard is kept; with
           ``return_gathered=True`` the gathered input is kept, R times the memory of x, and nothing is sent again.
+          Where dgrad is not fused both collectives hide: x is gathered beside dgrad, gx is scattered beside wgrad.
 dbias   : gy summed over rows.
 
 Source of the idea: FLUX, arXiv 2406.06858; the dual pair as in Megatron-LM sequence parallelism, arXiv 2205.05198.
@@ -19,32 +20,26 @@ Source of the idea: FLUX, arXiv 2406.06858; the dual pair as in Megatron-LM sequ
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.distributed as dist
 
-from tileweave.config import Plan, Problem, plan_all_gather_matmul
-from tileweave.errors import InputError, require
+from tileweave.config import Plan, plan_all_gather_matmul
+from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.all_gather_matmul_fused import OP, run_fused
-from tileweave.ops.registry import (
-    agree,
-    debugging,
-    define,
-    group_of,
-    interpreting,
-    log_fallback,
-    machine_of,
-    name_of,
-    publish,
-    workspace_of,
+from tileweave.ops.backward_products import multiply_and_scatter, scatters_fused
+from tileweave.ops.matmul_inputs import (
+    accept,
+    as_rows,
+    check_operands,
+    check_out,
+    check_shape,
+    operands_for_warmup,
+    plan_for,
+    refuse_alias,
 )
-from tileweave.topology import Machine
-from tileweave.transport.collectives import all_gather_flat
-from tileweave.transport.workspace import REGISTRY
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, publish, workspace_of
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SAID: set[tuple[str, str]] = set()
 
 
@@ -77,119 +72,47 @@ def all_gather_matmul(
     InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
-    name = name_of(group)
-    flat = x.dim() == 2
-    rows = x
-    if not flat:
-        require(x.dim() > 2, f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension")
-        require(x.is_contiguous(), f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
-        rows = x.flatten(0, -2)
+    rows, name = as_rows(x), name_of(group)
     if out is not None:
-        _check_out(x, w, bias, out, return_gathered)
-        torch.ops.tileweave.all_gather_matmul.out(rows, w, bias, name, out=out if flat else out.flatten(0, -2))
+        require(not return_gathered, "out= with return_gathered=True", "one of them", "drop out=")
+        check_out(out, x, "[R * m, ..., n]", w, bias)
+        torch.ops.tileweave.all_gather_matmul.out(rows, w, bias, name, out=out if x.dim() == 2 else out.flatten(0, -2))
         return out
     y, gathered = torch.ops.tileweave.all_gather_matmul(rows, w, bias, name, return_gathered)
-    if not flat:
+    if x.dim() > 2:
         lead = (y.shape[0] // (rows.shape[0] // max(x.shape[0], 1) or 1), *x.shape[1:-1])
         y, gathered = y.view(*lead, y.shape[-1]), gathered.view(*lead, x.shape[-1]) if return_gathered else gathered
     return (y, gathered) if return_gathered else y
 
 
-def _check_out(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, keep: bool) -> None:
-    """What ``out=`` must be before it can be seen as rows; :func:`check_inputs` does the rest."""
-    require(not keep, "out= with return_gathered=True", "one of them", "drop out=")
-    dimensions = x.dim()
-    fits = out.dim() == dimensions and out.is_contiguous() and (dimensions == 2 or out.shape[1:-1] == x.shape[1:-1])
-    if not fits:  # the text of it takes longer than the checks
-        asked = f"out {tuple(out.shape)} with strides {out.stride()} for x {tuple(x.shape)}"
-        require(fits, asked, "[R * m, ..., n], contiguous", "allocate out with that shape")
-    needed = x.requires_grad or w.requires_grad or out.requires_grad or (bias is not None and bias.requires_grad)
-    tracked = needed and torch.is_grad_enabled()
-    require(not tracked, "out= with tensors that require gradients", "one of them", "drop out=, or call under torch.no_grad()")
-
-
 def check_inputs(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, size: int) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
-    shapes = f"x {tuple(x.shape)}, w {tuple(w.shape)}"
-    require(x.dim() == 2 and w.dim() == 2, shapes, "x [m, K] and w [n, K]", "reshape to two dimensions")
-    require(x.shape[1] == w.shape[1], shapes, "equal K, the last dimension of both", "transpose w to Linear layout [n, K]")
-    dtypes = f"x {x.dtype}, w {w.dtype}" + (f", bias {bias.dtype}" if bias is not None else "")
-    tensors = [t for t in (x, w, bias, out) if t is not None]
-    require(x.dtype in _DTYPES, dtypes, "float16, bfloat16, float32", "convert x and w")
-    require(all(t.dtype == x.dtype for t in tensors), dtypes, "one dtype for all tensors", "convert to x.dtype")
-    devices = ", ".join(str(t.device) for t in tensors)
-    require(all(t.device == x.device for t in tensors), devices, "one device", "move all tensors to x.device")
-    require(x.is_contiguous(), f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
-    require(w.stride(1) == 1 or w.shape[1] <= 1, f"w with strides {w.stride()}", "contiguous rows", "pass w.contiguous()")
-    if bias is not None:
-        fits = tuple(bias.shape) == (w.shape[0],) and bias.is_contiguous()
-        require(fits, f"bias {tuple(bias.shape)}", f"({w.shape[0]},), contiguous", "one bias for each row of w")
-    if out is not None:
-        shape = (size * x.shape[0], w.shape[0])
-        fits = tuple(out.shape) == shape and out.is_contiguous()
-        require(fits, f"out {tuple(out.shape)}", f"{shape}, contiguous", "allocate out with that shape")
-
-
-def _refuse_alias(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
-    """A tile is stored while others are still read: the result needs memory of its own."""
-    place = out.untyped_storage().data_ptr()
-    shared = out.numel() and any(t is not None and t.untyped_storage().data_ptr() == place for t in inputs)
-    require(not shared, "out= in the storage of an input", "memory of its own", "allocate out")
+    check_operands(x, w, bias, out)
+    check_shape("out", out, (size * x.shape[0], w.shape[0]), "allocate out with that shape")
 
 
 def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan:
     """The path of this call, the same on every rank."""
-    machine = machine_of(x.device)
-    return _plan(size, x.shape[0], w.shape[0], x.shape[1], x.dtype, machine, interpreting())
-
-
-@lru_cache(maxsize=4096)
-def _plan(size: int, rows: int, cols: int, depth: int, dtype: torch.dtype, machine: Machine, interpreted: bool) -> Plan:
-    problem = Problem(size, rows, cols, depth, dtype.itemsize, str(dtype).removeprefix("torch."))
-    return plan_all_gather_matmul(problem, machine, interpreted)
+    return plan_for(plan_all_gather_matmul, x, x.shape[0], w.shape[0], size)
 
 
 def _forward(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, out: torch.Tensor | None, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    workspace = REGISTRY.find(group_name, x.device)
-    signature = (
-        x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype, w.device,
-        None if bias is None else _traits(bias), None if out is None else _traits(out),
-    )  # fmt: skip
-    chosen = None if workspace is None else workspace.accepted.get(signature)
     if out is not None:
-        _refuse_alias(out, x, w, bias)
-    if workspace is None or chosen is None or debugging():
-        chosen = _accept(x, w, bias, group_name, out, keep)
-        if chosen.config is None:
-            return _unfused(x, w, bias, group_name, out, keep, chosen)
-        workspace = workspace_of(group_name, x.device)
-        workspace.accepted[signature] = chosen
-    rows = workspace.transport.world_size * x.shape[0]
+        refuse_alias(out, x, w, bias)
+    chosen = accept(
+        OP, group_name, x, w, (bias,), (out,), "gathered" if keep else "",
+        lambda size: check_inputs(x, w, bias, out, size),
+        lambda size: plan(x, w, size),
+    )  # fmt: skip
+    if chosen.config is None:
+        return _unfused(x, w, bias, group_name, out, keep, chosen)
+    rows = workspace_of(group_name, x.device).transport.world_size * x.shape[0]
     y = x.new_empty(rows, w.shape[0]) if out is None else out
     gathered = x.new_empty(rows, x.shape[1]) if keep else None
     run_fused(x, w, bias, y, gathered, group_name, chosen)
     return y, x.new_empty(0) if gathered is None else gathered
-
-
-def _traits(tensor: torch.Tensor) -> tuple[object, ...]:
-    """All that the checks of a tensor depend on, but whose memory it is."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _accept(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, out: torch.Tensor | None, keep: bool
-) -> Plan:
-    """Check the arguments and plan the call: once for each signature, since host time counts."""
-    group = group_of(group_name)
-    size = dist.get_world_size(group)
-    if debugging():  # before the checks: a rank whose input is refused must not leave the others waiting
-        bias_shape = None if bias is None else list(bias.shape)
-        signature = {"x": list(x.shape), "w": list(w.shape), "bias": bias_shape, "dtype": str(x.dtype), "keep": keep}
-        agree(group, x.device, {"op": OP, **signature})
-    check_inputs(x, w, bias, out, size)
-    return plan(x, w, size)
 
 
 def _unfused(
@@ -226,29 +149,41 @@ def _fake_out(x, w, bias, group_name, *, out):
 
 
 def _backward_implementation(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, need_bias):
-    """Gradients of x, w, bias (empty where not needed); x is gathered again beside dgrad's matmul if it was not kept."""
-    group = group_of(group_name)
-    size = dist.get_world_size(group)
+    """Gradients of x, w, bias (empty where not needed)."""
     grad = grad.contiguous()
-    work = None
+    fused = need_x and grad_gathered is None and scatters_fused(grad, w, group_name)
+    products = _products_fused if fused else _products_overlapped
+    gx, gw = products(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w)
+    empty = grad.new_empty(0)
+    return empty if gx is None else gx, empty if gw is None else gw, grad.sum(0) if need_bias else empty
+
+
+def _products_fused(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w):
+    """dgrad in one kernel; x is gathered before it, since no other kernel may run beside one that waits for peers."""
     if need_w and gathered is None:
-        gathered = x
-        if size > 1:
-            gathered = x.new_empty(size * x.shape[0], x.shape[1])
-            work = all_gather_flat(gathered, x, group=group, async_op=True)
-    gx, gw, gb = (grad.new_empty(0) for _ in range(3))
+        gathered = reference.all_gather(x, group_of(group_name))
+    gx = multiply_and_scatter(grad, w, group_name)
+    return gx, grad.t() @ gathered if need_w else None
+
+
+def _products_overlapped(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w):
+    """torch's matmuls, each beside a collective: x is gathered during dgrad, gx is scattered during wgrad."""
+    group = group_of(group_name)
+    gathering = scattering = gx = gw = None
+    if need_w and gathered is None:
+        gathered, gathering = reference.begin_all_gather(x, group)
     if need_x:
         full = grad @ w
         if grad_gathered is not None:
             full += grad_gathered
-        gx = reference.reduce_scatter(full, group)
-    if work is not None:
-        work.wait()
+        gx, scattering = reference.begin_reduce_scatter(full, group)
+    if gathering is not None:
+        gathering.wait()
     if need_w:
         gw = grad.t() @ gathered
-    if need_bias:
-        gb = grad.sum(0)
-    return gx, gw, gb
+    if scattering is not None:
+        scattering.wait()
+    return gx, gw
 
 
 def _backward_fake(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, need_bias):
@@ -261,6 +196,7 @@ def _backward_fake(grad, grad_gathered, x, w, gathered, group_name, need_x, need
 
 def _setup_context(ctx, inputs, output) -> None:
     x, w, bias, ctx.group_name, ctx.keep = inputs
+    ctx.set_materialize_grads(False)  # a gathered input that the loss does not use must not cost a reduce-scatter
     ctx.has_bias = bias is not None
     ctx.save_for_backward(x, w, *((output[1],) if ctx.keep else ()))
 
@@ -268,6 +204,10 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grad, grad_gathered):
     x, w, *kept = ctx.saved_tensors
     needs = ctx.needs_input_grad
+    if grad is None:
+        if grad_gathered is None:
+            return None, None, None, None, None
+        grad = grad_gathered.new_zeros(grad_gathered.shape[0], w.shape[0])
     gx, gw, gb = torch.ops.tileweave.all_gather_matmul_backward(
         grad, grad_gathered if ctx.keep else None, x, w, kept[0] if kept else None, ctx.group_name,
         needs[0], needs[1], ctx.has_bias and needs[2],
@@ -312,12 +252,7 @@ def warmup(
     group: dist.ProcessGroup | str | None = None,
 ) -> Plan:
     """Collective: reserve memory and compile for x [rows, depth], w [cols, depth], so that a capture may follow."""
-    if rows < 0 or cols < 0 or depth < 0:
-        raise InputError(f"asked: warmup({rows}, {cols}, {depth}); allowed: sizes of 0 and more; remedy: pass a shard's sizes")
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    where = torch.device(device)
-    x, w = torch.zeros(rows, depth, dtype=dtype, device=where), torch.zeros(cols, depth, dtype=dtype, device=where)
+    x, w = operands_for_warmup(rows, cols, depth, dtype, device)
     all_gather_matmul(x, w, group=group)
     return plan(x, w, dist.get_world_size(group_of(name_of(group))))
 

@@ -124,7 +124,14 @@ def _draw_matrix(axes: Axes, trace: Trace) -> None:
 
 # --- Bench ---
 
-_PEER_COLOURS = {"tileweave": "#0072B2", "nccl+cublas": "#999999", "torch fused": "#E69F00", "gemm": "#d8d8d8"}
+_PEER_COLOURS = {
+    "tileweave": "#0072B2",
+    "nccl+cublas": "#999999",
+    "torch fused": "#E69F00",
+    "torch one-shot": "#E69F00",
+    "torch two-shot": "#F0C060",
+    "gemm": "#d8d8d8",
+}
 _BLOCKS = {False: "eager calls", True: "calls in a CUDA graph"}
 _HIGHEST = 3.0
 

@@ -7,7 +7,7 @@ notes when it worked; on GPUs their trace shows waits and computations only, and
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +103,22 @@ def record(
     if pushes and not interpreting():
         signals = slices * (size - 1)
     return Recording(plan, out, events, sent, signals)
+
+
+def record_call(
+    call: Callable[[], torch.Tensor], plan: Plan, device: torch.device, sent_bytes: int, group: dist.ProcessGroup | None = None
+) -> Recording:
+    """One call of an operator whose kernel has no stamps: what can be seen from outside. Collective, synchronous.
+
+    Signals and waits are seen where kernels are interpreted; ``sent_bytes`` is what the caller knows the call to send.
+    """
+    if plan.config is None:
+        return Recording(plan, call(), sent_bytes=sent_bytes if plan.path == "unfused" else 0)
+    transport = workspace_of(name_of(group), device).transport
+    with _watching(transport) as watched:
+        out = call()
+        transport.synchronize()
+    return Recording(plan, out, watched.waits, sent_bytes, watched.notified)
 
 
 @contextmanager

@@ -44,11 +44,18 @@ class SymmetricBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy of ``nbytes`` to ``target``, an address mapped on this rank; ``source`` 0: from what a push is given."""
+    """One copy of ``nbytes`` to ``target``, an address mapped on this rank.
+
+    ``source`` 0: from what a push is given, ``offset`` bytes into it. ``counter``, an address on this device, if not 0: not
+    before the int32 there has reached ``count``.
+    """
 
     target: int
     source: int
     nbytes: int
+    offset: int = 0
+    counter: int = 0
+    count: int = 0
 
 
 Watcher = Callable[[Sequence[Copy], int, int], None]
@@ -81,6 +88,10 @@ class Transport(Protocol):
         The same copies serve many calls, from another ``source`` each time. To this rank's own memory only single words:
         larger copies inside one device may need its multiprocessors, which a waiting kernel holds.
         """
+        ...
+
+    def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
+        """:meth:`push` copies that wait for counters of the kernel that ``launch`` queues, beside that kernel."""
         ...
 
     def join(self) -> None:

@@ -11,8 +11,9 @@ import mmap
 import os
 import secrets
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class CpuTransport:
         self.machine = CPU
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="tileweave-copy-engine")
         self._pushed: Future[None] | None = None
+        self._abandoned = threading.Event()  # the kernel whose counters copies wait for has raised
         self.watch: Watcher | None = None
         self._maps: list[mmap.mmap] = []
 
@@ -85,10 +87,24 @@ class CpuTransport:
     def push(self, copies: Sequence[Copy], source: int = 0) -> None:
         self._pushed = self._engine.submit(self._copy_all, copies, source)
 
+    def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
+        self._abandoned.clear()
+        self.push(copies, source)  # first: the interpreter's launch returns when the kernel has ended
+        launched = False
+        try:
+            launch()
+            launched = True
+        finally:
+            if not launched:
+                self._abandoned.set()
+
     def _copy_all(self, copies: Sequence[Copy], source: int) -> None:
         begin = time.perf_counter_ns()
         for copy in copies:
-            ctypes.memmove(copy.target, copy.source or source, copy.nbytes)
+            while copy.counter and ctypes.c_int32.from_address(copy.counter).value < copy.count:
+                if self._abandoned.wait(2e-4):
+                    return
+            ctypes.memmove(copy.target, copy.source or source + copy.offset, copy.nbytes)
         if self.watch is not None:
             self.watch(copies, begin, time.perf_counter_ns())
 

@@ -1,8 +1,8 @@
 """Symmetric memory on GPUs: torch's symmetric memory, and copies by the copy engines.
 
-The only file that touches ``torch.distributed._symmetric_memory``, a private API that changes from release to
-release. We use it to allocate, to exchange handles and to learn peers' addresses; signals, epochs and waits are ours
-(torch's signal pad is shared by everything on a handle, and two streams on it can dead-lock).
+Only this file and ``rendezvous.py`` touch ``torch.distributed._symmetric_memory``, a private API that changes from
+release to release. We use it to allocate, to exchange handles and to learn peers' addresses; signals, epochs and waits
+are ours (torch's signal pad is shared by everything on a handle, and two streams on it can dead-lock).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from tileweave.errors import UnsupportedError
 from tileweave.topology import Machine, preset
 from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
+from tileweave.transport.rendezvous import Meeting
 
 
 @lru_cache(maxsize=8)
@@ -35,6 +36,8 @@ def describe(index: int) -> Machine:
     )
 
 
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, so it is safe when counts wrap
+
 # The stream's handle alone; torch.cuda.current_stream() makes an object around it.
 current_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda index: torch.cuda.current_stream(index).cuda_stream
@@ -47,6 +50,7 @@ def driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     handle = ctypes.c_void_p
     library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, handle]
+    library.cuStreamWaitValue32_v2.argtypes = [handle, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
     library.cuEventRecord.argtypes = [handle, handle]
     library.cuStreamWaitEvent.argtypes = [handle, handle, ctypes.c_uint]
     return library
@@ -85,6 +89,7 @@ class CudaTransport:
         self._index = device.index
         self.machine = describe(self._index)
         self._require_peer_access()
+        self._meeting = Meeting(group, device)
         self._side = torch.cuda.Stream(device, priority=-1)
         self._events = [torch.cuda.Event() for _ in range(2)]
         for event in self._events:
@@ -104,7 +109,7 @@ class CudaTransport:
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         local = symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device)
         local.zero_()
-        handle = symm_mem.rendezvous(local, self.group.group_name)
+        handle = self._meeting.rendezvous(local)
         if handle is None:
             raise UnsupportedError(
                 f"asked: {nbytes} bytes that all ranks can map; allowed: devices with peer access on one host; "
@@ -123,15 +128,28 @@ class CudaTransport:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
 
     def push(self, copies: Sequence[Copy], source: int = 0) -> None:
+        self._fork()
+        self._submit(copies, source)
+
+    def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
+        self._fork()
+        launch()  # first: if it raises, no copy waits for ever
+        self._submit(copies, source)
+
+    def _fork(self) -> None:
+        """Order the side stream behind what is queued now."""
         cuda, side = self._driver, self._side_handle
-        submit = cuda.cuMemcpyDtoDAsync_v2
         self._checked(cuda.cuEventRecord(self._start, self._current()) or cuda.cuStreamWaitEvent(side, self._start, 0))
+
+    def _submit(self, copies: Sequence[Copy], source: int) -> None:
+        side, submit, await_value = self._side_handle, self._driver.cuMemcpyDtoDAsync_v2, self._driver.cuStreamWaitValue32_v2
         for copy in copies:
-            status = submit(copy.target, copy.source or source, copy.nbytes, side)
+            status = await_value(side, copy.counter, copy.count, _AT_LEAST) if copy.counter else 0
+            status = status or submit(copy.target, copy.source or source + copy.offset, copy.nbytes, side)
             if status:
                 raise UnsupportedError(
                     f"asked: a copy of {copy.nbytes} bytes to a peer; allowed: memory that the driver can copy to "
-                    f"(cuMemcpyDtoDAsync returned {status}); remedy: check peer access with `tileweave doctor`"
+                    f"(it returned {status}); remedy: check peer access with `tileweave doctor`"
                 )
         if self.watch is not None:
             self.watch(copies, 0, 0)
@@ -159,4 +177,5 @@ class CudaTransport:
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Nothing to do: torch frees symmetric memory with its last tensor."""
+        """torch frees symmetric memory with its last tensor."""
+        self._meeting.close()

@@ -188,8 +188,14 @@ class Workspace:
             instance.check()
 
     def close(self) -> None:
-        """Wait for this device, then let go of all memory. Not collective; usable after a peer died."""
+        """Wait for this device, then let go of all memory. Not collective; usable after a peer died.
+
+        Now, and not when Python next collects garbage: torch ends the process if symmetric memory is freed while a
+        CUDA graph is being captured. What is cached of an instance refers to it, so caches go first.
+        """
         self.transport.synchronize()
+        for instance in self.instances.values():
+            instance.cache.clear()
         self.instances.clear()
         self.transport.close()
 

@@ -1,0 +1,318 @@
+"""A Llama-style block, tensor and sequence parallel, trained beside the same block on one device; and timed.
+
+    python examples/tensor_parallel_block.py                 # 4 ranks, small: the same losses as on one device?
+    python examples/tensor_parallel_block.py --bench         # GPUs: forward + backward against NCCL + cuBLAS
+
+Between layers each rank holds a part of the sequence: x [S/R, B, H]. Column-parallel layers gather it along the sequence
+(``all_gather_matmul``) and leave every rank all tokens of its own heads, or of its own part of the MLP; row-parallel ones
+sum over ranks and scatter the sequence again (``matmul_reduce_scatter``). Backward runs the same two operators, swapped.
+
+    x [S/R, B, H] -- norm -- qkv: gather, matmul -- attention of own heads -- out: matmul, scatter -- + x
+                  -- norm -- gate, up: gather, matmul -- silu(gate) * up -- down: matmul, scatter -- + x
+"""
+
+import argparse
+import copy
+import math
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+import tileweave as tw
+from tileweave.launcher import Member, default_device_type, default_world_size, launch
+from tileweave.nn import ColumnParallelLinear, RowParallelLinear
+from tileweave.ops import reference
+from tileweave.profile.timing import measure
+
+# Largest relative difference of a loss from that on one device. fp32 differs by the order of sums only.
+ALLOWED = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One block: ``tokens`` = sequence * batch, hidden, heads of queries and of keys and values, the MLP's width."""
+
+    sequence: int = 32
+    batch: int = 2
+    hidden: int = 64
+    heads: int = 8
+    kv_heads: int = 4
+    width: int = 224
+    dtype: str = "float32"
+
+    @property
+    def head(self) -> int:
+        return self.hidden // self.heads
+
+
+class Block(nn.Module):
+    """The block on one device."""
+
+    def __init__(self, s: Sizes, device: torch.device) -> None:
+        super().__init__()
+        options = {"bias": False, "device": device, "dtype": getattr(torch, s.dtype)}
+        self.sizes = s
+        self.norm1, self.norm2 = (nn.RMSNorm(s.hidden, device=device, dtype=options["dtype"]) for _ in range(2))
+        self.q = nn.Linear(s.hidden, s.heads * s.head, **options)
+        self.k, self.v = (nn.Linear(s.hidden, s.kv_heads * s.head, **options) for _ in range(2))
+        self.out = nn.Linear(s.heads * s.head, s.hidden, **options)
+        self.gate, self.up = (nn.Linear(s.hidden, s.width, **options) for _ in range(2))
+        self.down = nn.Linear(s.width, s.hidden, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm1(x)
+        x = x + self.out(attend(self.q(normed), self.k(normed), self.v(normed), self.sizes.head))
+        normed = self.norm2(x)
+        return x + self.down(silu(self.gate(normed)) * self.up(normed))
+
+
+class ParallelBlock(nn.Module):
+    """This rank's share of a :class:`Block`; ``column`` and ``row`` are the layers it is made of."""
+
+    def __init__(
+        self,
+        block: Block,
+        group: dist.ProcessGroup,
+        column: type[ColumnParallelLinear] = ColumnParallelLinear,
+        row: type[RowParallelLinear] = RowParallelLinear,
+    ) -> None:
+        super().__init__()
+        size, self.head, self.group = dist.get_world_size(group), block.sizes.head, group
+        self.norm1, self.norm2 = copy.deepcopy(block.norm1), copy.deepcopy(block.norm2)
+        self.qkv = column.from_linear(interleaved(size, block.q, block.k, block.v), group=group)
+        self.out = row.from_linear(block.out, group=group)
+        self.gate_up = column.from_linear(interleaved(size, block.gate, block.up), group=group)
+        self.down = row.from_linear(block.down, group=group)
+        self.splits = [layer.out_features // size for layer in (block.q, block.k, block.v)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).split(self.splits, -1)
+        x = x + self.out(attend(q, k, v, self.head))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
+        return x + self.down(silu(gate) * up)
+
+    def sum_replicated_gradients(self) -> None:
+        """A norm's weight saw this rank's tokens only; its gradient is the sum over ranks."""
+        for weight in (self.norm1.weight, self.norm2.weight):
+            weight.grad = reference.all_reduce(weight.grad, self.group)
+
+
+def interleaved(size: int, *layers: nn.Linear) -> nn.Linear:
+    """One layer with the features of several, ordered so that an equal cut gives each rank its share of each."""
+    shards = zip(*(layer.weight.chunk(size) for layer in layers), strict=True)
+    merged = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), bias=False, device="meta")
+    merged.weight = nn.Parameter(torch.cat([part for parts in shards for part in parts]).detach())
+    return merged
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, head: int) -> torch.Tensor:
+    """Causal attention with rotary positions and grouped keys: q [S, B, heads * head], k, v with fewer heads -> as q."""
+    q, k, v = (t.unflatten(-1, (-1, head)).permute(1, 2, 0, 3) for t in (q, k, v))
+    y = scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
+    return y.permute(2, 0, 1, 3).flatten(2)
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on [..., S, head]."""
+    half = x.shape[-1] // 2
+    rate = 10_000 ** (-torch.arange(half, device=x.device) / half)
+    angle = torch.arange(x.shape[-2], device=x.device)[:, None] * rate
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+# --- Training ---
+
+
+def train(member: Member, sizes: Sizes, steps: int) -> list[tuple[float, float]]:
+    """Losses of each step, in parallel and on one device, from the same weights and data."""
+    torch.manual_seed(0)  # all ranks draw the same block and data
+    whole = Block(sizes, member.device)
+    part = ParallelBlock(whole, member.group)
+    x, target = (torch.randn(sizes.sequence, sizes.batch, sizes.hidden) for _ in range(2))
+    x, target = (t.to(member.device, getattr(torch, sizes.dtype)) for t in (x, target))
+    mine = [t.chunk(member.world_size)[member.rank] for t in (x, target)]
+    optimizers = [torch.optim.SGD(block.parameters(), lr=1.0, momentum=0.9) for block in (part, whole)]
+    losses = []
+    for _ in range(steps):
+        loss = (part(mine[0]) - mine[1]).float().square().sum() / target.numel()
+        loss.backward()
+        part.sum_replicated_gradients()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        alone = (whole(x) - target).float().square().mean()
+        alone.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append((total.item(), alone.item()))
+    tw.synchronize()
+    tw.close()
+    return losses
+
+
+# --- The same block on collectives and matmuls, for comparison ---
+
+
+class _GatherMatmul(torch.autograd.Function):
+    """all-gather, matmul. ``overlap``: in backward, as Megatron-LM does it: each matmul runs beside a collective."""
+
+    @staticmethod
+    def forward(ctx, x, w, group, overlap):
+        ctx.save_for_backward(x, w)
+        ctx.group, ctx.overlap = group, overlap
+        return reference.all_gather(x, group) @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        if not ctx.overlap:
+            gx = reference.reduce_scatter(grad @ w, ctx.group)
+            return gx, grad.t() @ reference.all_gather(x, ctx.group), None, None
+        gathered, gathering = reference.begin_all_gather(x, ctx.group)
+        gx, scattering = grad @ w, None
+        wait(gathering)
+        gx, scattering = reference.begin_reduce_scatter(gx, ctx.group)
+        gw = grad.t() @ gathered
+        wait(scattering)
+        return gx, gw, None, None
+
+
+class _MatmulScatter(torch.autograd.Function):
+    """matmul, reduce-scatter. Backward gathers the gradient first: both of its matmuls need it."""
+
+    @staticmethod
+    def forward(ctx, x, w, group):
+        ctx.save_for_backward(x, w)
+        ctx.group = group
+        return reference.reduce_scatter(x @ w.t(), group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        gathered = reference.all_gather(grad.contiguous(), ctx.group)
+        return gathered @ w, gathered.t() @ x, None
+
+
+def wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+class UnfusedColumn(ColumnParallelLinear):
+    """The layer on an all-gather and a matmul."""
+
+    overlap = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = _GatherMatmul.apply(x.flatten(0, -2), self.weight, group_of(self), self.overlap)
+        return y.view(-1, *x.shape[1:-1], y.shape[-1])
+
+
+class OverlappedColumn(UnfusedColumn):
+    """That, with the collectives of backward beside its matmuls."""
+
+    overlap = True
+
+
+class UnfusedRow(RowParallelLinear):
+    """The layer on a matmul and a reduce-scatter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = _MatmulScatter.apply(x.flatten(0, -2), self.weight, group_of(self))
+        return y.view(-1, *x.shape[1:-1], y.shape[-1])
+
+
+def group_of(layer: ColumnParallelLinear | RowParallelLinear) -> dist.ProcessGroup:
+    return tw.ops.registry.group_of(layer.group_name)
+
+
+def bench(member: Member, sizes: Sizes, repeats: int) -> dict[str, dict[str, float]]:
+    """Forward and backward of each variant, interleaved: microseconds, slowest rank, median; and how far results differ."""
+    torch.manual_seed(0)
+    whole = Block(sizes, member.device)
+    variants = {
+        "tileweave": ParallelBlock(whole, member.group),
+        "nccl+cublas": ParallelBlock(whole, member.group, UnfusedColumn, UnfusedRow),
+        "nccl+cublas, overlapped backward": ParallelBlock(whole, member.group, OverlappedColumn, UnfusedRow),
+    }
+    del whole
+    shape = (sizes.sequence // member.world_size, sizes.batch, sizes.hidden)
+    generator = torch.Generator(member.device).manual_seed(member.rank)
+    x, grad = (torch.randn(shape, generator=generator, device=member.device) for _ in range(2))
+    x, grad = x.to(getattr(torch, sizes.dtype)).requires_grad_(), grad.to(getattr(torch, sizes.dtype))
+
+    def step(block: ParallelBlock) -> tuple[torch.Tensor, ...]:
+        y = block(x)
+        inputs = [x, *block.parameters()]
+        return y, *torch.autograd.grad(y, inputs, grad)
+
+    results = {name: [t.clone() for t in step(block)] for name, block in variants.items()}
+    right = results["nccl+cublas"]
+    differences = {
+        name: max(((a - b).float().norm() / b.float().norm()).item() for a, b in zip(found, right, strict=True))
+        for name, found in results.items()
+    }
+    del results, right
+    functions = {name: lambda block=block: step(block) for name, block in variants.items()}
+    timings = measure(functions, member.group, member.device, repeats=repeats)
+    tw.synchronize()
+    tw.close()
+    return {name: {"us": timing.median_us, "difference": differences[name]} for name, timing in timings.items()}
+
+
+# --- The command ---
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, help="default: 4, fewer where there are fewer GPUs")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--bench", action="store_true", help="time forward + backward instead of training")
+    parser.add_argument("--tokens", type=int, help="sequence * batch; default: 8192 to bench, else 64")
+    parser.add_argument("--sequence", type=int, help="default: 4096 to bench, else 32; at most the tokens")
+    parser.add_argument("--hidden", type=int, help="default: 8192 to bench, else 64")
+    parser.add_argument("--dtype", choices=sorted(ALLOWED), help="default: bfloat16 on GPUs, float32 elsewhere")
+    parser.add_argument("--repeats", type=int, default=9)
+    return parser.parse_args()
+
+
+def sizes_of(given: argparse.Namespace, on_gpu: bool) -> Sizes:
+    """Small, or those of a Llama 70B block: 128 a head, 8 query heads for each of keys, 3.5 hidden in the MLP."""
+    hidden = given.hidden or (8192 if given.bench else 64)
+    tokens = given.tokens or (8192 if given.bench else 64)
+    sequence = min(given.sequence or (4096 if given.bench else 32), tokens)
+    sizes = Sizes(
+        sequence, tokens // sequence, hidden, width=7 * hidden // 2, dtype=given.dtype or ("bfloat16" if on_gpu else "float32")
+    )
+    return replace(sizes, heads=hidden // 128, kv_heads=max(hidden // 1024, 4)) if hidden >= 1024 else sizes
+
+
+def main() -> int:
+    given, kind = arguments(), default_device_type()
+    size, sizes = default_world_size(kind, given.ranks), sizes_of(given, kind == "cuda")
+    place = f"{size} ranks on {'GPUs' if kind == 'cuda' else 'the CPU'}, {sizes}"
+    if given.bench:
+        found = launch(bench, sizes, given.repeats, world_size=size, device_type=kind)
+        ours = found["tileweave"]["us"]
+        print(f"forward + backward, {place}")
+        for name, row in found.items():
+            print(f"  {name:34} {row['us']:10.0f} us  {row['us'] / ours:6.3f}x  differs by {row['difference']:.1e}")
+        return 0
+    losses = launch(train, sizes, given.steps, world_size=size, device_type=kind)
+    print(f"losses, {place}")
+    for number, (parallel, alone) in enumerate(losses):
+        print(f"  step {number}: parallel {parallel:.6f}, one device {alone:.6f}, differ by {abs(parallel / alone - 1):.1e}")
+    worst = max(abs(parallel / alone - 1) for parallel, alone in losses)
+    right = worst < ALLOWED[sizes.dtype] and losses[-1][0] < losses[0][0] and all(map(math.isfinite, losses[-1]))
+    print(f"largest difference {worst:.1e}, allowed {ALLOWED[sizes.dtype]:.0e}" + ("" if right else ": WRONG"))
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""matmul_reduce_scatter: out[m, N] = rows of this rank of sum over ranks of x[M, k] @ w[N, k].T, + bias, in one launch.
+
+    x        [M, k]       own columns of the input, k = K/R        w [N, k]    out [m, N], m = M/R
+    slot     [R-1, ...]   one of two, by parity of the epoch; place i holds the i-th peer's partial of this rank's rows
+    staging  [R-1, m, N]  local, copy engines only: partials on their way out
+
+Who writes, who reads. A partial tile of rows of a peer goes into that peer's slot, into this rank's place, and nobody else
+writes there; own tiles are never sent: the program that computed one adds the peers' partials to its accumulator, in fp32
+and in rank order, rounds once and stores the result. Two transports:
+
+``"copy_engine"``  tiles are stored in ``staging`` and counted in; a copy engine that waits for a chunk's count takes the
+    chunk to its owner (rows padded to whole tiles, row-major), a signal behind it. Own tiles wait for their chunk.
+``"sm"``  tiles are stored straight into the slot (tile by tile, whole, 64 columns at a time), and announce themselves: see
+    ``language/marked.py``. No signal, no fence.
+
+====================  =====  =====================================  =============================================
+signal (int32)        value  notifier                               waiter ("copy_engine")
+====================  =====  =====================================  =============================================
+[source, chunk]       epoch  copy engine of ``source``              own tiles of that chunk
+[pushed] (own)        epoch  own copy engine, behind its last push  last program to leave, before the epoch moves
+counter [peer, chunk] tiles  programs, a tile each; local           own copy engine; zero between calls
+====================  =====  =====================================  =============================================
+
+    rank r   | tiles of r+1 ... | tiles of r+2 ... | tiles of r+3 ... | own tiles, adding what came |
+    link                        | to r+1 ......... | to r+2 ......... | to r+3 ......... |
+
+``ALL_REDUCE`` (only ``"sm"``): owners push each finished tile on to all peers (two-shot), into the *result* part of their
+slots, marked as well; every program then takes the rows that are not its own of the tiles that it made.
+
+Why no slot is overwritten: own rows need data of every peer in every call, so when my call n ends, each peer has begun call
+n, hence ended n-1, the last reader of the slot (and writer of its zeros) that call n+1 writes.
+
+All-reduce: M need not divide by R; the last owners may have fewer rows, or none. Then, too, whoever writes to a peer has
+heard from it: partials go to owners, whose result comes back; results go to all, whose partials came before.
+
+Why nobody is stuck: pushes of a tile come before any wait of that tile, and in the order of tiles remote ones come before
+own ones. A program waits for tiles that *any* program of a peer makes, so all programs must be resident at once: as many
+as the device has multiprocessors, no more. Under the interpreter, where programs run in turn: one program, or tiles that
+span shards (then the same program of the peer made it).
+
+Tiles that do not fill a last wave are cut along K, as in ``all_gather_matmul``; a captured copy-engine call has a barrier.
+Limits: x and w contiguous along K; fp32 accumulation; partials travel in x's dtype.
+Sources: FLUX (arXiv 2406.06858), fused GEMM + reduce-scatter by tiles; stream-K (arXiv 2301.03598).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tileweave.config import MatmulConfig
+from tileweave.kernels.endpoint import Endpoint
+from tileweave.language.marked import expected_zero, put_marked, take_marked
+from tileweave.language.matmul import give_part, matmul_tile, piece_offsets, take_parts
+from tileweave.language.remote import symm_at
+from tileweave.language.signal import count_in, faulted, leave, load_epoch, wait
+from tileweave.language.tile import cut, part_range, place_out, unit_count, unit_range
+from tileweave.language.trace import label, stamp
+from tileweave.schedule import MIN_SPAN as _MIN_SPAN
+from tileweave.schedule_scatter import ScatterSchedule
+
+MAX_SLICES = tl.constexpr(32)
+MIN_SPAN = tl.constexpr(_MIN_SPAN)
+
+
+@triton.jit
+def tile_place(first_row, row, col, tile_cols, TILE_M: tl.constexpr, TILE_N: tl.constexpr, SPANS: tl.constexpr):
+    """Where a tile stands in a place of a slot, elements; ``row``: its first row among its owner's."""
+    at = row // TILE_M * tile_cols + col
+    if SPANS:
+        at = first_row // TILE_M * tile_cols + col
+    return at.to(tl.int64) * (TILE_M * TILE_N)
+
+
+@triton.jit
+def push_partial(
+    acc, slot_table, slot_offset, place_size, at, row, row_limit, rows, rank,
+    WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Store the rows of peers in their slots, marked. ``row`` [TILE_M]: global rows."""
+    within = piece_offsets(TILE_M, TILE_N)
+    value = acc.to(dtype)
+    first = row // rows
+    for i in tl.static_range(1, WORLD_SIZE):
+        owner = (rank + i) % WORLD_SIZE
+        mine = (first == owner) & (row < row_limit)
+        if tl.max(mine.to(tl.int32), axis=0) > 0:
+            place = rank - (rank > owner).to(tl.int32)
+            target = symm_at(slot_table, owner, dtype, 16) + slot_offset + place.to(tl.int64) * place_size + at
+            put_marked(target + within, value, mine[:, None] & (tl.arange(0, TILE_N) >= 0)[None, :])
+
+
+@triton.jit
+def push_result(
+    value, slot_table, slot_offset, place_size, at, mask, rank,
+    WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Second shot: a finished tile into the result part of every peer's slot, marked."""
+    within = piece_offsets(TILE_M, TILE_N)
+    for i in tl.static_range(1, WORLD_SIZE):
+        target = symm_at(slot_table, (rank + i) % WORLD_SIZE, value.dtype, 16)
+        put_marked(target + slot_offset + (WORLD_SIZE - 1) * place_size + at + within, value, mask)
+
+
+@triton.jit
+def store_rows(value, target, row, col, cols, mask):
+    """Store a tile's rows ``row`` and columns ``col`` of ``target`` [., cols] where ``mask`` [TILE_M] holds."""
+    tl.store(target + row.to(tl.int64)[:, None] * cols + col[None, :], value, mask=mask[:, None] & (col < cols)[None, :])
+
+
+@triton.jit
+def add_copied(
+    acc, slot, row, row_limit, col, cols, place_rows, COUNT: tl.constexpr
+):  # fmt: skip
+    """``acc`` plus what copy engines brought of these rows (within their owner), in rank order."""
+    mask = (row < row_limit)[:, None] & (col < cols)[None, :]
+    for i in tl.static_range(COUNT):
+        pointers = slot + (i * place_rows + row).to(tl.int64)[:, None] * cols + col[None, :]
+        acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return acc
+
+
+UNSPECIALIZED = ["rank", "slot", "num_tiles", "chunk_rows", "team", "tile_rows", "tile_cols", "k_blocks", "max_units"]
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def matmul_reduce_scatter_kernel(
+    x, w, bias, residual, out, staging, slots, partials, counters, slot_table, signals, control, report, trace,
+    rank, slot, slot_size, place_size, rows, total_rows, cols, depth, stride_x, stride_w,
+    num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
+    WORLD_SIZE: tl.constexpr, PUSH: tl.constexpr, SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr, ALL_REDUCE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRACE: tl.constexpr,
+):  # fmt: skip
+    """Compute, push, add; see the module's docstring for the protocol."""
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    epoch = load_epoch(control)
+    if PUSH:
+        slot = epoch & 1
+    slot_offset = tl.cast(slot, tl.int64) * slot_size
+    dtype: tl.constexpr = out.dtype.element_ty
+    record = program * max_units
+    whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
+    tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
+    for index in range(0, units):
+        tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
+        first_row, row_limit, tile_col = place_out(
+            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
+        )
+        label(trace, record, tile + 1, TRACE)
+        stamp(trace, record, 0, TRACE)
+        row_limit = tl.minimum(row_limit, total_rows)
+        row = first_row + tl.arange(0, TILE_M)
+        col = tile_col * TILE_N + tl.arange(0, TILE_N)
+        a_rows = x + tl.minimum(row, total_rows - 1).to(tl.int64) * stride_x
+        acc = matmul_tile(a_rows, w, stride_w, tile_col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K)
+        stamp(trace, record, 1, TRACE)
+        owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+        if program != owner:
+            give_part(acc, partials, counters, 0, program, tile - whole, TILE_M, TILE_N)
+        else:
+            if helpers > 0:
+                acc = take_parts(acc, partials, counters, 0, owner, helpers, crew, tile - whole, TILE_M, TILE_N)
+            home = first_row // rows
+            within = row - rank * rows
+            own = (within >= 0) & (within < rows) & (row < row_limit)
+            at = tile_place(first_row, first_row - home * rows, tile_col, tile_cols, TILE_M, TILE_N, SPANS)
+            if PUSH:
+                push_partial(
+                    acc, slot_table, slot_offset, place_size, at, row, row_limit, rows, rank, WORLD_SIZE, TILE_M, TILE_N, dtype
+                )
+            if (not PUSH) and (home != rank):
+                place = home - (home > rank).to(tl.int32)
+                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, row < row_limit)
+                chunk = (first_row - home * rows) // TILE_M // chunk_rows
+                count_in(counters + num_programs + place * MAX_SLICES + chunk)
+            if tl.max(own.to(tl.int32), axis=0) > 0:
+                if PUSH:
+                    inside = piece_offsets(TILE_M, TILE_N)
+                    acc = take_marked(
+                        acc, slots + slot_offset + at + inside, place_size, own[:, None] & (col >= 0)[None, :], 0, rank, tile,
+                        epoch, control, report, WORLD_SIZE - 1, MAX_SLICES,
+                    )  # fmt: skip
+                else:
+                    chunk = (first_row - rank * rows) // TILE_M // chunk_rows
+                    for i in tl.static_range(1, WORLD_SIZE):
+                        wait(signals, 1, epoch, (rank + i) % WORLD_SIZE * MAX_SLICES + chunk, tile, control, report)
+                    acc = add_copied(acc, slots + slot_offset, within, rows, col, cols, tile_rows * TILE_M, WORLD_SIZE - 1)
+                if HAS_BIAS:
+                    acc += tl.load(bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
+                if HAS_RESIDUAL:
+                    place = row.to(tl.int64)[:, None] * cols + col[None, :]
+                    acc += tl.load(residual + place, mask=own[:, None] & (col < cols)[None, :], other=0.0).to(tl.float32)
+                acc = tl.where(faulted(control) != 0, float("nan"), acc)
+                if ALL_REDUCE:
+                    value = expected_zero(acc.to(dtype))
+                    final = ((home if not SPANS else 0) * tile_rows * tile_cols).to(tl.int64) * (TILE_M * TILE_N) + at
+                    push_result(
+                        value, slot_table, slot_offset, place_size, final, own[:, None] & (col >= 0)[None, :], rank,
+                        WORLD_SIZE, TILE_M, TILE_N,
+                    )  # fmt: skip
+                    store_rows(value, out, row, col, cols, own)
+                else:
+                    store_rows(acc.to(dtype), out, within, col, cols, own)
+        stamp(trace, record, 2, TRACE)
+        record += 1
+    if ALL_REDUCE:
+        for index in range(0, units):
+            tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
+            owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+            if program == owner:
+                first_row, row_limit, tile_col = place_out(
+                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
+                )
+                row_limit = tl.minimum(row_limit, total_rows)
+                take_result(
+                    slots + slot_offset + (WORLD_SIZE - 1) * place_size, out, first_row, row_limit, tile_col, rows, cols, rank,
+                    tile_rows, tile_cols, tile, epoch, control, report, WORLD_SIZE, SPANS, TILE_M, TILE_N,
+                )  # fmt: skip
+    if not PUSH:  # the copy engine reads the epoch word and the counters: it must have pushed before they move
+        if program == num_programs - 1:
+            wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)
+            words = tl.arange(0, 8 * MAX_SLICES)
+            tl.store(counters + num_programs + words, tl.zeros_like(words), mask=words < (WORLD_SIZE - 1) * MAX_SLICES)
+    leave(control, epoch, num_programs)
+
+
+@triton.jit
+def take_result(
+    results, out, first_row, row_limit, tile_col, rows, cols, rank, tile_rows, tile_cols, tile, epoch, control, report,
+    WORLD_SIZE: tl.constexpr, SPANS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Second shot's end: the rows of a tile that peers own, from the result part of the slot to ``out``."""
+    row = first_row + tl.arange(0, TILE_M)
+    col = tile_col * TILE_N + tl.arange(0, TILE_N)
+    home = first_row // rows
+    inside = piece_offsets(TILE_M, TILE_N)
+    at = tile_place(first_row, first_row - home * rows, tile_col, tile_cols, TILE_M, TILE_N, SPANS)
+    at += ((home if not SPANS else 0) * tile_rows * tile_cols).to(tl.int64) * (TILE_M * TILE_N)
+    for i in tl.static_range(1, WORLD_SIZE):
+        owner = (rank + i) % WORLD_SIZE
+        mask = (row // rows == owner) & (row < row_limit)
+        if tl.max(mask.to(tl.int32), axis=0) > 0:
+            value = take_marked(
+                tl.zeros((TILE_M, TILE_N), tl.float32), results + at + inside, 0, mask[:, None] & (col >= 0)[None, :],
+                owner, WORLD_SIZE, tile, epoch, control, report, 1, MAX_SLICES,
+            )  # fmt: skip
+            value = tl.where(faulted(control) != 0, float("nan"), value)
+            store_rows(expected_zero(value.to(out.dtype.element_ty)), out, row, col, cols, mask)
+
+
+class Launcher:
+    """One shape's launches of this kernel; ``ops`` keeps one for each shape, and checks the arguments."""
+
+    def __init__(self, peers: Endpoint, schedule: ScatterSchedule, config: MatmulConfig, all_reduce: bool) -> None:
+        self.peers, self.schedule, self.config, self.all_reduce = peers, schedule, config, all_reduce
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        staging: torch.Tensor | None,
+        slot: int,
+        trace: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        """Launch on the current stream. ``slot``: which one a copy-engine call uses; a push reads it from the epoch."""
+        peers, s, c = self.peers, self.schedule, self.config
+        partials = out
+        if s.has_cut_tiles:
+            partials = torch.empty(s.num_programs * c.tile_m * c.tile_n, dtype=torch.float32, device=x.device)
+        matmul_reduce_scatter_kernel[(s.num_programs,)](
+            x, w, out if bias is None else bias, out if residual is None else residual, out, out if staging is None else staging, peers.slots, partials,
+            peers.counters, peers.slot_table, peers.signals, peers.control, peers.report,
+            peers.control if trace is None else trace,
+            s.rank, slot, peers.slot_size, s.place_elements, s.rows, x.shape[0], s.cols, s.depth, x.stride(0), w.stride(0),
+            s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
+            WORLD_SIZE=s.world_size, PUSH=c.transport == "sm", SPANS=s.spans_shards, SPLIT_TAIL=s.split_tail,
+            ALL_REDUCE=self.all_reduce, TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m,
+            EVEN_K=s.depth % c.tile_k == 0, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, TRACE=trace is not None,
+            num_warps=c.num_warps, num_stages=c.num_stages,
+        )  # fmt: skip

@@ -1,0 +1,572 @@
+"""The Hopper twin of ``matmul_reduce_scatter``: the same protocol and schedule, warp-specialised in Gluon.
+
+Read ``kernels/matmul_reduce_scatter.py`` first: equation, signals, timeline and proof are there and hold here. What differs:
+
+- Three partitions: *load* feeds TMA, *multiply* runs wgmma and the epilogue, in pieces of 64 columns, *store* takes pieces
+  from shared memory to memory, drains and counts them in, beside the other two.
+- ``"copy_engine"``: what copy engines brought for an own tile comes through the same ring as its operands: *load* waits for
+  the chunk's signals and asks for the peers' pieces behind the last K block, *multiply* adds them as they come. So the
+  wait and the way from memory are hidden as those of operands are.
+- ``"sm"``: *store* pushes pieces to peers, *multiply* polls for theirs.
+
+Limits: rows of x and w at multiples of 16 bytes; ``"copy_engine"``: rows of out too, and ``tile_k`` 64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from tileweave.config import MatmulConfig
+from tileweave.kernels.all_gather_matmul_hopper import _descriptor, _Pointer
+from tileweave.kernels.endpoint import Endpoint
+from tileweave.kernels.launch import Prepared, hooked, prepare
+from tileweave.language.hopper import (
+    FAULT,
+    acquire,
+    add_parts,
+    await_parts,
+    count_in,
+    cut,
+    drain_tma_stores,
+    finish,
+    give_part,
+    label,
+    leave,
+    load_async,
+    make_ring,
+    multiply_tile,
+    part_range,
+    place_out,
+    spin,
+    stamp,
+    store_async,
+    unit_count,
+    unit_range,
+    wait,
+)
+from tileweave.language.hopper_marked import expected_zero, piece_offsets, push_box, take_marked
+from tileweave.schedule import MIN_SPAN as _MIN_SPAN
+from tileweave.schedule_scatter import ScatterSchedule
+
+MAX_SLICES = gl.constexpr(32)
+MIN_SPAN = gl.constexpr(_MIN_SPAN)
+PIECE = gl.constexpr(64)  # columns that the epilogue handles at once: one swizzled row of shared memory
+BOXES = gl.constexpr(2)
+
+
+@gluon.jit
+def load_partition(
+    x_desc, w_desc, slot0_desc, slot1_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
+    slot, rank, rows, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions,
+    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    """One warp: keep the ring full, with operands, then with the peers' pieces of own tiles."""
+    block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
+    program = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    epoch = gl.load(control, volatile=True)
+    turn = 0
+    record = program * max_units
+    arrived = 0  # bit c: chunk c of all peers is there
+    whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
+    tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
+    for index in range(0, units):
+        tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
+        first_row, row_limit, col = place_out(tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows)
+        label(trace, record, tile + 1, TRACE)
+        stamp(trace, record, 0, epoch, TRACE)
+        for block in range(k_begin, k_end):
+            at = turn % STAGES
+            mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready.index(at), block_bytes)
+            load_async(w_desc, [col * TILE_N, block * TILE_K], ready.index(at), b_ring.index(at))
+            load_async(x_desc, [first_row, block * TILE_K], ready.index(at), a_ring.index(at))
+            turn += 1
+        if not PUSH:
+            owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+            if (program == owner) & (first_row // rows == rank):
+                row = first_row - rank * rows
+                chunk = row // TILE_M // chunk_rows
+                if ((arrived >> chunk) & 1) == 0:
+                    for i in gl.static_range(1, WORLD_SIZE):
+                        source = (rank + i) % WORLD_SIZE
+                        spin(signals + chunk, source, source, MAX_SLICES, epoch, tile, control, report, 1, 1, 1)
+                    acquire(epoch)
+                    arrived = arrived | (1 << chunk)
+                for piece in gl.static_range(TILE_N // PIECE):
+                    for i in gl.static_range(WORLD_SIZE - 1):
+                        at = turn % STAGES
+                        mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
+                        mbarrier.expect(ready.index(at), TILE_M * PIECE * 2)
+                        where = i * tile_rows * TILE_M + row
+                        if slot == 0:
+                            load_async(slot0_desc, [where, col * TILE_N + piece * PIECE], ready.index(at), a_ring.index(at))
+                        else:
+                            load_async(slot1_desc, [where, col * TILE_N + piece * PIECE], ready.index(at), a_ring.index(at))
+                        turn += 1
+        stamp(trace, record, 1, epoch, TRACE)
+        record += 1
+    leave(control, epoch, num_partitions)
+
+
+@gluon.jit
+def push_tile(
+    turn, boxes, free, full, slot_table, slot_offset, place_size, tile, first_row, row_limit, rows, rank, home, tile_rows,
+    tile_cols, col,
+    WORLD_SIZE: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Store warps, ``"sm"``: partial pieces to their owners, then finished ones to all peers (``ALL_REDUCE``)."""
+    at, result_at = tile_place(first_row, home, rows, tile_rows, tile_cols, col, TILE_M, TILE_N, SPANS)
+    if SPANS or home != rank:
+        for piece in gl.static_range(TILE_N // PIECE):
+            mbarrier.wait(full.index(turn % BOXES), (turn // BOXES) & 1)
+            for i in gl.static_range(1, WORLD_SIZE):
+                owner = (rank + i) % WORLD_SIZE
+                begin, end = owner * rows, gl.minimum(owner * rows + rows, row_limit)
+                if (first_row < end) & (first_row + TILE_M > begin):
+                    place = rank - (rank > owner).to(gl.int32)
+                    push_box(
+                        boxes.index(turn % BOXES), piece * PIECE, slot_table,
+                        slot_offset + place.to(gl.int64) * place_size + at, first_row, begin, end, owner, TILE_M, PIECE, WARPS,
+                    )  # fmt: skip
+            mbarrier.arrive(free.index(turn % BOXES), count=1)
+            turn += 1
+    begin, end = rank * rows, gl.minimum(rank * rows + rows, row_limit)
+    if ALL_REDUCE:
+        if (first_row < end) & (first_row + TILE_M > begin):
+            for piece in gl.static_range(TILE_N // PIECE):
+                mbarrier.wait(full.index(turn % BOXES), (turn // BOXES) & 1)
+                for i in gl.static_range(1, WORLD_SIZE):
+                    push_box(
+                        boxes.index(turn % BOXES), piece * PIECE, slot_table,
+                        slot_offset + (WORLD_SIZE - 1) * place_size + result_at, first_row, begin, end,
+                        (rank + i) % WORLD_SIZE, TILE_M, PIECE, WARPS,
+                    )  # fmt: skip
+                mbarrier.arrive(free.index(turn % BOXES), count=1)
+                turn += 1
+    return turn
+
+
+@gluon.jit
+def stage_tile(
+    turn, out_desc, staging_desc, boxes, free, full, counters, rows, rank, home, tile_rows, chunk_rows, first_row, col,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+):  # fmt: skip
+    """Store warps, ``"copy_engine"``: pieces to ``staging``, the tile counted in behind them, or to ``out``."""
+    row = first_row - home * rows
+    place = home - (home > rank).to(gl.int32)
+    for piece in gl.static_range(TILE_N // PIECE):
+        mbarrier.wait(full.index(turn % BOXES), (turn // BOXES) & 1)
+        if home == rank:
+            store_async(out_desc, [row, col * TILE_N + piece * PIECE], boxes.index(turn % BOXES))
+        else:
+            at = place * tile_rows * TILE_M + row
+            store_async(staging_desc, [at, col * TILE_N + piece * PIECE], boxes.index(turn % BOXES))
+        if piece > 0:
+            tma.store_wait(1)
+            mbarrier.arrive(free.index((turn - 1) % BOXES), count=1)
+        turn += 1
+    tma.store_wait(0)
+    mbarrier.arrive(free.index((turn - 1) % BOXES), count=1)
+    if home != rank:
+        drain_tma_stores(turn)
+        count_in(counters + place * MAX_SLICES + row // TILE_M // chunk_rows)
+    return turn
+
+
+@gluon.jit
+def store_partition(
+    out_desc, staging_desc, boxes, free, full, counters, slot_table, signals, control, report,
+    slot_size, place_size, rank, rows, total_rows, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, num_partitions,
+    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_TAIL: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Pieces from shared memory to where they go, beside the other two partitions."""
+    program = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    epoch = gl.load(control, volatile=True)
+    slot_offset = (epoch & 1).to(gl.int64) * slot_size
+    turn = 0
+    whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
+    tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
+    for index in range(0, units):
+        tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
+        owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+        if program == owner:
+            first_row, row_limit, col = place_out(
+                tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
+            )
+            home = first_row // rows
+            if PUSH:
+                turn = push_tile(
+                    turn, boxes, free, full, slot_table, slot_offset, place_size, tile, first_row,
+                    gl.minimum(row_limit, total_rows), rows, rank, home, tile_rows, tile_cols, col,
+                    WORLD_SIZE, SPANS, ALL_REDUCE, TILE_M, TILE_N, WARPS,
+                )  # fmt: skip
+            else:
+                turn = stage_tile(
+                    turn, out_desc, staging_desc, boxes, free, full, counters + num_programs, rows, rank, home, tile_rows,
+                    chunk_rows, first_row, col, TILE_M, TILE_N,
+                )  # fmt: skip
+    if not PUSH:
+        drain_tma_stores(epoch)
+        if program == num_programs - 1:  # the copy engine reads the epoch word and the counters until it has pushed
+            wait(signals, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, epoch, -1, control, report, 1, WARPS)
+            word = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+            for i in gl.static_range(WORLD_SIZE - 1):
+                gl.store(counters + num_programs + i * MAX_SLICES + word, word * 0)
+    leave(control, epoch, num_partitions)
+
+
+@gluon.jit
+def box_piece(piece, sent, boxes, free, full):
+    """Multiply warps' end: hand a piece to the store warps. Returns the next box turn."""
+    mbarrier.wait(free.index(sent % BOXES), ((sent // BOXES) & 1) ^ 1)
+    boxes.index(sent % BOXES).store(piece.to(boxes.dtype))
+    fence_async_shared()
+    mbarrier.arrive(full.index(sent % BOXES), count=1)
+    return sent + 1
+
+
+@gluon.jit
+def sum_pushed(
+    piece, first_col, bias, residual, out, slots, place_size, tile, epoch, control, report, rank, rows, cols, first_row,
+    row_limit, col,
+    WORLD_SIZE: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """Own rows of a piece, ``"sm"``: add what peers pushed, bias and residual, store. Returns what was stored."""
+    layout: gl.constexpr = piece.type.layout
+    dtype: gl.constexpr = out.dtype.element_ty
+    row = gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
+    index = gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout))
+    begin, end = rank * rows, gl.minimum(rank * rows + rows, row_limit)
+    own = ((first_row + row >= begin) & (first_row + row < end))[:, None] & (index >= 0)[None, :]
+    pointers = slots.to(gl.pointer_type(gl.int16), bitcast=True) + piece_offsets(row, index, first_col, TILE_M, PIECE)
+    piece = take_marked(
+        piece, pointers, place_size, own, 0, rank, tile, epoch, control, report, WORLD_SIZE - 1, MAX_SLICES, dtype
+    )
+    piece = finish(piece, gl.load(control + FAULT, volatile=True), bias, col + first_col, cols, HAS_BIAS)
+    if HAS_RESIDUAL:
+        place = (first_row + row).to(gl.int64)[:, None] * cols + (col + first_col + index)[None, :]
+        piece += gl.load(residual + place, mask=own & (col + first_col + index < cols)[None, :], other=0.0).to(gl.float32)
+    value = piece.to(dtype)
+    if ALL_REDUCE:
+        value = expected_zero(value)
+        store_own(value, out, 0, first_row, begin, end, col + first_col, cols)
+    else:
+        store_own(value, out, begin, first_row, begin, end, col + first_col, cols)
+    return value
+
+
+@gluon.jit
+def sum_copied(
+    piece, first_col, turn, a_ring, empty, ready, bias, control, cols, col,
+    WORLD_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """A piece of an own tile, ``"copy_engine"``: add what *load* brings through the ring. Returns (piece, ring turn)."""
+    layout: gl.constexpr = piece.type.layout
+    for _ in gl.static_range(WORLD_SIZE - 1):
+        index = turn % STAGES
+        mbarrier.wait(ready.index(index), (turn // STAGES) & 1)
+        piece += a_ring.index(index).load(layout).to(gl.float32)
+        mbarrier.arrive(empty.index(index), count=1)
+        turn += 1
+    return finish(piece, gl.load(control + FAULT, volatile=True), bias, col + first_col, cols, HAS_BIAS), turn
+
+
+@gluon.jit
+def store_own(piece, out, shift, first_row, row_begin, row_end, col, cols):
+    """Rows [row_begin, row_end) of a piece, at rows ``shift`` less of ``out``."""
+    rows: gl.constexpr = gl.SliceLayout(1, piece.type.layout)
+    columns: gl.constexpr = gl.SliceLayout(0, piece.type.layout)
+    row = first_row + gl.arange(0, piece.shape[0], layout=rows)
+    index = col + gl.arange(0, piece.shape[1], layout=columns)
+    mask = ((row >= row_begin) & (row < row_end))[:, None] & (index < cols)[None, :]
+    gl.store(out + (row - shift).to(gl.int64)[:, None] * cols + index[None, :], piece.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def halves(tile):
+    """A tile's left and right columns."""
+    return tile.reshape((tile.shape[0], 2, tile.shape[1] // 2)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def pieces_of(tile, TILE_N: gl.constexpr):
+    """A tile's columns, ``PIECE`` at a time, as a tuple."""
+    if TILE_N == 256:
+        left, right = halves(tile)
+        first, second = halves(left)
+        third, fourth = halves(right)
+        return first, second, third, fourth
+    elif TILE_N == 128:
+        left, right = halves(tile)
+        return left, right
+    else:
+        return (tile,)
+
+
+@gluon.jit
+def tile_place(
+    first_row, home, rows, tile_rows, tile_cols, col, TILE_M: gl.constexpr, TILE_N: gl.constexpr, SPANS: gl.constexpr
+):
+    """Where a tile stands in a place of a slot, and in its result part, elements; see the Triton kernel's."""
+    if SPANS:
+        at = first_row // TILE_M * tile_cols + col
+        result = at
+    else:
+        at = (first_row - home * rows) // TILE_M * tile_cols + col
+        result = home * tile_rows * tile_cols + at
+    return at.to(gl.int64) * (TILE_M * TILE_N), result.to(gl.int64) * (TILE_M * TILE_N)
+
+
+@gluon.jit
+def take_result(
+    results, out, first_row, row_limit, col, rows, cols, rank, result_at, tile, epoch, control, report,
+    WORLD_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Second shot's end: the rows of a tile that peers own, from the result part of the slot to ``out``."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
+    dtype: gl.constexpr = out.dtype.element_ty
+    row = first_row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
+    for i in gl.static_range(TILE_N // PIECE):
+        zeros = gl.zeros((TILE_M, PIECE), gl.float32, layout)
+        index = gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout))
+        offsets = piece_offsets(row - first_row, index, i * PIECE, TILE_M, PIECE)
+        pointers = (results + result_at).to(gl.pointer_type(gl.int16), bitcast=True) + offsets
+        for step in gl.static_range(1, WORLD_SIZE):
+            owner = (rank + step) % WORLD_SIZE
+            begin, end = owner * rows, gl.minimum(owner * rows + rows, row_limit)
+            if (first_row < end) & (first_row + TILE_M > begin):
+                mask = ((row >= begin) & (row < end))[:, None] & (offsets >= 0)
+                value = take_marked(
+                    zeros, pointers, 0, mask, owner, WORLD_SIZE, tile, epoch, control, report, 1, MAX_SLICES, dtype
+                )
+                value = gl.where(gl.load(control + FAULT, volatile=True) != 0, float("nan"), value)
+                store_own(expected_zero(value.to(dtype)), out, 0, first_row, begin, end, col + i * PIECE, cols)
+
+
+@gluon.jit
+def multiply_partition(
+    out, bias, residual, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table, control, report, trace,
+    slot, slot_size, place_size, rank, rows, total_rows, cols, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks,
+    max_units, num_partitions,
+    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    """The warpgroups: multiply each unit from the ring; send it, add what peers sent, or hand it to the tile's owner."""
+    program = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    epoch = gl.load(control, volatile=True)
+    if PUSH:
+        slot = epoch & 1
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
+    slot_offset = slot.to(gl.int64) * slot_size
+    record = program * max_units
+    turn = 0
+    sent = 0
+    whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
+    tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
+    for index in range(0, units):
+        tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
+        first_row, row_limit, tile_col = place_out(
+            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
+        )
+        row_limit = gl.minimum(row_limit, total_rows)
+        acc, turn, fault = multiply_tile(
+            turn, k_end - k_begin, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS
+        )
+        owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+        if program != owner:
+            give_part(acc, partials, counters, program, tile - whole, TILE_M, TILE_N)
+        else:
+            if helpers > 0:
+                await_parts(counters, tile - whole, helpers)
+                acc = add_parts(acc, 0, partials, program, helpers, crew, TILE_M, TILE_N)
+            home = first_row // rows
+            at, result_at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
+            col = tile_col * TILE_N
+            pieces = pieces_of(acc, TILE_N)
+            if PUSH:
+                if SPANS or home != rank:
+                    for i in gl.static_range(TILE_N // PIECE):
+                        sent = box_piece(gl.convert_layout(pieces[i], layout), sent, boxes, free, full)
+                if (first_row < gl.minimum(rank * rows + rows, row_limit)) & (first_row + TILE_M > rank * rows):
+                    for i in gl.static_range(TILE_N // PIECE):
+                        value = sum_pushed(
+                            gl.convert_layout(pieces[i], layout), i * PIECE, bias, residual, out, slots + slot_offset + at,
+                            place_size, tile, epoch, control, report, rank, rows, cols, first_row, row_limit, col,
+                            WORLD_SIZE, ALL_REDUCE, TILE_M, HAS_BIAS, HAS_RESIDUAL,
+                        )  # fmt: skip
+                        if ALL_REDUCE:
+                            sent = box_piece(value, sent, boxes, free, full)
+            else:
+                for i in gl.static_range(TILE_N // PIECE):
+                    piece = gl.convert_layout(pieces[i], layout)
+                    if home == rank:
+                        piece, turn = sum_copied(
+                            piece, i * PIECE, turn, a_ring, empty, ready, bias, control, cols, col, WORLD_SIZE, STAGES, HAS_BIAS
+                        )
+                    sent = box_piece(piece, sent, boxes, free, full)
+        stamp(trace, record, 2, epoch, TRACE)
+        record += 1
+    if ALL_REDUCE:
+        for index in range(0, units):
+            tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
+            owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+            if program == owner:
+                first_row, row_limit, tile_col = place_out(
+                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
+                )
+                at, result_at = tile_place(
+                    first_row, first_row // rows, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS
+                )
+                take_result(
+                    slots + slot_offset + (WORLD_SIZE - 1) * place_size, out, first_row, gl.minimum(row_limit, total_rows),
+                    tile_col * TILE_N, rows, cols, rank, result_at, tile, epoch, control, report,
+                    WORLD_SIZE, TILE_M, TILE_N, WARPS,
+                )  # fmt: skip
+    leave(control, epoch, num_partitions)
+
+
+UNSPECIALIZED = [
+    "rank", "slot", "rows", "total_rows", "num_tiles", "chunk_rows", "team", "tile_rows", "tile_cols", "k_blocks", "max_units",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def matmul_reduce_scatter_hopper_kernel(
+    x_desc, w_desc, slot0_desc, slot1_desc, out_desc, staging_desc, bias, residual, out, slots, partials, counters,
+    slot_table, signals, control, report, trace,
+    rank, slot, slot_size, place_size, rows, total_rows, cols,
+    num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
+    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    """Dispatch the partitions; *store* ends at once where registers go straight to peers."""
+    a_ring, b_ring, empty, ready = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
+    STORE_WARPS: gl.constexpr = 4 if WARPS == 4 else 2  # what fits into 12 warps of 168 registers
+    box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_M, PIECE], x_desc.dtype)
+    boxes = gl.allocate_shared_memory(x_desc.dtype, [BOXES, TILE_M, PIECE], box_layout)
+    free = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BOXES):
+        mbarrier.init(free.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+    num_partitions = gl.num_programs(0) * 3
+    gl.warp_specialize(
+        [
+            (multiply_partition, (
+                out, bias, residual, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table, control,
+                report, trace, slot, slot_size, place_size, rank, rows, total_rows, cols, num_tiles, chunk_rows, team,
+                tile_rows, tile_cols, k_blocks, max_units, num_partitions, WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N,
+                GROUP_M, STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL, SPLIT_TAIL, TRACE,
+            )),
+            (load_partition, (
+                x_desc, w_desc, slot0_desc, slot1_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
+                slot, rank, rows, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions,
+                WORLD_SIZE, PUSH, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, SPLIT_TAIL, TRACE,
+            )),
+            (store_partition, (
+                out_desc, staging_desc, boxes, free, full, counters, slot_table, signals, control, report, slot_size,
+                place_size, rank, rows, total_rows, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks,
+                num_partitions, WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N, GROUP_M, SPLIT_TAIL, STORE_WARPS,
+            )),
+        ],
+        [1, STORE_WARPS],
+        [40, 40] if WARPS == 8 and not PUSH else [72, 72],
+    )  # fmt: skip
+
+
+# What changes between the launches of one shape; the bases of the descriptors, in the order of Launcher.descriptors.
+WORDS = ("bias", "residual", "out", "partials", "trace", "slot")
+MAPS = ("x_desc", "w_desc", "out_desc", "staging_desc")
+
+
+class Launcher:
+    """One shape's launches: descriptors, integers and prepared kernels, kept between calls (``kernels/launch.py``)."""
+
+    def __init__(
+        self, peers: Endpoint, schedule: ScatterSchedule, config: MatmulConfig, all_reduce: bool, dtype: torch.dtype,
+        stride_x: int, stride_w: int,
+    ) -> None:  # fmt: skip
+        self.peers, self.schedule, self.config = peers, schedule, config
+        s, c = schedule, config
+        self.push = c.transport == "sm"
+        self.all_reduce, self.stride_x, self.stride_w = all_reduce, stride_x, stride_w
+        self.base = base = peers.slots.data_ptr()
+        self.box = [c.tile_m, PIECE.value]
+        place_rows = s.tile_rows * c.tile_m
+        shape = [(s.world_size - 1) * place_rows, s.cols]
+        self.w_desc = _descriptor(base, dtype, [s.cols, s.depth], stride_w, [c.tile_n, c.tile_k])
+        self.dtype = dtype
+        slot_bytes = peers.slot_size * dtype.itemsize
+        unused = _descriptor(base, dtype, [64, 64], 64, self.box)
+        self.slots = tuple(
+            unused if self.push else _descriptor(base + i * slot_bytes, dtype, shape, s.cols, self.box) for i in (0, 1)
+        )
+        self.out_desc = unused if self.push else _descriptor(base, dtype, [s.rows, s.cols], s.cols, self.box)
+        self.staging_desc = unused if self.push else _descriptor(base, dtype, shape, s.cols, self.box)
+        self.part_words = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
+        self.integers = (
+            s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
+        )  # fmt: skip
+        self.constants = (
+            s.world_size, self.push, s.spans_shards, all_reduce, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages,
+            c.num_warps,
+        )  # fmt: skip
+        self.options = {"num_warps": c.num_warps, "maxnreg": 168}  # 12 warps share the registers: 8 or 4, + 1 + 1, rounded up
+        self.prepared: dict[tuple[object, ...], Prepared | None] = {}
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        staging: torch.Tensor | None,
+        slot: int,
+        trace: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        """Launch on the current stream; as ``matmul_reduce_scatter.Launcher``, for what :func:`fits`."""
+        peers, s, c = self.peers, self.schedule, self.config
+        partials = out
+        if self.part_words:
+            partials = torch.empty(self.part_words, dtype=torch.float32, device=x.device)
+        added, stamps, to = out if bias is None else bias, peers.control if trace is None else trace, out.data_ptr()
+        more = out if residual is None else residual
+        bias_at, more_at, total = added.data_ptr(), more.data_ptr(), x.shape[0]
+        variant = (to % 16 == 0, bias_at % 16 == 0, more_at % 16 == 0, bias is None, residual is None, trace is None, total)
+        prepared = self.prepared.get(variant)
+        bases = (x.data_ptr(), w.data_ptr(), to, self.base if staging is None else staging.data_ptr())
+        if self.push:
+            bases = (*bases[:2], self.base, self.base)
+        if prepared is not None and not hooked():
+            return prepared((bias_at, more_at, to, partials.data_ptr(), stamps.data_ptr(), slot), bases)
+        x_desc = _descriptor(self.base, self.dtype, [total, s.depth], self.stride_x, [c.tile_m, c.tile_k])
+        x_desc, w_desc, out_desc, staging_desc = (
+            replace(held, base=_Pointer(base, x.dtype))
+            for held, base in zip((x_desc, self.w_desc, self.out_desc, self.staging_desc), bases, strict=True)
+        )
+        arguments = (
+            x_desc, w_desc, *self.slots, out_desc, staging_desc, added, more, out, peers.slots, partials, peers.counters,
+            peers.slot_table, peers.signals, peers.control, peers.report, stamps,
+            s.rank, slot, peers.slot_size, s.place_elements, s.rows, total, s.cols, *self.integers, *self.constants,
+            bias is not None, residual is not None, s.split_tail, trace is not None,
+        )  # fmt: skip
+        compiled = matmul_reduce_scatter_hopper_kernel[(s.num_programs,)](*arguments, **self.options)
+        if variant not in self.prepared:
+            self.prepared[variant] = prepare(compiled, s.num_programs, arguments, WORDS, MAPS)
+        return None

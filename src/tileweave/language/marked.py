@@ -1,0 +1,104 @@
+"""Data that announces itself: an element of zero bits has not arrived, and a zero travels as minus zero.
+
+For small messages a fence and a signal behind the data cost more than the data. So each element is its own signal: the
+reader polls the elements themselves, and needs no order between them. Whoever takes elements writes zeros back at once,
+so that the place is clean when its turn comes again, two calls later (see *slots* in ``transport/base.py``: fresh slots
+are zero).
+
+==================  ===============================================================================================
+``mark``            bits of a value as they travel
+``put_marked``      store them in a peer's slot; nothing follows
+``take_marked``     poll ``COUNT`` parts until all elements have come, add them in order, write zeros back
+``expected_zero``   what a sum is allowed to be: a result that must be the same on all ranks has one zero only
+==================  ===============================================================================================
+
+Why it is safe: each element is written once a call by one rank, stores of 2 or 4 bytes are not torn, and the reader's
+zeros are behind its own loads of the same addresses. The writer's next store there comes two calls later, when it has
+data of this rank's next call, which was sent behind the end of the call that wrote the zeros.
+
+Source of the idea: NCCL's LL protocol (data and flag in one word); "Lamport" buffers of TensorRT-LLM's all-reduce.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tileweave.language.signal import TIMEOUT_US, clock, expire, pause
+
+
+@triton.jit
+def mark(value):
+    """``value`` as integers of its width, never zero."""
+    if value.dtype.primitive_bitwidth == 16:
+        bits = value.to(tl.int16, bitcast=True)
+        return tl.where(bits == 0, tl.full([], -(2**15), tl.int16), bits)
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        return tl.where(bits == 0, tl.full([], -(2**31), tl.int32), bits)
+
+
+@triton.jit
+def expected_zero(value):
+    """``value`` with plus zero for minus zero."""
+    return tl.where(value == 0, tl.zeros_like(value), value)
+
+
+@triton.jit
+def put_marked(pointers, value, mask):
+    """Store ``value`` (rounded to the slot's dtype already) where a peer polls for it. ``pointers``: in that dtype."""
+    bits = mark(value)
+    tl.store(pointers.to(tl.pointer_type(bits.dtype), bitcast=True), bits, mask=mask)
+
+
+@triton.jit
+def _missing(value, mask):
+    """1 for each element that has not come."""
+    if value.dtype.primitive_bitwidth == 16:
+        bits = value.to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+    return tl.where((bits == 0) & mask, 1, 0)
+
+
+@triton.jit
+def _sum_marked(acc, pointers, stride, mask, COUNT: tl.constexpr):
+    """``acc`` plus ``COUNT`` parts, and how many elements have not come. All loads are under way before the first is used."""
+    missing = tl.zeros(acc.shape, tl.int32)
+    for i in tl.static_range(COUNT):
+        value = tl.load(pointers + i * stride, mask=mask, volatile=True)
+        missing += _missing(value, mask)
+        acc += tl.where(mask, value.to(tl.float32), 0.0)
+    return acc, tl.sum(tl.sum(missing, axis=1), axis=0)
+
+
+@triton.jit
+def take_marked(
+    acc, pointers, stride, mask, first_peer, skip, unit, epoch, control, report, COUNT: tl.constexpr, SIGNALS: tl.constexpr
+):  # fmt: skip
+    """``acc`` (fp32, 2-D) plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, added in that order.
+
+    ``mask``: the elements that are sent. Part i comes from peer ``first_peer + i``, one more from ``skip`` on; a part
+    that is not there in time is reported as that peer's (``SIGNALS`` signal words a peer) and sets the fault.
+    """
+    total, missing = _sum_marked(acc, pointers, stride, mask, COUNT)
+    if missing > 0:
+        limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
+        started = clock()
+        polls = 0
+        while (missing > 0) & (clock() - started <= limit) & (polls < 1 << 27):
+            pause()
+            total, missing = _sum_marked(acc, pointers, stride, mask, COUNT)
+            polls += 1
+        if missing > 0:
+            late = tl.cast(first_peer, tl.int32)
+            for i in tl.static_range(COUNT):
+                value = tl.load(pointers + i * stride, mask=mask, volatile=True)
+                if tl.sum(tl.sum(_missing(value, mask), axis=1), axis=0) > 0:
+                    late = tl.cast(first_peer, tl.int32) + i
+                    if late >= skip:
+                        late += 1
+            expire(control, report, late * SIGNALS, unit, epoch, epoch - 1)
+    for i in tl.static_range(COUNT):
+        tl.store(pointers + i * stride, tl.zeros(acc.shape, pointers.dtype.element_ty), mask=mask)
+    return total

@@ -1,0 +1,38 @@
+"""The products of backward: each operator's input gradient is its dual operator, with the weight the other way round.
+
+Kernels read a weight along its contracted dimension, which forward and backward do not share: where the dual runs fused,
+the weight is copied once, transposed. torch's matmul reads either way, so the unfused path copies nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tileweave.config import plan_all_gather_matmul, plan_matmul_reduce_scatter
+from tileweave.ops import reference
+from tileweave.ops.matmul_inputs import plan_for
+from tileweave.ops.registry import group_of
+
+
+def gather_and_multiply(
+    grad: torch.Tensor, w: torch.Tensor, group_name: str, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """gather(grad) @ w for grad [m, n] and w [n, K], and gather(grad) itself if ``keep``."""
+    group = group_of(group_name)
+    if plan_for(plan_all_gather_matmul, grad, grad.shape[0], w.shape[1], dist.get_world_size(group)).config is None:
+        y, gathered = reference.all_gather_matmul(grad, w.t(), None, group)
+    else:
+        y, gathered = torch.ops.tileweave.all_gather_matmul(grad, w.t().contiguous(), None, group_name, keep)
+    return y, gathered if keep else None
+
+
+def scatters_fused(grad: torch.Tensor, w: torch.Tensor, group_name: str) -> bool:
+    """Whether :func:`multiply_and_scatter` is one kernel. While such a kernel runs, nothing else may need a multiprocessor."""
+    size = dist.get_world_size(group_of(group_name))
+    return plan_for(plan_matmul_reduce_scatter, grad, grad.shape[0] // size, w.shape[1], size).config is not None
+
+
+def multiply_and_scatter(grad: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of grad @ w, for grad [M, n] and w [n, K], by the fused operator."""
+    return torch.ops.tileweave.matmul_reduce_scatter(grad, w.t().contiguous(), None, group_name)

@@ -1,0 +1,268 @@
+"""matmul_all_reduce: multiply by this rank's share of K and sum over ranks, on every rank; then residual and RMSNorm.
+
+============  =======  ===============================================================================
+x             [M, k]   this rank's columns of the input, k = K/R; [..., k] with more dimensions also works
+w             [N, k]   this rank's columns of a Linear weight
+bias          [N]      optional; added once
+residual      [M, N]   optional; added to the sum
+norm_weight   [N]      optional; then the result is normalised
+y             [M, N]   sum over ranks of x @ w.T, plus bias, plus residual
+normed        [M, N]   RMSNorm(y) * norm_weight, of y as it was rounded
+============  =======  ===============================================================================
+
+What is not x or w has the same values on every rank, and so has the result.
+
+forward : one fused kernel (``kernels/matmul_all_reduce.py``), or matmul, all-reduce, add, norm where that is faster.
+backward: nothing is sent. Gradients of the result are taken to be the same on every rank, as they are when all ranks go
+          on with the same computation (tensor parallelism): then gx = gy @ w and gw = gy.T @ x need this rank's operands
+          only, and gradients of bias, residual and norm_weight come out the same on every rank. A loss that differs
+          between ranks needs ``matmul_reduce_scatter``, or an all-reduce of gy before.
+
+Sources: GEMV + all-reduce in one kernel, arXiv 2305.06942; the contract of residual and norm is that of vLLM's
+``fused_add_rms_norm``, with results in memory of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tileweave.config import Plan, plan_matmul_all_reduce
+from tileweave.errors import require
+from tileweave.ops import reference
+from tileweave.ops.matmul_inputs import (
+    accept,
+    as_rows,
+    check_like_x,
+    check_operands,
+    check_out,
+    check_shape,
+    operands_for_warmup,
+    plan_for,
+    refuse_alias,
+)
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, publish
+
+OP = "matmul_all_reduce"
+EPS = 1e-6
+_SAID: set[tuple[str, str]] = set()
+
+
+def matmul_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = EPS,
+    group: dist.ProcessGroup | str | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Multiply by this rank's columns of a weight, sum over ranks on every rank; add a residual and normalise if asked.
+
+    Parameters
+    ----------
+    x : [M, k] or [..., k], contiguous; the same shape on every rank.
+    w : [N, k], rows contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
+    bias : [N], or None. residual : [M, N] or [..., N], contiguous, or None. norm_weight : [N], or None.
+        These three have the same values on every rank; each is added, or applied, once.
+    norm_eps : what RMSNorm adds to the mean square.
+    group : the ranks that share the sum; None is the default group. A group's name is accepted too.
+    out, residual_out : where to put the first and the second result, contiguous; not with gradients.
+
+    Returns
+    -------
+    y [..., N] = sum over ranks of x @ w.T, plus bias, plus residual. With ``norm_weight`` a pair ``(normed,
+    residual_out)``: residual_out is that y, the next layer's residual, and normed = RMSNorm(residual_out) * norm_weight,
+    computed in fp32 from residual_out as it was rounded.
+
+    bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the CPU. Fused sums are fp32 in rank order, rounded once; for the
+    unfused path see ``ops/reference.py``. Gradients: see the module.
+
+    Raises
+    ------
+    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
+    CUDA-graph capture without an earlier call or ``tw.warmup``.
+    """
+    rows, name = as_rows(x), name_of(group)
+    given = residual
+    if residual is not None and x.dim() > 2:
+        check_like_x("residual", residual, x, "[..., N]")
+        given = residual.flatten(0, -2)
+    normed = norm_weight is not None
+    if out is not None or residual_out is not None:
+        results = [result for result in (out, residual_out) if result is not None]
+        if out is None or len(results) != 1 + normed:
+            asked = f"{len(results)} of out= and residual_out= {'with' if normed else 'without'} norm_weight"
+            require(False, asked, "both with norm_weight, out= alone without", "allocate what the call returns")
+        for result in results:
+            check_out(result, x, "[..., N]", w, bias, residual, norm_weight)
+        flat = results if x.dim() == 2 else [result.flatten(0, -2) for result in results]
+        torch.ops.tileweave.matmul_all_reduce.out(
+            rows, w, bias, given, norm_weight, norm_eps, name, out=flat[0], residual_out=flat[1] if normed else None
+        )
+        return (results[0], results[1]) if normed else results[0]
+    y, kept = torch.ops.tileweave.matmul_all_reduce(rows, w, bias, given, norm_weight, norm_eps, name)
+    if x.dim() > 2:
+        shape = (*x.shape[:-1], w.shape[0])
+        y, kept = y.view(shape), kept.view(shape) if normed else kept
+    return (y, kept) if normed else y
+
+
+def check_inputs(x, w, bias, residual, norm_weight, out, residual_out) -> None:
+    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
+    check_operands(x, w, bias, residual, norm_weight, out, residual_out)
+    paired = out is None or (residual_out is None) == (norm_weight is None)
+    require(paired, "residual_out without norm_weight, or the reverse", "both or neither", "allocate what the call returns")
+    shape = (x.shape[0], w.shape[0])
+    check_shape("residual", residual, shape, "one value for each of the result")
+    check_shape("norm_weight", norm_weight, (w.shape[0],), "one weight for each row of w")
+    check_shape("out", out, shape, "allocate out with that shape")
+    check_shape("residual_out", residual_out, shape, "allocate residual_out with that shape")
+
+
+def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan:
+    """The path of this call, the same on every rank."""
+    return plan_for(plan_matmul_all_reduce, x, x.shape[0], w.shape[0], size)
+
+
+def _forward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    group_name: str,
+    out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    inputs = (x, w, bias, residual, norm_weight)
+    if out is not None:
+        refuse_alias(out, *inputs, residual_out)
+        if residual_out is not None:
+            refuse_alias(residual_out, *inputs)
+    chosen = accept(
+        OP, group_name, x, w, (bias, residual, norm_weight), (out, residual_out), norm_eps,
+        lambda size: check_inputs(*inputs, out, residual_out),
+        lambda size: plan(x, w, size),
+    )  # fmt: skip
+    if chosen.config is None:
+        log_fallback(OP, chosen, _SAID)
+        y, kept = reference.matmul_all_reduce(x, w, bias, group_of(group_name), residual, norm_weight, norm_eps)
+        if out is None:
+            return y, kept
+        return out.copy_(y), kept if kept is None or residual_out is None else residual_out.copy_(kept)
+    from tileweave.ops.matmul_all_reduce_fused import run_fused
+
+    y = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
+    kept = torch.empty_like(y) if residual_out is None and norm_weight is not None else residual_out
+    run_fused(x, w, bias, residual, norm_weight, norm_eps, y, kept, group_name, chosen)
+    return y, kept
+
+
+def _implementation(x, w, bias, residual, norm_weight, norm_eps, group_name):
+    y, kept = _forward(x, w, bias, residual, norm_weight, norm_eps, group_name, None, None)
+    return y, x.new_empty(0) if kept is None else kept
+
+
+def _implementation_out(x, w, bias, residual, norm_weight, norm_eps, group_name, *, out, residual_out):
+    _forward(x, w, bias, residual, norm_weight, norm_eps, group_name, out, residual_out)
+
+
+def _fake(x, w, bias, residual, norm_weight, norm_eps, group_name):
+    y = x.new_empty(x.shape[0], w.shape[0])
+    return y, x.new_empty(0) if norm_weight is None else torch.empty_like(y)
+
+
+def _fake_out(x, w, bias, residual, norm_weight, norm_eps, group_name, *, out, residual_out):
+    return None
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, w, bias, residual, norm_weight, ctx.norm_eps, ctx.group_name = inputs
+    ctx.optional = bias is not None, residual is not None, norm_weight is not None
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, w, norm_weight, output[1] if norm_weight is not None else None)
+
+
+def _backward(ctx, grad, grad_kept):
+    """Plain torch, since nothing is sent: compilers see through it."""
+    x, w, norm_weight, kept = ctx.saved_tensors
+    has_bias, has_residual, has_norm = ctx.optional
+    need_x, need_w, need_bias, need_residual, need_norm, _, _ = ctx.needs_input_grad
+    g_norm = None
+    if has_norm:
+        grad, g_norm = _through_norm(grad, grad_kept, norm_weight, kept, ctx.norm_eps)
+    if grad is None:
+        return None, None, None, None, None, None, None
+    return (
+        grad @ w if need_x else None,
+        grad.t() @ x if need_w else None,
+        grad.sum(0) if has_bias and need_bias else None,
+        grad if has_residual and need_residual else None,
+        g_norm if need_norm else None,
+        None,
+        None,
+    )
+
+
+def _through_norm(grad, grad_kept, weight, kept, eps):
+    """Gradients of y and of the weight from those of ``weight * y / rms(y)`` and of y itself; sums in fp32."""
+    if grad is None:
+        return grad_kept, None
+    y, g = kept.float(), grad.float()
+    scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    unit = y * scale
+    weighted = g * weight.float()
+    g_y = scale * (weighted - unit * (weighted * unit).mean(-1, keepdim=True))
+    if grad_kept is not None:
+        g_y = g_y + grad_kept.float()
+    return g_y.to(kept.dtype), (g * unit).sum(0).to(weight.dtype)
+
+
+define(
+    "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, Tensor? residual, Tensor? norm_weight, float norm_eps,"
+    " str group_name) -> (Tensor, Tensor)",
+    _implementation,
+    _fake,
+    _backward,
+    _setup_context,
+)
+define(
+    "matmul_all_reduce.out(Tensor x, Tensor w, Tensor? bias, Tensor? residual, Tensor? norm_weight, float norm_eps,"
+    " str group_name, *, Tensor(a!) out, Tensor(b!)? residual_out) -> ()",
+    _implementation_out,
+    _fake_out,
+)
+
+
+def explain(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str | None = None) -> Plan:
+    """Which path a call with these tensors takes, and why. Sends nothing."""
+    check_operands(x, w, None)
+    return plan(x, w, dist.get_world_size(group_of(name_of(group))))
+
+
+def warmup(
+    rows: int,
+    cols: int,
+    depth: int,
+    *,
+    norm: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | str | None = None,
+) -> Plan:
+    """Collective: reserve memory and compile for x [rows, depth], w [cols, depth], so that a capture may follow.
+
+    ``norm``: for calls with residual and norm_weight, which are another kernel.
+    """
+    x, w = operands_for_warmup(rows, cols, depth, dtype, device)
+    residual, weight = (x.new_zeros(rows, cols), x.new_ones(cols)) if norm else (None, None)
+    matmul_all_reduce(x, w, residual=residual, norm_weight=weight, group=group)
+    return plan(x, w, dist.get_world_size(group_of(name_of(group))))
+
+
+publish(OP, explain, warmup)

@@ -1,0 +1,153 @@
+"""The fused call of matmul_reduce_scatter, and of matmul_all_reduce in two shots: instance, slot, launch, pushes.
+
+What a shape needs is made once and kept. The operators' files check the arguments and plan; tests, the tuner and the
+tracer call :func:`run_fused` themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tileweave.config import MatmulConfig, Plan, Problem, scatter_schedule_for
+from tileweave.errors import require
+from tileweave.kernels.endpoint import Endpoint
+from tileweave.ops.registry import endpoint, workspace_of
+from tileweave.schedule import push_order
+from tileweave.schedule_scatter import ScatterSchedule
+from tileweave.transport.base import EPOCH, Copy
+from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
+
+OP = "matmul_reduce_scatter"
+
+
+def run_fused(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    group_name: str,
+    chosen: Plan,
+    trace: torch.Tensor | None = None,
+    op: str = OP,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """The fused call itself. x [M, k], w [N, k]; out [M / R, N], or [M, N] for ``op`` "matmul_all_reduce"."""
+    config = chosen.config
+    assert config is not None, "run_fused needs a fused plan"
+    workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
+    transport = workspace.transport
+    call = _fused_call(workspace, x, w, config, op)
+    instance = call.instance
+    capturing = instance.begin()
+    launch = call.launcher(x, w)
+    if config.transport == "sm":
+        try:
+            launch(x, w, bias, out, None, 0, trace, residual)
+        finally:
+            if not x.is_cuda:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
+                instance.check()
+        return
+    slot = instance.calls & 1
+    if instance.captured:
+        from tileweave.kernels.barrier import barrier
+
+        slot = 0
+        barrier(call.endpoint, transport.world_size, transport.rank)
+    staging = torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
+    launched = False
+    try:
+        transport.push_beside(
+            lambda: launch(x, w, bias, out, staging, slot, trace, residual), call.copies[slot], staging.data_ptr()
+        )
+        launched = x.is_cuda
+    finally:
+        # As in all_gather_matmul: a kernel on a device ends behind our pushes anyway.
+        if capturing or not launched:
+            transport.join()
+        if not x.is_cuda:
+            instance.check()
+
+
+@dataclass(slots=True)
+class _FusedCall:
+    """What calls of one shape share: made once, since host time counts."""
+
+    instance: Instance
+    endpoint: Endpoint
+    schedule: ScatterSchedule
+    config: MatmulConfig
+    all_reduce: bool
+    copies: tuple[tuple[Copy, ...], ...]  # of a copy-engine call, by slot
+    launchers: dict[tuple[bool, int, int], Callable[..., None]]
+
+    @property
+    def staging_elements(self) -> int:
+        return (self.schedule.world_size - 1) * self.schedule.place_elements
+
+    def launcher(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
+        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
+        key = ((x.data_ptr() | w.data_ptr()) & 15 == 0, x.stride(0), w.stride(0))
+        found = self.launchers.get(key)
+        if found is None:
+            found = self.launchers[key] = self._make(x, w)
+        return found
+
+    def _make(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
+        if self.config.kernel == "hopper":
+            from tileweave.kernels.all_gather_matmul_hopper import fits
+            from tileweave.kernels.matmul_reduce_scatter_hopper import Launcher as HopperLauncher
+
+            if fits(x, w):
+                return HopperLauncher(
+                    self.endpoint, self.schedule, self.config, self.all_reduce, x.dtype, x.stride(0), w.stride(0)
+                )
+        from tileweave.kernels.matmul_reduce_scatter import Launcher
+
+        return Launcher(self.endpoint, self.schedule, self.config, self.all_reduce)
+
+
+def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig, op: str) -> _FusedCall:
+    transport = workspace.transport
+    instance = workspace.instance(op, config.transport)
+    key = (x.shape, w.shape[0], x.dtype, id(config))  # the call keeps the config, so the id stays its own
+    call = instance.cache.get(key)
+    if call is None:
+        all_reduce, size = op != OP, transport.world_size
+        rows = -(-x.shape[0] // size)  # an all-reduce may leave the last owners less, or nothing
+        problem = Problem(size, rows, w.shape[0], x.shape[1], x.element_size(), "")
+        schedule = scatter_schedule_for(problem, config, transport.rank, transport.machine)
+        if config.transport == "copy_engine":
+            require(
+                not schedule.spans_shards and schedule.chunks <= MAX_SLICES,
+                f"copy_engine with {rows} rows a rank, tiles of {config.tile_m}, {schedule.chunks} chunks",
+                f"rows of a tile or more, at most {MAX_SLICES} chunks",
+                'transport "sm"',
+            )
+        instance.reserve(schedule.slot_elements(all_reduce) * x.element_size(), schedule.num_programs + 8 * MAX_SLICES)
+        copies = ()
+        if config.transport == "copy_engine":
+            copies = tuple(_copies(instance, schedule, x.element_size(), slot) for slot in (0, 1))
+        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, all_reduce, copies, {})
+        instance.cache[key] = call
+    return call  # type: ignore[return-value]
+
+
+def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) -> tuple[Copy, ...]:
+    """Each chunk to its owner once its tiles are counted in, a signal behind it, and one to ourselves behind the last."""
+    epoch = instance.control.data_ptr() + 4 * EPOCH
+    place_bytes = s.tile_rows * s.tile_m * s.cols * itemsize
+    copies = []
+    for owner in push_order(s.rank, s.world_size):
+        from_place, to_place = owner - (owner > s.rank), s.rank - (s.rank > owner)
+        for chunk in range(s.chunks):
+            first, end = s.chunk_bounds(chunk)
+            begin, stop = (min(tile * s.tile_m, s.rows) * s.cols * itemsize for tile in (first, end))
+            counter = instance.counters.data_ptr() + 4 * (s.num_programs + from_place * MAX_SLICES + chunk)
+            target = instance.slot_addresses[owner] + slot * instance.slot_bytes + to_place * place_bytes + begin
+            copies.append(Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, (end - first) * s.tile_cols))
+            copies.append(Copy(instance.signal_addresses[owner] + 4 * (s.rank * MAX_SLICES + chunk), epoch, 4))
+    copies.append(Copy(instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size), epoch, 4))
+    return tuple(copies)

@@ -1,0 +1,65 @@
+"""The integer map of matmuls whose output tiles go to owners: remote tiles first, the own ones last.
+
+Beside ``schedule.py``, whose cutting of tiles over programs it takes over. The kernels' copy is ``language/tile.place_out``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tileweave.schedule import TileSchedule, cdiv, grouped
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterSchedule(TileSchedule):
+    """The work of one matmul + reduce-scatter on one rank: ``rows`` are those of one owner (m = M / R), ``depth`` the local K.
+
+    Tiles stand in one line: those of owner rank+1, then of rank+2, ..., the own ones last, so that what peers wait for is
+    made first and no receiver has two senders. Within an owner, *chunks* of ``chunk_rows`` tile rows follow each other: a
+    chunk is what a copy engine takes at once. Where a tile is taller than m (``spans_shards``), tiles cover all M rows in
+    order, the same on every rank.
+    """
+
+    chunk_rows: int = 1 << 20
+
+    @property
+    def num_segments(self) -> int:
+        return 1
+
+    def segment(self, index: int) -> tuple[int, int]:
+        return 0, self.num_tiles
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of one owner."""
+        return cdiv(self.tile_rows, self.chunk_rows)
+
+    def place(self, tile: int) -> tuple[int, int, int]:
+        """Tile number -> (first row, row limit, tile column)."""
+        if self.spans_shards:
+            row, col = grouped(tile, self.tile_rows, self.tile_cols, self.group_m)
+            return row * self.tile_m, self.rows * self.world_size, col
+        step, within = divmod(tile, self.per_source)
+        chunk, rest = divmod(within, min(self.chunk_rows, self.tile_rows) * self.tile_cols)
+        height = min(self.chunk_rows, self.tile_rows - chunk * self.chunk_rows)
+        row, col = grouped(rest, height, self.tile_cols, self.group_m)
+        owner = (self.rank + 1 + step) % self.world_size
+        first_row = owner * self.rows + (chunk * self.chunk_rows + row) * self.tile_m
+        return first_row, (owner + 1) * self.rows, col
+
+    def chunk_bounds(self, chunk: int) -> tuple[int, int]:
+        """Chunk -> its tile rows [first, end) within an owner."""
+        return chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.tile_rows)
+
+    @property
+    def place_elements(self) -> int:
+        """Elements of one peer's partials in a slot, and of ``staging`` for one peer: whole tiles, all that it can own.
+
+        Where tiles span shards each may hold rows of every owner, so a place has room for all of them.
+        """
+        return self.per_source * self.tile_m * self.tile_n
+
+    def slot_elements(self, all_reduce: bool) -> int:
+        """Elements of a slot: a place for each peer, and for an all-reduce all tiles of the result behind them."""
+        results = self.num_tiles * self.tile_m * self.tile_n if all_reduce else 0
+        return (self.world_size - 1) * self.place_elements + results

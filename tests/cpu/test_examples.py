@@ -1,0 +1,34 @@
+"""The examples run, as a reader would run them, and say that they are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.behaviour import run_example
+
+
+def test_neighbour_exchange() -> None:
+    assert "largest error" in run_example("neighbour_exchange.py", "3", on_gpu=False)
+
+
+def test_tensor_parallel_block() -> None:
+    output = run_example("tensor_parallel_block.py", "--ranks", "4", "--steps", "4", on_gpu=False)
+    assert output.count("step ") == 4
+    assert "WRONG" not in output
+
+
+def test_the_block_as_a_benchmark() -> None:
+    """Times mean nothing here; that the variants agree does."""
+    words = ("--bench", "--ranks", "2", "--tokens", "32", "--hidden", "64", "--repeats", "1")
+    output = run_example("tensor_parallel_block.py", *words, on_gpu=False)
+    found = [float(line.rsplit(" ", 1)[1]) for line in output.splitlines() if "differs by" in line]
+    assert len(found) == 3
+    assert max(found) < 1e-5
+
+
+def test_a_wrong_block_fails(tmp_path: Path) -> None:
+    """The example compares: with another scale on one device it has to say so."""
+    text = (Path(__file__).parents[2] / "examples" / "tensor_parallel_block.py").read_text("utf-8")
+    broken = tmp_path / "broken.py"
+    broken.write_text(text.replace("alone = (whole(x) - target)", "alone = (1.001 * whole(x) - target)"), "utf-8")
+    assert "WRONG" in run_example(str(broken), "--ranks", "2", "--steps", "1", on_gpu=False, code=1)

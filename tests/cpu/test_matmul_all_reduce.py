@@ -1,0 +1,244 @@
+"""matmul_all_reduce in worlds of processes, interpreted where its plan is fused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests import behaviour, parity
+from tests.disturbances import stall_in_the_kernel
+from tests.parity import AR, EPS, Case, has_kernel, prepare
+from tests.worlds import Member, World, Worlds
+
+import tileweave as tw
+from tileweave.config import MatmulConfig
+from tileweave.ops import reference
+
+PATH = "fused" if has_kernel(AR) else "unfused"
+
+
+def case(rows: int, cols: int, depth: int, dtype: str = "float32", **more: bool) -> Case:
+    return Case(rows, cols, depth, dtype, op=AR, **more)
+
+
+FULL = case(7, 18, 40, bias=True, residual=True, norm=True)
+PUBLIC = [
+    case(5, 17, 70, bias=True),
+    case(1, 64, 40, bias=True, residual=True, norm=True),
+    case(33, 9, 40, residual=True, integers=True),
+    case(12, 16, 16, "float16", norm=True),
+    case(2, 35, 8, "bfloat16", bias=True, residual=True, norm=True),
+    case(1, 1, 9, "bfloat16", bias=True, integers=True),
+]
+
+
+def test_public_calls(world: World) -> None:
+    world.run(behaviour.public_calls, PUBLIC, PATH)
+
+
+def test_a_group_of_one(worlds: Worlds) -> None:
+    worlds("gloo", 1).run(behaviour.public_calls, PUBLIC, "local")
+
+
+def test_subgroups(worlds: Worlds) -> None:
+    worlds("gloo", 4).run(behaviour.public_calls_in_a_subgroup, [1, 3], FULL)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+def test_many_dimensions(world: World, norm: bool) -> None:
+    world.run(behaviour.many_dimensions, case(12, 10, 32, bias=True, residual=norm, norm=norm))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_empty_dimensions(worlds: Worlds, dtype: str) -> None:
+    worlds("gloo", 3).run(behaviour.empty_dimensions, dtype, AR)
+
+
+def test_weight_in_a_larger_tensor(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(behaviour.weight_in_a_larger_tensor, case(6, 20, 40, bias=True))
+
+
+def test_the_same_bits(world: World) -> None:
+    world.run(behaviour.the_same_bits, replace(FULL, dtype="float16"))
+
+
+def many_shapes(me: Member) -> None:
+    """Any shape, drawn alike on every rank."""
+
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @given(st.integers(0, 9), st.integers(1, 40), st.integers(0, 70), st.booleans(), st.booleans(), st.integers(0, 99))
+    def try_one(rows: int, cols: int, depth: int, bias: bool, norm: bool, seed: int) -> None:
+        drawn = case(rows, cols, depth, bias=bias, residual=seed % 2 == 1, norm=norm, integers=not norm)
+        call = prepare(drawn, me.rank, me.world_size, me.device, seed)
+        call.verify(f"rank {me.rank}", *behaviour.invoke(drawn, call.operands))
+
+    try_one()
+
+
+def test_many_shapes(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(many_shapes)
+
+
+# --- Gradients and tools ---
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradients(world: World, dtype: str) -> None:
+    cases = [case(7, 18, 40, bias=True), FULL, case(20, 18, 40, residual=True), case(3, 18, 40, norm=True)]
+    world.run(behaviour.gradients, [replace(each, dtype=dtype) for each in cases])
+
+
+@pytest.mark.parametrize("wanted", ["x", "w", "b", "r", "n", "xr", "wn", "bn"])
+def test_gradients_of_some(worlds: Worlds, wanted: str) -> None:
+    worlds("gloo", 3).run(behaviour.gradients, [FULL], wanted)
+
+
+def test_gradients_through_one_result(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(behaviour.gradients_through_one_result, FULL)
+
+
+def test_backward_sends_nothing(worlds: Worlds) -> None:
+    """It keeps x, the weight, and of the norm its weight and what went into it."""
+    worlds("gloo", 3).run(behaviour.what_backward_sends, FULL, {}, 7 * 40 + 7 * 18 + 18)
+
+
+def finite_differences(me: Member) -> None:
+    """The reference itself against finite differences in fp64, through the sum, the residual and the norm."""
+    call = prepare(case(2, 3, 4, bias=True, residual=True, norm=True), me.rank, me.world_size, me.device, 1)
+    c, d = (torch.randn(2, 3, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (0, 1))
+    names = call.operands.names()
+    wide = {name: getattr(call.operands, name).double() for name in names}
+    leaves = {name: getattr(call.operands, name).clone().requires_grad_() for name in names}
+    y, kept = tw.matmul_all_reduce(**leaves, norm_eps=EPS)
+    ((y * c.float()).sum() + (kept * d.float()).sum()).backward()
+    step = 1e-6
+    for name in names:
+        for owner in range(me.world_size if name in ("x", "w") else 1):
+            moves = me.rank == owner or name not in ("x", "w")  # a replicated number moves on every rank
+            for index in range(wide[name].numel()):
+                losses = []
+                for sign in (1, -1):
+                    moved = {key: value.clone() for key, value in wide.items()}
+                    moved[name].view(-1)[index] += sign * step * moves
+                    x, w, bias = (moved.pop(key) for key in ("x", "w", "bias"))
+                    y, kept = reference.matmul_all_reduce(x, w, bias, dist.group.WORLD, **moved, norm_eps=EPS)
+                    losses.append(((y * c).sum() + (kept * d).sum()).item())
+                slope = (losses[0] - losses[1]) / (2 * step)
+                if moves:
+                    got = leaves[name].grad.view(-1)[index].item()
+                    assert abs(got - slope) < 2e-4 * (1 + abs(slope)), f"{name}, element {index}: {got}, {slope}"
+
+
+def test_finite_differences(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(finite_differences)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_gradients(worlds: Worlds, backend: str) -> None:
+    worlds("gloo", 2).run(behaviour.gradients, [case(7, 18, 40, bias=True), FULL], "xwbrn", backend)
+
+
+def test_compiled_with_changing_rows(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(behaviour.compiled_with_changing_rows, case(7, 18, 40, bias=True), "aot_eager")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_opcheck(worlds: Worlds, size: int) -> None:
+    worlds("gloo", size).run(behaviour.opcheck, FULL, timeout=100)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_row_parallel_linear(world: World, bias: bool) -> None:
+    world.run(behaviour.row_parallel_linear, case(7, 18, 40, bias=bias))
+
+
+# --- Bad input ---
+
+X, W, Y = (4, 8), (6, 8), (4, 6)
+WRONG = {
+    "k_differs": ({"w": (6, 9)}, r"4, 8.*6, 9"),
+    "bias_is_too_long": ({"bias": (7,)}, r"7,.*6,"),
+    "residual_is_transposed": ({"residual": (6, 4)}, r"residual \(6, 4\).*\(4, 6\)"),
+    "residual_lost_a_dimension": ({"x": (2, 2, 8), "residual": Y}, "residual"),
+    "norm_weight_is_too_short": ({"norm_weight": (5,)}, r"norm_weight \(5,\).*\(6,\)"),
+    "out_is_transposed": ({"out": (6, 4)}, r"out.*4, 6"),
+    "out_lost_a_dimension": ({"x": (2, 2, 8), "out": Y}, "out"),
+    "out_of_two": ({"norm_weight": (6,), "out": Y}, "residual_out"),
+    "residual_out_without_norm": ({"out": Y, "residual_out": Y}, "without norm_weight"),
+    "residual_out_alone": ({"norm_weight": (6,), "residual_out": Y}, "residual_out"),
+    "one_dimension": ({"x": (8,)}, r"\(8,\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input(worlds: Worlds, name: str) -> None:
+    changes, pattern = WRONG[name]
+    worlds("gloo", 2).run(behaviour.refused, AR, {"x": X, "w": W, **changes}, pattern)
+
+
+def test_out_in_an_input(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(behaviour.refused_alias, AR, (8, 8), (4, 8), (8, 4))
+
+
+def test_ranks_that_disagree(worlds: Worlds) -> None:
+    texts = worlds("gloo", 3).run(behaviour.disagree, AR)
+    assert len(set(texts)) == 1
+    assert "rank 1" in texts[0] and AR in texts[0]
+
+
+# --- The protocol, with the fused kernels ---
+
+fused = pytest.mark.skipif(not has_kernel(AR), reason="the kernels of matmul_all_reduce are not there")
+CONFIG = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_producers=1)
+PROGRAMS = 5
+SHAPES = {
+    "one_of_all": (1, 1, 1),
+    "a_vector": (1, 70, 33),
+    "sixteen": (16, 64, 32),
+    "odd": (5, 17, 70),
+    "two_shot": (67, 40, 50),
+    "tall": (135, 3, 20),
+    "deep": (3, 35, 200),
+}
+
+
+@fused
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_parity(worlds: Worlds, size: int, shape: tuple[int, int, int]) -> None:
+    cases = [case(*shape, bias=True, residual=True, norm=True), case(*shape, "float16", integers=True)]
+    worlds("gloo", size).run(parity.parity, cases, CONFIG, None if size == 3 else PROGRAMS)
+
+
+@fused
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dtypes(worlds: Worlds, dtype: str) -> None:
+    cases = [case(9, 33, 50, dtype, bias=True), case(70, 9, 90, dtype, integers=True, residual=True)]
+    worlds("gloo", 4).run(parity.parity, cases, CONFIG, 3)
+
+
+@fused
+def test_many_calls_with_late_ranks(world: World) -> None:
+    cases = [case(5, 17, 24), case(1, 20, 33, residual=True, norm=True), case(70, 9, 60), case(18, 7, 20, bias=True)]
+    count = 60 if world.size < 4 else 32
+    world.run(parity.many_calls, cases, replace(CONFIG, tile_k=64), count, 0.004, 2, stall_in_the_kernel)
+
+
+@fused
+def test_the_epoch_wraps_around(world: World) -> None:
+    world.run(parity.calls_around_the_wrap, case(18, 20, 40), CONFIG)
+
+
+@fused
+@pytest.mark.parametrize(("size", "members"), [(3, [0, 1]), (4, [1, 3])])
+def test_two_groups_at_once(worlds: Worlds, size: int, members: list[int]) -> None:
+    worlds("gloo", size).run(parity.two_groups, members, case(7, 18, 40, bias=True), CONFIG, 7)
+
+
+@fused
+def test_a_subgroup(worlds: Worlds) -> None:
+    worlds("gloo", 4).run(parity.subgroup, [0, 2, 3], case(20, 18, 40), CONFIG)

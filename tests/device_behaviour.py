@@ -1,0 +1,129 @@
+"""Bodies of the tests of GPU worlds, for every operator: CUDA graphs, and a peer that never comes."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests import parity
+from tests.behaviour import invoke
+from tests.parity import Case
+from tests.worlds import Member
+
+import tileweave as tw
+from tileweave.config import MatmulConfig
+
+SECONDS = 3.0  # TILEWEAVE_TIMEOUT where a peer never comes
+
+
+def warm_up(case: Case, size: int) -> None:
+    options = {"norm": True} if case.norm else {}
+    tw.warmup(case.op, case.x_rows(size), case.cols, case.depth, dtype=case.torch_dtype, **options)
+
+
+def replay_and_call(me: Member, case: Case, replays: int) -> None:
+    """A graph with two calls, replayed with fresh inputs; eager calls in between, some ranks late."""
+    first, second = (parity.prepare(case, me.rank, me.world_size, me.device, n) for n in range(2))
+    warm_up(case, me.world_size)
+    first.verify("before the capture", *invoke(case, first.operands))
+    graph = torch.cuda.CUDAGraph()
+    me.barrier()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = [invoke(case, call.operands) for call in (first, second)]
+    kept: list[tuple[str, parity.Call, list[torch.Tensor | None]]] = []
+
+    def look() -> None:
+        tw.synchronize()
+        for what, call, found in kept:
+            call.verify(f"rank {me.rank}, {what}", *found)
+        kept.clear()
+
+    for n in range(replays):
+        if n % me.world_size == me.rank:
+            parity.pause(me.device, 0.0005)
+        fresh = [parity.prepare(case, me.rank, me.world_size, me.device, 100 + 2 * n + i) for i in range(2)]
+        for held, call in zip((first, second), fresh, strict=True):
+            for name in held.operands.names():
+                getattr(held.operands, name).copy_(getattr(call.operands, name))
+        graph.replay()
+        for call, pair in zip(fresh, results, strict=True):
+            kept.append((f"replay {n}", call, [None if t is None else t.clone() for t in pair]))
+        if n % 3 == 0:
+            eager = parity.prepare(case, me.rank, me.world_size, me.device, 1000 + n)
+            kept.append((f"eager after replay {n}", eager, list(invoke(case, eager.operands))))
+        if len(kept) > 50:
+            look()
+    look()
+    me.barrier()
+    del graph
+    tw.close()  # what follows in this world starts without a captured call behind it
+
+
+def capture_without_warmup(me: Member, case: Case) -> None:
+    """Refused, with a remedy, for the first call and for a larger one; calls go on afterwards."""
+    tw.close()
+    small = parity.prepare(case, me.rank, me.world_size, me.device, 9)
+    large = parity.prepare(replace(case, rows=16 * case.rows), me.rank, me.world_size, me.device, 9)
+    for call in (small, large):
+        torch.cuda.synchronize()
+        me.barrier()
+        with (
+            pytest.raises(tw.CaptureError, match=r"tw\.warmup"),
+            torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+        ):
+            invoke(call.case, call.operands)
+        me.barrier()
+        small.verify("after a refused capture", *invoke(case, small.operands))
+        torch.cuda.synchronize()
+
+
+def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> dict[str, object] | None:
+    """Some calls of all, then one that ``absent`` takes no part in: what the other rank sees, and after how long."""
+    case, group = case.fit(config), dist.group.WORLD
+    for seconds in (60.0, SECONDS):  # the first round compiles, and may take its time
+        me.barrier()
+        tw.close()
+        os.environ["TILEWEAVE_TIMEOUT"] = str(seconds)
+        for n in range(3):
+            call = parity.prepare(case, me.rank, me.world_size, me.device, n)
+            parity.run(call, group, config)
+        tw.synchronize()
+        call.verify(f"rank {me.rank}, while all call")
+    me.barrier()
+    if me.rank == absent:
+        time.sleep(SECONDS + 4.0)
+        return None
+    call = parity.prepare(case, me.rank, me.world_size, me.device, 99)
+    call.out.zero_()
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    parity.run(call, group, config)
+    with pytest.raises(tw.PeerTimeout) as caught:
+        tw.synchronize()
+    taken = time.monotonic() - started
+    with pytest.raises(tw.PeerTimeout):
+        parity.run(call, group, config)
+    poisoned = bool(call.out.isnan().any())
+    tw.close()
+    error = caught.value
+    return {
+        "op": error.op,
+        "taken": taken,
+        "rank": error.rank,
+        "peer": error.peer,
+        "lag": error.expected - error.seen,
+        "poisoned": poisoned,
+    }
+
+
+def check_timed_out(ends: list, op: str) -> None:
+    """Rank 0 of two waited for rank 1 for as long as it was told to, and its result is poisoned."""
+    assert [end.exit_code for end in ends] == [0, 0], ends
+    seen = ends[0].value
+    assert SECONDS <= seen["taken"] < SECONDS + 2.0, seen
+    found = tuple(seen[name] for name in ("op", "rank", "peer", "lag", "poisoned"))
+    assert found == (op, 0, 1, 1, True), seen

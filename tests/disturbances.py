@@ -1,0 +1,53 @@
+"""What makes ranks of a CPU world drift apart inside a call: contexts that ``parity.many_calls`` takes as ``stall``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+from tileweave.transport.base import Copy
+
+
+@contextmanager
+def stall_in_the_kernel(seconds: float, n: int) -> Iterator[None]:
+    """Hold this rank up at some signals and after some waits, while the others go on as far as they may."""
+    from tileweave.language.interpreted import OBSERVERS
+
+    events: list[str] = []
+
+    def stall(event: str, details: dict[str, int]) -> None:
+        if event in ("notify", "waited"):
+            events.append(event)
+            if len(events) % 4 == n % 4:
+                time.sleep(seconds)
+
+    OBSERVERS.append(stall)
+    try:
+        yield
+    finally:
+        OBSERVERS.remove(stall)
+
+
+@contextmanager
+def slow_copies(seconds: float, n: int) -> Iterator[None]:
+    """Copies that each take this long: data, signals and the kernel beside them drift apart."""
+    from tileweave.transport.cpu import CpuTransport
+
+    copy_all = CpuTransport._copy_all
+
+    def slowly(transport: CpuTransport, copies: Sequence[Copy], source: int) -> None:
+        for copy in copies:
+            time.sleep(seconds)
+            copy_all(transport, [copy], source)
+
+    with mock.patch.object(CpuTransport, "_copy_all", slowly):
+        yield
+
+
+@contextmanager
+def stall_in_the_copy_engine(seconds: float, n: int) -> Iterator[None]:
+    """Hold up this rank's copies one by one, and its kernel after some waits."""
+    with slow_copies(seconds / 4, n), stall_in_the_kernel(seconds, n):
+        yield

@@ -1,0 +1,134 @@
+"""matmul_all_reduce between GPUs: the planned kernels, late ranks, graphs, two groups, an absent peer.
+
+Each kernel compiles on each rank for each new configuration, world size, dtype and class of shape, which is most of the
+time here: variants are few on purpose. Kernels are those that the plan picks, unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests import behaviour, device_behaviour, parity
+from tests.parity import AR, Case, has_kernel
+from tests.worlds import World, one_shot
+
+from tileweave.config import MatmulConfig
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+PATH = "fused" if has_kernel(AR) else "unfused"
+fused = pytest.mark.skipif(not has_kernel(AR), reason="the kernel of matmul_all_reduce is not there")
+on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="the Gluon kernel is Hopper's")
+
+TRITON = MatmulConfig("triton", "sm", 64, 128, 64, 3, 4)
+HOPPER = MatmulConfig("hopper", "sm", 128, 128, 64, 4, 8)
+each_kernel = pytest.mark.parametrize(
+    "config", [TRITON, pytest.param(HOPPER, marks=on_hopper)], ids=lambda config: config.kernel
+)
+
+
+def case(rows: int, cols: int, depth: int, dtype: str = "bfloat16", **more: bool) -> Case:
+    return Case(rows, cols, depth, dtype, op=AR, **more)
+
+
+FULL = {"bias": True, "residual": True, "norm": True}
+# Rows, columns, K of a rank: decoding with one row and with many, then what goes in two steps, and odd sizes.
+SHAPES = {"a_row": (1, 1024, 512), "sixteen": (16, 1024, 512), "two_shot": (256, 1024, 256), "all_odd": (77, 100, 200)}
+
+
+@fused
+@each_kernel
+def test_parity(largest: World, config: MatmulConfig) -> None:
+    cases = [case(*shape, **FULL) for shape in SHAPES.values()] + [case(*shape, integers=True) for shape in SHAPES.values()]
+    largest.run(parity.parity, cases, config, timeout=200)
+
+
+@fused
+def test_parity_in_each_world(world: World) -> None:
+    cases = [case(rows, 256, 256, "float16", integers=rows == 48) for rows in (4, 48)]
+    world.run(parity.parity, cases, HOPPER if IS_HOPPER else TRITON, timeout=120)
+
+
+def test_public_calls(largest: World) -> None:
+    cases = [case(1, 512, 256, **FULL), case(16, 512, 256, bias=True), case(200, 512, 256, "float16", **FULL)]
+    largest.run(behaviour.public_calls, cases, PATH, timeout=120)
+    largest.run(behaviour.public_calls, [case(16, 64, 100, "float32", **FULL)], "unfused")
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+def test_the_same_bits(largest: World, rows: int) -> None:
+    largest.run(behaviour.the_same_bits, case(rows, 512, 256, **FULL), timeout=120)
+
+
+def test_dimensions(largest: World) -> None:
+    largest.run(behaviour.many_dimensions, case(48, 256, 128, **FULL), timeout=120)
+    largest.run(behaviour.empty_dimensions, "bfloat16", AR)
+
+
+# --- Time ---
+
+
+@fused
+@each_kernel
+def test_many_calls_with_late_ranks(largest: World, config: MatmulConfig) -> None:
+    cases = [case(rows, 256, 128) for rows in (1, 7, 64, 128)]
+    largest.run(parity.many_calls, cases, config, 250, 0.0005, timeout=200)
+
+
+@fused
+@pytest.mark.parametrize("rows", [1, 128])
+def test_the_epoch_wraps_around(largest: World, rows: int) -> None:
+    largest.run(parity.calls_around_the_wrap, case(rows, 256, 128), TRITON, timeout=120)
+
+
+@fused
+def test_two_groups_on_two_streams(largest: World) -> None:
+    largest.run(parity.two_groups, [0, 1], case(16, 256, 128), TRITON, 20, timeout=120)
+
+
+# --- Graphs ---
+
+
+@pytest.mark.parametrize("rows", [1, 16, 256])
+def test_replays_with_changing_inputs(largest: World, rows: int) -> None:
+    largest.run(device_behaviour.replay_and_call, case(rows, 256, 128, **FULL), 60, timeout=200)
+
+
+@fused
+def test_capture_without_warmup(largest: World) -> None:
+    largest.run(device_behaviour.capture_without_warmup, case(16, 64, 64), timeout=100)
+
+
+# --- Gradients, compilers, modules ---
+
+
+def test_gradients(largest: World) -> None:
+    cases = [case(64, 256, 128, bias=True), case(64, 256, 128, **FULL)]
+    largest.run(behaviour.gradients, cases, timeout=120)
+    largest.run(behaviour.gradients, cases[1:], "xwbrn", "inductor", timeout=200)
+
+
+def test_opcheck(largest: World) -> None:
+    largest.run(behaviour.opcheck, case(16, 128, 64, **FULL), timeout=200)
+
+
+def test_row_parallel_linear(largest: World) -> None:
+    largest.run(behaviour.row_parallel_linear, case(64, 256, 128, bias=True), timeout=100)
+
+
+# --- A peer that never comes ---
+
+
+@fused
+@pytest.mark.parametrize("rows", [1, 256])
+def test_a_peer_that_never_calls(rows: int) -> None:
+    ends = one_shot("nccl", 2, device_behaviour.call_without, case(rows, 512, 256), TRITON, 1, timeout=150)
+    device_behaviour.check_timed_out(ends, AR)
+
+
+def test_ranks_that_disagree(largest: World) -> None:
+    texts = largest.run(behaviour.disagree, AR)
+    assert len(set(texts)) == 1
+    if largest.size > 2:  # of two, either may be called the odd one
+        assert "rank 1" in texts[0]
