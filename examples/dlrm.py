@@ -1,7 +1,7 @@
 """DLRM on synthetic Criteo-shaped data: 26 embedding tables shared out over the ranks, MLPs on every rank.
 
     python examples/dlrm.py [ranks]            # trains; the losses must be those of one device. GPUs if there are two
-    python examples/dlrm.py [ranks] --time     # also times a step by phases, fused and unfused, on larger tables
+    python examples/dlrm.py [ranks] --time     # also times a step by phases: fused; our lookup + NCCL; torch + NCCL
 
 Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100 rows a sample); tables are scaled to fit. A step:
 
@@ -22,8 +22,7 @@ from torch import nn
 import tileweave as tw
 from tileweave.launcher import Member, default_device_type, default_world_size, launch
 from tileweave.nn import ShardedEmbeddingBag
-from tileweave.ops.reference import all_to_all, gradient_to_owners
-from tileweave.ops.table_gradient import Lookups, table_gradients
+from tileweave.ops.reference import all_to_all_whole, gradient_to_owners
 from tileweave.sharding import rows_of
 
 MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
@@ -38,12 +37,13 @@ class Towers(nn.Module):
         pairs = (len(MULTI_HOT) + 1) * len(MULTI_HOT) // 2
         self.bottom = nn.Sequential(nn.Linear(DENSE, hidden), nn.ReLU(), nn.Linear(hidden, dim), nn.ReLU())
         self.top = nn.Sequential(nn.Linear(dim + pairs, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-        self.register_buffer("pairs", torch.tril_indices(len(MULTI_HOT) + 1, len(MULTI_HOT) + 1, -1), persistent=False)
+        rows, cols = torch.tril_indices(len(MULTI_HOT) + 1, len(MULTI_HOT) + 1, -1)
+        self.register_buffer("pairs", rows * (len(MULTI_HOT) + 1) + cols, persistent=False)
 
     def forward(self, x: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         """x [b, dim] from the bottom MLP, pooled [b, 26 * dim] -> logits [b]."""
         features = torch.cat([x[:, None], pooled.view(x.shape[0], -1, x.shape[1])], 1)
-        products = torch.bmm(features, features.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        products = torch.bmm(features, features.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
         return self.top(torch.cat([x, products], 1)).squeeze(1)
 
 
@@ -95,15 +95,19 @@ def on_one_device(size: int, samples: int, rows: int, dim: int, hidden: int, sca
 class Step:
     """One training step on one rank; ``phase`` is told where each part begins."""
 
-    def __init__(self, member: Member, rows: int, dim: int, hidden: int, lookup: Callable | None = None) -> None:
+    def __init__(
+        self, member: Member, rows: int, dim: int, hidden: int, tables: ShardedEmbeddingBag | None = None,
+        lookup: Callable | None = None,
+    ) -> None:  # fmt: skip
         self.member = member
         torch.manual_seed(0)
         self.towers = Towers(dim, hidden).to(member.device)
-        self.tables = ShardedEmbeddingBag(
+        self.tables = tables or ShardedEmbeddingBag(
             specs(rows, dim), device=member.device, optimizer="sgd", learning_rate=RATE, divide_gradient=True
         )
         self.optimizer = torch.optim.SGD(self.towers.parameters(), lr=RATE)
         self.lookup = lookup or self.tables.lookup
+        self.after: Callable[[], object] = lambda: None  # a step of the tables, where backward did not take it
 
     def __call__(self, batch: tuple[torch.Tensor, ...], phase: Callable[[str], object] = lambda name: None) -> torch.Tensor:
         dense, labels, lengths, values = batch
@@ -121,6 +125,7 @@ class Step:
         loss.backward()
         phase("backward of tables")
         pooled.backward(pooled_leaf.grad)
+        self.after()
         phase("all-reduce, step")
         flat = torch.cat([p.grad.view(-1) for p in self.towers.parameters()])
         dist.all_reduce(flat)
@@ -149,19 +154,17 @@ def train(member: Member, samples: int, rows: int, dim: int, hidden: int, scale:
 # --- Time ---
 
 
-class Unfused(torch.autograd.Function):
-    """Our own lookup, an all-to-all, a copy into columns; backward the other way round, then the same SGD step."""
+class Exchange(torch.autograd.Function):
+    """Pooled vectors [B, own columns] to their samples' owners with NCCL, a copy into columns; backward the other way round."""
 
     @staticmethod
-    def forward(ctx, anchor, module, indices, offsets, batch):
-        layout, group = module.layout, dist.group.WORLD
-        weights = [w.detach() for w in module.weights()]
-        ctx.module, ctx.weights, ctx.lookups = module, weights, Lookups(indices, offsets, None, batch, False)
-        pooled = tw.embedding_bag(weights, indices, offsets)
-        size = module.world_size
-        sends = [pooled[b:e] for b, e in (rows_of(batch, size, r) for r in range(size))]
-        begin, end = rows_of(batch, size, module.rank)
-        blocks = all_to_all(sends, [(end - begin) * sum(dims) for dims in layout.dims], group)
+    def forward(ctx, pooled, layout, rank):
+        ctx.layout, (batch, width), size = layout, pooled.shape, len(layout.dims)
+        ctx.batch = batch
+        splits = [(end - begin) * width for begin, end in (rows_of(batch, size, r) for r in range(size))]
+        begin, end = rows_of(batch, size, rank)
+        sizes = [(end - begin) * sum(dims) for dims in layout.dims]
+        blocks = all_to_all_whole(pooled.view(-1), splits, sizes, dist.group.WORLD).split(sizes)
         y = pooled.new_empty(end - begin, layout.width)
         for block, columns, dims in zip(blocks, layout.columns, layout.dims, strict=True):
             parts = block.view(end - begin, -1).split(list(dims), 1)
@@ -171,24 +174,50 @@ class Unfused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        module = ctx.module
-        mine = gradient_to_owners(grad, module.layout, ctx.lookups.batch, dist.group.WORLD)
-        rate = module.optimizer.rate
-        table_gradients(mine, ctx.weights, ctx.lookups, 1 / module.world_size, "sgd", (), rate, compiled=grad.is_cuda)
-        return (None,) * 5
+        return gradient_to_owners(grad, ctx.layout, ctx.batch, dist.group.WORLD), None, None
+
+
+def unfused_lookup(module: ShardedEmbeddingBag) -> Callable:
+    """Our own lookup and our own step in place, but NCCL and copies between them."""
+    rate = module.optimizer.rate / module.world_size  # a mean over ranks
+    optimizer = tw.FusedOptimizer("sgd", rate)
+
+    def lookup(indices, offsets, _, batch):
+        return Exchange.apply(tw.embedding_bag(module.weights(), indices, offsets, optimizer=optimizer), module.layout, module.rank)
+
+    return lookup
+
+
+def torch_lookup(module: ShardedEmbeddingBag) -> Callable:
+    """Torch alone: a call of ``embedding_bag`` for each table, sparse gradients; the caller's optimizer steps."""
+
+    def lookup(indices, offsets, _, batch):
+        bags = []
+        for number, weight in enumerate(module.weights()):
+            begins = offsets[number * batch : (number + 1) * batch + 1]
+            rows = indices[begins[0] : begins[-1]]
+            bags.append(
+                nn.functional.embedding_bag(
+                    rows, weight, begins - begins[0], mode="sum", sparse=True, include_last_offset=True
+                )
+            )
+        return Exchange.apply(torch.cat(bags, 1), module.layout, module.rank)
+
+    return lookup
 
 
 def timed(member: Member, samples: int, rows: int, dim: int, hidden: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each phase, mean over ranks of the median over steps, of both steps in turn."""
-    fused = Step(member, rows, dim, hidden)
-    unfused = Step(member, rows, dim, hidden)
-    unfused.tables = fused.tables  # one set of tables is enough
-    anchor = torch.zeros(1, device=member.device, requires_grad=True)
-    unfused.lookup = lambda indices, offsets, _, batch: Unfused.apply(anchor, fused.tables, indices, offsets, batch)
+    """Milliseconds of each phase, mean over ranks of the median over steps, of the three steps in turn."""
+    steps = {"fused": Step(member, rows, dim, hidden)}
+    tables = steps["fused"].tables  # one set of tables is enough
+    for name, lookup in (("unfused", unfused_lookup(tables)), ("torch", torch_lookup(tables))):
+        steps[name] = Step(member, rows, dim, hidden, tables, lookup)
+    plain = torch.optim.SGD(tables.weights(), lr=RATE / member.world_size)
+    steps["torch"].after = lambda: (plain.step(), plain.zero_grad())
     batches = [draw(number, member.rank, samples, rows, 2, member.device) for number in range(2)]
-    found: dict[str, dict[str, list[float]]] = {"fused": {}, "unfused": {}}
-    for number in range(10):
-        for name, step in (("fused", fused), ("unfused", unfused)):
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in steps}
+    for number in range(10 if member.device.type == "cuda" else 1):
+        for name, step in steps.items():
             marks: list[tuple[str, float]] = []
 
             def phase(label: str, marks: list[tuple[str, float]] = marks) -> None:
@@ -200,10 +229,10 @@ def timed(member: Member, samples: int, rows: int, dim: int, hidden: int) -> dic
                 found[name].setdefault(label, []).append((end - begin) * 1e3)
             member.barrier()
             begin = time.perf_counter()
-            for batch in batches:
+            for batch in batches * 2:
                 step(batch)
             member.barrier()
-            found[name].setdefault("whole step", []).append((time.perf_counter() - begin) * 1e3 / len(batches))
+            found[name].setdefault("whole step", []).append((time.perf_counter() - begin) * 1e3 / len(batches) / 2)
     tw.close()
     return {name: {k: sorted(v)[len(v) // 2] for k, v in phases.items()} for name, phases in found.items()}
 
@@ -227,10 +256,12 @@ def main() -> int:
     if words.time:
         large = (16384, 1_000_000, 128, 512) if kind == "cuda" else (4, 40, 8, 16)
         phases = launch(timed, *large, world_size=size, device_type=kind, seconds=300)
-        print(f"{'ms':24}{'fused':>10}{'unfused':>10}")
+        print(f"{'ms':24}" + "".join(f"{name:>10}" for name in phases))
         for label in phases["fused"]:
-            print(f"{label:24}{phases['fused'][label]:10.3f}{phases['unfused'][label]:10.3f}")
-        print(f"the unfused step takes {phases['unfused']['whole step'] / phases['fused']['whole step']:.2f} times as long")
+            print(f"{label:24}" + "".join(f"{found[label]:10.3f}" for found in phases.values()))
+        for name in ("unfused", "torch"):
+            ratio = phases[name]["whole step"] / phases["fused"]["whole step"]
+            print(f"the {name} step takes {ratio:.2f} times as long")
     return 0 if right else 1
 
 

@@ -160,7 +160,7 @@ def parity(me: Member, cases: list[Case], config: EmbeddingConfig) -> None:
     for number, case in enumerate((cases[0], *cases, *cases)):
         instance = workspace_of(name_of(group), me.device).instance(OP, "sm")
         if instance.num_slots and not instance.regions.held:
-            poison_slots(instance)
+            poison_slots(instance, False)
         bags = draw(case, me.rank, me.device, number)
         y = run(case, bags, group, config)
         verify(y, case, me.rank, me.world_size, number, f"rank {me.rank}, call {number}, {case}, {config}")

@@ -79,8 +79,6 @@ class EmbeddingConfig:
     bags : bags that a program pools at once. unroll : rows of each bag in flight. num_warps : warps of a program.
     programs_per_sm : programs of the fused kernel for each multiprocessor.
     lag : rounds by which own bags come behind those of the peers, so that the last stores to peers are hidden.
-    dynamic : programs take blocks as they get done, else in turn.
-    evict_first : rows leave the L2 first, which pays for tables much larger than it, under uniform indices.
     """
 
     bags: int = 16
@@ -88,22 +86,20 @@ class EmbeddingConfig:
     num_warps: int = 4
     programs_per_sm: int = 6
     lag: int = 8
-    evict_first: bool = False
-    dynamic: bool = True
 
     def __str__(self) -> str:
         return f"{self.bags} bags x {self.unroll} rows, {self.num_warps} warps"
 
 
 def config_for(row_bytes: int, pooling: float, interpreting: bool = False) -> EmbeddingConfig:
-    """Enough rows in flight: about eight 16-byte loads a thread, over bags first and then over rows of a bag."""
+    """Four 16-byte loads in flight a thread where bags have one row, else up to 16: no more bags than give that (measured)."""
     if interpreting:
         return EmbeddingConfig(8, 2, 1, 2, 1)
     vectors = max(row_bytes // ALIGNMENT, 1)
-    in_flight = max(8 * 128 // vectors, 4)  # rows a program of four warps
-    unroll = 1 if pooling < 2 else 2 if pooling < 12 else 4
-    bags = 1 << max(2, min(6, (in_flight // unroll).bit_length() - 1))
-    return EmbeddingConfig(bags, unroll)
+    unroll = 1 if pooling < 2 else 2 if pooling < 4 else 4
+    loads, most = (4, 64) if unroll == 1 else (16, 16)
+    bags = min(max(loads * 128 // (vectors * unroll), 4), most)
+    return EmbeddingConfig(1 << (bags.bit_length() - 1), unroll)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class Case:
 CASES = (
     Case(EmbeddingConfig(16, 4, 4)),
     Case(EmbeddingConfig(16, 2, 4), torch.bfloat16, weighted=True),
-    Case(EmbeddingConfig(8, 2, 4, evict_first=True), dim=64),
+    Case(EmbeddingConfig(8, 2, 4), dim=64),
 )
 ODD = Case(EmbeddingConfig(16, 2, 4), dim=13)
 

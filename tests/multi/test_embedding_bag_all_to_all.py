@@ -36,7 +36,7 @@ def test_parity(largest: World, name: str) -> None:
 
 
 def test_parity_in_each_world(world: World) -> None:
-    world.run(embedding.parity, [CASES["plain"]], EmbeddingConfig(16, 4, 4, dynamic=False), timeout=120)
+    world.run(embedding.parity, [CASES["plain"]], EmbeddingConfig(16, 4, 4), timeout=120)
 
 
 def test_public_calls(world: World) -> None:

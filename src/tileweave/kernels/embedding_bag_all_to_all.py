@@ -88,7 +88,7 @@ def embedding_bag_all_to_all_kernel(
     meta, indices, offsets, weights, regions, slot_table, signal_table, signals, control, report, counters,
     rank, region, region_size, num_indices, batch, chunk, blocks, rounds, lag, width, rows_here,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr,
-    UNROLL: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, EVICT: tl.constexpr, DYNAMIC: tl.constexpr,
+    UNROLL: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Take tickets, pool, store; see the module's docstring for the protocol."""
     program = tl.program_id(0)
@@ -100,13 +100,9 @@ def embedding_bag_all_to_all_kernel(
     total = (rounds + lag) * WORLD_SIZE
     awaited = tl.cast(0, tl.int32)  # bit p: peer p is ready
     passed = tl.cast(0, tl.int32)
-    ticket = program
-    if DYNAMIC:
-        ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while ticket < total:
-        following = ticket + num_programs
-        if DYNAMIC:
-            following = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+        following = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         if (passed == 0) & (ticket >= rounds * WORLD_SIZE):
             count_passed(signal_table, counters, rank, epoch, num_programs, WORLD_SIZE)
             passed += 1
@@ -124,7 +120,7 @@ def embedding_bag_all_to_all_kernel(
             first = tl.minimum(first, table.to(tl.int64) * batch + batch)  # where the last ranks own no samples
             acc = pool_bags(
                 base, rows, dim, indices, offsets, weights, num_indices, first, count,
-                BLOCK_D, BAGS, UNROLL, MEAN, WEIGHTED, EVICT,
+                BLOCK_D, BAGS, UNROLL, MEAN, WEIGHTED,
             )  # fmt: skip
             place = region
             if peer != rank:
@@ -178,6 +174,6 @@ def launch(
         peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, peers.counters,
         rank, region, peers.slot_size, indices.numel(), batch, chunk, max(blocks, 1), rounds, min(config.lag, rounds), width,
         end - begin,
-        WORLD_SIZE=world_size, MEAN=mean, WEIGHTED=weights is not None, DYNAMIC=config.dynamic,
+        WORLD_SIZE=world_size, MEAN=mean, WEIGHTED=weights is not None,
         **constants(tables, columns, width, peers.slots.element_size(), config),
     )  # fmt: skip

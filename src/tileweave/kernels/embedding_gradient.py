@@ -41,6 +41,7 @@ READY, DONE = tl.constexpr(0), tl.constexpr(1)
 COUNTERS = 2  # programs that have stored all they had to; one for each parity of the epoch
 ROWS, COLS = 16, 128  # a block that a program of the push moves at once
 DENSE, SPARSE, SGD, ADAGRAD = 0, 1, 2, 3
+KEYS = 512  # positions whose keys a program finds
 
 
 @triton.jit
@@ -134,15 +135,14 @@ def load_word(meta, table, word: tl.constexpr, here, ALIGN: tl.constexpr):
 
 @triton.jit
 def apply(
-    total, here, row_key, at, bag, meta, rate, epsilon, batch,
+    total, here, row_key, at, table, meta, rate, epsilon,
     DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Put the finished sums ``total`` [TILE, BLOCK_D] of the rows ``here`` where they belong, by KIND.
 
     ``meta`` int64 [T, 6] = (target's address, first key, dim, column in the slot, state's address, row of values).
     """
-    table = bag // batch
-    row = row_key - load_word(meta, table, 1, here, 1)
+    row = row_key.to(tl.int64) - load_word(meta, table, 1, here, 1)
     dim = load_word(meta, table, 2, here, ALIGN)
     col = tl.arange(0, BLOCK_D).to(tl.int64)
     mask = here[:, None] & (col[None, :] < dim[:, None])
@@ -169,9 +169,31 @@ def apply(
         tl.store(pointers, weight.to(DTYPE), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_bags", "last_key", "steps"])
+def keys_kernel(indices, offsets, firsts, keys, bags, count, num_bags, batch, last_key, steps, BLOCK: tl.constexpr):
+    """Of each position: the bag that it is in, by bisection, and its table row's key; ``last_key`` where there is none.
+
+    ``firsts`` int64 [T + 1]: the first key of each table.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    bag = tl.zeros((BLOCK,), tl.int32)
+    for step in range(0, steps):
+        probe = bag + (1 << (steps - 1 - step))
+        begin = tl.load(offsets + probe, mask=inside & (probe <= num_bags), other=0).to(tl.int64)
+        bag = tl.where((probe <= num_bags) & (begin <= at), probe, bag)
+    here = inside & (bag < num_bags) & (tl.load(offsets).to(tl.int64) <= at)
+    table = bag // batch
+    first = tl.load(firsts + table, mask=here, other=0)
+    index = tl.load(indices + at, mask=inside, other=-1).to(tl.int64)
+    here = here & (index >= 0) & (first + index < tl.load(firsts + table + 1, mask=here, other=0))
+    tl.store(keys + at, tl.where(here, first + index, last_key).to(keys.dtype.element_ty), mask=inside)
+    tl.store(bags + at, bag, mask=inside)
+
+
+@triton.jit(do_not_specialize=["factor"])
 def sum_rows_kernel(
-    grad, keys, bags, scales, places, meta, partials, rate, epsilon,
+    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor,
     count, last_key, batch, slot_width,
     DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -189,31 +211,38 @@ def sum_rows_kernel(
     before = tl.load(keys + at - 1, mask=inside & (at > 0), other=-1)
     opens = inside & (key != before) & (key < last_key)
     head = inside & (key < last_key) & ((lane == 0) | (key != before))
+    others = tl.load(keys + first + tl.arange(0, TILE), mask=first + tl.arange(0, TILE) < count, other=last_key)
+    length = tl.sum((key[:, None] == others[None, :]).to(tl.int32), axis=1)  # sorted: equal keys stand together
+    length = tl.where(head, length, 0)
+    longest = tl.max(length, axis=0)
+    # A run is of one table: what follows from that is worked out once, and the loop has no division.
+    bag = tl.load(bags + at, mask=head, other=0)
+    table = bag // batch
+    dim = load_word(meta, table, 2, head, ALIGN)
+    source = load_word(meta, table, 3, head, ALIGN)
+    lowest = table * batch
     col = tl.arange(0, BLOCK_D)
+    wide = col[None, :] < dim[:, None]
     total = tl.zeros((TILE, BLOCK_D), tl.float32)
-    step = 0
-    more = tl.max(head.to(tl.int32), axis=0)
-    length = tl.zeros((TILE,), tl.int32)
-    while more > 0:
-        now = at + step
-        same = head & (lane + step < TILE) & (tl.load(keys + now, mask=head & (now < count), other=last_key) == key)
-        bag = tl.load(bags + now, mask=same, other=0)
-        table = bag // batch
-        dim = load_word(meta, table, 2, same, ALIGN)
-        source = load_word(meta, table, 3, same, ALIGN)
-        pointers = grad + ((bag % batch) * slot_width + source)[:, None] + col[None, :]
-        values = tl.load(pointers, mask=same[:, None] & (col[None, :] < dim[:, None]), other=0.0).to(tl.float32)
+    following = tl.load(bags + at + 1, mask=length > 1, other=0)
+    for step in range(0, longest, 2):  # two rows of each run in flight
+        more = length > step + 1
+        low = grad + ((bag - lowest).to(tl.int64) * slot_width + source)[:, None] + col[None, :]
+        high = grad + ((following - lowest).to(tl.int64) * slot_width + source)[:, None] + col[None, :]
+        even = tl.load(low, mask=(length > step)[:, None] & wide, other=0.0).to(tl.float32)
+        odd = tl.load(high, mask=more[:, None] & wide, other=0.0).to(tl.float32)
         if SCALED:
-            values *= tl.load(scales + now, mask=same, other=0.0)[:, None]
-        total += values
-        length += same.to(tl.int32)
-        step += 1
-        more = tl.max((same & (lane + step < TILE)).to(tl.int32), axis=0)
+            even *= tl.load(scales + at + step, mask=length > step, other=0.0)[:, None]
+            odd *= tl.load(scales + at + step + 1, mask=more, other=0.0)[:, None]
+        bag = tl.load(bags + at + step + 2, mask=length > step + 2, other=0)
+        following = tl.load(bags + at + step + 3, mask=length > step + 3, other=0)
+        total += even
+        total += odd
+    total *= factor
     after = at + length
     goes_on = head & (lane + length == TILE) & (tl.load(keys + after, mask=head & (after < count), other=last_key) == key)
     whole = opens & (goes_on == 0)
-    bag = tl.load(bags + at, mask=head, other=0)
-    apply(total, whole, key, places + at, bag, meta, rate, epsilon, batch, DTYPE, BLOCK_D, KIND, ALIGN)
+    apply(total, whole, key, places + at, table, meta, rate, epsilon, DTYPE, BLOCK_D, KIND, ALIGN)
     partial = head & (whole == 0)
     which = (tile * 2 + tl.where(lane == 0, 0, 1)).to(tl.int64) * BLOCK_D
     tl.store(partials + which[:, None] + col[None, :], total, mask=partial[:, None])
@@ -252,11 +281,24 @@ def sum_runs_kernel(
                     more = tl.min(there.to(tl.int32), axis=0)
                 one = tl.arange(0, 1)
                 at = first + start + one
-                bag = tl.load(bags + at)
                 apply(
-                    total[None, :], one == 0, tl.load(keys + at), places + at, bag, meta, rate, epsilon, batch,
+                    total[None, :], one == 0, tl.load(keys + at), places + at, tl.load(bags + at) // batch, meta, rate, epsilon,
                     DTYPE, BLOCK_D, KIND, ALIGN,
                 )  # fmt: skip
+
+
+def find_keys(
+    indices: torch.Tensor, offsets: torch.Tensor, firsts: torch.Tensor, last_key: int, batch: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keys, bags int32) of each position; see :func:`keys_kernel`. Keys are int32 where they fit: half of what a sort moves."""
+    count, num_bags = indices.numel(), offsets.numel() - 1
+    keys = torch.empty(count, dtype=torch.int32 if last_key < 1 << 31 else torch.int64, device=indices.device)
+    bags = torch.empty(count, dtype=torch.int32, device=indices.device)
+    if count:
+        keys_kernel[(triton.cdiv(count, KEYS),)](
+            indices, offsets, firsts, keys, bags, count, num_bags, batch, last_key, num_bags.bit_length(), BLOCK=KEYS, num_warps=4
+        )
+    return keys, bags
 
 
 def sum_rows(
@@ -268,6 +310,7 @@ def sum_rows(
     meta: torch.Tensor,
     rate: torch.Tensor | None,
     epsilon: float,
+    factor: float,
     last_key: int,
     batch: int,
     dtype: torch.dtype,
@@ -279,7 +322,8 @@ def sum_rows(
     """Launch both kernels on the current stream.
 
     grad : [B, slot width], the result's gradient in columns of this rank's tables.
-    keys, bags, scales : [N], by table row: its number over all tables (``last_key``: out of range), the bag, a factor.
+    keys, bags (int32), scales : [N], by table row: its number over all tables (``last_key``: out of range), the bag, a
+        factor of its own. factor : of all sums.
     places : [N], with SPARSE the row of the values; else None. meta : see :func:`apply`.
     aligned : elements that all addresses, dims and columns are multiples of (16 bytes), else 1.
     """
@@ -292,7 +336,7 @@ def sum_rows(
     step = partials if rate is None else rate
     shape = {"DTYPE": TYPES[dtype], "BLOCK_D": block, "TILE": tile, "KIND": kind, "ALIGN": aligned}
     sum_rows_kernel[(tiles,)](
-        grad, keys, bags, partials if scales is None else scales, where, meta, partials, step, epsilon,
+        grad, keys, bags, partials if scales is None else scales, where, meta, partials, step, epsilon, factor,
         count, last_key, batch, grad.stride(0), SCALED=scales is not None, num_warps=4, num_stages=1, **shape,
     )  # fmt: skip
     sum_runs_kernel[(tiles,)](

@@ -52,7 +52,7 @@ def load_rows(indices, begin, place, length, STRIDE: tl.constexpr, UNROLL: tl.co
 @triton.jit
 def add_rows(
     acc, base, chosen, weights, position, rows, dim,
-    BLOCK_D: tl.constexpr, STRIDE: tl.constexpr, UNROLL: tl.constexpr, WEIGHTED: tl.constexpr, EVICT: tl.constexpr,
+    BLOCK_D: tl.constexpr, STRIDE: tl.constexpr, UNROLL: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """``acc`` [BAGS, BLOCK_D] plus the vectors of the UNROLL tensors of row numbers ``chosen``, all in flight at once."""
     col = tl.arange(0, BLOCK_D)
@@ -61,7 +61,7 @@ def add_rows(
         row = chosen[step]
         mask = ((row >= 0) & (row < rows))[:, None] & (col < dim)[None, :]
         pointers = base + (row * dim)[:, None] + col[None, :]
-        vectors = vectors + (tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICT),)
+        vectors = vectors + (tl.load(pointers, mask=mask, other=0.0),)
     for step in tl.static_range(UNROLL):
         vector = vectors[step].to(tl.float32)
         if WEIGHTED:
@@ -76,7 +76,6 @@ def add_rows(
 def pool_bags(
     base, rows, dim, indices, offsets, weights, num_indices, first, count,
     BLOCK_D: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
-    EVICT: tl.constexpr,
 ):  # fmt: skip
     """fp32 [BAGS, BLOCK_D]: bags [first, first + BAGS) pooled, of which ``count`` exist."""
     lane = tl.arange(0, BAGS)
@@ -95,14 +94,14 @@ def pool_bags(
             for place in range(0, size, UNROLL * BAGS):
                 chosen = load_rows(indices, start, place + lane, size, BAGS, UNROLL)
                 part = add_rows(
-                    part, base, chosen, weights, start + place + lane, rows, dim, BLOCK_D, BAGS, UNROLL, WEIGHTED, EVICT
+                    part, base, chosen, weights, start + place + lane, rows, dim, BLOCK_D, BAGS, UNROLL, WEIGHTED
                 )
             acc = tl.where((lane == bag)[:, None], tl.sum(part, axis=0)[None, :], acc)
     else:
         chosen = load_rows(indices, begin, 0, length, 1, UNROLL)
         for place in range(0, longest, UNROLL):
             following = load_rows(indices, begin, place + UNROLL, length, 1, UNROLL)
-            acc = add_rows(acc, base, chosen, weights, begin + place, rows, dim, BLOCK_D, 1, UNROLL, WEIGHTED, EVICT)
+            acc = add_rows(acc, base, chosen, weights, begin + place, rows, dim, BLOCK_D, 1, UNROLL, WEIGHTED)
             chosen = following
     if MEAN:
         acc = acc / tl.maximum(length, 1).to(tl.float32)[:, None]
@@ -123,7 +122,7 @@ def store_bags(acc, out, sample, count, width, column, dim, BLOCK_D: tl.constexp
 def embedding_lookup_kernel(
     meta, indices, offsets, weights, out, num_indices, batch, blocks, width,
     DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr,
-    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, EVICT: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """One block of bags of one table a program; the hardware deals programs out, which balances lengths."""
     table = tl.program_id(0) // blocks
@@ -132,7 +131,7 @@ def embedding_lookup_kernel(
     first = table.to(tl.int64) * batch + sample
     count = tl.minimum(batch - sample, BAGS)
     acc = pool_bags(
-        base, rows, dim, indices, offsets, weights, num_indices, first, count, BLOCK_D, BAGS, UNROLL, MEAN, WEIGHTED, EVICT
+        base, rows, dim, indices, offsets, weights, num_indices, first, count, BLOCK_D, BAGS, UNROLL, MEAN, WEIGHTED
     )
     store_bags(acc, out, sample, count, width, column, dim, BLOCK_D, BAGS)
 
@@ -153,7 +152,6 @@ def constants(tables: list[torch.Tensor], columns: tuple[int, ...], width: int, 
         "BLOCK_D": block,
         "BAGS": config.bags,
         "UNROLL": config.unroll,
-        "EVICT": "evict_first" if config.evict_first else "",
         "num_warps": config.num_warps,
         "num_stages": 1,
     }

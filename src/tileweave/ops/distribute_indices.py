@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from tileweave.errors import require
-from tileweave.ops.reference import all_to_all
+from tileweave.ops.reference import all_to_all_whole
 from tileweave.ops.registry import group_of, name_of
+from tileweave.ops.table_gradient import on_device
 
 
 def distribute_indices(
@@ -55,17 +56,19 @@ def distribute_indices(
     starts = torch.zeros(count + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(table.sum(1), 0, out=starts[1:])
 
-    received = all_to_all([table[list(mine)] for mine in features], [len(features[rank]) * samples] * size, group)
-    arrived = torch.stack(received).view(size, len(features[rank]), samples)  # [source, table, sample]
+    wanted = tuple(f for mine in features for f in mine)  # pieces stand one behind the other, rank by rank
+    asked_for = table.index_select(0, on_device(wanted, lengths.device)).view(-1)
+    split, sizes = [len(mine) * samples for mine in features], [len(features[rank]) * samples] * size
+    arrived = all_to_all_whole(asked_for, split, sizes, group).view(size, len(features[rank]), samples)  # [source, table, sample]
     per_segment = arrived.sum(2)
     sizes = torch.cat([starts, per_segment.sum(1)]).tolist()  # the one wait for the device
     cuts, incoming = sizes[: count + 1], sizes[count + 1 :]
     require(cuts[-1] == values.numel(), f"{values.numel()} values", f"{cuts[-1]}, the sum of lengths", "pass all values")
 
     def send(data: torch.Tensor) -> torch.Tensor:
-        empty = data.new_empty(0)
-        pieces = [torch.cat([empty, *(data[cuts[f] : cuts[f + 1]] for f in mine)]) for mine in features]
-        return torch.cat(all_to_all(pieces, incoming, group))[order]
+        pieces = torch.cat([data[cuts[f] : cuts[f + 1]] for f in wanted])
+        split = [sum(cuts[f + 1] - cuts[f] for f in mine) for mine in features]
+        return all_to_all_whole(pieces, split, incoming, group)[order]
 
     order = _table_order(per_segment, sum(incoming))
     flat = arrived.transpose(0, 1).reshape(-1)  # [table, source, sample]: all samples of a table side by side

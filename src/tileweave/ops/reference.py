@@ -119,15 +119,19 @@ def _partial(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group:
 
 def all_to_all(sends: list[torch.Tensor], sizes: list[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Flat ``sends[p]`` to rank p; what each rank sent here, flat, of ``sizes`` elements. Any dtype."""
-    split = [t.numel() for t in sends]
     whole = torch.cat([t.reshape(-1) for t in sends])
+    return list(all_to_all_whole(whole, [t.numel() for t in sends], sizes, group).split(sizes))
+
+
+def all_to_all_whole(whole: torch.Tensor, split: list[int], sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """:func:`all_to_all` of pieces that stand one behind the other, flat; so does what comes back."""
     got = whole.new_empty(sum(sizes))
     if whole.dtype.itemsize == 2:  # as bytes, since gloo knows no halves
         sizes_in_bytes, split_in_bytes = [2 * n for n in sizes], [2 * n for n in split]
         all_to_all_flat(got.view(torch.uint8), whole.view(torch.uint8), sizes_in_bytes, split_in_bytes, group=group)
     else:
         all_to_all_flat(got, whole, sizes, split, group=group)
-    return list(got.split(sizes))
+    return got
 
 
 def exchange_numbers(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup) -> list[tuple[int, ...]]:

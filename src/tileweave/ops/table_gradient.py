@@ -15,6 +15,7 @@ The fused steps are those of FBGEMM's EXACT_SGD and EXACT_ROWWISE_ADAGRAD: dupli
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,36 +39,49 @@ class Lookups:
         positions = torch.arange(self.indices.numel(), device=self.indices.device, dtype=self.offsets.dtype)
         return torch.searchsorted(self.offsets, positions, right=True) - 1
 
-    def scales(self, bags: torch.Tensor, factor: float) -> torch.Tensor | None:
-        """[N] fp32: what a position's gradient is multiplied by; None if by nothing."""
+    def scales(self, bags: torch.Tensor) -> torch.Tensor | None:
+        """[N] fp32: what a position's gradient is multiplied by; None if by nothing of its own."""
         found = None if self.weights is None else self.weights.float()
         if self.mean:
             lengths = (self.offsets[1:] - self.offsets[:-1]).clamp(min=1)
             found = 1.0 / lengths.float()[bags.clamp(0, lengths.numel() - 1)]
-        if factor != 1.0:
-            found = torch.full_like(bags, factor, dtype=torch.float32) if found is None else found * factor
         return found
 
 
+@functools.lru_cache(128)
+def on_device(words: tuple, device: torch.device) -> torch.Tensor:
+    """``words`` as int64. Made once: a copy from the host makes the host wait for all that was queued before."""
+    return torch.tensor(words, dtype=torch.int64).to(device)
+
+
+def keys_in_torch(tables: Sequence[torch.Tensor], lookups: Lookups, first: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keys, bags) of each position in plain torch; see ``kernels/embedding_gradient.py``."""
+    bags = lookups.bags()
+    here = (bags >= 0) & (bags < len(tables) * lookups.batch)
+    table = bags.clamp(0, max(len(tables) * lookups.batch - 1, 0)) // max(lookups.batch, 1)
+    begins = on_device(tuple(first), bags.device)
+    keys = begins[table] + lookups.indices
+    here &= (lookups.indices >= 0) & (keys < begins[table + 1])
+    return torch.where(here, keys, first[-1]), bags
+
+
 def sorted_positions(
-    tables: Sequence[torch.Tensor], lookups: Lookups, factor: float
+    tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[int]]:
     """(keys, bags, scales) by table row, and the first key of each table; the last entry is the key of no row at all."""
     first = [0]
     for table in tables:
         first.append(first[-1] + table.shape[0])
-    bags = lookups.bags()
-    here = (bags >= 0) & (bags < len(tables) * lookups.batch)
-    table = bags.clamp(0, max(len(tables) * lookups.batch - 1, 0)) // max(lookups.batch, 1)
-    begins = torch.tensor(first, device=bags.device)
-    keys = begins[table] + lookups.indices
-    here &= (lookups.indices >= 0) & (keys < begins[table + 1])
-    keys = torch.where(here, keys, first[-1])
-    if first[-1] < 1 << 31:
-        keys = keys.int()  # half of what the sort moves
+    if compiled:
+        from tileweave.kernels.embedding_gradient import find_keys
+
+        firsts = on_device(tuple(first), lookups.indices.device)
+        keys, bags = find_keys(lookups.indices, lookups.offsets, firsts, first[-1], lookups.batch)
+    else:
+        keys, bags = keys_in_torch(tables, lookups, first)
     keys, order = torch.sort(keys, stable=True)
-    scales = lookups.scales(bags, factor)
-    return keys.long(), bags[order], None if scales is None else scales[order], first
+    scales = lookups.scales(bags)
+    return keys, bags[order], None if scales is None else scales[order], first
 
 
 def table_gradients(
@@ -87,12 +101,12 @@ def table_gradients(
     """
     if not tables:
         return []
-    keys, bags, scales, first = sorted_positions(tables, lookups, factor)
+    keys, bags, scales, first = sorted_positions(tables, lookups, compiled)
     columns = [0]
     for table in tables:
         columns.append(columns[-1] + table.shape[1])
     if not compiled:
-        return _in_torch(grad, tables, keys, bags, scales, first, columns, lookups.batch, kind, states, rate, epsilon)
+        return _in_torch(grad, tables, keys, bags, scales, first, columns, lookups.batch, kind, states, rate, epsilon, factor)
     from tileweave.kernels.embedding_gradient import ADAGRAD, DENSE, SGD, SPARSE, sum_rows
 
     number = {"dense": DENSE, "sparse": SPARSE, "sgd": SGD, "adagrad": ADAGRAD}[kind]
@@ -105,23 +119,18 @@ def table_gradients(
         opens[1:] = keys[1:] != keys[:-1]
         opens &= keys < first[-1]
         places = torch.cumsum(opens, 0) - 1
-        rows = keys[opens]
-        ends = torch.searchsorted(rows, torch.tensor(first, device=keys.device)).tolist()
+        rows = keys[opens].long()
+        ends = torch.searchsorted(rows, on_device(tuple(first), keys.device)).tolist()
         targets = [t.new_empty(ends[i + 1] - ends[i], t.shape[1]) for i, t in enumerate(tables)]
     addresses = [state.data_ptr() for state in states] or [0] * len(tables)
-    meta = torch.tensor(
-        [
-            (target.data_ptr(), first[i], tables[i].shape[1], columns[i], addresses[i], ends[i])
-            for i, target in enumerate(targets)
-        ],
-        dtype=torch.int64,
-    ).to(grad.device)
+    words = [(t.data_ptr(), first[i], tables[i].shape[1], columns[i], addresses[i], ends[i]) for i, t in enumerate(targets)]
+    meta = on_device(tuple(words), grad.device)
     widest = max(table.shape[1] for table in tables)
     elements = 16 // min(tables[0].element_size(), grad.element_size())
     whole = all(t.shape[1] % elements == 0 for t in tables) and all(t.data_ptr() % 16 == 0 for t in (grad, *targets))
     sum_rows(
-        grad, keys, bags, scales, places, meta, rate, epsilon, first[-1], lookups.batch, tables[0].dtype, widest, number,
-        elements if whole else 1,
+        grad, keys, bags, scales, places, meta, rate, epsilon, factor, first[-1], lookups.batch, tables[0].dtype, widest,
+        number, elements if whole else 1,
     )  # fmt: skip
     if kind == "sparse" and rows is not None:
         return [_coo(rows[ends[i] : ends[i + 1]] - first[i], targets[i], t) for i, t in enumerate(tables)]
@@ -145,6 +154,7 @@ def _in_torch(
     states: Sequence[torch.Tensor],
     rate: torch.Tensor | None,
     epsilon: float,
+    factor: float,
 ) -> list[torch.Tensor]:
     """The same in plain torch, in order of positions, so deterministic on the CPU."""
     found = []
@@ -154,7 +164,7 @@ def _in_torch(
         if scales is not None:
             values = values * scales[mine][:, None]
         rows, where = torch.unique_consecutive(keys[mine] - first[number], return_inverse=True)
-        total = values.new_zeros(rows.numel(), table.shape[1]).index_add_(0, where, values)
+        total = values.new_zeros(rows.numel(), table.shape[1]).index_add_(0, where, values) * factor
         if kind == "dense":
             found.append(torch.zeros_like(table).index_copy_(0, rows, total.to(table.dtype)))
         elif kind == "sparse":
