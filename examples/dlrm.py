@@ -183,7 +183,9 @@ def unfused_lookup(module: ShardedEmbeddingBag) -> Callable:
     optimizer = tw.FusedOptimizer("sgd", rate)
 
     def lookup(indices, offsets, _, batch):
-        return Exchange.apply(tw.embedding_bag(module.weights(), indices, offsets, optimizer=optimizer), module.layout, module.rank)
+        return Exchange.apply(
+            tw.embedding_bag(module.weights(), indices, offsets, optimizer=optimizer), module.layout, module.rank
+        )
 
     return lookup
 
@@ -197,9 +199,7 @@ def torch_lookup(module: ShardedEmbeddingBag) -> Callable:
             begins = offsets[number * batch : (number + 1) * batch + 1]
             rows = indices[begins[0] : begins[-1]]
             bags.append(
-                nn.functional.embedding_bag(
-                    rows, weight, begins - begins[0], mode="sum", sparse=True, include_last_offset=True
-                )
+                nn.functional.embedding_bag(rows, weight, begins - begins[0], mode="sum", sparse=True, include_last_offset=True)
             )
         return Exchange.apply(torch.cat(bags, 1), module.layout, module.rank)
 

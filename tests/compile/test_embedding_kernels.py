@@ -100,9 +100,10 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
             endpoint(dtype), torch.zeros(3, 5, dtype=torch.int64), torch.empty(64, 512, dtype=dtype), 0, aligned,
             RANK, WORLD_SIZE, 132,
         )  # fmt: skip
+        keys, bags = gradient.find_keys(numbers, torch.zeros(2 * BATCH + 1, dtype=torch.int64), numbers[:3], 200, BATCH)
         gradient.sum_rows(
-            torch.empty(64, 256, dtype=dtype), numbers, numbers, torch.zeros(640), numbers,
-            torch.zeros(2, 6, dtype=torch.int64), torch.zeros(1), 1e-8, 200, BATCH, dtype, 128, kind, aligned,
+            torch.empty(64, 256, dtype=dtype), keys, bags, torch.zeros(640), numbers,
+            torch.zeros(2, 6, dtype=torch.int64), torch.zeros(1), 1e-8, 0.25, 200, BATCH, dtype, 128, kind, aligned,
         )  # fmt: skip
 
     return compile_all(launch, target)
@@ -123,7 +124,7 @@ def test_lookups_fit_every_target(case: Case, is_fused: bool, target: str) -> No
 @pytest.mark.parametrize("target", TARGETS)
 def test_gradients_fit_every_target(target: str) -> None:
     kernels = compile_gradient(target, torch.float32, gradient.ADAGRAD)
-    assert [k.name for k in kernels] == ["push_gradient_kernel", "sum_rows_kernel", "sum_runs_kernel"]
+    assert [k.name for k in kernels] == ["push_gradient_kernel", "keys_kernel", "sum_rows_kernel", "sum_runs_kernel"]
     assert all(map(fits, kernels))
 
 
@@ -160,9 +161,10 @@ def test_stores_to_owners_are_16_bytes_and_signalled(case: Case, target: str) ->
 def test_gradients_keep_the_protocol() -> None:
     for target in NVIDIA:
         for dtype in (torch.float32, torch.bfloat16):
-            push, rows, _ = compile_gradient(target, dtype, gradient.SGD)
+            push, _, rows, _ = compile_gradient(target, dtype, gradient.SGD)
             assert lint(push, guarded=()) == []
             assert len(operations(push, guarded=()).waits) == WORLD_SIZE
+            assert not re.search(r"\b(?:div|rem)\.s64", str(rows.ptx)), "a division of 64 bits costs a hundred instructions"
             assert "st.global.v4.b32" in str(push.ptx) and "st.global.v4.b32" in str(rows.ptx)
 
 

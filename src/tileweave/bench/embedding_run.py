@@ -95,7 +95,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(cases)), [case["name"] for case in cases], rotation=35, ha="right", fontsize=8)
-    axes.set_ylabel("time over the larger floor (rows read, vectors sent)")
+    axes.set_ylabel("time over the larger floor")
     axes.set_title(f"{OP}, world {report['world_size']}, {report['environment'].get('device', '')}", fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

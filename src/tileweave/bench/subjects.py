@@ -221,8 +221,7 @@ class MatmulAllReduce(_Matmul):
 
 
 SUBJECTS: dict[str, Any] = {
-    subject.op: subject
-    for subject in (AllGatherMatmul(), MatmulReduceScatter(), MatmulAllReduce(), EmbeddingBagAllToAll())
+    subject.op: subject for subject in (AllGatherMatmul(), MatmulReduceScatter(), MatmulAllReduce(), EmbeddingBagAllToAll())
 }
 
 

@@ -282,8 +282,8 @@ def sum_runs_kernel(
                 one = tl.arange(0, 1)
                 at = first + start + one
                 apply(
-                    total[None, :], one == 0, tl.load(keys + at), places + at, tl.load(bags + at) // batch, meta, rate, epsilon,
-                    DTYPE, BLOCK_D, KIND, ALIGN,
+                    total[None, :], one == 0, tl.load(keys + at), places + at, tl.load(bags + at) // batch, meta, rate,
+                    epsilon, DTYPE, BLOCK_D, KIND, ALIGN,
                 )  # fmt: skip
 
 
@@ -296,8 +296,9 @@ def find_keys(
     bags = torch.empty(count, dtype=torch.int32, device=indices.device)
     if count:
         keys_kernel[(triton.cdiv(count, KEYS),)](
-            indices, offsets, firsts, keys, bags, count, num_bags, batch, last_key, num_bags.bit_length(), BLOCK=KEYS, num_warps=4
-        )
+            indices, offsets, firsts, keys, bags, count, num_bags, batch, last_key, num_bags.bit_length(),
+            BLOCK=KEYS, num_warps=4,
+        )  # fmt: skip
     return keys, bags
 
 

@@ -93,9 +93,7 @@ def pool_bags(
             part = tl.zeros((BAGS, BLOCK_D), tl.float32)
             for place in range(0, size, UNROLL * BAGS):
                 chosen = load_rows(indices, start, place + lane, size, BAGS, UNROLL)
-                part = add_rows(
-                    part, base, chosen, weights, start + place + lane, rows, dim, BLOCK_D, BAGS, UNROLL, WEIGHTED
-                )
+                part = add_rows(part, base, chosen, weights, start + place + lane, rows, dim, BLOCK_D, BAGS, UNROLL, WEIGHTED)
             acc = tl.where((lane == bag)[:, None], tl.sum(part, axis=0)[None, :], acc)
     else:
         chosen = load_rows(indices, begin, 0, length, 1, UNROLL)

@@ -59,7 +59,9 @@ def distribute_indices(
     wanted = tuple(f for mine in features for f in mine)  # pieces stand one behind the other, rank by rank
     asked_for = table.index_select(0, on_device(wanted, lengths.device)).view(-1)
     split, sizes = [len(mine) * samples for mine in features], [len(features[rank]) * samples] * size
-    arrived = all_to_all_whole(asked_for, split, sizes, group).view(size, len(features[rank]), samples)  # [source, table, sample]
+    arrived = all_to_all_whole(asked_for, split, sizes, group).view(
+        size, len(features[rank]), samples
+    )  # [source, table, sample]
     per_segment = arrived.sum(2)
     sizes = torch.cat([starts, per_segment.sum(1)]).tolist()  # the one wait for the device
     cuts, incoming = sizes[: count + 1], sizes[count + 1 :]
@@ -83,5 +85,8 @@ def _table_order(segments: torch.Tensor, total: int) -> torch.Tensor:
     begins = flat.cumsum(0) - flat  # by source, then table
     counts = segments.t().reshape(-1)  # by table, then source
     sources = begins.view(segments.shape).t().reshape(-1)
-    shift = sources - (counts.cumsum(0) - counts)
-    return torch.arange(total, device=segments.device) + torch.repeat_interleave(shift, counts, output_size=total)
+    ends = counts.cumsum(0)
+    shift = sources - (ends - counts)
+    places = torch.arange(total, device=segments.device)
+    # By bisection, not torch.repeat_interleave, which gives a long segment to one block: 0.49 ms for 28 of them.
+    return places + shift[torch.searchsorted(ends, places, right=True)]
