@@ -221,6 +221,14 @@ def trace(
         screen.print(f"wrote {path}", markup=False)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def simulate(context: typer.Context) -> None:
+    """Predict what fusion brings on a cluster you do not have: training, serving, experts, recommendation. Needs no GPU."""
+    from tileweave.simulate import app as simulator
+
+    simulator(context.args, prog_name="tileweave simulate")
+
+
 def main() -> None:
     """Entry point: errors of ours are one line on stderr and exit code 1."""
     try:

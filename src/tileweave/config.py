@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -20,6 +21,7 @@ from tileweave.topology import Machine
 TransportName = Literal["copy_engine", "sm"]
 KernelName = Literal["triton", "hopper"]
 FUSED_WORLD_SIZES = range(2, 9)
+MEASURED_ALL_REDUCE_ROWS = 512
 ONE_SHOT_ROWS = 16  # up to these the partials of all ranks are fewer bytes than weights by far
 
 
@@ -116,7 +118,11 @@ def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: boo
     refused = _without_fusion(p, machine, interpreting, "gather")
     if refused is not None:
         return refused
-    return _plan_cpu(p) if machine.backend == "cpu" else _plan_gpu(p, machine)
+    if machine.backend == "cpu":
+        return _plan_cpu(p)
+    return _plan_gpu(
+        "all_gather_matmul", p, machine, p.rows * p.world_size, lambda c: c.transport == "sm" or p.rows >= c.tile_m
+    )
 
 
 def _without_fusion(p: Problem, machine: Machine, interpreting: bool, purpose: str) -> Plan | None:
@@ -139,16 +145,19 @@ def _plan_cpu(p: Problem) -> Plan:
     return Plan("fused", f"interpreted; {p.rows} rows of a shard", config)
 
 
-def _plan_gpu(p: Problem, machine: Machine) -> Plan:
-    """The fused kernel that pays is the Hopper one, so what it cannot run goes unfused: nobody should lose."""
+def _plan_gpu(op: str, p: Problem, machine: Machine, rows: int, can_run: Callable[[MatmulConfig], bool]) -> Plan:
+    """The measured configuration of ``op`` nearest to M = ``rows`` that ``can_run``.
+
+    The fused kernel that pays is the Hopper one, so what it cannot run goes unfused: nobody should lose.
+    """
     if p.dtype == "float32":
         return Plan("unfused", "float32 is not a tensor-core dtype")
     if machine.arch != 90:
         return Plan("unfused", f"no measurement shows the fused kernel ahead on {machine.name}")
     if p.depth * p.itemsize % 16:
         return Plan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes, which the copy hardware needs")
-    entry, config = nearest(p)
-    return Plan("fused", f"as measured for M={entry.rows}, {entry.cols} local columns, K={entry.depth}", config)
+    entry = min((e for e in tuned_entries(op) if can_run(e.config)), key=lambda e: e.distance(rows, p.cols, p.depth))
+    return Plan("fused", f"as measured for M={entry.rows}, {entry.cols} local columns, K={entry.depth}", entry.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +170,9 @@ class Entry:
     us: float | None
     config: MatmulConfig
 
-    def distance(self, p: Problem) -> float:
-        """How far this shape is from ``p``: octaves of rows, columns and depth. Rows decide most, so they count double."""
-        octaves = (
-            2 * math.log2(p.rows * p.world_size / self.rows),
-            math.log2(p.cols / self.cols),
-            math.log2(p.depth / self.depth),
-        )
-        return math.hypot(*octaves)
+    def distance(self, rows: int, cols: int, depth: int) -> float:
+        """How far this shape is from another: octaves of rows, columns and depth. Rows decide most, so they count double."""
+        return math.hypot(2 * math.log2(rows / self.rows), math.log2(cols / self.cols), math.log2(depth / self.depth))
 
 
 @cache
@@ -178,13 +182,6 @@ def tuned_entries(op: str) -> tuple[Entry, ...]:
     return tuple(Entry(**{**entry, "config": MatmulConfig(**entry["config"])}) for entry in data["entries"])
 
 
-def nearest(p: Problem) -> tuple[Entry, MatmulConfig]:
-    """The measured entry nearest to ``p`` whose configuration can run it."""
-    runnable = [e for e in tuned_entries("all_gather_matmul") if e.config.transport == "sm" or p.rows >= e.config.tile_m]
-    entry = min(runnable, key=lambda e: e.distance(p))
-    return entry, entry.config
-
-
 def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
     """The path of a matmul_reduce_scatter. ``rows`` = M/R, of one rank's result; ``cols`` = N; ``depth`` = K/R."""
     p = problem
@@ -192,7 +189,12 @@ def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting:
     if refused is not None:
         return refused
     if machine.backend != "cpu":
-        return Plan("unfused", "not measured yet")
+        whole_rows = p.cols * p.itemsize % 16 == 0  # copy engines' tiles leave by TMA
+
+        def can_run(c: MatmulConfig) -> bool:
+            return c.transport == "sm" or (whole_rows and p.rows >= c.tile_m)
+
+        return _plan_gpu("matmul_reduce_scatter", p, machine, p.rows * p.world_size, can_run)
     tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
     transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
     config = MatmulConfig("triton", transport, tile, 2 * tile, 64, 1, 4, num_slices=4, num_producers=1)
@@ -206,7 +208,11 @@ def plan_matmul_all_reduce(problem: Problem, machine: Machine, interpreting: boo
     if refused is not None:
         return refused
     if machine.backend != "cpu":
-        return Plan("unfused", "not measured yet")
+        if p.rows > MEASURED_ALL_REDUCE_ROWS:
+            return Plan(
+                "unfused", f"{p.rows} rows: no measurement shows the fused kernel ahead above {MEASURED_ALL_REDUCE_ROWS}"
+            )
+        return _plan_gpu("matmul_all_reduce", p, machine, p.rows, lambda c: c.shots == 2 or p.rows <= c.tile_m)
     shots = 1 if p.rows <= ONE_SHOT_ROWS else 2
     config = MatmulConfig("triton", "sm", 16, 32, 64, 1, 4, shots=shots)
     return Plan("fused", f"interpreted; {p.rows} rows, {'one shot' if shots == 1 else 'two shots'}", config)

@@ -23,6 +23,7 @@ on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="the Gluon kernel is Hopper
 
 TRITON = MatmulConfig("triton", "sm", 64, 128, 64, 3, 4)
 HOPPER = MatmulConfig("hopper", "sm", 128, 128, 64, 4, 8)
+ONE_SHOT = MatmulConfig("triton", "sm", 16, 64, 128, 5, 4, shots=1)
 each_kernel = pytest.mark.parametrize(
     "config", [TRITON, pytest.param(HOPPER, marks=on_hopper)], ids=lambda config: config.kernel
 )
@@ -42,6 +43,14 @@ SHAPES = {"a_row": (1, 1024, 512), "sixteen": (16, 1024, 512), "two_shot": (256,
 def test_parity(largest: World, config: MatmulConfig) -> None:
     cases = [case(*shape, **FULL) for shape in SHAPES.values()] + [case(*shape, integers=True) for shape in SHAPES.values()]
     largest.run(parity.parity, cases, config, timeout=200)
+
+
+@fused
+def test_parity_of_one_shot(largest: World) -> None:
+    shapes = [shape for shape in SHAPES.values() if shape[0] <= ONE_SHOT.tile_m]
+    cases = [case(*shape, **more) for shape in shapes for more in (FULL, {"integers": True})]
+    largest.run(parity.parity, cases, ONE_SHOT, timeout=200)
+    largest.run(parity.many_calls, cases[::2], ONE_SHOT, 250, 0.0005, timeout=200)
 
 
 @fused

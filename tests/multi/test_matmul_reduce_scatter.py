@@ -6,6 +6,8 @@ time here: variants are few on purpose. Kernels are those that the plan picks, u
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests import behaviour, device_behaviour, parity
@@ -25,8 +27,11 @@ on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="the Gluon kernel is Hopper
 
 TRITON = MatmulConfig("triton", "sm", 64, 128, 64, 3, 4)
 HOPPER = MatmulConfig("hopper", "sm", 128, 128, 64, 4, 8)
+COPIED = replace(HOPPER, transport="copy_engine", num_slices=2)
 each_kernel = pytest.mark.parametrize(
-    "config", [TRITON, pytest.param(HOPPER, marks=on_hopper)], ids=lambda config: config.kernel
+    "config",
+    [TRITON, pytest.param(HOPPER, marks=on_hopper), pytest.param(COPIED, marks=on_hopper)],
+    ids=lambda config: f"{config.kernel}-{config.transport}",
 )
 
 

@@ -31,7 +31,7 @@ LAYERS = (
     ("nn", "profile", "launcher"),
     ("__init__",),
     ("tune", "bench"),
-    ("integrations", "demo", "check", "doctor"),
+    ("integrations", "demo", "check", "doctor", "simulate"),
     ("cli",),
 )
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
@@ -39,7 +39,7 @@ FACTS = LAYERS[0]
 EXEMPT = ("__init__", "__main__")
 STRANGERS = {("kernels", "transport")}  # a kernel gets pointers; it does not know where memory comes from
 DEVICE_FREE = (*FACTS, "sim", "transport.base")
-TALKATIVE = ("cli", "bench", "demo", "doctor", "check")
+TALKATIVE = ("cli", "bench", "demo", "doctor", "check", "simulate")
 
 MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 100

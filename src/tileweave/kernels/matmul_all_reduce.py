@@ -92,7 +92,7 @@ def matmul_all_reduce_kernel(
         row = tl.arange(0, TILE_M)
         col = program * TILE_N + tl.arange(0, TILE_N)
         a_rows = x + tl.minimum(row, rows - 1).to(tl.int64) * stride_x
-        acc = matmul_tile(a_rows, w, stride_w, program, cols, depth, 0, k_blocks, TILE_M, TILE_N, TILE_K, EVEN_K)
+        acc = matmul_tile(a_rows, w, stride_w, program, cols, depth, 0, k_blocks, TILE_M, TILE_N, TILE_K, EVEN_K, rows, True)
         acc = exchange(
             acc, row, col, rows, slots, slot_table, (epoch & 1).to(tl.int64) * slot_size, place_size, program, rank, epoch,
             control, report, WORLD_SIZE, TILE_M, TILE_N, out.dtype.element_ty,

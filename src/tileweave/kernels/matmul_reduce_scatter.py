@@ -10,7 +10,7 @@ and in rank order, rounds once and stores the result. Two transports:
 
 ``"copy_engine"``  tiles are stored in ``staging`` and counted in; a copy engine that waits for a chunk's count takes the
     chunk to its owner (rows padded to whole tiles, row-major), a signal behind it. Own tiles wait for their chunk.
-``"sm"``  tiles are stored straight into the slot (tile by tile, whole, 64 columns at a time), and announce themselves: see
+``"sm"``  tiles are stored straight into the slot (tile by tile, whole, in 8 x 8 blocks), and announce themselves: see
     ``language/marked.py``. No signal, no fence.
 
 ====================  =====  =====================================  =============================================
@@ -52,7 +52,7 @@ import triton.language as tl
 from tileweave.config import MatmulConfig
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.language.marked import expected_zero, put_marked, take_marked
-from tileweave.language.matmul import give_part, matmul_tile, piece_offsets, take_parts
+from tileweave.language.matmul import give_part, matmul_tile, part_offsets, take_parts
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import count_in, faulted, leave, load_epoch, wait
 from tileweave.language.tile import cut, part_range, place_out, unit_count, unit_range
@@ -79,7 +79,7 @@ def push_partial(
     WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Store the rows of peers in their slots, marked. ``row`` [TILE_M]: global rows."""
-    within = piece_offsets(TILE_M, TILE_N)
+    within = part_offsets(TILE_M, TILE_N)
     value = acc.to(dtype)
     first = row // rows
     for i in tl.static_range(1, WORLD_SIZE):
@@ -97,7 +97,7 @@ def push_result(
     WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Second shot: a finished tile into the result part of every peer's slot, marked."""
-    within = piece_offsets(TILE_M, TILE_N)
+    within = part_offsets(TILE_M, TILE_N)
     for i in tl.static_range(1, WORLD_SIZE):
         target = symm_at(slot_table, (rank + i) % WORLD_SIZE, value.dtype, 16)
         put_marked(target + slot_offset + (WORLD_SIZE - 1) * place_size + at + within, value, mask)
@@ -178,7 +178,7 @@ def matmul_reduce_scatter_kernel(
                 count_in(counters + num_programs + place * MAX_SLICES + chunk)
             if tl.max(own.to(tl.int32), axis=0) > 0:
                 if PUSH:
-                    inside = piece_offsets(TILE_M, TILE_N)
+                    inside = part_offsets(TILE_M, TILE_N)
                     acc = take_marked(
                         acc, slots + slot_offset + at + inside, place_size, own[:, None] & (col >= 0)[None, :], 0, rank, tile,
                         epoch, control, report, WORLD_SIZE - 1, MAX_SLICES,
@@ -236,7 +236,7 @@ def take_result(
     row = first_row + tl.arange(0, TILE_M)
     col = tile_col * TILE_N + tl.arange(0, TILE_N)
     home = first_row // rows
-    inside = piece_offsets(TILE_M, TILE_N)
+    inside = part_offsets(TILE_M, TILE_N)
     at = tile_place(first_row, first_row - home * rows, tile_col, tile_cols, TILE_M, TILE_N, SPANS)
     at += ((home if not SPANS else 0) * tile_rows * tile_cols).to(tl.int64) * (TILE_M * TILE_N)
     for i in tl.static_range(1, WORLD_SIZE):

@@ -7,7 +7,7 @@ Read ``kernels/matmul_reduce_scatter.py`` first: equation, signals, timeline and
 - ``"copy_engine"``: what copy engines brought for an own tile comes through the same ring as its operands: *load* waits for
   the chunk's signals and asks for the peers' pieces behind the last K block, *multiply* adds them as they come. So the
   wait and the way from memory are hidden as those of operands are.
-- ``"sm"``: *store* pushes pieces to peers, *multiply* polls for theirs.
+- ``"sm"``: *multiply* pushes registers and polls for registers, and *store* has nothing to do.
 
 Limits: rows of x and w at multiples of 16 bytes; ``"copy_engine"``: rows of out too, and ``tile_k`` 64.
 """
@@ -40,6 +40,7 @@ from tileweave.language.hopper import (
     load_async,
     make_ring,
     multiply_tile,
+    part_offsets,
     part_range,
     place_out,
     spin,
@@ -49,7 +50,7 @@ from tileweave.language.hopper import (
     unit_range,
     wait,
 )
-from tileweave.language.hopper_marked import expected_zero, piece_offsets, push_box, take_marked
+from tileweave.language.hopper_marked import expected_zero, push_piece, push_result, take_marked
 from tileweave.schedule import MIN_SPAN as _MIN_SPAN
 from tileweave.schedule_scatter import ScatterSchedule
 
@@ -116,170 +117,119 @@ def load_partition(
 
 
 @gluon.jit
-def push_tile(
-    turn, boxes, free, full, slot_table, slot_offset, place_size, tile, first_row, row_limit, rows, rank, home, tile_rows,
-    tile_cols, col,
-    WORLD_SIZE: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """Store warps, ``"sm"``: partial pieces to their owners, then finished ones to all peers (``ALL_REDUCE``)."""
-    at, result_at = tile_place(first_row, home, rows, tile_rows, tile_cols, col, TILE_M, TILE_N, SPANS)
-    if SPANS or home != rank:
-        for piece in gl.static_range(TILE_N // PIECE):
-            mbarrier.wait(full.index(turn % BOXES), (turn // BOXES) & 1)
-            for i in gl.static_range(1, WORLD_SIZE):
-                owner = (rank + i) % WORLD_SIZE
-                begin, end = owner * rows, gl.minimum(owner * rows + rows, row_limit)
-                if (first_row < end) & (first_row + TILE_M > begin):
-                    place = rank - (rank > owner).to(gl.int32)
-                    push_box(
-                        boxes.index(turn % BOXES), piece * PIECE, slot_table,
-                        slot_offset + place.to(gl.int64) * place_size + at, first_row, begin, end, owner, TILE_M, PIECE, WARPS,
-                    )  # fmt: skip
-            mbarrier.arrive(free.index(turn % BOXES), count=1)
-            turn += 1
-    begin, end = rank * rows, gl.minimum(rank * rows + rows, row_limit)
-    if ALL_REDUCE:
-        if (first_row < end) & (first_row + TILE_M > begin):
-            for piece in gl.static_range(TILE_N // PIECE):
-                mbarrier.wait(full.index(turn % BOXES), (turn // BOXES) & 1)
-                for i in gl.static_range(1, WORLD_SIZE):
-                    push_box(
-                        boxes.index(turn % BOXES), piece * PIECE, slot_table,
-                        slot_offset + (WORLD_SIZE - 1) * place_size + result_at, first_row, begin, end,
-                        (rank + i) % WORLD_SIZE, TILE_M, PIECE, WARPS,
-                    )  # fmt: skip
-                mbarrier.arrive(free.index(turn % BOXES), count=1)
-                turn += 1
-    return turn
-
-
-@gluon.jit
-def stage_tile(
-    turn, out_desc, staging_desc, boxes, free, full, counters, rows, rank, home, tile_rows, chunk_rows, first_row, col,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-):  # fmt: skip
-    """Store warps, ``"copy_engine"``: pieces to ``staging``, the tile counted in behind them, or to ``out``."""
-    row = first_row - home * rows
-    place = home - (home > rank).to(gl.int32)
-    for piece in gl.static_range(TILE_N // PIECE):
-        mbarrier.wait(full.index(turn % BOXES), (turn // BOXES) & 1)
-        if home == rank:
-            store_async(out_desc, [row, col * TILE_N + piece * PIECE], boxes.index(turn % BOXES))
-        else:
-            at = place * tile_rows * TILE_M + row
-            store_async(staging_desc, [at, col * TILE_N + piece * PIECE], boxes.index(turn % BOXES))
-        if piece > 0:
-            tma.store_wait(1)
-            mbarrier.arrive(free.index((turn - 1) % BOXES), count=1)
-        turn += 1
-    tma.store_wait(0)
-    mbarrier.arrive(free.index((turn - 1) % BOXES), count=1)
-    if home != rank:
-        drain_tma_stores(turn)
-        count_in(counters + place * MAX_SLICES + row // TILE_M // chunk_rows)
-    return turn
-
-
-@gluon.jit
 def store_partition(
-    out_desc, staging_desc, boxes, free, full, counters, slot_table, signals, control, report,
-    slot_size, place_size, rank, rows, total_rows, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, num_partitions,
-    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_TAIL: gl.constexpr, WARPS: gl.constexpr,
+    out_desc, staging_desc, boxes, free, full, counters, signals, control, report,
+    rank, rows, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, num_partitions,
+    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr,
+    SPLIT_TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Pieces from shared memory to where they go, beside the other two partitions."""
+    """One warp: pieces from shared memory to ``staging``, counted in by tiles, or to ``out``."""
+    PIECES: gl.constexpr = TILE_N // PIECE
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
-    slot_offset = (epoch & 1).to(gl.int64) * slot_size
-    turn = 0
-    whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
-    tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
-    for index in range(0, units):
-        tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
-        owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
-        if program == owner:
-            first_row, row_limit, col = place_out(
-                tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
-            )
-            home = first_row // rows
-            if PUSH:
-                turn = push_tile(
-                    turn, boxes, free, full, slot_table, slot_offset, place_size, tile, first_row,
-                    gl.minimum(row_limit, total_rows), rows, rank, home, tile_rows, tile_cols, col,
-                    WORLD_SIZE, SPANS, ALL_REDUCE, TILE_M, TILE_N, WARPS,
-                )  # fmt: skip
-            else:
-                turn = stage_tile(
-                    turn, out_desc, staging_desc, boxes, free, full, counters + num_programs, rows, rank, home, tile_rows,
-                    chunk_rows, first_row, col, TILE_M, TILE_N,
-                )  # fmt: skip
     if not PUSH:
+        turn = 0
+        whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
+        tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
+        for index in range(0, units):
+            tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
+            owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+            if program == owner:
+                first_row, row_limit, col = place_out(
+                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
+                )
+                home = first_row // rows
+                row = first_row - home * rows
+                place = home - (home > rank).to(gl.int32)
+                for piece in gl.static_range(PIECES):
+                    mbarrier.wait(full.index(turn % BOXES), (turn // BOXES) & 1)
+                    if home == rank:
+                        store_async(out_desc, [row, col * TILE_N + piece * PIECE], boxes.index(turn % BOXES))
+                    else:
+                        store_async(
+                            staging_desc, [place * tile_rows * TILE_M + row, col * TILE_N + piece * PIECE],
+                            boxes.index(turn % BOXES),
+                        )  # fmt: skip
+                    if piece > 0:
+                        tma.store_wait(1)
+                        mbarrier.arrive(free.index((turn - 1) % BOXES), count=1)
+                    turn += 1
+                tma.store_wait(0)
+                mbarrier.arrive(free.index((turn - 1) % BOXES), count=1)
+                if home != rank:
+                    drain_tma_stores(epoch)
+                    chunk = row // TILE_M // chunk_rows
+                    count_in(counters + num_programs + place * MAX_SLICES + chunk)
         drain_tma_stores(epoch)
         if program == num_programs - 1:  # the copy engine reads the epoch word and the counters until it has pushed
-            wait(signals, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, epoch, -1, control, report, 1, WARPS)
-            word = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+            wait(signals, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, epoch, -1, control, report, 1, 1)
+            word = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
             for i in gl.static_range(WORLD_SIZE - 1):
                 gl.store(counters + num_programs + i * MAX_SLICES + word, word * 0)
     leave(control, epoch, num_partitions)
 
 
 @gluon.jit
-def box_piece(piece, sent, boxes, free, full):
-    """Multiply warps' end: hand a piece to the store warps. Returns the next box turn."""
-    mbarrier.wait(free.index(sent % BOXES), ((sent // BOXES) & 1) ^ 1)
-    boxes.index(sent % BOXES).store(piece.to(boxes.dtype))
-    fence_async_shared()
-    mbarrier.arrive(full.index(sent % BOXES), count=1)
-    return sent + 1
-
-
-@gluon.jit
-def sum_pushed(
-    piece, first_col, bias, residual, out, slots, place_size, tile, epoch, control, report, rank, rows, cols, first_row,
-    row_limit, col,
-    WORLD_SIZE: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr,
+def finish_piece(
+    piece, first_col, turn, sent, bias, residual, out, partials, a_ring, empty, ready, boxes, free, full, slots, slot_table,
+    control, report, slot_offset, place_size, at, result_at, part_at, helpers, crew, tile, epoch,
+    rank, rows, cols, first_row, row_limit, home, col,
+    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """Own rows of a piece, ``"sm"``: add what peers pushed, bias and residual, store. Returns what was stored."""
-    layout: gl.constexpr = piece.type.layout
+    """Columns [first_col, first_col + 64) of a tile that this program owns. Returns (ring turn, box turn)."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
     dtype: gl.constexpr = out.dtype.element_ty
-    row = gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
-    index = gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout))
-    begin, end = rank * rows, gl.minimum(rank * rows + rows, row_limit)
-    own = ((first_row + row >= begin) & (first_row + row < end))[:, None] & (index >= 0)[None, :]
-    pointers = slots.to(gl.pointer_type(gl.int16), bitcast=True) + piece_offsets(row, index, first_col, TILE_M, PIECE)
-    piece = take_marked(
-        piece, pointers, place_size, own, 0, rank, tile, epoch, control, report, WORLD_SIZE - 1, MAX_SLICES, dtype
-    )
-    piece = finish(piece, gl.load(control + FAULT, volatile=True), bias, col + first_col, cols, HAS_BIAS)
-    if HAS_RESIDUAL:
-        place = (first_row + row).to(gl.int64)[:, None] * cols + (col + first_col + index)[None, :]
-        piece += gl.load(residual + place, mask=own & (col + first_col + index < cols)[None, :], other=0.0).to(gl.float32)
-    value = piece.to(dtype)
-    if ALL_REDUCE:
-        value = expected_zero(value)
-        store_own(value, out, 0, first_row, begin, end, col + first_col, cols)
+    piece = gl.convert_layout(piece, layout)
+    piece = add_parts(piece, first_col, partials, part_at, helpers, crew, TILE_M, TILE_N)
+    if PUSH:
+        row = first_row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
+        if SPANS or home != rank:
+            push_piece(
+                piece, first_col, slot_table, slot_offset, place_size, at, first_row, row_limit, rows, rank, home,
+                WORLD_SIZE, TILE_N, SPANS, dtype,
+            )  # fmt: skip
+        last_row = gl.minimum(first_row + TILE_M, row_limit) - 1
+        if (first_row < rank * rows + rows) & (last_row >= rank * rows):
+            offsets = part_offsets(piece, first_col, TILE_N)
+            own = ((row >= rank * rows) & (row < rank * rows + rows) & (row < row_limit))[:, None] & (offsets >= 0)
+            mine = (slots + slot_offset + at).to(gl.pointer_type(gl.int16), bitcast=True) + offsets
+            piece = take_marked(
+                piece, mine, place_size, own, 0, rank, tile, epoch, control, report, WORLD_SIZE - 1, MAX_SLICES, dtype
+            )
+            fault = gl.load(control + FAULT, volatile=True)
+            piece = finish(piece, fault, bias, col + first_col, cols, HAS_BIAS)
+            if HAS_RESIDUAL:
+                index = col + first_col + gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout))
+                place = row.to(gl.int64)[:, None] * cols + index[None, :]
+                piece += gl.load(residual + place, mask=own & (index < cols)[None, :], other=0.0).to(gl.float32)
+            if ALL_REDUCE:
+                value = expected_zero(piece.to(dtype))
+                push_result(
+                    value, first_col, slot_table, slot_offset + (WORLD_SIZE - 1) * place_size + result_at, own, rank,
+                    WORLD_SIZE, TILE_N,
+                )  # fmt: skip
+                last = gl.minimum(rank * rows + rows, row_limit)
+                store_own(value, out, 0, first_row, rank * rows, last, col + first_col, cols)
+            else:
+                store_own(piece, out, rank * rows, first_row, rank * rows, rank * rows + rows, col + first_col, cols)
     else:
-        store_own(value, out, begin, first_row, begin, end, col + first_col, cols)
-    return value
-
-
-@gluon.jit
-def sum_copied(
-    piece, first_col, turn, a_ring, empty, ready, bias, control, cols, col,
-    WORLD_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
-):  # fmt: skip
-    """A piece of an own tile, ``"copy_engine"``: add what *load* brings through the ring. Returns (piece, ring turn)."""
-    layout: gl.constexpr = piece.type.layout
-    for _ in gl.static_range(WORLD_SIZE - 1):
-        index = turn % STAGES
-        mbarrier.wait(ready.index(index), (turn // STAGES) & 1)
-        piece += a_ring.index(index).load(layout).to(gl.float32)
-        mbarrier.arrive(empty.index(index), count=1)
-        turn += 1
-    return finish(piece, gl.load(control + FAULT, volatile=True), bias, col + first_col, cols, HAS_BIAS), turn
+        if home == rank:
+            for _ in gl.static_range(WORLD_SIZE - 1):
+                index = turn % STAGES
+                mbarrier.wait(ready.index(index), (turn // STAGES) & 1)
+                piece += a_ring.index(index).load(layout).to(gl.float32)
+                mbarrier.arrive(empty.index(index), count=1)
+                turn += 1
+            fault = gl.load(control + FAULT, volatile=True)
+            piece = finish(piece, fault, bias, col + first_col, cols, HAS_BIAS)
+        mbarrier.wait(free.index(sent % BOXES), ((sent // BOXES) & 1) ^ 1)
+        boxes.index(sent % BOXES).store(piece.to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(full.index(sent % BOXES), count=1)
+        sent += 1
+    return turn, sent
 
 
 @gluon.jit
@@ -339,8 +289,7 @@ def take_result(
     row = first_row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
     for i in gl.static_range(TILE_N // PIECE):
         zeros = gl.zeros((TILE_M, PIECE), gl.float32, layout)
-        index = gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout))
-        offsets = piece_offsets(row - first_row, index, i * PIECE, TILE_M, PIECE)
+        offsets = part_offsets(zeros, i * PIECE, TILE_N)
         pointers = (results + result_at).to(gl.pointer_type(gl.int16), bitcast=True) + offsets
         for step in gl.static_range(1, WORLD_SIZE):
             owner = (rank + step) % WORLD_SIZE
@@ -370,7 +319,6 @@ def multiply_partition(
     epoch = gl.load(control, volatile=True)
     if PUSH:
         slot = epoch & 1
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
     slot_offset = slot.to(gl.int64) * slot_size
     record = program * max_units
     turn = 0
@@ -392,32 +340,17 @@ def multiply_partition(
         else:
             if helpers > 0:
                 await_parts(counters, tile - whole, helpers)
-                acc = add_parts(acc, 0, partials, program, helpers, crew, TILE_M, TILE_N)
             home = first_row // rows
             at, result_at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
             col = tile_col * TILE_N
             pieces = pieces_of(acc, TILE_N)
-            if PUSH:
-                if SPANS or home != rank:
-                    for i in gl.static_range(TILE_N // PIECE):
-                        sent = box_piece(gl.convert_layout(pieces[i], layout), sent, boxes, free, full)
-                if (first_row < gl.minimum(rank * rows + rows, row_limit)) & (first_row + TILE_M > rank * rows):
-                    for i in gl.static_range(TILE_N // PIECE):
-                        value = sum_pushed(
-                            gl.convert_layout(pieces[i], layout), i * PIECE, bias, residual, out, slots + slot_offset + at,
-                            place_size, tile, epoch, control, report, rank, rows, cols, first_row, row_limit, col,
-                            WORLD_SIZE, ALL_REDUCE, TILE_M, HAS_BIAS, HAS_RESIDUAL,
-                        )  # fmt: skip
-                        if ALL_REDUCE:
-                            sent = box_piece(value, sent, boxes, free, full)
-            else:
-                for i in gl.static_range(TILE_N // PIECE):
-                    piece = gl.convert_layout(pieces[i], layout)
-                    if home == rank:
-                        piece, turn = sum_copied(
-                            piece, i * PIECE, turn, a_ring, empty, ready, bias, control, cols, col, WORLD_SIZE, STAGES, HAS_BIAS
-                        )
-                    sent = box_piece(piece, sent, boxes, free, full)
+            for i in gl.static_range(TILE_N // PIECE):
+                turn, sent = finish_piece(
+                    pieces[i], i * PIECE, turn, sent, bias, residual, out, partials, a_ring, empty, ready, boxes, free, full, slots,
+                    slot_table, control, report, slot_offset, place_size, at, result_at, program, helpers, crew, tile, epoch,
+                    rank, rows, cols, first_row, row_limit, home, col, WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N,
+                    STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL,
+                )  # fmt: skip
         stamp(trace, record, 2, epoch, TRACE)
         record += 1
     if ALL_REDUCE:
@@ -456,9 +389,10 @@ def matmul_reduce_scatter_hopper_kernel(
 ):  # fmt: skip
     """Dispatch the partitions; *store* ends at once where registers go straight to peers."""
     a_ring, b_ring, empty, ready = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
-    STORE_WARPS: gl.constexpr = 4 if WARPS == 4 else 2  # what fits into 12 warps of 168 registers
-    box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_M, PIECE], x_desc.dtype)
-    boxes = gl.allocate_shared_memory(x_desc.dtype, [BOXES, TILE_M, PIECE], box_layout)
+    NUM_BOXES: gl.constexpr = 1 if PUSH else BOXES
+    BOX_ROWS: gl.constexpr = 8 if PUSH else TILE_M  # a push needs none
+    box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX_ROWS, PIECE], x_desc.dtype)
+    boxes = gl.allocate_shared_memory(x_desc.dtype, [NUM_BOXES, BOX_ROWS, PIECE], box_layout)
     free = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BOXES):
@@ -479,13 +413,13 @@ def matmul_reduce_scatter_hopper_kernel(
                 WORLD_SIZE, PUSH, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, SPLIT_TAIL, TRACE,
             )),
             (store_partition, (
-                out_desc, staging_desc, boxes, free, full, counters, slot_table, signals, control, report, slot_size,
-                place_size, rank, rows, total_rows, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks,
-                num_partitions, WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N, GROUP_M, SPLIT_TAIL, STORE_WARPS,
+                out_desc, staging_desc, boxes, free, full, counters, signals, control, report,
+                rank, rows, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, num_partitions,
+                WORLD_SIZE, PUSH, TILE_M, TILE_N, GROUP_M, SPLIT_TAIL,
             )),
         ],
-        [1, STORE_WARPS],
-        [40, 40] if WARPS == 8 and not PUSH else [72, 72],
+        [1, 1],
+        [40, 40],
     )  # fmt: skip
 
 

@@ -16,7 +16,10 @@ MINUS_ZERO = gl.constexpr(-(2**15))
 
 @gluon.jit
 def put_marked(pointers, value, mask):
-    """Store ``value`` (2 bytes an element) where a peer polls for it; a zero goes as minus zero. ``pointers``: int16."""
+    """Store ``value`` (2 bytes an element) where a peer polls for it; a zero goes as minus zero. ``pointers``: int16.
+
+    ``gl.multiple_of`` must stand where the pointers are made: inlining loses it here, and stores would be of single elements.
+    """
     bits = value.to(gl.int16, bitcast=True)
     gl.store(pointers, gl.where(bits == 0, MINUS_ZERO, bits), mask=mask)
 
@@ -66,28 +69,33 @@ def take_marked(
 
 
 @gluon.jit
-def piece_offsets(row, col, first_col, TILE_M: gl.constexpr, PIECE: gl.constexpr):
-    """Where rows and columns of a tile's piece stand in a slot: piece by piece, each row by row. ``col``: in the piece."""
-    return (row * PIECE + first_col * TILE_M)[:, None] + col[None, :]
+def push_piece(
+    piece, first_col, slot_table, slot_offset, place_size, at, first_row, row_limit, rows, rank, home,
+    WORLD_SIZE: gl.constexpr, TILE_N: gl.constexpr, SPANS: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Columns of a partial tile into the slots of those who own its rows, but for this rank's."""
+    slices: gl.constexpr = gl.SliceLayout(1, piece.type.layout)
+    row = first_row + gl.arange(0, piece.shape[0], layout=slices)
+    within = part_offsets(piece, first_col, TILE_N)
+    value = piece.to(dtype)
+    if SPANS:
+        owner = gl.minimum(row // rows, WORLD_SIZE - 1)
+        place = rank - (rank > owner).to(gl.int32)
+        base = gl.load(slot_table + owner) + 2 * (slot_offset + place.to(gl.int64) * place_size + at)
+        pointers = gl.multiple_of(base.to(gl.pointer_type(gl.int16), bitcast=True)[:, None] + within, [1, 16])
+        put_marked(pointers, value, ((owner != rank) & (row < row_limit))[:, None] & (within >= 0))
+    else:
+        place = rank - (rank > home).to(gl.int32)
+        base = gl.load(slot_table + home) + 2 * (slot_offset + place.to(gl.int64) * place_size + at)
+        pointers = gl.multiple_of(base.to(gl.pointer_type(gl.int16), bitcast=True) + within, [1, 16])
+        put_marked(pointers, value, (row < row_limit)[:, None] & (within >= 0))
 
 
 @gluon.jit
-def push_box(
-    box, first_col, slot_table, offset, first_row, row_begin, row_end, peer,
-    TILE_M: gl.constexpr, PIECE: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Rows [row_begin, row_end) (global) of a piece, from shared memory to element ``offset`` of ``peer``'s buffer, marked.
-
-    A few rows at a time: this partition has few registers.
-    """
-    STEP: gl.constexpr = 16 * WARPS
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    base = (gl.load(slot_table + peer) + 2 * offset).to(gl.pointer_type(gl.int16), bitcast=True)
-    col = gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout))
-    for start in gl.static_range(0, TILE_M, STEP):
-        row = start + gl.arange(0, STEP, layout=gl.SliceLayout(1, layout))
-        inside = (first_row + row >= row_begin) & (first_row + row < row_end)
-        value = box.slice(start, STEP, dim=0).load(layout)
-        # the hint must stand where the pointers are made, or inlining loses it, and stores are of single elements
-        pointers = gl.multiple_of(base + piece_offsets(row, col, first_col, TILE_M, PIECE), [1, 16])
-        put_marked(pointers, value, inside[:, None])
+def push_result(piece, first_col, slot_table, offset, mask, rank, WORLD_SIZE: gl.constexpr, TILE_N: gl.constexpr):
+    """Columns of a finished tile into the result part of every peer's slot, which begins at element ``offset`` of a buffer."""
+    within = part_offsets(piece, first_col, TILE_N)
+    for i in gl.static_range(1, WORLD_SIZE):
+        base = gl.load(slot_table + (rank + i) % WORLD_SIZE) + 2 * offset
+        pointers = gl.multiple_of(base.to(gl.pointer_type(gl.int16), bitcast=True) + within, [1, 16])
+        put_marked(pointers, piece, mask)

@@ -28,11 +28,14 @@ def matmul_tile(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    rows=0,
+    FEW_ROWS: tl.constexpr = False,
 ):
     """fp32 ``[TILE_M, TILE_N]``: rows at ``a_rows`` (pointers ``[TILE_M]``) times rows of ``w [N, K]`` over K blocks
     [k_begin, k_end).
 
-    Rows and columns out of range must point at something readable: what they compute is not stored.
+    Rows and columns out of range must point at something readable: what they compute is not stored. ``FEW_ROWS``: only the
+    first ``rows`` are read, which saves the way to them where most of a tile is none.
     """
     n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
     k = tl.arange(0, TILE_K)
@@ -40,7 +43,10 @@ def matmul_tile(
     acc = tl.zeros((TILE_M, TILE_N), tl.float32)
     for block in range(k_begin, k_end):
         index = block * TILE_K + k
-        if EVEN_K:
+        if EVEN_K and FEW_ROWS:
+            a = tl.load(a_rows[:, None] + index[None, :], mask=(tl.arange(0, TILE_M) < rows)[:, None], other=0.0)
+            b = tl.load(w_rows[:, None] + index[None, :])
+        elif EVEN_K:
             a = tl.load(a_rows[:, None] + index[None, :])
             b = tl.load(w_rows[:, None] + index[None, :])
         else:
@@ -55,12 +61,11 @@ def matmul_tile(
 
 
 @triton.jit
-def piece_offsets(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Where a tile's elements stand in a slot: 64 columns at a time (all, if fewer), row by row; see ``hopper_marked.py``."""
-    PIECE: tl.constexpr = 64 if TILE_N > 64 else TILE_N
+def part_offsets(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Where a tile's elements stand in a slot: in 8 x 8 blocks, as warps of tensor cores hold them; see ``hopper.py``."""
     row = tl.arange(0, TILE_M)
     col = tl.arange(0, TILE_N)
-    return (row * PIECE)[:, None] + (col // PIECE * (TILE_M * PIECE) + col % PIECE)[None, :]
+    return (row // 8 * (8 * TILE_N) + row % 8 * 8)[:, None] + (col // 8 * 64 + col % 8)[None, :]
 
 
 @triton.jit

@@ -100,7 +100,8 @@ class _FusedCall:
             from tileweave.kernels.all_gather_matmul_hopper import fits
             from tileweave.kernels.matmul_reduce_scatter_hopper import Launcher as HopperLauncher
 
-            if fits(x, w):
+            by_tma = self.config.transport == "sm" or self.schedule.cols * x.element_size() % 16 == 0
+            if fits(x, w) and by_tma:
                 return HopperLauncher(
                     self.endpoint, self.schedule, self.config, self.all_reduce, x.dtype, x.stride(0), w.stride(0)
                 )
@@ -140,14 +141,16 @@ def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) ->
     epoch = instance.control.data_ptr() + 4 * EPOCH
     place_bytes = s.tile_rows * s.tile_m * s.cols * itemsize
     copies = []
-    for owner in push_order(s.rank, s.world_size):
+    for lane, owner in enumerate(push_order(s.rank, s.world_size)):
         from_place, to_place = owner - (owner > s.rank), s.rank - (s.rank > owner)
         for chunk in range(s.chunks):
             first, end = s.chunk_bounds(chunk)
             begin, stop = (min(tile * s.tile_m, s.rows) * s.cols * itemsize for tile in (first, end))
             counter = instance.counters.data_ptr() + 4 * (s.num_programs + from_place * MAX_SLICES + chunk)
             target = instance.slot_addresses[owner] + slot * instance.slot_bytes + to_place * place_bytes + begin
-            copies.append(Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, (end - first) * s.tile_cols))
-            copies.append(Copy(instance.signal_addresses[owner] + 4 * (s.rank * MAX_SLICES + chunk), epoch, 4))
+            count = (end - first) * s.tile_cols
+            signal = instance.signal_addresses[owner] + 4 * (s.rank * MAX_SLICES + chunk)
+            copies.append(Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, count, lane))
+            copies.append(Copy(signal, epoch, 4, lane=lane))
     copies.append(Copy(instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size), epoch, 4))
     return tuple(copies)

@@ -46,6 +46,7 @@ class SymmetricBuffer:
 class Copy:
     """One copy of ``nbytes`` to ``target``, an address mapped on this rank.
 
+    Copies of one ``lane`` follow each other; lanes run beside each other, but for the last copy of a push, which follows all.
     ``source`` 0: from what a push is given, ``offset`` bytes into it. ``counter``, an address on this device, if not 0: not
     before the int32 there has reached ``count``.
     """
@@ -56,6 +57,7 @@ class Copy:
     offset: int = 0
     counter: int = 0
     count: int = 0
+    lane: int = 0
 
 
 Watcher = Callable[[Sequence[Copy], int, int], None]

@@ -80,6 +80,22 @@ class Lane:
 _LANES: dict[int, Lane] = {}
 
 
+def _event(stream: torch.cuda.Stream) -> tuple[torch.cuda.Event, int]:
+    """An event and its handle, which it has once it was recorded."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event, event.cuda_event
+
+
+class _SideStream:
+    """A stream for copies, and an event that marks where it stands."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.handle: int = self.stream.cuda_stream
+        self.event, self.done = _event(self.stream)
+
+
 class CudaTransport:
     """Implements :class:`tileweave.transport.base.Transport` over NVLink (or PCIe) peer memory."""
 
@@ -90,11 +106,8 @@ class CudaTransport:
         self.machine = describe(self._index)
         self._require_peer_access()
         self._meeting = Meeting(group, device)
-        self._side = torch.cuda.Stream(device, priority=-1)
-        self._events = [torch.cuda.Event() for _ in range(2)]
-        for event in self._events:
-            event.record(self._side)  # which makes it: it has a handle from here on
-        self._side_handle, (self._start, self._done) = self._side.cuda_stream, [e.cuda_event for e in self._events]
+        self._lanes = [_SideStream(device)]
+        self._forked, self._start = _event(self._lanes[0].stream)
         self._driver = driver()
         self.watch: Watcher | None = None
         self._lane = _LANES.setdefault(self._index, Lane())
@@ -132,18 +145,28 @@ class CudaTransport:
         self._submit(copies, source)
 
     def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
-        self._fork()
+        lanes = 1 + max(copy.lane for copy in copies)
+        self._fork(lanes)
         launch()  # first: if it raises, no copy waits for ever
-        self._submit(copies, source)
+        self._submit(copies, source, lanes)
 
-    def _fork(self) -> None:
-        """Order the side stream behind what is queued now."""
-        cuda, side = self._driver, self._side_handle
-        self._checked(cuda.cuEventRecord(self._start, self._current()) or cuda.cuStreamWaitEvent(side, self._start, 0))
+    def _fork(self, lanes: int = 1) -> None:
+        """Order the side streams behind what is queued now."""
+        cuda = self._driver
+        while len(self._lanes) < lanes:
+            self._lanes.append(_SideStream(self.device))
+        status = cuda.cuEventRecord(self._start, self._current())
+        for lane in self._lanes[:lanes]:
+            status = status or cuda.cuStreamWaitEvent(lane.handle, self._start, 0)
+        self._checked(status)
 
-    def _submit(self, copies: Sequence[Copy], source: int) -> None:
-        side, submit, await_value = self._side_handle, self._driver.cuMemcpyDtoDAsync_v2, self._driver.cuStreamWaitValue32_v2
-        for copy in copies:
+    def _submit(self, copies: Sequence[Copy], source: int, lanes: int = 1) -> None:
+        submit, await_value = self._driver.cuMemcpyDtoDAsync_v2, self._driver.cuStreamWaitValue32_v2
+        handles = [lane.handle for lane in self._lanes]
+        for number, copy in enumerate(copies, start=1):
+            if lanes > 1 and number == len(copies):
+                self._gather(lanes)
+            side = handles[copy.lane]
             status = await_value(side, copy.counter, copy.count, _AT_LEAST) if copy.counter else 0
             status = status or submit(copy.target, copy.source or source + copy.offset, copy.nbytes, side)
             if status:
@@ -154,10 +177,17 @@ class CudaTransport:
         if self.watch is not None:
             self.watch(copies, 0, 0)
 
+    def _gather(self, lanes: int) -> None:
+        """Order lane 0 behind the others."""
+        cuda, first = self._driver, self._lanes[0]
+        for lane in self._lanes[1:lanes]:
+            self._checked(cuda.cuEventRecord(lane.done, lane.handle) or cuda.cuStreamWaitEvent(first.handle, lane.done, 0))
+
     def join(self) -> None:
         cuda = self._driver
-        self._checked(cuda.cuEventRecord(self._done, self._side_handle))
-        self._checked(cuda.cuStreamWaitEvent(self._current(), self._done, 0))
+        last = self._lanes[0]
+        self._checked(cuda.cuEventRecord(last.done, last.handle))
+        self._checked(cuda.cuStreamWaitEvent(self._current(), last.done, 0))
 
     def _current(self) -> int:
         return current_handle(self._index)

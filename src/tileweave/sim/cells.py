@@ -1,0 +1,104 @@
+"""Measured cells: one number a bench or a component measurement gave, and what the model says it should have been.
+
+A cell is read from a results file, of ``tileweave bench --json`` or of the component form (``"components"``: a list of
+``{kind, world_size, ..., us}``), so a new file extends fit and hold-out by itself.
+
+Which cells are held out is fixed by a rule that knows no errors: SHA-256 of the global shape, even: held out. All quantities of
+a shape (matmul, unfused, fused, of every operator and file) go the same way, so a held-out shape was never seen in any form.
+Pushes by themselves are inputs of a calibration, not cells to be judged by: always fitted, in no figure of error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tileweave.errors import InputError, require
+
+RULE = "held out where SHA-256 of the cell's global shape ('8192x28672x8192', or the message's bytes), as a number, is even"
+# Names of subjects in bench results -> the quantity that the model predicts.
+QUANTITIES = {"gemm": "compute", "nccl+cublas": "unfused", "tileweave": "fused", "co-run bound": "bound", "lookup": "compute"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One measured time. ``shape``: M, N, K (global), or bytes; ``graph``: replayed from a CUDA graph."""
+
+    source: str
+    op: str
+    quantity: str
+    world_size: int
+    shape: tuple[int, ...]
+    graph: bool
+    seconds: float
+    itemsize: int = 2
+
+    @property
+    def key(self) -> str:
+        return "x".join(map(str, self.shape))
+
+    @property
+    def primitive(self) -> bool:
+        """A measurement of the links alone: what a calibration is made of, always fitted, in no figure of error."""
+        return self.op.startswith("push")
+
+    @property
+    def in_domain(self) -> bool:
+        """Whether the model claims to cover it: rows of 16 bytes in operands and results of matmuls, as alignment wants."""
+        if len(self.shape) != 3 or self.op == "layer":
+            return True
+        scatters = self.op != "all_gather_matmul"
+        cols, depth = self.shape[1], self.shape[2]
+        local = (cols, depth // self.world_size) if scatters else (cols // self.world_size, depth)
+        return all(width * self.itemsize % 16 == 0 for width in local)
+
+    @property
+    def held_out(self) -> bool:
+        if self.primitive:
+            return False
+        return int(hashlib.sha256(self.key.encode()).hexdigest(), 16) % 2 == 0
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.quantity}, world {self.world_size}, {self.key}{', graph' if self.graph else ''}"
+
+
+def read_cells(paths: Iterable[Path]) -> list[Cell]:
+    """All cells of results files, in their order."""
+    found: list[Cell] = []
+    for path in paths:
+        require(path.is_file(), f"results {path}", "files that exist", "pass --cells FILE...")
+        try:
+            data = json.loads(path.read_text("utf-8"))
+        except json.JSONDecodeError as error:
+            raise InputError(f"asked: {path}, line {error.lineno}: {error.msg}; allowed: JSON; remedy: fix the file") from None
+        if "components" in data:
+            found += [_component(path.name, data["machine"], entry) for entry in data["components"]]
+        elif "cases" in data:
+            found += [cell for case in data["cases"] for cell in _bench(path.name, data, case)]
+        else:
+            raise InputError(f"asked: {path}; allowed: a file with `cases` or `components`; remedy: see docs/simulator.md")
+    return found
+
+
+def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell]:
+    if not case.get("right", True) or "rows" not in case or "depth" not in case:
+        return []
+    shape = (case["rows"], case["cols"], case["depth"])
+    return [
+        Cell(source, data["op"], QUANTITIES[name], data["world_size"], shape, case["graph"], timing["median_us"] * 1e-6)
+        for name, timing in case["times"].items()
+        if name in QUANTITIES
+        and timing.get("median_us")
+        and (name != "tileweave" or case.get("path", "fused").startswith("fused"))
+    ]
+
+
+def _component(source: str, machine: dict[str, Any], entry: dict[str, Any]) -> Cell:
+    return Cell(
+        source, entry["op"], entry["quantity"], entry.get("world_size", machine["world_size"]), tuple(entry["shape"]),
+        entry.get("graph", False), entry["us"] * 1e-6, entry.get("itemsize", 2),
+    )  # fmt: skip

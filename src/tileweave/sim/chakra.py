@@ -1,0 +1,354 @@
+"""Chakra execution traces (MLCommons, schema 0.0.4 as ASTRA-sim 2 reads it): a step as one ``.et`` file a rank, and back.
+
+A file is a stream of protobuf messages, each behind its length as a varint: one GlobalMetadata, then nodes. Computation
+becomes COMP_NODE with a duration, a collective COMM_COLL_NODE, a message between stages COMM_SEND_NODE and COMM_RECV_NODE.
+A fused operator is ``slices`` pairs of computation and collective, chained, so that an engine which only knows whole
+collectives can overlap them. Only what is named here is written; the schema's other fields are left alone when reading.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from tileweave.errors import InputError, require
+from tileweave.sim.step import Part, Step, Task, Timeline
+
+VERSION = "0.0.4"
+COMP, SEND, RECV, COLL = 4, 5, 6, 7
+COLLECTIVES = {"all_reduce": 0, "all_gather": 2, "all_to_all": 6, "reduce_scatter": 7}
+MOST_NODES = 2_000_000
+
+_Type = descriptor_pb2.FieldDescriptorProto
+# message -> field -> (number, type, repeated, message type), as in the schema; what is not listed is skipped when reading.
+_SCHEMA: dict[str, dict[str, tuple[int, int, bool, str]]] = {
+    "BoolList": {"values": (1, _Type.TYPE_BOOL, True, "")},
+    "AttributeProto": {
+        "name": (1, _Type.TYPE_STRING, False, ""), "int64_val": (9, _Type.TYPE_INT64, False, ""),
+        "uint64_val": (13, _Type.TYPE_UINT64, False, ""), "bool_val": (27, _Type.TYPE_BOOL, False, ""),
+        "bool_list": (28, _Type.TYPE_MESSAGE, False, "BoolList"), "string_val": (29, _Type.TYPE_STRING, False, ""),
+    },
+    "GlobalMetadata": {"version": (1, _Type.TYPE_STRING, False, ""), "attr": (2, _Type.TYPE_MESSAGE, True, "AttributeProto")},
+    "Node": {
+        "id": (1, _Type.TYPE_UINT64, False, ""), "name": (2, _Type.TYPE_STRING, False, ""),
+        "type": (3, _Type.TYPE_INT32, False, ""), "ctrl_deps": (4, _Type.TYPE_UINT64, True, ""),
+        "data_deps": (5, _Type.TYPE_UINT64, True, ""), "start_time_micros": (6, _Type.TYPE_UINT64, False, ""),
+        "duration_micros": (7, _Type.TYPE_UINT64, False, ""), "attr": (10, _Type.TYPE_MESSAGE, True, "AttributeProto"),
+    },
+}  # fmt: skip
+
+
+def _messages() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="tileweave_chakra.proto", package="ChakraProtoMsg", syntax="proto3")
+    for name, fields in _SCHEMA.items():
+        message = file.message_type.add(name=name)
+        for field_name, (number, kind, repeated, of) in fields.items():
+            label = _Type.LABEL_REPEATED if repeated else _Type.LABEL_OPTIONAL
+            message.field.add(
+                name=field_name, number=number, type=kind, label=label, type_name=f".ChakraProtoMsg.{of}" if of else None
+            )
+            if name == "AttributeProto" and field_name != "name":
+                message.field[-1].oneof_index = 0
+        if name == "AttributeProto":
+            message.oneof_decl.add(name="value")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ChakraProtoMsg.{name}")) for name in _SCHEMA}
+
+
+_MESSAGES = _messages()
+
+
+@dataclass(slots=True)
+class Node:
+    """One node of a trace. ``attributes``: name -> int, bool, str or list of bool."""
+
+    number: int
+    name: str
+    kind: int
+    after: list[int] = field(default_factory=list)
+    micros: int = 0
+    start: int = 0
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+def write_trace(target: BinaryIO, nodes: Iterator[Node] | list[Node]) -> None:
+    """Nodes of one rank as a trace."""
+    _put(target, _MESSAGES["GlobalMetadata"](version=VERSION))
+    for node in nodes:
+        message = _MESSAGES["Node"](
+            id=node.number,
+            name=node.name,
+            type=node.kind,
+            data_deps=node.after,
+            duration_micros=node.micros,
+            start_time_micros=node.start,
+        )
+        for name, value in node.attributes.items():
+            attribute = message.attr.add(name=name)
+            if isinstance(value, bool):
+                attribute.bool_val = value
+            elif isinstance(value, int):
+                attribute.int64_val = value
+            elif isinstance(value, list):
+                attribute.bool_list.values.extend(value)
+            else:
+                attribute.string_val = value
+        _put(target, message)
+
+
+def _put(target: BinaryIO, message: Any) -> None:
+    data = message.SerializeToString()
+    size, prefix = len(data), bytearray()
+    while size > 0x7F:
+        prefix.append(size & 0x7F | 0x80)
+        size >>= 7
+    target.write(bytes([*prefix, size]) + data)
+
+
+def _size_at(data: bytes, position: int) -> tuple[int, int]:
+    """A varint at ``position``, and where it ends."""
+    size = shift = 0
+    while True:
+        byte = data[position]
+        size |= (byte & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 0x80:
+            return size, position
+
+
+def read_trace(data: bytes, name: str = "trace") -> tuple[str, list[Node]]:
+    """(schema version, nodes) of a trace's bytes."""
+    position, nodes, version = 0, [], ""
+    try:
+        while position < len(data):
+            size, position = _size_at(data, position)
+            piece = data[position : position + size]
+            if len(piece) < size:
+                raise DecodeError("the file ends inside a message")
+            position += size
+            if not version:
+                version = _MESSAGES["GlobalMetadata"].FromString(piece).version or "unnamed"
+                continue
+            message = _MESSAGES["Node"].FromString(piece)
+            attributes = {a.name: _value(a) for a in message.attr}
+            after = [*message.data_deps, *message.ctrl_deps]
+            nodes.append(
+                Node(
+                    message.id,
+                    message.name,
+                    message.type,
+                    after,
+                    message.duration_micros,
+                    message.start_time_micros,
+                    attributes,
+                )
+            )
+    except (DecodeError, IndexError) as error:
+        raise InputError(f"asked: {name}: {error}; allowed: a Chakra .et file; remedy: check which file it is") from None
+    require(bool(version), f"{name}, which is empty", "a Chakra .et file", "check which file it is")
+    return version, nodes
+
+
+def _value(attribute: Any) -> Any:
+    which = attribute.WhichOneof("value")
+    if which is None:
+        return None
+    value = getattr(attribute, which)
+    return list(value.values) if which == "bool_list" else value
+
+
+# --- A timeline as traces, and back ---
+
+
+def export(
+    timeline: Timeline, folder: Path, slices: int = 4, detail: str = "operators", progress: Callable[[], None] = lambda: None
+) -> list[Path]:
+    """``<folder>/step.<rank>.et`` for every rank, and ``comm_group.json`` with the groups' ranks.
+
+    detail : ``"operators"``, or ``"tasks"``: computation of a task in one node, its collectives summed by kind and group.
+    """
+    world, pieces = timeline.world_size, {}
+    groups: dict[str, list[int]] = {}
+    firsts = _first_ranks(timeline)
+    per_stage = {rep: sum(len(t.parts) for t in timeline.tasks if t.rank == rep) for rep in timeline.replicas}
+    count = sum(per_stage[rep] * timeline.replicas[rep] for rep in per_stage)
+    require(
+        detail == "tasks" or count <= MOST_NODES,
+        f"{count} operators in all ranks' traces",
+        f"{MOST_NODES}",
+        "pass --detail tasks",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for rank in range(world):
+        rep = _representative(rank, firsts)
+        if rep not in pieces:
+            pieces[rep] = [task for task in timeline.tasks if task.rank == rep or task.peer == rep]
+        path = folder / f"step.{rank}.et"
+        with path.open("wb") as target:
+            write_trace(target, _nodes(timeline, pieces[rep], rank, rep, firsts, groups, slices, detail))
+        paths.append(path)
+        progress()
+    (folder / "comm_group.json").write_text(json.dumps(groups) + "\n", "utf-8")
+    return [*paths, folder / "comm_group.json"]
+
+
+def _first_ranks(timeline: Timeline) -> dict[int, int]:
+    """Representative -> its first rank."""
+    firsts, first = {}, 0
+    for rep, count in timeline.replicas.items():
+        firsts[rep] = first
+        first += count
+    return firsts
+
+
+def _representative(rank: int, firsts: dict[int, int]) -> int:
+    return max((rep for rep in firsts if firsts[rep] <= rank), key=lambda rep: firsts[rep])
+
+
+def _members(part: Part, rank: int, first: int, count: int) -> list[int]:
+    """Ranks of the group of one part: tensor parallel ranks are neighbours, data parallel ones stand a tensor group apart."""
+    if part.axis == "dp":
+        apart = count // part.ranks
+        return [first + (rank - first) % apart + apart * i for i in range(part.ranks)]
+    begin = first + (rank - first) // part.ranks * part.ranks
+    return list(range(begin, begin + part.ranks))
+
+
+def _nodes(
+    timeline: Timeline, tasks: list[Task], rank: int, rep: int, firsts: dict[int, int], groups: dict[str, list[int]],
+    slices: int, detail: str,
+) -> Iterator[Node]:  # fmt: skip
+    first, count = firsts[rep], timeline.replicas[rep]
+    number, last_of, tail = 0, {}, {}
+
+    def chain(stream: str, after: list[int]) -> list[int]:
+        return [*after, tail[stream]] if stream in tail else after
+
+    for task in tasks:
+        after = [last_of[n] for n in task.after if n in last_of]
+        mine = task.rank == rep
+        if task.peer >= 0:
+            other = firsts[task.peer if mine else task.rank] + (rank - first)
+            source, target = (rank, other) if mine else (other, rank)
+            attributes = {
+                "is_cpu_op": False,
+                "comm_src": source,
+                "comm_dst": target,
+                "comm_tag": task.number,
+                "comm_size": int(task.parts[0].nbytes),
+            }
+            stream = task.stream if mine else f"from {task.rank}"
+            yield Node(
+                number,
+                task.name,
+                SEND if mine else RECV,
+                chain(stream, after if mine else []),
+                0,
+                int(task.begin * 1e6),
+                attributes,
+            )
+            tail[stream] = last_of[task.number] = number
+            number += 1
+            continue
+        for part in _merged(task.parts) if detail == "tasks" else task.parts:
+            fused = bool(part.collective) and part.compute > 0.0
+            for piece in range(slices if fused else 1):
+                share = 1.0 / (slices if fused else 1)
+                if part.compute > 0.0 or not part.collective:
+                    micros = max(round((part.compute or part.seconds) * share * 1e6), 1)
+                    yield Node(
+                        number,
+                        part.name,
+                        COMP,
+                        chain(task.stream, after),
+                        micros,
+                        int(task.begin * 1e6),
+                        {"is_cpu_op": False, "num_ops": 0},
+                    )
+                    tail[task.stream] = number
+                    after = []
+                    number += 1
+                if part.collective in COLLECTIVES and part.ranks > 1:
+                    members = _members(part, rank, first, count)
+                    name = f"{part.axis}{members[0]}s{members[1] - members[0]}n{len(members)}"
+                    groups[name] = members
+                    attributes = {
+                        "is_cpu_op": False,
+                        "comm_type": COLLECTIVES[part.collective],
+                        "comm_size": max(int(part.nbytes * share), 1),
+                        "pg_name": name,
+                    }
+                    waits = [tail[task.stream]] if fused else chain(task.stream, after)
+                    yield Node(
+                        number, f"{part.name} {part.collective} {piece}", COLL, waits, 0, int(task.begin * 1e6), attributes
+                    )
+                    if not fused or piece == slices - 1:
+                        tail[task.stream] = number
+                    after = []
+                    number += 1
+        if task.stream in tail:
+            last_of[task.number] = tail[task.stream]
+
+
+def _merged(parts: tuple[Part, ...]) -> list[Part]:
+    """A task's parts as one computation and one collective of each kind and group."""
+    found: dict[tuple[str, str, int], Part] = {}
+    for part in parts:
+        key = (part.collective, part.axis, part.ranks) if part.collective else ("", "", 1)
+        old = found.get(key)
+        sums = [
+            (old.seconds if old else 0.0) + part.seconds,
+            (old.exposed if old else 0.0) + part.exposed,
+            (old.nbytes if old else 0.0) + part.nbytes,
+            (old.compute if old else 0.0) + part.compute,
+        ]
+        found[key] = Part(
+            part.collective or "compute", part.phase, sums[0], sums[1], part.collective, sums[2], part.ranks, part.axis, sums[3]
+        )
+    return list(found.values())
+
+
+def replay(paths: list[Path], collective_seconds: Callable[[str, float, int], float], bandwidth: float) -> Timeline:
+    """Traces of some ranks (ours or others') as a timeline: computation as recorded, collectives by ``collective_seconds(kind,
+    bytes, ranks)``, messages at ``bandwidth`` bytes/s. Every rank is simulated; nodes of a rank overlap only where its
+    dependences let computation and communication."""
+    step = Step("replay")
+    groups = {}
+    side = paths[0].parent / "comm_group.json"
+    if side.is_file():
+        groups = {name: len(ranks) for name, ranks in json.loads(side.read_text("utf-8")).items()}
+    names = {number: kind for kind, number in COLLECTIVES.items()}
+    for index, path in enumerate(paths):
+        step.representative(index, 1, path.stem, {})
+        known: dict[int, int] = {}
+        for node in read_trace(path.read_bytes(), str(path))[1]:
+            attributes = node.attributes
+            after = [known[n] for n in node.after if n in known]
+            if node.kind == COMP:
+                part = Part(node.name, "compute", node.micros * 1e-6, compute=node.micros * 1e-6)
+                known[node.number] = step.add(index, "compute", node.name, [part], after)
+            elif node.kind == COLL:
+                kind = names.get(int(attributes.get("comm_type", -1)), "")
+                require(
+                    bool(kind),
+                    f"{path}: collective {attributes.get('comm_type')} of node {node.name}",
+                    ", ".join(COLLECTIVES),
+                    "leave it out",
+                )
+                size = float(attributes.get("comm_size", 0))
+                ranks = groups.get(str(attributes.get("pg_name", "")), len(paths))
+                part = Part(node.name, "communication", collective_seconds(kind, size, ranks), 0.0, kind, size, ranks, "world")
+                known[node.number] = step.add(index, "comm", node.name, [part], after, "comm")
+            elif node.kind in (SEND, RECV):
+                seconds = float(attributes.get("comm_size", 0)) / bandwidth if node.kind == SEND else 0.0
+                part = Part(node.name, "communication", seconds, 0.0, "send", 0.0, 2, "pp")
+                known[node.number] = step.add(index, "comm", node.name, [part], after, "comm")
+    return step.run()

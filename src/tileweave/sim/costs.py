@@ -1,0 +1,219 @@
+"""What one piece of work costs on a device: measured coefficients, scaled to other devices by their data sheets.
+
+Units: seconds, bytes, elements. Nothing here knows of other ranks except the speed of a transfer.
+
+The matmul is a roofline over waves. A library picks, among many tile shapes, the one whose waves fit best; a tile takes as
+long as its multiplications, or as L2 takes to feed it (a p-norm of the two: near a balance they slow each other down); beside
+that, memory is read: the longer of both, and a share of the shorter. Matmuls that last draw the device into its power limit:
+time grows as (1 + t / sustained)^power.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from tileweave.errors import require
+from tileweave.schedule import cdiv
+from tileweave.sim.machine import Device, presets
+
+REFERENCE = "h200"
+# Tile shapes that a matmul library chooses among: rows x columns of the output, as Hopper libraries ship them.
+_TILES = tuple((m, n) for m in (64, 128, 192, 256, 384) for n in range(32, 257, 32) if m * n <= 256 * 192)
+_SPLITS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """What was fitted, or read off a measurement; ``data/calibration/*.json`` says from what. See :class:`Costs` for use.
+
+    matmul_* : launch s; fractions of peak (flops, memory); feed bytes/s (L2 to all multiprocessors); p of the norm;
+        sustained s and power of the power limit; split s for a cut along K; tile s for what a
+        tile begins and ends with; overlap: share of the shorter of memory and
+        multiplication that does not hide behind the longer.
+    fused_* : the fused kernel: s a launch in a graph and eagerly, s a tile (prologue and epilogue), s a part handed over,
+        fraction of the library's rate in its main loop, and its feed, bytes/s.
+    corun : relative slow-down of a matmul while links are busy.
+    nccl_* : latency s and fraction of link rate of its two protocols (the low one sends flags beside data), s a step, and the
+        bytes from which gathers and reduce-scatters take the first; scatter, exchange: latency of reduce-scatters and
+        all-to-alls; eager: s more outside a CUDA graph; reduce: the low one of all-reduces.
+    push_* : in-kernel pushes: latency s, fraction of link rate; store_fraction: when tiles are pushed as they are made.
+    copy_* : copy engines likewise; the latency is that of the first copy, queued ones follow a ``gap`` apart.
+    signal s : a remote store until its waiter sees it. gap s : between two dependent launches, in a graph or queued.
+    stream, reduce : fraction of memory rate of copying kernels, and of sums over top-k rows.
+    attention : fraction of the matmul rate. lookup_* : embedding lookups: s a bag, s a row, fraction.
+    """
+
+    matmul_launch: float
+    matmul_flops: float
+    matmul_memory: float
+    matmul_feed: float
+    matmul_norm: float
+    matmul_sustained: float
+    matmul_power: float
+    matmul_split: float
+    matmul_tile: float
+    matmul_overlap: float
+    fused_launch: float
+    fused_eager: float
+    fused_tile: float
+    fused_part: float
+    fused_rate: float
+    fused_feed: float
+    corun: float
+    nccl_latency: float
+    nccl_fraction: float
+    nccl_low_latency: float
+    nccl_low_fraction: float
+    nccl_step: float
+    nccl_switch: float
+    nccl_scatter_latency: float
+    nccl_exchange_latency: float
+    nccl_eager: float
+    nccl_reduce_latency: float
+    nccl_reduce_fraction: float
+    push_latency: float
+    push_fraction: float
+    store_fraction: float
+    copy_latency: float
+    copy_fraction: float
+    signal: float
+    gap: float
+    stream: float
+    reduce: float
+    attention: float
+    lookup_bag: float
+    lookup_row: float
+    lookup_memory: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Coefficients with their origin: on which device, from which cells, when."""
+
+    name: str
+    about: str
+    coefficients: Coefficients
+    fitted_on: tuple[str, ...] = ()
+    not_fitted: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@cache
+def load_calibration(path: str | None = None) -> Calibration:
+    """A calibration file; by default the one that ships, measured on H200."""
+    if path is None:
+        found = resources.files("tileweave.sim") / "data" / "calibration" / f"{REFERENCE}.json"
+        data = json.loads(found.read_text("utf-8"))
+    else:
+        require(Path(path).is_file(), f"calibration {path}", "a file that exists", "make one: tileweave simulate calibrate")
+        data = json.loads(Path(path).read_text("utf-8"))
+    names = {f.name for f in fields(Coefficients)}
+    got = set(data["coefficients"])
+    require(
+        got == names,
+        f"calibration with coefficients missing {sorted(names - got)} and unknown {sorted(got - names)}",
+        "exactly the fields of sim.costs.Coefficients",
+        "make it anew: tileweave simulate calibrate",
+    )
+    return Calibration(
+        data["name"], data["about"], Coefficients(**data["coefficients"]), tuple(data["fitted_on"]), data["not_fitted"]
+    )
+
+
+class Costs:
+    """Times of single pieces of work on ``device``, by ``coefficients`` measured on H200.
+
+    Another device keeps the measured fractions of its own peaks, and the measured latencies: a transfer, no measurement.
+    """
+
+    def __init__(self, device: Device, coefficients: Coefficients | None = None) -> None:
+        self.device = device
+        self.c = c = coefficients or load_calibration().coefficients
+        scale = device.flops / presets()["devices"][REFERENCE].flops
+        self.flops = c.matmul_flops * device.flops
+        self.memory_rate = c.matmul_memory * device.memory_rate
+        self.feed, self.fused_feed = c.matmul_feed * scale, c.fused_feed * scale  # L2 feeds tensor cores: scaled with them
+        self._matmuls: dict[tuple[int, int, int, int], float] = {}
+
+    def matmul(self, m: int, n: int, k: int, itemsize: int = 2) -> float:
+        """x [m, k] @ w [n, k].T by the vendor's library, from its launch to its end."""
+        key = (m, n, k, itemsize)
+        if key not in self._matmuls:
+            self._matmuls[key] = self.c.matmul_launch + self.throttled(self._matmul(m, n, k, itemsize))
+        return self._matmuls[key]
+
+    def _matmul(self, m: int, n: int, k: int, itemsize: int) -> float:
+        c, sms = self.c, self.device.num_sms
+        memory = (m * k + n * k + m * n) * itemsize / self.memory_rate
+        best = float("inf")
+        for tile_m, tile_n in _TILES:
+            tiles = cdiv(m, tile_m) * cdiv(n, tile_n)
+            for split in _SPLITS:
+                if split > 1 and tiles * split > sms:
+                    break
+                active = min(sms, tiles * split)
+                one = self.block(tile_m, tile_n, k / split, active, itemsize) + c.matmul_tile
+                parts = c.matmul_split + 8.0 * split * m * n / self.memory_rate if split > 1 else 0.0  # fp32, out and back
+                best = min(best, self._beside(cdiv(tiles * split, sms) * one, memory) + parts)
+        return best
+
+    def _beside(self, multiply: float, memory: float) -> float:
+        """Both at once: the longer, and a share of the shorter."""
+        return max(multiply, memory) + self.c.matmul_overlap * min(multiply, memory)
+
+    def block(self, tile_m: int, tile_n: int, k: float, active: int, itemsize: int = 2) -> float:
+        """The library's tile over ``k`` on one multiprocessor while ``active`` of them work."""
+        multiply = 2 * tile_m * tile_n * k / (self.flops / self.device.num_sms)
+        return _norm(self.c.matmul_norm, multiply, (tile_m + tile_n) * k * itemsize * active / self.feed)
+
+    def fused_block(self, tile_m: int, tile_n: int, k: float, active: int, itemsize: int, memory: float) -> float:
+        """The same in our kernels; ``memory``: s that bytes nobody has read yet take."""
+        multiply = 2 * tile_m * tile_n * k / (self.flops * self.c.fused_rate / self.device.num_sms)
+        feed = (tile_m + tile_n) * k * itemsize * active / self.fused_feed
+        return self._beside(_norm(self.c.matmul_norm, multiply, feed), memory)
+
+    def throttled(self, seconds: float) -> float:
+        """A time at full clock -> under the power limit."""
+        return seconds * (1.0 + seconds / self.c.matmul_sustained) ** self.c.matmul_power
+
+    def grouped_matmul(self, groups: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
+        """``groups`` matmuls [m, k] @ [n, k] in one launch."""
+        if groups * m == 0:
+            return 0.0
+        sms, best = self.device.num_sms, float("inf")
+        for tile_m, tile_n in _TILES:
+            tiles = groups * cdiv(m, tile_m) * cdiv(n, tile_n)
+            one = self.block(tile_m, tile_n, k, min(sms, tiles), itemsize) + self.c.matmul_tile
+            best = min(best, cdiv(tiles, sms) * one)
+        memory = groups * (m * k + n * k + m * n) * itemsize / self.memory_rate
+        return self.c.matmul_launch + self.throttled(self._beside(best, memory))
+
+    def stream(self, nbytes: float) -> float:
+        """An elementwise kernel that reads and writes ``nbytes`` in all."""
+        return self.c.gap + nbytes / (self.c.stream * self.device.memory_rate)
+
+    def attention(self, flops: float) -> float:
+        """Fused attention of ``flops``."""
+        return self.c.matmul_launch + flops / (self.c.attention * self.flops)
+
+    def reduce_rows(self, nbytes: float) -> float:
+        """A sum over top-k rows that reads and writes ``nbytes``, its fp32 sums included."""
+        return self.c.gap + nbytes / (self.c.reduce * self.device.memory_rate)
+
+    def lookup(self, bags: float, rows: float, row_bytes: float) -> float:
+        """Pool ``rows`` rows of ``row_bytes`` into ``bags`` bags."""
+        scale = presets()["devices"][REFERENCE].memory_rate / self.device.memory_rate  # latency-bound: memory parallelism
+        c = self.c
+        one = c.lookup_bag * bags * scale + c.lookup_row * rows * scale
+        return c.matmul_launch + one + rows * row_bytes / (c.lookup_memory * self.device.memory_rate)
+
+
+def _norm(p: float, *parts: float) -> float:
+    top = max(parts)
+    return top * sum((part / top) ** p for part in parts) ** (1.0 / p) if top > 0.0 else 0.0

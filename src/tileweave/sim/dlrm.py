@@ -1,0 +1,182 @@
+"""One training step of a deep-learning recommendation model: tables spread over ranks, everything else data parallel.
+
+    comm     | indices (all-to-all) |                         | gradients of vectors | all-reduce of dense gradients |
+    compute  | bottom MLP           | lookup + all-to-all | interaction, top MLP, back ... | update of tables |
+
+One rank is simulated; it is the busiest one (``imbalance``), for which the others wait. The fused operator is
+embedding_bag_all_to_all, forward; the backward exchange stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from tileweave.sim.collectives import Kind, bulk, group_of, phases
+from tileweave.sim.document import REQUIRED, Reader, Record, Spot, choice, either, flag, integer, items, number, text
+from tileweave.sim.machine import Cluster
+from tileweave.sim.network import view
+from tileweave.sim.operators import Mode, Operators
+from tileweave.sim.step import Part, Step, Timeline, on_links
+from tileweave.sim.transformer import catalogue
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """A model. tables : in all, or tables_per_gpu of each rank. pooling : rows a bag. batch_per_gpu : samples of a rank.
+
+    dense : dense features. bottom, top : widths of the MLPs. compress : vectors that interact (tables are mixed down to so
+    many; 0: all of them). itemsize : bytes of an element of tables and of what is sent.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    pooling: float
+    batch_per_gpu: int
+    dense: int
+    bottom: tuple[int, ...]
+    top: tuple[int, ...]
+    source: str
+    tables: int = 0
+    tables_per_gpu: int = 0
+    compress: int = 0
+    itemsize: int = 2
+
+    def count(self, world: int) -> int:
+        return self.tables or self.tables_per_gpu * world
+
+
+_SIZE = integer(1, 1 << 40)
+_SHAPE: dict[str, tuple[Reader, Any]] = {
+    "tables": (integer(0, 1_000_000), 0), "tables_per_gpu": (integer(0, 10_000), 0), "rows": (_SIZE, REQUIRED),
+    "dim": (integer(1, 65536), REQUIRED), "pooling": (number(1, 10_000, "rows a bag"), REQUIRED),
+    "batch_per_gpu": (integer(1, 1 << 24), REQUIRED), "dense": (integer(1, 1 << 20), REQUIRED),
+    "bottom": (items(_SIZE), REQUIRED), "top": (items(_SIZE), REQUIRED), "compress": (integer(0, 65536), 0),
+    "itemsize": (integer(1, 8, "bytes"), 2), "source": (text, "own"),
+}  # fmt: skip
+
+
+def tables_reader(spot: Spot) -> Tables:
+    """A known model's name, or a mapping."""
+    known = catalogue("dlrm")
+    return either(lambda s: known_tables(choice(tuple(known))(s)), Record(_SHAPE, lambda **f: Tables(name="own model", **f)))(
+        spot
+    )
+
+
+def known_tables(name: str) -> Tables:
+    """A model of ``data/models.yaml``."""
+    return Record(_SHAPE, lambda **fields: Tables(name=name, **fields))(catalogue("dlrm")[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Dlrm:
+    """imbalance : how much more than the average the busiest rank looks up and sends. slices : messages that the fused operator
+    cuts its result into. prefetch : the indices of a step travel during the step before."""
+
+    model: Tables
+    imbalance: float = 0.0
+    slices: int = 8
+    prefetch: bool = False
+
+
+FIELDS: dict[str, tuple[Reader, Any]] = {
+    "model": (tables_reader, REQUIRED), "imbalance": (number(0.0, 10.0), 0.0), "slices": (integer(1, 64), 8),
+    "prefetch": (flag, False),
+}  # fmt: skip
+
+
+def by_name(model: str, **fields: Any) -> Dlrm:
+    """A training step of a known model."""
+    return Dlrm(known_tables(model), **fields)
+
+
+def simulate(dlrm: Dlrm, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any = None) -> Timeline:
+    """One step, of the busiest rank."""
+    return _Builder(dlrm, cluster, ops, mode, fuse).build()
+
+
+class _Builder:
+    def __init__(self, dlrm: Dlrm, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any) -> None:
+        self.d, self.model, self.cluster, self.ops, self.mode = dlrm, dlrm.model, cluster, ops, mode
+        self.fuse = fuse is None or "embedding_bag_all_to_all" in fuse
+        self.world, self.batch = cluster.world_size, dlrm.model.batch_per_gpu
+        self.tables = dlrm.model.count(self.world)
+        self.group = group_of(cluster, self.world)
+        self.protocol = bulk(ops.c)
+        self.seen = view(cluster, self.protocol.fraction)
+        self.skew = 1.0 + dlrm.imbalance
+        self.step = Step(f"{dlrm.model.name} on {self.world} GPUs, {self.tables} tables: {mode}")
+
+    def build(self) -> Timeline:
+        model, ops = self.model, self.ops
+        self.step.representative(0, self.world, f"ranks 0 to {self.world - 1}", self.seen.capacities)
+        bags, row = self._bags()
+        time = ops.embedding_all_to_all(self.group, bags, model.pooling, row, self.skew, self.d.slices)
+        wide = self._interacting() * (self._interacting() + 1) // 2 + model.bottom[-1]
+        bottom, top = (model.dense, *model.bottom), (wide, *model.top)
+        indices = [] if self.d.prefetch else [self._comm("indices", self.batch * self.tables * model.pooling * 8.0, [])]
+        forward = self._compute("bottom MLP", [self._mlp("bottom MLP", bottom)], [])
+        seconds = time.of(self.mode, self.fuse)
+        lookup = Part(
+            "embedding_bag_all_to_all", "lookup", seconds, max(seconds - time.compute, 0.0), "all_to_all", bags * row,
+            self.world, "world", time.compute,
+        )  # fmt: skip
+        looked = self._compute("lookup and all-to-all", [lookup], [*indices, forward])
+        inner = [*self._interaction(1.0), self._mlp("top MLP", top)]
+        outer = [self._mlp("top MLP, back", top, 2.0), *self._interaction(2.0)]
+        back = self._compute("interaction and top MLP", inner + outer, [looked])
+        gradients = self._comm("gradients of vectors", bags * row, [back])
+        top_reduced = self._comm("dense gradients, top", 4.0 * self._parameters(top), [back], "all_reduce")
+        bottom_back = self._compute("bottom MLP, back", [self._mlp("bottom MLP, back", bottom, 2.0)], [back])
+        bottom_reduced = self._comm("dense gradients, bottom", 4.0 * self._parameters(bottom), [bottom_back], "all_reduce")
+        update = ops.costs.stream(2.0 * bags * row) + 2.0 * time.compute  # regroup, then rows read and written
+        self._compute("update of tables", [Part("update of tables", "update", update, compute=update)], [gradients])
+        dense = ops.costs.stream(12.0 * (self._parameters(top) + self._parameters(bottom)))
+        self._compute("optimiser", [Part("optimiser", "update", dense, compute=dense)], [top_reduced, bottom_reduced])
+        return self.step.run()
+
+    def _bags(self) -> tuple[int, float]:
+        """Pooled vectors of one rank, and their bytes. Fewer tables than ranks: tables are split by columns."""
+        row = float(self.model.dim * self.model.itemsize)
+        everybody = self.batch * self.world
+        if self.tables >= self.world:
+            return everybody * math.ceil(self.tables / self.world), row
+        return everybody, row / math.ceil(self.world / self.tables)
+
+    def _interacting(self) -> int:
+        return (self.model.compress or self.tables) + 1
+
+    def _interaction(self, factor: float) -> list[Part]:
+        """Mix tables down to ``compress`` vectors, then all inner products of pairs."""
+        model, costs, found = self.model, self.ops.costs, []
+        if model.compress:
+            seconds = factor * costs.matmul(self.batch * model.dim, model.compress, self.tables)
+            found.append(Part("compress", "interaction", seconds, compute=seconds))
+        width = self._interacting()
+        nbytes = self.batch * (width * model.dim + width * width) * 2.0
+        seconds = factor * (costs.stream(2.0 * nbytes) + 2.0 * self.batch * width * width * model.dim / (0.5 * costs.flops))
+        return [*found, Part("pairs", "interaction", seconds, compute=seconds)]
+
+    def _mlp(self, name: str, widths: tuple[int, ...], factor: float = 1.0) -> Part:
+        pairs = list(pairwise(widths))
+        one = sum(self.ops.costs.matmul(self.batch, n, k) + self.ops.costs.stream(2.0 * self.batch * n * 2.0) for k, n in pairs)
+        return Part(name, "MLP", factor * one, compute=factor * one)
+
+    def _parameters(self, widths: tuple[int, ...]) -> float:
+        return float(sum(n * k for k, n in pairwise(widths)))
+
+    def _compute(self, name: str, parts: list[Part], after: list[int]) -> int:
+        return self.step.add(0, "compute", name, parts, after)
+
+    def _comm(self, name: str, nbytes: float, after: list[int], kind: Kind = "all_to_all") -> int:
+        part = Part(name, "exchange", 0.0, 0.0, kind, nbytes, self.world, "world")
+        if self.world == 1:
+            return self.step.add(0, "comm", name, [part], after, "comm")
+        skewed = nbytes * (self.skew if kind == "all_to_all" else 1.0)
+        make: Callable[[], Any] = lambda: on_links(phases(kind, skewed, self.group, self.seen, self.protocol), 0)  # noqa: E731
+        return self.step.add(0, "comm", name, [part], after, "comm", make)

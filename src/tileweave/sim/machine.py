@@ -1,0 +1,196 @@
+"""Machines and clusters as data: devices, what joins them inside a node, what joins nodes.
+
+Everything comes from ``data/machines.yaml`` or from a file of the same form that a user writes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from tileweave.errors import require
+from tileweave.sim.document import (
+    REQUIRED,
+    Reader,
+    Record,
+    Spot,
+    choice,
+    either,
+    integer,
+    items,
+    mapping_of,
+    number,
+    parse_document,
+    text,
+)
+
+Inside = Literal["switch", "mesh", "bridge"]
+Topology = Literal["fat_tree", "rail", "torus"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU by its data sheet: peaks, which ``costs.Costs`` scales by measured fractions.
+
+    flops : dense bf16, flop/s. memory_rate : bytes/s. memory : bytes. link_rate : bytes/s a device sends inside its node.
+    inside : what joins the devices of a node. bridge_rate : bytes/s that all devices of a node share (``"bridge"`` only).
+    """
+
+    name: str
+    flops: float
+    memory_rate: float
+    num_sms: int
+    memory: float
+    link_rate: float
+    inside: Inside
+    gpus_per_node: int
+    source: str
+    bridge_rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What joins nodes.
+
+    nic_rate : bytes/s, one direction, line rate of one NIC (torus: of one link of a node). nics : NICs of a node; 0: one for
+        each GPU. fraction : of line rate that is reached. latency : seconds, one way.
+    topology : ``fat_tree`` (leaves of ``leaf`` nodes, ``oversubscription``), ``rail`` (GPU i of every node on one switch) or
+        ``torus`` of nodes with sides ``dims`` (empty: as square as it gets).
+    """
+
+    name: str
+    nic_rate: float
+    fraction: float
+    latency: float
+    topology: Topology
+    nics: int = 0
+    leaf: int = 16
+    oversubscription: float = 1.0
+    dims: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Equal nodes of equal devices."""
+
+    device: Device
+    network: Network
+    nodes: int
+    gpus_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Sides of the torus."""
+        return self.network.dims or _square(self.nodes)
+
+    def describe(self) -> str:
+        inside = f"{self.gpus_per_node} x {self.device.name}"
+        if self.nodes == 1:
+            return f"1 node of {inside}"
+        sides = f" {'x'.join(map(str, self.dims))}" if self.network.topology == "torus" else ""
+        return f"{self.nodes} nodes of {inside}, {self.network.name} ({self.network.topology}{sides})"
+
+
+def _square(nodes: int) -> tuple[int, ...]:
+    """The two sides of a torus, as equal as the number allows."""
+    side = next(a for a in range(math.isqrt(nodes), 0, -1) if nodes % a == 0)
+    return (nodes // side, side)
+
+
+_RATE = number(1e9, 1e14, "bytes/s")
+_DEVICE_FIELDS: dict[str, tuple[Reader, Any]] = {
+    "flops": (number(1e12, 1e17, "flop/s"), REQUIRED),
+    "memory_rate": (_RATE, REQUIRED),
+    "num_sms": (integer(1, 4096), REQUIRED),
+    "memory": (number(1e9, 1e13, "bytes"), REQUIRED),
+    "link_rate": (_RATE, REQUIRED),
+    "inside": (choice(("switch", "mesh", "bridge")), REQUIRED),
+    "bridge_rate": (_RATE, 0.0),
+    "gpus_per_node": (integer(1, 1024), REQUIRED),
+    "source": (text, REQUIRED),
+}
+_NETWORK_FIELDS: dict[str, tuple[Reader, Any]] = {
+    "nic_rate": (_RATE, REQUIRED),
+    "fraction": (number(0.05, 1.0), REQUIRED),
+    "latency": (number(0.0, 1e-2, "seconds"), REQUIRED),
+    "topology": (choice(("fat_tree", "rail", "torus")), REQUIRED),
+    "nics": (integer(0, 64), 0),
+    "leaf": (integer(1, 4096, "nodes"), 16),
+    "oversubscription": (number(1.0, 64.0), 1.0),
+    "dims": (items(integer(1, 4096)), ()),
+}
+
+
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """``devices`` and ``networks`` that ship with the package, by name."""
+    data = (resources.files("tileweave.sim") / "data" / "machines.yaml").read_text("utf-8")
+    fields = {
+        "devices": (mapping_of(Record(_DEVICE_FIELDS)), REQUIRED),
+        "networks": (mapping_of(Record(_NETWORK_FIELDS)), REQUIRED),
+    }
+    found = Record(fields)(parse_document(data, "machines.yaml"))
+    return {
+        "devices": {name: Device(name=name, **values) for name, values in found["devices"].items()},
+        "networks": {name: Network(name=name, **values) for name, values in found["networks"].items()},
+    }
+
+
+def device_reader(spot: Spot) -> Device:
+    """A preset's name, or a mapping with the fields of a device."""
+    known = presets()["devices"]
+    named = choice(tuple(known))
+    own = Record(_DEVICE_FIELDS, lambda **fields: Device(name="own device", **fields))
+    return either(lambda s: known[named(s)], own)(spot)
+
+
+def network_reader(spot: Spot) -> Network:
+    """A preset's name, or a mapping with the fields of a network."""
+    known = presets()["networks"]
+    named = choice(tuple(known))
+    own = Record(_NETWORK_FIELDS, lambda **fields: Network(name="own network", **fields))
+    return either(lambda s: known[named(s)], own)(spot)
+
+
+def cluster_reader(spot: Spot) -> Cluster:
+    """The ``cluster`` block of a workload file."""
+    fields = {
+        "device": (device_reader, presets()["devices"]["h200"]),
+        "network": (network_reader, presets()["networks"]["ib-400"]),
+        "nodes": (integer(1, 65536), 1),
+        "gpus_per_node": (integer(1, 1024), None),
+    }
+    return Record(fields, make_cluster)(spot)
+
+
+def make_cluster(
+    device: Device | str = "h200", network: Network | str = "ib-400", nodes: int = 1, gpus_per_node: int | None = None
+) -> Cluster:
+    """A cluster from presets' names or own data; a node has as many GPUs as its device usually has unless said."""
+    chosen: Device = _preset("device", device) if isinstance(device, str) else device
+    joined: Network = _preset("network", network) if isinstance(network, str) else network
+    made = Cluster(chosen, joined, nodes, gpus_per_node or chosen.gpus_per_node)
+    if joined.topology == "torus" and joined.dims:
+        sides = math.prod(joined.dims)
+        require(sides == nodes, f"{nodes} nodes on a torus {joined.dims}", f"the {sides} of its sides", "change dims")
+    return made
+
+
+def _preset(kind: str, name: str) -> Any:
+    known = presets()[f"{kind}s"]
+    require(name in known, f"{kind} {name!r}", ", ".join(known), "pass one of these names")
+    return known[name]
+
+
+def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
+    """The same machines with ``gpus`` devices in all: whole nodes, or part of one."""
+    per_node = min(cluster.gpus_per_node, gpus)
+    require(gpus % per_node == 0, f"{gpus} GPUs", f"a multiple of the {per_node} of a node", "change --gpus")
+    return replace(cluster, nodes=gpus // per_node, gpus_per_node=per_node)

@@ -1,0 +1,220 @@
+"""Links and what travels over them: a fluid model with max-min fair shares, on SimPy, of one rank that stands for all.
+
+Symmetry. A collective that every rank of a uniform cluster does alike looks the same from each rank. So one rank is simulated:
+a *flow class* stands for the flows that all ranks send to "the rank d further", a *link* for all links of its kind. If a
+class has h hops over links of a kind of which there are ``density`` for each rank, and each rank has ``count`` such flows, a
+link of that kind carries ``count * h / density`` of them. That is exact for tori (translations), switches and evenly loaded
+trees, and makes the cost of an all-to-all the number of classes, not of pairs. ``explicit`` builds the same without
+symmetry: tests compare the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import simpy
+
+from tileweave.sim.machine import Cluster
+
+
+@dataclass(slots=True)
+class Flow:
+    """Equal flows that share a fate. ``loads``: link -> how many of them that link carries. ``nbytes``: of each."""
+
+    nbytes: float
+    loads: Mapping[str, float]
+    latency: float = 0.0
+    cap: float = float("inf")
+    name: str = ""
+    left: float = 0.0
+    rate: float = 0.0
+    done: Any = field(default=None, repr=False)
+
+
+class Links:
+    """Links with capacities (bytes/s) and the flows on them; rates change whenever a flow starts or ends."""
+
+    def __init__(self, env: simpy.Environment, capacities: Mapping[str, float]) -> None:
+        self.env, self.capacities = env, dict(capacities)
+        self._active: list[Flow] = []
+        self._since, self._version = 0.0, 0
+
+    def send(self, flows: Iterable[Flow]) -> simpy.Event:
+        """Start flows together; the event is their last byte's arrival. A flow takes links after its latency has passed."""
+        flows = list(flows)
+        if not flows:
+            return self.env.timeout(0.0)
+        by_latency: dict[float, list[Flow]] = defaultdict(list)
+        for flow in flows:
+            flow.left, flow.done = flow.nbytes, self.env.event()
+            by_latency[flow.latency].append(flow)
+        for latency, group in by_latency.items():
+            begin = self.env.timeout(latency)
+            begin.callbacks.append(lambda _, group=group: self._begin(group))
+        return self.env.all_of([flow.done for flow in flows])
+
+    def _begin(self, flows: list[Flow]) -> None:
+        self._advance()
+        self._active += flows
+        self._reshare()
+
+    def _advance(self) -> None:
+        passed = self.env.now - self._since
+        self._since = self.env.now
+        if passed <= 0.0:
+            return
+        for flow in self._active:
+            flow.left -= flow.rate * passed
+
+    def _reshare(self) -> None:
+        """Finish what has arrived, share links anew, and wake up when the next flow ends."""
+        kept, soon = [], 8.0 * math.ulp(self.env.now)  # a shorter wait than that would not move the clock: it would hang
+        for flow in self._active:
+            if flow.left <= flow.rate * soon or flow.left <= 1e-9 * flow.nbytes:
+                flow.done.succeed()
+            else:
+                kept.append(flow)
+        self._active = kept
+        self._version += 1
+        if kept:
+            share(kept, self.capacities)
+            wake = self.env.timeout(min(flow.left / flow.rate for flow in kept))
+            wake.callbacks.append(lambda _, version=self._version: self._wake(version))
+
+    def _wake(self, version: int) -> None:
+        if version == self._version:  # else somebody shared anew meanwhile, and set a later alarm
+            self._advance()
+            self._reshare()
+
+
+def share(flows: list[Flow], capacities: Mapping[str, float]) -> None:
+    """Max-min fair rates by progressive filling: all grow alike until a link is full, whose flows then stay."""
+    left = {link: capacities[link] for flow in flows for link in flow.loads}
+    growing = list(flows)
+    level = 0.0
+    while growing:
+        loads: dict[str, float] = defaultdict(float)
+        for flow in growing:
+            for link, load in flow.loads.items():
+                loads[link] += load
+        room = {link: left[link] / load for link, load in loads.items() if load > 0.0}
+        step = min([*room.values(), *(flow.cap - level for flow in growing)])
+        level += step
+        for link, load in loads.items():
+            left[link] = max(left[link] - step * load, 0.0)  # rounding must not leave less than nothing
+        full = {link for link, space in room.items() if space <= step * (1.0 + 1e-12)}
+        still = []
+        for flow in growing:
+            flow.rate = level
+            if flow.cap > level * (1.0 + 1e-12) and not any(link in full for link in flow.loads):
+                still.append(flow)
+        growing = still
+
+
+# --- One rank's view of a cluster ---
+
+
+@dataclass(frozen=True)
+class View:
+    """Links of each kind as one rank sees them: ``capacities`` of one link, ``density``: how many a rank has."""
+
+    cluster: Cluster
+    capacities: dict[str, float]
+    density: dict[str, float]
+
+    def loads(self, hops: Mapping[str, float], count: float = 1.0) -> dict[str, float]:
+        """Link -> flows it carries, if every rank has ``count`` flows that take ``hops`` hops over each kind."""
+        return {link: count * h / self.density[link] for link, h in hops.items() if h > 0.0}
+
+
+def view(cluster: Cluster, inside_fraction: float) -> View:
+    """The links of ``cluster``; ``inside_fraction``: what a transfer inside a node reaches of the line rate."""
+    device, per_node = cluster.device, cluster.gpus_per_node
+    capacities = {"up": device.link_rate * inside_fraction, "down": device.link_rate * inside_fraction}
+    density = {"up": 1.0, "down": 1.0}
+    if device.inside == "mesh":
+        peers = max(device.gpus_per_node - 1, 1)
+        for distance in range(1, per_node):
+            capacities[f"pair{distance}"] = device.link_rate * inside_fraction / peers
+            density[f"pair{distance}"] = 1.0
+    elif device.inside == "bridge":
+        capacities["bridge"], density["bridge"] = device.bridge_rate * inside_fraction, 1.0 / per_node
+    if cluster.nodes > 1:
+        _add_network(cluster, capacities, density)
+    return View(cluster, capacities, density)
+
+
+def _add_network(cluster: Cluster, capacities: dict[str, float], density: dict[str, float]) -> None:
+    network, per_node = cluster.network, cluster.gpus_per_node
+    rate = network.nic_rate * network.fraction
+    nics = network.nics or per_node
+    if network.topology == "torus":
+        for axis, side in enumerate(cluster.dims):
+            for way in ("+", "-") if side > 2 else ("+",) if side == 2 else ():
+                capacities[f"torus{axis}{way}"], density[f"torus{axis}{way}"] = rate, 1.0 / per_node
+        return
+    for way in ("nic_out", "nic_in"):
+        capacities[way], density[way] = rate, nics / per_node
+    if network.topology == "fat_tree" and network.oversubscription > 1.0 and cluster.nodes > network.leaf:
+        for way in ("leaf_up", "leaf_down"):
+            capacities[way] = network.leaf * nics * rate / network.oversubscription
+            density[way] = 1.0 / (network.leaf * per_node)
+
+
+def inside_hops(cluster: Cluster, distance: int) -> dict[str, float]:
+    """Hops to the GPU ``distance`` further in the same node. Half of a node hangs on either end of a bridge."""
+    per_node = cluster.gpus_per_node
+    hops = {"up": 1.0, "down": 1.0}
+    if cluster.device.inside == "mesh":
+        hops[f"pair{distance % per_node}"] = 1.0
+    elif cluster.device.inside == "bridge":
+        hops["bridge"] = 2.0 * min(distance, per_node - distance) / per_node  # of a ring through both halves two hops cross
+    return hops
+
+
+def torus_hops(dims: tuple[int, ...], offset: tuple[int, ...]) -> dict[str, float]:
+    """Hops along each axis and way to the node at ``offset``: the shorter way round, at half a ring forwards, as
+    deterministic dimension-ordered routing goes."""
+    hops: dict[str, float] = {}
+    for axis, (side, step) in enumerate(zip(dims, offset, strict=True)):
+        step %= side
+        if 2 * step <= side:
+            hops[f"torus{axis}+"] = float(step)
+        else:
+            hops[f"torus{axis}-"] = float(side - step)
+    return {link: h for link, h in hops.items() if h}
+
+
+def node_classes(cluster: Cluster) -> list[tuple[float, dict[str, float], float]]:
+    """Other nodes in classes that share a fate: (how many, mean hops over each kind of link, latency).
+
+    On a torus, flows over the same kinds of links that begin together always have the same rate, however many hops of each
+    they take: max-min shares depend on which links are full, not on how often a flow crosses them. So offsets are one class
+    if they use the same kinds and have the same latency: about the sum of the sides in number, not their product.
+    """
+    network = cluster.network
+    if network.topology == "torus":
+        counts: dict[tuple[frozenset[str], float], float] = defaultdict(float)
+        sums: dict[tuple[frozenset[str], float], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for offset in product(*map(range, cluster.dims)):
+            if any(offset):
+                hops = torus_hops(cluster.dims, offset)
+                key = (frozenset(hops), sum(hops.values()))
+                counts[key] += 1.0
+                for link, h in hops.items():
+                    sums[key][link] += h
+        return [
+            (count, {link: h / count for link, h in sums[key].items()}, network.latency * key[1])
+            for key, count in counts.items()
+        ]
+    hops = {"nic_out": 1.0, "nic_in": 1.0}
+    if network.topology == "fat_tree" and network.oversubscription > 1.0 and cluster.nodes > network.leaf:
+        far = {**hops, "leaf_up": 1.0, "leaf_down": 1.0}
+        near = network.leaf - 1.0
+        return [(near, hops, network.latency), (cluster.nodes - 1.0 - near, far, network.latency)]
+    return [(cluster.nodes - 1.0, hops, network.latency)]

@@ -1,0 +1,229 @@
+"""Operators as the library has them: unfused, fused, and the bound that no fusion can beat. Each shape is simulated once.
+
+unfused   the collective and the matmul (or lookup) one after the other, by the vendor's libraries
+fused     the kernel of this library, tile by tile (``tiles.py``); unfused where that is faster, as the library itself does
+bound     the longer of the two, computation slowed down by the traffic beside it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tileweave.config import MatmulConfig, Problem, nearest, scatter_schedule_for, schedule_for
+from tileweave.schedule import cdiv
+from tileweave.sim.collectives import Group, collective_time
+from tileweave.sim.costs import Calibration, Costs, load_calibration
+from tileweave.sim.machine import Cluster
+from tileweave.sim.network import inside_hops, view
+from tileweave.sim.tiles import Combine, gather_matmul, scatter_matmul
+from tileweave.topology import Machine
+
+Mode = Literal["unfused", "fused", "bound"]
+MODES: tuple[Mode, ...] = ("unfused", "fused", "bound")
+FUSABLE = (
+    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "embedding_bag_all_to_all",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """Seconds of one operator call. ``compute`` and ``comm``: its two halves alone; ``bytes`` it receives from others."""
+
+    unfused: float
+    fused: float
+    bound: float
+    compute: float
+    comm: float
+    nbytes: float
+    pays: bool
+
+    def of(self, mode: str, fuse: bool = True) -> float:
+        """Time in ``mode``; ``fuse=False``: this operator stays unfused."""
+        if not fuse or mode == "unfused":
+            return self.unfused
+        return self.fused if mode == "fused" else self.bound
+
+
+class Operators:
+    """Times of operators on one cluster, for groups inside a node; memoised by shape.
+
+    graph : calls are replayed from a CUDA graph (decode), or launched eagerly.
+    """
+
+    def __init__(self, cluster: Cluster, calibration: Calibration | None = None, graph: bool = False) -> None:
+        self.cluster, self.graph = cluster, graph
+        self.calibration = calibration or load_calibration()
+        self.costs = Costs(cluster.device, self.calibration.coefficients)
+        self.c = self.costs.c
+        self._known: dict[Any, OpTime] = {}
+
+    def _once(self, key: Any, make: Callable[[], OpTime]) -> OpTime:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def collective(self, kind: Any, nbytes: float, group: Group, algorithm: Any = "auto", slices: int = 1) -> float:
+        return collective_time(kind, nbytes, group, self.cluster, self.c, algorithm, slices, self.graph)
+
+    def _join(
+        self, compute: float, comm: float, fused: float, nbytes: float, group: Group, kind: str, extra: float = 0.0
+    ) -> OpTime:
+        unfused = self.in_turn(compute, comm) + extra
+        bound = min(self.at_best(compute, self.wire(kind, nbytes, group, comm)), unfused)
+        taken = min(fused, unfused)
+        return OpTime(unfused, taken, min(bound, taken), compute, comm + extra, nbytes, fused < unfused)
+
+    def in_turn(self, compute: float, comm: float) -> float:
+        """One after the other."""
+        return compute + self.c.gap + comm
+
+    def at_best(self, compute: float, comm: float) -> float:
+        """Both at once, without any dependence, on two streams that join: the co-run bound."""
+        return max(compute * (1.0 + self.c.corun), comm) + self.c.gap
+
+    def wire(self, kind: Any, received: float, group: Group, comm: float) -> float:
+        """The least time in which each rank gets ``received`` bytes: pushes at the link's rate, nothing of a library's.
+
+        Across nodes we have no other measure than the collective (``comm``)."""
+        if group.across > 1:
+            return comm
+        seen = view(self._node(group.size), max(self.c.push_fraction, self.c.copy_fraction))
+        loads = seen.loads(inside_hops(seen.cluster, 1), group.size - 1.0)
+        if seen.cluster.device.inside == "mesh":
+            loads["pair1"] /= group.size - 1.0
+        times = 2.0 if kind == "all_reduce" else 1.0
+        each = received / times / (group.size - 1)
+        return times * (self.c.push_latency + max(each * load / seen.capacities[link] for link, load in loads.items()))
+
+    def matmul(self, m: int, n: int, k: int) -> OpTime:
+        time = self.costs.matmul(m, n, k)
+        return OpTime(time, time, time, time, 0.0, 0.0, False)
+
+    def all_gather_matmul(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> OpTime:
+        """Gather x [m / world, k], times w [n, k]: ``m`` rows of all ranks, ``n`` local columns."""
+        if world == 1:
+            return self.matmul(m, n, k)
+        return self._once(("ag", world, m, n, k), lambda: self._all_gather_matmul(world, m, n, k, itemsize))
+
+    def _all_gather_matmul(self, world: int, m: int, n: int, k: int, itemsize: int) -> OpTime:
+        compute = self.costs.matmul(m, n, k, itemsize)
+        comm = self.collective("all_gather", m * k * itemsize, Group(world))
+        fused = self.fused_all_gather_matmul(world, m, n, k, itemsize)
+        return self._join(compute, comm, fused, (world - 1) / world * m * k * itemsize, Group(world), "all_gather")
+
+    def fused_all_gather_matmul(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
+        """Seconds of the fused kernel alone, whether it pays or not; the plan is the library's own."""
+        rows = max(m // world, 1)
+        problem = Problem(world, rows, n, k, itemsize, "bfloat16")
+        config = nearest(problem)[1]
+        schedule = schedule_for(problem, config, 0, machine_of(self.cluster))
+        return gather_matmul(schedule, config, self.costs, self._node(world), self.graph, itemsize).seconds
+
+    def _node(self, world: int) -> Cluster:
+        """The links a group inside one node sees."""
+        return replace(self.cluster, nodes=1, gpus_per_node=world)
+
+    def matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2) -> OpTime:
+        """x [m, k] @ w [n, k] (k local), then ``kind``: reduce_scatter, all_reduce or all_to_all over rows."""
+        if world == 1:
+            return self.matmul(m, n, k)
+        return self._once((kind, world, m, n, k), lambda: self._matmul_scatter(kind, world, m, n, k, itemsize))
+
+    def _matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int, itemsize: int) -> OpTime:
+        compute = self.costs.matmul(m, n, k, itemsize)
+        comm = self.collective(kind, m * n * itemsize, Group(world))
+        factor = 2 if kind == "all_reduce" else 1
+        fused = self.fused_matmul_scatter(kind, world, m, n, k, itemsize)
+        return self._join(compute, comm, fused, factor * (world - 1) / world * m * n * itemsize, Group(world), kind)
+
+    def fused_matmul_scatter(
+        self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2, only: Combine | None = None
+    ) -> float:
+        """Seconds of the fused kernel alone. Tiles of 128 x 256, or smaller where that is less than two waves.
+
+        A small all-reduce goes in one shot (each tile to all peers, all sum), a large one in two; the faster is taken, or
+        ``only`` one.
+        """
+        device = self.cluster.device
+        big = cdiv(m, 128) * cdiv(n, 256) >= 2 * device.num_sms
+        tile_m, tile_n = (128, 256 if big else 128) if m > 64 else (64, 64)
+        config = MatmulConfig("triton", "sm", tile_m, tile_n, 64, 4, 8)
+        problem = Problem(world, cdiv(m, world), n, k, itemsize, "bfloat16")
+        schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
+        choices: dict[str, tuple[Combine, ...]] = {
+            "reduce_scatter": ("sum",), "all_reduce": ("sum_and_gather", "one_shot"), "all_to_all": ("keep",),
+        }  # fmt: skip
+        node, costs = self._node(world), self.costs
+        wanted = (only,) if only else choices[kind]
+        return min(scatter_matmul(schedule, way, costs, node, self.graph, itemsize).seconds for way in wanted)
+
+    def embedding_all_to_all(
+        self, group: Group, bags: int, pooling: float, row_bytes: float, skew: float = 1.0, slices: int = 8
+    ) -> OpTime:
+        """``bags`` pooled vectors of ``row_bytes`` on each rank, of all samples; each goes to the rank of its sample.
+
+        ``skew``: how much more than the average the busiest rank looks up and sends. Unfused: lookup, all-to-all, and the
+        concatenation that puts columns of all ranks side by side. Fused: pooled vectors are stored where they belong; across
+        nodes in ``slices`` (one message each), a pipeline.
+        """
+        key = ("emb", group, bags, pooling, row_bytes, skew, slices)
+        return self._once(key, lambda: self._embedding(group, bags, pooling, row_bytes, skew, slices))
+
+    def _embedding(self, group: Group, bags: int, pooling: float, row_bytes: float, skew: float, slices: int) -> OpTime:
+        costs = self.costs
+        lookup = costs.lookup(bags * skew, bags * pooling * skew, row_bytes)
+        nbytes = bags * row_bytes * skew
+        if group.size == 1:
+            return OpTime(lookup, lookup, lookup, lookup, 0.0, 0.0, False)
+        comm = self.collective("all_to_all", nbytes, group)
+        concat = costs.stream(2.0 * bags * row_bytes)
+        fused = self._sliced(lookup, nbytes, group, slices)
+        return self._join(lookup, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", concat)
+
+    def reduce_top_k(self, tokens: int, top_k: int, hidden: int, itemsize: int = 2) -> float:
+        """The sum over a token's experts: rows read, an fp32 sum written and read, the result written."""
+        return self.costs.reduce_rows(tokens * hidden * (top_k * itemsize + 8 + itemsize))
+
+    def grouped_combine(
+        self, group: Group, tokens: int, top_k: int, experts: int, hidden: int, inter: int, skew: float = 1.0, slices: int = 8
+    ) -> OpTime:
+        """An expert layer's second matmul, its rows back to their tokens' ranks, and the sum over experts.
+
+        ``tokens`` of each rank, each to ``top_k`` of ``experts`` (all ranks'); ``skew``: the busiest rank over the average.
+        Fused: rows leave as they are made, in ``slices``; the sum reads what has arrived.
+        """
+        key = ("combine", group, tokens, top_k, experts, hidden, inter, skew, slices)
+        return self._once(key, lambda: self._combine(group, tokens, top_k, experts, hidden, inter, skew, slices))
+
+    def _combine(
+        self, group: Group, tokens: int, top_k: int, experts: int, hidden: int, inter: int, skew: float, slices: int
+    ) -> OpTime:
+        rows, local = int(tokens * top_k * skew), max(experts // group.size, 1)
+        compute = self.costs.grouped_matmul(local, cdiv(rows, local), hidden, inter)
+        total = self.reduce_top_k(tokens, top_k, hidden)
+        nbytes = rows * hidden * 2.0
+        comm = self.collective("all_to_all", nbytes, group)
+        fused = self._sliced(compute, nbytes, group, slices) + total / slices
+        return self._join(compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", total)
+
+    def dispatch_grouped(self, group: Group, compute: float, nbytes: float, slices: int = 8) -> OpTime:
+        """An expert layer's dispatch and first matmul, of ``compute`` seconds; ``nbytes`` of a rank, its own part included."""
+        if group.size == 1:
+            return OpTime(compute, compute, compute, compute, 0.0, 0.0, False)
+        comm = self.collective("all_to_all", nbytes, group)
+        fused = self._sliced(compute, nbytes, group, slices)
+        return self._join(compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all")
+
+    def _sliced(self, compute: float, nbytes: float, group: Group, slices: int) -> float:
+        """Computation in slices, each sent while the next is made."""
+        one = self.collective("all_to_all", nbytes / slices, group)
+        each = compute / slices
+        steady = max(each * (1.0 + self.c.corun), one - self.c.nccl_exchange_latency)
+        return self.c.fused_eager + each + (slices - 1) * steady + one + self.c.signal
+
+
+def machine_of(cluster: Cluster) -> Machine:
+    """What the library's planner would see of a device."""
+    return Machine(cluster.device.name, "cuda", 90, cluster.device.num_sms)

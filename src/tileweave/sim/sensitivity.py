@@ -1,0 +1,120 @@
+"""How far a headline number moves when what it rests on moves: link rates, latencies, imbalance, speed of matmuls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tileweave.sim.costs import Calibration, load_calibration
+from tileweave.sim.dlrm import Dlrm
+from tileweave.sim.machine import Cluster
+from tileweave.sim.moe import MoE
+from tileweave.sim.step import Result
+from tileweave.sim.workload import Scenario, simulate_all
+
+_LATENCIES = (
+    "nccl_latency", "nccl_low_latency", "nccl_scatter_latency", "nccl_exchange_latency", "nccl_reduce_latency", "nccl_step",
+    "push_latency", "copy_latency", "signal",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One change, and what comes out: seconds unfused and fused."""
+
+    name: str
+    unfused: float
+    fused: float
+
+    @property
+    def saving(self) -> float:
+        return 1.0 - self.fused / self.unfused
+
+
+def variants(scenario: Scenario) -> list[tuple[str, Callable[[Scenario, Calibration], tuple[Scenario, Calibration]]]]:
+    """What is changed, one thing at a time."""
+    found = [
+        ("links inside nodes x 0.5", _rates(0.5, 1.0)),
+        ("links inside nodes x 2", _rates(2.0, 1.0)),
+        ("latencies x 0.5", _latency(0.5)),
+        ("latencies x 2", _latency(2.0)),
+        ("matmuls 10 % faster", _matmul(1.1)),
+        ("matmuls 10 % slower", _matmul(1 / 1.1)),
+    ]
+    if scenario.cluster.nodes > 1:
+        found[2:2] = [("links between nodes x 0.5", _rates(1.0, 0.5)), ("links between nodes x 2", _rates(1.0, 2.0))]
+    if isinstance(scenario.workload, (Dlrm, MoE)):
+        found += [("busiest rank 10 % above average", _imbalance(0.1)), ("busiest rank 30 % above average", _imbalance(0.3))]
+    else:
+        found.append(("slowest GPU 10 % behind", _slow(1.1)))
+    return found
+
+
+def sensitivity(
+    scenario: Scenario, calibration: Calibration | None = None, progress: Callable[[str], None] = lambda _: None
+) -> list[Variant]:
+    """Every variant of a scenario."""
+    found = []
+    for name, change in variants(scenario):
+        progress(name)
+        result: Result = simulate_all(*change(scenario, calibration or load_calibration()), modes=("unfused", "fused"))
+        found.append(Variant(name, result.seconds("unfused"), result.seconds("fused")))
+    return found
+
+
+Change = Callable[[Scenario, Calibration], tuple[Scenario, Calibration]]
+
+
+def _cluster(scenario: Scenario, cluster: Cluster) -> Scenario:
+    return replace(scenario, cluster=cluster)
+
+
+def _rates(inside: float, between: float) -> Change:
+    def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
+        cluster = scenario.cluster
+        device = replace(
+            cluster.device, link_rate=cluster.device.link_rate * inside, bridge_rate=cluster.device.bridge_rate * inside
+        )
+        network = replace(cluster.network, nic_rate=cluster.network.nic_rate * between)
+        return _cluster(scenario, replace(cluster, device=device, network=network)), calibration
+
+    return change
+
+
+def _latency(factor: float) -> Change:
+    def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
+        network = replace(scenario.cluster.network, latency=scenario.cluster.network.latency * factor)
+        c = calibration.coefficients
+        slower = replace(c, **{name: getattr(c, name) * factor for name in _LATENCIES})
+        return _cluster(scenario, replace(scenario.cluster, network=network)), replace(calibration, coefficients=slower)
+
+    return change
+
+
+def _matmul(factor: float) -> Change:
+    def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
+        c = calibration.coefficients
+        names = ("matmul_flops", "matmul_feed", "fused_feed")
+        return scenario, replace(calibration, coefficients=replace(c, **{name: getattr(c, name) * factor for name in names}))
+
+    return change
+
+
+def _slow(factor: float) -> Change:
+    def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
+        """Everybody waits for the slowest, so it is as if all were as slow."""
+        device = scenario.cluster.device
+        slower = replace(device, flops=device.flops / factor, memory_rate=device.memory_rate / factor)
+        return _cluster(scenario, replace(scenario.cluster, device=slower)), calibration
+
+    return change
+
+
+def _imbalance(extra: float) -> Change:
+    def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
+        work = scenario.workload
+        if isinstance(work, (Dlrm, MoE)):
+            work = replace(work, imbalance=(1.0 + work.imbalance) * (1.0 + extra) - 1.0)
+        return replace(scenario, workload=work), calibration
+
+    return change

@@ -1,0 +1,215 @@
+"""A step as tasks on streams, run on SimPy: who waits for whom, which links are shared, where time goes.
+
+One *representative* is simulated for each kind of rank that differs (a pipeline stage); ranks that do the same at the same
+time (tensor, data and expert parallel peers) are replicas of it. Tasks of one stream run one after another in the order in
+which they were added, as a GPU's stream does; tasks on different streams overlap.
+
+A task takes a fixed time (a kernel, or a collective on links of its own), or as long as its flows take on links that it
+shares with others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import simpy
+
+from tileweave.errors import require
+from tileweave.sim.collectives import Phase, run_sliced
+from tileweave.sim.network import Flow, Links
+
+Kind = Literal["compute", "comm", "fused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One operator inside a task, for break-downs and exports. ``exposed``: seconds of it that are communication alone.
+
+    collective : what it sends (all_gather ...), "" for none; ``nbytes``: its size as NCCL counts; ``ranks``: group size;
+        ``axis``: which group (tp, dp, ep, world).
+    """
+
+    name: str
+    phase: str
+    seconds: float
+    exposed: float = 0.0
+    collective: str = ""
+    nbytes: float = 0.0
+    ranks: int = 1
+    axis: str = ""
+    compute: float = 0.0
+
+
+@dataclass(slots=True)
+class Task:
+    """Something one representative does on one of its streams. Exactly one of ``seconds`` and ``flows`` is used."""
+
+    number: int
+    rank: int
+    stream: str
+    name: str
+    kind: Kind
+    seconds: float
+    after: tuple[int, ...]
+    parts: tuple[Part, ...]
+    flows: Callable[[], list[Phase]] | None = None
+    peer: int = -1
+    begin: float = 0.0
+    end: float = 0.0
+
+
+@dataclass(slots=True)
+class Timeline:
+    """What happened: tasks with begin and end, in seconds, and how many ranks each representative stands for."""
+
+    title: str
+    tasks: list[Task]
+    replicas: dict[int, int]
+    names: dict[int, str]
+    notes: tuple[str, ...] = ()
+    events: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return max((task.end for task in self.tasks), default=0.0)
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.replicas.values())
+
+    def busiest(self) -> int:
+        """The representative that computes longest: the one break-downs speak of."""
+        busy: dict[int, float] = defaultdict(float)
+        for task in self.tasks:
+            if task.kind != "comm":
+                busy[task.rank] += task.end - task.begin
+        return max(busy, key=lambda rank: busy[rank], default=0)
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase on the busiest representative; ``exposed communication`` and ``idle`` beside them; they add up."""
+        rank, found = self.busiest(), defaultdict(float)
+        computing = sorted((t.begin, t.end) for t in self.tasks if t.rank == rank and t.kind != "comm" and t.end > t.begin)
+        for task in self.tasks:
+            if task.rank != rank or task.kind == "comm":
+                continue
+            total = sum(part.seconds for part in task.parts)
+            scale = (task.end - task.begin) / total if total > 0.0 else 0.0
+            for part in task.parts:
+                found[part.phase] += (part.seconds - part.exposed) * scale
+                found["exposed communication"] += part.exposed * scale
+        sending = sorted((t.begin, t.end) for t in self.tasks if t.rank == rank and t.kind == "comm" and t.end > t.begin)
+        alone = _covered(sending) + _covered(computing) - _covered(sorted(sending + computing))
+        found["exposed communication"] += _covered(sending) - alone
+        found["idle"] = self.seconds - _covered(sorted(sending + computing))
+        return {phase: time for phase, time in found.items() if time > 1e-12}
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of sorted spans."""
+    total, reach = 0.0, float("-inf")
+    for begin, end in spans:
+        total += max(0.0, end - max(begin, reach))
+        reach = max(reach, end)
+    return total
+
+
+class Step:
+    """Build a step task by task, then :meth:`run` it."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.tasks: list[Task] = []
+        self.replicas: dict[int, int] = {}
+        self.names: dict[int, str] = {}
+        self.capacities: dict[str, float] = {}
+        self.notes: list[str] = []
+
+    def representative(self, rank: int, stands_for: int, name: str, capacities: dict[str, float]) -> None:
+        """Declare one; its links are its own, named ``rank:link``."""
+        self.replicas[rank], self.names[rank] = stands_for, name
+        self.capacities |= {f"{rank}:{link}": capacity for link, capacity in capacities.items()}
+
+    def add(
+        self, rank: int, stream: str, name: str, parts: Iterable[Part], after: Iterable[int] = (), kind: Kind = "compute",
+        flows: Callable[[], list[Phase]] | None = None, peer: int = -1,
+    ) -> int:  # fmt: skip
+        """A task; its number. It takes the sum of its parts, or as long as its flows."""
+        parts, number = tuple(parts), len(self.tasks)
+        require(rank in self.replicas, f"a task of rank {rank}", "declared representatives", "call representative() first")
+        seconds = sum(part.seconds for part in parts)
+        self.tasks.append(Task(number, rank, stream, name, kind, seconds, tuple(after), parts, flows, peer))
+        return number
+
+    def run(self) -> Timeline:
+        """Run all tasks. What waits for a task that comes later in its own stream is stuck, and raises."""
+        env = simpy.Environment()
+        links = Links(env, self.capacities)
+        done = [env.event() for _ in self.tasks]
+        streams: dict[tuple[int, str], list[Task]] = defaultdict(list)
+        for task in self.tasks:
+            streams[task.rank, task.stream].append(task)
+        processes = [env.process(_stream(env, links, tasks, done)) for tasks in streams.values()]
+        env.run()
+        stuck = [task.name for task in self.tasks if not done[task.number].triggered]
+        require(
+            not stuck and all(p.triggered for p in processes), f"a step where {stuck[:3]} never end", "no cycles", "fix `after`"
+        )
+        return Timeline(self.title, self.tasks, self.replicas, self.names, tuple(self.notes), len(self.tasks))
+
+
+def _stream(
+    env: simpy.Environment, links: Links, tasks: list[Task], done: list[simpy.Event]
+) -> Generator[simpy.Event, Any, None]:
+    for task in tasks:
+        waits = [done[number] for number in task.after if not done[number].processed]
+        if waits:
+            yield env.all_of(waits)
+        task.begin = env.now
+        if task.flows is not None:
+            yield from run_sliced(env, links, task.flows, 1)
+        else:
+            yield env.timeout(task.seconds)
+        task.end = env.now
+        done[task.number].succeed()
+
+
+def on_links(phases: list[Phase], rank: int) -> list[Phase]:
+    """Flows over one representative's own links."""
+    for flows in phases:
+        for flow in flows:
+            flow.loads = {f"{rank}:{link}": load for link, load in flow.loads.items()}
+    return phases
+
+
+def between(nbytes: float, source: int, target: int, links: tuple[str, str], latency: float) -> list[Phase]:
+    """One message from ``source`` to ``target`` over the first link of the one and the second of the other."""
+    return [[Flow(nbytes, {f"{source}:{links[0]}": 1.0, f"{target}:{links[1]}": 1.0}, latency)]]
+
+
+@dataclass(slots=True)
+class Result:
+    """A workload in the three modes, on one cluster."""
+
+    title: str
+    cluster: str
+    timelines: dict[str, Timeline]
+    samples: float
+    unit: str
+    notes: tuple[str, ...] = ()
+    wall: float = 0.0
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def seconds(self, mode: str) -> float:
+        return self.timelines[mode].seconds
+
+    @property
+    def saving(self) -> float:
+        """Share of the unfused time that fusion takes away."""
+        return 1.0 - self.seconds("fused") / self.seconds("unfused")
+
+    @property
+    def speed_up(self) -> float:
+        return self.seconds("unfused") / self.seconds("fused")

@@ -1,0 +1,277 @@
+"""Fused kernels, tile by tile, on SimPy: programs, tiles, pushes, signals, driven by the kernels' own maps: ``schedule.py``
+and ``schedule_scatter.py``.
+
+One rank is simulated. Its peers do the same at the same time with their rank in place of its own, so what it sends at some
+time arrives, at that time, from who stands as far behind it: that is how arrivals are known without simulating peers.
+
+Two shapes of kernel: *gather* (the collective comes before the matmul: tiles wait for shards) and *scatter* (it comes behind:
+tiles are pushed to their owner, remote ones first, and what arrives is summed or kept).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import simpy
+
+from tileweave.config import MatmulConfig
+from tileweave.schedule import TileSchedule, Unit, push_order
+from tileweave.schedule_scatter import ScatterSchedule
+from tileweave.sim.costs import Costs
+from tileweave.sim.machine import Cluster
+from tileweave.sim.network import Flow, Links, inside_hops, view
+
+_TILE_AREA = 128 * 128  # what fused_tile and fused_part are for
+SEVERAL = -1
+Combine = Literal["sum", "sum_and_gather", "one_shot", "keep"]
+
+
+@dataclass(frozen=True, slots=True)
+class TileEvent:
+    """Something the rank did: ``push``, ``wait``, ``compute`` or ``sum``; seconds; program -1 is the copy engine."""
+
+    program: int
+    kind: str
+    peer: int
+    begin: float
+    end: float
+    tile: int = -1
+
+
+@dataclass(slots=True)
+class KernelRun:
+    """A simulated kernel: seconds from launch to end, the same without launch, and what happened, if it was recorded."""
+
+    seconds: float
+    inner: float
+    waited: float = 0.0
+    events: list[TileEvent] = field(default_factory=list)
+
+
+class _Kernel:
+    """What both shapes share: the clock, the links, the units of a schedule, the record."""
+
+    def __init__(
+        self, schedule: TileSchedule, costs: Costs, cluster: Cluster, push_fraction: float, itemsize: int, nbytes: float,
+        record: bool,
+    ) -> None:  # fmt: skip
+        self.env = simpy.Environment()
+        self.schedule, self.costs, self.cluster, self.c, self.itemsize = schedule, costs, cluster, costs.c, itemsize
+        self.view = view(cluster, push_fraction)
+        self.links = Links(self.env, self.view.capacities)
+        self.events: list[TileEvent] = []
+        self.recording = record
+        self.travelling = 0
+        self.waited = 0.0
+        self.parts: dict[tuple[int, int], simpy.Event] = {}
+        self.work = {p: list(schedule.units(p)) for p in range(schedule.num_programs)}
+        self.active = max(sum(1 for units in self.work.values() if units), 1)
+        self.area = schedule.tile_m * schedule.tile_n / _TILE_AREA
+        blocks = max(schedule.num_tiles * schedule.k_blocks, 1)
+        self.memory = nbytes / costs.memory_rate / blocks * self.active  # s a block waits for bytes that nobody has read yet
+
+    def note(self, program: int, kind: str, peer: int, begin: float, tile: int = -1) -> None:
+        if self.recording and self.env.now > begin:
+            self.events.append(TileEvent(program, kind, peer, begin, self.env.now, tile))
+
+    def push(self, nbytes: float, distances: list[int], latency: float) -> simpy.Event:
+        """``nbytes`` to the rank at each distance at once; the event is when a waiter there sees the signal."""
+        self.travelling += 1
+        delay = latency + self.c.signal
+        sent = self.links.send([Flow(nbytes, self.view.loads(inside_hops(self.cluster, d)), delay) for d in distances])
+        sent.callbacks.append(self._arrived)
+        return sent
+
+    def _arrived(self, _: simpy.Event) -> None:
+        self.travelling -= 1
+
+    def unit(self, program: int, unit: Unit, peer: int) -> Generator[simpy.Event, Any, bool]:
+        """Compute one unit; True if its tile is done by it. Work begun while links are busy takes longer: power, memory."""
+        schedule, c, begin = self.schedule, self.c, self.env.now
+        blocks, owns = unit.k_end - unit.k_begin, unit.owner == program
+        depth = min(blocks * schedule.tile_k, schedule.depth)
+        memory = self.memory * blocks
+        one = self.costs.fused_block(schedule.tile_m, schedule.tile_n, depth, self.active, self.itemsize, memory)
+        if self.travelling:
+            one *= 1.0 + c.corun
+        yield self.env.timeout(one + (c.fused_tile if owns else c.fused_part) * self.area)
+        self.note(program, "compute", peer, begin, unit.tile)
+        if not owns:
+            self._part(unit.tile, program).succeed()
+        elif unit.helpers:
+            begin = self.env.now
+            team = schedule.cut(schedule.segment(unit.segment)[1])[1]
+            yield self.env.all_of([self._part(unit.tile, program - team * i) for i in range(1, unit.helpers + 1)])
+            yield self.env.timeout(c.fused_part * self.area * unit.helpers)
+            self.note(program, "sum", peer, begin, unit.tile)
+        return owns
+
+    def _part(self, tile: int, program: int) -> simpy.Event:
+        return self.parts.setdefault((tile, program), self.env.event())
+
+    def run(self, launch: float, processes: list[simpy.Process]) -> KernelRun:
+        self.env.run(self.env.all_of(processes))
+        inner = float(self.env.now)
+        return KernelRun(launch + self.costs.throttled(inner), inner, self.waited, self.events)
+
+
+def gather_matmul(
+    schedule: TileSchedule,
+    config: MatmulConfig,
+    costs: Costs,
+    cluster: Cluster,
+    graph: bool,
+    itemsize: int = 2,
+    record: bool = False,
+) -> KernelRun:
+    """all_gather_matmul as its kernel runs it: pushes by copy engine or producers, tiles that wait for their sources."""
+    return _Gather(schedule, config, costs, cluster, itemsize, record).run(
+        costs.c.fused_launch if graph else costs.c.fused_eager, []
+    )
+
+
+class _Gather(_Kernel):
+    def __init__(
+        self, schedule: TileSchedule, config: MatmulConfig, costs: Costs, cluster: Cluster, itemsize: int, record: bool
+    ) -> None:
+        self.by_engine = config.transport == "copy_engine"
+        fraction = costs.c.copy_fraction if self.by_engine else costs.c.push_fraction
+        size, k = schedule.world_size, schedule.depth
+        m, n = schedule.rows * size, schedule.cols
+        super().__init__(schedule, costs, cluster, fraction, itemsize, (m * k + n * k + m * n) * itemsize, record)
+        self.config = config
+        self.shard = schedule.rows * k * itemsize
+        self.arrived = {source: self.env.event() for source in range(size)}
+        if self.by_engine or not schedule.spans_shards:  # else the own shard travels too, to its own slot
+            self.arrived[schedule.rank].succeed()
+        self.slices_left = config.num_slices
+
+    def run(self, launch: float, processes: list[simpy.Process]) -> KernelRun:
+        if self.by_engine:
+            processes.append(self.env.process(self._engine()))
+        producers = 0 if self.by_engine else self.config.num_producers
+        for program, units in self.work.items():
+            if units or program < producers:
+                processes.append(self.env.process(self._program(program, units, producers)))
+        return super().run(launch, processes)
+
+    def _engine(self) -> Generator[simpy.Event, Any, None]:
+        rank, size = self.schedule.rank, self.schedule.world_size
+        for step, peer in enumerate(push_order(rank, size), 1):
+            begin = self.env.now
+            yield self.push(self.shard, [step], self.c.copy_latency if step == 1 else self.c.gap)  # the rest are queued
+            self.note(-1, "push", peer, begin)
+            self.arrived[(rank - step) % size].succeed()
+
+    def _program(self, program: int, units: list[Unit], producers: int) -> Generator[simpy.Event, Any, None]:
+        if program < producers:
+            yield from self._produce(program)
+        for unit in units:
+            begin, sources = self.env.now, self.schedule.sources(unit)
+            missing = [self.arrived[source] for source in sources if not self.arrived[source].triggered]
+            if missing:
+                yield self.env.all_of(missing)
+                self.waited += self.env.now - begin
+                self.note(program, "wait", sources[-1], begin, unit.tile)
+            yield from self.unit(program, unit, sources[-1])
+
+    def _produce(self, program: int) -> Generator[simpy.Event, Any, None]:
+        distances = list(range(1, self.schedule.world_size))
+        for piece in range(program, self.config.num_slices, self.config.num_producers):
+            begin = self.env.now
+            yield self.push(self.shard / self.config.num_slices, distances, self.c.push_latency)
+            self.note(program, "push", -1, begin, piece)
+            self.slices_left -= 1
+            if self.slices_left == 0:
+                for event in self.arrived.values():
+                    if not event.triggered:
+                        event.succeed()
+
+
+def scatter_matmul(
+    schedule: ScatterSchedule, combine: Combine, costs: Costs, cluster: Cluster, graph: bool, itemsize: int = 2,
+    record: bool = False,
+) -> KernelRun:  # fmt: skip
+    """A matmul whose tiles are pushed to their owners as they are made, by the kernels' own order: remote ones first.
+
+    combine : what an owner does with what arrives: ``sum`` (reduce-scatter), ``sum_and_gather`` (all-reduce in two shots),
+    ``one_shot`` (all-reduce: everybody gets all parts and sums them), ``keep`` (all-to-all).
+    """
+    kernel = _Scatter(schedule, combine, costs, cluster, itemsize, record)
+    return kernel.run(costs.c.fused_launch if graph else costs.c.fused_eager, [])
+
+
+class _Scatter(_Kernel):
+    def __init__(
+        self, schedule: ScatterSchedule, combine: Combine, costs: Costs, cluster: Cluster, itemsize: int, record: bool
+    ) -> None:
+        m, n, k = schedule.rows * schedule.world_size, schedule.cols, schedule.depth
+        super().__init__(schedule, costs, cluster, costs.c.store_fraction, itemsize, (m * k + n * k) * itemsize, record)
+        self.owners: ScatterSchedule = schedule
+        self.combine: Combine = combine
+        self.got: dict[tuple[int, int], simpy.Event] = {}
+        self.queue: simpy.Store = simpy.Store(self.env)
+        loads = self.view.loads(inside_hops(cluster, 1))
+        self.rate = min(self.view.capacities[link] / load for link, load in loads.items() if not link.startswith("pair"))
+        self.tile_bytes = float(min(schedule.tile_m, m) * min(schedule.tile_n, n) * itemsize)
+        self.shares = combine == "one_shot" or schedule.spans_shards  # every tile has rows for everybody
+
+    def run(self, launch: float, processes: list[simpy.Process]) -> KernelRun:
+        size, tiles = self.owners.world_size, self.owners.num_tiles
+        per_tile = {"one_shot": 1, "sum_and_gather": 2, "sum": 1, "keep": 1}[self.combine]
+        if not self.shares:
+            per_owner = self.owners.per_source
+            tiles, per_tile = per_owner * (size - 1) + (per_owner if self.combine == "sum_and_gather" else 0), 1
+        processes += [self.env.process(self._program(p, units)) for p, units in self.work.items() if units]
+        processes.append(self.env.process(self._egress(tiles * per_tile)))
+        return super().run(launch, processes)
+
+    def _egress(self, count: int) -> Generator[simpy.Event, Any, None]:
+        """What leaves the rank, one after another: (to how many, bytes in all, whom it tells)."""
+        last: simpy.Event = self.env.timeout(0.0)
+        for _ in range(count):
+            peer, nbytes, told = yield self.queue.get()
+            begin = self.env.now
+            yield self.env.timeout(nbytes / self.rate)
+            self.note(-1, "push", peer, begin)
+            last = self.env.timeout(self.c.push_latency + self.c.signal)
+            last.callbacks.append(lambda _, told=told: told.succeed())
+        yield last
+
+    def _event(self, step: int, index: int) -> simpy.Event:
+        return self.got.setdefault((step, index), self.env.event())
+
+    def _program(self, program: int, units: list[Unit]) -> Generator[simpy.Event, Any, None]:
+        size, mine = self.owners.world_size, []
+        for unit in units:
+            self.travelling = len(self.queue.items)
+            owner = SEVERAL if self.shares else unit.first_row // self.owners.rows
+            done = yield from self.unit(program, unit, owner)
+            if not done:
+                continue
+            step, index = divmod(unit.tile, self.owners.per_source)
+            if self.shares:
+                copies = (size - 1) if self.combine == "one_shot" else (size - 1) / size
+                self.queue.put((SEVERAL, self.tile_bytes * copies, self._event(0, unit.tile)))
+                mine.append(unit.tile)
+            elif owner != self.owners.rank:
+                self.queue.put((owner, self.tile_bytes, self._event(step + 1, index)))
+            elif self.combine != "keep":
+                yield from self._sum(program, [self._event(s, index) for s in range(1, size)], index)
+                if self.combine == "sum_and_gather":
+                    self.queue.put((SEVERAL, self.tile_bytes * (size - 1), self.env.event()))
+        for tile in mine if self.combine != "keep" else ():  # by symmetry peers' rows are here when mine are there
+            yield from self._sum(program, [self._event(0, tile)], tile)
+            if self.combine == "sum_and_gather":
+                self.queue.put((SEVERAL, self.tile_bytes * (size - 1) / size, self.env.event()))
+
+    def _sum(self, program: int, parts: list[simpy.Event], index: int) -> Generator[simpy.Event, Any, None]:
+        begin = self.env.now
+        yield self.env.all_of(parts)
+        self.waited += self.env.now - begin
+        share = 1.0 / self.owners.world_size if self.owners.spans_shards and self.combine != "one_shot" else 1.0
+        read = self.tile_bytes * share * (self.owners.world_size - 1) * self.active
+        yield self.env.timeout(read / (self.c.stream * self.costs.device.memory_rate))
+        self.note(program, "sum", 0, begin, index)

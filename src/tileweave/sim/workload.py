@@ -1,0 +1,126 @@
+"""A workload file: what runs, on what. One YAML document with ``workload``, its fields, and ``cluster``.
+
+workload: train            # train, serve, moe or dlrm
+model: llama2-70b          # a published one, or its sizes
+tp: 8
+pp: 4
+cluster: {device: h200, nodes: 16, network: ib-400}
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tileweave.sim import dlrm, moe, serving, training
+from tileweave.sim.costs import Calibration
+from tileweave.sim.document import REQUIRED, Reader, Record, Spot, choice, fail, open_document
+from tileweave.sim.machine import Cluster, cluster_reader, make_cluster
+from tileweave.sim.operators import MODES, Mode, Operators
+from tileweave.sim.step import Result, Timeline
+
+Workload = training.Training | serving.Serving | moe.MoE | dlrm.Dlrm
+KINDS = ("train", "serve", "moe", "dlrm")
+_FIELDS: dict[str, tuple[dict[str, tuple[Reader, Any]], Callable[..., Workload]]] = {
+    "train": (training.FIELDS, training.Training),
+    "serve": (serving.FIELDS, serving.Serving),
+    "moe": (moe.FIELDS, moe.MoE),
+    "dlrm": (dlrm.FIELDS, dlrm.Dlrm),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A workload on a cluster."""
+
+    kind: str
+    workload: Workload
+    cluster: Cluster
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind} {self.workload.model.name}"
+
+
+def read_scenario(path: Path) -> Scenario:
+    """The scenario of a YAML file; what does not fit is named with its line, its field and what is allowed."""
+    return scenario_of(open_document(path))
+
+
+def scenario_of(spot: Spot) -> Scenario:
+    """The same from an open document."""
+    if not isinstance(spot.node, yaml.MappingNode):
+        raise fail(spot, "no mapping", f"a mapping with `workload`: {', '.join(KINDS)}", "see docs/simulator.md")
+    kinds = [spot.inside("workload", node) for key, node in spot.node.value if key.value == "workload"]
+    if not kinds:
+        raise fail(spot, "no field 'workload'", ", ".join(KINDS), "add `workload: ...`")
+    kind = choice(KINDS)(kinds[0])
+    fields, make = _FIELDS[kind]
+    whole = {"workload": (choice(KINDS), REQUIRED), **fields, "cluster": (cluster_reader, make_cluster())}
+    values = Record(whole)(spot)
+    cluster = values.pop("cluster")
+    values.pop("workload")
+    return Scenario(kind, make(**values), cluster)
+
+
+def simulate(
+    scenario: Scenario, mode: Mode, calibration: Calibration | None = None, fuse: Iterable[str] | None = None
+) -> Timeline:
+    """One step of a scenario in one mode."""
+    return _run(scenario, mode, _operators(scenario, calibration), fuse)
+
+
+def simulate_all(
+    scenario: Scenario, calibration: Calibration | None = None, modes: Iterable[Mode] = MODES,
+    fuse: Iterable[str] | None = None, progress: Callable[[str], None] = lambda _: None,
+) -> Result:  # fmt: skip
+    """A scenario unfused, fused and at its bound."""
+    started = time.perf_counter()
+    ops = _operators(scenario, calibration)
+    timelines = {}
+    for mode in modes:
+        progress(mode)
+        timelines[mode] = _run(scenario, mode, ops, fuse)
+    per_step, unit = _samples(scenario)
+    result = Result(scenario.title, scenario.cluster.describe(), timelines, per_step, unit, wall=time.perf_counter() - started)
+    result.notes = tuple(_notes(scenario, ops))
+    return result
+
+
+def _operators(scenario: Scenario, calibration: Calibration | None) -> Operators:
+    graph = isinstance(scenario.workload, serving.Serving) and scenario.workload.phase == "decode"
+    return Operators(scenario.cluster, calibration, graph)
+
+
+def _run(scenario: Scenario, mode: Mode, ops: Operators, fuse: Iterable[str] | None) -> Timeline:
+    module = {"train": training, "serve": serving, "moe": moe, "dlrm": dlrm}[scenario.kind]
+    return module.simulate(scenario.workload, scenario.cluster, ops, mode, None if fuse is None else set(fuse))
+
+
+def _samples(scenario: Scenario) -> tuple[float, str]:
+    work = scenario.workload
+    if isinstance(work, training.Training):
+        return training.samples(work, scenario.cluster) * work.tokens, "tokens"
+    if isinstance(work, serving.Serving):
+        return work.batch * (work.seq if work.phase == "prefill" else 1), "tokens"
+    if isinstance(work, moe.MoE):
+        return work.tokens * scenario.cluster.world_size, "tokens"
+    return work.model.batch_per_gpu * scenario.cluster.world_size, "samples"
+
+
+def _notes(scenario: Scenario, ops: Operators) -> Iterable[str]:
+    """What a reader of the figures must know."""
+    if scenario.cluster.device.name != "h200":
+        yield f"{scenario.cluster.device.name}: fractions of peak measured on H200, transferred, not measured"
+    if scenario.cluster.nodes > 1:
+        yield "between nodes: data-sheet rates and assumed latency, not measured by us; see the sensitivity"
+    missing = [name for name in ops.calibration.not_fitted if name not in ("attention",)]
+    if missing:
+        yield f"coefficients that are not fitted to cells: {', '.join(missing)}"
+    if isinstance(scenario.workload, serving.Serving) or scenario.kind == "train":
+        yield "attention: a published fraction of peak, not measured by us"

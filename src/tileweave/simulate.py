@@ -1,0 +1,342 @@
+"""The command ``tileweave simulate``: parses, shows progress and tables, and delegates to ``sim``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from tileweave.bench.screen import console
+from tileweave.errors import InputError
+
+try:
+    from tileweave.sim import advise as advice
+    from tileweave.sim import astra, chakra, dlrm, fit, moe, perfetto, report, serving, training, trust
+    from tileweave.sim.cells import RULE, read_cells
+    from tileweave.sim.collectives import Group, collective_time, group_of
+    from tileweave.sim.costs import Calibration, Costs, load_calibration
+    from tileweave.sim.crosscheck import compare
+    from tileweave.sim.machine import Cluster, make_cluster, with_gpus
+    from tileweave.sim.sensitivity import sensitivity
+    from tileweave.sim.step import Result
+    from tileweave.sim.workload import Scenario, read_scenario, simulate_all
+except ModuleNotFoundError as error:
+    if error.name not in ("simpy", "yaml", "google", "google.protobuf"):
+        raise
+    raise SystemExit(f"tileweave simulate needs {error.name}: pip install 'tileweave[sim]'") from None
+
+app = typer.Typer(
+    help="Predict what fusion brings on a cluster, from measured calibration; needs no GPU.", no_args_is_help=True
+)
+
+Device = Annotated[str, typer.Option(help="a100-pcie, a100, h800, h100, h200, b200, mi210 or mi300x.")]
+Net = Annotated[str, typer.Option(help="What joins nodes: ib-100 to ib-800, rail-400, rail-800, torus-200, torus-400.")]
+Nodes = Annotated[int | None, typer.Option(help="Nodes.")]
+Gpus = Annotated[int | None, typer.Option(help="GPUs in all.")]
+PerNode = Annotated[int | None, typer.Option(help="GPUs of a node (default: as the device usually has).")]
+Out = Annotated[Path | None, typer.Option(help="Folder for plots, a Perfetto trace and the numbers as JSON.")]
+Advise = Annotated[bool, typer.Option("--advise", help="Try every degree; say which is best, and which operators to fuse.")]
+Sense = Annotated[bool, typer.Option("--sensitivity/--no-sensitivity", help="What moves the result.")]
+Export = Annotated[Path | None, typer.Option(help="Folder for Chakra traces (.et) and ASTRA-sim's network and system files.")]
+Detail = Annotated[Literal["operators", "tasks"], typer.Option(help="How finely --export writes.")]
+Calib = Annotated[Path | None, typer.Option(help="A calibration file (default: the one measured on H200).")]
+Cells = Annotated[list[Path] | None, typer.Option(help="Results of measurements (default: docs/results/*.json).")]
+
+
+@contextmanager
+def _progress(screen: Console) -> Iterator[Callable[[str], None]]:
+    """Say what is being done: a spinner on a terminal, nothing elsewhere."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("simulates")
+        yield lambda text: bar.update(task, description=text)
+
+
+def _calibration(path: Path | None) -> Calibration:
+    return load_calibration(str(path) if path else None)
+
+
+def _cluster(device: str, network: str, nodes: int | None, gpus: int | None, per_node: int | None) -> Cluster:
+    made = make_cluster(device, network, nodes or 1, per_node)
+    if gpus is not None:
+        if nodes is not None and nodes * made.gpus_per_node != gpus:
+            raise InputError(
+                f"asked: {gpus} GPUs on {nodes} nodes of {made.gpus_per_node}; allowed: one of both; remedy: drop one"
+            )
+        made = with_gpus(made, gpus)
+    return made
+
+
+def _show(
+    scenario: Scenario, calibration: Path | None, sense: bool, advise: bool, out: Path | None, export: Path | None, detail: Any
+) -> None:
+    screen, used = console(), _calibration(calibration)
+    with _progress(screen) as say:
+        result = simulate_all(scenario, used, progress=say)
+        found = sensitivity(scenario, used, say) if sense else []
+        advised = advice.advise(scenario, used, say) if advise else None
+    screen.print(report.result_table(result), report.phase_table(result), sep="\n")
+    if found:
+        screen.print(report.sensitivity_table(result, found))
+    if advised is not None:
+        for table in report.advice_tables(advised):
+            screen.print(table)
+        for line in advised.rejected:
+            screen.print(f"not possible: {line}", markup=False, style="dim")
+    for note in result.notes:
+        screen.print(f"note: {note}", markup=False, style="dim")
+    screen.print(f"simulated in {result.wall:.2f} s", style="dim")
+    if out is not None:
+        for path in _write(result, scenario, used, out, screen):
+            screen.print(f"wrote {path}", markup=False)
+    if export is not None:
+        with _progress(screen) as say:
+            say("writes traces")
+            paths = chakra.export(result.timelines["fused"], export, detail=detail)
+            paths += astra.export(scenario.cluster, Costs(scenario.cluster.device, used.coefficients), export)
+        screen.print(f"wrote {len(paths)} files to {export}", markup=False)
+
+
+def _write(result: Result, scenario: Scenario, used: Calibration, out: Path, screen: Console) -> Iterator[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    name = scenario.title.replace(" ", "-")
+    numbers = {
+        "title": result.title, "cluster": result.cluster, "notes": result.notes, "samples": result.samples, "unit": result.unit,
+        "seconds": {mode: timeline.seconds for mode, timeline in result.timelines.items()},
+        "phases": {mode: timeline.phases() for mode, timeline in result.timelines.items()},
+    }  # fmt: skip
+    path = out / f"{name}.json"
+    path.write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
+    yield path
+    yield perfetto.write(perfetto.timeline_events(result.timelines["fused"]), out / f"{name}.trace.json")
+    try:
+        from tileweave.sim import plots
+    except ModuleNotFoundError as error:
+        screen.print(f"no picture, since {error.name} is missing: pip install 'tileweave[plot]'", markup=False)
+        return
+    yield plots.plot_phases(result, out / f"{name}.png")
+    if scenario.kind in ("dlrm", "train") and scenario.cluster.nodes > 1:
+        yield plots.plot_sweep(sweep(scenario, used), out / f"{name}-nodes.png")
+
+
+def sweep(scenario: Scenario, used: Calibration | None = None) -> list[tuple[int, Result]]:
+    """The scenario on 1/8, 1/4, 1/2, 1 and 2 times as many nodes, where it fits; the batch grows with the nodes."""
+    found = []
+    for factor in (0.125, 0.25, 0.5, 1, 2):
+        nodes = int(scenario.cluster.nodes * factor)
+        cluster = replace(scenario.cluster, nodes=nodes, network=replace(scenario.cluster.network, dims=()))
+        work = scenario.workload
+        if isinstance(work, training.Training):
+            work = replace(work, dp=0, global_batch=int(work.global_batch * factor))
+        try:
+            found.append((nodes, simulate_all(replace(scenario, cluster=cluster, workload=work), used)))
+        except InputError:
+            continue
+    return found
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(help="A workload in YAML, see docs/simulator.md.")],
+    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    calibration: Calib = None,
+) -> None:  # fmt: skip
+    """Simulate what a YAML file describes."""
+    _show(read_scenario(file), calibration, sense, advise, out, export, detail)
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(help="gpt3-175b, llama2-70b, llama3-70b or llama3-405b.")] = "gpt3-175b",
+    tp: int = 8, pp: int = 1, dp: int = 0, global_batch: int = 0, micro_batch: int = 1, seq: int = 0, recompute: str = "none",
+    device: Device = "h200", network: Net = "ib-400", nodes: Nodes = None, gpus: Gpus = None, gpus_per_node: PerNode = None,
+    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    calibration: Calib = None,
+) -> None:  # fmt: skip
+    """One step of Megatron-style training: data x pipeline x tensor parallel, 1F1B, sequence parallel."""
+    work = training.by_name(
+        _known(model, "transformers"),
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        seq=seq,
+        recompute=recompute,
+    )
+    scenario = Scenario("train", work, _cluster(device, network, nodes, gpus, gpus_per_node))
+    _show(scenario, calibration, sense, advise, out, export, detail)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="llama3-70b, llama2-70b, llama3-405b or gpt3-175b.")] = "llama3-70b",
+    tp: int = 4, phase: Annotated[Literal["prefill", "decode"], typer.Option()] = "prefill", batch: int = 8, seq: int = 2048,
+    device: Device = "h200", gpus_per_node: PerNode = None,
+    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    calibration: Calib = None,
+) -> None:  # fmt: skip
+    """One prefill or one decoding step, tensor parallel inside a node."""
+    cluster = _cluster(device, "ib-400", None, None, gpus_per_node)
+    work = serving.by_name(_known(model, "transformers"), tp=tp, phase=phase, batch=batch, seq=seq)
+    _show(Scenario("serve", work, cluster), calibration, sense, advise, out, export, detail)
+
+
+@app.command(name="moe")
+def moe_command(
+    model: Annotated[str, typer.Argument(help="qwen3-235b, deepseek-v3 or mixtral-8x7b.")] = "qwen3-235b",
+    ep: int = 0, tokens: int = 4096, imbalance: float = 0.0,
+    device: Device = "h200", network: Net = "ib-400", nodes: Nodes = None, gpus: Gpus = None, gpus_per_node: PerNode = None,
+    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    calibration: Calib = None,
+) -> None:  # fmt: skip
+    """The layers of a mixture-of-experts model, forward, experts spread over ranks."""
+    work = moe.by_name(_known(model, "moe"), ep=ep, tokens=tokens, imbalance=imbalance)
+    scenario = Scenario("moe", work, _cluster(device, network, nodes, gpus, gpus_per_node))
+    _show(scenario, calibration, sense, advise, out, export, detail)
+
+
+@app.command(name="dlrm")
+def dlrm_command(
+    model: Annotated[str, typer.Argument(help="dlrm-ours or dlrm-v2.")] = "dlrm-ours",
+    imbalance: float = 0.0, slices: int = 8, prefetch: bool = False,
+    device: Device = "h200", network: Net = "ib-400", nodes: Nodes = None, gpus: Gpus = None, gpus_per_node: PerNode = None,
+    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    calibration: Calib = None,
+) -> None:  # fmt: skip
+    """One training step of a recommendation model, tables spread over ranks."""
+    work = dlrm.by_name(_known(model, "dlrm"), imbalance=imbalance, slices=slices, prefetch=prefetch)
+    scenario = Scenario("dlrm", work, _cluster(device, network, nodes, gpus, gpus_per_node))
+    _show(scenario, calibration, sense, advise, out, export, detail)
+
+
+@app.command()
+def replay(
+    traces: Annotated[list[Path], typer.Argument(help="Chakra traces (.et), one a rank, of this tool or of another.")],
+    network_file: Annotated[Path | None, typer.Option(help="ASTRA-sim's network YAML (else --device and --network).")] = None,
+    device: Device = "h200", network: Net = "ib-400", gpus_per_node: PerNode = None, out: Out = None,
+) -> None:  # fmt: skip
+    """Simulate Chakra traces: computation as recorded, collectives by this model."""
+    cluster = make_cluster(device, network, 1, gpus_per_node)
+    if network_file is not None:
+        cluster = astra.read_network(network_file, cluster.device)
+    coefficients = load_calibration().coefficients
+
+    def seconds(kind: str, nbytes: float, ranks: int) -> float:
+        group = Group(ranks) if ranks <= cluster.gpus_per_node else group_of(cluster, ranks)
+        whole = replace(cluster, nodes=max(cluster.nodes, group.across))
+        return collective_time(kind, nbytes, group, whole, coefficients)
+
+    timeline = chakra.replay(sorted(traces), seconds, cluster.network.nic_rate * cluster.network.fraction)
+    screen = console()
+    screen.print(f"{len(traces)} ranks: {report.time_text(timeline.seconds)}; {len(timeline.tasks)} nodes")
+    for phase, time in timeline.phases().items():
+        screen.print(f"  {phase}: {report.time_text(time)}")
+    if out is not None:
+        screen.print(f"wrote {perfetto.write(perfetto.timeline_events(timeline), out / 'replay.trace.json')}", markup=False)
+
+
+@app.command(name="trust")
+def trust_command(
+    cells: Cells = None, calibration: Calib = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for a picture and all tables in Markdown.")] = None,
+    every: Annotated[bool, typer.Option("--every", help="Every cell, not only groups.")] = False,
+) -> None:  # fmt: skip
+    """Errors against measured cells, fitted and held out apart; published tables beside the model."""
+    screen, used = console(), _calibration(calibration)
+    measured = read_cells(_cell_files(cells))
+    with _progress(screen) as say:
+        say(f"predicts {len(measured)} cells")
+        judged, unknown = trust.judge(measured, used)
+        say("published tables")
+        published = trust.published(used)
+    screen.print(f"rule: {RULE}", markup=False)
+    for side in ("fit", "held out", "input", "outside"):
+        rows = trust.summarise(judged, side)
+        if rows:
+            screen.print(report.summary_table(side, rows))
+    pairs, mean, worst = trust.repeatability(measured)
+    screen.print(f"the same quantity measured in two runs: {pairs} pairs, {mean:.1%} apart (geometric mean), worst {worst:.1%}")
+    if every:
+        screen.print(report.cell_table(judged))
+    for cell in unknown:
+        screen.print(f"no model: {cell}", markup=False, style="dim")
+    screen.print(report.published_table(published))
+    if out is not None:
+        from tileweave.sim import plots
+
+        out.mkdir(parents=True, exist_ok=True)
+        tables = [report.summary_table(f"## {side}", trust.summarise(judged, side), True) for side in ("fit", "held out")]
+        tables += [report.published_table(published, True), report.cell_table(judged, True)]
+        text = StringIO()
+        Console(file=text, width=260, highlight=False).print(f"Rule: {RULE}.", *tables, sep="\n")
+        lines = [line.rstrip() for line in text.getvalue().splitlines()]
+        (out / "simulator-trust.md").write_text("\n".join(lines) + "\n", "utf-8")
+        screen.print(f"wrote {plots.plot_trust(judged, out / 'simulator-trust.png')} and simulator-trust.md", markup=False)
+
+
+@app.command()
+def calibrate(
+    to: Annotated[Path, typer.Argument(help="Where to write the calibration.")],
+    cells: Cells = None,
+) -> None:
+    """Fit coefficients to measured cells, held-out ones left alone. Takes minutes."""
+    screen = console()
+    used = fit.fit(read_cells(_cell_files(cells)), progress=lambda text: screen.print(text, markup=False))
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text(json.dumps(used.as_dict(), indent=1) + "\n", "utf-8")
+    screen.print(f"wrote {to}", markup=False)
+
+
+@app.command()
+def crosscheck(nodes: Annotated[int, typer.Option(help="Nodes of one GPU each.")] = 128) -> None:
+    """Compare the network model with SimGrid, where that is installed."""
+    screen = console()
+    with _progress(screen) as say:
+        found = compare(nodes, say)
+    screen.print(report.crosscheck_table(found))
+
+
+@app.command()
+def machines() -> None:
+    """List devices, networks and models, with their sources."""
+    from rich.table import Table
+
+    from tileweave.sim.machine import presets
+    from tileweave.sim.transformer import catalogue
+
+    screen = console()
+    table = Table("device", "bf16 TFLOP/s", "memory TB/s", "link GB/s", "inside", "source")
+    for device in presets()["devices"].values():
+        rates = (f"{device.flops / 1e12:g}", f"{device.memory_rate / 1e12:g}", f"{device.link_rate / 1e9:g}")
+        table.add_row(device.name, *rates, device.inside, device.source)
+    screen.print(table)
+    table = Table("network", "NIC GB/s", "fraction", "latency us", "topology")
+    for net in presets()["networks"].values():
+        table.add_row(net.name, f"{net.nic_rate / 1e9:g}", f"{net.fraction:g}", f"{net.latency * 1e6:g}", net.topology)
+    screen.print(table)
+    for kind in ("transformers", "moe", "dlrm"):
+        screen.print(f"{kind}: {', '.join(catalogue(kind))}")
+
+
+def _cell_files(cells: list[Path] | None) -> list[Path]:
+    found = cells or sorted(Path("docs/results").glob("*.json"))
+    if not found:
+        raise InputError("asked: measured cells; allowed: results files; remedy: pass --cells FILE, or run in the repository")
+    return found
+
+
+def _known(name: str, kind: str) -> str:
+    from tileweave.sim.transformer import catalogue
+
+    if name not in catalogue(kind):
+        raise InputError(f"asked: model {name!r}; allowed: {', '.join(catalogue(kind))}; remedy: one of these, or a YAML file")
+    return name

@@ -1,0 +1,322 @@
+"""Steps, tiles and exports: what is simulated adds up, uses the kernels' own maps, and comes back from its traces."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tileweave.config import MatmulConfig, Problem, nearest, scatter_schedule_for, schedule_for
+from tileweave.errors import InputError
+from tileweave.schedule import push_order
+from tileweave.schedule_scatter import ScatterSchedule
+from tileweave.sim import chakra, dlrm, moe, perfetto, serving, training
+from tileweave.sim.advise import advise
+from tileweave.sim.costs import Costs, load_calibration
+from tileweave.sim.machine import make_cluster, with_gpus
+from tileweave.sim.operators import Operators
+from tileweave.sim.sensitivity import sensitivity
+from tileweave.sim.step import Part, Step, Timeline
+from tileweave.sim.tiles import gather_matmul, scatter_matmul
+from tileweave.sim.training import one_f_one_b
+from tileweave.sim.workload import Scenario, simulate, simulate_all
+from tileweave.topology import Machine
+
+FOUR = with_gpus(make_cluster("h200"), 4)
+COSTS = Costs(FOUR.device)
+
+
+def part(seconds: float, phase: str = "work", exposed: float = 0.0) -> Part:
+    return Part(phase, phase, seconds, exposed, compute=seconds - exposed)
+
+
+# --- Tiles ---
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "depth"), [(16, 2560, 8192), (128, 2560, 8192), (512, 2560, 8192), (1024, 7168, 8192)]
+)
+def test_a_gather_does_the_units_of_the_kernels_schedule(rows: int, cols: int, depth: int) -> None:
+    problem = Problem(4, rows, cols, depth, 2, "bfloat16")
+    config = nearest(problem)[1]
+    schedule = schedule_for(problem, config, 0, Machine("x", "cuda", 90, 132))
+    run = gather_matmul(schedule, config, COSTS, FOUR, False, record=True)
+    done = Counter((event.program, event.tile) for event in run.events if event.kind == "compute")
+    wanted = Counter((p, unit.tile) for p in range(schedule.num_programs) for unit in schedule.units(p))
+    assert done == wanted
+    pushes = [event for event in run.events if event.kind == "push"]
+    if config.transport == "copy_engine":
+        assert [event.peer for event in pushes] == push_order(0, 4)
+    else:
+        assert len(pushes) == config.num_slices
+    arrivals = max(event.end for event in pushes)
+    last_waits = [event.end for event in run.events if event.kind == "wait"]
+    assert all(end <= arrivals + 1e-12 for end in last_waits)
+
+
+def test_slower_links_and_lost_programs_cost_time() -> None:
+    def fused(cluster: Any, m: int = 2048) -> float:
+        return Operators(cluster).fused_all_gather_matmul(4, m, 2560, 8192)
+
+    slow = replace(FOUR, device=replace(FOUR.device, link_rate=FOUR.device.link_rate / 8))
+    assert fused(slow) > 1.5 * fused(FOUR)
+    few = replace(
+        FOUR, device=replace(FOUR.device, num_sms=66, flops=FOUR.device.flops / 2, memory_rate=FOUR.device.memory_rate / 2)
+    )
+    assert fused(few) > 1.6 * fused(FOUR)
+
+
+def scattered(m: int, n: int, k: int) -> ScatterSchedule:
+    config = MatmulConfig("triton", "sm", 128, 128, 64, 4, 8)
+    return scatter_schedule_for(Problem(4, m // 4, n, k, 2, "bfloat16"), config, 0, Machine("x", "cuda", 90, 132))
+
+
+@pytest.mark.parametrize("combine", ["sum", "sum_and_gather", "one_shot", "keep"])
+@pytest.mark.parametrize("m", [64, 2048])
+def test_a_scatter_does_the_units_of_the_kernels_schedule(combine: Any, m: int) -> None:
+    schedule = scattered(m, 4096, 2048)
+    run = scatter_matmul(schedule, combine, COSTS, FOUR, True, record=True)
+    done = Counter((event.program, event.tile) for event in run.events if event.kind == "compute")
+    assert done == Counter((p, unit.tile) for p in range(schedule.num_programs) for unit in schedule.units(p))
+    pushed = len([event for event in run.events if event.kind == "push"])
+    tiles, own = schedule.num_tiles, schedule.per_source
+    if combine == "one_shot" or schedule.spans_shards:
+        assert pushed == tiles * (2 if combine == "sum_and_gather" else 1)
+    else:
+        assert pushed == tiles - own + (own if combine == "sum_and_gather" else 0)
+
+
+@pytest.mark.parametrize(("combine", "copies"), [("sum", 3), ("keep", 3), ("one_shot", 12), ("sum_and_gather", 6)])
+def test_a_scatter_is_as_long_as_its_traffic_on_slow_links_and_as_its_matmul_on_fast_ones(combine: Any, copies: int) -> None:
+    schedule = scattered(4096, 4096, 1024)
+
+    def seconds(factor: float) -> float:
+        cluster = replace(FOUR, device=replace(FOUR.device, link_rate=FOUR.device.link_rate * factor))
+        return scatter_matmul(schedule, combine, COSTS, cluster, True).inner
+
+    wire = copies * 1024 * 4096 * 2 / (FOUR.device.link_rate * COSTS.c.store_fraction)
+    assert seconds(0.01) == pytest.approx(100 * wire, rel=0.1)
+    assert seconds(100.0) < 2.5 * COSTS.matmul(4096, 4096, 1024)
+
+
+def test_fusing_never_loses_and_the_bound_holds() -> None:
+    ops = Operators(FOUR)
+    for m in (64, 512, 2048, 8192):
+        for found in (ops.all_gather_matmul(4, m, 2560, 8192), ops.matmul_scatter("reduce_scatter", 4, m, 8192, 7168)):
+            assert found.bound <= found.fused <= found.unfused
+            assert found.unfused > max(found.compute, found.comm)
+
+
+# --- Steps ---
+
+
+def test_streams_overlap_and_dependences_hold() -> None:
+    step = Step("test")
+    step.representative(0, 3, "all", {})
+    first = step.add(0, "compute", "a", [part(1.0)])
+    sent = step.add(0, "comm", "b", [part(2.0)], [first], "comm")
+    step.add(0, "compute", "c", [part(1.5)])
+    step.add(0, "compute", "d", [part(1.0, "end", 0.25)], [sent])
+    found = step.run()
+    assert found.seconds == pytest.approx(4.0)
+    assert found.phases() == pytest.approx({"work": 2.5, "end": 0.75, "exposed communication": 0.75})
+
+
+def test_a_cycle_is_an_error() -> None:
+    step = Step("test")
+    step.representative(0, 1, "all", {})
+    step.add(0, "compute", "a", [part(1.0)], [1])
+    step.add(0, "compute", "b", [part(1.0)], [0])
+    with pytest.raises(InputError, match="never end"):
+        step.run()
+
+
+@pytest.mark.parametrize(("stages", "micro"), [(1, 3), (4, 8), (4, 2), (8, 16)])
+def test_one_f_one_b(stages: int, micro: int) -> None:
+    for stage in range(stages):
+        order = list(one_f_one_b(stage, stages, micro))
+        assert sorted(order) == sorted((what, m) for what in "FB" for m in range(micro))
+        flying = [0]
+        for what, _ in order:
+            flying.append(flying[-1] + (1 if what == "F" else -1))
+        assert max(flying) == min(stages - stage, micro)
+
+
+def test_the_bubble_of_1f1b() -> None:
+    """Idle over busy is (stages - 1) / micro-batches (arXiv 2104.04473), messages and ends of the model aside."""
+    work = training.by_name("llama2-70b", tp=8, pp=4, global_batch=16, overlap_gradients=True)
+    found = simulate(Scenario("train", work, make_cluster("h200", nodes=4)), "unfused")
+    assert found.phases()["idle"] / found.seconds == pytest.approx(3 / (16 + 3), rel=0.25)
+
+
+@pytest.mark.parametrize("kind", ["train", "serve", "moe", "dlrm"])
+def test_phases_add_up(kind: str) -> None:
+    scenario = scenarios()[kind]
+    for mode in ("unfused", "fused", "bound"):
+        found = simulate(scenario, mode)  # type: ignore[arg-type]
+        assert sum(found.phases().values()) == pytest.approx(found.seconds, rel=1e-6)
+
+
+def scenarios() -> dict[str, Scenario]:
+    return {
+        "train": Scenario("train", training.by_name("llama2-70b", tp=8, pp=2), make_cluster("h200", nodes=4)),
+        "serve": Scenario("serve", serving.by_name("llama3-70b", phase="decode", batch=16), FOUR),
+        "moe": Scenario("moe", moe.by_name("qwen3-235b"), make_cluster("h200", nodes=2)),
+        "dlrm": Scenario("dlrm", dlrm.by_name("dlrm-ours"), make_cluster("h200", nodes=8)),
+    }
+
+
+def test_sensitivity_moves_the_right_way() -> None:
+    scenario = scenarios()["dlrm"]
+    base = simulate_all(scenario, modes=("unfused",)).seconds("unfused")
+    found = {variant.name: variant for variant in sensitivity(scenario)}
+    assert found["links between nodes x 0.5"].unfused > base > found["links between nodes x 2"].unfused
+    assert found["latencies x 2"].unfused > base > found["latencies x 0.5"].unfused
+    assert found["busiest rank 30 % above average"].unfused > found["busiest rank 10 % above average"].unfused > base
+
+
+def test_advice_ranks_what_fits() -> None:
+    found = advise(Scenario("serve", serving.by_name("llama3-70b"), make_cluster("h200")))
+    assert [one.fits for one in found.candidates] == sorted((one.fits for one in found.candidates), reverse=True)
+    rates = [one.per_second for one in found.candidates if one.fits]
+    assert rates == sorted(rates, reverse=True) and found.best.fits
+    assert all(saved >= -1e-9 for saved in found.savings.values())
+    with pytest.raises(InputError, match="what fits"):
+        advise(Scenario("serve", serving.by_name("gpt3-175b"), with_gpus(make_cluster("mi210"), 1)))
+
+
+def test_operators_are_fused_one_by_one() -> None:
+    scenario = scenarios()["moe"]
+    times = {fuse: simulate(scenario, "fused", fuse=fuse).seconds for fuse in ((), ("grouped_matmul_combine",))}
+    assert times[("grouped_matmul_combine",)] < times[()] == simulate(scenario, "unfused").seconds
+
+
+# --- Speed ---
+
+
+def test_large_clusters_are_quick() -> None:
+    started = time.perf_counter()
+    simulate_all(Scenario("dlrm", dlrm.by_name("dlrm-ours"), make_cluster("h200", "torus-400", nodes=128)))
+    assert time.perf_counter() - started < 10.0
+    started = time.perf_counter()
+    big = training.by_name("llama3-405b", tp=8, pp=16, global_batch=512)
+    simulate(Scenario("train", big, make_cluster("h200", nodes=128)), "fused")
+    assert time.perf_counter() - started < 60.0
+
+
+def test_symmetric_work_does_not_grow_with_ranks() -> None:
+    """Data parallel peers are replicas: eight times the ranks, the same tasks."""
+    counts = []
+    for nodes in (8, 64):
+        work = training.by_name("llama2-70b", tp=8, pp=4, global_batch=2 * nodes)
+        counts.append(len(simulate(Scenario("train", work, make_cluster("h200", nodes=nodes)), "unfused").tasks))
+    assert counts[0] == counts[1]
+
+
+# --- Exports ---
+
+
+def bare_fields(data: bytes) -> list[tuple[int, Any]]:
+    """(field number, value) of a protobuf message, decoded by hand: an oracle that shares nothing with the writer."""
+    found, at = [], 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            value |= (data[at] & 0x7F) << shift
+            at, shift = at + 1, shift + 7
+            if data[at - 1] < 0x80:
+                return value
+
+    while at < len(data):
+        key = varint()
+        if key & 7 == 0:
+            found.append((key >> 3, varint()))
+        else:
+            assert key & 7 == 2
+            size = varint()
+            found.append((key >> 3, data[at : at + size]))
+            at += size
+    return found
+
+
+def test_traces_have_the_schemas_field_numbers() -> None:
+    target = BytesIO()
+    attributes = {"is_cpu_op": False, "comm_type": 6, "comm_size": 1 << 33, "pg_name": "g"}
+    chakra.write_trace(target, [chakra.Node(300, "exchange", chakra.COLL, [1, 2], 5, 7, attributes)])
+    data = target.getvalue()
+    size = data[0]
+    assert bare_fields(data[1 : 1 + size]) == [(1, b"0.0.4")]
+    rest = data[1 + size :]
+    fields = bare_fields(rest[1:])
+    assert rest[0] == len(rest) - 1
+    plain = [(number, value) for number, value in fields if number not in (5, 10)]
+    assert plain == [(1, 300), (2, b"exchange"), (3, 7), (6, 7), (7, 5)]
+    assert (5, b"\x01\x02") in fields
+    decoded = [bare_fields(value) for number, value in fields if number == 10]
+    assert decoded == [
+        [(1, b"is_cpu_op"), (27, 0)], [(1, b"comm_type"), (9, 6)], [(1, b"comm_size"), (9, 1 << 33)],
+        [(1, b"pg_name"), (29, b"g")],
+    ]  # fmt: skip
+
+
+def test_traces_come_back(tmp_path: Path) -> None:
+    work = training.by_name("llama2-70b", tp=2, pp=2, global_batch=4, seq=512)
+    scenario = Scenario("train", replace(work, model=replace(work.model, layers=4)), with_gpus(make_cluster("h200"), 8))
+    found = simulate(scenario, "fused")
+    paths = chakra.export(found, tmp_path, slices=3)
+    assert len(paths) == 8 + 1
+    groups = json.loads((tmp_path / "comm_group.json").read_text("utf-8"))
+    assert sorted(map(tuple, groups.values()))[:3] == [(0, 1), (0, 2), (1, 3)]
+    sends: Counter[Any] = Counter()
+    for rank, path in enumerate(paths[:8]):
+        version, nodes = chakra.read_trace(path.read_bytes())
+        assert version == "0.0.4" and len({node.number for node in nodes}) == len(nodes)
+        assert all(before < node.number for node in nodes for before in node.after)
+        for node in nodes:
+            if node.kind == chakra.COLL:
+                assert rank in groups[node.attributes["pg_name"]]
+            if node.kind in (chakra.SEND, chakra.RECV):
+                message = tuple(node.attributes[name] for name in ("comm_src", "comm_dst", "comm_tag", "comm_size"))
+                sends[message] += 1 if node.kind == chakra.SEND else -1
+                assert node.attributes["comm_src" if node.kind == chakra.SEND else "comm_dst"] == rank
+        computed = sum(node.micros for node in nodes if node.kind == chakra.COMP) * 1e-6
+        stage = 0 if rank < 4 else 1
+        wanted = sum(p.compute for task in found.tasks if task.rank == stage for p in task.parts)
+        assert computed == pytest.approx(wanted, rel=0.05)
+    assert sends and not any(sends.values()), "every message that is sent is received"
+    again = chakra.replay(paths[:8], lambda kind, nbytes, ranks: 0.0, 1e12)
+    assert 0.3 * found.seconds < again.seconds <= 1.1 * found.seconds
+
+
+def test_a_broken_trace_is_named(tmp_path: Path) -> None:
+    for data in (b"", b"\xff\xff", b"not a trace at all"):
+        with pytest.raises(InputError, match=r"x\.et.*allowed: a Chakra"):
+            chakra.read_trace(data, "x.et")
+    found = simulate(scenarios()["train"], "unfused")
+    with pytest.raises(InputError, match="--detail tasks"):
+        chakra.export(replace_count(found, 10**6), tmp_path)
+
+
+def replace_count(found: Timeline, ranks: int) -> Timeline:
+    return replace(found, replicas=dict.fromkeys(found.replicas, ranks))
+
+
+def test_perfetto_rows_are_complete() -> None:
+    found = simulate(scenarios()["dlrm"], "fused")
+    events = perfetto.timeline_events(found)["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["name"] for event in slices} >= {"lookup and all-to-all", "indices", "dense gradients, top"}
+    assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(found.seconds * 1e6)
+
+
+def test_the_calibration_says_what_it_rests_on() -> None:
+    used = load_calibration()
+    assert len(used.fitted_on) > 50 and set(used.not_fitted) >= {"attention"}

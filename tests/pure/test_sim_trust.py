@@ -1,0 +1,159 @@
+"""Trust: the bars that the shipped calibration must hold on measured cells, and that fitting never sees what is held out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tileweave.errors import InputError, UnsupportedError
+from tileweave.sim import crosscheck
+from tileweave.sim.cells import Cell, read_cells
+from tileweave.sim.costs import load_calibration
+from tileweave.sim.fit import BLOCKS, START, fit, nelder_mead
+from tileweave.sim.trust import GOOD_MEAN, judge, published, repeatability, summarise
+from tileweave.simulate import app
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "docs" / "results").glob("*4xH200*.json"))
+CELLS = read_cells(RESULTS)
+
+
+def test_the_shipped_calibration_holds_the_bar() -> None:
+    """Geometric mean of held-out errors at most 8 %. The worst one is in docs/simulator.md, which says where it misses 20 %."""
+    judged, unknown = judge(CELLS)
+    assert not unknown
+    held, fitted = summarise(judged, "held out")[-1], summarise(judged, "fit")[-1]
+    assert held.count >= 100 and held.mean <= GOOD_MEAN, held
+    assert fitted.mean <= GOOD_MEAN, fitted
+    for row in summarise(judged, "held out"):  # matmuls and layers' unfused paths, whatever else moves
+        if ("compute" in row.name and "matmul" in row.name) or "unfused" in row.name:
+            assert row.worst <= 0.20, row
+
+
+def test_the_rule_parts_cells_evenly_and_by_shape_alone() -> None:
+    sides = {cell.key: cell.held_out for cell in CELLS if not cell.primitive}
+    assert 0.35 < sum(sides.values()) / len(sides) < 0.65
+    for cell in CELLS:
+        assert cell.primitive or cell.held_out == sides[cell.key]
+        assert replace(cell, seconds=cell.seconds * 9).held_out == cell.held_out
+
+
+def test_nothing_that_is_held_out_was_fitted() -> None:
+    held = {str(cell) for cell in CELLS if cell.held_out or not cell.in_domain}
+    assert held and not held & set(load_calibration().fitted_on)
+
+
+def test_fitting_does_not_see_what_is_held_out() -> None:
+    """The same coefficients when every held-out time is wrong tenfold; others when a fitted one is."""
+    some = [cell for cell in CELLS if cell.op == "embedding_bag_all_to_all" and cell.quantity in ("compute", "concat")]
+    wrong = [replace(cell, seconds=cell.seconds * 10) if cell.held_out else cell for cell in some]
+    right = fit(some).coefficients
+    assert right != START and fit(wrong).coefficients == right
+    moved = [replace(cell, seconds=cell.seconds * 2) if not cell.held_out else cell for cell in some]
+    assert fit(moved).coefficients != right
+
+
+def test_a_missing_measurement_is_said() -> None:
+    some = [cell for cell in CELLS if cell.quantity == "concat"]
+    found = fit(some)
+    assert "stream" not in found.not_fitted and "corun" in found.not_fitted
+    fitted = {name for block in BLOCKS for name in block.coefficients}
+    assert {name for name in START.__dataclass_fields__ if name not in fitted} <= set(found.not_fitted)
+
+
+def test_nelder_mead_finds_a_minimum() -> None:
+    found = nelder_mead(lambda x: (x[0] - 1) ** 2 + 10 * (x[1] + x[0]) ** 2, [4.0, 4.0], 0.5, 200)
+    assert found == pytest.approx([1.0, -1.0], abs=1e-3)
+
+
+def test_results_of_any_bench_extend_the_cells(tmp_path: Path) -> None:
+    times = {"tileweave": {"median_us": 10.0}, "gemm": {"median_us": 8.0}, "torch fused": {"median_us": 9.0}, "nccl+cublas": {}}
+    case = {"rows": 2048, "cols": 8192, "depth": 4096, "graph": True, "right": True, "times": times}
+    report = {"op": "matmul_reduce_scatter", "world_size": 2, "cases": [case, {**case, "right": False}]}
+    path = tmp_path / "new.json"
+    path.write_text(json.dumps(report), "utf-8")
+    found = read_cells([path])
+    assert [(c.quantity, round(c.seconds * 1e6, 6)) for c in found] == [("fused", 10.0), ("compute", 8.0)]
+    assert all(judge(found)[0][i].predicted > 0 for i in range(2))
+    path.write_text(json.dumps({**report, "cases": [{**case, "path": "unfused: not measured yet"}]}), "utf-8")
+    assert [c.quantity for c in read_cells([path])] == ["compute"]  # what fell back is no measurement of a fused kernel
+    path.write_text("{", "utf-8")
+    with pytest.raises(InputError, match="line 1"):
+        read_cells([path])
+    path.write_text("{}", "utf-8")
+    with pytest.raises(InputError, match="`cases` or `components`"):
+        read_cells([path])
+
+
+def test_repeated_measurements_bound_what_can_be_asked() -> None:
+    pairs, mean, worst = repeatability(CELLS)
+    assert pairs > 20 and 0.01 < mean < 0.10 < worst
+
+
+def test_unaligned_shapes_are_not_claimed() -> None:
+    odd = Cell("x", "all_gather_matmul", "compute", 4, (4084, 10000, 5000), False, 1e-3)
+    assert not odd.in_domain and Cell("x", "all_gather_matmul", "compute", 4, (4084, 10240, 5120), False, 1e-3).in_domain
+
+
+def test_published_trends() -> None:
+    """With more rows more hides; a worse link leaves more to hide; decode on eight H800 gains nothing like prefill."""
+    found = {row.what: row for row in published()}
+    assert found["h800, m 1024 to 8192"].ours_mean > found["h800, m 64 to 512"].ours_mean
+    assert found["a100, m 1024 to 8192"].ours_high > 0.3
+    assert 0.0 <= found["embedding + all-to-all"].ours_mean < 0.5
+
+
+@pytest.mark.skipif(crosscheck.interpreter() is None, reason="SimGrid is not installed: apt install python3-simgrid")
+def test_simgrid_agrees() -> None:
+    for row in crosscheck.compare(32):
+        assert abs(row.error) <= 0.10, row
+
+
+def test_without_simgrid_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crosscheck, "interpreter", lambda: None)
+    with pytest.raises(UnsupportedError, match="apt install python3-simgrid"):
+        crosscheck.compare(8)
+
+
+def test_what_simgrid_gets_is_every_flow() -> None:
+    (flows,) = crosscheck.rounds_of("all_to_all", 8, 800.0)
+    assert len(flows) == 56 and {size for _, _, size in flows} == {100.0}
+    assert len(crosscheck.rounds_of("all_reduce", 8, 800.0)) == 14
+
+
+# --- The command ---
+
+
+def test_the_command_writes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "150")
+    done = CliRunner().invoke(app, ["dlrm", "--nodes", "16", "--out", "out", "--export", "traces", "--advise"])
+    assert done.exit_code == 0, done.output
+    for word in ("unfused", "fused", "bound", "exposed communication", "sensitivity", "busiest rank 30 %", "slices", "fuse"):
+        assert word in done.output, word
+    assert {path.suffix for path in Path("out").iterdir()} == {".json", ".png"}
+    assert len(list(Path("traces").glob("*.et"))) == 128
+    assert Path("traces/network.yml").is_file() and Path("traces/system.json").is_file()
+    traces = [f"traces/step.{rank}.et" for rank in range(4)]
+    again = CliRunner().invoke(app, ["replay", *traces, "--network-file", "traces/network.yml"])
+    assert again.exit_code == 0 and "4 ranks" in again.output, again.output
+
+
+@pytest.mark.parametrize("command", [["serve", "llama3-70b"], ["moe", "mixtral-8x7b", "--gpus", "8"], ["machines"]])
+def test_other_commands(command: list[str]) -> None:
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and ("unfused" in done.output or "mi300x" in done.output)
+
+
+def test_the_command_names_a_bad_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("workload: serve\nmodel: llama3-70b\nbatch: many\n", "utf-8")
+    done = CliRunner().invoke(app, ["run", str(path)])
+    assert isinstance(done.exception, InputError)  # which the entry point prints as one line
+    assert "bad.yaml, line 3, field batch: asked: 'many'; allowed: a whole number from 1" in str(done.exception)
+    with pytest.raises(InputError, match="gpt3-175b"):
+        CliRunner().invoke(app, ["train", "gpt4"], catch_exceptions=False)
