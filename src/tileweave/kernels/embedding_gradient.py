@@ -290,7 +290,7 @@ def sum_runs_kernel(
 def find_keys(
     indices: torch.Tensor, offsets: torch.Tensor, firsts: torch.Tensor, last_key: int, batch: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keys, bags int32) of each position; see :func:`keys_kernel`. Keys are int32 where they fit: half of what a sort moves."""
+    """(keys, bags int32) by position; see :func:`keys_kernel`. Keys of int32 where they fit: half of what a sort moves."""
     count, num_bags = indices.numel(), offsets.numel() - 1
     keys = torch.empty(count, dtype=torch.int32 if last_key < 1 << 31 else torch.int64, device=indices.device)
     bags = torch.empty(count, dtype=torch.int32, device=indices.device)
