@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU ')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench clean
+.PHONY: help venv demo test fuzz lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +33,9 @@ demo: venv ## show what the library does; needs no GPU
 
 test: venv ## run the tests this machine can run
 	$(BIN)/python -m pytest -q
+
+fuzz: venv ## explore 100,000 interleavings of the kernels of every operator (RUNS=, FIRST= change which); needs no GPU
+	$(BIN)/tileweave fuzz --runs $(or $(RUNS),105000) --first $(or $(FIRST),0)
 
 lint: venv ## check style, format and types
 	$(BIN)/ruff check

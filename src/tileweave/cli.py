@@ -110,13 +110,21 @@ def demo(
 def check(
     world: Annotated[int | None, typer.Option("--world", help="Only this world size (default: 2, 3 and 4).")] = None,
     calls: Annotated[int | None, typer.Option(help="Calls with late ranks (default: 500; 15 without GPUs).")] = None,
+    stress: Annotated[
+        bool, typer.Option("--stress", help="Calls in disorder instead: two groups and streams, graphs.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Another one makes other calls (--stress).")] = 1,
+    seconds: Annotated[float, typer.Option(help="Stop after this long (--stress).")] = 900.0,
     device: Device = "auto",
 ) -> None:
     """Check the operators against fp32 on this machine's devices: shapes, late ranks, two groups, CUDA graphs."""
+    kind, size = _place(device, world)
+    if stress:
+        _stress(kind, size, calls or (30_000 if kind == "cuda" else 40), seed, seconds)
+        return
     from tileweave.check import check as run
     from tileweave.check import table_of
 
-    kind, size = _place(device, world)
     sizes = [size] if world is not None or under_torchrun() else [n for n in (2, 3, 4) if n <= size]
     screen, rows, failures = console(), [], []
     for each in sizes:
@@ -129,6 +137,26 @@ def check(
         screen.print(table_of(rows))
     if failures or not all(row.right for row in rows):
         screen.print("[bold red]not right on this machine")
+        raise typer.Exit(1)
+
+
+def _stress(kind: DeviceType, size: int, calls: int, seed: int, seconds: float) -> None:
+    """One world, as large as there is."""
+    from tileweave.stress import stress as run
+
+    outcome = launch(run, calls, seed, seconds, world_size=size, device_type=kind, seconds=seconds + 600)
+    if outcome is None:
+        return
+    screen = console()
+    for name, count in sorted(outcome.counts.items()):
+        screen.print(f"{name}: {count} on rank 0", markup=False)
+    screen.print(
+        f"world {outcome.world_size}, seed {seed}: {outcome.calls + outcome.replays} calls of all ranks checked, "
+        f"{outcome.replays} of them replays, in {outcome.seconds:.0f} s: {outcome.wrong} wrong, "
+        f"{outcome.other_bits} right with other bits",
+        markup=False,
+    )
+    if not outcome.right:
         raise typer.Exit(1)
 
 
@@ -227,6 +255,41 @@ def simulate(context: typer.Context) -> None:
     from tileweave.simulate import app as simulator
 
     simulator(context.args, prog_name="tileweave simulate")
+
+
+@app.command()
+def fuzz(
+    runs: Annotated[int, typer.Option(help="Interleavings to explore, about.")] = 20_000,
+    only: Annotated[str, typer.Option(help="Only scenarios whose name contains this.")] = "",
+    first: Annotated[int, typer.Option(help="Number of the first seed: another one explores other interleavings.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Stop after this long (0: when all is done).")] = 0.0,
+    workers: Annotated[int, typer.Option(help="Processes (0: one a core).")] = 0,
+    replay: Annotated[str, typer.Option(help="Run this one seed again, and print what happens.")] = "",
+    json: Annotated[Path | None, typer.Option(help="Write the counts here.")] = None,
+) -> None:
+    """Explore interleavings of every operator's kernels, all ranks in one process, memory as weak as it may be. No GPU."""
+    from json import dumps
+    from os import cpu_count
+
+    from tileweave.bench.environment import environment
+    from tileweave.explore import fuzz as explorer
+
+    screen = console()
+    if replay:
+        told = explorer.replay(replay)
+        screen.print(told or "nothing goes wrong", markup=False)
+        raise typer.Exit(1 if told else 0)
+    report = explorer.fuzz(runs, only, workers or cpu_count() or 1, first, seconds)
+    if json is not None:
+        json.write_text(dumps({"environment": environment(), "first_seed": first, **report.as_json()}, indent=1) + "\n")
+    if report.story:
+        screen.print(report.story, markup=False)
+        raise typer.Exit(1)
+    screen.print(explorer.table_of(report))
+    screen.print(
+        f"{report.interleavings} interleavings, {report.distinct} of them distinct, {report.steps} scheduling points, "
+        f"{report.seconds:.0f} s: nothing wrong"
+    )
 
 
 def main() -> None:

@@ -10,10 +10,13 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
+from dataclasses import fields as fields_of
 from functools import cache
 from importlib import resources
-from typing import Literal
+from typing import Any, Literal
 
+from tileweave.errors import InputError, require
 from tileweave.schedule import TileSchedule, cdiv
 from tileweave.schedule_scatter import ScatterSchedule
 from tileweave.topology import Machine
@@ -23,6 +26,7 @@ KernelName = Literal["triton", "hopper"]
 FUSED_WORLD_SIZES = range(2, 9)
 MEASURED_ALL_REDUCE_ROWS = 512
 ONE_SHOT_ROWS = 16  # up to these the partials of all ranks are fewer bytes than weights by far
+_POWERS = (16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +181,61 @@ class Entry:
 
 @cache
 def tuned_entries(op: str) -> tuple[Entry, ...]:
-    """The measured table of ``op``: data from ``tuned/``, checked field by field as it is read."""
-    data = json.loads((resources.files("tileweave") / "tuned" / f"{op}.json").read_text())
-    return tuple(Entry(**{**entry, "config": MatmulConfig(**entry["config"])}) for entry in data["entries"])
+    """The measured table of ``op``, a file of ``tuned/``."""
+    require(op.isidentifier(), f"the table of {op!r}", "the name of an operator", "pass one of tileweave.OPERATORS")
+    return read_entries((resources.files("tileweave") / "tuned" / f"{op}.json").read_text("utf-8"), f"tuned/{op}.json")
+
+
+def read_entries(text: str, where: str) -> tuple[Entry, ...]:
+    """A measured table from JSON ``text``: data, checked field by field, whoever wrote it. ``where``: for messages.
+
+    Raises
+    ------
+    InputError for anything that is not what :class:`Entry` and :class:`MatmulConfig` say.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"asked: table {where}, which is no JSON ({error}); allowed: JSON; remedy: write it anew") from None
+    entries: Any = data.get("entries") if isinstance(data, dict) else None
+    require(
+        isinstance(entries, list) and bool(entries), f"table {where} without entries", '{"entries": [...]}', "write it anew"
+    )
+    return tuple(_entry(raw, f"{where}, entry {number}") for number, raw in enumerate(entries))
+
+
+def _entry(raw: object, where: str) -> Entry:
+    fields = _checked(raw, Entry, where)
+    fields["config"] = MatmulConfig(**_checked(fields["config"], MatmulConfig, where))
+    return Entry(**fields)
+
+
+_ALLOWED = {
+    "kernel": ("triton", "hopper"), "transport": ("copy_engine", "sm"), "tile_m": _POWERS, "tile_n": _POWERS, "tile_k": _POWERS,
+    "num_stages": range(1, 17), "num_warps": (1, 2, 4, 8, 16), "group_m": range(1, 1025), "num_slices": (1, 2, 4, 8, 16, 32),
+    "num_producers": range(1, 1025), "band_sources": range(1, 9), "team": range(1, 1025), "shots": (1, 2),
+}  # fmt: skip
+_SIZES = ("rows", "cols", "depth")
+
+
+def _checked(raw: object, kind: type, where: str) -> dict[str, Any]:
+    """``raw`` as arguments of ``kind``: no unknown field, none missing, each of the type and range it must have."""
+    known = {field.name: field for field in fields_of(kind)}
+    needed = {name for name, field in known.items() if field.default is MISSING}
+    if not isinstance(raw, dict) or not needed <= set(raw) <= set(known):
+        given = sorted(map(str, raw)) if isinstance(raw, dict) else type(raw).__name__
+        raise InputError(f"asked: {given} in {where}; allowed: {', '.join(known)}; remedy: write the table anew")
+    for name, value in raw.items():
+        if name in _ALLOWED:
+            good = type(value) in (int, str) and value in _ALLOWED[name]
+        elif name in _SIZES:
+            good = type(value) is int and 0 < value < 2**31
+        elif name == "us":
+            good = value is None or (type(value) in (int, float) and 0 < value < math.inf)
+        else:
+            good = name == "config" or type(value) is bool
+        require(good, f"{name} = {value!r} in {where}", "what config.MatmulConfig and config.Entry say", "write the table anew")
+    return dict(raw)
 
 
 def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting: bool) -> Plan:

@@ -30,6 +30,7 @@ from tileweave.config import Entry, MatmulConfig, Problem, schedule_for, tuned_e
 from tileweave.kernels import all_gather_matmul as plain
 from tileweave.kernels import all_gather_matmul_hopper as hopper
 from tileweave.kernels.barrier import barrier
+from tileweave.kernels.descriptors import fits
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.topology import H200
 
@@ -143,7 +144,7 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     gathered = torch.empty(WORLD_SIZE * case.rows, DEPTH, dtype=dtype) if case.gathered else None
     trace = torch.zeros(c.num_slices + schedule.num_programs * schedule.max_units(), 4, dtype=torch.int64)
     if c.kernel == "hopper":
-        assert hopper.fits(x, w)
+        assert fits(x, w)
         launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(peers, schedule, c, dtype, w.stride(0))
     else:
         launcher = plain.Launcher(peers, schedule, c)

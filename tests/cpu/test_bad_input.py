@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import stat
 import time
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,7 +18,8 @@ from tests.worlds import Member, World, Worlds, one_shot
 
 import tileweave as tw
 from tileweave.config import MatmulConfig
-from tileweave.ops.registry import name_of, workspace_of
+from tileweave.ops.registry import name_of
+from tileweave.transport import cpu
 
 SECONDS = 2.0  # TILEWEAVE_TIMEOUT of the worlds that end in a time-out
 SLACK = 2.0
@@ -279,41 +278,37 @@ def test_a_rank_that_is_killed(event: str, config: MatmulConfig) -> None:
 # --- What stays behind ---
 
 
-def shared_files(me: Member) -> None:
-    """While ranks map it, a file is ours alone; afterwards there is none."""
+def shared_memory(me: Member) -> None:
+    """A buffer is ours alone, has an unguessable token, cannot be cut short, and stands in no directory."""
     tw.close()
     group = dist.group.WORLD
-    transport = workspace_of(name_of(group), me.device).transport
-    paths: list[Path] = []
-    modes: list[int] = []
-    path, barrier = transport._path, transport.barrier
+    seen: list[tuple[str, int, int]] = []
+    make = cpu._make
 
-    def noting_path(token: bytes) -> Path:
-        paths.append(path(token))
-        return paths[-1]
+    def looking(token: str, nbytes: int) -> int:
+        descriptor = make(token, nbytes)
+        link = os.readlink(f"/proc/self/fd/{descriptor}")
+        seen.append((link, stat.S_IMODE(os.fstat(descriptor).st_mode), os.fstat(descriptor).st_nlink))
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 0)
+        return descriptor
 
-    def looking_barrier() -> None:
-        for found in paths:
-            with contextlib.suppress(FileNotFoundError):  # a peer that is a barrier ahead unlinks its own
-                modes.append(stat.S_IMODE(found.stat().st_mode))
-        barrier()
-
-    with mock.patch.object(transport, "_path", noting_path), mock.patch.object(transport, "barrier", looking_barrier):
+    with mock.patch.object(cpu, "_make", looking):
         call = parity.prepare(CASE, me.rank, me.world_size, me.device, 0)
         parity.run(call, group, SM)
         call.verify("first call")
-    me.barrier()
-    assert len(set(paths)) >= 2 * me.world_size, f"signals and slots of every rank: {paths}"
-    assert modes, "nobody looked while there were files"
-    assert set(modes) == {0o600}, [oct(mode) for mode in modes]
-    assert all(found.name.startswith("tileweave-") and len(found.name) > 40 for found in paths)
-    assert not [found for found in paths if found.exists()]
+    assert len(seen) == 2, "signals and slots"
+    for link, mode, links in seen:
+        assert link.startswith("/memfd:tileweave-")
+        assert len(link.partition("-")[2].split()[0]) == 48, "24 random bytes"
+        assert (mode, links) == (0o600, 0), f"mode {mode:o}, {links} names"
+    assert len({link for link, _, _ in seen}) == 2
     me.barrier()
     tw.close()
 
 
-def test_shared_files(world: World) -> None:
-    world.run(shared_files)
+def test_shared_memory(world: World) -> None:
+    world.run(shared_memory)
 
 
 def close_and_call_again(me: Member, config: MatmulConfig) -> None:

@@ -229,14 +229,14 @@ def test_parity_of_one_shot(worlds: Worlds, size: int, shape: tuple[int, int, in
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_dtypes(worlds: Worlds, dtype: str) -> None:
     cases = [case(9, 33, 50, dtype, bias=True), case(70, 9, 90, dtype, integers=True, residual=True)]
-    worlds("gloo", 4).run(parity.parity, cases, CONFIG, 3)
+    worlds("gloo", 4).run(parity.parity, cases, CONFIG)
 
 
 @fused
 def test_many_calls_with_late_ranks(world: World) -> None:
     cases = [case(5, 17, 24), case(1, 20, 33, residual=True, norm=True), case(70, 9, 60), case(18, 7, 20, bias=True)]
     count = 60 if world.size < 4 else 32
-    world.run(parity.many_calls, cases, replace(CONFIG, tile_k=64), count, 0.004, 2, stall_in_the_kernel)
+    world.run(parity.many_calls, cases, replace(CONFIG, tile_k=64), count, 0.004, None, stall_in_the_kernel)
 
 
 @fused

@@ -31,7 +31,8 @@ LAYERS = (
     ("nn", "profile", "launcher"),
     ("__init__",),
     ("tune", "bench"),
-    ("integrations", "demo", "check", "doctor", "simulate"),
+    ("integrations", "demo", "check", "doctor", "simulate", "explore"),
+    ("stress",),
     ("cli",),
 )
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tileweave.config import MatmulConfig, Plan, Problem, plan_all_gather_matmul, schedule_for
+from tileweave.config import (
+    MEASURED_ALL_REDUCE_ROWS,
+    MatmulConfig,
+    Plan,
+    Problem,
+    plan_all_gather_matmul,
+    plan_matmul_all_reduce,
+    plan_matmul_reduce_scatter,
+    scatter_schedule_for,
+    schedule_for,
+)
 from tileweave.topology import CPU, H200, Machine, preset
 
 WORLD_SIZES = range(2, 9)
@@ -137,3 +148,82 @@ def test_a_plan_reads_well() -> None:
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_gathered_bytes(size: int) -> None:
     assert problem(size, rows=3, depth=5).gathered_bytes == size * 3 * 5 * 2
+
+
+# --- Matmuls whose result is reduced ---
+
+REDUCTIONS = (plan_matmul_reduce_scatter, plan_matmul_all_reduce)
+each_reduction = pytest.mark.parametrize("plan_for", REDUCTIONS, ids=lambda plan_for: plan_for.__name__)
+
+
+def owned(p: Problem, plan_for: object) -> Problem:
+    """The problem with the rows of one owner: a reduce-scatter is asked with those, an all-reduce with all."""
+    return p if plan_for is plan_matmul_reduce_scatter else replace(p, rows=-(-p.rows // p.world_size))
+
+
+@each_reduction
+@thorough
+@given(p=problems, machine=st.sampled_from([H200, SMALL_GPU, CPU]))
+def test_a_plan_of_a_reduction_can_run(plan_for: Callable[..., Plan], p: Problem, machine: Machine) -> None:
+    plan = plan_for(p, machine, interpreting=True)
+    assert plan.reason
+    assert (plan.config is not None) == (plan.path == "fused")
+    if plan.config is None:
+        return
+    config, mine = plan.config, owned(p, plan_for)
+    check_config(config)
+    assert config.kernel == "triton" or machine.arch == 90, "the Gluon kernel is Hopper's"
+    assert config.shots == 2 or p.rows <= config.tile_m, "one shot is one tile of rows"
+    schedule = scatter_schedule_for(mine, config, p.world_size - 1, machine)
+    assert 1 <= schedule.num_programs <= machine.num_sms, "programs must all be resident"
+    if machine.backend == "cuda":
+        ring = (config.tile_m + config.tile_n) * config.tile_k * p.itemsize * config.num_stages
+        assert ring <= machine.shared_bytes, f"{config}: {ring} bytes of shared memory"
+    if config.transport == "copy_engine":
+        assert plan_for is plan_matmul_reduce_scatter, "the second shot is marked data"
+        assert not schedule.spans_shards, "a copy engine takes whole tiles"
+        assert schedule.chunks <= MAX_SLICES
+        assert machine.backend == "cpu" or p.cols * p.itemsize % 16 == 0, "tiles leave by TMA"
+
+
+@each_reduction
+@thorough
+@given(p=problems, machine=st.sampled_from([H200, CPU]))
+def test_ranks_plan_reductions_alike(plan_for: Callable[..., Plan], p: Problem, machine: Machine) -> None:
+    assert "rank" not in inspect.signature(plan_for).parameters
+    plans = {plan_for(replace(p), machine, interpreting=True) for _ in range(3)}
+    assert len(plans) == 1
+    config = plans.pop().config
+    if config is not None:
+        schedules = [scatter_schedule_for(owned(p, plan_for), config, rank, machine) for rank in range(p.world_size)]
+        assert len({replace(schedule, rank=0) for schedule in schedules}) == 1
+
+
+@each_reduction
+def test_what_no_reduction_fuses(plan_for: Callable[..., Plan]) -> None:
+    assert plan_for(problem(1), H200, False).path == "local"
+    for p, word in (
+        (problem(9), "world size 9"),
+        (problem(rows=0), "zero"),
+        (problem(dtype="float32"), "float32"),
+        (problem(depth=8191), "16 bytes"),
+    ):
+        plan = plan_for(p, H200, False)
+        assert plan == Plan("unfused", plan.reason)
+        assert word in plan.reason
+    assert "no measurement" in plan_for(problem(), SMALL_GPU, False).reason
+    assert "TRITON_INTERPRET=1" in plan_for(problem(), CPU, False).reason
+
+
+def test_many_rows_go_by_copy_engine_where_their_pitch_allows() -> None:
+    transports = [plan_matmul_reduce_scatter(problem(rows=rows), H200, False).config.transport for rows in (16, 2048)]
+    assert transports == ["sm", "copy_engine"]
+    assert plan_matmul_reduce_scatter(problem(rows=2048, cols=2561), H200, False).config.transport == "sm"
+
+
+def test_few_rows_go_in_one_shot() -> None:
+    plans = [plan_matmul_all_reduce(problem(rows=rows, cols=8192), H200, False) for rows in (1, 32, 64, 512)]
+    assert [plan.config.shots for plan in plans] == [1, 1, 2, 2]
+    above = plan_matmul_all_reduce(problem(rows=MEASURED_ALL_REDUCE_ROWS + 1), H200, False)
+    assert above.path == "unfused" and str(MEASURED_ALL_REDUCE_ROWS) in above.reason
+    assert [plan_matmul_all_reduce(problem(rows=rows), CPU, True).config.shots for rows in (16, 17)] == [1, 2]

@@ -18,9 +18,9 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tileweave.config import MatmulConfig
+from tileweave.kernels.descriptors import Pointer, descriptor
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.hopper import (
@@ -279,27 +279,6 @@ def all_gather_matmul_hopper_kernel(
     )  # fmt: skip
 
 
-def fits(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether TMA can read these tensors; if not, the Triton kernel runs in this one's place."""
-    return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in (x, w))
-
-
-class _Pointer:
-    """Stands for a tensor in a cached descriptor, so that the cache keeps no memory alive."""
-
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
-        self._address, self.dtype = address, dtype
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
-def _descriptor(address: int, dtype: torch.dtype, shape: list[int], stride: int, tile: list[int]) -> TensorDescriptor:
-    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(tile, kind)
-    return TensorDescriptor(_Pointer(address, dtype), shape, [stride, 1], tile, layout)
-
-
 # What changes between the launches of one shape; the bases of the descriptors, in the order of Launcher.descriptors.
 WORDS = ("x", "bias", "out", "gathered", "partials", "trace", "slot")
 MAPS = ("x_desc", "w_desc", "out_desc")
@@ -320,15 +299,15 @@ class Launcher:
         row_tile, pitch = [c.tile_m, c.tile_k], s.depth
         self.base = base = peers.slots.data_ptr()
         self.slots = [
-            _descriptor(base + i * peers.slot_size * dtype.itemsize, dtype, [s.slot_rows, s.depth], pitch, row_tile)
+            descriptor(base + i * peers.slot_size * dtype.itemsize, dtype, [s.slot_rows, s.depth], pitch, row_tile)
             for i in (0, 1)
         ]
-        x_desc = _descriptor(base, dtype, [s.rows, s.depth], pitch, row_tile)
-        w_desc = _descriptor(base, dtype, [s.cols, s.depth], stride_w, [c.tile_n, c.tile_k])
+        x_desc = descriptor(base, dtype, [s.rows, s.depth], pitch, row_tile)
+        w_desc = descriptor(base, dtype, [s.cols, s.depth], stride_w, [c.tile_n, c.tile_k])
         self.pitch_fits = s.cols * dtype.itemsize % 16 == 0
         out_tile = [c.tile_m, c.tile_n // halves]
         shape = [s.rows * s.world_size, s.cols] if self.pitch_fits else [s.rows, s.depth]
-        self.descriptors = (x_desc, w_desc, _descriptor(base, dtype, shape, shape[1], out_tile))
+        self.descriptors = (x_desc, w_desc, descriptor(base, dtype, shape, shape[1], out_tile))
         self.part_words = s.num_segments * self.programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
         self.integers = (
             s.rows, s.cols, self.size, slice_bounds(self.size, self.slices, 0, block)[1],
@@ -353,7 +332,7 @@ class Launcher:
         slot: int,
         trace: torch.Tensor | None = None,
     ) -> None:
-        """Launch on the current stream; as ``all_gather_matmul.Launcher``, for what :func:`fits`."""
+        """Launch on the current stream; as ``all_gather_matmul.Launcher``, for what ``descriptors.fits``."""
         to = out.data_ptr()
         by_tma = self.pitch_fits and to % 16 == 0
         partials = out
@@ -370,7 +349,7 @@ class Launcher:
             return prepared(words, bases)
         peers = self.peers
         x_desc, w_desc, out_desc = (
-            replace(held, base=_Pointer(base, x.dtype)) for held, base in zip(self.descriptors, bases, strict=True)
+            replace(held, base=Pointer(base, x.dtype)) for held, base in zip(self.descriptors, bases, strict=True)
         )
         arguments = (
             x_desc, *self.slots, w_desc, out_desc, x, added, out, kept, peers.slots, partials, peers.counters,

@@ -274,13 +274,13 @@ class Launcher:
         if s.has_cut_tiles:
             partials = torch.empty(s.num_programs * c.tile_m * c.tile_n, dtype=torch.float32, device=x.device)
         matmul_reduce_scatter_kernel[(s.num_programs,)](
-            x, w, out if bias is None else bias, out if residual is None else residual, out, out if staging is None else staging, peers.slots, partials,
-            peers.counters, peers.slot_table, peers.signals, peers.control, peers.report,
-            peers.control if trace is None else trace,
+            x, w, out if bias is None else bias, out if residual is None else residual, out,
+            out if staging is None else staging, peers.slots, partials, peers.counters, peers.slot_table, peers.signals,
+            peers.control, peers.report, peers.control if trace is None else trace,
             s.rank, slot, peers.slot_size, s.place_elements, s.rows, x.shape[0], s.cols, s.depth, x.stride(0), w.stride(0),
             s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
             WORLD_SIZE=s.world_size, PUSH=c.transport == "sm", SPANS=s.spans_shards, SPLIT_TAIL=s.split_tail,
             ALL_REDUCE=self.all_reduce, TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m,
-            EVEN_K=s.depth % c.tile_k == 0, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, TRACE=trace is not None,
-            num_warps=c.num_warps, num_stages=c.num_stages,
+            EVEN_K=s.depth % c.tile_k == 0, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+            TRACE=trace is not None, num_warps=c.num_warps, num_stages=c.num_stages,
         )  # fmt: skip

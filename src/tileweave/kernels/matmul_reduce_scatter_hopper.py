@@ -19,28 +19,33 @@ from dataclasses import replace
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tileweave.config import MatmulConfig
-from tileweave.kernels.all_gather_matmul_hopper import _descriptor, _Pointer
+from tileweave.kernels.descriptors import Pointer, descriptor
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.launch import Prepared, hooked, prepare
+from tileweave.kernels.matmul_reduce_scatter_epilogue import (
+    BOXES,
+    MAX_SLICES,
+    PIECE,
+    finish_piece,
+    pieces_of,
+    take_result,
+    tile_place,
+)
 from tileweave.language.hopper import (
-    FAULT,
     acquire,
-    add_parts,
     await_parts,
     count_in,
     cut,
     drain_tma_stores,
-    finish,
     give_part,
     label,
     leave,
     load_async,
     make_ring,
     multiply_tile,
-    part_offsets,
     part_range,
     place_out,
     spin,
@@ -50,14 +55,10 @@ from tileweave.language.hopper import (
     unit_range,
     wait,
 )
-from tileweave.language.hopper_marked import expected_zero, push_piece, push_result, take_marked
 from tileweave.schedule import MIN_SPAN as _MIN_SPAN
 from tileweave.schedule_scatter import ScatterSchedule
 
-MAX_SLICES = gl.constexpr(32)
 MIN_SPAN = gl.constexpr(_MIN_SPAN)
-PIECE = gl.constexpr(64)  # columns that the epilogue handles at once: one swizzled row of shared memory
-BOXES = gl.constexpr(2)
 
 
 @gluon.jit
@@ -171,147 +172,13 @@ def store_partition(
 
 
 @gluon.jit
-def finish_piece(
-    piece, first_col, turn, sent, bias, residual, out, partials, a_ring, empty, ready, boxes, free, full, slots, slot_table,
-    control, report, slot_offset, place_size, at, result_at, part_at, helpers, crew, tile, epoch,
-    rank, rows, cols, first_row, row_limit, home, col,
-    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-):  # fmt: skip
-    """Columns [first_col, first_col + 64) of a tile that this program owns. Returns (ring turn, box turn)."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
-    dtype: gl.constexpr = out.dtype.element_ty
-    piece = gl.convert_layout(piece, layout)
-    piece = add_parts(piece, first_col, partials, part_at, helpers, crew, TILE_M, TILE_N)
-    if PUSH:
-        row = first_row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
-        if SPANS or home != rank:
-            push_piece(
-                piece, first_col, slot_table, slot_offset, place_size, at, first_row, row_limit, rows, rank, home,
-                WORLD_SIZE, TILE_N, SPANS, dtype,
-            )  # fmt: skip
-        last_row = gl.minimum(first_row + TILE_M, row_limit) - 1
-        if (first_row < rank * rows + rows) & (last_row >= rank * rows):
-            offsets = part_offsets(piece, first_col, TILE_N)
-            own = ((row >= rank * rows) & (row < rank * rows + rows) & (row < row_limit))[:, None] & (offsets >= 0)
-            mine = (slots + slot_offset + at).to(gl.pointer_type(gl.int16), bitcast=True) + offsets
-            piece = take_marked(
-                piece, mine, place_size, own, 0, rank, tile, epoch, control, report, WORLD_SIZE - 1, MAX_SLICES, dtype
-            )
-            fault = gl.load(control + FAULT, volatile=True)
-            piece = finish(piece, fault, bias, col + first_col, cols, HAS_BIAS)
-            if HAS_RESIDUAL:
-                index = col + first_col + gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout))
-                place = row.to(gl.int64)[:, None] * cols + index[None, :]
-                piece += gl.load(residual + place, mask=own & (index < cols)[None, :], other=0.0).to(gl.float32)
-            if ALL_REDUCE:
-                value = expected_zero(piece.to(dtype))
-                push_result(
-                    value, first_col, slot_table, slot_offset + (WORLD_SIZE - 1) * place_size + result_at, own, rank,
-                    WORLD_SIZE, TILE_N,
-                )  # fmt: skip
-                last = gl.minimum(rank * rows + rows, row_limit)
-                store_own(value, out, 0, first_row, rank * rows, last, col + first_col, cols)
-            else:
-                store_own(piece, out, rank * rows, first_row, rank * rows, rank * rows + rows, col + first_col, cols)
-    else:
-        if home == rank:
-            for _ in gl.static_range(WORLD_SIZE - 1):
-                index = turn % STAGES
-                mbarrier.wait(ready.index(index), (turn // STAGES) & 1)
-                piece += a_ring.index(index).load(layout).to(gl.float32)
-                mbarrier.arrive(empty.index(index), count=1)
-                turn += 1
-            fault = gl.load(control + FAULT, volatile=True)
-            piece = finish(piece, fault, bias, col + first_col, cols, HAS_BIAS)
-        mbarrier.wait(free.index(sent % BOXES), ((sent // BOXES) & 1) ^ 1)
-        boxes.index(sent % BOXES).store(piece.to(dtype))
-        fence_async_shared()
-        mbarrier.arrive(full.index(sent % BOXES), count=1)
-        sent += 1
-    return turn, sent
-
-
-@gluon.jit
-def store_own(piece, out, shift, first_row, row_begin, row_end, col, cols):
-    """Rows [row_begin, row_end) of a piece, at rows ``shift`` less of ``out``."""
-    rows: gl.constexpr = gl.SliceLayout(1, piece.type.layout)
-    columns: gl.constexpr = gl.SliceLayout(0, piece.type.layout)
-    row = first_row + gl.arange(0, piece.shape[0], layout=rows)
-    index = col + gl.arange(0, piece.shape[1], layout=columns)
-    mask = ((row >= row_begin) & (row < row_end))[:, None] & (index < cols)[None, :]
-    gl.store(out + (row - shift).to(gl.int64)[:, None] * cols + index[None, :], piece.to(out.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
-def halves(tile):
-    """A tile's left and right columns."""
-    return tile.reshape((tile.shape[0], 2, tile.shape[1] // 2)).permute((0, 2, 1)).split()
-
-
-@gluon.jit
-def pieces_of(tile, TILE_N: gl.constexpr):
-    """A tile's columns, ``PIECE`` at a time, as a tuple."""
-    if TILE_N == 256:
-        left, right = halves(tile)
-        first, second = halves(left)
-        third, fourth = halves(right)
-        return first, second, third, fourth
-    elif TILE_N == 128:
-        left, right = halves(tile)
-        return left, right
-    else:
-        return (tile,)
-
-
-@gluon.jit
-def tile_place(
-    first_row, home, rows, tile_rows, tile_cols, col, TILE_M: gl.constexpr, TILE_N: gl.constexpr, SPANS: gl.constexpr
-):
-    """Where a tile stands in a place of a slot, and in its result part, elements; see the Triton kernel's."""
-    if SPANS:
-        at = first_row // TILE_M * tile_cols + col
-        result = at
-    else:
-        at = (first_row - home * rows) // TILE_M * tile_cols + col
-        result = home * tile_rows * tile_cols + at
-    return at.to(gl.int64) * (TILE_M * TILE_N), result.to(gl.int64) * (TILE_M * TILE_N)
-
-
-@gluon.jit
-def take_result(
-    results, out, first_row, row_limit, col, rows, cols, rank, result_at, tile, epoch, control, report,
-    WORLD_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Second shot's end: the rows of a tile that peers own, from the result part of the slot to ``out``."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
-    dtype: gl.constexpr = out.dtype.element_ty
-    row = first_row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
-    for i in gl.static_range(TILE_N // PIECE):
-        zeros = gl.zeros((TILE_M, PIECE), gl.float32, layout)
-        offsets = part_offsets(zeros, i * PIECE, TILE_N)
-        pointers = (results + result_at).to(gl.pointer_type(gl.int16), bitcast=True) + offsets
-        for step in gl.static_range(1, WORLD_SIZE):
-            owner = (rank + step) % WORLD_SIZE
-            begin, end = owner * rows, gl.minimum(owner * rows + rows, row_limit)
-            if (first_row < end) & (first_row + TILE_M > begin):
-                mask = ((row >= begin) & (row < end))[:, None] & (offsets >= 0)
-                value = take_marked(
-                    zeros, pointers, 0, mask, owner, WORLD_SIZE, tile, epoch, control, report, 1, MAX_SLICES, dtype
-                )
-                value = gl.where(gl.load(control + FAULT, volatile=True) != 0, float("nan"), value)
-                store_own(expected_zero(value.to(dtype)), out, 0, first_row, begin, end, col + i * PIECE, cols)
-
-
-@gluon.jit
 def multiply_partition(
-    out, bias, residual, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table, control, report, trace,
-    slot, slot_size, place_size, rank, rows, total_rows, cols, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks,
-    max_units, num_partitions,
+    out, bias, residual, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table,
+    control, report, trace, slot, slot_size, place_size, rank, rows, total_rows, cols, num_tiles, chunk_rows, team,
+    tile_rows, tile_cols, k_blocks, max_units, num_partitions,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr,
-    SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each unit from the ring; send it, add what peers sent, or hand it to the tile's owner."""
     program = gl.program_id(0)
@@ -346,10 +213,10 @@ def multiply_partition(
             pieces = pieces_of(acc, TILE_N)
             for i in gl.static_range(TILE_N // PIECE):
                 turn, sent = finish_piece(
-                    pieces[i], i * PIECE, turn, sent, bias, residual, out, partials, a_ring, empty, ready, boxes, free, full, slots,
-                    slot_table, control, report, slot_offset, place_size, at, result_at, program, helpers, crew, tile, epoch,
-                    rank, rows, cols, first_row, row_limit, home, col, WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N,
-                    STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL,
+                    pieces[i], i * PIECE, turn, sent, bias, residual, out, partials, a_ring, empty, ready, boxes, free, full,
+                    slots, slot_table, control, report, slot_offset, place_size, at, result_at, program, helpers, crew, tile,
+                    epoch, rank, rows, cols, first_row, row_limit, home, col,
+                    WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N, STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL,
                 )  # fmt: skip
         stamp(trace, record, 2, epoch, TRACE)
         record += 1
@@ -402,8 +269,8 @@ def matmul_reduce_scatter_hopper_kernel(
     gl.warp_specialize(
         [
             (multiply_partition, (
-                out, bias, residual, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table, control,
-                report, trace, slot, slot_size, place_size, rank, rows, total_rows, cols, num_tiles, chunk_rows, team,
+                out, bias, residual, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table,
+                control, report, trace, slot, slot_size, place_size, rank, rows, total_rows, cols, num_tiles, chunk_rows, team,
                 tile_rows, tile_cols, k_blocks, max_units, num_partitions, WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N,
                 GROUP_M, STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL, SPLIT_TAIL, TRACE,
             )),
@@ -443,15 +310,15 @@ class Launcher:
         self.box = [c.tile_m, PIECE.value]
         place_rows = s.tile_rows * c.tile_m
         shape = [(s.world_size - 1) * place_rows, s.cols]
-        self.w_desc = _descriptor(base, dtype, [s.cols, s.depth], stride_w, [c.tile_n, c.tile_k])
+        self.w_desc = descriptor(base, dtype, [s.cols, s.depth], stride_w, [c.tile_n, c.tile_k])
         self.dtype = dtype
         slot_bytes = peers.slot_size * dtype.itemsize
-        unused = _descriptor(base, dtype, [64, 64], 64, self.box)
+        unused = descriptor(base, dtype, [64, 64], 64, self.box)
         self.slots = tuple(
-            unused if self.push else _descriptor(base + i * slot_bytes, dtype, shape, s.cols, self.box) for i in (0, 1)
+            unused if self.push else descriptor(base + i * slot_bytes, dtype, shape, s.cols, self.box) for i in (0, 1)
         )
-        self.out_desc = unused if self.push else _descriptor(base, dtype, [s.rows, s.cols], s.cols, self.box)
-        self.staging_desc = unused if self.push else _descriptor(base, dtype, shape, s.cols, self.box)
+        self.out_desc = unused if self.push else descriptor(base, dtype, [s.rows, s.cols], s.cols, self.box)
+        self.staging_desc = unused if self.push else descriptor(base, dtype, shape, s.cols, self.box)
         self.part_words = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
         self.integers = (
             s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
@@ -474,7 +341,7 @@ class Launcher:
         trace: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> None:
-        """Launch on the current stream; as ``matmul_reduce_scatter.Launcher``, for what :func:`fits`."""
+        """Launch on the current stream; as ``matmul_reduce_scatter.Launcher``, for what ``descriptors.fits``."""
         peers, s, c = self.peers, self.schedule, self.config
         partials = out
         if self.part_words:
@@ -489,9 +356,9 @@ class Launcher:
             bases = (*bases[:2], self.base, self.base)
         if prepared is not None and not hooked():
             return prepared((bias_at, more_at, to, partials.data_ptr(), stamps.data_ptr(), slot), bases)
-        x_desc = _descriptor(self.base, self.dtype, [total, s.depth], self.stride_x, [c.tile_m, c.tile_k])
+        x_desc = descriptor(self.base, self.dtype, [total, s.depth], self.stride_x, [c.tile_m, c.tile_k])
         x_desc, w_desc, out_desc, staging_desc = (
-            replace(held, base=_Pointer(base, x.dtype))
+            replace(held, base=Pointer(base, x.dtype))
             for held, base in zip((x_desc, self.w_desc, self.out_desc, self.staging_desc), bases, strict=True)
         )
         arguments = (

@@ -3,8 +3,9 @@
 The interpreter runs a kernel's programs one after another in the calling thread, so a wait here sleeps between polls
 and can raise. x86 and Arm hosts order the interpreter's stores (each is a library call), so a 4-byte store is a release.
 
-``OBSERVERS`` sees every signal, wait and put, in the order of this rank: traces, statistics and schedule exploration
-hook in here.
+Words touch shared memory only through ``MEMORY``: plainly (:class:`HostMemory`) here, through a model of weak memory
+in schedule exploration (``explore/memory.py``), which puts its own in place. ``OBSERVERS`` sees every signal and wait, in
+the order of this rank: traces, statistics and tests hook in here.
 """
 
 from __future__ import annotations
@@ -38,8 +39,46 @@ def _value(x: object) -> int:
     return int(x) if handle is None else int(np.asarray(handle.data).reshape(-1)[0])  # type: ignore[arg-type]
 
 
-def _word(address: int) -> ctypes.c_int32:
-    return ctypes.c_int32.from_address(address)
+def wrapped(value: int) -> int:
+    """``value`` as a 32-bit integer: epochs pass 2**31 - 1."""
+    return ctypes.c_int32(value).value
+
+
+class HostMemory:
+    """int32 words at addresses of this process, in the order in which the words below touch them."""
+
+    def load(self, address: int) -> int:
+        """A plain load of a word of this rank."""
+        return ctypes.c_int32.from_address(address).value
+
+    def store(self, address: int, value: int) -> None:
+        """A plain store to a word of this rank."""
+        ctypes.c_int32.from_address(address).value = value
+
+    def acquire(self, address: int) -> int:
+        """A load; what its writer stored before it released is seen by later loads."""
+        return self.load(address)
+
+    def release(self, address: int, value: int) -> None:
+        """A store, behind all earlier stores of this program."""
+        self.store(address, value)
+
+    def add(self, address: int, value: int) -> int:
+        """Add and return what was there; acquires and releases. Within one rank only."""
+        before = self.load(address)
+        self.store(address, wrapped(before + value))
+        return before
+
+    def pause(self, polls: int) -> None:
+        """Between two polls of a word that is not there yet."""
+        time.sleep(0 if polls < 50 else 2e-4)
+
+    def idle(self) -> None:
+        """Between two polls of data."""
+        time.sleep(2e-4)
+
+
+MEMORY = HostMemory()
 
 
 def _scalar(value: int, dtype: tl.dtype = tl.int32) -> object:
@@ -55,36 +94,35 @@ def clock() -> object:
 def wait(signals: object, count: object, epoch: object, first: object, unit: object, control: object, report: object):
     base, number, expected, index = _value(signals), _value(count), _value(epoch), _value(first)
     block = _value(control)
-    limit = _word(block + 4 * _TIMEOUT_US).value * 1e-6
+    limit = MEMORY.load(block + 4 * _TIMEOUT_US) * 1e-6
     started = time.perf_counter()
     _tell("wait", signal=index, count=number, epoch=expected, unit=_value(unit))
     for i in range(index, index + number):
         polls = 0
-        while np.int32(np.uint32(_word(base + 4 * i).value - expected & 0xFFFFFFFF)) < 0:
+        while wrapped((seen := MEMORY.acquire(base + 4 * i)) - expected) < 0:
             polls += 1
-            time.sleep(0 if polls < 50 else 2e-4)
+            MEMORY.pause(polls)
             if time.perf_counter() - started > limit:
-                _expire(_value(report), block, i, _value(unit), expected, _word(base + 4 * i).value)
+                _expire(_value(report), block, i, _value(unit), expected, seen)
     _tell("waited", signal=index, count=number, epoch=expected, unit=_value(unit))
     return _scalar(0)
 
 
 def _expire(report: int, control: int, signal: int, unit: int, expected: int, seen: int) -> None:
     for offset, value in enumerate((signal, unit, expected, seen), start=1):
-        _word(report + 4 * offset).value = value
-    _word(report).value = 1
-    _word(control + 4 * _FAULT).value = 1
-    _word(control + 4 * _TIMEOUT_US).value = 0
+        MEMORY.store(report + 4 * offset, value)
+    MEMORY.store(report, 1)
+    MEMORY.store(control + 4 * _FAULT, 1)
+    MEMORY.store(control + 4 * _TIMEOUT_US, 0)
     raise WaitExpired(f"signal {signal}: expected {expected}, saw {seen}")
 
 
 def pause() -> None:
-    time.sleep(2e-4)
+    MEMORY.idle()
 
 
 def count_in(counter: object) -> None:
-    word = _word(_value(counter))
-    word.value += 1
+    MEMORY.add(_value(counter), 1)
 
 
 def expire(control: object, report: object, signal: object, unit: object, expected: object, seen: object) -> None:
@@ -97,7 +135,7 @@ def consume_token(value: object, token: object) -> object:
 
 def notify(signal: object, epoch: object) -> None:
     _tell("notify", address=_value(signal), epoch=_value(epoch))
-    _word(_value(signal)).value = np.int32(np.uint32(_value(epoch) & 0xFFFFFFFF)).item()
+    MEMORY.release(_value(signal), _value(epoch))
 
 
 def notify_all(table: object, offset: object, rank: object, epoch: object, WORLD_SIZE: object, OWN: object) -> None:
@@ -116,17 +154,15 @@ def drain_tma_stores() -> None:
 
 
 def load_epoch(control: object) -> object:
-    return _scalar(_word(_value(control)).value)
+    return _scalar(MEMORY.load(_value(control)))
 
 
 def faulted(control: object) -> object:
-    return _scalar(_word(_value(control) + 4 * _FAULT).value)
+    return _scalar(MEMORY.load(_value(control) + 4 * _FAULT))
 
 
 def leave(control: object, epoch: object, num_programs: object) -> None:
     block = _value(control)
-    leavers = _word(block + 4 * _LEAVERS)
-    leavers.value += 1
-    if leavers.value == _value(num_programs):
-        leavers.value = 0
-        _word(block + 4 * _EPOCH).value = np.int32(np.uint32((_value(epoch) + 1) & 0xFFFFFFFF)).item()
+    if MEMORY.add(block + 4 * _LEAVERS, 1) == _value(num_programs) - 1:
+        MEMORY.store(block + 4 * _LEAVERS, 0)
+        MEMORY.store(block + 4 * _EPOCH, wrapped(_value(epoch) + 1))

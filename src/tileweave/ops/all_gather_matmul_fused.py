@@ -84,10 +84,11 @@ class _FusedCall:
 
     def _make(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
         if self.config.kernel == "hopper":
-            from tileweave.kernels import all_gather_matmul_hopper as hopper
+            from tileweave.kernels.all_gather_matmul_hopper import Launcher as HopperLauncher
+            from tileweave.kernels.descriptors import fits
 
-            if hopper.fits(x, w):
-                return hopper.Launcher(self.endpoint, self.schedule, self.config, x.dtype, w.stride(0))
+            if fits(x, w):
+                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, w.stride(0))
         from tileweave.kernels.all_gather_matmul import Launcher
 
         return Launcher(self.endpoint, self.schedule, self.config)

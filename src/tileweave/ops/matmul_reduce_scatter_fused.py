@@ -42,7 +42,7 @@ def run_fused(
     call = _fused_call(workspace, x, w, config, op)
     instance = call.instance
     capturing = instance.begin()
-    launch = call.launcher(x, w)
+    launch = call.launcher(x, w, out)
     if config.transport == "sm":
         try:
             launch(x, w, bias, out, None, 0, trace, residual)
@@ -87,21 +87,23 @@ class _FusedCall:
     def staging_elements(self) -> int:
         return (self.schedule.world_size - 1) * self.schedule.place_elements
 
-    def launcher(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
+    def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
         """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
-        key = ((x.data_ptr() | w.data_ptr()) & 15 == 0, x.stride(0), w.stride(0))
+        addresses = x.data_ptr() | w.data_ptr()
+        if self.copies:
+            addresses |= out.data_ptr()
+        key = (addresses & 15 == 0, x.stride(0), w.stride(0))
         found = self.launchers.get(key)
         if found is None:
-            found = self.launchers[key] = self._make(x, w)
+            found = self.launchers[key] = self._make(x, w, out)
         return found
 
-    def _make(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
+    def _make(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
         if self.config.kernel == "hopper":
-            from tileweave.kernels.all_gather_matmul_hopper import fits
+            from tileweave.kernels.descriptors import fits
             from tileweave.kernels.matmul_reduce_scatter_hopper import Launcher as HopperLauncher
 
-            by_tma = self.config.transport == "sm" or self.schedule.cols * x.element_size() % 16 == 0
-            if fits(x, w) and by_tma:
+            if fits(x, w, *((out,) if self.copies else ())):  # beside copy engines, tiles leave by TMA
                 return HopperLauncher(
                     self.endpoint, self.schedule, self.config, self.all_reduce, x.dtype, x.stride(0), w.stride(0)
                 )

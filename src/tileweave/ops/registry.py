@@ -93,7 +93,9 @@ def name_of(group: dist.ProcessGroup | str | None) -> str:
             f"asked: group {group!r}; allowed: a ProcessGroup that contains this rank, or its name; "
             "remedy: call on members only"
         )
-    return group.group_name
+    name = group.group_name
+    REGISTRY.belongs(name, group)
+    return name
 
 
 def group_of(name: str) -> dist.ProcessGroup:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from tileweave.errors import PeerTimeout
+from tileweave.errors import PeerTimeout, RankMismatchError, UnsupportedError
 from tileweave.transport.workspace import timeout_seconds
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_to_all_flat = dist.all_to_all_single
+
+_PLACE_BYTES = 192
 
 
 def wait_bounded(work: dist.Work | None, what: str, rank: int) -> None:
@@ -22,3 +25,32 @@ def wait_bounded(work: dist.Work | None, what: str, rank: int) -> None:
             work.wait(timedelta(seconds=seconds))
     except RuntimeError as error:
         raise PeerTimeout(what, rank, -1, -1, 0, 0, seconds) from error
+
+
+def agree_on_memory(nbytes: int, failure: str, place: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Collective, while symmetric memory is made: every rank says how much it wants, what failed ("": nothing), and where.
+
+    Returns the places, by rank. If a rank failed or sizes differ, every rank raises the same error at once: nobody is left in a
+    collective that the others have given up, and nobody writes past a peer's end.
+    """
+    text = f"{nbytes}|{failure[:60]}|{place}".encode("ascii", "replace").ljust(_PLACE_BYTES)
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    everyone = torch.empty(dist.get_world_size(group) * _PLACE_BYTES, dtype=torch.uint8, device=device)
+    wait_bounded(all_gather_flat(everyone, mine, group=group, async_op=True), "barrier", dist.get_rank(group))
+    rows = [bytes(row.tolist()).decode("ascii").rstrip().split("|", 2) for row in everyone.view(-1, _PLACE_BYTES).cpu()]
+    failed = [f"rank {rank}: {row[0]} bytes, {row[1]}" for rank, row in enumerate(rows) if row[1]]
+    if failed:
+        raise UnsupportedError(
+            f"asked: memory that all ranks can map ({'; '.join(failed)}); allowed: what that rank has free; "
+            "remedy: free some there, or call with smaller shapes"
+        )
+    sizes = [int(row[0]) for row in rows]
+    common = max(sorted(set(sizes)), key=sizes.count)
+    odd = [rank for rank, size in enumerate(sizes) if size != common]
+    if odd:
+        asked = ", ".join(f"rank {rank}: {sizes[rank]} bytes" for rank in odd)
+        raise RankMismatchError(
+            f"asked: {asked}, where the other ranks reserve {common}; allowed: the same operator, shapes, dtypes and options "
+            f"on every rank; remedy: look at what rank {odd[0]} passes (TILEWEAVE_DEBUG=1 compares all of it)"
+        )
+    return [row[2] for row in rows]

@@ -18,6 +18,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from tileweave.errors import UnsupportedError
 from tileweave.topology import Machine, preset
 from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
+from tileweave.transport.collectives import agree_on_memory
 from tileweave.transport.rendezvous import Meeting
 
 
@@ -120,8 +121,13 @@ class CudaTransport:
             )
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        local = symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device)
-        local.zero_()
+        local, failure = None, ""
+        try:
+            local = symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device).zero_()
+        except RuntimeError as error:  # also torch.OutOfMemoryError
+            failure = f"{type(error).__name__}: {error}"
+        agree_on_memory(nbytes, failure, "", self.group, self.device)
+        assert local is not None, "who fails does not agree"
         handle = self._meeting.rendezvous(local)
         if handle is None:
             raise UnsupportedError(

@@ -205,6 +205,14 @@ class Registry:
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[str, torch.device], Workspace] = {}
+        self._groups: dict[str, object] = {}
+
+    def belongs(self, group_name: str, group: object) -> None:
+        """``group`` goes by this name now. If another one did (destroyed since), close what it left: its ranks may differ."""
+        before = self._groups.setdefault(group_name, group)
+        if before is not group:
+            self.close(group_name)
+            self._groups[group_name] = group
 
     def find(self, group_name: str, device: torch.device) -> Workspace | None:
         return self._workspaces.get((group_name, device))

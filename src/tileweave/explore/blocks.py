@@ -1,0 +1,286 @@
+"""Blocks of a kernel as numpy arrays, in place of the interpreter's tensors: the same kernels, several times faster.
+
+Triton's interpreter checks types and shapes of every operation as its compiler would, 30 us each. That is checked elsewhere
+(``tests/cpu``, ``tests/compile``); exploration needs the values. What stands here covers what kernels do most; any other
+word of Triton's language goes the long way, through Triton's interpreter itself, and comes back as a block.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter as triton_interpreter
+
+from tileweave.explore.scalars import Scalar, Truth, plain
+
+_NUMPY = {
+    tl.int1: np.bool_, tl.int8: np.int8, tl.int16: np.int16, tl.int32: np.int32, tl.int64: np.int64, tl.uint8: np.uint8,
+    tl.uint16: np.uint16, tl.uint32: np.uint32, tl.uint64: np.uint64, tl.float16: np.float16, tl.float32: np.float32,
+    tl.float64: np.float64,
+}  # fmt: skip
+_TRITON = {np.dtype(value): key for key, value in _NUMPY.items()}
+
+
+class Block:
+    """``data``: an array, or a numpy scalar. Pointers are addresses, int64."""
+
+    __slots__ = ("data", "dtype")
+
+    def __init__(self, data: Any, dtype: tl.dtype | None = None) -> None:
+        self.data = data
+        self.dtype = _TRITON[data.dtype] if dtype is None else dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    @property
+    def handle(self) -> Block:  # what the interpreted words look into
+        return self
+
+    def __getitem__(self, where: Any) -> Block:
+        where = tuple(None if plain(w) is None else w for w in where) if isinstance(where, tuple) else where
+        return Block(self.data[where], self.dtype)
+
+    def to(self, dtype: Any, fp_downcast_rounding: Any = None, bitcast: bool = False) -> Any:
+        dtype = plain(dtype)
+        if dtype == self.dtype:
+            return self
+        if dtype.is_ptr() or self.dtype.is_ptr():
+            return Block(self.data.astype(np.int64), dtype)
+        if plain(bitcast) and dtype in _NUMPY and self.dtype in _NUMPY:
+            return Block(np.asarray(self.data).view(_NUMPY[dtype])[()], dtype)
+        if plain(bitcast) or dtype not in _NUMPY or self.dtype not in _NUMPY:
+            return from_triton(to_triton(self).to(dtype, bitcast=bitcast))
+        return Block(self.data.astype(_NUMPY[dtype]), dtype)
+
+    def trans(self, *axes: Any) -> Block:
+        return Block(self.data.T if len(axes) <= 2 and self.data.ndim == 2 else np.transpose(self.data, axes), self.dtype)
+
+    T = property(trans)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __neg__(self) -> Block:
+        return Block(-self.data, self.dtype)
+
+    def __invert__(self) -> Block:
+        return Block(~self.data, self.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        """Other methods of ``tl.tensor``: the long way."""
+        if name.startswith("_") or name == "value" or not hasattr(tl.tensor, name):
+            raise AttributeError(name)
+        member = getattr(to_triton(self), name)
+        return long_way(member) if callable(member) else from_triton(member)
+
+
+def to_triton(value: Any) -> Any:
+    """A block as the interpreter's tensor; all else stays."""
+    if isinstance(value, tuple):
+        return tuple(to_triton(v) for v in value)
+    if not isinstance(value, Block):
+        return _bare(value)
+    data = np.asarray(value.data)
+    if value.dtype.is_ptr():
+        data = data.astype(np.uint64)
+    handle = triton_interpreter.TensorHandle(data if data.ndim else data.reshape(1), value.dtype)
+    return tl.tensor(handle, tl.block_type(value.dtype, list(data.shape)) if data.ndim else value.dtype)
+
+
+def from_triton(value: Any) -> Any:
+    """The interpreter's tensor as a block."""
+    if isinstance(value, (tuple, tl.tuple)):
+        return tuple(from_triton(v) for v in value)
+    if not isinstance(value, tl.tensor):
+        return value
+    kind: Any = value.type
+    data, dtype = value.handle.data, value.dtype.scalar
+    if dtype.is_ptr():
+        data = data.astype(np.int64)
+    if not kind.is_block():
+        data = data.reshape(-1)[0]
+    return Block(data, dtype)
+
+
+def long_way(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return from_triton(function(*map(to_triton, args), **{k: to_triton(v) for k, v in kwargs.items()}))
+
+    return call
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, Block):
+        return value.data
+    if isinstance(value, Scalar):
+        return bool(value) if isinstance(value, Truth) else int(value)
+    return value
+
+
+def _values(a: Any, b: Any) -> tuple[Any, Any]:
+    """Both operands for numpy: Python numbers take the type of the block beside them."""
+    a, b = plain(a), plain(b)
+    a, b = _bare(a), _bare(b)
+    if isinstance(a, np.ndarray | np.generic) and isinstance(b, int) and not isinstance(b, bool) and not -(2**31) <= b < 2**31:
+        b = np.int64(b)
+    if isinstance(b, np.ndarray | np.generic) and isinstance(a, int) and not isinstance(a, bool) and not -(2**31) <= a < 2**31:
+        a = np.int64(a)
+    return a, b
+
+
+def _floor_to_zero(a: Any, b: Any) -> Any:
+    quotient = np.floor_divide(np.abs(a), np.abs(b))
+    return np.where((np.asarray(a) < 0) != (np.asarray(b) < 0), -quotient, quotient).astype(np.result_type(a, b))
+
+
+def _binary(function: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[[Block, Any], Block]:
+    def method(self: Block, other: Any) -> Block:
+        if isinstance(other, tl.tensor):
+            other = from_triton(other)
+        a, b = _values(self, other)
+        return Block(np.asarray(function(b, a) if swapped else function(a, b))[()])
+
+    return method
+
+
+def _shift_pointer(sign: int, plain_method: Callable[[Block, Any], Block]) -> Callable[[Block, Any], Block]:
+    def method(self: Block, other: Any) -> Block:
+        theirs = other.dtype if isinstance(other, Block) else None
+        if self.dtype.is_ptr():
+            pointer: Any = self.dtype
+            size = pointer.element_ty.primitive_bitwidth // 8
+            offset = _values(other, 0)[0]
+            return Block(self.data + sign * size * np.asarray(offset, np.int64)[()], self.dtype)
+        if theirs is not None and theirs.is_ptr():
+            return method(other, self)
+        return plain_method(self, other)
+
+    return method
+
+
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "mul": operator.mul, "truediv": np.true_divide, "floordiv": _floor_to_zero, "mod": np.fmod, "and": operator.and_,
+    "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift,
+}  # fmt: skip
+for _name, _function in _ARITHMETIC.items():
+    setattr(Block, f"__{_name}__", _binary(_function))
+    setattr(Block, f"__r{_name}__", _binary(_function, swapped=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Block, f"__{_name}__", _binary(getattr(operator, _name)))
+for _name, _sign in {"add": 1, "sub": -1}.items():
+    setattr(Block, f"__{_name}__", _shift_pointer(_sign, _binary(getattr(operator, _name))))
+Block.__radd__ = _shift_pointer(1, _binary(operator.add))  # type: ignore[attr-defined]
+Block.__rsub__ = _binary(operator.sub, swapped=True)  # type: ignore[attr-defined]
+Block.__hash__ = None  # type: ignore[assignment]
+
+
+# --- Words of Triton's language ---
+
+
+def _arange(start: Any, end: Any) -> Block:
+    return Block(np.arange(plain(start), plain(end), dtype=np.int32), tl.int32)
+
+
+def _full(shape: Any, value: Any, dtype: Any) -> Any:
+    dtype = plain(dtype)
+    if dtype not in _NUMPY:
+        return from_triton(to_triton(Block(np.full(_shape(shape), _values(value, 0)[0], np.float32))).to(dtype))
+    return Block(np.full(_shape(shape), _values(value, 0)[0], _NUMPY[dtype]), dtype)
+
+
+def _zeros(shape: Any, dtype: Any) -> Any:
+    return _full(shape, 0, dtype)
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    shape = plain(shape)
+    return tuple(int(plain(s)) for s in shape) if isinstance(shape, (tuple, list, tl.tuple)) else (int(shape),)
+
+
+def _cast(value: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: bool = False) -> Any:
+    value = plain(value)
+    if isinstance(value, (Scalar, Block)):
+        return value.to(plain(dtype)) if isinstance(value, Scalar) else value.to(dtype, bitcast=bitcast)
+    if isinstance(value, int) and plain(dtype).is_int():
+        return Scalar(value)
+    return Block(np.asarray(value, _NUMPY[plain(dtype)])[()])
+
+
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    condition = plain(condition)
+    if isinstance(condition, (bool, np.bool_, Truth)):
+        blocks = [v for v in (x, y) if isinstance(v, Block)]
+        chosen = x if condition else y
+        if (
+            not blocks
+            or blocks[0].dtype.is_ptr()
+            or (isinstance(chosen, Block) and all(b.shape == chosen.shape for b in blocks))
+        ):
+            return chosen
+        condition = np.asarray(condition)
+    else:
+        condition = condition.data
+    pointers = [v.dtype for v in (x, y) if isinstance(v, Block) and v.dtype.is_ptr()]
+    a, b = _values(x, y)
+    for one, other in ((a, b), (b, a)):
+        if isinstance(one, (int, float)) and isinstance(other, np.ndarray | np.generic):
+            kind = other.dtype if not (isinstance(one, float) and other.dtype.kind in "iub") else np.dtype(np.float32)
+            a, b = (np.asarray(one, kind), b) if one is a else (a, np.asarray(one, kind))
+    return Block(np.where(condition, a, b), pointers[0] if pointers else None)
+
+
+def _extreme(function: Callable[[Any, Any], Any], scalar: Callable[[int, int], int]) -> Callable[..., Any]:
+    def word(x: Any, y: Any, propagate_nan: Any = None) -> Any:
+        x, y = plain(x), plain(y)
+        if isinstance(x, int) and isinstance(y, int):
+            return Scalar(scalar(int(x), int(y)))
+        return Block(np.asarray(function(*_values(x, y)))[()])
+
+    return word
+
+
+def _dot(a: Block, b: Block, acc: Block | None = None, **_: Any) -> Block:
+    product = np.matmul(a.data, b.data, dtype=np.float32)
+    return Block(product if acc is None else acc.data + product, tl.float32)
+
+
+def _broadcast_to(value: Any, *shape: Any) -> Block:
+    wanted = _shape(shape[0] if len(shape) == 1 else shape)
+    value = value if isinstance(value, Block) else Block(np.asarray(value, np.int32))
+    return Block(np.broadcast_to(value.data, wanted), value.dtype)
+
+
+def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def word(value: Any, axis: Any = None, *rest: Any, **named: Any) -> Any:
+        if not isinstance(value, Block) or rest or named or value.dtype not in _NUMPY:
+            return long_way(getattr(tl, name + LONG))(value, axis, *rest, **named)
+        kind = value.data.dtype if value.data.dtype.itemsize >= 4 else None
+        found = function(value.data, axis=plain(axis))
+        return Block(np.asarray(found, kind)[()])
+
+    return word
+
+
+LONG = "_the_long_way"
+
+
+def _same(value: Any, *_: Any, **__: Any) -> Any:
+    return value
+
+
+WORDS: dict[str, Callable[..., Any]] = {
+    "arange": _arange, "full": _full, "zeros": _zeros, "cast": _cast, "where": _where, "dot": _dot,
+    "minimum": _extreme(np.minimum, min), "maximum": _extreme(np.maximum, max), "broadcast_to": _broadcast_to,
+    "zeros_like": lambda like: Block(np.zeros_like(like.data), like.dtype) if isinstance(like, Block) else Scalar(0),
+    "multiple_of": _same, "max_contiguous": _same, "max_constancy": _same, "assume": lambda *_: None,
+    "debug_barrier": lambda: None, "sum": _reduction("sum", np.sum), "max": _reduction("max", np.max),
+}  # fmt: skip

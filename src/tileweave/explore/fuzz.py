@@ -1,0 +1,203 @@
+"""``tileweave fuzz``: many interleavings of every operator, in worker processes; stops at the first that goes wrong."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from multiprocessing import get_context
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from tileweave.bench.screen import Steps
+from tileweave.errors import InputError
+
+STRATEGIES = ("walk", "pct", "delay", "malice")
+SHARES = {2: 7, 3: 4, 4: 1}  # of twelve interleavings, in a world of so many ranks: a larger world takes longer
+_CHUNK = 60
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What one chunk did: for each seed its schedule's hash and steps; the story of a failure, if there was one."""
+
+    scenario: str
+    world: int
+    strategy: str
+    schedules: tuple[int, ...]
+    steps: int
+    seconds: float
+    story: str = ""
+
+
+@dataclass
+class Report:
+    """What was explored. ``distinct``: interleavings that differ; ``story``: the first failure, shrunk ("": none)."""
+
+    runs: Counter[tuple[str, int, str]] = field(default_factory=Counter)
+    schedules: dict[str, set[int]] = field(default_factory=dict)
+    steps: int = 0
+    cpu_seconds: float = 0.0
+    seconds: float = 0.0
+    story: str = ""
+
+    def add(self, tried: Tried) -> None:
+        self.runs[tried.scenario, tried.world, tried.strategy] += len(tried.schedules)
+        self.schedules.setdefault(f"{tried.scenario}@{tried.world}", set()).update(tried.schedules)
+        self.steps += tried.steps
+        self.cpu_seconds += tried.seconds
+        self.story = self.story or tried.story
+
+    @property
+    def interleavings(self) -> int:
+        return sum(self.runs.values())
+
+    @property
+    def distinct(self) -> int:
+        return sum(map(len, self.schedules.values()))
+
+    def as_json(self) -> dict[str, object]:
+        rows = [
+            {"scenario": scenario, "world": world, "strategy": strategy, "interleavings": count}
+            for (scenario, world, strategy), count in sorted(self.runs.items())
+        ]
+        return {
+            "interleavings": self.interleavings, "distinct": self.distinct, "scheduling_points": self.steps,
+            "seconds": round(self.seconds, 1), "cpu_seconds": round(self.cpu_seconds, 1), "failure": self.story or None,
+            "runs": rows,
+        }  # fmt: skip
+
+
+def chunks(names: list[str], total: int, first: int) -> Iterator[tuple[str, int, str, range]]:
+    """Who runs what: ``total`` seeds over scenarios, worlds and strategies, numbers from ``first`` on."""
+    each = max(total // (len(names) * len(STRATEGIES) * sum(SHARES.values())), 1)
+    work = [
+        (name, world, strategy, range(start, min(start + _CHUNK, first + each * share)))
+        for name in names
+        for world, share in SHARES.items()
+        for strategy in STRATEGIES
+        for start in range(first, first + each * share, _CHUNK)
+    ]
+    work.sort(key=lambda item: item[3].start)  # a run that is cut short has seen a part of everything
+    yield from work
+
+
+def _work(scenario: str, world: int, strategy: str, numbers: range) -> Tried:
+    """In a worker: these seeds, up to the first that goes wrong."""
+    from tileweave.explore.search import Seed, run, shrink, story
+
+    began, steps, schedules = time.process_time(), 0, []
+    enter = _explorer()
+    for number in numbers:
+        found = run(Seed(scenario, world, strategy, number), enter)
+        steps += found.steps
+        schedules.append(found.schedule)
+        if found.failure is not None:
+            told = story(shrink(found, enter))
+            return Tried(scenario, world, strategy, tuple(schedules), steps, time.process_time() - began, told)
+    return Tried(scenario, world, strategy, tuple(schedules), steps, time.process_time() - began)
+
+
+_OPEN = ExitStack()  # a worker takes the interpreter over once, for as long as it lives
+_ENTER: list = []
+
+
+def _explorer():
+    if not _ENTER:
+        import torch
+
+        from tileweave.explore.interpreter import exploring
+
+        torch.set_num_threads(1)
+        _ENTER.append(_OPEN.enter_context(exploring()))
+    return _ENTER[0]
+
+
+def _scenarios(pattern: str) -> list[str]:
+    from tileweave.explore.scenarios import SCENARIOS
+
+    names = [f"{s.op}/{s.name}" for s in SCENARIOS]
+    chosen = [name for name in names if pattern in name]
+    if not chosen:
+        raise InputError(f"asked: scenarios with {pattern!r}; allowed: {', '.join(names)}; remedy: pass a part of one of these")
+    return chosen
+
+
+def require_greenlet() -> None:
+    for name in ("greenlet", "numpy"):
+        if find_spec(name) is None:
+            raise InputError(f"asked: exploration; allowed: with {name} installed; remedy: pip install 'tileweave[fuzz]'")
+
+
+def pool(workers: int) -> ProcessPoolExecutor:
+    """Processes in which kernels are interpreted: that is fixed before triton is imported."""
+    require_greenlet()
+    os.environ.update({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+
+
+def fuzz(total: int, pattern: str = "", workers: int = 2, first: int = 0, seconds: float = 0.0, show: bool = True) -> Report:
+    """Explore about ``total`` interleavings, for at most ``seconds`` (0: as long as it takes)."""
+    report, began = Report(), time.monotonic()
+    with pool(workers) as processes:
+        names = processes.submit(_scenarios, pattern).result()
+        work = chunks(names, total, first)
+        parts = -(-total // 2000)
+        with Steps("fuzz", parts, show) as steps:
+            running: set[Future[Tried]] = set()
+            while not report.story:
+                late = seconds and time.monotonic() - began > seconds
+                while not late and len(running) < 2 * workers and (item := next(work, None)) is not None:
+                    running.add(processes.submit(_work, *item))
+                if not running:
+                    break
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    before = report.interleavings // 2000
+                    report.add(future.result())
+                    if report.interleavings // 2000 > before:
+                        rate = report.interleavings / (time.monotonic() - began)
+                        steps.now(f"{report.interleavings} interleavings")
+                        steps.done(
+                            f"{report.distinct} distinct, {rate:.0f} a second, nothing wrong" if not report.story else ""
+                        )
+            for future in running:
+                future.cancel()
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def replay(seed: str) -> str:
+    """Run one seed again; the shrunk story, or "" if nothing goes wrong."""
+    with pool(1) as processes:
+        return processes.submit(_replay, seed).result()
+
+
+def _replay(text: str) -> str:
+    from tileweave.explore.search import Seed, run, shrink, story
+
+    enter = _explorer()
+    try:
+        seed = Seed.parse(text)
+        found = run(seed, enter)
+    except (KeyError, ValueError) as error:
+        raise InputError(f"asked: seed {text!r} ({error}); allowed: scenario@world:strategy:number; remedy: copy one") from None
+    return story(shrink(found, enter)) if found.failure is not None else ""
+
+
+def table_of(report: Report) -> Table:
+    """Interleavings by scenario and strategy."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in ("scenario", *STRATEGIES, "interleavings", "distinct"):
+        table.add_column(name, justify="left" if name == "scenario" else "right")
+    for scenario in sorted({name for name, _, _ in report.runs}):
+        counts = [sum(n for (s, _, t), n in report.runs.items() if (s, t) == (scenario, kind)) for kind in STRATEGIES]
+        distinct = sum(len(found) for key, found in report.schedules.items() if key.rpartition("@")[0] == scenario)
+        table.add_row(scenario, *map(str, counts), str(sum(counts)), str(distinct))
+    return table

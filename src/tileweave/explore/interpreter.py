@@ -1,0 +1,391 @@
+"""Puts a model world under Triton's interpreter: launches become tasks, loads and stores become scheduling points.
+
+Private parts of the interpreter are touched in this file only; they are the same in Triton 3.6 and 3.9.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter as triton_interpreter
+from triton.runtime.jit import _normalize_ty
+
+from tileweave.explore import blocks
+from tileweave.explore.blocks import Block
+from tileweave.explore.memory import CELL, Region, Store
+from tileweave.explore.ranks import World
+from tileweave.explore.scalars import KEPT, Scalar, ScalarTransformer, kept
+from tileweave.explore.scenarios import SMALLER
+from tileweave.explore.tasks import Task
+from tileweave.language import interpreted
+from tileweave.language.signal import INTERPRETED
+
+TORN = 3  # every third store to shared memory arrives in two parts, one of them a single element
+_BUILDER = triton_interpreter.interpreter_builder
+_SEM = triton_interpreter._ir.MEM_SEMANTIC
+_NATIVE = triton_interpreter._interpreter
+
+
+class _NoScope:
+    def restore(self) -> None:
+        """Nothing was patched."""
+
+
+@contextmanager
+def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
+    """Take over the interpreter of this process. Gives a function that says which world kernels now run in.
+
+    Triton's own interpreter patches its language anew at every call of every device function, checks integers for overflow,
+    and makes arrays of scalars; here that happens once, and never: a run takes a small part of the time. ``fast`` False keeps
+    Triton's own tensors, which tests compare with.
+    """
+    if not bool(INTERPRETED.value):
+        raise RuntimeError("asked: exploration; allowed: with TRITON_INTERPRET=1 set before triton is imported; remedy: set it")
+    hooks = Hooks(fast)
+    words = _words()
+    scope = _patch_language()
+    function = triton_interpreter.InterpretedFunction
+    changes: list[tuple[Any, str, Any]] = [
+        (triton_interpreter, "_patch_lang", lambda fn: _NoScope()),
+        (function, "run", lambda self, *args, grid, warmup, **kwargs: hooks.launch(self.rewrite(), grid, args, kwargs)),
+        (function, "__call__", lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)),
+        (function, "rewritten_fn", {}),
+        (triton_interpreter, KEPT, kept),
+        (_BUILDER, "create_masked_load", hooks.masked_load),
+        (_BUILDER, "create_masked_store", hooks.masked_store),
+        (_BUILDER, "create_atomic_rmw", hooks.atomic_rmw),
+        (_BUILDER, "create_atomic_cas", hooks.atomic_cas),
+        (_BUILDER, "options", replace(_BUILDER.options, sanitize_overflow=False)),
+        (interpreted, "MEMORY", hooks),
+        *((import_module(module), name, value) for module, name, value in SMALLER),
+    ]
+    if fast:
+        changes += [
+            (triton_interpreter.FunctionRewriter, "ast_transformer", ScalarTransformer()),
+            (interpreted, "_scalar", lambda value, dtype=None: Scalar(value)),
+            *((where, name, blocks.long_way(getattr(where, name))) for where, name in words),
+            *((tl, name + blocks.LONG, getattr(tl, name)) for name in ("sum", "max")),
+            *((tl, name, word) for name, word in blocks.WORDS.items()),
+            (tl, "load", hooks.word_load),
+            (tl, "store", hooks.word_store),
+            (tl, "program_id", lambda axis: Scalar(_BUILDER.grid_idx[axis])),
+            (tl, "num_programs", lambda axis: Scalar(_BUILDER.grid_dim[axis])),
+        ]
+    before = [(where, name, vars(where).get(name)) for where, name, _ in changes]
+    for where, name, value in changes:
+        setattr(where, name, value)
+    try:
+        yield hooks.enter
+    finally:
+        for where, name, value in before:
+            if value is None:
+                delattr(where, name)
+            else:
+                setattr(where, name, value)
+        scope.restore()
+
+
+def _words() -> list[tuple[Any, str]]:
+    """Everything in Triton's language that a kernel may call."""
+    kinds = (triton_interpreter.InterpretedFunction,)
+    return [
+        (module, name)
+        for module in (tl, tl.math)
+        for name, member in vars(module).items()
+        if tl.core.is_builtin(member) or isinstance(member, kinds)
+    ]
+
+
+def _patch_language() -> Any:
+    """What Triton patches for a function that sees all of its language, as our kernels and its own standard library do."""
+
+    def sees_both() -> None: ...
+
+    names = {"tl": tl, "core": tl.core}
+    return triton_interpreter._patch_lang(FunctionType(sees_both.__code__, names))
+
+
+@lru_cache(maxsize=256)
+def _parameters(fn: Callable[..., object]) -> tuple[inspect.Signature, frozenset[str]]:
+    kinds = {name: _normalize_ty(kind) for name, kind in inspect.get_annotations(fn).items()}
+    return inspect.signature(fn), frozenset(name for name, kind in kinds.items() if kind == "constexpr")
+
+
+@lru_cache(maxsize=32)
+def _pointer_to(dtype: torch.dtype) -> tl.dtype:
+    return triton_interpreter._implicit_cvt(torch.empty(0, dtype=dtype)).dtype
+
+
+def _plain_argument(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return Block(np.int64(value.data_ptr()), _pointer_to(value.dtype))
+    if isinstance(value, int | float | None):
+        return kept(value)
+    return triton_interpreter._implicit_cvt(value)
+
+
+class Hooks(interpreted.HostMemory):
+    """What Triton's interpreter calls in place of its own functions; and the memory of the interpreted words."""
+
+    def __init__(self, fast: bool) -> None:
+        self._world: World | None = None
+        self._argument = _plain_argument if fast else triton_interpreter._implicit_cvt
+        self._native_load = _BUILDER.create_masked_load
+        self._native_store = _BUILDER.create_masked_store
+        self._native_rmw = _BUILDER.create_atomic_rmw
+        self._native_cas = _BUILDER.create_atomic_cas
+
+    def enter(self, world: World | None) -> None:
+        self._world = world
+        if world is not None:
+            world.tasks.on_enter = _set_grid
+
+    @property
+    def world(self) -> World:
+        assert self._world is not None, "a kernel runs in some world"
+        return self._world
+
+    def _me(self) -> Task:
+        current = self.world.tasks.current
+        assert current is not None, "kernels run in tasks"
+        return current
+
+    # --- Launches ---
+
+    def launch(self, fn: Callable[..., None], grid: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        signature, constexprs = _parameters(fn)
+        bound = signature.bind(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
+        bound.apply_defaults()
+        given: dict[str, Any] = {}
+        names: dict[int, str] = {}
+        for name, value in bound.arguments.items():
+            if isinstance(value, torch.Tensor):
+                names[id(value)] = f"{names[id(value)]}={name}" if id(value) in names else name
+        for name, value in bound.arguments.items():
+            if isinstance(value, torch.Tensor):
+                self.world.know(self.world.rank.rank, names[id(value)], value)
+            given[name] = value if name in constexprs else self._argument(value)
+        wanted: Any = grid(given) if callable(grid) else grid
+        sizes = list(wanted)
+        x, y, z = sizes + [1] * (3 - len(sizes))
+        self.world.tasks.note("launches", detail=f"{fn.__name__} {(x, y, z)}")
+        self.world.launch((x, y, z), lambda: fn(**given))
+
+    # --- Blocks: what the interpreter does for tl.load, tl.store and atomics ---
+
+    def word_load(
+        self, pointer: Any, mask: Any = None, other: Any = None, boundary_check: Any = (), padding_option: Any = "",
+        cache_modifier: Any = "", eviction_policy: Any = "", volatile: Any = False,
+    ) -> Any:  # fmt: skip
+        """``tl.load`` of blocks."""
+        dtype = pointer.dtype.element_ty
+        places, inside = _places(pointer, mask)
+        kind, size = _kind(dtype)
+        instead = 0 if other is None else other.data if isinstance(other, Block) else blocks.plain(other)
+        self._read(places if inside.all() else places[inside], size, bool(blocks.plain(volatile)))
+        data = _NATIVE.load(places, inside, np.full(places.shape, instead, kind), kind)
+        return Block(data if pointer.data.ndim else data[0], dtype)
+
+    def word_store(
+        self, pointer: Any, value: Any, mask: Any = None, boundary_check: Any = (), cache_modifier: Any = "",
+        eviction_policy: Any = "",
+    ) -> None:  # fmt: skip
+        """``tl.store`` of blocks."""
+        dtype = pointer.dtype.element_ty
+        places, inside = _places(pointer, mask)
+        value = blocks.plain(value)
+        if isinstance(value, Block):
+            value = value.to(dtype).data if not value.dtype.is_ptr() else value.data
+        kind, size = _kind(dtype)
+        data = np.full(places.shape, value, kind)
+        self._write(places, inside, size, lambda some: _NATIVE.store(places, data, some))
+
+    def masked_load(self, ptrs: Any, mask: Any, other: Any, cache: Any, volatile: Any = False, *rest: Any) -> Any:
+        size = ptrs.get_element_ty().primitive_bitwidth // 8
+        self._read(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)], size, bool(volatile))
+        return self._native_load(ptrs, mask, other, cache, volatile, *rest)
+
+    def masked_store(self, ptrs: Any, value: Any, mask: Any, cache: Any, *rest: Any) -> None:
+        size = ptrs.get_element_ty().primitive_bitwidth // 8
+        inside = np.array(np.broadcast_to(mask.data, ptrs.data.shape))
+
+        def store(some: np.ndarray) -> None:
+            self._native_store(ptrs, value, triton_interpreter.TensorHandle(some, tl.int1), cache, *rest)
+
+        self._write(ptrs.data, inside, size, store)
+
+    def _read(self, active: np.ndarray, size: int, volatile: bool) -> None:
+        """A load from these addresses is about to happen."""
+        if not active.size:
+            return
+        me, world = self._me(), self.world
+        low, high = int(active.min()), int(active.max()) + size
+        region = world.memory.region(low, high, me.name)
+        if region.writer is None:  # nobody ever stores there
+            return
+        if volatile:
+            self._poll(me, ("load", active.tobytes()), low, high)
+        world.tasks.point()
+        world.memory.settle(me, low, high)
+        world.tasks.note("loads", low, high)
+        check = world.memory.observe if volatile else world.memory.check_read
+        check(me, region, _cells(region, active))
+
+    def _write(self, places: np.ndarray, inside: np.ndarray, size: int, store: Callable[[np.ndarray], object]) -> None:
+        """``store(mask)`` stores to some of these addresses; it happens when memory lets it."""
+        active = places[inside]
+        if not active.size:
+            return
+        me, world = self._me(), self.world
+        low, high = int(active.min()), int(active.max()) + size
+        region = world.memory.region(low, high, me.name)
+        world.tasks.point()
+        me.polled.clear()
+        world.tasks.note("stores", low, high)
+        cells = _cells(region, active)
+        world.memory.check_write(me, region, cells)
+        serial = len(world.memory.launch_of)
+        if not region.shared or active.size == 1 or serial % TORN:
+            world.memory.put(me, Store(low, high, lambda: store(inside), region=region, cells=cells))
+            return
+        alone = np.zeros_like(inside)  # nothing keeps the elements of a block together
+        alone.flat[np.flatnonzero(inside)[serial * 7919 % active.size]] = True
+        for some in (alone, inside & ~alone) if serial % 2 else (inside & ~alone, alone):
+            part = places[some]
+            first, last = int(part.min()), int(part.max()) + size
+            world.memory.put(me, Store(first, last, partial(store, some), region=region, cells=_cells(region, part)))
+
+    def atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        return self._atomic(ptr, mask.data, sem, lambda: self._native_rmw(op, ptr, val, mask, sem, scope))
+
+    def atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
+        everywhere = np.ones(ptr.data.shape, bool)
+        return self._atomic(ptr, everywhere, sem, lambda: self._native_cas(ptr, cmp, val, sem, scope))
+
+    def _atomic(self, ptr: Any, mask: np.ndarray, sem: Any, change: Callable[[], Any]) -> Any:
+        active = ptr.data[np.broadcast_to(mask, ptr.data.shape)]
+        if not active.size:
+            return change()
+        me, memory = self._me(), self.world.memory
+        size = ptr.get_element_ty().primitive_bitwidth // 8
+        low, high = int(active.min()), int(active.max()) + size
+        memory.region(low, high, me.name)
+        self._poll(me, ("atomic", ptr.data.tobytes()), low, high)
+        self.world.tasks.point()
+        before = ctypes.string_at(low, high - low)
+        acquires, releases = sem in (_SEM.ACQUIRE, _SEM.ACQUIRE_RELEASE), sem in (_SEM.RELEASE, _SEM.ACQUIRE_RELEASE)
+        result = memory.exchange(me, [int(a) for a in active.flat], size, change, acquires, releases)
+        self.world.tasks.note("atomic", low, high)
+        if ctypes.string_at(low, high - low) != before:
+            me.polled.clear()
+            memory.arrived(low, high)
+        return result
+
+    def _poll(self, me: Task, key: object, low: int, high: int) -> None:
+        """A second look at the same place, with nothing done since: wait until something there changes."""
+        if key in me.polled:
+            if me.patience > 0:
+                me.patience -= 1
+            else:
+                self.world.tasks.park(*me.polled.values())
+        me.polled[key] = (low, high)
+
+    # --- Words: what the bodies in ``language/interpreted.py`` do ---
+
+    def load(self, address: int) -> int:
+        me, memory = self._me(), self.world.memory
+        region = memory.region(address, address + 4, me.name)
+        memory.check_read(me, region, _cell(region, address))
+        return memory.read_word(me, address)
+
+    def store(self, address: int, value: int) -> None:
+        me, memory = self._me(), self.world.memory
+        region = memory.region(address, address + 4, me.name)
+        self.world.tasks.point()
+        me.polled.clear()
+        self.world.tasks.note("stores", address, address + 4, str(value))
+        memory.check_write(me, region, _cell(region, address))
+        word = ctypes.c_int32.from_address(address)
+        apply = lambda: setattr(word, "value", value)  # noqa: E731
+        memory.put(me, Store(address, address + 4, apply, region=region, cells=_cell(region, address)))
+
+    def acquire(self, address: int) -> int:
+        me, memory = self._me(), self.world.memory
+        memory.region(address, address + 4, me.name)
+        self.world.tasks.point()
+        self._awaited = address
+        value = memory.acquire(me, address)
+        self.world.tasks.note("sees", address, address + 4, str(value))
+        return value
+
+    def release(self, address: int, value: int) -> None:
+        me = self._me()
+        self.world.memory.region(address, address + 4, me.name)
+        self.world.tasks.point()
+        me.polled.clear()
+        self.world.tasks.note("signals", address, address + 4, str(value))
+        self.world.memory.release(me, address, value)
+
+    def add(self, address: int, value: int) -> int:
+        me, memory = self._me(), self.world.memory
+        memory.region(address, address + 4, me.name)
+        self.world.tasks.point()
+        me.polled.clear()
+        self.world.tasks.note("adds", address, address + 4, str(value))
+        before = memory.exchange(me, [address], 4, lambda: interpreted.HostMemory.add(_PLAIN, address, value), True, True)
+        memory.arrived(address, address + 4)
+        return int(before)
+
+    def pause(self, polls: int) -> None:
+        self.world.tasks.park((self._awaited, self._awaited + 4))
+
+    def idle(self) -> None:
+        """The poll that follows parks if nothing has changed."""
+
+
+_PLAIN = interpreted.HostMemory()
+
+
+def _set_grid(task: Task) -> None:
+    _BUILDER.grid_idx, _BUILDER.grid_dim = task.grid_index, task.grid
+
+
+_KINDS: dict[int, tuple[tl.dtype, np.dtype, int]] = {}
+
+
+def _kind(dtype: tl.dtype) -> tuple[np.dtype, int]:
+    """numpy's type and bytes of an element; by identity, since hashing one of Triton's types is slow."""
+    found = _KINDS.get(id(dtype))
+    if found is None:
+        kind = np.dtype(triton_interpreter._get_np_dtype(dtype))
+        found = _KINDS[id(dtype)] = (dtype, kind, dtype.primitive_bitwidth // 8)
+    return found[1:]
+
+
+def _places(pointer: Block, mask: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Addresses as the interpreter wants them, and which of them count."""
+    places = np.atleast_1d(pointer.data).astype(np.uint64)
+    mask = blocks.plain(mask)
+    return places, np.full(
+        places.shape, True if mask is None else mask.data if isinstance(mask, Block) else bool(mask), np.bool_
+    )
+
+
+def _cells(region: Region, active: np.ndarray) -> np.ndarray:
+    return (active - np.uint64(region.start)) >> np.uint64(2)
+
+
+def _cell(region: Region, address: int) -> slice:
+    cell = (address - region.start) // CELL
+    return slice(cell, cell + 1)

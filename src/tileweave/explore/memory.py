@@ -1,0 +1,293 @@
+"""Weak memory as a model: store buffers, vector clocks, and for each cell who touched it.
+
+What a GPU may do, done on purpose: a plain store becomes visible to others at any later time, and stores of one program to
+different places become visible in any order. Only a release orders them: what its program stored before is visible first.
+Copies of one copy engine stay in order. Loads see what has arrived; a program sees its own stores.
+
+Words that carry an epoch order data by release and acquire. Data that announces itself (``language/marked.py``) is polled
+by volatile loads, which order nothing: who sees such an element knows only that all kernels before the one that stored it
+have ended on that rank, and may write the very same element.
+
+What counts as wrong (:class:`Violation`), with the ideas' names: two accesses to one cell, one of them a store, that no
+chain of release and acquire orders (a data race, by vector clocks as in FastTrack, PLDI 2009). That one rule covers a read
+before the data is there and a slot that is overwritten while somebody reads it. Besides: a read of what nobody wrote, an
+access outside of every tensor.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+CELL = 4  # bytes
+T = TypeVar("T")
+
+
+class Violation(Exception):
+    """What exploration found: ``kind`` in a word or two, the story, and which bytes it is about (0, 0: no particular ones)."""
+
+    def __init__(self, kind: str, text: str, low: int = 0, high: int = 0) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind, self.text, self.low, self.high = kind, text, low, high
+
+
+@dataclass(eq=False)
+class Region:
+    """Bytes [start, end) that kernels touch. ``shared``: what nobody wrote must not be read there."""
+
+    name: str
+    start: int
+    end: int
+    shared: bool = False
+    writer: np.ndarray | None = None  # int16 by cell: component of the last writer, -1: nobody
+    written: np.ndarray | None = None  # int32 by cell: that component's clock
+    reads: np.ndarray | None = None  # int32 [cell, component]: clock of each component's last read
+    issued: np.ndarray | None = None  # int32 by cell: serial of the last store, and of the last one that has arrived
+    arrived: np.ndarray | None = None
+    observer: np.ndarray | None = None  # int16 by cell: who polled the last store and saw it
+
+    def watch(self, components: int) -> None:
+        """Remember accesses from now on."""
+        cells = (self.end - self.start + CELL - 1) // CELL
+        self.issued, self.arrived = np.zeros(cells, np.int32), np.zeros(cells, np.int32)
+        self.observer = np.full(cells, -1, np.int16)
+        self.writer = np.full(cells, -1, np.int16)
+        self.written = np.zeros(cells, np.int32)
+        self.reads = np.zeros((cells, components), np.int32)
+
+    def where(self, low: int, high: int) -> str:
+        return f"{self.name}[{(low - self.start) // CELL}:{(high - self.start) // CELL}]"
+
+
+@dataclass(eq=False)
+class Store:
+    """A store that is on its way: bytes [low, high) of memory change when ``apply`` is called."""
+
+    low: int
+    high: int
+    apply: Callable[[], object]
+    release: bool = False
+    clock: np.ndarray | None = None  # what an acquire of this word learns
+    region: Region | None = None  # of data: where it arrives
+    cells: np.ndarray | slice | None = None
+    serial: int = 0
+
+
+@dataclass(eq=False)
+class Writer:
+    """One order of stores: a program, or a copy engine. ``component``: its place in vector clocks."""
+
+    name: str
+    component: int
+    clock: np.ndarray
+    pending: list[Store] = field(default_factory=list)
+    launch: int = 0  # which launch this program belongs to, see Memory.begin_launch
+
+    def tick(self) -> None:
+        self.clock[self.component] += 1
+
+    def learn(self, clock: np.ndarray) -> None:
+        np.maximum(self.clock, clock, out=self.clock)
+
+    def eligible(self) -> list[int]:
+        """Positions of pending stores that may arrive next."""
+        found = []
+        for i, store in enumerate(self.pending):
+            if i == 0 or not (store.release or any(s.low < store.high and store.low < s.high for s in self.pending[:i])):
+                found.append(i)
+        return found
+
+
+class Memory:
+    """All regions of a world and the rules above. Knows nothing of scheduling: ``tasks`` calls it at its points."""
+
+    def __init__(self, components: int) -> None:
+        self.components = components
+        self.names: list[str] = [""] * components
+        self.clocks: dict[int, np.ndarray] = {}  # by word: what the last release left there
+        self.launches = [np.zeros(components, np.int32)]  # by launch: what had happened on its rank when it began
+        self.launch_of = [0]  # by serial of a store
+        self.synced: set[int] = set()  # words that acquire, release and atomics use: not data
+        self._starts: list[int] = []
+        self._regions: list[Region] = []
+        self.arrived: Callable[[int, int], None] = lambda low, high: None
+        self.fail: Callable[[str, str, int, int], Violation] = Violation
+
+    # --- Regions ---
+
+    def add(self, region: Region) -> Region:
+        """Know ``region`` from now on; what it overlaps has been freed and is forgotten."""
+        at = bisect.bisect_left(self._starts, region.start)
+        if at and self._regions[at - 1].end > region.start:
+            at -= 1
+        end = at
+        while end < len(self._regions) and self._regions[end].start < region.end:
+            end += 1
+        self._regions[at:end], self._starts[at:end] = [region], [region.start]
+        if region.shared:
+            region.watch(self.components)
+        return region
+
+    def has(self, start: int, end: int) -> bool:
+        at = bisect.bisect_right(self._starts, start) - 1
+        return at >= 0 and self._regions[at].end >= end
+
+    def region(self, low: int, high: int, who: str) -> Region:
+        at = bisect.bisect_right(self._starts, low) - 1
+        if at >= 0 and high <= self._regions[at].end:
+            return self._regions[at]
+        raise self.fail("wild access", f"{who} touches bytes {high - low} long that no tensor of the call holds", low, high)
+
+    # --- Rules ---
+
+    def begin_launch(self, clock: np.ndarray) -> int:
+        """A kernel starts, behind all that ``clock`` knows and that has arrived. Returns its number."""
+        self.launches.append(clock.copy())
+        return len(self.launches) - 1
+
+    def observe(self, who: Writer, region: Region, cells: np.ndarray | slice) -> None:
+        """A poll of data that announces itself."""
+        if region.issued is None or region.arrived is None or region.observer is None:
+            return
+        arrived = region.arrived[cells]
+        for launch in {self.launch_of[serial] for serial in np.unique(arrived).tolist()}:
+            who.learn(self.launches[launch])
+        seen = arrived == region.issued[cells]
+        region.observer[cells] = np.where(seen, who.component, region.observer[cells])
+
+    def check_read(self, who: Writer, region: Region, cells: np.ndarray | slice) -> None:
+        if region.writer is None or region.written is None or region.reads is None:
+            return
+        writer = region.writer[cells]
+        late = region.written[cells] > who.clock[writer]
+        late &= writer >= 0
+        if late.any():
+            self._race(
+                "early read", f"{who.name} reads", "which nothing orders behind the store by", region, cells, late, writer
+            )
+        if region.shared and (writer < 0).any():
+            self._race("early read", f"{who.name} reads", "which was not written by", region, cells, writer < 0, writer)
+        region.reads[cells, who.component] = who.clock[who.component]
+
+    def check_write(self, who: Writer, region: Region, cells: np.ndarray | slice) -> None:
+        if region.writer is None or region.written is None or region.reads is None:
+            region.watch(self.components)
+        assert region.writer is not None and region.written is not None and region.reads is not None, "watched"
+        assert region.observer is not None, "watched"
+        writer = region.writer[cells]
+        late = region.written[cells] > who.clock[writer]
+        late &= (writer >= 0) & (region.observer[cells] != who.component)
+        if late.any():
+            self._race(
+                "overwrite", f"{who.name} writes", "which nothing orders behind the store by", region, cells, late, writer
+            )
+        unread = region.reads[cells] > who.clock
+        if unread.any():
+            reader = unread.argmax(axis=-1)
+            text = "which nothing orders behind the read by"
+            self._race("overwrite", f"{who.name} writes", text, region, cells, unread.any(axis=-1), reader)
+        region.writer[cells] = who.component
+        region.written[cells] = who.clock[who.component]
+        region.observer[cells] = -1
+
+    def _race(
+        self, kind: str, who: str, how: str, region: Region, cells: np.ndarray | slice, bad: Any, other: np.ndarray
+    ) -> None:
+        numbers = np.arange((region.end - region.start) // CELL)[cells][bad]
+        component = int(np.broadcast_to(other, bad.shape)[bad][0])
+        name = self.names[component] if component >= 0 else "anybody"
+        low, high = region.start + CELL * int(numbers.min()), region.start + CELL * (int(numbers.max()) + 1)
+        raise self.fail(kind, f"{who} {region.where(low, high)}, {how} {name}", low, high)
+
+    # --- Stores on their way ---
+
+    def put(self, who: Writer, store: Store) -> None:
+        """``store`` is on its way from now on."""
+        store.serial = len(self.launch_of)
+        self.launch_of.append(who.launch)
+        if store.region is not None and store.region.issued is not None:
+            store.region.issued[store.cells] = store.serial
+        who.pending.append(store)
+
+    def arrive(self, who: Writer, at: int) -> Store:
+        """Make the pending store at this position visible to everybody."""
+        store = who.pending.pop(at)
+        store.apply()
+        if store.region is not None and store.region.arrived is not None:
+            store.region.arrived[store.cells] = store.serial
+        if store.clock is not None:
+            self.clocks[store.low] = store.clock
+        elif store.low in self.synced:
+            self.clocks.pop(store.low, None)  # a plain store to a word of signals: nothing is learned from it
+        self.arrived(store.low, store.high)
+        return store
+
+    def settle(self, who: Writer, low: int, high: int) -> None:
+        """A program sees its own stores: let those to [low, high) arrive, and what must arrive before."""
+        while any(s.low < high and low < s.high for s in who.pending):
+            last = max(i for i, s in enumerate(who.pending) if s.low < high and low < s.high)
+            needed = (
+                0
+                if who.pending[last].release
+                else min(
+                    i for i, s in enumerate(who.pending) if s.low < who.pending[last].high and who.pending[last].low < s.high
+                )
+            )
+            self.arrive(who, needed)
+
+    def drain(self, who: Writer) -> None:
+        while who.pending:
+            self.arrive(who, 0)
+
+    # --- Words ---
+
+    def read_word(self, who: Writer, address: int) -> int:
+        self.settle(who, address, address + 4)
+        return ctypes.c_int32.from_address(address).value
+
+    def acquire(self, who: Writer, address: int) -> int:
+        self.synced.add(address)
+        value = self.read_word(who, address)
+        clock = self.clocks.get(address)
+        if clock is not None:
+            who.learn(clock)
+        return value
+
+    def release(self, who: Writer, address: int, value: int, ordered: bool = True) -> Store:
+        """A store of a signal; ``ordered`` False: without its release, which mutants forget."""
+        self.synced.add(address)
+        word = ctypes.c_int32.from_address(address)
+
+        def apply() -> None:
+            word.value = value
+
+        store = Store(address, address + 4, apply, ordered, who.clock.copy() if ordered else None)
+        if ordered:
+            who.tick()
+        self.put(who, store)
+        return store
+
+    def exchange(
+        self, who: Writer, addresses: list[int], size: int, change: Callable[[], T], acquires: bool, releases: bool
+    ) -> T:
+        """An atomic read-modify-write of words; it happens at once, behind what its release orders."""
+        self.synced.update(addresses)
+        if releases:
+            self.drain(who)
+        else:
+            self.settle(who, min(addresses), max(addresses) + size)
+        mine = who.clock.copy()
+        if releases:
+            who.tick()
+        for address in addresses:
+            clock = self.clocks.get(address)
+            if releases:
+                self.clocks[address] = mine if clock is None else np.maximum(clock, mine)
+            if acquires and clock is not None:
+                who.learn(clock)
+        return change()

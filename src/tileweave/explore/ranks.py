@@ -1,0 +1,283 @@
+"""Ranks out of tasks: a host that calls operators, the programs of its kernels, its copy engine; and their transport."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from tileweave.explore.memory import CELL, Memory, Region, Store
+from tileweave.explore.tasks import Strategy, Task, Tasks
+from tileweave.topology import CPU, Machine
+from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
+from tileweave.transport.workspace import REGISTRY, Workspace
+
+MAX_PROGRAMS = 6
+LANES = 3  # of copies that run beside each other: one a peer
+COMPONENTS = MAX_PROGRAMS + 1 + LANES  # tasks of a rank, in this order: programs, host, copy engines
+PIECES = 2  # a copy of data arrives in so many parts
+
+
+@dataclass(eq=False)
+class Rank:
+    """One rank: its tasks and its transport. ``group``: the name under which operators find its workspace."""
+
+    rank: int
+    host: Task
+    engines: list[Task]  # one for each lane of copies
+    programs: list[Task]
+    group: str = ""
+
+
+class World:
+    """R ranks in this process. ``resident``: how many programs of a rank run at once (None: all), in order of their ids."""
+
+    def __init__(
+        self, size: int, programs: int, strategy: Strategy, resident: int | None = None, recording: bool = False
+    ) -> None:
+        self.size, self.resident = size, resident
+        self.memory = Memory(size * COMPONENTS)
+        self.tasks = Tasks(self.memory, strategy, recording)
+        self.machine = replace(CPU, num_sms=programs)
+        self.ranks = [self._rank(r) for r in range(size)]
+        self._arrived: list[Task] = []
+        self._buffers: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        self.kept: list[torch.Tensor] = []
+        self.transports = [ModelTransport(self, rank) for rank in self.ranks]
+        for rank, transport in zip(self.ranks, self.transports, strict=True):
+            rank.group = f"explored rank {rank.rank}"
+            REGISTRY.get(rank.group, transport.device, lambda t=transport: t)
+
+    def _rank(self, rank: int) -> Rank:
+        programs = [self.tasks.task(f"rank {rank} program {p}", rank) for p in range(MAX_PROGRAMS)]
+        host = self.tasks.task(f"rank {rank} host", rank)
+        engines = [
+            self.tasks.task(f"rank {rank} copies {lane}" if lane else f"rank {rank} copies", rank) for lane in range(LANES)
+        ]
+        return Rank(rank, host, engines, programs)
+
+    def workspace(self, rank: int) -> Workspace:
+        found = REGISTRY.find(self.ranks[rank].group, self.transports[rank].device)
+        assert found is not None, "ranks have workspaces from the start"
+        return found
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            REGISTRY.close(rank.group)
+
+    def run(self, body: Callable[[int], None]) -> None:
+        """``body(rank)`` on every host, until all are done."""
+        for rank in self.ranks:
+            self.tasks.start(rank.host, lambda r=rank.rank: body(r))
+        self.tasks.run()
+
+    @property
+    def rank(self) -> Rank:
+        """The rank whose task runs."""
+        assert self.tasks.current is not None, "some task runs"
+        return self.ranks[self.tasks.current.rank]
+
+    # --- Launches ---
+
+    def launch(self, grid: tuple[int, int, int], body: Callable[[], None]) -> None:
+        """Run ``body`` in each program of ``grid``; back when all have ended and their stores are visible."""
+        rank, count = self.rank, grid[0] * grid[1] * grid[2]
+        if count > MAX_PROGRAMS:
+            raise ValueError(f"asked: {count} programs; allowed: {MAX_PROGRAMS}; remedy: explore a smaller shape")
+        indices = [(x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])]
+        number_of_launch = self.memory.begin_launch(rank.host.clock)
+        waiting, running, left = list(range(count)), set[int](), set(range(count))
+
+        def start_more() -> None:
+            while waiting and len(running) < (self.resident or count):
+                start(waiting.pop(0))
+
+        def start(number: int) -> None:
+            running.add(number)
+            task = rank.programs[number]
+            task.grid, task.grid_index, task.launch = grid, indices[number], number_of_launch
+            task.on_drained = lambda _: drained(number)
+            self.tasks.start(task, lambda: program(number))
+
+        def program(number: int) -> None:
+            body()
+            running.discard(number)
+            start_more()
+
+        def drained(number: int) -> None:
+            left.discard(number)
+            if not left:
+                self.tasks.unblock(rank.host)
+
+        start_more()
+        while left:
+            self.tasks.block()
+        for number in range(count):
+            rank.programs[number].on_drained = None
+            rank.host.learn(rank.programs[number].clock)
+
+    def know(self, rank: int, name: str, tensor: torch.Tensor) -> None:
+        """Memory that kernels may touch: what they are given, or find by address. Symmetric buffers are known already."""
+        storage = tensor.untyped_storage()
+        start, nbytes = storage.data_ptr(), storage.nbytes()
+        if nbytes and not self.memory.has(start, start + nbytes):
+            self.memory.add(Region(f"rank {rank} {name}", start, start + nbytes))
+            self.kept.append(tensor)  # its address is nobody else's while this world lives
+
+    def read(self, rank: int, tensor: torch.Tensor) -> None:
+        """The user of ``rank`` looks at a result, behind the call: all of it must have been ordered before."""
+        low = tensor.data_ptr()
+        high = low + tensor.numel() * tensor.element_size()
+        if high > low and tensor.is_contiguous():
+            self._read(self.ranks[rank].host, low, high)
+
+    # --- Host rendezvous ---
+
+    def barrier(self) -> None:
+        """Every host comes here before any goes on."""
+        me = self.rank.host
+        self._arrived.append(me)
+        if len(self._arrived) < self.size:
+            self.tasks.block()
+            return
+        together = np.maximum.reduce([host.clock for host in self._arrived])
+        for host in self._arrived:
+            host.learn(together)
+            host.tick()
+            if host is not me:
+                self.tasks.unblock(host)
+        self._arrived = []
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        """Collective, in the same order on each rank."""
+        rank = self.rank.rank
+        local = torch.zeros(nbytes, dtype=torch.uint8)
+        number = len(self._buffers[rank])
+        self._buffers[rank].append(local)
+        what = "slots" if nbytes % 1024 == 0 else "signals"  # which are an odd number of words
+        start = local.data_ptr()
+        self.memory.add(Region(f"rank {rank} {what} {number}", start, start + nbytes, shared=True))
+        self.barrier()
+        addresses = tuple(self._buffers[r][number].data_ptr() for r in range(self.size))
+        return SymmetricBuffer(local, addresses)
+
+    # --- Copy engines ---
+
+    def push(self, rank: Rank, copies: Sequence[Copy], source: int) -> None:
+        """Copies of a lane follow each other, lanes run beside each other; the last copy, on lane 0, follows all."""
+        lanes = 1 + max(copy.lane for copy in copies)
+        first = rank.engines[0]
+        for engine in rank.engines[1:lanes]:
+            engine.on_drained = lambda _: self.tasks.unblock(first)
+
+        def gather() -> None:
+            self._copy_all(first, [copy for copy in copies[:-1] if copy.lane == 0], source)
+            for engine in rank.engines[1:lanes]:
+                while engine.state != "idle" or engine.pending:
+                    self.tasks.block()
+                first.learn(engine.clock)
+            self._copy_all(first, copies[-1:], source)
+
+        self.tasks.start(first, gather)
+        for lane, engine in enumerate(rank.engines[1:lanes], start=1):
+            mine = [copy for copy in copies[:-1] if copy.lane == lane]
+            self.tasks.start(engine, lambda engine=engine, mine=mine: self._copy_all(engine, mine, source))
+
+    def join(self, rank: Rank) -> None:
+        last = rank.engines[0]
+        last.on_drained = lambda _: self.tasks.unblock(rank.host)
+        while last.state != "idle" or last.pending:
+            self.tasks.block()
+        last.on_drained = None
+        rank.host.learn(last.clock)
+
+    def _copy_all(self, engine: Task, copies: Sequence[Copy], source: int) -> None:
+        for copy in copies:
+            start = copy.source or source + copy.offset
+            if copy.counter:
+                self._await(engine, copy.counter, copy.count)
+            if copy.nbytes == 4:
+                self.tasks.point()
+                value = ctypes.c_int32.from_address(start).value
+                self._read(engine, start, start + 4)
+                self.tasks.note("copies a signal", copy.target, copy.target + 4, str(value))
+                self.memory.release(engine, copy.target, value)
+                continue
+            piece = max(copy.nbytes // PIECES // CELL * CELL, CELL)
+            for offset in range(0, copy.nbytes, piece):
+                self.tasks.point()
+                self._copy(engine, copy.target + offset, start + offset, min(piece, copy.nbytes - offset))
+
+    def _await(self, engine: Task, counter: int, count: int) -> None:
+        """A copy engine's wait for a count that programs of its rank bring about."""
+        while True:
+            self.tasks.point()
+            if self.memory.acquire(engine, counter) >= count:
+                return
+            self.tasks.park((counter, counter + 4))
+
+    def _copy(self, engine: Task, target: int, source: int, nbytes: int) -> None:
+        self._read(engine, source, source + nbytes)
+        data = ctypes.string_at(source, nbytes)
+        region = self.memory.region(target, target + nbytes, engine.name)
+        cells = _cells(region, target, target + nbytes)
+        self.memory.check_write(engine, region, cells)
+        self.tasks.note("copies", target, target + nbytes)
+        # released: a copy engine does one copy after the other
+        apply = lambda: ctypes.memmove(target, data, nbytes)  # noqa: E731
+        self.memory.put(engine, Store(target, target + nbytes, apply, release=True, region=region, cells=cells))
+
+    def _read(self, engine: Task, low: int, high: int) -> None:
+        if self.memory.has(low, high):
+            region = self.memory.region(low, high, engine.name)
+            self.memory.check_read(engine, region, _cells(region, low, high))
+
+
+def _cells(region: Region, low: int, high: int) -> slice:
+    return slice((low - region.start) // CELL, (high - region.start + CELL - 1) // CELL)
+
+
+class ModelTransport:
+    """:class:`tileweave.transport.base.Transport` of one rank of a :class:`World`."""
+
+    def __init__(self, world: World, rank: Rank) -> None:
+        self.device = torch.device("cpu")
+        self.rank, self.world_size = rank.rank, world.size
+        self.machine: Machine = world.machine
+        self.watch: Watcher | None = None
+        self.captured = False
+        self._world = world
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        return self._world.allocate(nbytes)
+
+    def barrier(self) -> None:
+        self._world.barrier()
+
+    def host_visible(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int32)
+
+    def push(self, copies: Sequence[Copy], source: int = 0) -> None:
+        self._world.push(self._world.ranks[self.rank], copies, source)
+
+    def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
+        self.push(copies, source)
+        launch()
+
+    def join(self) -> None:
+        self._world.join(self._world.ranks[self.rank])
+
+    def order(self) -> None:
+        """Calls are synchronous, hence in order."""
+
+    def capturing(self) -> bool:
+        return self.captured
+
+    def synchronize(self) -> None:
+        """Calls are synchronous, hence done."""
+
+    def close(self) -> None:
+        """The world holds the memory."""

@@ -1,0 +1,113 @@
+"""Scalars of a kernel as Python integers: most of what a kernel does under the interpreter is index arithmetic.
+
+Triton's interpreter wraps every integer into an array and checks types at every operation, 30 us each. Here scalars are a
+kind of ``int``, with Triton's rules where they differ from Python's: division truncates. They do not wrap at 32 bits;
+epochs, the only numbers that get there, are wrapped where they are stored (``language/interpreted.py``).
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+from triton.runtime import interpreter as triton_interpreter
+
+
+def _divide(a: int, b: int) -> int:
+    return a // b if (a >= 0) == (b > 0) else -(-a // b)
+
+
+def _remainder(a: int, b: int) -> int:
+    return a - b * _divide(a, b)
+
+
+class Scalar(int):
+    """An integer of a kernel."""
+
+    def to(self, dtype: tl.dtype, *args: object, **kwargs: object) -> Any:
+        if dtype.is_int():
+            return self
+        tensor: Any = triton_interpreter.interpreter_semantic.to_tensor(int(self), False)
+        return tensor.to(dtype)
+
+
+def plain(value: Any) -> Any:
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+def _binary(function: Callable[[int, int], int], swapped: bool) -> Callable[[Scalar, object], Any]:
+    def method(self: Scalar, other: object) -> Any:
+        other = plain(other)
+        if not isinstance(other, int):
+            return NotImplemented
+        a, b = int(self), int(other)
+        return Scalar(function(b, a) if swapped else function(a, b))
+
+    return method
+
+
+for _name, _function in {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _divide, "mod": _remainder,
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift,
+}.items():  # fmt: skip
+    setattr(Scalar, f"__{_name}__", _binary(_function, swapped=False))
+    setattr(Scalar, f"__r{_name}__", _binary(_function, swapped=True))
+
+
+class Truth(Scalar):
+    """What a comparison of scalars says."""
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+def _comparison(function: Callable[[int, int], bool]) -> Callable[[Scalar, object], Any]:
+    def method(self: Scalar, other: object) -> Any:
+        other = plain(other)
+        return Truth(function(int(self), int(other))) if isinstance(other, int) else NotImplemented
+
+    return method
+
+
+def _logic(function: Callable[[int, int], int]) -> Callable[[Truth, object], Any]:
+    def method(self: Truth, other: object) -> Any:
+        other = plain(other)
+        if not isinstance(other, int):
+            return NotImplemented
+        kind = Truth if isinstance(other, (Truth, bool)) else Scalar
+        return kind(function(int(self), int(other)))
+
+    return method
+
+
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Scalar, f"__{_name}__", _comparison(getattr(operator, _name)))
+for _name in ("and", "or", "xor"):
+    setattr(Truth, f"__{_name}__", _logic(getattr(operator, f"{_name}_" if _name != "xor" else "xor")))
+    setattr(Truth, f"__r{_name}__", getattr(Truth, f"__{_name}__"))
+Scalar.__hash__ = int.__hash__
+Truth.__invert__ = lambda self: Truth(not self)
+
+
+def kept(value: object) -> object:
+    """What an assignment in a kernel leaves in a name: integers become scalars, all else stays."""
+    value = plain(value)
+    if type(value) is bool:
+        return Truth(value)
+    return Scalar(value) if type(value) is int else value
+
+
+class ScalarTransformer(triton_interpreter.ASTTransformer):
+    """Triton's rewriting of kernels, but an assigned integer becomes a :class:`Scalar` and not an array."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:  # noqa: N802 - ast's name
+        self.generic_visit(node)
+        call = ast.Call(func=ast.Name(id=KEPT, ctx=ast.Load()), args=[node.value], keywords=[])
+        node.value = ast.copy_location(call, node.value)
+        return node
+
+
+KEPT = "_tileweave_kept"

@@ -1,0 +1,257 @@
+"""What is explored: for each operator a few small scenarios. A new operator is one entry here.
+
+A scenario makes calls of one operator on one rank of a model world, by the path that users take below the argument checks,
+and says what must come out. Operands are whole numbers, so results are exact; they differ from call to call, so that data of
+an older call cannot pass for this one's. Tiles are as small as the interpreter lets them be: its time goes by operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+from zlib import crc32
+
+import torch
+
+from tileweave.config import MatmulConfig, Plan
+from tileweave.explore.ranks import World
+from tileweave.transport.base import EPOCH
+
+# Constants of kernels that are sized for GPUs, made small: a shard of 256 elements has several slices then.
+SMALLER: tuple[tuple[str, str, object], ...] = (
+    ("tileweave.kernels.all_gather_matmul", "PUSH_BLOCK", 128),
+    ("tileweave.kernels.matmul_all_reduce", "NORM_BLOCK", 16),
+)
+POOL = 7  # sets of operands of one shape; a prime, so that calls, slots and sets do not move in step
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a seed decides about a run besides its schedule."""
+
+    programs: int
+    resident: int | None
+    epoch: int
+    calls: int
+    order: int  # offset into shapes and operands
+
+
+class Scenario(Protocol):
+    """One way to call one operator. ``programs``: how many a kernel may have, at most ``ranks.MAX_PROGRAMS``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def programs(self) -> tuple[int, ...]: ...
+    @property
+    def resident(self) -> int:
+        """How many programs must fit a device at once: those that push before anyone may wait."""
+        ...
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        """On every host before the first call; collective."""
+        ...
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Call once; what came out under which name, and what it must equal."""
+        ...
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        """After the last call: numbers that must have come back to what they were; name, seen, expected."""
+        ...
+
+
+def wrap(epoch: int) -> int:
+    return (epoch + 2**31) % 2**32 - 2**31
+
+
+def begin_instance(world: World, rank: int, op: str, kind: str, epoch: int) -> None:
+    """Make the instance of ``op``, and let its count of calls stand at ``epoch``, as after as many calls."""
+    instance = world.workspace(rank).instance(op, kind)
+    instance.control[EPOCH] = epoch
+    instance.signals.fill_(wrap(epoch - 1))
+    instance.calls = epoch & 1 ^ 1  # the host's count alternates in step with the device's
+    world.barrier()
+
+
+def end_instance(world: World, rank: int, op: str, kind: str, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+    instance = world.workspace(rank).instance(op, kind)
+    yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
+    yield "programs that left", int(instance.control[1]), 0
+    yield "counters not at zero", int(instance.counters.count_nonzero()), 0
+
+
+@lru_cache(maxsize=4096)
+def whole_numbers(shape: tuple[int, ...], *seed: object) -> torch.Tensor:
+    """Small whole numbers in fp32, the same for the same seed; never written to."""
+    generator = torch.Generator().manual_seed(crc32(repr(seed).encode()))
+    return torch.randint(-3, 4, shape, generator=generator).float()
+
+
+# --- all_gather_matmul ---
+
+
+@dataclass(frozen=True)
+class AllGatherMatmul:
+    """``shapes``: (rows, cols, K) of a rank, used in turn. ``captured``: as after a graph capture, slot 0 and a barrier."""
+
+    name: str
+    config: MatmulConfig
+    shapes: tuple[tuple[int, int, int], ...]
+    programs: tuple[int, ...]
+    gathered: bool = False
+    captured: bool = False
+    op: str = "all_gather_matmul"
+
+    @property
+    def resident(self) -> int:
+        return self.config.num_producers if self.config.transport == "sm" else 1
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, self.config.transport, drawn.epoch)
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.all_gather_matmul_fused import run_fused
+
+        shape = self.shapes[(number + drawn.order) % len(self.shapes)]
+        everyone, w, want = _gather_operands(shape, world.size, rank, (number + drawn.order) % POOL)
+        out = torch.full_like(want, float("nan"))
+        gathered = torch.full_like(everyone, float("nan")) if self.gathered else None
+        world.transports[rank].captured = self.captured and number > 0
+        x = everyone[rank * shape[0] : (rank + 1) * shape[0]].clone()
+        run_fused(x, w, None, out, gathered, world.ranks[rank].group, Plan("fused", "explored", self.config))
+        yield "out", out, want
+        if gathered is not None:
+            yield "gathered", gathered, everyone
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        yield from end_instance(world, rank, self.op, self.config.transport, drawn)
+
+
+@lru_cache(maxsize=4096)
+def _gather_operands(shape: tuple[int, int, int], size: int, rank: int, seed: int) -> tuple[torch.Tensor, ...]:
+    rows, cols, depth = shape
+    everyone = whole_numbers((size * rows, depth), "x", seed)
+    w = whole_numbers((cols, depth), "w", rank, seed)
+    return everyone, w, everyone @ w.t()
+
+
+def _triton(transport: str, **changes: object) -> MatmulConfig:
+    options: dict[str, object] = {"tile_k": 16, "group_m": 1, "num_slices": 2, "num_producers": 1, **changes}
+    return MatmulConfig("triton", transport, 16, 16, num_stages=1, num_warps=4, **options)  # type: ignore[arg-type]
+
+
+# --- matmul_reduce_scatter and matmul_all_reduce ---
+
+
+@dataclass(frozen=True)
+class MatmulReduce:
+    """``shapes``: (rows of all ranks, cols, K of a rank). Tiles of peers come back; ``op`` says to one rank or to all."""
+
+    name: str
+    op: str
+    config: MatmulConfig
+    shapes: tuple[tuple[int, int, int], ...]
+    programs: tuple[int, ...]
+    captured: bool = False
+
+    @property
+    def resident(self) -> int:
+        return max(self.programs)  # a program waits for any program of a peer
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, self.config.transport, drawn.epoch)
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.matmul_reduce_scatter_fused import run_fused
+
+        rows, cols, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
+        shape = (rows // world.size * world.size if self.op == "matmul_reduce_scatter" else rows, cols, depth)
+        x, w, total = _reduce_operands(shape, world.size, rank, (number + drawn.order) % POOL)
+        mine = shape[0] // world.size
+        want = total if self.op == "matmul_all_reduce" else total[rank * mine : (rank + 1) * mine]
+        out = torch.full_like(want, float("nan"))
+        world.transports[rank].captured = self.captured and number > 0
+        run_fused(x.clone(), w, None, out, world.ranks[rank].group, Plan("fused", "explored", self.config), op=self.op)
+        yield "out", out, want
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        yield from end_instance(world, rank, self.op, self.config.transport, drawn)
+
+
+@lru_cache(maxsize=4096)
+def _reduce_operands(shape: tuple[int, int, int], size: int, rank: int, seed: int) -> tuple[torch.Tensor, ...]:
+    rows, cols, depth = shape
+    xs = [whole_numbers((rows, depth), "x", r, seed) for r in range(size)]
+    ws = [whole_numbers((cols, depth), "w", r, seed) for r in range(size)]
+    total = torch.stack([x @ w.t() for x, w in zip(xs, ws, strict=True)]).sum(0)
+    return xs[rank], ws[rank], total
+
+
+@dataclass(frozen=True)
+class OneShot:
+    """matmul_all_reduce in one shot, with residual and norm. ``shapes``: (rows, cols, K of a rank), rows at most a tile."""
+
+    name: str
+    config: MatmulConfig
+    shapes: tuple[tuple[int, int, int], ...]
+    norm: bool
+    op: str = "matmul_all_reduce"
+    programs: tuple[int, ...] = (1,)  # as many as there are tiles and rows, whatever the device holds
+    resident: int = 1
+
+    def _epoch(self, drawn: Drawn) -> int:
+        return drawn.epoch if drawn.epoch > 0 else 2**31 - 2  # a local word starts at 0, which is behind the positive ones
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, "one_shot", self._epoch(drawn))
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.matmul_all_reduce_fused import run_fused
+
+        shape = self.shapes[(number + drawn.order) % len(self.shapes)]
+        x, w, total = _reduce_operands(shape, world.size, rank, (number + drawn.order) % POOL)
+        residual = whole_numbers(shape[:2], "residual", number) if self.norm else None
+        gain = whole_numbers(shape[1:2], "gain") if self.norm else None
+        want = total if residual is None else total + residual
+        out = torch.full_like(want, float("nan"))
+        kept = torch.full_like(want, float("nan")) if self.norm else None
+        plan = Plan("fused", "explored", self.config)
+        run_fused(x.clone(), w, None, residual, gain, 1e-6, out, kept, world.ranks[rank].group, plan)
+        if kept is None or gain is None:
+            yield "out", out, want
+        else:
+            yield "sum", kept, want
+            yield "norm", out.mul(64).round(), torch.nn.functional.rms_norm(want, gain.shape, gain, 1e-6).mul(64).round()
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        instance = world.workspace(rank).instance(self.op, "one_shot")
+        yield "epoch", int(instance.control[EPOCH]), wrap(self._epoch(drawn) + drawn.calls)
+        yield "programs that left", int(instance.control[1]), 0
+        yield "tiles that are done", int(instance.counters[0]), 0
+        yield "elements left in slots", int(instance.slots.count_nonzero()), 0
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    AllGatherMatmul("sm", _triton("sm"), ((16, 16, 16), (16, 8, 16)), (1, 2, 3)),
+    AllGatherMatmul("sm, spans", _triton("sm"), ((3, 16, 16), (5, 16, 16)), (1, 2)),
+    AllGatherMatmul("sm, producers", _triton("sm", num_producers=2, num_slices=2), ((16, 16, 16),), (2, 3)),
+    AllGatherMatmul("sm, cut, gathered", _triton("sm", tile_k=8), ((16, 16, 48),), (2, 3), gathered=True),
+    AllGatherMatmul("copy engine", _triton("copy_engine"), ((16, 16, 16), (17, 16, 16)), (1, 2)),
+    AllGatherMatmul("copy engine, captured", _triton("copy_engine"), ((16, 16, 16),), (1, 2), captured=True),
+    MatmulReduce("sm", "matmul_reduce_scatter", _triton("sm"), ((48, 16, 16), (68, 16, 16)), (1, 2, 3)),
+    MatmulReduce("sm, spans", "matmul_reduce_scatter", _triton("sm"), ((12, 32, 16), (24, 16, 16)), (1, 2)),
+    MatmulReduce("sm, cut", "matmul_reduce_scatter", _triton("sm", tile_k=8), ((48, 16, 48),), (2, 3)),
+    MatmulReduce("copy engine", "matmul_reduce_scatter", _triton("copy_engine"), ((64, 16, 16),), (1, 2, 3)),
+    MatmulReduce(
+        "copy engine, captured", "matmul_reduce_scatter", _triton("copy_engine"), ((64, 16, 16),), (1, 2), captured=True
+    ),
+    MatmulReduce("sm", "matmul_all_reduce", _triton("sm"), ((48, 16, 16), (50, 16, 16)), (1, 2, 3)),
+    MatmulReduce("sm, spans", "matmul_all_reduce", _triton("sm"), ((5, 32, 16), (12, 16, 16)), (1, 2)),
+    OneShot("one shot", _triton("sm", shots=1), ((3, 32, 16), (5, 48, 16)), norm=False),
+    OneShot("one shot, norm", _triton("sm", shots=1), ((2, 32, 16), (3, 16, 16)), norm=True),
+)

@@ -1,0 +1,223 @@
+"""One run of a scenario under a strategy; how to replay it, shrink it, and show what happened."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from tileweave.explore.memory import Violation
+from tileweave.explore.ranks import COMPONENTS, MAX_PROGRAMS, World
+from tileweave.explore.scenarios import SCENARIOS, Drawn, Scenario
+from tileweave.explore.strategies import Delays, Malice, Noting, Priorities, Walk, Written
+from tileweave.explore.tasks import Decision, Event
+
+STRATEGIES = ("walk", "pct", "delay", "malice")
+DELAYS = 2000  # numbers of one systematic search
+EPOCHS = (1, 2, 2**31 - 2, -1)  # the first call, the other parity, the wrap to negative numbers, the wrap to zero
+RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+Enter = Callable[[World | None], None]
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Names one run: ``scenario@world:strategy:number``. Everything about the run follows from it."""
+
+    scenario: str
+    world: int
+    strategy: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.scenario}@{self.world}:{self.strategy}:{self.number}"
+
+    @staticmethod
+    def parse(text: str) -> Seed:
+        scenario, _, rest = text.rpartition("@")
+        world, strategy, number = rest.split(":")
+        return Seed(scenario, int(world), strategy, int(number))
+
+
+@dataclass
+class Found:
+    """How a run ended: after how many steps, by which schedule, and what was wrong (None: nothing)."""
+
+    seed: Seed
+    steps: int
+    schedule: int  # a hash of all decisions: two runs of a scenario with the same one are the same interleaving
+    failure: Violation | None
+    choices: int = 0  # of a delay-bounded run: steps at which more than one task could go
+    departures: dict[int, Decision] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    describe: Callable[[int, int], str] = lambda low, high: ""
+
+
+def scenario_of(name: str) -> Scenario:
+    found = {f"{s.op}/{s.name}": s for s in SCENARIOS}
+    if name not in found:
+        raise KeyError(f"asked: scenario {name!r}; allowed: {', '.join(found)}; remedy: pass one of these")
+    return found[name]
+
+
+def draw(scenario: Scenario, seed: Seed) -> Drawn:
+    """What the seed decides besides the schedule; the same for all of a systematic search, so that it is one."""
+    number = seed.number // DELAYS if seed.strategy == "delay" else seed.number
+    choice = random.Random(f"{seed.scenario} {seed.world} {number}")
+    programs = choice.choice(scenario.programs)
+    resident = choice.choice((None, None, 1, 2))
+    epoch, calls, order = choice.choice(EPOCHS), choice.choice((3, 3, 4)), choice.randrange(1000)
+    return Drawn(programs, resident and max(resident, scenario.resident), epoch, calls, order)
+
+
+def strategy_of(seed: Seed, enter: Enter) -> Walk | Priorities | Delays | Malice:
+    if seed.strategy == "walk":
+        return Walk(seed.number)
+    if seed.strategy == "pct":
+        return Priorities(seed.number)
+    if seed.strategy == "delay":
+        return delays_of(seed, enter)
+    if seed.strategy == "malice":
+        return malice_of(seed.number, seed.world)
+    raise KeyError(f"asked: strategy {seed.strategy!r}; allowed: walk, pct, delay, malice; remedy: pass one of these")
+
+
+def delays_of(seed: Seed, enter: Enter) -> Delays:
+    """Number n of a systematic search: stores early or late, each rank first; no delay, every single one, then pairs.
+
+    Numbers next to each other delay at choices far apart, so that a part of the search is spread over the run.
+    """
+    number, place = seed.number % DELAYS, seed.number // DELAYS
+    eager, first, index = number % 2 == 0, number // 2 % seed.world, number // 2 // seed.world
+    if index == 0:
+        return Delays(frozenset(), eager, COMPONENTS * first)
+    length = _choices(Seed(seed.scenario, seed.world, "delay", place * DELAYS + number % (2 * seed.world)), enter)
+    stride = next(s for s in (89, 97, 101, 103) if length % s)
+    if index <= length:
+        steps = {1 + index * stride % length}
+    else:
+        choice = random.Random(f"delays {number}")
+        steps = {choice.randint(1, length) for _ in range(choice.choice((2, 2, 3)))}
+    return Delays(frozenset(steps), eager, COMPONENTS * first)
+
+
+_CHOICES: dict[Seed, int] = {}
+
+
+def _choices(base: Seed, enter: Enter) -> int:
+    """How many choices a run without delays has; it is run once to know."""
+    if base not in _CHOICES:
+        _CHOICES[base] = max(run(base, enter).choices, 1)
+    return _CHOICES[base]
+
+
+def malice_of(number: int, world: int) -> Malice:
+    """Each rank late, each rank's stores late, each copy engine late; and all pairs of these."""
+    everyone = range(world * COMPONENTS)
+    singles = []
+    for rank in range(world):
+        mine = range(rank * COMPONENTS, (rank + 1) * COMPONENTS)
+        singles += [
+            (frozenset(mine), frozenset()),
+            (frozenset(), frozenset(mine)),
+            (frozenset(mine[MAX_PROGRAMS + 1 :]), frozenset()),
+        ]
+        singles.append((frozenset(mine[1:MAX_PROGRAMS]), frozenset(everyone)))
+    # (tasks that are late, writers whose stores are late): a rank, a rank's stores, its copy engine, its upper programs
+    late, stores = singles[number % len(singles)]
+    if number >= len(singles):
+        other = singles[number // len(singles) % len(singles)]
+        late, stores = late | other[0], stores | other[1]
+    return Malice(late, stores, turns=(1, 3, 17)[number % 3])
+
+
+def run(seed: Seed, enter: Enter, departures: dict[int, Decision] | None = None, recording: bool = False) -> Found:
+    """One run; ``departures``: replay these in place of the seed's strategy."""
+    scenario = scenario_of(seed.scenario)
+    drawn = draw(scenario, seed)
+    strategy = strategy_of(seed, enter) if departures is None else Written(departures)
+    noting = Noting(strategy)
+    world = World(seed.world, drawn.programs, noting, drawn.resident, recording)
+    enter(world)
+    failure = None
+    try:
+        world.run(lambda rank: _host(world, rank, scenario, drawn))
+        _check_ends(world, scenario, drawn)
+    except Violation as error:
+        failure = error
+    except RAISED as error:  # whatever a kernel raises is a finding
+        failure = Violation("error", f"{type(error).__name__}: {error}")
+    finally:
+        enter(None)
+        world.close()
+    tasks = world.tasks
+    schedule = hash((drawn, *((d.task, d.store) for d in tasks.decisions)))
+    choices = strategy.choices if isinstance(strategy, Delays) else 0
+    return Found(seed, tasks.step, schedule, failure, choices, noting.departures, tasks.events, tasks.describe)
+
+
+def _host(world: World, rank: int, scenario: Scenario, drawn: Drawn) -> None:
+    scenario.begin(world, rank, drawn)
+    for number in range(drawn.calls):
+        for name, got, want in scenario.call(world, rank, number, drawn):
+            world.read(rank, got)
+            if not torch.equal(got, want):
+                rows = (got != want).flatten(1).any(dim=1).nonzero().flatten().tolist()
+                raise world.tasks.fail("wrong result", f"rank {rank}, call {number}: {name} differs in rows {rows}")
+
+
+def _check_ends(world: World, scenario: Scenario, drawn: Drawn) -> None:
+    for rank in range(world.size):
+        for name, seen, expected in scenario.end(world, rank, drawn):
+            if seen != expected:
+                raise Violation("left over", f"rank {rank}: {name} {seen}, expected {expected}")
+
+
+def shrink(found: Found, enter: Enter, runs: int = 150) -> Found:
+    """The same failure with fewer departures from the plain schedule: drop parts, ever smaller, while it stays."""
+    assert found.failure is not None, "there is something to shrink"
+    best = run(found.seed, enter, found.departures, recording=True)
+    if best.failure is None or best.failure.kind != found.failure.kind:
+        return run(found.seed, enter, recording=True)
+    part = max(len(best.departures) // 2, 1)
+    while runs > 0 and best.departures:
+        steps, shorter = sorted(best.departures), None
+        for first in range(0, len(steps), part):
+            runs -= 1
+            dropped = set(steps[first : first + part])
+            tried = run(found.seed, enter, {s: d for s, d in best.departures.items() if s not in dropped}, recording=True)
+            same = tried.failure is not None and tried.failure.kind == found.failure.kind
+            if same and len(tried.departures) < len(best.departures):
+                shorter = tried
+                break
+            if runs <= 0:
+                break
+        if shorter is not None:
+            best = shorter
+        elif part == 1:
+            break
+        part = max(min(part, len(best.departures)) // (1 if shorter else 2), 1)
+    return best
+
+
+def story(found: Found, lines: int = 40) -> str:
+    """What went wrong, how to see it again, and what happened before: steps, tasks, memory."""
+    assert found.failure is not None, "there is something to tell"
+    about = found.failure
+    told = [e for e in found.events if e.what != "arrives" or (e.low < about.high and about.low < e.high)]
+    if about.high:
+        touching = [e for e in told if e.low < about.high and about.low < e.high]
+        involved = {e.task for e in touching[-4:]}
+        told = [e for e in told if e.task in involved or e in touching]
+    text = [
+        f"{about.kind}: {about.text}",
+        f"replay: tileweave fuzz --replay '{found.seed}'",
+        f"shrunk to {len(found.departures)} departures from the plain schedule; "
+        f"the last {min(lines, len(told))} of {len(told)} steps:",
+    ]
+    for event in told[-lines:]:
+        where = found.describe(event.low, event.high) if event.high else ""
+        mark = "  <--" if event.low < about.high and about.low < event.high else ""
+        text.append(f"{event.step:6}  {event.task:<18}  {event.what:<16} {where} {event.detail}{mark}".rstrip())
+    return "\n".join(text)

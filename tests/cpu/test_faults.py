@@ -1,0 +1,292 @@
+"""What breaks, on one rank of three: what the others see, how soon, and that the next call, or the next group, works.
+
+Faults that leave all processes alive follow each other in one world, each between good calls. Who dies has a world of its
+own, and the survivors go on in a new group.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests import parity
+from tests.parity import Case
+from tests.worlds import Member, one_shot
+
+import tileweave as tw
+from tileweave.config import MatmulConfig
+
+SECONDS, SLACK = 2.0, 2.0  # TILEWEAVE_TIMEOUT here, and how much later an error may come
+STUCK = 2.5 * SECONDS
+VICTIM = 1
+CASE, LARGER = Case(18, 18, 40), Case(90, 18, 40)
+SM = MatmulConfig("triton", "sm", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
+COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
+ALIVE = {"TILEWEAVE_TIMEOUT": str(SECONDS)}
+
+
+def good_call(me: Member, group: dist.ProcessGroup, config: MatmulConfig, number: int = 0, case: Case = CASE) -> None:
+    call = parity.prepare(case, dist.get_rank(group), dist.get_world_size(group), me.device, number)
+    parity.run(call, group, config)
+    call.verify(f"rank {me.rank}, good call {number}")
+
+
+def world_call(me: Member, case: Case = CASE) -> None:
+    good_call(me, dist.group.WORLD, SM, 7, case)
+
+
+@contextmanager
+def at_event(event: str, action: Callable[[], None]) -> Iterator[None]:
+    """``action`` once, when this rank's kernel comes to ``event``."""
+    from tileweave.language.interpreted import OBSERVERS
+
+    armed = [True]
+
+    def observer(seen: str, details: dict[str, int]) -> None:
+        if seen == event and armed:
+            armed.clear()
+            action()
+
+    OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        OBSERVERS.remove(observer)
+
+
+# --- Faults that everybody survives: what the victim does while the others make the same good call ---
+
+
+def raises_before_the_call(me: Member) -> None:
+    tw.all_gather_matmul(torch.zeros(18, 40, dtype=torch.float64), torch.zeros(18, 40, dtype=torch.float64))
+
+
+def has_no_memory_for_the_result(me: Member) -> None:
+    call = parity.prepare(CASE, me.rank, me.world_size, me.device, 0)
+    with mock.patch("tileweave.ops.all_gather_matmul.run_fused", side_effect=torch.OutOfMemoryError("planted")):
+        tw.all_gather_matmul(call.x, call.w)
+
+
+def has_no_memory_to_share(me: Member) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
+    try:
+        world_call(me, LARGER)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def is_stuck_in_a_kernel(me: Member) -> None:
+    with at_event("notify", lambda: time.sleep(STUCK)):
+        world_call(me)
+    world_call(me)  # the others have given up: what it runs into, late as it is
+
+
+def calls_another_operator(me: Member) -> None:
+    good_call(me, dist.group.WORLD, COPY_ENGINE)  # another protocol instance: what another operator is to these
+
+
+def calls_another_shape_first(me: Member) -> None:
+    world_call(me, Case(34, 18, 40))
+
+
+def compares(me: Member) -> None:
+    """Under TILEWEAVE_DEBUG=1 ranks compare what they pass before anything is sent; this shape fits the memory there is."""
+    rows = 17 if me.rank == VICTIM else 18
+    with mock.patch.dict(os.environ, {"TILEWEAVE_DEBUG": "1"}):
+        tw.all_gather_matmul(torch.zeros(rows, 40), torch.zeros(18, 40))
+
+
+def grows(me: Member) -> None:
+    world_call(me, LARGER)
+
+
+def goes_home(me: Member) -> None:
+    tw.close()
+
+
+@dataclass(frozen=True)
+class Live:
+    """``victim``, ``others``: what they do; ``own``, ``seen``: what they see then ("": nothing). ``fresh``: first call."""
+
+    victim: Callable[[Member], None]
+    own: str
+    seen: str
+    others: Callable[[Member], None] = world_call
+    fresh: bool = False
+
+
+MISSED = "PeerTimeout: all_gather_matmul"
+LIVE = {
+    "an exception on one rank": Live(raises_before_the_call, "InputError: asked: .*float64", MISSED),
+    "no memory for a result": Live(has_no_memory_for_the_result, "OutOfMemoryError: planted", MISSED),
+    "no memory to share": Live(has_no_memory_to_share, *["UnsupportedError: .*rank 1: "] * 2, grows),
+    "stuck in a kernel": Live(is_stuck_in_a_kernel, MISSED, MISSED),
+    "another operator": Live(calls_another_operator, MISSED, MISSED),
+    "closed while in use": Live(goes_home, "", MISSED),
+    "another shape at a first call": Live(calls_another_shape_first, *["RankMismatchError: asked: rank 1"] * 2, fresh=True),
+    "another shape, compared": Live(compares, *["RankMismatchError: asked: rank 1"] * 2, compares),
+}
+
+
+def suffer(me: Member, name: str) -> dict[str, object]:
+    """One fault between good calls; what this rank saw, and after how many seconds."""
+    fault = LIVE[name]
+    if not fault.fresh:
+        good_call(me, dist.group.WORLD, SM)
+        good_call(me, dist.group.WORLD, COPY_ENGINE)
+    me.barrier()
+    seen, started = "", time.monotonic()
+    try:
+        (fault.victim if me.rank == VICTIM else fault.others)(me)
+    except (tw.TileweaveError, torch.OutOfMemoryError) as error:
+        seen = f"{type(error).__name__}: {error}"
+    taken = time.monotonic() - started
+    tw.close()
+    me.barrier()
+    good_call(me, dist.group.WORLD, SM, 1)
+    good_call(me, dist.group.WORLD, COPY_ENGINE, 2)
+    tw.close()
+    me.barrier()
+    return {"seen": seen, "taken": taken}
+
+
+def suffer_all(me: Member) -> dict[str, dict[str, object]]:
+    found = {}
+    for name in LIVE:
+        print(time.strftime("%X"), name, flush=True)
+        found[name] = suffer(me, name)
+        print(time.strftime("%X"), name, found[name], flush=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def suffered() -> list[dict[str, dict[str, object]]]:
+    ends = one_shot("gloo", 3, suffer_all, extra=ALIVE, timeout=100)
+    assert [end.exit_code for end in ends] == [0, 0, 0], [end.answer for end in ends]
+    found = [end.value for end in ends]
+    for rank, each in enumerate(found):  # -s shows the figures of docs/reliability.md
+        print(f"rank {rank}:", ", ".join(f"{name} {seen['taken']:.2f} s" for name, seen in each.items()))
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", LIVE, ids=[name.replace(" ", "_") for name in LIVE])
+def test_a_fault_that_all_survive(suffered: list[dict[str, dict[str, object]]], name: str) -> None:
+    fault = LIVE[name]
+    for rank, found in enumerate(suffered):
+        seen, taken = str(found[name]["seen"]), float(found[name]["taken"])  # type: ignore[arg-type]
+        wanted = fault.own if rank == VICTIM else fault.seen
+        assert re.match(wanted, seen, re.DOTALL) if wanted else not seen, f"rank {rank}: {seen!r}"
+        late = STUCK + SECONDS if rank == VICTIM and "stuck" in name else SECONDS
+        assert taken < late + SLACK, f"rank {rank} knew after {taken:.1f} s"
+        if rank != VICTIM and fault.seen == MISSED:
+            assert f"rank {rank} waited" in seen and "work unit" in seen, seen
+    if fault.seen == MISSED:
+        named = [str(suffered[rank][name]["seen"]) for rank in range(3) if rank != VICTIM]
+        assert any(f"for rank {VICTIM}" in text for text in named), named
+
+
+# --- Faults that end a process ---
+
+
+def is_killed(me: Member) -> None:
+    with at_event("waited", lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        world_call(me)
+
+
+def exits_at_once(me: Member) -> None:
+    with at_event("wait", lambda: os._exit(3)):
+        world_call(me)
+
+
+def returns_from_main(me: Member) -> None:
+    """The interpreter goes down while another thread is inside a kernel, which waits for peers that come later."""
+    inside = threading.Event()
+    with at_event("wait", inside.set):
+        threading.Thread(target=world_call, args=(me,), daemon=True).start()
+        assert inside.wait(SECONDS)
+
+
+DEADLY = {is_killed: -signal.SIGKILL, exits_at_once: 3, returns_from_main: 0}
+
+
+def outlive(me: Member, fault: Callable[[Member], None]) -> dict[str, object]:
+    """Calls until somebody is missing; then a new group of those who are left."""
+    group = dist.group.WORLD
+    good_call(me, group, SM)
+    me.barrier()
+    if me.rank == VICTIM:
+        fault(me)
+        return {}
+    time.sleep(0.3 if fault is returns_from_main else 0.0)
+    seen, started = "", time.monotonic()
+    try:
+        for number in range(3):  # who was signalled before the end may finish that call, and one more
+            started = time.monotonic()
+            good_call(me, group, SM, 7 + number)
+    except tw.PeerTimeout as error:
+        seen = str(error)
+    taken = time.monotonic() - started
+    tw.close()
+    survivors = [rank for rank in range(me.world_size) if rank != VICTIM]
+    rest = dist.new_group(survivors, use_local_synchronization=True)
+    assert isinstance(rest, dist.ProcessGroup)
+    for number in range(3):
+        good_call(me, rest, SM, 20 + number)
+        good_call(me, rest, COPY_ENGINE, 30 + number)
+    tw.close()
+    return {"seen": seen, "taken": taken}
+
+
+@pytest.mark.parametrize("fault", DEADLY, ids=lambda fault: fault.__name__)
+def test_a_rank_that_ends(fault: Callable[[Member], None]) -> None:
+    ends = one_shot("gloo", 3, outlive, fault, extra=ALIVE, timeout=60)
+    assert ends[VICTIM].exit_code == DEADLY[fault], ends[VICTIM]
+    for rank in (0, 2):
+        assert ends[rank].exit_code == 0, ends[rank].answer
+        found = ends[rank].value
+        assert "all_gather_matmul" in found["seen"] and f"rank {rank} waited" in found["seen"], found
+        assert found["taken"] < SECONDS + SLACK, found
+    assert any(f"for rank {VICTIM}" in ends[rank].value["seen"] for rank in (0, 2))
+    assert not list(Path("/dev/shm").glob("tileweave-*")), "nothing ever stands in a directory"
+
+
+def use_again(me: Member) -> None:
+    """The default group is destroyed and made again, with the ranks in another order: nothing of the old one is used."""
+    store = dist.distributed_c10d._get_default_store()
+    good_call(me, dist.group.WORLD, SM)
+    me.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(tw.InputError, match="default group"):
+        tw.all_gather_matmul(torch.zeros(18, 40), torch.zeros(18, 40))
+    rank = me.world_size - 1 - me.rank
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=me.world_size)
+    again = Member(rank, me.world_size, me.device)
+    for number in range(4):
+        good_call(again, dist.group.WORLD, SM, number)
+    dist.barrier()
+    assert len({line.split()[1] for line in mapped_by_me()}) <= 2 * me.world_size, "the old group's memory is gone"
+
+
+def mapped_by_me() -> list[str]:
+    with open("/proc/self/maps") as lines:
+        return [line for line in lines if "memfd:tileweave-" in line]
+
+
+def test_a_group_that_is_destroyed_and_made_again() -> None:
+    ends = one_shot("gloo", 3, use_again, extra=ALIVE, timeout=60)
+    assert [end.exit_code for end in ends] == [0, 0, 0], [end.answer for end in ends]
+    for end in ends:
+        assert end.answer.ok, end.answer.value

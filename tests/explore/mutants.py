@@ -1,0 +1,334 @@
+"""Faults planted in the real source, one at a time. Exploration must find each of them.
+
+A mutant is a text in one file of ``src/tileweave`` and what stands there instead. ``scenarios``: the beginning of the names
+of the scenarios that run the mutated lines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    scenarios: str
+    count: int = 1  # how often ``old`` stands in the file; all are replaced
+
+    def apply(self, text: str) -> str:
+        found = text.count(self.old)
+        if found != self.count:
+            raise ValueError(f"mutant {self.name!r}: {self.file} has the text {found} times, expected {self.count}")
+        return text.replace(self.old, self.new)
+
+
+AG = "all_gather_matmul/"
+KERNEL, FUSED = "kernels/all_gather_matmul.py", "ops/all_gather_matmul_fused.py"
+WORDS, REMOTE, MATMUL, TILE = "language/interpreted.py", "language/remote.py", "language/matmul.py", "language/tile.py"
+
+ONE_SHOT = "kernels/matmul_all_reduce.py"
+RS, AR = "matmul_reduce_scatter/", "matmul_all_reduce/"
+REDUCE, REDUCED, MARKED = "kernels/matmul_reduce_scatter.py", "ops/matmul_reduce_scatter_fused.py", "language/marked.py"
+
+_PUSH = "        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, SPANS, BLOCK)\n"
+_NOTIFY = "        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)\n"
+_WAIT = "token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report)"
+_PUSHED = "            wait(signals, 1, epoch, pushed, -1, control, report)\n"
+_LEAVE = "    leave(control, epoch, num_programs)\n"
+_DATA = "        copies.append(Copy(instance.slot_addresses[peer] + slot * instance.slot_bytes + place * nbytes, 0, nbytes))\n"
+_SIGNAL = "        copies.append(Copy(instance.signal_addresses[peer] + 4 * rank * MAX_SLICES, epoch, 4))\n"
+_GIVE = "    tl.store(partials + (place + program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
+_COUNT = '    tl.atomic_add(counters + cut_tile, 1, sem="release", scope="gpu")\n'
+
+_STAGE = (
+    "                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, "
+    "row < row_limit)\n"
+)
+_COUNTED = (
+    "                chunk = (first_row - home * rows) // TILE_M // chunk_rows\n"
+    "                count_in(counters + num_programs + place * MAX_SLICES + chunk)\n"
+)
+
+MUTANTS: tuple[Mutant, ...] = (
+    # --- all_gather_matmul: the kernel ---
+    Mutant("a tile does not wait", KERNEL, _WAIT, "token = 0", AG),
+    Mutant("a tile waits for one slice of several", KERNEL, _WAIT, _WAIT.replace("NUM_SLICES", "1"), AG + "sm"),
+    Mutant("a tile waits for another source", KERNEL, _WAIT, _WAIT.replace("source *", "(source + 1) % 2 *"), AG),
+    Mutant("a tile waits for the next call", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch + 1"), AG),
+    Mutant("a tile waits for the call before", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch - 1"), AG),
+    Mutant(
+        "a tile waits for the last source only",
+        KERNEL,
+        "range(first_row // rows, last_row",
+        "range(last_row // rows, last_row",
+        AG + "sm, spans",
+    ),
+    Mutant("a slice is signalled before it is stored", KERNEL, _PUSH + _NOTIFY, _NOTIFY + _PUSH, AG + "sm"),
+    Mutant(
+        "the last slice is never signalled",
+        KERNEL,
+        "range(program, NUM_SLICES, num_producers)",
+        "range(program, NUM_SLICES - 1, num_producers)",
+        AG + "sm",
+    ),
+    Mutant("one slot", KERNEL, "slot = epoch & 1", "slot = epoch & 0", AG + "sm"),
+    Mutant(
+        "a shard is looked for in the next place",
+        KERNEL,
+        "place = (rank + WORLD_SIZE - source - 1)",
+        "place = (rank + WORLD_SIZE - source)",
+        AG,
+    ),
+    Mutant(
+        "the gathered input is copied without a wait",
+        KERNEL,
+        "        wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, -1, control, report)\n",
+        "",
+        AG + "sm, cut, gathered",
+    ),
+    Mutant("the epoch may move before the last push", KERNEL, _PUSHED, "            pass\n", AG + "copy engine"),
+    Mutant(
+        "a program leaves before the last push",
+        KERNEL,
+        "    if not PUSH:  # the copy",
+        _LEAVE + "    if not PUSH:  # the copy",
+        AG + "copy engine",
+    ),
+    Mutant("one program leaves twice", KERNEL, _LEAVE, _LEAVE + "    if program == 0:\n    " + _LEAVE, AG),
+    Mutant("the epoch stands still", KERNEL, _LEAVE, _LEAVE.replace("num_programs", "num_programs + 1"), AG),
+    # --- all_gather_matmul: copy engines ---
+    Mutant("a copied shard is signalled before it is copied", FUSED, _DATA + _SIGNAL, _SIGNAL + _DATA, AG + "copy engine"),
+    Mutant("a copied shard is not signalled", FUSED, _SIGNAL, "", AG + "copy engine"),
+    Mutant("copies of all calls to one slot", FUSED, "slot = instance.calls & 1", "slot = 0", AG + "copy engine"),
+    Mutant(
+        "copies to the slot of the other parity",
+        FUSED,
+        "transport.push(call.copies[slot]",
+        "transport.push(call.copies[1 - slot]",
+        AG + "copy engine",
+    ),
+    Mutant(
+        "captured copies without a barrier",
+        FUSED,
+        "            barrier(call.endpoint, transport.world_size, transport.rank)\n",
+        "",
+        AG + "copy engine, captured",
+    ),
+    Mutant(
+        "no word for the last push",
+        FUSED,
+        "    copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))\n",
+        "",
+        AG + "copy engine",
+    ),
+    Mutant("a signal to the wrong word", FUSED, "4 * rank * MAX_SLICES", "4 * peer * MAX_SLICES", AG + "copy engine"),
+    Mutant(
+        "a barrier that does not wait",
+        "kernels/barrier.py",
+        "        wait(signals",
+        "        0 and wait(signals",
+        AG + "copy engine, captured",
+    ),
+    Mutant(
+        "a barrier that waits for one",
+        "kernels/barrier.py",
+        "    for i in tl.static_range(1, WORLD_SIZE):\n        wait",
+        "    for i in tl.static_range(1, 2):\n        wait",
+        AG + "copy engine, captured",
+    ),
+    # --- the words ---
+    Mutant(
+        "notify without a release",
+        WORDS,
+        "    MEMORY.release(_value(signal), _value(epoch))",
+        "    MEMORY.store(_value(signal), _value(epoch))",
+        AG + "sm",
+    ),
+    Mutant("wait without an acquire", WORDS, "MEMORY.acquire(base", "MEMORY.load(base", AG),
+    Mutant("wait is satisfied one call early", WORDS, "- expected) < 0", "- expected) < -1", AG),
+    Mutant("wait is satisfied one call late", WORDS, "- expected) < 0", "- expected) <= 0", AG),
+    Mutant("wait wants the epoch itself", WORDS, "- expected) < 0", "- expected) != 0", AG),
+    Mutant(
+        "wait compares across the wrap",
+        WORDS,
+        "wrapped((seen := MEMORY.acquire(base + 4 * i)) - expected) < 0",
+        "(seen := MEMORY.acquire(base + 4 * i)) < expected",
+        AG,
+    ),
+    Mutant(
+        "wait forgets the last signal",
+        WORDS,
+        "range(index, index + number)",
+        "range(index, index + max(number - 1, 1))",
+        AG + "sm",
+    ),
+    Mutant("notify_all forgets a peer", WORDS, "else 1, size)", "else 1, size - 1)", AG + "sm"),
+    Mutant("the count of programs is not reset", WORDS, "        MEMORY.store(block + 4 * _LEAVERS, 0)\n", "", AG),
+    Mutant("the first to leave moves the epoch", WORDS, "1) == _value(num_programs) - 1", "1) == 0", AG),
+    Mutant(
+        "leaving is not atomic",
+        WORDS,
+        "MEMORY.add(block + 4 * _LEAVERS, 1)",
+        "(n := MEMORY.load(block + 4), MEMORY.store(block + 4, n + 1))[0]",
+        AG,
+    ),
+    Mutant("put_all to the wrong peer", REMOTE, "symm_at(table, (rank + i) %", "symm_at(table, (rank + i + 1) %", AG + "sm"),
+    Mutant(
+        "put_all forgets the last element",
+        REMOTE,
+        "        mask = index < end\n        value",
+        "        mask = index < end - 1\n        value",
+        AG + "sm",
+    ),
+    Mutant("put_all into the neighbour's place", REMOTE, "target += (i - 1) * size", "target += (i % 2) * size", AG + "sm"),
+    # --- cut tiles ---
+    Mutant(
+        "a part is counted before it is stored",
+        MATMUL,
+        _GIVE + "    tl.debug_barrier()\n" + _COUNT,
+        _COUNT + _GIVE,
+        AG + "sm, cut",
+    ),
+    Mutant("a part is counted without a release", MATMUL, 'sem="release"', 'sem="relaxed"', AG + "sm, cut"),
+    Mutant("parts are taken without an acquire", MATMUL, 'sem="acquire"', 'sem="relaxed"', AG + "sm, cut"),
+    Mutant("parts are taken one too early", MATMUL, 'scope="gpu") < helpers:', 'scope="gpu") < helpers - 1:', AG + "sm, cut"),
+    Mutant("the count of parts is not reset", MATMUL, "    tl.store(counters + cut_tile, 0)\n", "", AG + "sm, cut"),
+    Mutant(
+        "owners wait for higher programs",
+        TILE,
+        "(num_programs // team - 1 - program // team) * span",
+        "(program // team) * span",
+        AG + "sm, cut",
+        count=2,
+    ),
+    # --- matmul_reduce_scatter, matmul_all_reduce ---
+    Mutant("one slot for marked tiles", REDUCE, "slot = epoch & 1", "slot = epoch & 0", RS + "sm"),
+    Mutant("one slot for an all-reduce", REDUCE, "slot = epoch & 1", "slot = epoch & 0", AR),
+    Mutant(
+        "partials into the neighbour's place",
+        REDUCE,
+        "place = rank - (rank > owner)",
+        "place = rank - (rank < owner)",
+        RS + "sm",
+    ),
+    Mutant(
+        "partials to the wrong owner",
+        REDUCE,
+        "symm_at(slot_table, owner, dtype",
+        "symm_at(slot_table, (owner + 1) % WORLD_SIZE, dtype",
+        RS + "sm",
+    ),
+    Mutant("a partial is counted before it is stored", REDUCE, _STAGE + _COUNTED, _COUNTED + _STAGE, RS + "copy engine"),
+    Mutant(
+        "a partial is not counted",
+        REDUCE,
+        "                count_in(counters",
+        "                0 and count_in(counters",
+        RS + "copy engine",
+    ),
+    Mutant(
+        "own tiles do not wait for their chunk",
+        REDUCE,
+        "                        wait(signals, 1, epoch, (rank",
+        "                        0 and wait(signals, 1, epoch, (rank",
+        RS + "copy engine",
+    ),
+    Mutant("own tiles wait for chunk 0", REDUCE, "* MAX_SLICES + chunk, tile", "* MAX_SLICES, tile", RS + "copy engine"),
+    Mutant(
+        "own tiles wait for one peer",
+        REDUCE,
+        "for i in tl.static_range(1, WORLD_SIZE):\n                        wait",
+        "for i in tl.static_range(1, 2):\n                        wait",
+        RS + "copy engine",
+    ),
+    Mutant(
+        "counts move before the last push",
+        REDUCE,
+        "            wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)\n",
+        "",
+        RS + "copy engine",
+    ),
+    Mutant(
+        "counts of chunks are not reset",
+        REDUCE,
+        "            tl.store(counters + num_programs + words",
+        "            0 and tl.store(counters + num_programs + words",
+        RS + "copy engine",
+    ),
+    Mutant(
+        "results skip the last peer",
+        REDUCE,
+        "    for i in tl.static_range(1, WORLD_SIZE):\n        target = symm_at(slot_table, (rank",
+        "    for i in tl.static_range(1, WORLD_SIZE - 1):\n        target = symm_at(slot_table, (rank",
+        AR,
+    ),
+    Mutant(
+        "all leave before results have come",
+        REDUCE,
+        "            if program == owner:\n                first_row",
+        "            if program > owner:\n                first_row",
+        AR,
+    ),
+    Mutant(
+        "the first part is taken for all",
+        MARKED,
+        "        value = tl.load(pointers + i * stride, mask=mask, volatile=True)\n        missing",
+        "        value = tl.load(pointers, mask=mask, volatile=True)\n        missing",
+        RS + "sm",
+    ),
+    Mutant("taken before all has come", MARKED, "        while (missing > 0) &", "        while (missing > 1) &", RS + "sm"),
+    Mutant(
+        "taken without a look", MARKED, "    if missing > 0:\n        limit", "    if missing < 0:\n        limit", RS + "sm"
+    ),
+    Mutant(
+        "zeros are not written back",
+        MARKED,
+        "        tl.store(pointers + i * stride, tl.zeros",
+        "        0 and tl.store(pointers + i * stride, tl.zeros",
+        RS + "sm",
+    ),
+    Mutant(
+        "zeros are written back for one part",
+        MARKED,
+        "    for i in tl.static_range(COUNT):\n        tl.store",
+        "    for i in tl.static_range(1):\n        tl.store",
+        RS + "sm",
+    ),
+    Mutant("a zero travels as zero", MARKED, "tl.where(bits == 0, tl.full([], -(2**31), tl.int32), bits)", "bits", RS + "sm"),
+    Mutant("chunks go before they are counted", REDUCED, "counter, count, lane))", "counter, 0, lane))", RS + "copy engine"),
+    Mutant(
+        "chunks go one tile early",
+        REDUCED,
+        "(end - first) * s.tile_cols\n",
+        "(end - first) * s.tile_cols - 1\n",
+        RS + "copy engine",
+    ),
+    Mutant("chunks of all calls to one slot", REDUCED, "slot = instance.calls & 1", "slot = 0", RS + "copy engine"),
+    Mutant(
+        "captured chunks without a barrier",
+        REDUCED,
+        "        barrier(call.endpoint, transport.world_size, transport.rank)\n",
+        "",
+        RS + "copy engine, captured",
+    ),
+    Mutant(
+        "a chunk is not signalled",
+        REDUCED,
+        "            copies.append(Copy(signal, epoch, 4, lane=lane))\n",
+        "",
+        RS + "copy engine",
+    ),
+    # --- matmul_all_reduce in one shot ---
+    Mutant("one shot with one slot", ONE_SHOT, "(epoch & 1).to", "(epoch & 0).to", AR + "one shot"),
+    Mutant("one shot forgets a rank", ONE_SHOT, "range(1, WORLD_SIZE + 1)", "range(1, WORLD_SIZE)", AR + "one shot"),
+    Mutant("one shot into one place", ONE_SHOT, "rank.to(tl.int64) * place_size", "0 * place_size", AR + "one shot"),
+    Mutant(
+        "norms do not wait for the sum", ONE_SHOT, "        wait(counters", "        0 and wait(counters", AR + "one shot, norm"
+    ),
+    Mutant("a tile is counted without a release", ONE_SHOT, 'sem="acq_rel"', 'sem="relaxed"', AR + "one shot, norm"),
+    Mutant("norms begin a tile early", ONE_SHOT, "== num_tiles - 1:", "== num_tiles - 2:", AR + "one shot, norm"),
+    Mutant("the count of tiles is not reset", ONE_SHOT, "                tl.store(counters, 0)\n", "", AR + "one shot, norm"),
+)

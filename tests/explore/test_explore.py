@@ -1,0 +1,64 @@
+"""Interleavings of the real kernels: nothing goes wrong, and whatever is broken on purpose is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.explore.agreement import triton_and_blocks_agree
+from tests.explore.mutants import MUTANTS
+
+from tileweave.errors import InputError
+from tileweave.explore.fuzz import STRATEGIES, fuzz, pool, replay
+
+ROOT = Path(__file__).parents[2]
+INTERLEAVINGS = 5000  # in every run of the tests; `make fuzz` explores twenty times as many
+WORKERS = max(min(os.cpu_count() or 1, 4), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_interleavings() -> None:
+    report = fuzz(INTERLEAVINGS + 600, workers=WORKERS, show=False)
+    assert not report.story, report.story
+    assert report.distinct >= INTERLEAVINGS, f"{report.interleavings} seeds gave {report.distinct} different schedules"
+    assert {strategy for _, _, strategy in report.runs} == set(STRATEGIES)
+    assert {world for _, world, _ in report.runs} == {2, 3, 4}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_mutant_is_found() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.explore.hunt"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    results = {line["mutant"]: line for line in lines if "mutant" in line}
+    assert set(results) == {mutant.name for mutant in MUTANTS}, done.stderr[-3000:]
+    survivors = [result for result in results.values() if not result["found"]]
+    assert not survivors, survivors
+
+
+def test_there_are_enough_mutants() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 30
+
+
+def test_triton_and_blocks_agree() -> None:
+    with pool(1) as processes:
+        assert processes.submit(triton_and_blocks_agree).result() == []
+
+
+def test_replay() -> None:
+    assert replay("all_gather_matmul/sm@2:walk:1") == ""
+    for wrong in ("all_gather_matmul/sm@2:walk", "no such scenario@2:walk:1", "all_gather_matmul/sm@2:luck:1"):
+        with pytest.raises(InputError, match="asked: seed"):
+            replay(wrong)
+
+
+def test_unknown_scenarios_are_refused() -> None:
+    with pytest.raises(InputError, match="all_gather_matmul/sm"):
+        fuzz(100, "no such operator", workers=1, show=False)

@@ -1,0 +1,255 @@
+"""The model itself: what memory may do, what counts as wrong, how tasks take turns. No kernels here."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tileweave.explore.memory import Memory, Region, Store, Violation, Writer  # noqa: E402
+from tileweave.explore.ranks import World  # noqa: E402
+from tileweave.explore.strategies import Delays, Priorities, Walk, Written  # noqa: E402
+from tileweave.explore.tasks import Decision, Task  # noqa: E402
+
+
+class Cells:
+    """A memory with a few shared words, and writers to put stores there."""
+
+    def __init__(self, writers: int = 3, words: int = 8) -> None:
+        self.memory = Memory(writers)
+        self.buffer = torch.zeros(words, dtype=torch.int32)
+        self.start = self.buffer.data_ptr()
+        self.region = self.memory.add(Region("words", self.start, self.start + 4 * words, shared=True))
+        self.memory.names = [f"writer {i}" for i in range(writers)]
+        self.writers = [self._writer(i, writers) for i in range(writers)]
+
+    def _writer(self, i: int, writers: int) -> Writer:
+        import numpy as np
+
+        clock = np.zeros(writers, np.int32)
+        clock[i] = 1
+        return Writer(f"writer {i}", i, clock)
+
+    def address(self, word: int) -> int:
+        return self.start + 4 * word
+
+    def store(self, who: int, word: int, value: int) -> None:
+        place = ctypes.c_int32.from_address(self.address(word))
+        self.memory.check_write(self.writers[who], self.region, slice(word, word + 1))
+        apply = lambda: setattr(place, "value", value)  # noqa: E731
+        self.memory.put(self.writers[who], Store(self.address(word), self.address(word) + 4, apply))
+
+    def load(self, who: int, word: int) -> int:
+        self.memory.check_read(self.writers[who], self.region, slice(word, word + 1))
+        return self.memory.read_word(self.writers[who], self.address(word))
+
+    def release(self, who: int, word: int, value: int, ordered: bool = True) -> None:
+        self.memory.release(self.writers[who], self.address(word), value, ordered)
+
+    def arrive(self, who: int, at: int) -> None:
+        self.memory.arrive(self.writers[who], at)
+
+
+def test_stores_are_late_and_out_of_order() -> None:
+    cells = Cells()
+    cells.store(0, 0, 10)
+    cells.store(0, 1, 11)
+    assert cells.buffer.tolist()[:2] == [0, 0], "nothing has arrived"
+    assert cells.writers[0].eligible() == [0, 1], "either may come first"
+    cells.arrive(0, 1)
+    assert cells.buffer.tolist()[:2] == [0, 11]
+
+
+def test_stores_to_one_place_keep_their_order() -> None:
+    cells = Cells()
+    cells.store(0, 0, 10)
+    cells.store(0, 0, 11)
+    assert cells.writers[0].eligible() == [0]
+
+
+def test_a_release_comes_after_what_was_stored_before_and_holds_up_nothing() -> None:
+    cells = Cells()
+    cells.store(0, 0, 10)
+    cells.release(0, 4, 1)
+    cells.store(0, 1, 11)
+    assert cells.writers[0].eligible() == [0, 2], "the signal waits for the store before it; the store behind it does not"
+    cells.arrive(0, 0)
+    assert cells.writers[0].eligible() == [0, 1]
+
+
+def test_a_program_sees_its_own_stores() -> None:
+    cells = Cells()
+    cells.store(0, 0, 10)
+    cells.store(0, 1, 11)
+    assert cells.load(0, 1) == 11
+    assert cells.buffer.tolist()[:2] == [0, 11], "and only what it looks at had to arrive"
+
+
+def test_acquire_after_release_is_in_order() -> None:
+    cells = Cells()
+    cells.store(0, 0, 10)
+    cells.release(0, 4, 1)
+    cells.memory.drain(cells.writers[0])
+    assert cells.memory.acquire(cells.writers[1], cells.address(4)) == 1
+    assert cells.load(1, 0) == 10
+
+
+def test_order_is_handed_on() -> None:
+    cells = Cells()
+    cells.store(0, 0, 10)
+    cells.release(0, 4, 1)
+    cells.memory.drain(cells.writers[0])
+    cells.memory.acquire(cells.writers[1], cells.address(4))
+    cells.release(1, 5, 1)
+    cells.memory.drain(cells.writers[1])
+    cells.memory.acquire(cells.writers[2], cells.address(5))
+    assert cells.load(2, 0) == 10
+
+
+def wrong_read_without_acquire(cells: Cells) -> None:
+    cells.store(0, 0, 10)
+    cells.release(0, 4, 1)
+    cells.memory.drain(cells.writers[0])
+    cells.load(1, 0)  # the value is there, and nothing says that it had to be
+
+
+def wrong_read_behind_a_plain_signal(cells: Cells) -> None:
+    cells.store(0, 0, 10)
+    cells.release(0, 4, 1, ordered=False)
+    cells.memory.drain(cells.writers[0])
+    cells.memory.acquire(cells.writers[1], cells.address(4))
+    cells.load(1, 0)
+
+
+def wrong_read_of_what_was_stored_after_the_signal(cells: Cells) -> None:
+    cells.release(0, 4, 1)
+    cells.store(0, 0, 10)
+    cells.memory.drain(cells.writers[0])
+    cells.memory.acquire(cells.writers[1], cells.address(4))
+    cells.load(1, 0)
+
+
+def wrong_read_of_nothing(cells: Cells) -> None:
+    cells.load(1, 0)
+
+
+def wrong_store_while_somebody_reads(cells: Cells) -> None:
+    cells.store(0, 0, 10)
+    cells.release(0, 4, 1)
+    cells.memory.drain(cells.writers[0])
+    cells.memory.acquire(cells.writers[1], cells.address(4))
+    cells.load(1, 0)
+    cells.store(0, 0, 20)
+
+
+def wrong_store_beside_a_store(cells: Cells) -> None:
+    cells.store(0, 0, 10)
+    cells.store(1, 0, 20)
+
+
+def wrong_place(cells: Cells) -> None:
+    cells.memory.region(cells.address(7), cells.address(9), "writer 0")
+
+
+WRONG = {
+    wrong_read_without_acquire: "early read: writer 1 reads words.0:1., which nothing orders behind the store by writer 0",
+    wrong_read_behind_a_plain_signal: "early read: .* by writer 0",
+    wrong_read_of_what_was_stored_after_the_signal: "early read",
+    wrong_read_of_nothing: "early read: .* was not written by anybody",
+    wrong_store_while_somebody_reads: "overwrite: writer 0 writes words.0:1., .* behind the read by writer 1",
+    wrong_store_beside_a_store: "overwrite: writer 1 writes .* behind the store by writer 0",
+    wrong_place: "wild access",
+}
+
+
+@pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
+def test_what_is_wrong_is_found(program) -> None:
+    with pytest.raises(Violation, match=WRONG[program]):
+        program(Cells())
+
+
+def test_answered_stores_may_be_overwritten() -> None:
+    """What the library relies on: the reader's own signal says that it has read."""
+    cells = Cells()
+    cells.store(0, 0, 10)
+    cells.release(0, 4, 1)
+    cells.memory.drain(cells.writers[0])
+    cells.memory.acquire(cells.writers[1], cells.address(4))
+    cells.load(1, 0)
+    cells.release(1, 5, 1)
+    cells.memory.drain(cells.writers[1])
+    cells.memory.acquire(cells.writers[0], cells.address(5))
+    cells.store(0, 0, 20)
+
+
+# --- Tasks ---
+
+STRATEGIES = [Walk(1), Walk(2), Priorities(3), Delays(frozenset({3, 5}), eager=False), Written({})]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
+def test_a_deadlock_is_known_at_once(strategy) -> None:
+    world = World(2, 1, strategy)
+    word = torch.zeros(2, dtype=torch.int32)
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            world.tasks.park((word.data_ptr(), word.data_ptr() + 4))  # nobody ever stores there
+
+    with pytest.raises(Violation, match="deadlock: rank 0 host waits"):
+        world.run(body)
+    world.close()
+
+
+def test_a_barrier_holds_everybody() -> None:
+    for seed in range(20):
+        world, inside = World(3, 1, Walk(seed)), []
+
+        def body(rank: int, world: World = world, inside: list[int] = inside) -> None:
+            for round_ in range(3):
+                inside.append(round_)
+                world.tasks.point()
+                world.barrier()
+
+        world.run(body)
+        world.close()
+        assert inside == sorted(inside), "nobody begins a round before all have ended the one before"
+
+
+def test_a_failure_ends_every_task() -> None:
+    world, ended, word = World(2, 1, Walk(0)), [], torch.zeros(1, dtype=torch.int32)
+
+    def body(rank: int) -> None:
+        world.barrier()
+        try:
+            if rank == 0:
+                world.tasks.point()
+                raise world.tasks.fail("wrong result", "as planned")
+            world.tasks.park((word.data_ptr(), word.data_ptr() + 4))
+        finally:
+            ended.append(rank)
+
+    with pytest.raises(Violation, match="as planned"):
+        world.run(body)
+    world.close()
+    assert sorted(ended) == [0, 1]
+
+
+def test_schedules_repeat() -> None:
+    def decisions(seed: int) -> list[Decision]:
+        world = World(3, 1, Walk(seed))
+        world.run(lambda rank: [world.tasks.point() for _ in range(10)] and None)
+        world.close()
+        return world.tasks.decisions
+
+    assert decisions(4) == decisions(4)
+    assert decisions(4) != decisions(5)
+
+
+def test_tasks_have_names() -> None:
+    world = World(2, 1, Walk(0))
+    assert isinstance(world.ranks[1].host, Task)
+    assert world.memory.names[world.ranks[1].engines[0].component] == "rank 1 copies"
+    world.close()
