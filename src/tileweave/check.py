@@ -57,6 +57,11 @@ ON_GPU = {
         tuple(Shape(rows, 1024, 384) for rows in (1, 2, 7, 16, 17, 64, 200, 512)),
         (Shape(1, 4096, 2048), Shape(16, 4096, 2048), Shape(256, 2048, 1024)),
     ),
+    "embedding_bag_all_to_all": Sizes(  # samples a rank, tables a rank, columns of a table
+        tuple(Shape(*s) for s in ((1, 1, 128), (37, 3, 64), (512, 8, 128), (100, 2, 13))),
+        tuple(Shape(rows, 4, 64) for rows in (1, 16, 37, 200, 512)),
+        (Shape(16, 4, 128), Shape(1024, 8, 128)),
+    ),
 }
 ON_CPU = {
     "all_gather_matmul": Sizes(
@@ -69,6 +74,9 @@ ON_CPU = {
     ),
     "matmul_all_reduce": Sizes(
         tuple(Shape(*s) for s in ((1, 64, 32), (65, 50, 100))), tuple(Shape(rows, 64, 32) for rows in (1, 2, 17, 64)), ()
+    ),
+    "embedding_bag_all_to_all": Sizes(
+        tuple(Shape(*s) for s in ((1, 1, 8), (3, 2, 5))), tuple(Shape(rows, 2, 4) for rows in (1, 2, 4)), ()
     ),
 }
 

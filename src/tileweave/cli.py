@@ -179,16 +179,23 @@ def bench(
     from tileweave.bench.run import Options
     from tileweave.bench.run import bench as run
 
-    _operator(op)
     kind = default_device_type()
+    embeds = _operator(op) == "embedding_bag_all_to_all"
     if kind == "cpu" and not smoke:
         raise InputError(
             "asked: a benchmark; allowed: on two GPUs or more, since interpreted kernels have no meaningful time; "
             "remedy: run it there, or try the machinery with --smoke"
         )
-    named = tuple(name.strip() for name in peers.split(",")) if peers else PEERS
-    if not set(named) <= set(PEERS):
-        raise InputError(f"asked: peers {peers}; allowed: {', '.join(PEERS)}; remedy: pass some of these")
+    allowed = PEERS
+    if embeds:
+        from tileweave.bench import embedding
+        from tileweave.bench.embedding import tables_of
+        from tileweave.bench.embedding_run import bench as run
+
+        allowed = embedding.PEERS
+    named = tuple(name.strip() for name in peers.split(",")) if peers else allowed
+    if not set(named) <= set(allowed):
+        raise InputError(f"asked: peers {peers}; allowed: {', '.join(allowed)}; remedy: pass some of these")
     options = Options(op, cases, quick, named, repeats, seconds, str(json) if json else None, smoke)
     if not options.cases():
         raise InputError(f"asked: cases {cases!r}; allowed: names that exist; remedy: see bench/cases.py")
@@ -201,8 +208,10 @@ def bench(
     for line in notes_of(report):
         screen.print(line, markup=False)
     if plot is not None:
-        from tileweave.profile.plot import plot_bench
-
+        if embeds:
+            from tileweave.bench.embedding_run import plot as plot_bench
+        else:
+            from tileweave.profile.plot import plot_bench
         plot_bench(report, plot)
         screen.print(f"picture: {plot}", markup=False)
     if not is_right(report):

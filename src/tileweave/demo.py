@@ -131,10 +131,23 @@ def _matmul_all_reduce(on_gpu: bool, world_size: int) -> list[DemoCase]:
     ]
 
 
+def _embedding_bag_all_to_all(on_gpu: bool, world_size: int) -> list[DemoCase]:
+    """Sizes are samples a rank, tables a rank, columns of a table."""
+    op = "embedding_bag_all_to_all"
+    first = torch.float16 if on_gpu else torch.float32
+    samples = 1024 if on_gpu else 4
+    return [
+        DemoCase(op, "random, odd sizes, weighted", Shape(samples + 1, 3, 13), first, bias=True),
+        DemoCase(op, "DLRM, 8 tables a rank" if on_gpu else "DLRM, 2 tables a rank",
+                 Shape(samples, 8 if on_gpu else 2, 128 if on_gpu else 16), torch.bfloat16),
+    ]  # fmt: skip
+
+
 DEMOS: dict[str, Callable[[bool, int], list[DemoCase]]] = {
     "all_gather_matmul": _all_gather_matmul,
     "matmul_reduce_scatter": _matmul_reduce_scatter,
     "matmul_all_reduce": _matmul_all_reduce,
+    "embedding_bag_all_to_all": _embedding_bag_all_to_all,
 }
 
 

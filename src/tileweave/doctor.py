@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tileweave import OPERATORS
 from tileweave.bench.cases import Case
 from tileweave.bench.environment import nccl_version, version_of
 from tileweave.config import Problem, plan_all_gather_matmul, plan_matmul_all_reduce, plan_matmul_reduce_scatter
+from tileweave.sharding import plan_embedding
 from tileweave.topology import CPU, Machine
 
 _TROUBLE = (RuntimeError, OSError, ImportError, AttributeError, ValueError, TypeError, AssertionError)
@@ -151,12 +151,14 @@ def _verdicts(count: int, linked: bool, machine: Machine) -> list[Fact]:
     """What will run here, and why the rest will not."""
     verdicts = [_interpreted(), _compiled(count, linked, machine)]
     if count >= 2 and linked:
-        for op in OPERATORS:
+        for op in _PLANS:
             for m, n, k in _TYPICAL[op]:
                 size = min(count, 8)
                 problem = Problem(size, *Case(op, "", m, n, k, False, "large").shard(size), 2, "bfloat16")
                 plan = _guarded(lambda op=op, problem=problem: str(_PLANS[op](problem, machine, False)), "unknown")
                 verdicts.append(Fact(f"{op} {m}, {n}, {k}", str(plan)))
+        lookups = str(plan_embedding(min(count, 8), 512, 8.0, machine, False))
+        verdicts.append(Fact("embedding_bag_all_to_all, 128 columns of fp32, 8 rows a bag", lookups))
     return verdicts
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
+
+from tileweave.bench import embedding_cases
 
 Block = Literal["large", "odd", "gemv", "small", "smoke"]
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -89,7 +91,8 @@ SMALL = (64, 128, 256, 512, 1024)
 GEMV = (1, 2, 4, 8, 16)
 FEW = (32, 64, 128, 256, 512)
 _QUICK = re.compile(
-    r"(llama70b-qkv|llama70b-gate-up-half)-m(64|512|2048|8192)$|llama70b-(o|down)-m(1|16|64|512|2048|8192)$|odd"
+    r"(llama70b-qkv|llama70b-gate-up-half)-m(64|512|2048|8192)$|llama70b-(o|down)-m(1|16|64|512|2048|8192)$|odd|"
+    + embedding_cases.QUICK
 )
 
 
@@ -111,20 +114,26 @@ def _matmul_all_reduce() -> list[Case]:
     return cases + [Case(AR, f"{layer}-m{m}", m, *layers[layer], True, "small") for m, layer in product(FEW, layers)]
 
 
-CASES: dict[str, list[Case]] = {AG: _all_gather_matmul(), RS: _matmul_reduce_scatter(), AR: _matmul_all_reduce()}
+# Values are lists of Case, or of what an operator with sizes of another kind has in its place.
+CASES: dict[str, list[Any]] = {
+    AG: _all_gather_matmul(),
+    RS: _matmul_reduce_scatter(),
+    AR: _matmul_all_reduce(),
+    "embedding_bag_all_to_all": embedding_cases.CASES,
+}
 
 # For trying the bench out without a GPU: interpreted kernels, times without meaning.
 _TINY = {AG: ((256, 256, 128), (32, 128, 96)), RS: ((256, 64, 256), (32, 96, 128)), AR: ((1, 128, 256), (64, 96, 128))}
-SMOKE: dict[str, list[Case]] = {
+SMOKE: dict[str, list[Any]] = {
     op: [
         Case(op, f"smoke-m{sizes[0]}", *sizes, op == AR, "smoke", dtype)
         for sizes, dtype in zip(both, ("float32", "float16"), strict=True)
     ]
     for op, both in _TINY.items()
-}
+} | {"embedding_bag_all_to_all": embedding_cases.SMOKE}
 
 
-def select(op: str, pattern: str | None = None, quick: bool = False) -> list[Case]:
+def select(op: str, pattern: str | None = None, quick: bool = False) -> list[Any]:
     """Cases of ``op`` in whose name ``pattern`` (a regular expression) is found; ``quick``: a short list of them."""
     wanted = re.compile(pattern or "")
     return [case for case in CASES[op] if wanted.search(case.name) and (not quick or _QUICK.search(case.name))]

@@ -46,7 +46,7 @@ class Options:
     json_path: str | None = None
     smoke: bool = False
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[Any]:
         """Eager ones first: a captured call of an instance costs its later eager calls a barrier."""
         found = SMOKE[self.op] if self.smoke else select(self.op, self.pattern, self.quick)
         return sorted(found, key=lambda case: case.graph)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 import tileweave as tw
+from tileweave.bench.embedding_subject import EmbeddingBagAllToAll
 from tileweave.config import Plan
 from tileweave.profile.record import Recording, record, record_call
 
@@ -219,8 +220,8 @@ class MatmulAllReduce(_Matmul):
         return worst_of([((a.float() - b).norm() / b.norm()).item() for a, b in pairs])
 
 
-SUBJECTS: dict[str, Subject] = {
-    subject.op: subject for subject in (AllGatherMatmul(), MatmulReduceScatter(), MatmulAllReduce())
+SUBJECTS: dict[str, Any] = {
+    subject.op: subject for subject in (AllGatherMatmul(), MatmulReduceScatter(), MatmulAllReduce(), EmbeddingBagAllToAll())
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tileweave.nn.embedding import ShardedEmbeddingBag
 from tileweave.nn.linear import ColumnParallelLinear, RowParallelLinear
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "ShardedEmbeddingBag"]

@@ -8,11 +8,14 @@ is added to the rounded sum, and the result rounded again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch.nn.functional import linear, rms_norm
 
-from tileweave.transport.collectives import all_gather_flat, reduce_scatter_flat
+from tileweave.sharding import EmbeddingLayout, rows_of
+from tileweave.transport.collectives import all_gather_flat, all_to_all_flat, reduce_scatter_flat
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -109,3 +112,101 @@ def matmul_all_reduce(
 def _partial(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's part of the sum; rank 0's has the bias, so that it is added once."""
     return linear(x, w, bias if dist.get_rank(group) == 0 else None)
+
+
+# --- Embeddings ---
+
+
+def all_to_all(sends: list[torch.Tensor], sizes: list[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Flat ``sends[p]`` to rank p; what each rank sent here, flat, of ``sizes`` elements. Any dtype."""
+    whole = torch.cat([t.reshape(-1) for t in sends])
+    return list(all_to_all_whole(whole, [t.numel() for t in sends], sizes, group).split(sizes))
+
+
+def all_to_all_whole(whole: torch.Tensor, split: list[int], sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """:func:`all_to_all` of pieces that stand one behind the other, flat; so does what comes back."""
+    got = whole.new_empty(sum(sizes))
+    if whole.dtype.itemsize == 2:  # as bytes, since gloo knows no halves
+        sizes_in_bytes, split_in_bytes = [2 * n for n in sizes], [2 * n for n in split]
+        all_to_all_flat(got.view(torch.uint8), whole.view(torch.uint8), sizes_in_bytes, split_in_bytes, group=group)
+    else:
+        all_to_all_flat(got, whole, sizes, split, group=group)
+    return got
+
+
+def exchange_numbers(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    """A list of integers of each rank, by rank. Waits for the device."""
+    where = device if dist.get_backend(group) != "gloo" else torch.device("cpu")
+    counts = all_gather(torch.tensor([len(mine)], device=where), group).tolist()
+    padded = torch.tensor([*mine, *[0] * (max(counts) - len(mine))], dtype=torch.int64, device=where)
+    rows = all_gather(padded, group).view(len(counts), -1).tolist() if max(counts) else [[] for _ in counts]
+    return [tuple(row[:count]) for row, count in zip(rows, counts, strict=True)]
+
+
+def embedding_bag(
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    batch: int,
+    mean: bool,
+) -> list[torch.Tensor]:
+    """Each table's bags pooled in fp32, [B, D_t]; an index that is out of range counts as a row of zeros."""
+    begins, found = offsets.long(), []
+    for number, table in enumerate(tables):
+        mine = begins[number * batch : (number + 1) * batch + 1]
+        lengths = mine.diff()
+        rows = indices[mine[0] : mine[-1]].long()
+        bags = torch.repeat_interleave(torch.arange(batch, device=rows.device), lengths)
+        there = (rows >= 0) & (rows < table.shape[0])
+        vectors = table[rows[there]].float()
+        if weights is not None:
+            vectors = vectors * weights[mine[0] : mine[-1]][there].float()[:, None]
+        pooled = vectors.new_zeros(batch, table.shape[1]).index_add_(0, bags[there], vectors)
+        found.append(pooled / lengths.clamp(min=1)[:, None] if mean else pooled)
+    return found
+
+
+def embedding_bag_all_to_all(
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    layout: EmbeddingLayout,
+    batch: int,
+    mean: bool,
+    out_dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Lookup, all-to-all, and each block into its columns: [b, width]. ``group`` None: this rank alone."""
+    pooled = [p.to(out_dtype) for p in embedding_bag(tables, indices, offsets, weights, batch, mean)]
+    size, rank = len(layout.dims), 0 if group is None else dist.get_rank(group)
+    rows = [rows_of(batch, size, peer) for peer in range(size)]
+    begin, end = rows[rank]
+    empty = torch.empty(0, dtype=out_dtype, device=indices.device)
+    sends = [torch.cat([empty, *(p[b:e].reshape(-1) for p in pooled)]) for b, e in rows]
+    sizes = [(end - begin) * sum(dims) for dims in layout.dims]
+    blocks = sends if group is None else all_to_all(sends, sizes, group)
+    y = torch.empty(end - begin, layout.width, dtype=out_dtype, device=indices.device)
+    for block, columns, dims in zip(blocks, layout.columns, layout.dims, strict=True):
+        parts = block.split([(end - begin) * dim for dim in dims]) if dims else ()
+        for part, column, dim in zip(parts, columns, dims, strict=True):
+            y[:, column : column + dim] = part.view(end - begin, dim)
+    return y
+
+
+def gradient_to_owners(
+    grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """[b, width] of each rank's samples -> [B, sum of own dims], the columns of this rank's tables for all samples."""
+    size, rank = len(layout.dims), 0 if group is None else dist.get_rank(group)
+    empty = grad.new_empty(grad.shape[0], 0)
+    sends = [
+        torch.cat([empty, *(grad[:, c : c + d] for c, d in zip(cs, ds, strict=True))], 1)
+        for cs, ds in zip(layout.columns, layout.dims, strict=True)
+    ]
+    width = sum(layout.dims[rank])
+    if group is None:
+        return sends[0].contiguous()
+    sizes = [(e - b) * width for b, e in (rows_of(batch, size, peer) for peer in range(size))]
+    return torch.cat(all_to_all(sends, sizes, group)).view(batch, width)

@@ -12,6 +12,7 @@ from tileweave.transport.workspace import timeout_seconds
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_to_all_flat = dist.all_to_all_single
 
 _PLACE_BYTES = 192
 

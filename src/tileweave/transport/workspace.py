@@ -15,6 +15,7 @@ import torch
 
 from tileweave.errors import CaptureError, InputError, PeerTimeout
 from tileweave.transport import base
+from tileweave.transport.regions import Regions
 
 if TYPE_CHECKING:
     from tileweave.config import Plan
@@ -48,6 +49,7 @@ class Instance:
     signal_table, slot_table : int64 ``[R]``, the address of each rank's signals and slots as mapped here.
     control : int32, local: epoch of the next call, programs that left, fault flag, time-out in microseconds.
     report : int32, readable by the host while kernels run: the first wait that ran out of time.
+    regions : which slots are lent to callers as results; all but operators that announce regions leave it alone.
     counters : int32, local, zero between calls: how many parts of a tile have arrived.
     captured : whether a CUDA graph holds a call, so that the host no longer knows the epoch.
     """
@@ -69,7 +71,8 @@ class Instance:
         self._slots: SymmetricBuffer | None = None
         self._retired: list[object] = []
         self.slot_table = torch.zeros(0)
-        self.slot_bytes = 0
+        self.slot_bytes = self.num_slots = 0
+        self.regions = Regions(0)
         self.captured = False
         self.calls = 0
         self.cache: dict[object, object] = {}
@@ -79,7 +82,7 @@ class Instance:
 
     @property
     def slots(self) -> torch.Tensor:
-        """This rank's two slots, uint8 ``[2 * slot_bytes]``."""
+        """This rank's slots, uint8 ``[num_slots * slot_bytes]``."""
         assert self._slots is not None, "reserve() comes before slots"
         return self._slots.local
 
@@ -92,16 +95,20 @@ class Instance:
     def signal_addresses(self) -> tuple[int, ...]:
         return self._signals.addresses
 
-    def reserve(self, slot_bytes: int, counters: int = 0) -> None:
-        """Make room for slots of ``slot_bytes`` each. Collective if they grow, so sizes must agree on all ranks."""
+    def reserve(self, slot_bytes: int, counters: int = 0, slots: int = 2) -> None:
+        """Make room for ``slots`` slots of ``slot_bytes`` each. Collective if they grow, so sizes must agree on all ranks.
+
+        Operators that push have two slots, chosen by the parity of the epoch; who asks for more hands them out as regions.
+        """
         if counters > self.counters.numel():
             self._refuse_capture("more tile counters")
             self._retired.append(self.counters)
             self.counters = torch.zeros(counters, dtype=torch.int32, device=self.transport.device)
             self.cache.clear()
-        if slot_bytes <= self.slot_bytes:
+        if slot_bytes <= self.slot_bytes and slots <= self.num_slots:
             return
-        self._refuse_capture(f"slots of {slot_bytes} bytes where {self.slot_bytes} exist")
+        slots, slot_bytes = max(slots, self.num_slots), max(slot_bytes, self.slot_bytes)
+        self._refuse_capture(f"{slots} slots of {slot_bytes} bytes where {self.num_slots} of {self.slot_bytes} exist")
         self.transport.synchronize()
         self.transport.barrier()
         if self.captured:  # a graph still points there
@@ -109,9 +116,10 @@ class Instance:
         self._slots = None
         self.cache.clear()
         size = -(-slot_bytes // _ALIGN) * _ALIGN
-        self._slots = self.transport.allocate(2 * size)
+        self._slots = self.transport.allocate(slots * size)
         self.slot_table = self._table(self._slots)
-        self.slot_bytes = size
+        self.slot_bytes, self.num_slots = size, slots
+        self.regions = Regions(slots)
 
     def _refuse_capture(self, what: str) -> None:
         if self.transport.capturing():
@@ -152,7 +160,7 @@ class Instance:
     @property
     def nbytes(self) -> int:
         """Bytes of symmetric memory this rank holds for this instance."""
-        return self._signals.local.numel() + 2 * self.slot_bytes
+        return self._signals.local.numel() + self.num_slots * self.slot_bytes
 
 
 class Workspace:

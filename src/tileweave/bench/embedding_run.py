@@ -1,0 +1,102 @@
+"""Benching embedding_bag_all_to_all on every rank: what ``bench/run.py`` does for matmuls, with this operator's rivals."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tileweave as tw
+from tileweave.bench.embedding import PEERS, EmbeddingPeers, entry_of, headline, judge
+from tileweave.bench.embedding_cases import OP, EmbeddingCase
+from tileweave.bench.environment import environment
+from tileweave.bench.run import Options, _agree, _write
+from tileweave.bench.screen import Steps
+from tileweave.bench.subjects import worst
+from tileweave.launcher import Member
+from tileweave.profile.timing import measure
+
+
+def bench(member: Member, options: Options) -> dict[str, Any]:
+    """Collective; the report is complete on rank 0 only."""
+    cases = options.cases()
+    report: dict[str, Any] = {
+        "op": OP,
+        "world_size": member.world_size,
+        "environment": environment() if member.rank == 0 else {},
+        "method": "max over ranks, median of repeats, interleaved, three sets of uniform indices in turn",
+        "cases": [],
+        "skipped": [],
+    }
+    started = time.monotonic()
+    with Steps(f"bench {OP}", len(cases), show=member.rank == 0) as steps:
+        for seed, case in enumerate(cases):
+            steps.now(case.name)
+            if not _agree(member, time.monotonic() - started < options.seconds):
+                report["skipped"].append(case.name)
+                steps.done("skipped: out of time")
+                continue
+            report["cases"].append(_bench_case(member, case, options, seed, steps))
+            steps.done(headline(report["cases"][-1]))
+            if member.rank == 0 and options.json_path:
+                _write(report, options.json_path)
+    report["seconds"] = round(time.monotonic() - started, 1)
+    if member.rank == 0 and options.json_path:
+        _write(report, options.json_path)
+    return report
+
+
+def _bench_case(member: Member, case: EmbeddingCase, options: Options, seed: int, steps: Steps) -> dict[str, Any]:
+    steps.detail("draws tables")
+    names = tuple(name for name in PEERS if name in options.peers) or PEERS
+    peers = EmbeddingPeers(case, member, names, seed)
+    indices, offsets, _ = peers.sets[0]
+    plan = tw.explain(OP, peers.tables, indices, offsets, group=member.group)
+    steps.detail("compiles and checks")
+    member.barrier()
+    entry = entry_of(case, peers, worst(peers.error(), member.device, member.group), str(plan))
+    if entry["right"]:
+        timings = measure(
+            peers.functions, member.group, member.device, repeats=options.repeats, graph=case.graph,
+            on_capture_failure="eager", progress=steps.detail,
+        )  # fmt: skip
+        entry["times"] = {name: timing.as_dict() for name, timing in timings.items()}
+    entry.update(judge(entry))
+    del peers
+    member.barrier()
+    tw.close(member.group)
+    gc.collect()
+    if member.on_gpu:
+        torch.cuda.empty_cache()
+    member.barrier()
+    return entry
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Each case's times over the larger of its two floors, as bars. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    from tileweave.bench.embedding import OURS, TORCH, UNFUSED
+
+    cases = [case for case in report["cases"] if case["right"]]
+    figure = Figure(figsize=(max(7.0, 0.9 * len(cases)), 4.2), layout="constrained")
+    axes = figure.subplots()
+    for number, (name, colour) in enumerate(((OURS, "#1b7f79"), (UNFUSED, "#e0a458"), (TORCH, "#9a8c98"))):
+        heights = []
+        for case in cases:
+            floor = max(case["floor_read_us"], case["floor_sent_us"])
+            heights.append(case["times"].get(name, {}).get("median_us", math.nan) / floor)
+        places = [i + (number - 1) * 0.27 for i in range(len(cases))]
+        bars = axes.bar(places, heights, 0.26, label=name, color=colour)
+        axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(cases)), [case["name"] for case in cases], rotation=35, ha="right", fontsize=8)
+    axes.set_ylabel("time over the larger floor")
+    axes.set_title(f"{OP}, world {report['world_size']}, {report['environment'].get('device', '')}", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,179 @@
+"""embedding_bag_all_to_all: out[s, columns of t] = pooled bag (t, s) on the owner of sample s, in one launch, no copy.
+
+    tables, indices, offsets   this rank's tables, the bags of the global batch B; see ``embedding_lookup.py``
+    regions  [count, b, width] symmetric; a call's result is one of them and is handed to the user as it stands
+
+Who writes, who reads. A program pools bags and stores the vectors straight into the rows of their samples and the columns of
+their table, in the *region* that the owner of the samples has announced for this call. Every rank writes its own columns
+of every region; the owner's later kernels read it.
+
+====================  =====  =====================================  ===================================================
+signal (int32)        value  notifier                               waiter
+====================  =====  =====================================  ===================================================
+[source, READY]       epoch  program 0 of ``source``, behind the    programs about to store to ``source`` for the first
+                             number of its region in [source,       time in this call
+                             REGION]
+[source, DONE]        epoch  ``source``'s program that is the last  the last program, before it leaves
+                             to have stored to peers
+====================  =====  =====================================  ===================================================
+
+    rank r    | announce | pool | ready? store to r+1 | r+2 | r+3 | own | r+1 | r+2 | ... | done | own | done of all? | leave
+
+Why nothing is overwritten: a rank announces a region in call n that is in nobody's hands, behind all that was queued
+before call n, hence behind the last reader of the region; peers store to it only after they saw that. [REGION] is
+rewritten in call n+1, which begins after [source, DONE] of call n came from each peer, hence after its last use. So a
+result may be held for as long as one likes, and a captured graph may have its region frozen.
+
+Why nobody is stuck: program 0 announces before it waits for anybody; all waits are for other ranks, and READY depends on no
+wait. DONE of a rank needs all its programs to have passed their last store, and only the last one waits for DONE.
+
+Order: tickets are handed out one by one, so long bags are balanced; they alternate between peers, own blocks between them,
+``lag`` rounds later, so that links and memory work all the time and the last stores travel beside own work.
+
+Limits: one dtype for all tables. After a time-out the result is NaN.
+Sources: fused operators (arXiv 2305.06942) for remote-first stores into place; a ticket counter as in stream-ordered queues.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tileweave.kernels.embedding_lookup import constants, pool_bags, store_bags, table_at
+from tileweave.kernels.endpoint import Endpoint
+from tileweave.language.remote import symm_at
+from tileweave.language.signal import faulted, leave, load_epoch, notify_all, wait
+from tileweave.sharding import EmbeddingConfig, rows_of
+
+SLICES = tl.constexpr(32)  # signal words of a source
+READY, DONE, REGION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+TICKETS, PASSED = tl.constexpr(0), tl.constexpr(1)  # counters of a call, in one of two sets by parity of the epoch
+COUNTERS = 4
+POISON_BLOCK = tl.constexpr(1024)
+
+
+@triton.jit
+def announce(signal_table, counters, rank, region, epoch, WORLD_SIZE: tl.constexpr):
+    """Program 0: tell every peer where this call's result stands, and clear the counters of the next call."""
+    tl.store(counters + (1 - (epoch & 1)) * 2 + TICKETS, 0)
+    tl.store(counters + (1 - (epoch & 1)) * 2 + PASSED, 0)
+    for step in tl.static_range(1, WORLD_SIZE):
+        word = symm_at(signal_table, (rank + step) % WORLD_SIZE, tl.int32, 4) + rank * SLICES + REGION
+        tl.store(word, region)
+    notify_all(signal_table, rank * SLICES + READY, rank, epoch, WORLD_SIZE, False)
+
+
+@triton.jit
+def count_passed(signal_table, counters, rank, epoch, num_programs, WORLD_SIZE: tl.constexpr):
+    """This program stores nothing to peers any more; the last of all to say so tells the peers."""
+    tl.debug_barrier()
+    if tl.atomic_add(counters + (epoch & 1) * 2 + PASSED, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+        notify_all(signal_table, rank * SLICES + DONE, rank, epoch, WORLD_SIZE, False)
+
+
+@triton.jit
+def poison(region, size):
+    """After a time-out: nothing of this result may pass for right."""
+    for begin in range(0, size, POISON_BLOCK):
+        at = begin + tl.arange(0, POISON_BLOCK)
+        tl.store(region + at, float("nan"), mask=at < size)
+
+
+UNSPECIALIZED = ["rank", "region", "num_indices", "blocks", "rounds", "lag", "rows_here"]
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def embedding_bag_all_to_all_kernel(
+    meta, indices, offsets, weights, regions, slot_table, signal_table, signals, control, report, counters,
+    rank, region, region_size, num_indices, batch, chunk, blocks, rounds, lag, width, rows_here,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr,
+    UNROLL: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Take tickets, pool, store; see the module's docstring for the protocol."""
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    epoch = load_epoch(control)
+    if program == 0:
+        announce(signal_table, counters, rank, region, epoch, WORLD_SIZE)
+    tickets = counters + (epoch & 1) * 2 + TICKETS
+    total = (rounds + lag) * WORLD_SIZE
+    awaited = tl.cast(0, tl.int32)  # bit p: peer p is ready
+    passed = tl.cast(0, tl.int32)
+    ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    while ticket < total:
+        following = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+        if (passed == 0) & (ticket >= rounds * WORLD_SIZE):
+            count_passed(signal_table, counters, rank, epoch, num_programs, WORLD_SIZE)
+            passed += 1
+        step = ticket % WORLD_SIZE
+        peer = (rank + 1 + step) % WORLD_SIZE
+        block = ticket // WORLD_SIZE
+        if peer == rank:
+            block -= lag
+        if (block >= 0) & (block < rounds):
+            table = block // blocks
+            sample = block % blocks * BAGS  # among the peer's
+            count = tl.minimum(tl.minimum(chunk, batch - peer * chunk) - sample, BAGS)
+            base, rows, dim, column = table_at(meta, table, DTYPE, ALIGN)
+            first = table.to(tl.int64) * batch + peer * chunk + sample
+            first = tl.minimum(first, table.to(tl.int64) * batch + batch)  # where the last ranks own no samples
+            acc = pool_bags(
+                base, rows, dim, indices, offsets, weights, num_indices, first, count,
+                BLOCK_D, BAGS, UNROLL, MEAN, WEIGHTED,
+            )  # fmt: skip
+            place = region
+            if peer != rank:
+                if (awaited >> peer) & 1 == 0:
+                    wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report)
+                    awaited = awaited | (1 << peer)
+                    if faulted(control) != 0:  # where its region is, nobody knows
+                        awaited = awaited | (1 << 30)
+                place = tl.load(signals + peer * SLICES + REGION, volatile=True)
+                if awaited >= 1 << 30:
+                    count = count * 0
+            out = symm_at(slot_table, peer, regions.dtype.element_ty, 16) + place.to(tl.int64) * region_size
+            store_bags(acc, out, sample, count, width, column, dim, BLOCK_D, BAGS)
+        ticket = following
+    if passed == 0:
+        count_passed(signal_table, counters, rank, epoch, num_programs, WORLD_SIZE)
+    if program == num_programs - 1:
+        for step in tl.static_range(1, WORLD_SIZE):
+            source = (rank + step) % WORLD_SIZE
+            wait(signals, 1, epoch, source * SLICES + DONE, -1, control, report)
+        if faulted(control) != 0:
+            poison(regions + tl.cast(region, tl.int64) * region_size, rows_here.to(tl.int64) * width)
+    leave(control, epoch, num_programs)
+
+
+def launch(
+    peers: Endpoint,
+    meta: torch.Tensor,
+    tables: list[torch.Tensor],
+    columns: tuple[int, ...],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    batch: int,
+    width: int,
+    mean: bool,
+    region: int,
+    rank: int,
+    world_size: int,
+    num_sms: int,
+    config: EmbeddingConfig,
+) -> None:
+    """Launch on the current stream. ``region``: where this rank's rows land; ``peers.slots`` are the regions."""
+    begin, end = rows_of(batch, world_size, rank)
+    chunk = rows_of(batch, world_size, 0)[1]
+    blocks = triton.cdiv(chunk, config.bags)
+    rounds = len(tables) * blocks
+    programs = max(1, min(num_sms * config.programs_per_sm, rounds * world_size))
+    embedding_bag_all_to_all_kernel[(programs,)](
+        meta, indices, offsets, indices if weights is None else weights, peers.slots,
+        peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, peers.counters,
+        rank, region, peers.slot_size, indices.numel(), batch, chunk, max(blocks, 1), rounds, min(config.lag, rounds), width,
+        end - begin,
+        WORLD_SIZE=world_size, MEAN=mean, WEIGHTED=weights is not None,
+        **constants(tables, columns, width, peers.slots.element_size(), config),
+    )  # fmt: skip

@@ -1,0 +1,129 @@
+"""Embedding tables shared out over a group: pooled lookups of the global batch, results with the samples' owners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tileweave.errors import require
+from tileweave.ops.distribute_indices import distribute_indices
+from tileweave.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
+from tileweave.ops.embedding_inputs import FusedOptimizer
+from tileweave.ops.registry import group_of, name_of
+from tileweave.sharding import ShardingPlan, TableSpec, plan_sharding
+
+
+class ShardedEmbeddingBag(nn.Module):
+    """Many ``nn.EmbeddingBag`` tables, whole or by columns on the ranks of a group, as ``plan_sharding`` deals them out.
+
+    ========  ==========================  ==========================================================
+    lengths   [F * b]                     indices of each bag, table after table, own samples
+    values    [sum(lengths)]              their rows, as in TorchRec's KeyedJaggedTensor
+    y         [b, sum of all dims]        tables in the order in which they were given
+    weight_i  [rows, dim of the part]     this rank's i-th part, see ``plan.of_rank(rank)``
+    ========  ==========================  ==========================================================
+
+    Parameters
+    ----------
+    tables : rows, dim and mean pooling of each table. plan : who owns what; None: :func:`tileweave.plan_sharding`.
+    optimizer : None (gradients, for an optimizer of torch's), or "sgd" or "adagrad": backward takes the step in place. Row-wise
+        Adagrad of a part takes the mean of squares over the part's columns.
+    sparse : gradients as COO tensors. divide_gradient : over R, as for a loss that is a mean over ranks.
+    out_dtype : of what travels and of y; None: ``dtype``.
+
+    ``print(module.plan.explain())`` says why the tables are where they are. Weights start as ``nn.EmbeddingBag``'s.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        *,
+        group: dist.ProcessGroup | None = None,
+        plan: ShardingPlan | None = None,
+        mode: str = "sum",
+        dtype: torch.dtype = torch.float32,
+        out_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        optimizer: str | None = None,
+        learning_rate: float = 0.01,
+        epsilon: float = 1e-8,
+        sparse: bool = False,
+        divide_gradient: bool = False,
+    ) -> None:
+        super().__init__()
+        self.group_name = name_of(group)
+        self.world_size = dist.get_world_size(group_of(self.group_name))
+        self.rank = dist.get_rank(group_of(self.group_name))
+        self.plan = plan or plan_sharding(tables, self.world_size, dtype.itemsize)
+        fits = self.plan.world_size == self.world_size and self.plan.tables == tuple(tables)
+        require(fits, "a plan for other tables or ranks", "one made for these", "call tw.plan_sharding with them")
+        self.layout = self.plan.layout()
+        self.features = [[s.table for s in self.plan.of_rank(rank)] for rank in range(self.world_size)]
+        self.mode, self.out_dtype, self.sparse, self.divide_gradient = mode, out_dtype or dtype, sparse, divide_gradient
+        for number, shard in enumerate(self.plan.of_rank(self.rank)):
+            weight = torch.empty(self.plan.tables[shard.table].rows, shard.dim, dtype=dtype, device=device)
+            self.register_parameter(f"weight_{number}", nn.Parameter(weight))
+        self.optimizer: FusedOptimizer | None = None
+        if optimizer is not None:
+            rate = torch.full((1,), learning_rate, dtype=torch.float32, device=device)
+            states = [torch.zeros(w.shape[0], device=device) for w in self.weights()] if optimizer == "adagrad" else []
+            self.optimizer = FusedOptimizer(optimizer, rate, states, epsilon)
+        self.reset_parameters()
+
+    def weights(self) -> list[nn.Parameter]:
+        """This rank's parts, in the plan's order."""
+        return [self.get_parameter(f"weight_{i}") for i in range(len(self.plan.of_rank(self.rank)))]
+
+    def reset_parameters(self) -> None:
+        for weight in self.weights():
+            nn.init.normal_(weight)
+
+    @torch.no_grad()
+    def load_tables(self, tables: Sequence[torch.Tensor]) -> None:
+        """Copy this rank's parts out of whole tables [rows, dim], one for each table."""
+        for weight, shard in zip(self.weights(), self.plan.of_rank(self.rank), strict=True):
+            weight.copy_(tables[shard.table][:, shard.column : shard.column + shard.dim])
+
+    @torch.no_grad()
+    def whole_tables(self) -> list[torch.Tensor]:
+        """Collective: every table whole, on every rank; for checkpoints of small tables and for tests."""
+        group, found = group_of(self.group_name), []
+        mine = dict(zip(self.plan.of_rank(self.rank), self.weights(), strict=True))
+        for number, spec in enumerate(self.plan.tables):
+            device, dtype = self.device_and_dtype()
+            whole = torch.zeros(spec.rows, spec.dim, dtype=torch.float32, device=device)
+            for shard, weight in mine.items():
+                if shard.table == number:
+                    whole[:, shard.column : shard.column + shard.dim] = weight
+            dist.all_reduce(whole, group=group)
+            found.append(whole.to(dtype))
+        return found
+
+    def device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
+        """Of the tables; where this rank has none, those of the default group's device and of the result."""
+        for weight in self.weights():
+            return weight.device, weight.dtype
+        gpu = dist.get_backend(group_of(self.group_name)) != "gloo"
+        return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"), self.out_dtype
+
+    def forward(
+        self, lengths: torch.Tensor, values: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        indices, offsets, weights = distribute_indices(
+            lengths, values, self.features, weights=per_sample_weights, group=self.group_name
+        )
+        return self.lookup(indices, offsets, weights, lengths.numel() // len(self.plan.tables) * self.world_size)
+
+    def lookup(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, batch: int) -> torch.Tensor:
+        """The lookup alone, from what ``tileweave.distribute_indices`` returned; a train pipeline may call them apart."""
+        return embedding_bag_all_to_all(
+            self.weights(), indices, offsets, batch=batch, mode=self.mode, per_sample_weights=weights, layout=self.layout,
+            out_dtype=self.out_dtype, gradient="sparse" if self.sparse else "dense", optimizer=self.optimizer,
+            divide_gradient=self.divide_gradient, group=self.group_name,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"{len(self.plan.tables)} tables / {self.world_size} ranks, {self.layout.width} columns, mode={self.mode!r}"

@@ -1,0 +1,167 @@
+"""The fused calls of embedding_bag_all_to_all: lookup with stores to the samples' owners, and the gradient's way back.
+
+``embedding_bag_all_to_all.py`` checks the arguments and plans; tests and the tuner call these themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tileweave.errors import CaptureError
+from tileweave.ops.registry import endpoint, interpreting, workspace_of
+from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
+from tileweave.transport.base import Transport
+from tileweave.transport.workspace import Instance
+
+OP = "embedding_bag_all_to_all"
+REGIONS = 3  # one that the last result is in, one for the next, and one that is never lent
+_MOST_METAS = 64
+
+
+def meta_of(
+    cache: dict, tables: Sequence[torch.Tensor], columns: Sequence[int], device: torch.device, capturing: bool
+) -> torch.Tensor:
+    """int64 [T, 4] on the device: address, rows, dim, column of each table; made once for the same tables."""
+    key = tuple((t.data_ptr(), t.shape, c) for t, c in zip(tables, columns, strict=True))
+    found = cache.get(key)
+    if found is None:
+        if capturing:
+            raise CaptureError(
+                f"asked: {OP} under CUDA-graph capture with tables not seen before; allowed: tables of an earlier call; "
+                "remedy: call once with these tables before capturing"
+            )
+        words = [(t.data_ptr(), t.shape[0], t.shape[1], c) for t, c in zip(tables, columns, strict=True)] or [(0, 0, 0, 0)]
+        if len(cache) >= _MOST_METAS:
+            cache.pop(next(iter(cache)))
+        found = cache[key] = torch.tensor(words, dtype=torch.int64).to(device)
+    return found
+
+
+def run_fused(
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    layout: EmbeddingLayout,
+    batch: int,
+    mean: bool,
+    out_dtype: torch.dtype,
+    group_name: str,
+    config: EmbeddingConfig,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The result [b, width]: a region as it stands where one is free, else (or with ``out``) a copy of it."""
+    from tileweave.kernels import embedding_bag_all_to_all as kernel
+
+    workspace = workspace_of(group_name, indices.device)
+    transport = workspace.transport
+    instance = workspace.instance(OP, "sm")
+    width, columns = layout.width, layout.columns[transport.rank]
+    begin, end = rows_of(batch, transport.world_size, transport.rank)
+    chunk = rows_of(batch, transport.world_size, 0)[1]
+    instance.reserve(max(chunk * width, 1) * out_dtype.itemsize, kernel.COUNTERS, REGIONS)
+    capturing = transport.capturing()
+    metas: Any = instance.cache.setdefault("metas", {})
+    meta = meta_of(metas, tables, columns, indices.device, capturing)
+    region, lends = _region_of(instance, out), False
+    if region is None:
+        region, lends = instance.regions.choose(capturing)
+    instance.begin()
+    peers = endpoint(instance, out_dtype)
+    try:
+        kernel.launch(
+            peers, meta, list(tables), columns, indices, offsets, weights, batch, width, mean, region,
+            transport.rank, transport.world_size, transport.machine.num_sms, config,
+        )  # fmt: skip
+    finally:
+        if interpreting():
+            instance.check()
+    first = region * peers.slot_size
+    place = peers.slots[first : first + (end - begin) * width].view(end - begin, width)
+    if out is not None:
+        return out if out.data_ptr() == place.data_ptr() else out.copy_(place)
+    if lends and place.numel():
+        return instance.regions.lend(region, place)
+    return place.clone()
+
+
+def _region_of(instance: Instance, out: torch.Tensor | None) -> int | None:
+    """The region that ``out`` is, if it is an earlier result of this instance: then peers store straight into it."""
+    if out is None or not out.numel():
+        return None
+    begin = out.data_ptr() - instance.slots.data_ptr()
+    region, within = divmod(begin, instance.slot_bytes)
+    return region if within == 0 and region in instance.regions.held and region < instance.num_slots else None
+
+
+def run_lookup(
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    columns: Sequence[int],
+    width: int,
+    batch: int,
+    mean: bool,
+    out_dtype: torch.dtype,
+    config: EmbeddingConfig,
+    cache: dict,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """All bags of this rank's tables, [batch, width], by the kernel and with no communication."""
+    from tileweave.kernels import embedding_lookup as kernel
+
+    if out is None:
+        out = torch.empty(batch, width, dtype=out_dtype, device=indices.device)
+    capturing = indices.is_cuda and torch.cuda.is_current_stream_capturing()
+    meta = meta_of(cache, tables, columns, indices.device, capturing)
+    kernel.launch(meta, list(tables), tuple(columns), indices, offsets, weights, out, batch, mean, config)
+    return out
+
+
+def push_gradient(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_name: str) -> torch.Tensor:
+    """[B, sum of this rank's dims]: each rank's gradient rows of this rank's columns, pushed into place.
+
+    The result is a slot of symmetric memory: read it on this stream before the next call.
+    """
+    from tileweave.kernels import embedding_gradient as kernel
+
+    workspace = workspace_of(group_name, grad.device)
+    transport = workspace.transport
+    instance = workspace.instance(f"{OP}_backward", "sm")
+    dims = [sum(mine) for mine in layout.dims]
+    instance.reserve(max(batch * max(dims), 1) * grad.element_size(), kernel.COUNTERS, 1)
+    key = ("pieces", layout)
+    plan: Any = instance.cache.get(key)
+    if plan is None:
+        plan = instance.cache[key] = _pieces(layout, transport).to(grad.device)
+    elements = 16 // grad.element_size()
+    numbers = [layout.width, *dims, *sum(layout.columns, ()), *sum(layout.dims, ())]
+    aligned = elements if all(n % elements == 0 for n in numbers) and grad.data_ptr() % 16 == 0 else 1
+    instance.begin()
+    peers = endpoint(instance, grad.dtype)
+    try:
+        kernel.push_gradient(
+            peers, plan, grad, rows_of(batch, transport.world_size, transport.rank)[0], aligned,
+            transport.rank, transport.world_size, transport.machine.num_sms,
+        )  # fmt: skip
+    finally:
+        if interpreting():
+            instance.check()
+    width = dims[transport.rank]
+    return peers.slots[: batch * width].view(batch, width)
+
+
+def _pieces(layout: EmbeddingLayout, transport: Transport) -> torch.Tensor:
+    """int64 [pieces, 5]: (owner, source column, target column, dim, owner's width), next ranks first, this rank last."""
+    rows = []
+    for step in range(1, transport.world_size + 1):
+        owner = (transport.rank + step) % transport.world_size
+        target, width = 0, sum(layout.dims[owner])
+        for column, dim in zip(layout.columns[owner], layout.dims[owner], strict=True):
+            rows.append((owner, column, target, dim, width))
+            target += dim
+    return torch.tensor(rows or [(0, 0, 0, 0, 0)], dtype=torch.int64)

@@ -1,0 +1,138 @@
+"""What embedding_bag_all_to_all asks of its arguments: checks, the agreement between ranks, and the layout they share."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from tileweave.errors import RankMismatchError, require
+from tileweave.ops import reference
+from tileweave.ops.embedding_bag_all_to_all_fused import OP
+from tileweave.ops.registry import agree, group_of
+from tileweave.ops.table_gradient import KINDS
+from tileweave.sharding import EmbeddingLayout, rows_of
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class FusedOptimizer:
+    """A step that backward takes in place of leaving gradients: ``kind`` "sgd" or "adagrad" (row-wise).
+
+    rate : fp32 [1] on the tables' device, so that a schedule may change it also under a CUDA graph.
+    states : for "adagrad", fp32 [rows] for each local table, the sums of mean squares; else empty.
+    """
+
+    kind: str
+    rate: torch.Tensor
+    states: list[torch.Tensor] = field(default_factory=list)
+    epsilon: float = 1e-8
+
+
+def exchanged_layout(tables: Sequence[torch.Tensor], device: torch.device, name: str) -> EmbeddingLayout:
+    """All ranks' tables in rank order. Collective, and the host waits: nothing local tells whether others' tables changed."""
+    dims = tuple(int(t.shape[1]) for t in tables)
+    if not name:
+        return EmbeddingLayout.in_rank_order([dims])
+    asked = f"{OP} inside a compiler or a CUDA-graph capture without a layout"
+    hidden = torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    require(not hidden, asked, "with one", "pass layout=tw.EmbeddingLayout.in_rank_order(dims of every rank)")
+    return EmbeddingLayout.in_rank_order(reference.exchange_numbers(dims, device, group_of(name)))
+
+
+def check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) -> None:
+    states = [(tuple(s.shape), s.dtype) for s in optimizer.states]
+    wanted = [((t.shape[0],), torch.float32) for t in tables] if optimizer.kind == "adagrad" else []
+    asked = f"optimizer {optimizer.kind!r} with states {states}"
+    require(optimizer.kind in KINDS[2:] and states == wanted, asked, f'"sgd", or "adagrad" with states {wanted}', "fix them")
+
+
+def check_inputs(
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    batch: int,
+    mean: bool,
+    layout: EmbeddingLayout,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
+    size: int,
+    rank: int,
+) -> None:
+    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
+    shapes = f"tables {[tuple(t.shape) for t in tables]}"
+    require(all(t.dim() == 2 for t in tables), shapes, "[rows, D] each", "reshape to two dimensions")
+    dtypes = f"tables {[str(t.dtype) for t in tables]}, out_dtype {out_dtype}"
+    fits = all(t.dtype == tables[0].dtype for t in tables) and {out_dtype, *(t.dtype for t in tables)} <= set(_DTYPES)
+    require(fits, dtypes, "one of float32, float16, bfloat16 for all tables", "convert the tables")
+    require(all(t.is_contiguous() for t in tables), shapes, "contiguous tables", "call .contiguous() once, not each step")
+    lists = [indices, offsets, *([] if weights is None else [weights])]
+    places = f"devices {sorted({str(t.device) for t in (*tables, *lists)})}"
+    require(all(t.device == indices.device for t in (*tables, *lists)), places, "one device", "move all to one device")
+    kinds = f"indices {indices.dtype} {tuple(indices.shape)}, offsets {offsets.dtype} {tuple(offsets.shape)}"
+    fits = indices.dim() == offsets.dim() == 1 and {indices.dtype, offsets.dtype} <= set(_INDEX_DTYPES)
+    require(fits, kinds, "one dimension, int32 or int64", "flatten or convert them")
+    require(all(t.is_contiguous() for t in lists), kinds, "contiguous", "call .contiguous()")
+    count = len(tables) * batch + 1
+    require(offsets.numel() == count, kinds, f"{count} offsets: {len(tables)} tables x {batch} samples + 1", "append the end")
+    if weights is not None:
+        asked = f"per_sample_weights {tuple(weights.shape)} {weights.dtype}, mean {mean}"
+        fits = weights.shape == indices.shape and weights.dtype in _DTYPES and not mean
+        require(fits, asked, 'one floating number for each index, mode "sum"', "fold a mean into the weights")
+    require(len(layout.dims) == size, f"a layout of {len(layout.dims)} ranks", f"{size} ranks", "make it for this group")
+    dims = tuple(t.shape[1] for t in tables)
+    require(layout.dims[rank] == dims, f"tables of dims {dims}", f"{layout.dims[rank]}, by the layout", "fix either")
+    faults = layout.faults()
+    require(not faults, f"a layout whose {faults}", "each column once", "see tw.EmbeddingLayout.in_rank_order")
+    if out is not None:
+        begin, end = rows_of(batch, size, rank)
+        shape = (end - begin, layout.width)
+        fits = tuple(out.shape) == shape and out.is_contiguous() and out.dtype == out_dtype and out.device == indices.device
+        require(fits, f"out {tuple(out.shape)} {out.dtype}", f"{shape} {out_dtype}, contiguous", "allocate out like that")
+
+
+def find_trouble(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, batch: int) -> str:
+    """Debugging only, waits for the device: what is wrong with the bags, empty if nothing."""
+    if indices.numel() != (int(offsets[-1]) if offsets.numel() else 0) or int(offsets[0]) != 0:
+        return f"offsets from {int(offsets[0])} to {int(offsets[-1])} for {indices.numel()} indices"
+    if bool((offsets[1:] < offsets[:-1]).any()):
+        return "offsets that fall"
+    ends = offsets[::batch].tolist() if batch else [0] * (len(tables) + 1)
+    for number, table in enumerate(tables):
+        mine = indices[ends[number] : ends[number + 1]]
+        if mine.numel() and not (int(mine.min()) >= 0 and int(mine.max()) < table.shape[0]):
+            return f"indices from {int(mine.min())} to {int(mine.max())} in table {number}, which has {table.shape[0]} rows"
+    return ""
+
+
+def agree_on_call(
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    numbers: Sequence[int],
+    batch: int,
+    mean: bool,
+    out_dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    size: int,
+) -> None:
+    """Debugging only: the ranks' arguments fit together, and no index is out of range; else all ranks raise."""
+    fits = offsets.numel() == len(tables) * batch + 1
+    trouble = find_trouble(tables, indices, offsets, batch) if fits else ""
+    layout = zlib.crc32(repr(list(numbers)).encode())
+    signature = {"layout": layout, "batch": batch, "mean": mean, "dtype": str(out_dtype), "trouble": trouble}
+    error: RankMismatchError | None = None
+    try:
+        if size > 1 and group is not None:
+            agree(group, indices.device, {"op": OP, **signature})
+    except RankMismatchError as found:
+        error = found
+    require(not trouble, trouble, "offsets that rise from 0, indices of rows that exist", "fix the bags")
+    if error is not None:
+        raise error

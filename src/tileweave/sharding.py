@@ -1,0 +1,248 @@
+"""Which rank owns which embedding table, or which columns of it, and how its lookups are cut: integers and names only.
+
+No torch, no triton. ``plan_sharding`` balances tables by the bytes that a sample reads from them; ``plan_embedding`` says
+which path a call takes. ``tw.explain`` and ``ShardingPlan.explain`` print what they say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tileweave.config import FUSED_WORLD_SIZES, Plan
+from tileweave.errors import InputError
+from tileweave.topology import Machine
+
+ALIGNMENT = 16  # bytes that one thread loads and stores at once
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingLayout:
+    """Where each rank's vectors stand in a row of the result.
+
+    ``columns[rank][i]``, ``dims[rank][i]``: first column and number of columns of the rank's i-th local table (or part).
+    """
+
+    columns: tuple[tuple[int, ...], ...]
+    dims: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def in_rank_order(cls, dims: Sequence[Sequence[int]]) -> EmbeddingLayout:
+        """Tables one after the other, rank by rank: the row is the concatenation of all ranks' pooled vectors."""
+        columns, at = [], 0
+        for mine in dims:
+            columns.append(tuple(at + sum(mine[:i]) for i in range(len(mine))))
+            at += sum(mine)
+        return cls(tuple(columns), tuple(tuple(mine) for mine in dims))
+
+    @property
+    def width(self) -> int:
+        """Columns of a row of the result."""
+        pairs = zip(self.columns, self.dims, strict=True)
+        return max((c + d for cs, ds in pairs for c, d in zip(cs, ds, strict=True)), default=0)
+
+    def flat(self) -> list[int]:
+        """As the integers that an operator carries; :meth:`unflatten` reads them back."""
+        numbers = [len(self.dims)]
+        for columns, dims in zip(self.columns, self.dims, strict=True):
+            numbers += [len(dims), *columns, *dims]
+        return numbers
+
+    @classmethod
+    def unflatten(cls, numbers: Sequence[int]) -> EmbeddingLayout:
+        columns, dims, at = [], [], 1
+        for _ in range(numbers[0]):
+            count = numbers[at]
+            columns.append(tuple(numbers[at + 1 : at + 1 + count]))
+            dims.append(tuple(numbers[at + 1 + count : at + 1 + 2 * count]))
+            at += 1 + 2 * count
+        return cls(tuple(columns), tuple(dims))
+
+    def faults(self) -> str:
+        """What is wrong with it, in words; empty if each column of a row is written exactly once."""
+        spans = sorted((c, c + d) for cs, ds in zip(self.columns, self.dims, strict=True) for c, d in zip(cs, ds, strict=True))
+        ends = [0, *(end for _, end in spans)]
+        wrong = [begin for (begin, _), end in zip(spans, ends, strict=False) if begin != end]
+        return f"columns overlap or leave a gap at {wrong[0]}" if wrong else ""
+
+
+def rows_of(batch: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The samples [begin, end) of the global batch that ``rank`` owns; as even as whole chunks allow."""
+    chunk = -(-batch // world_size)
+    return min(rank * chunk, batch), min((rank + 1) * chunk, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingConfig:
+    """How lookups are cut up.
+
+    bags : bags that a program pools at once. unroll : rows of each bag in flight. num_warps : warps of a program.
+    programs_per_sm : programs of the fused kernel for each multiprocessor.
+    lag : rounds by which own bags come behind those of the peers, so that the last stores to peers are hidden.
+    """
+
+    bags: int = 16
+    unroll: int = 2
+    num_warps: int = 4
+    programs_per_sm: int = 6
+    lag: int = 8
+
+    def __str__(self) -> str:
+        return f"{self.bags} bags x {self.unroll} rows, {self.num_warps} warps"
+
+
+def config_for(row_bytes: int, pooling: float, interpreting: bool = False) -> EmbeddingConfig:
+    """Four 16-byte loads in flight a thread where bags have one row, else up to 16: no more bags than give that (measured)."""
+    if interpreting:
+        return EmbeddingConfig(8, 2, 1, 2, 1)
+    vectors = max(row_bytes // ALIGNMENT, 1)
+    unroll = 1 if pooling < 2 else 2 if pooling < 4 else 4
+    loads, most = (4, 64) if unroll == 1 else (16, 16)
+    bags = min(max(loads * 128 // (vectors * unroll), 4), most)
+    return EmbeddingConfig(1 << (bags.bit_length() - 1), unroll)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingPlan(Plan):
+    """What a call of embedding_bag_all_to_all will do; ``lookup`` says how lookups are cut."""
+
+    lookup: EmbeddingConfig = EmbeddingConfig()
+
+    def __str__(self) -> str:
+        cut = "" if self.path == "unfused" else f", {self.lookup}"
+        return f"{self.path}{cut}: {self.reason}"
+
+
+def plan_embedding(world_size: int, row_bytes: int, pooling: float, machine: Machine, interpreting: bool) -> EmbeddingPlan:
+    """The path of a call: what can run, then what is fastest.
+
+    It depends on facts that all ranks share but for ``row_bytes`` and ``pooling``, which only choose the cut.
+    """
+    lookup = config_for(row_bytes, pooling, machine.backend == "cpu")
+    if machine.backend == "cpu" and not interpreting:
+        reason = "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)"
+        return EmbeddingPlan("unfused", reason, lookup=lookup)
+    if world_size == 1:
+        return EmbeddingPlan("local", "a group of one rank keeps what it pools", lookup=lookup)
+    if world_size not in FUSED_WORLD_SIZES:
+        return EmbeddingPlan("unfused", f"world size {world_size} is above {FUSED_WORLD_SIZES[-1]}", lookup=lookup)
+    if machine.backend == "cuda" and machine.arch < 80:
+        return EmbeddingPlan("unfused", f"{machine.name} is below sm_80", lookup=lookup)
+    return EmbeddingPlan("fused", f"stores to the samples' owners, {row_bytes} bytes a row", lookup=lookup)
+
+
+# --- The planner ---
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """One embedding table: ``rows`` x ``dim``, and how many rows a sample reads from it on average."""
+
+    name: str
+    rows: int
+    dim: int
+    pooling: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Columns [column, column + dim) of table number ``table``, on ``rank``."""
+
+    table: int
+    column: int
+    dim: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingPlan:
+    """Who owns what. ``shards`` are in order of rank, then table, then column."""
+
+    tables: tuple[TableSpec, ...]
+    shards: tuple[Shard, ...]
+    world_size: int
+    itemsize: int
+
+    def of_rank(self, rank: int) -> tuple[Shard, ...]:
+        return tuple(shard for shard in self.shards if shard.rank == rank)
+
+    def layout(self) -> EmbeddingLayout:
+        """Result rows have the tables in the order in which they were given, whoever owns them."""
+        first = [sum(spec.dim for spec in self.tables[:i]) for i in range(len(self.tables))]
+        ranks = [self.of_rank(rank) for rank in range(self.world_size)]
+        columns = tuple(tuple(first[s.table] + s.column for s in shards) for shards in ranks)
+        return EmbeddingLayout(columns, tuple(tuple(s.dim for s in shards) for shards in ranks))
+
+    def bytes_read(self, rank: int) -> float:
+        """Bytes that one sample reads on ``rank``."""
+        return sum(self.tables[s.table].pooling * s.dim * self.itemsize for s in self.of_rank(rank))
+
+    def memory(self, rank: int) -> int:
+        """Bytes of the tables on ``rank``."""
+        return sum(self.tables[s.table].rows * s.dim * self.itemsize for s in self.of_rank(rank))
+
+    def explain(self) -> str:
+        """The plan in a few lines: each rank's tables, memory, and bytes read a sample beside the mean."""
+        mean = sum(self.bytes_read(rank) for rank in range(self.world_size)) / self.world_size
+        lines = []
+        for rank in range(self.world_size):
+            names = [self._name(s) for s in self.of_rank(rank)]
+            share = self.bytes_read(rank) / mean if mean else 1.0
+            lines.append(
+                f"rank {rank}: {self.bytes_read(rank):.0f} bytes a sample ({share:.2f} of the mean), "
+                f"{self.memory(rank) / 2**20:.1f} MiB, {len(names)} tables: {', '.join(names) or 'none'}"
+            )
+        split = sorted({self.tables[s.table].name for s in self.shards if s.dim != self.tables[s.table].dim})
+        lines.append(f"cut by columns, since one alone is more than a rank's share: {', '.join(split) or 'none'}")
+        return "\n".join(lines)
+
+    def _name(self, shard: Shard) -> str:
+        spec = self.tables[shard.table]
+        whole = shard.dim == spec.dim
+        return spec.name if whole else f"{spec.name}[:, {shard.column}:{shard.column + shard.dim}]"
+
+
+def plan_sharding(tables: Sequence[TableSpec], world_size: int, itemsize: int = 4, memory: int | None = None) -> ShardingPlan:
+    """Give every table to a rank so that all read about as many bytes a sample; cut by columns what is too large alone.
+
+    Largest first, each to the rank that has read least so far (ties: least memory, then lowest rank). A table that reads
+    more than a rank's even share, or does not fit ``memory`` bytes, is cut into equal parts of at least 16 bytes a row.
+
+    Raises
+    ------
+    InputError if the tables do not fit ``memory`` bytes on each rank.
+    """
+    share = sum(t.pooling * t.dim * itemsize for t in tables) / world_size
+    pieces: list[tuple[float, int, int, int, int]] = []  # -bytes read, table, column, dim, memory
+    for number, table in enumerate(tables):
+        parts = _parts(table, share, world_size, itemsize, memory)
+        dim = table.dim // parts
+        pieces += [
+            (-table.pooling * dim * itemsize, number, part * dim, dim, table.rows * dim * itemsize) for part in range(parts)
+        ]
+    read, held, shards = [0.0] * world_size, [0] * world_size, []
+    for cost, number, column, dim, nbytes in sorted(pieces):
+        fitting = [rank for rank in range(world_size) if memory is None or held[rank] + nbytes <= memory]
+        if not fitting:
+            raise InputError(
+                f"asked: {tables[number].name} of {nbytes} bytes on a rank; allowed: {memory} bytes a rank; "
+                "remedy: more ranks, a narrower dtype, or more memory"
+            )
+        rank = min(fitting, key=lambda r: (read[r], held[r], r))
+        read[rank] -= cost
+        held[rank] += nbytes
+        shards.append(Shard(number, column, dim, rank))
+    shards.sort(key=lambda s: (s.rank, s.table, s.column))
+    return ShardingPlan(tuple(tables), tuple(shards), world_size, itemsize)
+
+
+def _parts(table: TableSpec, share: float, world_size: int, itemsize: int, memory: int | None) -> int:
+    """Into how many equal parts a table is cut: as few as keep each under a rank's share and memory."""
+    grain = max(ALIGNMENT // itemsize, 1)
+    allowed = [n for n in range(1, world_size + 1) if table.dim % n == 0 and (n == 1 or table.dim // n % grain == 0)]
+    for parts in allowed:
+        reads = table.pooling * table.dim * itemsize / parts
+        holds = table.rows * table.dim * itemsize / parts
+        if reads <= share and (memory is None or holds <= memory):
+            return parts
+    return allowed[-1]

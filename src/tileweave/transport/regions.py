@@ -1,0 +1,48 @@
+"""Symmetric memory lent to callers: which slot of an instance holds a result that somebody still has.
+
+A result that peers store into is handed out as it stands. Its tensor has a storage of its own (through DLPack), and when
+the last tensor on that storage is gone the region is free again, in the order of the stream, as with torch's own
+allocator. A region that a CUDA graph was captured with stays with captures for ever: the graph will write there again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.dlpack import to_dlpack
+
+
+@dataclass
+class Regions:
+    """The slots [0, count) of one allocation, from the side of who lends them.
+
+    ``held``: somebody has the result. ``captured``: a graph was captured with it.
+    """
+
+    count: int
+    held: set[int] = field(default_factory=set)
+    captured: set[int] = field(default_factory=set)
+
+    def choose(self, capturing: bool) -> tuple[int, bool]:
+        """A region for the next result, and whether it may be lent; otherwise the result must be copied out of it.
+
+        One free region is never lent, so that there is always a place to land.
+        """
+        if capturing:
+            again = sorted(self.captured - self.held)
+            if again:
+                return again[0], True
+        free = [k for k in range(self.count) if k not in self.held and k not in self.captured]
+        lends = len(free) > 1
+        if lends and capturing:
+            self.captured.add(free[0])
+        return free[0] if lends else free[-1], lends
+
+    def lend(self, region: int, place: torch.Tensor) -> torch.Tensor:
+        """``place``, which is ``region``, as a tensor with a storage of its own; held until the last user lets go."""
+        self.held.add(region)
+        lent = place.detach()
+        weakref.finalize(lent, self.held.discard, region)
+        return torch.from_dlpack(to_dlpack(lent))

@@ -1,0 +1,176 @@
+"""The embedding kernels, compiled without a GPU by their own launchers: 16 bytes at once, many rows in flight, in order.
+
+Nothing is read behind a wait by the kernel of the operator itself (its results are for later kernels), so of the lint's
+rules that of stores before signals is what counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from tests.compile.harness import TARGETS, Compiled, offline
+from tests.compile.ptx_cfg import parse
+from tests.compile.ptx_lint import STORE_BEFORE_SIGNAL, lint, operations
+
+if os.environ.get("TRITON_INTERPRET", "0") == "1":
+    pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
+
+from triton import knobs
+
+from tileweave.kernels import embedding_bag_all_to_all as fused
+from tileweave.kernels import embedding_gradient as gradient
+from tileweave.kernels import embedding_lookup as lookup
+from tileweave.kernels.endpoint import Endpoint
+from tileweave.sharding import EmbeddingConfig
+
+WORLD_SIZE, RANK, BATCH = 4, 1, 64
+NVIDIA = tuple(target for target in TARGETS if target.startswith("sm_"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cut of lookups, over two tables of ``dim`` columns."""
+
+    config: EmbeddingConfig
+    dtype: torch.dtype = torch.float32
+    dim: int = 128
+    weighted: bool = False
+
+    def __str__(self) -> str:
+        c = self.config
+        return f"{c.bags}x{c.unroll}-{c.num_warps}w-{str(self.dtype)[6:]}-d{self.dim}" + "-weighted" * self.weighted
+
+
+CASES = (
+    Case(EmbeddingConfig(16, 4, 4)),
+    Case(EmbeddingConfig(16, 2, 4), torch.bfloat16, weighted=True),
+    Case(EmbeddingConfig(8, 2, 4), dim=64),
+)
+ODD = Case(EmbeddingConfig(16, 2, 4), dim=13)
+
+
+def endpoint(dtype: torch.dtype) -> Endpoint:
+    table, words = torch.zeros(WORLD_SIZE, dtype=torch.int64), torch.zeros(4096, dtype=torch.int32)
+    return Endpoint(torch.empty(3 * 65536, dtype=dtype), 65536, table, table, words, words, words, words)
+
+
+def compile_all(launch: Callable[[], object], target: str) -> list[Compiled]:
+    with knobs.compilation.scope(), offline(target) as launched:
+        knobs.compilation.disable_line_info = True
+        launch()
+    return launched
+
+
+@functools.cache
+def compile_lookup(case: Case, target: str, is_fused: bool) -> Compiled:
+    tables = [torch.empty(100, case.dim, dtype=case.dtype) for _ in range(2)]
+    meta, columns = torch.zeros(2, 4, dtype=torch.int64), (0, case.dim)
+    indices, offsets = torch.zeros(640, dtype=torch.int64), torch.zeros(2 * BATCH + 1, dtype=torch.int64)
+    weights = torch.zeros(640) if case.weighted else None
+    common = (meta, tables, columns, indices, offsets, weights)
+    if is_fused:
+        width = WORLD_SIZE * 2 * case.dim
+        peers = endpoint(case.dtype)
+
+        def launch() -> None:
+            fused.launch(peers, *common, BATCH, width, False, 0, RANK, WORLD_SIZE, 132, case.config)
+    else:
+        out = torch.empty(BATCH, 2 * case.dim, dtype=case.dtype)
+
+        def launch() -> None:
+            lookup.launch(*common, out, BATCH, False, case.config)
+
+    (compiled,) = compile_all(launch, target)
+    return compiled
+
+
+@functools.cache
+def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compiled]:
+    numbers = torch.zeros(640, dtype=torch.int64)
+    aligned = 16 // dtype.itemsize
+
+    def launch() -> None:
+        gradient.push_gradient(
+            endpoint(dtype), torch.zeros(3, 5, dtype=torch.int64), torch.empty(64, 512, dtype=dtype), 0, aligned,
+            RANK, WORLD_SIZE, 132,
+        )  # fmt: skip
+        keys, bags = gradient.find_keys(numbers, torch.zeros(2 * BATCH + 1, dtype=torch.int64), numbers[:3], 200, BATCH)
+        gradient.sum_rows(
+            torch.empty(64, 256, dtype=dtype), keys, bags, torch.zeros(640), numbers,
+            torch.zeros(2, 6, dtype=torch.int64), torch.zeros(1), 1e-8, 0.25, 200, BATCH, dtype, 128, kind, aligned,
+        )  # fmt: skip
+
+    return compile_all(launch, target)
+
+
+def fits(compiled: Compiled) -> bool:
+    assert compiled.registers is not None and compiled.spills is not None
+    return compiled.fits_shared and compiled.registers <= 168 and compiled.spills <= 32
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("is_fused", [False, True], ids=["lookup", "fused"])
+@pytest.mark.parametrize("case", [*CASES, ODD], ids=str)
+def test_lookups_fit_every_target(case: Case, is_fused: bool, target: str) -> None:
+    assert fits(compile_lookup(case, target, is_fused))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_gradients_fit_every_target(target: str) -> None:
+    kernels = compile_gradient(target, torch.float32, gradient.ADAGRAD)
+    assert [k.name for k in kernels] == ["push_gradient_kernel", "keys_kernel", "sum_rows_kernel", "sum_runs_kernel"]
+    assert all(map(fits, kernels))
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("is_fused", [False, True], ids=["lookup", "fused"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_are_loaded_16_bytes_at_once_and_together(case: Case, is_fused: bool, target: str) -> None:
+    """All rows of a step are loaded before any is waited for, twice: bags side by side, and a long bag alone."""
+    ptx = str(compile_lookup(case, target, is_fused).ptx)
+    c = case.config
+    loads = c.bags * c.unroll * case.dim * case.dtype.itemsize // 16 // (32 * c.num_warps)
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) == 2 * loads
+    assert not re.search(r"ld\.global\S*\.b16", ptx), "no row is loaded element by element"
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_stores_to_owners_are_16_bytes_and_signalled(case: Case, target: str) -> None:
+    compiled = compile_lookup(case, target, True)
+    origin = (compiled.params.index("slot_table"), 1)
+    stores = [
+        ins
+        for function in parse(str(compiled.ptx))
+        for ins in function.instructions
+        if ins.parts[0] == "st" and origin in function.origin(ins)
+    ]
+    assert stores and {ins.opcode for ins in stores} == {"st.global.v4.b32"}
+    seen = operations(compiled, guarded=())
+    assert {ins.line for ins in stores} <= set(seen.stores)
+    assert len(seen.signals) >= 2 and len(seen.waits) == WORLD_SIZE, "ready of a peer, and done of each"
+    assert lint(compiled, guarded=()) == []
+
+
+def test_gradients_keep_the_protocol() -> None:
+    for target in NVIDIA:
+        for dtype in (torch.float32, torch.bfloat16):
+            push, _, rows, _ = compile_gradient(target, dtype, gradient.SGD)
+            assert lint(push, guarded=()) == []
+            assert len(operations(push, guarded=()).waits) == WORLD_SIZE
+            assert not re.search(r"\b(?:div|rem)\.s64", str(rows.ptx)), "a division of 64 bits costs a hundred instructions"
+            assert "st.global.v4.b32" in str(push.ptx) and "st.global.v4.b32" in str(rows.ptx)
+
+
+def test_the_lint_would_notice() -> None:
+    """With the CTA barriers taken out, stores race with the signal behind them."""
+    for compiled in (compile_lookup(CASES[0], "sm_90", True), compile_gradient("sm_90", torch.float32, gradient.SGD)[0]):
+        ptx, taken = re.subn(r"\bbar\.(?:warp\.)?sync[^;]*;", "", str(compiled.ptx))
+        assert taken
+        assert STORE_BEFORE_SIGNAL in {v.rule for v in lint(replace(compiled, ptx=ptx), guarded=())}

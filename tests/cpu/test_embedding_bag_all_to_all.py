@@ -1,0 +1,200 @@
+"""embedding_bag_all_to_all in worlds of processes: the real kernels, interpreted, over shared host memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from tests import embedding
+from tests.embedding import Case
+from tests.worlds import Member, World, Worlds, one_shot
+
+import tileweave as tw
+from tileweave.sharding import EmbeddingConfig
+
+CONFIG = EmbeddingConfig(4, 2, 1, 2, 1)
+
+CASES = {
+    "plain": Case(((8,), (8, 8)), 6, longest=3),
+    "mixed_dims": Case(((3, 8), (16,)), 7),
+    "no_tables_somewhere": Case(((4,), ()), 6),
+    "mean": Case(((8,), (4,)), 9, mode="mean"),
+    "weighted": Case(((8,), (4,)), 5, weighted=True),
+    "giant": Case(((8,), (4,)), 6, giant=50),
+    "stray": Case(((8,), (4,)), 6, stray=True),
+    "half": Case(((8,), (4,)), 6, dtype="float16", index_dtype=torch.int32),
+    "narrow_wire": Case(((8, 8),), 6, out_dtype="bfloat16", shuffled=True),
+    "few_samples": Case(((8,),), 2),
+    "empty_bags": Case(((8,),), 5, longest=0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parity(worlds: Worlds, name: str) -> None:
+    worlds("gloo", 3).run(embedding.parity, [CASES[name]], CONFIG)
+
+
+def test_parity_in_each_world(world: World) -> None:
+    world.run(embedding.parity, [CASES["mixed_dims"]], CONFIG)
+
+
+@pytest.mark.parametrize("config", [EmbeddingConfig(8, 1, 1, 1, 0), EmbeddingConfig(2, 4, 1, 5, 3)], ids=str)
+def test_other_cuts(worlds: Worlds, config: EmbeddingConfig) -> None:
+    worlds("gloo", 2).run(embedding.parity, [CASES["mean"], CASES["giant"]], config)
+
+
+def test_public_calls(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(embedding.public_calls, [CASES["mixed_dims"], CASES["narrow_wire"]], "fused")
+    worlds("gloo", 1).run(embedding.public_calls, [CASES["mixed_dims"], CASES["stray"]], "local")
+
+
+def test_layout_by_default(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(embedding.layout_by_default, CASES["no_tables_somewhere"])
+
+
+# --- Time ---
+
+
+@contextmanager
+def stall_in_the_kernel(seconds: float, n: int) -> Iterator[None]:
+    """Hold this rank up at some signals and after some waits, while the others go on as far as they may."""
+    from tileweave.language.interpreted import OBSERVERS
+
+    events: list[str] = []
+
+    def stall(event: str, details: dict[str, int]) -> None:
+        if event in ("notify", "waited"):
+            events.append(event)
+            if len(events) % 3 == n % 3:
+                time.sleep(seconds)
+
+    OBSERVERS.append(stall)
+    try:
+        yield
+    finally:
+        OBSERVERS.remove(stall)
+
+
+def test_many_calls_with_late_ranks_and_held_results(world: World) -> None:
+    cases = [Case(((4,), (4, 4)), batch, longest=2) for batch in (1, 4, 6)]
+    world.run(embedding.many_calls, cases, CONFIG, 16, 0.004, stall_in_the_kernel)
+
+
+def test_results_are_lent(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(embedding.results_are_lent, CASES["plain"], CONFIG)
+
+
+def wrap(me: Member) -> None:
+    embedding.parity(me, [CASES["few_samples"]], CONFIG)
+    instance = embedding.workspace_of(embedding.name_of(None), me.device).instance(embedding.OP, "sm")
+    instance.transport.barrier()
+    instance.control[0] = 2**31 - 3
+    instance.signals.fill_(2**31 - 4)
+    instance.transport.barrier()
+    embedding.parity(me, [CASES["few_samples"]] * 2, CONFIG)
+    assert int(instance.control[0]) < 0
+    tw.close()
+
+
+def test_the_epoch_wraps_around(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(wrap)
+
+
+def call_without(me: Member, absent: int) -> str | None:
+    case = CASES["plain"]
+    embedding.call(case, embedding.draw(case, me.rank, me.device, 0), me.world_size)
+    me.barrier()
+    if me.rank == absent:
+        time.sleep(4)
+        return None
+    with pytest.raises(tw.PeerTimeout) as caught:
+        embedding.call(case, embedding.draw(case, me.rank, me.device, 1), me.world_size)
+    tw.close()
+    return f"{caught.value.op} {caught.value.peer}"
+
+
+def test_a_peer_that_stops_calling() -> None:
+    ends = one_shot("gloo", 3, call_without, 1, extra={"TILEWEAVE_TIMEOUT": "1.5"})
+    assert [end.value for end in ends] == [f"{embedding.OP} 1", None, f"{embedding.OP} 1"]
+
+
+# --- Gradients ---
+
+LEARNED = [CASES["mixed_dims"], replace(CASES["mean"], rows=3), CASES["weighted"], CASES["stray"], CASES["no_tables_somewhere"]]
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_gradients(worlds: Worlds, sparse: bool) -> None:
+    worlds("gloo", 3).run(embedding.gradients, LEARNED, sparse)
+
+
+def test_gradients_of_rows_that_many_bags_share(worlds: Worlds) -> None:
+    """Runs of equal rows much longer than a tile: partial sums go over several tiles."""
+    cases = [Case(((4,), (2,)), 24, longest=6, rows=rows) for rows in (1, 3)]
+    worlds("gloo", 2).run(embedding.gradients, cases)
+
+
+def test_gradients_in_half(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(embedding.gradients, [CASES["half"]])
+
+
+def test_gradients_on_one_rank(worlds: Worlds) -> None:
+    worlds("gloo", 1).run(embedding.gradients, [CASES["mixed_dims"], CASES["weighted"]])
+
+
+def test_compiled_gradients(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(embedding.gradients, [CASES["plain"]], False, "aot_eager")
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+def test_fused_steps(worlds: Worlds, kind: str) -> None:
+    worlds("gloo", 2).run(embedding.fused_steps, Case(((8,), (4, 4)), 10, longest=3, rows=5), kind)
+
+
+def opcheck(me: Member) -> None:
+    case = CASES["plain"]
+    bags = embedding.draw(case, me.rank, me.device, 0)
+    numbers, name = case.layout(me.world_size).flat(), embedding.name_of(None)
+    args = (bags.tables, bags.indices, bags.offsets, None, numbers, case.batch, False, torch.float32, name)
+    for t in bags.tables:
+        t.requires_grad_()
+    op = torch.ops.tileweave.embedding_bag_all_to_all
+    torch.library.opcheck(op.default, (*args, "dense", False, [], None, 0.0, None))
+    out = torch.empty_like(embedding.call(case, bags, me.world_size).detach())
+    torch.library.opcheck(op.out, ([t.detach() for t in bags.tables], *args[1:]), {"out": out})
+
+
+def test_opcheck(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(opcheck, timeout=100)
+
+
+# --- Input distribution, module, bad input ---
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_distribution(worlds: Worlds, weighted: bool) -> None:
+    worlds("gloo", 3).run(embedding.distribution, [[2, 0], [], [1, 2]], 3, 4, weighted)
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd", "adagrad"])
+def test_sharded_embedding_bag(worlds: Worlds, optimizer: str | None) -> None:
+    worlds("gloo", 3).run(embedding.sharded_embedding_bag, optimizer)
+
+
+def test_bad_input(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(embedding.bad_input)
+
+
+def debugging(me: Member) -> None:
+    with mock.patch.dict(os.environ, TILEWEAVE_DEBUG="1"):
+        embedding.out_of_range_raises(me, 1)
+
+
+def test_out_of_range_raises_when_debugging(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(debugging)
