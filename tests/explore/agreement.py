@@ -6,8 +6,7 @@ from __future__ import annotations
 def triton_and_blocks_agree() -> list[str]:
     """In a worker: the same seeds with Triton's own tensors take the same steps to the same end."""
     from tileweave.explore.interpreter import exploring
-    from tileweave.explore.scenarios import SCENARIOS
-    from tileweave.explore.search import Seed, run
+    from tileweave.explore.search import SCENARIOS, Seed, run
 
     seeds = [Seed(f"{s.op}/{s.name}", 2, strategy, 3) for s in SCENARIOS for strategy in ("walk", "pct")]
     ends = []

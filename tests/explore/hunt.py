@@ -16,7 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.explore.mutants import MUTANTS, Mutant
+from tests.explore.mutants import MUTANTS as MATMULS
+from tests.explore.mutants import Mutant
+from tests.explore.mutants_embedding import MUTANTS as EMBEDDING
+
+MUTANTS = (*MATMULS, *EMBEDDING)
 
 SOURCE = Path(__file__).parents[2] / "src" / "tileweave"
 RUNS = 400  # at most so many interleavings for one mutant
@@ -32,8 +36,7 @@ def hunt(mutant: Mutant, runs: int = RUNS) -> dict[str, object]:
         path.write_text(mutant.apply(path.read_text("utf-8")), "utf-8")
         sys.path.insert(0, folder)
         from tileweave.explore.interpreter import exploring
-        from tileweave.explore.scenarios import SCENARIOS
-        from tileweave.explore.search import Seed, run, shrink, story
+        from tileweave.explore.search import SCENARIOS, Seed, run, shrink, story
 
         names = [f"{s.op}/{s.name}" for s in SCENARIOS if f"{s.op}/{s.name}".startswith(mutant.scenarios)]
         tried, began = 0, time.process_time()

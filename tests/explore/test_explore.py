@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.explore.agreement import triton_and_blocks_agree
-from tests.explore.mutants import MUTANTS
+from tests.explore.hunt import MUTANTS
 
 from tileweave.errors import InputError
 from tileweave.explore.fuzz import STRATEGIES, fuzz, pool, replay

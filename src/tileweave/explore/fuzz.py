@@ -120,7 +120,7 @@ def _explorer():
 
 
 def _scenarios(pattern: str) -> list[str]:
-    from tileweave.explore.scenarios import SCENARIOS
+    from tileweave.explore.search import SCENARIOS
 
     names = [f"{s.op}/{s.name}" for s in SCENARIOS]
     chosen = [name for name in names if pattern in name]

@@ -1,0 +1,82 @@
+"""Scenarios of embedding_bag_all_to_all: results are held over further calls, whose regions must be others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tileweave.explore.ranks import World
+from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
+from tileweave.sharding import EmbeddingConfig, EmbeddingLayout
+from tileweave.transport.base import EPOCH
+
+ROWS, DIM, BAG = 5, 8, 2  # of a table; indices in a bag
+
+
+@dataclass(frozen=True)
+class EmbeddingBag:
+    """``batches``: samples of all ranks, used in turn. ``tables``: of each rank.
+
+    ``held``: every other rank keeps so many results over further calls, so that ranks announce different regions.
+    """
+
+    name: str
+    batches: tuple[int, ...]
+    tables: int
+    config: EmbeddingConfig
+    held: int = 0
+    op: str = "embedding_bag_all_to_all"
+    programs: tuple[int, ...] = (1, 2, 3)
+    resident: int = 1
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, "sm", drawn.epoch)
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.embedding_bag_all_to_all_fused import run_fused
+
+        batch = self.batches[(number + drawn.order) % len(self.batches)]
+        tables, indices, offsets, want = _bags(batch, self.tables, world.size, rank, (number + drawn.order) % POOL)
+        for table in tables:
+            world.know(rank, "table", table)
+        layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size)
+        got = run_fused(
+            tables, indices, offsets, None, layout, batch, False, torch.float32, world.ranks[rank].group, self.config
+        )
+        held: list[Any] = world.workspace(rank).instance(self.op, "sm").cache.setdefault("explored", [])
+        held.append((got, want))
+        yield "result", got, want
+        for old, wanted in held[:-1]:
+            yield "a result that is held", old, wanted
+        keep = self.held * (rank % 2)
+        del held[: len(held) - keep]
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        instance = world.workspace(rank).instance(self.op, "sm")
+        yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
+        yield "programs that left", int(instance.control[1]), 0
+
+
+@lru_cache(maxsize=4096)
+def _bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any, ...]:
+    """This rank's tables, indices and offsets of the global batch, and its rows of the result."""
+    everyone = [[whole_numbers((ROWS, DIM), "table", r, t, seed) for t in range(tables)] for r in range(size)]
+    indices = [
+        (torch.arange(tables * batch * BAG) * (r + 2) + seed).remainder(ROWS).view(tables, batch, BAG) for r in range(size)
+    ]
+    columns = [everyone[r][t][indices[r][t]].sum(1) for r in range(size) for t in range(tables)]
+    chunk = -(-batch // size)
+    want = torch.cat(columns, 1)[rank * chunk : (rank + 1) * chunk]
+    offsets = torch.arange(tables * batch + 1) * BAG
+    return [t.clone() for t in everyone[rank]], indices[rank].reshape(-1).clone(), offsets, want
+
+
+_CUT = EmbeddingConfig(4, 2, 1, 1, 1)
+EMBEDDING = (
+    EmbeddingBag("tickets", (6, 9), 1, _CUT),
+    EmbeddingBag("in turn, held", (8,), 2, EmbeddingConfig(4, 2, 1, 1, 0, dynamic=False), held=1),
+)

@@ -1,0 +1,52 @@
+"""Faults planted in embedding_bag_all_to_all; see ``mutants.py``."""
+
+from __future__ import annotations
+
+from tests.explore.mutants import Mutant
+
+EB = "embedding_bag_all_to_all/"
+KERNEL, REGIONS = "kernels/embedding_bag_all_to_all.py", "transport/regions.py"
+
+_ANNOUNCE = (
+    "    for step in tl.static_range(1, WORLD_SIZE):\n"
+    "        word = symm_at(signal_table, (rank + step) % WORLD_SIZE, tl.int32, 4) + rank * SLICES + REGION\n"
+    "        tl.store(word, region)\n"
+)
+_READY = "    notify_all(signal_table, rank * SLICES + READY, rank, epoch, WORLD_SIZE, False)\n"
+_WAIT = "                    wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report)\n"
+_DONE = "            wait(signals, 1, epoch, source * SLICES + DONE, -1, control, report)\n"
+_CLEAR = "    tl.store(counters + (1 - (epoch & 1)) * 2 + {}, 0)\n"
+_LOOP = "    while ticket < total:\n"
+_PASS = "    count_passed(signal_table, counters, rank, epoch, num_programs, WORLD_SIZE)\n    passed += 1\n"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant("a region is announced behind its signal", KERNEL, _ANNOUNCE + _READY, _READY + _ANNOUNCE, EB),
+    Mutant("stores do not wait for a region", KERNEL, _WAIT, "                    pass\n", EB),
+    Mutant("stores wait for the last call's region", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch - 1"), EB),
+    Mutant("results do not wait for peers", KERNEL, _DONE, "            pass\n", EB),
+    Mutant("results wait for one peer", KERNEL, _DONE, "            if step == 1:\n    " + _DONE, EB),
+    Mutant("done before the last store", KERNEL, _LOOP, _PASS + _LOOP, EB),
+    Mutant("passing is counted without a release", KERNEL, 'sem="acq_rel"', 'sem="relaxed"', EB),
+    Mutant("the first to pass says done", KERNEL, "== num_programs - 1:\n        notify_all", "== 0:\n        notify_all", EB),
+    Mutant(
+        "done is never said", KERNEL, "== num_programs - 1:\n        notify_all", "== num_programs:\n        notify_all", EB
+    ),
+    Mutant("tickets are not cleared", KERNEL, _CLEAR.format("TICKETS"), "", EB + "tickets"),
+    Mutant("counts of who passed are not cleared", KERNEL, _CLEAR.format("PASSED"), "", EB),
+    Mutant(
+        "counters of this call are cleared",
+        KERNEL,
+        "counters + (1 - (epoch & 1)) * 2",
+        "counters + (epoch & 1) * 2",
+        EB,
+        count=2,
+    ),
+    Mutant(
+        "vectors into the wrong region",
+        KERNEL,
+        "place.to(tl.int64) * region_size",
+        "region.to(tl.int64) * region_size",
+        EB + "in turn, held",
+    ),
+    Mutant("a held region is given out again", REGIONS, "if k not in self.held and", "if", EB + "in turn, held"),
+)
