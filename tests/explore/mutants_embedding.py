@@ -46,7 +46,7 @@ MUTANTS: tuple[Mutant, ...] = (
         KERNEL,
         "place.to(tl.int64) * region_size",
         "region.to(tl.int64) * region_size",
-        EB + "in turn, held",
+        EB + "held",
     ),
-    Mutant("a held region is given out again", REGIONS, "if k not in self.held and", "if", EB + "in turn, held"),
+    Mutant("a held region is given out again", REGIONS, "if k not in self.held and", "if", EB + "held"),
 )
