@@ -47,7 +47,8 @@ class EmbeddingBag:
         got = run_fused(
             tables, indices, offsets, None, layout, batch, False, torch.float32, world.ranks[rank].group, self.config
         )
-        held: list[Any] = world.workspace(rank).instance(self.op, "sm").cache.setdefault("explored", [])
+        kept: dict[object, Any] = world.workspace(rank).instance(self.op, "sm").cache
+        held: list[tuple[torch.Tensor, torch.Tensor]] = kept.setdefault("explored", [])
         held.append((got, want))
         yield "result", got, want
         for old, wanted in held[:-1]:
