@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
@@ -31,8 +32,8 @@ endif
 demo: venv ## show what the library does; needs no GPU
 	$(BIN)/tileweave demo
 
-test: venv ## run the tests this machine can run
-	$(BIN)/python -m pytest -q
+test: venv ## run the tests this machine can run; WORKERS= other than 2 processes, 0 for none (GPUs: one file at a time)
+	$(BIN)/python -m pytest -q -n $(if $(GPUS),0,$(WORKERS)) --dist loadfile
 
 fuzz: venv ## explore 100,000 interleavings of the kernels of every operator (RUNS=, FIRST= change which); needs no GPU
 	$(BIN)/tileweave fuzz --runs $(or $(RUNS),105000) --first $(or $(FIRST),0)

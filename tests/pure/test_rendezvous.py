@@ -113,3 +113,13 @@ def test_a_meeting_is_a_group_that_torch_finds(world: dist.ProcessGroup) -> None
         with pytest.raises(RuntimeError):
             _resolve_process_group(meeting._name)
     assert dist.get_world_size(world) == 1
+
+
+def test_texts_of_all_ranks(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting(world, torch.device("cpu"))
+    assert [meeting.exchange(text) for text in ("4096||", "8192|no memory|")] == [["4096||"], ["8192|no memory|"]]
+    monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.2")
+    monkeypatch.setattr(dist.ProcessGroup, "size", lambda group: 2)
+    with pytest.raises(tw.PeerTimeout, match="mapping symmetric memory"):
+        meeting.exchange("the other rank does not come")
+    meeting.close()

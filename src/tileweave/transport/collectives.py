@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -27,17 +28,21 @@ def wait_bounded(work: dist.Work | None, what: str, rank: int) -> None:
         raise PeerTimeout(what, rank, -1, -1, 0, 0, seconds) from error
 
 
-def agree_on_memory(nbytes: int, failure: str, place: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Collective, while symmetric memory is made: every rank says how much it wants, what failed ("": nothing), and where.
-
-    Returns the places, by rank. If a rank failed or sizes differ, every rank raises the same error at once: nobody is left in a
-    collective that the others have given up, and nobody writes past a peer's end.
-    """
-    text = f"{nbytes}|{failure[:60]}|{place}".encode("ascii", "replace").ljust(_PLACE_BYTES)
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Collective: the texts of all ranks, of at most ``_PLACE_BYTES`` characters each."""
+    mine = torch.frombuffer(bytearray(text.encode("ascii", "replace").ljust(_PLACE_BYTES)), dtype=torch.uint8).to(device)
     everyone = torch.empty(dist.get_world_size(group) * _PLACE_BYTES, dtype=torch.uint8, device=device)
     wait_bounded(all_gather_flat(everyone, mine, group=group, async_op=True), "barrier", dist.get_rank(group))
-    rows = [bytes(row.tolist()).decode("ascii").rstrip().split("|", 2) for row in everyone.view(-1, _PLACE_BYTES).cpu()]
+    return [bytes(row.tolist()).decode("ascii").rstrip() for row in everyone.view(-1, _PLACE_BYTES).cpu()]
+
+
+def agree_on_memory(nbytes: int, failure: str, place: str, exchange: Callable[[str], list[str]]) -> list[str]:
+    """Collective, while symmetric memory is made: every rank says how much it wants, what failed ("": nothing), and where.
+
+    ``exchange`` brings all ranks' texts. Returns the places, by rank. If a rank failed or sizes differ, every rank raises the
+    same error at once: nobody is left in a collective that others have given up, and nobody writes past a peer's end.
+    """
+    rows = [text.split("|", 2) for text in exchange(f"{nbytes}|{failure[:60]}|{place}")]
     failed = [f"rank {rank}: {row[0]} bytes, {row[1]}" for rank, row in enumerate(rows) if row[1]]
     if failed:
         raise UnsupportedError(

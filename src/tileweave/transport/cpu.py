@@ -23,7 +23,7 @@ import torch.distributed as dist
 from tileweave.errors import UnsupportedError
 from tileweave.topology import CPU
 from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
-from tileweave.transport.collectives import agree_on_memory, wait_bounded
+from tileweave.transport.collectives import agree_on_memory, gather_texts, wait_bounded
 
 _TOKEN_BYTES = 24
 
@@ -85,7 +85,7 @@ class CpuTransport:
             failure = error.strerror or str(error)
         try:
             place = f"{os.getpid()} {descriptor} {token}"
-            places = agree_on_memory(nbytes, failure, place, self.group, self.device)
+            places = agree_on_memory(nbytes, failure, place, lambda text: gather_texts(text, self.group, self.device))
             mine = mmap.mmap(descriptor, nbytes)
             mapped = [mine if r == self.rank else _open(place, nbytes) for r, place in enumerate(places)]
             self.barrier()

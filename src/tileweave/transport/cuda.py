@@ -126,7 +126,7 @@ class CudaTransport:
             local = symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device).zero_()
         except RuntimeError as error:  # also torch.OutOfMemoryError
             failure = f"{type(error).__name__}: {error}"
-        agree_on_memory(nbytes, failure, "", self.group, self.device)
+        agree_on_memory(nbytes, failure, "", self._meeting.exchange)
         assert local is not None, "who fails does not agree"
         handle = self._meeting.rendezvous(local)
         if handle is None:

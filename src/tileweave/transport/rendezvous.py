@@ -92,6 +92,12 @@ class Meeting:
             self._group._set_default_backend(kind)
         _register_process_group(self._name, self._group)  # type: ignore[arg-type]
 
+    def exchange(self, text: str) -> list[str]:
+        """The texts of all ranks. Through the store: a rank that never comes ends the wait in time, which NCCL might not."""
+        self._messages.start_round()
+        self._messages.set(f"text-of-{self._group.rank()}", text)
+        return [self._messages.get(f"text-of-{rank}").decode() for rank in range(self._group.size())]
+
     def rendezvous(self, local: torch.Tensor) -> Any:
         """torch's handle on ``local`` (from ``symm_mem.empty``) of every rank; None where it cannot be mapped."""
         self._messages.start_round()
