@@ -76,7 +76,7 @@ class Report:
 
 def chunks(names: list[str], total: int, first: int) -> Iterator[tuple[str, int, str, range]]:
     """Who runs what: ``total`` seeds over scenarios, worlds and strategies, numbers from ``first`` on."""
-    each = max(total // (len(names) * len(STRATEGIES) * sum(SHARES.values())), 1)
+    each = -(-total // (len(names) * len(STRATEGIES) * sum(SHARES.values())))  # rounded up: never fewer than asked
     work = [
         (name, world, strategy, range(start, min(start + _CHUNK, first + each * share)))
         for name in names
