@@ -256,10 +256,10 @@ def finish_block(
             expert = tl.load(topk_ids + token * TOPK + j, mask=token < tokens, other=-1)
             there = there | ((expert >= source * experts) & (expert < source * experts + experts))
         place = source - (rank < source).to(tl.int32)
-        mask = (there & (rank != source))[:, None] & (col < col_limit)[None, :]
+        mask = (there & (token * 0 + rank != source))[:, None] & (col < col_limit)[None, :]
         row = (place * max_tokens + token).to(tl.int64)[:, None] * cols
         part = tl.load(slots + slot_offset + row + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        acc += tl.where(rank == source, own, part)
+        acc += tl.where(token * 0 + rank == source, 1.0, 0.0)[:, None] * own + part
     acc = tl.where(faulted(control) != 0, float("nan"), acc)
     target = out + token.to(tl.int64)[:, None] * cols + col[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & (col < col_limit)[None, :])
