@@ -1,11 +1,11 @@
 """Which rows and columns a tile of a grouped matmul covers, from the offsets of the experts, on the device.
 
 Tiles are numbered expert by expert; in an expert by bands of ``group_m`` tile rows, in a band column by column, so that
-programs that work side by side share weights and rows. An expert without rows has no tile. Programs take rising tile numbers, so
-they *walk*: the state is the expert they are at and the number of its first tile, and a step costs two loads.
+programs that work side by side share weights and rows. An expert without rows has no tile. Programs take rising tile
+numbers, so they *walk*: the state is the expert they are at and the number of its first tile, and a step costs one load.
 
-Integer arithmetic only: the same source serves Triton and Gluon (``SOURCES``), as in ``language/tile.py``. The host's twin,
-for tests and for the simulator, is ``schedule_grouped.walk``.
+Integer arithmetic and loads of words only: the same source serves Triton and Gluon (``SOURCES``), as in
+``language/tile.py``. The host's twin, for tests, is ``schedule_grouped.walk``.
 """
 
 from __future__ import annotations

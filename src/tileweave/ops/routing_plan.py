@@ -55,6 +55,12 @@ class RoutingPlan:
     def entries(self) -> int:
         return self.world_size * self.max_tokens * self.topk
 
+    @property
+    def fields(self) -> tuple[torch.Tensor, ...]:
+        """The fields in the order of the table, flat."""
+        begins, sizes = layout_of(self.world_size, self.max_tokens, self.topk, self.local_experts)
+        return tuple(self.table[begin : begin + size] for begin, size in zip(begins[:-1], sizes, strict=True))
+
     def _field(self, index: int) -> torch.Tensor:
         begins, sizes = layout_of(self.world_size, self.max_tokens, self.topk, self.local_experts)
         return self.table[begins[index] : begins[index] + sizes[index]]
@@ -109,7 +115,8 @@ def padded_ids(topk_ids: torch.Tensor, max_tokens: int) -> torch.Tensor:
 
 
 def reference_plan(everyone: torch.Tensor, rank: int, num_experts: int, tokens: int | None = None) -> RoutingPlan:
-    """The plan of ``rank`` from the ids of all ranks, ``everyone`` [R, max_tokens, k], -1 where there is none. Plain torch.
+    """The plan of ``rank`` from the ids of all ranks, ``everyone`` [R, max_tokens, k], -1 where there is none. Plain torch, no
+    wait for the device.
 
     ``tokens``: T of this rank; None: max_tokens.
     """
@@ -121,28 +128,20 @@ def reference_plan(everyone: torch.Tensor, rank: int, num_experts: int, tokens: 
     entry = torch.arange(size * max_tokens * topk, device=device)
     expert = ids.reshape(-1) - rank * local
     expert = torch.where((expert >= 0) & (expert < local), expert, local)  # those of others sort to the end
-    step = (rank - entry // (max_tokens * topk)) % size
+    step = (rank - entry // max(max_tokens * topk, 1)) % size
     order = ((expert * size + step) * entry.numel() + entry).argsort()
-    counts = torch.bincount(expert, minlength=local + 1)[:local]
-    rows = int(counts.sum())
+    offsets = _ends_below(expert, local)
     bound = bound_of(size, max_tokens, topk, local)
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    row_entry = order.new_full((bound,), -1)
-    row_entry[:rows] = order[:rows]
-    entry_row = torch.full_like(entry, -1)
-    entry_row[order[:rows]] = torch.arange(rows, device=device)
+    row_entry = torch.where(torch.arange(bound, device=device) < offsets[-1], order[:bound], -1)
+    place = torch.empty_like(entry)
+    place[order] = entry
+    entry_row = torch.where(expert < local, place, -1)
 
     own = ids[rank]  # [max_tokens, k]
-    send_order = own.new_full((size, max_tokens), -1)
-    send_offsets = own.new_zeros((size, local + 1))
-    for peer in range(size):
-        there = own - peer * local
-        first = torch.where((there >= 0) & (there < local), there, local).amin(1)
-        by_expert = (first * max_tokens + torch.arange(max_tokens, device=device)).argsort()
-        begins = torch.bincount(first, minlength=local + 1)[:local].cumsum(0)
-        send_offsets[peer, 1:] = begins
-        number = int(begins[-1])
-        send_order[peer, :number] = by_expert[:number]
+    there = own - torch.arange(size, device=device)[:, None, None] * local
+    first = torch.where((there >= 0) & (there < local), there, local).amin(2)  # [R, max_tokens]
+    send_order = (first * max_tokens + torch.arange(max_tokens, device=device)).argsort(1)
+    send_offsets = torch.stack([_ends_below(lowest, local) for lowest in first])
 
     begins, sizes = layout_of(size, max_tokens, topk, local)
     table = torch.zeros(begins[-1], dtype=torch.int32, device=device)
@@ -150,3 +149,8 @@ def reference_plan(everyone: torch.Tensor, rank: int, num_experts: int, tokens: 
     for begin, count, field in zip(begins[:-1], sizes, fields, strict=True):
         table[begin : begin + count] = field.reshape(-1)
     return RoutingPlan(table, max_tokens if tokens is None else tokens, max_tokens, topk, local, rank, size)
+
+
+def _ends_below(expert: torch.Tensor, experts: int) -> torch.Tensor:
+    """How many are below each of 0 to ``experts``; nothing waits for the device."""
+    return torch.searchsorted(expert.sort().values, torch.arange(experts + 1, device=expert.device))
