@@ -1,8 +1,8 @@
-"""The Hopper ``grouped_matmul_combine`` beside its matmul, in Gluon: lists of rows, and the blocks that are reduced or finished.
+"""The Hopper ``grouped_matmul_combine`` beside its matmul, in Gluon: lists of rows, blocks that are reduced or finished.
 
 See ``grouped_matmul_combine_hopper.py`` for the partitions and ``grouped_matmul_combine.py`` for the protocol. Blocks are
-*tickets*, handed out one by one to whoever has time: round c has the blocks of all peers for chunk c, then the own ones for chunk
-c - 1, whose partials have had a round to arrive.
+*tickets*, handed out one by one to whoever has time: round c has the blocks of all peers for chunk c, then the own ones for
+chunk c - 1, whose partials have had a round to arrive.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def await_count(counter, count):
 def push_weights(
     weights, counts, slot_table, signal_table, offset, rank, size, place, epoch, program, programs, WORLD_SIZE: tl.constexpr
 ):  # fmt: skip
-    """Share ``program`` of ``programs`` of own weights into every peer's slot, ``size`` numbers in place ``rank``; then signal."""
+    """Share ``program`` of ``programs`` of own weights into place ``rank`` of every peer's slot; the last to do so signals."""
     for begin in range(program * PUSH_BLOCK, size, programs * PUSH_BLOCK):
         at = begin + tl.arange(0, PUSH_BLOCK)
         value = tl.load(weights + at, mask=at < size)
