@@ -7,8 +7,8 @@ Read ``kernels/grouped_matmul_combine.py`` first: equation, signals and proof ar
   *multiply* is out of tiles it takes blocks too: they are tickets, so the end of the call has all warps.
 - At the beginning *reduce* lists the rows of each token that are here, without gaps, with their weights: k choices are
   mostly elsewhere, and lists are read once for every chunk.
-- A tile that lies in one expert leaves by TMA; one that would reach into the next expert's rows, by masked stores. It is counted
-  in behind the next tile's matmul, when TMA's stores have long drained.
+- A tile that lies in one expert leaves by TMA; one that would reach into the next expert's rows, by masked stores. It is
+  counted in behind the next tile's matmul, when TMA's stores have long drained.
 
 All programs are resident, so a program may wait for any other one: *reduce* waits for *multiply*, lists and peers; *multiply*
 waits for nobody before it has stored its last tile; tickets are taken in one order, and those of chunk c need only tickets
@@ -25,7 +25,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.config_combine import CombineConfig, CombineCut, partial_bytes
 from tileweave.kernels import grouped_tiles
@@ -168,8 +168,8 @@ def multiply_partition(
     count_stored(counts, stored, epoch)
     serve_tickets(
         products, rows, factors, lengths, offsets, topk_ids, out, counts, slots, slot_table, signal_table, signals, control,
-        report, (epoch & 1).to(gl.int64) * slot_size, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens, groups,
-        group_blocks, blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS,
+        report, (epoch & 1).to(gl.int64) * slot_size, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens,
+        groups, group_blocks, blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS,
     )  # fmt: skip
     leave(control, epoch, num_partitions)
 
@@ -177,8 +177,8 @@ def multiply_partition(
 @gluon.jit
 def reduce_partition(
     products, rows, factors, lengths, offsets, entry_row, topk_ids, weights, out, counters, slots, slot_table, signal_table,
-    signals, control, report, slot_size, weights_base, weights_slot, rank, experts, cols, chunks, chunk_cols, tokens, max_tokens,
-    groups, group_blocks, blocks, num_partitions,
+    signals, control, report, slot_size, weights_base, weights_slot, rank, experts, cols, chunks, chunk_cols, tokens,
+    max_tokens, groups, group_blocks, blocks, num_partitions,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -197,8 +197,8 @@ def reduce_partition(
             programs, WORLD_SIZE, WARPS,
         )  # fmt: skip
     list_rows(
-        entry_row, rows, factors, lengths, counts, slot_table, signals, control, report, weights_offset, rank, max_tokens, epoch,
-        program, programs, WORLD_SIZE, TOPK, WEIGHTED, WARPS,
+        entry_row, rows, factors, lengths, counts, slot_table, signals, control, report, weights_offset, rank, max_tokens,
+        epoch, program, programs, WORLD_SIZE, TOPK, WEIGHTED, WARPS,
     )  # fmt: skip
     serve_tickets(
         products, rows, factors, lengths, offsets, topk_ids, out, counts, slots, slot_table, signal_table, signals, control,
@@ -218,8 +218,8 @@ UNSPECIALIZED = [
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def grouped_matmul_combine_hopper_kernel(
-    y_desc, w_desc, products_desc, products, rows, factors, lengths, offsets, entry_row, topk_ids, weights, out, slots, counters,
-    slot_table, signal_table, signals, control, report,
+    y_desc, w_desc, products_desc, products, rows, factors, lengths, offsets, entry_row, topk_ids, weights, out, slots,
+    counters, slot_table, signal_table, signals, control, report,
     rank, slot_size, weights_base, weights_slot, tokens, max_tokens, experts, cols, depth, chunks, chunk_cols, k_blocks, groups,
     group_blocks, blocks,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
