@@ -144,7 +144,7 @@ def multiply_partition(
         while expert < experts:
             first_row, tile_col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
             acc, turn, fault = multiply_tile(
-                turn, k_blocks, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS, DEPTH_FIRST
+                turn, k_blocks, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS, False, DEPTH_FIRST
             )
             count_stored(counts, stored, epoch)
             store_products(
