@@ -11,6 +11,7 @@ from typing import Literal
 
 from tileweave.config import FUSED_WORLD_SIZES, KernelName
 from tileweave.schedule import cdiv
+from tileweave.schedule_grouped import GroupedProblem
 from tileweave.topology import Machine
 
 MAX_GROUPS = 31  # signals that a rank may send to a peer in a call: pairs of chunk and group
@@ -43,38 +44,14 @@ class CombineConfig:
     programs_per_sm: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class CombineShape:
-    """Sizes of one call. ``cols`` = H, ``depth`` = I of an expert; ``max_tokens`` of a rank; ``experts`` of a rank."""
+def partial_bytes(p: GroupedProblem) -> int:
+    """Of a slot: the peers' partials, up to a multiple of 16."""
+    return cdiv((p.world_size - 1) * p.max_tokens * p.cols * p.itemsize, 16) * 16
 
-    world_size: int
-    max_tokens: int
-    topk: int
-    experts: int
-    cols: int
-    depth: int
-    itemsize: int
-    dtype: str
 
-    @property
-    def bound(self) -> int:
-        """The most rows a rank may have."""
-        return self.world_size * self.max_tokens * min(self.topk, self.experts)
-
-    @property
-    def mean_rows(self) -> int:
-        """Rows of an expert when all experts are chosen alike."""
-        return cdiv(self.max_tokens * self.topk, self.experts)
-
-    @property
-    def partial_bytes(self) -> int:
-        """Of a slot: the peers' partials."""
-        return cdiv((self.world_size - 1) * self.max_tokens * self.cols * self.itemsize, 16) * 16
-
-    @property
-    def slot_bytes(self) -> int:
-        """Partials, and behind them the weights of all ranks' tokens."""
-        return self.partial_bytes + self.world_size * self.max_tokens * self.topk * 4
+def slot_bytes(p: GroupedProblem) -> int:
+    """Partials, and behind them the weights of all ranks' tokens, fp32."""
+    return partial_bytes(p) + p.world_size * p.max_tokens * p.topk * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +66,7 @@ class CombineCut:
     group_blocks: int
 
     @staticmethod
-    def of(shape: CombineShape, config: CombineConfig) -> CombineCut:
+    def of(shape: GroupedProblem, config: CombineConfig) -> CombineCut:
         """Chunks of whole tile columns, groups of whole blocks; none is empty."""
         tile_cols = cdiv(shape.cols, config.tile_n)
         chunk_cols = cdiv(tile_cols, config.chunks)
@@ -117,7 +94,7 @@ class CombinePlan:
         )
 
 
-def plan_combine(shape: CombineShape, machine: Machine, interpreting: bool) -> CombinePlan:
+def plan_combine(shape: GroupedProblem, machine: Machine, interpreting: bool) -> CombinePlan:
     """The path of a grouped_matmul_combine: what can run, then what is fastest. The same on every rank."""
     s = shape
     if s.world_size == 1:
@@ -130,18 +107,18 @@ def plan_combine(shape: CombineShape, machine: Machine, interpreting: bool) -> C
         if not interpreting:
             return CombinePlan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
         config = CombineConfig("triton", 16, 32, 64, 1, 4, 2, 2, 2, 8, 32, 1, 1)
-        return CombinePlan("fused", f"interpreted; {s.mean_rows} rows an expert", config)
+        return CombinePlan("fused", f"interpreted; {s.rows_per_expert:.0f} rows an expert", config)
     if s.dtype == "float32":
         return CombinePlan("unfused", "float32 is not a tensor-core dtype")
     if machine.arch != 90:
         return CombinePlan("unfused", f"no measurement shows the fused kernel ahead on {machine.name}")
-    return CombinePlan("fused", f"{s.mean_rows} rows an expert", _config_of(s))
+    return CombinePlan("fused", f"{s.rows_per_expert:.0f} rows an expert", _config_of(s))
 
 
-def _config_of(s: CombineShape) -> CombineConfig:
+def _config_of(s: GroupedProblem) -> CombineConfig:
     """Tiles by the rows an expert has on average: few rows are a stream of weights, many are tensor-core work."""
-    if s.mean_rows <= 16:
+    if s.rows_per_expert <= 16:
         return CombineConfig("triton", 16, 64, 256, 3, 4, 1, 4, 1, 1, 1024, 32, 32, 2)
-    if s.mean_rows <= 64 or s.depth * s.itemsize % 16 or s.cols * s.itemsize % 16:
+    if s.rows_per_expert <= 64 or s.depth * s.itemsize % 16 or s.cols * s.itemsize % 16:
         return CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)
     return CombineConfig("hopper", 128, 256, 64, 4, 8, 8, 4, 7, 4, 512)

@@ -51,12 +51,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tileweave.config_combine import CombineConfig, CombineCut, CombineShape
+from tileweave.config_combine import CombineConfig, CombineCut, partial_bytes
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.grouped_tiles import first_expert, place_in_expert, walk_to
 from tileweave.language.matmul import matmul_tile
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import faulted, leave, load_epoch, notify, notify_all, wait
+from tileweave.schedule_grouped import GroupedProblem
 
 SLICES = tl.constexpr(32)  # signal words of a source
 WEIGHTS = tl.constexpr(0)  # word, and counter, of the weights; those of chunks follow
@@ -86,7 +87,7 @@ def await_count(counter, count):
 def push_weights(
     weights, counts, slot_table, signal_table, offset, rank, size, place, epoch, program, programs, WORLD_SIZE: tl.constexpr
 ):  # fmt: skip
-    """Share ``program`` of ``programs`` of own weights into every peer's slot, ``size`` numbers in place ``rank``; then signal."""
+    """Share ``program`` of ``programs`` of own weights into place ``rank`` of every peer's slot; the last to do so signals."""
     for begin in range(program * PUSH_BLOCK, size, programs * PUSH_BLOCK):
         at = begin + tl.arange(0, PUSH_BLOCK)
         value = tl.load(weights + at, mask=at < size)
@@ -246,9 +247,7 @@ def finish_block(
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """z of a block of own tokens and some columns: partials added in rank order, rounded once."""
-    own, _ = sum_rows(
-        products, entry_row, weights, rank, token, col, col_limit, cols, max_tokens, TOPK, WEIGHTED, TOKENS, COLS
-    )
+    own, _ = sum_rows(products, entry_row, weights, rank, token, col, col_limit, cols, max_tokens, TOPK, WEIGHTED, TOKENS, COLS)
     acc = tl.zeros((TOKENS, COLS), tl.float32)
     for source in tl.static_range(WORLD_SIZE):
         there = token < 0
@@ -328,7 +327,7 @@ def launch(
     weights: torch.Tensor | None,
     products: torch.Tensor,
     out: torch.Tensor,
-    shape: CombineShape,
+    shape: GroupedProblem,
     config: CombineConfig,
     rank: int,
     num_sms: int,
@@ -341,7 +340,7 @@ def launch(
     grouped_matmul_combine_kernel[(multiply + c.num_reduce + c.num_finish,)](
         y, experts, offsets, entry_row, topk_ids, offsets if weights is None else weights, products, out, peers.slots,
         peers.counters, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
-        rank, peers.slot_size, s.partial_bytes // 4, slot_bytes // 4, out.shape[0], s.max_tokens, s.experts, s.cols, s.depth,
+        rank, peers.slot_size, partial_bytes(s) // 4, slot_bytes // 4, out.shape[0], s.max_tokens, s.experts, s.cols, s.depth,
         y.stride(0), experts.stride(0), experts.stride(2) if depth_first else experts.stride(1),
         y.shape[0] - 1, cut.chunks, cut.chunk_cols, cut.groups, cut.group_blocks, multiply, c.num_reduce,
         WORLD_SIZE=s.world_size, TOPK=s.topk, WEIGHTED=weights is not None, EXPERTS=triton.next_power_of_2(s.experts),

@@ -9,6 +9,7 @@ is added to the rounded sum, and the result rounded again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -222,7 +223,7 @@ def grouped_matmul(rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Ten
         return torch._grouped_mm(rows, experts.transpose(1, 2), offs=offsets[1:])
     out = rows.new_zeros(rows.shape[0], experts.shape[1])
     ends = offsets.tolist()
-    for expert, (begin, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for expert, (begin, end) in enumerate(pairwise(ends)):
         torch.mm(rows[begin:end], experts[expert].t(), out=out[begin:end])
     return out
 
@@ -232,7 +233,7 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor
     if _has_grouped_kernel(left, right):
         return torch._grouped_mm(left.t(), right, offs=offsets[1:])
     ends = offsets.tolist()
-    products = [left[b:e].t() @ right[b:e] for b, e in zip(ends[:-1], ends[1:], strict=True)]
+    products = [left[b:e].t() @ right[b:e] for b, e in pairwise(ends)]
     return torch.stack(products)
 
 
