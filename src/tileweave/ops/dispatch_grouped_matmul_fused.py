@@ -74,7 +74,7 @@ def run_fused(
     try:
         found[0](x, experts, y, plan.fields)
         if kept is not None and kept.numel():
-            from tileweave.kernels.gather import keep_slot
+            from tileweave.kernels.expert_rows import keep_slot
 
             keep_slot(endpoint(instance, x.dtype), kept)
     finally:
