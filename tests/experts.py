@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
+import torch.distributed as dist
 from tests.parity import TOLERANCE, pause, poison_slots
 from tests.worlds import Member
 
+import tileweave as tw
 from tileweave.ops.dispatch_grouped_matmul_fused import OP, ROUTING, run_fused, run_routing
 from tileweave.ops.registry import name_of, workspace_of
 from tileweave.ops.routing_plan import RoutingPlan, padded_ids, reference_plan
@@ -116,6 +119,29 @@ def expected_y(case: Case, rank: int, size: int, seed: int) -> torch.Tensor:
     return torch.stack(y) if y else torch.zeros(0, case.cols, dtype=torch.float64)
 
 
+def expected_gradients(case: Case, rank: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp64 (dx, dexperts) of ``rank`` for the loss sum over ranks of (y * coefficients)."""
+    drawn = everyone(case, size, seed)
+    dx = torch.zeros(case.tokens_of(rank), case.depth, dtype=torch.float64)
+    dexperts = torch.zeros(case.experts, case.cols, case.depth, dtype=torch.float64)
+    for owner in range(size):
+        rows = expected_rows(case, owner, size, seed)
+        c = iter(coefficients(case, sum(map(len, rows)), owner, torch.device("cpu")).double())
+        for expert, mine in enumerate(rows):
+            for source, token, _ in mine:
+                weight, grad = drawn[owner].experts[expert].double(), next(c)
+                if source == rank:
+                    dx[token] += grad @ weight
+                if owner == rank:
+                    dexperts[expert] += grad[:, None] * drawn[source].x[token].double()
+    return dx, dexperts
+
+
+def coefficients(case: Case, rows: int, rank: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(77 + rank)
+    return torch.randn(rows, case.cols, generator=generator).to(case.torch_dtype).to(device)
+
+
 def verify_plan(plan: RoutingPlan, case: Case, rank: int, size: int, seed: int, what: str) -> None:
     rows = expected_rows(case, rank, size, seed)
     flat = [(s * case.max_tokens + t) * case.topk + j for mine in rows for s, t, j in mine]
@@ -156,22 +182,16 @@ def references(me: Member, cases: list[Case]) -> None:
         verify_plan(plan, case, me.rank, me.world_size, seed, f"rank {me.rank}, {case}")
 
 
-def routing(me: Member, cases: list[Case]) -> None:
-    """The kernel's plan, each case twice, with poisoned slots."""
-    for seed, case in enumerate((*cases, *cases)):
-        o = draw(case, me.rank, me.world_size, me.device, seed)
-        poison(me, ROUTING, torch.int32)
-        plan = run_routing(o.ids, case.experts * me.world_size, case.max_tokens, name_of(None))
-        verify_plan(plan, case, me.rank, me.world_size, seed, f"rank {me.rank}, call {seed}, {case}")
-
-
 def parity(me: Member, cases: list[Case], config: DispatchConfig) -> None:
-    """Routing and matmul, each case twice, with poisoned slots and outputs."""
-    for seed, case in enumerate((cases[0], *cases, *cases)):
+    """Routing and matmul with poisoned slots and outputs."""
+    for seed, case in enumerate((*cases, cases[0])):
         o = draw(case, me.rank, me.world_size, me.device, seed)
-        poison(me, OP, case.torch_dtype)
+        poison(me, OP)
+        poison(me, ROUTING)
         y, plan = fused(me, case, o, config)
-        verify_y(y, case, me.rank, me.world_size, seed, f"rank {me.rank}, call {seed}, {case}, {config}")
+        what = f"rank {me.rank}, call {seed}, {case}, {config}"
+        verify_plan(plan, case, me.rank, me.world_size, seed, what)
+        verify_y(y, case, me.rank, me.world_size, seed, what)
 
 
 def fused(me: Member, case: Case, o: Operands, config: DispatchConfig) -> tuple[torch.Tensor, RoutingPlan]:
@@ -182,15 +202,11 @@ def fused(me: Member, case: Case, o: Operands, config: DispatchConfig) -> tuple[
     return y, plan
 
 
-def poison(me: Member, op: str, dtype: torch.dtype) -> None:
+def poison(me: Member, op: str) -> None:
     """Fill the slots of a quiet instance with what must never be read."""
     instance = workspace_of(name_of(None), me.device).instance(op, "sm")
     if instance.num_slots:
-        instance.transport.synchronize()
-        instance.transport.barrier()
-        instance.slots.view(dtype).fill_(float("nan") if dtype.is_floating_point else 2**30)
-        instance.transport.synchronize()
-        instance.transport.barrier()
+        poison_slots(instance, False)
 
 
 def many_calls(me: Member, cases: list[Case], config: DispatchConfig, calls: int, seconds: float, stall=None) -> None:
@@ -211,3 +227,109 @@ def many_calls(me: Member, cases: list[Case], config: DispatchConfig, calls: int
         what = f"rank {me.rank}, call {number}, {case}"
         verify_plan(plan, case, me.rank, me.world_size, number, what)
         verify_y(y, case, me.rank, me.world_size, number, what)
+
+
+def public_calls(me: Member, cases: list[Case], path: str) -> None:
+    """By the operator's own plan: with ids, with a plan, into ``out=``; the unfused operator gives the same rows."""
+    from tileweave.ops import reference
+
+    for seed, case in enumerate(cases):
+        o = draw(case, me.rank, me.world_size, me.device, seed)
+        what = f"rank {me.rank}, {case}"
+        assert tw.explain(OP, o.x, o.experts, case.topk, max_tokens=case.max_tokens).path == path
+        y, plan = tw.dispatch_grouped_matmul(o.x, o.experts, o.ids, max_tokens=case.max_tokens)
+        verify_plan(plan, case, me.rank, me.world_size, seed, what)
+        verify_y(y, case, me.rank, me.world_size, seed, what)
+        out = torch.full_like(y, float("nan"))
+        again, same = tw.dispatch_grouped_matmul(o.x, o.experts, plan=plan, out=out)
+        assert again is out and same is plan
+        verify_y(out, case, me.rank, me.world_size, seed, f"{what}, out=")
+        want = reference.dispatch_grouped_matmul(o.x, o.experts, plan, dist.group.WORLD)
+        verify_y(want, case, me.rank, me.world_size, seed, f"{what}, the reference")
+
+
+def gradients(me: Member, cases: list[Case], backend: str | None = None) -> None:
+    """dx and dexperts; rows that do not exist are never read, so they may be NaN."""
+    for seed, case in enumerate(cases):
+        o = draw(case, me.rank, me.world_size, me.device, seed)
+        rows = sum(map(len, expected_rows(case, me.rank, me.world_size, seed)))
+        bound = me.world_size * case.max_tokens * min(case.topk, case.experts)
+        c = torch.zeros(bound, case.cols, dtype=case.torch_dtype, device=me.device)
+        c[:rows] = coefficients(case, rows, me.rank, me.device)
+        o.x.requires_grad_()
+        o.experts.requires_grad_()
+
+        def run(x, w, ids, case=case):  # type: ignore[no-untyped-def]
+            return tw.dispatch_grouped_matmul(x, w, ids, max_tokens=case.max_tokens)[0]
+
+        y = (run if backend is None else torch.compile(run, fullgraph=True, backend=backend))(o.x, o.experts, o.ids)
+        y.backward(c)
+        for got, want, which in zip(
+            (o.x.grad, o.experts.grad), expected_gradients(case, me.rank, me.world_size, seed), ("x", "experts"), strict=True
+        ):
+            assert got is not None and got.dtype == case.torch_dtype
+            off = (got.double().cpu() - want).norm()
+            limit = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}[case.dtype]
+            assert off <= limit * want.norm() + 1e-12, f"rank {me.rank}, {case}: d{which} is off by {float(off)}"
+
+
+def swiglu(me: Member, case: Case) -> None:
+    """Value and gradient on the rows that there are; the others hold NaN and stay as they were."""
+    o = draw(case, me.rank, me.world_size, me.device, 0)
+    y, plan = tw.dispatch_grouped_matmul(o.x, o.experts, o.ids, max_tokens=case.max_tokens)
+    rows = int(plan.offsets[-1])
+    y = y.clone()
+    y[rows:] = float("nan")
+    y.requires_grad_()
+    z = tw.swiglu(y, plan)
+    leaf = y.detach()[:rows].double().requires_grad_()
+    gate, up = leaf.chunk(2, -1)
+    want = torch.nn.functional.silu(gate) * up
+    relative, absolute = TOLERANCE[case.dtype]
+    torch.testing.assert_close(z[:rows].double(), want, rtol=relative, atol=absolute)
+    grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(me.device)
+    full = torch.full_like(z, float("nan"))
+    full[:rows] = grad
+    z.backward(full)
+    want.backward(grad.double())
+    assert y.grad is not None and leaf.grad is not None
+    torch.testing.assert_close(y.grad[:rows].double(), leaf.grad, rtol=relative, atol=4 * absolute)
+
+
+def bad_input(me: Member) -> None:
+    x, w = torch.zeros(4, 8, device=me.device), torch.zeros(2, 6, 8, device=me.device)
+    ids = torch.zeros(4, 2, dtype=torch.int64, device=me.device)
+    _, plan = tw.dispatch_grouped_matmul(x, w, ids)
+    call = tw.dispatch_grouped_matmul
+    wrong = [
+        ("one of them", lambda: call(x, w)),
+        ("the plan alone", lambda: call(x, w, ids, plan=plan)),
+        (r"\[T, k\]", lambda: call(x, w, ids[0])),
+        ("int32 or int64", lambda: call(x, w, ids.float())),
+        ("contiguous int32", lambda: call(x, w, ids.t())),
+        ("at most max_tokens", lambda: call(x, w, ids, max_tokens=3)),
+        ("one of each", lambda: call(x, w, ids[:, :0])),
+        ("Linear layout", lambda: call(x, w.transpose(1, 2), plan=plan)),
+        ("one dtype", lambda: call(x.half(), w, plan=plan)),
+        ("float16", lambda: call(x.double(), w.double(), plan=plan)),
+        ("contiguous x", lambda: call(torch.zeros(8, 4, device=me.device).t(), w, plan=plan)),
+        ("at most 4 tokens", lambda: call(torch.zeros(5, 8, device=me.device), w, plan=plan)),
+        ("a plan of 2", lambda: call(x, w[:1], plan=plan)),
+        ("allocate out", lambda: call(x, w, plan=plan, out=torch.zeros(3, 6, device=me.device))),
+        ("no_grad", lambda: call(x.clone().requires_grad_(), w, plan=plan, out=torch.zeros(plan.bound, 6, device=me.device))),
+        (r"\[bound, 2 I\]", lambda: tw.swiglu(torch.zeros(4, 5, device=me.device), plan)),
+    ]
+    for said, attempt in wrong:
+        with pytest.raises(tw.InputError, match=said):
+            attempt()
+    call(x, w, ids)
+
+
+def out_of_range_raises(me: Member, odd: int) -> None:
+    """In debug mode every rank raises, and the next call is fine."""
+    x, w = torch.zeros(2, 8, device=me.device), torch.zeros(1, 6, 8, device=me.device)
+    for wrong in (me.world_size, -2):
+        ids = torch.tensor([[0], [wrong if me.rank == odd else 0]], device=me.device)
+        with pytest.raises(tw.InputError if me.rank == odd else tw.RankMismatchError, match=f"experts {min(wrong, 0)} to"):
+            tw.dispatch_grouped_matmul(x, w, ids)
+    tw.dispatch_grouped_matmul(x, w, ids.clamp(0, 0))

@@ -86,9 +86,16 @@ def walk(offsets: Sequence[int], cols: int, tile_m: int, tile_n: int, group_m: i
                     yield expert, begin + row * tile_m, end, col
 
 
+def routes_fused(world_size: int, machine: Machine, interpreting: bool) -> bool:
+    """Whether the routing plan of a group is made by our kernel. Integers only, so it runs wherever ranks see each other."""
+    return world_size in FUSED_WORLD_SIZES and (machine.backend != "cpu" or interpreting)
+
+
 def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> DispatchPlan:
     """The path of a dispatch_grouped_matmul: what can run, then what is fastest."""
-    if p.world_size not in FUSED_WORLD_SIZES and p.world_size != 1:
+    if p.world_size == 1:
+        return DispatchPlan("unfused", "a group of one rank has nothing to send")
+    if p.world_size not in FUSED_WORLD_SIZES:
         return DispatchPlan("unfused", f"world size {p.world_size} is above {FUSED_WORLD_SIZES[-1]}")
     if min(p.max_tokens, p.topk, p.cols, p.depth) == 0:
         return DispatchPlan("unfused", "a dimension is zero")

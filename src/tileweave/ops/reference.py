@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear, rms_norm, silu
 
 from tileweave.ops.routing_plan import RoutingPlan
 from tileweave.sharding import EmbeddingLayout, rows_of
@@ -284,3 +284,16 @@ def grouped_matmul_combine(
         value = torch.where(here, products[rows[:, j].clamp(min=0).long()].float(), 0.0)
         partial += value if everyone is None else value * everyone[:, j, None]
     return reduce_scatter(partial.to(y.dtype), group)[: plan.tokens].contiguous()
+
+
+def dispatch_grouped_matmul(
+    x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """x [T, K] -> y [bound, N]: the token of each row of this rank's experts times its expert's weight."""
+    return grouped_matmul(gather_rows(x, plan, group), experts, plan.offsets)
+
+
+def swiglu(y: torch.Tensor) -> torch.Tensor:
+    """[n, 2 I], rows [gate, up] -> silu(gate) * up [n, I], in fp32, rounded once."""
+    gate, up = y.float().chunk(2, -1)
+    return (silu(gate) * up).to(y.dtype)
