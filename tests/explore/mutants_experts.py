@@ -26,7 +26,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("combine: sums wait for old weights", COMBINE, _WEIGHTS, _WEIGHTS.replace("epoch", "epoch - 1"), GC + "roles"),
     Mutant("combine: a group is signalled by its first block", COMBINE, "group, count):", "group, 1):", GC + "several"),
     Mutant("combine: blocks are counted without acquire and release", COMBINE, 'sem="acq_rel"', 'sem="relaxed"', GC),
-    Mutant("combine: a signal goes to the wrong word", COMBINE, _NOTIFY, _NOTIFY.replace("+ 1 + chunk", "+ chunk"), GC + "roles"),
+    Mutant("combine: a signal goes to the wrong word", COMBINE, _NOTIFY, _NOTIFY.replace("+ 1 + chunk", "+ chunk"), GC),
     Mutant("combine: one slot", COMBINE, "slot_offset = parity.to", "slot_offset = (0 * parity).to", GC),
     Mutant("combine: weights of one slot", COMBINE, "weights_base + parity.to", "weights_base + (0 * parity).to", GC + "roles"),
     Mutant("combine: counts are not cleared", COMBINE, "    if program == 0:\n", "    if program < 0:\n", GC),
@@ -35,5 +35,5 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("combine: partials into another rank's place", COMBINE, "place = rank - (rank > peer).to(tl.int32)",
            "place = 0 * rank", GC),
     Mutant("combine: a stale partial of a rank without an expert of the token", COMBINE, "mask = (there & (", "mask = ((", GC),
-    Mutant("combine: the next expert's rows are overwritten", COMBINE, "mask=(row < end)[:, None]", "mask=(row <= end)[:, None]", GC),
+    Mutant("combine: the next expert's rows are overwritten", COMBINE, "(row < end)[:, None]", "(row <= end)[:, None]", GC),
 )  # fmt: skip
