@@ -28,6 +28,7 @@ from tileweave.ops.distribute_indices import distribute_indices
 from tileweave.ops.embedding_bag_all_to_all import embedding_bag, embedding_bag_all_to_all
 from tileweave.ops.embedding_inputs import FusedOptimizer
 from tileweave.ops.expert_swiglu import swiglu
+from tileweave.ops.grouped_matmul_combine import grouped_matmul_combine
 from tileweave.ops.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.registry import explain, warmup
@@ -37,7 +38,14 @@ from tileweave.sharding import EmbeddingLayout, ShardingPlan, TableSpec, plan_sh
 from tileweave.transport.workspace import REGISTRY as _REGISTRY
 
 __version__ = "0.1.0"
-OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "embedding_bag_all_to_all", "dispatch_grouped_matmul")
+OPERATORS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "embedding_bag_all_to_all",
+    "dispatch_grouped_matmul",
+    "grouped_matmul_combine",
+)
 
 
 def close(group: _dist.ProcessGroup | str | None = None) -> None:
@@ -76,6 +84,7 @@ __all__ = [
     "embedding_bag",
     "embedding_bag_all_to_all",
     "explain",
+    "grouped_matmul_combine",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "nn",

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from tests.explore.mutants import MUTANTS as MATMULS
 from tests.explore.mutants import Mutant
+from tests.explore.mutants_dispatch import MUTANTS as DISPATCH
 from tests.explore.mutants_embedding import MUTANTS as EMBEDDING
 
-MUTANTS = (*MATMULS, *EMBEDDING)
+MUTANTS = (*MATMULS, *EMBEDDING, *DISPATCH)
 
 SOURCE = Path(__file__).parents[2] / "src" / "tileweave"
 RUNS = 400  # at most so many interleavings for one mutant
