@@ -8,6 +8,7 @@ and not written.
 ``gather_rows``    the token of each row, side by side, for the gradient of the experts
 ``zero_unused``    gradients of experts that have no rows, which a grouped product may leave undefined
 ``swiglu``         silu(gate) * up of rows [gate, up], and its gradient
+``weigh_rows``     rows times the combine weights of their entries, and the gradients of those
 =================  ===================================================================================================
 """
 
@@ -159,3 +160,39 @@ def swiglu_gradient(grad: torch.Tensor, y: torch.Tensor, out: torch.Tensor, offs
     """grad [bound, I], y [bound, 2 I] -> out [bound, 2 I]."""
     programs, block = _swiglu_grid(y)
     swiglu_gradient_kernel[(programs,)](grad, y, out, offsets, experts, y.shape[1] // 2, WIDTH=block)
+
+
+@triton.jit
+def weigh_rows_kernel(
+    g, y, weights, row_entry, offsets, weighted, dots, experts, width,
+    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A row at a time: dots[row] = g . y in fp32; g *= weight, in place; weighted = y * weight."""
+    for number in range(tl.program_id(0), tl.load(offsets + experts), tl.num_programs(0)):
+        row = tl.cast(number, tl.int64) * width
+        factor = 1.0
+        if WEIGHTED:
+            factor = tl.load(weights + tl.load(row_entry + number))
+        total = tl.zeros((WIDTH,), tl.float32)
+        for begin in range(0, width, WIDTH):
+            at = begin + tl.arange(0, WIDTH)
+            a = tl.load(g + row + at, mask=at < width, other=0.0).to(tl.float32)
+            b = tl.load(y + row + at, mask=at < width, other=0.0).to(tl.float32)
+            total += a * b
+            if WEIGHTED:
+                tl.store(g + row + at, (a * factor).to(g.dtype.element_ty), mask=at < width)
+                tl.store(weighted + row + at, (b * factor).to(g.dtype.element_ty), mask=at < width)
+        tl.store(dots + number, tl.sum(total, axis=0))
+
+
+def weigh_rows(
+    g: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None, fields: tuple[torch.Tensor, ...], experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """g, y [bound, I], contiguous; weights fp32 of all entries, None: 1. Gives (y * weights, dots of g and y); g *= weights."""
+    dots = torch.empty(g.shape[0], dtype=torch.float32, device=g.device)
+    weighted = y if weights is None else torch.empty_like(y)
+    weigh_rows_kernel[(_programs(g, g.shape[0]),)](
+        g, y, dots if weights is None else weights, fields[1], fields[0], weighted, dots, experts, g.shape[1],
+        WEIGHTED=weights is not None, WIDTH=min(1024, triton.next_power_of_2(g.shape[1])),
+    )  # fmt: skip
+    return weighted, dots

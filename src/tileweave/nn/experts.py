@@ -1,0 +1,150 @@
+"""A mixture of experts with its experts sharded over a group: one layer of a Mixtral-, Qwen3-MoE- or DeepSeek-style model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import linear, silu
+
+from tileweave.errors import require
+from tileweave.ops.dispatch_grouped_matmul import dispatch_grouped_matmul
+from tileweave.ops.expert_swiglu import swiglu
+from tileweave.ops.grouped_matmul_combine import grouped_matmul_combine
+from tileweave.ops.registry import group_of, name_of
+
+
+class SoftmaxTopK(nn.Module):
+    """The stock router: softmax over all experts in fp32, the k largest, scaled to a sum of 1 if ``normalize``.
+
+    x [T, H] -> (weights [T, k] fp32, ids [T, k]). ``weight`` [E, H] is the same on every rank.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, top_k: int, normalize: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.top_k, self.normalize = top_k, normalize
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        nn.init.uniform_(self.weight, -1 / math.sqrt(hidden_size), 1 / math.sqrt(hidden_size))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = linear(x, self.weight).float().softmax(-1).topk(self.top_k, -1)
+        return weights / weights.sum(-1, keepdim=True) if self.normalize else weights, ids
+
+    def extra_repr(self) -> str:
+        return f"experts={self.weight.shape[0]}, top_k={self.top_k}, normalize={self.normalize}"
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) without biases: a shared expert, on own tokens only; the same on every rank."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, False, device, dtype)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, False, device, dtype)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, False, device, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nn.Module):
+    """This rank's experts, stacked: ``gate_up_proj`` [E / R, 2 I, H], gate rows before up rows, ``down_proj`` [E / R, H, I]."""
+
+    def __init__(
+        self, count: int, hidden_size: int, intermediate_size: int, device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        shapes = {"gate_up_proj": (2 * intermediate_size, hidden_size), "down_proj": (hidden_size, intermediate_size)}
+        for name, shape in shapes.items():
+            parameter = nn.Parameter(torch.empty(count, *shape, device=device, dtype=dtype))
+            nn.init.uniform_(parameter, -1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]))
+            self.register_parameter(name, parameter)
+
+
+class MoE(nn.Module):
+    """``sum over its k experts of weight * expert(x)``, plus a shared expert if there is one; tokens and experts sharded.
+
+    ==============================  =====================  ========================================================
+    gate.weight                     [E, H]                 router; the same on every rank
+    experts.gate_up_proj            [E / R, 2 I, H]        SwiGLU experts of this rank, stacked
+    experts.down_proj               [E / R, H, I]
+    shared_experts.*_proj.weight    Linear layout          optional; the same on every rank
+    x                               [..., H]               this rank's tokens
+    y                               [..., H]
+    ==============================  =====================  ========================================================
+
+    Names and layout are those of ``Qwen3MoeSparseMoeBlock`` and ``MixtralSparseMoeBlock`` of transformers 5 (experts stacked),
+    and of ``DeepseekV3MoE`` for the shared expert; :meth:`load_whole_state_dict` takes such a block's state_dict.
+
+    Parameters
+    ----------
+    hidden_size, intermediate_size : H, and I of an expert. num_experts : E, of all ranks. top_k : experts of a token.
+    shared_intermediate_size : of the shared expert; 0: none.
+    normalize : scale the k softmax weights to a sum of 1 (``norm_topk_prob``).
+    router : a module x [T, H] -> (weights [T, k] fp32, ids [T, k] of all ranks, -1: none), in place of the softmax top-k.
+    max_tokens : the most tokens any rank may pass, the same on every rank; None: all ranks pass equally many.
+    group : the ranks that share the experts; None is the default group.
+
+    Gradients of experts are those of all ranks' tokens, complete; those of gate and shared expert are of own tokens only, to
+    be summed over the group like any replicated parameter's.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        shared_intermediate_size: int = 0,
+        normalize: bool = True,
+        router: nn.Module | None = None,
+        max_tokens: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group_name = name_of(group)
+        self.world_size = dist.get_world_size(group_of(self.group_name))
+        self.hidden_size, self.num_experts, self.max_tokens = hidden_size, num_experts, max_tokens
+        asked = f"{num_experts} experts over {self.world_size} ranks, top_k={top_k}"
+        fits = num_experts % self.world_size == 0 and 0 < top_k <= num_experts
+        require(fits, asked, "a multiple of the group's size, top_k of them at most", "choose another group")
+        if router is None:
+            router = SoftmaxTopK(hidden_size, num_experts, top_k, normalize, device, dtype)
+        self.gate = router
+        self.experts = Experts(num_experts // self.world_size, hidden_size, intermediate_size, device, dtype)
+        self.shared_experts = None
+        if shared_intermediate_size:
+            self.shared_experts = GatedMLP(hidden_size, shared_intermediate_size, device, dtype)
+
+    def load_whole_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load the state_dict of the whole layer, all experts stacked; each rank takes its own."""
+        first = dist.get_rank(group_of(self.group_name)) * (self.num_experts // self.world_size)
+        mine = slice(first, first + self.num_experts // self.world_size)
+        self.load_state_dict({name: tensor[mine] if name.startswith("experts.") else tensor for name, tensor in state.items()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, self.hidden_size)
+        weights, ids = self.gate(tokens)
+        y, plan = dispatch_grouped_matmul(
+            tokens, self.experts.gate_up_proj, ids, group=self.group_name, max_tokens=self.max_tokens
+        )
+        z = grouped_matmul_combine(swiglu(y, plan), self.experts.down_proj, plan, weights, group=self.group_name)
+        if self.shared_experts is not None:
+            z = z + self.shared_experts(tokens)
+        return z.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, experts={self.num_experts} / {self.world_size} ranks"
