@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.parity import TOLERANCE, pause, poison_slots
 from tests.worlds import Member
 
 import tileweave as tw
 from tileweave.ops.dispatch_grouped_matmul_fused import OP, ROUTING, run_fused, run_routing
-from tileweave.ops.registry import name_of, workspace_of
+from tileweave.ops.registry import group_of, name_of, workspace_of
 from tileweave.ops.routing_plan import RoutingPlan, padded_ids, reference_plan
 from tileweave.schedule_grouped import DispatchConfig
 
@@ -244,7 +243,7 @@ def public_calls(me: Member, cases: list[Case], path: str) -> None:
         again, same = tw.dispatch_grouped_matmul(o.x, o.experts, plan=plan, out=out)
         assert again is out and same is plan
         verify_y(out, case, me.rank, me.world_size, seed, f"{what}, out=")
-        want = reference.dispatch_grouped_matmul(o.x, o.experts, plan, dist.group.WORLD)
+        want = reference.dispatch_grouped_matmul(o.x, o.experts, plan, group_of(name_of(None)))
         verify_y(want, case, me.rank, me.world_size, seed, f"{what}, the reference")
 
 
@@ -259,7 +258,7 @@ def gradients(me: Member, cases: list[Case], backend: str | None = None) -> None
         o.x.requires_grad_()
         o.experts.requires_grad_()
 
-        def run(x, w, ids, case=case):  # type: ignore[no-untyped-def]
+        def run(x, w, ids, case=case):
             return tw.dispatch_grouped_matmul(x, w, ids, max_tokens=case.max_tokens)[0]
 
         y = (run if backend is None else torch.compile(run, fullgraph=True, backend=backend))(o.x, o.experts, o.ids)

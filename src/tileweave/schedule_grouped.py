@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from tileweave.config import FUSED_WORLD_SIZES, KernelName
+from tileweave.config import FUSED_WORLD_SIZES, KernelName, Plan
 from tileweave.schedule import cdiv
 from tileweave.topology import Machine
 
@@ -55,17 +54,15 @@ class GroupedProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class DispatchPlan:
-    """What a call will do. ``path``: "fused" or "unfused"; ``config`` is None unless fused."""
+class DispatchPlan(Plan):
+    """What a call of dispatch_grouped_matmul will do; ``cut`` is None unless fused."""
 
-    path: Literal["fused", "unfused"]
-    reason: str
-    config: DispatchConfig | None = None
+    cut: DispatchConfig | None = None
 
     def __str__(self) -> str:
-        if self.config is None:
+        if self.cut is None:
             return f"{self.path}: {self.reason}"
-        c = self.config
+        c = self.cut
         return f"{self.path}, {c.kernel} kernel, tile {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.num_stages} stages: {self.reason}"
 
 
@@ -101,15 +98,17 @@ def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Di
         return DispatchPlan("unfused", "a dimension is zero")
     if machine.backend == "cpu":
         if not interpreting:
-            return DispatchPlan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
-        return DispatchPlan("fused", "interpreted", DispatchConfig("triton", 16, 32, 64, 1, 4, 4, 1, 4, 4))
+            return DispatchPlan(
+                "unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)"
+            )
+        return DispatchPlan("fused", "interpreted", cut=DispatchConfig("triton", 16, 32, 64, 1, 4, 4, 1, 4, 4))
     if p.dtype == "float32":
         return DispatchPlan("unfused", "float32 is not a tensor-core dtype")
     if machine.arch != 90:
         return DispatchPlan("unfused", f"no measurement shows the fused kernel ahead on {machine.name}")
     if p.depth * p.itemsize % 16:
         return DispatchPlan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes")
-    return DispatchPlan("fused", f"{p.rows_per_expert:.0f} rows an expert if balanced", dispatch_config(p))
+    return DispatchPlan("fused", f"{p.rows_per_expert:.0f} rows an expert if balanced", cut=dispatch_config(p))
 
 
 def dispatch_config(p: GroupedProblem) -> DispatchConfig:

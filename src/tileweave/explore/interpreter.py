@@ -231,6 +231,10 @@ class Hooks(interpreted.HostMemory):
             return
         me, world = self._me(), self.world
         low, high = int(active.min()), int(active.max()) + size
+        if not world.memory.has(low, high):
+            for part in world.memory.apart(active, size, me.name):
+                self._read(part, size, volatile)
+            return
         region = world.memory.region(low, high, me.name)
         if region.writer is None:  # nobody ever stores there
             return

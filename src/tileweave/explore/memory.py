@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -136,6 +136,14 @@ class Memory:
     def has(self, start: int, end: int) -> bool:
         at = bisect.bisect_right(self._starts, start) - 1
         return at >= 0 and self._regions[at].end >= end
+
+    def apart(self, places: np.ndarray, size: int, who: str) -> Iterator[np.ndarray]:
+        """Addresses of elements of ``size`` bytes, those of one region after another: rows may be gathered from several."""
+        left = np.sort(places, axis=None)
+        while left.size:
+            end = self.region(int(left[0]), int(left[0]) + size, who).end
+            yield left[left < end]
+            left = left[left >= end]
 
     def region(self, low: int, high: int, who: str) -> Region:
         at = bisect.bisect_right(self._starts, low) - 1

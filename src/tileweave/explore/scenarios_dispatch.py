@@ -23,7 +23,7 @@ def _ends(world: World, rank: int, op: str, drawn: Drawn) -> Iterator[tuple[str,
 
 @dataclass(frozen=True)
 class Routing:
-    """Plans from ids. ``tokens``: the most of a rank, used in turn; rank r has r fewer, at least none. ``experts``: of a rank."""
+    """Plans from ids. ``tokens``: the most of a rank, used in turn; rank r has r fewer, if any. ``experts``: of a rank."""
 
     name: str
     tokens: tuple[int, ...]

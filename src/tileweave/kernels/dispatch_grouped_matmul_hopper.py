@@ -311,8 +311,8 @@ class Launcher:
         target, shape = (y.data_ptr(), [self.bound, cols]) if by_tma else (w.data_ptr(), [experts * cols, depth])
         y_desc = descriptor(target, y.dtype, shape, shape[1], [c.tile_m, c.tile_n // self.halves])
         dispatch_grouped_matmul_hopper_kernel[(self.programs,)](
-            w_desc, y_desc, x, y, offsets, row_entry, send_order, send_offsets, p.slots, p.slot_table, p.signal_table, p.signals,
-            p.control, p.report, p.counters, *self.integers, *self.constants, self.halves, by_tma, 96,
+            w_desc, y_desc, x, y, offsets, row_entry, send_order, send_offsets, p.slots, p.slot_table, p.signal_table,
+            p.signals, p.control, p.report, p.counters, *self.integers, *self.constants, self.halves, by_tma, 96,
             num_warps=c.num_warps, maxnreg=168,
         )  # fmt: skip
         return None

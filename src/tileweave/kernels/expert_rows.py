@@ -4,7 +4,7 @@ Programs take blocks of rows in turn until there are none, so a plan's bound cos
 and not written.
 
 =================  ===================================================================================================
-``keep_slot``      copy what the peers sent in the call that just ended, before a later call overwrites it
+``keep_tokens``    copy what the peers sent in the call that just ended, before a later call overwrites it
 ``gather_rows``    the token of each row, side by side, for the gradient of the experts
 ``zero_unused``    gradients of experts that have no rows, which a grouped product may leave undefined
 ``swiglu``         silu(gate) * up of rows [gate, up], and its gradient
@@ -23,7 +23,7 @@ from tileweave.language.signal import load_epoch
 
 PROGRAMS = 1056  # 8 for each multiprocessor of an H200; any number is right
 INTERPRETED_PROGRAMS = 2
-COPY_BLOCK = 4096
+COPY_ROWS = 4
 
 
 def _programs(tensor: torch.Tensor, most: int) -> int:
@@ -31,19 +31,35 @@ def _programs(tensor: torch.Tensor, most: int) -> int:
 
 
 @triton.jit
-def keep_slot_kernel(slots, kept, control, slot_size, size, BLOCK: tl.constexpr):
-    """The slot of the call that the epoch has just left behind."""
+def keep_tokens_kernel(
+    slots, kept, entry_row, control, slot_size, max_tokens, topk, rank, depth,
+    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Copy the tokens that have an expert here out of the slot of the call that the epoch has just left behind."""
     slot = slots + ((load_epoch(control) - 1) & 1).to(tl.int64) * slot_size
-    for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(kept + at, tl.load(slot + at, mask=at < size), mask=at < size)
+    tokens = (WORLD_SIZE - 1) * max_tokens
+    choice = tl.arange(0, TOPK)
+    for block in range(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.num_programs(0)):
+        place = block * ROWS + tl.arange(0, ROWS)
+        source = (rank + WORLD_SIZE - 1 - place // max_tokens) % WORLD_SIZE
+        entry = (source * max_tokens + place % max_tokens)[:, None] * topk + choice[None, :]
+        asked = (place < tokens)[:, None] & (choice < topk)[None, :]
+        here = tl.max(tl.load(entry_row + entry, mask=asked, other=-1), axis=1) >= 0
+        for column in range(0, depth, WIDTH):
+            at = column + tl.arange(0, WIDTH)
+            within = place.to(tl.int64)[:, None] * depth + at[None, :]
+            mask = here[:, None] & (at < depth)[None, :]
+            tl.store(kept + within, tl.load(slot + within, mask=mask), mask=mask)
 
 
-def keep_slot(peers: Endpoint, kept: torch.Tensor) -> None:
-    """kept = what the last call of this instance received, from the beginning of its slot."""
-    size = kept.numel()
-    programs = _programs(kept, triton.cdiv(size, COPY_BLOCK))
-    keep_slot_kernel[(programs,)](peers.slots, kept, peers.control, peers.slot_size, size, BLOCK=COPY_BLOCK)
+def keep_tokens(peers: Endpoint, kept: torch.Tensor, entry_row: torch.Tensor, topk: int, rank: int) -> None:
+    """kept [R - 1, max_tokens, K] = the tokens that the last call of this instance received; others are not written."""
+    places, max_tokens, depth = kept.shape
+    keep_tokens_kernel[(_programs(kept, triton.cdiv(places * max_tokens, COPY_ROWS)),)](
+        peers.slots, kept, entry_row, peers.control, peers.slot_size, max_tokens, topk, rank, depth,
+        WORLD_SIZE=places + 1, TOPK=triton.next_power_of_2(topk), ROWS=COPY_ROWS,
+        WIDTH=min(1024, triton.next_power_of_2(depth)),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -76,9 +92,9 @@ def gather_rows(
     """[bound, K]: the token of each row of the plan with ``fields``. x [T, K] own tokens, kept [R - 1, max_tokens, K]."""
     offsets, row_entry = fields[0], fields[1]
     out = x.new_empty(row_entry.numel(), x.shape[1])
-    gather_rows_kernel[(_programs(x, triton.cdiv(out.shape[0], 4)),)](
+    gather_rows_kernel[(_programs(x, triton.cdiv(out.shape[0], COPY_ROWS)),)](
         x, kept, row_entry, offsets, out, experts, max_tokens, topk, rank, x.shape[1],
-        WORLD_SIZE=world_size, ROWS=4, WIDTH=min(1024, triton.next_power_of_2(x.shape[1])),
+        WORLD_SIZE=world_size, ROWS=COPY_ROWS, WIDTH=min(1024, triton.next_power_of_2(x.shape[1])),
     )  # fmt: skip
     return out
 

@@ -1,4 +1,4 @@
-"""The routing plan of a mixture of experts, made on the device in one launch: exchange of ids, stable counting sort, send lists.
+"""The routing plan of a mixture of experts, made on the device in one launch: ids exchanged, sorted, send lists.
 
     topk_ids  [T, k]                  own choices, -1: none
     slot      [R, max_tokens * k]     one of two, by parity of the epoch: the ids of every rank, -1 past their T

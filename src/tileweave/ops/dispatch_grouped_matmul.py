@@ -136,7 +136,7 @@ def _agree_on_routing(topk_ids: torch.Tensor, experts: int, max_tokens: int, gro
     """Debugging only, waits for the device: the ranks' arguments fit together, and every id exists; else all ranks raise."""
     ids = topk_ids if topk_ids.numel() else topk_ids.new_zeros(1)
     least, most = int(ids.min()), int(ids.max())
-    trouble = "" if -1 <= least and most < size * experts else f"experts {least} to {most}"
+    trouble = "" if least >= -1 and most < size * experts else f"experts {least} to {most}"
     error: RankMismatchError | None = None
     try:
         signature = {"max_tokens": max_tokens, "topk": topk_ids.shape[1], "experts": experts, "trouble": trouble}
@@ -166,7 +166,9 @@ def check_inputs(x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out:
     dtypes = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
     require(x.dtype in DTYPES, dtypes, "float16, bfloat16, float32", "convert x and experts")
     same = all(t.dtype == x.dtype and t.device == plan.table.device for t in tensors)
-    require(same, f"{dtypes}, plan on {plan.table.device}", "one dtype and one device", "convert to x.dtype on the plan's device")
+    require(
+        same, f"{dtypes}, plan on {plan.table.device}", "one dtype and one device", "convert to x.dtype on the plan's device"
+    )
     require(x.is_contiguous(), f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
     strides = f"experts with strides {experts.stride()}"
     require(experts.stride(2) == 1 or experts.shape[2] <= 1, strides, "contiguous rows", "pass experts.contiguous()")
@@ -203,8 +205,8 @@ def _forward(x, experts, table, max_tokens, topk, group_name, keep, out=None):
     chosen = plan_call(experts, routed)
     y = x.new_empty(routed.bound, experts.shape[1]) if out is None else out
     kept = x.new_empty(routed.world_size - 1, max_tokens, x.shape[1]) if keep else None
-    if chosen.config is not None:
-        run_fused(x, experts, routed, y, group_name, chosen.config, kept)
+    if chosen.cut is not None:
+        run_fused(x, experts, routed, y, group_name, chosen.cut, kept)
     else:
         log_fallback(OP, chosen, _SAID)
         rows = reference.gather_rows(x, routed, group_of(group_name))
@@ -221,7 +223,7 @@ def _fake(x, experts, table, max_tokens, topk, group_name, keep):
     routed = _plan_of(x, experts, table, max_tokens, topk, group_name)
     kept = x.new_empty(0)
     if keep:
-        fused = plan_call(experts, routed).config is not None
+        fused = plan_call(experts, routed).cut is not None
         kept = x.new_empty(routed.world_size - 1, max_tokens, x.shape[1]) if fused else x.new_empty(routed.bound, x.shape[1])
     return x.new_empty(routed.bound, experts.shape[1]), kept
 
@@ -255,7 +257,7 @@ def _backward_implementation(grad, x, kept, experts, table, max_tokens, topk, gr
     dx = _sum_over_rows(grad, experts, routed, group_name) if need_x else empty
     if not need_experts:
         return dx, empty
-    if plan_call(experts, routed).config is None:
+    if plan_call(experts, routed).cut is None:
         return dx, reference.grouped_outer(grad, kept, routed.offsets)
     from tileweave.kernels.expert_rows import gather_rows, zero_unused
 

@@ -57,7 +57,8 @@ def run_fused(
     config: DispatchConfig,
     kept: torch.Tensor | None = None,
 ) -> None:
-    """x [T, K], experts [E_local, N, K] -> y [bound, N]; ``kept`` [R - 1, max_tokens, K] takes the peers' tokens."""
+    """x [T, K], experts [E_local, N, K] -> y [bound, N]; ``kept`` [R - 1, max_tokens, K] takes the peers' tokens that have
+    an expert here."""
     workspace = _workspace(group_name, x.device)
     transport = workspace.transport
     instance = workspace.instance(OP, "sm")
@@ -74,9 +75,9 @@ def run_fused(
     try:
         found[0](x, experts, y, plan.fields)
         if kept is not None and kept.numel():
-            from tileweave.kernels.expert_rows import keep_slot
+            from tileweave.kernels.expert_rows import keep_tokens
 
-            keep_slot(endpoint(instance, x.dtype), kept)
+            keep_tokens(endpoint(instance, x.dtype), kept, plan.entry_row, plan.topk, plan.rank)
     finally:
         if not x.is_cuda:
             instance.check()
