@@ -100,11 +100,11 @@ def push_tokens(
 @triton.jit
 def gather_rows(
     x, slot, row_entry, first_row, end, max_tokens, topk, depth, rank,
-    WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """(pointers to a tile's rows in x or the slot, how far down the ranks its first and its last row come from).
 
-    Rows past the end repeat the last.
+    Rows past the end repeat the last. ``ALIGNED``: rows are at multiples of 16 bytes, which a choice of bases hides.
     """
     row = tl.minimum(first_row + tl.arange(0, TILE_M), end - 1)
     token = tl.load(row_entry + row) // topk
@@ -117,6 +117,8 @@ def gather_rows(
         pointers = slot + tl.where(step == 0, apart + own, remote)
     else:
         pointers = tl.where(step == 0, x + own, slot + remote)
+        if ALIGNED:
+            pointers = tl.multiple_of(pointers, 16)
     return pointers, tl.min(step, axis=0), tl.max(step, axis=0)
 
 
@@ -152,7 +154,7 @@ def dispatch_grouped_matmul_kernel(
     tile_cols, k_blocks,
     WORLD_SIZE: tl.constexpr, PUSH_ROWS: tl.constexpr, PUSH_WIDTH: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
-    FEW_ROWS: tl.constexpr,
+    FEW_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Push, then take tiles; see the module's docstring for the protocol."""
     program = tl.program_id(0)
@@ -177,7 +179,7 @@ def dispatch_grouped_matmul_kernel(
         following = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         first_row, col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
         a_rows, nearest, farthest = gather_rows(
-            x, slots + slot_offset, row_entry, first_row, end, max_tokens, topk, depth, rank, WORLD_SIZE, TILE_M
+            x, slots + slot_offset, row_entry, first_row, end, max_tokens, topk, depth, rank, WORLD_SIZE, TILE_M, ALIGNED
         )
         token = wait_steps(signals, expert // block_experts, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE)
         acc = matmul_tile(
@@ -231,5 +233,6 @@ class Launcher:
         offsets, row_entry, _, _, send_order, send_offsets = fields
         dispatch_grouped_matmul_kernel[(self.programs,)](
             x, w, y, offsets, row_entry, send_order, send_offsets, p.slots, p.slot_table, p.signal_table, p.signals, p.control,
-            p.report, p.counters, *self.integers, *self.constants, num_warps=c.num_warps, num_stages=c.num_stages,
+            p.report, p.counters, *self.integers, *self.constants,
+            (x.data_ptr() | x.shape[1] * x.element_size()) % 16 == 0, num_warps=c.num_warps, num_stages=c.num_stages,
         )  # fmt: skip

@@ -107,7 +107,8 @@ def gather_partition(
     k = gl.arange(0, TILE_K, layout=gl.SliceLayout(0, layout))
     place = gl.arange(0, TILE_M, layout=row_layout)
     turn = 0
-    arrived = WORLD_SIZE == 1
+    acquire(epoch)
+    arrived = WORLD_SIZE == 1  # everything is there, so look at no signal
     tile = program
     expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
     expert, first_tile, next_tile, begin, end = walk_to(
@@ -217,10 +218,8 @@ def push_partition(
             pushed = counters + (epoch & 1) * SET + PUSHED + block
             if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
                 notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
-        if program == num_programs - 1:
-            wait_steps(
-                signals, blocks - 1, 1, WORLD_SIZE - 1, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS
-            )  # fmt: skip
+        farthest = gl.where(program == num_programs - 1, WORLD_SIZE - 1, 0)  # the others wait for nobody
+        wait_steps(signals, blocks - 1, 1, farthest, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS)
     leave(control, epoch, num_partitions)
 
 
