@@ -21,7 +21,7 @@ from tileweave.schedule_scatter import ScatterSchedule
 from tileweave.topology import Machine
 
 TransportName = Literal["copy_engine", "sm"]
-KernelName = Literal["triton", "hopper"]
+KernelName = Literal["triton", "hopper", "library"]
 FUSED_WORLD_SIZES = range(2, 9)
 MEASURED_ALL_REDUCE_ROWS = 512
 ONE_SHOT_ROWS = 16  # up to these the partials of all ranks are fewer bytes than weights by far
@@ -32,9 +32,12 @@ _POWERS = (16, 32, 64, 128, 256, 512)
 class MatmulConfig:
     """How one fused matmul is cut up.
 
+    kernel : whose main loop. "library": the vendor's matmul as a launch of its own, tiles of its result are sent by ours.
     tile_m, tile_n, tile_k : the tile a program computes at once, elements.
     num_stages : tiles of K in flight. num_warps : warps that multiply. group_m : tile rows in an L2 band.
-    transport : who pushes. num_slices : pieces of a shard that are signalled one by one (``"sm"``).
+    transport : who pushes.
+    num_slices : pieces of a shard that are signalled one by one: what producers push (all-gather, ``"sm"``), what a copy
+        engine takes at once (reduce-scatter, ``"copy_engine"``).
     num_producers : programs that push (``"sm"``); few, so that they are resident whatever else runs.
     split_tail : cut the tiles that do not fill a last wave along K.
     team : programs that share columns of w in the cut tiles.
@@ -60,6 +63,10 @@ class MatmulConfig:
     team: int = 1
     own_first: bool = True
     shots: int = 2
+
+    def takes(self, rows: int) -> bool:
+        """Whether its transport takes shards of that many rows: copy engines need a tile of them or more."""
+        return self.transport == "sm" or rows >= self.tile_m
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,8 @@ class Plan:
         if self.config is None:
             return f"{self.path}: {self.reason}"
         c = self.config
+        if c.kernel == "library":
+            return f"{self.path}, library matmul, then one launch by tiles of {c.tile_m}x{c.tile_n}: {self.reason}"
         return (
             f"{self.path}, {c.kernel} kernel, {c.transport} transport, tile {c.tile_m}x{c.tile_n}x{c.tile_k}, "
             f"{c.num_stages} stages: {self.reason}"
@@ -109,8 +118,9 @@ def scatter_schedule_for(problem: Problem, config: MatmulConfig, rank: int, mach
     """The tile schedule of a matmul whose tiles go to owners; ``problem.rows`` are those of one owner."""
     p, c = problem, config
     chunk_rows = cdiv(cdiv(p.rows, c.tile_m), c.num_slices) if c.transport == "copy_engine" else 1 << 20
+    depth = c.tile_k if c.kernel == "library" else p.depth  # a product that is given has nothing to cut
     return ScatterSchedule(
-        rank, p.world_size, p.rows, p.cols, p.depth, c.tile_m, c.tile_n, c.tile_k, c.group_m, machine.num_sms, c.split_tail,
+        rank, p.world_size, p.rows, p.cols, depth, c.tile_m, c.tile_n, c.tile_k, c.group_m, machine.num_sms, c.split_tail,
         team=c.team, chunk_rows=chunk_rows,
     )  # fmt: skip
 
@@ -122,10 +132,8 @@ def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: boo
     if refused is not None:
         return refused
     if machine.backend == "cpu":
-        return _plan_cpu(p)
-    return _plan_gpu(
-        "all_gather_matmul", p, machine, p.rows * p.world_size, lambda c: c.transport == "sm" or p.rows >= c.tile_m
-    )
+        return _plan_cpu(p, "a shard")
+    return _plan_gpu("all_gather_matmul", p, machine, p.rows * p.world_size, lambda c: c.takes(p.rows))
 
 
 def _without_fusion(p: Problem, machine: Machine, interpreting: bool, purpose: str) -> Plan | None:
@@ -141,11 +149,11 @@ def _without_fusion(p: Problem, machine: Machine, interpreting: bool, purpose: s
     return None
 
 
-def _plan_cpu(p: Problem) -> Plan:
+def _plan_cpu(p: Problem, of_what: str) -> Plan:
     tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
     transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
     config = MatmulConfig("triton", transport, tile, 2 * tile, 64, 1, 4, num_slices=4, num_producers=1)
-    return Plan("fused", f"interpreted; {p.rows} rows of a shard", config)
+    return Plan("fused", f"interpreted; {p.rows} rows of {of_what}", config)
 
 
 def _plan_gpu(op: str, p: Problem, machine: Machine, rows: int, can_run: Callable[[MatmulConfig], bool]) -> Plan:
@@ -210,7 +218,8 @@ def _entry(raw: object, where: str) -> Entry:
 
 
 _ALLOWED = {
-    "kernel": ("triton", "hopper"), "transport": ("copy_engine", "sm"), "tile_m": _POWERS, "tile_n": _POWERS, "tile_k": _POWERS,
+    "kernel": ("triton", "hopper", "library"), "transport": ("copy_engine", "sm"),
+    "tile_m": _POWERS, "tile_n": _POWERS, "tile_k": _POWERS,
     "num_stages": range(1, 17), "num_warps": (1, 2, 4, 8, 16), "group_m": range(1, 1025), "num_slices": (1, 2, 4, 8, 16, 32),
     "num_producers": range(1, 1025), "band_sources": range(1, 9), "team": range(1, 1025), "shots": (1, 2),
 }  # fmt: skip
@@ -248,17 +257,10 @@ def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting:
     refused = _without_fusion(p, machine, interpreting, "reduce")
     if refused is not None:
         return refused
-    if machine.backend != "cpu":
-        whole_rows = p.cols * p.itemsize % 16 == 0  # copy engines' tiles leave by TMA
-
-        def can_run(c: MatmulConfig) -> bool:
-            return c.transport == "sm" or (whole_rows and p.rows >= c.tile_m)
-
-        return _plan_gpu("matmul_reduce_scatter", p, machine, p.rows * p.world_size, can_run)
-    tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
-    transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
-    config = MatmulConfig("triton", transport, tile, 2 * tile, 64, 1, 4, num_slices=4, num_producers=1)
-    return Plan("fused", f"interpreted; {p.rows} rows of a rank's result", config)
+    if machine.backend == "cpu":
+        return _plan_cpu(p, "a rank's result")
+    copied_rows = 0 if p.cols * p.itemsize % 16 else p.rows  # tiles for copy engines leave by TMA, which needs whole rows
+    return _plan_gpu("matmul_reduce_scatter", p, machine, p.rows * p.world_size, lambda c: c.takes(copied_rows))
 
 
 def plan_matmul_all_reduce(problem: Problem, machine: Machine, interpreting: bool) -> Plan:

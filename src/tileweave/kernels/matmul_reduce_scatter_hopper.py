@@ -290,7 +290,7 @@ def matmul_reduce_scatter_hopper_kernel(
     )  # fmt: skip
 
 
-# What changes between the launches of one shape; the bases of the descriptors, in the order of Launcher.descriptors.
+# What changes between the launches of one shape: words, and the bases of descriptors.
 WORDS = ("bias", "residual", "out", "partials", "trace", "slot")
 MAPS = ("x_desc", "w_desc", "out_desc", "staging_desc")
 
@@ -305,7 +305,7 @@ class Launcher:
         self.peers, self.schedule, self.config = peers, schedule, config
         s, c = schedule, config
         self.push = c.transport == "sm"
-        self.all_reduce, self.stride_x, self.stride_w = all_reduce, stride_x, stride_w
+        self.stride_x = stride_x
         self.base = base = peers.slots.data_ptr()
         self.box = [c.tile_m, PIECE.value]
         place_rows = s.tile_rows * c.tile_m
