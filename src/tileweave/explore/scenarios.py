@@ -141,8 +141,15 @@ def _gather_operands(shape: tuple[int, int, int], size: int, rank: int, seed: in
 
 
 def _triton(transport: str, **changes: object) -> MatmulConfig:
-    options: dict[str, object] = {"tile_k": 16, "group_m": 1, "num_slices": 2, "num_producers": 1, **changes}
-    return MatmulConfig("triton", transport, 16, 16, num_stages=1, num_warps=4, **options)  # type: ignore[arg-type]
+    options: dict[str, object] = {
+        "kernel": "triton",
+        "tile_k": 16,
+        "group_m": 1,
+        "num_slices": 2,
+        "num_producers": 1,
+        **changes,
+    }
+    return MatmulConfig(transport=transport, tile_m=16, tile_n=16, num_stages=1, num_warps=4, **options)  # type: ignore[arg-type]
 
 
 # --- matmul_reduce_scatter and matmul_all_reduce ---
@@ -250,8 +257,10 @@ SCENARIOS: tuple[Scenario, ...] = (
     MatmulReduce(
         "copy engine, captured", "matmul_reduce_scatter", _triton("copy_engine"), ((64, 16, 16),), (1, 2), captured=True
     ),
+    MatmulReduce("library", "matmul_reduce_scatter", _triton("sm", kernel="library"), ((48, 16, 16), (20, 16, 16)), (1, 2, 3)),
     MatmulReduce("sm", "matmul_all_reduce", _triton("sm"), ((48, 16, 16), (50, 16, 16)), (1, 2, 3)),
     MatmulReduce("sm, spans", "matmul_all_reduce", _triton("sm"), ((5, 32, 16), (12, 16, 16)), (1, 2)),
+    MatmulReduce("library", "matmul_all_reduce", _triton("sm", kernel="library"), ((48, 16, 16), (5, 32, 16)), (1, 2, 3)),
     OneShot("one shot", _triton("sm", shots=1), ((3, 32, 16), (5, 48, 16)), norm=False),
     OneShot("one shot, norm", _triton("sm", shots=1), ((2, 32, 16), (3, 16, 16)), norm=True),
 )
