@@ -245,6 +245,8 @@ def run(call: Call, group: dist.ProcessGroup, config: MatmulConfig) -> None:
 
 def instance_of(group: dist.ProcessGroup, device: torch.device, op: str, config: MatmulConfig) -> Instance:
     kind = "one_shot" if op == AR and config.shots == 1 else config.transport
+    if op == AG and config.kernel == "library":
+        kind = "library"
     return workspace_of(name_of(group), device).instance(op, kind)
 
 
@@ -281,7 +283,8 @@ def parity(me: Member, cases: list[Case], config: MatmulConfig, num_programs: in
     with programs(group, me.device, num_programs):
         for number, case in enumerate((cases[0], *cases)):
             if number > 0:
-                poison_slots(instance_of(group, me.device, case.op, config), case.op != AG and config.transport == "sm")
+                marked = config.kernel == "library" or (case.op != AG and config.transport == "sm")
+                poison_slots(instance_of(group, me.device, case.op, config), marked)
             call = prepare(case.fit(config), me.rank, me.world_size, me.device, number)
             run(call, group, config)
             call.verify(f"rank {me.rank}, {config}, programs {num_programs}, call {number}")

@@ -111,8 +111,12 @@ class AllGatherMatmul:
     def resident(self) -> int:
         return self.config.num_producers if self.config.transport == "sm" else 1
 
+    @property
+    def instance(self) -> str:
+        return "library" if self.config.kernel == "library" else self.config.transport
+
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, self.config.transport, drawn.epoch)
+        begin_instance(world, rank, self.op, self.instance, drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.all_gather_matmul_fused import run_fused
@@ -129,7 +133,7 @@ class AllGatherMatmul:
             yield "gathered", gathered, everyone
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from end_instance(world, rank, self.op, self.config.transport, drawn)
+        yield from end_instance(world, rank, self.op, self.instance, drawn)
 
 
 @lru_cache(maxsize=4096)
@@ -141,15 +145,9 @@ def _gather_operands(shape: tuple[int, int, int], size: int, rank: int, seed: in
 
 
 def _triton(transport: str, **changes: object) -> MatmulConfig:
-    options: dict[str, object] = {
-        "kernel": "triton",
-        "tile_k": 16,
-        "group_m": 1,
-        "num_slices": 2,
-        "num_producers": 1,
-        **changes,
-    }
-    return MatmulConfig(transport=transport, tile_m=16, tile_n=16, num_stages=1, num_warps=4, **options)  # type: ignore[arg-type]
+    tile = {"tile_m": 16, "tile_n": 16, "tile_k": 16, "num_stages": 1, "num_warps": 4}
+    options: dict[str, object] = {"kernel": "triton", **tile, "group_m": 1, "num_slices": 2, "num_producers": 1, **changes}
+    return MatmulConfig(transport=transport, **options)  # type: ignore[arg-type]
 
 
 # --- matmul_reduce_scatter and matmul_all_reduce ---
@@ -250,6 +248,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     AllGatherMatmul("sm, cut, gathered", _triton("sm", tile_k=8), ((16, 16, 48),), (2, 3), gathered=True),
     AllGatherMatmul("copy engine", _triton("copy_engine"), ((16, 16, 16), (17, 16, 16)), (1, 2)),
     AllGatherMatmul("copy engine, captured", _triton("copy_engine"), ((16, 16, 16),), (1, 2), captured=True),
+    AllGatherMatmul("library", _triton("sm", kernel="library"), ((18, 16, 16), (33, 8, 16)), (1, 2, 3), gathered=True),
     MatmulReduce("sm", "matmul_reduce_scatter", _triton("sm"), ((48, 16, 16), (68, 16, 16)), (1, 2, 3)),
     MatmulReduce("sm, spans", "matmul_reduce_scatter", _triton("sm"), ((12, 32, 16), (24, 16, 16)), (1, 2)),
     MatmulReduce("sm, cut", "matmul_reduce_scatter", _triton("sm", tile_k=8), ((48, 16, 48),), (2, 3)),
