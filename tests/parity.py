@@ -245,7 +245,7 @@ def run(call: Call, group: dist.ProcessGroup, config: MatmulConfig) -> None:
 
 def instance_of(group: dist.ProcessGroup, device: torch.device, op: str, config: MatmulConfig) -> Instance:
     kind = "one_shot" if op == AR and config.shots == 1 else config.transport
-    if op == AG and config.kernel == "library":
+    if config.kernel == "library":
         kind = "library"
     return workspace_of(name_of(group), device).instance(op, kind)
 

@@ -118,9 +118,8 @@ def scatter_schedule_for(problem: Problem, config: MatmulConfig, rank: int, mach
     """The tile schedule of a matmul whose tiles go to owners; ``problem.rows`` are those of one owner."""
     p, c = problem, config
     chunk_rows = cdiv(cdiv(p.rows, c.tile_m), c.num_slices) if c.transport == "copy_engine" else 1 << 20
-    depth = c.tile_k if c.kernel == "library" else p.depth  # a product that is given has nothing to cut
     return ScatterSchedule(
-        rank, p.world_size, p.rows, p.cols, depth, c.tile_m, c.tile_n, c.tile_k, c.group_m, machine.num_sms, c.split_tail,
+        rank, p.world_size, p.rows, p.cols, p.depth, c.tile_m, c.tile_n, c.tile_k, c.group_m, machine.num_sms, c.split_tail,
         team=c.team, chunk_rows=chunk_rows,
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ WORDS, REMOTE, MATMUL, TILE = "language/interpreted.py", "language/remote.py", "
 ONE_SHOT = "kernels/matmul_all_reduce.py"
 RS, AR = "matmul_reduce_scatter/", "matmul_all_reduce/"
 REDUCE, REDUCED, MARKED = "kernels/matmul_reduce_scatter.py", "ops/matmul_reduce_scatter_fused.py", "language/marked.py"
-ROWS = "kernels/all_gather_rows.py"
+EXCHANGE = "kernels/exchange.py"
 
 _PUSH = "        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, SPANS, BLOCK)\n"
 _NOTIFY = "        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)\n"
@@ -44,6 +44,9 @@ _SIGNAL = "        copies.append(Copy(instance.signal_addresses[peer] + 4 * rank
 _GIVE = "    tl.store(partials + (place + program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
 _COUNT = '    tl.atomic_add(counters + cut_tile, 1, sem="release", scope="gpu")\n'
 
+_OWNERS = "range(1, WORLD_SIZE):\n        owner"
+_PEERS = "range(1, WORLD_SIZE):\n        peer"
+_OVER = "finished = slot_offset"
 _CLEANED = "    tl.store(pointers, tl.zeros(value.shape, value.dtype), mask=mask)\n"
 _EACH = "tl.sum(missing, axis=0) > 0"
 
@@ -208,11 +211,15 @@ MUTANTS: tuple[Mutant, ...] = (
         AG + "sm, cut",
         count=2,
     ),
-    # --- all_gather_matmul: shards for the library's matmul ---
-    Mutant("one slot for shards", ROWS, "(epoch & 1)", "(epoch & 0)", AG + "library"),
-    Mutant("shards into the neighbour's place", ROWS, "rank - (rank > peer)", "rank - (rank < peer)", AG + "library"),
-    Mutant("a shard is not sent to the last peer", ROWS, "range(1, WORLD_SIZE)", "range(1, WORLD_SIZE - 1)", AG + "library"),
-    Mutant("a shard is taken for the neighbour's", ROWS, "(peer >= rank)", "(peer > rank)", AG + "library"),
+    # --- what goes between ranks beside the library's matmul ---
+    Mutant("one slot for shards", EXCHANGE, "(epoch & 1)", "(epoch & 0)", AR + "library"),
+    Mutant("shards into the neighbour's place", EXCHANGE, "(source > reader)", "(source < reader)", RS + "library"),
+    Mutant("the last peer gets no partials", EXCHANGE, _OWNERS, _OWNERS.replace("SIZE)", "SIZE - 1)"), RS + "library"),
+    Mutant("the last peer gets no shard", EXCHANGE, _PEERS, _PEERS.replace("SIZE)", "SIZE - 1)"), AG + "library"),
+    Mutant("a shard is taken for the neighbour's", EXCHANGE, "(peer >= rank)", "(peer > rank)", AG + "library"),
+    Mutant(
+        "finished shards over partials", EXCHANGE, "finished = slot_offset + (WORLD_SIZE - 1) * size", _OVER, AR + "library"
+    ),
     Mutant("a place is not cleaned", MARKED, _CLEANED, "", AG + "library"),
     Mutant("shards are taken before they have all come", MARKED, _EACH, _EACH.replace("> 0", "> 1"), AG + "library", count=3),
     # --- matmul_reduce_scatter, matmul_all_reduce ---

@@ -92,6 +92,11 @@ def whole_numbers(shape: tuple[int, ...], *seed: object) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=generator).float()
 
 
+def instance_of(config: MatmulConfig) -> str:
+    """The name of the protocol instance that calls with ``config`` use."""
+    return "library" if config.kernel == "library" else config.transport
+
+
 # --- all_gather_matmul ---
 
 
@@ -111,12 +116,8 @@ class AllGatherMatmul:
     def resident(self) -> int:
         return self.config.num_producers if self.config.transport == "sm" else 1
 
-    @property
-    def instance(self) -> str:
-        return "library" if self.config.kernel == "library" else self.config.transport
-
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, self.instance, drawn.epoch)
+        begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.all_gather_matmul_fused import run_fused
@@ -133,7 +134,7 @@ class AllGatherMatmul:
             yield "gathered", gathered, everyone
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from end_instance(world, rank, self.op, self.instance, drawn)
+        yield from end_instance(world, rank, self.op, instance_of(self.config), drawn)
 
 
 @lru_cache(maxsize=4096)
@@ -169,7 +170,7 @@ class MatmulReduce:
         return max(self.programs)  # a program waits for any program of a peer
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, self.config.transport, drawn.epoch)
+        begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul_reduce_scatter_fused import run_fused
@@ -185,7 +186,7 @@ class MatmulReduce:
         yield "out", out, want
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from end_instance(world, rank, self.op, self.config.transport, drawn)
+        yield from end_instance(world, rank, self.op, instance_of(self.config), drawn)
 
 
 @lru_cache(maxsize=4096)
@@ -256,10 +257,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     MatmulReduce(
         "copy engine, captured", "matmul_reduce_scatter", _triton("copy_engine"), ((64, 16, 16),), (1, 2), captured=True
     ),
-    MatmulReduce("library", "matmul_reduce_scatter", _triton("sm", kernel="library"), ((48, 16, 16), (20, 16, 16)), (1, 2, 3)),
+    MatmulReduce("library", "matmul_reduce_scatter", _triton("sm", kernel="library"), ((96, 16, 16), (20, 16, 16)), (1, 2, 3)),
     MatmulReduce("sm", "matmul_all_reduce", _triton("sm"), ((48, 16, 16), (50, 16, 16)), (1, 2, 3)),
     MatmulReduce("sm, spans", "matmul_all_reduce", _triton("sm"), ((5, 32, 16), (12, 16, 16)), (1, 2)),
-    MatmulReduce("library", "matmul_all_reduce", _triton("sm", kernel="library"), ((48, 16, 16), (5, 32, 16)), (1, 2, 3)),
+    MatmulReduce(
+        "library", "matmul_all_reduce", _triton("sm", kernel="library"), ((96, 16, 16), (5, 32, 16), (1, 8, 16)), (1, 2, 3)
+    ),
     OneShot("one shot", _triton("sm", shots=1), ((3, 32, 16), (5, 48, 16)), norm=False),
     OneShot("one shot, norm", _triton("sm", shots=1), ((2, 32, 16), (3, 16, 16)), norm=True),
 )

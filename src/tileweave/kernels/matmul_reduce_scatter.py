@@ -38,10 +38,6 @@ own ones. A program waits for tiles that *any* program of a peer makes, so all p
 as the device has multiprocessors, no more. Under the interpreter, where programs run in turn: one program, or tiles that
 span shards (then the same program of the peer made it).
 
-``GIVEN`` (only ``"sm"``): a matmul of the vendor's library has made the whole partial, which is then handed over as x
-[M, N]; the protocol is the same, a tile stands row by row in its place. For sizes where a tile's way to its owner is short
-beside what that matmul is faster by.
-
 Tiles that do not fill a last wave are cut along K, as in ``all_gather_matmul``; a captured copy-engine call has a barrier.
 Limits: x and w contiguous along K; fp32 accumulation; partials travel in x's dtype.
 Sources: FLUX (arXiv 2406.06858), fused GEMM + reduce-scatter by tiles; stream-K (arXiv 2301.03598).
@@ -83,29 +79,12 @@ def tile_place(
 
 
 @triton.jit
-def tile_offsets(TILE_M: tl.constexpr, TILE_N: tl.constexpr, GIVEN: tl.constexpr):
-    """Where a tile's elements stand in a slot: as the program that sends them holds them, so that stores are wide."""
-    if GIVEN:
-        offsets = tl.arange(0, TILE_M)[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
-    else:
-        offsets = part_offsets(TILE_M, TILE_N)
-    return offsets
-
-
-@triton.jit
-def given_tile(x, row, total_rows, stride_x, col, cols):
-    """A tile of a partial product [M, N] that stands in memory."""
-    pointers = x + row.to(tl.int64)[:, None] * stride_x + col[None, :]
-    return tl.load(pointers, mask=(row < total_rows)[:, None] & (col < cols)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
 def push_partial(
     acc, slot_table, slot_offset, place_size, at, row, row_limit, rows, rank,
-    WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, dtype: tl.constexpr, GIVEN: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Store the rows of peers in their slots, marked. ``row`` [TILE_M]: global rows."""
-    within = tile_offsets(TILE_M, TILE_N, GIVEN)
+    within = part_offsets(TILE_M, TILE_N)
     value = acc.to(dtype)
     first = row // rows
     for i in tl.static_range(1, WORLD_SIZE):
@@ -120,10 +99,10 @@ def push_partial(
 @triton.jit
 def push_result(
     value, slot_table, slot_offset, place_size, at, mask, rank,
-    WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GIVEN: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Second shot: a finished tile into the result part of every peer's slot, marked."""
-    within = tile_offsets(TILE_M, TILE_N, GIVEN)
+    within = part_offsets(TILE_M, TILE_N)
     for i in tl.static_range(1, WORLD_SIZE):
         target = symm_at(slot_table, (rank + i) % WORLD_SIZE, value.dtype, 16)
         put_marked(target + slot_offset + (WORLD_SIZE - 1) * place_size + at + within, value, mask)
@@ -155,7 +134,7 @@ def matmul_reduce_scatter_kernel(
     num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
     WORLD_SIZE: tl.constexpr, PUSH: tl.constexpr, SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr, ALL_REDUCE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRACE: tl.constexpr, GIVEN: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Compute, push, add; see the module's docstring for the protocol."""
     program = tl.program_id(0)
@@ -178,11 +157,8 @@ def matmul_reduce_scatter_kernel(
         row_limit = tl.minimum(row_limit, total_rows)
         row = first_row + tl.arange(0, TILE_M)
         col = tile_col * TILE_N + tl.arange(0, TILE_N)
-        if GIVEN:
-            acc = given_tile(x, row, total_rows, stride_x, col, cols)
-        else:
-            a_rows = x + tl.minimum(row, total_rows - 1).to(tl.int64) * stride_x
-            acc = matmul_tile(a_rows, w, stride_w, tile_col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K)
+        a_rows = x + tl.minimum(row, total_rows - 1).to(tl.int64) * stride_x
+        acc = matmul_tile(a_rows, w, stride_w, tile_col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K)
         stamp(trace, record, 1, TRACE)
         owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
         if program != owner:
@@ -196,9 +172,8 @@ def matmul_reduce_scatter_kernel(
             at, result_at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
             if PUSH:
                 push_partial(
-                    acc, slot_table, slot_offset, place_size, at, row, row_limit, rows, rank, WORLD_SIZE, TILE_M, TILE_N,
-                    dtype, GIVEN,
-                )  # fmt: skip
+                    acc, slot_table, slot_offset, place_size, at, row, row_limit, rows, rank, WORLD_SIZE, TILE_M, TILE_N, dtype
+                )
             if (not PUSH) and (home != rank):
                 place = home - (home > rank).to(tl.int32)
                 store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, row < row_limit)
@@ -206,7 +181,7 @@ def matmul_reduce_scatter_kernel(
                 count_in(counters + num_programs + place * MAX_SLICES + chunk)
             if tl.max(own.to(tl.int32), axis=0) > 0:
                 if PUSH:
-                    inside = tile_offsets(TILE_M, TILE_N, GIVEN)
+                    inside = part_offsets(TILE_M, TILE_N)
                     acc = take_marked(
                         acc, slots + slot_offset + at + inside, place_size, own[:, None] & (col >= 0)[None, :], 0, rank, tile,
                         epoch, control, report, WORLD_SIZE - 1, MAX_SLICES,
@@ -226,7 +201,7 @@ def matmul_reduce_scatter_kernel(
                     value = expected_zero(acc.to(dtype))
                     push_result(
                         value, slot_table, slot_offset, place_size, result_at, own[:, None] & (col >= 0)[None, :], rank,
-                        WORLD_SIZE, TILE_M, TILE_N, GIVEN,
+                        WORLD_SIZE, TILE_M, TILE_N,
                     )  # fmt: skip
                     store_rows(value, out, row, col, cols, own)
                 else:
@@ -244,7 +219,7 @@ def matmul_reduce_scatter_kernel(
                 row_limit = tl.minimum(row_limit, total_rows)
                 take_result(
                     slots + slot_offset + (WORLD_SIZE - 1) * place_size, out, first_row, row_limit, tile_col, rows, cols, rank,
-                    tile_rows, tile_cols, tile, epoch, control, report, WORLD_SIZE, SPANS, TILE_M, TILE_N, GIVEN,
+                    tile_rows, tile_cols, tile, epoch, control, report, WORLD_SIZE, SPANS, TILE_M, TILE_N,
                 )  # fmt: skip
     if not PUSH:  # the copy engine reads the epoch word and the counters: it must have pushed before they move
         if program == num_programs - 1:
@@ -257,13 +232,13 @@ def matmul_reduce_scatter_kernel(
 @triton.jit
 def take_result(
     results, out, first_row, row_limit, tile_col, rows, cols, rank, tile_rows, tile_cols, tile, epoch, control, report,
-    WORLD_SIZE: tl.constexpr, SPANS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GIVEN: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, SPANS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Second shot's end: the rows of a tile that peers own, from the result part of the slot to ``out``."""
     row = first_row + tl.arange(0, TILE_M)
     col = tile_col * TILE_N + tl.arange(0, TILE_N)
     home = first_row // rows
-    inside = tile_offsets(TILE_M, TILE_N, GIVEN)
+    inside = part_offsets(TILE_M, TILE_N)
     at, result_at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
     for i in tl.static_range(1, WORLD_SIZE):
         owner = (rank + i) % WORLD_SIZE
@@ -308,5 +283,5 @@ class Launcher:
             WORLD_SIZE=s.world_size, PUSH=c.transport == "sm", SPANS=s.spans_shards, SPLIT_TAIL=s.split_tail,
             ALL_REDUCE=self.all_reduce, TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m,
             EVEN_K=s.depth % c.tile_k == 0, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-            TRACE=trace is not None, GIVEN=c.kernel == "library", num_warps=c.num_warps, num_stages=c.num_stages,
+            TRACE=trace is not None, num_warps=c.num_warps, num_stages=c.num_stages,
         )  # fmt: skip

@@ -19,7 +19,6 @@ from tileweave.transport.base import EPOCH, Copy
 from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
 
 OP = "all_gather_matmul"
-LIBRARY = "library"  # an instance of its own: its slots have another layout
 
 
 def run_fused(
@@ -37,7 +36,9 @@ def run_fused(
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
     if config.kernel == "library":
-        _gather_then_multiply(workspace, x, w, bias, out, gathered, config)
+        from tileweave.ops.library_matmul import gather_then_multiply
+
+        gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config)
         return
     transport = workspace.transport
     call = _fused_call(workspace, x, w, config)
@@ -64,39 +65,6 @@ def run_fused(
             transport.join()
         if not x.is_cuda:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
             instance.check()
-
-
-def _gather_then_multiply(
-    workspace: Workspace,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    gathered: torch.Tensor | None,
-    config: MatmulConfig,
-) -> None:
-    """One launch of ours for the shards, then the library's matmul: decision 0011."""
-    from tileweave.kernels.all_gather_rows import Launcher
-
-    transport = workspace.transport
-    instance = workspace.instance(OP, LIBRARY)
-    key = (x.shape, x.dtype, id(config))  # the launcher keeps the config, so the id stays its own
-    launch = instance.cache.get(key)
-    if launch is None:
-        instance.reserve((transport.world_size - 1) * x.numel() * x.element_size(), 0)
-        launch = Launcher(endpoint(instance, x.dtype), transport.world_size, transport.rank, transport.machine.num_sms, config)
-        instance.cache[key] = launch
-    whole = x.new_empty(transport.world_size * x.shape[0], x.shape[1]) if gathered is None else gathered
-    instance.begin()
-    try:
-        launch(x.contiguous(), whole)  # type: ignore[operator]
-    finally:
-        if not x.is_cuda:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
-            instance.check()
-    if bias is None:
-        torch.mm(whole, w.t(), out=out)
-    else:
-        torch.addmm(bias, whole, w.t(), out=out)
 
 
 @dataclass(slots=True)
