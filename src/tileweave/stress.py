@@ -32,6 +32,7 @@ from tileweave.ops.registry import name_of
 from tileweave.transport.base import EPOCH
 from tileweave.transport.workspace import REGISTRY, Workspace
 
+_DATA = 3  # sets of operands of each operator and shape
 _BATCH = 64  # moves between two looks at what has gone wrong
 _BELOW_WRAP = 150  # calls of an instance until its epoch wraps
 _SLEEPY, _LONGEST = 0.06, 2e-3  # share of moves at which a rank sleeps, and how long at most, seconds
@@ -156,7 +157,7 @@ class Stress:
         for number, lane in enumerate(self.lanes):
             for op in tw.OPERATORS if lane.group is not None else ():
                 for which, shape in enumerate(sizes[op][number]):
-                    seeds = [100 * self.seed + 10 * number + n for n in range(3)]
+                    seeds = [100 * self.seed + 10 * number + n for n in range(_DATA)]
                     lane.sets.append([self._set(lane, SUBJECTS[op], shape, seed, which % 2 == 1) for seed in seeds])
             self.member.barrier()
         if self.member.on_gpu:
@@ -227,7 +228,7 @@ class Stress:
         """One call, the same on all ranks of its group; a rank that is not in the group only draws the numbers."""
         choice = self.shared
         lane = self.lanes[choice.random() < 0.4]
-        which, data, replayed = choice.random(), choice.randrange(3), choice.random() < _REPLAYED
+        which, data, replayed = choice.random(), choice.randrange(_DATA), choice.random() < _REPLAYED
         into = choice.random() < 0.7
         if lane.group is None:
             return
