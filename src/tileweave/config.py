@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, field
 from dataclasses import fields as fields_of
 from functools import cache
 from importlib import resources
@@ -87,11 +87,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a call will do. ``path``: "fused", "unfused" or "local"; ``config`` is None unless fused."""
+    """What a call will do. ``path``: "fused", "unfused" or "local"; ``config`` is None unless fused.
+
+    ``mark``: a checksum of what ranks must agree on, once the call was accepted."""
 
     path: Literal["fused", "unfused", "local"]
     reason: str
     config: MatmulConfig | None = None
+    mark: int = field(default=0, compare=False, repr=False)
 
     def __str__(self) -> str:
         if self.config is None:

@@ -43,7 +43,7 @@ def run_fused(
     transport = workspace.transport
     call = _fused_call(workspace, x, w, config)
     instance = call.instance
-    capturing = instance.begin()
+    capturing = instance.begin(chosen.mark)
     slot = 0
     pushed = config.transport == "copy_engine"
     if pushed:

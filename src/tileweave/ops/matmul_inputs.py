@@ -6,6 +6,7 @@ Names of sizes are the operators' own: x [rows, K] of this rank, w [cols, K] in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -13,7 +14,15 @@ import torch.distributed as dist
 
 from tileweave.config import Plan, Problem
 from tileweave.errors import InputError, require
-from tileweave.ops.registry import agree, debugging, group_of, interpreting, machine_of, workspace_of
+from tileweave.ops.registry import (
+    agree,
+    debugging,
+    group_of,
+    interpreting,
+    machine_of,
+    mark_of,
+    workspace_of,
+)
 from tileweave.topology import Machine
 from tileweave.transport.workspace import REGISTRY
 
@@ -112,7 +121,7 @@ def accept(
     """
     workspace = REGISTRY.find(group_name, x.device)
     signature = (
-        op, x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype, w.device,
+        op, options, x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype, w.device,
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in others],
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in results],
     )  # fmt: skip
@@ -120,14 +129,16 @@ def accept(
     if chosen is not None and not debugging():
         return chosen
     group = group_of(group_name)
+    shapes = [None if t is None else list(t.shape) for t in (x, w, *others)]
+    common = {"op": op, "shapes": shapes, "dtype": str(x.dtype), "options": options}
     if debugging():  # before the checks: a rank whose input is refused must not leave the others waiting
-        shapes = [None if t is None else list(t.shape) for t in (x, w, *others)]
-        agree(group, x.device, {"op": op, "shapes": shapes, "dtype": str(x.dtype), "options": options})
+        agree(group, x.device, common)
     size = dist.get_world_size(group)
     check(size)
     chosen = plan(size)
     if chosen.config is not None:
-        workspace_of(group_name, x.device).accepted[signature] = chosen
+        workspace = workspace_of(group_name, x.device)
+        chosen = workspace.accepted[signature] = replace(chosen, mark=mark_of(common))
     return chosen
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from tileweave.kernels.endpoint import Endpoint
 from tileweave.topology import CPU, Machine
 from tileweave.transport.base import Transport
 from tileweave.transport.collectives import gather_texts, the_odd
+from tileweave.transport.ledger import NBYTES
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 LIBRARY = torch.library.Library("tileweave", "DEF")
@@ -138,7 +140,15 @@ def workspace_of(name: str, device: torch.device) -> Workspace:
 
         return CpuTransport(group)
 
-    return REGISTRY.get(name, device, make)
+    workspace = REGISTRY.get(name, device, make)
+    if not workspace.ledger.opened:
+        workspace.ledger.open(workspace.transport.share(NBYTES), workspace.transport.rank)
+    return workspace
+
+
+def mark_of(common: object) -> int:
+    """A checksum, not 0, of what ranks must agree on: the same in every process."""
+    return zlib.crc32(json.dumps(common, sort_keys=True).encode()) or 1
 
 
 def endpoint(instance: Instance, dtype: torch.dtype) -> Endpoint:

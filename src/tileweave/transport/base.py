@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +74,10 @@ class Transport(Protocol):
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         """Collective: a zeroed symmetric buffer, mapped on every rank when this returns."""
+        ...
+
+    def share(self, nbytes: int) -> Sequence[Any]:
+        """Collective: zeroed host memory of every rank, mapped here, by rank; empty where ranks of a group share none."""
         ...
 
     def barrier(self) -> None:

@@ -8,6 +8,8 @@ are ours (torch's signal pad is shared by everything on a handle, and two stream
 from __future__ import annotations
 
 import ctypes
+import logging
+import mmap
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -19,6 +21,7 @@ from tileweave.errors import UnsupportedError
 from tileweave.topology import Machine, preset
 from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.collectives import agree_on_memory
+from tileweave.transport.host_memory import share
 from tileweave.transport.rendezvous import Meeting
 
 
@@ -37,6 +40,7 @@ def describe(index: int) -> Machine:
     )
 
 
+_LOG = logging.getLogger("tileweave")
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, so it is safe when counts wrap
 
 # The stream's handle alone; torch.cuda.current_stream() makes an object around it.
@@ -137,6 +141,13 @@ class CudaTransport:
         addresses = tuple(handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(self.world_size))
         self.barrier()
         return SymmetricBuffer(local, addresses, handle)
+
+    def share(self, nbytes: int) -> list[mmap.mmap]:
+        try:
+            return share(nbytes, self.rank, self._meeting.exchange)
+        except UnsupportedError as error:  # the same on all ranks
+            _LOG.warning("ranks share no host memory, so calls that do not match end in a time-out: %s", error)
+            return []
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
