@@ -23,18 +23,29 @@ from tileweave.errors import (
     UnsupportedError,
 )
 from tileweave.ops.all_gather_matmul import all_gather_matmul
+from tileweave.ops.dispatch_grouped_matmul import dispatch_grouped_matmul
 from tileweave.ops.distribute_indices import distribute_indices
 from tileweave.ops.embedding_bag_all_to_all import embedding_bag, embedding_bag_all_to_all
 from tileweave.ops.embedding_inputs import FusedOptimizer
+from tileweave.ops.expert_swiglu import swiglu
+from tileweave.ops.grouped_matmul_combine import grouped_matmul_combine
 from tileweave.ops.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.registry import explain, warmup
 from tileweave.ops.registry import name_of as _name_of
+from tileweave.ops.routing_plan import RoutingPlan
 from tileweave.sharding import EmbeddingLayout, ShardingPlan, TableSpec, plan_sharding
 from tileweave.transport.workspace import REGISTRY as _REGISTRY
 
 __version__ = "0.1.0"
-OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "embedding_bag_all_to_all")
+OPERATORS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "embedding_bag_all_to_all",
+    "dispatch_grouped_matmul",
+    "grouped_matmul_combine",
+)
 
 
 def close(group: _dist.ProcessGroup | str | None = None) -> None:
@@ -61,21 +72,25 @@ __all__ = [
     "InputError",
     "PeerTimeout",
     "RankMismatchError",
+    "RoutingPlan",
     "ShardingPlan",
     "TableSpec",
     "TileweaveError",
     "UnsupportedError",
     "all_gather_matmul",
     "close",
+    "dispatch_grouped_matmul",
     "distribute_indices",
     "embedding_bag",
     "embedding_bag_all_to_all",
     "explain",
+    "grouped_matmul_combine",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "nn",
     "ops",
     "plan_sharding",
+    "swiglu",
     "synchronize",
     "warmup",
 ]

@@ -24,7 +24,7 @@ SRC = ROOT / "src"
 # Lowest first. A module imports from lower layers and from its own package; facts also import each other.
 # `__init__` is the public face of the package: who stands above it may write `import tileweave`.
 LAYERS = (
-    ("errors", "topology", "schedule", "schedule_scatter", "config", "sharding"),
+    ("errors", "topology", "schedule", "schedule_scatter", "schedule_grouped", "config", "sharding"),
     ("transport", "language", "sim"),
     ("kernels",),
     ("ops",),

@@ -164,8 +164,10 @@ def label(trace, row, value, TRACE: gl.constexpr):
 
 
 @gluon.jit
-def make_ring(a_desc, b_desc, TILE_M: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory of the ring: (a buffers, b buffers, empty, ready)."""
+def make_ring(
+    a_desc, b_desc, TILE_M: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr = 1
+):  # fmt: skip
+    """Shared memory of the ring: (a buffers, b buffers, empty, ready). ``ARRIVALS``: how often a buffer is said to be full."""
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_M, TILE_K], a_desc.dtype)
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE_M, TILE_K], a_layout)
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
@@ -173,16 +175,29 @@ def make_ring(a_desc, b_desc, TILE_M: gl.constexpr, TILE_K: gl.constexpr, STAGES
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=1)
-        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(ready.index(i), count=ARRIVALS)
     return a_ring, b_ring, empty, ready
+
+
+@gluon.jit
+def depth_by_cols(buffer, DEPTH_FIRST: gl.constexpr):
+    """A buffer of b as wgmma takes it, [TILE_K, TILE_N]."""
+    if DEPTH_FIRST:
+        return buffer
+    else:
+        return buffer.permute((1, 0))
 
 
 @gluon.jit
 def multiply_tile(
     turn, num_blocks, a_ring, b_ring, empty, ready, control,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, GATHERED: gl.constexpr = False,
+    DEPTH_FIRST: gl.constexpr = False,
 ):  # fmt: skip
     """Multiply ``num_blocks`` >= 1 K blocks from the ring. Returns (fp32 tile, turn, fault).
+
+    ``GATHERED``: rows of a came by ``cp.async``, through the generic proxy, so wgmma reads them behind a proxy fence.
+    ``DEPTH_FIRST``: buffers of b are [TILE_K, TILE_N] and not [TILE_N, TILE_K].
 
     One wgmma stays in flight: buffer i is released when block i+1 is under way. ``fault`` is read behind the first full
     buffer, so it is set if this tile's wait ran out of time, and the load costs nothing.
@@ -191,13 +206,19 @@ def multiply_tile(
     zero = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
     index = turn % STAGES
     mbarrier.wait(ready.index(index), (turn // STAGES) & 1)
+    if GATHERED:
+        fence_async_shared()
     fault = gl.load(control + FAULT, volatile=True)
-    acc = warpgroup_mma(a_ring.index(index), b_ring.index(index).permute((1, 0)), zero, use_acc=False, is_async=True)
+    acc = warpgroup_mma(
+        a_ring.index(index), depth_by_cols(b_ring.index(index), DEPTH_FIRST), zero, use_acc=False, is_async=True
+    )
     turn += 1
     for _ in range(1, num_blocks):
         index = turn % STAGES
         mbarrier.wait(ready.index(index), (turn // STAGES) & 1)
-        acc = warpgroup_mma(a_ring.index(index), b_ring.index(index).permute((1, 0)), acc, is_async=True)
+        if GATHERED:
+            fence_async_shared()
+        acc = warpgroup_mma(a_ring.index(index), depth_by_cols(b_ring.index(index), DEPTH_FIRST), acc, is_async=True)
         acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
         mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
         turn += 1

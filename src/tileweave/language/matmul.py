@@ -30,20 +30,25 @@ def matmul_tile(
     EVEN_K: tl.constexpr,
     rows=0,
     FEW_ROWS: tl.constexpr = False,
+    DEPTH_FIRST: tl.constexpr = False,
 ):
     """fp32 ``[TILE_M, TILE_N]``: rows at ``a_rows`` (pointers ``[TILE_M]``) times rows of ``w [N, K]`` over K blocks
     [k_begin, k_end).
 
     Rows and columns out of range must point at something readable: what they compute is not stored. ``FEW_ROWS``: only the
-    first ``rows`` are read, which saves the way to them where most of a tile is none.
+    first ``rows`` are read, which saves the way to them where most of a tile is none. ``DEPTH_FIRST``: ``w`` is [K, N], its
+    rows ``stride_w`` apart: a weight as backward reads it.
     """
     n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
     k = tl.arange(0, TILE_K)
-    w_rows = w + n.to(tl.int64) * stride_w
+    w_rows = w + n if DEPTH_FIRST else w + n.to(tl.int64) * stride_w
     acc = tl.zeros((TILE_M, TILE_N), tl.float32)
     for block in range(k_begin, k_end):
         index = block * TILE_K + k
-        if EVEN_K and FEW_ROWS:
+        if DEPTH_FIRST:
+            a = tl.load(a_rows[:, None] + index[None, :], mask=(index < depth)[None, :], other=0.0)
+            b = tl.load(w_rows[:, None] + index.to(tl.int64)[None, :] * stride_w, mask=(index < depth)[None, :], other=0.0)
+        elif EVEN_K and FEW_ROWS:
             a = tl.load(a_rows[:, None] + index[None, :], mask=(tl.arange(0, TILE_M) < rows)[:, None], other=0.0)
             b = tl.load(w_rows[:, None] + index[None, :])
         elif EVEN_K:

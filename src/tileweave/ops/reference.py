@@ -9,11 +9,13 @@ is added to the rounded sum, and the result rounded again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear, rms_norm, silu
 
+from tileweave.ops.routing_plan import RoutingPlan
 from tileweave.sharding import EmbeddingLayout, rows_of
 from tileweave.transport.collectives import all_gather_flat, all_to_all_flat, reduce_scatter_flat
 
@@ -210,3 +212,88 @@ def gradient_to_owners(
         return sends[0].contiguous()
     sizes = [(e - b) * width for b, e in (rows_of(batch, size, peer) for peer in range(size))]
     return torch.cat(all_to_all(sends, sizes, group)).view(batch, width)
+
+
+# --- Experts. No host sync where torch._grouped_mm takes the operands, so that a graph may capture it; sizes are bounds. ---
+
+
+def grouped_matmul(rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """rows [n, K], experts [E, N, K], offsets [E + 1] -> [n, N]: each expert's rows times its weight; others undefined."""
+    if _has_grouped_kernel(rows, experts):
+        return torch._grouped_mm(rows, experts.transpose(1, 2), offs=offsets[1:])
+    out = rows.new_zeros(rows.shape[0], experts.shape[1])
+    ends = offsets.tolist()
+    for expert, (begin, end) in enumerate(pairwise(ends)):
+        torch.mm(rows[begin:end], experts[expert].t(), out=out[begin:end])
+    return out
+
+
+def grouped_outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """left [n, N], right [n, K] -> [E, N, K]: left.T @ right over each expert's rows; zero where it has none."""
+    if _has_grouped_kernel(left, right):
+        return torch._grouped_mm(left.t(), right, offs=offsets[1:])
+    ends = offsets.tolist()
+    products = [left[b:e].t() @ right[b:e] for b, e in pairwise(ends)]
+    return torch.stack(products)
+
+
+def _has_grouped_kernel(*operands: torch.Tensor) -> bool:
+    """bf16 on a GPU, with rows of whole 16 bytes; elsewhere a loop over experts, which waits for the device."""
+    return all(
+        t.is_cuda and t.dtype == torch.bfloat16 and t.data_ptr() % 16 == 0 and t.numel() > 0
+        and all(stride * 2 % 16 == 0 for stride in t.stride() if stride != 1)
+        for t in operands
+    )  # fmt: skip
+
+
+def gather_rows(x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
+    """x [T, H] of own tokens -> [bound, H]: the token of each row of this rank's experts; undefined past the last."""
+    padded = x
+    if plan.tokens < plan.max_tokens:
+        padded = x.new_zeros(plan.max_tokens, *x.shape[1:])
+        padded[: plan.tokens] = x
+    everyone = padded if plan.world_size == 1 else all_gather(padded, group)
+    entry = plan.row_entry.long().clamp(0, max(plan.entries - 1, 0))
+    return everyone[torch.div(entry, max(plan.topk, 1), rounding_mode="floor")]
+
+
+def gather_weights(weights: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
+    """topk_weights [T, k] of own tokens -> fp32 [R * max_tokens * k], of all entries; 0 past a rank's tokens."""
+    padded = weights.new_zeros(plan.max_tokens, plan.topk, dtype=torch.float32)
+    padded[: plan.tokens] = weights
+    return (padded if plan.world_size == 1 else all_gather(padded, group)).reshape(-1)
+
+
+def grouped_matmul_combine(
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    plan: RoutingPlan,
+    weights: torch.Tensor | None,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Grouped matmul, weighted sums per rank in fp32 in order of j, rounded, and their sum over ranks: z [T, H].
+
+    Every rank sends a partial for every token, zeros too: the size is known without asking the device.
+    """
+    products = grouped_matmul(y, experts, plan.offsets)
+    rows = plan.entry_row.view(-1, plan.topk)
+    everyone = None if weights is None else gather_weights(weights, plan, group).view(-1, plan.topk)
+    partial = torch.zeros(rows.shape[0], experts.shape[1], device=y.device)
+    for j in range(plan.topk):
+        here = (rows[:, j] >= 0)[:, None]
+        value = torch.where(here, products[rows[:, j].clamp(min=0).long()].float(), 0.0)
+        partial += value if everyone is None else value * everyone[:, j, None]
+    return reduce_scatter(partial.to(y.dtype), group)[: plan.tokens].contiguous()
+
+
+def dispatch_grouped_matmul(
+    x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """x [T, K] -> y [bound, N]: the token of each row of this rank's experts times its expert's weight."""
+    return grouped_matmul(gather_rows(x, plan, group), experts, plan.offsets)
+
+
+def swiglu(y: torch.Tensor) -> torch.Tensor:
+    """[n, 2 I], rows [gate, up] -> silu(gate) * up [n, I], in fp32, rounded once."""
+    gate, up = y.float().chunk(2, -1)
+    return (silu(gate) * up).to(y.dtype)

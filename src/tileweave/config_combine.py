@@ -1,0 +1,124 @@
+"""How a grouped_matmul_combine is cut up, and which path it takes: pure functions of sizes and machine facts.
+
+No torch, no triton. ``plan_combine`` is the single statement of what the fused operator can do and when another path is
+faster; ``tw.explain`` prints what it says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tileweave.config import FUSED_WORLD_SIZES, KernelName
+from tileweave.schedule import cdiv
+from tileweave.schedule_grouped import GroupedProblem
+from tileweave.topology import Machine
+
+MAX_GROUPS = 31  # signals that a rank may send to a peer in a call: pairs of chunk and group
+
+
+@dataclass(frozen=True, slots=True)
+class CombineConfig:
+    """How one grouped matmul and its combine are cut up.
+
+    tile_m, tile_n, tile_k, num_stages, num_warps, group_m : of the matmul, as in ``config.MatmulConfig``.
+    chunks : column chunks that are combined one after another. groups : signals of a chunk.
+    block_tokens, block_cols : what a program reduces at once.
+    num_reduce, num_finish : programs that reduce and finish ("triton"); the Hopper kernel has a partition for both.
+    programs_per_sm : programs that multiply, for each multiprocessor.
+    """
+
+    kernel: KernelName
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_stages: int
+    num_warps: int
+    group_m: int = 8
+    chunks: int = 4
+    groups: int = 4
+    block_tokens: int = 4
+    block_cols: int = 512
+    num_reduce: int = 16
+    num_finish: int = 8
+    programs_per_sm: int = 1
+
+
+def partial_bytes(p: GroupedProblem) -> int:
+    """Of a slot: the peers' partials, up to a multiple of 16."""
+    return cdiv((p.world_size - 1) * p.max_tokens * p.cols * p.itemsize, 16) * 16
+
+
+def slot_bytes(p: GroupedProblem) -> int:
+    """Partials, and behind them the weights of all ranks' tokens, fp32."""
+    return partial_bytes(p) + p.world_size * p.max_tokens * p.topk * 4
+
+
+@dataclass(frozen=True, slots=True)
+class CombineCut:
+    """How a shape is cut by a config: counts that kernel and signals are made from."""
+
+    tile_cols: int
+    chunks: int
+    chunk_cols: int
+    blocks: int
+    groups: int
+    group_blocks: int
+
+    @staticmethod
+    def of(shape: GroupedProblem, config: CombineConfig) -> CombineCut:
+        """Chunks of whole tile columns, groups of whole blocks; none is empty."""
+        tile_cols = cdiv(shape.cols, config.tile_n)
+        chunk_cols = cdiv(tile_cols, config.chunks)
+        chunks = cdiv(tile_cols, chunk_cols)
+        blocks = cdiv(shape.max_tokens, config.block_tokens)
+        group_blocks = cdiv(blocks, min(config.groups, MAX_GROUPS // chunks))
+        return CombineCut(tile_cols, chunks, chunk_cols, blocks, cdiv(blocks, group_blocks), group_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class CombinePlan:
+    """What a call of grouped_matmul_combine will do; ``config`` says how it is cut, None unless fused."""
+
+    path: Literal["fused", "unfused", "local"]
+    reason: str
+    config: CombineConfig | None = None
+
+    def __str__(self) -> str:
+        c = self.config
+        if c is None:
+            return f"{self.path}: {self.reason}"
+        return (
+            f"{self.path}, {c.kernel} kernel, tile {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.num_stages} stages, "
+            f"{c.chunks} chunks: {self.reason}"
+        )
+
+
+def plan_combine(shape: GroupedProblem, machine: Machine, interpreting: bool) -> CombinePlan:
+    """The path of a grouped_matmul_combine: what can run, then what is fastest. The same on every rank."""
+    s = shape
+    if s.world_size == 1:
+        return CombinePlan("local", "a group of one rank has nobody to send to")
+    if s.world_size not in FUSED_WORLD_SIZES:
+        return CombinePlan("unfused", f"world size {s.world_size} is above {FUSED_WORLD_SIZES[-1]}")
+    if min(s.max_tokens, s.topk, s.cols, s.depth) == 0:
+        return CombinePlan("unfused", "a dimension is zero")
+    if machine.backend == "cpu":
+        if not interpreting:
+            return CombinePlan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
+        config = CombineConfig("triton", 16, 32, 64, 1, 4, 2, 2, 2, 8, 32, 1, 1)
+        return CombinePlan("fused", f"interpreted; {s.rows_per_expert:.0f} rows an expert", config)
+    if s.dtype == "float32":
+        return CombinePlan("unfused", "float32 is not a tensor-core dtype")
+    if machine.arch != 90:
+        return CombinePlan("unfused", f"no measurement shows the fused kernel ahead on {machine.name}")
+    return CombinePlan("fused", f"{s.rows_per_expert:.0f} rows an expert if balanced", _config_of(s))
+
+
+def _config_of(s: GroupedProblem) -> CombineConfig:
+    """Tiles by the rows an expert has on average: few rows are a stream of weights, many are tensor-core work."""
+    if s.rows_per_expert <= 16:
+        return CombineConfig("triton", 16, 64, 256, 3, 4, 1, 4, 1, 1, 1024, 32, 32, 2)
+    if s.rows_per_expert <= 64 or s.depth * s.itemsize % 16 or s.cols * s.itemsize % 16:
+        return CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)
+    return CombineConfig("hopper", 128, 256, 64, 4, 8, 8, 4, 7, 4, 512)

@@ -1,0 +1,130 @@
+"""Scenarios of routing plans and of dispatch_grouped_matmul: few tokens, and experts that nobody has chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from tileweave.explore.ranks import World
+from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
+from tileweave.ops.routing_plan import RoutingPlan, reference_plan
+from tileweave.schedule_grouped import DispatchConfig
+from tileweave.transport.base import EPOCH
+
+
+def _ends(world: World, rank: int, op: str, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+    instance = world.workspace(rank).instance(op, "sm")
+    yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
+    yield "programs that left", int(instance.control[1]), 0
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Plans from ids. ``tokens``: the most of a rank, used in turn; rank r has r fewer, at least none. ``experts``: of a rank."""
+
+    name: str
+    tokens: tuple[int, ...]
+    experts: int = 2
+    topk: int = 2
+    op: str = "moe_routing"
+    programs: tuple[int, ...] = (1, 2, 3)
+    resident: int = 1
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, "sm", drawn.epoch)
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.dispatch_grouped_matmul_fused import run_routing
+
+        most = self.tokens[(number + drawn.order) % len(self.tokens)]
+        ids = _ids(most, self.topk, self.experts, world.size, (number + drawn.order) % POOL)
+        want = reference_plan(ids, rank, self.experts * world.size)
+        mine = ids[rank, : max(most - rank, 0)].clone()
+        got = run_routing(mine, self.experts * world.size, most, world.ranks[rank].group)
+        rows = int(want.offsets[-1])
+        yield "offsets", got.offsets, want.offsets
+        yield "rows", got.row_entry[:rows], want.row_entry[:rows]
+        yield "entries", got.entry_row, want.entry_row
+        yield "own ids", got.topk_ids, want.topk_ids
+        yield "send offsets", got.send_offsets, want.send_offsets
+        for peer in range(world.size):
+            sent = int(want.send_offsets[peer, -1])
+            yield f"send order to {peer}", got.send_order[peer, :sent], want.send_order[peer, :sent]
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        yield from _ends(world, rank, self.op, drawn)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """dispatch_grouped_matmul by given plans. ``tokens``: as above. ``sizes``: (cols, depth)."""
+
+    name: str
+    config: DispatchConfig
+    tokens: tuple[int, ...]
+    experts: int = 2
+    topk: int = 2
+    sizes: tuple[int, int] = (16, 8)
+    op: str = "dispatch_grouped_matmul"
+    programs: tuple[int, ...] = (1, 2, 3)
+
+    @property
+    def resident(self) -> int:
+        return self.config.num_producers
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, "sm", drawn.epoch)
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.dispatch_grouped_matmul_fused import run_fused
+
+        most = self.tokens[(number + drawn.order) % len(self.tokens)]
+        seed = (number + drawn.order) % POOL
+        x, experts, plan, want = _operands(most, self.topk, self.experts, self.sizes, world.size, rank, seed)
+        world.know(rank, "plan", plan.table)
+        y = torch.full((plan.bound, self.sizes[0]), float("nan"))
+        kept = torch.zeros(world.size - 1, most, self.sizes[1])
+        run_fused(x.clone(), experts.clone(), plan, y, world.ranks[rank].group, self.config, kept)
+        yield "y", y[: len(want)], want
+        for row, entry in enumerate(plan.row_entry[: len(want)].tolist()):
+            source, token = entry // (most * self.topk), entry // self.topk % most
+            if source != rank:
+                sent = whole_numbers((most, self.sizes[1]), "x", source, seed)[token]
+                yield f"token of row {row}", kept[(rank - source) % world.size - 1, token], sent
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        yield from _ends(world, rank, self.op, drawn)
+
+
+@lru_cache(maxsize=4096)
+def _ids(most: int, topk: int, experts: int, size: int, seed: int) -> torch.Tensor:
+    """[R, most, k], of all ranks."""
+    ids = torch.randint(-1, experts * size, (size, most, topk), generator=torch.Generator().manual_seed(seed))
+    for source in range(size):
+        ids[source, max(most - source, 0) :] = -1
+    return ids
+
+
+@lru_cache(maxsize=4096)
+def _operands(
+    most: int, topk: int, experts: int, sizes: tuple[int, int], size: int, rank: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, RoutingPlan, torch.Tensor]:
+    """This rank's x, experts and plan, and its rows of y."""
+    tokens = max(most - rank, 0)
+    plan = reference_plan(_ids(most, topk, experts, size, seed), rank, experts * size, tokens)
+    everyone = torch.cat([whole_numbers((most, sizes[1]), "x", r, seed) for r in range(size)])
+    weights = whole_numbers((experts, *sizes), "w", rank, seed)
+    rows = everyone[plan.row_entry[: int(plan.offsets[-1])].long() // topk]
+    parts = [rows[b:e] @ w.t() for b, e, w in zip(plan.offsets, plan.offsets[1:], weights, strict=False)]
+    return everyone[rank * most : rank * most + tokens], weights, plan, torch.cat(parts)
+
+
+_CUT = DispatchConfig("triton", 16, 16, 8, 1, 4, 1, num_producers=1, push_rows=2, signal_blocks=2)
+DISPATCH = (
+    Routing("few", (3, 4)),
+    Dispatch("one producer", _CUT, (3, 4)),
+    Dispatch("producers", DispatchConfig("triton", 16, 8, 8, 1, 4, 1, 2, 1, 2), (4,), programs=(2, 3)),
+)

@@ -1,0 +1,85 @@
+"""Scenarios of the expert operators: few tokens, experts that have rows and experts that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from tileweave.config_combine import CombineConfig
+from tileweave.explore.ranks import World
+from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
+from tileweave.ops.routing_plan import RoutingPlan, reference_plan
+from tileweave.transport.base import EPOCH
+
+EXPERTS, DEPTH, COLS = 2, 8, 16  # experts of a rank
+
+
+@dataclass(frozen=True)
+class Combine:
+    """grouped_matmul_combine. ``tokens``: the most of a rank, used in turn; rank r has r fewer, at least one."""
+
+    name: str
+    config: CombineConfig
+    tokens: tuple[int, ...]
+    topk: int
+    weighted: bool = True
+    op: str = "grouped_matmul_combine"
+    programs: tuple[int, ...] = (1, 4)  # multiprocessors, of which roles take some
+    resident: int = 1
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, "sm", drawn.epoch)
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.grouped_matmul_combine_fused import run_fused
+
+        tokens = self.tokens[(number + drawn.order) % len(self.tokens)]
+        seed = (number + drawn.order) % POOL
+        y, experts, plan, weights, want = _combine_operands(tokens, self.topk, world.size, rank, seed, self.weighted)
+        out = torch.full_like(want, float("nan"))
+        world.know(rank, "plan", plan.table)
+        run_fused(y, experts, plan, weights, out, world.ranks[rank].group, self.config)
+        yield "z", out, want
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        instance = world.workspace(rank).instance(self.op, "sm")
+        yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
+        yield "programs that left", int(instance.control[1]), 0
+
+
+@lru_cache(maxsize=4096)
+def _combine_operands(
+    most: int, topk: int, size: int, rank: int, seed: int, weighted: bool
+) -> tuple[torch.Tensor, torch.Tensor, RoutingPlan, torch.Tensor | None, torch.Tensor]:
+    """This rank's y, experts, plan and weights, and its z."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, EXPERTS * size, (size, most, topk), generator=generator)
+    counts = [max(most - r, 1) for r in range(size)]
+    for source, count in enumerate(counts):
+        ids[source, count:] = -1
+    values = [whole_numbers((most, topk, DEPTH), "y", r, seed) for r in range(size)]
+    experts = torch.cat([whole_numbers((EXPERTS, COLS, DEPTH), "w", r, seed) for r in range(size)])
+    weights = [whole_numbers((most, topk), "topk", r, seed) if weighted else torch.ones(most, topk) for r in range(size)]
+    plan = reference_plan(ids, rank, EXPERTS * size, counts[rank])
+    y = torch.zeros(plan.bound, DEPTH)
+    for row, entry in enumerate(plan.row_entry[: int(plan.offsets[-1])].tolist()):
+        y[row] = values[entry // (most * topk)][entry // topk % most, entry % topk]
+    z = torch.zeros(counts[rank], COLS)
+    for token in range(counts[rank]):
+        for j, expert in enumerate(ids[rank, token].tolist()):
+            if expert >= 0:
+                z[token] += weights[rank][token, j] * (experts[expert] @ values[rank][token, j])
+    mine = experts[rank * EXPERTS : (rank + 1) * EXPERTS].clone()
+    return y, mine, plan, weights[rank][: counts[rank]].clone() if weighted else None, z
+
+
+_CUT = CombineConfig("triton", 16, 8, 8, 1, 4, 1, chunks=2, groups=2, block_tokens=2, block_cols=8, num_reduce=1, num_finish=1)
+EXPERT_SCENARIOS = (
+    Combine("roles", _CUT, (3, 4), 2),
+    Combine(
+        "several", CombineConfig("triton", 16, 16, 8, 1, 4, 1, 1, 1, 1, 16, num_reduce=2, num_finish=2), (3,), 2, weighted=False
+    ),
+)

@@ -1,0 +1,324 @@
+"""The Hopper twin of ``dispatch_grouped_matmul``: the same protocol, warp-specialised in Gluon.
+
+Read ``kernels/dispatch_grouped_matmul.py`` first: equation, signals, timeline and proof are there and hold here. What differs:
+
+- Three partitions: *gather* waits, brings the rows of a tile from where they are, 16 bytes a lane by ``cp.async``, and asks
+  TMA for weights; *multiply* runs wgmma and the epilogue; *push* sends own tokens, in every program, beside the other two.
+- Tiles are dealt in turn, not by tickets: no program multiplies less because it pushes.
+- A buffer of the ring is full when TMA has brought the weights and every lane of *gather* its part of the rows: each lane's
+  arrival is asked for behind its copies (``cp.async.mbarrier.arrive``), so *gather* never waits for what it asked for.
+- Once every peer has signalled its last block, *gather* looks at no signal any more.
+
+Limits: K a multiple of ``tile_k``; experts one behind the other, rows at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tileweave.kernels.descriptors import descriptor
+from tileweave.kernels.dispatch_grouped_matmul import Launcher as TritonLauncher
+from tileweave.kernels.endpoint import Endpoint
+from tileweave.kernels.grouped_tiles import SOURCES
+from tileweave.language.hopper import (
+    acquire,
+    block_barrier,
+    leave,
+    load_async,
+    make_ring,
+    multiply_tile,
+    notify_all,
+    spin,
+    store_tile,
+    symm_at,
+)
+from tileweave.schedule import cdiv
+from tileweave.schedule_grouped import DispatchConfig, experts_per_block
+
+MAX_BLOCKS = gl.constexpr(32)  # signal words of a source; see the Triton kernel for the counters
+TICKETS, PUSHED, SET = gl.constexpr(0), gl.constexpr(1), gl.constexpr(33)
+GATHER_WARPS, PUSH_WARPS = gl.constexpr(2), gl.constexpr(2)
+PUSH_BLOCK = 2048  # elements of a token that *push* has in flight: 32 a lane
+
+first_expert, walk_to, place_in_expert = (gluon.jit(source) for source in SOURCES)
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def row_addresses(
+    x, slot, row_entry, first_row, end, max_tokens, topk, depth, rank, rows: gl.constexpr, WORLD_SIZE: gl.constexpr,
+    TILE_M: gl.constexpr,
+):  # fmt: skip
+    """Pointers to a tile's rows, in x or in the slot; rows past the end repeat the last."""
+    row = gl.minimum(first_row + gl.arange(0, TILE_M, layout=rows), end - 1)
+    token = gl.load(row_entry + row) // topk
+    step = (rank + WORLD_SIZE - token // max_tokens) % WORLD_SIZE
+    token = token % max_tokens
+    remote = ((step - 1).to(gl.int64) * max_tokens + token) * depth
+    return gl.where(step == 0, x + token.to(gl.int64) * depth, slot + remote)
+
+
+@gluon.jit
+def step_of(row_entry, row, max_tokens, topk, rank, WORLD_SIZE: gl.constexpr):
+    """How far down the ranks the token of ``row`` comes from."""
+    return (rank + WORLD_SIZE - gl.load(row_entry + row) // topk // max_tokens) % WORLD_SIZE
+
+
+@gluon.jit
+def wait_steps(
+    signals, block, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Wait for ``block`` from the ranks ``nearest`` to ``farthest`` steps down, but for this rank."""
+    for step in range(gl.maximum(nearest, 1), farthest + 1):
+        source = (rank + WORLD_SIZE - step) % WORLD_SIZE
+        spin(signals + block, source, source, MAX_BLOCKS, epoch, tile, control, report, 1, 1, WARPS)
+    acquire(epoch)
+
+
+@gluon.jit
+def all_have(signals, block, rank, epoch, WORLD_SIZE: gl.constexpr):
+    """Whether all other ranks have signalled ``block``; orders nothing."""
+    lag = epoch * 0
+    for step in gl.static_range(1, WORLD_SIZE):
+        word = signals + (rank + step) % WORLD_SIZE * MAX_BLOCKS + block
+        lag = gl.minimum(lag, gl.load(word, volatile=True) - epoch)
+    return lag >= 0
+
+
+@gluon.jit
+def gather_partition(
+    x, w_desc, a_ring, b_ring, empty, ready, offsets, row_entry, slots, signals, control, report,
+    slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks, num_partitions,
+    WORLD_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """For each tile wait for its sources, then keep the ring full."""
+    LANES: gl.constexpr = TILE_K // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [GATHER_WARPS, 1], [1, 0])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    program = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    epoch = gl.load(control, volatile=True)
+    slot = slots + (epoch & 1).to(gl.int64) * slot_size
+    k = gl.arange(0, TILE_K, layout=gl.SliceLayout(0, layout))
+    place = gl.arange(0, TILE_M, layout=row_layout)
+    turn = 0
+    arrived = WORLD_SIZE == 1
+    tile = program
+    expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
+    expert, first_tile, next_tile, begin, end = walk_to(
+        tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
+    )
+    while expert < experts:
+        first_row, col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
+        pointers = row_addresses(
+            x, slot, row_entry, first_row, end, max_tokens, topk, depth, rank, row_layout, WORLD_SIZE, TILE_M
+        )
+        if not arrived:
+            arrived = all_have(signals, blocks - 1, rank, epoch, WORLD_SIZE)
+            nearest = step_of(row_entry, first_row, max_tokens, topk, rank, WORLD_SIZE)
+            farthest = step_of(row_entry, gl.minimum(first_row + TILE_M, end) - 1, max_tokens, topk, rank, WORLD_SIZE)
+            wait_steps(
+                signals, expert // block_experts, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE,
+                GATHER_WARPS,
+            )  # fmt: skip
+        there = (first_row + place < end)[:, None]
+        w_row = expert * cols + col * TILE_N
+        for block in range(0, k_blocks):
+            at = turn % STAGES
+            mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready.index(at), TILE_N * TILE_K * 2)
+            load_async(w_desc, [w_row, block * TILE_K], ready.index(at), b_ring.index(at))
+            source = gl.multiple_of(pointers[:, None] + (block * TILE_K + k)[None, :], [1, 16])
+            copy_async(a_ring.index(at), source, there)
+            async_copy.mbarrier_arrive(ready.index(at), increment_count=False)
+            turn += 1
+        tile += num_programs
+        expert, first_tile, next_tile, begin, end = walk_to(
+            tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
+        )
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    leave(control, epoch, num_partitions)
+
+
+@gluon.jit
+def multiply_partition(
+    y, y_desc, y_buffer, a_ring, b_ring, empty, ready, offsets, control, experts, cols, tile_cols, k_blocks, num_partitions,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    HALVES: gl.constexpr, BY_TMA: gl.constexpr,
+):  # fmt: skip
+    """The warpgroups: multiply each tile from the ring, then store its rows."""
+    program = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    epoch = gl.load(control, volatile=True)
+    turn = 0
+    tile = program
+    expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
+    expert, first_tile, next_tile, begin, end = walk_to(
+        tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
+    )
+    while expert < experts:
+        first_row, col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
+        acc, turn, fault = multiply_tile(
+            turn, k_blocks, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS, True
+        )
+        store_tile(
+            acc, fault, y, y, y_desc, y_buffer, y, epoch * 0, 0, 1, first_row, end, col * TILE_N, cols, -1,
+            TILE_M, TILE_N, HALVES, False, BY_TMA,
+        )  # fmt: skip
+        tile += num_programs
+        expert, first_tile, next_tile, begin, end = walk_to(
+            tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
+        )
+    tma.store_wait(0)
+    leave(control, epoch, num_partitions)
+
+
+@gluon.jit
+def push_partition(
+    x, send_order, send_offsets, slot_table, signal_table, signals, control, report, counters,
+    slot_size, rank, max_tokens, experts, depth, block_experts, blocks, num_partitions,
+    WORLD_SIZE: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Two warps: this program's share of the own tokens, block by block; at last, in the last program, wait for all ranks."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [PUSH_WARPS], [0])
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [PUSH_WARPS], [0])
+    program = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    epoch = gl.load(control, volatile=True)
+    slot_offset = (epoch & 1).to(gl.int64) * slot_size
+    if program == 0:
+        at = gl.arange(0, 64, layout=lanes)
+        gl.store(counters + (1 - (epoch & 1)) * SET + at, at * 0, mask=at < SET)
+    if WORLD_SIZE > 1:
+        for block in range(0, blocks):
+            first = block * block_experts
+            last = gl.minimum(first + block_experts, experts)
+            for i in gl.static_range(1, WORLD_SIZE):
+                peer = (rank + i) % WORLD_SIZE
+                bounds = send_offsets + peer * (experts + 1)
+                target = symm_at(slot_table, peer, x.dtype.element_ty) + slot_offset
+                target += (i - 1) * max_tokens.to(gl.int64) * depth
+                begin = gl.load(bounds + first)
+                for index in range(begin + (program + num_programs - begin % num_programs) % num_programs,
+                                   gl.load(bounds + last), num_programs):  # fmt: skip
+                    row = gl.load(send_order + peer * max_tokens + index).to(gl.int64) * depth
+                    for column in range(0, depth, BLOCK):
+                        at = column + gl.arange(0, BLOCK, layout=layout)
+                        mask = at < depth
+                        value = gl.load(gl.multiple_of(x + row + at, [16]), mask=mask)
+                        gl.store(gl.multiple_of(target + row + at, [16]), value, mask=mask)
+            block_barrier()
+            pushed = counters + (epoch & 1) * SET + PUSHED + block
+            if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+                notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
+        if program == num_programs - 1:
+            wait_steps(
+                signals, blocks - 1, 1, WORLD_SIZE - 1, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS
+            )  # fmt: skip
+    leave(control, epoch, num_partitions)
+
+
+UNSPECIALIZED = ["rank", "max_tokens", "topk", "experts", "block_experts", "blocks", "tile_cols", "k_blocks"]
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def dispatch_grouped_matmul_hopper_kernel(
+    w_desc, y_desc, x, y, offsets, row_entry, send_order, send_offsets, slots, slot_table, signal_table, signals, control,
+    report, counters,
+    slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks,
+    WORLD_SIZE: gl.constexpr, PUSH_BLOCK: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, BY_TMA: gl.constexpr,
+    GATHER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Dispatch the partitions."""
+    a_ring, b_ring, empty, ready = make_ring(w_desc, w_desc, TILE_M, TILE_K, STAGES, 32 * GATHER_WARPS + 1)
+    y_buffer = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
+    num_partitions = gl.num_programs(0) * 3
+    gl.warp_specialize(
+        [
+            (multiply_partition, (
+                y, y_desc, y_buffer, a_ring, b_ring, empty, ready, offsets, control, experts, cols, tile_cols, k_blocks,
+                num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA,
+            )),
+            (gather_partition, (
+                x, w_desc, a_ring, b_ring, empty, ready, offsets, row_entry, slots, signals, control, report,
+                slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks,
+                num_partitions, WORLD_SIZE, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES,
+            )),
+            (push_partition, (
+                x, send_order, send_offsets, slot_table, signal_table, signals, control, report, counters,
+                slot_size, rank, max_tokens, experts, depth, block_experts, blocks, num_partitions, WORLD_SIZE, PUSH_BLOCK,
+            )),
+        ],
+        [GATHER_WARPS, PUSH_WARPS],
+        [GATHER_REGISTERS, GATHER_REGISTERS],
+    )  # fmt: skip
+
+
+def takes(x: torch.Tensor, w: torch.Tensor, config: DispatchConfig) -> bool:
+    """Whether this kernel can run these operands; if not, the Triton kernel does, which speaks the same protocol."""
+    pitch = w.stride(1) * w.element_size()
+    return (
+        w.shape[2] % config.tile_k == 0 and w.stride(0) == w.shape[1] * w.stride(1) and pitch % 16 == 0
+        and (x.data_ptr() | w.data_ptr()) % 16 == 0
+    )  # fmt: skip
+
+
+class Launcher:
+    """One shape's launches; as ``dispatch_grouped_matmul.Launcher``, for what :func:`takes`."""
+
+    def __init__(
+        self,
+        peers: Endpoint,
+        config: DispatchConfig,
+        rank: int,
+        world_size: int,
+        max_tokens: int,
+        topk: int,
+        bound: int,
+        w: torch.Tensor,
+        num_sms: int,
+    ) -> None:
+        c, (experts, cols, depth) = config, w.shape
+        self.peers, self.config, self.bound = peers, config, bound
+        tile_cols = cdiv(cols, c.tile_n)
+        tiles = min(bound, experts + bound // c.tile_m) * tile_cols  # the most there can be
+        self.programs = max(1, min(num_sms, tiles))
+        per_block = experts_per_block(experts, min(c.signal_blocks, MAX_BLOCKS.value))
+        self.integers = (
+            peers.slot_size, rank, max_tokens, topk, experts, cols, depth, per_block, cdiv(experts, per_block), tile_cols,
+            cdiv(depth, c.tile_k),
+        )  # fmt: skip
+        self.halves = 2 if c.tile_m * c.tile_n > 128 * 128 else 1
+        self.constants = (world_size, PUSH_BLOCK, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages, c.num_warps)
+        self.plain = TritonLauncher(peers, _portable(c), rank, world_size, max_tokens, topk, bound, w, num_sms)
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: tuple[torch.Tensor, ...]) -> None:
+        """Launch on the current stream. ``fields``: those of the plan, in its order."""
+        p, c = self.peers, self.config
+        if not takes(x, w, c):
+            return self.plain(x, w, y, fields)
+        experts, cols, depth = w.shape
+        offsets, row_entry, _, _, send_order, send_offsets = fields
+        by_tma = cols * y.element_size() % 16 == 0 and y.data_ptr() % 16 == 0
+        w_desc = descriptor(w.data_ptr(), w.dtype, [experts * cols, depth], w.stride(1), [c.tile_n, c.tile_k])
+        target, shape = (y.data_ptr(), [self.bound, cols]) if by_tma else (w.data_ptr(), [experts * cols, depth])
+        y_desc = descriptor(target, y.dtype, shape, shape[1], [c.tile_m, c.tile_n // self.halves])
+        dispatch_grouped_matmul_hopper_kernel[(self.programs,)](
+            w_desc, y_desc, x, y, offsets, row_entry, send_order, send_offsets, p.slots, p.slot_table, p.signal_table, p.signals,
+            p.control, p.report, p.counters, *self.integers, *self.constants, self.halves, by_tma, 96,
+            num_warps=c.num_warps, maxnreg=168,
+        )  # fmt: skip
+        return None
+
+
+def _portable(c: DispatchConfig) -> DispatchConfig:
+    """A cut for the Triton kernel that does for any shape."""
+    rows = min(c.tile_m, 128)
+    return DispatchConfig("triton", rows, 128, 64, 3, 8 if rows == 128 else 4, c.group_m, signal_blocks=c.signal_blocks)

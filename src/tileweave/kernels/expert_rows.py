@@ -1,0 +1,182 @@
+"""What works on rows that experts have, locally: how many there are is known on the device only, as ``offsets[-1]``.
+
+Programs take blocks of rows in turn until there are none, so a plan's bound costs nothing. Rows behind the last are not read
+and not written.
+
+=================  ===================================================================================================
+``keep_slot``      copy what the peers sent in the call that just ended, before a later call overwrites it
+``gather_rows``    the token of each row, side by side, for the gradient of the experts
+``zero_unused``    gradients of experts that have no rows, which a grouped product may leave undefined
+``swiglu``         silu(gate) * up of rows [gate, up], and its gradient
+``weigh_rows``     rows times the combine weights of their entries, and the gradients of those
+=================  ===================================================================================================
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tileweave.kernels.endpoint import Endpoint
+from tileweave.language.signal import load_epoch
+
+PROGRAMS = 1056  # 8 for each multiprocessor of an H200; any number is right
+INTERPRETED_PROGRAMS = 2
+COPY_BLOCK = 4096
+
+
+def _programs(tensor: torch.Tensor, most: int) -> int:
+    return max(1, min(PROGRAMS if tensor.is_cuda else INTERPRETED_PROGRAMS, most))
+
+
+@triton.jit
+def keep_slot_kernel(slots, kept, control, slot_size, size, BLOCK: tl.constexpr):
+    """The slot of the call that the epoch has just left behind."""
+    slot = slots + ((load_epoch(control) - 1) & 1).to(tl.int64) * slot_size
+    for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(kept + at, tl.load(slot + at, mask=at < size), mask=at < size)
+
+
+def keep_slot(peers: Endpoint, kept: torch.Tensor) -> None:
+    """kept = what the last call of this instance received, from the beginning of its slot."""
+    size = kept.numel()
+    programs = _programs(kept, triton.cdiv(size, COPY_BLOCK))
+    keep_slot_kernel[(programs,)](peers.slots, kept, peers.control, peers.slot_size, size, BLOCK=COPY_BLOCK)
+
+
+@triton.jit
+def gather_rows_kernel(
+    x, kept, row_entry, offsets, out, experts, max_tokens, topk, rank, depth,
+    WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Tokens of rows, own ones from x, those of rank-1-i from place i of ``kept``."""
+    rows = tl.load(offsets + experts)
+    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = block * ROWS + tl.arange(0, ROWS)
+        token = tl.load(row_entry + row, mask=row < rows, other=0) // topk
+        step = (rank + WORLD_SIZE - token // max_tokens) % WORLD_SIZE
+        token = (token % max_tokens).to(tl.int64)
+        own = (step == 0) & (row < rows)
+        there = (step != 0) & (row < rows)
+        remote = (step - 1).to(tl.int64) * max_tokens + token
+        for column in range(0, depth, WIDTH):
+            at = column + tl.arange(0, WIDTH)
+            inside = (at < depth)[None, :]
+            value = tl.load(x + token[:, None] * depth + at[None, :], mask=own[:, None] & inside, other=0.0)
+            value += tl.load(kept + remote[:, None] * depth + at[None, :], mask=there[:, None] & inside, other=0.0)
+            tl.store(out + row.to(tl.int64)[:, None] * depth + at[None, :], value, mask=(row < rows)[:, None] & inside)
+
+
+def gather_rows(
+    x: torch.Tensor, kept: torch.Tensor, fields: tuple[torch.Tensor, ...], experts: int, max_tokens: int, topk: int, rank: int,
+    world_size: int,
+) -> torch.Tensor:  # fmt: skip
+    """[bound, K]: the token of each row of the plan with ``fields``. x [T, K] own tokens, kept [R - 1, max_tokens, K]."""
+    offsets, row_entry = fields[0], fields[1]
+    out = x.new_empty(row_entry.numel(), x.shape[1])
+    gather_rows_kernel[(_programs(x, triton.cdiv(out.shape[0], 4)),)](
+        x, kept, row_entry, offsets, out, experts, max_tokens, topk, rank, x.shape[1],
+        WORLD_SIZE=world_size, ROWS=4, WIDTH=min(1024, triton.next_power_of_2(x.shape[1])),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def zero_unused_kernel(gradient, offsets, size, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    if tl.load(offsets + expert) == tl.load(offsets + expert + 1):
+        for begin in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            tl.store(gradient + expert.to(tl.int64) * size + at, tl.zeros((BLOCK,), gradient.dtype.element_ty), mask=at < size)
+
+
+def zero_unused(gradient: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Zeros where expert e of gradient [E, ...], contiguous, has no rows."""
+    experts, size = gradient.shape[0], gradient[0].numel()
+    zero_unused_kernel[(experts, max(1, min(32, triton.cdiv(size, 1024))))](gradient, offsets, size, BLOCK=1024)
+
+
+@triton.jit
+def swiglu_kernel(y, out, offsets, experts, width, WIDTH: tl.constexpr):
+    """out = silu(gate) * up, in fp32, rounded once; a row of y is [gate, up]."""
+    blocks = tl.cdiv(width, WIDTH)
+    for unit in range(tl.program_id(0), tl.load(offsets + experts) * blocks, tl.num_programs(0)):
+        row = (unit // blocks).to(tl.int64)
+        at = unit % blocks * WIDTH + tl.arange(0, WIDTH)
+        gate = tl.load(y + row * 2 * width + at, mask=at < width).to(tl.float32)
+        up = tl.load(y + (row * 2 + 1) * width + at, mask=at < width).to(tl.float32)
+        value = gate / (1.0 + tl.exp(-gate)) * up
+        tl.store(out + row * width + at, value.to(out.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def swiglu_gradient_kernel(grad, y, out, offsets, experts, width, WIDTH: tl.constexpr):
+    """out = [d gate, d up] of rows [gate, up]."""
+    blocks = tl.cdiv(width, WIDTH)
+    for unit in range(tl.program_id(0), tl.load(offsets + experts) * blocks, tl.num_programs(0)):
+        row = (unit // blocks).to(tl.int64)
+        at = unit % blocks * WIDTH + tl.arange(0, WIDTH)
+        low, high = row * 2 * width + at, (row * 2 + 1) * width + at
+        gate = tl.load(y + low, mask=at < width).to(tl.float32)
+        up = tl.load(y + high, mask=at < width).to(tl.float32)
+        g = tl.load(grad + row * width + at, mask=at < width).to(tl.float32)
+        share = 1.0 / (1.0 + tl.exp(-gate))
+        d_gate = g * up * share * (1.0 + gate * (1.0 - share))
+        tl.store(out + low, d_gate.to(out.dtype.element_ty), mask=at < width)
+        tl.store(out + high, (g * gate * share).to(out.dtype.element_ty), mask=at < width)
+
+
+def _swiglu_grid(y: torch.Tensor) -> tuple[int, int]:
+    width = y.shape[1] // 2
+    block = min(1024, triton.next_power_of_2(width))
+    return _programs(y, y.shape[0] * triton.cdiv(width, block)), block
+
+
+def swiglu(y: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, experts: int) -> None:
+    """y [bound, 2 I] -> out [bound, I]."""
+    programs, block = _swiglu_grid(y)
+    swiglu_kernel[(programs,)](y, out, offsets, experts, y.shape[1] // 2, WIDTH=block)
+
+
+def swiglu_gradient(grad: torch.Tensor, y: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, experts: int) -> None:
+    """grad [bound, I], y [bound, 2 I] -> out [bound, 2 I]."""
+    programs, block = _swiglu_grid(y)
+    swiglu_gradient_kernel[(programs,)](grad, y, out, offsets, experts, y.shape[1] // 2, WIDTH=block)
+
+
+@triton.jit
+def weigh_rows_kernel(
+    g, y, weights, row_entry, offsets, weighted, dots, experts, width,
+    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A row at a time: dots[row] = g . y in fp32; g *= weight, in place; weighted = y * weight."""
+    for number in range(tl.program_id(0), tl.load(offsets + experts), tl.num_programs(0)):
+        row = tl.cast(number, tl.int64) * width
+        factor = 1.0
+        if WEIGHTED:
+            factor = tl.load(weights + tl.load(row_entry + number))
+        total = tl.zeros((WIDTH,), tl.float32)
+        for begin in range(0, width, WIDTH):
+            at = begin + tl.arange(0, WIDTH)
+            a = tl.load(g + row + at, mask=at < width, other=0.0).to(tl.float32)
+            b = tl.load(y + row + at, mask=at < width, other=0.0).to(tl.float32)
+            total += a * b
+            if WEIGHTED:
+                tl.store(g + row + at, (a * factor).to(g.dtype.element_ty), mask=at < width)
+                tl.store(weighted + row + at, (b * factor).to(g.dtype.element_ty), mask=at < width)
+        tl.store(dots + number, tl.sum(total, axis=0))
+
+
+def weigh_rows(
+    g: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None, fields: tuple[torch.Tensor, ...], experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """g, y [bound, I], contiguous; weights fp32 of all entries, None: 1. Gives (y * weights, dots of g and y); g *= weights."""
+    dots = torch.empty(g.shape[0], dtype=torch.float32, device=g.device)
+    weighted = y if weights is None else torch.empty_like(y)
+    weigh_rows_kernel[(_programs(g, g.shape[0]),)](
+        g, y, dots if weights is None else weights, fields[1], fields[0], weighted, dots, experts, g.shape[1],
+        WEIGHTED=weights is not None, WIDTH=min(1024, triton.next_power_of_2(g.shape[1])),
+    )  # fmt: skip
+    return weighted, dots

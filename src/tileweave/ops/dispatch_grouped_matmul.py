@@ -1,0 +1,330 @@
+"""dispatch_grouped_matmul: tokens to the ranks of their experts, and each expert's rows times its weight.
+
+=========  ======================  =====================================================================================
+x          [T, K]                  own tokens; T may differ by rank, up to ``max_tokens``
+experts    [E_local, N, K]         weights of this rank's experts, each in ``torch.nn.Linear`` layout; E = R * E_local
+topk_ids   [T, k]                  experts of each token, of all ranks, int32 or int64; -1: none
+y          [bound, N]              rows expert by expert; from row ``plan.offsets[-1]`` on undefined
+=========  ======================  =====================================================================================
+
+forward : a routing plan (``kernels/moe_routing.py``), then one kernel that sends tokens and multiplies what has come
+          (``kernels/dispatch_grouped_matmul.py``). No capacity: bound = R * max_tokens * min(k, E_local). The host waits for
+          nothing, so a CUDA graph may capture it.
+dx      : the dual operator: each token gets the sum over its rows of gy @ expert.
+dexperts: gy.T @ rows for each expert. Tokens that came are kept from the forward, [R-1, max_tokens, K], not sent again.
+
+Sources: DeepEP and Comet (arXiv 2502.19811) for sending a token once to a rank, and beginning with experts that are ready.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tileweave.config_combine import plan_combine
+from tileweave.errors import InputError, RankMismatchError, require
+from tileweave.ops import reference
+from tileweave.ops.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
+from tileweave.ops.grouped_matmul_combine_fused import run_fused as run_combine
+from tileweave.ops.grouped_matmul_combine_fused import shape_of
+from tileweave.ops.matmul_inputs import DTYPES
+from tileweave.ops.registry import (
+    agree,
+    debugging,
+    define,
+    group_of,
+    interpreting,
+    log_fallback,
+    machine_of,
+    name_of,
+    publish,
+)
+from tileweave.ops.routing_plan import RoutingPlan, layout_of, padded_ids, reference_plan
+from tileweave.schedule_grouped import DispatchPlan, GroupedProblem, plan_dispatch, routes_fused
+
+_SAID: set[tuple[str, str]] = set()
+_ID_DTYPES = (torch.int32, torch.int64)
+
+
+def dispatch_grouped_matmul(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    topk_ids: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | str | None = None,
+    max_tokens: int | None = None,
+    plan: RoutingPlan | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, RoutingPlan]:
+    """Send each token to the ranks of its experts, once to each, and multiply rows by their experts as they come.
+
+    Parameters
+    ----------
+    x : [T, K], contiguous. experts : [E_local, N, K], rows contiguous; the same shape on every rank.
+    topk_ids : [T, k], contiguous; -1 is no expert, and so is what is not below E. Not with ``plan``.
+    max_tokens : the most tokens that any rank has, the same number on every rank; None: T, which all ranks then share.
+    plan : of an earlier call with the same ids; saves making it again.
+    out : [bound, N], contiguous; not with gradients.
+
+    Returns
+    -------
+    (y [bound, N], plan): y's rows are those of ``plan``, which ``tw.swiglu`` and ``tw.grouped_matmul_combine`` take.
+
+    bf16 and fp16 on CUDA, also fp32 on the CPU. fp32 accumulation, rounded once; gradients of x and experts.
+
+    Raises
+    ------
+    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
+    CUDA-graph capture without an earlier call or ``tw.warmup``.
+    """
+    name = name_of(group)
+    if plan is None:
+        require(topk_ids is not None, "neither topk_ids nor plan", "one of them", "pass topk_ids [T, k]")
+        plan = make_plan(topk_ids, experts.shape[0], x.shape[0] if max_tokens is None else max_tokens, name)  # type: ignore[arg-type]
+    else:
+        asked = "plan with topk_ids or max_tokens"
+        require(topk_ids is None and max_tokens is None, asked, "the plan alone, which has them", "drop them")
+        asked = f"{experts.shape[0]} local experts with a plan of {plan.local_experts}"
+        require(experts.shape[0] == plan.local_experts, asked, "the plan's", "pass all experts of this rank")
+    numbers = (plan.table, plan.max_tokens, plan.topk, name)
+    if out is not None:
+        tracked = torch.is_grad_enabled() and (x.requires_grad or experts.requires_grad)
+        require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
+        torch.ops.tileweave.dispatch_grouped_matmul.out(x, experts, *numbers, out=out)
+        return out, plan
+    keep = torch.is_grad_enabled() and experts.requires_grad
+    y, _ = torch.ops.tileweave.dispatch_grouped_matmul(x, experts, *numbers, keep)
+    return y, plan
+
+
+def make_plan(topk_ids: torch.Tensor, experts: int, max_tokens: int, name: str) -> RoutingPlan:
+    """The plan of these ids, by the operator ``route_tokens``. ``experts``: of a rank."""
+    require(topk_ids.dim() == 2, f"topk_ids {tuple(topk_ids.shape)}", "[T, k]", "add the dimension of choices")
+    rank, size = _place_in(name)
+    table = torch.ops.tileweave.route_tokens(topk_ids, experts, max_tokens, name)
+    return RoutingPlan(table, topk_ids.shape[0], max_tokens, topk_ids.shape[1], experts, rank, size)
+
+
+@torch.compiler.assume_constant_result
+def _place_in(name: str) -> tuple[int, int]:
+    """(rank, size) of the group; a compiler need not look inside."""
+    group = group_of(name)
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+# --- Routing ---
+
+
+def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str) -> torch.Tensor:
+    rank, size = _place_in(group_name)
+    asked = f"topk_ids {tuple(topk_ids.shape)} {topk_ids.dtype}, max_tokens {max_tokens}"
+    require(topk_ids.dtype in _ID_DTYPES and topk_ids.is_contiguous(), asked, "contiguous int32 or int64", "convert them")
+    require(topk_ids.shape[0] <= max_tokens, asked, "at most max_tokens tokens", "raise max_tokens on every rank")
+    require(experts > 0 and topk_ids.shape[1] > 0, f"{asked}, {experts} experts", "one of each at least", "pass some")
+    entries = size * max_tokens * topk_ids.shape[1]
+    require(entries < 1 << 30, f"{asked} on {size} ranks", "fewer than 2**30 choices in all", "split the batch")
+    if debugging():
+        _agree_on_routing(topk_ids, experts, max_tokens, group_name, size)
+    if routes_fused(size, machine_of(topk_ids.device), interpreting()) and max_tokens:
+        return run_routing(topk_ids, size * experts, max_tokens, group_name).table
+    ids = padded_ids(topk_ids, max_tokens)
+    everyone = ids[None] if size == 1 else reference.all_gather(ids, group_of(group_name)).view(size, *ids.shape)
+    return reference_plan(everyone, rank, size * experts).table
+
+
+def _agree_on_routing(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str, size: int) -> None:
+    """Debugging only, waits for the device: the ranks' arguments fit together, and every id exists; else all ranks raise."""
+    ids = topk_ids if topk_ids.numel() else topk_ids.new_zeros(1)
+    least, most = int(ids.min()), int(ids.max())
+    trouble = "" if -1 <= least and most < size * experts else f"experts {least} to {most}"
+    error: RankMismatchError | None = None
+    try:
+        signature = {"max_tokens": max_tokens, "topk": topk_ids.shape[1], "experts": experts, "trouble": trouble}
+        if size > 1:
+            agree(group_of(group_name), topk_ids.device, {"op": OP, **signature})
+    except RankMismatchError as found:
+        error = found
+    require(not trouble, trouble, f"-1 to {size * experts - 1}", "fix the ids")
+    if error is not None:
+        raise error
+
+
+def _route_fake(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str) -> torch.Tensor:
+    begins, _ = layout_of(_place_in(group_name)[1], max_tokens, topk_ids.shape[1], experts)
+    return topk_ids.new_empty(begins[-1], dtype=torch.int32)
+
+
+# --- Forward ---
+
+
+def check_inputs(x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out: torch.Tensor | None) -> None:
+    """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
+    shapes = f"x {tuple(x.shape)}, experts {tuple(experts.shape)}"
+    fits = x.dim() == 2 and experts.dim() == 3 and x.shape[1] == experts.shape[2]
+    require(fits, shapes, "x [T, K] and experts [E_local, N, K]", "transpose the experts to Linear layout [N, K] each")
+    tensors = [t for t in (x, experts, out) if t is not None]
+    dtypes = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
+    require(x.dtype in DTYPES, dtypes, "float16, bfloat16, float32", "convert x and experts")
+    same = all(t.dtype == x.dtype and t.device == plan.table.device for t in tensors)
+    require(same, f"{dtypes}, plan on {plan.table.device}", "one dtype and one device", "convert to x.dtype on the plan's device")
+    require(x.is_contiguous(), f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
+    strides = f"experts with strides {experts.stride()}"
+    require(experts.stride(2) == 1 or experts.shape[2] <= 1, strides, "contiguous rows", "pass experts.contiguous()")
+    asked = f"x of {x.shape[0]} tokens, a plan of {plan.table.numel()} words"
+    fits = x.shape[0] <= plan.max_tokens and plan.table.dtype == torch.int32 and plan.table.numel() == _table_size(plan)
+    allowed = f"at most {plan.max_tokens} tokens, {_table_size(plan)} words"
+    require(fits, asked, allowed, "pass the ids of these tokens, or their plan")
+    if out is not None:
+        shape = (plan.bound, experts.shape[1])
+        fits = tuple(out.shape) == shape and out.is_contiguous()
+        require(fits, f"out {tuple(out.shape)}", f"{shape}, contiguous", "allocate out like that")
+
+
+def _table_size(plan: RoutingPlan) -> int:
+    return layout_of(plan.world_size, plan.max_tokens, plan.topk, plan.local_experts)[0][-1]
+
+
+def plan_call(experts: torch.Tensor, plan: RoutingPlan) -> DispatchPlan:
+    """The path of this call, the same on every rank."""
+    problem = GroupedProblem(
+        plan.world_size, plan.max_tokens, plan.topk, plan.local_experts, experts.shape[1], experts.shape[2],
+        experts.element_size(), str(experts.dtype).removeprefix("torch."),
+    )  # fmt: skip
+    return plan_dispatch(problem, machine_of(experts.device), interpreting())
+
+
+def _plan_of(x, experts, table, max_tokens, topk, group_name) -> RoutingPlan:
+    return RoutingPlan(table, x.shape[0], max_tokens, topk, experts.shape[0], *_place_in(group_name))
+
+
+def _forward(x, experts, table, max_tokens, topk, group_name, keep, out=None):
+    routed = _plan_of(x, experts, table, max_tokens, topk, group_name)
+    check_inputs(x, experts, routed, out)
+    chosen = plan_call(experts, routed)
+    y = x.new_empty(routed.bound, experts.shape[1]) if out is None else out
+    kept = x.new_empty(routed.world_size - 1, max_tokens, x.shape[1]) if keep else None
+    if chosen.config is not None:
+        run_fused(x, experts, routed, y, group_name, chosen.config, kept)
+    else:
+        log_fallback(OP, chosen, _SAID)
+        rows = reference.gather_rows(x, routed, group_of(group_name))
+        y.copy_(reference.grouped_matmul(rows, experts, routed.offsets))
+        kept = rows if keep else None
+    return y, x.new_empty(0) if kept is None else kept
+
+
+def _implementation_out(x, experts, table, max_tokens, topk, group_name, *, out):
+    _forward(x, experts, table, max_tokens, topk, group_name, False, out)
+
+
+def _fake(x, experts, table, max_tokens, topk, group_name, keep):
+    routed = _plan_of(x, experts, table, max_tokens, topk, group_name)
+    kept = x.new_empty(0)
+    if keep:
+        fused = plan_call(experts, routed).config is not None
+        kept = x.new_empty(routed.world_size - 1, max_tokens, x.shape[1]) if fused else x.new_empty(routed.bound, x.shape[1])
+    return x.new_empty(routed.bound, experts.shape[1]), kept
+
+
+def _fake_out(x, experts, table, max_tokens, topk, group_name, *, out):
+    return None
+
+
+# --- Gradients ---
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, experts, table, ctx.max_tokens, ctx.topk, ctx.group_name, ctx.kept = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, experts, table, output[1])
+
+
+def _backward(ctx, grad, _):
+    x, experts, table, kept = ctx.saved_tensors
+    need_x, need_experts = ctx.needs_input_grad[:2]
+    dx, dexperts = torch.ops.tileweave.dispatch_grouped_matmul_backward(
+        grad, x, kept, experts, table, ctx.max_tokens, ctx.topk, ctx.group_name, need_x, need_experts and ctx.kept
+    )
+    return dx if need_x else None, dexperts if need_experts else None, None, None, None, None, None
+
+
+def _backward_implementation(grad, x, kept, experts, table, max_tokens, topk, group_name, need_x, need_experts):
+    routed = _plan_of(x, experts, table, max_tokens, topk, group_name)
+    grad = grad.contiguous()
+    empty = grad.new_empty(0)
+    dx = _sum_over_rows(grad, experts, routed, group_name) if need_x else empty
+    if not need_experts:
+        return dx, empty
+    if plan_call(experts, routed).config is None:
+        return dx, reference.grouped_outer(grad, kept, routed.offsets)
+    from tileweave.kernels.expert_rows import gather_rows, zero_unused
+
+    rows = gather_rows(x, kept, routed.fields, routed.local_experts, max_tokens, topk, routed.rank, routed.world_size)
+    dexperts = reference.grouped_outer(grad, rows, routed.offsets).contiguous()
+    zero_unused(dexperts, routed.offsets)
+    return dx, dexperts
+
+
+def _sum_over_rows(grad: torch.Tensor, experts: torch.Tensor, routed: RoutingPlan, group_name: str) -> torch.Tensor:
+    """The dual operator: grad [bound, N], experts [E_local, N, K] -> [T, K]."""
+    turned = experts.transpose(1, 2).contiguous()
+    chosen = plan_combine(shape_of(routed, turned), machine_of(grad.device), interpreting())
+    if chosen.config is None:
+        return reference.grouped_matmul_combine(grad, turned, routed, None, group_of(group_name))
+    dx = grad.new_empty(routed.tokens, experts.shape[2])
+    run_combine(grad, turned, routed, None, dx, group_name, chosen.config)
+    return dx
+
+
+def _backward_fake(grad, x, kept, experts, table, max_tokens, topk, group_name, need_x, need_experts):
+    dx = torch.empty_like(x) if need_x else grad.new_empty(0)
+    return dx, experts.new_empty(experts.shape) if need_experts else grad.new_empty(0)
+
+
+define("route_tokens(Tensor topk_ids, int experts, int max_tokens, str group_name) -> Tensor", _route, _route_fake)
+_ARGUMENTS = "Tensor x, Tensor experts, Tensor table, int max_tokens, int topk, str group_name"
+define(f"{OP}({_ARGUMENTS}, bool keep) -> (Tensor, Tensor)", _forward, _fake, _backward, _setup_context)
+define(f"{OP}.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out)
+define(
+    f"{OP}_backward(Tensor grad, Tensor x, Tensor kept, Tensor experts, Tensor table, int max_tokens, int topk, str group_name,"
+    " bool need_x, bool need_experts) -> (Tensor, Tensor)",
+    _backward_implementation,
+    _backward_fake,
+)
+
+
+# --- Questions ---
+
+
+def explain(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    topk: int,
+    *,
+    max_tokens: int | None = None,
+    group: dist.ProcessGroup | str | None = None,
+) -> DispatchPlan:
+    """Which path a call with these tensors takes, and why. Sends nothing."""
+    rank, size = _place_in(name_of(group))
+    most = x.shape[0] if max_tokens is None else max_tokens
+    return plan_call(experts, RoutingPlan(x.new_empty(0), x.shape[0], most, topk, experts.shape[0], rank, size))
+
+
+def warmup(
+    tokens: int,
+    experts: torch.Tensor,
+    topk: int,
+    *,
+    group: dist.ProcessGroup | str | None = None,
+) -> DispatchPlan:
+    """Collective: one call of ``tokens`` tokens a rank (max_tokens) with these experts, so that a capture may follow."""
+    if tokens < 0 or topk < 1:
+        raise InputError(f"asked: warmup({tokens}, topk={topk}); allowed: tokens >= 0, topk >= 1; remedy: pass a rank's sizes")
+    x = experts.new_zeros(tokens, experts.shape[2])
+    ids = torch.full((tokens, topk), -1, dtype=torch.int32, device=experts.device)
+    with torch.no_grad():
+        dispatch_grouped_matmul(x, experts, ids, group=group)
+    return explain(x, experts, topk, group=group)
+
+
+publish(OP, explain, warmup)

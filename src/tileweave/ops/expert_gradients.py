@@ -1,0 +1,96 @@
+"""Gradients of grouped_matmul_combine: the dual operator for rows, a grouped product for weights, dots for combine weights.
+
+Where the dual operator is fused, so is everything here: rows behind the plan's last are neither read nor written, and the
+host waits for nothing. Two small exchanges go by torch.distributed: weights to the experts' ranks, their gradients back.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tileweave.ops import reference
+from tileweave.ops.registry import group_of, interpreting, machine_of
+from tileweave.ops.routing_plan import RoutingPlan
+from tileweave.schedule_grouped import DispatchConfig, GroupedProblem, plan_dispatch
+
+
+def combine_gradients(
+    grad: torch.Tensor,
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    plan: RoutingPlan,
+    weights: torch.Tensor | None,
+    group_name: str,
+    need_y: bool,
+    need_experts: bool,
+    need_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For z's gradient [T, H]: gradients of y, experts and weights; empty where not needed."""
+    group = group_of(group_name)
+    ge, gw = grad.new_empty(0), grad.new_empty(0)
+    everyone = None if weights is None else reference.gather_weights(weights, plan, group)
+    cols, depth = experts.shape[2], experts.shape[1]
+    problem = GroupedProblem(
+        plan.world_size, plan.max_tokens, plan.topk, plan.local_experts, cols, depth, y.element_size(),
+        str(y.dtype).removeprefix("torch."),
+    )  # fmt: skip
+    config = plan_dispatch(problem, machine_of(y.device), interpreting()).config
+    if config is None:
+        rows = reference.gather_rows(grad, plan, group)
+        g = reference.grouped_matmul(rows, experts.transpose(1, 2), plan.offsets)
+        gy, weighted, dots = _weigh_rows(g, y, everyone, plan)
+    else:
+        gy, weighted, dots, rows = _fused_rows(grad, y, experts, plan, everyone, group_name, config, need_experts)
+    if need_weights:
+        gw = _sums_to_owners(dots, plan, group)
+    if need_experts:
+        ge = reference.grouped_outer(rows, weighted, plan.offsets).contiguous()
+        if config is not None:
+            from tileweave.kernels.expert_rows import zero_unused
+
+            zero_unused(ge, plan.offsets)
+    return gy if need_y else grad.new_empty(0), ge, gw
+
+
+def _fused_rows(
+    grad: torch.Tensor,
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    plan: RoutingPlan,
+    everyone: torch.Tensor | None,
+    group_name: str,
+    config: DispatchConfig,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(gy, weighted y, dots, rows of grad): :func:`_weigh_rows` of what the dual operator gives; rows only if ``keep``."""
+    from tileweave.kernels import expert_rows
+    from tileweave.ops.dispatch_grouped_matmul_fused import run_fused
+
+    g = y.new_empty(plan.bound, experts.shape[2])
+    kept = grad.new_empty(plan.world_size - 1, plan.max_tokens, grad.shape[1]) if keep else None
+    run_fused(grad, experts.transpose(1, 2).contiguous(), plan, g, group_name, config, kept)
+    rows = g
+    if kept is not None:
+        sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
+        rows = expert_rows.gather_rows(grad, kept, plan.fields, *sizes)
+    weighted, dots = expert_rows.weigh_rows(g, y.contiguous(), everyone, plan.fields, plan.local_experts)
+    return g, weighted, dots, rows
+
+
+def _weigh_rows(
+    g: torch.Tensor, y: torch.Tensor, everyone: torch.Tensor | None, plan: RoutingPlan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """g, y [bound, I], weights of all entries -> (weight * g, weight * y, dots of g and y, fp32 [bound]), row by row."""
+    dots = (g.float() * y.float()).sum(1)
+    if everyone is None:
+        return g, y, dots
+    factor = everyone[plan.row_entry.long().clamp(0, plan.entries - 1)][:, None]
+    return (g.float() * factor).to(g.dtype), (y.float() * factor).to(y.dtype), dots
+
+
+def _sums_to_owners(dots: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
+    """A number for each row -> [T, k] of own tokens: each entry's number, from the rank of its expert; 0 without one."""
+    row = plan.entry_row.long()
+    entries = torch.where(row >= 0, dots[row.clamp(min=0)], 0.0)
+    return reference.reduce_scatter(entries.view(-1, plan.topk), group)[: plan.tokens].contiguous()

@@ -1,0 +1,83 @@
+"""The fused call of grouped_matmul_combine: instance, memory, launch. The operator's file checks the arguments and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tileweave.config_combine import CombineConfig, slot_bytes
+from tileweave.ops.registry import endpoint, interpreting, workspace_of
+from tileweave.ops.routing_plan import RoutingPlan
+from tileweave.schedule_grouped import GroupedProblem
+from tileweave.transport.workspace import REGISTRY, Instance
+
+OP = "grouped_matmul_combine"
+
+
+def shape_of(plan: RoutingPlan, experts: torch.Tensor) -> GroupedProblem:
+    """The sizes of a call; the same on every rank."""
+    dtype = experts.dtype
+    return GroupedProblem(
+        plan.world_size, plan.max_tokens, plan.topk, plan.local_experts, experts.shape[1], experts.shape[2], dtype.itemsize,
+        str(dtype).removeprefix("torch."),
+    )  # fmt: skip
+
+
+def run_fused(
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    plan: RoutingPlan,
+    weights: torch.Tensor | None,
+    out: torch.Tensor,
+    group_name: str,
+    config: CombineConfig,
+) -> None:
+    """The fused call itself. y [bound, I], experts [E_local, H, I], weights [T, k] fp32; out [T, H]."""
+    from tileweave.kernels import grouped_matmul_combine as kernel
+
+    workspace = REGISTRY.find(group_name, y.device) or workspace_of(group_name, y.device)
+    transport = workspace.transport
+    shape = shape_of(plan, experts)
+    instance = workspace.instance(OP, "sm")
+    instance.reserve(slot_bytes(shape), kernel.COUNTERS)
+    instance.begin()
+    peers = endpoint(instance, y.dtype)
+    products = torch.empty(y.shape[0], shape.cols, dtype=y.dtype, device=y.device)
+    tensors = (y, experts, plan.offsets, plan.entry_row, plan.topk_ids, weights, products, out)
+    try:
+        if config.kernel == "hopper" and _fits(y, experts, out, config):
+            _launcher(instance, y, experts, shape, config)(*tensors)
+        else:
+            kernel.launch(peers, *tensors, shape, config, transport.rank, transport.machine.num_sms)
+    finally:
+        if interpreting():
+            instance.check()
+
+
+def _fits(y: torch.Tensor, experts: torch.Tensor, out: torch.Tensor, config: CombineConfig) -> bool:
+    """Whether TMA can reach the operands; if not, the Triton kernel runs, which speaks the same protocol."""
+    from tileweave.kernels.descriptors import fits
+
+    along_depth = experts.stride(2) == 1
+    whole = experts if along_depth else experts.transpose(1, 2)
+    divides = along_depth or experts.shape[2] % config.tile_k == 0
+    return divides and whole.is_contiguous() and fits(y, out, whole.flatten(0, 1))
+
+
+def _launcher(
+    instance: Instance, y: torch.Tensor, experts: torch.Tensor, shape: GroupedProblem, config: CombineConfig
+) -> Callable[..., None]:
+    """The Hopper kernel's launches of one shape, made once."""
+    from tileweave.kernels.grouped_matmul_combine_hopper import Launcher
+
+    depth_first = experts.stride(2) != 1
+    key = (shape, config, depth_first, y.shape[0], y.stride(0))
+    found = instance.cache.get(key)
+    if found is None:
+        transport = instance.transport
+        found = instance.cache[key] = Launcher(
+            endpoint(instance, y.dtype), shape, config, transport.rank, transport.machine.num_sms, y.dtype, depth_first,
+            y.shape[0], y.stride(0),
+        )  # fmt: skip
+    return found  # type: ignore[return-value]

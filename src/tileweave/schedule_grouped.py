@@ -1,0 +1,128 @@
+"""Grouped matmuls of a mixture of experts: how they are cut, and the host's twin of the device's walk over tiles.
+
+No torch, no triton. ``plan_dispatch`` says which path a call of dispatch_grouped_matmul takes, and how it is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tileweave.config import FUSED_WORLD_SIZES, KernelName
+from tileweave.schedule import cdiv
+from tileweave.topology import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchConfig:
+    """How one dispatch_grouped_matmul is cut up.
+
+    tile_m, tile_n, tile_k, num_stages, num_warps, group_m : as in ``config.MatmulConfig``.
+    num_producers : programs that push tokens before they multiply. push_rows : tokens that one has in flight.
+    signal_blocks : at how many points of its list of experts a rank says that its tokens so far are there (at most 32).
+    """
+
+    kernel: KernelName
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_stages: int
+    num_warps: int
+    group_m: int = 8
+    num_producers: int = 32
+    push_rows: int = 4
+    signal_blocks: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedProblem:
+    """Sizes of one grouped matmul: tokens and choices of a rank, local experts, columns and depth of each."""
+
+    world_size: int
+    max_tokens: int
+    topk: int
+    experts: int
+    cols: int
+    depth: int
+    itemsize: int
+    dtype: str
+
+    @property
+    def rows_per_expert(self) -> float:
+        """What an expert gets if routing is balanced: its share of the choices of all ranks."""
+        return self.max_tokens * self.topk / self.experts
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchPlan:
+    """What a call will do. ``path``: "fused" or "unfused"; ``config`` is None unless fused."""
+
+    path: Literal["fused", "unfused"]
+    reason: str
+    config: DispatchConfig | None = None
+
+    def __str__(self) -> str:
+        if self.config is None:
+            return f"{self.path}: {self.reason}"
+        c = self.config
+        return f"{self.path}, {c.kernel} kernel, tile {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.num_stages} stages: {self.reason}"
+
+
+def experts_per_block(experts: int, blocks: int) -> int:
+    """Local experts between two signals, so that there are at most ``blocks`` signals."""
+    return cdiv(experts, max(1, min(blocks, experts)))
+
+
+def walk(offsets: Sequence[int], cols: int, tile_m: int, tile_n: int, group_m: int) -> Iterator[tuple[int, int, int, int]]:
+    """(expert, first row, end of the expert's rows, tile column) of each tile in turn; see ``kernels/grouped_tiles.py``."""
+    tile_cols = cdiv(cols, tile_n)
+    for expert in range(len(offsets) - 1):
+        begin, end = offsets[expert], offsets[expert + 1]
+        tile_rows = cdiv(end - begin, tile_m)
+        for group in range(0, tile_rows, group_m):
+            for col in range(tile_cols):
+                for row in range(group, min(group + group_m, tile_rows)):
+                    yield expert, begin + row * tile_m, end, col
+
+
+def routes_fused(world_size: int, machine: Machine, interpreting: bool) -> bool:
+    """Whether the routing plan of a group is made by our kernel. Integers only, so it runs wherever ranks see each other."""
+    return world_size in FUSED_WORLD_SIZES and (machine.backend != "cpu" or interpreting)
+
+
+def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> DispatchPlan:
+    """The path of a dispatch_grouped_matmul: what can run, then what is fastest."""
+    if p.world_size == 1:
+        return DispatchPlan("unfused", "a group of one rank has nothing to send")
+    if p.world_size not in FUSED_WORLD_SIZES:
+        return DispatchPlan("unfused", f"world size {p.world_size} is above {FUSED_WORLD_SIZES[-1]}")
+    if min(p.max_tokens, p.topk, p.cols, p.depth) == 0:
+        return DispatchPlan("unfused", "a dimension is zero")
+    if machine.backend == "cpu":
+        if not interpreting:
+            return DispatchPlan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
+        return DispatchPlan("fused", "interpreted", DispatchConfig("triton", 16, 32, 64, 1, 4, 4, 1, 4, 4))
+    if p.dtype == "float32":
+        return DispatchPlan("unfused", "float32 is not a tensor-core dtype")
+    if machine.arch != 90:
+        return DispatchPlan("unfused", f"no measurement shows the fused kernel ahead on {machine.name}")
+    if p.depth * p.itemsize % 16:
+        return DispatchPlan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes")
+    return DispatchPlan("fused", f"{p.rows_per_expert:.0f} rows an expert if balanced", dispatch_config(p))
+
+
+def dispatch_config(p: GroupedProblem) -> DispatchConfig:
+    """By rows of an expert: low tiles with deep pipelines where weights are all there is to read."""
+    rows = p.rows_per_expert
+    if rows <= 16:
+        config = DispatchConfig("triton", 16, 128, 128, 5, 4, 8, 16, 4, 4)
+    elif rows <= 48:
+        config = DispatchConfig("triton", 32, 128, 128, 4, 4, 8, 16, 4, 4)
+    elif rows <= 96:
+        config = DispatchConfig("triton", 64, 128, 64, 5, 4, 8, 16, 4, 8)
+    elif rows <= 256:
+        config = DispatchConfig("triton", 128, 128, 64, 4, 8, 8, 32, 4, 8)
+    else:
+        config = DispatchConfig("triton", 128, 256, 64, 3, 8, 8, 32, 4, 8)
+    return replace(config, signal_blocks=min(config.signal_blocks, p.experts))

@@ -1,0 +1,96 @@
+"""grouped_matmul_combine in worlds of processes: the real kernel, interpreted, over shared host memory."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from tests import combining
+from tests.disturbances import stall_in_the_kernel
+from tests.experts import Case
+from tests.worlds import Member, World, Worlds, one_shot
+
+import tileweave as tw
+from tileweave.config_combine import CombineConfig
+
+CONFIG = CombineConfig(
+    "triton", 16, 16, 32, 1, 4, 2, chunks=2, groups=2, block_tokens=4, block_cols=16, num_reduce=1, num_finish=1
+)
+SEVERAL = replace(CONFIG, num_reduce=2, num_finish=3, chunks=3, groups=1, block_tokens=2, programs_per_sm=2)
+SMALL = Case((4,), experts=2, depth=16, cols=24)
+
+ROUTINGS = ("even", "skewed", "one_expert", "one_rank", "empty_experts", "holes", "nobody", "repeated")
+CASES = [replace(SMALL, tokens=(3,), routing=routing) for routing in ROUTINGS]
+UNEVEN = [replace(SMALL, tokens=(3, 0, 6)), replace(SMALL, tokens=(0, 3), spare=2), replace(SMALL, topk=3, experts=3, depth=20)]
+
+
+def test_routings(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(combining.parity, CASES, CONFIG)
+
+
+def test_uneven(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(combining.parity, UNEVEN, SEVERAL)
+
+
+def test_in_each_world(world: World) -> None:
+    world.run(combining.parity, [replace(UNEVEN[0], tokens=(2, 0, 3))], CONFIG)
+
+
+def test_weights_as_backward_reads_them(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(combining.parity, [SMALL, UNEVEN[2]], CONFIG, True, False)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half(worlds: Worlds, dtype: str) -> None:
+    worlds("gloo", 2).run(combining.parity, [replace(SMALL, dtype=dtype)], CONFIG)
+
+
+def test_many_calls_with_late_ranks(worlds: Worlds) -> None:
+    cases = [SMALL, replace(SMALL, tokens=(5, 1)), replace(SMALL, tokens=(2, 0, 4))]
+    worlds("gloo", 3).run(combining.many_calls, cases, CONFIG, 7, 0.004, stall_in_the_kernel)
+
+
+def test_the_epoch_wraps_around(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(combining.around_the_wrap, SMALL, CONFIG)
+
+
+def test_public_calls(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(combining.public_calls, [SMALL], "fused")
+    worlds("gloo", 1).run(combining.public_calls, [SMALL, UNEVEN[2]], "local")
+
+
+def test_gradients(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(combining.gradients, [CASES[5], UNEVEN[0]])
+    worlds("gloo", 1).run(combining.gradients, [SMALL, replace(SMALL, dtype="bfloat16")])
+    worlds("gloo", 2).run(combining.gradients, [SMALL], False)
+
+
+def test_compiled_gradients(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(combining.gradients, [SMALL], True, "aot_eager")
+
+
+def test_opcheck(worlds: Worlds) -> None:
+    worlds("gloo", 1).run(combining.opcheck, SMALL, timeout=100)
+
+
+def test_bad_input(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(combining.bad_input, SMALL)
+
+
+def call_without(me: Member, absent: int) -> str | None:
+    drawn = [combining.prepare(SMALL, me.rank, me.world_size, me.device, seed) for seed in (0, 1)]
+    combining.fused(me, drawn[0], CONFIG)
+    me.barrier()
+    if me.rank == absent:
+        time.sleep(4)
+        return None
+    with pytest.raises(tw.PeerTimeout) as caught:
+        combining.fused(me, drawn[1], CONFIG)
+    tw.close()
+    return f"{caught.value.op} {caught.value.peer}"
+
+
+def test_a_peer_that_stops_calling() -> None:
+    ends = one_shot("gloo", 3, call_without, 1, extra={"TILEWEAVE_TIMEOUT": "1.5"})
+    assert [end.value for end in ends] == [f"{combining.OP} 1", None, f"{combining.OP} 1"]

@@ -1,0 +1,39 @@
+"""Faults planted in the expert operators; see ``mutants.py``."""
+
+from __future__ import annotations
+
+from tests.explore.mutants import Mutant
+
+GC = "grouped_matmul_combine/"
+COMBINE = "kernels/grouped_matmul_combine.py"
+
+_NOTIFY = "notify(symm_at(signal_table, peer, tl.int32, 4) + rank * SLICES + 1 + chunk * groups + group, epoch)"
+_WAIT = "                wait(signals, 1, epoch, word, group, control, report)\n"
+_WEIGHTS = "wait(signals, 1, epoch, peer * SLICES + WEIGHTS, task, control, report)"
+_AWAIT = "        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N))\n"
+_COUNT = '            tl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")\n'
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant("combine: nobody waits for tiles", COMBINE, _AWAIT, "", GC, count=2),
+    Mutant("combine: tiles of the chunk before are enough", COMBINE, "counts + TILES + chunk, tile_rows",
+           "counts + TILES + chunk, 0 * tile_rows", GC, count=2),
+    Mutant("combine: tiles are counted without a release", COMBINE, _COUNT, _COUNT.replace("release", "relaxed"), GC),
+    Mutant("combine: results do not wait for peers", COMBINE, _WAIT, "                pass\n", GC),
+    Mutant("combine: results wait for the last call", COMBINE, _WAIT, _WAIT.replace("epoch", "epoch - 1"), GC),
+    Mutant("combine: results wait for the next peer only", COMBINE, _WAIT,
+           "                if step == 1:\n    " + _WAIT, GC),
+    Mutant("combine: sums do not wait for weights", COMBINE, _WEIGHTS, "pass", GC + "roles"),
+    Mutant("combine: sums wait for old weights", COMBINE, _WEIGHTS, _WEIGHTS.replace("epoch", "epoch - 1"), GC + "roles"),
+    Mutant("combine: a group is signalled by its first block", COMBINE, "group, count):", "group, 1):", GC + "several"),
+    Mutant("combine: blocks are counted without acquire and release", COMBINE, 'sem="acq_rel"', 'sem="relaxed"', GC),
+    Mutant("combine: a signal goes to the wrong word", COMBINE, _NOTIFY, _NOTIFY.replace("+ 1 + chunk", "+ chunk"), GC + "roles"),
+    Mutant("combine: one slot", COMBINE, "slot_offset = parity.to", "slot_offset = (0 * parity).to", GC),
+    Mutant("combine: weights of one slot", COMBINE, "weights_base + parity.to", "weights_base + (0 * parity).to", GC + "roles"),
+    Mutant("combine: counts are not cleared", COMBINE, "    if program == 0:\n", "    if program < 0:\n", GC),
+    Mutant("combine: counts of this call are cleared", COMBINE, "counters + (1 - parity) * COUNTER_WORDS",
+           "counters + parity * COUNTER_WORDS", GC),
+    Mutant("combine: partials into another rank's place", COMBINE, "place = rank - (rank > peer).to(tl.int32)",
+           "place = 0 * rank", GC),
+    Mutant("combine: a stale partial of a rank without an expert of the token", COMBINE, "mask = (there & (", "mask = ((", GC),
+    Mutant("combine: the next expert's rows are overwritten", COMBINE, "mask=(row < end)[:, None]", "mask=(row <= end)[:, None]", GC),
+)  # fmt: skip
