@@ -101,7 +101,9 @@ def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Di
         return DispatchPlan("unfused", "a dimension is zero")
     if machine.backend == "cpu":
         if not interpreting:
-            return DispatchPlan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
+            return DispatchPlan(
+                "unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)"
+            )
         return DispatchPlan("fused", "interpreted", DispatchConfig("triton", 16, 32, 64, 1, 4, 4, 1, 4, 4))
     if p.dtype == "float32":
         return DispatchPlan("unfused", "float32 is not a tensor-core dtype")

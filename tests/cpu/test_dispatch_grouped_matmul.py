@@ -125,7 +125,9 @@ def opcheck(me: Member) -> None:
     ops = torch.ops.tileweave
     torch.library.opcheck(ops.route_tokens.default, (o.ids, case.experts, 3, name_of(None)), test_utils=SCHEMAS)
     torch.library.opcheck(ops.swiglu.default, (torch.randn(plan.bound, 20), plan.table, case.experts), test_utils=SCHEMAS)
-    torch.library.opcheck(ops.dispatch_grouped_matmul.out, (o.x, o.experts, *numbers), {"out": torch.empty_like(y)}, test_utils=SCHEMAS)
+    torch.library.opcheck(
+        ops.dispatch_grouped_matmul.out, (o.x, o.experts, *numbers), {"out": torch.empty_like(y)}, test_utils=SCHEMAS
+    )
     tensors = (o.x.requires_grad_(), o.experts.requires_grad_())
     torch.library.opcheck(ops.dispatch_grouped_matmul.default, (*tensors, *numbers, True), test_utils=SCHEMAS)
 

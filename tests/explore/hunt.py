@@ -18,10 +18,11 @@ from pathlib import Path
 
 from tests.explore.mutants import MUTANTS as MATMULS
 from tests.explore.mutants import Mutant
+from tests.explore.mutants_dispatch import MUTANTS as DISPATCH
 from tests.explore.mutants_embedding import MUTANTS as EMBEDDING
 from tests.explore.mutants_experts import MUTANTS as EXPERTS
 
-MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS)
+MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS, *DISPATCH)
 
 SOURCE = Path(__file__).parents[2] / "src" / "tileweave"
 RUNS = 400  # at most so many interleavings for one mutant

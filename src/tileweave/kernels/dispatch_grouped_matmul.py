@@ -179,9 +179,7 @@ def dispatch_grouped_matmul_kernel(
         a_rows, nearest, farthest = gather_rows(
             x, slots + slot_offset, row_entry, first_row, end, max_tokens, topk, depth, rank, WORLD_SIZE, TILE_M
         )
-        token = wait_steps(
-            signals, expert // block_experts, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE
-        )
+        token = wait_steps(signals, expert // block_experts, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE)
         acc = matmul_tile(
             a_rows, w + expert.to(tl.int64) * stride_expert, stride_w, col, cols, depth, consume_token(0, token), k_blocks,
             TILE_M, TILE_N, TILE_K, EVEN_K, end - first_row, FEW_ROWS,

@@ -166,7 +166,9 @@ def check_inputs(x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out:
     dtypes = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
     require(x.dtype in DTYPES, dtypes, "float16, bfloat16, float32", "convert x and experts")
     same = all(t.dtype == x.dtype and t.device == plan.table.device for t in tensors)
-    require(same, f"{dtypes}, plan on {plan.table.device}", "one dtype and one device", "convert to x.dtype on the plan's device")
+    require(
+        same, f"{dtypes}, plan on {plan.table.device}", "one dtype and one device", "convert to x.dtype on the plan's device"
+    )
     require(x.is_contiguous(), f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
     strides = f"experts with strides {experts.stride()}"
     require(experts.stride(2) == 1 or experts.shape[2] <= 1, strides, "contiguous rows", "pass experts.contiguous()")

@@ -135,7 +135,9 @@ def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Com
         return found
     if debugging():
         sizes = [*experts.shape, plan.max_tokens, plan.topk]
-        agree(group_of(group_name), y.device, {"op": OP, "sizes": sizes, "dtype": str(y.dtype), "weighted": weights is not None})
+        agree(
+            group_of(group_name), y.device, {"op": OP, "sizes": sizes, "dtype": str(y.dtype), "weighted": weights is not None}
+        )
     check_inputs(y, experts, plan, weights, out)
     chosen = plan_of(plan, experts)
     if chosen.config is not None:
