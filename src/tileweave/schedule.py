@@ -63,7 +63,7 @@ class Unit:
 class Parts:
     """How the inputs of an all-gather, or of an all-to-all, stand in memory: R parts of ``depth`` columns.
 
-    step, pitch : elements of this rank's input from one peer's part to the next one's (0: all get the same), and from row to row.
+    step, pitch : elements of the input from one peer's part to the next one's (0: all get the same), and from row to row.
     side_by_side : parts follow each other along K, and not along rows; the schedule then has one source, of all K.
     chunk_rows, chunks : rows that a copy engine sends, and signals, at once.
     """

@@ -253,9 +253,10 @@ WORDS = ("x", "w", "bias", "out", "gathered", "partials", "trace", "slot")
 class Launcher:
     """One shape's launches of this kernel; ``ops`` keeps one for each shape and stride of w, and checks the arguments."""
 
-    def __init__(self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig, parts: Parts) -> None:
-        self.peers, self.schedule, self.config, self.parts = peers, schedule, config, parts
+    def __init__(self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig, parts: Parts | None = None) -> None:
         s, c = schedule, config
+        parts = parts or Parts(s.rank, s.world_size, s.depth, s.depth)
+        self.peers, self.schedule, self.config, self.parts = peers, schedule, config, parts
         self.push = c.transport == "sm"
         self.slices, size = c.num_slices if self.push else 1, s.rows * parts.depth
         self.part_words = s.num_segments * s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0

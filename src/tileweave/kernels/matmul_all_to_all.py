@@ -142,7 +142,7 @@ def matmul_all_to_all_kernel(
             acc = tl.where(faulted(control) != 0, float("nan"), acc)
             at = tile_place(first, first, tile_col, tile_cols, TILE_M, TILE_N, False)
             inside = part_offsets(TILE_M, TILE_N)
-            exists = (row < rows)[:, None] & (col < cols)[None, :]
+            exists = (row < rows)[:, None] & (col >= 0)[None, :]  # all that is pushed is taken
             place = home - (home > rank).to(tl.int32)
             if home == rank:
                 store_rows(acc.to(dtype), out + rank.to(tl.int64) * out_step, row, col, cols, row < rows, out_pitch)

@@ -96,7 +96,7 @@ class _FusedCall:
             from tileweave.kernels.descriptors import fits
 
             if fits(x, w):
-                return HopperLauncher(self.endpoint, self.schedule, self.config, self.parts, x.dtype, w.stride(0))
+                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, w.stride(0), self.parts)
         from tileweave.kernels.all_gather_matmul import Launcher
 
         return Launcher(self.endpoint, self.schedule, self.config, self.parts)

@@ -179,7 +179,7 @@ def _backward_fake(grad, exchanged, w, scatter_dim, gather_dim, group_name, need
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, w, bias, ctx.scatter_dim, ctx.gather_dim, ctx.group_name, keep = inputs
+    _, w, bias, ctx.scatter_dim, ctx.gather_dim, ctx.group_name, keep = inputs
     ctx.has_bias = bias is not None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])

@@ -100,8 +100,8 @@ class Transport(Protocol):
     def push(self, copies: Sequence[Copy], source: int = 0) -> None:
         """Copy engine: do ``copies`` in order, behind what is queued now and beside what is queued later.
 
-        The same copies serve many calls, from (or to) another ``source`` each time. To this rank's own memory only single words:
-        larger copies inside one device may need its multiprocessors, which a waiting kernel holds.
+        The same copies serve many calls, from (or to) another ``source`` each time. Inside one device only single words:
+        larger copies there may need its multiprocessors, which a waiting kernel holds.
         """
         ...
 

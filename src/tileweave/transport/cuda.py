@@ -48,14 +48,18 @@ current_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 class _Pitched(ctypes.Structure):
     """``CUDA_MEMCPY2D``."""
 
-    _fields_ = tuple(
-        (f"{end}_{name}", kind)
-        for end in ("source", "target")
-        for name, kind in (
-            ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("type", ctypes.c_uint), ("host", ctypes.c_void_p),
-            ("device", ctypes.c_uint64), ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t),
-        )
-    ) + (("width", ctypes.c_size_t), ("height", ctypes.c_size_t))  # fmt: skip
+    _fields_ = (
+        *(
+            (f"{end}_{name}", kind)
+            for end in ("source", "target")
+            for name, kind in (
+                ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("type", ctypes.c_uint), ("host", ctypes.c_void_p),
+                ("device", ctypes.c_uint64), ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t),
+            )
+        ),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )  # fmt: skip
 
 
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
