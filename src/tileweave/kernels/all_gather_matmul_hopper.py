@@ -158,8 +158,8 @@ def load_partition(
     x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
     slot, rank, rows, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
     chunk_rows, line, num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, SPANS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr,
-    TRACE: gl.constexpr, GATHER_K: gl.constexpr,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, SPANS: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, GATHER_K: gl.constexpr,
 ):  # fmt: skip
     """One warp: for each unit wait for its shards, then keep the ring full."""
     if not GATHER_K:

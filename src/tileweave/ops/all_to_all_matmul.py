@@ -80,8 +80,8 @@ def all_to_all_matmul(
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     how, rows, name = as_exchange(scatter_dim, gather_dim), as_rows(x), name_of(group)
-    size = dist.get_world_size(group_of(name))
-    check_divides(how, x.shape[0], x.shape[-1], size, "x")
+    if x.dim() > 2:
+        check_divides(how, x.shape[0], x.shape[-1], dist.get_world_size(group_of(name)), "x")
     if out is not None:
         check_out(out, x, "[rows, ..., N] of the result", w, bias)
         flat = out if x.dim() == 2 else out.flatten(0, -2)
@@ -89,7 +89,10 @@ def all_to_all_matmul(
         return out
     keep = torch.is_grad_enabled() and w.requires_grad
     y, _ = torch.ops.tileweave.all_to_all_matmul(rows, w, bias, scatter_dim, gather_dim, name, keep)
-    return y if x.dim() == 2 else y.view(how.result(x.shape[0], 1, size)[0], *x.shape[1:-1], w.shape[0])
+    if x.dim() > 2:
+        lead, _ = how.result(x.shape[0], x.shape[-1], dist.get_world_size(group_of(name)))
+        y = y.view(lead, *x.shape[1:-1], w.shape[0])
+    return y
 
 
 def check_inputs(
@@ -131,7 +134,7 @@ def _forward(
     group = group_of(group_name)
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
-        y, exchanged = reference.all_to_all_matmul(x, w, bias, how, group)
+        y, exchanged = reference.all_to_all_matmul(x, w, bias, group, how.scatter_dim, how.gather_dim)
         exchanged = exchanged.clone() if exchanged is x else exchanged
         return (y if out is None else out.copy_(y)), exchanged if keep else x.new_empty(0)
     rows, depth = how.result(x.shape[0], x.shape[1], dist.get_world_size(group))

@@ -51,7 +51,7 @@ def exchange_and_multiply(
     group = group_of(group_name)
     rows, depth = how.part(grad.shape[0], grad.shape[1], dist.get_world_size(group))
     if plan_for(plan_all_to_all_matmul, grad, rows, w.shape[1], dist.get_world_size(group), depth).config is None:
-        y, exchanged = reference.all_to_all_matmul(grad, w.t(), None, how, group)
+        y, exchanged = reference.all_to_all_matmul(grad, w.t(), None, group, how.scatter_dim, how.gather_dim)
     else:
         y, exchanged = torch.ops.tileweave.all_to_all_matmul(
             grad, w.t().contiguous(), None, how.scatter_dim, how.gather_dim, group_name, keep
@@ -64,5 +64,5 @@ def multiply_and_exchange(grad: torch.Tensor, w: torch.Tensor, how: Exchange, gr
     group = group_of(group_name)
     rows, cols = how.part(grad.shape[0], w.shape[1], dist.get_world_size(group))
     if plan_for(plan_matmul_all_to_all, grad, rows, cols, dist.get_world_size(group)).config is None:
-        return reference.matmul_all_to_all(grad, w.t(), None, how, group)
+        return reference.matmul_all_to_all(grad, w.t(), None, group, how.scatter_dim, how.gather_dim)
     return torch.ops.tileweave.matmul_all_to_all(grad, w.t().contiguous(), None, how.scatter_dim, how.gather_dim, group_name)

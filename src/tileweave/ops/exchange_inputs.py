@@ -1,8 +1,6 @@
-"""What the two dense all-to-all operators share: their dimensions as arguments, divisibility, shapes of results."""
+"""What the two dense all-to-all operators share: their dimensions as arguments, and divisibility."""
 
 from __future__ import annotations
-
-import torch
 
 from tileweave.errors import require
 from tileweave.schedule_scatter import Exchange
@@ -23,9 +21,3 @@ def check_divides(how: Exchange, rows: int, cols: int, size: int, columns_of: st
     """What is scattered comes out even; of x of several dimensions rows are dimension 0."""
     what, count = (f"{rows} rows", rows) if how.scatter_dim == 0 else (f"{cols} columns ({columns_of})", cols)
     require(count % size == 0, f"{what} over {size} ranks", "a multiple of the group's size", "pad them, or scatter the other")
-
-
-def shape_like(x: torch.Tensor, w: torch.Tensor, how: Exchange, size: int) -> tuple[int, ...]:
-    """Of the exchanged product of x [M, ..., K]."""
-    rows, cols = how.result(x.shape[0], w.shape[0], size)
-    return (rows, *x.shape[1:-1], cols)

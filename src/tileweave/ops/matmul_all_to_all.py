@@ -26,7 +26,7 @@ import torch.distributed as dist
 from tileweave.config import Plan, plan_matmul_all_to_all
 from tileweave.ops import reference
 from tileweave.ops.backward_products import exchange_and_multiply
-from tileweave.ops.exchange_inputs import as_exchange, check_divides, shape_like
+from tileweave.ops.exchange_inputs import as_exchange, check_divides
 from tileweave.ops.matmul_inputs import (
     accept,
     as_rows,
@@ -78,15 +78,18 @@ def matmul_all_to_all(
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     how, rows, name = as_exchange(scatter_dim, gather_dim), as_rows(x), name_of(group)
-    size = dist.get_world_size(group_of(name))
-    check_divides(how, x.shape[0], w.shape[0], size, "w")
+    if x.dim() > 2:
+        check_divides(how, x.shape[0], w.shape[0], dist.get_world_size(group_of(name)), "w")
     if out is not None:
         check_out(out, x, "[rows, ..., columns] of the result", w, bias)
         flat = out if x.dim() == 2 else out.flatten(0, -2)
         torch.ops.tileweave.matmul_all_to_all.out(rows, w, bias, scatter_dim, gather_dim, name, out=flat)
         return out
     y = torch.ops.tileweave.matmul_all_to_all(rows, w, bias, scatter_dim, gather_dim, name)
-    return y if x.dim() == 2 else y.view(shape_like(x, w, how, size))
+    if x.dim() > 2:
+        lead, cols = how.result(x.shape[0], w.shape[0], dist.get_world_size(group_of(name)))
+        y = y.view(lead, *x.shape[1:-1], cols)
+    return y
 
 
 def check_inputs(
@@ -118,7 +121,7 @@ def _forward(
     group = group_of(group_name)
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
-        y = reference.matmul_all_to_all(x, w, bias, how, group)
+        y = reference.matmul_all_to_all(x, w, bias, group, *options)
         return y if out is None else out.copy_(y)
     from tileweave.ops.matmul_all_to_all_fused import run_fused
 

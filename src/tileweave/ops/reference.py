@@ -131,17 +131,17 @@ def exchange(x: torch.Tensor, how: Exchange, group: dist.ProcessGroup) -> torch.
 
 
 def matmul_all_to_all(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, group: dist.ProcessGroup
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int
 ) -> torch.Tensor:
     """x [M, K], w [N, K], bias [N] -> the exchanged x @ w.T + bias."""
-    return exchange(linear(x, w, bias), how, group)
+    return exchange(linear(x, w, bias), Exchange(scatter_dim, gather_dim), group)
 
 
 def all_to_all_matmul(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, group: dist.ProcessGroup
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K], w, bias -> (exchanged x @ w.T + bias, the exchanged x)."""
-    exchanged = exchange(x, how, group)
+    exchanged = exchange(x, Exchange(scatter_dim, gather_dim), group)
     return linear(exchanged, w, bias), exchanged
 
 
