@@ -113,7 +113,8 @@ def schedule_for(problem: Problem, config: MatmulConfig, rank: int, machine: Mac
     return TileSchedule(
         rank, problem.world_size, problem.rows, problem.cols, problem.depth,
         config.tile_m, config.tile_n, config.tile_k, config.group_m, machine.num_sms, config.split_tail,
-        min(config.band_sources, problem.world_size - config.own_first), config.cut_bands, config.team, config.own_first,
+        max(min(config.band_sources, problem.world_size - config.own_first), 1), config.cut_bands, config.team,
+        config.own_first,
     )  # fmt: skip
 
 
@@ -263,6 +264,33 @@ def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting:
         return _plan_cpu(p, "a rank's result")
     copied_rows = 0 if p.cols * p.itemsize % 16 else p.rows  # tiles for copy engines leave by TMA, which needs whole rows
     return _plan_gpu("matmul_reduce_scatter", p, machine, p.rows * p.world_size, lambda c: c.takes(copied_rows))
+
+
+def plan_matmul_all_to_all(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+    """The path of a matmul_all_to_all. ``rows``, ``cols``: of the part for one rank; ``depth`` = K."""
+    p = problem
+    refused = _without_fusion(p, machine, interpreting, "exchange")
+    if refused is not None:
+        return refused
+    if machine.backend == "cpu":
+        return _plan_cpu(p)
+    if p.cols * p.itemsize % 16:  # tiles leave by TMA
+        return Plan("unfused", f"parts of {p.cols} columns are no multiple of 16 bytes, which the copy hardware needs")
+    return _plan_gpu("matmul_all_to_all", p, machine, p.rows * p.world_size, lambda c: True)
+
+
+def plan_all_to_all_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+    """The path of an all_to_all_matmul. ``rows``, ``depth``: of the part of x for one rank; ``cols`` = N."""
+    p = problem
+    refused = _without_fusion(p, machine, interpreting, "exchange")
+    if refused is not None:
+        return refused
+    if machine.backend == "cpu":
+        return _plan_cpu(p)
+    return _plan_gpu(
+        "all_to_all_matmul", p, machine, p.rows * p.world_size,
+        lambda c: (c.transport == "sm" or p.rows >= c.tile_m) and p.depth % c.tile_k == 0,
+    )  # fmt: skip
 
 
 def plan_matmul_all_reduce(problem: Problem, machine: Machine, interpreting: bool) -> Plan:

@@ -48,6 +48,11 @@ def check_operands(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, 
     shapes = f"x {tuple(x.shape)}, w {tuple(w.shape)}"
     require(x.dim() == 2 and w.dim() == 2, shapes, "x [m, K] and w [n, K]", "reshape to two dimensions")
     require(x.shape[1] == w.shape[1], shapes, "equal K, the last dimension of both", "transpose w to Linear layout [n, K]")
+    check_tensors(x, w, bias, *others)
+
+
+def check_tensors(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *others: torch.Tensor | None) -> None:
+    """:func:`check_operands` but for the shapes of x and w."""
     tensors = [t for t in (x, w, bias, *others) if t is not None]
     dtypes = f"x {x.dtype}, w {w.dtype}" + "".join(f", {t.dtype}" for t in tensors[2:])
     require(x.dtype in DTYPES, dtypes, "float16, bfloat16, float32", "convert x and w")
@@ -90,9 +95,10 @@ def refuse_alias(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
     require(not shared, "out= in the storage of an input", "memory of its own", "allocate out")
 
 
-def plan_for(planner: Planner, x: torch.Tensor, rows: int, cols: int, size: int) -> Plan:
-    """What ``planner`` says of this call, the same on every rank. ``rows``: as :class:`Problem` counts them."""
-    return _plan(planner, size, rows, cols, x.shape[1], x.dtype, machine_of(x.device), interpreting())
+def plan_for(planner: Planner, x: torch.Tensor, rows: int, cols: int, size: int, depth: int | None = None) -> Plan:
+    """What ``planner`` says of this call, the same on every rank. ``rows``: as :class:`Problem` counts them; ``depth``: x's."""
+    depth = x.shape[1] if depth is None else depth
+    return _plan(planner, size, rows, cols, depth, x.dtype, machine_of(x.device), interpreting())
 
 
 @lru_cache(maxsize=4096)

@@ -69,7 +69,8 @@ class CpuTransport:
             while copy.counter and ctypes.c_int32.from_address(copy.counter).value < copy.count:
                 if self._abandoned.wait(2e-4):
                     return
-            ctypes.memmove(copy.target, copy.source or source + copy.offset, copy.nbytes)
+            for to, at in copy.pieces(source):
+                ctypes.memmove(to, at, copy.nbytes)
         if self.watch is not None:
             self.watch(copies, begin, time.perf_counter_ns())
 

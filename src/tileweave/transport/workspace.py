@@ -46,7 +46,8 @@ class Instance:
 
     Attributes
     ----------
-    signals : int32 ``[R, MAX_SLICES]`` then ``[R]`` barrier words then ``[1]`` for own pushes done; symmetric.
+    signals : int32 ``[R, MAX_SLICES]`` then ``[R]`` barrier words then ``[1]`` for own pushes done; symmetric. Behind them,
+        ``[2, R, MAX_SLICES]`` *flags* by slot: 1 where a peer has something for a copy engine of this rank, else 0.
     signal_table, slot_table : int64 ``[R]``, the address of each rank's signals and slots as mapped here.
     control : int32, local: epoch of the next call, programs that left, fault flag, time-out in microseconds.
     report : int32, readable by the host while kernels run: the first wait that ran out of time.
@@ -59,8 +60,9 @@ class Instance:
         self.op, self.transport, self.ledger = op, transport, ledger or Ledger()
         self.world_size = transport.world_size
         signal_words = self.world_size * MAX_SLICES + self.world_size + 1
-        self._signals = transport.allocate(signal_words * 4)
-        self.signals = self._signals.local.view(torch.int32)
+        self._signals = transport.allocate((signal_words + 2 * self.world_size * MAX_SLICES) * 4)
+        words = self._signals.local.view(torch.int32)
+        self.signals, self.flags = words[:signal_words], words[signal_words:]
         self.signal_table = self._table(self._signals)
         self.control = torch.zeros(base.CONTROL_WORDS, dtype=torch.int32, device=transport.device)
         self.report = transport.host_visible(base.REPORT_WORDS)
