@@ -80,13 +80,16 @@ def wait_steps(
 
 
 @gluon.jit
-def all_have(signals, block, rank, epoch, WORLD_SIZE: gl.constexpr):
-    """Whether all other ranks have signalled ``block``; orders nothing."""
-    lag = epoch * 0
-    for step in gl.static_range(1, WORLD_SIZE):
-        word = signals + (rank + step) % WORLD_SIZE * MAX_BLOCKS + block
-        lag = gl.minimum(lag, gl.load(word, volatile=True) - epoch)
-    return lag >= 0
+def all_have(signals, block, rank, epoch, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr):
+    """Whether all other ranks have signalled ``block``; orders nothing.
+
+    A word for each lane, and the least over all lanes: every lane gets the same answer, though the words change meanwhile.
+    Scalar loads would be one for each lane, and lanes that disagree part for ever at the next barrier.
+    """
+    OTHERS: gl.constexpr = WORLD_SIZE - 1 if WORLD_SIZE > 1 else 1
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    source = (rank + 1 + gl.arange(0, 32 * WARPS, layout=lane) % OTHERS) % WORLD_SIZE
+    return gl.min(gl.load(signals + source * MAX_BLOCKS + block, volatile=True) - epoch, axis=0) >= 0
 
 
 @gluon.jit
@@ -120,7 +123,7 @@ def gather_partition(
             x, slot, row_entry, first_row, end, max_tokens, topk, depth, rank, row_layout, WORLD_SIZE, TILE_M
         )
         if not arrived:
-            arrived = all_have(signals, blocks - 1, rank, epoch, WORLD_SIZE)
+            arrived = all_have(signals, blocks - 1, rank, epoch, WORLD_SIZE, GATHER_WARPS)
             nearest = step_of(row_entry, first_row, max_tokens, topk, rank, WORLD_SIZE)
             farthest = step_of(row_entry, gl.minimum(first_row + TILE_M, end) - 1, max_tokens, topk, rank, WORLD_SIZE)
             wait_steps(
