@@ -115,7 +115,7 @@ def parity(me: Member, cases: list[Case], config: CombineConfig, depth_first: bo
     """Each case, with poisoned slots."""
     for seed, case in enumerate(cases):
         c = prepare(case, me.rank, me.world_size, me.device, seed, depth_first)
-        experts.poison(me, OP, case.torch_dtype)
+        experts.poison(me, OP)
         z = fused(me, c, config, weighted)
         what = f"rank {me.rank}, call {seed}, {case}, {config}"
         verify(z, expected(case, me.rank, me.world_size, seed, weighted), case, what)
@@ -179,6 +179,7 @@ def expected_gradients(case: Case, rank: int, size: int, seed: int) -> tuple[tor
     gy = torch.stack([of_values[s][t, j] for s, t, j in rows]) if rows else none
     gw = weights[rank].grad
     mine = slice(rank * case.experts, (rank + 1) * case.experts)
+    assert matrices.grad is not None
     return gy, matrices.grad[mine], torch.zeros_like(weights[rank]) if gw is None else gw
 
 

@@ -40,6 +40,13 @@ class Sizes:
     captured: tuple[Shape, ...]
 
 
+# Tokens a rank, columns and K of an expert; few rows an expert and many.
+_EXPERTS_ON_GPU = Sizes(
+    tuple(Shape(*s) for s in ((1, 256, 512), (37, 328, 200), (300, 520, 384), (1021, 1000, 1024))),
+    tuple(Shape(rows, 384, 256) for rows in (1, 16, 37, 200, 777)),
+    (Shape(4, 1024, 512), Shape(600, 1024, 512)),
+)
+_EXPERTS_ON_CPU = Sizes((Shape(3, 24, 20),), tuple(Shape(rows, 16, 16) for rows in (1, 2, 4)), ())
 # (m, n, K) of one rank. Rows of 1 and of odd counts, tiles that span shards, both transports, K that no tile divides.
 ON_GPU = {
     "all_gather_matmul": Sizes(
@@ -62,6 +69,8 @@ ON_GPU = {
         tuple(Shape(rows, 4, 64) for rows in (1, 16, 37, 200, 512)),
         (Shape(16, 4, 128), Shape(1024, 8, 128)),
     ),
+    "dispatch_grouped_matmul": _EXPERTS_ON_GPU,
+    "grouped_matmul_combine": _EXPERTS_ON_GPU,
 }
 ON_CPU = {
     "all_gather_matmul": Sizes(
@@ -78,6 +87,8 @@ ON_CPU = {
     "embedding_bag_all_to_all": Sizes(
         tuple(Shape(*s) for s in ((1, 1, 8), (3, 2, 5))), tuple(Shape(rows, 2, 4) for rows in (1, 2, 4)), ()
     ),
+    "dispatch_grouped_matmul": _EXPERTS_ON_CPU,
+    "grouped_matmul_combine": _EXPERTS_ON_CPU,
 }
 
 

@@ -184,19 +184,26 @@ def bench(
     from tileweave.bench.run import bench as run
 
     kind = default_device_type()
-    embeds = _operator(op) == "embedding_bag_all_to_all"
+    own = {"embedding_bag_all_to_all": "embedding", "dispatch_grouped_matmul": "experts", "grouped_matmul_combine": "experts"}
+    kin = own.get(_operator(op))  # a bench of its own
     if kind == "cpu" and not smoke:
         raise InputError(
             "asked: a benchmark; allowed: on two GPUs or more, since interpreted kernels have no meaningful time; "
             "remedy: run it there, or try the machinery with --smoke"
         )
     allowed = PEERS
-    if embeds:
+    if kin == "embedding":
         from tileweave.bench import embedding
         from tileweave.bench.embedding import tables_of
         from tileweave.bench.embedding_run import bench as run
 
         allowed = embedding.PEERS
+    elif kin == "experts":
+        from tileweave.bench import experts
+        from tileweave.bench.experts import bench as run
+        from tileweave.bench.experts import tables_of
+
+        allowed = experts.PEERS
     named = tuple(name.strip() for name in peers.split(",")) if peers else allowed
     if not set(named) <= set(allowed):
         raise InputError(f"asked: peers {peers}; allowed: {', '.join(allowed)}; remedy: pass some of these")
@@ -212,8 +219,10 @@ def bench(
     for line in notes_of(report):
         screen.print(line, markup=False)
     if plot is not None:
-        if embeds:
+        if kin == "embedding":
             from tileweave.bench.embedding_run import plot as plot_bench
+        elif kin == "experts":
+            from tileweave.bench.experts import plot as plot_bench
         else:
             from tileweave.profile.plot import plot_bench
         plot_bench(report, plot)

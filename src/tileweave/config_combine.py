@@ -7,9 +7,8 @@ faster; ``tw.explain`` prints what it says.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from tileweave.config import FUSED_WORLD_SIZES, KernelName
+from tileweave.config import FUSED_WORLD_SIZES, KernelName, Plan
 from tileweave.schedule import cdiv
 from tileweave.schedule_grouped import GroupedProblem
 from tileweave.topology import Machine
@@ -77,15 +76,13 @@ class CombineCut:
 
 
 @dataclass(frozen=True, slots=True)
-class CombinePlan:
-    """What a call of grouped_matmul_combine will do; ``config`` says how it is cut, None unless fused."""
+class CombinePlan(Plan):
+    """What a call of grouped_matmul_combine will do; ``cut`` is None unless fused."""
 
-    path: Literal["fused", "unfused", "local"]
-    reason: str
-    config: CombineConfig | None = None
+    cut: CombineConfig | None = None
 
     def __str__(self) -> str:
-        c = self.config
+        c = self.cut
         if c is None:
             return f"{self.path}: {self.reason}"
         return (
@@ -107,12 +104,12 @@ def plan_combine(shape: GroupedProblem, machine: Machine, interpreting: bool) ->
         if not interpreting:
             return CombinePlan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
         config = CombineConfig("triton", 16, 32, 64, 1, 4, 2, 2, 2, 8, 32, 1, 1)
-        return CombinePlan("fused", f"interpreted; {s.rows_per_expert:.0f} rows an expert", config)
+        return CombinePlan("fused", f"interpreted; {s.rows_per_expert:.0f} rows an expert", cut=config)
     if s.dtype == "float32":
         return CombinePlan("unfused", "float32 is not a tensor-core dtype")
     if machine.arch != 90:
         return CombinePlan("unfused", f"no measurement shows the fused kernel ahead on {machine.name}")
-    return CombinePlan("fused", f"{s.rows_per_expert:.0f} rows an expert if balanced", _config_of(s))
+    return CombinePlan("fused", f"{s.rows_per_expert:.0f} rows an expert if balanced", cut=_config_of(s))
 
 
 def _config_of(s: GroupedProblem) -> CombineConfig:

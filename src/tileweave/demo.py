@@ -143,11 +143,28 @@ def _embedding_bag_all_to_all(on_gpu: bool, world_size: int) -> list[DemoCase]:
     ]  # fmt: skip
 
 
+def _experts(op: str) -> Callable[[bool, int], list[DemoCase]]:
+    """Sizes are tokens a rank, columns and K of an expert; two experts a rank."""
+
+    def cases(on_gpu: bool, world_size: int) -> list[DemoCase]:
+        half, scale = (torch.bfloat16, 1) if on_gpu else (torch.float16, 64)
+        odd = Shape(301, 328, 200) if on_gpu else Shape(3, 24, 20)
+        return [
+            DemoCase(op, "random, odd sizes, weighted", odd, torch.float16 if on_gpu else torch.float32, bias=True),
+            DemoCase(op, "Qwen3-MoE, 2 experts a rank" + ("" if on_gpu else f", 1/{scale}"),
+                     Shape(1024 if on_gpu else 4, 4096 // scale, 1536 // scale), half),
+        ]  # fmt: skip
+
+    return cases
+
+
 DEMOS: dict[str, Callable[[bool, int], list[DemoCase]]] = {
     "all_gather_matmul": _all_gather_matmul,
     "matmul_reduce_scatter": _matmul_reduce_scatter,
     "matmul_all_reduce": _matmul_all_reduce,
     "embedding_bag_all_to_all": _embedding_bag_all_to_all,
+    "dispatch_grouped_matmul": _experts("dispatch_grouped_matmul"),
+    "grouped_matmul_combine": _experts("grouped_matmul_combine"),
 }
 
 

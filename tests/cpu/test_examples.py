@@ -32,3 +32,9 @@ def test_a_wrong_block_fails(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(text.replace("alone = (whole(x) - target)", "alone = (1.001 * whole(x) - target)"), "utf-8")
     assert "WRONG" in run_example(str(broken), "--ranks", "2", "--steps", "1", on_gpu=False, code=1)
+
+
+def test_moe_layer() -> None:
+    output = run_example("moe_layer.py", "--style", "deepseek", "--ranks", "2", "--steps", "2", on_gpu=False)
+    assert output.count("step ") == 2
+    assert "WRONG" not in output

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from tileweave.bench import embedding_cases
+from tileweave.bench import embedding_cases, expert_cases
 
 Block = Literal["large", "odd", "gemv", "small", "smoke"]
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -92,7 +92,7 @@ GEMV = (1, 2, 4, 8, 16)
 FEW = (32, 64, 128, 256, 512)
 _QUICK = re.compile(
     r"(llama70b-qkv|llama70b-gate-up-half)-m(64|512|2048|8192)$|llama70b-(o|down)-m(1|16|64|512|2048|8192)$|odd|"
-    + embedding_cases.QUICK
+    + f"{embedding_cases.QUICK}|{expert_cases.QUICK}"
 )
 
 
@@ -120,6 +120,7 @@ CASES: dict[str, list[Any]] = {
     RS: _matmul_reduce_scatter(),
     AR: _matmul_all_reduce(),
     "embedding_bag_all_to_all": embedding_cases.CASES,
+    **expert_cases.CASES,
 }
 
 # For trying the bench out without a GPU: interpreted kernels, times without meaning.
@@ -130,7 +131,7 @@ SMOKE: dict[str, list[Any]] = {
         for sizes, dtype in zip(both, ("float32", "float16"), strict=True)
     ]
     for op, both in _TINY.items()
-} | {"embedding_bag_all_to_all": embedding_cases.SMOKE}
+} | {"embedding_bag_all_to_all": embedding_cases.SMOKE, **expert_cases.SMOKE}
 
 
 def select(op: str, pattern: str | None = None, quick: bool = False) -> list[Any]:

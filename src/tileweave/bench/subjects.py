@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import tileweave as tw
 from tileweave.bench.embedding_subject import EmbeddingBagAllToAll
+from tileweave.bench.expert_subject import DispatchGroupedMatmul, GroupedMatmulCombine
 from tileweave.config import Plan
 from tileweave.profile.record import Recording, record, record_call
 
@@ -221,8 +222,12 @@ class MatmulAllReduce(_Matmul):
 
 
 SUBJECTS: dict[str, Any] = {
-    subject.op: subject for subject in (AllGatherMatmul(), MatmulReduceScatter(), MatmulAllReduce(), EmbeddingBagAllToAll())
-}
+    subject.op: subject
+    for subject in (
+        AllGatherMatmul(), MatmulReduceScatter(), MatmulAllReduce(), EmbeddingBagAllToAll(), DispatchGroupedMatmul(),
+        GroupedMatmulCombine(),
+    )
+}  # fmt: skip
 
 
 def normal(shape: tuple[int, ...], scale: float, dtype: torch.dtype, device: torch.device, *seed: int) -> torch.Tensor:

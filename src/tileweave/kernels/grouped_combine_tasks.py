@@ -33,9 +33,8 @@ def is_last(counter, count):
 @gluon.jit
 def await_count(counter, count):
     """Wait for other programs of this grid, which are all resident; their stores are visible afterwards."""
-    while gl.load(counter, volatile=True) < count:
+    while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < count:
         pass
-    gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
     block_barrier()
 
 

@@ -116,7 +116,7 @@ def count_tile_rows(offsets, experts, EXPERTS: tl.constexpr, TILE_M: tl.constexp
 @triton.jit
 def multiply_role(
     y, w, offsets, products, counts, program, programs, experts, cols, depth, chunks, chunk_cols,
-    stride_y, stride_e, stride_w, last_row,
+    stride_y, stride_e, stride_w,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
     DEPTH_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def multiply_role(
             first_row, tile_col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
             tile_col += chunk * chunk_cols
             row = first_row + tl.arange(0, TILE_M)
-            a_rows = y + tl.minimum(row, last_row).to(tl.int64) * stride_y
+            a_rows = y + tl.minimum(row, end - 1).to(tl.int64) * stride_y
             acc = matmul_tile(
                 a_rows, w + expert.to(tl.int64) * stride_e, stride_w, tile_col, cols, depth, 0, tl.cdiv(depth, TILE_K),
                 TILE_M, TILE_N, TILE_K, EVEN_K, DEPTH_FIRST=DEPTH_FIRST,
@@ -265,7 +265,7 @@ def finish_block(
 
 
 UNSPECIALIZED = [
-    "rank", "tokens", "max_tokens", "chunks", "chunk_cols", "groups", "group_blocks", "num_multiply", "num_reduce", "last_row",
+    "rank", "tokens", "max_tokens", "chunks", "chunk_cols", "groups", "group_blocks", "num_multiply", "num_reduce",
 ]  # fmt: skip
 
 
@@ -273,7 +273,7 @@ UNSPECIALIZED = [
 def grouped_matmul_combine_kernel(
     y, w, offsets, entry_row, topk_ids, weights, products, out, slots, counters, slot_table, signal_table, signals, control,
     report, rank, slot_size, weights_base, weights_slot, tokens, max_tokens, experts, cols, depth, stride_y, stride_e, stride_w,
-    last_row, chunks, chunk_cols, groups, group_blocks, num_multiply, num_reduce,
+    chunks, chunk_cols, groups, group_blocks, num_multiply, num_reduce,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
     DEPTH_FIRST: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
@@ -298,7 +298,7 @@ def grouped_matmul_combine_kernel(
             )  # fmt: skip
         multiply_role(
             y, w, offsets, products, counts, program, num_multiply, experts, cols, depth, chunks, chunk_cols,
-            stride_y, stride_e, stride_w, last_row, TILE_M, TILE_N, TILE_K, GROUP_M, EVEN_K, DEPTH_FIRST,
+            stride_y, stride_e, stride_w, TILE_M, TILE_N, TILE_K, GROUP_M, EVEN_K, DEPTH_FIRST,
         )  # fmt: skip
     elif program < num_multiply + num_reduce:
         reduce_role(
@@ -342,7 +342,7 @@ def launch(
         peers.counters, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
         rank, peers.slot_size, partial_bytes(s) // 4, slot_bytes // 4, out.shape[0], s.max_tokens, s.experts, s.cols, s.depth,
         y.stride(0), experts.stride(0), experts.stride(2) if depth_first else experts.stride(1),
-        y.shape[0] - 1, cut.chunks, cut.chunk_cols, cut.groups, cut.group_blocks, multiply, c.num_reduce,
+        cut.chunks, cut.chunk_cols, cut.groups, cut.group_blocks, multiply, c.num_reduce,
         WORLD_SIZE=s.world_size, TOPK=s.topk, WEIGHTED=weights is not None, EXPERTS=triton.next_power_of_2(s.experts),
         TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m, EVEN_K=s.depth % c.tile_k == 0,
         DEPTH_FIRST=depth_first, TOKENS=c.block_tokens, COLS=c.block_cols, num_warps=c.num_warps, num_stages=c.num_stages,

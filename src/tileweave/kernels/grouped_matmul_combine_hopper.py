@@ -28,12 +28,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.config_combine import CombineConfig, CombineCut, partial_bytes
+from tileweave.errors import require
 from tileweave.kernels import grouped_tiles
 from tileweave.kernels.descriptors import Pointer, descriptor
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.grouped_combine_tasks import (
     COUNTER_WORDS,
     SLICES,
+    SUB,
     TILES,
     clear_other_counts,
     list_rows,
@@ -99,9 +101,9 @@ def load_partition(
 @gluon.jit
 def count_stored(counts, chunk, epoch):
     """The last tile, of ``chunk``, is in memory: count it in. -1: there is none."""
+    drain_tma_stores(epoch)
+    block_barrier()
     if chunk >= 0:
-        drain_tma_stores(epoch)
-        block_barrier()
         gl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")
 
 
@@ -267,6 +269,12 @@ class Launcher:
         depth_first: bool, bound: int, stride_y: int,
     ) -> None:  # fmt: skip
         s, c = shape, config
+        require(
+            c.block_tokens % SUB.value == 0,
+            f"blocks of {c.block_tokens} tokens",
+            f"a multiple of {SUB.value}",
+            "another config",
+        )
         self.peers, self.shape, self.rank, self.programs = peers, s, rank, num_sms
         self.base = base = peers.slots.data_ptr()
         self.cut = cut = CombineCut.of(s, c)

@@ -64,11 +64,11 @@ class Experts(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        shapes = {"gate_up_proj": (2 * intermediate_size, hidden_size), "down_proj": (hidden_size, intermediate_size)}
-        for name, shape in shapes.items():
-            parameter = nn.Parameter(torch.empty(count, *shape, device=device, dtype=dtype))
-            nn.init.uniform_(parameter, -1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]))
-            self.register_parameter(name, parameter)
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * intermediate_size, hidden_size, device=device, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden_size, intermediate_size, device=device, dtype=dtype))
+        for parameter in self.parameters():
+            bound = 1 / math.sqrt(parameter.shape[2])
+            nn.init.uniform_(parameter, -bound, bound)
 
 
 class MoE(nn.Module):

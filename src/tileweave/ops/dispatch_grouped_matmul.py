@@ -272,12 +272,12 @@ def _backward_implementation(grad, x, kept, experts, table, max_tokens, topk, gr
 
 def _sum_over_rows(grad: torch.Tensor, experts: torch.Tensor, routed: RoutingPlan, group_name: str) -> torch.Tensor:
     """The dual operator: grad [bound, N], experts [E_local, N, K] -> [T, K]."""
-    turned = experts.transpose(1, 2).contiguous()
+    turned = experts.contiguous().transpose(1, 2)
     chosen = plan_combine(shape_of(routed, turned), machine_of(grad.device), interpreting())
-    if chosen.config is None:
+    if chosen.cut is None:
         return reference.grouped_matmul_combine(grad, turned, routed, None, group_of(group_name))
     dx = grad.new_empty(routed.tokens, experts.shape[2])
-    run_combine(grad, turned, routed, None, dx, group_name, chosen.config)
+    run_combine(grad, turned, routed, None, dx, group_name, chosen.cut)
     return dx
 
 

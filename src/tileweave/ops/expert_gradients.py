@@ -35,7 +35,7 @@ def combine_gradients(
         plan.world_size, plan.max_tokens, plan.topk, plan.local_experts, cols, depth, y.element_size(),
         str(y.dtype).removeprefix("torch."),
     )  # fmt: skip
-    config = plan_dispatch(problem, machine_of(y.device), interpreting()).config
+    config = plan_dispatch(problem, machine_of(y.device), interpreting()).cut
     if config is None:
         rows = reference.gather_rows(grad, plan, group)
         g = reference.grouped_matmul(rows, experts.transpose(1, 2), plan.offsets)

@@ -140,7 +140,7 @@ def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Com
         )
     check_inputs(y, experts, plan, weights, out)
     chosen = plan_of(plan, experts)
-    if chosen.config is not None:
+    if chosen.cut is not None:
         workspace_of(group_name, y.device).accepted[signature] = chosen
     return chosen
 
@@ -158,12 +158,12 @@ def _forward(y, experts, table, weights, tokens, max_tokens, topk, group_name, o
         refuse_alias(out, y, experts, weights)
     plan = routing_plan(table, experts, tokens, max_tokens, topk, group_name)
     chosen = _accept(y, experts, plan, weights, out, group_name)
-    if chosen.config is None:
+    if chosen.cut is None:
         log_fallback(OP, chosen, _SAID)
         z = reference.grouped_matmul_combine(y, experts, plan, weights, group_of(group_name))
         return z if out is None else out.copy_(z)
     z = y.new_empty(tokens, experts.shape[1]) if out is None else out
-    run_fused(y, experts, plan, weights, z, group_name, chosen.config)
+    run_fused(y, experts, plan, weights, z, group_name, chosen.cut)
     return z
 
 

@@ -1,0 +1,297 @@
+"""The bench of the expert operators: rivals, floors and a table. Correctness first, then time.
+
+==========  ==========================================================================================================
+tileweave   the public operator, with the routing plan given
+routed      the same from ids: the plan is made in the call (dispatch only)
+unfused     torch._grouped_mm and NCCL all_to_all_single with sizes known to the host, and what order asks for: rows taken
+            by index on both sides, a top-k weighted sum behind a combine. In a graph sizes are bounds, so rows are padded
+no order    the same without taking rows by index: not a right result, but what the best layout could at most save
+matmul      torch._grouped_mm alone
+==========  ==========================================================================================================
+
+Floor: bytes of tokens, once a rank that has an expert of them, at 350 GB/s; the limit is that or the matmul.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+import tileweave as tw
+from tileweave.bench.environment import environment
+from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
+from tileweave.bench.run import Options, _agree, _write
+from tileweave.bench.screen import Steps
+from tileweave.bench.subjects import TOLERANCE, worst
+from tileweave.launcher import Member
+from tileweave.ops import reference
+from tileweave.ops.routing_plan import RoutingPlan, reference_plan
+from tileweave.profile.metrics import geometric_mean, speed_up
+from tileweave.profile.timing import measure
+
+OURS, ROUTED, UNFUSED, NO_ORDER, MATMUL = "tileweave", "routed", "unfused", "no order", "matmul"
+PEERS = (OURS, ROUTED, UNFUSED, NO_ORDER, MATMUL)
+LINK = 3.5e11
+_SAMPLES = 48
+
+
+class ExpertPeers:
+    """The callables of one case, over the same operands; several routings in turn where weights would fit the L2."""
+
+    def __init__(self, case: ExpertCase, member: Member, names: tuple[str, ...], seed: int) -> None:
+        self.case, self.member, self.group = case, member, member.group
+        self.device, self.rank, self.size = member.device, member.rank, member.world_size
+        self.dtype, self.local = getattr(torch, case.dtype), case.experts // member.world_size
+        generator = torch.Generator(self.device).manual_seed(97 * seed + self.rank)
+        shape = (self.local, case.cols, case.depth)
+        self.experts = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.experts.normal_(0, case.depth**-0.5, generator=generator)
+        self.sets = [_Routing(self, 31 * seed + n) for n in range(3 if case.graph else 1)]
+        rows = self.sets[0].plan.bound if case.op == COMBINE else case.tokens
+        self.x = torch.empty(rows, case.depth, dtype=self.dtype, device=self.device).normal_(generator=generator)
+        self.turn = 0
+        makers = {OURS: self.fused, UNFUSED: lambda: self.unfused(True), MATMUL: self.matmul}
+        makers |= {ROUTED: lambda: self.fused(True)} if case.op == DISPATCH else {}
+        makers |= {} if case.graph else {NO_ORDER: lambda: self.unfused(False)}
+        self.functions: dict[str, Callable[[], object]] = {name: f for name, f in makers.items() if name in names}
+
+    def _next(self) -> _Routing:
+        self.turn = (self.turn + 1) % len(self.sets)
+        return self.sets[self.turn]
+
+    def fused(self, routed: bool = False) -> torch.Tensor:
+        r = self._next()
+        if self.case.op == COMBINE:
+            return tw.grouped_matmul_combine(self.x, self.experts, r.plan, r.weights, group=self.group)
+        if routed:
+            return tw.dispatch_grouped_matmul(self.x, self.experts, r.ids[self.rank], group=self.group)[0]
+        return tw.dispatch_grouped_matmul(self.x, self.experts, plan=r.plan, group=self.group)[0]
+
+    def matmul(self) -> torch.Tensor:
+        r = self._next()
+        rows = self.x[: r.rows] if self.case.op == COMBINE else r.gathered(self.x)
+        return reference.grouped_matmul(rows, self.experts, r.plan.offsets)
+
+    def unfused(self, ordered: bool) -> torch.Tensor:
+        r = self._next()
+        return self._unfused_combine(r, ordered) if self.case.op == COMBINE else self._unfused_dispatch(r, ordered)
+
+    def _unfused_combine(self, r: _Routing, ordered: bool) -> torch.Tensor:
+        rows = reference.grouped_matmul(self.x if self.case.graph else self.x[: r.rows], self.experts, r.plan.offsets)
+        sent = rows.index_select(0, r.leaving) if ordered else rows
+        came = self._exchange(sent, r.there, r.here)
+        parts = came.index_select(0, r.arriving) if ordered else came[: r.arriving.numel()]
+        weights = r.weights.masked_fill(r.ids[self.rank] < 0, 0.0).to(self.dtype)
+        return torch.bmm(weights[:, None], parts.view(*weights.shape, -1)).view(weights.shape[0], -1)
+
+    def _unfused_dispatch(self, r: _Routing, ordered: bool) -> torch.Tensor:
+        choices = r.arriving.numel()
+        sent = self.x.index_select(0, r.tokens) if ordered else r.spare(self.x, choices)
+        came = self._exchange(sent, r.here, r.there)
+        rows = came.index_select(0, r.by_expert) if ordered else came
+        return reference.grouped_matmul(rows, self.experts, r.plan.offsets)
+
+    def _exchange(self, rows: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
+        width = rows.shape[1]
+        split, sizes = [n * width for n in sends], [n * width for n in receives]
+        return reference.all_to_all_whole(rows.reshape(-1), split, sizes, self.group).view(-1, width)
+
+    def link_us(self) -> float:
+        """The most any rank sends, at the link's rate."""
+        here = (self.sets[0].plan.entry_row.view(self.size, -1, self.case.topk) >= 0).any(-1).sum(1)
+        here[self.rank] = 0
+        width = self.case.cols if self.case.op == COMBINE else self.case.depth
+        return worst(float(here.sum()) * width * self.dtype.itemsize / LINK, self.device, self.group) * 1e6
+
+    def error(self) -> float:
+        """Collective: worst relative error of sampled rows of this rank, ours and unfused, over every routing."""
+        found = []
+        for call in (self.fused, lambda: self.unfused(True)):
+            for _ in self.sets:
+                got = call()
+                want, pick = self.sets[self.turn].expected(self)
+                found.append(float((got[pick].float() - want).norm() / want.norm().clamp(min=1e-30)))
+        return max(math.inf if math.isnan(e) else e for e in found)
+
+
+class _Routing:
+    """Ids of all ranks, this rank's plan and weights, and the indices that the unfused path takes rows by."""
+
+    def __init__(self, peers: ExpertPeers, seed: int) -> None:
+        case, size, rank, device = peers.case, peers.size, peers.rank, peers.device
+        generator = torch.Generator(device).manual_seed(seed)
+        uniform = torch.rand(size, case.tokens, case.experts, generator=generator, device=device)
+        score = -torch.log(-torch.log(uniform.clamp(1e-9, 1 - 1e-7)))  # Gumbel noise: a draw without replacement
+        if case.zipf:
+            score -= torch.log1p(torch.randperm(case.experts, generator=generator, device=device).float())
+        top = score.topk(case.topk, -1)
+        self.ids, self.weights = top.indices.int().contiguous(), torch.softmax(top.values[rank], -1).float().contiguous()
+        self.plan: RoutingPlan = reference_plan(self.ids, rank, case.experts)
+        self.rows = int(self.plan.offsets[-1])
+        owner = self.ids[rank].reshape(-1).long() // peers.local
+        choices = case.tokens * case.topk
+        entry = self.plan.row_entry[: self.rows].long()
+        number = torch.arange(choices, device=device)
+        if case.graph:  # sizes are bounds: a place for each choice of each rank
+            self.here = self.there = [choices] * size
+            self.leaving = self.plan.entry_row.clamp(min=0).long()
+            self.arriving = owner * choices + number
+            self.tokens = (number // case.topk).repeat(size)
+            self.by_expert = torch.zeros(self.plan.bound, dtype=torch.int64, device=device)
+            self.by_expert[: self.rows] = entry
+        else:
+            order = torch.argsort(owner, stable=True)  # by destination, then token
+            self.here, self.there = (torch.bincount(n, minlength=size).tolist() for n in (owner, entry // choices))
+            self.leaving = torch.argsort(entry)
+            self.arriving = torch.empty_like(order)
+            self.arriving[order] = number
+            self.tokens = order // case.topk
+            self.by_expert = torch.argsort(self.leaving)
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of any tokens, as many as the experts here have."""
+        if not hasattr(self, "_gathered"):
+            self._gathered = x.index_select(0, torch.arange(max(self.rows, 1), device=x.device) % x.shape[0])
+        return self._gathered
+
+    def spare(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        if not hasattr(self, "_spare"):
+            self._spare = x.index_select(0, torch.arange(rows, device=x.device) % x.shape[0])
+        return self._spare
+
+    def expected(self, peers: ExpertPeers) -> tuple[torch.Tensor, torch.Tensor]:
+        """Collective: (fp32 rows, which) of this rank's result, sampled."""
+        case, tokens = peers.case, peers.case.tokens
+        if case.op == DISPATCH:
+            everyone = reference.all_gather(peers.x, peers.group)
+            pick = torch.arange(0, self.rows, max(1, self.rows // _SAMPLES), device=peers.device)
+            expert = torch.searchsorted(self.plan.offsets[1:].long(), pick, right=True)
+            rows = everyone[self.plan.row_entry[pick].long() // case.topk].float()
+            want = [rows[i] @ peers.experts[e].float().t() for i, e in enumerate(expert.tolist())]
+            return torch.stack(want) if want else torch.zeros(0, case.cols, device=peers.device), pick
+        pick = torch.arange(0, tokens, max(1, tokens // _SAMPLES), device=peers.device)
+        row = self.plan.entry_row.view(peers.size, tokens, case.topk)[:, pick].long()
+        factors = reference.all_gather(self.weights, peers.group).view(peers.size, tokens, case.topk)[:, pick]
+        total = torch.zeros(peers.size, len(pick), case.cols, device=peers.device)
+        ends = self.plan.offsets.tolist()
+        for expert in range(peers.local):
+            hit = ((row >= ends[expert]) & (row < ends[expert + 1])).nonzero(as_tuple=True)
+            values = peers.x[row[hit]].float() @ peers.experts[expert].float().t() * factors[hit][:, None]
+            total.index_put_(hit[:2], values, accumulate=True)
+        return reference.reduce_scatter(total.view(-1, case.cols), peers.group), pick
+
+
+def bench(member: Member, options: Options) -> dict[str, Any]:
+    """Collective; the report is complete on rank 0 only."""
+    cases = options.cases()
+    report: dict[str, Any] = {
+        "op": options.op, "world_size": member.world_size, "environment": environment() if member.rank == 0 else {},
+        "method": "max over ranks, median of repeats, interleaved, random routing and data", "cases": [], "skipped": [],
+    }  # fmt: skip
+    started = time.monotonic()
+    with Steps(f"bench {options.op}", len(cases), show=member.rank == 0) as steps:
+        for seed, case in enumerate(cases):
+            steps.now(case.name)
+            if not _agree(member, time.monotonic() - started < options.seconds):
+                report["skipped"].append(case.name)
+                steps.done("skipped: out of time")
+                continue
+            report["cases"].append(_bench_case(member, case, options, seed, steps))
+            steps.done("  ".join(f"{k} {v['median_us']:.1f}" for k, v in report["cases"][-1]["times"].items()) + " us")
+            if member.rank == 0 and options.json_path:
+                _write(report, options.json_path)
+    report["seconds"] = round(time.monotonic() - started, 1)
+    if member.rank == 0 and options.json_path:
+        _write(report, options.json_path)
+    return report
+
+
+def _bench_case(member: Member, case: ExpertCase, options: Options, seed: int, steps: Steps) -> dict[str, Any]:
+    steps.detail("draws operands")
+    peers = ExpertPeers(case, member, tuple(name for name in PEERS if name in options.peers) or PEERS, seed)
+    steps.detail("compiles and checks")
+    plan = peers.sets[0].plan
+    more = (plan,) if case.op == COMBINE else (case.topk,)
+    path = str(tw.explain(case.op, peers.x, peers.experts, *more))
+    member.barrier()
+    error = worst(peers.error(), member.device, member.group)
+    entry: dict[str, Any] = {
+        **asdict(case), "plan": path, "error": error, "right": error <= TOLERANCE[peers.dtype], "link_us": peers.link_us(),
+        "busiest_rows": worst(float(peers.sets[0].rows), member.device, member.group), "times": {}, "missing": {},
+    }  # fmt: skip
+    if entry["right"]:
+        timings = measure(
+            peers.functions, member.group, member.device, repeats=options.repeats, graph=case.graph,
+            on_capture_failure="eager", progress=steps.detail,
+        )  # fmt: skip
+        entry["times"] = {name: timing.as_dict() for name, timing in timings.items()}
+    ours = _of(entry, OURS)
+    entry |= {"over_unfused": speed_up(_of(entry, UNFUSED), ours), "over_no_order": speed_up(_of(entry, NO_ORDER), ours),
+              "of_limit": speed_up(max(entry["link_us"], _of(entry, MATMUL)), ours)}  # fmt: skip
+    del peers, plan, more
+    member.barrier()
+    tw.close(member.group)
+    gc.collect()
+    if member.on_gpu:
+        torch.cuda.empty_cache()
+    member.barrier()
+    return entry
+
+
+def _of(entry: dict[str, Any], name: str) -> float:
+    return float(entry["times"].get(name, {}).get("median_us", math.nan))
+
+
+def tables_of(report: dict[str, Any], width: int) -> list[Table]:
+    """One table; microseconds unless said."""
+    title = (f"{report['op']}; world {report['world_size']}, {report['environment'].get('device', '')}; us, slowest rank, "
+             "median of repeats; link: floor; limit: the larger of link and matmul, over ours")  # fmt: skip
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    times = [name for name in PEERS if any(name in c["times"] for c in report["cases"])]
+    for name in ("case", *times, "link", "limit", "/unfused", "bar", "/no order", "error"):
+        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
+    for case in report["cases"]:
+        if not case["right"]:
+            table.add_row(case["name"], "[bold red]WRONG[/]")
+            continue
+        ratio = _number(case["over_unfused"], 2)
+        if case["over_unfused"] < max(case["bar"], 1.0):
+            ratio = f"[bold red]!{ratio}[/]"
+        table.add_row(
+            case["name"], *[_number(_of(case, name), 1) for name in times], _number(case["link_us"]),
+            _number(case["of_limit"], 2), ratio, _number(case["bar"], 2), _number(case["over_no_order"], 2),
+            f"{case['error']:.0e}",
+        )  # fmt: skip
+    ratios = [c["over_unfused"] for c in report["cases"] if c["right"] and math.isfinite(c["over_unfused"])]
+    table.add_section()
+    table.add_row("geometric mean", *[""] * (len(times) + 2), _number(geometric_mean(ratios), 2), style="bold")
+    return [table]
+
+
+def plot(report: dict[str, Any], path: Any) -> None:
+    """Each case's times over ours, as bars. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    cases = [case for case in report["cases"] if case["right"]]
+    figure = Figure(figsize=(max(7.0, 0.9 * len(cases)), 4.2), layout="constrained")
+    axes = figure.subplots()
+    for number, name in enumerate((OURS, UNFUSED, MATMUL)):
+        heights = [_of(case, name) / _of(case, UNFUSED) for case in cases]
+        axes.bar([i + (number - 1) * 0.27 for i in range(len(cases))], heights, 0.26, label=name)
+    axes.set_xticks(range(len(cases)), [case["name"] for case in cases], rotation=35, ha="right", fontsize=8)
+    axes.set_ylabel("time over unfused")
+    axes.set_title(f"{report['op']}, world {report['world_size']}", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def _number(value: float, digits: int = 0) -> str:
+    return "-" if not math.isfinite(value) else f"{value:.{digits}f}"
