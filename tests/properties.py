@@ -97,7 +97,9 @@ def judge(got: torch.Tensor, want: torch.Tensor, scale: float, parts: torch.Tens
 
 def scale_of(*tensors: torch.Tensor | None) -> float:
     """1 + the largest finite absolute value."""
-    return 1.0 + max((float(t.double().nan_to_num(0, 0, 0).abs().max()) for t in tensors if t is not None and t.numel()), default=0)
+    return 1.0 + max(
+        (float(t.double().nan_to_num(0, 0, 0).abs().max()) for t in tensors if t is not None and t.numel()), default=0
+    )
 
 
 # --- Matmul operators ---

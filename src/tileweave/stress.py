@@ -42,7 +42,6 @@ _HOST_SLEEPY = 0.01  # share of moves at which its host does
 CLEAN_SLOTS = ("matmul_reduce_scatter", "matmul_all_reduce")  # operators whose data announces itself in zeroed slots
 
 
-
 def _shapes(*sizes: tuple[int, int, int]) -> tuple[Shape, ...]:
     return tuple(Shape(*size) for size in sizes)
 

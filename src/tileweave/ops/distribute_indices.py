@@ -55,7 +55,12 @@ def distribute_indices(
     group = group_of(name_of(group))
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if debugging():  # before the checks: a rank whose input is refused must not leave the others waiting
-        common = [list(map(list, features)), lengths.numel(), str(values.dtype), None if weights is None else str(weights.dtype)]
+        common = [
+            list(map(list, features)),
+            lengths.numel(),
+            str(values.dtype),
+            None if weights is None else str(weights.dtype),
+        ]
         agree(group, lengths.device, {"op": "distribute_indices", "features": common})
     count = _check_inputs(lengths, values, features, weights, size)
     samples = lengths.numel() // count
