@@ -34,7 +34,7 @@ from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.marked import expected_zero, put_marked, take_each, take_marked
 from tileweave.language.remote import symm_at
-from tileweave.language.signal import faulted, leave, load_epoch
+from tileweave.language.signal import leave, load_epoch
 from tileweave.schedule import cdiv
 
 MAX_SLICES = tl.constexpr(32)
@@ -100,7 +100,7 @@ def exchange_kernel(
                 acc += tl.load(bias + (own + at) % cols, mask=mask, other=0.0).to(tl.float32)
             if HAS_RESIDUAL:
                 acc += tl.load(residual + own + at, mask=mask, other=0.0).to(tl.float32)
-            value = tl.where(faulted(control) != 0, float("nan"), acc).to(dtype)
+            value = acc.to(dtype)
         else:
             value = tl.load(x + at, mask=mask)
         if GATHER:
@@ -117,8 +117,7 @@ def exchange_kernel(
             mask = (peer < WORLD_SIZE - 1)[:, None] & (at < size) & (source + at < total)
             pointers = slots + finished + peer.to(tl.int64)[:, None] * size + at
             value = take_each(pointers, mask, rank, begin // BLOCK, epoch, control, report, MAX_SLICES)
-            value = tl.where(faulted(control) != 0, float("nan"), expected_zero(value)).to(dtype)
-            tl.store(out + source + at, value, mask=mask)
+            tl.store(out + source + at, expected_zero(value), mask=mask)
     leave(control, epoch, tl.num_programs(0))
 
 
