@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parity import AG, AR, EPS, RS, Call, Case, Operands, draw, draw_operands, expected, prepare, verify
+from tests.parity import AG, AR, EPS, IN, PRIVATE, RS, Call, Case, Operands, draw, draw_operands, expected, prepare, verify
 from tests.worlds import ROOT, Member
 
 import tileweave as tw
@@ -35,7 +35,7 @@ def invoke(case: Case, operands: Operands, **options: object) -> tuple[torch.Ten
     """The public function with these operands: its result, and the second where there is one."""
     if case.gathered:
         options["return_gathered"] = True
-    result = getattr(tw, case.op)(operands.x, operands.w, operands.bias, **operands.options(), **options)
+    result = getattr(tw, case.op)(operands.x, operands.w, operands.bias, **operands.options(), **case.options(), **options)
     return result if isinstance(result, tuple) else (result, None)
 
 
@@ -48,7 +48,7 @@ def public_calls(me: Member, cases: list[Case], path: str) -> None:
     """The operator by its own plan, with every way to ask for results."""
     for number, case in enumerate(cases):
         into = prepare(replace(case, gathered=False), me.rank, me.world_size, me.device, number)
-        plan = tw.explain(case.op, into.x, into.w)
+        plan = tw.explain(case.op, into.x, into.w, **case.options())
         assert plan.path == path, f"{case}: {plan}"
         back, _ = invoke(into.case, into.operands, **results_of(into))
         assert back is into.out, "out= is what comes back"
@@ -60,7 +60,7 @@ def public_calls(me: Member, cases: list[Case], path: str) -> None:
             if asked.gathered:
                 assert second.data_ptr() != call.x.data_ptr(), "the gathered input has memory of its own"
             o = call.operands
-            found = getattr(reference, case.op)(o.x, o.w, o.bias, dist.group.WORLD, **o.options())
+            found = getattr(reference, case.op)(o.x, o.w, o.bias, dist.group.WORLD, **o.options(), **case.options())
             y, second = found if isinstance(found, tuple) else (found, None)
             call.verify(f"rank {me.rank}, the reference itself", y, second if asked.gathered or asked.norm else None)
 
@@ -97,28 +97,29 @@ def many_dimensions(me: Member, case: Case) -> None:
         inner = torch.Size(split).numel()
         lead = (x_rows // inner, *split)
         total = (case.out_rows(size) // inner, *split)
-        o = replace(call.operands, x=call.x.view(*lead, case.depth))
+        cols = case.out_cols(size)
+        o = replace(call.operands, x=call.x.view(*lead, case.x_cols(size)))
         if o.residual is not None:
             o.residual = o.residual.view(*total, case.cols)
         y, second = invoke(case, o)
-        assert y.shape == (*total, case.cols), f"x {tuple(o.x.shape)} gave y {tuple(y.shape)}"
+        assert y.shape == (*total, cols), f"x {tuple(o.x.shape)} gave y {tuple(y.shape)}"
         if second is not None:
             width = case.depth if case.gathered else case.cols
             assert second.shape == (*total, width), f"x {tuple(o.x.shape)} gave a second {tuple(second.shape)}"
             second = second.reshape(-1, width)
-        call.verify(f"x {tuple(o.x.shape)}", y.reshape(-1, case.cols), second)
+        call.verify(f"x {tuple(o.x.shape)}", y.reshape(-1, cols), second)
         results = {name: torch.full_like(t, float("nan")).view(*total, -1) for name, t in results_of(call).items()}
         if case.op == AG:
             results = {"out": results["out"]}
         invoke(replace(case, gathered=False), o, **results)
         second = results["residual_out"].view(-1, case.cols) if case.norm else None
-        call.verify(f"x {tuple(o.x.shape)}, out=", results["out"].view(-1, case.cols), second)
+        call.verify(f"x {tuple(o.x.shape)}, out=", results["out"].view(-1, cols), second)
 
 
-def empty_dimensions(me: Member, dtype: str, op: str = AG) -> None:
+def empty_dimensions(me: Member, dtype: str, op: str = AG, how: tuple[int, int] | None = None) -> None:
     """A size of zero is no error: there is nothing to multiply, or nothing to add to the bias."""
     for rows, cols, depth in ((0, 8, 16), (4, 0, 16), (4, 8, 0), (0, 0, 0)):
-        case = Case(rows, cols, depth, dtype, bias=True, integers=True, gathered=op == AG, op=op)
+        case = Case(rows, cols, depth, dtype, bias=True, integers=True, gathered=op == AG, op=op, how=how)
         call = prepare(case, me.rank, me.world_size, me.device, 2)
         call.verify(f"rank {me.rank}", *invoke(case, call.operands))
 
@@ -143,39 +144,44 @@ def close_frees_at_once(me: Member, case: Case) -> None:
 def weight_in_a_larger_tensor(me: Member, case: Case) -> None:
     """Rows of w need not follow each other: a slice of a fused weight works without a copy."""
     call = prepare(case, me.rank, me.world_size, me.device, 4)
-    wide = torch.full((case.cols, case.depth + 24), float("nan"), dtype=case.torch_dtype, device=me.device)
-    wide[:, 8 : 8 + case.depth] = call.w
-    call.verify("w with a row stride", *invoke(case, replace(call.operands, w=wide[:, 8 : 8 + case.depth])))
+    cols, depth = call.w.shape
+    wide = torch.full((cols, depth + 24), float("nan"), dtype=case.torch_dtype, device=me.device)
+    wide[:, 8 : 8 + depth] = call.w
+    call.verify("w with a row stride", *invoke(case, replace(call.operands, w=wide[:, 8 : 8 + depth])))
 
 
 # --- Bad input ---
 
 
-def refused(me: Member, op: str, shapes: dict[str, tuple[int, ...] | None], pattern: str) -> None:
+def refused(
+    me: Member, op: str, shapes: dict[str, tuple[int, ...] | None], pattern: str, options: dict[str, int] | None = None
+) -> None:
     """One rank calls with zeros of these shapes, the others do not: nothing may be sent before the error is found."""
     if me.rank == me.world_size - 1:
         tensors = {name: None if shape is None else torch.zeros(shape, device=me.device) for name, shape in shapes.items()}
         with pytest.raises(tw.InputError, match=f"(?s){pattern}") as caught:
-            getattr(tw, op)(**tensors)
+            getattr(tw, op)(**tensors, **(options or {}))
         text = str(caught.value)
         parts = [text.index(part) for part in ("asked: ", "allowed: ", "remedy: ")]
         assert parts == sorted(parts), text
 
 
-def refused_alias(me: Member, op: str, x: tuple[int, ...], w: tuple[int, ...], out: tuple[int, ...]) -> None:
+def refused_alias(
+    me: Member, op: str, x: tuple[int, ...], w: tuple[int, ...], out: tuple[int, ...], options: dict[str, int] | None = None
+) -> None:
     """A result in the storage of an input."""
     if me.rank == me.world_size - 1:
         memory = torch.zeros(1024, device=me.device)
         inputs = [memory[: torch.Size(shape).numel()].view(shape) for shape in (x, w)]
         with pytest.raises(tw.InputError, match="memory of its own"):
-            getattr(tw, op)(*inputs, out=memory[512 : 512 + torch.Size(out).numel()].view(out))
+            getattr(tw, op)(*inputs, out=memory[512 : 512 + torch.Size(out).numel()].view(out), **(options or {}))
 
 
-def disagree(me: Member, op: str) -> str:
+def disagree(me: Member, op: str, options: dict[str, int] | None = None) -> str:
     """With TILEWEAVE_DEBUG=1 rank 1 passes another weight: what every rank is told."""
     x, w = (torch.zeros(n, 64, device=me.device) for n in (4 * me.world_size, 33 if me.rank == 1 else 32))
     with mock.patch.dict(os.environ, TILEWEAVE_DEBUG="1"), pytest.raises(tw.RankMismatchError) as caught:
-        getattr(tw, op)(x, w)
+        getattr(tw, op)(x, w, **(options or {}))
     return str(caught.value)
 
 
@@ -196,7 +202,7 @@ def _leaves(case: Case, rank: int, size: int, device: torch.device, wanted: str)
 def _coefficients(case: Case, rank: int, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weights of each element of the results in this rank's loss: the same on every rank where results are."""
     rows, who = case.out_rows(size), 0 if case.op == AR else rank
-    c = draw((rows, case.cols), case, 1.0, device, 88, who)
+    c = draw((rows, case.out_cols(size)), case, 1.0, device, 88, who)
     width = case.depth if case.gathered else case.cols
     return c, draw((rows, width), case, 1.0, device, 99, who) if case.gathered or case.norm else None
 
@@ -206,7 +212,7 @@ def expected_gradients(case: Case, rank: int, size: int, device: torch.device) -
     everyone = [draw_operands(case, r, size, device, 77) for r in range(size)]
     for operands in everyone:
         for name in operands.names():
-            shared = operands is not everyone[0] and case.op != AG and name not in ("x", "w")
+            shared = operands is not everyone[0] and case.op not in PRIVATE and name not in ("x", "w")
             leaf = getattr(everyone[0], name) if shared else getattr(operands, name).double().requires_grad_()
             setattr(operands, name, leaf)
     loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -230,7 +236,8 @@ def gradients(me: Member, cases: list[Case], wanted: str = "xwbrn", backend: str
         for again in range(2):
             leaves = _leaves(case, me.rank, me.world_size, me.device, wanted)
             c, d = _coefficients(case, me.rank, me.world_size, me.device)
-            function(case.op, leaves.x, leaves.w, leaves.bias, leaves.options(), c, d).backward()
+            options = {**leaves.options(), **case.options()}
+            function(case.op, leaves.x, leaves.w, leaves.bias, options, c, d).backward()
             want = expected_gradients(case, me.rank, me.world_size, me.device)
             for letter, name in LETTERS.items():
                 leaf, right = getattr(leaves, name), getattr(want, name)
@@ -326,17 +333,19 @@ def opcheck(me: Member, case: Case) -> None:
     x, w, bias, residual, norm_weight = vars(leaves).values()
     variants: list[tuple[object, ...]] = [(None,), (bias,)]
     tails: list[tuple[object, ...]] = [(name,)]
-    if case.op == AG:
+    if case.how is not None:
+        tails = [(*case.how, name)] if case.op != IN else [(*case.how, name, True)]
+    elif case.op == AG:
         tails.append((name, True))
     elif case.op == AR:
         tails = [(None, None, EPS, name), (residual, None, EPS, name), (residual, norm_weight, EPS, name)]
     for head in variants:
         for tail in tails:
             torch.library.opcheck(op.default, (x, w, *head, *tail))
-    out = torch.empty(case.out_rows(me.world_size), case.cols, dtype=x.dtype, device=me.device)
+    out = torch.empty(case.out_rows(me.world_size), case.out_cols(me.world_size), dtype=x.dtype, device=me.device)
     detached = [None if t is None else t.detach() for t in (x, w, bias, residual, norm_weight)]
     if case.op != AR:
-        torch.library.opcheck(op.out, (*detached[:3], name), {"out": out})
+        torch.library.opcheck(op.out, (*detached[:3], *(case.how or ()), name), {"out": out})
         return
     torch.library.opcheck(op.out, (*detached[:3], None, None, EPS, name), {"out": out, "residual_out": None})
     kept = torch.empty_like(out) if case.norm else None
@@ -347,7 +356,7 @@ def compiled_with_changing_rows(me: Member, case: Case, backend: str) -> None:
     """fullgraph, with rows that change from call to call: torch makes them symbolic."""
     torch._dynamo.reset()
     operator = getattr(tw, case.op)
-    function = torch.compile(lambda x, w, b: operator(x, w, b).relu(), fullgraph=True, backend=backend)
+    function = torch.compile(lambda x, w, b: operator(x, w, b, **case.options()).relu(), fullgraph=True, backend=backend)
     for n, rows in enumerate((case.rows, case.rows + 3, case.rows + 8)):
         changed = replace(case, rows=rows)
         call = prepare(changed, me.rank, me.world_size, me.device, 30 + n)

@@ -22,7 +22,8 @@ SECONDS = 3.0  # TILEWEAVE_TIMEOUT where a peer never comes
 
 def warm_up(case: Case, size: int) -> None:
     options = {"norm": True} if case.norm else {}
-    tw.warmup(case.op, case.x_rows(size), case.cols, case.depth, dtype=case.torch_dtype, **options)
+    cols = case.w_shape(size)[0]
+    tw.warmup(case.op, case.x_rows(size), cols, case.x_cols(size), dtype=case.torch_dtype, **options, **case.options())
 
 
 def replay_and_call(me: Member, case: Case, replays: int) -> None:

@@ -11,8 +11,8 @@ from tileweave.transport.base import Copy
 
 
 @contextmanager
-def stall_in_the_kernel(seconds: float, n: int) -> Iterator[None]:
-    """Hold this rank up at some signals and after some waits, while the others go on as far as they may."""
+def stall_in_the_kernel(seconds: float, n: int, period: int = 4) -> Iterator[None]:
+    """Hold this rank up at one in ``period`` signals and ends of waits, while the others go on as far as they may."""
     from tileweave.language.interpreted import OBSERVERS
 
     events: list[str] = []
@@ -20,7 +20,7 @@ def stall_in_the_kernel(seconds: float, n: int) -> Iterator[None]:
     def stall(event: str, details: dict[str, int]) -> None:
         if event in ("notify", "waited"):
             events.append(event)
-            if len(events) % 4 == n % 4:
+            if len(events) % period == n % period:
                 time.sleep(seconds)
 
     OBSERVERS.append(stall)

@@ -84,7 +84,7 @@ def draw(case: Case, rank: int, device: torch.device, seed: int) -> Bags:
         lengths[(seed + rank) % lengths.numel()] = case.giant
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=offsets[1:])
-    indices = torch.randint(0, case.rows, (int(offsets[-1]),), generator=generator)
+    indices = torch.randint(0, max(case.rows, 1), (int(offsets[-1]),), generator=generator)  # no rows: out of range
     if case.stray and indices.numel():
         indices[::3] = -1
         indices[1::5] = case.rows + 1000

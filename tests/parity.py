@@ -23,6 +23,7 @@ from tests.worlds import Member
 import tileweave as tw
 from tileweave.config import MatmulConfig, Plan
 from tileweave.ops.registry import name_of, workspace_of
+from tileweave.schedule_scatter import Exchange
 from tileweave.topology import Machine
 from tileweave.transport.base import EPOCH, LEAVERS
 from tileweave.transport.workspace import Instance
@@ -32,15 +33,20 @@ TOLERANCE = {"float32": (1e-5, 1e-5), "float16": (2e-3, 2e-3), "bfloat16": (1.6e
 PARTIALS = 2.5  # times that absolute difference, where ranks' partial results are rounded before they are added
 EPS = 1e-6
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+OUT, IN = "matmul_all_to_all", "all_to_all_matmul"
+PRIVATE = (AG, OUT, IN)  # whose weight, bias and result are each rank's own
 
 
 def has_kernel(op: str) -> bool:
-    return find_spec(f"tileweave.ops.{op}_fused") is not None
+    return op == IN or find_spec(f"tileweave.ops.{op}_fused") is not None
 
 
 @dataclass(frozen=True)
 class Case:
     """One call: rows of a shard (of the whole x for an all-reduce), columns and K of a rank.
+
+    Of an exchange, ``how`` is (scatter_dim, gather_dim), and what is exchanged has parts of ``rows`` rows, and ``cols``
+    columns (of the product) or ``depth`` (of x).
 
     ``integers``: small whole numbers, so results are exact. ``gathered`` is for an all-gather; ``residual`` and ``norm``
     are for an all-reduce. Without them the call has one result, with ``gathered`` or ``norm`` two.
@@ -56,6 +62,7 @@ class Case:
     op: str = AG
     residual: bool = False
     norm: bool = False
+    how: tuple[int, int] | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -63,15 +70,34 @@ class Case:
 
     def fit(self, config: MatmulConfig) -> Case:
         """This case, with a tile's rows more where copy engines push: they need shards as tall as a tile."""
-        short = config.transport == "copy_engine" and self.rows < config.tile_m
+        sources_in_rows = self.op in (AG, RS) or (self.op == IN and self.how is not None and self.how[1] == 0)
+        short = config.transport == "copy_engine" and self.rows < config.tile_m and sources_in_rows
         return replace(self, rows=self.rows + config.tile_m) if short else self
 
     def x_rows(self, size: int) -> int:
         """Rows of a rank's x in a group of ``size``."""
-        return self.rows * size if self.op == RS else self.rows
+        return self.rows * size if self.op == RS or (self.how is not None and self.how[0] == 0) else self.rows
+
+    def x_cols(self, size: int) -> int:
+        return self.depth * size if self.op == IN and self.how is not None and self.how[0] == 1 else self.depth
+
+    def w_shape(self, size: int) -> tuple[int, int]:
+        if self.how is None:
+            return self.cols, self.depth
+        return (
+            self.cols * size if self.op == OUT and self.how[0] == 1 else self.cols,
+            self.depth * size if self.op == IN and self.how[1] == 1 else self.depth,
+        )
 
     def out_rows(self, size: int) -> int:
-        return self.rows * size if self.op == AG else self.rows
+        return self.rows * size if self.op == AG or (self.how is not None and self.how[1] == 0) else self.rows
+
+    def out_cols(self, size: int) -> int:
+        return self.cols * size if self.op == OUT and self.how is not None and self.how[1] == 1 else self.cols
+
+    def options(self) -> dict[str, int]:
+        """What a public call takes by keyword beside operands."""
+        return {} if self.how is None else {"scatter_dim": self.how[0], "gather_dim": self.how[1]}
 
 
 def draw(shape: tuple[int, ...], case: Case, scale: float, device: torch.device, *seed: object) -> torch.Tensor:
@@ -104,11 +130,12 @@ class Operands:
 
 def draw_operands(case: Case, rank: int, size: int, device: torch.device, seed: int) -> Operands:
     """The operands of one rank of a group; what is replicated is the same on every rank."""
-    summed = case.op != AG
-    scale = max(case.depth * (size if summed else 1), 1) ** -0.5
-    x = draw((case.x_rows(size), case.depth), case, 1.0, device, seed, rank, 0)
-    w = draw((case.cols, case.depth), case, scale, device, seed, rank, 1)
-    bias = draw((case.cols,), case, 1.0, device, seed, 0 if summed else rank, 2) if case.bias else None
+    summed = case.op not in PRIVATE
+    w_shape = case.w_shape(size)
+    scale = max(w_shape[1] * (size if summed else 1), 1) ** -0.5
+    x = draw((case.x_rows(size), case.x_cols(size)), case, 1.0, device, seed, rank, 0)
+    w = draw(w_shape, case, scale, device, seed, rank, 1)
+    bias = draw(w_shape[:1], case, 1.0, device, seed, 0 if summed else rank, 2) if case.bias else None
     residual = draw((case.rows, case.cols), case, 1.0, device, seed, 0, 3) if case.residual else None
     norm_weight = draw((case.cols,), replace(case, integers=False), 1.0, device, seed, 0, 4) if case.norm else None
     return Operands(x, w, bias, residual, norm_weight)
@@ -121,6 +148,11 @@ def expected(case: Case, everyone: list[Operands], rank: int) -> tuple[torch.Ten
         gathered = torch.cat([operands.x.double() for operands in everyone])
         y = gathered @ mine.w.double().t()
         return (y if mine.bias is None else y + mine.bias.double()), gathered if case.gathered else None
+    if case.how is not None:
+        scatter, gather = case.how
+        wholes = [o.x.double() if case.op == IN else _product(o) for o in everyone]
+        exchanged = torch.cat([whole.tensor_split(size, scatter)[rank] for whole in wholes], gather)
+        return (exchanged if case.op == OUT else _product(replace(mine, x=exchanged))), None
     total = everyone[0].x.double() @ everyone[0].w.double().t()
     for operands in everyone[1:]:
         total = total + operands.x.double() @ operands.w.double().t()
@@ -134,6 +166,11 @@ def expected(case: Case, everyone: list[Operands], rank: int) -> tuple[torch.Ten
         return total, None
     normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * mine.norm_weight.double()
     return normed, total
+
+
+def _product(operands: Operands) -> torch.Tensor:
+    y = operands.x.double() @ operands.w.double().t()
+    return y if operands.bias is None else y + operands.bias.double()
 
 
 @dataclass(frozen=True)
@@ -198,7 +235,7 @@ def verify(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None
         assert torch.equal(got, rounded), f"{what}: not exact in rows {rows_that_differ(got, rounded)}"
         return
     relative, absolute = TOLERANCE[case.dtype]
-    if case.op != AG:
+    if case.op not in PRIVATE:
         absolute *= PARTIALS
     if case.norm:  # it multiplies what went into it by a weight of up to 4
         relative, absolute = 2 * relative, 4 * absolute
@@ -234,17 +271,24 @@ def programs(group: dist.ProcessGroup, device: torch.device, count: int | None) 
 def run(call: Call, group: dist.ProcessGroup, config: MatmulConfig) -> None:
     """The fused kernel with this configuration, whatever the plan would say."""
     plan, name, o = Plan("fused", "a test asks for it", config), name_of(group), call.operands
-    run_fused = import_module(f"tileweave.ops.{call.case.op}_fused").run_fused
+    run_fused = import_module(f"tileweave.ops.{AG if call.case.op == IN else call.case.op}_fused").run_fused
+    how = None if call.case.how is None else Exchange(*call.case.how)
     if call.case.op == AG:
         run_fused(o.x, o.w, o.bias, call.out, call.second, name, plan)
     elif call.case.op == RS:
         run_fused(o.x, o.w, o.bias, call.out, name, plan)
+    elif call.case.op == OUT:
+        run_fused(o.x, o.w, o.bias, call.out, how, name, plan)
+    elif call.case.op == IN:
+        run_fused(o.x, o.w, o.bias, call.out, None, name, plan, how=how)
     else:
         run_fused(o.x, o.w, o.bias, o.residual, o.norm_weight, EPS, call.out, call.second, name, plan)
 
 
 def instance_of(group: dist.ProcessGroup, device: torch.device, op: str, config: MatmulConfig) -> Instance:
     kind = "one_shot" if op == AR and config.shots == 1 else config.transport
+    if config.kernel == "library":
+        kind = "library"
     return workspace_of(name_of(group), device).instance(op, kind)
 
 
@@ -281,7 +325,8 @@ def parity(me: Member, cases: list[Case], config: MatmulConfig, num_programs: in
     with programs(group, me.device, num_programs):
         for number, case in enumerate((cases[0], *cases)):
             if number > 0:
-                poison_slots(instance_of(group, me.device, case.op, config), case.op != AG and config.transport == "sm")
+                marked = config.kernel == "library" or (case.op not in (AG, IN) and config.transport == "sm")
+                poison_slots(instance_of(group, me.device, case.op, config), marked)
             call = prepare(case.fit(config), me.rank, me.world_size, me.device, number)
             run(call, group, config)
             call.verify(f"rank {me.rank}, {config}, programs {num_programs}, call {number}")

@@ -4,6 +4,8 @@
 >>> y = tw.all_gather_matmul(x, w, bias, group=group)   # x [M/R, K], w [N/R, K] -> [M, N/R]
 >>> y = tw.matmul_reduce_scatter(y, w2, group=group)    # x [M, K/R], w [N, K/R] -> [M/R, N]
 >>> y = tw.matmul_all_reduce(y, w2, group=group)        # x [M, K/R], w [N, K/R] -> [M, N]
+>>> y = tw.matmul_all_to_all(x, w, scatter_dim=1, gather_dim=0, group=group)   # x [S/R, K], w [N, K] -> [S, N/R]
+>>> y = tw.all_to_all_matmul(y, w2, scatter_dim=0, gather_dim=1, group=group)  # x [S, K/R], w [N, K] -> [S/R, N]
 
 The public face is what this module names. ``torch.ops.tileweave.*`` are the same operators for graphs and compilers.
 """
@@ -23,6 +25,7 @@ from tileweave.errors import (
     UnsupportedError,
 )
 from tileweave.ops.all_gather_matmul import all_gather_matmul
+from tileweave.ops.all_to_all_matmul import all_to_all_matmul
 from tileweave.ops.dispatch_grouped_matmul import dispatch_grouped_matmul
 from tileweave.ops.distribute_indices import distribute_indices
 from tileweave.ops.embedding_bag_all_to_all import embedding_bag, embedding_bag_all_to_all
@@ -30,6 +33,7 @@ from tileweave.ops.embedding_inputs import FusedOptimizer
 from tileweave.ops.expert_swiglu import swiglu
 from tileweave.ops.grouped_matmul_combine import grouped_matmul_combine
 from tileweave.ops.matmul_all_reduce import matmul_all_reduce
+from tileweave.ops.matmul_all_to_all import matmul_all_to_all
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.registry import explain, warmup
 from tileweave.ops.registry import name_of as _name_of
@@ -42,9 +46,11 @@ OPERATORS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
     "matmul_all_reduce",
-    "embedding_bag_all_to_all",
+    "matmul_all_to_all",
+    "all_to_all_matmul",
     "dispatch_grouped_matmul",
     "grouped_matmul_combine",
+    "embedding_bag_all_to_all",
 )
 
 
@@ -78,6 +84,7 @@ __all__ = [
     "TileweaveError",
     "UnsupportedError",
     "all_gather_matmul",
+    "all_to_all_matmul",
     "close",
     "dispatch_grouped_matmul",
     "distribute_indices",
@@ -86,6 +93,7 @@ __all__ = [
     "explain",
     "grouped_matmul_combine",
     "matmul_all_reduce",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
     "nn",
     "ops",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, field
 from dataclasses import fields as fields_of
 from functools import cache
 from importlib import resources
@@ -21,7 +21,7 @@ from tileweave.schedule_scatter import ScatterSchedule
 from tileweave.topology import Machine
 
 TransportName = Literal["copy_engine", "sm"]
-KernelName = Literal["triton", "hopper"]
+KernelName = Literal["triton", "hopper", "library"]
 FUSED_WORLD_SIZES = range(2, 9)
 MEASURED_ALL_REDUCE_ROWS = 512
 ONE_SHOT_ROWS = 16  # up to these the partials of all ranks are fewer bytes than weights by far
@@ -32,9 +32,12 @@ _POWERS = (16, 32, 64, 128, 256, 512)
 class MatmulConfig:
     """How one fused matmul is cut up.
 
+    kernel : whose main loop. "library": the vendor's matmul as a launch of its own, tiles of its result are sent by ours.
     tile_m, tile_n, tile_k : the tile a program computes at once, elements.
     num_stages : tiles of K in flight. num_warps : warps that multiply. group_m : tile rows in an L2 band.
-    transport : who pushes. num_slices : pieces of a shard that are signalled one by one (``"sm"``).
+    transport : who pushes.
+    num_slices : pieces of a shard that are signalled one by one: what producers push (all-gather, ``"sm"``), what a copy
+        engine takes at once (reduce-scatter, ``"copy_engine"``).
     num_producers : programs that push (``"sm"``); few, so that they are resident whatever else runs.
     split_tail : cut the tiles that do not fill a last wave along K.
     team : programs that share columns of w in the cut tiles.
@@ -61,6 +64,10 @@ class MatmulConfig:
     own_first: bool = True
     shots: int = 2
 
+    def takes(self, rows: int) -> bool:
+        """Whether its transport takes shards of that many rows: copy engines need a tile of them or more."""
+        return self.transport == "sm" or rows >= self.tile_m
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -80,16 +87,21 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a call will do. ``path``: "fused", "unfused" or "local"; ``config`` is None unless fused."""
+    """What a call will do. ``path``: "fused", "unfused" or "local"; ``config`` is None unless fused.
+
+    ``mark``: a checksum of what ranks must agree on, once the call was accepted."""
 
     path: Literal["fused", "unfused", "local"]
     reason: str
     config: MatmulConfig | None = None
+    mark: int = field(default=0, compare=False, repr=False)
 
     def __str__(self) -> str:
         if self.config is None:
             return f"{self.path}: {self.reason}"
         c = self.config
+        if c.kernel == "library":
+            return f"{self.path}, library matmul, then one launch by tiles of {c.tile_m}x{c.tile_n}: {self.reason}"
         return (
             f"{self.path}, {c.kernel} kernel, {c.transport} transport, tile {c.tile_m}x{c.tile_n}x{c.tile_k}, "
             f"{c.num_stages} stages: {self.reason}"
@@ -101,7 +113,8 @@ def schedule_for(problem: Problem, config: MatmulConfig, rank: int, machine: Mac
     return TileSchedule(
         rank, problem.world_size, problem.rows, problem.cols, problem.depth,
         config.tile_m, config.tile_n, config.tile_k, config.group_m, machine.num_sms, config.split_tail,
-        min(config.band_sources, problem.world_size - config.own_first), config.cut_bands, config.team, config.own_first,
+        max(min(config.band_sources, problem.world_size - config.own_first), 1), config.cut_bands, config.team,
+        config.own_first,
     )  # fmt: skip
 
 
@@ -122,10 +135,8 @@ def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: boo
     if refused is not None:
         return refused
     if machine.backend == "cpu":
-        return _plan_cpu(p)
-    return _plan_gpu(
-        "all_gather_matmul", p, machine, p.rows * p.world_size, lambda c: c.transport == "sm" or p.rows >= c.tile_m
-    )
+        return _plan_cpu(p, "a shard")
+    return _plan_gpu("all_gather_matmul", p, machine, p.rows * p.world_size, lambda c: c.takes(p.rows))
 
 
 def _without_fusion(p: Problem, machine: Machine, interpreting: bool, purpose: str) -> Plan | None:
@@ -141,11 +152,11 @@ def _without_fusion(p: Problem, machine: Machine, interpreting: bool, purpose: s
     return None
 
 
-def _plan_cpu(p: Problem) -> Plan:
+def _plan_cpu(p: Problem, of_what: str) -> Plan:
     tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
     transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
     config = MatmulConfig("triton", transport, tile, 2 * tile, 64, 1, 4, num_slices=4, num_producers=1)
-    return Plan("fused", f"interpreted; {p.rows} rows of a shard", config)
+    return Plan("fused", f"interpreted; {p.rows} rows of {of_what}", config)
 
 
 def _plan_gpu(op: str, p: Problem, machine: Machine, rows: int, can_run: Callable[[MatmulConfig], bool]) -> Plan:
@@ -210,7 +221,8 @@ def _entry(raw: object, where: str) -> Entry:
 
 
 _ALLOWED = {
-    "kernel": ("triton", "hopper"), "transport": ("copy_engine", "sm"), "tile_m": _POWERS, "tile_n": _POWERS, "tile_k": _POWERS,
+    "kernel": ("triton", "hopper", "library"), "transport": ("copy_engine", "sm"),
+    "tile_m": _POWERS, "tile_n": _POWERS, "tile_k": _POWERS,
     "num_stages": range(1, 17), "num_warps": (1, 2, 4, 8, 16), "group_m": range(1, 1025), "num_slices": (1, 2, 4, 8, 16, 32),
     "num_producers": range(1, 1025), "band_sources": range(1, 9), "team": range(1, 1025), "shots": (1, 2),
 }  # fmt: skip
@@ -248,17 +260,37 @@ def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting:
     refused = _without_fusion(p, machine, interpreting, "reduce")
     if refused is not None:
         return refused
-    if machine.backend != "cpu":
-        whole_rows = p.cols * p.itemsize % 16 == 0  # copy engines' tiles leave by TMA
+    if machine.backend == "cpu":
+        return _plan_cpu(p, "a rank's result")
+    copied_rows = 0 if p.cols * p.itemsize % 16 else p.rows  # tiles for copy engines leave by TMA, which needs whole rows
+    return _plan_gpu("matmul_reduce_scatter", p, machine, p.rows * p.world_size, lambda c: c.takes(copied_rows))
 
-        def can_run(c: MatmulConfig) -> bool:
-            return c.transport == "sm" or (whole_rows and p.rows >= c.tile_m)
 
-        return _plan_gpu("matmul_reduce_scatter", p, machine, p.rows * p.world_size, can_run)
-    tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
-    transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
-    config = MatmulConfig("triton", transport, tile, 2 * tile, 64, 1, 4, num_slices=4, num_producers=1)
-    return Plan("fused", f"interpreted; {p.rows} rows of a rank's result", config)
+def plan_matmul_all_to_all(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+    """The path of a matmul_all_to_all. ``rows``, ``cols``: of the part for one rank; ``depth`` = K."""
+    p = problem
+    refused = _without_fusion(p, machine, interpreting, "exchange")
+    if refused is not None:
+        return refused
+    if machine.backend == "cpu":
+        return _plan_cpu(p)
+    if p.cols * p.itemsize % 16:  # tiles leave by TMA
+        return Plan("unfused", f"parts of {p.cols} columns are no multiple of 16 bytes, which the copy hardware needs")
+    return _plan_gpu("matmul_all_to_all", p, machine, p.rows * p.world_size, lambda c: True)
+
+
+def plan_all_to_all_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+    """The path of an all_to_all_matmul. ``rows``, ``depth``: of the part of x for one rank; ``cols`` = N."""
+    p = problem
+    refused = _without_fusion(p, machine, interpreting, "exchange")
+    if refused is not None:
+        return refused
+    if machine.backend == "cpu":
+        return _plan_cpu(p)
+    return _plan_gpu(
+        "all_to_all_matmul", p, machine, p.rows * p.world_size,
+        lambda c: (c.transport == "sm" or p.rows >= c.tile_m) and p.depth % c.tile_k == 0,
+    )  # fmt: skip
 
 
 def plan_matmul_all_reduce(problem: Problem, machine: Machine, interpreting: bool) -> Plan:

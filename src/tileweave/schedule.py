@@ -60,6 +60,26 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """How the inputs of an all-gather, or of an all-to-all, stand in memory: R parts of ``depth`` columns.
+
+    step, pitch : elements of the input from one peer's part to the next one's (0: all get the same), and from row to row.
+    side_by_side : parts follow each other along K, and not along rows; the schedule then has one source, of all K.
+    chunk_rows, chunks : rows that a copy engine sends, and signals, at once.
+    """
+
+    rank: int
+    world_size: int
+    depth: int
+    pitch: int
+    step: int = 0
+    exchange: bool = False
+    side_by_side: bool = False
+    chunk_rows: int = 1 << 30
+    chunks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class TileSchedule:
     """The work of one all-gather + matmul on one rank, split over persistent programs.
 

@@ -18,7 +18,8 @@ class DispatchConfig:
     """How one dispatch_grouped_matmul is cut up.
 
     tile_m, tile_n, tile_k, num_stages, num_warps, group_m : as in ``config.MatmulConfig``.
-    num_producers : programs that push tokens before they multiply. push_rows : tokens that one has in flight.
+    num_producers : programs that push tokens ("triton": before they multiply); they must be resident together, so not all.
+    push_rows : tokens that one has in flight ("triton").
     signal_blocks : at how many points of its list of experts a rank says that its tokens so far are there (at most 32).
     """
 
@@ -121,7 +122,7 @@ def dispatch_config(p: GroupedProblem) -> DispatchConfig:
     elif rows <= 96:
         config = DispatchConfig("triton", 64, 128, 64, 5, 4, 8, 16, 4, 8)
     elif rows <= 256:
-        config = DispatchConfig("triton", 128, 128, 64, 4, 8, 8, 32, 4, 8)
+        config = DispatchConfig("hopper", 128, 128, 64, 6, 8, 8, 64, signal_blocks=32)
     else:
-        config = DispatchConfig("triton", 128, 256, 64, 3, 8, 8, 32, 4, 8)
+        config = DispatchConfig("hopper", 128, 256, 64, 4, 8, 8, 64, signal_blocks=32)
     return replace(config, signal_blocks=min(config.signal_blocks, p.experts))

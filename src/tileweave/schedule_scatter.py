@@ -11,6 +11,29 @@ from tileweave.schedule import TileSchedule, cdiv, grouped
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """An all-to-all of matrices: each rank cuts its own into R parts along ``scatter_dim`` (0 rows, 1 columns), part p goes to
+    rank p, and what a rank gets stands in rank order along ``gather_dim``."""
+
+    scatter_dim: int
+    gather_dim: int
+
+    @property
+    def reverse(self) -> Exchange:
+        """What undoes it; also its gradient."""
+        return Exchange(self.gather_dim, self.scatter_dim)
+
+    def part(self, rows: int, cols: int, world_size: int) -> tuple[int, int]:
+        """Sizes of a part of a rank's [rows, cols]."""
+        return (rows // world_size, cols) if self.scatter_dim == 0 else (rows, cols // world_size)
+
+    def result(self, rows: int, cols: int, world_size: int) -> tuple[int, int]:
+        """Sizes of what a rank has of it afterwards."""
+        rows, cols = self.part(rows, cols, world_size)
+        return (rows * world_size, cols) if self.gather_dim == 0 else (rows, cols * world_size)
+
+
+@dataclass(frozen=True, slots=True)
 class ScatterSchedule(TileSchedule):
     """The work of one matmul + reduce-scatter on one rank: ``rows`` are those of one owner (m = M / R), ``depth`` the local K.
 

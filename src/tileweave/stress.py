@@ -2,11 +2,13 @@
 
 All ranks follow one random list of moves: operator, shape, operands, group (the world, or a part of it), eager call or
 replay of a CUDA graph. Each group has a stream of its own. Each rank sleeps at moments of its own, before a call or behind
-it, so that ranks drift apart as far as the protocol lets them. Epochs start just below 2**31. Now and then slots are filled
-with NaN, where the protocol does not count on zeros.
+it, on its stream or its host, so that ranks drift apart as far as the protocol lets them. Epochs start just below 2**31, where
+they become negative; half-way they are moved just below 2**32, where they become zero. Now and then slots are filled with NaN,
+where the protocol does not count on zeros. Shapes are few, one for each kernel that plans choose, so that compiling them does
+not take longer than calling them.
 
 The oracle: the first result of each set of operands is compared with fp32; every later one must have the same bits, which is
-what the library promises, and costs one comparison on the device. Outputs are full of NaN before. Bits that differ within
+what the library promises, and costs one comparison on the device, looked at once in a batch. Outputs are full of NaN before. Bits that differ within
 the tolerance are counted apart from wrong results.
 """
 
@@ -25,18 +27,44 @@ import torch.distributed as dist
 import tileweave as tw
 from tileweave.bench.screen import Steps
 from tileweave.bench.subjects import SUBJECTS, TOLERANCE, Operands, Shape, Subject, poisoned, worst
-from tileweave.check import ON_CPU, ON_GPU
 from tileweave.launcher import Member
 from tileweave.ops.registry import name_of
 from tileweave.transport.base import EPOCH
 from tileweave.transport.workspace import REGISTRY, Workspace
 
+_DATA = 3  # sets of operands of each operator and shape
 _BATCH = 64  # moves between two looks at what has gone wrong
-_BELOW_WRAP = 150  # calls of an instance until its epoch passes 2**31 - 1
+_BELOW_WRAP = 150  # calls of an instance until its epoch wraps
 _SLEEPY, _LONGEST = 0.06, 2e-3  # share of moves at which a rank sleeps, and how long at most, seconds
 _REPLAYED = 0.25  # share of moves that replay a graph, where there are any
 _POISONED = 0.02  # share of batches after which slots are filled with NaN
+_HOST_SLEEPY = 0.01  # share of moves at which its host does
 CLEAN_SLOTS = ("matmul_reduce_scatter", "matmul_all_reduce")  # operators whose data announces itself in zeroed slots
+
+
+def _shapes(*sizes: tuple[int, int, int]) -> tuple[Shape, ...]:
+    return tuple(Shape(*size) for size in sizes)
+
+
+# By operator: what the world calls, and what the part of two calls. Odd ones have a bias.
+ON_GPU = {
+    "all_gather_matmul": (
+        _shapes((16, 384, 512), (37, 384, 512), (200, 384, 512), (777, 384, 512)), _shapes((16, 384, 512), (777, 384, 512))
+    ),
+    "matmul_reduce_scatter": (
+        _shapes((16, 512, 384), (200, 512, 384), (777, 512, 384)), _shapes((200, 512, 384), (777, 512, 384))
+    ),
+    "matmul_all_reduce": (
+        _shapes((2, 1024, 384), (17, 1024, 384), (64, 1024, 384), (200, 1024, 384)), _shapes((7, 1024, 384), (200, 1024, 384))
+    ),
+    "embedding_bag_all_to_all": (_shapes((1, 4, 64), (37, 4, 64), (512, 4, 64)), _shapes((16, 4, 64))),
+}  # fmt: skip
+ON_CPU = {
+    "all_gather_matmul": (_shapes((1, 32, 64), (17, 32, 64), (64, 32, 64)), _shapes((17, 32, 64))),
+    "matmul_reduce_scatter": (_shapes((1, 64, 32), (17, 64, 32)), _shapes((17, 64, 32))),
+    "matmul_all_reduce": (_shapes((1, 64, 32), (17, 64, 32)), _shapes((2, 64, 32))),
+    "embedding_bag_all_to_all": (_shapes((1, 2, 4), (4, 2, 4)), _shapes((2, 2, 4))),
+}
 
 
 @dataclass
@@ -71,19 +99,35 @@ class Lane:
 
 @dataclass
 class Outcome:
-    """Counts of all ranks together. ``wrong``: beyond the tolerance, or NaN; ``other_bits``: right, with other bits."""
+    """``moves``: calls that all ranks of a group make together, ``asked`` for so many. The other counts are of all ranks.
+
+    ``wrong``: beyond the tolerance, or NaN; ``other_bits``: right, with other bits. ``prepared``: seconds until the first move.
+    ``counts``: by operator, on rank 0.
+    """
 
     world_size: int
+    seed: int
+    asked: int
+    moves: int
     calls: int
     replays: int
     wrong: int
     other_bits: int
     seconds: float
+    prepared: float
     counts: Counter[str]
 
     @property
     def right(self) -> bool:
         return self.wrong == 0 and self.other_bits == 0
+
+    def __str__(self) -> str:
+        early = "" if self.moves == self.asked else f" (of {self.asked}: time ran out)"
+        return (
+            f"world {self.world_size}, seed {self.seed}: {self.moves} calls{early}, {self.calls + self.replays} results of all "
+            f"ranks checked, {self.replays} of them replays, {self.seconds:.0f} s, {self.prepared:.0f} of them to prepare: "
+            f"{self.wrong} wrong, {self.other_bits} right with other bits"
+        )
 
 
 class Stress:
@@ -110,24 +154,29 @@ class Stress:
         """Draw operands, make the results that all others must equal, capture graphs, move the epochs to the wrap."""
         sizes = ON_GPU if self.member.on_gpu else ON_CPU
         for number, lane in enumerate(self.lanes):
-            for op in tw.OPERATORS:
-                for shape in sizes[op].changing[:: 1 if self.member.on_gpu else 2]:
-                    if lane.group is not None:
-                        lane.sets.append([self._set(lane, SUBJECTS[op], shape, 10 * number + n) for n in range(3)])
+            for op in tw.OPERATORS if lane.group is not None else ():
+                for which, shape in enumerate(sizes[op][number]):
+                    seeds = [100 * self.seed + 10 * number + n for n in range(_DATA)]
+                    lane.sets.append([self._set(lane, SUBJECTS[op], shape, seed, which % 2 == 1) for seed in seeds])
             self.member.barrier()
         if self.member.on_gpu:
             for lane in self.lanes:
                 if lane.group is not None:
-                    lane.graphs = [self._capture(lane, sets) for sets in lane.sets[::3] if hasattr(sets[0].operands, "w")]
+                    lane.graphs = [self._capture(lane, sets) for sets in lane.sets[:: 2 - self.seed % 2]]
                 self.member.barrier()
+        self.move_epochs(2**31)
+
+    def move_epochs(self, wrap: int) -> None:
+        """Every instance goes on as if it had made almost ``wrap`` calls."""
         for lane in self.lanes:
+            self.member.barrier()
             for workspace in self._workspaces(lane):
-                _near_the_wrap(workspace)
+                _near_the_wrap(workspace, wrap)
             self.member.barrier()
 
-    def _set(self, lane: Lane, subject: Subject, shape: Shape, seed: int) -> Set:
+    def _set(self, lane: Lane, subject: Subject, shape: Shape, seed: int, bias: bool) -> Set:
         rank, size = dist.get_rank(lane.group), dist.get_world_size(lane.group)
-        operands = subject.draw(shape, self.dtype, self.member.device, rank, size, 100 * self.seed + seed, seed % 2 == 0)
+        operands = subject.draw(shape, self.dtype, self.member.device, rank, size, seed, bias)
         got = subject.call(operands, lane.group, None)[0]
         share = subject.error(operands, got) / TOLERANCE[self.dtype]
         if not share <= 1.0:
@@ -144,7 +193,7 @@ class Stress:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             first.subject.call(operands, lane.group, out)
-        return Graph(graph, operands, out, [s for s in sets if (s.operands.bias is None) == (operands.bias is None)])
+        return Graph(graph, operands, out, sets)
 
     def _workspaces(self, lane: Lane) -> list[Workspace]:
         found = REGISTRY.find(name_of(lane.group), self.member.device) if lane.group is not None else None
@@ -153,30 +202,32 @@ class Stress:
     # --- Moves ---
 
     def run(self, calls: int, seconds: float) -> Outcome:
-        """At least ``calls`` moves of a rank of the first lane, unless time runs out."""
-        began, last = time.monotonic(), -1
-        self.prepare()
+        """``calls`` moves, unless time runs out. Every rank sees all moves, also those of a group that it is not in."""
+        began, last, done = time.monotonic(), -1, 0
         with Steps(f"stress, world {self.member.world_size}", 20, show=self.member.rank == 0) as steps:
-            for move in range(calls):
-                self.move()
-                if move % _BATCH == _BATCH - 1 or move == calls - 1:
-                    self.look()
-                    if self._poison_now():
-                        self.poison()
-                    done = 20 * (move + 1) // calls
-                    if done > last:
-                        last = done
-                        steps.now(f"{move + 1} calls of a rank")
-                        steps.done(f"{self.wrong} wrong, {self.other_bits} with other bits")
-                    if self._late(began, seconds):
-                        break
-        return self._outcome(time.monotonic() - began)
+            steps.now("compiling, and making the results that all others must equal")
+            self.prepare()
+            prepared = time.monotonic() - began
+            while done < calls and not self._late(began, seconds):
+                for _ in range(min(_BATCH, calls - done)):
+                    self.move()
+                    done += 1
+                self.look()
+                if self.shared.random() < _POISONED:
+                    self.poison()
+                if done >= calls // 2 > done - _BATCH:
+                    self.move_epochs(2**32)
+                if 20 * done // calls > last:
+                    last = 20 * done // calls
+                    steps.now(f"{done} calls")
+                    steps.done(f"{self.wrong} wrong, {self.other_bits} with other bits on rank 0")
+        return self._outcome(calls, done, time.monotonic() - began, prepared)
 
     def move(self) -> None:
         """One call, the same on all ranks of its group; a rank that is not in the group only draws the numbers."""
         choice = self.shared
         lane = self.lanes[choice.random() < 0.4]
-        which, data, replayed = choice.random(), choice.randrange(3), choice.random() < _REPLAYED
+        which, data, replayed = choice.random(), choice.randrange(_DATA), choice.random() < _REPLAYED
         into = choice.random() < 0.7
         if lane.group is None:
             return
@@ -219,9 +270,12 @@ class Stress:
         self.suspects.append(((got != chosen.golden).any(), got, chosen))
 
     def _sleep(self, lane: Lane) -> None:
-        if self.own.random() < _SLEEPY:
+        where, length = self.own.random(), self.own.random() * _LONGEST
+        if where < _SLEEPY:
             with _on(lane.stream):
-                self.member.pause(self.own.random() * _LONGEST)
+                self.member.pause(length)
+        elif where > 1.0 - _HOST_SLEEPY:
+            time.sleep(length)
 
     # --- Between ---
 
@@ -229,8 +283,9 @@ class Stress:
         """Wait for what is queued; look closely at results that are not what they were."""
         self.member.synchronize()
         tw.synchronize()
-        for differs, got, chosen in self.suspects:
-            if differs.item():
+        differ = torch.stack([differs for differs, _, _ in self.suspects]).tolist() if self.suspects else []
+        for differs, (_, got, chosen) in zip(differ, self.suspects, strict=True):
+            if differs:
                 share = chosen.subject.error(chosen.operands, got) / TOLERANCE[self.dtype]
                 if share <= 1.0:
                     self.other_bits += 1
@@ -238,16 +293,13 @@ class Stress:
                     self.wrong += 1
         self.suspects.clear()
 
-    def _poison_now(self) -> bool:
-        return self.shared.random() < _POISONED
-
     def poison(self) -> None:
-        """Fill slots with NaN, between calls."""
+        """Fill slots with NaN, between calls: those that hold no result that somebody has."""
         for lane in self.lanes:
             self.member.barrier()
             for workspace in self._workspaces(lane):
                 for (op, _), instance in workspace.instances.items():
-                    if op not in CLEAN_SLOTS and instance.slot_bytes and not op.startswith("embedding"):
+                    if op not in CLEAN_SLOTS and instance.slot_bytes and not instance.regions.held:
                         instance.slots.fill_(255)
             self.member.barrier()
 
@@ -255,19 +307,23 @@ class Stress:
         """Whether time has run out on any rank."""
         return worst(float(time.monotonic() - began > seconds), self.member.device, self.member.group) > 0
 
-    def _outcome(self, seconds: float) -> Outcome:
+    def _outcome(self, asked: int, moves: int, seconds: float, prepared: float) -> Outcome:
         mine = torch.tensor([self.calls, self.replays, self.wrong, self.other_bits], device=self.member.device)
         dist.all_reduce(mine, group=self.member.group)
         calls, replays, wrong, other_bits = map(int, mine.tolist())
-        return Outcome(self.member.world_size, calls, replays, wrong, other_bits, seconds, self.counts)
+        size = self.member.world_size
+        return Outcome(
+            size, self.seed, asked, moves, calls, replays, wrong, other_bits, round(seconds, 1), round(prepared, 1), self.counts
+        )
 
 
-def _near_the_wrap(workspace: Workspace) -> None:
-    """Let every instance go on as after 2**31 - 150 calls. Between calls, on all ranks."""
-    epoch = 2**31 - _BELOW_WRAP
+def _near_the_wrap(workspace: Workspace, wrap: int) -> None:
+    """Let every instance go on as after almost ``wrap`` calls. Between calls, on all ranks."""
     for instance in workspace.instances.values():
         instance.transport.synchronize()
+        epoch = wrap - _BELOW_WRAP
         epoch += (int(instance.control[EPOCH]) ^ epoch) & 1  # the slot whose turn it is stays the same
+        epoch -= 2**32 if epoch >= 2**31 else 0  # as an int32
         instance.control[EPOCH] = epoch
         instance.signals.fill_(epoch - 1)
         instance.transport.synchronize()

@@ -89,27 +89,23 @@ def tuned_cases() -> list[Case]:
         spans = entry.rows // WORLD_SIZE < entry.config.tile_m
         return Case(replace(entry.config, **alike), rows=32 if spans else 256)
 
-    return list(dict.fromkeys(case(entry) for entry in tuned_entries("all_gather_matmul")))
+    return list(dict.fromkeys(case(e) for e in tuned_entries("all_gather_matmul") if e.config.kernel == "hopper"))
 
 
 TUNED = tuned_cases()
 
 
-def tuned(tile_m: int, tile_n: int, num_warps: int, transport: str = "sm") -> Case:
-    """One of the tuned cases, to make variants of."""
-    wanted = (tile_m, tile_n, num_warps, transport)
-    found = (c for c in TUNED if (c.config.tile_m, c.config.tile_n, c.config.num_warps, c.config.transport) == wanted)
-    return next(found)
-
-
-UNFIT_PITCH = replace(tuned(128, 256, 8), cols=COLS + 1, bias=True)
+WIDE = Case(MatmulConfig("hopper", "sm", 128, 256, 64, num_stages=4, num_warps=8), rows=256)
+NARROW = Case(MatmulConfig("hopper", "sm", 128, 64, 128, num_stages=4, num_warps=4, split_tail=False), rows=256)
+COPIED = Case(MatmulConfig("hopper", "copy_engine", 128, 128, 64, num_stages=6, num_warps=8), rows=256)
+UNFIT_PITCH = replace(WIDE, cols=COLS + 1, bias=True)
 HOPPER_CASES = (
     *TUNED,
-    replace(tuned(128, 64, 4), bias=True, gathered=True, trace=True),
-    replace(tuned(128, 128, 8, "copy_engine"), bias=True, gathered=True, trace=True),
-    replace(tuned(128, 128, 8, "copy_engine"), dtype=torch.float16),
+    replace(NARROW, bias=True, gathered=True, trace=True),
+    replace(COPIED, bias=True, gathered=True, trace=True),
+    replace(COPIED, dtype=torch.float16),
     UNFIT_PITCH,
-    replace(tuned(128, 64, 4), rows=1),
+    replace(NARROW, rows=1),
 )
 
 

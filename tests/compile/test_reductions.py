@@ -29,6 +29,7 @@ from tests.compile.test_kernels import (
 )
 
 from tileweave.config import Entry, MatmulConfig, Problem, scatter_schedule_for, tuned_entries
+from tileweave.kernels import exchange
 from tileweave.kernels import matmul_all_reduce as one_shot
 from tileweave.kernels import matmul_reduce_scatter as plain
 from tileweave.kernels import matmul_reduce_scatter_hopper as hopper
@@ -61,6 +62,7 @@ class Case:
 
 
 SMALL = MatmulConfig("triton", "sm", 64, 64, 32, num_stages=3, num_warps=4)
+LIBRARY = MatmulConfig("library", "sm", 16, 128, 64, num_stages=1, num_warps=4)
 TRITON_CASES = (
     Case(SMALL, rows=256),
     Case(SMALL, rows=16, all_reduce=True, bias=True, residual=True),
@@ -76,7 +78,9 @@ def tuned_cases() -> list[Case]:
         return Case(replace(entry.config, num_slices=2, team=1), rows, all_reduce, bias=True, residual=all_reduce)
 
     tables = (("matmul_reduce_scatter", False), ("matmul_all_reduce", True))
-    cases = [case(entry, all_reduce) for op, all_reduce in tables for entry in tuned_entries(op) if entry.config.shots == 2]
+    cases = [
+        case(entry, all_reduce) for op, all_reduce in tables for entry in tuned_entries(op) if entry.config.kernel == "hopper"
+    ]
     return list(dict.fromkeys(cases))
 
 
@@ -117,7 +121,31 @@ def compile_one_shot(norm: bool, target: str = "sm_90") -> Compiled:
     return compile_one(lambda: launcher(x, w, *(extras if norm else (None, None, None, 0.0, out, None))), target)
 
 
+@functools.cache
+def compile_exchange(reduce: bool, gather: bool, target: str = "sm_90") -> Compiled:
+    """With bias and residual where something is reduced."""
+    shard, dtype = 16 * COLS, torch.bfloat16
+    x, out = (torch.empty(WORLD_SIZE * 16, COLS, dtype=dtype) for _ in range(2))
+    peers = endpoint(exchange.slot_elements(shard, WORLD_SIZE, reduce, gather), dtype)
+    sizes = (WORLD_SIZE, RANK, WORLD_SIZE * shard, shard, COLS, 132)
+    launcher = exchange.Launcher(peers, *sizes, LIBRARY, reduce, gather)
+    extras = (torch.empty(COLS, dtype=dtype), torch.empty_like(out)) if reduce else ()
+    return compile_one(lambda: launcher(x, out, *extras), target)
+
+
 # ---- what is compiled fits the device
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("reduce", "gather"), [(True, False), (False, True), (True, True)], ids=["rs", "ag", "ar"])
+def test_the_exchange_fits_every_target(reduce: bool, gather: bool, target: str) -> None:
+    compiled = compile_exchange(reduce, gather, target)
+    assert compiled.name == "exchange_kernel"
+    assert compiled.registers is not None and compiled.registers <= 168
+    assert not compiled.spills
+    if compiled.ptx:
+        moved = re.findall(r"\b(?:ld|st)(?:\.volatile)?\.global\.v4\.b32", compiled.ptx)
+        assert len(moved) >= 2 * WORLD_SIZE, "what travels goes 16 bytes at a time"
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -57,7 +57,9 @@ def test_dtypes(world: World, config: MatmulConfig, dtype: str) -> None:
     world.run(parity.parity, [Case(9, 33, 50, dtype, bias=True), Case(18, 9, 90, dtype, integers=True)], config, 3)
 
 
+LIBRARY = MatmulConfig("library", "sm", 16, 32, 64, 1, 4)
 OTHERS = {
+    "library": LIBRARY,
     "one_slice": MatmulConfig("triton", "sm", 32, 64, 64, 1, 4, group_m=8, num_slices=1, num_producers=1),
     "all_slices": MatmulConfig("triton", "sm", 64, 16, 32, 1, 4, group_m=1, num_slices=32, num_producers=1),
     "no_split": MatmulConfig("triton", "copy_engine", 16, 32, 128, 1, 4, group_m=3, split_tail=False),
@@ -83,8 +85,12 @@ COPIED = [Case(16, 17, 24), Case(17, 20, 33), Case(20, 9, 50, gathered=True), Ca
 
 @pytest.mark.parametrize(
     ("config", "cases", "stall"),
-    [(SM, PUSHED, stall_in_the_kernel), (COPY_ENGINE, COPIED, stall_in_the_copy_engine)],
-    ids=["sm", "copy_engine"],
+    [
+        (SM, PUSHED, stall_in_the_kernel),
+        (COPY_ENGINE, COPIED, stall_in_the_copy_engine),
+        (LIBRARY, PUSHED, stall_in_the_kernel),
+    ],
+    ids=["sm", "copy_engine", "library"],
 )
 def test_many_calls_with_late_ranks(world: World, config: MatmulConfig, cases: list[Case], stall: object) -> None:
     count = 60 if world.size < 4 else 32

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 from tests import embedding
+from tests.disturbances import stall_in_the_kernel
 from tests.embedding import Case
 from tests.worlds import Member, World, Worlds, one_shot
 
@@ -61,29 +61,9 @@ def test_layout_by_default(worlds: Worlds) -> None:
 # --- Time ---
 
 
-@contextmanager
-def stall_in_the_kernel(seconds: float, n: int) -> Iterator[None]:
-    """Hold this rank up at some signals and after some waits, while the others go on as far as they may."""
-    from tileweave.language.interpreted import OBSERVERS
-
-    events: list[str] = []
-
-    def stall(event: str, details: dict[str, int]) -> None:
-        if event in ("notify", "waited"):
-            events.append(event)
-            if len(events) % 3 == n % 3:
-                time.sleep(seconds)
-
-    OBSERVERS.append(stall)
-    try:
-        yield
-    finally:
-        OBSERVERS.remove(stall)
-
-
 def test_many_calls_with_late_ranks_and_held_results(world: World) -> None:
     cases = [Case(((4,), (4, 4)), batch, longest=2) for batch in (1, 4, 6)]
-    world.run(embedding.many_calls, cases, CONFIG, 16, 0.004, stall_in_the_kernel)
+    world.run(embedding.many_calls, cases, CONFIG, 16, 0.004, partial(stall_in_the_kernel, period=3))
 
 
 def test_results_are_lent(worlds: Worlds) -> None:

@@ -6,10 +6,14 @@ own, and the survivors go on in a new group.
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import re
 import resource
+import secrets
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +31,7 @@ from tests.worlds import Member, one_shot
 
 import tileweave as tw
 from tileweave.config import MatmulConfig
+from tileweave.transport.host_memory import _make
 
 SECONDS, SLACK = 2.0, 2.0  # TILEWEAVE_TIMEOUT here, and how much later an error may come
 STUCK = 2.5 * SECONDS
@@ -35,6 +40,92 @@ CASE, LARGER = Case(18, 18, 40), Case(90, 18, 40)
 SM = MatmulConfig("triton", "sm", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
 COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
 ALIVE = {"TILEWEAVE_TIMEOUT": str(SECONDS)}
+
+
+# --- What stays behind ---
+
+MARK = "TILEWEAVE_FAULTY_WORLD"  # in the environment of every process of these worlds, and of what they may start
+
+
+def processes_with(mark: str) -> dict[int, str]:
+    """All processes of this user whose environment has ``mark``, whoever their parent is now: pid, command."""
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (place / "environ").read_bytes():
+                found[int(place.name)] = (place / "comm").read_text().strip()
+        except OSError:  # of another user, or gone
+            continue
+    return found
+
+
+def dead_children() -> list[str]:
+    """Zombies: processes that have ended, and that this one has not waited for."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = place.read_text().rpartition(")")
+        except OSError:
+            continue
+        state, parent = rest.split()[:2]
+        if state == "Z" and int(parent) == os.getpid():
+            found.append(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def marked() -> Iterator[str]:
+    mark = f"{MARK}={os.getpid()}-{time.monotonic_ns()}"
+    with mock.patch.dict(os.environ, dict([mark.split("=")])):
+        yield mark
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind(marked: str) -> Iterator[None]:
+    """No process, whoever adopted it; no zombie; no shared memory with a name. What has no name goes with its processes."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert not processes_with(marked), "processes outlive their world"
+    assert not dead_children(), "zombies"
+    left = [name for name in set(os.listdir("/dev/shm")) - before if "tileweave" in name or "torch" in name]
+    assert not left, "shared memory with a name"
+
+
+def leavings(me: Member) -> int:
+    """How many buffers in shared memory this rank still maps, all workspaces being closed; it should be none."""
+    gc.collect()
+    return buffers_mapped_by_me()
+
+
+def mapped_by_me() -> list[str]:
+    with open("/proc/self/maps") as lines:
+        return [line for line in lines if "memfd:tileweave-" in line]
+
+
+def buffers_mapped_by_me() -> int:
+    return len({line.split()[4] for line in mapped_by_me()})  # by inode
+
+
+def test_what_stays_behind_would_be_seen(marked: str) -> None:
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 10
+        while process.pid not in processes_with(marked) and time.monotonic() < deadline:
+            time.sleep(0.01)  # until it has its own environment
+        assert process.pid in processes_with(marked)
+        process.kill()
+        while not dead_children() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert dead_children() and process.pid not in processes_with(marked)
+    finally:
+        process.kill()
+        process.wait()
+    token = secrets.token_hex(8)
+    descriptor = _make(token, 4096)
+    count = buffers_mapped_by_me()
+    with mmap.mmap(descriptor, 4096):
+        assert buffers_mapped_by_me() == count + 1
+    os.close(descriptor)
 
 
 def good_call(me: Member, group: dist.ProcessGroup, config: MatmulConfig, number: int = 0, case: Case = CASE) -> None:
@@ -109,6 +200,22 @@ def compares(me: Member) -> None:
         tw.all_gather_matmul(torch.zeros(rows, 40), torch.zeros(18, 40))
 
 
+def calls_what_fits(me: Member) -> None:
+    """As :func:`compares`, but compared by the ledger alone: shapes that all have been called before, no memory grows."""
+    operands = {rows: (torch.zeros(rows, 40), torch.zeros(18, 40)) for rows in (17, 18)}
+    for rows in (18, 17, 18):
+        tw.all_gather_matmul(*operands[rows])
+    tw.all_gather_matmul(*operands[17 if me.rank == VICTIM else 18])
+
+
+def calls_in_another_order(me: Member) -> None:
+    x, w = torch.zeros(18, 40), torch.zeros(18, 40)
+    ops = [tw.matmul_reduce_scatter, tw.matmul_all_reduce]
+    for op in ops:
+        op(x, w)
+    ops[me.rank == VICTIM](x, w)
+
+
 def grows(me: Member) -> None:
     world_call(me, LARGER)
 
@@ -128,6 +235,7 @@ class Live:
     fresh: bool = False
 
 
+LEDGER = ("RankMismatchError: asked: .*rank 1 where rank", "RankMismatchError: asked: .* where rank 1 calls something else")
 MISSED = "PeerTimeout: all_gather_matmul"
 LIVE = {
     "an exception on one rank": Live(raises_before_the_call, "InputError: asked: .*float64", MISSED),
@@ -138,6 +246,8 @@ LIVE = {
     "closed while in use": Live(goes_home, "", MISSED),
     "another shape at a first call": Live(calls_another_shape_first, *["RankMismatchError: asked: rank 1"] * 2, fresh=True),
     "another shape, compared": Live(compares, *["RankMismatchError: asked: rank 1"] * 2, compares),
+    "another shape that fits": Live(calls_what_fits, *LEDGER, calls_what_fits),
+    "another order of operators": Live(calls_in_another_order, *LEDGER, calls_in_another_order),
 }
 
 
@@ -160,7 +270,7 @@ def suffer(me: Member, name: str) -> dict[str, object]:
     good_call(me, dist.group.WORLD, COPY_ENGINE, 2)
     tw.close()
     me.barrier()
-    return {"seen": seen, "taken": taken}
+    return {"seen": seen, "taken": taken, "left": leavings(me)}
 
 
 def suffer_all(me: Member) -> dict[str, dict[str, object]]:
@@ -173,7 +283,7 @@ def suffer_all(me: Member) -> dict[str, dict[str, object]]:
 
 
 @pytest.fixture(scope="module")
-def suffered() -> list[dict[str, dict[str, object]]]:
+def suffered(marked: str) -> list[dict[str, dict[str, object]]]:
     ends = one_shot("gloo", 3, suffer_all, extra=ALIVE, timeout=100)
     assert [end.exit_code for end in ends] == [0, 0, 0], [end.answer for end in ends]
     found = [end.value for end in ends]
@@ -189,6 +299,7 @@ def test_a_fault_that_all_survive(suffered: list[dict[str, dict[str, object]]], 
         seen, taken = str(found[name]["seen"]), float(found[name]["taken"])  # type: ignore[arg-type]
         wanted = fault.own if rank == VICTIM else fault.seen
         assert re.match(wanted, seen, re.DOTALL) if wanted else not seen, f"rank {rank}: {seen!r}"
+        assert found[name]["left"] == 0, f"rank {rank} still maps {found[name]['left']} buffers"
         late = STUCK + SECONDS if rank == VICTIM and "stuck" in name else SECONDS
         assert taken < late + SLACK, f"rank {rank} knew after {taken:.1f} s"
         if rank != VICTIM and fault.seen == MISSED:
@@ -247,7 +358,7 @@ def outlive(me: Member, fault: Callable[[Member], None]) -> dict[str, object]:
         good_call(me, rest, SM, 20 + number)
         good_call(me, rest, COPY_ENGINE, 30 + number)
     tw.close()
-    return {"seen": seen, "taken": taken}
+    return {"seen": seen, "taken": taken, "left": leavings(me)}
 
 
 @pytest.mark.parametrize("fault", DEADLY, ids=lambda fault: fault.__name__)
@@ -259,8 +370,8 @@ def test_a_rank_that_ends(fault: Callable[[Member], None]) -> None:
         found = ends[rank].value
         assert "all_gather_matmul" in found["seen"] and f"rank {rank} waited" in found["seen"], found
         assert found["taken"] < SECONDS + SLACK, found
+        assert found["left"] == 0, found
     assert any(f"for rank {VICTIM}" in ends[rank].value["seen"] for rank in (0, 2))
-    assert not list(Path("/dev/shm").glob("tileweave-*")), "nothing ever stands in a directory"
 
 
 def use_again(me: Member) -> None:
@@ -277,12 +388,9 @@ def use_again(me: Member) -> None:
     for number in range(4):
         good_call(again, dist.group.WORLD, SM, number)
     dist.barrier()
-    assert len({line.split()[1] for line in mapped_by_me()}) <= 2 * me.world_size, "the old group's memory is gone"
-
-
-def mapped_by_me() -> list[str]:
-    with open("/proc/self/maps") as lines:
-        return [line for line in lines if "memfd:tileweave-" in line]
+    assert buffers_mapped_by_me() == 3 * me.world_size, (
+        "ledger, signals and slots of the new group; the old group's memory is gone"
+    )
 
 
 def test_a_group_that_is_destroyed_and_made_again() -> None:

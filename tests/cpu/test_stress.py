@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 import torch
 
+import tileweave as tw
 from tileweave.launcher import Member, launch
 
 
-def small(member: Member, wrong_rank: int) -> tuple[int, int, int, int]:
+def everything(member: Member) -> tuple[tuple[int, int], set[str], list[int]]:
+    """All operators, beyond both wraps of the epochs: (wrong, moves), operators, where epochs stand then."""
+    from tileweave import stress
+
+    quick = {"_DATA": 1, "_BELOW_WRAP": 3, "_BATCH": 20, "_POISONED": 1.0}
+    with ExitStack() as stack:
+        for name, value in quick.items():
+            stack.enter_context(mock.patch.object(stress, name, value))
+        run = stress.Stress(member, 2)
+        outcome = run.run(50, 100.0)
+    epochs = [int(i.control[0]) for lane in run.lanes for w in run._workspaces(lane) for i in w.instances.values()]
+    member.barrier()
+    tw.close()
+    return (outcome.wrong + outcome.other_bits, outcome.moves), set(outcome.counts), epochs
+
+
+def one_that_lies(member: Member, wrong_rank: int) -> tuple[int, int, int]:
     from tileweave import stress
     from tileweave.bench.subjects import SUBJECTS
 
@@ -20,34 +38,42 @@ def small(member: Member, wrong_rank: int) -> tuple[int, int, int, int]:
     def sometimes_wrong(self, operands, group, *rest, **named):
         result = call(self, operands, group, *rest, **named)
         made[0] += 1
-        if member.rank == wrong_rank and made[0] > 40:  # behind the calls that make what others are compared with
+        if member.rank == wrong_rank and made[0] > 20:  # behind the calls that make what others are compared with
             result[0].view(-1)[-1] += 1000 if made[0] % 2 else 0
         return result
 
     with mock.patch.object(type(subject), "call", sometimes_wrong), mock.patch("tileweave.OPERATORS", ("all_gather_matmul",)):
-        outcome = stress.stress(member, 40, 3, 100.0)
-    return outcome.calls, outcome.wrong, outcome.other_bits, outcome.world_size
+        outcome = stress.stress(member, 30, 3, 100.0)
+    assert outcome.moves == outcome.asked and f"{outcome.wrong} wrong" in str(outcome)
+    return outcome.calls, outcome.wrong, outcome.other_bits
 
 
-@pytest.mark.parametrize("wrong_rank", [-1, 1])
-def test_stress(wrong_rank: int) -> None:
-    calls, wrong, other_bits, size = launch(small, wrong_rank, world_size=2, device_type="cpu", seconds=100)
-    assert size == 2
-    assert calls == 80
-    assert other_bits == 0
-    assert (wrong > 0) == (wrong_rank >= 0), wrong
+def both(member: Member) -> tuple:
+    return everything(member), one_that_lies(member, 1)
 
 
-def test_epochs_are_moved_to_the_wrap_and_keep_their_slot() -> None:
+@pytest.mark.timeout(200)
+def test_every_operator_in_disorder_and_a_rank_that_lies() -> None:
+    (right, ops, epochs), (calls, wrong, other_bits) = launch(both, world_size=2, device_type="cpu", seconds=150)
+    assert right == (0, 50)
+    assert ops == set(tw.OPERATORS)
+    assert any(0 <= epoch < 100 for epoch in epochs), f"some have wrapped to 0: {epochs}"
+    assert all(-5 <= epoch < 100 for epoch in epochs), epochs
+    assert (calls, other_bits) == (60, 0)
+    assert wrong > 0
+
+
+@pytest.mark.parametrize("wrap", [2**31, 2**32])
+def test_epochs_are_moved_to_the_wrap_and_keep_their_slot(wrap: int) -> None:
     from tileweave.stress import _near_the_wrap
     from tileweave.transport.base import EPOCH
 
-    for epoch in (5, 6):
+    for epoch in (5, 6, -7, -8):
         instance = mock.Mock(
             control=torch.tensor([epoch, 0, 0, 0], dtype=torch.int32), signals=torch.zeros(4, dtype=torch.int32)
         )
-        _near_the_wrap(mock.Mock(instances={("op", "sm"): instance}))
+        _near_the_wrap(mock.Mock(instances={("op", "sm"): instance}), wrap)
         moved = int(instance.control[EPOCH])
-        assert 2**31 - 160 < moved < 2**31 - 140
+        assert wrap - 160 < moved % 2**32 < wrap - 140
         assert moved % 2 == epoch % 2
         assert set(instance.signals.tolist()) == {moved - 1}

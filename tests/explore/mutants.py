@@ -32,6 +32,7 @@ WORDS, REMOTE, MATMUL, TILE = "language/interpreted.py", "language/remote.py", "
 ONE_SHOT = "kernels/matmul_all_reduce.py"
 RS, AR = "matmul_reduce_scatter/", "matmul_all_reduce/"
 REDUCE, REDUCED, MARKED = "kernels/matmul_reduce_scatter.py", "ops/matmul_reduce_scatter_fused.py", "language/marked.py"
+EXCHANGE = "kernels/exchange.py"
 
 _PUSH = "        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, SPANS, BLOCK)\n"
 _NOTIFY = "        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)\n"
@@ -42,6 +43,12 @@ _DATA = "        copies.append(Copy(instance.slot_addresses[peer] + slot * insta
 _SIGNAL = "        copies.append(Copy(instance.signal_addresses[peer] + 4 * rank * MAX_SLICES, epoch, 4))\n"
 _GIVE = "    tl.store(partials + (place + program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
 _COUNT = '    tl.atomic_add(counters + cut_tile, 1, sem="release", scope="gpu")\n'
+
+_OWNERS = "range(1, WORLD_SIZE):\n        owner"
+_PEERS = "range(1, WORLD_SIZE):\n        peer"
+_OVER = "finished = slot_offset"
+_CLEANED = "    tl.store(pointers, tl.zeros(value.shape, value.dtype), mask=mask)\n"
+_EACH = "tl.sum(missing, axis=0) > 0"
 
 _STAGE = (
     "                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, "
@@ -204,6 +211,17 @@ MUTANTS: tuple[Mutant, ...] = (
         AG + "sm, cut",
         count=2,
     ),
+    # --- what goes between ranks beside the library's matmul ---
+    Mutant("one slot for shards", EXCHANGE, "(epoch & 1)", "(epoch & 0)", AR + "library"),
+    Mutant("shards into the neighbour's place", EXCHANGE, "(source > reader)", "(source < reader)", RS + "library"),
+    Mutant("the last peer gets no partials", EXCHANGE, _OWNERS, _OWNERS.replace("SIZE)", "SIZE - 1)"), RS + "library"),
+    Mutant("the last peer gets no shard", EXCHANGE, _PEERS, _PEERS.replace("SIZE)", "SIZE - 1)"), AG + "library"),
+    Mutant("a shard is taken for the neighbour's", EXCHANGE, "(peer >= rank)", "(peer > rank)", AG + "library"),
+    Mutant(
+        "finished shards over partials", EXCHANGE, "finished = slot_offset + (WORLD_SIZE - 1) * size", _OVER, AR + "library"
+    ),
+    Mutant("a place is not cleaned", MARKED, _CLEANED, "", AG + "library"),
+    Mutant("shards are taken before they have all come", MARKED, _EACH, _EACH.replace("> 0", "> 1"), AG + "library", count=3),
     # --- matmul_reduce_scatter, matmul_all_reduce ---
     Mutant("one slot for marked tiles", REDUCE, "slot = epoch & 1", "slot = epoch & 0", RS + "sm"),
     Mutant("one slot for an all-reduce", REDUCE, "slot = epoch & 1", "slot = epoch & 0", AR),

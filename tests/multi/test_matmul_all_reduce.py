@@ -23,9 +23,10 @@ on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="the Gluon kernel is Hopper
 
 TRITON = MatmulConfig("triton", "sm", 64, 128, 64, 3, 4)
 HOPPER = MatmulConfig("hopper", "sm", 128, 128, 64, 4, 8)
+LIBRARY = MatmulConfig("library", "sm", 16, 256, 64, 1, 8, split_tail=False)
 ONE_SHOT = MatmulConfig("triton", "sm", 16, 64, 128, 5, 4, shots=1)
 each_kernel = pytest.mark.parametrize(
-    "config", [TRITON, pytest.param(HOPPER, marks=on_hopper)], ids=lambda config: config.kernel
+    "config", [TRITON, LIBRARY, pytest.param(HOPPER, marks=on_hopper)], ids=lambda config: config.kernel
 )
 
 

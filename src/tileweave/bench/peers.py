@@ -17,6 +17,7 @@ Weights rotate through copies past the L2, for all peers alike; each call takes 
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -41,7 +42,7 @@ _L2_TIMES = 2.5
 Call = Callable[[], object]
 
 
-class Peers:
+class Peers(ABC):
     """The callables of one case. Collective to make (symmetric memory).
 
     ``functions``: name -> one call. ``missing``: name -> why it cannot run here. An operator says what its matmul reads,
@@ -95,12 +96,13 @@ class Peers:
         operator = getattr(tw, self.case.op)
         return lambda: operator(x, next(ws), group=group, out=out)
 
+    @abstractmethod
     def unfused(self) -> Call:
-        raise NotImplementedError
+        """The operator as collectives and matmuls of torch."""
 
+    @abstractmethod
     def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(source here, target at a peer) of everything that this rank must send, for the bound."""
-        raise NotImplementedError
 
     def gemm(self) -> Call:
         x, ws = self.input(), cycle([w.t() for w in self.weights])

@@ -196,23 +196,24 @@ class World:
 
     def _copy_all(self, engine: Task, copies: Sequence[Copy], source: int) -> None:
         for copy in copies:
-            start = copy.source or source + copy.offset
+            target, start = copy.ends(source)
             if copy.counter:
                 self._await(engine, copy.counter, copy.count)
             if copy.nbytes == 4:
                 self.tasks.point()
                 value = ctypes.c_int32.from_address(start).value
                 self._read(engine, start, start + 4)
-                self.tasks.note("copies a signal", copy.target, copy.target + 4, str(value))
-                self.memory.release(engine, copy.target, value)
+                self.tasks.note("copies a signal", target, target + 4, str(value))
+                self.memory.release(engine, target, value)
                 continue
-            piece = max(copy.nbytes // PIECES // CELL * CELL, CELL)
-            for offset in range(0, copy.nbytes, piece):
-                self.tasks.point()
-                self._copy(engine, copy.target + offset, start + offset, min(piece, copy.nbytes - offset))
+            for target, start in copy.pieces(source):
+                piece = max(copy.nbytes // (PIECES if copy.rows == 1 else 1) // CELL * CELL, CELL)
+                for offset in range(0, copy.nbytes, piece):
+                    self.tasks.point()
+                    self._copy(engine, target + offset, start + offset, min(piece, copy.nbytes - offset))
 
     def _await(self, engine: Task, counter: int, count: int) -> None:
-        """A copy engine's wait for a count that programs of its rank bring about."""
+        """A copy engine's wait for a count that programs bring about."""
         while True:
             self.tasks.point()
             if self.memory.acquire(engine, counter) >= count:

@@ -92,6 +92,11 @@ def whole_numbers(shape: tuple[int, ...], *seed: object) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=generator).float()
 
 
+def instance_of(config: MatmulConfig) -> str:
+    """The name of the protocol instance that calls with ``config`` use."""
+    return "library" if config.kernel == "library" else config.transport
+
+
 # --- all_gather_matmul ---
 
 
@@ -112,7 +117,7 @@ class AllGatherMatmul:
         return self.config.num_producers if self.config.transport == "sm" else 1
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, self.config.transport, drawn.epoch)
+        begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.all_gather_matmul_fused import run_fused
@@ -129,7 +134,7 @@ class AllGatherMatmul:
             yield "gathered", gathered, everyone
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from end_instance(world, rank, self.op, self.config.transport, drawn)
+        yield from end_instance(world, rank, self.op, instance_of(self.config), drawn)
 
 
 @lru_cache(maxsize=4096)
@@ -141,8 +146,9 @@ def _gather_operands(shape: tuple[int, int, int], size: int, rank: int, seed: in
 
 
 def _triton(transport: str, **changes: object) -> MatmulConfig:
-    options: dict[str, object] = {"tile_k": 16, "group_m": 1, "num_slices": 2, "num_producers": 1, **changes}
-    return MatmulConfig("triton", transport, 16, 16, num_stages=1, num_warps=4, **options)  # type: ignore[arg-type]
+    tile = {"tile_m": 16, "tile_n": 16, "tile_k": 16, "num_stages": 1, "num_warps": 4}
+    options: dict[str, object] = {"kernel": "triton", **tile, "group_m": 1, "num_slices": 2, "num_producers": 1, **changes}
+    return MatmulConfig(transport=transport, **options)  # type: ignore[arg-type]
 
 
 # --- matmul_reduce_scatter and matmul_all_reduce ---
@@ -164,7 +170,7 @@ class MatmulReduce:
         return max(self.programs)  # a program waits for any program of a peer
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, self.config.transport, drawn.epoch)
+        begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul_reduce_scatter_fused import run_fused
@@ -180,7 +186,7 @@ class MatmulReduce:
         yield "out", out, want
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from end_instance(world, rank, self.op, self.config.transport, drawn)
+        yield from end_instance(world, rank, self.op, instance_of(self.config), drawn)
 
 
 @lru_cache(maxsize=4096)
@@ -243,6 +249,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     AllGatherMatmul("sm, cut, gathered", _triton("sm", tile_k=8), ((16, 16, 48),), (2, 3), gathered=True),
     AllGatherMatmul("copy engine", _triton("copy_engine"), ((16, 16, 16), (17, 16, 16)), (1, 2)),
     AllGatherMatmul("copy engine, captured", _triton("copy_engine"), ((16, 16, 16),), (1, 2), captured=True),
+    AllGatherMatmul("library", _triton("sm", kernel="library"), ((18, 16, 16), (33, 8, 16)), (1, 2, 3), gathered=True),
     MatmulReduce("sm", "matmul_reduce_scatter", _triton("sm"), ((48, 16, 16), (68, 16, 16)), (1, 2, 3)),
     MatmulReduce("sm, spans", "matmul_reduce_scatter", _triton("sm"), ((12, 32, 16), (24, 16, 16)), (1, 2)),
     MatmulReduce("sm, cut", "matmul_reduce_scatter", _triton("sm", tile_k=8), ((48, 16, 48),), (2, 3)),
@@ -250,8 +257,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     MatmulReduce(
         "copy engine, captured", "matmul_reduce_scatter", _triton("copy_engine"), ((64, 16, 16),), (1, 2), captured=True
     ),
+    MatmulReduce("library", "matmul_reduce_scatter", _triton("sm", kernel="library"), ((96, 16, 16), (20, 16, 16)), (1, 2, 3)),
     MatmulReduce("sm", "matmul_all_reduce", _triton("sm"), ((48, 16, 16), (50, 16, 16)), (1, 2, 3)),
     MatmulReduce("sm, spans", "matmul_all_reduce", _triton("sm"), ((5, 32, 16), (12, 16, 16)), (1, 2)),
+    MatmulReduce(
+        "library", "matmul_all_reduce", _triton("sm", kernel="library"), ((96, 16, 16), (5, 32, 16), (1, 8, 16)), (1, 2, 3)
+    ),
     OneShot("one shot", _triton("sm", shots=1), ((3, 32, 16), (5, 48, 16)), norm=False),
     OneShot("one shot, norm", _triton("sm", shots=1), ((2, 32, 16), (3, 16, 16)), norm=True),
 )

@@ -42,6 +42,7 @@ import triton.language as tl
 from triton.language.target_info import is_hip
 
 from tileweave.config import MatmulConfig
+from tileweave.kernels.all_to_all_matmul import copy_exchanged, multiply_sources, push_parts
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.matmul import give_part, matmul_tile, take_parts
@@ -50,7 +51,7 @@ from tileweave.language.signal import consume_token, faulted, leave, load_epoch,
 from tileweave.language.tile import cut, part_range, place, segment, unit_count, unit_range
 from tileweave.language.trace import label, stamp
 from tileweave.schedule import MIN_SPAN as _MIN_SPAN
-from tileweave.schedule import TileSchedule, slice_bounds
+from tileweave.schedule import Parts, TileSchedule, slice_bounds
 
 MAX_SLICES = tl.constexpr(32)
 MIN_SPAN = tl.constexpr(_MIN_SPAN)
@@ -89,16 +90,17 @@ def wait_sources(
 
 @triton.jit
 def row_pointers(
-    x, slot, first_row, row_limit, rows, depth, rank,
+    x, slot, first_row, row_limit, rows, depth, x_pitch, rank,
     WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to a tile's rows: in ``x`` for the own shard, else in the slot. Rows past the limit repeat the last."""
+    """Pointers to a tile's rows: in ``x`` (rows ``x_pitch`` apart) for the own shard, else in the slot. Rows past the limit
+    repeat the last."""
     row = tl.minimum(first_row + tl.arange(0, TILE_M), row_limit - 1)
     if SPANS:
         pointers = slot + row.to(tl.int64) * depth
     else:
         source = first_row // rows
-        within = (row - source * rows).to(tl.int64) * depth
+        within = (row - source * rows).to(tl.int64) * tl.where(source == rank, x_pitch, depth)
         place = (rank + WORLD_SIZE - source - 1) % WORLD_SIZE
         remote = place.to(tl.int64) * rows * depth
         if is_hip():  # its pointer analysis in Triton 3.6 cannot choose between two bases: go from one to the other
@@ -143,7 +145,7 @@ def store_tile(
 UNSPECIALIZED = [
     "rank", "slot", "num_producers", "num_tiles", "num_segments", "band_sources", "lead", "team", "tile_rows", "tile_cols",
     "k_blocks",
-    "max_units",
+    "max_units", "chunk_rows", "num_chunks",
 ]  # fmt: skip
 
 
@@ -153,12 +155,14 @@ def all_gather_matmul_kernel(
     slot_table, signal_table, signals, control, report, trace,
     rank, slot, slot_size, rows, cols, depth, stride_w, slice_size, share_size, num_producers,
     num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
+    x_step, x_pitch, chunk_rows, num_chunks,
     WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, PUSH: tl.constexpr, PUSH_BLOCK: tl.constexpr,
     SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATHERED: tl.constexpr, TRACE: tl.constexpr,
+    EXCHANGE: tl.constexpr, GATHER_K: tl.constexpr,
 ):  # fmt: skip
-    """Dispatch the roles; see the module's docstring for the protocol."""
+    """Dispatch the roles; see the module's docstring for the protocol, and ``all_to_all_matmul.py`` for ``EXCHANGE``."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     epoch = load_epoch(control)
@@ -167,10 +171,19 @@ def all_gather_matmul_kernel(
     slot_offset = tl.cast(slot, tl.int64) * slot_size
     if PUSH:
         if program < num_producers:
-            push_shard(
-                x, slot_table, signal_table, rank, slot_offset, rows * depth, slice_size, epoch, program, num_producers,
-                trace, WORLD_SIZE, NUM_SLICES, SPANS, PUSH_BLOCK, TRACE,
-            )  # fmt: skip
+            if EXCHANGE:
+                push_parts(
+                    x, slot_table, signal_table, rank, slot_offset, rows, depth, x_step, x_pitch, slice_size, epoch, program,
+                    num_producers, trace, WORLD_SIZE, NUM_SLICES, SPANS, PUSH_BLOCK, TRACE,
+                )  # fmt: skip
+            else:
+                push_shard(
+                    x, slot_table, signal_table, rank, slot_offset, rows * depth, slice_size, epoch, program, num_producers,
+                    trace, WORLD_SIZE, NUM_SLICES, SPANS, PUSH_BLOCK, TRACE,
+                )  # fmt: skip
+    own = x
+    if EXCHANGE:
+        own = x + rank.to(tl.int64) * x_step
     record = NUM_SLICES + program * max_units
     for part in range(0, num_segments):
         first_tile, count = segment(part, num_segments, num_tiles, tile_rows * tile_cols, band_sources, lead)
@@ -179,19 +192,29 @@ def all_gather_matmul_kernel(
         for index in range(0, units):
             tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, count, whole, crew, k_blocks, span)
             first_row, row_limit, col = place(
-                first_tile + tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, band_sources, lead
-            )
+                first_tile + tile, 0 if GATHER_K else rank, 1 if GATHER_K else WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols,
+                GROUP_M, band_sources, lead,
+            )  # fmt: skip
             label(trace, record, first_tile + tile + 1, TRACE)
             stamp(trace, record, 0, TRACE)
-            token = wait_sources(
-                signals, first_row, row_limit, rows, rank, epoch, first_tile + tile, control, report,
-                TILE_M, NUM_SLICES, SPANS,
-            )  # fmt: skip
-            stamp(trace, record, 1, TRACE)
-            a_rows = row_pointers(x, slots + slot_offset, first_row, row_limit, rows, depth, rank, WORLD_SIZE, TILE_M, SPANS)
-            acc = matmul_tile(
-                a_rows, w, stride_w, col, cols, depth, consume_token(k_begin, token), k_end, TILE_M, TILE_N, TILE_K, EVEN_K
-            )
+            if GATHER_K:
+                acc = multiply_sources(
+                    own, slots + slot_offset, w, stride_w, col, cols, rows, depth, x_pitch, first_row, rank, k_begin, k_end,
+                    signals, chunk_rows, epoch, first_tile + tile, control, report,
+                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, EVEN_K,
+                )  # fmt: skip
+            else:
+                token = wait_sources(
+                    signals, first_row, row_limit, rows, rank, epoch, first_tile + tile, control, report,
+                    TILE_M, NUM_SLICES, SPANS,
+                )  # fmt: skip
+                stamp(trace, record, 1, TRACE)
+                a_rows = row_pointers(
+                    own, slots + slot_offset, first_row, row_limit, rows, depth, x_pitch, rank, WORLD_SIZE, TILE_M, SPANS
+                )
+                acc = matmul_tile(
+                    a_rows, w, stride_w, col, cols, depth, consume_token(k_begin, token), k_end, TILE_M, TILE_N, TILE_K, EVEN_K
+                )
             owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
             if program != owner:
                 give_part(
@@ -206,7 +229,12 @@ def all_gather_matmul_kernel(
                 store_tile(acc, out, bias, first_row, row_limit, col, cols, control, TILE_M, TILE_N, HAS_BIAS)
             stamp(trace, record, 2, TRACE)
             record += 1
-    if GATHERED:
+    if GATHERED and EXCHANGE:
+        copy_exchanged(
+            own, slots + slot_offset, gathered, signals, rank, rows, depth, x_pitch, share_size, num_chunks, program, epoch,
+            control, report, WORLD_SIZE, NUM_SLICES, SPANS, GATHER_K, PUSH_BLOCK,
+        )  # fmt: skip
+    if GATHERED and not EXCHANGE:
         copy_gathered(
             x, slots + slot_offset, gathered, signals, rank, rows * depth, share_size, program, epoch, control, report,
             WORLD_SIZE, NUM_SLICES, SPANS, PUSH_BLOCK,
@@ -225,18 +253,20 @@ WORDS = ("x", "w", "bias", "out", "gathered", "partials", "trace", "slot")
 class Launcher:
     """One shape's launches of this kernel; ``ops`` keeps one for each shape and stride of w, and checks the arguments."""
 
-    def __init__(self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig) -> None:
-        self.peers, self.schedule, self.config = peers, schedule, config
+    def __init__(self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig, parts: Parts | None = None) -> None:
         s, c = schedule, config
+        parts = parts or Parts(s.rank, s.world_size, s.depth, s.depth)
+        self.peers, self.schedule, self.config, self.parts = peers, schedule, config, parts
         self.push = c.transport == "sm"
-        self.slices, size = c.num_slices if self.push else 1, s.rows * s.depth
+        self.slices, size = c.num_slices if self.push else 1, s.rows * parts.depth
         self.part_words = s.num_segments * s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
         self.integers = (
             slice_bounds(size, self.slices, 0, PUSH_BLOCK)[1], slice_bounds(size, s.num_programs, 0, PUSH_BLOCK)[1],
             min(c.num_producers, s.num_programs),
             s.num_tiles, s.num_segments, s.band_sources, s.lead, s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
-            s.world_size, self.slices, self.push, PUSH_BLOCK, s.spans_shards, s.split_tail,
-            c.tile_m, c.tile_n, c.tile_k, c.group_m, s.depth % c.tile_k == 0,
+            parts.step, parts.pitch, parts.chunk_rows, parts.chunks,
+            parts.world_size, self.slices, self.push, PUSH_BLOCK, s.spans_shards and not parts.side_by_side, s.split_tail,
+            c.tile_m, c.tile_n, c.tile_k, c.group_m, parts.depth % c.tile_k == 0,
         )  # fmt: skip
         self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
 
@@ -265,8 +295,8 @@ class Launcher:
         arguments = (
             *tensors[:5], peers.slots, partials, peers.counters,
             peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, tensors[6],
-            s.rank, slot, peers.slot_size, s.rows, s.cols, s.depth, w.stride(0), *self.integers,
-            bias is not None, gathered is not None, trace is not None,
+            self.parts.rank, slot, peers.slot_size, s.rows, s.cols, self.parts.depth, w.stride(0), *self.integers,
+            bias is not None, gathered is not None, trace is not None, self.parts.exchange, self.parts.side_by_side,
         )  # fmt: skip
         options = {"num_warps": c.num_warps, "num_stages": c.num_stages}
         compiled = all_gather_matmul_kernel[(s.num_programs,)](*arguments, **options)

@@ -5,6 +5,8 @@ Read ``kernels/all_gather_matmul.py`` first: equation, signals, timeline and pro
 - Three partitions instead of one program: *load* waits and feeds TMA, *multiply* runs wgmma and the epilogue, *move* pushes
   the own shard (``"sm"``) and copies the gathered input out, beside the other two. Only *load* waits for tiles.
 - While it waits for a shard, *load* has already asked for the weights of that tile: they depend on nobody.
+- ``EXCHANGE`` (``all_to_all_matmul.py``): the descriptor of x is one of the own part; *load* waits for a source of ``GATHER_K``
+  behind its weights, block by block, and asks for each chunk of rows once.
 - Stores go by TMA where the tile is whole and the pitch allows it, else as plain masked stores. No signal follows them.
 
 Limits: rows of x and w at multiples of 16 bytes.
@@ -20,13 +22,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tileweave.config import MatmulConfig
+from tileweave.kernels.all_gather_matmul_move import MAX_SLICES, move_partition
 from tileweave.kernels.descriptors import Pointer, descriptor
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.hopper import (
     acquire,
     await_parts,
-    copy_flat,
     cut,
     give_part,
     label,
@@ -34,10 +36,8 @@ from tileweave.language.hopper import (
     load_async,
     make_ring,
     multiply_tile,
-    notify_all,
     part_range,
     place,
-    put_all,
     segment,
     spin,
     stamp,
@@ -47,9 +47,8 @@ from tileweave.language.hopper import (
     wait,
 )
 from tileweave.schedule import MIN_SPAN as _MIN_SPAN
-from tileweave.schedule import TileSchedule, slice_bounds
+from tileweave.schedule import Parts, TileSchedule, slice_bounds
 
-MAX_SLICES = gl.constexpr(32)
 MIN_SPAN = gl.constexpr(_MIN_SPAN)
 
 
@@ -77,17 +76,94 @@ def load_rows(
 
 
 @gluon.jit
+def load_shards(
+    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
+    record, slot, rank, rows, first_row, last_row, col, k_begin, k_end, tile, epoch,
+    WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
+    SPANS: gl.constexpr, STAGES: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    """Wait for the shards a unit's rows are in, then load its K blocks. Returns (ring turn, sources that have arrived)."""
+    SPREAD: gl.constexpr = (8 if WORLD_SIZE > 4 else 4) if SPANS else 1
+    block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
+    first, last = first_row // rows, last_row // rows
+    needed = (2 << last) - (1 << first)
+    ahead = 0
+    if (needed & arrived) != needed:
+        ahead = gl.minimum(k_end - k_begin, STAGES)
+        for step in range(0, ahead):
+            at = (turn + step) % STAGES
+            mbarrier.wait(empty.index(at), (((turn + step) // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready.index(at), block_bytes)
+            load_async(w_desc, [col * TILE_N, (k_begin + step) * TILE_K], ready.index(at), b_ring.index(at))
+        spin(signals, first, last, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, SPREAD, 1)
+        acquire(epoch)
+        arrived = arrived | needed
+        for step in range(0, ahead):
+            at = (turn + step) % STAGES
+            load_rows(
+                x_desc, slot0_desc, slot1_desc, a_ring.index(at), ready.index(at), first_row,
+                (k_begin + step) * TILE_K, rows, rank, slot, WORLD_SIZE, SPANS,
+            )  # fmt: skip
+    stamp(trace, record, 1, epoch, TRACE)
+    turn += ahead
+    for block in range(k_begin + ahead, k_end):
+        at = turn % STAGES
+        mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
+        mbarrier.expect(ready.index(at), block_bytes)
+        load_async(w_desc, [col * TILE_N, block * TILE_K], ready.index(at), b_ring.index(at))
+        load_rows(
+            x_desc, slot0_desc, slot1_desc, a_ring.index(at), ready.index(at), first_row,
+            block * TILE_K, rows, rank, slot, WORLD_SIZE, SPANS,
+        )  # fmt: skip
+        turn += 1
+    return turn, arrived
+
+
+@gluon.jit
+def load_sources(
+    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report,
+    slot, rank, rows, first_row, col, k_begin, k_end, k_blocks, tile, epoch,
+    WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load a unit's K blocks, which go through parts by order of arrival; wait before the first block of each."""
+    block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
+    blocks = k_blocks // WORLD_SIZE  # of a source
+    for block in range(k_begin, k_end):
+        step = block // blocks
+        source = (rank + WORLD_SIZE - step) % WORLD_SIZE
+        k = block % blocks * TILE_K
+        at = turn % STAGES
+        mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
+        mbarrier.expect(ready.index(at), block_bytes)
+        load_async(w_desc, [col * TILE_N, source * blocks * TILE_K + k], ready.index(at), b_ring.index(at))
+        if ((arrived >> source) & 1) == 0:
+            spin(signals, source, source, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, 1, 1)
+            acquire(epoch)
+            arrived = arrived | (1 << source)
+        if step == 0:
+            load_async(x_desc, [first_row, k], ready.index(at), a_ring.index(at))
+        else:
+            row = (step - 1) * rows + first_row
+            if slot == 0:
+                load_async(slot0_desc, [row, k], ready.index(at), a_ring.index(at))
+            else:
+                load_async(slot1_desc, [row, k], ready.index(at), a_ring.index(at))
+        turn += 1
+    return turn, arrived
+
+
+@gluon.jit
 def load_partition(
     x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
     slot, rank, rows, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
-    num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr,
-    TILE_K: gl.constexpr, SPANS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr,
-    TRACE: gl.constexpr,
+    chunk_rows, line, num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, SPANS: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, GATHER_K: gl.constexpr,
 ):  # fmt: skip
     """One warp: for each unit wait for its shards, then keep the ring full."""
-    SPREAD: gl.constexpr = (8 if WORLD_SIZE > 4 else 4) if SPANS else 1
-    block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
+    if not GATHER_K:
+        line = WORLD_SIZE
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
@@ -98,6 +174,7 @@ def load_partition(
     arrived = 0  # bit s: the shard of rank s is where it will be read
     if not SPANS:
         arrived = 1 << rank
+    chunk = -1  # of rows, whose arrivals are noted
     for part in range(0, num_segments):
         first_tile, count = segment(part, num_segments, num_tiles, tile_rows * tile_cols, band_sources, lead)
         whole, crew, span = cut(count, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
@@ -106,42 +183,26 @@ def load_partition(
             tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, count, whole, crew, k_blocks, span)
             tile += first_tile
             first_row, row_limit, col = place(
-                tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, band_sources, lead
+                tile, rank % line, line, rows, TILE_M, tile_rows, tile_cols, GROUP_M, band_sources, lead
             )
             label(trace, record, tile + 1, TRACE)
             stamp(trace, record, 0, epoch, TRACE)
-            first = first_row // rows
-            last = (gl.minimum(first_row + TILE_M, row_limit) - 1) // rows
-            needed = (2 << last) - (1 << first)
-            ahead = 0
-            if (needed & arrived) != needed:
-                ahead = gl.minimum(k_end - k_begin, STAGES)
-                for step in range(0, ahead):
-                    at = (turn + step) % STAGES
-                    mbarrier.wait(empty.index(at), (((turn + step) // STAGES) & 1) ^ 1)
-                    mbarrier.expect(ready.index(at), block_bytes)
-                    load_async(w_desc, [col * TILE_N, (k_begin + step) * TILE_K], ready.index(at), b_ring.index(at))
-                spin(signals, first, last, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, SPREAD, 1)
-                acquire(epoch)
-                arrived = arrived | needed
-                for step in range(0, ahead):
-                    at = (turn + step) % STAGES
-                    load_rows(
-                        x_desc, slot0_desc, slot1_desc, a_ring.index(at), ready.index(at), first_row,
-                        (k_begin + step) * TILE_K, rows, rank, slot, WORLD_SIZE, SPANS,
-                    )  # fmt: skip
-            stamp(trace, record, 1, epoch, TRACE)
-            turn += ahead
-            for block in range(k_begin + ahead, k_end):
-                at = turn % STAGES
-                mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
-                mbarrier.expect(ready.index(at), block_bytes)
-                load_async(w_desc, [col * TILE_N, block * TILE_K], ready.index(at), b_ring.index(at))
-                load_rows(
-                    x_desc, slot0_desc, slot1_desc, a_ring.index(at), ready.index(at), first_row,
-                    block * TILE_K, rows, rank, slot, WORLD_SIZE, SPANS,
+            if GATHER_K:
+                if first_row // chunk_rows != chunk:
+                    chunk = first_row // chunk_rows
+                    arrived = 1 << rank
+                turn, arrived = load_sources(
+                    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals + chunk,
+                    control, report, slot, rank, rows, first_row, col, k_begin, k_end, k_blocks, tile, epoch,
+                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, STAGES,
                 )  # fmt: skip
-                turn += 1
+            else:
+                last_row = gl.minimum(first_row + TILE_M, row_limit) - 1
+                turn, arrived = load_shards(
+                    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control,
+                    report, trace, record, slot, rank, rows, first_row, last_row, col, k_begin, k_end, tile, epoch,
+                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, SPANS, STAGES, TRACE,
+                )  # fmt: skip
             record += 1
     leave(control, epoch, num_partitions)
 
@@ -150,12 +211,14 @@ def load_partition(
 def multiply_partition(
     out, out_desc, out_buffer, bias, partials, counters, a_ring, b_ring, empty, ready, signals, control, report, trace,
     rank, rows, cols, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
-    num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr,
+    line, num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    OUT_TMA: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
+    OUT_TMA: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, GATHER_K: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each unit from the ring, then store it or hand it to the tile's owner."""
+    if not GATHER_K:
+        line = WORLD_SIZE
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
@@ -168,7 +231,7 @@ def multiply_partition(
         for index in range(0, units):
             number, k_begin, k_end = unit_range(index, tiles, program, num_programs, count, whole, crew, k_blocks, span)
             first_row, row_limit, col = place(
-                first_tile + number, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, band_sources, lead
+                first_tile + number, rank % line, line, rows, TILE_M, tile_rows, tile_cols, GROUP_M, band_sources, lead
             )
             tile, turn, fault = multiply_tile(
                 turn, k_end - k_begin, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS
@@ -182,7 +245,7 @@ def multiply_partition(
                     await_parts(counters, part * num_programs + number - whole, helpers)
                 store_tile(
                     tile, fault, bias, out, out_desc, out_buffer, partials, at, helpers, crew, first_row, row_limit,
-                    col * TILE_N, cols, rows * WORLD_SIZE, TILE_M, TILE_N, HALVES, HAS_BIAS, OUT_TMA,
+                    col * TILE_N, cols, rows * line, TILE_M, TILE_N, HALVES, HAS_BIAS, OUT_TMA,
                 )  # fmt: skip
             stamp(trace, record, 2, epoch, TRACE)
             record += 1
@@ -193,48 +256,9 @@ def multiply_partition(
     leave(control, epoch, num_partitions)
 
 
-@gluon.jit
-def move_partition(
-    x, gathered, slots, slot_table, signal_table, signals, control, report, trace,
-    slot, slot_size, rank, size, slice_size, share_size, num_producers, num_partitions,
-    WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, GATHERED: gl.constexpr,
-    SPANS: gl.constexpr, BLOCK: gl.constexpr, MOVE_WARPS: gl.constexpr, TRACE: gl.constexpr,
-):  # fmt: skip
-    """Two or four warps beside the matmul: push slices of the own shard and signal each; copy the gathered input out."""
-    program = gl.program_id(0)
-    epoch = gl.load(control, volatile=True)
-    if PUSH:
-        slot = epoch & 1
-    slot_offset = slot.to(gl.int64) * slot_size  # here, since what crosses into a partition loses its known alignment
-    if PUSH:
-        if program < num_producers:
-            for piece in range(program, NUM_SLICES, num_producers):
-                stamp(trace, piece, 0, epoch, TRACE)
-                put_all(
-                    slot_table, rank, slot_offset, size, x, piece * slice_size,
-                    gl.minimum((piece + 1) * slice_size, size), WORLD_SIZE, SPANS, BLOCK, MOVE_WARPS,
-                )  # fmt: skip
-                notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS, MOVE_WARPS)
-                stamp(trace, piece, 1, epoch, TRACE)
-                label(trace, piece, epoch * 0 + piece, TRACE)
-    if GATHERED:
-        begin = program * share_size
-        end = gl.minimum(begin + share_size, size)
-        copy_flat(gathered + rank.to(gl.int64) * size, x, begin, end, BLOCK, MOVE_WARPS)
-        for step in range(1, WORLD_SIZE):
-            source = (rank + WORLD_SIZE - step) % WORLD_SIZE
-            wait(signals, source * MAX_SLICES, epoch, -1, control, report, NUM_SLICES, MOVE_WARPS)
-            at = step - 1
-            if SPANS:
-                at = source
-            remote = slots + slot_offset + at * size.to(gl.int64)
-            copy_flat(gathered + source.to(gl.int64) * size, remote, begin, end, BLOCK, MOVE_WARPS)
-    leave(control, epoch, num_partitions)
-
-
 UNSPECIALIZED = [  # rows, too: Triton 3.6 fails on this kernel where it knows that there is one
     "rank", "slot", "rows", "num_producers", "num_tiles", "num_segments", "band_sources", "lead", "team", "tile_rows",
-    "tile_cols", "k_blocks", "max_units",
+    "tile_cols", "k_blocks", "max_units", "chunk_rows", "num_chunks", "line",  # line: likewise, of one source
 ]  # fmt: skip
 
 
@@ -244,10 +268,11 @@ def all_gather_matmul_hopper_kernel(
     slot_table, signal_table, signals, control, report, trace,
     rank, slot, slot_size, rows, cols, size, slice_size, share_size, num_producers,
     num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
+    depth, x_step, x_pitch, chunk_rows, num_chunks, line,
     WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, BLOCK: gl.constexpr,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, SPANS: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr, GATHERED: gl.constexpr,
-    OUT_TMA: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
+    OUT_TMA: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, EXCHANGE: gl.constexpr, GATHER_K: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions; *move* ends at once where there is nothing to move."""
     MOVE_WARPS: gl.constexpr = 4 if WARPS == 4 else 2  # what fits into 12 warps of 168 registers
@@ -259,19 +284,19 @@ def all_gather_matmul_hopper_kernel(
             (multiply_partition, (
                 out, out_desc, out_buffer, bias, partials, counters, a_ring, b_ring, empty, ready, signals, control,
                 report, trace, rank, rows, cols, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols,
-                k_blocks, max_units, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, GROUP_M, STAGES, WARPS,
-                HALVES, HAS_BIAS, OUT_TMA, SPLIT_TAIL, TRACE,
+                k_blocks, max_units, line, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, GROUP_M, STAGES, WARPS,
+                HALVES, HAS_BIAS, OUT_TMA, SPLIT_TAIL, TRACE, GATHER_K,
             )),
             (load_partition, (
                 x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
                 slot, rank, rows, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks,
-                max_units, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, TILE_K, SPANS, GROUP_M, STAGES,
-                SPLIT_TAIL, TRACE,
+                max_units, chunk_rows, line, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, TILE_K, SPANS,
+                GROUP_M, STAGES, SPLIT_TAIL, TRACE, GATHER_K,
             )),
             (move_partition, (
                 x, gathered, slots, slot_table, signal_table, signals, control, report, trace, slot, slot_size, rank,
-                size, slice_size, share_size, num_producers, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, GATHERED,
-                SPANS, BLOCK, MOVE_WARPS, TRACE,
+                size, slice_size, share_size, num_producers, depth, x_step, x_pitch, num_chunks, num_partitions, WORLD_SIZE,
+                NUM_SLICES, PUSH, GATHERED, SPANS, BLOCK, MOVE_WARPS, TRACE, EXCHANGE, GATHER_K,
             )),
         ],
         [1, MOVE_WARPS],
@@ -288,21 +313,24 @@ class Launcher:
     """One shape's launches: descriptors, integers and prepared kernels, kept between calls (``kernels/launch.py``)."""
 
     def __init__(
-        self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig, dtype: torch.dtype, stride_w: int
-    ) -> None:
+        self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig, dtype: torch.dtype, stride_w: int,
+        parts: Parts | None = None,
+    ) -> None:  # fmt: skip
+        self.parts = parts = parts or Parts(schedule.rank, schedule.world_size, schedule.depth, schedule.depth)
         self.peers, self.schedule, self.config = peers, schedule, config
         push, s, c = config.transport == "sm", schedule, config
-        self.size, self.programs = s.rows * s.depth, s.num_programs
+        self.size, self.programs = s.rows * parts.depth, s.num_programs
+        self.shift = parts.rank * parts.step * dtype.itemsize  # of the own part in x
         self.slices = c.num_slices if push else 1
         block = 4096 if c.num_warps == 4 else 2048  # elements that the move partition has in flight: 32 a thread
         halves = 2 if c.tile_n == 256 else 1
-        row_tile, pitch = [c.tile_m, c.tile_k], s.depth
+        row_tile, pitch = [c.tile_m, c.tile_k], parts.depth
+        slot_rows = s.rows * (parts.world_size - 1) if parts.side_by_side else s.slot_rows
         self.base = base = peers.slots.data_ptr()
         self.slots = [
-            descriptor(base + i * peers.slot_size * dtype.itemsize, dtype, [s.slot_rows, s.depth], pitch, row_tile)
-            for i in (0, 1)
+            descriptor(base + i * peers.slot_size * dtype.itemsize, dtype, [slot_rows, pitch], pitch, row_tile) for i in (0, 1)
         ]
-        x_desc = descriptor(base, dtype, [s.rows, s.depth], pitch, row_tile)
+        x_desc = descriptor(base, dtype, [s.rows, pitch], parts.pitch, row_tile)
         w_desc = descriptor(base, dtype, [s.cols, s.depth], stride_w, [c.tile_n, c.tile_k])
         self.pitch_fits = s.cols * dtype.itemsize % 16 == 0
         out_tile = [c.tile_m, c.tile_n // halves]
@@ -313,9 +341,11 @@ class Launcher:
             s.rows, s.cols, self.size, slice_bounds(self.size, self.slices, 0, block)[1],
             slice_bounds(self.size, self.programs, 0, block)[1], min(c.num_producers, self.programs),
             s.num_tiles, s.num_segments, s.band_sources, s.lead, s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
+            parts.depth, parts.step, parts.pitch, parts.chunk_rows, parts.chunks, s.world_size,
         )  # fmt: skip
+        spans = s.spans_shards and not parts.side_by_side
         self.constants = (
-            s.world_size, self.slices, push, block, c.tile_m, c.tile_n, c.tile_k, s.spans_shards, c.group_m,
+            parts.world_size, self.slices, push, block, c.tile_m, c.tile_n, c.tile_k, spans, c.group_m,
             c.num_stages, c.num_warps, halves,
         )  # fmt: skip
         # 12 warps share the registers: 8 + 1 + 2, or 4 + 1 + 4, each sum rounded up to whole warpgroups
@@ -343,9 +373,9 @@ class Launcher:
         bias_at, gathered_at = added.data_ptr(), kept.data_ptr()
         variant = (to % 16 == 0, bias_at % 16 == 0, gathered_at % 16 == 0, bias is None, gathered is None, trace is None)
         prepared = self.prepared.get(variant)
-        bases = (x.data_ptr(), w.data_ptr(), to if by_tma else self.base)
+        bases = (x.data_ptr() + self.shift, w.data_ptr(), to if by_tma else self.base)
         if prepared is not None and not hooked():
-            words = (bases[0], bias_at, to, gathered_at, partials.data_ptr(), stamps.data_ptr(), slot)
+            words = (x.data_ptr(), bias_at, to, gathered_at, partials.data_ptr(), stamps.data_ptr(), slot)
             return prepared(words, bases)
         peers = self.peers
         x_desc, w_desc, out_desc = (
@@ -354,8 +384,9 @@ class Launcher:
         arguments = (
             x_desc, *self.slots, w_desc, out_desc, x, added, out, kept, peers.slots, partials, peers.counters,
             peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, stamps,
-            self.schedule.rank, slot, peers.slot_size, *self.integers, *self.constants,
+            self.parts.rank, slot, peers.slot_size, *self.integers, *self.constants,
             bias is not None, gathered is not None, by_tma, self.schedule.split_tail, trace is not None,
+            self.parts.exchange, self.parts.side_by_side,
         )  # fmt: skip
         compiled = all_gather_matmul_hopper_kernel[(self.programs,)](*arguments, **self.options)
         if variant not in self.prepared:

@@ -3,7 +3,7 @@
 Read ``kernels/dispatch_grouped_matmul.py`` first: equation, signals, timeline and proof are there and hold here. What differs:
 
 - Three partitions: *gather* waits, brings the rows of a tile from where they are, 16 bytes a lane by ``cp.async``, and asks
-  TMA for weights; *multiply* runs wgmma and the epilogue; *push* sends own tokens, in every program, beside the other two.
+  TMA for weights; *multiply* runs wgmma and the epilogue; *push* sends own tokens, in the first programs, beside the other two.
 - Tiles are dealt in turn, not by tickets: no program multiplies less because it pushes.
 - A buffer of the ring is full when TMA has brought the weights and every lane of *gather* its part of the rows: each lane's
   arrival is asked for behind its copies (``cp.async.mbarrier.arrive``), so *gather* never waits for what it asked for.
@@ -42,7 +42,7 @@ from tileweave.schedule_grouped import DispatchConfig, experts_per_block
 MAX_BLOCKS = gl.constexpr(32)  # signal words of a source; see the Triton kernel for the counters
 TICKETS, PUSHED, SET = gl.constexpr(0), gl.constexpr(1), gl.constexpr(33)
 GATHER_WARPS, PUSH_WARPS = gl.constexpr(2), gl.constexpr(2)
-PUSH_BLOCK = 2048  # elements of a token that *push* has in flight: 32 a lane
+PUSH_BLOCK = 4096  # elements of a token that *push* has in flight: 64 a lane
 
 first_expert, walk_to, place_in_expert = (gluon.jit(source) for source in SOURCES)
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -80,13 +80,16 @@ def wait_steps(
 
 
 @gluon.jit
-def all_have(signals, block, rank, epoch, WORLD_SIZE: gl.constexpr):
-    """Whether all other ranks have signalled ``block``; orders nothing."""
-    lag = epoch * 0
-    for step in gl.static_range(1, WORLD_SIZE):
-        word = signals + (rank + step) % WORLD_SIZE * MAX_BLOCKS + block
-        lag = gl.minimum(lag, gl.load(word, volatile=True) - epoch)
-    return lag >= 0
+def all_have(signals, block, rank, epoch, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr):
+    """Whether all other ranks have signalled ``block``; orders nothing.
+
+    A word for each lane, and the least over all lanes: every lane gets the same answer, though the words change meanwhile.
+    Scalar loads would be one for each lane, and lanes that disagree part for ever at the next barrier.
+    """
+    OTHERS: gl.constexpr = WORLD_SIZE - 1 if WORLD_SIZE > 1 else 1
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    source = (rank + 1 + gl.arange(0, 32 * WARPS, layout=lane) % OTHERS) % WORLD_SIZE
+    return gl.min(gl.load(signals + source * MAX_BLOCKS + block, volatile=True) - epoch, axis=0) >= 0
 
 
 @gluon.jit
@@ -120,7 +123,7 @@ def gather_partition(
             x, slot, row_entry, first_row, end, max_tokens, topk, depth, rank, row_layout, WORLD_SIZE, TILE_M
         )
         if not arrived:
-            arrived = all_have(signals, blocks - 1, rank, epoch, WORLD_SIZE)
+            arrived = all_have(signals, blocks - 1, rank, epoch, WORLD_SIZE, GATHER_WARPS)
             nearest = step_of(row_entry, first_row, max_tokens, topk, rank, WORLD_SIZE)
             farthest = step_of(row_entry, gl.minimum(first_row + TILE_M, end) - 1, max_tokens, topk, rank, WORLD_SIZE)
             wait_steps(
@@ -181,13 +184,30 @@ def multiply_partition(
 
 
 @gluon.jit
+def push_to(
+    x, send_order, send_offsets, slot_table, slot_offset, peer, place, first, last, max_tokens, experts, depth, program,
+    num_producers, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """This program's share of the tokens whose lowest expert on ``peer`` is in [first, last), into its slot at ``place``."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [PUSH_WARPS], [0])
+    bounds = send_offsets + peer * (experts + 1)
+    target = symm_at(slot_table, peer, x.dtype.element_ty) + slot_offset + place * max_tokens.to(gl.int64) * depth
+    for index in range(gl.load(bounds + first) + program, gl.load(bounds + last), num_producers):
+        row = gl.load(send_order + peer * max_tokens + index).to(gl.int64) * depth
+        for column in range(0, depth, BLOCK):
+            at = column + gl.arange(0, BLOCK, layout=layout)
+            mask = at < depth
+            value = gl.load(gl.multiple_of(x + row + at, [16]), mask=mask)
+            gl.store(gl.multiple_of(target + row + at, [16]), value, mask=mask)
+
+
+@gluon.jit
 def push_partition(
     x, send_order, send_offsets, slot_table, signal_table, signals, control, report, counters,
-    slot_size, rank, max_tokens, experts, depth, block_experts, blocks, num_partitions,
+    slot_size, rank, max_tokens, experts, depth, block_experts, blocks, num_producers, num_partitions,
     WORLD_SIZE: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Two warps: this program's share of the own tokens, block by block; at last, in the last program, wait for all ranks."""
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [PUSH_WARPS], [0])
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [PUSH_WARPS], [0])
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
@@ -197,40 +217,34 @@ def push_partition(
         at = gl.arange(0, 64, layout=lanes)
         gl.store(counters + (1 - (epoch & 1)) * SET + at, at * 0, mask=at < SET)
     if WORLD_SIZE > 1:
-        for block in range(0, blocks):
-            first = block * block_experts
-            last = gl.minimum(first + block_experts, experts)
-            for i in gl.static_range(1, WORLD_SIZE):
-                peer = (rank + i) % WORLD_SIZE
-                bounds = send_offsets + peer * (experts + 1)
-                target = symm_at(slot_table, peer, x.dtype.element_ty) + slot_offset
-                target += (i - 1) * max_tokens.to(gl.int64) * depth
-                begin = gl.load(bounds + first)
-                for index in range(begin + (program + num_programs - begin % num_programs) % num_programs,
-                                   gl.load(bounds + last), num_programs):  # fmt: skip
-                    row = gl.load(send_order + peer * max_tokens + index).to(gl.int64) * depth
-                    for column in range(0, depth, BLOCK):
-                        at = column + gl.arange(0, BLOCK, layout=layout)
-                        mask = at < depth
-                        value = gl.load(gl.multiple_of(x + row + at, [16]), mask=mask)
-                        gl.store(gl.multiple_of(target + row + at, [16]), value, mask=mask)
-            block_barrier()
-            pushed = counters + (epoch & 1) * SET + PUSHED + block
-            if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
-                notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
+        if program < num_producers:
+            for block in range(0, blocks):
+                first = block * block_experts
+                last = gl.minimum(first + block_experts, experts)
+                for i in gl.static_range(1, WORLD_SIZE):
+                    push_to(
+                        x, send_order, send_offsets, slot_table, slot_offset, (rank + i) % WORLD_SIZE, i - 1, first, last,
+                        max_tokens, experts, depth, program, num_producers, BLOCK,
+                    )  # fmt: skip
+                block_barrier()
+                pushed = counters + (epoch & 1) * SET + PUSHED + block
+                if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:
+                    notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
         farthest = gl.where(program == num_programs - 1, WORLD_SIZE - 1, 0)  # the others wait for nobody
         wait_steps(signals, blocks - 1, 1, farthest, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS)
     leave(control, epoch, num_partitions)
 
 
-UNSPECIALIZED = ["rank", "max_tokens", "topk", "experts", "block_experts", "blocks", "tile_cols", "k_blocks"]
+UNSPECIALIZED = [
+    "rank", "max_tokens", "topk", "experts", "block_experts", "blocks", "num_producers", "tile_cols", "k_blocks",
+]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def dispatch_grouped_matmul_hopper_kernel(
     w_desc, y_desc, x, y, offsets, row_entry, send_order, send_offsets, slots, slot_table, signal_table, signals, control,
     report, counters,
-    slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks,
+    slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, num_producers, tile_cols, k_blocks,
     WORLD_SIZE: gl.constexpr, PUSH_BLOCK: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, BY_TMA: gl.constexpr,
     GATHER_REGISTERS: gl.constexpr,
@@ -252,7 +266,8 @@ def dispatch_grouped_matmul_hopper_kernel(
             )),
             (push_partition, (
                 x, send_order, send_offsets, slot_table, signal_table, signals, control, report, counters,
-                slot_size, rank, max_tokens, experts, depth, block_experts, blocks, num_partitions, WORLD_SIZE, PUSH_BLOCK,
+                slot_size, rank, max_tokens, experts, depth, block_experts, blocks, num_producers, num_partitions, WORLD_SIZE,
+                PUSH_BLOCK,
             )),
         ],
         [GATHER_WARPS, PUSH_WARPS],
@@ -291,8 +306,8 @@ class Launcher:
         self.programs = max(1, min(num_sms, tiles))
         per_block = experts_per_block(experts, min(c.signal_blocks, MAX_BLOCKS.value))
         self.integers = (
-            peers.slot_size, rank, max_tokens, topk, experts, cols, depth, per_block, cdiv(experts, per_block), tile_cols,
-            cdiv(depth, c.tile_k),
+            peers.slot_size, rank, max_tokens, topk, experts, cols, depth, per_block, cdiv(experts, per_block),
+            max(1, min(c.num_producers, self.programs)), tile_cols, cdiv(depth, c.tile_k),
         )  # fmt: skip
         self.halves = 2 if c.tile_m * c.tile_n > 128 * 128 else 1
         self.constants = (world_size, PUSH_BLOCK, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages, c.num_warps)

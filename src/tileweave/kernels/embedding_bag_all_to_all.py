@@ -43,7 +43,7 @@ import triton.language as tl
 from tileweave.kernels.embedding_lookup import constants, pool_bags, store_bags, table_at
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.language.remote import symm_at
-from tileweave.language.signal import faulted, leave, load_epoch, notify_all, wait
+from tileweave.language.signal import faulted, leave, load_epoch, notify_all, poison, wait
 from tileweave.sharding import EmbeddingConfig, rows_of
 
 SLICES = tl.constexpr(32)  # signal words of a source
@@ -70,14 +70,6 @@ def count_passed(signal_table, counters, rank, epoch, num_programs, WORLD_SIZE: 
     tl.debug_barrier()
     if tl.atomic_add(counters + (epoch & 1) * 2 + PASSED, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
         notify_all(signal_table, rank * SLICES + DONE, rank, epoch, WORLD_SIZE, False)
-
-
-@triton.jit
-def poison(region, size):
-    """After a time-out: nothing of this result may pass for right."""
-    for begin in range(0, size, POISON_BLOCK):
-        at = begin + tl.arange(0, POISON_BLOCK)
-        tl.store(region + at, float("nan"), mask=at < size)
 
 
 UNSPECIALIZED = ["rank", "region", "num_indices", "blocks", "rounds", "lag", "rows_here"]
@@ -142,7 +134,7 @@ def embedding_bag_all_to_all_kernel(
             source = (rank + step) % WORLD_SIZE
             wait(signals, 1, epoch, source * SLICES + DONE, -1, control, report)
         if faulted(control) != 0:
-            poison(regions + tl.cast(region, tl.int64) * region_size, rows_here.to(tl.int64) * width)
+            poison(regions + tl.cast(region, tl.int64) * region_size, rows_here.to(tl.int64) * width, POISON_BLOCK)
     leave(control, epoch, num_programs)
 
 

@@ -65,12 +65,17 @@ MIN_SPAN = tl.constexpr(_MIN_SPAN)
 
 
 @triton.jit
-def tile_place(first_row, row, col, tile_cols, TILE_M: tl.constexpr, TILE_N: tl.constexpr, SPANS: tl.constexpr):
-    """Where a tile stands in a place of a slot, elements; ``row``: its first row among its owner's."""
-    at = row // TILE_M * tile_cols + col
+def tile_place(
+    first_row, home, rows, tile_rows, tile_cols, col, TILE_M: tl.constexpr, TILE_N: tl.constexpr, SPANS: tl.constexpr
+):
+    """Where a tile stands in a place of a slot, and in its result part, elements; ``home``: owner of its first row."""
     if SPANS:
         at = first_row // TILE_M * tile_cols + col
-    return at.to(tl.int64) * (TILE_M * TILE_N)
+        result = at
+    else:
+        at = (first_row - home * rows) // TILE_M * tile_cols + col
+        result = home * tile_rows * tile_cols + at
+    return at.to(tl.int64) * (TILE_M * TILE_N), result.to(tl.int64) * (TILE_M * TILE_N)
 
 
 @triton.jit
@@ -104,15 +109,13 @@ def push_result(
 
 
 @triton.jit
-def store_rows(value, target, row, col, cols, mask):
-    """Store a tile's rows ``row`` and columns ``col`` of ``target`` [., cols] where ``mask`` [TILE_M] holds."""
-    tl.store(target + row.to(tl.int64)[:, None] * cols + col[None, :], value, mask=mask[:, None] & (col < cols)[None, :])
+def store_rows(value, target, row, col, cols, mask, pitch):
+    """Store a tile's rows ``row`` and columns ``col`` of ``target`` [., cols], rows ``pitch`` apart, where ``mask`` holds."""
+    tl.store(target + row.to(tl.int64)[:, None] * pitch + col[None, :], value, mask=mask[:, None] & (col < cols)[None, :])
 
 
 @triton.jit
-def add_copied(
-    acc, slot, row, row_limit, col, cols, place_rows, COUNT: tl.constexpr
-):  # fmt: skip
+def add_copied(acc, slot, row, row_limit, col, cols, place_rows, COUNT: tl.constexpr):
     """``acc`` plus what copy engines brought of these rows (within their owner), in rank order."""
     mask = (row < row_limit)[:, None] & (col < cols)[None, :]
     for i in tl.static_range(COUNT):
@@ -166,14 +169,16 @@ def matmul_reduce_scatter_kernel(
             home = first_row // rows
             within = row - rank * rows
             own = (within >= 0) & (within < rows) & (row < row_limit)
-            at = tile_place(first_row, first_row - home * rows, tile_col, tile_cols, TILE_M, TILE_N, SPANS)
+            at, result_at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
             if PUSH:
                 push_partial(
                     acc, slot_table, slot_offset, place_size, at, row, row_limit, rows, rank, WORLD_SIZE, TILE_M, TILE_N, dtype
                 )
             if (not PUSH) and (home != rank):
                 place = home - (home > rank).to(tl.int32)
-                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, row < row_limit)
+                store_rows(
+                    acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, row < row_limit, cols
+                )
                 chunk = (first_row - home * rows) // TILE_M // chunk_rows
                 count_in(counters + num_programs + place * MAX_SLICES + chunk)
             if tl.max(own.to(tl.int32), axis=0) > 0:
@@ -196,14 +201,13 @@ def matmul_reduce_scatter_kernel(
                 acc = tl.where(faulted(control) != 0, float("nan"), acc)
                 if ALL_REDUCE:
                     value = expected_zero(acc.to(dtype))
-                    final = ((home if not SPANS else 0) * tile_rows * tile_cols).to(tl.int64) * (TILE_M * TILE_N) + at
                     push_result(
-                        value, slot_table, slot_offset, place_size, final, own[:, None] & (col >= 0)[None, :], rank,
+                        value, slot_table, slot_offset, place_size, result_at, own[:, None] & (col >= 0)[None, :], rank,
                         WORLD_SIZE, TILE_M, TILE_N,
                     )  # fmt: skip
-                    store_rows(value, out, row, col, cols, own)
+                    store_rows(value, out, row, col, cols, own, cols)
                 else:
-                    store_rows(acc.to(dtype), out, within, col, cols, own)
+                    store_rows(acc.to(dtype), out, within, col, cols, own, cols)
         stamp(trace, record, 2, TRACE)
         record += 1
     if ALL_REDUCE:
@@ -237,18 +241,17 @@ def take_result(
     col = tile_col * TILE_N + tl.arange(0, TILE_N)
     home = first_row // rows
     inside = part_offsets(TILE_M, TILE_N)
-    at = tile_place(first_row, first_row - home * rows, tile_col, tile_cols, TILE_M, TILE_N, SPANS)
-    at += ((home if not SPANS else 0) * tile_rows * tile_cols).to(tl.int64) * (TILE_M * TILE_N)
+    at, result_at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
     for i in tl.static_range(1, WORLD_SIZE):
         owner = (rank + i) % WORLD_SIZE
         mask = (row // rows == owner) & (row < row_limit)
         if tl.max(mask.to(tl.int32), axis=0) > 0:
             value = take_marked(
-                tl.zeros((TILE_M, TILE_N), tl.float32), results + at + inside, 0, mask[:, None] & (col >= 0)[None, :],
+                tl.zeros((TILE_M, TILE_N), tl.float32), results + result_at + inside, 0, mask[:, None] & (col >= 0)[None, :],
                 owner, WORLD_SIZE, tile, epoch, control, report, 1, MAX_SLICES,
             )  # fmt: skip
             value = tl.where(faulted(control) != 0, float("nan"), value)
-            store_rows(expected_zero(value.to(out.dtype.element_ty)), out, row, col, cols, mask)
+            store_rows(expected_zero(value.to(out.dtype.element_ty)), out, row, col, cols, mask, cols)
 
 
 class Launcher:

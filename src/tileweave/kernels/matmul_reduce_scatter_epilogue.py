@@ -1,4 +1,4 @@
-"""The epilogue of the Hopper ``matmul_reduce_scatter``: what *multiply* does with a tile it has finished, in Gluon.
+"""The epilogue of the Hopper ``matmul_reduce_scatter``: what *multiply* and *store* do with a finished tile, in Gluon.
 
 A tile is handled in *pieces* of 64 columns, which bounds the registers an epilogue needs. See
 ``matmul_reduce_scatter_hopper.py`` for the partitions and ``matmul_reduce_scatter.py`` for the protocol.
@@ -8,14 +8,95 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tileweave.language.hopper import FAULT, add_parts, finish, part_offsets
+from tileweave.language.hopper import (
+    FAULT,
+    add_parts,
+    count_in,
+    count_last,
+    cut,
+    drain_tma_stores,
+    finish,
+    leave,
+    part_offsets,
+    part_range,
+    place_out,
+    store_async,
+    unit_count,
+    unit_range,
+    wait,
+)
 from tileweave.language.hopper_marked import expected_zero, push_piece, push_result, take_marked
+from tileweave.language.hopper_pulled import announce_chunk, end_of_pulls
+from tileweave.schedule import MIN_SPAN as _MIN_SPAN
 
 MAX_SLICES = gl.constexpr(32)
+MIN_SPAN = gl.constexpr(_MIN_SPAN)
 PIECE = gl.constexpr(64)  # columns that the epilogue handles at once: one swizzled row of shared memory
 BOXES = gl.constexpr(2)  # pieces on their way from *multiply* to *store*
+
+
+@gluon.jit
+def store_partition(
+    out, out_desc, staging_desc, boxes, free, full, counters, signal_table, signals, control, report, slot,
+    rank, rows, num_tiles, chunk_rows, num_chunks, out_size, team, tile_rows, tile_cols, k_blocks, num_partitions,
+    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr,
+    SPLIT_TAIL: gl.constexpr, EXCHANGE: gl.constexpr,
+):  # fmt: skip
+    """One warp: pieces from shared memory to ``staging``, counted in by tiles, or to ``out``."""
+    PIECES: gl.constexpr = TILE_N // PIECE
+    program = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    epoch = gl.load(control, volatile=True)
+    if not PUSH:
+        turn = 0
+        whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
+        tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
+        for index in range(0, units):
+            tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
+            owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+            if program == owner:
+                first_row, row_limit, col = place_out(
+                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
+                )
+                home = first_row // rows
+                row = first_row - home * rows
+                place = home - (home > rank).to(gl.int32)
+                for piece in gl.static_range(PIECES):
+                    mbarrier.wait(full.index(turn % BOXES), (turn // BOXES) & 1)
+                    if home == rank:
+                        store_async(out_desc, [row, col * TILE_N + piece * PIECE], boxes.index(turn % BOXES))
+                    else:
+                        store_async(
+                            staging_desc, [place * tile_rows * TILE_M + row, col * TILE_N + piece * PIECE],
+                            boxes.index(turn % BOXES),
+                        )  # fmt: skip
+                    if piece > 0:
+                        tma.store_wait(1)
+                        mbarrier.arrive(free.index((turn - 1) % BOXES), count=1)
+                    turn += 1
+                tma.store_wait(0)
+                mbarrier.arrive(free.index((turn - 1) % BOXES), count=1)
+                if home != rank:
+                    drain_tma_stores(epoch)
+                    chunk = row // TILE_M // chunk_rows
+                    counter = counters + num_programs + place * MAX_SLICES + chunk
+                    if EXCHANGE:
+                        if count_last(counter, gl.minimum(tile_rows - chunk * chunk_rows, chunk_rows) * tile_cols):
+                            announce_chunk(signal_table, home, rank, slot, chunk, epoch, WORLD_SIZE)
+                    else:
+                        count_in(counter)
+        drain_tma_stores(epoch)
+        if EXCHANGE:
+            if program == num_programs - 1:
+                end_of_pulls(signals, out, slot, num_chunks, rank, epoch, out_size, control, report, WORLD_SIZE)
+        elif program == num_programs - 1:  # the copy engine reads the epoch word and the counters until it has pushed
+            wait(signals, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, epoch, -1, control, report, 1, 1)
+            word = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+            for i in gl.static_range(WORLD_SIZE - 1):
+                gl.store(counters + num_programs + i * MAX_SLICES + word, word * 0)
+    leave(control, epoch, num_partitions)
 
 
 @gluon.jit
@@ -149,3 +230,63 @@ def take_result(
                 )
                 value = gl.where(gl.load(control + FAULT, volatile=True) != 0, float("nan"), value)
                 store_own(expected_zero(value.to(dtype)), out, 0, first_row, begin, end, col + i * PIECE, cols)
+
+
+@gluon.jit
+def finish_part(
+    piece, first_col, sent, bias, out, partials, boxes, free, full, slots, slot_table, control, report,
+    slot_offset, place_size, at, part_at, helpers, crew, tile, epoch, rank, part_rows, cols,
+    row, home, col, w_step, out_pitch, out_step,
+    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, WARPS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """As :func:`finish_piece`, of an exchange: rows from ``row`` on of the part of ``home``. Returns box turn.
+
+    ``PUSH``: a peer's goes to its slot; behind an own one, those of all peers at its place are taken.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
+    dtype: gl.constexpr = out.dtype.element_ty
+    piece = gl.convert_layout(piece, layout)
+    piece = add_parts(piece, first_col, partials, part_at, helpers, crew, TILE_M, TILE_N)
+    fault = gl.load(control + FAULT, volatile=True)
+    piece = finish(piece, fault, bias + home * w_step, col + first_col, cols, HAS_BIAS)
+    if PUSH:
+        if home != rank:
+            push_piece(
+                piece, first_col, slot_table, slot_offset, place_size, at, row, part_rows, part_rows, rank, home,
+                WORLD_SIZE, TILE_N, False, dtype,
+            )  # fmt: skip
+        else:
+            store_part(piece, out + rank.to(gl.int64) * out_step, row, part_rows, col + first_col, cols, out_pitch)
+            zeros = gl.zeros((TILE_M, PIECE), gl.float32, layout)
+            offsets = part_offsets(zeros, first_col, TILE_N)
+            exists = (row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout)) < part_rows)[:, None] & (offsets >= 0)
+            for step in gl.static_range(1, WORLD_SIZE):
+                source = (rank + WORLD_SIZE - step) % WORLD_SIZE
+                place = source - (source > rank).to(gl.int32)
+                theirs = (slots + slot_offset + place.to(gl.int64) * place_size + at).to(
+                    gl.pointer_type(gl.int16), bitcast=True
+                )
+                value = take_marked(
+                    zeros, theirs + offsets, 0, exists, source, WORLD_SIZE, tile, epoch, control, report, 1, MAX_SLICES, dtype
+                )
+                value = gl.where(gl.load(control + FAULT, volatile=True) != 0, float("nan"), value)
+                store_part(value, out + source.to(gl.int64) * out_step, row, part_rows, col + first_col, cols, out_pitch)
+    else:
+        mbarrier.wait(free.index(sent % BOXES), ((sent // BOXES) & 1) ^ 1)
+        boxes.index(sent % BOXES).store(piece.to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(full.index(sent % BOXES), count=1)
+        sent += 1
+    return sent
+
+
+@gluon.jit
+def store_part(piece, target, first_row, rows, col, cols, pitch):
+    """A piece of a part [rows, cols], whose rows stand ``pitch`` apart."""
+    r: gl.constexpr = gl.SliceLayout(1, piece.type.layout)
+    c: gl.constexpr = gl.SliceLayout(0, piece.type.layout)
+    row = first_row + gl.arange(0, piece.shape[0], layout=r)
+    index = col + gl.arange(0, piece.shape[1], layout=c)
+    mask = (row < rows)[:, None] & (index < cols)[None, :]
+    gl.store(target + row.to(gl.int64)[:, None] * pitch + index[None, :], piece.to(target.dtype.element_ty), mask=mask)

@@ -8,6 +8,8 @@ Read ``kernels/matmul_reduce_scatter.py`` first: equation, signals, timeline and
   the chunk's signals and asks for the peers' pieces behind the last K block, *multiply* adds them as they come. So the
   wait and the way from memory are hidden as those of operands are.
 - ``"sm"``: *multiply* pushes registers and polls for registers, and *store* has nothing to do.
+- ``EXCHANGE`` (``matmul_all_to_all.py``, whose protocol it is then): nothing is added. ``rows`` are those of a part, padded to
+  whole tiles; *store* announces chunks to their owners, who pull them, and the last one ends the call.
 
 Limits: rows of x and w at multiples of 16 bytes; ``"copy_engine"``: rows of out too, and ``tile_k`` 64.
 """
@@ -19,7 +21,7 @@ from dataclasses import replace
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.config import MatmulConfig
 from tileweave.kernels.descriptors import Pointer, descriptor
@@ -28,18 +30,19 @@ from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.kernels.matmul_reduce_scatter_epilogue import (
     BOXES,
     MAX_SLICES,
+    MIN_SPAN,
     PIECE,
+    finish_part,
     finish_piece,
     pieces_of,
+    store_partition,
     take_result,
     tile_place,
 )
 from tileweave.language.hopper import (
     acquire,
     await_parts,
-    count_in,
     cut,
-    drain_tma_stores,
     give_part,
     label,
     leave,
@@ -50,23 +53,18 @@ from tileweave.language.hopper import (
     place_out,
     spin,
     stamp,
-    store_async,
     unit_count,
     unit_range,
-    wait,
 )
-from tileweave.schedule import MIN_SPAN as _MIN_SPAN
 from tileweave.schedule_scatter import ScatterSchedule
-
-MIN_SPAN = gl.constexpr(_MIN_SPAN)
 
 
 @gluon.jit
 def load_partition(
     x_desc, w_desc, slot0_desc, slot1_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
-    slot, rank, rows, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions,
+    slot, rank, rows, x_step, w_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, EXCHANGE: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring full, with operands, then with the peers' pieces of own tiles."""
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
@@ -83,14 +81,19 @@ def load_partition(
         first_row, row_limit, col = place_out(tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows)
         label(trace, record, tile + 1, TRACE)
         stamp(trace, record, 0, epoch, TRACE)
+        x_row, w_row = first_row, col * TILE_N
+        if EXCHANGE:
+            home = first_row // rows
+            x_row = first_row - home * rows + home * x_step
+            w_row = home * w_step + col * TILE_N
         for block in range(k_begin, k_end):
             at = turn % STAGES
             mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(at), block_bytes)
-            load_async(w_desc, [col * TILE_N, block * TILE_K], ready.index(at), b_ring.index(at))
-            load_async(x_desc, [first_row, block * TILE_K], ready.index(at), a_ring.index(at))
+            load_async(w_desc, [w_row, block * TILE_K], ready.index(at), b_ring.index(at))
+            load_async(x_desc, [x_row, block * TILE_K], ready.index(at), a_ring.index(at))
             turn += 1
-        if not PUSH:
+        if not PUSH and not EXCHANGE:
             owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
             if (program == owner) & (first_row // rows == rank):
                 row = first_row - rank * rows
@@ -118,67 +121,13 @@ def load_partition(
 
 
 @gluon.jit
-def store_partition(
-    out_desc, staging_desc, boxes, free, full, counters, signals, control, report,
-    rank, rows, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, num_partitions,
-    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr,
-    SPLIT_TAIL: gl.constexpr,
-):  # fmt: skip
-    """One warp: pieces from shared memory to ``staging``, counted in by tiles, or to ``out``."""
-    PIECES: gl.constexpr = TILE_N // PIECE
-    program = gl.program_id(0)
-    num_programs = gl.num_programs(0)
-    epoch = gl.load(control, volatile=True)
-    if not PUSH:
-        turn = 0
-        whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
-        tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
-        for index in range(0, units):
-            tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
-            owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
-            if program == owner:
-                first_row, row_limit, col = place_out(
-                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
-                )
-                home = first_row // rows
-                row = first_row - home * rows
-                place = home - (home > rank).to(gl.int32)
-                for piece in gl.static_range(PIECES):
-                    mbarrier.wait(full.index(turn % BOXES), (turn // BOXES) & 1)
-                    if home == rank:
-                        store_async(out_desc, [row, col * TILE_N + piece * PIECE], boxes.index(turn % BOXES))
-                    else:
-                        store_async(
-                            staging_desc, [place * tile_rows * TILE_M + row, col * TILE_N + piece * PIECE],
-                            boxes.index(turn % BOXES),
-                        )  # fmt: skip
-                    if piece > 0:
-                        tma.store_wait(1)
-                        mbarrier.arrive(free.index((turn - 1) % BOXES), count=1)
-                    turn += 1
-                tma.store_wait(0)
-                mbarrier.arrive(free.index((turn - 1) % BOXES), count=1)
-                if home != rank:
-                    drain_tma_stores(epoch)
-                    chunk = row // TILE_M // chunk_rows
-                    count_in(counters + num_programs + place * MAX_SLICES + chunk)
-        drain_tma_stores(epoch)
-        if program == num_programs - 1:  # the copy engine reads the epoch word and the counters until it has pushed
-            wait(signals, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, epoch, -1, control, report, 1, 1)
-            word = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            for i in gl.static_range(WORLD_SIZE - 1):
-                gl.store(counters + num_programs + i * MAX_SLICES + word, word * 0)
-    leave(control, epoch, num_partitions)
-
-
-@gluon.jit
 def multiply_partition(
     out, bias, residual, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table,
-    control, report, trace, slot, slot_size, place_size, rank, rows, total_rows, cols, num_tiles, chunk_rows, team,
-    tile_rows, tile_cols, k_blocks, max_units, num_partitions,
+    control, report, trace, slot, slot_size, place_size, rank, rows, total_rows, cols, part_rows, w_step, out_pitch, out_step,
+    num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, EXCHANGE: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each unit from the ring; send it, add what peers sent, or hand it to the tile's owner."""
     program = gl.program_id(0)
@@ -212,12 +161,20 @@ def multiply_partition(
             col = tile_col * TILE_N
             pieces = pieces_of(acc, TILE_N)
             for i in gl.static_range(TILE_N // PIECE):
-                turn, sent = finish_piece(
-                    pieces[i], i * PIECE, turn, sent, bias, residual, out, partials, a_ring, empty, ready, boxes, free, full,
-                    slots, slot_table, control, report, slot_offset, place_size, at, result_at, program, helpers, crew, tile,
-                    epoch, rank, rows, cols, first_row, row_limit, home, col,
-                    WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N, STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL,
-                )  # fmt: skip
+                if EXCHANGE:
+                    sent = finish_part(
+                        pieces[i], i * PIECE, sent, bias, out, partials, boxes, free, full, slots, slot_table, control, report,
+                        slot_offset, place_size, at, program, helpers, crew, tile, epoch, rank, part_rows, cols,
+                        first_row - home * rows, home, col, w_step, out_pitch, out_step,
+                        WORLD_SIZE, PUSH, TILE_M, TILE_N, WARPS, HAS_BIAS,
+                    )  # fmt: skip
+                else:
+                    turn, sent = finish_piece(
+                        pieces[i], i * PIECE, turn, sent, bias, residual, out, partials, a_ring, empty, ready, boxes, free,
+                        full, slots, slot_table, control, report, slot_offset, place_size, at, result_at, program, helpers,
+                        crew, tile, epoch, rank, rows, cols, first_row, row_limit, home, col,
+                        WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N, STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL,
+                    )  # fmt: skip
         stamp(trace, record, 2, epoch, TRACE)
         record += 1
     if ALL_REDUCE:
@@ -240,19 +197,22 @@ def multiply_partition(
 
 
 UNSPECIALIZED = [
-    "rank", "slot", "rows", "total_rows", "num_tiles", "chunk_rows", "team", "tile_rows", "tile_cols", "k_blocks", "max_units",
+    "rank", "slot", "rows", "total_rows", "part_rows", "num_tiles", "chunk_rows", "num_chunks", "team", "tile_rows",
+    "tile_cols", "k_blocks", "max_units",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def matmul_reduce_scatter_hopper_kernel(
     x_desc, w_desc, slot0_desc, slot1_desc, out_desc, staging_desc, bias, residual, out, slots, partials, counters,
-    slot_table, signals, control, report, trace,
+    slot_table, signal_table, signals, control, report, trace,
     rank, slot, slot_size, place_size, rows, total_rows, cols,
+    part_rows, x_step, w_step, out_pitch, out_step, out_size, num_chunks,
     num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
+    EXCHANGE: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions; *store* ends at once where registers go straight to peers."""
     a_ring, b_ring, empty, ready = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
@@ -270,19 +230,20 @@ def matmul_reduce_scatter_hopper_kernel(
         [
             (multiply_partition, (
                 out, bias, residual, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table,
-                control, report, trace, slot, slot_size, place_size, rank, rows, total_rows, cols, num_tiles, chunk_rows, team,
-                tile_rows, tile_cols, k_blocks, max_units, num_partitions, WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N,
-                GROUP_M, STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL, SPLIT_TAIL, TRACE,
+                control, report, trace, slot, slot_size, place_size, rank, rows, total_rows, cols, part_rows, w_step, out_pitch,
+                out_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions, WORLD_SIZE,
+                PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL, SPLIT_TAIL, TRACE,
+                EXCHANGE,
             )),
             (load_partition, (
                 x_desc, w_desc, slot0_desc, slot1_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
-                slot, rank, rows, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions,
-                WORLD_SIZE, PUSH, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, SPLIT_TAIL, TRACE,
+                slot, rank, rows, x_step, w_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
+                num_partitions, WORLD_SIZE, PUSH, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, SPLIT_TAIL, TRACE, EXCHANGE,
             )),
             (store_partition, (
-                out_desc, staging_desc, boxes, free, full, counters, signals, control, report,
-                rank, rows, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, num_partitions,
-                WORLD_SIZE, PUSH, TILE_M, TILE_N, GROUP_M, SPLIT_TAIL,
+                out, out_desc, staging_desc, boxes, free, full, counters, signal_table, signals, control, report, slot,
+                rank, rows, num_tiles, chunk_rows, num_chunks, out_size, team, tile_rows, tile_cols, k_blocks, num_partitions,
+                WORLD_SIZE, PUSH, TILE_M, TILE_N, GROUP_M, SPLIT_TAIL, EXCHANGE,
             )),
         ],
         [1, 1],
@@ -290,9 +251,10 @@ def matmul_reduce_scatter_hopper_kernel(
     )  # fmt: skip
 
 
-# What changes between the launches of one shape; the bases of the descriptors, in the order of Launcher.descriptors.
+# What changes between the launches of one shape: words, and the bases of descriptors.
 WORDS = ("bias", "residual", "out", "partials", "trace", "slot")
 MAPS = ("x_desc", "w_desc", "out_desc", "staging_desc")
+NO_PARTS = (0,) * 7  # part_rows ... num_chunks, of an exchange
 
 
 class Launcher:
@@ -305,7 +267,7 @@ class Launcher:
         self.peers, self.schedule, self.config = peers, schedule, config
         s, c = schedule, config
         self.push = c.transport == "sm"
-        self.all_reduce, self.stride_x, self.stride_w = all_reduce, stride_x, stride_w
+        self.stride_x = stride_x
         self.base = base = peers.slots.data_ptr()
         self.box = [c.tile_m, PIECE.value]
         place_rows = s.tile_rows * c.tile_m
@@ -363,9 +325,9 @@ class Launcher:
         )
         arguments = (
             x_desc, w_desc, *self.slots, out_desc, staging_desc, added, more, out, peers.slots, partials, peers.counters,
-            peers.slot_table, peers.signals, peers.control, peers.report, stamps,
-            s.rank, slot, peers.slot_size, s.place_elements, s.rows, total, s.cols, *self.integers, *self.constants,
-            bias is not None, residual is not None, s.split_tail, trace is not None,
+            peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, stamps,
+            s.rank, slot, peers.slot_size, s.place_elements, s.rows, total, s.cols, *NO_PARTS, *self.integers, *self.constants,
+            bias is not None, residual is not None, s.split_tail, trace is not None, False,
         )  # fmt: skip
         compiled = matmul_reduce_scatter_hopper_kernel[(s.num_programs,)](*arguments, **self.options)
         if variant not in self.prepared:

@@ -48,9 +48,9 @@ def take_marked(
     COUNT: gl.constexpr, SIGNALS: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """``acc`` plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, in that order; see ``marked.take_marked``."""
+    limit = gl.load(control + TIMEOUT_US, volatile=True).to(gl.int64) * 1000
     total, missing = _sum_marked(acc, pointers, stride, mask, COUNT, dtype)
     if missing > 0:
-        limit = gl.load(control + TIMEOUT_US, volatile=True).to(gl.int64) * 1000
         started = clock(missing)
         while (missing > 0) & (clock(missing) - started <= limit):
             total, missing = _sum_marked(acc, pointers, stride, mask, COUNT, dtype)

@@ -9,6 +9,7 @@ are zero).
 ``mark``            bits of a value as they travel
 ``put_marked``      store them in a peer's slot; nothing follows
 ``take_marked``     poll ``COUNT`` parts until all elements have come, add them in order, write zeros back
+``take_each``       poll a row of elements from each peer until all have come, write zeros back
 ``expected_zero``   what a sum is allowed to be: a result that must be the same on all ranks has one zero only
 ==================  ===============================================================================================
 
@@ -79,11 +80,12 @@ def take_marked(
     """``acc`` (fp32, 2-D) plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, added in that order.
 
     ``mask``: the elements that are sent. Part i comes from peer ``first_peer + i``, one more from ``skip`` on; a part
-    that is not there in time is reported as that peer's (``SIGNALS`` signal words a peer) and sets the fault.
+    that is not there in time is reported as that peer's (``SIGNALS`` signal words a peer), sets the fault, and makes the
+    sum NaN: nobody need look at the fault behind it, which would be a load on the way of small messages.
     """
+    limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000  # here: on its way beside the data
     total, missing = _sum_marked(acc, pointers, stride, mask, COUNT)
     if missing > 0:
-        limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
         started = clock()
         polls = 0
         while (missing > 0) & (clock() - started <= limit) & (polls < 1 << 27):
@@ -99,6 +101,33 @@ def take_marked(
                     if late >= skip:
                         late += 1
             expire(control, report, late * SIGNALS, unit, epoch, epoch - 1)
+            total += float("nan")
     for i in tl.static_range(COUNT):
         tl.store(pointers + i * stride, tl.zeros(acc.shape, pointers.dtype.element_ty), mask=mask)
     return total
+
+
+@triton.jit
+def take_each(pointers, mask, rank, unit, epoch, control, report, SIGNALS: tl.constexpr):
+    """What has come to ``pointers`` [peers, n]: row i from the i-th of the other ranks, in order of ranks.
+
+    ``mask``: the elements that are sent. Who is late is reported as in :func:`take_marked`.
+    """
+    limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
+    value = tl.load(pointers, mask=mask, volatile=True)
+    missing = tl.sum(_missing(value, mask), axis=1)
+    if tl.sum(missing, axis=0) > 0:
+        started = clock()
+        polls = 0
+        while (tl.sum(missing, axis=0) > 0) & (clock() - started <= limit) & (polls < 1 << 27):
+            pause()
+            value = tl.load(pointers, mask=mask, volatile=True)
+            missing = tl.sum(_missing(value, mask), axis=1)
+            polls += 1
+        if tl.sum(missing, axis=0) > 0:
+            late = tl.max(tl.where(missing > 0, tl.arange(0, missing.shape[0]), -1), axis=0)
+            late += (late >= rank).to(tl.int32)
+            expire(control, report, late * SIGNALS, unit, epoch, epoch - 1)
+            value = tl.full(value.shape, float("nan"), value.dtype)
+    tl.store(pointers, tl.zeros(value.shape, value.dtype), mask=mask)
+    return value

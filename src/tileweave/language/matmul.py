@@ -31,18 +31,22 @@ def matmul_tile(
     rows=0,
     FEW_ROWS: tl.constexpr = False,
     DEPTH_FIRST: tl.constexpr = False,
+    start=None,
 ):
     """fp32 ``[TILE_M, TILE_N]``: rows at ``a_rows`` (pointers ``[TILE_M]``) times rows of ``w [N, K]`` over K blocks
     [k_begin, k_end).
 
     Rows and columns out of range must point at something readable: what they compute is not stored. ``FEW_ROWS``: only the
     first ``rows`` are read, which saves the way to them where most of a tile is none. ``DEPTH_FIRST``: ``w`` is [K, N], its
-    rows ``stride_w`` apart: a weight as backward reads it.
+    rows ``stride_w`` apart: a weight as backward reads it. ``start``: what the sum begins with.
     """
     n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
     k = tl.arange(0, TILE_K)
     w_rows = w + n if DEPTH_FIRST else w + n.to(tl.int64) * stride_w
-    acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+    if start is None:
+        acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+    else:
+        acc = start
     for block in range(k_begin, k_end):
         index = block * TILE_K + k
         if DEPTH_FIRST:

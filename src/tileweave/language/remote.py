@@ -54,3 +54,30 @@ def put_all(table, rank, WORLD_SIZE: tl.constexpr, offset, size, source, begin, 
             else:
                 target += (i - 1) * size.to(tl.int64)
             tl.store(target + index, value, mask=mask)
+
+
+@triton.jit
+def put_rows(target, source, begin, end, width, target_pitch, source_pitch, BLOCK: tl.constexpr):
+    """Elements [begin, end) of a matrix ``width`` wide, whose rows stand at different pitches here and there."""
+    for offset in range(begin, end, BLOCK):
+        index = offset + tl.arange(0, BLOCK)
+        row, col = (index // width).to(tl.int64), index % width
+        value = tl.load(source + row * source_pitch + col, mask=index < end)
+        tl.store(target + row * target_pitch + col, value, mask=index < end)
+
+
+@triton.jit
+def put_parts(
+    table, rank, WORLD_SIZE: tl.constexpr, offset, size, source, step, pitch, width, begin, end, OWN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As :func:`put_all`, but each peer gets a part of its own: at ``peer * step``, rows of ``width``, ``pitch`` apart."""
+    for block in range(begin // BLOCK, (end + BLOCK - 1) // BLOCK):
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        mask = index < end
+        at = (index // width).to(tl.int64) * pitch + index % width
+        for i in tl.static_range(0 if OWN else 1, WORLD_SIZE):
+            peer = (rank + i) % WORLD_SIZE
+            place = rank if OWN else i - 1
+            target = symm_at(table, peer, source.dtype.element_ty, 16) + offset + tl.cast(place, tl.int64) * size
+            tl.store(target + index, tl.load(source + peer.to(tl.int64) * step + at, mask=mask), mask=mask)

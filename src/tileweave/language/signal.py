@@ -15,6 +15,8 @@ Which word, when:
 ``load_epoch``      the number of this call, once at the start of a program
 ``leave``           once at the end of a program: the last one advances the epoch for the next call
 ``count_in``        after plain stores that this device's copy engine takes further
+``count_last``      after plain stores of one of several programs: the last of them may say so with ``notify``
+``poison``          over a result that nobody may take for right
 ``pause``, ``expire``  in loops that poll data instead of signals (``marked.py``)
 ``faulted``         whether a wait of this rank ran out of time, so that a result must be poisoned
 ==================  =====================================================================================
@@ -108,6 +110,24 @@ def count_in(counter):
     """Count this program's stores in at ``counter``, for a copy engine of this device that waits for a number of them."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def count_last(counter, total):
+    """Count this program's stores in at ``counter``. Whether all ``total`` are in: it is 0 again, ``notify`` may follow."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == total - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def poison(target, size, BLOCK: tl.constexpr):
+    """After a time-out: nothing of these elements may pass for right."""
+    for begin in range(0, size, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(target + at, float("nan"), mask=at < size)
 
 
 @triton.jit

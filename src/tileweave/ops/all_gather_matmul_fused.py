@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -14,11 +15,13 @@ from tileweave.config import MatmulConfig, Plan, Problem, schedule_for
 from tileweave.errors import require
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops.registry import endpoint, workspace_of
-from tileweave.schedule import TileSchedule, push_order, slot_place
-from tileweave.transport.base import EPOCH, Copy
+from tileweave.schedule import Parts, TileSchedule, cdiv, push_order, slot_place
+from tileweave.schedule_scatter import Exchange
+from tileweave.transport.base import EPOCH, Copy, Transport
 from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
 
 OP = "all_gather_matmul"
+EXCHANGED = "all_to_all_matmul"
 
 
 def run_fused(
@@ -30,15 +33,24 @@ def run_fused(
     group_name: str,
     chosen: Plan,
     trace: torch.Tensor | None = None,
+    how: Exchange | None = None,
 ) -> None:
-    """The fused call itself; tests, the tuner and the tracer come in here with a plan of their own."""
+    """The fused call itself; tests, the tuner and the tracer come in here with a plan of their own.
+
+    ``how``: an all-to-all instead of the all-gather; ``gathered`` is the exchanged x then.
+    """
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
+    if config.kernel == "library":
+        from tileweave.ops.library_matmul import gather_then_multiply
+
+        gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config)
+        return
     transport = workspace.transport
-    call = _fused_call(workspace, x, w, config)
+    call = _fused_call(workspace, x, w, config, how)
     instance = call.instance
-    capturing = instance.begin()
+    capturing = instance.begin(chosen.mark)
     slot = 0
     pushed = config.transport == "copy_engine"
     if pushed:
@@ -69,6 +81,7 @@ class _FusedCall:
     instance: Instance
     endpoint: Endpoint
     schedule: TileSchedule
+    parts: Parts
     config: MatmulConfig
     copies: tuple[tuple[Copy, ...], ...]  # of a copy-engine call, by slot
     launchers: dict[tuple[bool, int], Callable[..., None]]
@@ -88,43 +101,75 @@ class _FusedCall:
             from tileweave.kernels.descriptors import fits
 
             if fits(x, w):
-                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, w.stride(0))
+                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, w.stride(0), self.parts)
         from tileweave.kernels.all_gather_matmul import Launcher
 
-        return Launcher(self.endpoint, self.schedule, self.config)
+        return Launcher(self.endpoint, self.schedule, self.config, self.parts)
 
 
-def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig) -> _FusedCall:
+def _fused_call(
+    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig, how: Exchange | None
+) -> _FusedCall:
     transport = workspace.transport
-    instance = workspace.instance(OP, config.transport)
-    key = (x.shape, w.shape[0], x.dtype, id(config))  # the call keeps the config, so the id stays its own
+    instance = workspace.instance(OP if how is None else EXCHANGED, config.transport)
+    key = (x.shape, w.shape[0], x.dtype, how, id(config))  # the call keeps the config, so the id stays its own
     call = instance.cache.get(key)
     if call is None:
-        problem = Problem(transport.world_size, x.shape[0], w.shape[0], x.shape[1], x.element_size(), "")
-        schedule = schedule_for(problem, config, transport.rank, transport.machine)
+        schedule, parts = _cut(x, w, config, how, transport)
         require(
-            config.transport == "sm" or not schedule.spans_shards,
-            f"copy_engine with {x.shape[0]} rows a shard and tiles of {config.tile_m}",
+            config.transport == "sm" or parts.side_by_side or not schedule.spans_shards,
+            f"copy_engine with {schedule.rows} rows a shard and tiles of {config.tile_m}",
             "shards at least as tall as a tile",
             'transport "sm"',
         )
-        instance.reserve(schedule.slot_rows * x.shape[1] * x.element_size(), schedule.num_segments * schedule.num_programs)
+        slot_rows = schedule.rows * (parts.world_size - 1) if parts.side_by_side else schedule.slot_rows
+        instance.reserve(slot_rows * parts.depth * x.element_size(), schedule.num_segments * schedule.num_programs)
         copies = ()
         if config.transport == "copy_engine":
-            copies = tuple(_copies(instance, schedule, x.numel() * x.element_size(), slot) for slot in (0, 1))
-        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, copies, {})
+            copies = tuple(_copies(instance, schedule.rows, parts, x.element_size(), slot) for slot in (0, 1))
+        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, parts, config, copies, {})
         instance.cache[key] = call
     return call  # type: ignore[return-value]
 
 
-def _copies(instance: Instance, schedule: TileSchedule, nbytes: int, slot: int) -> tuple[Copy, ...]:
-    """The own shard to each peer, a signal behind each, and one to ourselves behind the last."""
-    rank, size = schedule.rank, schedule.world_size
+def _cut(
+    x: torch.Tensor, w: torch.Tensor, config: MatmulConfig, how: Exchange | None, transport: Transport
+) -> tuple[TileSchedule, Parts]:
+    """Which tiles there are, and where the parts of x stand."""
+    rank, size, itemsize = transport.rank, transport.world_size, x.element_size()
+    if how is None:
+        problem = Problem(size, x.shape[0], w.shape[0], x.shape[1], itemsize, "")
+        return schedule_for(problem, config, rank, transport.machine), Parts(rank, size, x.shape[1], x.shape[1])
+    rows, depth = how.part(x.shape[0], x.shape[1], size)
+    step = rows * depth if how.scatter_dim == 0 else depth
+    if how.gather_dim == 0:
+        schedule = schedule_for(Problem(size, rows, w.shape[0], depth, itemsize, ""), config, rank, transport.machine)
+        return schedule, Parts(rank, size, depth, x.shape[1], step, True)
+    blocks = size * cdiv(depth, config.tile_k)
+    one = replace(config, band_sources=1, own_first=True, cut_bands=False)  # all sources are one, in rows
+    schedule = schedule_for(Problem(1, rows, w.shape[0], blocks * config.tile_k, itemsize, ""), one, 0, transport.machine)
+    chunk_rows, chunks = 1 << 30, 1
+    if config.transport == "copy_engine":
+        chunk_rows = cdiv(schedule.tile_rows, config.num_slices) * config.tile_m
+        chunks = cdiv(rows, chunk_rows)
+    return schedule, Parts(rank, size, depth, x.shape[1], step, True, True, chunk_rows, chunks)
+
+
+def _copies(instance: Instance, rows: int, parts: Parts, itemsize: int, slot: int) -> tuple[Copy, ...]:
+    """The chunks of the own shard, or of their parts, to all peers in turn, a signal behind each; one to ourselves at last."""
+    rank, size = parts.rank, parts.world_size
     epoch = instance.control.data_ptr() + 4 * EPOCH
+    width, pitch = parts.depth * itemsize, parts.pitch * itemsize
     copies = []
-    for peer in push_order(rank, size):
+    for chunk, peer in product(range(parts.chunks), push_order(rank, size)):
         place = slot_place(peer, rank, size, spans_shards=False)
-        copies.append(Copy(instance.slot_addresses[peer] + slot * instance.slot_bytes + place * nbytes, 0, nbytes))
-        copies.append(Copy(instance.signal_addresses[peer] + 4 * rank * MAX_SLICES, epoch, 4))
+        begin, end = chunk * parts.chunk_rows, min((chunk + 1) * parts.chunk_rows, rows)
+        target = instance.slot_addresses[peer] + slot * instance.slot_bytes + (place * rows + begin) * width
+        start = peer * parts.step * itemsize + begin * pitch
+        if pitch == width:
+            copies.append(Copy(target, 0, (end - begin) * width, start))
+        else:
+            copies.append(Copy(target, 0, width, start, rows=end - begin, target_pitch=width, source_pitch=pitch))
+        copies.append(Copy(instance.signal_addresses[peer] + 4 * (rank * MAX_SLICES + chunk), epoch, 4))
     copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))
     return tuple(copies)

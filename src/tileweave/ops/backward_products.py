@@ -9,10 +9,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tileweave.config import plan_all_gather_matmul, plan_matmul_reduce_scatter
+from tileweave.config import (
+    plan_all_gather_matmul,
+    plan_all_to_all_matmul,
+    plan_matmul_all_to_all,
+    plan_matmul_reduce_scatter,
+)
 from tileweave.ops import reference
 from tileweave.ops.matmul_inputs import plan_for
 from tileweave.ops.registry import group_of
+from tileweave.schedule_scatter import Exchange
 
 
 def gather_and_multiply(
@@ -36,3 +42,27 @@ def scatters_fused(grad: torch.Tensor, w: torch.Tensor, group_name: str) -> bool
 def multiply_and_scatter(grad: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
     """This rank's rows of the sum over ranks of grad @ w, for grad [M, n] and w [n, K], by the fused operator."""
     return torch.ops.tileweave.matmul_reduce_scatter(grad, w.t().contiguous(), None, group_name)
+
+
+def exchange_and_multiply(
+    grad: torch.Tensor, w: torch.Tensor, how: Exchange, group_name: str, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(exchanged grad) @ w for w [n, K], and the exchanged grad itself if ``keep``."""
+    group = group_of(group_name)
+    rows, depth = how.part(grad.shape[0], grad.shape[1], dist.get_world_size(group))
+    if plan_for(plan_all_to_all_matmul, grad, rows, w.shape[1], dist.get_world_size(group), depth).config is None:
+        y, exchanged = reference.all_to_all_matmul(grad, w.t(), None, group, how.scatter_dim, how.gather_dim)
+    else:
+        y, exchanged = torch.ops.tileweave.all_to_all_matmul(
+            grad, w.t().contiguous(), None, how.scatter_dim, how.gather_dim, group_name, keep
+        )
+    return y, exchanged if keep else None
+
+
+def multiply_and_exchange(grad: torch.Tensor, w: torch.Tensor, how: Exchange, group_name: str) -> torch.Tensor:
+    """The exchanged grad @ w, for grad [m, n] and w [n, K]."""
+    group = group_of(group_name)
+    rows, cols = how.part(grad.shape[0], w.shape[1], dist.get_world_size(group))
+    if plan_for(plan_matmul_all_to_all, grad, rows, cols, dist.get_world_size(group)).config is None:
+        return reference.matmul_all_to_all(grad, w.t(), None, group, how.scatter_dim, how.gather_dim)
+    return torch.ops.tileweave.matmul_all_to_all(grad, w.t().contiguous(), None, how.scatter_dim, how.gather_dim, group_name)

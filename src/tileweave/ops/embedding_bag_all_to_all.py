@@ -33,6 +33,7 @@ from tileweave.ops.registry import (
     interpreting,
     log_fallback,
     machine_of,
+    mark_of,
     name_of,
     publish,
 )
@@ -41,6 +42,7 @@ from tileweave.sharding import EmbeddingLayout, EmbeddingPlan, plan_embedding, r
 
 _SAID: set[tuple[str, str]] = set()
 _METAS: dict = {}
+OP_MARK = mark_of(OP)
 
 
 def embedding_bag_all_to_all(
@@ -158,7 +160,10 @@ def _forward(tables, indices, offsets, weights, numbers, batch, mean, out_dtype,
     check_inputs(tables, indices, offsets, weights, batch, mean, layout, out_dtype, out, size, rank)
     chosen = plan(tables, indices, batch, size)
     if chosen.path == "fused":
-        return run_fused(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, chosen.lookup, out)
+        mark = hash((OP_MARK, batch, mean, out_dtype.itemsize, *numbers)) or 1  # of integers: the same in every process
+        return run_fused(
+            tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, chosen.lookup, out, mark
+        )
     if chosen.path == "local":
         y = run_lookup(
             tables, indices, offsets, weights, layout.columns[0], layout.width, batch, mean, out_dtype, chosen.lookup, _METAS,

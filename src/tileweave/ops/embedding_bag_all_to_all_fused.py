@@ -52,6 +52,7 @@ def run_fused(
     group_name: str,
     config: EmbeddingConfig,
     out: torch.Tensor | None = None,
+    mark: int = 0,
 ) -> torch.Tensor:
     """The result [b, width]: a region as it stands where one is free, else (or with ``out``) a copy of it."""
     from tileweave.kernels import embedding_bag_all_to_all as kernel
@@ -69,7 +70,7 @@ def run_fused(
     region, lends = _region_of(instance, out), False
     if region is None:
         region, lends = instance.regions.choose(capturing)
-    instance.begin()
+    instance.begin(mark)
     peers = endpoint(instance, out_dtype)
     try:
         kernel.launch(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tileweave.errors import RankMismatchError, require
 from tileweave.ops import reference
 from tileweave.ops.embedding_bag_all_to_all_fused import OP
+from tileweave.ops.matmul_inputs import refuse_alias
 from tileweave.ops.registry import agree, group_of
 from tileweave.ops.table_gradient import KINDS
 from tileweave.sharding import EmbeddingLayout, rows_of
@@ -95,6 +96,7 @@ def check_inputs(
         shape = (end - begin, layout.width)
         fits = tuple(out.shape) == shape and out.is_contiguous() and out.dtype == out_dtype and out.device == indices.device
         require(fits, f"out {tuple(out.shape)} {out.dtype}", f"{shape} {out_dtype}, contiguous", "allocate out like that")
+        refuse_alias(out, *tables, *lists)
 
 
 def find_trouble(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, batch: int) -> str:

@@ -38,7 +38,7 @@ def run_fused(
         return
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
     instance, launch = _one_shot(workspace, x, w, config)
-    instance.begin()
+    instance.begin(chosen.mark)
     try:
         launch(x, w, bias, residual, norm_weight, norm_eps, out, residual_out)
     finally:

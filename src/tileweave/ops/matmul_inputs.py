@@ -6,6 +6,7 @@ Names of sizes are the operators' own: x [rows, K] of this rank, w [cols, K] in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -13,7 +14,15 @@ import torch.distributed as dist
 
 from tileweave.config import Plan, Problem
 from tileweave.errors import InputError, require
-from tileweave.ops.registry import agree, debugging, group_of, interpreting, machine_of, workspace_of
+from tileweave.ops.registry import (
+    agree,
+    debugging,
+    group_of,
+    interpreting,
+    machine_of,
+    mark_of,
+    workspace_of,
+)
 from tileweave.topology import Machine
 from tileweave.transport.workspace import REGISTRY
 
@@ -39,6 +48,11 @@ def check_operands(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, 
     shapes = f"x {tuple(x.shape)}, w {tuple(w.shape)}"
     require(x.dim() == 2 and w.dim() == 2, shapes, "x [m, K] and w [n, K]", "reshape to two dimensions")
     require(x.shape[1] == w.shape[1], shapes, "equal K, the last dimension of both", "transpose w to Linear layout [n, K]")
+    check_tensors(x, w, bias, *others)
+
+
+def check_tensors(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *others: torch.Tensor | None) -> None:
+    """:func:`check_operands` but for the shapes of x and w."""
     tensors = [t for t in (x, w, bias, *others) if t is not None]
     dtypes = f"x {x.dtype}, w {w.dtype}" + "".join(f", {t.dtype}" for t in tensors[2:])
     require(x.dtype in DTYPES, dtypes, "float16, bfloat16, float32", "convert x and w")
@@ -81,9 +95,10 @@ def refuse_alias(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
     require(not shared, "out= in the storage of an input", "memory of its own", "allocate out")
 
 
-def plan_for(planner: Planner, x: torch.Tensor, rows: int, cols: int, size: int) -> Plan:
-    """What ``planner`` says of this call, the same on every rank. ``rows``: as :class:`Problem` counts them."""
-    return _plan(planner, size, rows, cols, x.shape[1], x.dtype, machine_of(x.device), interpreting())
+def plan_for(planner: Planner, x: torch.Tensor, rows: int, cols: int, size: int, depth: int | None = None) -> Plan:
+    """What ``planner`` says of this call, the same on every rank. ``rows``: as :class:`Problem` counts them; ``depth``: x's."""
+    depth = x.shape[1] if depth is None else depth
+    return _plan(planner, size, rows, cols, depth, x.dtype, machine_of(x.device), interpreting())
 
 
 @lru_cache(maxsize=4096)
@@ -112,7 +127,7 @@ def accept(
     """
     workspace = REGISTRY.find(group_name, x.device)
     signature = (
-        op, x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype, w.device,
+        op, options, x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype, w.device,
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in others],
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in results],
     )  # fmt: skip
@@ -120,14 +135,16 @@ def accept(
     if chosen is not None and not debugging():
         return chosen
     group = group_of(group_name)
+    shapes = [None if t is None else list(t.shape) for t in (x, w, *others)]
+    common = {"op": op, "shapes": shapes, "dtype": str(x.dtype), "options": options}
     if debugging():  # before the checks: a rank whose input is refused must not leave the others waiting
-        shapes = [None if t is None else list(t.shape) for t in (x, w, *others)]
-        agree(group, x.device, {"op": op, "shapes": shapes, "dtype": str(x.dtype), "options": options})
+        agree(group, x.device, common)
     size = dist.get_world_size(group)
     check(size)
     chosen = plan(size)
     if chosen.config is not None:
-        workspace_of(group_name, x.device).accepted[signature] = chosen
+        workspace = workspace_of(group_name, x.device)
+        chosen = workspace.accepted[signature] = replace(chosen, mark=mark_of(common))
     return chosen
 
 

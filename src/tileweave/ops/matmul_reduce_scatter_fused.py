@@ -38,10 +38,15 @@ def run_fused(
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
+    if config.kernel == "library":
+        from tileweave.ops.library_matmul import multiply_then_reduce
+
+        multiply_then_reduce(workspace, op, x, w, bias, out, residual, config)
+        return
     transport = workspace.transport
     call = _fused_call(workspace, x, w, config, op)
     instance = call.instance
-    capturing = instance.begin()
+    capturing = instance.begin(chosen.mark)
     launch = call.launcher(x, w, out)
     if config.transport == "sm":
         try:

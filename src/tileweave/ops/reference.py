@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.functional import linear, rms_norm, silu
 
 from tileweave.ops.routing_plan import RoutingPlan
+from tileweave.schedule_scatter import Exchange
 from tileweave.sharding import EmbeddingLayout, rows_of
 from tileweave.transport.collectives import all_gather_flat, all_to_all_flat, reduce_scatter_flat
 
@@ -114,6 +115,36 @@ def matmul_all_reduce(
 def _partial(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's part of the sum; rank 0's has the bias, so that it is added once."""
     return linear(x, w, bias if dist.get_rank(group) == 0 else None)
+
+
+# --- Exchanges ---
+
+
+def exchange(x: torch.Tensor, how: Exchange, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-to-all of [rows, cols]: part p along ``scatter_dim`` to rank p; what came stands along ``gather_dim``, by rank."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return x
+    rows, cols = how.part(x.shape[0], x.shape[1], size)
+    parts = x if how.scatter_dim == 0 else x.view(rows, size, cols).transpose(0, 1)
+    counts = [rows * cols] * size
+    got = all_to_all_whole(parts.reshape(-1), counts, counts, group).view(size, rows, cols)
+    return got.view(size * rows, cols) if how.gather_dim == 0 else got.transpose(0, 1).reshape(rows, size * cols)
+
+
+def matmul_all_to_all(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int
+) -> torch.Tensor:
+    """x [M, K], w [N, K], bias [N] -> the exchanged x @ w.T + bias."""
+    return exchange(linear(x, w, bias), Exchange(scatter_dim, gather_dim), group)
+
+
+def all_to_all_matmul(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K], w, bias -> (exchanged x @ w.T + bias, the exchanged x)."""
+    exchanged = exchange(x, Exchange(scatter_dim, gather_dim), group)
+    return linear(exchanged, w, bias), exchanged
 
 
 # --- Embeddings ---

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,12 @@ from tileweave.errors import InputError, RankMismatchError
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.topology import CPU, Machine
 from tileweave.transport.base import Transport
-from tileweave.transport.collectives import all_gather_flat, wait_bounded
+from tileweave.transport.collectives import gather_texts, the_odd
+from tileweave.transport.ledger import NBYTES
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 LIBRARY = torch.library.Library("tileweave", "DEF")
 _LOG = logging.getLogger("tileweave")
-_SIGNATURE_BYTES = 512
 
 
 def define(
@@ -139,7 +140,15 @@ def workspace_of(name: str, device: torch.device) -> Workspace:
 
         return CpuTransport(group)
 
-    return REGISTRY.get(name, device, make)
+    workspace = REGISTRY.get(name, device, make)
+    if not workspace.ledger.opened:
+        workspace.ledger.open(workspace.transport.share(NBYTES), workspace.transport.rank)
+    return workspace
+
+
+def mark_of(common: object) -> int:
+    """A checksum, not 0, of what ranks must agree on: the same in every process."""
+    return zlib.crc32(json.dumps(common, sort_keys=True).encode()) or 1
 
 
 def endpoint(instance: Instance, dtype: torch.dtype) -> Endpoint:
@@ -173,17 +182,9 @@ def debugging() -> bool:
 
 def agree(group: dist.ProcessGroup, device: torch.device, signature: dict[str, object]) -> None:
     """Collective: raise the same :class:`RankMismatchError` on every rank if signatures differ."""
-    size = dist.get_world_size(group)
-    text = json.dumps(signature, sort_keys=True).encode()[:_SIGNATURE_BYTES]
-    mine = torch.zeros(_SIGNATURE_BYTES, dtype=torch.uint8)
-    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     where = device if dist.get_backend(group) != "gloo" else torch.device("cpu")
-    everyone = torch.empty(size * _SIGNATURE_BYTES, dtype=torch.uint8, device=where)
-    work = all_gather_flat(everyone, mine.to(where), group=group, async_op=True)
-    wait_bounded(work, "barrier", dist.get_rank(group))
-    texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in everyone.view(size, -1).cpu()]
-    common = max(sorted(set(texts)), key=texts.count)
-    odd = [rank for rank, text in enumerate(texts) if text != common]
+    texts = gather_texts(json.dumps(signature, sort_keys=True), group, where)
+    common, odd = the_odd(texts)
     if odd:
         differences = "; ".join(f"rank {rank}: {texts[rank]}" for rank in odd)
         raise RankMismatchError(

@@ -117,8 +117,7 @@ class Operators:
         """Seconds of the fused kernel alone, whether it pays or not; the plan is the library's own."""
         rows = max(m // world, 1)
         problem = Problem(world, rows, n, k, itemsize, "bfloat16")
-        fits = lambda c: c.transport == "sm" or rows >= c.tile_m  # noqa: E731 - copy engines need shards of a tile
-        config = nearest("all_gather_matmul", rows * world, n, k, fits).config
+        config = nearest("all_gather_matmul", rows * world, n, k, lambda c: c.takes(rows)).config
         schedule = schedule_for(problem, config, 0, machine_of(self.cluster))
         return gather_matmul(schedule, config, self.costs, self._node(world), self.graph, itemsize).seconds
 

@@ -16,9 +16,9 @@ What holds, and who relies on it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -44,11 +44,11 @@ class SymmetricBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy of ``nbytes`` to ``target``, an address mapped on this rank.
+    """One copy of ``nbytes`` from ``source`` to ``target``, addresses mapped on this rank: a push, or a pull.
 
     Copies of one ``lane`` follow each other; lanes run beside each other, but for the last copy of a push, which follows all.
-    ``source`` 0: from what a push is given, ``offset`` bytes into it. ``counter``, an address on this device, if not 0: not
-    before the int32 there has reached ``count``.
+    ``source`` or ``target`` 0: what a push is given, ``offset`` bytes into it. ``counter``, an address on this device, if not
+    0: not before the int32 there has reached ``count``. ``rows``: so many pieces of ``nbytes``, pitches apart, in bytes.
     """
 
     target: int
@@ -58,6 +58,19 @@ class Copy:
     counter: int = 0
     count: int = 0
     lane: int = 0
+    rows: int = 1
+    target_pitch: int = 0
+    source_pitch: int = 0
+
+    def ends(self, given: int) -> tuple[int, int]:
+        """(target, source) where a push is given the address ``given``."""
+        return self.target or given + self.offset, self.source or given + self.offset
+
+    def pieces(self, given: int) -> Iterator[tuple[int, int]]:
+        """(target, source) of each row."""
+        target, source = self.ends(given)
+        for row in range(self.rows):
+            yield target + row * self.target_pitch, source + row * self.source_pitch
 
 
 Watcher = Callable[[Sequence[Copy], int, int], None]
@@ -76,6 +89,10 @@ class Transport(Protocol):
         """Collective: a zeroed symmetric buffer, mapped on every rank when this returns."""
         ...
 
+    def share(self, nbytes: int) -> Sequence[Any]:
+        """Collective: zeroed host memory of every rank, mapped here, by rank; empty where ranks of a group share none."""
+        ...
+
     def barrier(self) -> None:
         """Host-side rendezvous of the group; set-up and growth only. Work queued before it is complete after it."""
         ...
@@ -87,8 +104,8 @@ class Transport(Protocol):
     def push(self, copies: Sequence[Copy], source: int = 0) -> None:
         """Copy engine: do ``copies`` in order, behind what is queued now and beside what is queued later.
 
-        The same copies serve many calls, from another ``source`` each time. To this rank's own memory only single words:
-        larger copies inside one device may need its multiprocessors, which a waiting kernel holds.
+        The same copies serve many calls, from (or to) another ``source`` each time. Inside one device only single words:
+        larger copies there may need its multiprocessors, which a waiting kernel holds.
         """
         ...
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_to_all_flat = dist.all_to_all_single
 
-_PLACE_BYTES = 192
+T = TypeVar("T", int, str)
+_TEXT_BYTES = 512  # of a rank; what is longer is cut
 
 
 def wait_bounded(work: dist.Work | None, what: str, rank: int) -> None:
@@ -29,11 +31,18 @@ def wait_bounded(work: dist.Work | None, what: str, rank: int) -> None:
 
 
 def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Collective: the texts of all ranks, of at most ``_PLACE_BYTES`` characters each."""
-    mine = torch.frombuffer(bytearray(text.encode("ascii", "replace").ljust(_PLACE_BYTES)), dtype=torch.uint8).to(device)
-    everyone = torch.empty(dist.get_world_size(group) * _PLACE_BYTES, dtype=torch.uint8, device=device)
+    """Collective: the texts of all ranks, ASCII, of at most ``_TEXT_BYTES`` characters each. gloo takes a CPU device only."""
+    block = text.encode("ascii", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(block), dtype=torch.uint8).to(device)
+    everyone = torch.empty(dist.get_world_size(group) * _TEXT_BYTES, dtype=torch.uint8, device=device)
     wait_bounded(all_gather_flat(everyone, mine, group=group, async_op=True), "barrier", dist.get_rank(group))
-    return [bytes(row.tolist()).decode("ascii").rstrip() for row in everyone.view(-1, _PLACE_BYTES).cpu()]
+    return [bytes(row.tolist()).rstrip(b"\0").decode("ascii") for row in everyone.view(-1, _TEXT_BYTES).cpu()]
+
+
+def the_odd(values: Sequence[T]) -> tuple[T, list[int]]:
+    """What most ranks have, and the ranks that have something else: alike on every rank, also where there is no majority."""
+    common = max(sorted(set(values)), key=values.count)
+    return common, [rank for rank, value in enumerate(values) if value != common]
 
 
 def agree_on_memory(nbytes: int, failure: str, place: str, exchange: Callable[[str], list[str]]) -> list[str]:
@@ -50,8 +59,7 @@ def agree_on_memory(nbytes: int, failure: str, place: str, exchange: Callable[[s
             "remedy: free some there, or call with smaller shapes"
         )
     sizes = [int(row[0]) for row in rows]
-    common = max(sorted(set(sizes)), key=sizes.count)
-    odd = [rank for rank, size in enumerate(sizes) if size != common]
+    common, odd = the_odd(sizes)
     if odd:
         asked = ", ".join(f"rank {rank}: {sizes[rank]} bytes" for rank in odd)
         raise RankMismatchError(

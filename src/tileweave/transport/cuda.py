@@ -8,6 +8,8 @@ are ours (torch's signal pad is shared by everything on a handle, and two stream
 from __future__ import annotations
 
 import ctypes
+import logging
+import mmap
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -19,6 +21,7 @@ from tileweave.errors import UnsupportedError
 from tileweave.topology import Machine, preset
 from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.collectives import agree_on_memory
+from tileweave.transport.host_memory import share
 from tileweave.transport.rendezvous import Meeting
 
 
@@ -37,6 +40,7 @@ def describe(index: int) -> Machine:
     )
 
 
+_LOG = logging.getLogger("tileweave")
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, so it is safe when counts wrap
 
 # The stream's handle alone; torch.cuda.current_stream() makes an object around it.
@@ -45,12 +49,33 @@ current_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 )
 
 
+class _Pitched(ctypes.Structure):
+    """``CUDA_MEMCPY2D``."""
+
+    _fields_ = (
+        *(
+            (f"{end}_{name}", kind)
+            for end in ("source", "target")
+            for name, kind in (
+                ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("type", ctypes.c_uint), ("host", ctypes.c_void_p),
+                ("device", ctypes.c_uint64), ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t),
+            )
+        ),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )  # fmt: skip
+
+
+_ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
+
+
 @lru_cache(maxsize=1)
 def driver() -> ctypes.CDLL:
     """The CUDA driver, for copies by address and the events around them: through torch each costs twice the host time."""
     library = ctypes.CDLL("libcuda.so.1")
     handle = ctypes.c_void_p
     library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, handle]
+    library.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Pitched), handle]
     library.cuStreamWaitValue32_v2.argtypes = [handle, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
     library.cuEventRecord.argtypes = [handle, handle]
     library.cuStreamWaitEvent.argtypes = [handle, handle, ctypes.c_uint]
@@ -138,6 +163,13 @@ class CudaTransport:
         self.barrier()
         return SymmetricBuffer(local, addresses, handle)
 
+    def share(self, nbytes: int) -> list[mmap.mmap]:
+        try:
+            return share(nbytes, self.rank, self._meeting.exchange)
+        except UnsupportedError as error:  # the same on all ranks
+            _LOG.warning("ranks share no host memory, so calls that do not match end in a time-out: %s", error)
+            return []
+
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
         dist.barrier(group=self.group, device_ids=[self.device.index])
@@ -174,7 +206,11 @@ class CudaTransport:
                 self._gather(lanes)
             side = handles[copy.lane]
             status = await_value(side, copy.counter, copy.count, _AT_LEAST) if copy.counter else 0
-            status = status or submit(copy.target, copy.source or source + copy.offset, copy.nbytes, side)
+            target, start = copy.ends(source)
+            if copy.rows == 1:
+                status = status or submit(target, start, copy.nbytes, side)
+            else:
+                status = status or self._submit_rows(copy, target, start, side)
             if status:
                 raise UnsupportedError(
                     f"asked: a copy of {copy.nbytes} bytes to a peer; allowed: memory that the driver can copy to "
@@ -182,6 +218,14 @@ class CudaTransport:
                 )
         if self.watch is not None:
             self.watch(copies, 0, 0)
+
+    def _submit_rows(self, copy: Copy, target: int, source: int, side: int) -> int:
+        about = _Pitched(
+            source_type=_ON_DEVICE, source_device=source, source_pitch=copy.source_pitch,
+            target_type=_ON_DEVICE, target_device=target, target_pitch=copy.target_pitch,
+            width=copy.nbytes, height=copy.rows,
+        )  # fmt: skip
+        return self._driver.cuMemcpy2DAsync_v2(about, side)
 
     def _gather(self, lanes: int) -> None:
         """Order lane 0 behind the others."""

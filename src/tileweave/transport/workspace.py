@@ -15,6 +15,7 @@ import torch
 
 from tileweave.errors import CaptureError, InputError, PeerTimeout
 from tileweave.transport import base
+from tileweave.transport.ledger import Ledger
 from tileweave.transport.regions import Regions
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class Instance:
 
     Attributes
     ----------
-    signals : int32 ``[R, MAX_SLICES]`` then ``[R]`` barrier words then ``[1]`` for own pushes done; symmetric.
+    signals : int32 ``[R, MAX_SLICES]`` then ``[R]`` barrier words then ``[1]`` for own pushes done; symmetric. Behind them,
+        ``[2, R, MAX_SLICES]`` *flags* by slot: 1 where a peer has something for a copy engine of this rank, else 0.
     signal_table, slot_table : int64 ``[R]``, the address of each rank's signals and slots as mapped here.
     control : int32, local: epoch of the next call, programs that left, fault flag, time-out in microseconds.
     report : int32, readable by the host while kernels run: the first wait that ran out of time.
@@ -54,12 +56,13 @@ class Instance:
     captured : whether a CUDA graph holds a call, so that the host no longer knows the epoch.
     """
 
-    def __init__(self, op: str, transport: Transport) -> None:
-        self.op, self.transport = op, transport
+    def __init__(self, op: str, transport: Transport, ledger: Ledger | None = None) -> None:
+        self.op, self.transport, self.ledger = op, transport, ledger or Ledger()
         self.world_size = transport.world_size
         signal_words = self.world_size * MAX_SLICES + self.world_size + 1
-        self._signals = transport.allocate(signal_words * 4)
-        self.signals = self._signals.local.view(torch.int32)
+        self._signals = transport.allocate((signal_words + 2 * self.world_size * MAX_SLICES) * 4)
+        words = self._signals.local.view(torch.int32)
+        self.signals, self.flags = words[:signal_words], words[signal_words:]
         self.signal_table = self._table(self._signals)
         self.control = torch.zeros(base.CONTROL_WORDS, dtype=torch.int32, device=transport.device)
         self.report = transport.host_visible(base.REPORT_WORDS)
@@ -128,12 +131,15 @@ class Instance:
                 "reserved before the capture; remedy: call tw.warmup(...) with the largest shapes before capturing"
             )
 
-    def begin(self) -> bool:
+    def begin(self, mark: int = 0) -> bool:
         """Open a call: report an earlier time-out, and order this call behind the last one on this device.
 
-        Returns whether the call is being captured into a CUDA graph.
+        ``mark``: a checksum of the call, compared with what peers call (0: not compared). Returns whether the call is being
+        captured into a CUDA graph.
         """
         self.check()
+        if mark:
+            self.ledger.post(self.op, mark)
         capturing = self.transport.capturing()
         self.captured |= capturing
         self.calls += 1
@@ -141,9 +147,10 @@ class Instance:
         return capturing
 
     def check(self) -> None:
-        """Raise :class:`PeerTimeout` if a wait of an earlier call ran out of time."""
+        """Raise :class:`PeerTimeout` if a wait of an earlier call ran out of time, :class:`RankMismatchError` if that is why."""
         if not self._report[base.REPORT_SET]:
             return
+        self.ledger.compare(self.op)  # the peer may have been there, with another call
         rank, signal = self.transport.rank, int(self._report[base.REPORT_SIGNAL])
         barrier_words = self.world_size * MAX_SLICES
         peer = signal // MAX_SLICES if signal < barrier_words else signal - barrier_words
@@ -168,6 +175,7 @@ class Workspace:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
+        self.ledger = Ledger()
         self.instances: dict[tuple[str, str], Instance] = {}
         self.accepted: dict[object, Plan] = {}  # signatures of calls whose arguments were checked, and their plans
 
@@ -180,12 +188,13 @@ class Workspace:
                     f"asked: the first call of {op} under CUDA-graph capture; allowed: capture after the workspace "
                     "exists; remedy: call tw.warmup(...) before capturing"
                 )
-            found = self.instances[op, kind] = Instance(op, self.transport)
+            found = self.instances[op, kind] = Instance(op, self.transport, self.ledger)
         return found
 
     def check(self) -> None:
         for instance in self.instances.values():
             instance.check()
+        self.ledger.compare("the last operator")
 
     def close(self) -> None:
         """Wait for this device, then let go of all memory. Not collective; usable after a peer died.
@@ -197,6 +206,7 @@ class Workspace:
         for instance in self.instances.values():
             instance.cache.clear()
         self.instances.clear()
+        self.ledger.close()
         self.transport.close()
 
 

@@ -1,0 +1,169 @@
+"""exchange: an all-gather, reduce-scatter or all-reduce of what stands in memory, in one launch; beside a library's matmul.
+
+    x      local: the own shard (gather only), or all R shards in a row
+    out    local: all R shards; the own one if nothing is gathered
+    slot   one of two, by parity of the epoch: [R-1, size] partials of the own shard, then [R-1, size] finished shards of
+           the peers; place i belongs to the i-th peer in order of ranks
+
+A shard is ``size`` elements in a row, the last ones may be shorter, or empty: of rows for a reduce-scatter, of anything for
+an all-reduce. Who writes, who reads: a program has the same blocks of every shard. ``REDUCE``: it stores its blocks of a
+peer's shard in that peer's slot; of the own shard it takes what peers stored, adds it to its own in fp32 and in rank order,
+and rounds once. ``GATHER``: it stores the own shard's finished blocks in every peer's slot, and takes theirs. There is no
+signal and no fence: data announces itself (``language/marked.py``).
+
+    program p | REDUCE: push blocks of r+1, r+2, r+3 | take, add, store: own blocks; GATHER: push them to all | take theirs |
+
+Why no slot is overwritten: every rank needs data of every peer in every call, so when my call n ends each peer has begun call
+n, hence ended n-1, the last reader of the slot (and writer of its zeros) that call n+1 writes. Where the own shard is empty,
+nothing comes for it, but finished shards do; a peer that has an empty one waits for mine.
+Why nobody is stuck: a program pushes before it waits, and waits for the same program of peers.
+
+Limits: x and out contiguous, of one dtype, in which partials travel; of an all-reduce and a gather, minus zero comes out as
+zero, so that all ranks have the same bits. Sources: NCCL's LL protocol; two-shot all-reduce.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tileweave.config import MatmulConfig
+from tileweave.errors import require
+from tileweave.kernels.endpoint import Endpoint
+from tileweave.kernels.launch import Prepared, hooked, prepare
+from tileweave.language.marked import expected_zero, put_marked, take_each, take_marked
+from tileweave.language.remote import symm_at
+from tileweave.language.signal import leave, load_epoch
+from tileweave.schedule import cdiv
+
+MAX_SLICES = tl.constexpr(32)
+
+
+@triton.jit
+def place_of(source, reader):
+    """The place of ``source`` among the peers of ``reader``."""
+    return (source - (source > reader).to(tl.int32)).to(tl.int64)
+
+
+@triton.jit
+def push_partials(
+    x, slot_table, slot_offset, at, size, total, rank, WORLD_SIZE: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """A block of every peer's shard into that peer's slot."""
+    for i in tl.static_range(1, WORLD_SIZE):
+        owner = (rank + i) % WORLD_SIZE
+        begin = owner.to(tl.int64) * size
+        mask = (at < size) & (begin + at < total)
+        value = tl.load(x + begin + at, mask=mask)
+        put_marked(symm_at(slot_table, owner, dtype, 16) + slot_offset + place_of(rank, owner) * size + at, value, mask)
+
+
+@triton.jit
+def push_finished(value, slot_table, slot_offset, at, mask, size, rank, WORLD_SIZE: tl.constexpr):
+    """A block of the own shard into every peer's slot. ``slot_offset``: of finished shards."""
+    for i in tl.static_range(1, WORLD_SIZE):
+        peer = (rank + i) % WORLD_SIZE
+        target = symm_at(slot_table, peer, value.dtype, 16) + slot_offset + place_of(rank, peer) * size
+        put_marked(target + at, value, mask)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def exchange_kernel(
+    x, bias, residual, out, slots, slot_table, control, report, rank, slot_size, size, total, cols,
+    WORLD_SIZE: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, REDUCE: tl.constexpr, GATHER: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """``total``: elements of all shards. ``cols``: of a row, for the bias. ``PEERS``: a power of two, R-1 or more."""
+    program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
+    epoch = load_epoch(control)
+    slot_offset = (epoch & 1).to(tl.int64) * slot_size
+    finished = slot_offset + (WORLD_SIZE - 1) * size if REDUCE else slot_offset
+    dtype: tl.constexpr = x.dtype.element_ty
+    own = tl.cast(rank, tl.int64) * size
+    lane = tl.arange(0, BLOCK)
+    if REDUCE:
+        for begin in range(program * BLOCK, size, step):
+            push_partials(x, slot_table, slot_offset, begin + lane, size, total, rank, WORLD_SIZE, dtype)
+    for begin in range(program * BLOCK, size, step):
+        at = begin + lane
+        mask = (at < size) & (own + at < total)
+        if REDUCE:
+            acc = tl.load(x + own + at, mask=mask, other=0.0).to(tl.float32)
+            parts = slots + slot_offset + at[None, :]
+            acc = take_marked(
+                acc[None, :], parts, size, mask[None, :], 0, rank, begin // BLOCK, epoch, control, report, WORLD_SIZE - 1,
+                MAX_SLICES,
+            )  # fmt: skip
+            acc = tl.reshape(acc, (BLOCK,))
+            if HAS_BIAS:
+                acc += tl.load(bias + (own + at) % cols, mask=mask, other=0.0).to(tl.float32)
+            if HAS_RESIDUAL:
+                acc += tl.load(residual + own + at, mask=mask, other=0.0).to(tl.float32)
+            value = acc.to(dtype)
+        else:
+            value = tl.load(x + at, mask=mask)
+        if GATHER:
+            value = expected_zero(value)
+            push_finished(value, slot_table, finished, at, mask, size, rank, WORLD_SIZE)
+            tl.store(out + own + at, value, mask=mask)
+        else:
+            tl.store(out + at, value, mask=mask)
+    if GATHER:
+        peer = tl.arange(0, PEERS)
+        source = (peer + (peer >= rank).to(tl.int32)).to(tl.int64)[:, None] * size
+        for begin in range(program * BLOCK, size, step):
+            at = (begin + lane)[None, :]
+            mask = (peer < WORLD_SIZE - 1)[:, None] & (at < size) & (source + at < total)
+            pointers = slots + finished + peer.to(tl.int64)[:, None] * size + at
+            value = take_each(pointers, mask, rank, begin // BLOCK, epoch, control, report, MAX_SLICES)
+            tl.store(out + source + at, expected_zero(value), mask=mask)
+    leave(control, epoch, tl.num_programs(0))
+
+
+WORDS = ("x", "bias", "residual", "out")  # what changes between the launches of one shape
+ALIGN = 8  # elements: where a shard of an all-reduce may begin
+
+
+def slot_elements(size: int, world_size: int, reduce: bool, gather: bool) -> int:
+    """Elements of a slot for shards of ``size`` elements."""
+    return (world_size - 1) * size * (reduce + gather)
+
+
+class Launcher:
+    """One shape's launches of this kernel; ``ops`` keeps one for each shape, and checks the arguments.
+
+    ``total``: elements of all shards, of ``size`` each. ``cols``: elements of a row. ``programs``: at most so many.
+    """
+
+    def __init__(
+        self, peers: Endpoint, world_size: int, rank: int, total: int, size: int, cols: int, programs: int,
+        config: MatmulConfig, reduce: bool, gather: bool,
+    ) -> None:  # fmt: skip
+        self.peers, self.config = peers, config
+        self.block = config.tile_m * config.tile_n
+        self.programs = min(programs, cdiv(size, self.block))
+        self.sizes = (rank, peers.slot_size, size, total, cols)
+        self.constants = (world_size, triton.next_power_of_2(world_size - 1), self.block, reduce, gather)
+        self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
+
+    def __call__(
+        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    ) -> None:
+        """Launch on the current stream."""
+        held = [x, out if bias is None else bias, out if residual is None else residual, out]
+        words = tuple(t.data_ptr() for t in held)
+        variant = (bias is None, residual is None, *(at % 16 == 0 for at in words))
+        prepared = self.prepared.get(variant)
+        if prepared is not None and not hooked():
+            return prepared(words)
+        require(x.is_contiguous() and out.is_contiguous(), "rows with gaps", "contiguous x and out", "call .contiguous()")
+        peers = self.peers
+        arguments = (
+            *held, peers.slots, peers.slot_table, peers.control, peers.report, *self.sizes, *self.constants,
+            bias is not None, residual is not None,
+        )  # fmt: skip
+        compiled = exchange_kernel[(self.programs,)](*arguments, num_warps=self.config.num_warps)
+        if variant not in self.prepared:
+            self.prepared[variant] = prepare(compiled, self.programs, arguments, WORDS)
+        return None

@@ -1,0 +1,91 @@
+"""Operators whose matmul is the vendor library's: that, and one launch of ours for what goes between ranks.
+
+For sizes where data is short of time to travel and cuBLAS is faster than a matmul that waits for peers as it goes:
+decisions 0011 and 0056. The tables choose (``MatmulConfig.kernel == "library"``).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tileweave.config import MatmulConfig
+from tileweave.kernels.exchange import ALIGN, Launcher, slot_elements
+from tileweave.ops.registry import endpoint
+from tileweave.schedule import cdiv
+from tileweave.transport.workspace import Instance, Workspace
+
+INSTANCE = "library"  # of its own: its slots have another layout than a fused kernel's
+
+
+def gather_then_multiply(
+    workspace: Workspace,
+    op: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    gathered: torch.Tensor | None,
+    config: MatmulConfig,
+) -> None:
+    """out [R m, n] = gather(x [m, K]) @ w [n, K].T + bias; ``gathered`` [R m, K] too where it is asked for."""
+    size = workspace.transport.world_size
+    whole = x.new_empty(size * x.shape[0], x.shape[1]) if gathered is None else gathered
+    _exchange(workspace, op, config, x.contiguous(), whole, x.numel(), False, True)
+    if bias is None:
+        torch.mm(whole, w.t(), out=out)
+    else:
+        torch.addmm(bias, whole, w.t(), out=out)
+
+
+def multiply_then_reduce(
+    workspace: Workspace,
+    op: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    config: MatmulConfig,
+) -> None:
+    """out = sum over ranks of x [M, k] @ w [N, k].T, + bias, + residual: own rows of it, or all where ``out`` has M rows."""
+    partial = torch.mm(x, w.t())
+    size, everywhere = workspace.transport.world_size, out.shape[0] == x.shape[0]
+    shard = cdiv(cdiv(partial.numel(), size), ALIGN) * ALIGN if everywhere else out.numel()
+    _exchange(workspace, op, config, partial, out, shard, True, everywhere, bias, residual)
+
+
+def _exchange(
+    workspace: Workspace,
+    op: str,
+    config: MatmulConfig,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    shard: int,
+    reduce: bool,
+    gather: bool,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    instance = workspace.instance(op, INSTANCE)
+    key = (x.shape, x.dtype, id(config))  # the launcher keeps the config, so the id stays its own
+    launch = instance.cache.get(key) or _launcher(workspace, instance, config, x, shard, reduce, gather)
+    instance.cache[key] = launch
+    instance.begin()
+    try:
+        launch(x, out, bias, residual)  # type: ignore[operator]
+    finally:
+        if not x.is_cuda:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
+            instance.check()
+
+
+def _launcher(
+    workspace: Workspace, instance: Instance, config: MatmulConfig, x: torch.Tensor, shard: int, reduce: bool, gather: bool
+) -> Launcher:
+    transport = workspace.transport
+    size = transport.world_size
+    instance.reserve(slot_elements(shard, size, reduce, gather) * x.element_size())
+    total = x.numel() if reduce else size * x.numel()
+    return Launcher(
+        endpoint(instance, x.dtype), size, transport.rank, total, shard, x.shape[1], transport.machine.num_sms, config, reduce,
+        gather,
+    )  # fmt: skip

@@ -1,0 +1,76 @@
+"""The ledger: what each rank calls, written down where its peers read it, so that calls that do not match are found.
+
+Every rank has a page in memory that all ranks of the host share. Before it launches call n of the group it writes there, in
+place n modulo ``PLACES``, the number n and a mark of what it calls (a checksum of operator, shapes, dtypes, options). Then
+it looks at what its peers wrote for the calls that it has not compared yet. Nobody waits: who is first finds nothing and
+goes on, who comes later finds the difference before its kernel is launched, and who was first finds it at its next call, or
+when its kernel gives up waiting. One 8-byte word is both number and mark, so no order between words is needed.
+
+Host only: nothing of this is in a captured graph, and an eager call pays for R + 1 loads and stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tileweave.errors import RankMismatchError
+
+PLACES = 1024  # so many calls may a rank be ahead of another one until some of them are not compared
+NBYTES = 8 * PLACES
+_NUMBER, _HALF = 0xFFFFFFFF, 1 << 31
+
+
+class Ledger:
+    """One for a workspace. Until :meth:`open`, and without blocks, it compares nothing. ``calls``: how many this rank has written down."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.opened = False
+        self._rank = -1
+        self._pages: list[Any] = []
+        self._compared: list[int] = []  # calls compared, by rank
+
+    def open(self, blocks: Sequence[Any], rank: int) -> None:
+        """``blocks``: a writable buffer of ``NBYTES`` zeros of each rank."""
+        self.opened, self._rank = True, rank
+        self._pages = [memoryview(block).cast("B").cast("Q") for block in blocks]
+        self._compared = [0] * len(blocks)
+
+    def post(self, op: str, mark: int) -> None:
+        """Write down that ``op`` is called next, with ``mark``; raise :class:`RankMismatchError` if a peer calls another."""
+        if not self._pages:
+            return
+        self.calls = number = self.calls + 1
+        self._pages[self._rank][number % PLACES] = (mark & _NUMBER) << 32 | number & _NUMBER
+        self.compare(op)
+
+    def compare(self, op: str) -> None:
+        """Look at what peers have written for the calls that this rank has made."""
+        last = self.calls
+        for peer, page in enumerate(self._pages):
+            if peer == self._rank:
+                continue
+            number = max(self._compared[peer] + 1, last - PLACES + 1)
+            while number <= last:
+                place = number % PLACES
+                theirs = page[place]
+                if theirs != self._pages[self._rank][place]:
+                    ahead = (theirs - number) & _NUMBER
+                    if ahead == 0:
+                        self._refuse(op, peer, last - number)
+                    if ahead >= _HALF:  # an older call stands there: the peer has not come so far
+                        break
+                number += 1  # the same, or overwritten by a peer that is far ahead
+            self._compared[peer] = number - 1
+
+    def _refuse(self, op: str, peer: int, ago: int) -> None:
+        what = f"{op} on rank {self._rank}" if ago == 0 else f"a call on rank {self._rank}, {ago} before its last one,"
+        raise RankMismatchError(
+            f"asked: {what} where rank {peer} calls something else; allowed: the same operators in the same order, with the "
+            f"same shapes, dtypes and options on every rank; remedy: look at what rank {peer} passes (TILEWEAVE_DEBUG=1 "
+            "shows it), then tileweave.close(group), and call again on every rank"
+        )
+
+    def close(self) -> None:
+        self._pages.clear()

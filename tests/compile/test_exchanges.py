@@ -1,0 +1,130 @@
+"""The kernels of matmul_all_to_all and all_to_all_matmul, compiled without a GPU: do they fit, do they keep the protocol?
+
+As `test_kernels.py` and `test_reductions.py`, whose tools these tests use. New are chunks that peers pull: stored, drained,
+counted; the last program to count one signals its owner, and a copy engine there, which waits for a flag, reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.compile.harness import TARGETS, Compiled
+from tests.compile.test_kernels import (
+    DEPTH,
+    RANK,
+    REGISTERS,
+    STACK,
+    TENSOR_CORE,
+    WORLD_SIZE,
+    compile_one,
+    endpoint,
+)
+
+from tileweave.config import MatmulConfig, Problem, scatter_schedule_for, tuned_entries
+from tileweave.kernels import all_gather_matmul, all_gather_matmul_hopper, matmul_all_to_all, matmul_all_to_all_hopper
+from tileweave.ops.all_gather_matmul_fused import _cut
+from tileweave.schedule_scatter import Exchange
+from tileweave.topology import H200
+
+M, N = 1024, 2048
+HOWS = tuple(Exchange(scatter, gather) for scatter in (0, 1) for gather in (0, 1))
+QKV, PROJECTION = Exchange(1, 0), Exchange(0, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One variant of either operator."""
+
+    op: str
+    config: MatmulConfig
+    how: Exchange
+    bias: bool = False
+    kept: bool = False
+
+    @property
+    def push(self) -> bool:
+        return self.config.transport == "sm"
+
+    def __str__(self) -> str:
+        c = self.config
+        extras = [name for name in ("bias", "kept") if getattr(self, name)]
+        shape = f"{c.tile_m}x{c.tile_n}x{c.tile_k}-{c.num_warps}w"
+        return "-".join([self.op, c.kernel, c.transport, shape, f"{self.how.scatter_dim}{self.how.gather_dim}", *extras])
+
+
+OUT, IN = "matmul_all_to_all", "all_to_all_matmul"
+SMALL = MatmulConfig("triton", "sm", 64, 64, 32, num_stages=3, num_warps=4)
+TRITON_CASES = (
+    Case(OUT, SMALL, QKV, bias=True),
+    Case(OUT, replace(SMALL, transport="copy_engine"), PROJECTION, bias=True),
+    Case(IN, SMALL, Exchange(1, 1), kept=True),
+    Case(IN, replace(SMALL, transport="copy_engine"), PROJECTION, bias=True),
+    Case(IN, SMALL, Exchange(0, 0)),
+)
+
+
+def tuned_cases() -> list[Case]:
+    """Both tuned tables, once for each kernel that differs: slices and teams are arguments, not code."""
+    alike = {"num_slices": 4, "num_producers": 32, "team": 1, "band_sources": 1, "own_first": True, "group_m": 8}
+    cases = [
+        Case(op, replace(entry.config, **alike), QKV if op == OUT else PROJECTION, bias=True)
+        for op in (OUT, IN)
+        for entry in tuned_entries(op)
+    ]
+    return list(dict.fromkeys(cases))
+
+
+HOPPER_CASES = tuned_cases()
+
+
+@functools.cache
+def compile_case(case: Case, target: str = "sm_90") -> Compiled:
+    c, dtype = case.config, torch.bfloat16
+    x, bias = torch.empty(M, DEPTH, dtype=dtype), torch.empty(N, dtype=dtype) if case.bias else None
+    if case.op == OUT:
+        w = torch.empty(N, DEPTH, dtype=dtype)
+        rows, cols = case.how.part(M, N, WORLD_SIZE)
+        schedule = scatter_schedule_for(Problem(WORLD_SIZE, rows, cols, DEPTH, 2, ""), c, RANK, H200)
+        peers = endpoint(schedule.slot_elements(False), dtype)
+        common = (peers, schedule, c, case.how, rows)
+        if c.kernel == "hopper":
+            launcher = matmul_all_to_all_hopper.Launcher(*common, dtype, DEPTH, DEPTH)
+        else:
+            launcher = matmul_all_to_all.Launcher(*common)
+        out = torch.empty(case.how.result(M, N, WORLD_SIZE), dtype=dtype)
+        return compile_one(lambda: launcher(x, w, bias, out, 0), target)
+    rows, depth = case.how.result(M, DEPTH, WORLD_SIZE)
+    w, out = torch.empty(N, depth, dtype=dtype), torch.empty(rows, N, dtype=dtype)
+    rank = SimpleNamespace(rank=RANK, world_size=WORLD_SIZE, machine=H200)
+    schedule, parts = _cut(x, w, c, case.how, rank)  # type: ignore[arg-type]
+    peers = endpoint(x.numel(), dtype)
+    if c.kernel == "hopper":
+        launch = all_gather_matmul_hopper.Launcher(peers, schedule, c, dtype, depth, parts)
+    else:
+        launch = all_gather_matmul.Launcher(peers, schedule, c, parts)
+    kept = torch.empty(rows, depth, dtype=dtype) if case.kept else None
+    return compile_one(lambda: launch(x, w, bias, out, kept, 0), target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", TRITON_CASES, ids=str)
+def test_the_triton_kernel_fits_every_target(case: Case, target: str) -> None:
+    compiled = compile_case(case, target)
+    assert compiled.name == ("matmul_all_to_all_kernel" if case.op == OUT else "all_gather_matmul_kernel")
+    assert compiled.fits_shared
+    assert compiled.registers is not None and compiled.registers <= 255
+    assert compiled.spills is not None and compiled.spills <= STACK
+    assert TENSOR_CORE[target] in (compiled.ptx or str(compiled.asm["amdgcn"]))
+
+
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_the_hopper_kernel_fits_in_each_configuration(case: Case) -> None:
+    compiled = compile_case(case)
+    assert "hopper" in compiled.name and compiled.fits_shared
+    assert compiled.registers is not None and compiled.registers <= REGISTERS
+    assert compiled.spills is not None and compiled.spills <= STACK
+    assert "wgmma.mma_async" in str(compiled.ptx)

@@ -1,0 +1,79 @@
+"""The ledger of calls between two and three ranks in one process: who is first, who is late, who is far ahead."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import tileweave as tw
+from tileweave.transport.ledger import NBYTES, PLACES, Ledger
+
+
+def ledgers(size: int) -> list[Ledger]:
+    blocks = [bytearray(NBYTES) for _ in range(size)]
+    found = [Ledger() for _ in range(size)]
+    for rank, ledger in enumerate(found):
+        ledger.open(blocks, rank)
+    return found
+
+
+def test_without_memory_nothing_is_compared() -> None:
+    alone, closed = Ledger(), ledgers(2)[0]
+    closed.close()
+    for ledger in (alone, closed):
+        ledger.post("op", 7)
+        ledger.compare("op")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_equal_calls_in_any_order(seed: int) -> None:
+    order, found = random.Random(seed), ledgers(3)
+    left = [3 * PLACES] * 3
+    while any(left):
+        rank = order.choice([r for r in range(3) if left[r]])
+        for _ in range(min(left[rank], order.choice([1, 2, 50, 2 * PLACES]))):  # also further ahead than there are places
+            left[rank] -= 1
+            found[rank].post("op", 3 * PLACES - left[rank])
+    for ledger in found:
+        ledger.compare("op")
+
+
+@pytest.mark.parametrize("before", [0, 1, PLACES - 1, PLACES, 5 * PLACES + 3])
+def test_who_comes_second_is_refused_at_once_and_who_was_first_at_the_next_look(before: int) -> None:
+    first, second = ledgers(2)
+    for number in range(before):
+        first.post("op", number)
+        second.post("op", number)
+    first.post("op", 10)
+    with pytest.raises(tw.RankMismatchError, match=r"asked: an_op on rank 1 where rank 0 .*allowed: .*remedy: "):
+        second.post("an_op", 11)
+    for _ in range(2):  # and it stays so
+        with pytest.raises(tw.RankMismatchError, match="rank 0 where rank 1"):
+            first.compare("op")
+
+
+def test_a_difference_is_found_also_some_calls_later() -> None:
+    first, second = ledgers(2)
+    for number in range(20):
+        first.post("op", number)
+    for number in range(12):
+        second.post("op", number)
+    with pytest.raises(tw.RankMismatchError):
+        second.post("op", 99)
+    with pytest.raises(tw.RankMismatchError, match="7 before its last"):
+        first.compare("op")
+
+
+def test_numbers_wrap() -> None:
+    first, second = ledgers(2)
+    for ledger in (first, second):
+        ledger.calls = 2**32 - PLACES - 3
+        ledger._compared = [ledger.calls] * 2
+    for mark in range(PLACES + 6):
+        first.post("op", mark)
+        second.post("op", mark)
+    assert first.calls > 2**32
+    first.post("op", 1)
+    with pytest.raises(tw.RankMismatchError):
+        second.post("op", 2)
