@@ -1,0 +1,80 @@
+"""Tiles of grouped matmuls: the device's walk equals the host's, and every row meets every column once."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from tileweave.schedule_grouped import GroupedProblem, experts_per_block, plan_dispatch, walk
+from tileweave.topology import CPU, H200
+
+
+def offsets_of(seed: int) -> list[int]:
+    draw = random.Random(seed)
+    offsets = [0]
+    for _ in range(draw.randint(1, 9)):
+        offsets.append(offsets[-1] + draw.choice((0, 0, 1, 3, 16, 17, 70)))
+    return offsets
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_row_meets_every_column_once(seed: int) -> None:
+    offsets, cols = offsets_of(seed), 40
+    seen: dict[tuple[int, int], int] = {}
+    for expert, first, end, col in walk(offsets, cols, 16, 16, 1 + seed % 4):
+        assert offsets[expert] <= first < end == offsets[expert + 1]
+        for row in range(first, min(first + 16, end)):
+            seen[row, col] = seen.get((row, col), 0) + 1
+    assert set(seen) == {(row, col) for row in range(offsets[-1]) for col in range(3)}
+    assert not seen or set(seen.values()) == {1}
+
+
+@pytest.mark.parametrize("stride", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(20))
+def test_device_walk_equals_the_hosts(seed: int, stride: int) -> None:
+    """Programs that take every ``stride``-th tile find the tiles of the host's list, and its end."""
+    tiles = pytest.importorskip("tileweave.kernels.grouped_tiles")
+    first_expert, walk_to, place_in_expert = tiles.SOURCES
+    offsets, group = offsets_of(seed), 1 + seed % 4
+    experts, want = len(offsets) - 1, list(walk(offsets, 40, 16, 16, group))
+    with mock.patch.object(tiles, "tl", SimpleNamespace(load=offsets.__getitem__)):
+        for program in range(stride):
+            state, found = first_expert(0, 3, 16), []
+            tile = program
+            while True:
+                state = walk_to(tile, *state, 0, experts, 3, 16)
+                expert, first_tile, _, begin, end = state
+                if expert == experts:
+                    break
+                row, col = place_in_expert(tile - first_tile, begin, end, 3, 16, group)
+                found.append((expert, row, end, col))
+                tile += stride
+            assert found == want[program::stride]
+
+
+def test_blocks_of_experts() -> None:
+    for experts in range(1, 130):
+        for blocks in (1, 2, 8, 32):
+            size = experts_per_block(experts, blocks)
+            assert 1 <= -(-experts // size) <= blocks
+
+
+def test_paths_of_dispatch() -> None:
+    problem = GroupedProblem(4, 4096, 8, 32, 3072, 4096, 2, "bfloat16")
+    assert plan_dispatch(problem, H200, False).path == "fused"
+    assert plan_dispatch(problem, CPU, True).path == "fused"
+    assert plan_dispatch(problem, CPU, False).path == "unfused"
+    for tokens in (1, 8, 32, 128, 1024, 4096, 65536):
+        cut = plan_dispatch(GroupedProblem(4, tokens, 8, 32, 3072, 4096, 2, "bfloat16"), H200, False).cut
+        assert cut is not None and cut.signal_blocks <= 32
+    for odd in (
+        GroupedProblem(1, 4096, 8, 32, 3072, 4096, 2, "bfloat16"),
+        GroupedProblem(9, 4096, 8, 32, 3072, 4096, 2, "bfloat16"),
+        GroupedProblem(4, 0, 8, 32, 3072, 4096, 2, "bfloat16"),
+        GroupedProblem(4, 4096, 8, 32, 3072, 4095, 2, "bfloat16"),
+        GroupedProblem(4, 4096, 8, 32, 3072, 4096, 4, "float32"),
+    ):
+        assert plan_dispatch(odd, H200, False).path == "unfused"
