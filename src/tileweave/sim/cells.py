@@ -77,6 +77,8 @@ def read_cells(paths: Iterable[Path]) -> list[Cell]:
             raise InputError(f"asked: {path}, line {error.lineno}: {error.msg}; allowed: JSON; remedy: fix the file") from None
         if "components" in data:
             found += [_component(path.name, data["machine"], entry) for entry in data["components"]]
+        elif "sweeps" in data:
+            found += [cell for sweep in data["sweeps"] for case in sweep["cases"] for cell in _sweep(path.name, data, sweep, case)]
         elif "cases" in data:
             found += [cell for case in data["cases"] for cell in _bench(path.name, data, case)]
         else:
@@ -94,6 +96,18 @@ def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell
         if name in QUANTITIES
         and timing.get("median_us")
         and (name != "tileweave" or case.get("path", "fused").startswith("fused"))
+    ]
+
+
+def _sweep(source: str, data: dict[str, Any], sweep: dict[str, Any], case: dict[str, Any]) -> list[Cell]:
+    """Configurations of one kernel beside its peers: the library takes the best of its own."""
+    peers = {"gemm": "compute", "nccl": "unfused", "corun": "bound"}
+    times = {peers[name]: us for name, us in case["us"].items() if name in peers}
+    own = [us for name, us in case["us"].items() if name not in (*peers, *sweep["others"])]
+    shape = (case["M"], case["N"], case["K"])
+    return [
+        Cell(source, sweep["op"], quantity, data["world_size"], shape, sweep["graph"], us * 1e-6)
+        for quantity, us in {**times, "fused": min(own)}.items()
     ]
 
 

@@ -192,23 +192,36 @@ class _Gather(_Kernel):
 
 def scatter_matmul(
     schedule: ScatterSchedule, combine: Combine, costs: Costs, cluster: Cluster, graph: bool, itemsize: int = 2,
-    record: bool = False,
+    record: bool = False, by_engine: bool = False,
 ) -> KernelRun:  # fmt: skip
     """A matmul whose tiles are pushed to their owners as they are made, by the kernels' own order: remote ones first.
+
+    by_engine : copy engines take whole chunks, one lane an owner, when all tiles of a chunk are there; else the kernel stores
+    each tile to its owner.
 
     combine : what an owner does with what arrives: ``sum`` (reduce-scatter), ``sum_and_gather`` (all-reduce in two shots),
     ``one_shot`` (all-reduce: everybody gets all parts and sums them), ``keep`` (all-to-all).
     """
-    kernel = _Scatter(schedule, combine, costs, cluster, itemsize, record)
+    kernel = _Scatter(schedule, combine, costs, cluster, itemsize, record, by_engine)
     return kernel.run(costs.c.fused_launch if graph else costs.c.fused_eager, [])
 
 
 class _Scatter(_Kernel):
     def __init__(
-        self, schedule: ScatterSchedule, combine: Combine, costs: Costs, cluster: Cluster, itemsize: int, record: bool
-    ) -> None:
+        self, schedule: ScatterSchedule, combine: Combine, costs: Costs, cluster: Cluster, itemsize: int, record: bool,
+        by_engine: bool,
+    ) -> None:  # fmt: skip
         m, n, k = schedule.rows * schedule.world_size, schedule.cols, schedule.depth
-        super().__init__(schedule, costs, cluster, costs.c.store_fraction, itemsize, (m * k + n * k) * itemsize, record)
+        fraction = costs.c.copy_fraction if by_engine else costs.c.store_fraction
+        super().__init__(schedule, costs, cluster, fraction, itemsize, (m * k + n * k) * itemsize, record)
+        self.by_engine = by_engine
+        self.missing = {  # tiles of each remote chunk that are not made yet, by owner's distance less one
+            (step, chunk): (end - first) * schedule.tile_cols
+            for step in range(schedule.world_size - 1)
+            for chunk in range(schedule.chunks)
+            for first, end in [schedule.chunk_bounds(chunk)]
+        }
+        self.lanes: dict[int, simpy.Event] = {}  # the end of the last copy of each
         self.owners: ScatterSchedule = schedule
         self.combine: Combine = combine
         self.got: dict[tuple[int, int], simpy.Event] = {}
@@ -225,7 +238,8 @@ class _Scatter(_Kernel):
             per_owner = self.owners.per_source
             tiles, per_tile = per_owner * (size - 1) + (per_owner if self.combine == "sum_and_gather" else 0), 1
         processes += [self.env.process(self._program(p, units)) for p, units in self.work.items() if units]
-        processes.append(self.env.process(self._egress(tiles * per_tile)))
+        if not self.by_engine:
+            processes.append(self.env.process(self._egress(tiles * per_tile)))
         return super().run(launch, processes)
 
     def _egress(self, count: int) -> Generator[simpy.Event, Any, None]:
@@ -240,13 +254,33 @@ class _Scatter(_Kernel):
             last.callbacks.append(lambda _, told=told: told.succeed())
         yield last
 
+    def _chunk_of(self, index: int) -> int:
+        return index // (min(self.owners.chunk_rows, self.owners.tile_rows) * self.owners.tile_cols)
+
+    def _count(self, step: int, chunk: int) -> None:
+        """A tile of a remote chunk is made; the last one lets its copy go."""
+        self.missing[step, chunk] -= 1
+        if self.missing[step, chunk] == 0:
+            self.lanes[step] = self.env.process(self._copy(step, chunk, self.lanes.get(step)))
+
+    def _copy(self, step: int, chunk: int, before: simpy.Event | None) -> Generator[simpy.Event, Any, None]:
+        if before is not None:
+            yield before
+        schedule, begin = self.owners, self.env.now
+        first, end = schedule.chunk_bounds(chunk)
+        rows = min(end * schedule.tile_m, schedule.rows) - first * schedule.tile_m
+        yield self.push(float(rows * schedule.cols * self.itemsize), [step + 1], self.c.copy_latency)
+        self.note(-1, "push", (schedule.rank + 1 + step) % schedule.world_size, begin)
+        self._event(step + 1, chunk).succeed()
+
     def _event(self, step: int, index: int) -> simpy.Event:
         return self.got.setdefault((step, index), self.env.event())
 
     def _program(self, program: int, units: list[Unit]) -> Generator[simpy.Event, Any, None]:
         size, mine = self.owners.world_size, []
         for unit in units:
-            self.travelling = len(self.queue.items)
+            if not self.by_engine:
+                self.travelling = len(self.queue.items)
             owner = SEVERAL if self.shares else unit.first_row // self.owners.rows
             done = yield from self.unit(program, unit, owner)
             if not done:
@@ -256,10 +290,13 @@ class _Scatter(_Kernel):
                 copies = (size - 1) if self.combine == "one_shot" else (size - 1) / size
                 self.queue.put((SEVERAL, self.tile_bytes * copies, self._event(0, unit.tile)))
                 mine.append(unit.tile)
+            elif owner != self.owners.rank and self.by_engine:
+                self._count(step, self._chunk_of(index))
             elif owner != self.owners.rank:
                 self.queue.put((owner, self.tile_bytes, self._event(step + 1, index)))
             elif self.combine != "keep":
-                yield from self._sum(program, [self._event(s, index) for s in range(1, size)], index)
+                place = self._chunk_of(index) if self.by_engine else index
+                yield from self._sum(program, [self._event(s, place) for s in range(1, size)], index)
                 if self.combine == "sum_and_gather":
                     self.queue.put((SEVERAL, self.tile_bytes * (size - 1), self.env.event()))
         for tile in mine if self.combine != "keep" else ():  # by symmetry peers' rows are here when mine are there
