@@ -8,8 +8,8 @@ where the protocol does not count on zeros. Shapes are few, one for each kernel 
 not take longer than calling them.
 
 The oracle: the first result of each set of operands is compared with fp32; every later one must have the same bits, which is
-what the library promises, and costs one comparison on the device, looked at once in a batch. Outputs are full of NaN before. Bits that differ within
-the tolerance are counted apart from wrong results.
+what the library promises, and costs one comparison on the device, looked at once in a batch. Outputs are full of NaN before.
+Bits that differ within the tolerance are counted apart from wrong results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ _REPLAYED = 0.25  # share of moves that replay a graph, where there are any
 _POISONED = 0.02  # share of batches after which slots are filled with NaN
 _HOST_SLEEPY = 0.01  # share of moves at which its host does
 CLEAN_SLOTS = ("matmul_reduce_scatter", "matmul_all_reduce")  # operators whose data announces itself in zeroed slots
-
 
 
 def _shapes(*sizes: tuple[int, int, int]) -> tuple[Shape, ...]:

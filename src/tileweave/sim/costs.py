@@ -36,7 +36,7 @@ class Coefficients:
         multiplication that does not hide behind the longer.
     fused_* : the fused kernel: s a launch in a graph and eagerly, s a tile (prologue and epilogue), s a part handed over,
         fraction of the library's rate in its main loop, and its feed, bytes/s.
-    scatter_* : where tiles are pushed as they are made: launch, eager and tile likewise (a tile's stores to its owner included);
+    scatter_* : where tiles are pushed as they are made: launch, eager and tile likewise (its stores to its owner included);
         staged_tile: a tile that copy engines will take.
     corun : relative slow-down of a matmul while links are busy.
     nccl_* : latency s and fraction of link rate of its two protocols (the low one sends flags beside data), s a step, and the

@@ -230,7 +230,8 @@ class _Scatter(_Kernel):
         by_engine: bool,
     ) -> None:  # fmt: skip
         fraction = costs.c.copy_fraction if by_engine else costs.c.store_fraction
-        super().__init__(schedule, costs, cluster, fraction, itemsize, _operands_read(schedule, itemsize, cluster.device.l2), record)
+        nbytes = _operands_read(schedule, itemsize, cluster.device.l2)
+        super().__init__(schedule, costs, cluster, fraction, itemsize, nbytes, record)
         self.by_engine = by_engine
         self.tile = costs.c.staged_tile if by_engine else costs.c.scatter_tile
         self.missing = {  # tiles of each remote chunk that are not made yet, by owner's distance less one

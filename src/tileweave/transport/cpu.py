@@ -17,6 +17,7 @@ from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.collectives import gather_texts, wait_bounded
 from tileweave.transport.host_memory import share
 
+
 class CpuTransport:
     """Implements :class:`tileweave.transport.base.Transport` over shared host memory and a gloo group."""
 
