@@ -211,11 +211,9 @@ class _Maker:
         def forward() -> torch.Tensor:
             joint = into(F.rms_norm(x, (hidden,)), next(qkv))
             batch = m // seq if m >= seq else 1
-            split = joint.view(batch, m // batch, q + 2 * kv, dim).transpose(1, 2).split((q, kv, kv), 1)
-            attended = (
-                F.scaled_dot_product_attention(*split, is_causal=True, enable_gqa=True).transpose(1, 2).reshape(m, q * dim)
-            )
-            y = x + out_of(attended, next(proj))
+            asked, keys, values = joint.view(batch, m // batch, q + 2 * kv, dim).transpose(1, 2).split((q, kv, kv), 1)
+            attended = F.scaled_dot_product_attention(asked, keys, values, is_causal=True, enable_gqa=True)
+            y = x + out_of(attended.transpose(1, 2).reshape(m, q * dim), next(proj))
             gate, value = into(F.rms_norm(y, (hidden,)), next(up)).chunk(2, 1)
             return y + out_of(F.silu(gate) * value, next(down))
 
