@@ -197,7 +197,7 @@ class _Maker:
         def into(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             if fused:
                 y = tw.all_gather_matmul(rows, w, group=group)
-                assert isinstance(y, torch.Tensor)
+                assert isinstance(y, torch.Tensor), "nothing gathered was asked for"
                 return y
             all_gather_flat(gathered, rows, group=group)
             return gathered @ w.t()
