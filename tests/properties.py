@@ -32,14 +32,18 @@ planted = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 10**6), st.sample
 def for_any(strategy: st.SearchStrategy, count: int, check: Callable[[Any], None]) -> None:
     """``check`` of ``count`` examples, the same ones each time; of TILEWEAVE_PROPERTIES times as many, for a longer search."""
     few = settings(
-        max_examples=count * int(os.environ.get("TILEWEAVE_PROPERTIES", "1")), deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck),
+        max_examples=count * int(os.environ.get("TILEWEAVE_PROPERTIES", "1")),
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
-    )  # fmt: skip
+    )
     few(given(strategy)(lambda example: check(example)))()
 
 
 def in_world(world: World, function: Callable[[Member, Any], None]) -> Callable[[Any], None]:
-    """A check: ``function`` on every rank must find nothing wrong. A world ends with an exception, and there are more examples."""
+    """A check: ``function`` finds nothing wrong on any rank. A world ends with an exception, and there are more examples."""
 
     def check(example: Any) -> None:
         found = world.run(attempt, function.__module__, function.__name__, example)
@@ -97,9 +101,8 @@ def judge(got: torch.Tensor, want: torch.Tensor, scale: float, parts: torch.Tens
 
 def scale_of(*tensors: torch.Tensor | None) -> float:
     """1 + the largest finite absolute value."""
-    return 1.0 + max(
-        (float(t.double().nan_to_num(0, 0, 0).abs().max()) for t in tensors if t is not None and t.numel()), default=0
-    )
+    largest = [float(t.double().nan_to_num(0, 0, 0).abs().max()) for t in tensors if t is not None and t.numel()]
+    return 1.0 + max(largest, default=0.0)
 
 
 # --- Matmul operators ---

@@ -12,7 +12,7 @@ class InputError(TileweaveError, ValueError):
 
 
 class RankMismatchError(InputError):
-    """Ranks called the same operator with different arguments (found with ``TILEWEAVE_DEBUG=1``)."""
+    """Ranks called different operators, or the same one with arguments that do not match; ``TILEWEAVE_DEBUG=1`` shows them."""
 
 
 class CaptureError(TileweaveError, RuntimeError):

@@ -20,7 +20,7 @@ from tileweave.errors import InputError
 try:
     from tileweave.sim import advise as advice
     from tileweave.sim import astra, chakra, dlrm, fit, moe, perfetto, report, serving, training, trust
-    from tileweave.sim.cells import RULE, read_cells
+    from tileweave.sim.cells import RULE, holds_cells, read_cells
     from tileweave.sim.collectives import Group, collective_time, group_of
     from tileweave.sim.costs import Calibration, Costs, load_calibration
     from tileweave.sim.crosscheck import compare
@@ -328,7 +328,7 @@ def machines() -> None:
 
 
 def _cell_files(cells: list[Path] | None) -> list[Path]:
-    found = cells or sorted(Path("docs/results").glob("*.json"))
+    found = cells or [path for path in sorted(Path("docs/results").glob("*.json")) if holds_cells(path)]
     if not found:
         raise InputError("asked: measured cells; allowed: results files; remedy: pass --cells FILE, or run in the repository")
     return found

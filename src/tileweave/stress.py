@@ -8,8 +8,8 @@ where the protocol does not count on zeros. Shapes are few, one for each kernel 
 not take longer than calling them.
 
 The oracle: the first result of each set of operands is compared with fp32; every later one must have the same bits, which is
-what the library promises, and costs one comparison on the device, looked at once in a batch. Outputs are full of NaN before. Bits that differ within
-the tolerance are counted apart from wrong results.
+what the library promises, and costs one comparison on the device, looked at once in a batch. Outputs are full of NaN before.
+Bits that differ within the tolerance are counted apart from wrong results.
 """
 
 from __future__ import annotations

@@ -388,9 +388,7 @@ def use_again(me: Member) -> None:
     for number in range(4):
         good_call(again, dist.group.WORLD, SM, number)
     dist.barrier()
-    assert buffers_mapped_by_me() == 3 * me.world_size, (
-        "ledger, signals and slots of the new group; the old group's memory is gone"
-    )
+    assert buffers_mapped_by_me() == 3 * me.world_size, "ledger, signals, slots of the new group; nothing of the old"
 
 
 def test_a_group_that_is_destroyed_and_made_again() -> None:

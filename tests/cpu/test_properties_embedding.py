@@ -1,4 +1,4 @@
-"""Any tables, bags and jagged lists: the pooled vectors equal fp64, what is distributed arrives, or an error says what is wrong.
+"""Any tables, bags and jagged lists: pooled vectors equal fp64, what is distributed arrives, or an error says what is wrong.
 
 ``tests/properties.py`` has the strategies and the judge, ``tests/embedding.py`` the oracle.
 """
@@ -24,7 +24,7 @@ from tileweave.sharding import rows_of
 
 @dataclass(frozen=True)
 class Example:
-    """``result``: "new", "out", or "again", into an earlier result. ``offset``: of tables, lists, result off a 16-byte boundary."""
+    """``result``: "new", "out", or "again", into an earlier result. ``offset``: of tables, lists, result off 16 bytes."""
 
     case: Case
     seed: int

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,40 @@ def test_a_scatter_does_the_units_of_the_kernels_schedule(combine: Any, m: int) 
         assert pushed == tiles - own + (own if combine == "sum_and_gather" else 0)
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+def test_copy_engines_take_chunks_in_the_kernels_order(slices: int) -> None:
+    config = MatmulConfig("hopper", "copy_engine", 128, 256, 64, 4, 8, num_slices=slices)
+    schedule = scatter_schedule_for(Problem(4, 1024, 4096, 2048, 2, "bfloat16"), config, 0, Machine("x", "cuda", 90, 132))
+    run = scatter_matmul(schedule, "sum", COSTS, FOUR, False, record=True, by_engine=True)
+    pushes = [event for event in run.events if event.kind == "push"]
+    assert Counter(event.peer for event in pushes) == dict.fromkeys((1, 2, 3), slices)
+    made = {peer: max(e.end for e in run.events if e.kind == "compute" and e.peer == peer) for peer in (1, 2, 3)}
+    for peer in (1, 2, 3):
+        mine = sorted((event for event in pushes if event.peer == peer), key=lambda event: event.begin)
+        assert mine[-1].begin == pytest.approx(max(made[peer], mine[-2].end if slices > 1 else 0.0))
+        assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(mine)), "copies of one lane in turn"
+    last = max(event.end for event in pushes)
+    assert max(event.end for event in run.events if event.kind == "sum") >= last, "own tiles wait for what peers send meanwhile"
+
+
+def test_the_second_shot_and_operands_past_the_l2_cost_time() -> None:
+    schedule = scattered(512, 8192, 2048)
+    one, two = (scatter_matmul(schedule, way, COSTS, FOUR, True).inner for way in ("sum", "sum_and_gather"))
+    assert two > one
+    small = replace(FOUR, device=replace(FOUR.device, l2=1e6))
+    large = replace(FOUR, device=replace(FOUR.device, l2=1e9))
+    wide = scattered(512, 8192, 8192)
+    assert scatter_matmul(wide, "sum", COSTS, small, True).inner > 1.01 * scatter_matmul(wide, "sum", COSTS, large, True).inner
+
+
 @pytest.mark.parametrize(("combine", "copies"), [("sum", 3), ("keep", 3), ("one_shot", 12), ("sum_and_gather", 6)])
 def test_a_scatter_is_as_long_as_its_traffic_on_slow_links_and_as_its_matmul_on_fast_ones(combine: Any, copies: int) -> None:
     schedule = scattered(4096, 4096, 1024)
+    costs = Costs(COSTS.device, replace(COSTS.c, scatter_tile=COSTS.c.fused_tile))  # as if stores cost programs nothing
 
     def seconds(factor: float) -> float:
         cluster = replace(FOUR, device=replace(FOUR.device, link_rate=FOUR.device.link_rate * factor))
-        return scatter_matmul(schedule, combine, COSTS, cluster, True).inner
+        return scatter_matmul(schedule, combine, costs, cluster, True).inner
 
     wire = copies * 1024 * 4096 * 2 / (FOUR.device.link_rate * COSTS.c.store_fraction)
     assert seconds(0.01) == pytest.approx(100 * wire, rel=0.1)

@@ -55,13 +55,9 @@ def distribute_indices(
     group = group_of(name_of(group))
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if debugging():  # before the checks: a rank whose input is refused must not leave the others waiting
-        common = [
-            list(map(list, features)),
-            lengths.numel(),
-            str(values.dtype),
-            None if weights is None else str(weights.dtype),
-        ]
-        agree(group, lengths.device, {"op": "distribute_indices", "features": common})
+        dtypes = [str(values.dtype), None if weights is None else str(weights.dtype)]
+        common = {"features": list(map(list, features)), "lengths": lengths.numel(), "dtypes": dtypes}
+        agree(group, lengths.device, {"op": "distribute_indices", **common})
     count = _check_inputs(lengths, values, features, weights, size)
     samples = lengths.numel() // count
     table = lengths.view(count, samples).long()

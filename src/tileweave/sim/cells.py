@@ -1,7 +1,8 @@
 """Measured cells: one number a bench or a component measurement gave, and what the model says it should have been.
 
-A cell is read from a results file, of ``tileweave bench --json`` or of the component form (``"components"``: a list of
-``{kind, world_size, ..., us}``), so a new file extends fit and hold-out by itself.
+A cell is read from a results file, of ``tileweave bench --json``, of the component form (``"components"``: a list of
+``{kind, world_size, ..., us}``) or of sweeps (``"sweeps"``: configurations of a kernel beside its peers, of which the library
+takes the best), so a new file extends fit and hold-out by itself.
 
 Which cells are held out is fixed by a rule that knows no errors: SHA-256 of the global shape, even: held out. All quantities of
 a shape (matmul, unfused, fused, of every operator and file) go the same way, so a held-out shape was never seen in any form.
@@ -66,6 +67,12 @@ class Cell:
         return f"{self.op} {self.quantity}, world {self.world_size}, {self.key}{', graph' if self.graph else ''}"
 
 
+def holds_cells(path: Path) -> bool:
+    """Whether a results file is one of measured times, and not of interleavings or checked calls."""
+    data = json.loads(path.read_text("utf-8"))
+    return isinstance(data, dict) and bool({"components", "sweeps", "cases"} & set(data))
+
+
 def read_cells(paths: Iterable[Path]) -> list[Cell]:
     """All cells of results files, in their order."""
     found: list[Cell] = []
@@ -77,10 +84,14 @@ def read_cells(paths: Iterable[Path]) -> list[Cell]:
             raise InputError(f"asked: {path}, line {error.lineno}: {error.msg}; allowed: JSON; remedy: fix the file") from None
         if "components" in data:
             found += [_component(path.name, data["machine"], entry) for entry in data["components"]]
+        elif "sweeps" in data:
+            cases = [(sweep, case) for sweep in data["sweeps"] for case in sweep["cases"]]
+            found += [cell for sweep, case in cases for cell in _sweep(path.name, data["world_size"], sweep, case)]
         elif "cases" in data:
             found += [cell for case in data["cases"] for cell in _bench(path.name, data, case)]
         else:
-            raise InputError(f"asked: {path}; allowed: a file with `cases` or `components`; remedy: see docs/simulator.md")
+            allowed = "a file with `cases`, `components` or `sweeps`"
+            raise InputError(f"asked: {path}; allowed: {allowed}; remedy: see docs/simulator.md")
     return found
 
 
@@ -94,6 +105,18 @@ def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell
         if name in QUANTITIES
         and timing.get("median_us")
         and (name != "tileweave" or case.get("path", "fused").startswith("fused"))
+    ]
+
+
+def _sweep(source: str, world_size: int, sweep: dict[str, Any], case: dict[str, Any]) -> list[Cell]:
+    """Configurations of one kernel beside its peers: the library takes the best of its own."""
+    peers = {"gemm": "compute", "nccl": "unfused", "corun": "bound"}
+    times = {peers[name]: us for name, us in case["us"].items() if name in peers}
+    own = [us for name, us in case["us"].items() if name not in (*peers, *sweep["others"])]
+    shape = (case["M"], case["N"], case["K"])
+    return [
+        Cell(source, sweep["op"], quantity, world_size, shape, sweep["graph"], us * 1e-6)
+        for quantity, us in {**times, "fused": min(own)}.items()
     ]
 
 

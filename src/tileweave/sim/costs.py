@@ -36,11 +36,14 @@ class Coefficients:
         multiplication that does not hide behind the longer.
     fused_* : the fused kernel: s a launch in a graph and eagerly, s a tile (prologue and epilogue), s a part handed over,
         fraction of the library's rate in its main loop, and its feed, bytes/s.
+    scatter_* : where tiles are pushed as they are made: launch, eager and tile likewise (its stores to its owner included);
+        staged_tile: a tile that copy engines will take.
     corun : relative slow-down of a matmul while links are busy.
     nccl_* : latency s and fraction of link rate of its two protocols (the low one sends flags beside data), s a step, and the
         bytes from which gathers and reduce-scatters take the first; scatter, exchange: latency of reduce-scatters and
         all-to-alls; eager: s more outside a CUDA graph; reduce: the low one of all-reduces.
-    push_* : in-kernel pushes: latency s, fraction of link rate; store_fraction: when tiles are pushed as they are made.
+    push_* : in-kernel pushes: latency s, fraction of link rate; store_*: when tiles are pushed as
+        they are made, and announce themselves.
     copy_* : copy engines likewise; the latency is that of the first copy, queued ones follow a ``gap`` apart.
     signal s : a remote store until its waiter sees it. gap s : between two dependent launches, in a graph or queued.
     stream, reduce : fraction of memory rate of copying kernels, and of sums over top-k rows.
@@ -63,6 +66,10 @@ class Coefficients:
     fused_part: float
     fused_rate: float
     fused_feed: float
+    scatter_launch: float
+    scatter_eager: float
+    scatter_tile: float
+    staged_tile: float
     corun: float
     nccl_latency: float
     nccl_fraction: float
@@ -78,6 +85,7 @@ class Coefficients:
     push_latency: float
     push_fraction: float
     store_fraction: float
+    store_latency: float
     copy_latency: float
     copy_fraction: float
     signal: float

@@ -35,10 +35,13 @@ _FRACTIONS = (
 START = Coefficients(
     matmul_launch=4e-6, matmul_flops=0.85, matmul_memory=0.84, matmul_feed=9e12, matmul_norm=6.0, matmul_sustained=3e-4,
     matmul_power=0.05, matmul_split=1e-6, matmul_tile=5e-7, matmul_overlap=0.3, fused_launch=5e-6, fused_eager=8e-6,
-    fused_tile=1e-6, fused_part=2e-6, fused_rate=1.0, fused_feed=1.2e13, corun=0.03, nccl_latency=3e-5, nccl_fraction=0.65,
+    fused_tile=1e-6, fused_part=2e-6, fused_rate=1.0, fused_feed=1.2e13,
+    scatter_launch=4e-6, scatter_eager=8e-6, scatter_tile=1e-6, staged_tile=1e-6,
+    corun=0.03, nccl_latency=3e-5, nccl_fraction=0.65,
     nccl_low_latency=7e-6, nccl_low_fraction=0.25, nccl_step=1e-6, nccl_switch=2.5e6, nccl_scatter_latency=2e-5,
     nccl_exchange_latency=1.5e-5, nccl_eager=1e-5,
     nccl_reduce_latency=1e-5, nccl_reduce_fraction=0.6, push_latency=3e-6, push_fraction=0.75, store_fraction=0.6,
+    store_latency=2e-6,
     copy_latency=4e-6, copy_fraction=0.8, signal=1.5e-6, gap=2e-6, stream=0.6, reduce=0.6, attention=0.65,
     lookup_bag=1e-9, lookup_row=1e-10, lookup_memory=0.8,
 )  # fmt: skip
@@ -95,9 +98,9 @@ BLOCKS = (
     ),
     Block(
         "fused scatter",
-        ("store_fraction",),
-        lambda cell: cell.op in _MATMULS[1:] and cell.quantity in ("fused", "one_shot"),
-        40,
+        ("store_fraction", "store_latency", "scatter_launch", "scatter_eager", "scatter_tile", "staged_tile"),
+        lambda cell: cell.op in _MATMULS[1:] and cell.quantity == "fused",
+        110,
     ),
 )  # fmt: skip
 

@@ -37,6 +37,7 @@ class Device:
 
     flops : dense bf16, flop/s. memory_rate : bytes/s. memory : bytes. link_rate : bytes/s a device sends inside its node.
     inside : what joins the devices of a node. bridge_rate : bytes/s that all devices of a node share (``"bridge"`` only).
+    l2 : bytes of the cache that all multiprocessors share.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Device:
     gpus_per_node: int
     source: str
     bridge_rate: float = 0.0
+    l2: float = 50e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ _DEVICE_FIELDS: dict[str, tuple[Reader, Any]] = {
     "link_rate": (_RATE, REQUIRED),
     "inside": (choice(("switch", "mesh", "bridge")), REQUIRED),
     "bridge_rate": (_RATE, 0.0),
+    "l2": (number(1e5, 1e10), 50e6),
     "gpus_per_node": (integer(1, 1024), REQUIRED),
     "source": (text, REQUIRED),
 }

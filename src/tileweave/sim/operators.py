@@ -7,11 +7,12 @@ bound     the longer of the two, computation slowed down by the traffic beside i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tileweave.config import MatmulConfig, Problem, nearest, scatter_schedule_for, schedule_for
+from tileweave.config import MEASURED_ALL_REDUCE_ROWS, MatmulConfig, Problem, nearest, scatter_schedule_for, schedule_for
 from tileweave.schedule import cdiv
 from tileweave.sim.collectives import Group, collective_time
 from tileweave.sim.costs import Calibration, Costs, load_calibration
@@ -135,29 +136,21 @@ class Operators:
         compute = self.costs.matmul(m, n, k, itemsize)
         comm = self.collective(kind, m * n * itemsize, Group(world))
         factor = 2 if kind == "all_reduce" else 1
-        fused = self.fused_matmul_scatter(kind, world, m, n, k, itemsize)
+        planned = kind != "all_reduce" or m <= MEASURED_ALL_REDUCE_ROWS  # above, the library itself goes unfused
+        fused = self.fused_matmul_scatter(kind, world, m, n, k, itemsize) if planned else math.inf
         return self._join(compute, comm, fused, factor * (world - 1) / world * m * n * itemsize, Group(world), kind)
 
-    def fused_matmul_scatter(
-        self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2, only: Combine | None = None
-    ) -> float:
-        """Seconds of the fused kernel alone. Tiles of 128 x 256, or smaller where that is less than two waves.
-
-        A small all-reduce goes in one shot (each tile to all peers, all sum), a large one in two; the faster is taken, or
-        ``only`` one.
-        """
-        device = self.cluster.device
-        big = cdiv(m, 128) * cdiv(n, 256) >= 2 * device.num_sms
-        tile_m, tile_n = (128, 256 if big else 128) if m > 64 else (64, 64)
-        config = MatmulConfig("triton", "sm", tile_m, tile_n, 64, 4, 8)
+    def fused_matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
+        """Seconds of the fused kernel alone, whether it pays or not, in the configuration that the library would take."""
+        config = _scatter_config(kind, world, m, n, k, self.cluster.device.num_sms)
         problem = Problem(world, cdiv(m, world), n, k, itemsize, "bfloat16")
         schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
-        choices: dict[str, tuple[Combine, ...]] = {
-            "reduce_scatter": ("sum",), "all_reduce": ("sum_and_gather", "one_shot"), "all_to_all": ("keep",),
-        }  # fmt: skip
-        node, costs = self._node(world), self.costs
-        wanted = (only,) if only else choices[kind]
-        return min(scatter_matmul(schedule, way, costs, node, self.graph, itemsize).seconds for way in wanted)
+        ways: dict[str, Combine] = {"reduce_scatter": "sum", "all_to_all": "keep"}
+        way: Combine = ways.get(kind) or ("one_shot" if config.shots == 1 else "sum_and_gather")
+        engine = config.transport == "copy_engine"
+        return scatter_matmul(
+            schedule, way, self.costs, self._node(world), self.graph, itemsize, by_engine=engine
+        ).seconds  # fmt: skip
 
     def embedding_all_to_all(
         self, group: Group, bags: int, pooling: float, row_bytes: float, skew: float = 1.0, slices: int = 8
@@ -222,6 +215,18 @@ class Operators:
         each = compute / slices
         steady = max(each * (1.0 + self.c.corun), one - self.c.nccl_exchange_latency)
         return self.c.fused_eager + each + (slices - 1) * steady + one + self.c.signal
+
+
+def _scatter_config(kind: str, world: int, m: int, n: int, k: int, sms: int) -> MatmulConfig:
+    """What the library's planner takes; for an all-to-all, which has no table yet, tiles of 128 x 256, or smaller ones where
+    those are less than two waves."""
+    if kind == "all_to_all":
+        big = cdiv(m, 128) * cdiv(n, 256) >= 2 * sms
+        return MatmulConfig("triton", "sm", *((128, 256 if big else 128) if m > 64 else (64, 64)), 64, 4, 8)
+    if kind == "all_reduce":
+        return nearest("matmul_all_reduce", m, n, k, lambda c: c.shots == 2 or m <= c.tile_m).config
+    rows = cdiv(m, world)
+    return nearest("matmul_reduce_scatter", m, n, k, lambda c: c.transport == "sm" or rows >= c.tile_m).config
 
 
 def machine_of(cluster: Cluster) -> Machine:

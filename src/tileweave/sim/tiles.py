@@ -24,7 +24,7 @@ from tileweave.sim.machine import Cluster
 from tileweave.sim.network import Flow, Links, inside_hops, view
 
 _TILE_AREA = 128 * 128  # what fused_tile and fused_part are for
-SEVERAL = -1
+SEVERAL = RESULT = -1
 Combine = Literal["sum", "sum_and_gather", "one_shot", "keep"]
 
 
@@ -61,6 +61,7 @@ class _Kernel:
         self.schedule, self.costs, self.cluster, self.c, self.itemsize = schedule, costs, cluster, costs.c, itemsize
         self.view = view(cluster, push_fraction)
         self.links = Links(self.env, self.view.capacities)
+        self.tile = costs.c.fused_tile
         self.events: list[TileEvent] = []
         self.recording = record
         self.travelling = 0
@@ -96,7 +97,7 @@ class _Kernel:
         one = self.costs.fused_block(schedule.tile_m, schedule.tile_n, depth, self.active, self.itemsize, memory)
         if self.travelling:
             one *= 1.0 + c.corun
-        yield self.env.timeout(one + (c.fused_tile if owns else c.fused_part) * self.area)
+        yield self.env.timeout(one + (self.tile if owns else c.fused_part) * self.area)
         self.note(program, "compute", peer, begin, unit.tile)
         if not owns:
             self._part(unit.tile, program).succeed()
@@ -190,32 +191,64 @@ class _Gather(_Kernel):
                         event.succeed()
 
 
+def _operands_read(schedule: ScatterSchedule, itemsize: int, l2: float) -> float:
+    """Bytes of x and w that come from memory. Owner after owner walks over the whole of w: what L2 does not hold is read again
+    for every wave of tiles that need it."""
+    m, n, k = schedule.rows * schedule.world_size, schedule.cols, schedule.depth
+    widths = {0: schedule.tile_m, 2: schedule.tile_n}  # place() -> (first row, limit, tile column)
+    read = 0.0
+    for part, whole in ((0, m), (2, n)):
+        nbytes = float(whole * k * itemsize)
+        if nbytes > l2:
+            tiles = range(schedule.num_tiles)
+            waves = (tiles[at : at + schedule.num_programs] for at in range(0, schedule.num_tiles, schedule.num_programs))
+            touched = sum(len({schedule.place(tile)[part] for tile in wave}) for wave in waves)
+            nbytes = max(nbytes, float(touched * widths[part] * k * itemsize))
+        read += nbytes
+    return read
+
+
 def scatter_matmul(
     schedule: ScatterSchedule, combine: Combine, costs: Costs, cluster: Cluster, graph: bool, itemsize: int = 2,
-    record: bool = False,
+    record: bool = False, by_engine: bool = False,
 ) -> KernelRun:  # fmt: skip
     """A matmul whose tiles are pushed to their owners as they are made, by the kernels' own order: remote ones first.
+
+    by_engine : copy engines take whole chunks, one lane an owner, when all tiles of a chunk are there; else the kernel stores
+    each tile to its owner.
 
     combine : what an owner does with what arrives: ``sum`` (reduce-scatter), ``sum_and_gather`` (all-reduce in two shots),
     ``one_shot`` (all-reduce: everybody gets all parts and sums them), ``keep`` (all-to-all).
     """
-    kernel = _Scatter(schedule, combine, costs, cluster, itemsize, record)
-    return kernel.run(costs.c.fused_launch if graph else costs.c.fused_eager, [])
+    kernel = _Scatter(schedule, combine, costs, cluster, itemsize, record, by_engine)
+    return kernel.run(costs.c.scatter_launch if graph else costs.c.scatter_eager, [])
 
 
 class _Scatter(_Kernel):
     def __init__(
-        self, schedule: ScatterSchedule, combine: Combine, costs: Costs, cluster: Cluster, itemsize: int, record: bool
-    ) -> None:
-        m, n, k = schedule.rows * schedule.world_size, schedule.cols, schedule.depth
-        super().__init__(schedule, costs, cluster, costs.c.store_fraction, itemsize, (m * k + n * k) * itemsize, record)
+        self, schedule: ScatterSchedule, combine: Combine, costs: Costs, cluster: Cluster, itemsize: int, record: bool,
+        by_engine: bool,
+    ) -> None:  # fmt: skip
+        fraction = costs.c.copy_fraction if by_engine else costs.c.store_fraction
+        nbytes = _operands_read(schedule, itemsize, cluster.device.l2)
+        super().__init__(schedule, costs, cluster, fraction, itemsize, nbytes, record)
+        self.by_engine = by_engine
+        self.tile = costs.c.staged_tile if by_engine else costs.c.scatter_tile
+        self.missing = {  # tiles of each remote chunk that are not made yet, by owner's distance less one
+            (step, chunk): (end - first) * schedule.tile_cols
+            for step in range(schedule.world_size - 1)
+            for chunk in range(schedule.chunks)
+            for first, end in [schedule.chunk_bounds(chunk)]
+        }
+        self.lanes: dict[int, simpy.Event] = {}  # the end of the last copy of each
         self.owners: ScatterSchedule = schedule
         self.combine: Combine = combine
         self.got: dict[tuple[int, int], simpy.Event] = {}
         self.queue: simpy.Store = simpy.Store(self.env)
         loads = self.view.loads(inside_hops(cluster, 1))
         self.rate = min(self.view.capacities[link] / load for link, load in loads.items() if not link.startswith("pair"))
-        self.tile_bytes = float(min(schedule.tile_m, m) * min(schedule.tile_n, n) * itemsize)
+        m = schedule.rows * schedule.world_size
+        self.tile_bytes = float(min(schedule.tile_m, m) * min(schedule.tile_n, schedule.cols) * itemsize)
         self.shares = combine == "one_shot" or schedule.spans_shards  # every tile has rows for everybody
 
     def run(self, launch: float, processes: list[simpy.Process]) -> KernelRun:
@@ -225,7 +258,8 @@ class _Scatter(_Kernel):
             per_owner = self.owners.per_source
             tiles, per_tile = per_owner * (size - 1) + (per_owner if self.combine == "sum_and_gather" else 0), 1
         processes += [self.env.process(self._program(p, units)) for p, units in self.work.items() if units]
-        processes.append(self.env.process(self._egress(tiles * per_tile)))
+        if not self.by_engine:
+            processes.append(self.env.process(self._egress(tiles * per_tile)))
         return super().run(launch, processes)
 
     def _egress(self, count: int) -> Generator[simpy.Event, Any, None]:
@@ -236,17 +270,37 @@ class _Scatter(_Kernel):
             begin = self.env.now
             yield self.env.timeout(nbytes / self.rate)
             self.note(-1, "push", peer, begin)
-            last = self.env.timeout(self.c.push_latency + self.c.signal)
+            last = self.env.timeout(self.c.store_latency)  # data announces itself: no fence, no signal behind it
             last.callbacks.append(lambda _, told=told: told.succeed())
         yield last
+
+    def _chunk_of(self, index: int) -> int:
+        return index // (min(self.owners.chunk_rows, self.owners.tile_rows) * self.owners.tile_cols)
+
+    def _count(self, step: int, chunk: int) -> None:
+        """A tile of a remote chunk is made; the last one lets its copy go."""
+        self.missing[step, chunk] -= 1
+        if self.missing[step, chunk] == 0:
+            self.lanes[step] = self.env.process(self._copy(step, chunk, self.lanes.get(step)))
+
+    def _copy(self, step: int, chunk: int, before: simpy.Event | None) -> Generator[simpy.Event, Any, None]:
+        if before is not None:
+            yield before
+        schedule, begin = self.owners, self.env.now
+        first, end = schedule.chunk_bounds(chunk)
+        rows = min(end * schedule.tile_m, schedule.rows) - first * schedule.tile_m
+        yield self.push(float(rows * schedule.cols * self.itemsize), [step + 1], self.c.copy_latency)
+        self.note(-1, "push", (schedule.rank + 1 + step) % schedule.world_size, begin)
+        self._event(step + 1, chunk).succeed()
 
     def _event(self, step: int, index: int) -> simpy.Event:
         return self.got.setdefault((step, index), self.env.event())
 
     def _program(self, program: int, units: list[Unit]) -> Generator[simpy.Event, Any, None]:
-        size, mine = self.owners.world_size, []
+        size, mine, made = self.owners.world_size, [], []
         for unit in units:
-            self.travelling = len(self.queue.items)
+            if not self.by_engine:
+                self.travelling = len(self.queue.items)
             owner = SEVERAL if self.shares else unit.first_row // self.owners.rows
             done = yield from self.unit(program, unit, owner)
             if not done:
@@ -256,16 +310,29 @@ class _Scatter(_Kernel):
                 copies = (size - 1) if self.combine == "one_shot" else (size - 1) / size
                 self.queue.put((SEVERAL, self.tile_bytes * copies, self._event(0, unit.tile)))
                 mine.append(unit.tile)
+                made.append((unit.tile, (size - 1) / size))
+            elif owner != self.owners.rank and self.by_engine:
+                self._count(step, self._chunk_of(index))
             elif owner != self.owners.rank:
                 self.queue.put((owner, self.tile_bytes, self._event(step + 1, index)))
+                made.append((index, 1.0))
             elif self.combine != "keep":
-                yield from self._sum(program, [self._event(s, index) for s in range(1, size)], index)
+                place = self._chunk_of(index) if self.by_engine else index
+                yield from self._sum(program, [self._event(s, place) for s in range(1, size)], index)
                 if self.combine == "sum_and_gather":
-                    self.queue.put((SEVERAL, self.tile_bytes * (size - 1), self.env.event()))
+                    yield from self._pass_on(index, size - 1.0)
         for tile in mine if self.combine != "keep" else ():  # by symmetry peers' rows are here when mine are there
             yield from self._sum(program, [self._event(0, tile)], tile)
             if self.combine == "sum_and_gather":
-                self.queue.put((SEVERAL, self.tile_bytes * (size - 1) / size, self.env.event()))
+                yield from self._pass_on(tile, (size - 1) / size)
+        for index, share in made if self.combine == "sum_and_gather" else ():  # rows of other owners, likewise
+            yield self._event(RESULT, index)
+            yield self.env.timeout(self.c.fused_part * self.area * share)
+
+    def _pass_on(self, index: int, copies: float) -> Generator[simpy.Event, Any, None]:
+        """A finished tile, or the own rows of it, to all peers: stores like those of a partial."""
+        yield self.env.timeout(self.tile * self.area * copies)
+        self.queue.put((SEVERAL, self.tile_bytes * copies, self._event(RESULT, index)))
 
     def _sum(self, program: int, parts: list[simpy.Event], index: int) -> Generator[simpy.Event, Any, None]:
         begin = self.env.now

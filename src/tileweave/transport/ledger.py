@@ -22,7 +22,7 @@ _NUMBER, _HALF = 0xFFFFFFFF, 1 << 31
 
 
 class Ledger:
-    """One for a workspace. Until :meth:`open`, and without blocks, it compares nothing. ``calls``: how many this rank has written down."""
+    """One for a workspace. Until :meth:`open`, and without blocks, it compares nothing. ``calls``: what this rank wrote."""
 
     def __init__(self) -> None:
         self.calls = 0

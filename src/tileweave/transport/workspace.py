@@ -147,7 +147,7 @@ class Instance:
         return capturing
 
     def check(self) -> None:
-        """Raise :class:`PeerTimeout` if a wait of an earlier call ran out of time, :class:`RankMismatchError` if that is why."""
+        """Raise :class:`PeerTimeout` if a wait of an earlier call ran out of time, or the mismatch that it comes from."""
         if not self._report[base.REPORT_SET]:
             return
         self.ledger.compare(self.op)  # the peer may have been there, with another call
