@@ -5,7 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileweave.language.hopper import copy_flat, copy_rows, label, leave, notify_all, put_all, put_parts, stamp, wait
+from tileweave.language.hopper import label, leave, notify_all, stamp, wait
+from tileweave.language.hopper_remote import copy_flat, copy_rows, put_all, put_parts
 
 MAX_SLICES = gl.constexpr(32)
 
