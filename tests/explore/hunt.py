@@ -19,8 +19,9 @@ from pathlib import Path
 from tests.explore.mutants import MUTANTS as MATMULS
 from tests.explore.mutants import Mutant
 from tests.explore.mutants_embedding import MUTANTS as EMBEDDING
+from tests.explore.mutants_exchange import MUTANTS as EXCHANGES
 
-MUTANTS = (*MATMULS, *EMBEDDING)
+MUTANTS = (*MATMULS, *EXCHANGES, *EMBEDDING)
 
 SOURCE = Path(__file__).parents[2] / "src" / "tileweave"
 RUNS = 400  # at most so many interleavings for one mutant

@@ -87,13 +87,13 @@ _QKV, _PROJECTION = Exchange(1, 0), Exchange(0, 1)
 SCENARIOS = (
     Exchanged("sm", OUT, triton_config("sm"), ((16, 16, 16), (18, 16, 16)), _WAYS, (1, 2, 3)),
     Exchanged("sm, cut", OUT, triton_config("sm", tile_k=8), ((16, 16, 48),), (_QKV,), (2, 3)),
-    Exchanged("copy engine", OUT, triton_config("copy_engine"), ((32, 16, 16), (17, 8, 16)), _WAYS, (1, 2, 3)),
+    Exchanged("copy engine", OUT, triton_config("copy_engine"), ((32, 24, 16), (17, 8, 16)), _WAYS, (1, 2, 3)),
     Exchanged(
         "copy engine, captured", OUT, triton_config("copy_engine"), ((17, 16, 16),), (_QKV, _PROJECTION), (1, 2), captured=True
     ),
     Exchanged("sm", IN, triton_config("sm"), ((16, 16, 16), (5, 16, 16)), _WAYS, (1, 2, 3)),
     Exchanged("copy engine", IN, triton_config("copy_engine"), ((32, 16, 16),), _WAYS, (1, 2)),
-    Exchanged("copy engine, kept", IN, triton_config("copy_engine"), ((32, 16, 16),), (_PROJECTION, _QKV), (1, 2), kept=True),
+    Exchanged("copy engine, kept", IN, triton_config("copy_engine"), ((32, 16, 16),), (_PROJECTION, _QKV), (2, 3), kept=True),
     Exchanged(
         "copy engine, captured", IN, triton_config("copy_engine"), ((32, 16, 16),), (_PROJECTION,), (1, 2), captured=True
     ),
