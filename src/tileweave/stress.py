@@ -36,7 +36,11 @@ _BELOW_WRAP = 150  # calls of an instance until its epoch passes 2**31 - 1
 _SLEEPY, _LONGEST = 0.06, 2e-3  # share of moves at which a rank sleeps, and how long at most, seconds
 _REPLAYED = 0.25  # share of moves that replay a graph, where there are any
 _POISONED = 0.02  # share of batches after which slots are filled with NaN
-CLEAN_SLOTS = ("matmul_reduce_scatter", "matmul_all_reduce")  # operators whose data announces itself in zeroed slots
+CLEAN_SLOTS = (
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "matmul_all_to_all",
+)  # operators whose data announces itself in zeroed slots
 
 
 @dataclass
