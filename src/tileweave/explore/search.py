@@ -14,8 +14,8 @@ from tileweave.explore.scenarios import SCENARIOS as MATMULS
 from tileweave.explore.scenarios import Drawn, Scenario
 from tileweave.explore.scenarios_dispatch import DISPATCH
 from tileweave.explore.scenarios_embedding import EMBEDDING
-from tileweave.explore.scenarios_experts import EXPERT_SCENARIOS
 from tileweave.explore.scenarios_exchange import SCENARIOS as EXCHANGES
+from tileweave.explore.scenarios_experts import EXPERT_SCENARIOS
 from tileweave.explore.strategies import Delays, Malice, Noting, Priorities, Walk, Written
 from tileweave.explore.tasks import Decision, Event
 
