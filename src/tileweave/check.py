@@ -64,6 +64,16 @@ ON_GPU = {
         tuple(Shape(rows, 1024, 384) for rows in (1, 2, 7, 16, 17, 64, 200, 512)),
         (Shape(1, 4096, 2048), Shape(16, 4096, 2048), Shape(256, 2048, 1024)),
     ),
+    "matmul_all_to_all": Sizes(  # rows of x, columns of the result, K
+        tuple(Shape(*s) for s in ((1, 64, 512), (16, 384, 1024), (37, 200, 328), (256, 1280, 4096), (1021, 1000, 1000))),
+        tuple(Shape(rows, 128, 384) for rows in (1, 16, 37, 128, 256, 777)),
+        (Shape(16, 512, 1024), Shape(1024, 512, 2048)),
+    ),
+    "all_to_all_matmul": Sizes(  # rows and columns of the result, K of a part
+        tuple(Shape(*s) for s in ((1, 256, 128), (16, 384, 256), (37, 200, 328), (256, 2560, 1024), (1021, 1000, 1000))),
+        tuple(Shape(rows, 384, 128) for rows in (1, 16, 37, 128, 256, 777)),
+        (Shape(16, 1024, 512), Shape(1024, 2048, 512)),
+    ),
     "embedding_bag_all_to_all": Sizes(  # samples a rank, tables a rank, columns of a table
         tuple(Shape(*s) for s in ((1, 1, 128), (37, 3, 64), (512, 8, 128), (100, 2, 13))),
         tuple(Shape(rows, 4, 64) for rows in (1, 16, 37, 200, 512)),
@@ -83,6 +93,12 @@ ON_CPU = {
     ),
     "matmul_all_reduce": Sizes(
         tuple(Shape(*s) for s in ((1, 64, 32), (65, 50, 100))), tuple(Shape(rows, 64, 32) for rows in (1, 2, 17, 64)), ()
+    ),
+    "matmul_all_to_all": Sizes(
+        tuple(Shape(*s) for s in ((1, 16, 32), (17, 25, 50))), tuple(Shape(rows, 16, 32) for rows in (1, 8, 17, 64)), ()
+    ),
+    "all_to_all_matmul": Sizes(
+        tuple(Shape(*s) for s in ((1, 32, 16), (17, 50, 25))), tuple(Shape(rows, 32, 16) for rows in (1, 8, 17, 64)), ()
     ),
     "embedding_bag_all_to_all": Sizes(
         tuple(Shape(*s) for s in ((1, 1, 8), (3, 2, 5))), tuple(Shape(rows, 2, 4) for rows in (1, 2, 4)), ()

@@ -273,7 +273,7 @@ def plan_matmul_all_to_all(problem: Problem, machine: Machine, interpreting: boo
     if refused is not None:
         return refused
     if machine.backend == "cpu":
-        return _plan_cpu(p)
+        return _plan_cpu(p, "a part")
     if p.cols * p.itemsize % 16:  # tiles leave by TMA
         return Plan("unfused", f"parts of {p.cols} columns are no multiple of 16 bytes, which the copy hardware needs")
     return _plan_gpu("matmul_all_to_all", p, machine, p.rows * p.world_size, lambda c: True)
@@ -286,7 +286,7 @@ def plan_all_to_all_matmul(problem: Problem, machine: Machine, interpreting: boo
     if refused is not None:
         return refused
     if machine.backend == "cpu":
-        return _plan_cpu(p)
+        return _plan_cpu(p, "a part")
     return _plan_gpu(
         "all_to_all_matmul", p, machine, p.rows * p.world_size,
         lambda c: (c.transport == "sm" or p.rows >= c.tile_m) and p.depth % c.tile_k == 0,

@@ -131,6 +131,30 @@ def _matmul_all_reduce(on_gpu: bool, world_size: int) -> list[DemoCase]:
     ]
 
 
+def _matmul_all_to_all(on_gpu: bool, world_size: int) -> list[DemoCase]:
+    """The QKV projection of Ulysses-style sequence parallelism: hidden 4096, 64 heads of 128, GQA: 10240 columns."""
+    op, scale = "matmul_all_to_all", 1 if on_gpu else 64
+    half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
+    first = torch.float16 if on_gpu else torch.float32
+    return [
+        DemoCase(op, "random, odd sizes, bias", Shape(1021, 1000, 1240) if on_gpu else Shape(17, 25, 50), first, bias=True),
+        DemoCase(op, f"Ulysses QKV, 16384 tokens{scaled}", Shape(16384 // world_size // scale, 10240 // world_size // scale,
+                 4096 // scale), half),
+    ]  # fmt: skip
+
+
+def _all_to_all_matmul(on_gpu: bool, world_size: int) -> list[DemoCase]:
+    """The output projection of the same layer: 8192 columns of heads, of which a rank has a share."""
+    op, scale = "all_to_all_matmul", 1 if on_gpu else 64
+    half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
+    first = torch.float16 if on_gpu else torch.float32
+    return [
+        DemoCase(op, "random, odd sizes, bias", Shape(1021, 1000, 1240) if on_gpu else Shape(17, 50, 25), first, bias=True),
+        DemoCase(op, f"Ulysses output, 16384 tokens{scaled}", Shape(16384 // world_size // scale, 4096 // scale,
+                 8192 // world_size // scale), half),
+    ]  # fmt: skip
+
+
 def _embedding_bag_all_to_all(on_gpu: bool, world_size: int) -> list[DemoCase]:
     """Sizes are samples a rank, tables a rank, columns of a table."""
     op = "embedding_bag_all_to_all"
@@ -162,6 +186,8 @@ DEMOS: dict[str, Callable[[bool, int], list[DemoCase]]] = {
     "all_gather_matmul": _all_gather_matmul,
     "matmul_reduce_scatter": _matmul_reduce_scatter,
     "matmul_all_reduce": _matmul_all_reduce,
+    "matmul_all_to_all": _matmul_all_to_all,
+    "all_to_all_matmul": _all_to_all_matmul,
     "embedding_bag_all_to_all": _embedding_bag_all_to_all,
     "dispatch_grouped_matmul": _experts("dispatch_grouped_matmul"),
     "grouped_matmul_combine": _experts("grouped_matmul_combine"),

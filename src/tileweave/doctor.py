@@ -20,7 +20,14 @@ import torch.distributed as dist
 
 from tileweave.bench.cases import Case
 from tileweave.bench.environment import nccl_version, version_of
-from tileweave.config import Problem, plan_all_gather_matmul, plan_matmul_all_reduce, plan_matmul_reduce_scatter
+from tileweave.config import (
+    Problem,
+    plan_all_gather_matmul,
+    plan_all_to_all_matmul,
+    plan_matmul_all_reduce,
+    plan_matmul_all_to_all,
+    plan_matmul_reduce_scatter,
+)
 from tileweave.sharding import plan_embedding
 from tileweave.topology import CPU, Machine
 
@@ -29,11 +36,15 @@ _PLANS = {
     "all_gather_matmul": plan_all_gather_matmul,
     "matmul_reduce_scatter": plan_matmul_reduce_scatter,
     "matmul_all_reduce": plan_matmul_all_reduce,
+    "matmul_all_to_all": plan_matmul_all_to_all,
+    "all_to_all_matmul": plan_all_to_all_matmul,
 }
 _TYPICAL = {  # global M, N, K
     "all_gather_matmul": ((64, 28672, 8192), (1024, 28672, 8192), (8192, 28672, 8192)),
     "matmul_reduce_scatter": ((64, 8192, 28672), (1024, 8192, 28672), (8192, 8192, 28672)),
     "matmul_all_reduce": ((1, 8192, 28672), (16, 8192, 28672), (256, 8192, 28672)),
+    "matmul_all_to_all": ((1024, 10240, 4096), (16384, 10240, 4096)),
+    "all_to_all_matmul": ((1024, 4096, 8192), (16384, 4096, 8192)),
 }
 _OPTIONAL = {
     "typer": "the commands",

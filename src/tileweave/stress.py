@@ -39,7 +39,8 @@ _SLEEPY, _LONGEST = 0.06, 2e-3  # share of moves at which a rank sleeps, and how
 _REPLAYED = 0.25  # share of moves that replay a graph, where there are any
 _POISONED = 0.02  # share of batches after which slots are filled with NaN
 _HOST_SLEEPY = 0.01  # share of moves at which its host does
-CLEAN_SLOTS = ("matmul_reduce_scatter", "matmul_all_reduce")  # operators whose data announces itself in zeroed slots
+# Operators whose data announces itself in zeroed slots.
+CLEAN_SLOTS = ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
 
 
 def _shapes(*sizes: tuple[int, int, int]) -> tuple[Shape, ...]:

@@ -46,7 +46,7 @@ def public(op: str) -> list[Case]:
 @both
 def test_public_calls(worlds: Worlds, op: str) -> None:
     worlds("gloo", 3).run(behaviour.public_calls, public(op), "fused")
-    worlds("gloo", 2).run(behaviour.public_calls, [case(op, 64, 9, 40, how=(0, 1))], "fused")  # by copy engines
+    worlds("gloo", 2).run(behaviour.public_calls, [case(op, 64, 9, 16, how=(0, 1))], "fused")  # by copy engines
 
 
 @both
@@ -56,7 +56,7 @@ def test_a_group_of_one(worlds: Worlds, op: str) -> None:
 
 @both
 def test_subgroups(worlds: Worlds, op: str) -> None:
-    worlds("gloo", 4).run(behaviour.public_calls_in_a_subgroup, [1, 3], case(op, 6, 18, 40, bias=True))
+    worlds("gloo", 4).run(behaviour.public_calls_in_a_subgroup, [1, 3], case(op, 6, 9, 20, bias=True))
 
 
 @both
@@ -72,12 +72,12 @@ def test_empty_dimensions(worlds: Worlds, op: str) -> None:
 
 @both
 def test_weight_in_a_larger_tensor(worlds: Worlds, op: str) -> None:
-    worlds("gloo", 3).run(behaviour.weight_in_a_larger_tensor, case(op, 6, 20, 40, bias=True))
+    worlds("gloo", 3).run(behaviour.weight_in_a_larger_tensor, case(op, 6, 10, 20, bias=True))
 
 
 @both
 def test_the_same_bits(worlds: Worlds, op: str) -> None:
-    worlds("gloo", 3).run(behaviour.the_same_bits, case(op, 7, 18, 40, "float16", bias=True))
+    worlds("gloo", 3).run(behaviour.the_same_bits, case(op, 7, 9, 20, "float16", bias=True))
 
 
 def many_shapes(me: Member, op: str) -> None:
@@ -131,7 +131,7 @@ def test_gradients(worlds: Worlds, op: str, how: tuple[int, int]) -> None:
 
 
 @both
-@pytest.mark.parametrize("wanted", ["x", "w", "b", "xb", "wb"])
+@pytest.mark.parametrize("wanted", ["x", "wb"])
 def test_gradients_of_some(worlds: Worlds, op: str, wanted: str) -> None:
     worlds("gloo", 3).run(behaviour.gradients, [case(op, 7, 18, 40, bias=True)], wanted)
 
@@ -148,7 +148,7 @@ def test_backward_sends_nothing_but_the_fused_dual(worlds: Worlds, op: str) -> N
 
 
 @both
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_gradients(worlds: Worlds, op: str, backend: str) -> None:
     worlds("gloo", 2).run(behaviour.gradients, [case(op, 7, 18, 40, bias=True)], "xwb", backend)
 
@@ -207,64 +207,49 @@ transports = pytest.mark.parametrize("config", [SM, COPY_ENGINE], ids=lambda con
 
 SHAPES = {
     "one_of_all": (1, 1, 1),
-    "odd": (5, 17, 70),
-    "exact": (16, 64, 32),
-    "ragged_tiles": (20, 40, 50),
-    "tall": (70, 3, 20),
+    "odd": (5, 17, 40),
+    "exact": (16, 32, 32),
+    "ragged_tiles": (20, 40, 18),
+    "chunks": (35, 3, 16),
 }
 
 
 @both
 @transports
 @ways
-@pytest.mark.parametrize("size", [2, 3])
-def test_parity(worlds: Worlds, op: str, size: int, config: MatmulConfig, how: tuple[int, int]) -> None:
-    shapes = SHAPES.values() if size == 3 else [SHAPES["odd"], SHAPES["tall"]]
-    cases = [case(op, *shape, how=how, bias=n % 2 == 0, integers=n % 2 == 1) for n, shape in enumerate(shapes)]
-    worlds("gloo", size).run(parity.parity, cases, config)
+def test_parity(worlds: Worlds, op: str, config: MatmulConfig, how: tuple[int, int]) -> None:
+    cases = [case(op, *shape, how=how, bias=n % 2 == 0, integers=n % 2 == 1) for n, shape in enumerate(SHAPES.values())]
+    worlds("gloo", 3).run(parity.parity, cases, config)
 
 
 @both
-@pytest.mark.parametrize("config", [replace(COPY_ENGINE, tile_k=8)], ids=["cut"])
-def test_parity_with_few_programs(worlds: Worlds, op: str, config: MatmulConfig) -> None:
+def test_parity_with_few_programs(worlds: Worlds, op: str) -> None:
     """Waves and cut tiles; without data that announces itself, programs may run in turn."""
-    cases = [case(op, 33, 40, 72, how=how, bias=True) for how in HOWS]
-    worlds("gloo", 3).run(parity.parity, cases, config, 5)
+    cases = [case(op, 33, 40, 40, how=how, bias=True) for how in ((1, 0), (0, 1))]
+    worlds("gloo", 2).run(parity.parity, cases, replace(COPY_ENGINE, tile_k=8), 5)
 
 
 @both
 @transports
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_dtypes(worlds: Worlds, op: str, config: MatmulConfig, dtype: str) -> None:
-    cases = [case(op, 9, 33, 50, dtype, bias=True), case(op, 18, 9, 90, dtype, integers=True)]
+def test_dtypes_and_four_ranks(worlds: Worlds, op: str, config: MatmulConfig) -> None:
+    cases = [case(op, 9, 20, 24, "bfloat16", bias=True), case(op, 18, 9, 20, "float16", integers=True)]
     worlds("gloo", 4).run(parity.parity, cases, config)
 
 
 @both
 @transports
 def test_many_calls_with_late_ranks(worlds: Worlds, op: str, config: MatmulConfig) -> None:
-    cases = [
-        case(op, 5, 17, 24),
-        case(op, 1, 20, 33, how=(1, 1)),
-        case(op, 12, 9, 60, how=(0, 0)),
-        case(op, 18, 7, 20, bias=True),
-    ]
-    worlds("gloo", 3).run(parity.many_calls, cases, replace(config, tile_k=64), 40, 0.004, None, stall_in_the_kernel)
+    cases = [case(op, 5, 17, 24), case(op, 1, 20, 33, how=(1, 1)), case(op, 12, 9, 20, how=(0, 0)), case(op, 18, 7, 20)]
+    worlds("gloo", 3).run(parity.many_calls, cases, replace(config, tile_k=64), 18, 0.004, None, stall_in_the_kernel)
 
 
 @both
 @transports
 def test_the_epoch_wraps_around(worlds: Worlds, op: str, config: MatmulConfig) -> None:
-    worlds("gloo", 2).run(parity.calls_around_the_wrap, case(op, 18, 20, 40), config)
+    worlds("gloo", 2).run(parity.calls_around_the_wrap, case(op, 18, 9, 20), config)
 
 
 @both
 @transports
 def test_two_groups_at_once(worlds: Worlds, op: str, config: MatmulConfig) -> None:
-    worlds("gloo", 3).run(parity.two_groups, [0, 1], case(op, 7, 18, 40, bias=True), config, 7)
-
-
-@both
-@transports
-def test_a_subgroup(worlds: Worlds, op: str, config: MatmulConfig) -> None:
-    worlds("gloo", 4).run(parity.subgroup, [0, 2, 3], case(op, 20, 18, 40), config)
+    worlds("gloo", 3).run(parity.two_groups, [0, 2], case(op, 7, 18, 20, bias=True), config, 4)

@@ -20,9 +20,10 @@ from tests.explore.mutants import MUTANTS as MATMULS
 from tests.explore.mutants import Mutant
 from tests.explore.mutants_dispatch import MUTANTS as DISPATCH
 from tests.explore.mutants_embedding import MUTANTS as EMBEDDING
+from tests.explore.mutants_exchange import MUTANTS as EXCHANGES
 from tests.explore.mutants_experts import MUTANTS as EXPERTS
 
-MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS, *DISPATCH)
+MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS, *DISPATCH, *EXCHANGES)
 
 SOURCE = Path(__file__).parents[2] / "src" / "tileweave"
 RUNS = 400  # at most so many interleavings for one mutant

@@ -39,8 +39,12 @@ _NOTIFY = "        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epo
 _WAIT = "token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report)"
 _PUSHED = "            wait(signals, 1, epoch, pushed, -1, control, report)\n"
 _LEAVE = "    leave(control, epoch, num_programs)\n"
-_DATA = "        copies.append(Copy(instance.slot_addresses[peer] + slot * instance.slot_bytes + place * nbytes, 0, nbytes))\n"
-_SIGNAL = "        copies.append(Copy(instance.signal_addresses[peer] + 4 * rank * MAX_SLICES, epoch, 4))\n"
+_DATA = """        if pitch == width:
+            copies.append(Copy(target, 0, (end - begin) * width, start))
+        else:
+            copies.append(Copy(target, 0, width, start, rows=end - begin, target_pitch=width, source_pitch=pitch))
+"""
+_SIGNAL = "        copies.append(Copy(instance.signal_addresses[peer] + 4 * (rank * MAX_SLICES + chunk), epoch, 4))\n"
 _GIVE = "    tl.store(partials + (place + program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
 _COUNT = '    tl.atomic_add(counters + cut_tile, 1, sem="release", scope="gpu")\n'
 
@@ -50,10 +54,10 @@ _OVER = "finished = slot_offset"
 _CLEANED = "    tl.store(pointers, tl.zeros(value.shape, value.dtype), mask=mask)\n"
 _EACH = "tl.sum(missing, axis=0) > 0"
 
-_STAGE = (
-    "                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, "
-    "row < row_limit)\n"
-)
+_STAGE = """                store_rows(
+                    acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, row < row_limit, cols
+                )
+"""
 _COUNTED = (
     "                chunk = (first_row - home * rows) // TILE_M // chunk_rows\n"
     "                count_in(counters + num_programs + place * MAX_SLICES + chunk)\n"
@@ -131,7 +135,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         AG + "copy engine",
     ),
-    Mutant("a signal to the wrong word", FUSED, "4 * rank * MAX_SLICES", "4 * peer * MAX_SLICES", AG + "copy engine"),
+    Mutant("a signal to the wrong word", FUSED, "4 * (rank * MAX_SLICES", "4 * (peer * MAX_SLICES", AG + "copy engine"),
     Mutant(
         "a barrier that does not wait",
         "kernels/barrier.py",

@@ -15,9 +15,10 @@ from tileweave.bench import embedding_cases, expert_cases
 
 Block = Literal["large", "odd", "gemv", "small", "smoke"]
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+OUT, IN = "matmul_all_to_all", "all_to_all_matmul"
 
-# What a rank has a share of. Of a reduce-scatter it is K, and the rows of the result.
-SHARED = {AG: ("rows", "cols"), RS: ("rows", "depth"), AR: ("depth",)}
+# What a rank has a share of. Of a reduce-scatter it is K, and the rows of the result. Exchanges are those of Ulysses.
+SHARED = {AG: ("rows", "cols"), RS: ("rows", "depth"), AR: ("depth",), OUT: ("rows", "cols"), IN: ("rows", "depth")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,10 @@ BARS: dict[tuple[str, str], dict[str, Bar]] = {
     (RS, "small"): {"over_unfused": Bar(1.2, 0.98)},
     (AR, "gemv"): {"over_gemm_us": Bar(most=3.0), "over_unfused": Bar(1.4), "over_torch": Bar(1.15)},
     (AR, "small"): {"over_best": Bar(1.1, 0.98)},
+    (OUT, "large"): {"over_unfused": Bar(1.25, 1.0)},
+    (OUT, "small"): {"over_unfused": Bar(worst=0.98)},
+    (IN, "large"): {"over_unfused": Bar(1.25, 1.0)},
+    (IN, "small"): {"over_unfused": Bar(worst=0.98)},
 }
 
 # (N, K) of column-parallel layers: qkv; gate and up of half the layer; both; the first of GPT-3's MLP.
@@ -86,13 +91,17 @@ ROW_LAYERS = {
 DECODE_LAYERS = {name: ROW_LAYERS[name] for name in ("llama70b-o", "llama70b-down", "llama8b-down")} | {
     "square-16k": (16384, 16384)
 }
+# (N, K) of attention layers: hidden 4096, 64 heads of 128, with 8 groups of keys and values, or one for each head.
+QKV_LAYERS = {"ulysses-qkv-gqa": (10240, 4096), "ulysses-qkv-mha": (24576, 4096)}
+PROJECTIONS = {"ulysses-o": (4096, 8192)}
+SEQUENCES, SHORT_SEQUENCES = (4096, 16384), (256, 1024)
 LARGE = (2048, 4096, 8192, 16384)
 SMALL = (64, 128, 256, 512, 1024)
 GEMV = (1, 2, 4, 8, 16)
 FEW = (32, 64, 128, 256, 512)
 _QUICK = re.compile(
     r"(llama70b-qkv|llama70b-gate-up-half)-m(64|512|2048|8192)$|llama70b-(o|down)-m(1|16|64|512|2048|8192)$|odd|"
-    + f"{embedding_cases.QUICK}|{expert_cases.QUICK}"
+    + rf"ulysses-.*-m(1024|16384)|{embedding_cases.QUICK}|{expert_cases.QUICK}"
 )
 
 
@@ -114,17 +123,29 @@ def _matmul_all_reduce() -> list[Case]:
     return cases + [Case(AR, f"{layer}-m{m}", m, *layers[layer], True, "small") for m, layer in product(FEW, layers)]
 
 
+def _exchange(op: str, layers: dict[str, tuple[int, int]]) -> list[Case]:
+    cases = [Case(op, f"{layer}-m{m}", m, *layers[layer], False, "large") for m, layer in product(SEQUENCES, layers)]
+    return cases + [
+        Case(op, f"{layer}-m{m}", m, *layers[layer], True, "small") for m, layer in product(SHORT_SEQUENCES, layers)
+    ]
+
+
 # Values are lists of Case, or of what an operator with sizes of another kind has in its place.
 CASES: dict[str, list[Any]] = {
     AG: _all_gather_matmul(),
     RS: _matmul_reduce_scatter(),
     AR: _matmul_all_reduce(),
+    OUT: _exchange(OUT, QKV_LAYERS),
+    IN: _exchange(IN, PROJECTIONS),
     "embedding_bag_all_to_all": embedding_cases.CASES,
     **expert_cases.CASES,
 }
 
 # For trying the bench out without a GPU: interpreted kernels, times without meaning.
-_TINY = {AG: ((256, 256, 128), (32, 128, 96)), RS: ((256, 64, 256), (32, 96, 128)), AR: ((1, 128, 256), (64, 96, 128))}
+_TINY = {
+    AG: ((256, 256, 128), (32, 128, 96)), RS: ((256, 64, 256), (32, 96, 128)), AR: ((1, 128, 256), (64, 96, 128)),
+    OUT: ((256, 128, 64), (32, 96, 64)), IN: ((256, 64, 128), (32, 64, 96)),
+}  # fmt: skip
 SMOKE: dict[str, list[Any]] = {
     op: [
         Case(op, f"smoke-m{sizes[0]}", *sizes, op == AR, "smoke", dtype)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import tileweave as tw
-from tileweave.bench.cases import AG, AR, RS, Case
+from tileweave.bench.cases import AG, AR, IN, OUT, RS, Case
 from tileweave.bench.subjects import SUBJECTS, Operands, Shape, normal, poisoned, worst_of
 from tileweave.launcher import Member
 from tileweave.ops import reference
@@ -93,8 +93,8 @@ class Peers(ABC):
 
     def ours(self) -> Call:
         x, group, out, ws = self.operands.x, self.group, self.out, cycle(self.weights)
-        operator = getattr(tw, self.case.op)
-        return lambda: operator(x, next(ws), group=group, out=out)
+        operator, options = getattr(tw, self.case.op), self.subject.options
+        return lambda: operator(x, next(ws), group=group, out=out, **options)
 
     @abstractmethod
     def unfused(self) -> Call:
@@ -158,7 +158,7 @@ class Peers(ABC):
             self.subject.call(operands, self.group, out=self.out)
             tw.synchronize(self.group)
             against_fp32.append(self.subject.error(operands, self.out))
-            want = getattr(reference, self.case.op)(operands.x, operands.w, None, self.group)
+            want = getattr(reference, self.case.op)(operands.x, operands.w, None, self.group, **self.subject.options)
             want = want[0] if isinstance(want, tuple) else want
             against_unfused.append(((self.out - want).float().norm() / want.float().norm()).item())
         return worst_of(against_fp32), worst_of(against_unfused)
@@ -274,6 +274,44 @@ class MatmulAllReducePeers(Peers):
         return [(source, target[self.rank]) for target in self.others(handle, local.shape)]
 
 
+class ExchangePeers(Peers):
+    """A matmul and one all-to-all, with the permutation of columns that torch's needs before it or behind it."""
+
+    def input(self) -> torch.Tensor:
+        return self.operands.x if self.case.op == OUT else self.operands.rows
+
+    def unfused(self) -> Call:
+        x, group, size, out = self.operands.x, self.group, self.size, torch.empty_like(self.out)
+        ws = cycle([w.t() for w in self.weights])
+        if not self.member.on_gpu:
+            operator, options = getattr(reference, self.case.op), self.subject.options
+            return lambda: operator(x, next(ws).t(), None, group, **options)
+        rows, cols = (x.shape[0], self.out.shape[1]) if self.case.op == OUT else (self.out.shape[0], x.shape[1])
+        product = x.new_empty(x.shape[0], cols * size)
+        moved = x.new_empty(size, rows, cols)
+
+        def project() -> None:
+            torch.mm(x, next(ws), out=product)
+            moved.copy_(product.view(rows, size, cols).transpose(0, 1))
+            dist.all_to_all_single(out.view(size, rows, cols), moved, group=group)
+
+        exchanged = x.new_empty(rows, size * cols)
+
+        def collect() -> None:
+            dist.all_to_all_single(moved, x.view(size, rows, cols), group=group)
+            exchanged.view(rows, size, cols).copy_(moved.transpose(0, 1))
+            torch.mm(exchanged, next(ws), out=out)
+
+        return project if self.case.op == OUT else collect
+
+    def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        x = self.operands.x
+        shape = (x.shape[0], self.out.shape[1]) if self.case.op == OUT else (self.out.shape[0], x.shape[1])
+        local, handle = self.symmetric(self.size, *shape)
+        source = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return [(source, target[self.rank]) for target in self.others(handle, local.shape)]
+
+
 PEERS_OF: dict[str, type[Peers]] = {
-    AG: AllGatherMatmulPeers, RS: MatmulReduceScatterPeers, AR: MatmulAllReducePeers
+    AG: AllGatherMatmulPeers, RS: MatmulReduceScatterPeers, AR: MatmulAllReducePeers, OUT: ExchangePeers, IN: ExchangePeers
 }  # fmt: skip

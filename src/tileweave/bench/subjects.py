@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ class Operands:
 
     @property
     def out_shape(self) -> tuple[int, int]:
-        return self.rows.shape[0], self.w.shape[0]
+        return self.rows.shape[0], self.columns.shape[0]
 
 
 class Subject(Protocol):
@@ -90,9 +90,10 @@ class _Matmul:
     """What the matmul operators share."""
 
     op: str
+    options: ClassVar[dict[str, int]] = {}  # what a call takes by keyword beside operands
 
     def explain(self, operands: Operands, group: dist.ProcessGroup) -> Plan:
-        return tw.explain(self.op, operands.x, operands.w, group=group)
+        return tw.explain(self.op, operands.x, operands.w, group=group, **self.options)
 
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
         columns = operands.columns.float()
@@ -221,11 +222,65 @@ class MatmulAllReduce(_Matmul):
         return worst_of([((a.float() - b).norm() / b.norm()).item() for a, b in pairs])
 
 
+class _Exchanged(_Matmul):
+    """The projections of Ulysses-style sequence parallelism; their weight is the same on every rank."""
+
+    def call(
+        self, operands: Operands, group: dist.ProcessGroup, out: torch.Tensor | None = None, second: bool = False
+    ) -> tuple[torch.Tensor, Second]:
+        o = operands
+        return getattr(tw, self.op)(o.x, o.w, o.bias, group=group, out=out, **self.options), None
+
+    def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
+        size = dist.get_world_size(group)
+        moved = operands.x if self.op == "all_to_all_matmul" else operands.rows.new_empty(operands.out_shape, device="meta")
+        sent = (size - 1) * moved.numel() // size * operands.x.element_size()
+        return record_call(lambda: self.call(operands, group)[0], self.explain(operands, group), operands.x.device, sent, group)
+
+
+class MatmulAllToAll(_Exchanged):
+    """QKV: x [m, K] of this rank's tokens, w [R * n, K]; all tokens' n columns of this rank."""
+
+    op = "matmul_all_to_all"
+    options: ClassVar = {"scatter_dim": 1, "gather_dim": 0}
+
+    def draw(
+        self, shape: Shape, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int, bias: bool
+    ) -> Operands:
+        shards = [normal((shape.rows, shape.depth), 1.0, dtype, device, seed, r, 0) for r in range(size)]
+        w = normal((shape.cols * size, shape.depth), shape.depth**-0.5, dtype, device, seed, 1)
+        b = normal((shape.cols * size,), 1.0, dtype, device, seed, 2) if bias else None
+        return Operands(shards[rank].clone(), w, b, torch.cat(shards), w[rank * shape.cols : (rank + 1) * shape.cols])
+
+    def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
+        bias, mine = operands.bias, operands.columns
+        if bias is not None:
+            first = (mine.storage_offset() - operands.w.storage_offset()) // max(mine.shape[1], 1)
+            bias = bias[first : first + mine.shape[0]]
+        return super().error(replace(operands, bias=bias), got)
+
+
+class AllToAllMatmul(_Exchanged):
+    """The output projection: x [R * m, k] of all tokens and this rank's heads, w [N, R * k]; this rank's tokens [m, N]."""
+
+    op = "all_to_all_matmul"
+    options: ClassVar = {"scatter_dim": 0, "gather_dim": 1}
+
+    def draw(
+        self, shape: Shape, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int, bias: bool
+    ) -> Operands:
+        xs = [normal((shape.rows * size, shape.depth), 1.0, dtype, device, seed, r, 0) for r in range(size)]
+        w = normal((shape.cols, shape.depth * size), (shape.depth * size) ** -0.5, dtype, device, seed, 1)
+        b = normal((shape.cols,), 1.0, dtype, device, seed, 2) if bias else None
+        mine = slice(rank * shape.rows, (rank + 1) * shape.rows)
+        return Operands(xs[rank].clone(), w, b, torch.cat([x[mine] for x in xs], 1), w)
+
+
 SUBJECTS: dict[str, Any] = {
     subject.op: subject
     for subject in (
-        AllGatherMatmul(), MatmulReduceScatter(), MatmulAllReduce(), EmbeddingBagAllToAll(), DispatchGroupedMatmul(),
-        GroupedMatmulCombine(),
+        AllGatherMatmul(), MatmulReduceScatter(), MatmulAllReduce(), MatmulAllToAll(), AllToAllMatmul(), EmbeddingBagAllToAll(),
+        DispatchGroupedMatmul(), GroupedMatmulCombine(),
     )
 }  # fmt: skip
 

@@ -145,7 +145,7 @@ def _gather_operands(shape: tuple[int, int, int], size: int, rank: int, seed: in
     return everyone, w, everyone @ w.t()
 
 
-def _triton(transport: str, **changes: object) -> MatmulConfig:
+def triton_config(transport: str, **changes: object) -> MatmulConfig:
     tile = {"tile_m": 16, "tile_n": 16, "tile_k": 16, "num_stages": 1, "num_warps": 4}
     options: dict[str, object] = {"kernel": "triton", **tile, "group_m": 1, "num_slices": 2, "num_producers": 1, **changes}
     return MatmulConfig(transport=transport, **options)  # type: ignore[arg-type]
@@ -243,26 +243,32 @@ class OneShot:
 
 
 SCENARIOS: tuple[Scenario, ...] = (
-    AllGatherMatmul("sm", _triton("sm"), ((16, 16, 16), (16, 8, 16)), (1, 2, 3)),
-    AllGatherMatmul("sm, spans", _triton("sm"), ((3, 16, 16), (5, 16, 16)), (1, 2)),
-    AllGatherMatmul("sm, producers", _triton("sm", num_producers=2, num_slices=2), ((16, 16, 16),), (2, 3)),
-    AllGatherMatmul("sm, cut, gathered", _triton("sm", tile_k=8), ((16, 16, 48),), (2, 3), gathered=True),
-    AllGatherMatmul("copy engine", _triton("copy_engine"), ((16, 16, 16), (17, 16, 16)), (1, 2)),
-    AllGatherMatmul("copy engine, captured", _triton("copy_engine"), ((16, 16, 16),), (1, 2), captured=True),
-    AllGatherMatmul("library", _triton("sm", kernel="library"), ((18, 16, 16), (33, 8, 16)), (1, 2, 3), gathered=True),
-    MatmulReduce("sm", "matmul_reduce_scatter", _triton("sm"), ((48, 16, 16), (68, 16, 16)), (1, 2, 3)),
-    MatmulReduce("sm, spans", "matmul_reduce_scatter", _triton("sm"), ((12, 32, 16), (24, 16, 16)), (1, 2)),
-    MatmulReduce("sm, cut", "matmul_reduce_scatter", _triton("sm", tile_k=8), ((48, 16, 48),), (2, 3)),
-    MatmulReduce("copy engine", "matmul_reduce_scatter", _triton("copy_engine"), ((64, 16, 16),), (1, 2, 3)),
+    AllGatherMatmul("sm", triton_config("sm"), ((16, 16, 16), (16, 8, 16)), (1, 2, 3)),
+    AllGatherMatmul("sm, spans", triton_config("sm"), ((3, 16, 16), (5, 16, 16)), (1, 2)),
+    AllGatherMatmul("sm, producers", triton_config("sm", num_producers=2, num_slices=2), ((16, 16, 16),), (2, 3)),
+    AllGatherMatmul("sm, cut, gathered", triton_config("sm", tile_k=8), ((16, 16, 48),), (2, 3), gathered=True),
+    AllGatherMatmul("copy engine", triton_config("copy_engine"), ((16, 16, 16), (17, 16, 16)), (1, 2)),
+    AllGatherMatmul("copy engine, captured", triton_config("copy_engine"), ((16, 16, 16),), (1, 2), captured=True),
+    AllGatherMatmul("library", triton_config("sm", kernel="library"), ((18, 16, 16), (33, 8, 16)), (1, 2, 3), gathered=True),
+    MatmulReduce("sm", "matmul_reduce_scatter", triton_config("sm"), ((48, 16, 16), (68, 16, 16)), (1, 2, 3)),
+    MatmulReduce("sm, spans", "matmul_reduce_scatter", triton_config("sm"), ((12, 32, 16), (24, 16, 16)), (1, 2)),
+    MatmulReduce("sm, cut", "matmul_reduce_scatter", triton_config("sm", tile_k=8), ((48, 16, 48),), (2, 3)),
+    MatmulReduce("copy engine", "matmul_reduce_scatter", triton_config("copy_engine"), ((64, 16, 16),), (1, 2, 3)),
     MatmulReduce(
-        "copy engine, captured", "matmul_reduce_scatter", _triton("copy_engine"), ((64, 16, 16),), (1, 2), captured=True
+        "copy engine, captured", "matmul_reduce_scatter", triton_config("copy_engine"), ((64, 16, 16),), (1, 2), captured=True
     ),
-    MatmulReduce("library", "matmul_reduce_scatter", _triton("sm", kernel="library"), ((96, 16, 16), (20, 16, 16)), (1, 2, 3)),
-    MatmulReduce("sm", "matmul_all_reduce", _triton("sm"), ((48, 16, 16), (50, 16, 16)), (1, 2, 3)),
-    MatmulReduce("sm, spans", "matmul_all_reduce", _triton("sm"), ((5, 32, 16), (12, 16, 16)), (1, 2)),
     MatmulReduce(
-        "library", "matmul_all_reduce", _triton("sm", kernel="library"), ((96, 16, 16), (5, 32, 16), (1, 8, 16)), (1, 2, 3)
+        "library", "matmul_reduce_scatter", triton_config("sm", kernel="library"), ((96, 16, 16), (20, 16, 16)), (1, 2, 3)
     ),
-    OneShot("one shot", _triton("sm", shots=1), ((3, 32, 16), (5, 48, 16)), norm=False),
-    OneShot("one shot, norm", _triton("sm", shots=1), ((2, 32, 16), (3, 16, 16)), norm=True),
+    MatmulReduce("sm", "matmul_all_reduce", triton_config("sm"), ((48, 16, 16), (50, 16, 16)), (1, 2, 3)),
+    MatmulReduce("sm, spans", "matmul_all_reduce", triton_config("sm"), ((5, 32, 16), (12, 16, 16)), (1, 2)),
+    MatmulReduce(
+        "library",
+        "matmul_all_reduce",
+        triton_config("sm", kernel="library"),
+        ((96, 16, 16), (5, 32, 16), (1, 8, 16)),
+        (1, 2, 3),
+    ),
+    OneShot("one shot", triton_config("sm", shots=1), ((3, 32, 16), (5, 48, 16)), norm=False),
+    OneShot("one shot, norm", triton_config("sm", shots=1), ((2, 32, 16), (3, 16, 16)), norm=True),
 )

@@ -14,6 +14,7 @@ from tileweave.explore.scenarios import SCENARIOS as MATMULS
 from tileweave.explore.scenarios import Drawn, Scenario
 from tileweave.explore.scenarios_dispatch import DISPATCH
 from tileweave.explore.scenarios_embedding import EMBEDDING
+from tileweave.explore.scenarios_exchange import SCENARIOS as EXCHANGES
 from tileweave.explore.scenarios_experts import EXPERT_SCENARIOS
 from tileweave.explore.strategies import Delays, Malice, Noting, Priorities, Walk, Written
 from tileweave.explore.tasks import Decision, Event
@@ -22,7 +23,7 @@ STRATEGIES = ("walk", "pct", "delay", "malice")
 DELAYS = 2000  # numbers of one systematic search
 EPOCHS = (1, 2, 2**31 - 2, -1)  # the first call, the other parity, the wrap to negative numbers, the wrap to zero
 RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
-SCENARIOS: tuple[Scenario, ...] = (*MATMULS, *EMBEDDING, *EXPERT_SCENARIOS, *DISPATCH)
+SCENARIOS: tuple[Scenario, ...] = (*MATMULS, *EMBEDDING, *EXPERT_SCENARIOS, *DISPATCH, *EXCHANGES)
 Enter = Callable[[World | None], None]
 
 

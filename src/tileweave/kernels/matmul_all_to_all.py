@@ -18,7 +18,7 @@ signal (int32)           value  notifier                                waiter (
 =======================  =====  ======================================  ==================================================
 counter [place, chunk]   tiles  programs, a tile each; local            who completes it; zero between calls
 flag [slot, src, chunk]  1      ``src``, who completed the chunk        own copy engine; zeroed by the last program
-[source, chunk]          epoch  the same program, behind the flag       last program: the flag is there, or a time-out
+[source, chunk]          epoch  the same program                        last program: has a time-out, names who is late
 [pushed] (own)           epoch  own copy engine, behind its last pull   last program, before flags and the epoch move
 =======================  =====  ======================================  ==================================================
 

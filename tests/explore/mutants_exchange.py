@@ -1,0 +1,91 @@
+"""Faults planted in matmul_all_to_all and all_to_all_matmul; see ``mutants.py``."""
+
+from __future__ import annotations
+
+from tests.explore.mutants import Mutant
+
+OUT, IN = "matmul_all_to_all/", "all_to_all_matmul/"
+PULLED, PULLS = "kernels/matmul_all_to_all.py", "ops/matmul_all_to_all_fused.py"
+SOURCES, PUSHES, REMOTE = "kernels/all_to_all_matmul.py", "ops/all_gather_matmul_fused.py", "language/remote.py"
+WORDS = "language/signal.py"
+
+_FLAG = "    notify(signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)\n"
+_DONE = "    wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)\n"
+_RESET = "    tl.store(flags + words, tl.zeros_like(words), mask=inside)\n"
+_COUNT = "                if count_last(counters + num_programs + place * MAX_SLICES + chunk, tiles_of_chunk):\n"
+_TOKEN = "token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES + first_row // chunk_rows, tile, control, report)"
+_KEPT = "                wait(signals, NUM_SLICES, epoch, source * MAX_SLICES + chunk, -1, control, report)\n"
+
+MUTANTS: tuple[Mutant, ...] = (
+    # --- matmul_all_to_all ---
+    Mutant("a chunk is pulled without its flag", PULLS, "offset, flag, 1, lane", "offset, flag, 0, lane", OUT + "copy", 2),
+    Mutant("pulls of all calls from one slot", PULLS, "slot = instance.calls & 1", "slot = 0", OUT + "copy engine"),
+    Mutant(
+        "captured pulls without a barrier",
+        PULLS,
+        "        barrier(call.endpoint, transport.world_size, transport.rank)\n",
+        "",
+        OUT + "copy engine, captured",
+    ),
+    Mutant("pulled from another's place", PULLS, "place = s.rank - (s.rank > source)", "place = 0", OUT + "copy engine"),
+    Mutant("one flag for both slots", PULLED, "(1 + slot) *", "(1 + 0) *", OUT + "copy engine", 2),
+    Mutant("a flag is not set", PULLED, _FLAG, "", OUT + "copy engine"),
+    Mutant("flags move before the last pull", PULLED, _DONE, "", OUT + "copy engine"),
+    Mutant("flags are not zeroed", PULLED, _RESET, "", OUT + "copy engine"),
+    Mutant("every tile announces its chunk", PULLED, _COUNT, _COUNT.replace("if ", "if 1 + "), OUT + "copy engine"),
+    Mutant("the first tile announces its chunk", WORDS, "== total - 1", "== 0", OUT + "copy engine"),
+    Mutant(
+        "a tile of several is counted without a release",
+        WORDS,
+        'sem="acq_rel", scope="gpu") == total',
+        'sem="relaxed", scope="gpu") == total',
+        OUT + "copy engine",
+    ),
+    Mutant("counts of chunks stay", WORDS, "    if last:\n        tl.store(counter, 0)\n", "", OUT + "copy engine"),
+    Mutant(
+        "a part to the wrong peer",
+        PULLED,
+        "symm_at(slot_table, home, dtype",
+        "symm_at(slot_table, (home + 1) % WORLD_SIZE, dtype",
+        OUT + "sm",
+    ),
+    Mutant(
+        "a part is taken from another's place", PULLED, "(source - (source > rank)", "(source - (source < rank)", OUT + "sm"
+    ),
+    Mutant(
+        "the last peer's part is not taken",
+        PULLED,
+        "for i in tl.static_range(1, WORLD_SIZE):",
+        "for i in tl.static_range(1, WORLD_SIZE - 1):",
+        OUT + "sm",
+    ),
+    # --- all_to_all_matmul ---
+    Mutant("a source is not awaited", SOURCES, _TOKEN, "token = 0", IN),
+    Mutant(
+        "a source's first chunk is awaited for all",
+        SOURCES,
+        _TOKEN,
+        _TOKEN.replace("first_row // chunk_rows", "0"),
+        IN + "copy",
+    ),
+    Mutant("one slice of a source is awaited", SOURCES, _TOKEN, _TOKEN.replace("NUM_SLICES", "1"), IN + "sm"),
+    Mutant("the call before is awaited", SOURCES, _TOKEN, _TOKEN.replace("epoch", "epoch - 1"), IN),
+    Mutant("parts go by rank, not by arrival", SOURCES, "((step - 1) * rows + row)", "(source * rows + row)", IN),
+    Mutant("what is kept waits for one chunk", SOURCES, "range(0, num_chunks)", "range(0, 1)", IN + "copy engine, kept"),
+    Mutant("what is kept does not wait", SOURCES, _KEPT, "                pass\n", IN + "copy engine, kept"),
+    Mutant(
+        "every peer gets the next one's part",
+        REMOTE,
+        "source + peer.to(tl.int64) * step",
+        "source + (peer.to(tl.int64) + 1) * step",
+        IN + "sm",
+    ),
+    Mutant("chunks share one signal", PUSHES, "(rank * MAX_SLICES + chunk)", "(rank * MAX_SLICES)", IN + "copy engine"),
+    Mutant(
+        "copied parts all to the first rows",
+        PUSHES,
+        "(place * rows + begin) * width",
+        "(place * rows) * width",
+        IN + "copy engine",
+    ),
+)
