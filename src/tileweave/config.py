@@ -249,9 +249,17 @@ def _checked(raw: object, kind: type, where: str) -> dict[str, Any]:
     return dict(raw)
 
 
-def nearest(op: str, rows: int, cols: int, depth: int, can_run: Callable[[MatmulConfig], bool] = lambda _: True) -> Entry:
-    """The measured entry of ``op`` nearest to a shape, of those whose configuration ``can_run``."""
-    return min((e for e in tuned_entries(op) if can_run(e.config)), key=lambda e: e.distance(rows, cols, depth))
+def nearest(
+    op: str,
+    rows: int,
+    cols: int,
+    depth: int,
+    can_run: Callable[[MatmulConfig], bool] = lambda _: True,
+    entries: tuple[Entry, ...] | None = None,
+) -> Entry:
+    """The measured entry of ``op`` nearest to a shape, of those whose configuration ``can_run``. ``entries``: another table."""
+    known = tuned_entries(op) if entries is None else entries
+    return min((e for e in known if can_run(e.config)), key=lambda e: e.distance(rows, cols, depth))
 
 
 def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting: bool) -> Plan:

@@ -39,8 +39,8 @@ _SLEEPY, _LONGEST = 0.06, 2e-3  # share of moves at which a rank sleeps, and how
 _REPLAYED = 0.25  # share of moves that replay a graph, where there are any
 _POISONED = 0.02  # share of batches after which slots are filled with NaN
 _HOST_SLEEPY = 0.01  # share of moves at which its host does
-# Operators whose data announces itself in zeroed slots.
-CLEAN_SLOTS = ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
+# Operators whose signals announce data, so that slots may hold anything before. The others' data announces itself.
+SIGNALLED = ("all_gather_matmul", "all_to_all_matmul", "embedding_bag_all_to_all")
 
 
 def _shapes(*sizes: tuple[int, int, int]) -> tuple[Shape, ...]:
@@ -155,7 +155,7 @@ class Stress:
         """Draw operands, make the results that all others must equal, capture graphs, move the epochs to the wrap."""
         sizes = ON_GPU if self.member.on_gpu else ON_CPU
         for number, lane in enumerate(self.lanes):
-            for op in tw.OPERATORS if lane.group is not None else ():
+            for op in [op for op in tw.OPERATORS if op in sizes] if lane.group is not None else ():
                 for which, shape in enumerate(sizes[op][number]):
                     seeds = [100 * self.seed + 10 * number + n for n in range(_DATA)]
                     lane.sets.append([self._set(lane, SUBJECTS[op], shape, seed, which % 2 == 1) for seed in seeds])
@@ -299,8 +299,8 @@ class Stress:
         for lane in self.lanes:
             self.member.barrier()
             for workspace in self._workspaces(lane):
-                for (op, _), instance in workspace.instances.items():
-                    if op not in CLEAN_SLOTS and instance.slot_bytes and not instance.regions.held:
+                for (op, kind), instance in workspace.instances.items():
+                    if op in SIGNALLED and kind in ("sm", "copy_engine") and instance.slot_bytes and not instance.regions.held:
                         instance.slots.fill_(255)
             self.member.barrier()
 

@@ -56,7 +56,7 @@ def both(member: Member) -> tuple:
 def test_every_operator_in_disorder_and_a_rank_that_lies() -> None:
     (right, ops, epochs), (calls, wrong, other_bits) = launch(both, world_size=2, device_type="cpu", seconds=150)
     assert right == (0, 50)
-    assert ops == set(tw.OPERATORS)
+    assert ops == {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "embedding_bag_all_to_all"}
     assert any(0 <= epoch < 100 for epoch in epochs), f"some have wrapped to 0: {epochs}"
     assert all(-5 <= epoch < 100 for epoch in epochs), epochs
     assert (calls, other_bits) == (60, 0)

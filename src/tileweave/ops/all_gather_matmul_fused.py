@@ -45,7 +45,7 @@ def run_fused(
     if config.kernel == "library":
         from tileweave.ops.library_matmul import gather_then_multiply
 
-        gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config)
+        gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config, chosen.mark)
         return
     transport = workspace.transport
     call = _fused_call(workspace, x, w, config, how)

@@ -33,7 +33,7 @@ def run_routing(topk_ids: torch.Tensor, num_experts: int, max_tokens: int, group
     size, rank = transport.world_size, transport.rank
     (tokens, topk), experts = topk_ids.shape, num_experts // size
     instance.reserve(max(size * max_tokens * topk, 1) * 4)
-    instance.begin()
+    instance.begin(hash((num_experts, max_tokens, topk)))  # of integers: the same in every process
     begins, _ = layout_of(size, max_tokens, topk, experts)
     table = torch.empty(begins[-1], dtype=torch.int32, device=topk_ids.device)
     plan = RoutingPlan(table, tokens, max_tokens, topk, experts, rank, size)
@@ -70,8 +70,9 @@ def run_fused(
             endpoint(instance, x.dtype), config, plan.rank, plan.world_size, plan.max_tokens, plan.topk, plan.bound, experts,
             transport.machine.num_sms,
         )  # fmt: skip
-        found = instance.cache[key] = (launcher, config)  # the config is kept, so that its id stays its own
-    instance.begin()
+        mark = hash((*experts.shape, plan.max_tokens, plan.topk))
+        found = instance.cache[key] = (launcher, mark, config)  # the config is kept, so that its id stays its own
+    instance.begin(found[1])
     try:
         found[0](x, experts, y, plan.fields)
         if kept is not None and kept.numel():

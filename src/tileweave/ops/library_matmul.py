@@ -26,11 +26,12 @@ def gather_then_multiply(
     out: torch.Tensor,
     gathered: torch.Tensor | None,
     config: MatmulConfig,
+    mark: int = 0,
 ) -> None:
     """out [R m, n] = gather(x [m, K]) @ w [n, K].T + bias; ``gathered`` [R m, K] too where it is asked for."""
     size = workspace.transport.world_size
     whole = x.new_empty(size * x.shape[0], x.shape[1]) if gathered is None else gathered
-    _exchange(workspace, op, config, x.contiguous(), whole, x.numel(), False, True)
+    _exchange(workspace, op, config, x.contiguous(), whole, x.numel(), False, True, mark=mark)
     if bias is None:
         torch.mm(whole, w.t(), out=out)
     else:
@@ -46,12 +47,13 @@ def multiply_then_reduce(
     out: torch.Tensor,
     residual: torch.Tensor | None,
     config: MatmulConfig,
+    mark: int = 0,
 ) -> None:
     """out = sum over ranks of x [M, k] @ w [N, k].T, + bias, + residual: own rows of it, or all where ``out`` has M rows."""
     partial = torch.mm(x, w.t())
     size, everywhere = workspace.transport.world_size, out.shape[0] == x.shape[0]
     shard = cdiv(cdiv(partial.numel(), size), ALIGN) * ALIGN if everywhere else out.numel()
-    _exchange(workspace, op, config, partial, out, shard, True, everywhere, bias, residual)
+    _exchange(workspace, op, config, partial, out, shard, True, everywhere, bias, residual, mark)
 
 
 def _exchange(
@@ -65,12 +67,13 @@ def _exchange(
     gather: bool,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    mark: int = 0,
 ) -> None:
     instance = workspace.instance(op, INSTANCE)
     key = (x.shape, x.dtype, id(config))  # the launcher keeps the config, so the id stays its own
     launch = instance.cache.get(key) or _launcher(workspace, instance, config, x, shard, reduce, gather)
     instance.cache[key] = launch
-    instance.begin()
+    instance.begin(mark)
     try:
         launch(x, out, bias, residual)  # type: ignore[operator]
     finally:

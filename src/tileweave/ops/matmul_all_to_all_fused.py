@@ -37,7 +37,7 @@ def run_fused(
     transport = workspace.transport
     call = _fused_call(workspace, x, w, how, config)
     instance = call.instance
-    capturing = instance.begin()
+    capturing = instance.begin(chosen.mark)
     launch = call.launcher(x, w, out)
     if config.transport == "sm":
         try:

@@ -41,7 +41,7 @@ def run_fused(
     if config.kernel == "library":
         from tileweave.ops.library_matmul import multiply_then_reduce
 
-        multiply_then_reduce(workspace, op, x, w, bias, out, residual, config)
+        multiply_then_reduce(workspace, op, x, w, bias, out, residual, config, chosen.mark)
         return
     transport = workspace.transport
     call = _fused_call(workspace, x, w, config, op)

@@ -14,10 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tileweave.config import Entry, read_entries
 from tileweave.errors import InputError, require
 
 RULE = "held out where SHA-256 of the cell's global shape ('8192x28672x8192', or the message's bytes), as a number, is even"
@@ -25,9 +27,30 @@ RULE = "held out where SHA-256 of the cell's global shape ('8192x28672x8192', or
 QUANTITIES = {"gemm": "compute", "nccl+cublas": "unfused", "tileweave": "fused", "co-run bound": "bound", "lookup": "compute"}
 
 
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Measured configurations by operator, as ``tuned/*.json`` had them at some time."""
+
+    entries: dict[str, tuple[Entry, ...]]
+
+    def of(self, op: str) -> tuple[Entry, ...]:
+        return self.entries[op]
+
+
+@cache
+def read_tables(path: Path) -> Tables:
+    """Tables kept beside the results that were measured with them."""
+    require(path.is_file(), f"tables {path}", "a file beside the results", "keep it with them")
+    data = json.loads(path.read_text("utf-8"))
+    return Tables({op: read_entries(json.dumps(table), f"{path.name}, {op}") for op, table in data["tables"].items()})
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measured time. ``shape``: M, N, K (global), or bytes; ``graph``: replayed from a CUDA graph."""
+    """One measured time. ``shape``: M, N, K (global), or bytes; ``graph``: replayed from a CUDA graph.
+
+    ``tables``: what the library planned with then, if not with what it plans with now.
+    """
 
     source: str
     op: str
@@ -37,6 +60,7 @@ class Cell:
     graph: bool
     seconds: float
     itemsize: int = 2
+    tables: Tables | None = None
 
     @property
     def key(self) -> str:
@@ -82,6 +106,8 @@ def read_cells(paths: Iterable[Path]) -> list[Cell]:
             data = json.loads(path.read_text("utf-8"))
         except json.JSONDecodeError as error:
             raise InputError(f"asked: {path}, line {error.lineno}: {error.msg}; allowed: JSON; remedy: fix the file") from None
+        tables = read_tables(path.parent / data["tuned"]) if "tuned" in data else None
+        first = len(found)
         if "components" in data:
             found += [_component(path.name, data["machine"], entry) for entry in data["components"]]
         elif "sweeps" in data:
@@ -92,6 +118,7 @@ def read_cells(paths: Iterable[Path]) -> list[Cell]:
         else:
             allowed = "a file with `cases`, `components` or `sweeps`"
             raise InputError(f"asked: {path}; allowed: {allowed}; remedy: see docs/simulator.md")
+        found[first:] = [replace(cell, tables=tables) for cell in found[first:]]
     return found
 
 

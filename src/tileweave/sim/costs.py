@@ -38,6 +38,7 @@ class Coefficients:
         fraction of the library's rate in its main loop, and its feed, bytes/s.
     scatter_* : where tiles are pushed as they are made: launch, eager and tile likewise (its stores to its owner included);
         staged_tile: a tile that copy engines will take.
+    exchange_* : one launch that gathers or scatters beside a library's matmul: latency s, fraction of link rate.
     corun : relative slow-down of a matmul while links are busy.
     nccl_* : latency s and fraction of link rate of its two protocols (the low one sends flags beside data), s a step, and the
         bytes from which gathers and reduce-scatters take the first; scatter, exchange: latency of reduce-scatters and
@@ -70,6 +71,8 @@ class Coefficients:
     scatter_eager: float
     scatter_tile: float
     staged_tile: float
+    exchange_latency: float
+    exchange_fraction: float
     corun: float
     nccl_latency: float
     nccl_fraction: float

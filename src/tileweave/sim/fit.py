@@ -30,13 +30,14 @@ _FRACTIONS = (
     "copy_fraction",
     "stream",
     "nccl_reduce_fraction",
+    "exchange_fraction",
 )
 # Where to begin: orders of magnitude from the data sheet and from what launches cost on any such device.
 START = Coefficients(
     matmul_launch=4e-6, matmul_flops=0.85, matmul_memory=0.84, matmul_feed=9e12, matmul_norm=6.0, matmul_sustained=3e-4,
     matmul_power=0.05, matmul_split=1e-6, matmul_tile=5e-7, matmul_overlap=0.3, fused_launch=5e-6, fused_eager=8e-6,
     fused_tile=1e-6, fused_part=2e-6, fused_rate=1.0, fused_feed=1.2e13,
-    scatter_launch=4e-6, scatter_eager=8e-6, scatter_tile=1e-6, staged_tile=1e-6,
+    scatter_launch=4e-6, scatter_eager=8e-6, scatter_tile=1e-6, staged_tile=1e-6, exchange_latency=4e-6, exchange_fraction=0.6,
     corun=0.03, nccl_latency=3e-5, nccl_fraction=0.65,
     nccl_low_latency=7e-6, nccl_low_fraction=0.25, nccl_step=1e-6, nccl_switch=2.5e6, nccl_scatter_latency=2e-5,
     nccl_exchange_latency=1.5e-5, nccl_eager=1e-5,
@@ -90,6 +91,7 @@ BLOCKS = (
         150,
     ),
     Block("corun", ("corun",), lambda cell: cell.quantity == "bound", 30),
+    Block("exchange", ("exchange_latency", "exchange_fraction"), lambda cell: cell.quantity == "library", 60),
     Block(
         "fused gather",
         ("fused_launch", "fused_eager", "fused_tile", "fused_part", "fused_rate", "fused_feed"),

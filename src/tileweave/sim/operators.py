@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tileweave.config import MEASURED_ALL_REDUCE_ROWS, MatmulConfig, Problem, nearest, scatter_schedule_for, schedule_for
+from tileweave.config import MEASURED_ALL_REDUCE_ROWS, Entry, MatmulConfig, Problem, nearest, scatter_schedule_for, schedule_for
 from tileweave.schedule import cdiv
 from tileweave.sim.collectives import Group, collective_time
 from tileweave.sim.costs import Calibration, Costs, load_calibration
@@ -21,6 +21,7 @@ from tileweave.sim.network import inside_hops, view
 from tileweave.sim.tiles import Combine, gather_matmul, scatter_matmul
 from tileweave.topology import Machine
 
+Table = tuple[Entry, ...]
 Mode = Literal["unfused", "fused", "bound"]
 MODES: tuple[Mode, ...] = ("unfused", "fused", "bound")
 FUSABLE = (
@@ -114,11 +115,15 @@ class Operators:
         fused = self.fused_all_gather_matmul(world, m, n, k, itemsize)
         return self._join(compute, comm, fused, (world - 1) / world * m * k * itemsize, Group(world), "all_gather")
 
-    def fused_all_gather_matmul(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
-        """Seconds of the fused kernel alone, whether it pays or not; the plan is the library's own."""
+    def fused_all_gather_matmul(
+        self, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
+    ) -> float:  # fmt: skip
+        """Seconds of the fused operator alone, whether it pays or not; the plan is the library's own, or by ``entries``."""
         rows = max(m // world, 1)
         problem = Problem(world, rows, n, k, itemsize, "bfloat16")
-        config = nearest("all_gather_matmul", rows * world, n, k, lambda c: c.takes(rows)).config
+        config = nearest("all_gather_matmul", rows * world, n, k, lambda c: c.takes(rows), entries).config
+        if config.kernel == "library":
+            return self.beside_the_library("all_gather", world, m, n, k, itemsize)
         schedule = schedule_for(problem, config, 0, machine_of(self.cluster))
         return gather_matmul(schedule, config, self.costs, self._node(world), self.graph, itemsize).seconds
 
@@ -140,9 +145,25 @@ class Operators:
         fused = self.fused_matmul_scatter(kind, world, m, n, k, itemsize) if planned else math.inf
         return self._join(compute, comm, fused, factor * (world - 1) / world * m * n * itemsize, Group(world), kind)
 
-    def fused_matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
-        """Seconds of the fused kernel alone, whether it pays or not, in the configuration that the library would take."""
-        config = _scatter_config(kind, world, m, n, k, self.cluster.device.num_sms)
+    def beside_the_library(self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
+        """The vendor's matmul, and one launch of ours for what goes between ranks, before or behind it: nothing overlaps."""
+        c = self.c
+        nbytes = m * (k if kind == "all_gather" else n) * itemsize / world
+        seen = view(self._node(world), c.exchange_fraction)
+        loads = seen.loads(inside_hops(seen.cluster, 1), world - 1.0)
+        if seen.cluster.device.inside == "mesh":
+            loads["pair1"] /= world - 1.0
+        one = c.exchange_latency + max(nbytes * load / seen.capacities[link] for link, load in loads.items())
+        eager = 0.0 if self.graph else c.scatter_eager - c.scatter_launch
+        return self.costs.matmul(m, n, k, itemsize) + c.gap + one * (2.0 if kind == "all_reduce" else 1.0) + eager
+
+    def fused_matmul_scatter(
+        self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
+    ) -> float:  # fmt: skip
+        """Seconds of the fused operator alone, whether it pays or not, as the library plans it, or by ``entries``."""
+        config = _scatter_config(kind, world, m, n, k, self.cluster.device.num_sms, entries)
+        if config.kernel == "library":
+            return self.beside_the_library(kind, world, m, n, k, itemsize)
         problem = Problem(world, cdiv(m, world), n, k, itemsize, "bfloat16")
         schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
         ways: dict[str, Combine] = {"reduce_scatter": "sum", "all_to_all": "keep"}
@@ -217,16 +238,16 @@ class Operators:
         return self.c.fused_eager + each + (slices - 1) * steady + one + self.c.signal
 
 
-def _scatter_config(kind: str, world: int, m: int, n: int, k: int, sms: int) -> MatmulConfig:
-    """What the library's planner takes; for an all-to-all, which has no table yet, tiles of 128 x 256, or smaller ones where
-    those are less than two waves."""
+def _scatter_config(kind: str, world: int, m: int, n: int, k: int, sms: int, entries: Table | None) -> MatmulConfig:
+    """What the library's planner takes; for an all-to-all, whose table is not measured yet, tiles of 128 x 256, or smaller
+    ones where those are less than two waves."""
     if kind == "all_to_all":
         big = cdiv(m, 128) * cdiv(n, 256) >= 2 * sms
         return MatmulConfig("triton", "sm", *((128, 256 if big else 128) if m > 64 else (64, 64)), 64, 4, 8)
     if kind == "all_reduce":
-        return nearest("matmul_all_reduce", m, n, k, lambda c: c.shots == 2 or m <= c.tile_m).config
+        return nearest("matmul_all_reduce", m, n, k, lambda c: c.shots == 2 or m <= c.tile_m, entries).config
     rows = cdiv(m, world)
-    return nearest("matmul_reduce_scatter", m, n, k, lambda c: c.transport == "sm" or rows >= c.tile_m).config
+    return nearest("matmul_reduce_scatter", m, n, k, lambda c: c.takes(rows), entries).config
 
 
 def machine_of(cluster: Cluster) -> Machine:

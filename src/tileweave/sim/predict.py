@@ -46,8 +46,10 @@ def _gather(ops: Operators, cell: Cell) -> float | None:
         return ops.costs.matmul(m, local, k, cell.itemsize)
     if cell.quantity == "comm":
         return _alone(ops, cell, "all_gather", m * k * cell.itemsize)
+    if cell.quantity == "library":
+        return ops.beside_the_library("all_gather", world, m, local, k, cell.itemsize)
     if cell.quantity == "fused":
-        return ops.fused_all_gather_matmul(world, m, local, k, cell.itemsize)
+        return ops.fused_all_gather_matmul(world, m, local, k, cell.itemsize, cell.tables and cell.tables.of(cell.op))
     return _together(ops, cell, ops.costs.matmul(m, local, k, cell.itemsize), "all_gather", m * k)
 
 
@@ -61,8 +63,10 @@ def _scatter(ops: Operators, cell: Cell) -> float | None:
         return ops.costs.matmul(m, n, local, cell.itemsize)
     if cell.quantity == "comm":
         return _alone(ops, cell, kind, m * n * cell.itemsize)
+    if cell.quantity == "library":
+        return ops.beside_the_library(kind, world, m, n, local, cell.itemsize)
     if cell.quantity == "fused":
-        return ops.fused_matmul_scatter(kind, world, m, n, local, cell.itemsize)
+        return ops.fused_matmul_scatter(kind, world, m, n, local, cell.itemsize, cell.tables and cell.tables.of(cell.op))
     return _together(ops, cell, ops.costs.matmul(m, n, local, cell.itemsize), kind, m * n)
 
 
