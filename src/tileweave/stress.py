@@ -58,12 +58,20 @@ ON_GPU = {
     "matmul_all_reduce": (
         _shapes((2, 1024, 384), (17, 1024, 384), (64, 1024, 384), (200, 1024, 384)), _shapes((7, 1024, 384), (200, 1024, 384))
     ),
+    "matmul_all_to_all": (_shapes((16, 128, 384), (256, 128, 384)), _shapes((37, 128, 384))),
+    "all_to_all_matmul": (_shapes((16, 384, 128), (777, 384, 128)), _shapes((128, 384, 128))),
+    "dispatch_grouped_matmul": (_shapes((16, 384, 256), (200, 384, 256)), _shapes((37, 384, 256))),
+    "grouped_matmul_combine": (_shapes((16, 384, 256), (200, 384, 256)), _shapes((37, 384, 256))),
     "embedding_bag_all_to_all": (_shapes((1, 4, 64), (37, 4, 64), (512, 4, 64)), _shapes((16, 4, 64))),
 }  # fmt: skip
 ON_CPU = {
     "all_gather_matmul": (_shapes((1, 32, 64), (17, 32, 64), (64, 32, 64)), _shapes((17, 32, 64))),
     "matmul_reduce_scatter": (_shapes((1, 64, 32), (17, 64, 32)), _shapes((17, 64, 32))),
     "matmul_all_reduce": (_shapes((1, 64, 32), (17, 64, 32)), _shapes((2, 64, 32))),
+    "matmul_all_to_all": (_shapes((17, 16, 32)), _shapes((8, 16, 32))),
+    "all_to_all_matmul": (_shapes((17, 32, 16)), _shapes((8, 32, 16))),
+    "dispatch_grouped_matmul": (_shapes((4, 16, 16)), _shapes((2, 16, 16))),
+    "grouped_matmul_combine": (_shapes((4, 16, 16)), _shapes((2, 16, 16))),
     "embedding_bag_all_to_all": (_shapes((1, 2, 4), (4, 2, 4)), _shapes((2, 2, 4))),
 }
 
@@ -155,7 +163,7 @@ class Stress:
         """Draw operands, make the results that all others must equal, capture graphs, move the epochs to the wrap."""
         sizes = ON_GPU if self.member.on_gpu else ON_CPU
         for number, lane in enumerate(self.lanes):
-            for op in [op for op in tw.OPERATORS if op in sizes] if lane.group is not None else ():
+            for op in tw.OPERATORS if lane.group is not None else ():
                 for which, shape in enumerate(sizes[op][number]):
                     seeds = [100 * self.seed + 10 * number + n for n in range(_DATA)]
                     lane.sets.append([self._set(lane, SUBJECTS[op], shape, seed, which % 2 == 1) for seed in seeds])

@@ -21,7 +21,7 @@ def everything(member: Member) -> tuple[tuple[int, int], set[str], list[int]]:
         for name, value in quick.items():
             stack.enter_context(mock.patch.object(stress, name, value))
         run = stress.Stress(member, 2)
-        outcome = run.run(50, 100.0)
+        outcome = run.run(60, 150.0)
     epochs = [int(i.control[0]) for lane in run.lanes for w in run._workspaces(lane) for i in w.instances.values()]
     member.barrier()
     tw.close()
@@ -52,11 +52,11 @@ def both(member: Member) -> tuple:
     return everything(member), one_that_lies(member, 1)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(250)
 def test_every_operator_in_disorder_and_a_rank_that_lies() -> None:
-    (right, ops, epochs), (calls, wrong, other_bits) = launch(both, world_size=2, device_type="cpu", seconds=150)
-    assert right == (0, 50)
-    assert ops == {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "embedding_bag_all_to_all"}
+    (right, ops, epochs), (calls, wrong, other_bits) = launch(both, world_size=2, device_type="cpu", seconds=220)
+    assert right == (0, 60)
+    assert ops == set(tw.OPERATORS)
     assert any(0 <= epoch < 100 for epoch in epochs), f"some have wrapped to 0: {epochs}"
     assert all(-5 <= epoch < 100 for epoch in epochs), epochs
     assert (calls, other_bits) == (60, 0)
