@@ -181,7 +181,7 @@ def test_the_protocol_is_all_there_and_in_order(case: Case, target: str) -> None
 def test_the_checks_would_notice() -> None:
     copied = next(case for case in HOPPER_CASES if case.op == OUT and not case.push)
     compiled = compile_case(copied)
-    for taken in (r"\bcp\.async\.bulk\.wait_group 0;", r"\bbar\.sync\b.*;"):
+    for taken in (r"\bcp\.async\.bulk\.wait_group 0;", r"\bbarrier\.sync\b.*;"):
         wrong, count = re.subn(taken, "", str(compiled.ptx))
         assert count
         with pytest.raises(AssertionError):
