@@ -303,7 +303,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("taken before all has come", MARKED, "        while (missing > 0) &", "        while (missing > 1) &", RS + "sm"),
     Mutant(
-        "taken without a look", MARKED, "    if missing > 0:\n        limit", "    if missing < 0:\n        limit", RS + "sm"
+        "taken without a look",
+        MARKED,
+        "    if missing > 0:\n        started",
+        "    if missing < 0:\n        started",
+        RS + "sm",
     ),
     Mutant(
         "zeros are not written back",

@@ -168,7 +168,7 @@ def test_at_most_two_gathered_inputs(size: int) -> None:
             instance = Instance(OP, NotingTransport(size))
             instance.reserve(schedule.slot_rows * depth * itemsize)
             gathered = size * rows * depth * itemsize
-                signals = (instance.signals.numel() + instance.flags.numel()) * 4
+            signals = (instance.signals.numel() + instance.flags.numel()) * 4
             limit = 2 * gathered + signals + 2 * 1023  # the last: slots are rounded up
             assert instance.nbytes <= limit, f"{instance.nbytes} bytes for {gathered} gathered"
             assert signals < 8192
