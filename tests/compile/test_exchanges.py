@@ -7,22 +7,31 @@ counted; the last program to count one signals its owner, and a copy engine ther
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.compile.harness import TARGETS, Compiled
+from tests.compile.ptx_lint import lint, operations
 from tests.compile.test_kernels import (
     DEPTH,
+    NVIDIA,
     RANK,
     REGISTERS,
     STACK,
     TENSOR_CORE,
     WORLD_SIZE,
+    broken,
     compile_one,
     endpoint,
+    peer_data,
+    seen_in,
+    signals_to_peers,
+    writes_to_peers,
 )
+from tests.compile.test_reductions import check_marked
 
 from tileweave.config import MatmulConfig, Problem, scatter_schedule_for, tuned_entries
 from tileweave.kernels import all_gather_matmul, all_gather_matmul_hopper, matmul_all_to_all, matmul_all_to_all_hopper
@@ -128,3 +137,52 @@ def test_the_hopper_kernel_fits_in_each_configuration(case: Case) -> None:
     assert compiled.registers is not None and compiled.registers <= REGISTERS
     assert compiled.spills is not None and compiled.spills <= STACK
     assert "wgmma.mma_async" in str(compiled.ptx)
+
+
+# ---- what is compiled keeps the protocol
+
+
+def check_announced(compiled: Compiled) -> None:
+    """Chunks that peers pull: flag and signal behind drained, counted stores; waits with a bound, no store to a peer's slot."""
+    seen = operations(compiled, guarded=(), unsignalled=[n for n in ("out_desc",) if n in compiled.params])
+    assert len(seen.waits) >= 2, "for a chunk's announcement, and for the own copy engine"
+    assert signals_to_peers(compiled, seen) == 2, "a flag, and a signal"
+    assert list(writes_to_peers(compiled, "slot_table")) == []
+    found = lint(compiled, guarded=(), unsignalled=[n for n in ("out_desc",) if n in compiled.params])
+    assert [str(v) for v in found] == []
+
+
+def one_of_a_kind() -> list[Case]:
+    large_first = sorted(HOPPER_CASES, key=lambda c: c.config.tile_m * c.config.tile_n, reverse=True)
+    return list({(c.op, c.push): c for c in large_first}.values())
+
+
+LINTED = [(case, target) for case in TRITON_CASES for target in NVIDIA] + [(case, "sm_90") for case in one_of_a_kind()]
+
+
+@pytest.mark.parametrize(("case", "target"), LINTED, ids=str)
+def test_the_protocol_is_all_there_and_in_order(case: Case, target: str) -> None:
+    compiled = compile_case(case, target)
+    if case.op == OUT and case.push:
+        check_marked(compiled, 1)
+    elif case.op == OUT:
+        check_announced(compiled)
+    else:
+        guarded = peer_data(compiled)
+        seen = seen_in(compiled, guarded)
+        assert len(seen.waits) >= 1 + (not case.push) and len(seen.guarded_loads) > 0
+        assert signals_to_peers(compiled, seen) == case.push
+        assert broken(compiled, guarded) == []
+        stores = list(writes_to_peers(compiled, "slot_table"))
+        assert bool(stores) == case.push and len(stores) % (WORLD_SIZE - 1) == 0
+        assert {ins.opcode for ins in stores if "v4.b32" not in ins.opcode and "v2.b64" not in ins.opcode} == set()
+
+
+def test_the_checks_would_notice() -> None:
+    copied = next(case for case in HOPPER_CASES if case.op == OUT and not case.push)
+    compiled = compile_case(copied)
+    for taken in (r"\bcp\.async\.bulk\.wait_group 0;", r"\bbarrier\.sync\b.*;"):
+        wrong, count = re.subn(taken, "", str(compiled.ptx))
+        assert count
+        with pytest.raises(AssertionError):
+            check_announced(replace(compiled, ptx=wrong))

@@ -16,13 +16,14 @@ from tileweave.ops.registry import name_of
 from tileweave.schedule_scatter import Exchange
 
 
-def kept(me: Member, how: tuple[int, int], config: MatmulConfig) -> None:
+def kept(me: Member, how: tuple[int, int], config: MatmulConfig, scale: int = 1, dtype: str = "float32") -> None:
     """The kernel hands back the exchanged x, which wgrad needs, bit by bit; tiles span sources where there are few rows."""
     exchange, group = Exchange(*how), dist.group.WORLD
-    for number, rows in enumerate((20, 3)):
+    for number, rows in enumerate((20 * scale, 3 * scale)):
         if config.transport == "copy_engine" and rows < config.tile_m and how[1] == 0:
             continue
-        call = prepare(Case(rows, 9, 20, op=IN, how=how, bias=True), me.rank, me.world_size, me.device, number)
+        cols, depth = (9, 20) if scale == 1 else (136, 192)
+        call = prepare(Case(rows, cols, depth, dtype, op=IN, how=how, bias=True), me.rank, me.world_size, me.device, number)
         want = reference.exchange(call.x, exchange, group)
         got = torch.full_like(want, float("nan"))
         run_fused(call.x, call.w, call.bias, call.out, got, name_of(group), Plan("fused", "", config), how=exchange)

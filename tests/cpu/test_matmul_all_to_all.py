@@ -6,7 +6,9 @@ only the second one can get wrong.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -253,3 +255,29 @@ def test_the_epoch_wraps_around(worlds: Worlds, op: str, config: MatmulConfig) -
 @transports
 def test_two_groups_at_once(worlds: Worlds, op: str, config: MatmulConfig) -> None:
     worlds("gloo", 3).run(parity.two_groups, [0, 2], case(op, 7, 18, 20, bias=True), config, 4)
+
+
+def absent(me: Member, op: str, config: MatmulConfig) -> tuple[str, int] | None:
+    """A good call, then one that rank 1 takes no part in: whom the others name."""
+    tw.close()
+    drawn = case(op, 35, 9, 20)
+    with mock.patch.dict(os.environ, TILEWEAVE_TIMEOUT="1.5"):
+        call = prepare(drawn, me.rank, me.world_size, me.device, 1)
+        parity.run(call, dist.group.WORLD, config)
+        call.verify(f"rank {me.rank}, while all call")
+        error = None
+        if me.rank != 1:
+            with pytest.raises(tw.PeerTimeout) as caught:
+                parity.run(call, dist.group.WORLD, config)
+            error = caught.value
+    me.barrier()
+    tw.close()
+    return None if error is None else (error.op, error.peer)
+
+
+@both
+@transports
+def test_a_peer_that_never_calls(worlds: Worlds, op: str, config: MatmulConfig) -> None:
+    """The bounded wait names it; copies that wait for its flags are let go, or the thread that makes them would stay."""
+    seen = worlds("gloo", 3).run(absent, op, config)
+    assert seen[1] is None and {seen[0], seen[2]} <= {(op, 1), (op, 0), (op, 2)} and (op, 1) in seen, seen

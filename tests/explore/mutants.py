@@ -54,10 +54,10 @@ _OVER = "finished = slot_offset"
 _CLEANED = "    tl.store(pointers, tl.zeros(value.shape, value.dtype), mask=mask)\n"
 _EACH = "tl.sum(missing, axis=0) > 0"
 
-_STAGE = """                store_rows(
-                    acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, row < row_limit, cols
-                )
-"""
+_STAGE = (
+    "                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, "
+    "row < row_limit)\n"
+)
 _COUNTED = (
     "                chunk = (first_row - home * rows) // TILE_M // chunk_rows\n"
     "                count_in(counters + num_programs + place * MAX_SLICES + chunk)\n"
@@ -303,7 +303,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("taken before all has come", MARKED, "        while (missing > 0) &", "        while (missing > 1) &", RS + "sm"),
     Mutant(
-        "taken without a look", MARKED, "    if missing > 0:\n        limit", "    if missing < 0:\n        limit", RS + "sm"
+        "taken without a look",
+        MARKED,
+        "    if missing > 0:\n        started",
+        "    if missing < 0:\n        started",
+        RS + "sm",
     ),
     Mutant(
         "zeros are not written back",

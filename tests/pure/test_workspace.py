@@ -167,7 +167,8 @@ def test_at_most_two_gathered_inputs(size: int) -> None:
             schedule = TileSchedule(0, size, rows, 64, depth, tile_m, 64, 64, 1, 1)
             instance = Instance(OP, NotingTransport(size))
             instance.reserve(schedule.slot_rows * depth * itemsize)
-            gathered, signals = size * rows * depth * itemsize, instance.signals.numel() * 4
+            gathered = size * rows * depth * itemsize
+            signals = (instance.signals.numel() + instance.flags.numel()) * 4
             limit = 2 * gathered + signals + 2 * 1023  # the last: slots are rounded up
             assert instance.nbytes <= limit, f"{instance.nbytes} bytes for {gathered} gathered"
             assert signals < 8192

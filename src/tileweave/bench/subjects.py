@@ -255,7 +255,7 @@ class MatmulAllToAll(_Exchanged):
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
         bias, mine = operands.bias, operands.columns
         if bias is not None:
-            first = (mine.storage_offset() - operands.w.storage_offset()) // max(mine.shape[1], 1)
+            first = int(mine.storage_offset() - operands.w.storage_offset()) // max(mine.shape[1], 1)
             bias = bias[first : first + mine.shape[0]]
         return super().error(replace(operands, bias=bias), got)
 

@@ -157,11 +157,12 @@ def load_sources(
 def load_partition(
     x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
     slot, rank, rows, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
-    chunk_rows, line, num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr,
+    chunk_rows, num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, SPANS: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, GATHER_K: gl.constexpr,
 ):  # fmt: skip
     """One warp: for each unit wait for its shards, then keep the ring full."""
+    line = band_sources  # where sources stand side by side rows have one: 1, but Triton 3.6 fails if it knows that
     if not GATHER_K:
         line = WORLD_SIZE
     program = gl.program_id(0)
@@ -211,12 +212,13 @@ def load_partition(
 def multiply_partition(
     out, out_desc, out_buffer, bias, partials, counters, a_ring, b_ring, empty, ready, signals, control, report, trace,
     rank, rows, cols, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
-    line, num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr,
+    num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr,
     OUT_TMA: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, GATHER_K: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each unit from the ring, then store it or hand it to the tile's owner."""
+    line = band_sources  # where sources stand side by side rows have one: 1, but Triton 3.6 fails if it knows that
     if not GATHER_K:
         line = WORLD_SIZE
     program = gl.program_id(0)
@@ -258,7 +260,7 @@ def multiply_partition(
 
 UNSPECIALIZED = [  # rows, too: Triton 3.6 fails on this kernel where it knows that there is one
     "rank", "slot", "rows", "num_producers", "num_tiles", "num_segments", "band_sources", "lead", "team", "tile_rows",
-    "tile_cols", "k_blocks", "max_units", "chunk_rows", "num_chunks", "line",  # line: likewise, of one source
+    "tile_cols", "k_blocks", "max_units", "chunk_rows", "num_chunks",
 ]  # fmt: skip
 
 
@@ -268,7 +270,7 @@ def all_gather_matmul_hopper_kernel(
     slot_table, signal_table, signals, control, report, trace,
     rank, slot, slot_size, rows, cols, size, slice_size, share_size, num_producers,
     num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
-    depth, x_step, x_pitch, chunk_rows, num_chunks, line,
+    depth, x_step, x_pitch, chunk_rows, num_chunks,
     WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, BLOCK: gl.constexpr,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, SPANS: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr, GATHERED: gl.constexpr,
@@ -284,13 +286,13 @@ def all_gather_matmul_hopper_kernel(
             (multiply_partition, (
                 out, out_desc, out_buffer, bias, partials, counters, a_ring, b_ring, empty, ready, signals, control,
                 report, trace, rank, rows, cols, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols,
-                k_blocks, max_units, line, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, GROUP_M, STAGES, WARPS,
+                k_blocks, max_units, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, GROUP_M, STAGES, WARPS,
                 HALVES, HAS_BIAS, OUT_TMA, SPLIT_TAIL, TRACE, GATHER_K,
             )),
             (load_partition, (
                 x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
                 slot, rank, rows, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks,
-                max_units, chunk_rows, line, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, TILE_K, SPANS,
+                max_units, chunk_rows, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, TILE_K, SPANS,
                 GROUP_M, STAGES, SPLIT_TAIL, TRACE, GATHER_K,
             )),
             (move_partition, (
@@ -341,7 +343,7 @@ class Launcher:
             s.rows, s.cols, self.size, slice_bounds(self.size, self.slices, 0, block)[1],
             slice_bounds(self.size, self.programs, 0, block)[1], min(c.num_producers, self.programs),
             s.num_tiles, s.num_segments, s.band_sources, s.lead, s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
-            parts.depth, parts.step, parts.pitch, parts.chunk_rows, parts.chunks, s.world_size,
+            parts.depth, parts.step, parts.pitch, parts.chunk_rows, parts.chunks,
         )  # fmt: skip
         spans = s.spans_shards and not parts.side_by_side
         self.constants = (

@@ -140,7 +140,7 @@ def matmul_all_to_all_kernel(
             if HAS_BIAS:
                 acc += tl.load(bias + home * w_step + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
             acc = tl.where(faulted(control) != 0, float("nan"), acc)
-            at, _ = tile_place(first, 0, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, False)
+            at, _ = tile_place(first_row, home, line_rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, False)
             inside = part_offsets(TILE_M, TILE_N)
             exists = (row < rows)[:, None] & (col >= 0)[None, :]  # all that is pushed is taken
             place = home - (home > rank).to(tl.int32)
@@ -154,7 +154,6 @@ def matmul_all_to_all_kernel(
                             tl.zeros((TILE_M, TILE_N), tl.float32), slots + slot_offset + theirs + at + inside, 0, exists,
                             source, WORLD_SIZE, tile, epoch, control, report, 1, MAX_SLICES,
                         )  # fmt: skip
-                        value = tl.where(faulted(control) != 0, float("nan"), value)
                         target = out + source.to(tl.int64) * out_step
                         store_rows(value.to(dtype), target, row, col, cols, row < rows, out_pitch)
             if PUSH and home != rank:

@@ -109,8 +109,10 @@ def push_result(
 
 
 @triton.jit
-def store_rows(value, target, row, col, cols, mask, pitch):
-    """Store a tile's rows ``row`` and columns ``col`` of ``target`` [., cols], rows ``pitch`` apart, where ``mask`` holds."""
+def store_rows(value, target, row, col, cols, mask, pitch=None):
+    """Store a tile's rows ``row`` and columns ``col`` of ``target``, ``pitch`` or ``cols`` apart, where ``mask`` holds."""
+    if pitch is None:
+        pitch = cols
     tl.store(target + row.to(tl.int64)[:, None] * pitch + col[None, :], value, mask=mask[:, None] & (col < cols)[None, :])
 
 
@@ -176,9 +178,7 @@ def matmul_reduce_scatter_kernel(
                 )
             if (not PUSH) and (home != rank):
                 place = home - (home > rank).to(tl.int32)
-                store_rows(
-                    acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, row < row_limit, cols
-                )
+                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, row < row_limit)
                 chunk = (first_row - home * rows) // TILE_M // chunk_rows
                 count_in(counters + num_programs + place * MAX_SLICES + chunk)
             if tl.max(own.to(tl.int32), axis=0) > 0:
@@ -205,9 +205,9 @@ def matmul_reduce_scatter_kernel(
                         value, slot_table, slot_offset, place_size, result_at, own[:, None] & (col >= 0)[None, :], rank,
                         WORLD_SIZE, TILE_M, TILE_N,
                     )  # fmt: skip
-                    store_rows(value, out, row, col, cols, own, cols)
+                    store_rows(value, out, row, col, cols, own)
                 else:
-                    store_rows(acc.to(dtype), out, within, col, cols, own, cols)
+                    store_rows(acc.to(dtype), out, within, col, cols, own)
         stamp(trace, record, 2, TRACE)
         record += 1
     if ALL_REDUCE:
@@ -251,7 +251,7 @@ def take_result(
                 owner, WORLD_SIZE, tile, epoch, control, report, 1, MAX_SLICES,
             )  # fmt: skip
             value = tl.where(faulted(control) != 0, float("nan"), value)
-            store_rows(expected_zero(value.to(out.dtype.element_ty)), out, row, col, cols, mask, cols)
+            store_rows(expected_zero(value.to(out.dtype.element_ty)), out, row, col, cols, mask)
 
 
 class Launcher:

@@ -20,6 +20,13 @@ def announce_chunk(signal_table, peer, rank, slot, chunk, epoch, WORLD_SIZE: gl.
 
 
 @gluon.jit
+def faulted(control):
+    """Whether a wait of this rank ran out of time: one answer for all lanes, though another partition may say so meanwhile."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    return gl.max(gl.load(control + FAULT + gl.arange(0, 32, layout=lane) * 0, volatile=True), axis=0) != 0
+
+
+@gluon.jit
 def set_flags(flags, value, WORLD_SIZE: gl.constexpr):
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     word = gl.arange(0, 32, layout=lane)
@@ -37,12 +44,12 @@ def end_of_pulls(
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
         for chunk in range(0, num_chunks):
             wait(signals, source * MAX_SLICES + chunk, epoch, -1, control, report, 1, 1)
-    if gl.load(control + FAULT, volatile=True) != 0:  # let the copies go: what they bring is overwritten below
+    if faulted(control):  # let the copies go: what they bring is overwritten below
         set_flags(flags, 1, WORLD_SIZE)
         block_barrier()
     wait(signals, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, epoch, -1, control, report, 1, 1)
     set_flags(flags, 0, WORLD_SIZE)
-    if gl.load(control + FAULT, volatile=True) != 0:
+    if faulted(control):
         word = gl.arange(0, 256, layout=gl.BlockedLayout([8], [32], [1], [0]))
         for begin in range(0, out_size, 256):
             nan = (word * 0).to(gl.float32) + float("nan")

@@ -1,0 +1,24 @@
+"""all_to_all_matmul between GPUs: the exchanged x that a kernel hands back; the rest: ``test_matmul_all_to_all.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.cpu.test_all_to_all_matmul import kept
+from tests.multi.test_matmul_all_to_all import COPIED, HOPPER, HOWS, TRITON, on_hopper
+from tests.worlds import World
+
+from tileweave.config import MatmulConfig
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how[0]}{how[1]}")
+@pytest.mark.parametrize(
+    "config",
+    [TRITON, pytest.param(replace(HOPPER, num_slices=8), marks=on_hopper), pytest.param(COPIED, marks=on_hopper)],
+    ids=lambda config: f"{config.kernel}-{config.transport}",
+)
+def test_the_exchanged_input(largest: World, how: tuple[int, int], config: MatmulConfig) -> None:
+    largest.run(kept, how, config, 8, "bfloat16", timeout=120)
