@@ -24,6 +24,7 @@ TransportName = Literal["copy_engine", "sm"]
 KernelName = Literal["triton", "hopper", "library"]
 FUSED_WORLD_SIZES = range(2, 9)
 MEASURED_ALL_REDUCE_ROWS = 512
+MEASURED_REDUCE_SCATTER_ROWS = 1024  # by stores of a kernel; above, 588 us against 550 at 4084 x 2500 x 20000
 ONE_SHOT_ROWS = 16  # up to these the partials of all ranks are fewer bytes than weights by far
 _POWERS = (16, 32, 64, 128, 256, 512)
 
@@ -271,6 +272,8 @@ def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting:
     if machine.backend == "cpu":
         return _plan_cpu(p, "a rank's result")
     copied_rows = 0 if p.cols * p.itemsize % 16 else p.rows  # tiles for copy engines leave by TMA, which needs whole rows
+    if copied_rows == 0 and p.rows * p.world_size > MEASURED_REDUCE_SCATTER_ROWS:
+        return Plan("unfused", f"rows of N = {p.cols} are no multiple of 16 bytes, and {p.rows * p.world_size} are many to push")
     return _plan_gpu("matmul_reduce_scatter", p, machine, p.rows * p.world_size, lambda c: c.takes(copied_rows))
 
 

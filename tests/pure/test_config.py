@@ -218,7 +218,8 @@ def test_what_no_reduction_fuses(plan_for: Callable[..., Plan]) -> None:
 def test_many_rows_go_by_copy_engine_where_their_pitch_allows() -> None:
     transports = [plan_matmul_reduce_scatter(problem(rows=rows), H200, False).config.transport for rows in (16, 2048)]
     assert transports == ["sm", "copy_engine"]
-    assert plan_matmul_reduce_scatter(problem(rows=2048, cols=2561), H200, False).config.transport == "sm"
+    assert plan_matmul_reduce_scatter(problem(rows=256, cols=2561), H200, False).config.transport == "sm"
+    assert plan_matmul_reduce_scatter(problem(rows=2048, cols=2561), H200, False).path == "unfused"
 
 
 def test_few_rows_go_in_one_shot() -> None:
