@@ -25,6 +25,7 @@ KernelName = Literal["triton", "hopper", "library"]
 FUSED_WORLD_SIZES = range(2, 9)
 MEASURED_ALL_REDUCE_ROWS = 512
 MEASURED_REDUCE_SCATTER_ROWS = 1024  # by stores of a kernel; above, 588 us against 550 at 4084 x 2500 x 20000
+UNFUSED_EXCHANGE_ROWS = 1024  # of matmul_all_to_all: 91.6 us against 74.0 at 1024 x 10240 x 4096
 ONE_SHOT_ROWS = 16  # up to these the partials of all ranks are fewer bytes than weights by far
 _POWERS = (16, 32, 64, 128, 256, 512)
 
@@ -285,6 +286,9 @@ def plan_matmul_all_to_all(problem: Problem, machine: Machine, interpreting: boo
         return refused
     if machine.backend == "cpu":
         return _plan_cpu(p, "a part")
+    rows = p.rows * p.world_size
+    if rows <= UNFUSED_EXCHANGE_ROWS:
+        return Plan("unfused", f"{rows} rows: measured slower than a matmul and NCCL up to {UNFUSED_EXCHANGE_ROWS}")
     if p.cols * p.itemsize % 16:  # tiles leave by TMA
         return Plan("unfused", f"parts of {p.cols} columns are no multiple of 16 bytes, which the copy hardware needs")
     return _plan_gpu("matmul_all_to_all", p, machine, p.rows * p.world_size, lambda c: True)

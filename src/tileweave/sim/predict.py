@@ -13,7 +13,7 @@ from tileweave.sim.network import Flow, inside_hops, view
 from tileweave.sim.operators import Operators
 from tileweave.sim.transformer import Layer, Model
 
-_SCATTERS = {"matmul_reduce_scatter": "reduce_scatter", "matmul_all_reduce": "all_reduce", "matmul_all_to_all": "all_to_all"}
+_SCATTERS = {"matmul_reduce_scatter": "reduce_scatter", "matmul_all_reduce": "all_reduce"}
 
 
 class Predictor:
