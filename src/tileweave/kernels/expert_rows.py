@@ -5,7 +5,7 @@ and not written.
 
 =================  ===================================================================================================
 ``keep_tokens``    copy what the peers sent in the call that just ended, before a later call overwrites it
-``gather_rows``    the token of each row, side by side, for the gradient of the experts
+``gather_rows``    the token of each row, side by side, for the gradient of the experts, from kept tokens or from the slot
 ``zero_unused``    gradients of experts that have no rows, which a grouped product may leave undefined
 ``swiglu``         silu(gate) * up of rows [gate, up], and its gradient
 ``weigh_rows``     rows times the combine weights of their entries, and the gradients of those
@@ -64,10 +64,13 @@ def keep_tokens(peers: Endpoint, kept: torch.Tensor, entry_row: torch.Tensor, to
 
 @triton.jit
 def gather_rows_kernel(
-    x, kept, row_entry, offsets, out, experts, max_tokens, topk, rank, depth,
-    WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, kept, row_entry, offsets, out, control, slot_size, experts, max_tokens, topk, rank, depth,
+    FROM_SLOT: tl.constexpr, WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of rows, own ones from x, those of rank-1-i from place i of ``kept``."""
+    """Tokens of rows, own ones from x, those of rank-1-i from place i of ``kept``; ``FROM_SLOT``: it is both slots, and the one
+    of the call that the epoch has just left behind is read."""
+    if FROM_SLOT:
+        kept += ((load_epoch(control) - 1) & 1).to(tl.int64) * slot_size
     rows = tl.load(offsets + experts)
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS)
@@ -86,15 +89,18 @@ def gather_rows_kernel(
 
 
 def gather_rows(
-    x: torch.Tensor, kept: torch.Tensor, fields: tuple[torch.Tensor, ...], experts: int, max_tokens: int, topk: int, rank: int,
-    world_size: int,
+    x: torch.Tensor, kept: torch.Tensor | Endpoint, fields: tuple[torch.Tensor, ...], experts: int, max_tokens: int, topk: int,
+    rank: int, world_size: int,
 ) -> torch.Tensor:  # fmt: skip
-    """[bound, K]: the token of each row of the plan with ``fields``. x [T, K] own tokens, kept [R - 1, max_tokens, K]."""
+    """[bound, K]: the token of each row of the plan with ``fields``. x [T, K] own tokens; kept [R - 1, max_tokens, K], or the
+    instance whose last call received them."""
     offsets, row_entry = fields[0], fields[1]
+    in_slot = isinstance(kept, Endpoint)
+    places, control, slot_size = (kept.slots, kept.control, kept.slot_size) if in_slot else (kept, offsets, 0)
     out = x.new_empty(row_entry.numel(), x.shape[1])
     gather_rows_kernel[(_programs(x, triton.cdiv(out.shape[0], COPY_ROWS)),)](
-        x, kept, row_entry, offsets, out, experts, max_tokens, topk, rank, x.shape[1],
-        WORLD_SIZE=world_size, ROWS=COPY_ROWS, WIDTH=min(1024, triton.next_power_of_2(x.shape[1])),
+        x, places, row_entry, offsets, out, control, slot_size, experts, max_tokens, topk, rank, x.shape[1],
+        FROM_SLOT=in_slot, WORLD_SIZE=world_size, ROWS=COPY_ROWS, WIDTH=min(1024, triton.next_power_of_2(x.shape[1])),
     )  # fmt: skip
     return out
 

@@ -68,12 +68,11 @@ def _fused_rows(
     from tileweave.ops.dispatch_grouped_matmul_fused import run_fused
 
     g = y.new_empty(plan.bound, experts.shape[2])
-    kept = grad.new_empty(plan.world_size - 1, plan.max_tokens, grad.shape[1]) if keep else None
-    run_fused(grad, experts.transpose(1, 2).contiguous(), plan, g, group_name, config, kept)
+    peers = run_fused(grad, experts.transpose(1, 2), plan, g, group_name, config)
     rows = g
-    if kept is not None:
+    if keep:  # before anybody calls again
         sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
-        rows = expert_rows.gather_rows(grad, kept, plan.fields, *sizes)
+        rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes)
     weighted, dots = expert_rows.weigh_rows(g, y.contiguous(), everyone, plan.fields, plan.local_experts)
     return g, weighted, dots, rows
 
