@@ -139,11 +139,13 @@ def test_kernels_on_rows_fit_every_target(target: str) -> None:
         expert_rows.keep_tokens(endpoint(3 * TOKENS * DEPTH, torch.bfloat16), kept, table[2], TOPK, RANK)
         expert_rows.gather_rows(x, kept, table, EXPERTS, TOKENS, TOPK, RANK, WORLD_SIZE)
         peers = endpoint(3 * TOKENS * DEPTH, torch.bfloat16)
-        expert_rows.gather_rows(x, peers, table, EXPERTS, TOKENS, TOPK, RANK, WORLD_SIZE)
+        factors = torch.zeros(WORLD_SIZE * TOKENS * TOPK)
+        expert_rows.gather_rows(x, peers, table, EXPERTS, TOKENS, TOPK, RANK, WORLD_SIZE, factors)
+        expert_rows.weigh_rows(y, y, factors, table, EXPERTS)
         expert_rows.zero_unused(torch.empty(EXPERTS, COLS, DEPTH, dtype=torch.bfloat16), table[0])
         expert_rows.swiglu(y, y[:, :DEPTH].contiguous(), table[0], EXPERTS)
         expert_rows.swiglu_gradient(y[:, :DEPTH].contiguous(), y, y, table[0], EXPERTS)
-    assert len(launched) == 6 and all(k.spills == 0 for k in launched)
+    assert len(launched) == 7 and all(k.spills == 0 for k in launched)
     if target in NVIDIA:
         wide = [k for k in launched if k.name != "zero_unused_kernel"]
         assert all("st.global.v4.b32" in str(k.ptx) or "st.global.v2.b32" in str(k.ptx) for k in wide)

@@ -39,13 +39,14 @@ def combine_gradients(
     if config is None:
         rows = reference.gather_rows(grad, plan, group)
         g = reference.grouped_matmul(rows, experts.transpose(1, 2), plan.offsets)
-        gy, weighted, dots = _weigh_rows(g, y, everyone, plan)
+        gy, right, dots = _weigh_rows(g, y, everyone, plan)
     else:
-        gy, weighted, dots, rows = _fused_rows(grad, y, experts, plan, everyone, group_name, config, need_experts)
+        right = y.contiguous()
+        gy, dots, rows = _fused_rows(grad, right, experts, plan, everyone, group_name, config, need_experts)
     if need_weights:
         gw = _sums_to_owners(dots, plan, group)
     if need_experts:
-        ge = reference.grouped_outer(rows, weighted, plan.offsets).contiguous()
+        ge = reference.grouped_outer(rows, right, plan.offsets).contiguous()
         if config is not None:
             from tileweave.kernels.expert_rows import zero_unused
 
@@ -62,8 +63,11 @@ def _fused_rows(
     group_name: str,
     config: DispatchConfig,
     keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(gy, weighted y, dots, rows of grad): :func:`_weigh_rows` of what the dual operator gives; rows only if ``keep``."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(gy, dots, rows of grad times their weights) by the dual operator; rows only if ``keep``.
+
+    The weight goes with these rows, which are made here anyway, and not with y, which then needs no copy.
+    """
     from tileweave.kernels import expert_rows
     from tileweave.ops.dispatch_grouped_matmul_fused import run_fused
 
@@ -72,9 +76,8 @@ def _fused_rows(
     rows = g
     if keep:  # before anybody calls again
         sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
-        rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes)
-    weighted, dots = expert_rows.weigh_rows(g, y.contiguous(), everyone, plan.fields, plan.local_experts)
-    return g, weighted, dots, rows
+        rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes, everyone)
+    return g, expert_rows.weigh_rows(g, y, everyone, plan.fields, plan.local_experts), rows
 
 
 def _weigh_rows(
