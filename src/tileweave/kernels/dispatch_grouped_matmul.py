@@ -32,7 +32,8 @@ the next call.
 Why nobody is stuck: pushing waits for nobody and precedes multiplying in every program that does both; waits are for other
 ranks' pushes only.
 
-Limits: x contiguous along K, experts along K or (``DEPTH_FIRST``, as backward reads them) along N; fp32 accumulation. Rows of y from ``offsets[-1]`` on are not written.
+Limits: x contiguous along K, experts along K or (``DEPTH_FIRST``, as backward reads them) along N; fp32
+accumulation. Rows of y from ``offsets[-1]`` on are not written.
 Sources: the expert layout of torch._grouped_mm; tokens once a rank and not once an expert, as DeepEP's dispatch.
 """
 
@@ -224,8 +225,8 @@ class Launcher:
         producers = max(1, min(c.num_producers, self.programs))
         per_block = experts_per_block(experts, min(c.signal_blocks, MAX_BLOCKS.value))
         self.integers = (
-            peers.slot_size, rank, max_tokens, topk, experts, cols, depth, w.stride(0), w.stride(2 if depth_first(w) else 1), per_block,
-            triton.cdiv(experts, per_block), producers, tile_cols, triton.cdiv(depth, c.tile_k),
+            peers.slot_size, rank, max_tokens, topk, experts, cols, depth, w.stride(0), w.stride(2 if depth_first(w) else 1),
+            per_block, triton.cdiv(experts, per_block), producers, tile_cols, triton.cdiv(depth, c.tile_k),
         )  # fmt: skip
         width = min(triton.next_power_of_2(depth), 256 * c.num_warps)
         self.constants = (

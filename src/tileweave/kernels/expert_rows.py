@@ -106,8 +106,9 @@ def gather_rows(
     places, control, slot_size = (kept.slots, kept.control, kept.slot_size) if in_slot else (kept, offsets, 0)
     out = x.new_empty(row_entry.numel(), x.shape[1])
     gather_rows_kernel[(_programs(x, triton.cdiv(out.shape[0], COPY_ROWS)),)](
-        x, places, row_entry, offsets, out, offsets if factors is None else factors, control, slot_size, experts, max_tokens, topk, rank, x.shape[1],
-        FROM_SLOT=in_slot, WEIGHTED=factors is not None, WORLD_SIZE=world_size, ROWS=COPY_ROWS, WIDTH=min(1024, triton.next_power_of_2(x.shape[1])),
+        x, places, row_entry, offsets, out, offsets if factors is None else factors, control, slot_size, experts, max_tokens,
+        topk, rank, x.shape[1], FROM_SLOT=in_slot, WEIGHTED=factors is not None, WORLD_SIZE=world_size, ROWS=COPY_ROWS,
+        WIDTH=min(1024, triton.next_power_of_2(x.shape[1])),
     )  # fmt: skip
     return out
 
