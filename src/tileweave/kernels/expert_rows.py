@@ -181,12 +181,13 @@ def weigh_rows_kernel(
     g, y, weights, row_entry, offsets, dots, experts, width,
     WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A row at a time: dots[row] = g . y in fp32; g *= weight, in place."""
+    """A row at a time: dots[entry of row] = g . y in fp32; g *= weight, in place."""
     for number in range(tl.program_id(0), tl.load(offsets + experts), tl.num_programs(0)):
         row = tl.cast(number, tl.int64) * width
         factor = 1.0
+        entry = tl.load(row_entry + number)
         if WEIGHTED:
-            factor = tl.load(weights + tl.load(row_entry + number))
+            factor = tl.load(weights + entry)
         total = tl.zeros((WIDTH,), tl.float32)
         for begin in range(0, width, WIDTH):
             at = begin + tl.arange(0, WIDTH)
@@ -195,14 +196,15 @@ def weigh_rows_kernel(
             total += a * b
             if WEIGHTED:
                 tl.store(g + row + at, (a * factor).to(g.dtype.element_ty), mask=at < width)
-        tl.store(dots + number, tl.sum(total, axis=0))
+        tl.store(dots + entry, tl.sum(total, axis=0))
 
 
 def weigh_rows(
     g: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None, fields: tuple[torch.Tensor, ...], experts: int
 ) -> torch.Tensor:
-    """g, y [bound, I], contiguous; weights fp32 of all entries, None: 1. Gives dots of g and y, row by row; g *= weights."""
-    dots = torch.empty(g.shape[0], dtype=torch.float32, device=g.device)
+    """g, y [bound, I], contiguous; weights fp32 of all entries, None: 1. Gives dots of the rows of g and y, fp32, by entry, 0
+    for those that are not here; g *= weights."""
+    dots = torch.zeros(fields[2].numel(), dtype=torch.float32, device=g.device)
     weigh_rows_kernel[(_programs(g, g.shape[0]),)](
         g, y, dots if weights is None else weights, fields[1], fields[0], dots, experts, g.shape[1],
         WEIGHTED=weights is not None, WIDTH=min(2048, triton.next_power_of_2(g.shape[1])),

@@ -64,7 +64,7 @@ def _fused_rows(
     config: DispatchConfig,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(gy, dots, rows of grad times their weights) by the dual operator; rows only if ``keep``.
+    """(gy, dots by entry, rows of grad times their weights) by the dual operator; rows only if ``keep``.
 
     The weight goes with these rows, which are made here anyway, and not with y, which then needs no copy.
     """
@@ -83,8 +83,9 @@ def _fused_rows(
 def _weigh_rows(
     g: torch.Tensor, y: torch.Tensor, everyone: torch.Tensor | None, plan: RoutingPlan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """g, y [bound, I], weights of all entries -> (weight * g, weight * y, dots of g and y, fp32 [bound]), row by row."""
-    dots = (g.float() * y.float()).sum(1)
+    """g, y [bound, I], weights of all entries -> (weight * g, weight * y, dots of g and y, fp32, by entry; 0 without a row)."""
+    row = plan.entry_row.long()
+    dots = torch.where(row >= 0, (g.float() * y.float()).sum(1)[row.clamp(min=0)], 0.0)
     if everyone is None:
         return g, y, dots
     factor = everyone[plan.row_entry.long().clamp(0, plan.entries - 1)][:, None]
@@ -92,7 +93,5 @@ def _weigh_rows(
 
 
 def _sums_to_owners(dots: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
-    """A number for each row -> [T, k] of own tokens: each entry's number, from the rank of its expert; 0 without one."""
-    row = plan.entry_row.long()
-    entries = torch.where(row >= 0, dots[row.clamp(min=0)], 0.0)
-    return reference.reduce_scatter(entries.view(-1, plan.topk), group)[: plan.tokens].contiguous()
+    """A number for each entry -> [T, k] of own tokens: from the rank of the entry's expert; the others have 0."""
+    return reference.reduce_scatter(dots.view(-1, plan.topk), group)[: plan.tokens].contiguous()
