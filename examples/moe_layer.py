@@ -3,6 +3,7 @@
     python examples/moe_layer.py                        # 4 ranks, a Qwen3-MoE-style layer: the same losses as on one device?
     python examples/moe_layer.py --style deepseek       # sigmoid router with a correction bias, a shared expert
     python examples/moe_layer.py --style mixtral --ranks 2
+    python examples/moe_layer.py --bench                # GPUs: forward + backward against NCCL + torch._grouped_mm
 
 A layer is ``tw.nn.MoE``; a step is
 
@@ -14,8 +15,13 @@ and shared expert, which every rank has, are summed over ranks.
 """
 
 import argparse
+import gc
+import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +29,13 @@ from torch import nn
 from torch.nn.functional import linear, mse_loss, silu
 
 import tileweave as tw
+from tileweave.bench.environment import environment
+from tileweave.bench.expert_cases import MODELS
 from tileweave.launcher import Member, default_device_type, default_world_size, launch
 from tileweave.nn import MoE, SoftmaxTopK
+from tileweave.ops import reference
+from tileweave.ops.routing_plan import reference_plan
+from tileweave.profile.timing import measure
 
 # Largest relative difference of a loss from that on one device. fp32 differs by the order of sums only; in bf16 a partial
 # sum is rounded once a rank.
@@ -136,14 +147,208 @@ def train(member: Member, style: str, steps: int, dtype: str) -> list[tuple[floa
     return losses
 
 
+# --- The same layer on collectives and torch._grouped_mm, for comparison ---
+
+
+class Routes:
+    """What the unfused layer is told for free: how many rows go where, and the indices that bring them into order."""
+
+    def __init__(self, ids: torch.Tensor, rank: int, size: int, experts: int, group: dist.ProcessGroup) -> None:
+        (tokens, topk), device = ids.shape, ids.device
+        self.group, self.local = group, experts // size
+        everyone = reference.all_gather(ids.int().contiguous(), group).view(size, tokens, topk)
+        plan = reference_plan(everyone, rank, experts)
+        self.offsets, self.rows = plan.offsets, int(plan.offsets[-1])
+        entry = plan.row_entry[: self.rows].long()
+        owner = ids.reshape(-1) // self.local
+        self.order = torch.argsort(owner, stable=True)  # of own choices: by destination, then token
+        self.tokens = self.order // topk
+        self.here, self.there = (torch.bincount(n, minlength=size).tolist() for n in (owner, entry // (tokens * topk)))
+        self.leaving = torch.argsort(entry)  # of rows: by source, then token
+        self.by_expert = torch.argsort(self.leaving)
+        self.arriving = torch.empty_like(self.order)
+        self.arriving[self.order] = torch.arange(tokens * topk, device=device)
+
+    def to_experts(self, choices: torch.Tensor) -> torch.Tensor:
+        """[T k, H] by destination -> rows of this rank's experts."""
+        return self._exchange(choices, self.here, self.there).index_select(0, self.by_expert)
+
+    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of this rank's experts -> [T k, H], choices of own tokens."""
+        return self._exchange(rows.index_select(0, self.leaving), self.there, self.here).index_select(0, self.arriving)
+
+    def _exchange(self, rows: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
+        width = rows.shape[1]
+        sizes = ([n * width for n in counts] for counts in (sends, receives))
+        return reference.all_to_all_whole(rows.view(-1), *sizes, self.group).view(-1, width)
+
+
+class _UnfusedExperts(torch.autograd.Function):
+    """Forward and backward with four exchanges, six grouped products and a top-k weighted sum; keeps rows, sends none again."""
+
+    @staticmethod
+    def forward(ctx, x, gate_up, down, weights, routes):
+        r = ctx.routes = routes
+        rows = r.to_experts(x.index_select(0, r.tokens))
+        h = reference.grouped_matmul(rows, gate_up, r.offsets)
+        a = torch.ops.tileweave.swiglu(h, r.offsets, r.local)
+        parts = r.to_tokens(reference.grouped_matmul(a, down, r.offsets)).view(*weights.shape, -1)
+        weights = weights.to(x.dtype)
+        ctx.save_for_backward(rows, h, a, parts, weights, gate_up, down)
+        return torch.bmm(weights[:, None], parts).squeeze(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, h, a, parts, weights, gate_up, down = ctx.saved_tensors
+        r, grad = ctx.routes, grad.contiguous()
+        dweights = torch.bmm(parts, grad[:, :, None]).squeeze(2).float()
+        choices = grad.index_select(0, r.tokens).mul_(weights.view(-1)[r.order, None])
+        g = r.to_experts(choices)
+        da = reference.grouped_matmul(g, down.transpose(1, 2), r.offsets)
+        ddown = reference.grouped_outer(g, a, r.offsets)
+        dh = torch.ops.tileweave.swiglu_backward(da, h, r.offsets, r.local)
+        dgate_up = reference.grouped_outer(dh, rows, r.offsets)
+        drows = reference.grouped_matmul(dh, gate_up.transpose(1, 2), r.offsets)
+        return r.to_tokens(drows).view(*weights.shape, -1).sum(1), dgate_up, ddown, dweights, None
+
+
+class LayerBench:
+    """One layer and the same layer unfused, with the same parameters, tokens and incoming gradient."""
+
+    def __init__(self, member: Member, s: Style, tokens: int, dtype: torch.dtype) -> None:
+        self.member = member
+        generator = torch.Generator(member.device)
+        self.layer = MoE(s.hidden, s.width, s.experts, s.topk, group=member.group, device=member.device, dtype=dtype)
+        for parameter, seed in zip(self.layer.parameters(), (0, 10 + member.rank, 30 + member.rank), strict=True):
+            parameter.data.normal_(0, parameter.shape[-1] ** -0.5, generator=generator.manual_seed(seed))
+        shape = (2, tokens, s.hidden)
+        drawn = torch.empty(shape, device=member.device).normal_(generator=generator.manual_seed(50 + member.rank)).to(dtype)
+        self.x, self.grad = drawn[0].clone().requires_grad_(), drawn[1].clone()
+        with torch.no_grad():
+            ids = self.layer.gate(self.x)[1]
+        self.routes = Routes(ids, member.rank, member.world_size, s.experts, member.group)
+
+    def fused(self) -> torch.Tensor:
+        return self.layer(self.x)
+
+    def unfused(self) -> torch.Tensor:
+        experts = self.layer.experts
+        weights, _ = self.layer.gate(self.x)
+        return _UnfusedExperts.apply(self.x, experts.gate_up_proj, experts.down_proj, weights, self.routes)
+
+    def step(self, forward: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The output and all gradients."""
+        y, named = forward(), {"x": self.x, **dict(self.layer.named_parameters())}
+        return {"y": y.detach(), **dict(zip(named, torch.autograd.grad(y, list(named.values()), self.grad), strict=True))}
+
+    def matmuls(self) -> Callable[[], None]:
+        """The six grouped products of a step alone, on operands of their own."""
+        experts, offsets = self.layer.experts, self.routes.offsets
+        gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        widths = (gate_up.shape[2], gate_up.shape[1], down.shape[2])
+        rows, h, a = (torch.randn(self.routes.rows, width, device=gate_up.device).to(gate_up.dtype) for width in widths)
+
+        def run() -> None:
+            for left, weight in ((rows, gate_up), (a, down), (rows, down.transpose(1, 2)), (h, gate_up.transpose(1, 2))):
+                reference.grouped_matmul(left, weight, offsets)
+            reference.grouped_outer(h, rows, offsets)
+            reference.grouped_outer(rows, a, offsets)
+
+        return run
+
+    def differences(self) -> dict[str, float]:
+        """How far output and gradients are from those unfused, the largest of the ranks."""
+        got, want = self.step(self.fused), self.step(self.unfused)
+        off = torch.stack([(got[n].float() - w.float()).norm() / w.float().norm() for n, w in want.items()])
+        dist.all_reduce(off, dist.ReduceOp.MAX, group=self.member.group)
+        return dict(zip(want, off.tolist(), strict=True))
+
+    def kernels(self) -> list[tuple[str, float, int]]:
+        """(name, microseconds, calls) of the kernels of one fused step on this rank."""
+        self.step(self.fused)
+        with torch.profiler.profile() as profile:
+            self.step(self.fused)
+            torch.cuda.synchronize()
+        found = [(e.key, e.self_device_time_total, e.count) for e in profile.key_averages() if e.self_device_time_total > 0]
+        return sorted(found, key=lambda kernel: -kernel[1])
+
+
+def bench(member: Member, cases: list[tuple[str, Style, int]], dtype: str, repeats: int, kernels: bool) -> list[dict[str, Any]]:
+    """Each case's differences, and its times: slowest rank, median, interleaved."""
+    found: list[dict[str, Any]] = []
+    for name, style, tokens in cases:
+        case = LayerBench(member, style, tokens, getattr(torch, dtype))
+        entry: dict[str, Any] = {"case": name, "tokens": tokens, **asdict(style), "differences": case.differences()}
+        functions: dict[str, Callable[[], object]] = {
+            "tileweave": lambda case=case: case.step(case.fused),
+            "unfused": lambda case=case: case.step(case.unfused),
+            "tileweave, forward": case.fused,
+            "unfused, forward": case.unfused,
+            "matmuls": case.matmuls(),
+        }
+        calls = None if member.on_gpu else 1
+        timings = measure(functions, member.group, member.device, repeats=repeats, iterations=calls)
+        entry["times"] = {key: timing.as_dict() for key, timing in timings.items()}
+        if kernels:
+            entry["kernels"] = case.kernels()
+        found.append(entry)
+        del case, functions
+        tw.synchronize()
+        tw.close(member.group)
+        gc.collect()
+        if member.on_gpu:
+            torch.cuda.empty_cache()
+        member.barrier()
+    return found
+
+
+def report(found: list[dict[str, Any]], dtype: str) -> bool:
+    """A table; whether all results were right."""
+    names = list(found[0]["times"])
+    print("  ".join([f"{'us':20}", *(f"{name:>18}" for name in names), " /unfused  forward  backward  differs"]))
+    right = True
+    for entry in found:
+        us = {name: entry["times"][name]["median_us"] for name in names}
+        ours, theirs = ([us[who], us[f"{who}, forward"], us[who] - us[f"{who}, forward"]] for who in ("tileweave", "unfused"))
+        ratios = "  ".join(f"{b / a:8.2f}x" for a, b in zip(ours, theirs, strict=True))
+        worst = max(entry["differences"].values())
+        right &= worst < ALLOWED[dtype]
+        numbers = "  ".join(f"{us[name]:18.0f}" for name in names)
+        print(f"{entry['case']:20}  {numbers}  {ratios}  {worst:.1e}{'' if worst < ALLOWED[dtype] else ': WRONG'}")
+        for kernel, time, calls in entry.get("kernels", [])[:24]:
+            print(f"    {time:8.0f} us  {calls:3}  {kernel[:120]}")
+    return right
+
+
+def bench_cases(on_gpu: bool) -> list[tuple[str, Style, int]]:
+    """Layers of published models; off GPUs a reduced one, to try the machinery."""
+    if not on_gpu:
+        return [("qwen3, reduced", STYLES["qwen3"], TOKENS)]
+    sizes = (("qwen3-235b", 4096), ("deepseek-v3", 4096), ("deepseek-v3", 1024))
+    return [(f"{model}-t{tokens}", Style(*MODELS[model]), tokens) for model, tokens in sizes]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--style", choices=list(STYLES), default="qwen3")
     parser.add_argument("--ranks", type=int, help="2 or 4, or 8 but for Mixtral; default: the GPUs there are, or 4 on the CPU")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--bench", action="store_true", help="time forward + backward instead of training")
+    parser.add_argument("--kernels", action="store_true", help="with --bench: what the kernels of a step on rank 0 take")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="with --bench: where to write all times")
     words = parser.parse_args()
     kind = default_device_type()
     size, dtype = default_world_size(kind, words.ranks), "bfloat16" if kind == "cuda" else "float32"
+    if words.bench:
+        found = launch(
+            bench, bench_cases(kind == "cuda"), dtype, words.repeats, words.kernels, world_size=size, device_type=kind
+        )
+        print(f"forward + backward of a layer, {size} ranks, {dtype}")
+        if words.json:
+            text = json.dumps({"world_size": size, "environment": environment(), "cases": found}, indent=1)
+            words.json.write_text(text, "utf-8")
+        return 0 if report(found, dtype) else 1
     losses = launch(train, words.style, words.steps, dtype, world_size=size, device_type=kind)
     print(f"losses, {words.style}, {size} ranks on {'GPUs' if kind == 'cuda' else 'the CPU'}, {STYLES[words.style]}")
     for number, (over_ranks, alone) in enumerate(losses):

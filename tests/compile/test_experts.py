@@ -57,8 +57,11 @@ def compile_routing(target: str, kind: torch.dtype) -> Compiled:
 
 
 @functools.cache
-def compile_dispatch(config: DispatchConfig, target: str, depth: int = DEPTH) -> Compiled:
+def compile_dispatch(config: DispatchConfig, target: str, depth: int = DEPTH, turned: bool = False) -> Compiled:
+    """``turned``: experts as backward reads them."""
     x, w = torch.empty(TOKENS, depth, dtype=torch.bfloat16), torch.empty(EXPERTS, COLS, depth, dtype=torch.bfloat16)
+    if turned:
+        w = torch.empty(EXPERTS, depth, COLS, dtype=torch.bfloat16).transpose(1, 2)
     bound = bound_of(WORLD_SIZE, TOKENS, TOPK, EXPERTS)
     y = torch.empty(bound, COLS, dtype=torch.bfloat16)
     peers = endpoint(3 * TOKENS * depth, torch.bfloat16)
@@ -83,9 +86,10 @@ def test_dispatch_fits_every_target(config: DispatchConfig, target: str) -> None
     assert compiled.fits_shared and compiled.spills is not None and compiled.spills <= 16
 
 
-@pytest.mark.parametrize("config", HOPPER_CASES, ids=str)
-def test_hopper_fits(config: DispatchConfig) -> None:
-    compiled = compile_dispatch(config, "sm_90")
+@pytest.mark.parametrize(("config", "turned"), [*((c, False) for c in HOPPER_CASES), (HOPPER_CASES[0], True)], ids=str)
+def test_hopper_fits(config: DispatchConfig, turned: bool) -> None:
+    compiled = compile_dispatch(config, "sm_90", turned=turned)
+    assert compiled.name == "dispatch_grouped_matmul_hopper_kernel"
     assert compiled.registers == 168 and compiled.spills is not None and compiled.spills <= 32 and compiled.fits_shared
 
 
@@ -134,10 +138,14 @@ def test_kernels_on_rows_fit_every_target(target: str) -> None:
         knobs.compilation.disable_line_info = True
         expert_rows.keep_tokens(endpoint(3 * TOKENS * DEPTH, torch.bfloat16), kept, table[2], TOPK, RANK)
         expert_rows.gather_rows(x, kept, table, EXPERTS, TOKENS, TOPK, RANK, WORLD_SIZE)
+        peers = endpoint(3 * TOKENS * DEPTH, torch.bfloat16)
+        factors = torch.zeros(WORLD_SIZE * TOKENS * TOPK)
+        expert_rows.gather_rows(x, peers, table, EXPERTS, TOKENS, TOPK, RANK, WORLD_SIZE, factors)
+        expert_rows.weigh_rows(y, y, factors, table, EXPERTS)
         expert_rows.zero_unused(torch.empty(EXPERTS, COLS, DEPTH, dtype=torch.bfloat16), table[0])
         expert_rows.swiglu(y, y[:, :DEPTH].contiguous(), table[0], EXPERTS)
         expert_rows.swiglu_gradient(y[:, :DEPTH].contiguous(), y, y, table[0], EXPERTS)
-    assert len(launched) == 5 and all(k.spills == 0 for k in launched)
+    assert len(launched) == 7 and all(k.spills == 0 for k in launched)
     if target in NVIDIA:
         wide = [k for k in launched if k.name != "zero_unused_kernel"]
         assert all("st.global.v4.b32" in str(k.ptx) or "st.global.v2.b32" in str(k.ptx) for k in wide)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.behaviour import run_example
@@ -32,6 +33,19 @@ def test_a_wrong_block_fails(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(text.replace("alone = (whole(x) - target)", "alone = (1.001 * whole(x) - target)"), "utf-8")
     assert "WRONG" in run_example(str(broken), "--ranks", "2", "--steps", "1", on_gpu=False, code=1)
+
+
+def test_moe_layer_bench(tmp_path: Path) -> None:
+    """Output and gradients are those of the unfused layer; times mean nothing here, but they are all there."""
+    path = tmp_path / "times.json"
+    output = run_example(
+        "moe_layer.py", "--bench", "--ranks", "2", "--repeats", "1", "--json", str(path), on_gpu=False
+    )  # fmt: skip
+    case = json.loads(path.read_text("utf-8"))["cases"][0]
+    assert len(case["times"]) == 5 and set(case["differences"]) == {
+        "y", "x", "gate.weight", "experts.gate_up_proj", "experts.down_proj"
+    }  # fmt: skip
+    assert max(case["differences"].values()) < 1e-5 and "WRONG" not in output
 
 
 def test_moe_layer() -> None:

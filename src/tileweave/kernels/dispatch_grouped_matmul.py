@@ -32,7 +32,8 @@ the next call.
 Why nobody is stuck: pushing waits for nobody and precedes multiplying in every program that does both; waits are for other
 ranks' pushes only.
 
-Limits: x and experts contiguous along K; fp32 accumulation. Rows of y from ``offsets[-1]`` on are not written.
+Limits: x contiguous along K, experts along K or (``DEPTH_FIRST``, as backward reads them) along N; fp32
+accumulation. Rows of y from ``offsets[-1]`` on are not written.
 Sources: the expert layout of torch._grouped_mm; tokens once a rank and not once an expert, as DeepEP's dispatch.
 """
 
@@ -154,7 +155,7 @@ def dispatch_grouped_matmul_kernel(
     tile_cols, k_blocks,
     WORLD_SIZE: tl.constexpr, PUSH_ROWS: tl.constexpr, PUSH_WIDTH: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
-    FEW_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    FEW_ROWS: tl.constexpr, DEPTH_FIRST: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Push, then take tiles; see the module's docstring for the protocol."""
     program = tl.program_id(0)
@@ -184,7 +185,7 @@ def dispatch_grouped_matmul_kernel(
         token = wait_steps(signals, expert // block_experts, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE)
         acc = matmul_tile(
             a_rows, w + expert.to(tl.int64) * stride_expert, stride_w, col, cols, depth, consume_token(0, token), k_blocks,
-            TILE_M, TILE_N, TILE_K, EVEN_K, end - first_row, FEW_ROWS,
+            TILE_M, TILE_N, TILE_K, EVEN_K, end - first_row, FEW_ROWS, DEPTH_FIRST,
         )  # fmt: skip
         store_rows(acc, y, first_row, end, col, cols, control, TILE_M, TILE_N)
         tile = following
@@ -194,6 +195,11 @@ def dispatch_grouped_matmul_kernel(
     if program == num_programs - 1:
         wait_steps(signals, blocks - 1, 1, WORLD_SIZE - 1, rank, epoch, -1, control, report, WORLD_SIZE)
     leave(control, epoch, num_programs)
+
+
+def depth_first(w: torch.Tensor) -> bool:
+    """Whether experts [E_local, N, K] stand in memory as [E_local, K, N]."""
+    return w.stride(2) != 1 and w.shape[2] > 1
 
 
 class Launcher:
@@ -219,12 +225,13 @@ class Launcher:
         producers = max(1, min(c.num_producers, self.programs))
         per_block = experts_per_block(experts, min(c.signal_blocks, MAX_BLOCKS.value))
         self.integers = (
-            peers.slot_size, rank, max_tokens, topk, experts, cols, depth, w.stride(0), w.stride(1), per_block,
-            triton.cdiv(experts, per_block), producers, tile_cols, triton.cdiv(depth, c.tile_k),
+            peers.slot_size, rank, max_tokens, topk, experts, cols, depth, w.stride(0), w.stride(2 if depth_first(w) else 1),
+            per_block, triton.cdiv(experts, per_block), producers, tile_cols, triton.cdiv(depth, c.tile_k),
         )  # fmt: skip
         width = min(triton.next_power_of_2(depth), 256 * c.num_warps)
         self.constants = (
             world_size, c.push_rows, width, c.tile_m, c.tile_n, c.tile_k, c.group_m, depth % c.tile_k == 0, c.tile_m <= 64,
+            depth_first(w),
         )  # fmt: skip
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: tuple[torch.Tensor, ...]) -> None:

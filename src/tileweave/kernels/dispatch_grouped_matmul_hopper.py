@@ -9,7 +9,8 @@ Read ``kernels/dispatch_grouped_matmul.py`` first: equation, signals, timeline a
   arrival is asked for behind its copies (``cp.async.mbarrier.arrive``), so *gather* never waits for what it asked for.
 - Once every peer has signalled its last block, *gather* looks at no signal any more.
 
-Limits: K a multiple of ``tile_k``; experts one behind the other, rows at multiples of 16 bytes.
+Limits: K a multiple of ``tile_k``; experts one behind the other, rows at multiples of 16 bytes. ``DEPTH_FIRST``: they are
+[E_local, K, N] in memory, as backward reads them; a buffer of the ring is then [TILE_K, TILE_N], which wgmma reads as well.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tileweave.kernels.descriptors import descriptor
 from tileweave.kernels.dispatch_grouped_matmul import Launcher as TritonLauncher
+from tileweave.kernels.dispatch_grouped_matmul import depth_first
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.grouped_tiles import SOURCES
 from tileweave.language.hopper import (
@@ -97,7 +99,7 @@ def gather_partition(
     x, w_desc, a_ring, b_ring, empty, ready, offsets, row_entry, slots, signals, control, report,
     slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks, num_partitions,
     WORLD_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """For each tile wait for its sources, then keep the ring full."""
     LANES: gl.constexpr = TILE_K // 8
@@ -136,7 +138,10 @@ def gather_partition(
             at = turn % STAGES
             mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(at), TILE_N * TILE_K * 2)
-            load_async(w_desc, [w_row, block * TILE_K], ready.index(at), b_ring.index(at))
+            if DEPTH_FIRST:
+                load_async(w_desc, [expert * depth + block * TILE_K, col * TILE_N], ready.index(at), b_ring.index(at))
+            else:
+                load_async(w_desc, [w_row, block * TILE_K], ready.index(at), b_ring.index(at))
             source = gl.multiple_of(pointers[:, None] + (block * TILE_K + k)[None, :], [1, 16])
             copy_async(a_ring.index(at), source, there)
             async_copy.mbarrier_arrive(ready.index(at), increment_count=False)
@@ -154,7 +159,7 @@ def gather_partition(
 def multiply_partition(
     y, y_desc, y_buffer, a_ring, b_ring, empty, ready, offsets, control, experts, cols, tile_cols, k_blocks, num_partitions,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    HALVES: gl.constexpr, BY_TMA: gl.constexpr,
+    HALVES: gl.constexpr, BY_TMA: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each tile from the ring, then store its rows."""
     program = gl.program_id(0)
@@ -169,7 +174,7 @@ def multiply_partition(
     while expert < experts:
         first_row, col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
         acc, turn, fault = multiply_tile(
-            turn, k_blocks, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS, True
+            turn, k_blocks, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS, True, DEPTH_FIRST
         )
         store_tile(
             acc, fault, y, y, y_desc, y_buffer, y, epoch * 0, 0, 1, first_row, end, col * TILE_N, cols, -1,
@@ -247,7 +252,7 @@ def dispatch_grouped_matmul_hopper_kernel(
     slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, num_producers, tile_cols, k_blocks,
     WORLD_SIZE: gl.constexpr, PUSH_BLOCK: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, BY_TMA: gl.constexpr,
-    GATHER_REGISTERS: gl.constexpr,
+    GATHER_REGISTERS: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions."""
     a_ring, b_ring, empty, ready = make_ring(w_desc, w_desc, TILE_M, TILE_K, STAGES, 32 * GATHER_WARPS + 1)
@@ -257,12 +262,12 @@ def dispatch_grouped_matmul_hopper_kernel(
         [
             (multiply_partition, (
                 y, y_desc, y_buffer, a_ring, b_ring, empty, ready, offsets, control, experts, cols, tile_cols, k_blocks,
-                num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA,
+                num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST,
             )),
             (gather_partition, (
                 x, w_desc, a_ring, b_ring, empty, ready, offsets, row_entry, slots, signals, control, report,
                 slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks,
-                num_partitions, WORLD_SIZE, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES,
+                num_partitions, WORLD_SIZE, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, DEPTH_FIRST,
             )),
             (push_partition, (
                 x, send_order, send_offsets, slot_table, signal_table, signals, control, report, counters,
@@ -277,9 +282,10 @@ def dispatch_grouped_matmul_hopper_kernel(
 
 def takes(x: torch.Tensor, w: torch.Tensor, config: DispatchConfig) -> bool:
     """Whether this kernel can run these operands; if not, the Triton kernel does, which speaks the same protocol."""
-    pitch = w.stride(1) * w.element_size()
+    whole = w.transpose(1, 2) if depth_first(w) else w
+    pitch = whole.stride(1) * w.element_size()
     return (
-        w.shape[2] % config.tile_k == 0 and w.stride(0) == w.shape[1] * w.stride(1) and pitch % 16 == 0
+        w.shape[2] % config.tile_k == 0 and w.stride(0) == whole.shape[1] * whole.stride(1) and pitch % 16 == 0
         and (x.data_ptr() | w.data_ptr()) % 16 == 0
     )  # fmt: skip
 
@@ -321,12 +327,16 @@ class Launcher:
         experts, cols, depth = w.shape
         offsets, row_entry, _, _, send_order, send_offsets = fields
         by_tma = cols * y.element_size() % 16 == 0 and y.data_ptr() % 16 == 0
-        w_desc = descriptor(w.data_ptr(), w.dtype, [experts * cols, depth], w.stride(1), [c.tile_n, c.tile_k])
+        turned = depth_first(w)
+        shape, tile = [experts * cols, depth], [c.tile_n, c.tile_k]
+        if turned:
+            shape, tile = [experts * depth, cols], [c.tile_k, c.tile_n]
+        w_desc = descriptor(w.data_ptr(), w.dtype, shape, w.stride(2 if turned else 1), tile)
         target, shape = (y.data_ptr(), [self.bound, cols]) if by_tma else (w.data_ptr(), [experts * cols, depth])
         y_desc = descriptor(target, y.dtype, shape, shape[1], [c.tile_m, c.tile_n // self.halves])
         dispatch_grouped_matmul_hopper_kernel[(self.programs,)](
             w_desc, y_desc, x, y, offsets, row_entry, send_order, send_offsets, p.slots, p.slot_table, p.signal_table,
-            p.signals, p.control, p.report, p.counters, *self.integers, *self.constants, self.halves, by_tma, 96,
+            p.signals, p.control, p.report, p.counters, *self.integers, *self.constants, self.halves, by_tma, 96, turned,
             num_warps=c.num_warps, maxnreg=168,
         )  # fmt: skip
         return None

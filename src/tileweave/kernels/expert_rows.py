@@ -5,10 +5,10 @@ and not written.
 
 =================  ===================================================================================================
 ``keep_tokens``    copy what the peers sent in the call that just ended, before a later call overwrites it
-``gather_rows``    the token of each row, side by side, for the gradient of the experts
+``gather_rows``    the token of each row, side by side, for the gradient of the experts, from kept tokens or from the slot
 ``zero_unused``    gradients of experts that have no rows, which a grouped product may leave undefined
 ``swiglu``         silu(gate) * up of rows [gate, up], and its gradient
-``weigh_rows``     rows times the combine weights of their entries, and the gradients of those
+``weigh_rows``     gradients of rows times the combine weights of their entries, and the gradients of those
 =================  ===================================================================================================
 """
 
@@ -64,14 +64,22 @@ def keep_tokens(peers: Endpoint, kept: torch.Tensor, entry_row: torch.Tensor, to
 
 @triton.jit
 def gather_rows_kernel(
-    x, kept, row_entry, offsets, out, experts, max_tokens, topk, rank, depth,
-    WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, kept, row_entry, offsets, out, factors, control, slot_size, experts, max_tokens, topk, rank, depth,
+    FROM_SLOT: tl.constexpr, WEIGHTED: tl.constexpr, WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of rows, own ones from x, those of rank-1-i from place i of ``kept``."""
+    """Tokens of rows, own ones from x, those of rank-1-i from place i of ``kept``, times the entry's factor if ``WEIGHTED``.
+
+    ``FROM_SLOT``: ``kept`` is both slots, and the one of the call that the epoch has just left behind is read.
+    """
+    if FROM_SLOT:
+        kept += ((load_epoch(control) - 1) & 1).to(tl.int64) * slot_size
     rows = tl.load(offsets + experts)
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS)
-        token = tl.load(row_entry + row, mask=row < rows, other=0) // topk
+        entry = tl.load(row_entry + row, mask=row < rows, other=0)
+        if WEIGHTED:
+            factor = tl.load(factors + entry)[:, None]
+        token = entry // topk
         step = (rank + WORLD_SIZE - token // max_tokens) % WORLD_SIZE
         token = (token % max_tokens).to(tl.int64)
         own = (step == 0) & (row < rows)
@@ -82,19 +90,25 @@ def gather_rows_kernel(
             inside = (at < depth)[None, :]
             value = tl.load(x + token[:, None] * depth + at[None, :], mask=own[:, None] & inside, other=0.0)
             value += tl.load(kept + remote[:, None] * depth + at[None, :], mask=there[:, None] & inside, other=0.0)
+            if WEIGHTED:
+                value = (value.to(tl.float32) * factor).to(out.dtype.element_ty)
             tl.store(out + row.to(tl.int64)[:, None] * depth + at[None, :], value, mask=(row < rows)[:, None] & inside)
 
 
 def gather_rows(
-    x: torch.Tensor, kept: torch.Tensor, fields: tuple[torch.Tensor, ...], experts: int, max_tokens: int, topk: int, rank: int,
-    world_size: int,
+    x: torch.Tensor, kept: torch.Tensor | Endpoint, fields: tuple[torch.Tensor, ...], experts: int, max_tokens: int, topk: int,
+    rank: int, world_size: int, factors: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[bound, K]: the token of each row of the plan with ``fields``. x [T, K] own tokens, kept [R - 1, max_tokens, K]."""
+    """[bound, K]: the token of each row of the plan with ``fields``. x [T, K] own tokens; kept [R - 1, max_tokens, K], or the
+    instance whose last call received them. ``factors``: fp32 of all entries; rows are multiplied by theirs and rounded."""
     offsets, row_entry = fields[0], fields[1]
+    in_slot = isinstance(kept, Endpoint)
+    places, control, slot_size = (kept.slots, kept.control, kept.slot_size) if in_slot else (kept, offsets, 0)
     out = x.new_empty(row_entry.numel(), x.shape[1])
     gather_rows_kernel[(_programs(x, triton.cdiv(out.shape[0], COPY_ROWS)),)](
-        x, kept, row_entry, offsets, out, experts, max_tokens, topk, rank, x.shape[1],
-        WORLD_SIZE=world_size, ROWS=COPY_ROWS, WIDTH=min(1024, triton.next_power_of_2(x.shape[1])),
+        x, places, row_entry, offsets, out, offsets if factors is None else factors, control, slot_size, experts, max_tokens,
+        topk, rank, x.shape[1], FROM_SLOT=in_slot, WEIGHTED=factors is not None, WORLD_SIZE=world_size, ROWS=COPY_ROWS,
+        WIDTH=min(1024, triton.next_power_of_2(x.shape[1])),
     )  # fmt: skip
     return out
 
@@ -164,15 +178,16 @@ def swiglu_gradient(grad: torch.Tensor, y: torch.Tensor, out: torch.Tensor, offs
 
 @triton.jit
 def weigh_rows_kernel(
-    g, y, weights, row_entry, offsets, weighted, dots, experts, width,
+    g, y, weights, row_entry, offsets, dots, experts, width,
     WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A row at a time: dots[row] = g . y in fp32; g *= weight, in place; weighted = y * weight."""
+    """A row at a time: dots[entry of row] = g . y in fp32; g *= weight, in place."""
     for number in range(tl.program_id(0), tl.load(offsets + experts), tl.num_programs(0)):
         row = tl.cast(number, tl.int64) * width
         factor = 1.0
+        entry = tl.load(row_entry + number)
         if WEIGHTED:
-            factor = tl.load(weights + tl.load(row_entry + number))
+            factor = tl.load(weights + entry)
         total = tl.zeros((WIDTH,), tl.float32)
         for begin in range(0, width, WIDTH):
             at = begin + tl.arange(0, WIDTH)
@@ -181,18 +196,17 @@ def weigh_rows_kernel(
             total += a * b
             if WEIGHTED:
                 tl.store(g + row + at, (a * factor).to(g.dtype.element_ty), mask=at < width)
-                tl.store(weighted + row + at, (b * factor).to(g.dtype.element_ty), mask=at < width)
-        tl.store(dots + number, tl.sum(total, axis=0))
+        tl.store(dots + entry, tl.sum(total, axis=0))
 
 
 def weigh_rows(
     g: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None, fields: tuple[torch.Tensor, ...], experts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """g, y [bound, I], contiguous; weights fp32 of all entries, None: 1. Gives (y * weights, dots of g and y); g *= weights."""
-    dots = torch.empty(g.shape[0], dtype=torch.float32, device=g.device)
-    weighted = y if weights is None else torch.empty_like(y)
+) -> torch.Tensor:
+    """g, y [bound, I], contiguous; weights fp32 of all entries, None: 1. Gives dots of the rows of g and y, fp32, by entry, 0
+    for those that are not here; g *= weights."""
+    dots = torch.zeros(fields[2].numel(), dtype=torch.float32, device=g.device)
     weigh_rows_kernel[(_programs(g, g.shape[0]),)](
-        g, y, dots if weights is None else weights, fields[1], fields[0], weighted, dots, experts, g.shape[1],
-        WEIGHTED=weights is not None, WIDTH=min(1024, triton.next_power_of_2(g.shape[1])),
+        g, y, dots if weights is None else weights, fields[1], fields[0], dots, experts, g.shape[1],
+        WEIGHTED=weights is not None, WIDTH=min(2048, triton.next_power_of_2(g.shape[1])),
     )  # fmt: skip
-    return weighted, dots
+    return dots

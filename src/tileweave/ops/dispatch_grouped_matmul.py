@@ -60,7 +60,8 @@ def dispatch_grouped_matmul(
 
     Parameters
     ----------
-    x : [T, K], contiguous. experts : [E_local, N, K], rows contiguous; the same shape on every rank.
+    x : [T, K], contiguous. experts : [E_local, N, K], rows contiguous, or the transpose of contiguous [E_local, K, N]; the
+        same shape on every rank.
     topk_ids : [T, k], contiguous; -1 is no expert, and so is what is not below E. Not with ``plan``.
     max_tokens : the most tokens that any rank has, the same number on every rank; None: T, which all ranks then share.
     plan : of an earlier call with the same ids; saves making it again.
@@ -174,7 +175,8 @@ def check_inputs(x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out:
     )
     require(x.is_contiguous(), f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
     strides = f"experts with strides {experts.stride()}"
-    require(experts.stride(2) == 1 or experts.shape[2] <= 1, strides, "contiguous rows", "pass experts.contiguous()")
+    either = experts.stride(2) == 1 or experts.shape[2] <= 1 or experts.transpose(1, 2).is_contiguous()
+    require(either, strides, "contiguous rows, or the transpose of contiguous experts", "pass experts.contiguous()")
     asked = f"x of {x.shape[0]} tokens, a plan of {plan.table.numel()} words"
     fits = x.shape[0] <= plan.max_tokens and plan.table.dtype == torch.int32 and plan.table.numel() == _table_size(plan)
     allowed = f"at most {plan.max_tokens} tokens, {_table_size(plan)} words"
@@ -272,7 +274,9 @@ def _backward_implementation(grad, x, kept, experts, table, max_tokens, topk, gr
 
 def _sum_over_rows(grad: torch.Tensor, experts: torch.Tensor, routed: RoutingPlan, group_name: str) -> torch.Tensor:
     """The dual operator: grad [bound, N], experts [E_local, N, K] -> [T, K]."""
-    turned = experts.contiguous().transpose(1, 2)
+    turned = experts.transpose(1, 2)
+    if not turned.is_contiguous():
+        turned = experts.contiguous().transpose(1, 2)
     chosen = plan_combine(shape_of(routed, turned), machine_of(grad.device), interpreting())
     if chosen.cut is None:
         return reference.grouped_matmul_combine(grad, turned, routed, None, group_of(group_name))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops.registry import endpoint, workspace_of
 from tileweave.ops.routing_plan import RoutingPlan, layout_of
 from tileweave.schedule_grouped import DispatchConfig
@@ -56,9 +57,9 @@ def run_fused(
     group_name: str,
     config: DispatchConfig,
     kept: torch.Tensor | None = None,
-) -> None:
+) -> Endpoint:
     """x [T, K], experts [E_local, N, K] -> y [bound, N]; ``kept`` [R - 1, max_tokens, K] takes the peers' tokens that have
-    an expert here."""
+    an expert here. They stand in the slot, too, of the endpoint that is returned, until the next call."""
     workspace = _workspace(group_name, x.device)
     transport = workspace.transport
     instance = workspace.instance(OP, "sm")
@@ -73,15 +74,17 @@ def run_fused(
         mark = hash((*experts.shape, plan.max_tokens, plan.topk))
         found = instance.cache[key] = (launcher, mark, config)  # the config is kept, so that its id stays its own
     instance.begin(found[1])
+    peers = endpoint(instance, x.dtype)
     try:
         found[0](x, experts, y, plan.fields)
         if kept is not None and kept.numel():
             from tileweave.kernels.expert_rows import keep_tokens
 
-            keep_tokens(endpoint(instance, x.dtype), kept, plan.entry_row, plan.topk, plan.rank)
+            keep_tokens(peers, kept, plan.entry_row, plan.topk, plan.rank)
     finally:
         if not x.is_cuda:
             instance.check()
+    return peers
 
 
 def _counters() -> int:

@@ -39,13 +39,14 @@ def combine_gradients(
     if config is None:
         rows = reference.gather_rows(grad, plan, group)
         g = reference.grouped_matmul(rows, experts.transpose(1, 2), plan.offsets)
-        gy, weighted, dots = _weigh_rows(g, y, everyone, plan)
+        gy, right, dots = _weigh_rows(g, y, everyone, plan)
     else:
-        gy, weighted, dots, rows = _fused_rows(grad, y, experts, plan, everyone, group_name, config, need_experts)
+        right = y.contiguous()
+        gy, dots, rows = _fused_rows(grad, right, experts, plan, everyone, group_name, config, need_experts)
     if need_weights:
         gw = _sums_to_owners(dots, plan, group)
     if need_experts:
-        ge = reference.grouped_outer(rows, weighted, plan.offsets).contiguous()
+        ge = reference.grouped_outer(rows, right, plan.offsets).contiguous()
         if config is not None:
             from tileweave.kernels.expert_rows import zero_unused
 
@@ -62,27 +63,29 @@ def _fused_rows(
     group_name: str,
     config: DispatchConfig,
     keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(gy, weighted y, dots, rows of grad): :func:`_weigh_rows` of what the dual operator gives; rows only if ``keep``."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(gy, dots by entry, rows of grad times their weights) by the dual operator; rows only if ``keep``.
+
+    The weight goes with these rows, which are made here anyway, and not with y, which then needs no copy.
+    """
     from tileweave.kernels import expert_rows
     from tileweave.ops.dispatch_grouped_matmul_fused import run_fused
 
     g = y.new_empty(plan.bound, experts.shape[2])
-    kept = grad.new_empty(plan.world_size - 1, plan.max_tokens, grad.shape[1]) if keep else None
-    run_fused(grad, experts.transpose(1, 2).contiguous(), plan, g, group_name, config, kept)
+    peers = run_fused(grad, experts.transpose(1, 2), plan, g, group_name, config)
     rows = g
-    if kept is not None:
+    if keep:  # before anybody calls again
         sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
-        rows = expert_rows.gather_rows(grad, kept, plan.fields, *sizes)
-    weighted, dots = expert_rows.weigh_rows(g, y.contiguous(), everyone, plan.fields, plan.local_experts)
-    return g, weighted, dots, rows
+        rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes, everyone)
+    return g, expert_rows.weigh_rows(g, y, everyone, plan.fields, plan.local_experts), rows
 
 
 def _weigh_rows(
     g: torch.Tensor, y: torch.Tensor, everyone: torch.Tensor | None, plan: RoutingPlan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """g, y [bound, I], weights of all entries -> (weight * g, weight * y, dots of g and y, fp32 [bound]), row by row."""
-    dots = (g.float() * y.float()).sum(1)
+    """g, y [bound, I], weights of all entries -> (weight * g, weight * y, dots of g and y, fp32, by entry; 0 without a row)."""
+    row = plan.entry_row.long()
+    dots = torch.where(row >= 0, (g.float() * y.float()).sum(1)[row.clamp(min=0)], 0.0)
     if everyone is None:
         return g, y, dots
     factor = everyone[plan.row_entry.long().clamp(0, plan.entries - 1)][:, None]
@@ -90,7 +93,5 @@ def _weigh_rows(
 
 
 def _sums_to_owners(dots: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
-    """A number for each row -> [T, k] of own tokens: each entry's number, from the rank of its expert; 0 without one."""
-    row = plan.entry_row.long()
-    entries = torch.where(row >= 0, dots[row.clamp(min=0)], 0.0)
-    return reference.reduce_scatter(entries.view(-1, plan.topk), group)[: plan.tokens].contiguous()
+    """A number for each entry -> [T, k] of own tokens: from the rank of the entry's expert; the others have 0."""
+    return reference.reduce_scatter(dots.view(-1, plan.topk), group)[: plan.tokens].contiguous()

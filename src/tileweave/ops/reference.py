@@ -290,8 +290,10 @@ def gather_rows(x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) ->
 
 def gather_weights(weights: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
     """topk_weights [T, k] of own tokens -> fp32 [R * max_tokens * k], of all entries; 0 past a rank's tokens."""
-    padded = weights.new_zeros(plan.max_tokens, plan.topk, dtype=torch.float32)
-    padded[: plan.tokens] = weights
+    padded = weights.float()
+    if plan.tokens < plan.max_tokens:
+        padded = weights.new_zeros(plan.max_tokens, plan.topk, dtype=torch.float32)
+        padded[: plan.tokens] = weights
     return (padded if plan.world_size == 1 else all_gather(padded, group)).reshape(-1)
 
 
