@@ -97,7 +97,7 @@ def routing_cut(world_size: int, max_tokens: int, topk: int) -> RoutingCut:
     size = max_tokens * topk
     if world_size * size <= ONE_LAUNCH:
         return RoutingCut(1, max(1024, 1 << max(size - 1, 0).bit_length()), 1)
-    return RoutingCut(2, 256, 32)
+    return RoutingCut(2, 128, 32)
 
 
 def experts_per_block(experts: int, blocks: int) -> int:

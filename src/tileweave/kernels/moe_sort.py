@@ -16,8 +16,9 @@ signal (int32)      value  notifier                         waiter
 [source, slice]     epoch  program ``slice`` of ``source``  programs that count the ids of ``source``
 ==================  =====  ===============================  ==========================================
 
-Why no slot is overwritten: the last reader of the slot of call n-1 is its ``place_kernel``, which alone moves the epoch on. My
-call n+1 writes that slot, and my call n has ended: each peer has signalled n, so has begun n, behind its ``place_kernel`` of n-1.
+Why no slot is overwritten: the last reader of the slot of call n-1 is its ``place_kernel``, which alone moves the epoch on.
+My call n+1 writes that slot, and my call n has ended: each peer has signalled n, so has begun n, behind its ``place_kernel`` of
+n-1.
 
 ``histogram`` is this rank's own: ``count_kernel`` writes every row before ``place_kernel``, the next launch on the stream,
 reads it, so nobody clears it.
@@ -37,7 +38,7 @@ from tileweave.language.signal import leave, load_epoch, notify_all, wait
 
 MAX_SLICES = tl.constexpr(32)
 PUSH_BLOCK = tl.constexpr(1024)  # ids
-HISTOGRAM_BLOCK = tl.constexpr(8192)  # counts that a program adds up at once
+HISTOGRAM_BLOCK = tl.constexpr(4096)  # counts that a program adds up at once
 
 
 @triton.jit
@@ -109,8 +110,10 @@ def _place_unit(
         keys = lowest_expert(ids, block * BLOCK, items, topk, owner, experts, EXPERTS, TOPK, BLOCK)
         item = block * BLOCK + tl.arange(0, BLOCK)
         chosen = keys[:, None] == expert[None, :]
-        upto = tl.cumsum(chosen.to(tl.int32), axis=0) + start[None, :]
-        place = tl.sum(tl.where(chosen, upto, 0), axis=1) - 1  # -1: no column is the item's
+        at = tl.arange(0, BLOCK)
+        before = tl.sum(((keys[:, None] == keys[None, :]) & (at[:, None] > at[None, :])).to(tl.int32), axis=1)
+        # each pair compared, not a scan over [BLOCK, EXPERTS]: that took twice the registers
+        place = tl.where(keys < experts, before + tl.sum(tl.where(chosen, start[None, :], 0), axis=1), -1)
         tl.store(ordered + place, first_item + item, mask=(place >= 0) & (place < limit))
         if INVERSE:
             tl.store(placed + item, place, mask=item < items)
