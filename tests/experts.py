@@ -16,8 +16,9 @@ import tileweave as tw
 from tileweave.ops.dispatch_grouped_matmul_fused import OP, ROUTING, run_fused, run_routing
 from tileweave.ops.registry import group_of, name_of, workspace_of
 from tileweave.ops.routing_plan import RoutingPlan, padded_ids, reference_plan
-from tileweave.schedule_grouped import DispatchConfig
+from tileweave.schedule_grouped import DispatchConfig, RoutingCut, routing_cut
 
+SORTED = RoutingCut(2, 64, 2)  # so that few tokens are sorted in many units
 ROUTINGS = ("even", "skewed", "one_expert", "one_rank", "empty_experts", "holes", "nobody", "repeated")
 
 
@@ -173,6 +174,16 @@ def verify_y(y: torch.Tensor, case: Case, rank: int, size: int, seed: int, what:
 # --- Bodies ---
 
 
+def plans(me: Member, cases: list[Case]) -> None:
+    """Routing alone, every case in one launch and by the sort, in one instance."""
+    for seed, case in enumerate(cases):
+        o = draw(case, me.rank, me.world_size, me.device, seed)
+        for cut in (routing_cut(2, 1, 1), SORTED):
+            poison(me, ROUTING)
+            plan = run_routing(o.ids, case.experts * me.world_size, case.max_tokens, name_of(None), cut)
+            verify_plan(plan, case, me.rank, me.world_size, seed, f"rank {me.rank}, {case}, {cut}")
+
+
 def references(me: Member, cases: list[Case]) -> None:
     """The plain plan against plain loops: what other tests lean on."""
     for seed, case in enumerate(cases):
@@ -182,20 +193,22 @@ def references(me: Member, cases: list[Case]) -> None:
 
 
 def parity(me: Member, cases: list[Case], config: DispatchConfig) -> None:
-    """Routing and matmul with poisoned slots and outputs."""
+    """Routing and matmul with poisoned slots and outputs; every other plan by the sort of many tokens."""
     for seed, case in enumerate((*cases, cases[0])):
         o = draw(case, me.rank, me.world_size, me.device, seed)
         poison(me, OP)
         poison(me, ROUTING)
-        y, plan = fused(me, case, o, config)
+        y, plan = fused(me, case, o, config, (None, SORTED)[seed % 2])
         what = f"rank {me.rank}, call {seed}, {case}, {config}"
         verify_plan(plan, case, me.rank, me.world_size, seed, what)
         verify_y(y, case, me.rank, me.world_size, seed, what)
 
 
-def fused(me: Member, case: Case, o: Operands, config: DispatchConfig) -> tuple[torch.Tensor, RoutingPlan]:
+def fused(
+    me: Member, case: Case, o: Operands, config: DispatchConfig, cut: RoutingCut | None = None
+) -> tuple[torch.Tensor, RoutingPlan]:
     """The kernels with this cut, whatever the plan would say; rows that nobody writes are NaN."""
-    plan = run_routing(o.ids, case.experts * me.world_size, case.max_tokens, name_of(None))
+    plan = run_routing(o.ids, case.experts * me.world_size, case.max_tokens, name_of(None), cut)
     y = torch.full((plan.bound, case.cols), float("nan"), dtype=case.torch_dtype, device=me.device)
     run_fused(o.x, o.experts, plan, y, name_of(None), config)
     return y, plan
@@ -214,13 +227,14 @@ def many_calls(me: Member, cases: list[Case], config: DispatchConfig, calls: int
     for number in range(calls):
         case = cases[number % len(cases)]
         o = draw(case, me.rank, me.world_size, me.device, number)
+        cut = (None, SORTED)[number // 2 % 2]
         if number % me.world_size == me.rank:
             pause(me.device, seconds)
         if stall is None:
-            y, plan = fused(me, case, o, config)
+            y, plan = fused(me, case, o, config, cut)
         else:
             with stall(seconds, number):
-                y, plan = fused(me, case, o, config)
+                y, plan = fused(me, case, o, config, cut)
         kept.append((number, case, y, plan))
     for number, case, y, plan in kept:
         what = f"rank {me.rank}, call {number}, {case}"

@@ -274,7 +274,9 @@ def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting:
         return _plan_cpu(p, "a rank's result")
     copied_rows = 0 if p.cols * p.itemsize % 16 else p.rows  # tiles for copy engines leave by TMA, which needs whole rows
     if copied_rows == 0 and p.rows * p.world_size > MEASURED_REDUCE_SCATTER_ROWS:
-        return Plan("unfused", f"rows of N = {p.cols} are no multiple of 16 bytes, and {p.rows * p.world_size} are many to push")
+        return Plan(
+            "unfused", f"rows of N = {p.cols} are no multiple of 16 bytes, and {p.rows * p.world_size} are many to push"
+        )
     return _plan_gpu("matmul_reduce_scatter", p, machine, p.rows * p.world_size, lambda c: c.takes(copied_rows))
 
 

@@ -67,6 +67,39 @@ class DispatchPlan(Plan):
         return f"{self.path}, {c.kernel} kernel, tile {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.num_stages} stages: {self.reason}"
 
 
+ONE_LAUNCH = 8192  # choices of all ranks up to which a routing plan takes one launch
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingCut:
+    """How a routing plan is made.
+
+    launches : 1, or 2 for a sort with a histogram. block : choices that a program looks at at once. slices : programs
+    that push ids.
+    """
+
+    launches: int
+    block: int
+    slices: int
+
+    def span(self, entries: int, num_sms: int) -> int:
+        """Blocks of a unit of the sort: two units for each multiprocessor."""
+        return max(1, cdiv(entries, self.block * 2 * num_sms))
+
+    def units(self, world_size: int, max_tokens: int, topk: int, num_sms: int) -> int:
+        """Units of all sorts, hence rows of the histogram: of each source's choices, and of own tokens for each peer."""
+        unit = self.block * self.span(world_size * max_tokens * topk, num_sms)
+        return world_size * (cdiv(max_tokens * topk, unit) + cdiv(max_tokens, unit))
+
+
+def routing_cut(world_size: int, max_tokens: int, topk: int) -> RoutingCut:
+    """One launch while programs that count for themselves are quick, else the sort."""
+    size = max_tokens * topk
+    if world_size * size <= ONE_LAUNCH:
+        return RoutingCut(1, max(1024, 1 << max(size - 1, 0).bit_length()), 1)
+    return RoutingCut(2, 128, 32)
+
+
 def experts_per_block(experts: int, blocks: int) -> int:
     """Local experts between two signals, so that there are at most ``blocks`` signals."""
     return cdiv(experts, max(1, min(blocks, experts)))

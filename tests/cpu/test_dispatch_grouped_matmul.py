@@ -27,6 +27,10 @@ def test_references(worlds: Worlds) -> None:
     worlds("gloo", 3).run(experts.references, [*CASES, *UNEVEN])
 
 
+def test_plans_in_one_launch_and_sorted(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(experts.plans, [Case((33, 20), experts=5, topk=3, routing="holes")])
+
+
 def test_parity(worlds: Worlds) -> None:
     worlds("gloo", 3).run(experts.parity, CASES, CONFIG)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from tests.explore.mutants import Mutant
 
 DI, RO = "dispatch_grouped_matmul/", "moe_routing/"
-KERNEL, ROUTING, ROWS = (
+KERNEL, ROUTING, SORT, ROWS = (
     "kernels/dispatch_grouped_matmul.py",
     "kernels/moe_routing.py",
+    "kernels/moe_sort.py",
     "kernels/expert_rows.py",
 )
 
@@ -15,7 +16,9 @@ _WAIT = "        token = wait(signals, 1, epoch, source * MAX_BLOCKS + block, ti
 _LAST = "        wait_steps(signals, blocks - 1, 1, WORLD_SIZE - 1, rank, epoch, -1, control, report, WORLD_SIZE)\n"
 _COUNT = '        if tl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:\n'
 _SIGNAL = "            notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False)\n"
-_IDS = "        wait(signals, SLICES, epoch, source * MAX_SLICES, -1, control, report)\n"
+_IDS = "        wait(signals, 1, epoch, source * MAX_SLICES, -1, control, report)\n"
+_COUNTED = "                wait(signals, SLICES, epoch, source * MAX_SLICES, -1, control, report)\n"
+_KEPT = "\n\n@triton.jit(do_not_specialize=_SAME)\ndef place_kernel"
 _SENT = "    notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, True)\n"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -44,16 +47,23 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a dispatch clears its own counters", KERNEL, "(1 - (epoch & 1)) * SET", "(epoch & 1) * SET", DI + "producers"),
     Mutant("tokens into the neighbour's place", KERNEL, "slot += (step - 1) *", "slot += (WORLD_SIZE - 1 - step) *", DI),
     Mutant("what came is kept from the other slot", ROWS, "(load_epoch(control) - 1) & 1", "load_epoch(control) & 1", DI),
-    Mutant("sorting does not wait for ids", ROUTING, _IDS, "        pass\n", RO),
-    Mutant("sorting waits for the ids of the last call", ROUTING, _IDS, _IDS.replace("epoch", "epoch - 1"), RO),
-    Mutant("ids are signalled to peers only", ROUTING, _SENT, _SENT.replace("True", "False"), RO),
-    Mutant("ids of all calls in one slot", ROUTING, "slot_offset = (epoch & 1).to", "slot_offset = (epoch & 0).to", RO),
+    Mutant("sorting does not wait for ids", ROUTING, _IDS, "        pass\n", RO + "few"),
+    Mutant("sorting waits for the ids of the last call", ROUTING, _IDS, _IDS.replace("epoch", "epoch - 1"), RO + "few"),
+    Mutant("ids are signalled to peers only", SORT, _SENT, _SENT.replace("True", "False"), RO),
+    Mutant("ids of all calls in one slot", ROUTING, "slot_offset = (epoch & 1).to", "slot_offset = (epoch & 0).to", RO + "few"),
     Mutant(
         "sources in the wrong order",
         ROUTING,
         "(rank + WORLD_SIZE - block // per_source)",
         "(rank + block // per_source)",
-        RO,
+        RO + "few",
         count=2,
     ),
+    Mutant("counting does not wait for ids", SORT, _COUNTED, "                pass\n", RO + "sorted"),
+    Mutant(
+        "counting waits for the ids of the last call", SORT, _COUNTED, _COUNTED.replace("epoch", "epoch - 1"), RO + "sorted"
+    ),
+    Mutant("sorted ids of all calls in one slot", SORT, "(epoch & 1).to", "(epoch & 0).to", RO + "sorted", count=2),
+    Mutant("counting ends the call", SORT, _KEPT, "    leave(control, epoch, tl.num_programs(0))\n" + _KEPT, RO + "sorted"),
+    Mutant("a unit starts behind itself", SORT, "(row < unit)", "(row <= unit)", RO + "sorted"),
 )

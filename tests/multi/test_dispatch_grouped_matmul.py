@@ -39,6 +39,11 @@ CASES = [
 ODD = replace(PLAIN, depth=200, cols=100, dtype="float16", tokens=(90,))
 
 
+def test_plans_in_one_launch_and_sorted(largest: World) -> None:
+    many = [replace(PLAIN, tokens=(4001, 3000), topk=8, experts=e, routing="holes") for e in (5, 64, 100)]
+    largest.run(experts.plans, [*CASES, *many], timeout=200)
+
+
 @pytest.mark.parametrize("cut", CUTS)
 def test_parity(largest: World, cut: str) -> None:
     largest.run(experts.parity, CASES, CUTS[cut], timeout=200)

@@ -11,7 +11,7 @@ import torch
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
 from tileweave.ops.routing_plan import RoutingPlan, reference_plan
-from tileweave.schedule_grouped import DispatchConfig
+from tileweave.schedule_grouped import DispatchConfig, RoutingCut
 from tileweave.transport.base import EPOCH
 
 
@@ -23,10 +23,14 @@ def _ends(world: World, rank: int, op: str, drawn: Drawn) -> Iterator[tuple[str,
 
 @dataclass(frozen=True)
 class Routing:
-    """Plans from ids. ``tokens``: the most of a rank, used in turn; rank r has r fewer, if any. ``experts``: of a rank."""
+    """Plans from ids. ``tokens``: the most of a rank, used in turn; rank r has r fewer, if any. ``experts``: of a rank.
+
+    ``cut``: None: what few tokens get.
+    """
 
     name: str
     tokens: tuple[int, ...]
+    cut: RoutingCut | None = None
     experts: int = 2
     topk: int = 2
     op: str = "moe_routing"
@@ -43,7 +47,7 @@ class Routing:
         ids = _ids(most, self.topk, self.experts, world.size, (number + drawn.order) % POOL)
         want = reference_plan(ids, rank, self.experts * world.size)
         mine = ids[rank, : max(most - rank, 0)].clone()
-        got = run_routing(mine, self.experts * world.size, most, world.ranks[rank].group)
+        got = run_routing(mine, self.experts * world.size, most, world.ranks[rank].group, self.cut)
         rows = int(want.offsets[-1])
         yield "offsets", got.offsets, want.offsets
         yield "rows", got.row_entry[:rows], want.row_entry[:rows]
@@ -125,6 +129,7 @@ def _operands(
 _CUT = DispatchConfig("triton", 16, 16, 8, 1, 4, 1, num_producers=1, push_rows=2, signal_blocks=2)
 DISPATCH = (
     Routing("few", (3, 4)),
+    Routing("sorted", (3, 4), RoutingCut(2, 4, 1), programs=(1, 2)),
     Dispatch("one producer", _CUT, (3, 4)),
     Dispatch("producers", DispatchConfig("triton", 16, 8, 8, 1, 4, 1, 2, 1, 2), (4,), programs=(2, 3)),
 )

@@ -1,66 +1,55 @@
-"""The routing plan of a mixture of experts, made on the device in one launch: ids exchanged, sorted, send lists.
+"""The routing plan of a mixture of experts, made on the device: ids exchanged, sorted, send lists.
 
     topk_ids  [T, k]                  own choices, -1: none
     slot      [R, max_tokens * k]     one of two, by parity of the epoch: the ids of every rank, -1 past their T
     fields    see ``ops/routing_plan.py``: offsets, row_entry, entry_row, topk_ids, send_order, send_offsets
 
-Who writes, who reads. The first ``SLICES`` programs write this rank's ids into the slot of every rank, the own one too, and
-signal each. Every program sorts, and so reads the ids of all ranks.
+Few tokens take one launch, the kernel below; many take the two of ``moe_sort.py``. Both write the same fields, by the same
+signals, and read the same slots; ``schedule_grouped.routing_cut`` chooses, the same on all ranks.
 
-==================  =====  ===============================  ============================
-signal (int32)      value  notifier                         waiter
-==================  =====  ===============================  ============================
-[source, slice]     epoch  program ``slice`` of ``source``  every program, before it sorts
-==================  =====  ===============================  ============================
+Who writes, who reads, in one launch. The first program writes this rank's ids into the slot of every rank, the own one too, and
+signals each. Every program sorts, and so reads the ids of all ranks.
+
+==================  =====  ===========================  ============================
+signal (int32)      value  notifier                     waiter
+==================  =====  ===========================  ============================
+[source, 0]         epoch  the first program of source  every program, before it sorts
+==================  =====  ===========================  ============================
 
     rank r   | push ids | send lists (own ids only) | wait for all | count, place |
 
 Why no slot is overwritten: every rank signals every peer in every call and every program waits for all of them, so when my call
 n ends each peer has begun call n, hence ended n-1, the last reader of the slot that call n+1 writes.
 
-Why nobody is stuck: pushing waits for nobody, and pushers are the lowest programs.
+Why nobody is stuck: pushing waits for nobody, and it is the lowest program that pushes.
 
-The sort has no second launch and no atomics: who places the entries of one expert in one part of the entries counts by itself
-what stands before them, with one pass over all ids. That reads more (E_local + parts passes over R * max_tokens * k ids, from
-L2), and saves launches, which is what counts when few tokens are decoded.
+One launch has no histogram: who places the entries of one expert in one part of the entries counts by itself what stands before
+them, with one pass over all ids. That reads more (E_local + parts passes over R * max_tokens * k ids, from L2), and saves
+launches, which is what counts when few tokens are decoded.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.language.remote import symm_at
-from tileweave.language.signal import leave, load_epoch, notify_all, wait
+from tileweave.kernels.launch import Prepared, hooked, prepare
+from tileweave.kernels.moe_sort import MAX_SLICES, count_kernel, lowest_expert, place_kernel, push_ids
+from tileweave.language.signal import leave, load_epoch, wait
+from tileweave.schedule_grouped import RoutingCut
 
-MAX_SLICES = tl.constexpr(32)
-BLOCK = 8192  # ids that a program looks at at once
-SEND_BLOCK = 256  # tokens
+SEND_BLOCK = tl.constexpr(256)  # tokens
 NUM_WARPS = 8
-
-
-@triton.jit
-def push_ids(
-    ids, own_ids, slot_table, signal_table, slot_offset, rank, size, valid, piece, epoch,
-    WORLD_SIZE: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Put slice ``piece`` of the own ids into every rank's slot, -1 from ``valid`` on, and signal each."""
-    for block in range(piece, tl.cdiv(size, BLOCK), SLICES):
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(ids + at, mask=at < valid, other=-1).to(tl.int32)
-        tl.store(own_ids + at, value, mask=at < size)
-        for step in tl.static_range(WORLD_SIZE):
-            target = symm_at(slot_table, (rank + step) % WORLD_SIZE, tl.int32, 16) + slot_offset + rank * size
-            tl.store(target + at, value, mask=at < size)
-    notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, True)
 
 
 @triton.jit
 def sort_expert(
     ids, offsets, row_entry, entry_row, rank, size, expert, part, parts, experts,
-    WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    bound, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Place the entries of a local expert that stand in one part of all entries. ``ids`` [R, size], of every rank.
 
@@ -87,7 +76,7 @@ def sort_expert(
         chosen = mine.to(tl.int32)
         rows = row + tl.cumsum(chosen, axis=0) - chosen
         entry = source * size + at
-        tl.store(row_entry + rows, entry, mask=mine)
+        tl.store(row_entry + rows, entry, mask=mine & (rows < bound))
         tl.store(entry_row + entry, rows, mask=mine)
         if expert == 0:
             tl.store(entry_row + entry, -1, mask=((local < 0) | (local >= experts)) & (at < size))
@@ -99,18 +88,17 @@ def sort_expert(
 @triton.jit
 def list_sends(
     ids, send_order, send_offsets, tokens, max_tokens, topk, peer, expert, experts,
-    TOPK: tl.constexpr, BLOCK: tl.constexpr,
+    NONE: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The own tokens whose lowest expert on ``peer`` is its ``expert``, behind those with a lower one. ``ids`` [T, k], own."""
-    choice = tl.arange(0, TOPK)
     counts = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, tokens, BLOCK):
-        lowest = _lowest(ids, begin, tokens, topk, choice, peer, experts, TOPK, BLOCK)
+        lowest = lowest_expert(ids, begin, tokens, topk, peer, experts, NONE, TOPK, BLOCK)
         counts += (lowest < expert).to(tl.int32)
     place = tl.sum(counts, axis=0)
     tl.store(send_offsets + peer * (experts + 1) + expert, place)
     for begin in range(0, tokens, BLOCK):
-        lowest = _lowest(ids, begin, tokens, topk, choice, peer, experts, TOPK, BLOCK)
+        lowest = lowest_expert(ids, begin, tokens, topk, peer, experts, NONE, TOPK, BLOCK)
         chosen = (lowest == expert).to(tl.int32)
         places = place + tl.cumsum(chosen, axis=0) - chosen
         tl.store(send_order + peer * max_tokens + places, begin + tl.arange(0, BLOCK), mask=chosen != 0)
@@ -119,71 +107,81 @@ def list_sends(
         tl.store(send_offsets + peer * (experts + 1) + experts, place)
 
 
-@triton.jit
-def _lowest(ids, begin, tokens, topk, choice, peer, experts, TOPK: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest of ``peer``'s experts that each token of a block has chosen, as it counts them; ``experts`` if none."""
-    token = begin + tl.arange(0, BLOCK)
-    mask = (token < tokens)[:, None] & (choice < topk)[None, :]
-    local = tl.load(ids + token[:, None] * topk + choice[None, :], mask=mask, other=-1).to(tl.int32) - peer * experts
-    return tl.min(tl.where((local >= 0) & (local < experts), local, experts), axis=1)
-
-
-@triton.jit(do_not_specialize=["rank", "tokens", "max_tokens", "topk", "experts", "parts"])
+@triton.jit(do_not_specialize=["tokens", "rank", "max_tokens", "topk", "experts", "bound", "parts"])
 def moe_routing_kernel(
-    topk_ids, offsets, row_entry, entry_row, own_ids, send_order, send_offsets, slots, slot_size,
-    slot_table, signal_table, signals, control, report, rank, tokens, max_tokens, topk, experts, parts,
-    WORLD_SIZE: tl.constexpr, SLICES: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, SEND_BLOCK: tl.constexpr,
+    topk_ids, offsets, row_entry, entry_row, own_ids, send_order, send_offsets, tokens,
+    slots, slot_size, slot_table, signal_table, signals, control, report, histogram,
+    rank, max_tokens, topk, experts, bound, parts,
+    WORLD_SIZE: tl.constexpr, SLICES: tl.constexpr, EXPERTS: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Push, list, wait, sort; see the module's docstring."""
+    """Push, list, wait, sort; see the module's docstring. The same arguments as those of ``moe_sort.py``."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     epoch = load_epoch(control)
     slot_offset = (epoch & 1).to(tl.int64) * slot_size
     size = max_tokens * topk
-    for piece in range(program, SLICES, num_programs):
+    if program == 0:
         push_ids(
-            topk_ids, own_ids, slot_table, signal_table, slot_offset, rank, size, tokens * topk, piece, epoch,
-            WORLD_SIZE, SLICES, BLOCK // 8,
+            topk_ids, own_ids, slot_table, signal_table, slot_offset, rank, size, tokens * topk, 0, epoch, WORLD_SIZE, 1
         )  # fmt: skip
     for unit in range(program, WORLD_SIZE * experts, num_programs):
         list_sends(
             topk_ids, send_order, send_offsets, tokens, max_tokens, topk, unit // experts, unit % experts, experts,
-            TOPK, SEND_BLOCK,
+            EXPERTS, TOPK, SEND_BLOCK,
         )  # fmt: skip
     for step in range(0, WORLD_SIZE):
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
-        wait(signals, SLICES, epoch, source * MAX_SLICES, -1, control, report)
+        wait(signals, 1, epoch, source * MAX_SLICES, -1, control, report)
     for unit in range(program, experts * parts, num_programs):
         sort_expert(
-            slots + slot_offset, offsets, row_entry, entry_row, rank, size, unit // parts, unit % parts, parts, experts,
+            slots + slot_offset, offsets, row_entry, entry_row, rank, size, unit // parts, unit % parts, parts, experts, bound,
             WORLD_SIZE, BLOCK,
         )  # fmt: skip
     leave(control, epoch, num_programs)
 
 
-def launch(
-    peers: Endpoint,
-    topk_ids: torch.Tensor,
-    fields: tuple[torch.Tensor, ...],
-    tokens: int,
-    max_tokens: int,
-    experts: int,
-    rank: int,
-    world_size: int,
-    num_sms: int,
-) -> None:
-    """Launch on the current stream. ``fields``: those of the plan, in its order. ``experts``: of a rank."""
-    topk = topk_ids.shape[1]
-    size = max_tokens * topk
-    block = min(BLOCK, max(1024, triton.next_power_of_2(size)))
-    most = 2 * num_sms
-    parts = max(1, min(most // experts, world_size * triton.cdiv(size, block)))
-    slices = 8 if size >= 8 * block // 8 else 1
-    programs = max(1, min(most, max(experts * parts, world_size * experts)))
-    moe_routing_kernel[(programs,)](
-        topk_ids, *fields, peers.slots, peers.slot_size,
-        peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
-        rank, tokens, max_tokens, topk, experts, parts,
-        WORLD_SIZE=world_size, SLICES=slices, TOPK=triton.next_power_of_2(topk), BLOCK=block, SEND_BLOCK=SEND_BLOCK,
-        num_warps=NUM_WARPS,
-    )  # fmt: skip
+WORDS = ("topk_ids", "offsets", "row_entry", "entry_row", "own_ids", "send_order", "send_offsets", "tokens")  # change
+
+
+class Launcher:
+    """Launches for one shape; ``ops`` keeps one for each.
+
+    ``begins``: where the fields begin in a plan's table. ``experts``: of a rank. ``bound``: rows that can be at most.
+    """
+
+    def __init__(
+        self, peers: Endpoint, cut: RoutingCut, begins: Sequence[int], max_tokens: int, topk: int, experts: int, bound: int,
+        rank: int, world_size: int, num_sms: int,
+    ) -> None:  # fmt: skip
+        self.begins, most, size = begins[:-1], 2 * num_sms, max_tokens * topk
+        if cut.launches == 1:
+            divided = max(1, min(most // experts, world_size * triton.cdiv(size, cut.block)))
+            programs = max(1, min(most, experts * max(divided, world_size)))
+            self.kernels = [(moe_routing_kernel, programs)]
+        else:
+            divided = cut.span(world_size * size, num_sms)
+            units = min(most, cut.units(world_size, max_tokens, topk, num_sms))
+            self.kernels = [(count_kernel, cut.slices + units), (place_kernel, units)]
+        self.arguments = (
+            peers.slots, peers.slot_size, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
+            peers.counters, rank, max_tokens, topk, experts, bound, divided, world_size, cut.slices,
+            triton.next_power_of_2(experts), triton.next_power_of_2(topk), cut.block,
+        )  # fmt: skip
+        self.prepared: dict[tuple[torch.dtype, bool], list[Prepared | None]] = {}
+
+    def __call__(self, topk_ids: torch.Tensor, table: torch.Tensor, tokens: int) -> None:
+        """Launch on the current stream: topk_ids [tokens, k] -> the plan's ``table``."""
+        at, address = topk_ids.data_ptr(), table.data_ptr()
+        variant = (topk_ids.dtype, (at | address) % 16 == 0)
+        prepared = self.prepared.get(variant)
+        if prepared is not None and None not in prepared and not hooked():
+            words = (at, *(address + 4 * begin for begin in self.begins), tokens)
+            for launch in prepared:
+                launch(words)
+            return
+        arguments = (topk_ids, *(table[begin:] for begin in self.begins), tokens, *self.arguments)
+        compiled = [kernel[(programs,)](*arguments, num_warps=NUM_WARPS) for kernel, programs in self.kernels]
+        if prepared is None:
+            self.prepared[variant] = [
+                prepare(made, programs, arguments, WORDS) for made, (_, programs) in zip(compiled, self.kernels, strict=True)
+            ]

@@ -12,9 +12,9 @@ import torch
 
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops.registry import endpoint, workspace_of
-from tileweave.ops.routing_plan import RoutingPlan, layout_of
-from tileweave.schedule_grouped import DispatchConfig
-from tileweave.transport.workspace import REGISTRY, Workspace
+from tileweave.ops.routing_plan import RoutingPlan, bound_of, layout_of
+from tileweave.schedule_grouped import DispatchConfig, RoutingCut, routing_cut
+from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 OP = "dispatch_grouped_matmul"
 ROUTING = "moe_routing"
@@ -24,29 +24,44 @@ def _workspace(group_name: str, device: torch.device) -> Workspace:
     return REGISTRY.find(group_name, device) or workspace_of(group_name, device)
 
 
-def run_routing(topk_ids: torch.Tensor, num_experts: int, max_tokens: int, group_name: str) -> RoutingPlan:
-    """The plan of topk_ids [T, k], contiguous; all ranks take part. ``num_experts``: of all ranks."""
-    from tileweave.kernels import moe_routing
-
+def run_routing(
+    topk_ids: torch.Tensor, num_experts: int, max_tokens: int, group_name: str, cut: RoutingCut | None = None
+) -> RoutingPlan:
+    """The plan of topk_ids [T, k], contiguous; all ranks take part. ``num_experts``: of all ranks. ``cut``: None: by size."""
     workspace = _workspace(group_name, topk_ids.device)
     transport = workspace.transport
     instance = workspace.instance(ROUTING, "sm")
     size, rank = transport.world_size, transport.rank
     (tokens, topk), experts = topk_ids.shape, num_experts // size
-    instance.reserve(max(size * max_tokens * topk, 1) * 4)
+    key = (max_tokens, topk, experts, cut)
+    found: Any = instance.cache.get(key)
+    if found is None:
+        found = instance.cache[key] = _routing_launcher(instance, transport.machine.num_sms, rank, size, *key)
+    launcher, words = found
     instance.begin(hash((num_experts, max_tokens, topk)))  # of integers: the same in every process
-    begins, _ = layout_of(size, max_tokens, topk, experts)
-    table = torch.empty(begins[-1], dtype=torch.int32, device=topk_ids.device)
-    plan = RoutingPlan(table, tokens, max_tokens, topk, experts, rank, size)
+    table = torch.empty(words, dtype=torch.int32, device=topk_ids.device)
     try:
-        moe_routing.launch(
-            endpoint(instance, torch.int32), topk_ids, plan.fields, tokens, max_tokens, experts, rank, size,
-            transport.machine.num_sms,
-        )  # fmt: skip
+        launcher(topk_ids, table, tokens)
     finally:
         if not topk_ids.is_cuda:
             instance.check()
-    return plan
+    return RoutingPlan(table, tokens, max_tokens, topk, experts, rank, size)
+
+
+def _routing_launcher(
+    instance: Instance, num_sms: int, rank: int, size: int, max_tokens: int, topk: int, experts: int, cut: RoutingCut | None
+) -> tuple[Callable[..., None], int]:
+    """What launches for one shape, and the words of a table."""
+    from tileweave.kernels.moe_routing import Launcher
+
+    cut = cut or routing_cut(size, max_tokens, topk)
+    # the histogram lives in the instance's counters, which nobody else uses here and nobody clears
+    histogram = 0 if cut.launches == 1 else cut.units(size, max_tokens, topk, num_sms) * (1 << (experts - 1).bit_length())
+    instance.reserve(max(size * max_tokens * topk, 1) * 4, histogram)
+    begins, _ = layout_of(size, max_tokens, topk, experts)
+    bound = bound_of(size, max_tokens, topk, experts)
+    peers = endpoint(instance, torch.int32)
+    return Launcher(peers, cut, begins, max_tokens, topk, experts, bound, rank, size, num_sms), begins[-1]
 
 
 def run_fused(
