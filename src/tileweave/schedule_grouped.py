@@ -164,5 +164,5 @@ def dispatch_config(p: GroupedProblem) -> DispatchConfig:
     if rows <= 2:
         return DispatchConfig("triton", 16, 128, 128, 5, 4, 8, 16, push_rows=1, signal_blocks=1)
     if rows <= 64:
-        return DispatchConfig("hopper", 64, 128, 128, 4, 4, 8, 16, signal_blocks=1)
+        return DispatchConfig("hopper", 64, 128, 128, 4, 4, signal_blocks=1)
     return DispatchConfig("hopper", 128, 256, 64, 4, 8, 8, 64, signal_blocks=min(32, p.experts))
