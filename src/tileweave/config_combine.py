@@ -113,9 +113,17 @@ def plan_combine(shape: GroupedProblem, machine: Machine, interpreting: bool) ->
 
 
 def _config_of(s: GroupedProblem) -> CombineConfig:
-    """Tiles by the rows an expert has on average: few rows are a stream of weights, many are tensor-core work."""
-    if s.rows_per_expert <= 16:
-        return CombineConfig("triton", 16, 64, 256, 3, 4, 1, 4, 1, 1, 1024, 32, 32, 2)
-    if s.rows_per_expert <= 64 or s.depth * s.itemsize % 16 or s.cols * s.itemsize % 16:
+    """By the rows an expert has on average: few rows are a stream of weights, many are tensor-core work (decision 0069)."""
+    rows = s.rows_per_expert
+    if rows <= 4:
+        workers = 32 if rows <= 2 else 64
+        return CombineConfig("triton", 16, 128, 128, 4, 4, 8, 4, 1, 1, 1024, workers, workers, 2)
+    if rows <= 16:
+        return CombineConfig("triton", 32, 64, 128, 4, 4, 8, 4, 1, 1, 1024, 64, 64, 2)
+    if s.depth * s.itemsize % 16 or s.cols * s.itemsize % 16:
         return CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)
-    return CombineConfig("hopper", 128, 256, 64, 4, 8, 8, 4, 7, 4, 512)
+    if rows <= 64:
+        return CombineConfig("hopper", 64, 256, 64, 5, 4, 8, 4, 7, 4, 512)
+    if rows <= 256:
+        return CombineConfig("hopper", 64, 256, 64, 5, 4, 8, 8, 3, 16, 512)
+    return CombineConfig("hopper", 128, 256, 64, 4, 8, 32 if rows >= 2048 else 8, 4, 7, 16, 512)

@@ -6,7 +6,7 @@ No torch, no triton. ``plan_dispatch`` says which path a call of dispatch_groupe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tileweave.config import FUSED_WORLD_SIZES, KernelName, Plan
 from tileweave.schedule import cdiv
@@ -100,6 +100,10 @@ def routing_cut(world_size: int, max_tokens: int, topk: int) -> RoutingCut:
     return RoutingCut(2, 128, 32)
 
 
+_FLOPS_PER_BYTE = 2400  # 600 TFLOP/s of a grouped matmul over 250 GB/s of permuted all-to-all, on H200
+LEAST_SHARE = 0.1  # less than so much of the matmul is not worth gathering rows in it: Mixtral has 0.06, DeepSeek 0.44
+
+
 def experts_per_block(experts: int, blocks: int) -> int:
     """Local experts between two signals, so that there are at most ``blocks`` signals."""
     return cdiv(experts, max(1, min(blocks, experts)))
@@ -142,20 +146,23 @@ def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Di
         return DispatchPlan("unfused", f"no measurement shows the fused kernel ahead on {machine.name}")
     if p.depth * p.itemsize % 16:
         return DispatchPlan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes")
+    share = exchange_share(p)
+    if p.rows_per_expert > 64 and share < LEAST_SHARE:
+        reason = f"experts of {p.cols} columns: an exchange takes about {share:.0%} of the matmul, which is faster without it"
+        return DispatchPlan("unfused", reason)
     return DispatchPlan("fused", f"{p.rows_per_expert:.0f} rows an expert if balanced", cut=dispatch_config(p))
 
 
+def exchange_share(p: GroupedProblem) -> float:
+    """Time of an unfused exchange of rows, as a part of the matmul's: only columns matter, since both grow with rows and K."""
+    return (p.world_size - 1) / p.world_size * _FLOPS_PER_BYTE * p.itemsize / (2 * p.cols)
+
+
 def dispatch_config(p: GroupedProblem) -> DispatchConfig:
-    """By rows of an expert: low tiles with deep pipelines where weights are all there is to read."""
+    """By rows of an expert: low tiles where weights are all there is to read, and then nothing to overlap (decision 0069)."""
     rows = p.rows_per_expert
-    if rows <= 16:
-        config = DispatchConfig("triton", 16, 128, 128, 5, 4, 8, 16, 4, 4)
-    elif rows <= 48:
-        config = DispatchConfig("triton", 32, 128, 128, 4, 4, 8, 16, 4, 4)
-    elif rows <= 96:
-        config = DispatchConfig("triton", 64, 128, 64, 5, 4, 8, 16, 4, 8)
-    elif rows <= 256:
-        config = DispatchConfig("hopper", 128, 128, 64, 6, 8, 8, 64, signal_blocks=32)
-    else:
-        config = DispatchConfig("hopper", 128, 256, 64, 4, 8, 8, 64, signal_blocks=32)
-    return replace(config, signal_blocks=min(config.signal_blocks, p.experts))
+    if rows <= 2:
+        return DispatchConfig("triton", 16, 128, 128, 5, 4, 8, 16, push_rows=1, signal_blocks=1)
+    if rows <= 64:
+        return DispatchConfig("hopper", 64, 128, 128, 4, 4, signal_blocks=1)
+    return DispatchConfig("hopper", 128, 256, 64, 4, 8, 8, 64, signal_blocks=min(32, p.experts))

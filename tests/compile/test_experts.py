@@ -22,11 +22,12 @@ from tileweave.kernels import dispatch_grouped_matmul_hopper as hopper
 from tileweave.kernels import expert_rows, moe_routing
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops.routing_plan import bound_of, layout_of
-from tileweave.schedule_grouped import DispatchConfig
+from tileweave.schedule_grouped import DispatchConfig, RoutingCut
 
 WORLD_SIZE, RANK, TOKENS, TOPK, EXPERTS, DEPTH, COLS = 4, 1, 512, 8, 4, 1024, 768
 NVIDIA = tuple(target for target in TARGETS if target.startswith("sm_"))
 
+ONE_LAUNCH, SORT = RoutingCut(1, 4096, 1), RoutingCut(2, 128, 32)
 TRITON_CASES = (DispatchConfig("triton", 64, 128, 64, 3, 4), DispatchConfig("triton", 16, 64, 128, 3, 4, push_rows=1))
 HOPPER_CASES = (
     DispatchConfig("hopper", 128, 256, 64, 4, 8, signal_blocks=32),
@@ -47,13 +48,16 @@ def fields() -> tuple[torch.Tensor, ...]:
 
 
 @functools.cache
-def compile_routing(target: str, kind: torch.dtype) -> Compiled:
+def compile_routing(target: str, kind: torch.dtype, experts: int = EXPERTS, cut: RoutingCut = ONE_LAUNCH) -> list[Compiled]:
     peers = endpoint(WORLD_SIZE * TOKENS * TOPK, torch.int32)
+    begins, _ = layout_of(WORLD_SIZE, TOKENS, TOPK, experts)
+    bound = bound_of(WORLD_SIZE, TOKENS, TOPK, experts)
     with knobs.compilation.scope(), offline(target) as launched:
         knobs.compilation.disable_line_info = True
         ids = torch.zeros(TOKENS, TOPK, dtype=kind)
-        moe_routing.launch(peers, ids, fields(), TOKENS, TOKENS, EXPERTS, RANK, WORLD_SIZE, 132)
-    return launched[0]
+        launcher = moe_routing.Launcher(peers, cut, begins, TOKENS, TOPK, experts, bound, RANK, WORLD_SIZE, 132)
+        launcher(ids, torch.zeros(begins[-1], dtype=torch.int32), TOKENS)
+    return launched
 
 
 @functools.cache
@@ -74,9 +78,11 @@ def compile_dispatch(config: DispatchConfig, target: str, depth: int = DEPTH, tu
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_routing_fits_every_target(target: str) -> None:
-    compiled = compile_routing(target, torch.int64)
-    assert compiled.registers is not None and compiled.spills is not None
-    assert compiled.fits_shared and compiled.spills <= 64
+    cases = [compile_routing(target, torch.int64), compile_routing(target, torch.int64, 32, SORT)]
+    assert [len(launched) for launched in cases] == [1, 2]
+    for compiled in (*cases[0], *cases[1]):
+        assert compiled.registers is not None and compiled.spills is not None
+        assert compiled.fits_shared and compiled.spills <= 64
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -110,7 +116,8 @@ def test_rows_are_gathered_16_bytes_at_once(config: DispatchConfig) -> None:
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_plain_kernels_keep_the_protocol(target: str) -> None:
-    for compiled in (compile_routing(target, torch.int32), *(compile_dispatch(c, target) for c in TRITON_CASES)):
+    sort, _ = compile_routing(target, torch.int32, 32, SORT)  # the other one does not wait
+    for compiled in (*compile_routing(target, torch.int32), sort, *(compile_dispatch(c, target) for c in TRITON_CASES)):
         seen = operations(compiled, guarded=("slots",))
         assert seen.signals and seen.waits
         assert lint(compiled, guarded=("slots",)) == []
@@ -124,7 +131,7 @@ def test_hopper_keeps_the_protocol(config: DispatchConfig) -> None:
 
 
 def test_the_lint_would_notice() -> None:
-    for compiled in (compile_routing("sm_90", torch.int32), compile_dispatch(TRITON_CASES[0], "sm_90")):
+    for compiled in (*compile_routing("sm_90", torch.int32), compile_dispatch(TRITON_CASES[0], "sm_90")):
         ptx, taken = re.subn(r"\bbar\.(?:warp\.)?sync[^;]*;", "", str(compiled.ptx))
         assert taken
         assert STORE_BEFORE_SIGNAL in {v.rule for v in lint(replace(compiled, ptx=ptx), guarded=("slots",))}

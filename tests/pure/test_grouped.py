@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
-from tileweave.schedule_grouped import GroupedProblem, experts_per_block, plan_dispatch, walk
+from tileweave.schedule_grouped import GroupedProblem, experts_per_block, plan_dispatch, routing_cut, walk
 from tileweave.topology import CPU, H200
 
 
@@ -62,6 +63,17 @@ def test_blocks_of_experts() -> None:
             assert 1 <= -(-experts // size) <= blocks
 
 
+def test_units_of_a_sort_hold_every_choice_in_bounded_number() -> None:
+    for world_size, tokens, topk in ((4, 4096, 8), (8, 16384, 8), (2, 5000, 1), (3, 1031, 5)):
+        cut = routing_cut(world_size, tokens, topk)
+        assert cut.launches == (1 if world_size * tokens * topk <= 8192 else 2)
+        for sms in (1, 3, 132):
+            units, unit = cut.units(world_size, tokens, topk, sms), cut.block * cut.span(world_size * tokens * topk, sms)
+            assert units * unit >= world_size * tokens * (topk + 1)
+            assert units <= 2 * (2 * sms + 2 * world_size)
+    assert routing_cut(4, 1, 8).launches == 1 == routing_cut(4, 0, 8).launches
+
+
 def test_paths_of_dispatch() -> None:
     problem = GroupedProblem(4, 4096, 8, 32, 3072, 4096, 2, "bfloat16")
     assert plan_dispatch(problem, H200, False).path == "fused"
@@ -70,6 +82,9 @@ def test_paths_of_dispatch() -> None:
     for tokens in (1, 8, 32, 128, 1024, 4096, 65536):
         cut = plan_dispatch(GroupedProblem(4, tokens, 8, 32, 3072, 4096, 2, "bfloat16"), H200, False).cut
         assert cut is not None and cut.signal_blocks <= 32
+    mixtral = GroupedProblem(4, 4096, 2, 2, 28672, 4096, 2, "bfloat16")
+    assert plan_dispatch(mixtral, H200, False).path == "unfused"
+    assert plan_dispatch(replace(mixtral, max_tokens=16), H200, False).path == "fused"
     for odd in (
         GroupedProblem(1, 4096, 8, 32, 3072, 4096, 2, "bfloat16"),
         GroupedProblem(9, 4096, 8, 32, 3072, 4096, 2, "bfloat16"),
