@@ -100,10 +100,6 @@ def routing_cut(world_size: int, max_tokens: int, topk: int) -> RoutingCut:
     return RoutingCut(2, 128, 32)
 
 
-_FLOPS_PER_BYTE = 2400  # 600 TFLOP/s of a grouped matmul over 250 GB/s of permuted all-to-all, on H200
-LEAST_SHARE = 0.1  # less than so much of the matmul is not worth gathering rows in it: Mixtral has 0.06, DeepSeek 0.44
-
-
 def experts_per_block(experts: int, blocks: int) -> int:
     """Local experts between two signals, so that there are at most ``blocks`` signals."""
     return cdiv(experts, max(1, min(blocks, experts)))
@@ -146,16 +142,7 @@ def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Di
         return DispatchPlan("unfused", f"no measurement shows the fused kernel ahead on {machine.name}")
     if p.depth * p.itemsize % 16:
         return DispatchPlan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes")
-    share = exchange_share(p)
-    if p.rows_per_expert > 64 and share < LEAST_SHARE:
-        reason = f"experts of {p.cols} columns: an exchange takes about {share:.0%} of the matmul, which is faster without it"
-        return DispatchPlan("unfused", reason)
     return DispatchPlan("fused", f"{p.rows_per_expert:.0f} rows an expert if balanced", cut=dispatch_config(p))
-
-
-def exchange_share(p: GroupedProblem) -> float:
-    """Time of an unfused exchange of rows, as a part of the matmul's: only columns matter, since both grow with rows and K."""
-    return (p.world_size - 1) / p.world_size * _FLOPS_PER_BYTE * p.itemsize / (2 * p.cols)
 
 
 def dispatch_config(p: GroupedProblem) -> DispatchConfig:
@@ -165,4 +152,5 @@ def dispatch_config(p: GroupedProblem) -> DispatchConfig:
         return DispatchConfig("triton", 16, 128, 128, 5, 4, 8, 16, push_rows=1, signal_blocks=1)
     if rows <= 64:
         return DispatchConfig("hopper", 64, 128, 128, 4, 4, signal_blocks=1)
-    return DispatchConfig("hopper", 128, 256, 64, 4, 8, 8, 64, signal_blocks=min(32, p.experts))
+    bands = 8 if rows < 2048 else 64  # all rows of a wide expert share its columns while L2 holds them
+    return DispatchConfig("hopper", 128, 256, 64, 4, 8, bands, 64, signal_blocks=min(32, p.experts))
