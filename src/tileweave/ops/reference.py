@@ -21,6 +21,18 @@ from tileweave.sharding import EmbeddingLayout, rows_of
 from tileweave.transport.collectives import all_gather_flat, all_to_all_flat, reduce_scatter_flat
 
 
+def in_line(x: torch.Tensor) -> None:
+    """Put the collective that follows in the line of our launches on x's device.
+
+    NCCL's kernels wait for peers and need multiprocessors, as ours do: side by side, in different orders on different ranks,
+    they would wait for each other for ever.
+    """
+    if x.is_cuda:
+        from tileweave.transport.cuda import enter_line
+
+        enter_line(x.device)
+
+
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[m, ...] on each rank -> [R * m, ...], shards in rank order."""
     gathered, work = begin_all_gather(x, group)
@@ -31,6 +43,7 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def begin_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:
     """As :func:`all_gather`, beside what is queued next: the result, and what to wait for."""
+    in_line(x)
     gathered = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     return gathered, all_gather_flat(gathered, x.contiguous(), group=group, async_op=True)
 
@@ -51,6 +64,7 @@ def begin_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[tor
     if x.device.type == "cpu":
         rows = x.shape[0] // size
         return _sum_of_all(x, group, slice(dist.get_rank(group) * rows, (dist.get_rank(group) + 1) * rows)), None
+    in_line(x)
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
     return out, reduce_scatter_flat(out, x.contiguous(), group=group, async_op=True)
 
@@ -61,6 +75,7 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return x
     if x.device.type == "cpu":
         return _sum_of_all(x, group, slice(None))
+    in_line(x)
     x = x.contiguous()
     dist.all_reduce(x, group=group)
     return x
@@ -158,6 +173,7 @@ def all_to_all(sends: list[torch.Tensor], sizes: list[int], group: dist.ProcessG
 
 def all_to_all_whole(whole: torch.Tensor, split: list[int], sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """:func:`all_to_all` of pieces that stand one behind the other, flat; so does what comes back."""
+    in_line(whole)
     got = whole.new_empty(sum(sizes))
     if whole.dtype.itemsize == 2:  # as bytes, since gloo knows no halves
         sizes_in_bytes, split_in_bytes = [2 * n for n in sizes], [2 * n for n in split]

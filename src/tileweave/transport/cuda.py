@@ -106,6 +106,12 @@ class Lane:
 _LANES: dict[int, Lane] = {}
 
 
+def enter_line(device: torch.device) -> None:
+    """Order what is queued next behind our last launch on ``device``, and our next one behind it."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _LANES.setdefault(index, Lane()).enter(current_handle(index))
+
+
 def _event(stream: torch.cuda.Stream) -> tuple[torch.cuda.Event, int]:
     """An event and its handle, which it has once it was recorded."""
     event = torch.cuda.Event()
