@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,26 +15,36 @@ from tileweave.sim import crosscheck
 from tileweave.sim.cells import Cell, holds_cells, read_cells
 from tileweave.sim.costs import load_calibration
 from tileweave.sim.fit import BLOCKS, START, fit, nelder_mead
-from tileweave.sim.trust import GOOD_MEAN, judge, published, repeatability, summarise
+from tileweave.sim.trust import GOOD_MEAN, GOOD_WORST, judge, published, repeatability, summarise
 from tileweave.simulate import app
 
 ROOT = Path(__file__).parents[2]
 RESULTS = [path for path in sorted((ROOT / "docs" / "results").glob("*.json")) if holds_cells(path)]
 CELLS = read_cells(RESULTS)
+RECORDED_OVER = 0  # held-out cells over 20 %, as docs/simulator.md has them
+UNMODELLED = {  # measured, and said in docs/simulator.md
+    *((op, "prototype") for op in ("matmul_reduce_scatter", "matmul_all_reduce")),  # the library's kernels are others now
+    *((op, "fused") for op in ("matmul_all_to_all", "all_to_all_matmul")),
+}
 
 
 def test_the_shipped_calibration_holds_the_bar() -> None:
-    """Geometric mean of held-out errors at most 8 %. The worst one is in docs/simulator.md, which says where it misses 20 %."""
+    """Geometric mean of held-out errors at most 8 %, of all cells and of each kind. The worst cell misses its bar of 20 %: how
+    many do is recorded here and in docs/simulator.md, and no more may."""
     judged, unknown = judge(CELLS)
-    unmodelled = ("matmul_all_to_all", "all_to_all_matmul")  # measured, and not yet in the model
-    others = {cell.quantity for cell in unknown if cell.op not in unmodelled}
-    assert others == {"prototype"}, "the library's kernels are others now"
-    held, fitted = summarise(judged, "held out")[-1], summarise(judged, "fit")[-1]
-    assert held.count >= 100 and held.mean <= GOOD_MEAN, held
-    assert fitted.mean <= GOOD_MEAN, fitted
-    for row in summarise(judged, "held out"):  # matmuls and layers' unfused paths, whatever else moves
-        if ("compute" in row.name and "matmul" in row.name) or "unfused" in row.name:
-            assert row.worst <= 0.21, row
+    assert {(cell.op, cell.quantity) for cell in unknown} - UNMODELLED == set(), "a measured cell that no model covers"
+    for side in ("held out", "fit"):
+        whole = summarise(judged, side)[-1]
+        assert whole.count >= 500 and whole.mean <= GOOD_MEAN, whole
+    held = [one for one in judged if one.side == "held out"]
+    for quantity in ("compute", "unfused", "fused", "bound", "library"):
+        same = [one for one in held if one.cell.quantity == quantity and one.cell.op != "grouped_matmul_combine"]
+        assert len(same) >= 10 and summarise(same, "held out")[-1].mean <= GOOD_MEAN, quantity
+    over = [one for one in held if abs(math.log(1.0 + one.error)) > math.log(1.0 + GOOD_WORST)]
+    assert len(over) <= RECORDED_OVER, [str(one.cell) for one in over]
+    recorded = f"{RECORDED_OVER} of {len(held)} held-out cells are over 20 %"
+    text = " ".join((ROOT / "docs" / "simulator.md").read_text("utf-8").split())
+    assert recorded in text, f"docs/simulator.md does not say: {recorded}"
 
 
 def test_the_rule_parts_cells_evenly_and_by_shape_alone() -> None:

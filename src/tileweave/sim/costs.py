@@ -42,10 +42,12 @@ class Coefficients:
     corun : relative slow-down of a matmul while links are busy.
     nccl_* : latency s and fraction of link rate of its two protocols (the low one sends flags beside data), s a step, and the
         bytes from which gathers and reduce-scatters take the first; scatter, exchange: latency of reduce-scatters and
-        all-to-alls; eager: s more outside a CUDA graph; reduce: the low one of all-reduces.
+        all-to-alls; eager: s more outside a CUDA graph; reduce: the low one of all-reduces; repeat: s between two with nothing
+        else between them (longer than a gap: why, we have not found; behind a matmul it does not show).
     push_* : in-kernel pushes: latency s, fraction of link rate; store_*: when tiles are pushed as
         they are made, and announce themselves.
-    copy_* : copy engines likewise; the latency is that of the first copy, queued ones follow a ``gap`` apart.
+    copy_* : copy engines likewise; the latency is that of the first copy, queued ones follow a ``gap`` apart; queued: s each
+        where a copy begins when the one before has ended, in the line of one stream.
     signal s : a remote store until its waiter sees it. gap s : between two dependent launches, in a graph or queued.
     stream, reduce : fraction of memory rate of copying kernels, and of sums over top-k rows.
     attention : fraction of the matmul rate. lookup_* : embedding lookups: s a bag, s a row, fraction.
@@ -85,12 +87,14 @@ class Coefficients:
     nccl_eager: float
     nccl_reduce_latency: float
     nccl_reduce_fraction: float
+    nccl_repeat: float
     push_latency: float
     push_fraction: float
     store_fraction: float
     store_latency: float
     copy_latency: float
     copy_fraction: float
+    copy_queued: float
     signal: float
     gap: float
     stream: float

@@ -41,13 +41,14 @@ START = Coefficients(
     corun=0.03, nccl_latency=3e-5, nccl_fraction=0.65,
     nccl_low_latency=7e-6, nccl_low_fraction=0.25, nccl_step=1e-6, nccl_switch=2.5e6, nccl_scatter_latency=2e-5,
     nccl_exchange_latency=1.5e-5, nccl_eager=1e-5,
-    nccl_reduce_latency=1e-5, nccl_reduce_fraction=0.6, push_latency=3e-6, push_fraction=0.75, store_fraction=0.6,
+    nccl_reduce_latency=1e-5, nccl_reduce_fraction=0.6, nccl_repeat=5e-6, push_latency=3e-6, push_fraction=0.75, store_fraction=0.6,
     store_latency=2e-6,
-    copy_latency=4e-6, copy_fraction=0.8, signal=1.5e-6, gap=2e-6, stream=0.6, reduce=0.6, attention=0.65,
+    copy_latency=4e-6, copy_fraction=0.8, copy_queued=4e-6, signal=1.5e-6, gap=2e-6, stream=0.6, reduce=0.6, attention=0.65,
     lookup_bag=1e-9, lookup_row=1e-10, lookup_memory=0.8,
 )  # fmt: skip
 
-_MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
+_SCATTERS = ("matmul_reduce_scatter", "matmul_all_reduce")
+_MATMULS = ("all_gather_matmul", *_SCATTERS, "matmul_all_to_all", "all_to_all_matmul")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ BLOCKS = (
         "collectives",
         (
             "nccl_latency", "nccl_fraction", "nccl_low_latency", "nccl_low_fraction", "nccl_step", "gap", "nccl_reduce_latency",
-            "nccl_reduce_fraction", "nccl_scatter_latency", "nccl_exchange_latency", "nccl_eager",
+            "nccl_reduce_fraction", "nccl_scatter_latency", "nccl_exchange_latency", "nccl_eager", "nccl_repeat",
         ),
         lambda cell: (cell.quantity == "comm" and not cell.op.startswith("push"))
         or (cell.quantity == "unfused" and cell.op in _MATMULS),
@@ -90,7 +91,7 @@ BLOCKS = (
         lambda cell: _is(cell, "embedding_bag_all_to_all", "compute"),
         150,
     ),
-    Block("corun", ("corun",), lambda cell: cell.quantity == "bound", 30),
+    Block("corun", ("corun", "copy_queued"), lambda cell: cell.quantity == "bound", 60),
     Block("exchange", ("exchange_latency", "exchange_fraction"), lambda cell: cell.quantity == "library", 60),
     Block(
         "fused gather",
@@ -101,7 +102,7 @@ BLOCKS = (
     Block(
         "fused scatter",
         ("store_fraction", "store_latency", "scatter_launch", "scatter_eager", "scatter_tile", "staged_tile"),
-        lambda cell: cell.op in _MATMULS[1:] and cell.quantity == "fused",
+        lambda cell: cell.op in _SCATTERS and cell.quantity == "fused",
         110,
     ),
 )  # fmt: skip

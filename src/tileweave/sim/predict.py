@@ -76,12 +76,37 @@ def _together(ops: Operators, cell: Cell, compute: float, kind: str, elements: i
     if cell.quantity == "unfused":
         return ops.in_turn(compute, comm)
     times = 2.0 if kind == "all_reduce" else 1.0
-    return ops.at_best(compute, ops.wire(kind, times * nbytes * (group.size - 1) / group.size, group, comm))
+    return ops.at_best(compute, _copies(ops, times * nbytes / group.size, group.size))
+
+
+def _copies(ops: Operators, nbytes: float, world: int) -> float:
+    """What the bench's bound has beside the matmul: ``nbytes`` to each peer by copy engine, one copy behind the other."""
+    seen = view(ops.cluster, ops.c.copy_fraction)
+    loads = seen.loads(inside_hops(ops.cluster, 1))
+    return (world - 1) * (ops.c.copy_queued + nbytes / min(seen.capacities[link] / load for link, load in loads.items()))
+
+
+def _exchange(ops: Operators, cell: Cell) -> float | None:
+    """M rows in all, M / R of each rank times the whole weight [N, K]; exchanged with columns permuted, behind or before it.
+
+    The fused kernels are not modelled: their tiles come in the order of :class:`Exchange`, which ``tiles.py`` does not know."""
+    m, n, k = cell.shape
+    rows = m // cell.world_size
+    compute, nbytes = ops.costs.matmul(rows, n, k, cell.itemsize), float(rows * cell.itemsize)
+    nbytes *= n if cell.op == "matmul_all_to_all" else k
+    if cell.quantity == "compute":
+        return compute
+    if cell.quantity == "bound":
+        return ops.at_best(compute, _copies(ops, nbytes / cell.world_size, cell.world_size))
+    if cell.quantity == "unfused":
+        permuted = ops.costs.stream(2.0 * nbytes)
+        return ops.in_turn(compute + permuted, ops.collective("all_to_all", nbytes, Group(cell.world_size)))
+    return None
 
 
 def _alone(ops: Operators, cell: Cell, kind: str, nbytes: float) -> float:
-    """A collective by itself, again and again: a gap lies between two."""
-    return ops.c.gap + ops.collective(kind, nbytes, Group(cell.world_size))
+    """A collective by itself, again and again."""
+    return ops.c.nccl_repeat + ops.collective(kind, nbytes, Group(cell.world_size))
 
 
 def _embedding(ops: Operators, cell: Cell) -> float | None:
@@ -134,6 +159,7 @@ def _layer(ops: Operators, cell: Cell) -> float | None:
 _MODELS: dict[str, Callable[[Operators, Cell], float | None]] = {
     "all_gather_matmul": _gather,
     **dict.fromkeys(_SCATTERS, _scatter),
+    **dict.fromkeys(("matmul_all_to_all", "all_to_all_matmul"), _exchange),
     "embedding_bag_all_to_all": _embedding,
     "grouped_matmul_combine": _combine,
     "layer": _layer,
