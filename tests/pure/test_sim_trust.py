@@ -21,7 +21,7 @@ from tileweave.simulate import app
 ROOT = Path(__file__).parents[2]
 RESULTS = [path for path in sorted((ROOT / "docs" / "results").glob("*.json")) if holds_cells(path)]
 CELLS = read_cells(RESULTS)
-RECORDED_OVER = 0  # held-out cells over 20 %, as docs/simulator.md has them
+RECORDED_OVER = 20  # held-out cells over 20 %, as docs/simulator.md has them
 UNMODELLED = {  # measured, and said in docs/simulator.md
     *((op, "prototype") for op in ("matmul_reduce_scatter", "matmul_all_reduce")),  # the library's kernels are others now
     *((op, "fused") for op in ("matmul_all_to_all", "all_to_all_matmul")),

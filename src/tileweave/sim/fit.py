@@ -41,8 +41,8 @@ START = Coefficients(
     corun=0.03, nccl_latency=3e-5, nccl_fraction=0.65,
     nccl_low_latency=7e-6, nccl_low_fraction=0.25, nccl_step=1e-6, nccl_switch=2.5e6, nccl_scatter_latency=2e-5,
     nccl_exchange_latency=1.5e-5, nccl_eager=1e-5,
-    nccl_reduce_latency=1e-5, nccl_reduce_fraction=0.6, nccl_repeat=5e-6, push_latency=3e-6, push_fraction=0.75, store_fraction=0.6,
-    store_latency=2e-6,
+    nccl_reduce_latency=1e-5, nccl_reduce_fraction=0.6, nccl_repeat=5e-6, push_latency=3e-6, push_fraction=0.75,
+    store_fraction=0.6, store_latency=2e-6,
     copy_latency=4e-6, copy_fraction=0.8, copy_queued=4e-6, signal=1.5e-6, gap=2e-6, stream=0.6, reduce=0.6, attention=0.65,
     lookup_bag=1e-9, lookup_row=1e-10, lookup_memory=0.8,
 )  # fmt: skip

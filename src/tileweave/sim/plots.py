@@ -76,7 +76,7 @@ def plot_phases(result: Result, path: Path) -> Path:
 
 def plot_trust(judged: Sequence[Judged], path: Path) -> Path:
     """Predicted over measured of every cell, fitted ones hollow, held-out ones filled."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(11, 6.0), layout="constrained")
     axes = figure.subplots()
     groups = sorted({(one.cell.op, one.cell.quantity) for one in judged if one.side in ("fit", "held out")})
     for column, (op, quantity) in enumerate(groups):
@@ -93,7 +93,7 @@ def plot_trust(judged: Sequence[Judged], path: Path) -> Path:
         [0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6], ["0.6", "0.7", "0.8", "0.9", "1.0", "1.1", "1.2", "1.4", "1.6"]
     )
     axes.minorticks_off()
-    axes.set_xticks(range(len(groups)), [f"{op}\n{quantity}" for op, quantity in groups], rotation=35, ha="right", fontsize=7)
+    axes.set_xticks(range(len(groups)), [f"{op}, {quantity}" for op, quantity in groups], rotation=90, fontsize=7)
     axes.set_ylabel("model / measured")
     axes.set_title("every measured cell: hollow fitted, filled held out; the band is 20 %", loc="left", fontsize=10)
     _clean(axes)
