@@ -142,7 +142,7 @@ def test_the_exchange_fits_every_target(reduce: bool, gather: bool, target: str)
     compiled = compile_exchange(reduce, gather, target)
     assert compiled.name == "exchange_kernel"
     assert compiled.registers is not None and compiled.registers <= 168
-    assert not compiled.spills
+    assert compiled.spills is not None and compiled.spills <= STACK
     if compiled.ptx:
         moved = re.findall(r"\b(?:ld|st)(?:\.volatile)?\.global\.v4\.b32", compiled.ptx)
         assert len(moved) >= 2 * WORLD_SIZE, "what travels goes 16 bytes at a time"

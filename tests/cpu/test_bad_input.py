@@ -19,7 +19,7 @@ from tests.worlds import Member, World, Worlds, one_shot
 import tileweave as tw
 from tileweave.config import MatmulConfig
 from tileweave.ops.registry import name_of
-from tileweave.transport import cpu
+from tileweave.transport import host_memory
 
 SECONDS = 2.0  # TILEWEAVE_TIMEOUT of the worlds that end in a time-out
 SLACK = 2.0
@@ -283,7 +283,7 @@ def shared_memory(me: Member) -> None:
     tw.close()
     group = dist.group.WORLD
     seen: list[tuple[str, int, int]] = []
-    make = cpu._make
+    make = host_memory._make
 
     def looking(token: str, nbytes: int) -> int:
         descriptor = make(token, nbytes)
@@ -293,16 +293,16 @@ def shared_memory(me: Member) -> None:
             os.ftruncate(descriptor, 0)
         return descriptor
 
-    with mock.patch.object(cpu, "_make", looking):
+    with mock.patch.object(host_memory, "_make", looking):
         call = parity.prepare(CASE, me.rank, me.world_size, me.device, 0)
         parity.run(call, group, SM)
         call.verify("first call")
-    assert len(seen) == 2, "signals and slots"
+    assert len(seen) == 3, "ledger, signals and slots"
     for link, mode, links in seen:
         assert link.startswith("/memfd:tileweave-")
         assert len(link.partition("-")[2].split()[0]) == 48, "24 random bytes"
         assert (mode, links) == (0o600, 0), f"mode {mode:o}, {links} names"
-    assert len({link for link, _, _ in seen}) == 2
+    assert len({link for link, _, _ in seen}) == 3
     me.barrier()
     tw.close()
 

@@ -46,7 +46,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("a dispatch clears its own counters", KERNEL, "(1 - (epoch & 1)) * SET", "(epoch & 1) * SET", DI + "producers"),
     Mutant("tokens into the neighbour's place", KERNEL, "slot += (step - 1) *", "slot += (WORLD_SIZE - 1 - step) *", DI),
-    Mutant("what came is kept from the other slot", ROWS, "(load_epoch(control) - 1) & 1", "load_epoch(control) & 1", DI),
+    Mutant(
+        "what came is kept from the other slot", ROWS, "(load_epoch(control) - 1) & 1", "load_epoch(control) & 1", DI, count=2
+    ),
     Mutant("sorting does not wait for ids", ROUTING, _IDS, "        pass\n", RO + "few"),
     Mutant("sorting waits for the ids of the last call", ROUTING, _IDS, _IDS.replace("epoch", "epoch - 1"), RO + "few"),
     Mutant("ids are signalled to peers only", SORT, _SENT, _SENT.replace("True", "False"), RO),

@@ -23,7 +23,7 @@ WORKERS = max(min(os.cpu_count() or 1, 4), 2)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_interleavings() -> None:
-    report = fuzz(INTERLEAVINGS + 600, workers=WORKERS, show=False)
+    report = fuzz(INTERLEAVINGS + 250, workers=WORKERS, show=False)
     assert not report.story, report.story
     assert report.distinct >= INTERLEAVINGS, f"{report.interleavings} seeds gave {report.distinct} different schedules"
     assert {strategy for _, _, strategy in report.runs} == set(STRATEGIES)
