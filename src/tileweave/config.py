@@ -133,25 +133,46 @@ def scatter_schedule_for(problem: Problem, config: MatmulConfig, rank: int, mach
 def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
     """The path of an all_gather_matmul: what can run, then what is fastest."""
     p = problem
-    refused = _without_fusion(p, machine, interpreting, "gather")
-    if refused is not None:
-        return refused
-    if machine.backend == "cpu":
-        return _plan_cpu(p, "a shard")
+    settled = _before_measured(p, machine, interpreting, "gather", "a shard")
+    if settled is not None:
+        return settled
     return _plan_gpu("all_gather_matmul", p, machine, p.rows * p.world_size, lambda c: c.takes(p.rows))
+
+
+def why_unfused(world_size: int, sizes: tuple[int, ...], machine: Machine, interpreting: bool) -> str | None:
+    """Why no fused operator runs over more than one rank, on any device; None where one may."""
+    if world_size not in FUSED_WORLD_SIZES:
+        return f"world size {world_size} is above {FUSED_WORLD_SIZES[-1]}"
+    if min(sizes) == 0:
+        return "a dimension is zero"
+    if machine.backend == "cpu" and not interpreting:
+        return "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)"
+    return None
+
+
+def why_no_kernel(dtype: str, machine: Machine) -> str | None:
+    """Why no kernel on this GPU is known to be ahead; None where one is."""
+    if dtype == "float32":
+        return "float32 is not a tensor-core dtype"
+    if machine.arch != 90:
+        return f"no measurement shows the fused kernel ahead on {machine.name}"
+    return None
 
 
 def _without_fusion(p: Problem, machine: Machine, interpreting: bool, purpose: str) -> Plan | None:
     """The path of what no fused operator can do, or does slower; None where a fused one can."""
     if p.world_size == 1:
         return Plan("local", f"a group of one rank has nothing to {purpose}")
-    if p.world_size not in FUSED_WORLD_SIZES:
-        return Plan("unfused", f"world size {p.world_size} is above {FUSED_WORLD_SIZES[-1]}")
-    if min(p.rows, p.cols, p.depth) == 0:
-        return Plan("unfused", "a dimension is zero")
-    if machine.backend == "cpu" and not interpreting:
-        return Plan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
-    return None
+    reason = why_unfused(p.world_size, (p.rows, p.cols, p.depth), machine, interpreting)
+    return None if reason is None else Plan("unfused", reason)
+
+
+def _before_measured(p: Problem, machine: Machine, interpreting: bool, purpose: str, of_what: str) -> Plan | None:
+    """The path of what is not planned by measurement: no fusion, or the interpreter; else None."""
+    refused = _without_fusion(p, machine, interpreting, purpose)
+    if refused is not None or machine.backend != "cpu":
+        return refused
+    return _plan_cpu(p, of_what)
 
 
 def _plan_cpu(p: Problem, of_what: str) -> Plan:
@@ -166,10 +187,9 @@ def _plan_gpu(op: str, p: Problem, machine: Machine, rows: int, can_run: Callabl
 
     The fused kernel that pays is the Hopper one, so what it cannot run goes unfused: nobody should lose.
     """
-    if p.dtype == "float32":
-        return Plan("unfused", "float32 is not a tensor-core dtype")
-    if machine.arch != 90:
-        return Plan("unfused", f"no measurement shows the fused kernel ahead on {machine.name}")
+    reason = why_no_kernel(p.dtype, machine)
+    if reason is not None:
+        return Plan("unfused", reason)
     if p.depth * p.itemsize % 16:
         return Plan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes, which the copy hardware needs")
     entry = nearest(op, rows, p.cols, p.depth, can_run)
@@ -267,11 +287,9 @@ def nearest(
 def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
     """The path of a matmul_reduce_scatter. ``rows`` = M/R, of one rank's result; ``cols`` = N; ``depth`` = K/R."""
     p = problem
-    refused = _without_fusion(p, machine, interpreting, "reduce")
-    if refused is not None:
-        return refused
-    if machine.backend == "cpu":
-        return _plan_cpu(p, "a rank's result")
+    settled = _before_measured(p, machine, interpreting, "reduce", "a rank's result")
+    if settled is not None:
+        return settled
     copied_rows = 0 if p.cols * p.itemsize % 16 else p.rows  # tiles for copy engines leave by TMA, which needs whole rows
     if copied_rows == 0 and p.rows * p.world_size > MEASURED_REDUCE_SCATTER_ROWS:
         return Plan(
@@ -283,30 +301,26 @@ def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting:
 def plan_matmul_all_to_all(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
     """The path of a matmul_all_to_all. ``rows``, ``cols``: of the part for one rank; ``depth`` = K."""
     p = problem
-    refused = _without_fusion(p, machine, interpreting, "exchange")
-    if refused is not None:
-        return refused
-    if machine.backend == "cpu":
-        return _plan_cpu(p, "a part")
+    settled = _before_measured(p, machine, interpreting, "exchange", "a part")
+    if settled is not None:
+        return settled
     rows = p.rows * p.world_size
     if rows <= UNFUSED_EXCHANGE_ROWS:
         return Plan("unfused", f"{rows} rows: measured slower than a matmul and NCCL up to {UNFUSED_EXCHANGE_ROWS}")
     if p.cols * p.itemsize % 16:  # tiles leave by TMA
         return Plan("unfused", f"parts of {p.cols} columns are no multiple of 16 bytes, which the copy hardware needs")
-    return _plan_gpu("matmul_all_to_all", p, machine, p.rows * p.world_size, lambda c: True)
+    return _plan_gpu("matmul_all_to_all", p, machine, rows, lambda c: True)
 
 
 def plan_all_to_all_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
     """The path of an all_to_all_matmul. ``rows``, ``depth``: of the part of x for one rank; ``cols`` = N."""
     p = problem
-    refused = _without_fusion(p, machine, interpreting, "exchange")
-    if refused is not None:
-        return refused
-    if machine.backend == "cpu":
-        return _plan_cpu(p, "a part")
+    settled = _before_measured(p, machine, interpreting, "exchange", "a part")
+    if settled is not None:
+        return settled
     return _plan_gpu(
         "all_to_all_matmul", p, machine, p.rows * p.world_size,
-        lambda c: (c.transport == "sm" or p.rows >= c.tile_m) and p.depth % c.tile_k == 0,
+        lambda c: c.takes(p.rows) and p.depth % c.tile_k == 0,
     )  # fmt: skip
 
 

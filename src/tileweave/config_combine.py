@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tileweave.config import FUSED_WORLD_SIZES, KernelName, Plan
+from tileweave.config import KernelName, Plan, why_no_kernel, why_unfused
 from tileweave.schedule import cdiv
 from tileweave.schedule_grouped import GroupedProblem
 from tileweave.topology import Machine
@@ -96,19 +96,15 @@ def plan_combine(shape: GroupedProblem, machine: Machine, interpreting: bool) ->
     s = shape
     if s.world_size == 1:
         return CombinePlan("local", "a group of one rank has nobody to send to")
-    if s.world_size not in FUSED_WORLD_SIZES:
-        return CombinePlan("unfused", f"world size {s.world_size} is above {FUSED_WORLD_SIZES[-1]}")
-    if min(s.max_tokens, s.topk, s.cols, s.depth) == 0:
-        return CombinePlan("unfused", "a dimension is zero")
+    reason = why_unfused(s.world_size, (s.max_tokens, s.topk, s.cols, s.depth), machine, interpreting)
+    if reason is not None:
+        return CombinePlan("unfused", reason)
     if machine.backend == "cpu":
-        if not interpreting:
-            return CombinePlan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
         config = CombineConfig("triton", 16, 32, 64, 1, 4, 2, 2, 2, 8, 32, 1, 1)
         return CombinePlan("fused", f"interpreted; {s.rows_per_expert:.0f} rows an expert", cut=config)
-    if s.dtype == "float32":
-        return CombinePlan("unfused", "float32 is not a tensor-core dtype")
-    if machine.arch != 90:
-        return CombinePlan("unfused", f"no measurement shows the fused kernel ahead on {machine.name}")
+    reason = why_no_kernel(s.dtype, machine)
+    if reason is not None:
+        return CombinePlan("unfused", reason)
     return CombinePlan("fused", f"{s.rows_per_expert:.0f} rows an expert if balanced", cut=_config_of(s))
 
 

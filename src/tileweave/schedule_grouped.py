@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tileweave.config import FUSED_WORLD_SIZES, KernelName, Plan
+from tileweave.config import FUSED_WORLD_SIZES, KernelName, Plan, why_no_kernel, why_unfused
 from tileweave.schedule import cdiv
 from tileweave.topology import Machine
 
@@ -126,20 +126,14 @@ def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Di
     """The path of a dispatch_grouped_matmul: what can run, then what is fastest."""
     if p.world_size == 1:
         return DispatchPlan("unfused", "a group of one rank has nothing to send")
-    if p.world_size not in FUSED_WORLD_SIZES:
-        return DispatchPlan("unfused", f"world size {p.world_size} is above {FUSED_WORLD_SIZES[-1]}")
-    if min(p.max_tokens, p.topk, p.cols, p.depth) == 0:
-        return DispatchPlan("unfused", "a dimension is zero")
+    reason = why_unfused(p.world_size, (p.max_tokens, p.topk, p.cols, p.depth), machine, interpreting)
+    if reason is not None:
+        return DispatchPlan("unfused", reason)
     if machine.backend == "cpu":
-        if not interpreting:
-            return DispatchPlan(
-                "unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)"
-            )
         return DispatchPlan("fused", "interpreted", cut=DispatchConfig("triton", 16, 32, 64, 1, 4, 4, 1, 4, 4))
-    if p.dtype == "float32":
-        return DispatchPlan("unfused", "float32 is not a tensor-core dtype")
-    if machine.arch != 90:
-        return DispatchPlan("unfused", f"no measurement shows the fused kernel ahead on {machine.name}")
+    reason = why_no_kernel(p.dtype, machine)
+    if reason is not None:
+        return DispatchPlan("unfused", reason)
     if p.depth * p.itemsize % 16:
         return DispatchPlan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes")
     return DispatchPlan("fused", f"{p.rows_per_expert:.0f} rows an expert if balanced", cut=dispatch_config(p))

@@ -6,6 +6,7 @@ shape alone, so that a captured call can be replayed with other tokens and weigh
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ def _routed(tokens: int, rank: int, size: int, device: torch.device) -> tuple[to
     return ids, reference_plan(ids, rank, _EXPERTS * size)
 
 
-class _Experts:
+class _Experts(ABC):
     """What both share."""
 
     op: str
@@ -67,21 +68,23 @@ class _Experts:
         own = experts[rank * _EXPERTS : (rank + 1) * _EXPERTS].clone()
         return ExpertOperands(x, own, weights[rank].clone() if bias else None, plan, ids, values, experts, out_shape)
 
+    @abstractmethod
     def _each(self) -> int:
         """Values for each token."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _own(self, values: torch.Tensor, plan: RoutingPlan, rank: int, shape: Shape) -> tuple[torch.Tensor, tuple[int, int]]:
         """What this rank passes of the values, and the shape of its result."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call(
         self, operands: ExpertOperands, group: dist.ProcessGroup, out: torch.Tensor | None = None, second: bool = False
     ) -> tuple[torch.Tensor, None]:
-        raise NotImplementedError
+        """The public operator on these operands."""
 
+    @abstractmethod
     def explain(self, operands: ExpertOperands, group: dist.ProcessGroup) -> Plan:
-        raise NotImplementedError
+        """The path that :meth:`call` takes."""
 
     def record(self, operands: ExpertOperands, group: dist.ProcessGroup) -> Recording:
         """No stamps inside these kernels: bytes of tokens that peers have an expert of, and a signal to each peer at least."""
