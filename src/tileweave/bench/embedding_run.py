@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import time
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import tileweave as tw
 from tileweave.bench.embedding import PEERS, EmbeddingPeers, entry_of, headline, judge
 from tileweave.bench.embedding_cases import OP, EmbeddingCase
-from tileweave.bench.environment import environment
-from tileweave.bench.run import Options, _agree, _write
+from tileweave.bench.run import Options, forget_case, run_cases
 from tileweave.bench.screen import Steps
 from tileweave.bench.subjects import worst
 from tileweave.launcher import Member
@@ -23,31 +18,11 @@ from tileweave.profile.timing import measure
 
 def bench(member: Member, options: Options) -> dict[str, Any]:
     """Collective; the report is complete on rank 0 only."""
-    cases = options.cases()
-    report: dict[str, Any] = {
-        "op": OP,
-        "world_size": member.world_size,
-        "environment": environment() if member.rank == 0 else {},
-        "method": "max over ranks, median of repeats, interleaved, three sets of uniform indices in turn",
-        "cases": [],
-        "skipped": [],
-    }
-    started = time.monotonic()
-    with Steps(f"bench {OP}", len(cases), show=member.rank == 0) as steps:
-        for seed, case in enumerate(cases):
-            steps.now(case.name)
-            if not _agree(member, time.monotonic() - started < options.seconds):
-                report["skipped"].append(case.name)
-                steps.done("skipped: out of time")
-                continue
-            report["cases"].append(_bench_case(member, case, options, seed, steps))
-            steps.done(headline(report["cases"][-1]))
-            if member.rank == 0 and options.json_path:
-                _write(report, options.json_path)
-    report["seconds"] = round(time.monotonic() - started, 1)
-    if member.rank == 0 and options.json_path:
-        _write(report, options.json_path)
-    return report
+    return run_cases(
+        member, options, "max over ranks, median of repeats, interleaved, three sets of uniform indices in turn",
+        lambda case, seed, steps: _bench_case(member, case, options, seed, steps),
+        headline,
+    )  # fmt: skip
 
 
 def _bench_case(member: Member, case: EmbeddingCase, options: Options, seed: int, steps: Steps) -> dict[str, Any]:
@@ -67,12 +42,7 @@ def _bench_case(member: Member, case: EmbeddingCase, options: Options, seed: int
         entry["times"] = {name: timing.as_dict() for name, timing in timings.items()}
     entry.update(judge(entry))
     del peers
-    member.barrier()
-    tw.close(member.group)
-    gc.collect()
-    if member.on_gpu:
-        torch.cuda.empty_cache()
-    member.barrier()
+    forget_case(member)
     return entry
 
 

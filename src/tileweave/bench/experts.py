@@ -14,9 +14,7 @@ Floor: bytes of tokens, once a rank that has an expert of them, at 350 GB/s; the
 
 from __future__ import annotations
 
-import gc
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -26,9 +24,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 import tileweave as tw
-from tileweave.bench.environment import environment
 from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
-from tileweave.bench.run import Options, _agree, _write
+from tileweave.bench.run import Options, forget_case, run_cases
 from tileweave.bench.screen import Steps
 from tileweave.bench.subjects import TOLERANCE, worst
 from tileweave.launcher import Member
@@ -191,27 +188,11 @@ class _Routing:
 
 def bench(member: Member, options: Options) -> dict[str, Any]:
     """Collective; the report is complete on rank 0 only."""
-    cases = options.cases()
-    report: dict[str, Any] = {
-        "op": options.op, "world_size": member.world_size, "environment": environment() if member.rank == 0 else {},
-        "method": "max over ranks, median of repeats, interleaved, random routing and data", "cases": [], "skipped": [],
-    }  # fmt: skip
-    started = time.monotonic()
-    with Steps(f"bench {options.op}", len(cases), show=member.rank == 0) as steps:
-        for seed, case in enumerate(cases):
-            steps.now(case.name)
-            if not _agree(member, time.monotonic() - started < options.seconds):
-                report["skipped"].append(case.name)
-                steps.done("skipped: out of time")
-                continue
-            report["cases"].append(_bench_case(member, case, options, seed, steps))
-            steps.done("  ".join(f"{k} {v['median_us']:.1f}" for k, v in report["cases"][-1]["times"].items()) + " us")
-            if member.rank == 0 and options.json_path:
-                _write(report, options.json_path)
-    report["seconds"] = round(time.monotonic() - started, 1)
-    if member.rank == 0 and options.json_path:
-        _write(report, options.json_path)
-    return report
+    return run_cases(
+        member, options, "max over ranks, median of repeats, interleaved, random routing and data",
+        lambda case, seed, steps: _bench_case(member, case, options, seed, steps),
+        lambda entry: "  ".join(f"{name} {_of(entry, name):.1f}" for name in entry["times"]) + " us",
+    )  # fmt: skip
 
 
 def _bench_case(member: Member, case: ExpertCase, options: Options, seed: int, steps: Steps) -> dict[str, Any]:
@@ -237,12 +218,7 @@ def _bench_case(member: Member, case: ExpertCase, options: Options, seed: int, s
     entry |= {"over_unfused": speed_up(_of(entry, UNFUSED), ours), "over_no_order": speed_up(_of(entry, NO_ORDER), ours),
               "of_limit": speed_up(max(entry["link_us"], _of(entry, MATMUL)), ours)}  # fmt: skip
     del peers, plan, more
-    member.barrier()
-    tw.close(member.group)
-    gc.collect()
-    if member.on_gpu:
-        torch.cuda.empty_cache()
-    member.barrier()
+    forget_case(member)
     return entry
 
 

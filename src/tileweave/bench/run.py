@@ -12,6 +12,7 @@ import gc
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,17 +55,35 @@ class Options:
 
 def bench(member: Member, options: Options) -> dict[str, Any]:
     """Bench on every rank of the world; the report is complete on rank 0 only. Collective."""
+    uncapturable: dict[str, str] = {}
+    return run_cases(
+        member, options, "max over ranks, median of repeats, interleaved, weights rotated past the L2, random data",
+        lambda case, seed, steps: _bench_case(member, case, options, seed, steps, uncapturable),
+        _headline,
+    )  # fmt: skip
+
+
+def run_cases(
+    member: Member,
+    options: Options,
+    method: str,
+    bench_case: Callable[[Any, int, Steps], dict[str, Any]],
+    headline: Callable[[dict[str, Any]], str],
+) -> dict[str, Any]:
+    """What the bench of every operator does: its cases in turn while there is time, a report that is written after each.
+
+    ``bench_case(case, seed, steps)``: one case, as an entry of the report. ``headline``: an entry in a line.
+    """
     cases = options.cases()
     report: dict[str, Any] = {
         "op": options.op,
         "world_size": member.world_size,
         "environment": environment() if member.rank == 0 else {},
-        "method": "max over ranks, median of repeats, interleaved, weights rotated past the L2, random data",
+        "method": method,
         "cases": [],
         "skipped": [],
     }
     started = time.monotonic()
-    uncapturable: dict[str, str] = {}
     with Steps(f"bench {options.op}", len(cases), show=member.rank == 0) as steps:
         for seed, case in enumerate(cases):
             steps.now(case.name)
@@ -72,15 +91,25 @@ def bench(member: Member, options: Options) -> dict[str, Any]:
                 report["skipped"].append(case.name)
                 steps.done("skipped: out of time")
                 continue
-            entry = _bench_case(member, case, options, seed, steps, uncapturable)
+            entry = bench_case(case, seed, steps)
             report["cases"].append(entry)
-            steps.done(_headline(entry))
+            steps.done(headline(entry))
             if member.rank == 0 and options.json_path:
                 _write(report, options.json_path)
     report["seconds"] = round(time.monotonic() - started, 1)
     if member.rank == 0 and options.json_path:
         _write(report, options.json_path)
     return report
+
+
+def forget_case(member: Member) -> None:
+    """Give back what a case used, once nothing refers to its operands. Peers may read this rank's memory until all are here."""
+    member.barrier()
+    tw.close(member.group)
+    gc.collect()
+    if member.on_gpu:
+        torch.cuda.empty_cache()
+    member.barrier()
 
 
 def _bench_case(
@@ -119,12 +148,7 @@ def _bench_case(
             entry["host_us"] = worst(_host_seconds(member, peers.functions[OURS]), member.device, member.group) * 1e6
     entry.update(judge(entry["times"]))
     del peers
-    member.barrier()  # peers may still read this rank's memory
-    tw.close(member.group)
-    gc.collect()
-    if member.on_gpu:
-        torch.cuda.empty_cache()
-    member.barrier()
+    forget_case(member)
     return entry
 
 
