@@ -33,6 +33,10 @@ ONE_SHOT = "kernels/matmul_all_reduce.py"
 RS, AR = "matmul_reduce_scatter/", "matmul_all_reduce/"
 REDUCE, REDUCED, MARKED = "kernels/matmul_reduce_scatter.py", "ops/matmul_reduce_scatter_fused.py", "language/marked.py"
 EXCHANGE = "kernels/exchange.py"
+REGISTRY = "ops/registry.py"
+
+PARITY = "return instance.calls & 1"
+BARRIER = "    barrier(peers, instance.transport.world_size, instance.transport.rank)\n"
 
 _PUSH = "        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, SPANS, BLOCK)\n"
 _NOTIFY = "        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)\n"
@@ -113,7 +117,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # --- all_gather_matmul: copy engines ---
     Mutant("a copied shard is signalled before it is copied", FUSED, _DATA + _SIGNAL, _SIGNAL + _DATA, AG + "copy engine"),
     Mutant("a copied shard is not signalled", FUSED, _SIGNAL, "", AG + "copy engine"),
-    Mutant("copies of all calls to one slot", FUSED, "slot = instance.calls & 1", "slot = 0", AG + "copy engine"),
+    Mutant("copies of all calls to one slot", REGISTRY, PARITY, "return 0", AG + "copy engine"),
     Mutant(
         "copies to the slot of the other parity",
         FUSED,
@@ -123,8 +127,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "captured copies without a barrier",
-        FUSED,
-        "            barrier(call.endpoint, transport.world_size, transport.rank)\n",
+        REGISTRY,
+        BARRIER,
         "",
         AG + "copy engine, captured",
     ),
@@ -332,11 +336,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "(end - first) * s.tile_cols - 1\n",
         RS + "copy engine",
     ),
-    Mutant("chunks of all calls to one slot", REDUCED, "slot = instance.calls & 1", "slot = 0", RS + "copy engine"),
+    Mutant("chunks of all calls to one slot", REGISTRY, PARITY, "return 0", RS + "copy engine"),
     Mutant(
         "captured chunks without a barrier",
-        REDUCED,
-        "        barrier(call.endpoint, transport.world_size, transport.rank)\n",
+        REGISTRY,
+        BARRIER,
         "",
         RS + "copy engine, captured",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.explore.mutants import Mutant
+from tests.explore.mutants import BARRIER, PARITY, REGISTRY, Mutant
 
 OUT, IN = "matmul_all_to_all/", "all_to_all_matmul/"
 PULLED, PULLS = "kernels/matmul_all_to_all.py", "ops/matmul_all_to_all_fused.py"
@@ -19,11 +19,11 @@ _KEPT = "                wait(signals, NUM_SLICES, epoch, source * MAX_SLICES + 
 MUTANTS: tuple[Mutant, ...] = (
     # --- matmul_all_to_all ---
     Mutant("a chunk is pulled without its flag", PULLS, "offset, flag, 1, lane", "offset, flag, 0, lane", OUT + "copy", 2),
-    Mutant("pulls of all calls from one slot", PULLS, "slot = instance.calls & 1", "slot = 0", OUT + "copy engine"),
+    Mutant("pulls of all calls from one slot", REGISTRY, PARITY, "return 0", OUT + "copy engine"),
     Mutant(
         "captured pulls without a barrier",
-        PULLS,
-        "        barrier(call.endpoint, transport.world_size, transport.rank)\n",
+        REGISTRY,
+        BARRIER,
         "",
         OUT + "copy engine, captured",
     ),

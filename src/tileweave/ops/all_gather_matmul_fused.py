@@ -14,7 +14,7 @@ import torch
 from tileweave.config import MatmulConfig, Plan, Problem, schedule_for
 from tileweave.errors import require
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.ops.registry import endpoint, workspace_of
+from tileweave.ops.registry import copy_slot, endpoint, workspace_of
 from tileweave.schedule import Parts, TileSchedule, cdiv, push_order, slot_place
 from tileweave.schedule_scatter import Exchange
 from tileweave.transport.base import EPOCH, Copy, Transport
@@ -54,12 +54,7 @@ def run_fused(
     slot = 0
     pushed = config.transport == "copy_engine"
     if pushed:
-        slot = instance.calls & 1
-        if instance.captured:
-            from tileweave.kernels.barrier import barrier
-
-            slot = 0
-            barrier(call.endpoint, transport.world_size, transport.rank)
+        slot = copy_slot(instance, call.endpoint)
         transport.push(call.copies[slot], x.data_ptr())
     launched = False
     try:

@@ -12,7 +12,7 @@ import torch
 
 from tileweave.config import MatmulConfig, Plan, Problem, scatter_schedule_for
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.ops.registry import endpoint, workspace_of
+from tileweave.ops.registry import copy_slot, endpoint, workspace_of
 from tileweave.schedule import arrival_order, cdiv
 from tileweave.schedule_scatter import Exchange, ScatterSchedule
 from tileweave.transport.base import EPOCH, Copy
@@ -46,12 +46,7 @@ def run_fused(
             if not x.is_cuda:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
                 instance.check()
         return
-    slot = instance.calls & 1
-    if instance.captured:
-        from tileweave.kernels.barrier import barrier
-
-        slot = 0
-        barrier(call.endpoint, transport.world_size, transport.rank)
+    slot = copy_slot(instance, call.endpoint)
     launched = False
     try:
         transport.push_beside(lambda: launch(x, w, bias, out, slot), call.copies[slot], out.data_ptr())

@@ -14,7 +14,7 @@ import torch
 from tileweave.config import MatmulConfig, Plan, Problem, scatter_schedule_for
 from tileweave.errors import require
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.ops.registry import endpoint, workspace_of
+from tileweave.ops.registry import copy_slot, endpoint, workspace_of
 from tileweave.schedule import push_order
 from tileweave.schedule_scatter import ScatterSchedule
 from tileweave.transport.base import EPOCH, Copy
@@ -55,12 +55,7 @@ def run_fused(
             if not x.is_cuda:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
                 instance.check()
         return
-    slot = instance.calls & 1
-    if instance.captured:
-        from tileweave.kernels.barrier import barrier
-
-        slot = 0
-        barrier(call.endpoint, transport.world_size, transport.rank)
+    slot = copy_slot(instance, call.endpoint)
     staging = torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
     launched = False
     try:

@@ -168,6 +168,16 @@ def endpoint(instance: Instance, dtype: torch.dtype) -> Endpoint:
     return found  # type: ignore[return-value]
 
 
+def copy_slot(instance: Instance, peers: Endpoint) -> int:
+    """The slot of a copy-engine call: that of its parity; a graph freezes it, so a captured call has slot 0 and a barrier."""
+    if not instance.captured:
+        return instance.calls & 1
+    from tileweave.kernels.barrier import barrier
+
+    barrier(peers, instance.transport.world_size, instance.transport.rank)
+    return 0
+
+
 def log_fallback(op: str, plan: Plan, seen: set[tuple[str, str]]) -> None:
     """Say once per reason that a call takes another path than the fused one."""
     key = (op, plan.reason)
