@@ -105,6 +105,17 @@ def experts_per_block(experts: int, blocks: int) -> int:
     return cdiv(experts, max(1, min(blocks, experts)))
 
 
+def dispatch_counts(
+    c: DispatchConfig, experts: int, cols: int, bound: int, num_sms: int, most_blocks: int
+) -> tuple[int, int, int, int]:
+    """(programs, how many of them push, experts between two signals, tile columns) of one shape."""
+    tile_cols = cdiv(cols, c.tile_n)
+    tiles = min(bound, experts + bound // c.tile_m) * tile_cols  # the most there can be
+    programs = max(1, min(num_sms, tiles))
+    producers = max(1, min(c.num_producers, programs))
+    return programs, producers, experts_per_block(experts, min(c.signal_blocks, most_blocks)), tile_cols
+
+
 def walk(offsets: Sequence[int], cols: int, tile_m: int, tile_n: int, group_m: int) -> Iterator[tuple[int, int, int, int]]:
     """(expert, first row, end of the expert's rows, tile column) of each tile in turn; see ``kernels/grouped_tiles.py``."""
     tile_cols = cdiv(cols, tile_n)

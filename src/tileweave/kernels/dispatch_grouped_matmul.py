@@ -49,7 +49,7 @@ from tileweave.kernels.grouped_tiles import first_expert, place_in_expert, walk_
 from tileweave.language.matmul import matmul_tile
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import consume_token, faulted, leave, load_epoch, notify_all, wait
-from tileweave.schedule_grouped import DispatchConfig, experts_per_block
+from tileweave.schedule_grouped import DispatchConfig, dispatch_counts
 
 MAX_BLOCKS = tl.constexpr(32)  # signal words of a source
 TICKETS, PUSHED = tl.constexpr(0), tl.constexpr(1)  # counters of a call: [PUSHED + block]
@@ -219,11 +219,8 @@ class Launcher:
     ) -> None:
         c, (experts, cols, depth) = config, w.shape
         self.peers, self.config = peers, config
-        tile_cols = triton.cdiv(cols, c.tile_n)
-        tiles = min(bound, experts + bound // c.tile_m) * tile_cols  # the most there can be
-        self.programs = max(1, min(num_sms, tiles))
-        producers = max(1, min(c.num_producers, self.programs))
-        per_block = experts_per_block(experts, min(c.signal_blocks, MAX_BLOCKS.value))
+        counts = dispatch_counts(c, experts, cols, bound, num_sms, MAX_BLOCKS.value)
+        self.programs, producers, per_block, tile_cols = counts
         self.integers = (
             peers.slot_size, rank, max_tokens, topk, experts, cols, depth, w.stride(0), w.stride(2 if depth_first(w) else 1),
             per_block, triton.cdiv(experts, per_block), producers, tile_cols, triton.cdiv(depth, c.tile_k),

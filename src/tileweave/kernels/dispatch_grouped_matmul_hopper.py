@@ -39,7 +39,7 @@ from tileweave.language.hopper import (
     symm_at,
 )
 from tileweave.schedule import cdiv
-from tileweave.schedule_grouped import DispatchConfig, experts_per_block
+from tileweave.schedule_grouped import DispatchConfig, dispatch_counts
 
 MAX_BLOCKS = gl.constexpr(32)  # signal words of a source; see the Triton kernel for the counters
 TICKETS, PUSHED, SET = gl.constexpr(0), gl.constexpr(1), gl.constexpr(33)
@@ -307,13 +307,11 @@ class Launcher:
     ) -> None:
         c, (experts, cols, depth) = config, w.shape
         self.peers, self.config, self.bound = peers, config, bound
-        tile_cols = cdiv(cols, c.tile_n)
-        tiles = min(bound, experts + bound // c.tile_m) * tile_cols  # the most there can be
-        self.programs = max(1, min(num_sms, tiles))
-        per_block = experts_per_block(experts, min(c.signal_blocks, MAX_BLOCKS.value))
+        counts = dispatch_counts(c, experts, cols, bound, num_sms, MAX_BLOCKS.value)
+        self.programs, producers, per_block, tile_cols = counts
         self.integers = (
             peers.slot_size, rank, max_tokens, topk, experts, cols, depth, per_block, cdiv(experts, per_block),
-            max(1, min(c.num_producers, self.programs)), tile_cols, cdiv(depth, c.tile_k),
+            producers, tile_cols, cdiv(depth, c.tile_k),
         )  # fmt: skip
         self.halves = 2 if c.tile_m * c.tile_n > 128 * 128 else 1
         self.constants = (world_size, PUSH_BLOCK, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages, c.num_warps)
