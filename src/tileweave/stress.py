@@ -124,7 +124,7 @@ class Outcome:
     other_bits: int
     seconds: float
     prepared: float
-    counts: Counter[str]
+    counts: dict[str, int]
 
     @property
     def right(self) -> bool:
@@ -212,8 +212,8 @@ class Stress:
 
     def run(self, calls: int, seconds: float) -> Outcome:
         """``calls`` moves, unless time runs out. Every rank sees all moves, also those of a group that it is not in."""
-        began, last, done = time.monotonic(), -1, 0
-        with Steps(f"stress, world {self.member.world_size}", 20, show=self.member.rank == 0) as steps:
+        began, step, done = time.monotonic(), max(_BATCH, calls // 20), 0
+        with Steps(f"stress, world {self.member.world_size}", -(-calls // step), show=self.member.rank == 0) as steps:
             steps.now("compiling, and making the results that all others must equal")
             self.prepare()
             prepared = time.monotonic() - began
@@ -226,10 +226,11 @@ class Stress:
                     self.poison()
                 if done >= calls // 2 > done - _BATCH:
                     self.move_epochs(2**32)
-                if 20 * done // calls > last:
-                    last = 20 * done // calls
-                    steps.now(f"{done} calls")
-                    steps.done(f"{self.wrong} wrong, {self.other_bits} with other bits on rank 0")
+                outcome = f"{self.wrong} wrong, {self.other_bits} with other bits on rank 0"
+                steps.now(f"{done} calls")
+                steps.detail(outcome)
+                if done % step < _BATCH or done == calls:
+                    steps.done(outcome)
         return self._outcome(calls, done, time.monotonic() - began, prepared)
 
     def move(self) -> None:
@@ -322,7 +323,17 @@ class Stress:
         calls, replays, wrong, other_bits = map(int, mine.tolist())
         size = self.member.world_size
         return Outcome(
-            size, self.seed, asked, moves, calls, replays, wrong, other_bits, round(seconds, 1), round(prepared, 1), self.counts
+            size,
+            self.seed,
+            asked,
+            moves,
+            calls,
+            replays,
+            wrong,
+            other_bits,
+            round(seconds, 1),
+            round(prepared, 1),
+            dict(self.counts),
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
+from dataclasses import asdict
 from unittest import mock
 
 import pytest
@@ -45,6 +47,7 @@ def one_that_lies(member: Member, wrong_rank: int) -> tuple[int, int, int]:
     with mock.patch.object(type(subject), "call", sometimes_wrong), mock.patch("tileweave.OPERATORS", ("all_gather_matmul",)):
         outcome = stress.stress(member, 30, 3, 100.0)
     assert outcome.moves == outcome.asked and f"{outcome.wrong} wrong" in str(outcome)
+    assert json.loads(json.dumps(asdict(outcome)))["counts"] == {"all_gather_matmul": 30}  # what --json writes
     return outcome.calls, outcome.wrong, outcome.other_bits
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 _WIDTH_OF_A_FILE = 190
+_SILENCE = 10.0  # seconds between two lines in a file, at most
 
 
 def console() -> Console:
@@ -27,7 +28,7 @@ class Steps:
     def __init__(self, title: str, total: int, show: bool) -> None:
         self.total, self._finished, self._name, self._detail = total, 0, "", ""
         self._console = console() if show else None
-        self._started = time.monotonic()
+        self._started = self._said = time.monotonic()
         self._bar: Progress | None = None
         if self._console is not None and self._console.is_terminal:
             self._bar = Progress(
@@ -54,16 +55,19 @@ class Steps:
         """What the step does at the moment."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self._name}  [dim]{text}")
+        elif text and time.monotonic() - self._said > _SILENCE:
+            self._line(self._finished + 1, text)
 
     def done(self, outcome: str) -> None:
         """End the step with one line on its outcome."""
         self._finished += 1
-        if self._console is None:
-            return
-        elapsed = time.monotonic() - self._started
-        width = len(str(self.total))
-        self._console.print(
-            f"[dim]{elapsed:6.1f} s  {self._finished:{width}}/{self.total}[/]  {self._name}  {outcome}", soft_wrap=True
-        )
+        self._line(self._finished, outcome)
         if self._bar is not None:
             self._bar.update(self._task, completed=self._finished)
+
+    def _line(self, step: int, text: str) -> None:
+        if self._console is None:
+            return
+        self._said = time.monotonic()
+        elapsed, width = self._said - self._started, len(str(self.total))
+        self._console.print(f"[dim]{elapsed:6.1f} s  {step:{width}}/{self.total}[/]  {self._name}  {text}", soft_wrap=True)
