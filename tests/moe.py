@@ -85,8 +85,9 @@ def layer_over_ranks(me: Member, layers: list[Layer], backend: str | None = None
             draws = [torch.randn(layer.tokens_of(rank), layer.hidden, generator=generator).to(dtype) for _ in range(2)]
             x = draws[0].double().requires_grad_()
             ids = None
-            if layer.dtype != "float32":  # as the module's own gate chooses
-                ids = linear(draws[0], state["gate.weight"].to(dtype)).float().softmax(-1).topk(layer.topk, -1).indices
+            if layer.dtype != "float32":  # as the module's own gate chooses, on the same device: near ties go by rounding
+                logits = linear(draws[0].to(me.device), state["gate.weight"].to(me.device, dtype))
+                ids = logits.float().softmax(-1).topk(layer.topk, -1).indices.cpu()
             ys.append(whole_layer(leaves, x, layer, ids))
             losses.append((ys[-1] * draws[1].double()).sum())
             xs.append((x, draws))
