@@ -60,8 +60,9 @@ def test_parity_in_each_world(world: World, op: str) -> None:
 
 @both
 def test_public_calls(largest: World, op: str) -> None:
-    cases = [case(op, 16, 512, 256, bias=True), case(op, 520, 512, 256, "float16", bias=True)]
-    largest.run(behaviour.public_calls, cases, PATHS[op], timeout=120)
+    few = "unfused" if op == OUT else PATHS[op]  # up to UNFUSED_EXCHANGE_ROWS, as measured
+    largest.run(behaviour.public_calls, [case(op, 16, 512, 256, bias=True)], few, timeout=120)
+    largest.run(behaviour.public_calls, [case(op, 520, 512, 256, "float16", bias=True)], PATHS[op], timeout=120)
     largest.run(behaviour.public_calls, [case(op, 16, 64, 100, "float32", bias=True)], "unfused")
 
 

@@ -161,8 +161,7 @@ def matmul_all_to_all_kernel(
                 target = symm_at(slot_table, home, dtype, 16) + slot_offset + mine + at
                 put_marked(target + inside, acc.to(dtype), exists)
             if (not PUSH) and (home != rank):
-                target = slots + slot_offset + place.to(tl.int64) * place_size
-                store_rows(acc.to(dtype), target, row, col, cols, row < rows, cols)
+                store_rows(acc.to(dtype), slots + slot_offset, place * line_rows + row, col, cols, row < rows, cols)
                 chunk = first // TILE_M // chunk_rows
                 tiles_of_chunk = tl.minimum(tile_rows - chunk * chunk_rows, chunk_rows) * tile_cols
                 if count_last(counters + num_programs + place * MAX_SLICES + chunk, tiles_of_chunk):

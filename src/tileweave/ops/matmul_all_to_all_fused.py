@@ -121,7 +121,7 @@ def _pulls(instance: Instance, s: ScatterSchedule, how: Exchange, rows: int, ite
     copies = []
     for lane, source in enumerate(arrival_order(s.rank, s.world_size)[1:]):
         place = s.rank - (s.rank > source)
-        base = instance.slot_addresses[source] + slot * instance.slot_bytes + place * s.place_elements * itemsize
+        base = instance.slot_addresses[source] + slot * instance.slot_bytes + place * s.tile_rows * s.tile_m * width
         target = source * (rows * width if how.gather_dim == 0 else width)
         for chunk in range(s.chunks):
             begin, end = (min(tile * s.tile_m, rows) for tile in s.chunk_bounds(chunk))
