@@ -34,7 +34,7 @@ from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.marked import expected_zero, put_marked, take_each, take_marked
 from tileweave.language.remote import symm_at
-from tileweave.language.signal import leave, load_epoch
+from tileweave.language.signal import leave_early, load_epoch
 from tileweave.schedule import cdiv
 
 MAX_SLICES = tl.constexpr(32)
@@ -85,6 +85,7 @@ def exchange_kernel(
     if REDUCE:
         for begin in range(program * BLOCK, size, step):
             push_partials(x, slot_table, slot_offset, begin + lane, size, total, rank, WORLD_SIZE, dtype)
+        leave_early(control, epoch, tl.num_programs(0))
     for begin in range(program * BLOCK, size, step):
         at = begin + lane
         mask = (at < size) & (own + at < total)
@@ -110,6 +111,8 @@ def exchange_kernel(
         else:
             tl.store(out + at, value, mask=mask)
     if GATHER:
+        if not REDUCE:
+            leave_early(control, epoch, tl.num_programs(0))
         peer = tl.arange(0, PEERS)
         source = (peer + (peer >= rank).to(tl.int32)).to(tl.int64)[:, None] * size
         for begin in range(program * BLOCK, size, step):
@@ -118,10 +121,10 @@ def exchange_kernel(
             pointers = slots + finished + peer.to(tl.int64)[:, None] * size + at
             value = take_each(pointers, mask, rank, begin // BLOCK, epoch, control, report, MAX_SLICES)
             tl.store(out + source + at, expected_zero(value), mask=mask)
-    leave(control, epoch, tl.num_programs(0))
 
 
 WORDS = ("x", "bias", "residual", "out")  # what changes between the launches of one shape
+WARPS = 4  # of all programs on a multiprocessor, about
 ALIGN = 8  # elements: where a shard of an all-reduce may begin
 
 
@@ -133,16 +136,16 @@ def slot_elements(size: int, world_size: int, reduce: bool, gather: bool) -> int
 class Launcher:
     """One shape's launches of this kernel; ``ops`` keeps one for each shape, and checks the arguments.
 
-    ``total``: elements of all shards, of ``size`` each. ``cols``: elements of a row. ``programs``: at most so many.
+    ``total``: elements of all shards, of ``size`` each. ``cols``: elements of a row.
     """
 
     def __init__(
-        self, peers: Endpoint, world_size: int, rank: int, total: int, size: int, cols: int, programs: int,
+        self, peers: Endpoint, world_size: int, rank: int, total: int, size: int, cols: int, num_sms: int,
         config: MatmulConfig, reduce: bool, gather: bool,
     ) -> None:  # fmt: skip
         self.peers, self.config = peers, config
         self.block = config.tile_m * config.tile_n
-        self.programs = min(programs, cdiv(size, self.block))
+        self.programs = min(num_sms * max(1, WARPS // config.num_warps), cdiv(size, self.block))
         self.sizes = (rank, peers.slot_size, size, total, cols)
         self.constants = (world_size, triton.next_power_of_2(world_size - 1), self.block, reduce, gather)
         self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
