@@ -21,6 +21,7 @@ class DispatchConfig:
     num_producers : programs that push tokens ("triton": before they multiply); they must be resident together, so not all.
     push_rows : tokens that one has in flight ("triton").
     signal_blocks : at how many points of its list of experts a rank says that its tokens so far are there (at most 32).
+    ordered : whether rows are lined up in memory for TMA before they are multiplied, or gathered by tiles ("hopper").
     """
 
     kernel: KernelName
@@ -33,6 +34,7 @@ class DispatchConfig:
     num_producers: int = 32
     push_rows: int = 4
     signal_blocks: int = 8
+    ordered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ Limits: K a multiple of ``tile_k``; experts one behind the other, rows at multip
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,7 +44,7 @@ from tileweave.schedule import cdiv
 from tileweave.schedule_grouped import DispatchConfig, dispatch_counts
 
 MAX_BLOCKS = gl.constexpr(32)  # signal words of a source; see the Triton kernel for the counters
-TICKETS, PUSHED, SET = gl.constexpr(0), gl.constexpr(1), gl.constexpr(33)
+TICKETS, PUSHED, PUSHED_SET = gl.constexpr(0), gl.constexpr(1), gl.constexpr(33)
 GATHER_WARPS, PUSH_WARPS = gl.constexpr(2), gl.constexpr(2)
 PUSH_BLOCK = 4096  # elements of a token that *push* has in flight: 64 a lane
 
@@ -65,8 +67,8 @@ def row_addresses(
 
 
 @gluon.jit
-def step_of(row_entry, row, max_tokens, topk, rank, WORLD_SIZE: gl.constexpr):
-    """How far down the ranks the token of ``row`` comes from."""
+def row_steps(row_entry, row, max_tokens, topk, rank, WORLD_SIZE: gl.constexpr):
+    """How far down the ranks the tokens of ``row`` come from, one or many."""
     return (rank + WORLD_SIZE - gl.load(row_entry + row) // topk // max_tokens) % WORLD_SIZE
 
 
@@ -126,8 +128,8 @@ def gather_partition(
         )
         if not arrived:
             arrived = all_have(signals, blocks - 1, rank, epoch, WORLD_SIZE, GATHER_WARPS)
-            nearest = step_of(row_entry, first_row, max_tokens, topk, rank, WORLD_SIZE)
-            farthest = step_of(row_entry, gl.minimum(first_row + TILE_M, end) - 1, max_tokens, topk, rank, WORLD_SIZE)
+            nearest = row_steps(row_entry, first_row, max_tokens, topk, rank, WORLD_SIZE)
+            farthest = row_steps(row_entry, gl.minimum(first_row + TILE_M, end) - 1, max_tokens, topk, rank, WORLD_SIZE)
             wait_steps(
                 signals, expert // block_experts, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE,
                 GATHER_WARPS,
@@ -159,7 +161,7 @@ def gather_partition(
 def multiply_partition(
     y, y_desc, y_buffer, a_ring, b_ring, empty, ready, offsets, control, experts, cols, tile_cols, k_blocks, num_partitions,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    HALVES: gl.constexpr, BY_TMA: gl.constexpr, DEPTH_FIRST: gl.constexpr,
+    HALVES: gl.constexpr, BY_TMA: gl.constexpr, DEPTH_FIRST: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each tile from the ring, then store its rows."""
     program = gl.program_id(0)
@@ -174,7 +176,7 @@ def multiply_partition(
     while expert < experts:
         first_row, col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
         acc, turn, fault = multiply_tile(
-            turn, k_blocks, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS, True, DEPTH_FIRST
+            turn, k_blocks, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS, GATHERED, DEPTH_FIRST
         )
         store_tile(
             acc, fault, y, y, y_desc, y_buffer, y, epoch * 0, 0, 1, first_row, end, col * TILE_N, cols, -1,
@@ -207,35 +209,51 @@ def push_to(
 
 
 @gluon.jit
+def push_tokens(
+    x, send_order, send_offsets, slot_table, signal_table, counters, slot_offset, rank, max_tokens, experts, depth,
+    block_experts, blocks, program, num_producers, epoch, WORLD_SIZE: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Producer, if this program is one: its share of the own tokens, block by block; who is the last in one signals it."""
+    if program < num_producers:
+        for block in range(0, blocks):
+            first = block * block_experts
+            last = gl.minimum(first + block_experts, experts)
+            for i in gl.static_range(1, WORLD_SIZE):
+                push_to(
+                    x, send_order, send_offsets, slot_table, slot_offset, (rank + i) % WORLD_SIZE, i - 1, first, last,
+                    max_tokens, experts, depth, program, num_producers, BLOCK,
+                )  # fmt: skip
+            block_barrier()
+            pushed = counters + (epoch & 1) * PUSHED_SET + PUSHED + block
+            if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:
+                notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
+
+
+@gluon.jit
+def clear_counters(counters, epoch, program):
+    """Program 0: zero what the next call counts."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [PUSH_WARPS], [0])
+    if program == 0:
+        at = gl.arange(0, 64, layout=lanes)
+        gl.store(counters + (1 - (epoch & 1)) * PUSHED_SET + at, at * 0, mask=at < PUSHED_SET)
+
+
+@gluon.jit
 def push_partition(
     x, send_order, send_offsets, slot_table, signal_table, signals, control, report, counters,
     slot_size, rank, max_tokens, experts, depth, block_experts, blocks, num_producers, num_partitions,
     WORLD_SIZE: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Two warps: this program's share of the own tokens, block by block; at last, in the last program, wait for all ranks."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [PUSH_WARPS], [0])
+    """Two warps: this program's share of the own tokens; at last, in the last program, wait for all ranks."""
     program = gl.program_id(0)
-    num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
-    slot_offset = (epoch & 1).to(gl.int64) * slot_size
-    if program == 0:
-        at = gl.arange(0, 64, layout=lanes)
-        gl.store(counters + (1 - (epoch & 1)) * SET + at, at * 0, mask=at < SET)
+    clear_counters(counters, epoch, program)
     if WORLD_SIZE > 1:
-        if program < num_producers:
-            for block in range(0, blocks):
-                first = block * block_experts
-                last = gl.minimum(first + block_experts, experts)
-                for i in gl.static_range(1, WORLD_SIZE):
-                    push_to(
-                        x, send_order, send_offsets, slot_table, slot_offset, (rank + i) % WORLD_SIZE, i - 1, first, last,
-                        max_tokens, experts, depth, program, num_producers, BLOCK,
-                    )  # fmt: skip
-                block_barrier()
-                pushed = counters + (epoch & 1) * SET + PUSHED + block
-                if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:
-                    notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
-        farthest = gl.where(program == num_programs - 1, WORLD_SIZE - 1, 0)  # the others wait for nobody
+        push_tokens(
+            x, send_order, send_offsets, slot_table, signal_table, counters, (epoch & 1).to(gl.int64) * slot_size, rank,
+            max_tokens, experts, depth, block_experts, blocks, program, num_producers, epoch, WORLD_SIZE, BLOCK,
+        )  # fmt: skip
+        farthest = gl.where(program == gl.num_programs(0) - 1, WORLD_SIZE - 1, 0)  # the others wait for nobody
         wait_steps(signals, blocks - 1, 1, farthest, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS)
     leave(control, epoch, num_partitions)
 
@@ -262,7 +280,7 @@ def dispatch_grouped_matmul_hopper_kernel(
         [
             (multiply_partition, (
                 y, y_desc, y_buffer, a_ring, b_ring, empty, ready, offsets, control, experts, cols, tile_cols, k_blocks,
-                num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST,
+                num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST, True,
             )),
             (gather_partition, (
                 x, w_desc, a_ring, b_ring, empty, ready, offsets, row_entry, slots, signals, control, report,
@@ -317,13 +335,17 @@ class Launcher:
         self.constants = (world_size, PUSH_BLOCK, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages, c.num_warps)
         self.plain = TritonLauncher(peers, _portable(c), rank, world_size, max_tokens, topk, bound, w, num_sms)
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: tuple[torch.Tensor, ...]) -> None:
-        """Launch on the current stream. ``fields``: those of the plan, in its order."""
-        p, c = self.peers, self.config
-        if not takes(x, w, c):
-            return self.plain(x, w, y, fields)
-        experts, cols, depth = w.shape
-        offsets, row_entry, _, _, send_order, send_offsets = fields
+    def __call__(
+        self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor | None:
+        """Launch on the current stream. ``fields``: those of the plan, in its order. Returns rows in order, if they were made."""
+        if takes(x, w, self.config):
+            return self.launch(x, w, y, fields)
+        return self.plain(x, w, y, fields)
+
+    def maps(self, w: torch.Tensor, y: torch.Tensor) -> tuple[Any, Any, bool, bool]:
+        """(descriptors of w and y, whether TMA can store y, whether experts are depth first)."""
+        c, (experts, cols, depth) = self.config, w.shape
         by_tma = cols * y.element_size() % 16 == 0 and y.data_ptr() % 16 == 0
         turned = depth_first(w)
         shape, tile = [experts * cols, depth], [c.tile_n, c.tile_k]
@@ -332,10 +354,18 @@ class Launcher:
         w_desc = descriptor(w.data_ptr(), w.dtype, shape, w.stride(2 if turned else 1), tile)
         target, shape = (y.data_ptr(), [self.bound, cols]) if by_tma else (w.data_ptr(), [experts * cols, depth])
         y_desc = descriptor(target, y.dtype, shape, shape[1], [c.tile_m, c.tile_n // self.halves])
+        return w_desc, y_desc, by_tma, turned
+
+    def launch(
+        self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor | None:
+        p = self.peers
+        offsets, row_entry, _, _, send_order, send_offsets = fields
+        w_desc, y_desc, by_tma, turned = self.maps(w, y)
         dispatch_grouped_matmul_hopper_kernel[(self.programs,)](
             w_desc, y_desc, x, y, offsets, row_entry, send_order, send_offsets, p.slots, p.slot_table, p.signal_table,
             p.signals, p.control, p.report, p.counters, *self.integers, *self.constants, self.halves, by_tma, 96, turned,
-            num_warps=c.num_warps, maxnreg=168,
+            num_warps=self.config.num_warps, maxnreg=168,
         )  # fmt: skip
         return None
 

@@ -41,8 +41,7 @@ def combine_gradients(
         g = reference.grouped_matmul(rows, experts.transpose(1, 2), plan.offsets)
         gy, right, dots = _weigh_rows(g, y, everyone, plan)
     else:
-        right = y.contiguous()
-        gy, dots, rows = _fused_rows(grad, right, experts, plan, everyone, group_name, config, need_experts)
+        gy, right, dots, rows = _fused_rows(grad, y.contiguous(), experts, plan, everyone, group_name, config, need_experts)
     if need_weights:
         gw = _sums_to_owners(dots, plan, group)
     if need_experts:
@@ -63,21 +62,19 @@ def _fused_rows(
     group_name: str,
     config: DispatchConfig,
     keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(gy, dots by entry, rows of grad times their weights) by the dual operator; rows only if ``keep``.
-
-    The weight goes with these rows, which are made here anyway, and not with y, which then needs no copy.
-    """
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(gy, y times the weights, dots by entry, rows of grad) by the dual operator; what experts want only if ``keep``."""
     from tileweave.kernels import expert_rows
     from tileweave.ops.dispatch_grouped_matmul_fused import run_fused
 
     g = y.new_empty(plan.bound, experts.shape[2])
-    peers = run_fused(grad, experts.transpose(1, 2), plan, g, group_name, config)
-    rows = g
-    if keep:  # before anybody calls again
+    peers, rows = run_fused(grad, experts.transpose(1, 2), plan, g, group_name, config)
+    if rows is None and keep:  # before anybody calls again
         sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
-        rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes, everyone)
-    return g, expert_rows.weigh_rows(g, y, everyone, plan.fields, plan.local_experts), rows
+        rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes)
+    weighted = torch.empty_like(y) if keep and everyone is not None else None
+    dots = expert_rows.weigh_rows(g, y, everyone, weighted, plan.fields, plan.local_experts)
+    return g, y if weighted is None else weighted, dots, g if rows is None else rows
 
 
 def _weigh_rows(
