@@ -25,6 +25,8 @@ class CombineConfig:
     block_tokens, block_cols : what a program reduces at once.
     num_reduce, num_finish : programs that reduce and finish ("triton"); the Hopper kernel has a partition for both.
     programs_per_sm : programs that multiply, for each multiprocessor.
+    rows_in_flight : of a token, that a partition which adds loads at once, 2 or 4; store_parts : 1, or 2 for a tile that is
+        stored in halves, through half the shared memory ("hopper").
     """
 
     kernel: KernelName
@@ -41,6 +43,8 @@ class CombineConfig:
     num_reduce: int = 16
     num_finish: int = 8
     programs_per_sm: int = 1
+    rows_in_flight: int = 2
+    store_parts: int = 2
 
 
 def partial_bytes(p: GroupedProblem) -> int:

@@ -243,12 +243,15 @@ def _fake_out(x, experts, table, max_tokens, topk, group_name, *, out):
 def _setup_context(ctx, inputs, output) -> None:
     x, experts, table, ctx.max_tokens, ctx.topk, ctx.group_name, ctx.kept = inputs
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # zeros for kept tokens would be written and never read
+    ctx.shape = output[0].shape
     ctx.save_for_backward(x, experts, table, output[1])
 
 
 def _backward(ctx, grad, _):
     x, experts, table, kept = ctx.saved_tensors
     need_x, need_experts = ctx.needs_input_grad[:2]
+    grad = x.new_zeros(ctx.shape) if grad is None else grad  # all ranks call
     dx, dexperts = torch.ops.tileweave.dispatch_grouped_matmul_backward(
         grad, x, kept, experts, table, ctx.max_tokens, ctx.topk, ctx.group_name, need_x, need_experts and ctx.kept
     )
