@@ -124,6 +124,6 @@ def _config_of(s: GroupedProblem) -> CombineConfig:
         return CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)
     if rows <= 64:
         return CombineConfig("hopper", 64, 256, 64, 5, 4, 8, 4, 7, 4, 512)
-    if rows <= 256:
+    if rows <= 256 and s.depth < 4096:
         return CombineConfig("hopper", 64, 256, 64, 5, 4, 8, 8, 3, 16, 512)
     return CombineConfig("hopper", 128, 256, 64, 4, 8, 32 if rows >= 2048 else 8, 4, 7, 16, 512)

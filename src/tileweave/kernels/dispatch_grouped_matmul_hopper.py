@@ -44,7 +44,7 @@ from tileweave.schedule import cdiv
 from tileweave.schedule_grouped import DispatchConfig, dispatch_counts
 
 MAX_BLOCKS = gl.constexpr(32)  # signal words of a source; see the Triton kernel for the counters
-TICKETS, PUSHED, PUSHED_SET = gl.constexpr(0), gl.constexpr(1), gl.constexpr(33)
+TICKETS, PUSHED, UNITS, SET = gl.constexpr(0), gl.constexpr(1), gl.constexpr(33), gl.constexpr(34)
 GATHER_WARPS, PUSH_WARPS = gl.constexpr(2), gl.constexpr(2)
 PUSH_BLOCK = 4096  # elements of a token that *push* has in flight: 64 a lane
 
@@ -97,9 +97,46 @@ def all_have(signals, block, rank, epoch, WORLD_SIZE: gl.constexpr, WARPS: gl.co
 
 
 @gluon.jit
+def make_deal():
+    """Shared memory by which *load* hands the numbers of tiles to *multiply*, two in flight: (numbers, dealt, taken)."""
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    dealt = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(dealt.index(i), count=1)
+        mbarrier.init(taken.index(i), count=1)
+    return numbers, dealt, taken
+
+
+@gluon.jit
+def deal(tickets, count, numbers, dealt, taken, WARPS: gl.constexpr):
+    """*load*: draw the number of a tile and hand it on, as the ``count``-th. Returns it."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    tile = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    at = count % 2
+    mbarrier.wait(taken.index(at), ((count // 2) & 1) ^ 1)
+    numbers.index(at).store(gl.full([32], 0, gl.int32, lane) + tile)
+    block_barrier()
+    mbarrier.arrive(dealt.index(at), count=1)
+    return tile
+
+
+@gluon.jit
+def take(count, numbers, dealt, taken, WARPS: gl.constexpr):
+    """*multiply*: the ``count``-th number that was dealt."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    at = count % 2
+    mbarrier.wait(dealt.index(at), (count // 2) & 1)
+    tile = gl.max(numbers.index(at).load(lane), axis=0)
+    block_barrier()
+    mbarrier.arrive(taken.index(at), count=1)
+    return tile
+
+
+@gluon.jit
 def gather_partition(
-    x, w_desc, a_ring, b_ring, empty, ready, offsets, row_entry, slots, signals, control, report,
-    slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks, num_partitions,
+    x, w_desc, a_ring, b_ring, empty, ready, numbers, dealt, taken, counters, offsets, row_entry, slots, signals, control,
+    report, slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks, num_partitions,
     WORLD_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -107,8 +144,6 @@ def gather_partition(
     LANES: gl.constexpr = TILE_K // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [GATHER_WARPS, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    program = gl.program_id(0)
-    num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
     slot = slots + (epoch & 1).to(gl.int64) * slot_size
     k = gl.arange(0, TILE_K, layout=gl.SliceLayout(0, layout))
@@ -116,7 +151,9 @@ def gather_partition(
     turn = 0
     acquire(epoch)
     arrived = WORLD_SIZE == 1  # everything is there, so look at no signal
-    tile = program
+    tickets = counters + (epoch & 1) * SET + TICKETS
+    count = 0
+    tile = deal(tickets, count, numbers, dealt, taken, GATHER_WARPS)
     expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
     expert, first_tile, next_tile, begin, end = walk_to(
         tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
@@ -148,7 +185,8 @@ def gather_partition(
             copy_async(a_ring.index(at), source, there)
             async_copy.mbarrier_arrive(ready.index(at), increment_count=False)
             turn += 1
-        tile += num_programs
+        count += 1
+        tile = deal(tickets, count, numbers, dealt, taken, GATHER_WARPS)
         expert, first_tile, next_tile, begin, end = walk_to(
             tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
         )
@@ -159,16 +197,15 @@ def gather_partition(
 
 @gluon.jit
 def multiply_partition(
-    y, y_desc, y_buffer, a_ring, b_ring, empty, ready, offsets, control, experts, cols, tile_cols, k_blocks, num_partitions,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    y, y_desc, y_buffer, a_ring, b_ring, empty, ready, numbers, dealt, taken, offsets, control, experts, cols, tile_cols,
+    k_blocks, num_partitions, TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     HALVES: gl.constexpr, BY_TMA: gl.constexpr, DEPTH_FIRST: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each tile from the ring, then store its rows."""
-    program = gl.program_id(0)
-    num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
     turn = 0
-    tile = program
+    count = 0
+    tile = take(count, numbers, dealt, taken, WARPS)
     expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
     expert, first_tile, next_tile, begin, end = walk_to(
         tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
@@ -182,7 +219,8 @@ def multiply_partition(
             acc, fault, y, y, y_desc, y_buffer, y, epoch * 0, 0, 1, first_row, end, col * TILE_N, cols, -1,
             TILE_M, TILE_N, HALVES, False, BY_TMA,
         )  # fmt: skip
-        tile += num_programs
+        count += 1
+        tile = take(count, numbers, dealt, taken, WARPS)
         expert, first_tile, next_tile, begin, end = walk_to(
             tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
         )
@@ -224,7 +262,7 @@ def push_tokens(
                     max_tokens, experts, depth, program, num_producers, BLOCK,
                 )  # fmt: skip
             block_barrier()
-            pushed = counters + (epoch & 1) * PUSHED_SET + PUSHED + block
+            pushed = counters + (epoch & 1) * SET + PUSHED + block
             if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:
                 notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
 
@@ -235,7 +273,7 @@ def clear_counters(counters, epoch, program):
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [PUSH_WARPS], [0])
     if program == 0:
         at = gl.arange(0, 64, layout=lanes)
-        gl.store(counters + (1 - (epoch & 1)) * PUSHED_SET + at, at * 0, mask=at < PUSHED_SET)
+        gl.store(counters + (1 - (epoch & 1)) * SET + at, at * 0, mask=at < SET)
 
 
 @gluon.jit
@@ -275,16 +313,17 @@ def dispatch_grouped_matmul_hopper_kernel(
     """Dispatch the partitions."""
     a_ring, b_ring, empty, ready = make_ring(w_desc, w_desc, TILE_M, TILE_K, STAGES, 32 * GATHER_WARPS + 1)
     y_buffer = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
+    numbers, dealt, taken = make_deal()
     num_partitions = gl.num_programs(0) * 3
     gl.warp_specialize(
         [
             (multiply_partition, (
-                y, y_desc, y_buffer, a_ring, b_ring, empty, ready, offsets, control, experts, cols, tile_cols, k_blocks,
-                num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST, True,
+                y, y_desc, y_buffer, a_ring, b_ring, empty, ready, numbers, dealt, taken, offsets, control, experts, cols,
+                tile_cols, k_blocks, num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST, True,
             )),
             (gather_partition, (
-                x, w_desc, a_ring, b_ring, empty, ready, offsets, row_entry, slots, signals, control, report,
-                slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks,
+                x, w_desc, a_ring, b_ring, empty, ready, numbers, dealt, taken, counters, offsets, row_entry, slots, signals,
+                control, report, slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks,
                 num_partitions, WORLD_SIZE, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, DEPTH_FIRST,
             )),
             (push_partition, (

@@ -35,11 +35,14 @@ from tileweave.kernels.descriptors import descriptor
 from tileweave.kernels.dispatch_grouped_matmul_hopper import Launcher as HopperLauncher
 from tileweave.kernels.dispatch_grouped_matmul_hopper import (
     PUSH_WARPS,
-    PUSHED_SET,
+    SET,
     TICKETS,
+    UNITS,
     all_have,
     clear_counters,
+    deal,
     first_expert,
+    make_deal,
     multiply_partition,
     place_in_expert,
     push_tokens,
@@ -50,7 +53,7 @@ from tileweave.kernels.dispatch_grouped_matmul_hopper import (
 from tileweave.language.hopper import acquire, block_barrier, leave, load_async, make_ring
 from tileweave.schedule import cdiv
 
-UNIT = gl.constexpr(32)  # rows that are placed, and said to be, at once
+UNIT = gl.constexpr(16)  # rows that are placed, and said to be, at once
 AT_ONCE = gl.constexpr(8)  # rows, by
 WIDTH = gl.constexpr(1024)  # elements, that *move* has in flight
 MOVE_REGISTERS = 152
@@ -114,11 +117,11 @@ def place_rows(
 @gluon.jit
 def await_placed(placed, first_row, end, epoch, TILE_M: gl.constexpr):
     """Until rows [first_row, end) of a tile are there; TMA may read them afterwards."""
-    UNITS: gl.constexpr = 32 if TILE_M // UNIT + 1 <= 32 else 2 * TILE_M // UNIT
+    WORDS: gl.constexpr = 32 if TILE_M // UNIT < 32 else 2 * TILE_M // UNIT
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     first = first_row // UNIT
     last = (gl.minimum(first_row + TILE_M, end) - 1) // UNIT
-    unit = gl.minimum(first + gl.arange(0, UNITS, layout=lane), last)
+    unit = gl.minimum(first + gl.arange(0, WORDS, layout=lane), last)
     while gl.min(gl.load(placed + unit, volatile=True), axis=0) == 0:
         pass
     acquire(epoch)
@@ -126,17 +129,18 @@ def await_placed(placed, first_row, end, epoch, TILE_M: gl.constexpr):
 
 @gluon.jit
 def load_partition(
-    rows_desc, w_desc, a_ring, b_ring, empty, ready, placed, offsets, control, experts, cols, depth, tile_cols, k_blocks,
-    num_partitions,
+    rows_desc, w_desc, a_ring, b_ring, empty, ready, numbers, dealt, taken, counters, placed, offsets, control, experts, cols,
+    depth, tile_cols, k_blocks, num_partitions,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One warp: for each tile wait for its rows, then keep the ring full."""
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
-    num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
+    tickets = counters + (epoch & 1) * SET + TICKETS
     turn = 0
-    tile = gl.program_id(0)
+    count = 0
+    tile = deal(tickets, count, numbers, dealt, taken, 1)
     expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
     expert, first_tile, next_tile, begin, end = walk_to(
         tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
@@ -154,7 +158,8 @@ def load_partition(
                 load_async(w_desc, [expert * cols + col * TILE_N, block * TILE_K], ready.index(at), b_ring.index(at))
             load_async(rows_desc, [first_row, block * TILE_K], ready.index(at), a_ring.index(at))
             turn += 1
-        tile += num_programs
+        count += 1
+        tile = deal(tickets, count, numbers, dealt, taken, 1)
         expert, first_tile, next_tile, begin, end = walk_to(
             tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
         )
@@ -179,7 +184,7 @@ def move_partition(
         )  # fmt: skip
     acquire(epoch)
     place_rows(
-        x, slots + offset, rows, placed, row_entry, offsets, counters + (epoch & 1) * PUSHED_SET + TICKETS, signals, control,
+        x, slots + offset, rows, placed, row_entry, offsets, counters + (epoch & 1) * SET + UNITS, signals, control,
         report, epoch, rank, max_tokens, topk, experts, depth, block_experts, blocks, WORLD_SIZE,
     )  # fmt: skip
     if WORLD_SIZE > 1:
@@ -205,16 +210,17 @@ def dispatch_grouped_matmul_ordered_kernel(
     """Dispatch the partitions."""
     a_ring, b_ring, empty, ready = make_ring(rows_desc, w_desc, TILE_M, TILE_K, STAGES)
     y_buffer = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
+    numbers, dealt, taken = make_deal()
     num_partitions = gl.num_programs(0) * 3
     gl.warp_specialize(
         [
             (multiply_partition, (
-                y, y_desc, y_buffer, a_ring, b_ring, empty, ready, offsets, control, experts, cols, tile_cols, k_blocks,
-                num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST, False,
+                y, y_desc, y_buffer, a_ring, b_ring, empty, ready, numbers, dealt, taken, offsets, control, experts, cols,
+                tile_cols, k_blocks, num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST, False,
             )),
             (load_partition, (
-                rows_desc, w_desc, a_ring, b_ring, empty, ready, placed, offsets, control, experts, cols, depth, tile_cols,
-                k_blocks, num_partitions, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, DEPTH_FIRST,
+                rows_desc, w_desc, a_ring, b_ring, empty, ready, numbers, dealt, taken, counters, placed, offsets, control,
+                experts, cols, depth, tile_cols, k_blocks, num_partitions, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, DEPTH_FIRST,
             )),
             (move_partition, (
                 x, rows, placed, offsets, row_entry, send_order, send_offsets, slots, slot_table, signal_table, signals,

@@ -3,8 +3,8 @@
     left     [bound, N]       right    [bound, K]       rows expert by expert, those of e at [offsets[e], offsets[e + 1])
     out      [E, N, K]        zeros where an expert has no rows
 
-A grouped product whose depth is ragged and short: at 4096 tokens of 7168 over 64 experts a tile of out has 9 blocks of 64 rows,
-and then 64 KB to write. Two partitions: *load* (one warp) keeps a ring of [TILE_R, TILE_M] of left and [TILE_R, TILE_N] of right
+A grouped product whose depth is ragged and short: at 4096 tokens and 64 experts here a tile of out has some 17 blocks of 32
+rows, and then 64 KB to write. Two partitions: *load* (one warp) keeps a ring of [TILE_R, TILE_M] of left and [TILE_R, TILE_N] of right
 full by TMA; *multiply* runs wgmma on both as they are, depth first, and hands a tile to TMA in one piece, which writes it
 behind the next tile's matmul. A program takes every ``num_programs``-th tile; an expert's tiles go in bands, so that who works
 side by side shares rows.
@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tileweave.kernels.descriptors import descriptor, fits
 from tileweave.language.hopper import block_barrier, load_async, store_tma
 
-TILE_M, TILE_N, TILE_R, STAGES, GROUP_M, WARPS = 128, 256, 64, 3, 8, 8
+TILE_M, TILE_N, TILE_R, STAGES, GROUP_M, WARPS = 128, 256, 32, 6, 8, 8
 
 
 @gluon.jit
@@ -73,7 +73,8 @@ def load_partition(
 @gluon.jit
 def keep_rows(buffer, low, high, TILE_R: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
     """Zero rows of a buffer but for [low, high)."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (WIDTH // 8), WIDTH // 8] if WIDTH < 256 else [1, 32], [WARPS, 1], [1, 0])
+    LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     row = gl.arange(0, TILE_R, layout=gl.SliceLayout(1, layout))
     value = buffer.load(layout)
     buffer.store(gl.where(((row >= low) & (row < high))[:, None], value, gl.zeros_like(value)))

@@ -25,6 +25,7 @@ from tileweave.config_combine import plan_combine
 from tileweave.errors import InputError, RankMismatchError, require
 from tileweave.ops import reference
 from tileweave.ops.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
+from tileweave.ops.expert_gradients import gradient_of_experts
 from tileweave.ops.grouped_matmul_combine_fused import run_fused as run_combine
 from tileweave.ops.grouped_matmul_combine_fused import shape_of
 from tileweave.ops.matmul_inputs import DTYPES
@@ -265,14 +266,12 @@ def _backward_implementation(grad, x, kept, experts, table, max_tokens, topk, gr
     dx = _sum_over_rows(grad, experts, routed, group_name) if need_x else empty
     if not need_experts:
         return dx, empty
-    if plan_call(experts, routed).cut is None:
-        return dx, reference.grouped_outer(grad, kept, routed.offsets)
-    from tileweave.kernels.expert_rows import gather_rows, zero_unused
+    rows = kept
+    if plan_call(experts, routed).cut is not None:
+        from tileweave.kernels.expert_rows import gather_rows
 
-    rows = gather_rows(x, kept, routed.fields, routed.local_experts, max_tokens, topk, routed.rank, routed.world_size)
-    dexperts = reference.grouped_outer(grad, rows, routed.offsets).contiguous()
-    zero_unused(dexperts, routed.offsets)
-    return dx, dexperts
+        rows = gather_rows(x, kept, routed.fields, routed.local_experts, max_tokens, topk, routed.rank, routed.world_size)
+    return dx, gradient_of_experts(grad, rows, routed.offsets)
 
 
 def _sum_over_rows(grad: torch.Tensor, experts: torch.Tensor, routed: RoutingPlan, group_name: str) -> torch.Tensor:

@@ -45,12 +45,24 @@ def combine_gradients(
     if need_weights:
         gw = _sums_to_owners(dots, plan, group)
     if need_experts:
-        ge = reference.grouped_outer(rows, right, plan.offsets).contiguous()
-        if config is not None:
-            from tileweave.kernels.expert_rows import zero_unused
-
-            zero_unused(ge, plan.offsets)
+        ge = gradient_of_experts(rows, right, plan.offsets)
     return gy if need_y else grad.new_empty(0), ge, gw
+
+
+def gradient_of_experts(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """left [n, N], right [n, K], offsets [E + 1] -> [E, N, K]: left.T @ right over each expert's rows; zeros where it has none."""
+    machine = machine_of(left.device)
+    if machine.arch == 90:
+        from tileweave.kernels import grouped_outer_hopper
+
+        if grouped_outer_hopper.takes(left, right):
+            return grouped_outer_hopper.grouped_outer(left, right, offsets, machine.num_sms)
+    product = reference.grouped_outer(left, right, offsets).contiguous()
+    if left.is_cuda or interpreting():  # a library's grouped product may leave these undefined
+        from tileweave.kernels.expert_rows import zero_unused
+
+        zero_unused(product, offsets)
+    return product
 
 
 def _fused_rows(
