@@ -25,8 +25,6 @@ class CombineConfig:
     block_tokens, block_cols : what a program reduces at once.
     num_reduce, num_finish : programs that reduce and finish ("triton"); the Hopper kernel has a partition for both.
     programs_per_sm : programs that multiply, for each multiprocessor.
-    rows_in_flight : of a token, that a partition which adds loads at once, 2 or 4; store_parts : 1, or 2 for a tile that is
-        stored in halves, through half the shared memory ("hopper").
     """
 
     kernel: KernelName
@@ -43,8 +41,6 @@ class CombineConfig:
     num_reduce: int = 16
     num_finish: int = 8
     programs_per_sm: int = 1
-    rows_in_flight: int = 2
-    store_parts: int = 2
 
 
 def partial_bytes(p: GroupedProblem) -> int:
@@ -113,7 +109,7 @@ def plan_combine(shape: GroupedProblem, machine: Machine, interpreting: bool) ->
 
 
 def _config_of(s: GroupedProblem) -> CombineConfig:
-    """By the rows an expert has on average: few rows are a stream of weights, many are tensor-core work (decision 0069)."""
+    """By the rows an expert has on average: few rows are a stream of weights, many are tensor-core work (decisions 0069, 0077)."""
     rows = s.rows_per_expert
     if rows <= 4:
         workers = 32 if rows <= 2 else 64
@@ -124,6 +120,4 @@ def _config_of(s: GroupedProblem) -> CombineConfig:
         return CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)
     if rows <= 64:
         return CombineConfig("hopper", 64, 256, 64, 5, 4, 8, 4, 7, 4, 512)
-    if rows <= 256 and s.depth < 4096:
-        return CombineConfig("hopper", 64, 256, 64, 5, 4, 8, 8, 3, 16, 512)
     return CombineConfig("hopper", 128, 256, 64, 4, 8, 32 if rows >= 2048 else 8, 4, 7, 16, 512)

@@ -94,52 +94,33 @@ def list_rows(
 
 
 @gluon.jit
-def load_row(
-    products, rows, factors, base, i, length, col, inside, cols, WEIGHTED: gl.constexpr,
-):  # fmt: skip
-    """Row ``i`` of each token, and its weight; zeros past a token's last."""
-    here = i < length
-    row = gl.load(rows + base + i, mask=here, other=0).to(gl.int64)
-    place = gl.multiple_of(products + row[:, None] * cols + col[None, :], [1, 16])
-    value = gl.load(place, mask=here[:, None] & inside, other=0.0)
-    factor = gl.load(factors + base + i, mask=here, other=0.0) if WEIGHTED else 1.0
-    return value, factor
-
-
-@gluon.jit
-def add_row(acc, value, factor, WEIGHTED: gl.constexpr):
-    if WEIGHTED:
-        acc += value.to(gl.float32) * factor[:, None]
-    else:
-        acc += value.to(gl.float32)
-    return acc
-
-
-@gluon.jit
 def sum_rows(
     products, rows, factors, lengths, first, token, limit, col, col_limit, cols,
-    TOPK: gl.constexpr, WEIGHTED: gl.constexpr, COLS: gl.constexpr, FLIGHT: gl.constexpr, layout: gl.constexpr,
+    TOPK: gl.constexpr, WEIGHTED: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """fp32 [SUB, COLS]: weighted rows of tokens ``first + token`` added in order; and how many each has.
-
-    ``FLIGHT`` rows of each token, 2 or 4, are in flight.
-    """
+    """fp32 [SUB, COLS]: weighted rows of tokens ``first + token`` added in order; and how many each has. Two are in flight."""
     length = gl.load(lengths + first + token, mask=token < limit, other=0)
     most = gl.max(length, axis=0)
     acc = gl.zeros((SUB, COLS), gl.float32, layout)
     inside = (col < col_limit)[None, :]
     base = (first + token) * TOPK
-    for i in range(0, most, FLIGHT):
-        value0, factor0 = load_row(products, rows, factors, base, i, length, col, inside, cols, WEIGHTED)
-        value1, factor1 = load_row(products, rows, factors, base, i + 1, length, col, inside, cols, WEIGHTED)
-        if FLIGHT == 4:
-            value2, factor2 = load_row(products, rows, factors, base, i + 2, length, col, inside, cols, WEIGHTED)
-            value3, factor3 = load_row(products, rows, factors, base, i + 3, length, col, inside, cols, WEIGHTED)
-        acc = add_row(acc, value0, factor0, WEIGHTED)
-        acc = add_row(acc, value1, factor1, WEIGHTED)
-        if FLIGHT == 4:
-            acc = add_row(acc, value2, factor2, WEIGHTED)
-            acc = add_row(acc, value3, factor3, WEIGHTED)
+    for i in range(0, most, 2):
+        here0 = i < length
+        here1 = i + 1 < length
+        row0 = gl.load(rows + base + i, mask=here0, other=0).to(gl.int64)
+        row1 = gl.load(rows + base + i + 1, mask=here1, other=0).to(gl.int64)
+        place0 = gl.multiple_of(products + row0[:, None] * cols + col[None, :], [1, 16])
+        place1 = gl.multiple_of(products + row1[:, None] * cols + col[None, :], [1, 16])
+        value0 = gl.load(place0, mask=here0[:, None] & inside, other=0.0)
+        value1 = gl.load(place1, mask=here1[:, None] & inside, other=0.0)
+        if WEIGHTED:
+            factor0 = gl.load(factors + base + i, mask=here0, other=0.0)
+            factor1 = gl.load(factors + base + i + 1, mask=here1, other=0.0)
+            acc += value0.to(gl.float32) * factor0[:, None]
+            acc += value1.to(gl.float32) * factor1[:, None]
+        else:
+            acc += value0.to(gl.float32)
+            acc += value1.to(gl.float32)
     return acc, length
 
 
@@ -147,7 +128,7 @@ def sum_rows(
 def send_block(
     products, rows, factors, lengths, slot_table, slot_offset, rank, peer, block, max_tokens, first_col, col_limit, cols,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr,
-    FLIGHT: gl.constexpr, layout: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """Partials of a block of ``peer``'s tokens, one chunk of columns, into its slot."""
     dtype: gl.constexpr = products.dtype.element_ty
@@ -159,7 +140,7 @@ def send_block(
             col = left + gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
             acc, length = sum_rows(
                 products, rows, factors, lengths, peer * max_tokens, token, max_tokens, col, col_limit, cols,
-                TOPK, WEIGHTED, COLS, FLIGHT, layout,
+                TOPK, WEIGHTED, COLS, layout,
             )  # fmt: skip
             target = slot + (place * max_tokens + token).to(gl.int64)[:, None] * cols + col[None, :]
             mask = (length > 0)[:, None] & (col < col_limit)[None, :]
@@ -171,7 +152,7 @@ def finish_block(
     products, rows, factors, lengths, topk_ids, out, slots, control, slot_offset, rank, block, tokens, max_tokens, experts,
     first_col, col_limit, cols,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr,
-    FLIGHT: gl.constexpr, layout: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """z of a block of own tokens, one chunk of columns: partials added in rank order, rounded once."""
     fault = gl.load(control + FAULT, volatile=True)
@@ -186,7 +167,7 @@ def finish_block(
             inside = (col < col_limit)[None, :]
             own, length = sum_rows(
                 products, rows, factors, lengths, rank * max_tokens, token, tokens, col, col_limit, cols,
-                TOPK, WEIGHTED, COLS, FLIGHT, layout,
+                TOPK, WEIGHTED, COLS, layout,
             )  # fmt: skip
             acc = gl.zeros((SUB, COLS), gl.float32, layout)
             for source in gl.static_range(WORLD_SIZE):
@@ -209,7 +190,7 @@ def serve_tickets(
     products, rows, factors, lengths, offsets, topk_ids, out, counts, slots, slot_table, signal_table, signals, control, report,
     slot_offset, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens, groups, group_blocks, blocks, programs,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, FLIGHT: gl.constexpr, WARPS: gl.constexpr,
+    TILE_N: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Reduce and finish blocks until there are none."""
     ACROSS: gl.constexpr = WARPS if COLS // 256 > WARPS else COLS // 256
@@ -245,7 +226,7 @@ def serve_tickets(
                 block = step % blocks
                 send_block(
                     products, rows, factors, lengths, slot_table, slot_offset, rank, peer, block, max_tokens, first_col,
-                    col_limit, cols, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, COLS, FLIGHT, layout,
+                    col_limit, cols, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, COLS, layout,
                 )  # fmt: skip
                 group = block // group_blocks
                 word = chunk * groups + group
@@ -263,6 +244,6 @@ def serve_tickets(
                     heard = word + 1
                 finish_block(
                     products, rows, factors, lengths, topk_ids, out, slots, control, slot_offset, rank, block, tokens,
-                    max_tokens, experts, first_col, col_limit, cols, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, COLS, FLIGHT, layout,
+                    max_tokens, experts, first_col, col_limit, cols, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, COLS, layout,
                 )  # fmt: skip
         ticket = following

@@ -109,20 +109,8 @@ def count_stored(counts, chunk, epoch):
 
 @gluon.jit
 def store_products(tile, products, desc, box, first_row, end, col, cols, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
-    """A tile, in two halves if ``box`` has one: by TMA where all its rows are this expert's."""
-    WIDTH: gl.constexpr = box.shape[1]
-    if WIDTH == TILE_N:
-        if first_row + TILE_M <= end:
-            store_tma(tile, desc, box, first_row, col)
-        else:
-            store_masked(tile, products, first_row, end, col, cols)
-    else:
-        store_halves(tile, products, desc, box, first_row, end, col, cols, TILE_M, WIDTH)
-
-
-@gluon.jit
-def store_halves(tile, products, desc, box, first_row, end, col, cols, TILE_M: gl.constexpr, WIDTH: gl.constexpr):
-    """:func:`store_products` through a box of half a tile."""
+    """A tile in two halves: by TMA where all its rows are this expert's."""
+    WIDTH: gl.constexpr = TILE_N // 2
     low, high = tile.reshape((TILE_M, 2, WIDTH)).permute((0, 2, 1)).split()
     if first_row + TILE_M <= end:
         store_tma(low, desc, box, first_row, col)
@@ -139,7 +127,7 @@ def multiply_partition(
     max_tokens, groups, group_blocks, blocks, num_partitions,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, DEPTH_FIRST: gl.constexpr,
-    TOKENS: gl.constexpr, COLS: gl.constexpr, FLIGHT: gl.constexpr,
+    TOKENS: gl.constexpr, COLS: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: every ``num_programs``-th tile, then blocks of tokens."""
     programs = gl.num_programs(0)
@@ -183,7 +171,7 @@ def multiply_partition(
     serve_tickets(
         products, rows, factors, lengths, offsets, topk_ids, out, counts, slots, slot_table, signal_table, signals, control,
         report, (epoch & 1).to(gl.int64) * slot_size, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens,
-        groups, group_blocks, blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, FLIGHT, WARPS,
+        groups, group_blocks, blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS,
     )  # fmt: skip
     leave(control, epoch, num_partitions)
 
@@ -194,7 +182,7 @@ def reduce_partition(
     signals, control, report, slot_size, weights_base, weights_slot, rank, experts, cols, chunks, chunk_cols, tokens,
     max_tokens, groups, group_blocks, blocks, num_partitions,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, FLIGHT: gl.constexpr, WARPS: gl.constexpr,
+    TILE_N: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Two warps beside the matmul: weights out, lists of rows, then blocks of tokens as their tiles are made."""
     program = gl.program_id(0)
@@ -217,7 +205,7 @@ def reduce_partition(
     serve_tickets(
         products, rows, factors, lengths, offsets, topk_ids, out, counts, slots, slot_table, signal_table, signals, control,
         report, parity.to(gl.int64) * slot_size, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens, groups,
-        group_blocks, blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, FLIGHT, WARPS,
+        group_blocks, blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS,
     )  # fmt: skip
     if program == programs - 1:  # also where this rank has no tokens
         for i in gl.static_range(1, WORLD_SIZE):
@@ -238,7 +226,7 @@ def grouped_matmul_combine_hopper_kernel(
     group_blocks, blocks,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    DEPTH_FIRST: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, FLIGHT: gl.constexpr, REDUCE: gl.constexpr, REDUCE_REGISTERS: gl.constexpr,
+    DEPTH_FIRST: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, REDUCE: gl.constexpr, REDUCE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions."""
     a_ring, b_ring, empty, ready = make_ring(y_desc, w_desc, TILE_M, TILE_K, STAGES)
@@ -250,7 +238,7 @@ def grouped_matmul_combine_hopper_kernel(
                 products_desc, box, a_ring, b_ring, empty, ready, products, rows, factors, lengths, offsets, topk_ids, out,
                 counters, slots, slot_table, signal_table, signals, control, report, slot_size, rank, experts, cols, chunks,
                 chunk_cols, k_blocks, tokens, max_tokens, groups, group_blocks, blocks, num_partitions, WORLD_SIZE, TOPK,
-                WEIGHTED, EXPERTS, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, DEPTH_FIRST, TOKENS, COLS, FLIGHT,
+                WEIGHTED, EXPERTS, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, DEPTH_FIRST, TOKENS, COLS,
             )),
             (load_partition, (
                 y_desc, w_desc, a_ring, b_ring, empty, ready, offsets, experts, cols, depth, chunks, chunk_cols, k_blocks,
@@ -260,7 +248,7 @@ def grouped_matmul_combine_hopper_kernel(
                 products, rows, factors, lengths, offsets, entry_row, topk_ids, weights, out, counters, slots, slot_table,
                 signal_table, signals, control, report, slot_size, weights_base, weights_slot, rank, experts, cols, chunks,
                 chunk_cols, tokens, max_tokens, groups, group_blocks, blocks, num_partitions, WORLD_SIZE, TOPK, WEIGHTED,
-                EXPERTS, TILE_M, TILE_N, TOKENS, COLS, FLIGHT, REDUCE,
+                EXPERTS, TILE_M, TILE_N, TOKENS, COLS, REDUCE,
             )),
         ],
         [1, REDUCE],
@@ -295,7 +283,7 @@ class Launcher:
         self.descriptors = (
             descriptor(base, dtype, [bound, s.depth], stride_y, [c.tile_m, c.tile_k]),
             descriptor(base, dtype, w_shape, w_shape[1], w_tile),
-            descriptor(base, dtype, [bound, s.cols], s.cols, [c.tile_m, c.tile_n // c.store_parts]),
+            descriptor(base, dtype, [bound, s.cols], s.cols, [c.tile_m, c.tile_n // 2]),
         )
         self.integers = (
             s.max_tokens, s.experts, s.cols, s.depth, cut.chunks, cut.chunk_cols, triton.cdiv(s.depth, c.tile_k), cut.groups,
@@ -303,7 +291,7 @@ class Launcher:
         )  # fmt: skip
         self.constants = (
             triton.next_power_of_2(max(s.experts, 32 * c.num_warps)), c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages,
-            c.num_warps, depth_first, c.block_tokens, c.block_cols, c.rows_in_flight, REDUCE_WARPS, 152,
+            c.num_warps, depth_first, c.block_tokens, c.block_cols, REDUCE_WARPS, 152,
         )  # fmt: skip
         self.options = {"num_warps": c.num_warps, "maxnreg": 168}  # 12 warps share the registers: 8 or 4, + 1 + 2, rounded up
         self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
