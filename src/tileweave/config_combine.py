@@ -109,7 +109,7 @@ def plan_combine(shape: GroupedProblem, machine: Machine, interpreting: bool) ->
 
 
 def _config_of(s: GroupedProblem) -> CombineConfig:
-    """By the rows an expert has on average: few rows are a stream of weights, many are tensor-core work (decisions 0069, 0077)."""
+    """By the rows an expert has on average: few are a stream of weights, many are tensor-core work (decisions 0069, 0077)."""
     rows = s.rows_per_expert
     if rows <= 4:
         workers = 32 if rows <= 2 else 64

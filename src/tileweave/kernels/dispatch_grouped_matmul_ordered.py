@@ -17,11 +17,11 @@ pushing are those of ``dispatch_grouped_matmul_hopper.py``. What differs:
 the proxies before TMA reads the rows. A tile that reaches past its expert's rows also loads rows of the next expert, placed
 or not: they make no row that is stored.
 
-Why nobody is stuck: units are taken in rising order by programs that run, and taking one waits for other ranks' pushes only, which
-wait for nobody and precede tickets in every program; *load* waits for units only.
+Why nobody is stuck: units are taken in rising order by programs that run, and who took one waits for other ranks' pushes only,
+which wait for nobody and precede tickets in every program; *load* waits for units only.
 
-Why the copy: a row is read once more and written once, k / R times a token's bytes, beside a matmul that reads it N / TILE_N times.
-The main loop fed by TMA is as fast as that of a dense matmul; the one that gathers by ``cp.async`` has 0.87 of it (decision 0075).
+Why the copy: a row is read once more and written once, beside a matmul that reads it N / TILE_N times. The main loop fed by
+TMA is as fast as that of a dense matmul; the one that gathers by ``cp.async`` has 0.87 of it (decision 0075).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.kernels.descriptors import descriptor
 from tileweave.kernels.dispatch_grouped_matmul_hopper import Launcher as HopperLauncher
-from tileweave.kernels.dispatch_grouped_matmul_hopper import (
+from tileweave.kernels.dispatch_roles_hopper import (
     PUSH_WARPS,
     SET,
     TICKETS,
@@ -105,8 +105,8 @@ def place_rows(
             row = gl.minimum(first + gl.arange(0, UNIT, layout=lane), last)
             step = row_steps(row_entry, row, max_tokens, topk, rank, WORLD_SIZE)
             wait_steps(
-                signals, expert // block_experts, gl.min(step, axis=0), gl.max(step, axis=0), rank, epoch, unit, control, report,
-                WORLD_SIZE, PUSH_WARPS,
+                signals, expert // block_experts, gl.min(step, axis=0), gl.max(step, axis=0), rank, epoch, unit, control,
+                report, WORLD_SIZE, PUSH_WARPS,
             )  # fmt: skip
         place_unit(x, slot, rows, row_entry, first, total, max_tokens, topk, depth, rank, WORLD_SIZE, layout)
         block_barrier()

@@ -205,6 +205,7 @@ def weigh_rows(
     dots = torch.zeros(fields[2].numel(), dtype=torch.float32, device=g.device)
     weigh_rows_kernel[(_programs(g, g.shape[0]),)](
         g, y, dots if weights is None else weights, y if weighted is None else weighted, fields[1], fields[0], dots, experts,
-        g.shape[1], WEIGHTED=weights is not None, BOTH=weighted is not None, WIDTH=min(2048, triton.next_power_of_2(g.shape[1])),
+        g.shape[1], WEIGHTED=weights is not None, BOTH=weighted is not None,
+        WIDTH=min(2048, triton.next_power_of_2(g.shape[1])),
     )  # fmt: skip
     return dots

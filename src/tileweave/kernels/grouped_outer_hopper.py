@@ -4,14 +4,14 @@
     out      [E, N, K]        zeros where an expert has no rows
 
 A grouped product whose depth is ragged and short: at 4096 tokens and 64 experts here a tile of out has some 17 blocks of 32
-rows, and then 64 KB to write. Two partitions: *load* (one warp) keeps a ring of [TILE_R, TILE_M] of left and [TILE_R, TILE_N] of right
-full by TMA; *multiply* runs wgmma on both as they are, depth first, and hands a tile to TMA in one piece, which writes it
-behind the next tile's matmul. A program takes every ``num_programs``-th tile; an expert's tiles go in bands, so that who works
-side by side shares rows.
+rows, and then 64 KB to write. Two partitions: *load* (one warp) keeps a ring of [TILE_R, TILE_M] of left and
+[TILE_R, TILE_N] of right full by TMA; *multiply* runs wgmma on both as they are, depth first, and hands a tile to TMA in
+one piece, which writes it behind the next tile's matmul. A program takes every ``num_programs``-th tile; an expert's tiles
+go in bands, so that who works side by side shares rows.
 
 The last block of an expert ends with its last row and begins before, in rows that have been multiplied: those are zeroed in
-shared memory, of left, and right's are the expert's own, so nothing of another expert or behind the last row is touched. Only an
-expert with fewer than TILE_R rows is read past its end; then both are zeroed there.
+shared memory, of left, and right's are the expert's own, so nothing of another expert or behind the last row is touched.
+Only an expert with fewer than TILE_R rows is read past its end; then both are zeroed there.
 
 Limits: N a multiple of TILE_M, rows at multiples of 16 bytes.
 """
@@ -100,7 +100,12 @@ def multiply_partition(
             if (block == blocks - 1) & (rows % TILE_R != 0):
                 few = rows < TILE_R
                 keep_rows(
-                    a_ring.index(at), gl.where(few, 0, TILE_R - rows % TILE_R), gl.where(few, rows, TILE_R), TILE_R, TILE_M, WARPS
+                    a_ring.index(at),
+                    gl.where(few, 0, TILE_R - rows % TILE_R),
+                    gl.where(few, rows, TILE_R),
+                    TILE_R,
+                    TILE_M,
+                    WARPS,
                 )
                 if few:
                     keep_rows(b_ring.index(at), 0, rows, TILE_R, TILE_N, WARPS)

@@ -50,7 +50,7 @@ def combine_gradients(
 
 
 def gradient_of_experts(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """left [n, N], right [n, K], offsets [E + 1] -> [E, N, K]: left.T @ right over each expert's rows; zeros where it has none."""
+    """left [n, N], right [n, K], offsets [E + 1] -> [E, N, K]: left.T @ right over each expert's rows; 0 where it has none."""
     machine = machine_of(left.device)
     if machine.arch == 90:
         from tileweave.kernels import grouped_outer_hopper
