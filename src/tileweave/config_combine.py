@@ -109,7 +109,7 @@ def plan_combine(shape: GroupedProblem, machine: Machine, interpreting: bool) ->
 
 
 def _config_of(s: GroupedProblem) -> CombineConfig:
-    """By the rows an expert has on average: few rows are a stream of weights, many are tensor-core work (decision 0069)."""
+    """By the rows an expert has on average: few are a stream of weights, many are tensor-core work (decisions 0069, 0077)."""
     rows = s.rows_per_expert
     if rows <= 4:
         workers = 32 if rows <= 2 else 64
@@ -120,6 +120,4 @@ def _config_of(s: GroupedProblem) -> CombineConfig:
         return CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)
     if rows <= 64:
         return CombineConfig("hopper", 64, 256, 64, 5, 4, 8, 4, 7, 4, 512)
-    if rows <= 256:
-        return CombineConfig("hopper", 64, 256, 64, 5, 4, 8, 8, 3, 16, 512)
     return CombineConfig("hopper", 128, 256, 64, 4, 8, 32 if rows >= 2048 else 8, 4, 7, 16, 512)

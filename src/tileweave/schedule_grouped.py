@@ -21,6 +21,7 @@ class DispatchConfig:
     num_producers : programs that push tokens ("triton": before they multiply); they must be resident together, so not all.
     push_rows : tokens that one has in flight ("triton").
     signal_blocks : at how many points of its list of experts a rank says that its tokens so far are there (at most 32).
+    ordered : whether rows are lined up in memory for TMA before they are multiplied, or gathered by tiles ("hopper").
     """
 
     kernel: KernelName
@@ -33,6 +34,7 @@ class DispatchConfig:
     num_producers: int = 32
     push_rows: int = 4
     signal_blocks: int = 8
+    ordered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +153,10 @@ def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Di
 
 
 def dispatch_config(p: GroupedProblem) -> DispatchConfig:
-    """By rows of an expert: low tiles where weights are all there is to read, and then nothing to overlap (decision 0069)."""
+    """By rows of an expert: low tiles where weights are all there is to read; above, rows in order (decisions 0069, 0075)."""
     rows = p.rows_per_expert
     if rows <= 2:
         return DispatchConfig("triton", 16, 128, 128, 5, 4, 8, 16, push_rows=1, signal_blocks=1)
     if rows <= 64:
         return DispatchConfig("hopper", 64, 128, 128, 4, 4, signal_blocks=1)
-    bands = 8 if rows < 2048 else 64  # all rows of a wide expert share its columns while L2 holds them
-    return DispatchConfig("hopper", 128, 256, 64, 4, 8, bands, 64, signal_blocks=min(32, p.experts))
+    return DispatchConfig("hopper", 128, 256, 64, 4, 8, 8, 64, signal_blocks=min(32, p.experts), ordered=True)

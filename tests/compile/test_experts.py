@@ -19,7 +19,8 @@ from triton import knobs
 
 from tileweave.kernels import dispatch_grouped_matmul as plain
 from tileweave.kernels import dispatch_grouped_matmul_hopper as hopper
-from tileweave.kernels import expert_rows, moe_routing
+from tileweave.kernels import dispatch_grouped_matmul_ordered as ordered
+from tileweave.kernels import expert_rows, grouped_outer_hopper, moe_routing
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops.routing_plan import bound_of, layout_of
 from tileweave.schedule_grouped import DispatchConfig, RoutingCut
@@ -34,6 +35,7 @@ HOPPER_CASES = (
     DispatchConfig("hopper", 128, 128, 64, 6, 8),
     DispatchConfig("hopper", 64, 64, 128, 6, 4, signal_blocks=1),
 )
+ORDERED_CASES = (DispatchConfig("hopper", 128, 256, 64, 4, 8, signal_blocks=32, ordered=True),)
 
 
 def endpoint(slot_size: int, dtype: torch.dtype) -> Endpoint:
@@ -69,7 +71,7 @@ def compile_dispatch(config: DispatchConfig, target: str, depth: int = DEPTH, tu
     bound = bound_of(WORLD_SIZE, TOKENS, TOPK, EXPERTS)
     y = torch.empty(bound, COLS, dtype=torch.bfloat16)
     peers = endpoint(3 * TOKENS * depth, torch.bfloat16)
-    make = hopper.Launcher if config.kernel == "hopper" else plain.Launcher
+    make = (ordered if config.ordered else hopper if config.kernel == "hopper" else plain).Launcher
     with knobs.compilation.scope(), offline(target) as launched:
         knobs.compilation.disable_line_info = True
         make(peers, config, RANK, WORLD_SIZE, TOKENS, TOPK, bound, w, 132)(x, w, y, fields())
@@ -92,10 +94,13 @@ def test_dispatch_fits_every_target(config: DispatchConfig, target: str) -> None
     assert compiled.fits_shared and compiled.spills is not None and compiled.spills <= 16
 
 
-@pytest.mark.parametrize(("config", "turned"), [*((c, False) for c in HOPPER_CASES), (HOPPER_CASES[0], True)], ids=str)
+EITHER_WAY = [(HOPPER_CASES[0], True), (ORDERED_CASES[0], True)]
+
+
+@pytest.mark.parametrize(("config", "turned"), [*((c, False) for c in HOPPER_CASES + ORDERED_CASES), *EITHER_WAY], ids=str)
 def test_hopper_fits(config: DispatchConfig, turned: bool) -> None:
     compiled = compile_dispatch(config, "sm_90", turned=turned)
-    assert compiled.name == "dispatch_grouped_matmul_hopper_kernel"
+    assert compiled.name == f"dispatch_grouped_matmul_{'ordered' if config.ordered else 'hopper'}_kernel"
     assert compiled.registers == 168 and compiled.spills is not None and compiled.spills <= 32 and compiled.fits_shared
 
 
@@ -114,6 +119,26 @@ def test_rows_are_gathered_16_bytes_at_once(config: DispatchConfig) -> None:
         assert f", {threads + 1};" in "".join(re.findall(r"mbarrier\.init[^;]*;", ptx))
 
 
+@pytest.mark.parametrize("config", ORDERED_CASES, ids=str)
+def test_rows_in_order_come_by_tma(config: DispatchConfig) -> None:
+    """Rows and weights, by one load each; what lines rows up moves 16 bytes at once, and releases what it has placed."""
+    ptx = str(compile_dispatch(config, "sm_90").ptx)
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)) == 2 and "cp.async.cg" not in ptx
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx and not re.search(r"[sl][td]\.global\S*\.b16", ptx)
+    assert "atom.global.gpu.release.exch.b32" in ptx and "fence.proxy.async" in ptx
+
+
+def test_gradients_of_experts_fit() -> None:
+    left, right = torch.empty(640, 256, dtype=torch.bfloat16), torch.empty(640, 512, dtype=torch.bfloat16)
+    assert grouped_outer_hopper.takes(left, right) and not grouped_outer_hopper.takes(left[:, :128], right)
+    with knobs.compilation.scope(), offline("sm_90") as launched:
+        knobs.compilation.disable_line_info = True
+        grouped_outer_hopper.grouped_outer(left, right, torch.zeros(EXPERTS + 1, dtype=torch.int32), 132)
+    (compiled,) = launched
+    assert compiled.registers == 168 and compiled.spills == 0 and compiled.fits_shared
+    assert "wgmma.mma_async" in str(compiled.ptx) and "cp.async.bulk.tensor.2d.global.shared" in str(compiled.ptx)
+
+
 @pytest.mark.parametrize("target", NVIDIA)
 def test_plain_kernels_keep_the_protocol(target: str) -> None:
     sort, _ = compile_routing(target, torch.int32, 32, SORT)  # the other one does not wait
@@ -123,7 +148,7 @@ def test_plain_kernels_keep_the_protocol(target: str) -> None:
         assert lint(compiled, guarded=("slots",)) == []
 
 
-@pytest.mark.parametrize("config", HOPPER_CASES, ids=str)
+@pytest.mark.parametrize("config", HOPPER_CASES + ORDERED_CASES, ids=str)
 def test_hopper_keeps_the_protocol(config: DispatchConfig) -> None:
     compiled = compile_dispatch(config, "sm_90")
     assert operations(compiled, guarded=("slots",)).signals
@@ -147,8 +172,8 @@ def test_kernels_on_rows_fit_every_target(target: str) -> None:
         expert_rows.gather_rows(x, kept, table, EXPERTS, TOKENS, TOPK, RANK, WORLD_SIZE)
         peers = endpoint(3 * TOKENS * DEPTH, torch.bfloat16)
         factors = torch.zeros(WORLD_SIZE * TOKENS * TOPK)
-        expert_rows.gather_rows(x, peers, table, EXPERTS, TOKENS, TOPK, RANK, WORLD_SIZE, factors)
-        expert_rows.weigh_rows(y, y, factors, table, EXPERTS)
+        expert_rows.gather_rows(x, peers, table, EXPERTS, TOKENS, TOPK, RANK, WORLD_SIZE)
+        expert_rows.weigh_rows(y, y, factors, torch.empty_like(y), table, EXPERTS)
         expert_rows.zero_unused(torch.empty(EXPERTS, COLS, DEPTH, dtype=torch.bfloat16), table[0])
         expert_rows.swiglu(y, y[:, :DEPTH].contiguous(), table[0], EXPERTS)
         expert_rows.swiglu_gradient(y[:, :DEPTH].contiguous(), y, y, table[0], EXPERTS)

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 HOPPER = DispatchConfig("hopper", 128, 256, 64, 4, 8, 4, signal_blocks=32)
 CUTS = {
     "hopper": HOPPER,
+    "ordered": replace(HOPPER, ordered=True),
     "hopper-low": DispatchConfig("hopper", 64, 64, 128, 4, 4, 4, signal_blocks=2),
     "triton": DispatchConfig("triton", 64, 128, 64, 3, 4, 4, 8, 4, 4),
     "triton-low": DispatchConfig("triton", 16, 64, 128, 3, 4, 8, 4, 1, 1),

@@ -9,7 +9,8 @@ no order    the same without taking rows by index: not a right result, but what 
 matmul      torch._grouped_mm alone
 ==========  ==========================================================================================================
 
-Floor: bytes of tokens, once a rank that has an expert of them, at 350 GB/s; the limit is that or the matmul.
+Floor: bytes of tokens, once a rank that has an expert of them, at 350 GB/s, of the rank that sends or receives most; the
+limit is that or the matmul of the rank with most rows, so under skew it is what the busiest rank alone needs.
 """
 
 from __future__ import annotations
@@ -102,11 +103,16 @@ class ExpertPeers:
         return reference.all_to_all_whole(rows.reshape(-1), split, sizes, self.group).view(-1, width)
 
     def link_us(self) -> float:
-        """The most any rank sends, at the link's rate."""
-        here = (self.sets[0].plan.entry_row.view(self.size, -1, self.case.topk) >= 0).any(-1).sum(1)
-        here[self.rank] = 0
+        """The most that any rank sends or receives, at the link's rate."""
+        r = self.sets[0]
+        others = torch.ones(self.size, dtype=torch.bool, device=self.device)
+        others[self.rank] = False
+        tokens_here = (r.plan.entry_row.view(self.size, -1, self.case.topk) >= 0).any(-1).sum(1)[others].sum()
+        owners = r.ids[self.rank].long() // self.local
+        own_there = torch.stack([(owners == peer).any(-1).sum() for peer in range(self.size)])[others].sum()
         width = self.case.cols if self.case.op == COMBINE else self.case.depth
-        return worst(float(here.sum()) * width * self.dtype.itemsize / LINK, self.device, self.group) * 1e6
+        busier = float(torch.maximum(tokens_here, own_there))
+        return worst(busier * width * self.dtype.itemsize / LINK, self.device, self.group) * 1e6
 
     def error(self) -> float:
         """Collective: worst relative error of sampled rows of this rank, ours and unfused, over every routing."""

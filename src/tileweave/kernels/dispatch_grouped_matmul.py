@@ -53,8 +53,8 @@ from tileweave.schedule_grouped import DispatchConfig, dispatch_counts
 
 MAX_BLOCKS = tl.constexpr(32)  # signal words of a source
 TICKETS, PUSHED = tl.constexpr(0), tl.constexpr(1)  # counters of a call: [PUSHED + block]
-SET = tl.constexpr(MAX_BLOCKS + 1)  # counters of a call; there are two sets
-COUNTERS = 2 * 33
+SET = tl.constexpr(MAX_BLOCKS + 2)  # counters of a call; there are two sets; the last is the ordered Hopper kernel's
+COUNTERS = 2 * 34
 
 
 @triton.jit

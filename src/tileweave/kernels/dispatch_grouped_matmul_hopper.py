@@ -4,7 +4,7 @@ Read ``kernels/dispatch_grouped_matmul.py`` first: equation, signals, timeline a
 
 - Three partitions: *gather* waits, brings the rows of a tile from where they are, 16 bytes a lane by ``cp.async``, and asks
   TMA for weights; *multiply* runs wgmma and the epilogue; *push* sends own tokens, in the first programs, beside the other two.
-- Tiles are dealt in turn, not by tickets: no program multiplies less because it pushes.
+- *gather* draws the number of a tile and hands it to *multiply* through shared memory; pushing takes nothing from either.
 - A buffer of the ring is full when TMA has brought the weights and every lane of *gather* its part of the rows: each lane's
   arrival is asked for behind its copies (``cp.async.mbarrier.arrive``), so *gather* never waits for what it asked for.
 - Once every peer has signalled its last block, *gather* looks at no signal any more.
@@ -15,38 +15,42 @@ Limits: K a multiple of ``tile_k``; experts one behind the other, rows at multip
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.kernels.descriptors import descriptor
 from tileweave.kernels.dispatch_grouped_matmul import Launcher as TritonLauncher
 from tileweave.kernels.dispatch_grouped_matmul import depth_first
-from tileweave.kernels.endpoint import Endpoint
-from tileweave.kernels.grouped_tiles import SOURCES
-from tileweave.language.hopper import (
-    acquire,
-    block_barrier,
-    leave,
-    load_async,
-    make_ring,
-    multiply_tile,
-    notify_all,
-    spin,
-    store_tile,
-    symm_at,
+from tileweave.kernels.dispatch_roles_hopper import (
+    MAX_BLOCKS,
+    PUSH_WARPS,
+    SET,
+    TICKETS,
+    all_have,
+    clear_counters,
+    deal,
+    first_expert,
+    make_deal,
+    multiply_partition,
+    place_in_expert,
+    push_tokens,
+    row_steps,
+    wait_steps,
+    walk_to,
 )
+from tileweave.kernels.endpoint import Endpoint
+from tileweave.language.hopper import acquire, leave, load_async, make_ring
 from tileweave.schedule import cdiv
 from tileweave.schedule_grouped import DispatchConfig, dispatch_counts
 
-MAX_BLOCKS = gl.constexpr(32)  # signal words of a source; see the Triton kernel for the counters
-TICKETS, PUSHED, SET = gl.constexpr(0), gl.constexpr(1), gl.constexpr(33)
-GATHER_WARPS, PUSH_WARPS = gl.constexpr(2), gl.constexpr(2)
+GATHER_WARPS = gl.constexpr(2)
 PUSH_BLOCK = 4096  # elements of a token that *push* has in flight: 64 a lane
 
-first_expert, walk_to, place_in_expert = (gluon.jit(source) for source in SOURCES)
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
@@ -65,39 +69,9 @@ def row_addresses(
 
 
 @gluon.jit
-def step_of(row_entry, row, max_tokens, topk, rank, WORLD_SIZE: gl.constexpr):
-    """How far down the ranks the token of ``row`` comes from."""
-    return (rank + WORLD_SIZE - gl.load(row_entry + row) // topk // max_tokens) % WORLD_SIZE
-
-
-@gluon.jit
-def wait_steps(
-    signals, block, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
-    """Wait for ``block`` from the ranks ``nearest`` to ``farthest`` steps down, but for this rank."""
-    for step in range(gl.maximum(nearest, 1), farthest + 1):
-        source = (rank + WORLD_SIZE - step) % WORLD_SIZE
-        spin(signals + block, source, source, MAX_BLOCKS, epoch, tile, control, report, 1, 1, WARPS)
-    acquire(epoch)
-
-
-@gluon.jit
-def all_have(signals, block, rank, epoch, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr):
-    """Whether all other ranks have signalled ``block``; orders nothing.
-
-    A word for each lane, and the least over all lanes: every lane gets the same answer, though the words change meanwhile.
-    Scalar loads would be one for each lane, and lanes that disagree part for ever at the next barrier.
-    """
-    OTHERS: gl.constexpr = WORLD_SIZE - 1 if WORLD_SIZE > 1 else 1
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    source = (rank + 1 + gl.arange(0, 32 * WARPS, layout=lane) % OTHERS) % WORLD_SIZE
-    return gl.min(gl.load(signals + source * MAX_BLOCKS + block, volatile=True) - epoch, axis=0) >= 0
-
-
-@gluon.jit
 def gather_partition(
-    x, w_desc, a_ring, b_ring, empty, ready, offsets, row_entry, slots, signals, control, report,
-    slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks, num_partitions,
+    x, w_desc, a_ring, b_ring, empty, ready, numbers, dealt, taken, counters, offsets, row_entry, slots, signals, control,
+    report, slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks, num_partitions,
     WORLD_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -105,8 +79,6 @@ def gather_partition(
     LANES: gl.constexpr = TILE_K // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [GATHER_WARPS, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    program = gl.program_id(0)
-    num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
     slot = slots + (epoch & 1).to(gl.int64) * slot_size
     k = gl.arange(0, TILE_K, layout=gl.SliceLayout(0, layout))
@@ -114,7 +86,9 @@ def gather_partition(
     turn = 0
     acquire(epoch)
     arrived = WORLD_SIZE == 1  # everything is there, so look at no signal
-    tile = program
+    tickets = counters + (epoch & 1) * SET + TICKETS
+    count = 0
+    tile = deal(tickets, count, numbers, dealt, taken, GATHER_WARPS)
     expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
     expert, first_tile, next_tile, begin, end = walk_to(
         tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
@@ -126,8 +100,8 @@ def gather_partition(
         )
         if not arrived:
             arrived = all_have(signals, blocks - 1, rank, epoch, WORLD_SIZE, GATHER_WARPS)
-            nearest = step_of(row_entry, first_row, max_tokens, topk, rank, WORLD_SIZE)
-            farthest = step_of(row_entry, gl.minimum(first_row + TILE_M, end) - 1, max_tokens, topk, rank, WORLD_SIZE)
+            nearest = row_steps(row_entry, first_row, max_tokens, topk, rank, WORLD_SIZE)
+            farthest = row_steps(row_entry, gl.minimum(first_row + TILE_M, end) - 1, max_tokens, topk, rank, WORLD_SIZE)
             wait_steps(
                 signals, expert // block_experts, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE,
                 GATHER_WARPS,
@@ -146,7 +120,8 @@ def gather_partition(
             copy_async(a_ring.index(at), source, there)
             async_copy.mbarrier_arrive(ready.index(at), increment_count=False)
             turn += 1
-        tile += num_programs
+        count += 1
+        tile = deal(tickets, count, numbers, dealt, taken, GATHER_WARPS)
         expert, first_tile, next_tile, begin, end = walk_to(
             tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
         )
@@ -156,86 +131,21 @@ def gather_partition(
 
 
 @gluon.jit
-def multiply_partition(
-    y, y_desc, y_buffer, a_ring, b_ring, empty, ready, offsets, control, experts, cols, tile_cols, k_blocks, num_partitions,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    HALVES: gl.constexpr, BY_TMA: gl.constexpr, DEPTH_FIRST: gl.constexpr,
-):  # fmt: skip
-    """The warpgroups: multiply each tile from the ring, then store its rows."""
-    program = gl.program_id(0)
-    num_programs = gl.num_programs(0)
-    epoch = gl.load(control, volatile=True)
-    turn = 0
-    tile = program
-    expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
-    expert, first_tile, next_tile, begin, end = walk_to(
-        tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-    )
-    while expert < experts:
-        first_row, col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
-        acc, turn, fault = multiply_tile(
-            turn, k_blocks, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS, True, DEPTH_FIRST
-        )
-        store_tile(
-            acc, fault, y, y, y_desc, y_buffer, y, epoch * 0, 0, 1, first_row, end, col * TILE_N, cols, -1,
-            TILE_M, TILE_N, HALVES, False, BY_TMA,
-        )  # fmt: skip
-        tile += num_programs
-        expert, first_tile, next_tile, begin, end = walk_to(
-            tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-        )
-    tma.store_wait(0)
-    leave(control, epoch, num_partitions)
-
-
-@gluon.jit
-def push_to(
-    x, send_order, send_offsets, slot_table, slot_offset, peer, place, first, last, max_tokens, experts, depth, program,
-    num_producers, BLOCK: gl.constexpr,
-):  # fmt: skip
-    """This program's share of the tokens whose lowest expert on ``peer`` is in [first, last), into its slot at ``place``."""
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [PUSH_WARPS], [0])
-    bounds = send_offsets + peer * (experts + 1)
-    target = symm_at(slot_table, peer, x.dtype.element_ty) + slot_offset + place * max_tokens.to(gl.int64) * depth
-    for index in range(gl.load(bounds + first) + program, gl.load(bounds + last), num_producers):
-        row = gl.load(send_order + peer * max_tokens + index).to(gl.int64) * depth
-        for column in range(0, depth, BLOCK):
-            at = column + gl.arange(0, BLOCK, layout=layout)
-            mask = at < depth
-            value = gl.load(gl.multiple_of(x + row + at, [16]), mask=mask)
-            gl.store(gl.multiple_of(target + row + at, [16]), value, mask=mask)
-
-
-@gluon.jit
 def push_partition(
     x, send_order, send_offsets, slot_table, signal_table, signals, control, report, counters,
     slot_size, rank, max_tokens, experts, depth, block_experts, blocks, num_producers, num_partitions,
     WORLD_SIZE: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Two warps: this program's share of the own tokens, block by block; at last, in the last program, wait for all ranks."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [PUSH_WARPS], [0])
+    """Two warps: this program's share of the own tokens; at last, in the last program, wait for all ranks."""
     program = gl.program_id(0)
-    num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
-    slot_offset = (epoch & 1).to(gl.int64) * slot_size
-    if program == 0:
-        at = gl.arange(0, 64, layout=lanes)
-        gl.store(counters + (1 - (epoch & 1)) * SET + at, at * 0, mask=at < SET)
+    clear_counters(counters, epoch, program)
     if WORLD_SIZE > 1:
-        if program < num_producers:
-            for block in range(0, blocks):
-                first = block * block_experts
-                last = gl.minimum(first + block_experts, experts)
-                for i in gl.static_range(1, WORLD_SIZE):
-                    push_to(
-                        x, send_order, send_offsets, slot_table, slot_offset, (rank + i) % WORLD_SIZE, i - 1, first, last,
-                        max_tokens, experts, depth, program, num_producers, BLOCK,
-                    )  # fmt: skip
-                block_barrier()
-                pushed = counters + (epoch & 1) * SET + PUSHED + block
-                if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:
-                    notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
-        farthest = gl.where(program == num_programs - 1, WORLD_SIZE - 1, 0)  # the others wait for nobody
+        push_tokens(
+            x, send_order, send_offsets, slot_table, signal_table, counters, (epoch & 1).to(gl.int64) * slot_size, rank,
+            max_tokens, experts, depth, block_experts, blocks, program, num_producers, epoch, WORLD_SIZE, BLOCK,
+        )  # fmt: skip
+        farthest = gl.where(program == gl.num_programs(0) - 1, WORLD_SIZE - 1, 0)  # the others wait for nobody
         wait_steps(signals, blocks - 1, 1, farthest, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS)
     leave(control, epoch, num_partitions)
 
@@ -257,17 +167,18 @@ def dispatch_grouped_matmul_hopper_kernel(
     """Dispatch the partitions."""
     a_ring, b_ring, empty, ready = make_ring(w_desc, w_desc, TILE_M, TILE_K, STAGES, 32 * GATHER_WARPS + 1)
     y_buffer = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
+    numbers, dealt, taken = make_deal()
     num_partitions = gl.num_programs(0) * 3
     gl.warp_specialize(
         [
             (multiply_partition, (
-                y, y_desc, y_buffer, a_ring, b_ring, empty, ready, offsets, control, experts, cols, tile_cols, k_blocks,
-                num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST,
+                y, y_desc, y_buffer, a_ring, b_ring, empty, ready, numbers, dealt, taken, offsets, control, experts, cols,
+                tile_cols, k_blocks, num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST, True,
             )),
             (gather_partition, (
-                x, w_desc, a_ring, b_ring, empty, ready, offsets, row_entry, slots, signals, control, report,
-                slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks,
-                num_partitions, WORLD_SIZE, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, DEPTH_FIRST,
+                x, w_desc, a_ring, b_ring, empty, ready, numbers, dealt, taken, counters, offsets, row_entry, slots, signals,
+                control, report, slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols,
+                k_blocks, num_partitions, WORLD_SIZE, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, DEPTH_FIRST,
             )),
             (push_partition, (
                 x, send_order, send_offsets, slot_table, signal_table, signals, control, report, counters,
@@ -317,13 +228,17 @@ class Launcher:
         self.constants = (world_size, PUSH_BLOCK, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages, c.num_warps)
         self.plain = TritonLauncher(peers, _portable(c), rank, world_size, max_tokens, topk, bound, w, num_sms)
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: tuple[torch.Tensor, ...]) -> None:
-        """Launch on the current stream. ``fields``: those of the plan, in its order."""
-        p, c = self.peers, self.config
-        if not takes(x, w, c):
-            return self.plain(x, w, y, fields)
-        experts, cols, depth = w.shape
-        offsets, row_entry, _, _, send_order, send_offsets = fields
+    def __call__(
+        self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor | None:
+        """Launch on the current stream. ``fields``: those of the plan, in order. Returns rows in order, if it makes them."""
+        if takes(x, w, self.config):
+            return self.launch(x, w, y, fields)
+        return self.plain(x, w, y, fields)
+
+    def maps(self, w: torch.Tensor, y: torch.Tensor) -> tuple[Any, Any, bool, bool]:
+        """(descriptors of w and y, whether TMA can store y, whether experts are depth first)."""
+        c, (experts, cols, depth) = self.config, w.shape
         by_tma = cols * y.element_size() % 16 == 0 and y.data_ptr() % 16 == 0
         turned = depth_first(w)
         shape, tile = [experts * cols, depth], [c.tile_n, c.tile_k]
@@ -332,10 +247,18 @@ class Launcher:
         w_desc = descriptor(w.data_ptr(), w.dtype, shape, w.stride(2 if turned else 1), tile)
         target, shape = (y.data_ptr(), [self.bound, cols]) if by_tma else (w.data_ptr(), [experts * cols, depth])
         y_desc = descriptor(target, y.dtype, shape, shape[1], [c.tile_m, c.tile_n // self.halves])
+        return w_desc, y_desc, by_tma, turned
+
+    def launch(
+        self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor | None:
+        p = self.peers
+        offsets, row_entry, _, _, send_order, send_offsets = fields
+        w_desc, y_desc, by_tma, turned = self.maps(w, y)
         dispatch_grouped_matmul_hopper_kernel[(self.programs,)](
             w_desc, y_desc, x, y, offsets, row_entry, send_order, send_offsets, p.slots, p.slot_table, p.signal_table,
             p.signals, p.control, p.report, p.counters, *self.integers, *self.constants, self.halves, by_tma, 96, turned,
-            num_warps=c.num_warps, maxnreg=168,
+            num_warps=self.config.num_warps, maxnreg=168,
         )  # fmt: skip
         return None
 

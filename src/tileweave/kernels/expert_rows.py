@@ -64,10 +64,10 @@ def keep_tokens(peers: Endpoint, kept: torch.Tensor, entry_row: torch.Tensor, to
 
 @triton.jit
 def gather_rows_kernel(
-    x, kept, row_entry, offsets, out, factors, control, slot_size, experts, max_tokens, topk, rank, depth,
-    FROM_SLOT: tl.constexpr, WEIGHTED: tl.constexpr, WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, kept, row_entry, offsets, out, control, slot_size, experts, max_tokens, topk, rank, depth,
+    FROM_SLOT: tl.constexpr, WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of rows, own ones from x, those of rank-1-i from place i of ``kept``, times the entry's factor if ``WEIGHTED``.
+    """Tokens of rows, own ones from x, those of rank-1-i from place i of ``kept``.
 
     ``FROM_SLOT``: ``kept`` is both slots, and the one of the call that the epoch has just left behind is read.
     """
@@ -77,8 +77,6 @@ def gather_rows_kernel(
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS)
         entry = tl.load(row_entry + row, mask=row < rows, other=0)
-        if WEIGHTED:
-            factor = tl.load(factors + entry)[:, None]
         token = entry // topk
         step = (rank + WORLD_SIZE - token // max_tokens) % WORLD_SIZE
         token = (token % max_tokens).to(tl.int64)
@@ -90,25 +88,22 @@ def gather_rows_kernel(
             inside = (at < depth)[None, :]
             value = tl.load(x + token[:, None] * depth + at[None, :], mask=own[:, None] & inside, other=0.0)
             value += tl.load(kept + remote[:, None] * depth + at[None, :], mask=there[:, None] & inside, other=0.0)
-            if WEIGHTED:
-                value = (value.to(tl.float32) * factor).to(out.dtype.element_ty)
             tl.store(out + row.to(tl.int64)[:, None] * depth + at[None, :], value, mask=(row < rows)[:, None] & inside)
 
 
 def gather_rows(
     x: torch.Tensor, kept: torch.Tensor | Endpoint, fields: tuple[torch.Tensor, ...], experts: int, max_tokens: int, topk: int,
-    rank: int, world_size: int, factors: torch.Tensor | None = None,
+    rank: int, world_size: int,
 ) -> torch.Tensor:  # fmt: skip
     """[bound, K]: the token of each row of the plan with ``fields``. x [T, K] own tokens; kept [R - 1, max_tokens, K], or the
-    instance whose last call received them. ``factors``: fp32 of all entries; rows are multiplied by theirs and rounded."""
+    instance whose last call received them."""
     offsets, row_entry = fields[0], fields[1]
     in_slot = isinstance(kept, Endpoint)
     places, control, slot_size = (kept.slots, kept.control, kept.slot_size) if in_slot else (kept, offsets, 0)
     out = x.new_empty(row_entry.numel(), x.shape[1])
     gather_rows_kernel[(_programs(x, triton.cdiv(out.shape[0], COPY_ROWS)),)](
-        x, places, row_entry, offsets, out, offsets if factors is None else factors, control, slot_size, experts, max_tokens,
-        topk, rank, x.shape[1], FROM_SLOT=in_slot, WEIGHTED=factors is not None, WORLD_SIZE=world_size, ROWS=COPY_ROWS,
-        WIDTH=min(1024, triton.next_power_of_2(x.shape[1])),
+        x, places, row_entry, offsets, out, control, slot_size, experts, max_tokens, topk, rank, x.shape[1],
+        FROM_SLOT=in_slot, WORLD_SIZE=world_size, ROWS=COPY_ROWS, WIDTH=min(1024, triton.next_power_of_2(x.shape[1])),
     )  # fmt: skip
     return out
 
@@ -178,10 +173,10 @@ def swiglu_gradient(grad: torch.Tensor, y: torch.Tensor, out: torch.Tensor, offs
 
 @triton.jit
 def weigh_rows_kernel(
-    g, y, weights, row_entry, offsets, dots, experts, width,
-    WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
+    g, y, weights, weighted, row_entry, offsets, dots, experts, width,
+    WEIGHTED: tl.constexpr, BOTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A row at a time: dots[entry of row] = g . y in fp32; g *= weight, in place."""
+    """A row at a time: dots[entry of row] = g . y in fp32; g *= weight, in place; ``BOTH``: weighted = y * weight."""
     for number in range(tl.program_id(0), tl.load(offsets + experts), tl.num_programs(0)):
         row = tl.cast(number, tl.int64) * width
         factor = 1.0
@@ -196,17 +191,21 @@ def weigh_rows_kernel(
             total += a * b
             if WEIGHTED:
                 tl.store(g + row + at, (a * factor).to(g.dtype.element_ty), mask=at < width)
+            if BOTH:
+                tl.store(weighted + row + at, (b * factor).to(g.dtype.element_ty), mask=at < width)
         tl.store(dots + entry, tl.sum(total, axis=0))
 
 
 def weigh_rows(
-    g: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None, fields: tuple[torch.Tensor, ...], experts: int
-) -> torch.Tensor:
+    g: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None, weighted: torch.Tensor | None,
+    fields: tuple[torch.Tensor, ...], experts: int,
+) -> torch.Tensor:  # fmt: skip
     """g, y [bound, I], contiguous; weights fp32 of all entries, None: 1. Gives dots of the rows of g and y, fp32, by entry, 0
-    for those that are not here; g *= weights."""
+    for those that are not here; g *= weights; ``weighted``, if there is one, is y * weights."""
     dots = torch.zeros(fields[2].numel(), dtype=torch.float32, device=g.device)
     weigh_rows_kernel[(_programs(g, g.shape[0]),)](
-        g, y, dots if weights is None else weights, fields[1], fields[0], dots, experts, g.shape[1],
-        WEIGHTED=weights is not None, WIDTH=min(2048, triton.next_power_of_2(g.shape[1])),
+        g, y, dots if weights is None else weights, y if weighted is None else weighted, fields[1], fields[0], dots, experts,
+        g.shape[1], WEIGHTED=weights is not None, BOTH=weighted is not None,
+        WIDTH=min(2048, triton.next_power_of_2(g.shape[1])),
     )  # fmt: skip
     return dots

@@ -25,6 +25,7 @@ from tileweave.config_combine import plan_combine
 from tileweave.errors import InputError, RankMismatchError, require
 from tileweave.ops import reference
 from tileweave.ops.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
+from tileweave.ops.expert_gradients import gradient_of_experts
 from tileweave.ops.grouped_matmul_combine_fused import run_fused as run_combine
 from tileweave.ops.grouped_matmul_combine_fused import shape_of
 from tileweave.ops.matmul_inputs import DTYPES
@@ -243,12 +244,15 @@ def _fake_out(x, experts, table, max_tokens, topk, group_name, *, out):
 def _setup_context(ctx, inputs, output) -> None:
     x, experts, table, ctx.max_tokens, ctx.topk, ctx.group_name, ctx.kept = inputs
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # zeros for kept tokens would be written and never read
+    ctx.shape = output[0].shape
     ctx.save_for_backward(x, experts, table, output[1])
 
 
 def _backward(ctx, grad, _):
     x, experts, table, kept = ctx.saved_tensors
     need_x, need_experts = ctx.needs_input_grad[:2]
+    grad = x.new_zeros(ctx.shape) if grad is None else grad  # all ranks call
     dx, dexperts = torch.ops.tileweave.dispatch_grouped_matmul_backward(
         grad, x, kept, experts, table, ctx.max_tokens, ctx.topk, ctx.group_name, need_x, need_experts and ctx.kept
     )
@@ -262,14 +266,12 @@ def _backward_implementation(grad, x, kept, experts, table, max_tokens, topk, gr
     dx = _sum_over_rows(grad, experts, routed, group_name) if need_x else empty
     if not need_experts:
         return dx, empty
-    if plan_call(experts, routed).cut is None:
-        return dx, reference.grouped_outer(grad, kept, routed.offsets)
-    from tileweave.kernels.expert_rows import gather_rows, zero_unused
+    rows = kept
+    if plan_call(experts, routed).cut is not None:
+        from tileweave.kernels.expert_rows import gather_rows
 
-    rows = gather_rows(x, kept, routed.fields, routed.local_experts, max_tokens, topk, routed.rank, routed.world_size)
-    dexperts = reference.grouped_outer(grad, rows, routed.offsets).contiguous()
-    zero_unused(dexperts, routed.offsets)
-    return dx, dexperts
+        rows = gather_rows(x, kept, routed.fields, routed.local_experts, max_tokens, topk, routed.rank, routed.world_size)
+    return dx, gradient_of_experts(grad, rows, routed.offsets)
 
 
 def _sum_over_rows(grad: torch.Tensor, experts: torch.Tensor, routed: RoutingPlan, group_name: str) -> torch.Tensor:

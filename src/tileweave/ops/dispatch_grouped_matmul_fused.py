@@ -72,26 +72,27 @@ def run_fused(
     group_name: str,
     config: DispatchConfig,
     kept: torch.Tensor | None = None,
-) -> Endpoint:
+) -> tuple[Endpoint, torch.Tensor | None]:
     """x [T, K], experts [E_local, N, K] -> y [bound, N]; ``kept`` [R - 1, max_tokens, K] takes the peers' tokens that have
-    an expert here. They stand in the slot, too, of the endpoint that is returned, until the next call."""
+    an expert here. They stand in the slot, too, of the endpoint that is returned, until the next call. With it, [bound, K]:
+    the token of each row, if the kernel has lined them up."""
     workspace = _workspace(group_name, x.device)
     transport = workspace.transport
     instance = workspace.instance(OP, "sm")
-    key = (x.shape, experts.shape, experts.stride(), x.dtype, plan.max_tokens, plan.topk, id(config))
+    key = (x.shape, experts.shape, experts.stride(), x.dtype, plan.max_tokens, plan.topk, config)
     found: Any = instance.cache.get(key)
     if found is None:
         instance.reserve(max((plan.world_size - 1) * plan.max_tokens * x.shape[1], 1) * x.element_size(), _counters())
-        launcher: Callable[..., None] = _launcher(config)(
+        launcher: Callable[..., torch.Tensor | None] = _launcher(config)(
             endpoint(instance, x.dtype), config, plan.rank, plan.world_size, plan.max_tokens, plan.topk, plan.bound, experts,
             transport.machine.num_sms,
         )  # fmt: skip
         mark = hash((*experts.shape, plan.max_tokens, plan.topk))
-        found = instance.cache[key] = (launcher, mark, config)  # the config is kept, so that its id stays its own
+        found = instance.cache[key] = (launcher, mark)
     instance.begin(found[1])
     peers = endpoint(instance, x.dtype)
     try:
-        found[0](x, experts, y, plan.fields)
+        rows = found[0](x, experts, y, plan.fields)
         if kept is not None and kept.numel():
             from tileweave.kernels.expert_rows import keep_tokens
 
@@ -99,7 +100,7 @@ def run_fused(
     finally:
         if not x.is_cuda:
             instance.check()
-    return peers
+    return peers, rows
 
 
 def _counters() -> int:
@@ -108,7 +109,11 @@ def _counters() -> int:
     return COUNTERS
 
 
-def _launcher(config: DispatchConfig) -> Callable[..., Callable[..., None]]:
+def _launcher(config: DispatchConfig) -> Callable[..., Callable[..., torch.Tensor | None]]:
+    if config.kernel == "hopper" and config.ordered:
+        from tileweave.kernels.dispatch_grouped_matmul_ordered import Launcher as OrderedLauncher
+
+        return OrderedLauncher
     if config.kernel == "hopper":
         from tileweave.kernels.dispatch_grouped_matmul_hopper import Launcher as HopperLauncher
 

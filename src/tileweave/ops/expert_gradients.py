@@ -41,17 +41,28 @@ def combine_gradients(
         g = reference.grouped_matmul(rows, experts.transpose(1, 2), plan.offsets)
         gy, right, dots = _weigh_rows(g, y, everyone, plan)
     else:
-        right = y.contiguous()
-        gy, dots, rows = _fused_rows(grad, right, experts, plan, everyone, group_name, config, need_experts)
+        gy, right, dots, rows = _fused_rows(grad, y.contiguous(), experts, plan, everyone, group_name, config, need_experts)
     if need_weights:
         gw = _sums_to_owners(dots, plan, group)
     if need_experts:
-        ge = reference.grouped_outer(rows, right, plan.offsets).contiguous()
-        if config is not None:
-            from tileweave.kernels.expert_rows import zero_unused
-
-            zero_unused(ge, plan.offsets)
+        ge = gradient_of_experts(rows, right, plan.offsets)
     return gy if need_y else grad.new_empty(0), ge, gw
+
+
+def gradient_of_experts(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """left [n, N], right [n, K], offsets [E + 1] -> [E, N, K]: left.T @ right over each expert's rows; 0 where it has none."""
+    machine = machine_of(left.device)
+    if machine.arch == 90:
+        from tileweave.kernels import grouped_outer_hopper
+
+        if grouped_outer_hopper.takes(left, right):
+            return grouped_outer_hopper.grouped_outer(left, right, offsets, machine.num_sms)
+    product = reference.grouped_outer(left, right, offsets).contiguous()
+    if left.is_cuda or interpreting():  # a library's grouped product may leave these undefined
+        from tileweave.kernels.expert_rows import zero_unused
+
+        zero_unused(product, offsets)
+    return product
 
 
 def _fused_rows(
@@ -63,21 +74,19 @@ def _fused_rows(
     group_name: str,
     config: DispatchConfig,
     keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(gy, dots by entry, rows of grad times their weights) by the dual operator; rows only if ``keep``.
-
-    The weight goes with these rows, which are made here anyway, and not with y, which then needs no copy.
-    """
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(gy, y times the weights, dots by entry, rows of grad) by the dual operator; what experts want only if ``keep``."""
     from tileweave.kernels import expert_rows
     from tileweave.ops.dispatch_grouped_matmul_fused import run_fused
 
     g = y.new_empty(plan.bound, experts.shape[2])
-    peers = run_fused(grad, experts.transpose(1, 2), plan, g, group_name, config)
-    rows = g
-    if keep:  # before anybody calls again
+    peers, rows = run_fused(grad, experts.transpose(1, 2), plan, g, group_name, config)
+    if rows is None and keep:  # before anybody calls again
         sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
-        rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes, everyone)
-    return g, expert_rows.weigh_rows(g, y, everyone, plan.fields, plan.local_experts), rows
+        rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes)
+    weighted = torch.empty_like(y) if keep and everyone is not None else None
+    dots = expert_rows.weigh_rows(g, y, everyone, weighted, plan.fields, plan.local_experts)
+    return g, y if weighted is None else weighted, dots, g if rows is None else rows
 
 
 def _weigh_rows(

@@ -1,0 +1,174 @@
+"""Roles that both Hopper kernels of ``dispatch_grouped_matmul`` have: dealing tiles, multiplying, pushing, waiting, in Gluon.
+
+See ``dispatch_grouped_matmul_hopper.py`` and ``dispatch_grouped_matmul_ordered.py`` for the partitions they make up, and
+``dispatch_grouped_matmul.py`` for the protocol.
+
+Tiles are tickets. Whoever feeds the ring draws the number of its next tile when it has asked for all of the last one, and
+hands it to *multiply* through shared memory. So tiles with numbers that follow each other, which share weights, begin at
+almost the same time, also after some have waited for a peer (decision 0076).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tileweave.kernels.grouped_tiles import SOURCES
+from tileweave.language.hopper import acquire, block_barrier, leave, multiply_tile, notify_all, spin, store_tile, symm_at
+
+MAX_BLOCKS = gl.constexpr(32)  # signal words of a source
+# Counters of a call, as in the Triton kernel: tickets for tiles, pushed blocks, tickets for units of rows. There are two sets.
+TICKETS, PUSHED, UNITS, SET = gl.constexpr(0), gl.constexpr(1), gl.constexpr(33), gl.constexpr(34)
+PUSH_WARPS = gl.constexpr(2)
+
+first_expert, walk_to, place_in_expert = (gluon.jit(source) for source in SOURCES)
+
+
+@gluon.jit
+def row_steps(row_entry, row, max_tokens, topk, rank, WORLD_SIZE: gl.constexpr):
+    """How far down the ranks the tokens of ``row`` come from, one or many."""
+    return (rank + WORLD_SIZE - gl.load(row_entry + row) // topk // max_tokens) % WORLD_SIZE
+
+
+@gluon.jit
+def wait_steps(
+    signals, block, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Wait for ``block`` from the ranks ``nearest`` to ``farthest`` steps down, but for this rank."""
+    for step in range(gl.maximum(nearest, 1), farthest + 1):
+        source = (rank + WORLD_SIZE - step) % WORLD_SIZE
+        spin(signals + block, source, source, MAX_BLOCKS, epoch, tile, control, report, 1, 1, WARPS)
+    acquire(epoch)
+
+
+@gluon.jit
+def all_have(signals, block, rank, epoch, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr):
+    """Whether all other ranks have signalled ``block``; orders nothing.
+
+    A word for each lane, and the least over all lanes: every lane gets the same answer, though the words change meanwhile.
+    Scalar loads would be one for each lane, and lanes that disagree part for ever at the next barrier.
+    """
+    OTHERS: gl.constexpr = WORLD_SIZE - 1 if WORLD_SIZE > 1 else 1
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    source = (rank + 1 + gl.arange(0, 32 * WARPS, layout=lane) % OTHERS) % WORLD_SIZE
+    return gl.min(gl.load(signals + source * MAX_BLOCKS + block, volatile=True) - epoch, axis=0) >= 0
+
+
+@gluon.jit
+def make_deal():
+    """Shared memory by which *load* hands the numbers of tiles to *multiply*, two in flight: (numbers, dealt, taken)."""
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    dealt = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(dealt.index(i), count=1)
+        mbarrier.init(taken.index(i), count=1)
+    return numbers, dealt, taken
+
+
+@gluon.jit
+def deal(tickets, count, numbers, dealt, taken, WARPS: gl.constexpr):
+    """*load*: draw the number of a tile and hand it on, as the ``count``-th. Returns it."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    tile = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    at = count % 2
+    mbarrier.wait(taken.index(at), ((count // 2) & 1) ^ 1)
+    numbers.index(at).store(gl.full([32], 0, gl.int32, lane) + tile)
+    block_barrier()
+    mbarrier.arrive(dealt.index(at), count=1)
+    return tile
+
+
+@gluon.jit
+def take(count, numbers, dealt, taken, WARPS: gl.constexpr):
+    """*multiply*: the ``count``-th number that was dealt."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    at = count % 2
+    mbarrier.wait(dealt.index(at), (count // 2) & 1)
+    tile = gl.max(numbers.index(at).load(lane), axis=0)
+    block_barrier()
+    mbarrier.arrive(taken.index(at), count=1)
+    return tile
+
+
+@gluon.jit
+def multiply_partition(
+    y, y_desc, y_buffer, a_ring, b_ring, empty, ready, numbers, dealt, taken, offsets, control, experts, cols, tile_cols,
+    k_blocks, num_partitions,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    HALVES: gl.constexpr, BY_TMA: gl.constexpr, DEPTH_FIRST: gl.constexpr, GATHERED: gl.constexpr,
+):  # fmt: skip
+    """The warpgroups: multiply each tile from the ring, then store its rows."""
+    epoch = gl.load(control, volatile=True)
+    turn = 0
+    count = 0
+    tile = take(count, numbers, dealt, taken, WARPS)
+    expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
+    expert, first_tile, next_tile, begin, end = walk_to(
+        tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
+    )
+    while expert < experts:
+        first_row, col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
+        acc, turn, fault = multiply_tile(
+            turn, k_blocks, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS, GATHERED, DEPTH_FIRST
+        )
+        store_tile(
+            acc, fault, y, y, y_desc, y_buffer, y, epoch * 0, 0, 1, first_row, end, col * TILE_N, cols, -1,
+            TILE_M, TILE_N, HALVES, False, BY_TMA,
+        )  # fmt: skip
+        count += 1
+        tile = take(count, numbers, dealt, taken, WARPS)
+        expert, first_tile, next_tile, begin, end = walk_to(
+            tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
+        )
+    tma.store_wait(0)
+    leave(control, epoch, num_partitions)
+
+
+@gluon.jit
+def push_to(
+    x, send_order, send_offsets, slot_table, slot_offset, peer, place, first, last, max_tokens, experts, depth, program,
+    num_producers, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """This program's share of the tokens whose lowest expert on ``peer`` is in [first, last), into its slot at ``place``."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [PUSH_WARPS], [0])
+    bounds = send_offsets + peer * (experts + 1)
+    target = symm_at(slot_table, peer, x.dtype.element_ty) + slot_offset + place * max_tokens.to(gl.int64) * depth
+    for index in range(gl.load(bounds + first) + program, gl.load(bounds + last), num_producers):
+        row = gl.load(send_order + peer * max_tokens + index).to(gl.int64) * depth
+        for column in range(0, depth, BLOCK):
+            at = column + gl.arange(0, BLOCK, layout=layout)
+            mask = at < depth
+            value = gl.load(gl.multiple_of(x + row + at, [16]), mask=mask)
+            gl.store(gl.multiple_of(target + row + at, [16]), value, mask=mask)
+
+
+@gluon.jit
+def push_tokens(
+    x, send_order, send_offsets, slot_table, signal_table, counters, slot_offset, rank, max_tokens, experts, depth,
+    block_experts, blocks, program, num_producers, epoch, WORLD_SIZE: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Producer, if this program is one: its share of the own tokens, block by block; who is the last in one signals it."""
+    if program < num_producers:
+        for block in range(0, blocks):
+            first = block * block_experts
+            last = gl.minimum(first + block_experts, experts)
+            for i in gl.static_range(1, WORLD_SIZE):
+                push_to(
+                    x, send_order, send_offsets, slot_table, slot_offset, (rank + i) % WORLD_SIZE, i - 1, first, last,
+                    max_tokens, experts, depth, program, num_producers, BLOCK,
+                )  # fmt: skip
+            block_barrier()
+            pushed = counters + (epoch & 1) * SET + PUSHED + block
+            if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:
+                notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
+
+
+@gluon.jit
+def clear_counters(counters, epoch, program):
+    """Program 0: zero what the next call counts."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [PUSH_WARPS], [0])
+    if program == 0:
+        at = gl.arange(0, 64, layout=lanes)
+        gl.store(counters + (1 - (epoch & 1)) * SET + at, at * 0, mask=at < SET)
