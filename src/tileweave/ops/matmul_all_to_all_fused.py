@@ -15,7 +15,7 @@ from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops.registry import copy_slot, endpoint, workspace_of
 from tileweave.schedule import arrival_order, cdiv
 from tileweave.schedule_scatter import Exchange, ScatterSchedule
-from tileweave.transport.base import EPOCH, Copy
+from tileweave.transport.base import EPOCH, Copies, Copy
 from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
 
 OP = "matmul_all_to_all"
@@ -69,7 +69,7 @@ class _FusedCall:
     config: MatmulConfig
     how: Exchange
     rows: int
-    copies: tuple[tuple[Copy, ...], ...]  # of a copy-engine call, by slot
+    copies: tuple[Copies, ...]  # of a copy-engine call, by slot
     launchers: dict[tuple[bool, int, int], Callable[..., None]]
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
@@ -113,7 +113,7 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, how: Exc
     return call  # type: ignore[return-value]
 
 
-def _pulls(instance: Instance, s: ScatterSchedule, how: Exchange, rows: int, itemsize: int, slot: int) -> tuple[Copy, ...]:
+def _pulls(instance: Instance, s: ScatterSchedule, how: Exchange, rows: int, itemsize: int, slot: int) -> Copies:
     """Each chunk of each peer once it is there, peers by order of arrival beside each other; then a signal to ourselves."""
     width = s.cols * itemsize
     pitch = width if how.gather_dim == 0 else width * s.world_size
@@ -133,4 +133,4 @@ def _pulls(instance: Instance, s: ScatterSchedule, how: Exchange, rows: int, ite
                 copies.append(Copy(0, at, width, offset, flag, 1, lane, end - begin, pitch, width))
     epoch = instance.control.data_ptr() + 4 * EPOCH
     copies.append(Copy(instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size), epoch, 4))
-    return tuple(copies)
+    return Copies(copies)

@@ -17,7 +17,7 @@ from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops.registry import copy_slot, endpoint, workspace_of
 from tileweave.schedule import push_order
 from tileweave.schedule_scatter import ScatterSchedule
-from tileweave.transport.base import EPOCH, Copy
+from tileweave.transport.base import EPOCH, Copies, Copy
 from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
 
 OP = "matmul_reduce_scatter"
@@ -80,7 +80,7 @@ class _FusedCall:
     schedule: ScatterSchedule
     config: MatmulConfig
     all_reduce: bool
-    copies: tuple[tuple[Copy, ...], ...]  # of a copy-engine call, by slot
+    copies: tuple[Copies, ...]  # of a copy-engine call, by slot
     launchers: dict[tuple[bool, int, int], Callable[..., None]]
 
     @property
@@ -138,7 +138,7 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: 
     return call  # type: ignore[return-value]
 
 
-def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) -> tuple[Copy, ...]:
+def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) -> Copies:
     """Each chunk to its owner once its tiles are counted in, a signal behind it, and one to ourselves behind the last."""
     epoch = instance.control.data_ptr() + 4 * EPOCH
     place_bytes = s.tile_rows * s.tile_m * s.cols * itemsize
@@ -155,4 +155,4 @@ def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) ->
             copies.append(Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, count, lane))
             copies.append(Copy(signal, epoch, 4, lane=lane))
     copies.append(Copy(instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size), epoch, 4))
-    return tuple(copies)
+    return Copies(copies)
