@@ -55,6 +55,7 @@ class Case:
     bias: bool = False
     gathered: bool = False
     trace: bool = False
+    depth_first: bool = False
 
     @property
     def push(self) -> bool:
@@ -66,7 +67,7 @@ class Case:
 
     def __str__(self) -> str:
         c = self.config
-        extras = [name for name in ("bias", "gathered", "trace") if getattr(self, name)]
+        extras = [name for name in ("bias", "gathered", "trace", "depth_first") if getattr(self, name)]
         parts = [c.kernel, c.transport, f"{c.tile_m}x{c.tile_n}x{c.tile_k}", f"{c.num_warps}w", f"g{c.group_m}"]
         parts += ["cut"] * c.split_tail + ["spans"] * self.spans + ["one-row"] * (self.rows == 1)
         parts += [f"n{self.cols}"] * (self.cols != COLS)
@@ -77,6 +78,7 @@ SMALL = MatmulConfig("triton", "sm", 64, 64, 32, num_stages=3, num_warps=4)
 TRITON_CASES = (
     Case(SMALL, rows=256),
     Case(SMALL, rows=16, bias=True, gathered=True, trace=True),
+    Case(SMALL, rows=256, depth_first=True),
     Case(replace(SMALL, transport="copy_engine"), rows=256, gathered=True),
 )
 
@@ -104,6 +106,8 @@ HOPPER_CASES = (
     replace(NARROW, bias=True, gathered=True, trace=True),
     replace(COPIED, bias=True, gathered=True, trace=True),
     replace(COPIED, dtype=torch.float16),
+    replace(COPIED, config=replace(COPIED.config, tile_n=256, num_stages=4), gathered=True, depth_first=True),
+    replace(WIDE, depth_first=True),
     UNFIT_PITCH,
     replace(NARROW, rows=1),
 )
@@ -128,20 +132,25 @@ def compile_one(launch: Callable[[], object], target: str) -> Compiled:
     return compiled
 
 
+def weight(cols: int, depth: int, dtype: torch.dtype, depth_first: bool) -> torch.Tensor:
+    """[cols, depth], contiguous along either dimension."""
+    return torch.empty(depth, cols, dtype=dtype).t() if depth_first else torch.empty(cols, depth, dtype=dtype)
+
+
 @functools.cache
 def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     c, dtype = case.config, case.dtype
     problem = Problem(WORLD_SIZE, case.rows, case.cols, DEPTH, dtype.itemsize, "")
     schedule = schedule_for(problem, c, RANK, H200)
     peers = endpoint(schedule.slot_rows * DEPTH, dtype)
-    x, w = torch.empty(case.rows, DEPTH, dtype=dtype), torch.empty(case.cols, DEPTH, dtype=dtype)
+    x, w = torch.empty(case.rows, DEPTH, dtype=dtype), weight(case.cols, DEPTH, dtype, case.depth_first)
     out = torch.empty(WORLD_SIZE * case.rows, case.cols, dtype=dtype)
     bias = torch.empty(case.cols, dtype=dtype) if case.bias else None
     gathered = torch.empty(WORLD_SIZE * case.rows, DEPTH, dtype=dtype) if case.gathered else None
     trace = torch.zeros(c.num_slices + schedule.num_programs * schedule.max_units(), 4, dtype=torch.int64)
     if c.kernel == "hopper":
         assert fits(x, w)
-        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(peers, schedule, c, dtype, w.stride(0))
+        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(peers, schedule, c, dtype, w.stride())
     else:
         launcher = plain.Launcher(peers, schedule, c)
     return compile_one(lambda: launcher(x, w, bias, out, gathered, 0, trace if case.trace else None), target)

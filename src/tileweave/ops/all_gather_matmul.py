@@ -57,7 +57,7 @@ def all_gather_matmul(
     Parameters
     ----------
     x : [m, K] or [m, ..., K], contiguous; the same shape on every rank. Gathered along dimension 0.
-    w : [n, K], rows contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
+    w : [n, K], rows or columns contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
     bias : [n], or None.
     group : the ranks that share x; None is the default group. A group's name is accepted too.
     return_gathered : also return gather(x) [R * m, ..., K]; backward then keeps it and sends nothing again.

@@ -79,12 +79,12 @@ class _FusedCall:
     parts: Parts
     config: MatmulConfig
     copies: tuple[Copies, ...]  # of a copy-engine call, by slot
-    launchers: dict[tuple[bool, int], Callable[..., None]]
+    launchers: dict[tuple[object, ...], Callable[..., None]]
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
         """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
         address = (x.data_ptr() | w.data_ptr()) & 15
-        key = (address == 0, w.stride(0))
+        key = (address == 0, w.stride())
         found = self.launchers.get(key)
         if found is None:
             found = self.launchers[key] = self._make(x, w)
@@ -96,7 +96,7 @@ class _FusedCall:
             from tileweave.kernels.descriptors import fits
 
             if fits(x, w):
-                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, w.stride(0), self.parts)
+                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, w.stride(), self.parts)
         from tileweave.kernels.all_gather_matmul import Launcher
 
         return Launcher(self.endpoint, self.schedule, self.config, self.parts)

@@ -70,11 +70,11 @@ class _FusedCall:
     how: Exchange
     rows: int
     copies: tuple[Copies, ...]  # of a copy-engine call, by slot
-    launchers: dict[tuple[bool, int, int], Callable[..., None]]
+    launchers: dict[tuple[object, ...], Callable[..., None]]
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
         """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
-        key = ((x.data_ptr() | w.data_ptr() | out.data_ptr()) & 15 == 0, x.stride(0), w.stride(0))
+        key = ((x.data_ptr() | w.data_ptr() | out.data_ptr()) & 15 == 0, x.stride(0), w.stride())
         found = self.launchers.get(key)
         if found is None:
             found = self.launchers[key] = self._make(x, w, out)
@@ -87,7 +87,7 @@ class _FusedCall:
             from tileweave.kernels.matmul_all_to_all_hopper import Launcher as HopperLauncher
 
             if fits(x, w, out) and self.schedule.cols * x.element_size() % 16 == 0:
-                return HopperLauncher(*common, x.dtype, x.stride(0), w.stride(0))
+                return HopperLauncher(*common, x.dtype, x.stride(0), w.stride())
         from tileweave.kernels.matmul_all_to_all import Launcher
 
         return Launcher(*common)

@@ -81,7 +81,7 @@ class _FusedCall:
     config: MatmulConfig
     all_reduce: bool
     copies: tuple[Copies, ...]  # of a copy-engine call, by slot
-    launchers: dict[tuple[bool, int, int], Callable[..., None]]
+    launchers: dict[tuple[object, ...], Callable[..., None]]
 
     @property
     def staging_elements(self) -> int:
@@ -92,7 +92,7 @@ class _FusedCall:
         addresses = x.data_ptr() | w.data_ptr()
         if self.copies:
             addresses |= out.data_ptr()
-        key = (addresses & 15 == 0, x.stride(0), w.stride(0))
+        key = (addresses & 15 == 0, x.stride(0), w.stride())
         found = self.launchers.get(key)
         if found is None:
             found = self.launchers[key] = self._make(x, w, out)
@@ -105,7 +105,7 @@ class _FusedCall:
 
             if fits(x, w, *((out,) if self.copies else ())):  # beside copy engines, tiles leave by TMA
                 return HopperLauncher(
-                    self.endpoint, self.schedule, self.config, self.all_reduce, x.dtype, x.stride(0), w.stride(0)
+                    self.endpoint, self.schedule, self.config, self.all_reduce, x.dtype, x.stride(0), w.stride()
                 )
         from tileweave.kernels.matmul_reduce_scatter import Launcher
 

@@ -42,6 +42,7 @@ def describe(index: int) -> Machine:
 
 _LOG = logging.getLogger("tileweave")
 
+
 class Lane:
     """The order of our launches on one device: the stream of the last one.
 
