@@ -29,6 +29,7 @@ from triton import knobs
 from tileweave.config import Entry, MatmulConfig, Problem, schedule_for, tuned_entries
 from tileweave.kernels import all_gather_matmul as plain
 from tileweave.kernels import all_gather_matmul_hopper as hopper
+from tileweave.kernels.await_shards import await_shards
 from tileweave.kernels.barrier import barrier
 from tileweave.kernels.descriptors import fits
 from tileweave.kernels.endpoint import Endpoint
@@ -159,6 +160,11 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
 @functools.cache
 def compile_barrier(target: str) -> Compiled:
     return compile_one(lambda: barrier(endpoint(64, torch.bfloat16), WORLD_SIZE, RANK), target)
+
+
+def compile_await(target: str) -> Compiled:
+    x, whole = torch.empty(64, DEPTH, dtype=torch.bfloat16), torch.empty(WORLD_SIZE * 64, DEPTH, dtype=torch.bfloat16)
+    return compile_one(lambda: await_shards(endpoint(64, x.dtype), x, whole, WORLD_SIZE, RANK, 132), target)
 
 
 @functools.cache
@@ -295,6 +301,14 @@ def test_the_barrier_signals_and_awaits_every_peer() -> None:
         seen = seen_in(compiled, ())
         assert len(seen.waits) == signals_to_peers(compiled, seen) == WORLD_SIZE - 1
         assert broken(compiled, ()) == []
+
+
+def test_the_gather_of_backward_awaits_every_peer_and_its_own_pushes() -> None:
+    for target in TARGETS:
+        compiled = compile_await(target)
+        if target in NVIDIA:
+            assert len(seen_in(compiled, ()).waits) == WORLD_SIZE
+            assert compiled.spills == 0 and broken(compiled, ()) == []
 
 
 def test_the_example_keeps_the_protocol() -> None:

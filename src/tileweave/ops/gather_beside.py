@@ -35,6 +35,7 @@ class Gathering:
     """An all-gather under way; see :func:`begin_gather`."""
 
     _instance: Instance
+    _x: torch.Tensor
     _call: _Call
     _whole: torch.Tensor
     _capturing: bool
@@ -46,7 +47,9 @@ class Gathering:
         instance = self._instance
         transport = instance.transport
         try:
-            await_shards(self._call.endpoint, self._whole, transport.world_size, transport.rank)
+            await_shards(
+                self._call.endpoint, self._x, self._whole, transport.world_size, transport.rank, transport.machine.num_sms
+            )
         finally:
             # As in all_gather_matmul: the kernel on a device ends behind our pushes anyway.
             if self._capturing or not self._whole.is_cuda:
@@ -66,8 +69,7 @@ def begin_gather(x: torch.Tensor, group_name: str) -> Gathering:
     capturing = instance.begin(call.mark)
     slot = copy_slot(instance, call.endpoint)
     transport.push(call.copies[slot], x.data_ptr(), LINE)
-    call.slots[slot].view(transport.world_size, *x.shape)[transport.rank].copy_(x)
-    return Gathering(instance, call, call.slots[slot], capturing)
+    return Gathering(instance, x, call, call.slots[slot], capturing)
 
 
 def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
