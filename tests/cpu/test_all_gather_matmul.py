@@ -183,10 +183,11 @@ def test_gradients_in_a_group_of_one(worlds: Worlds) -> None:
 
 
 def test_what_backward_sends(world: World) -> None:
-    """The shard, and x is gathered again; or, where it is asked for, the gathered input, and only gx is sent."""
+    """The shard, and x is gathered again, by copy engines beside a fused dual; or the gathered input, and only gx is sent."""
     case = Case(7, 18, 40, bias=True)
-    sums = {} if parity.has_kernel(parity.RS) else {"begin_reduce_scatter": 1}
-    world.run(behaviour.what_backward_sends, case, {"begin_all_gather": 1, **sums}, 7 * 40)
+    fused = parity.has_kernel(parity.RS)
+    sums, gathers = ({}, {}) if fused else ({"begin_reduce_scatter": 1}, {"begin_all_gather": 1})
+    world.run(behaviour.what_backward_sends, case, {**gathers, **sums}, 7 * 40)
     world.run(behaviour.what_backward_sends, replace(case, gathered=True), sums, 7 * 40 * (1 + world.size))
 
 

@@ -21,6 +21,7 @@ from tileweave.transport.base import EPOCH, Copies, Copy
 from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
 
 OP = "matmul_reduce_scatter"
+ONE_LANE_ROWS = 1024
 
 
 def run_fused(
@@ -139,11 +140,16 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: 
 
 
 def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) -> Copies:
-    """Each chunk to its owner once its tiles are counted in, a signal behind it, and one to ourselves behind the last."""
+    """Each chunk to its owner once its tiles are counted in, a signal behind it, and one to ourselves behind the last.
+
+    Short copies go in one line, in the order in which they are made: lanes beside each other cost more than they bring, 3 to 8 %
+    up to 1024 rows of an owner (decision 0059).
+    """
     epoch = instance.control.data_ptr() + 4 * EPOCH
     place_bytes = s.tile_rows * s.tile_m * s.cols * itemsize
     copies = []
-    for lane, owner in enumerate(push_order(s.rank, s.world_size)):
+    for place, owner in enumerate(push_order(s.rank, s.world_size)):
+        lane = place if s.rows > ONE_LANE_ROWS else 0
         from_place, to_place = owner - (owner > s.rank), s.rank - (s.rank > owner)
         for chunk in range(s.chunks):
             first, end = s.chunk_bounds(chunk)
