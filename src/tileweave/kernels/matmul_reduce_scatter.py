@@ -136,9 +136,8 @@ def matmul_reduce_scatter_kernel(
     rank, slot, slot_size, place_size, rows, total_rows, cols, depth, stride_x, stride_w,
     num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
     WORLD_SIZE: tl.constexpr, PUSH: tl.constexpr, SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr, ALL_REDUCE: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRACE: tl.constexpr,
-    DEPTH_FIRST: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRACE: tl.constexpr, DEPTH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Compute, push, add; see the module's docstring for the protocol."""
     program = tl.program_id(0)
@@ -187,10 +186,9 @@ def matmul_reduce_scatter_kernel(
                 count_in(counters + num_programs + place * MAX_SLICES + chunk)
             if tl.max(own.to(tl.int32), axis=0) > 0:
                 if PUSH:
-                    inside = part_offsets(TILE_M, TILE_N)
                     acc = take_marked(
-                        acc, slots + slot_offset + at + inside, place_size, own[:, None] & (col >= 0)[None, :], 0, rank, tile,
-                        epoch, control, report, WORLD_SIZE - 1, MAX_SLICES,
+                        acc, slots + slot_offset + at + part_offsets(TILE_M, TILE_N), place_size,
+                        own[:, None] & (col >= 0)[None, :], 0, rank, tile, epoch, control, report, WORLD_SIZE - 1, MAX_SLICES,
                     )  # fmt: skip
                 else:
                     chunk = (first_row - rank * rows) // TILE_M // chunk_rows
