@@ -65,7 +65,7 @@ def begin_gather(x: torch.Tensor, group_name: str) -> Gathering:
     transport = workspace.transport
     instance = workspace.instance(OP, INSTANCE)
     call = instance.cache.get((x.shape, x.dtype)) or _prepare(instance, x)
-    assert isinstance(call, _Call)
+    assert isinstance(call, _Call), "its key has a shape, endpoints have a dtype alone"
     capturing = instance.begin(call.mark)
     slot = copy_slot(instance, call.endpoint)
     transport.push(call.copies[slot], x.data_ptr(), LINE)
