@@ -142,12 +142,16 @@ def close_frees_at_once(me: Member, case: Case) -> None:
 
 
 def weight_in_a_larger_tensor(me: Member, case: Case) -> None:
-    """Rows of w need not follow each other: a slice of a fused weight works without a copy."""
+    """Rows of w need not follow each other, a slice of a fused weight works without a copy; nor need lines run along K."""
     call = prepare(case, me.rank, me.world_size, me.device, 4)
     cols, depth = call.w.shape
     wide = torch.full((cols, depth + 24), float("nan"), dtype=case.torch_dtype, device=me.device)
     wide[:, 8 : 8 + depth] = call.w
     call.verify("w with a row stride", *invoke(case, replace(call.operands, w=wide[:, 8 : 8 + depth])))
+    if case.op != "matmul_all_reduce":
+        turned = torch.full((depth, cols + 24), float("nan"), dtype=case.torch_dtype, device=me.device)
+        turned[:, 8 : 8 + cols] = call.w.t()
+        call.verify("w the other way round", *invoke(case, replace(call.operands, w=turned[:, 8 : 8 + cols].t())))
 
 
 # --- Bad input ---

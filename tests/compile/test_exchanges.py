@@ -101,7 +101,7 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
         peers = endpoint(schedule.slot_elements(False), dtype)
         common = (peers, schedule, c, case.how, rows)
         if c.kernel == "hopper":
-            launcher = matmul_all_to_all_hopper.Launcher(*common, dtype, DEPTH, DEPTH)
+            launcher = matmul_all_to_all_hopper.Launcher(*common, dtype, DEPTH, w.stride())
         else:
             launcher = matmul_all_to_all.Launcher(*common)
         out = torch.empty(case.how.result(M, N, WORLD_SIZE), dtype=dtype)
@@ -112,7 +112,7 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     schedule, parts = _cut(x, w, c, case.how, rank)  # type: ignore[arg-type]
     peers = endpoint(x.numel(), dtype)
     if c.kernel == "hopper":
-        launch = all_gather_matmul_hopper.Launcher(peers, schedule, c, dtype, depth, parts)
+        launch = all_gather_matmul_hopper.Launcher(peers, schedule, c, dtype, w.stride(), parts)
     else:
         launch = all_gather_matmul.Launcher(peers, schedule, c, parts)
     kept = torch.empty(rows, depth, dtype=dtype) if case.kept else None

@@ -29,6 +29,7 @@ from triton import knobs
 from tileweave.config import Entry, MatmulConfig, Problem, schedule_for, tuned_entries
 from tileweave.kernels import all_gather_matmul as plain
 from tileweave.kernels import all_gather_matmul_hopper as hopper
+from tileweave.kernels.await_shards import await_shards
 from tileweave.kernels.barrier import barrier
 from tileweave.kernels.descriptors import fits
 from tileweave.kernels.endpoint import Endpoint
@@ -55,6 +56,7 @@ class Case:
     bias: bool = False
     gathered: bool = False
     trace: bool = False
+    depth_first: bool = False
 
     @property
     def push(self) -> bool:
@@ -66,7 +68,7 @@ class Case:
 
     def __str__(self) -> str:
         c = self.config
-        extras = [name for name in ("bias", "gathered", "trace") if getattr(self, name)]
+        extras = [name for name in ("bias", "gathered", "trace", "depth_first") if getattr(self, name)]
         parts = [c.kernel, c.transport, f"{c.tile_m}x{c.tile_n}x{c.tile_k}", f"{c.num_warps}w", f"g{c.group_m}"]
         parts += ["cut"] * c.split_tail + ["spans"] * self.spans + ["one-row"] * (self.rows == 1)
         parts += [f"n{self.cols}"] * (self.cols != COLS)
@@ -77,6 +79,7 @@ SMALL = MatmulConfig("triton", "sm", 64, 64, 32, num_stages=3, num_warps=4)
 TRITON_CASES = (
     Case(SMALL, rows=256),
     Case(SMALL, rows=16, bias=True, gathered=True, trace=True),
+    Case(SMALL, rows=256, depth_first=True),
     Case(replace(SMALL, transport="copy_engine"), rows=256, gathered=True),
 )
 
@@ -104,6 +107,8 @@ HOPPER_CASES = (
     replace(NARROW, bias=True, gathered=True, trace=True),
     replace(COPIED, bias=True, gathered=True, trace=True),
     replace(COPIED, dtype=torch.float16),
+    replace(COPIED, config=replace(COPIED.config, tile_n=256, num_stages=4), gathered=True, depth_first=True),
+    replace(WIDE, depth_first=True),
     UNFIT_PITCH,
     replace(NARROW, rows=1),
 )
@@ -128,20 +133,25 @@ def compile_one(launch: Callable[[], object], target: str) -> Compiled:
     return compiled
 
 
+def weight(cols: int, depth: int, dtype: torch.dtype, depth_first: bool) -> torch.Tensor:
+    """[cols, depth], contiguous along either dimension."""
+    return torch.empty(depth, cols, dtype=dtype).t() if depth_first else torch.empty(cols, depth, dtype=dtype)
+
+
 @functools.cache
 def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     c, dtype = case.config, case.dtype
     problem = Problem(WORLD_SIZE, case.rows, case.cols, DEPTH, dtype.itemsize, "")
     schedule = schedule_for(problem, c, RANK, H200)
     peers = endpoint(schedule.slot_rows * DEPTH, dtype)
-    x, w = torch.empty(case.rows, DEPTH, dtype=dtype), torch.empty(case.cols, DEPTH, dtype=dtype)
+    x, w = torch.empty(case.rows, DEPTH, dtype=dtype), weight(case.cols, DEPTH, dtype, case.depth_first)
     out = torch.empty(WORLD_SIZE * case.rows, case.cols, dtype=dtype)
     bias = torch.empty(case.cols, dtype=dtype) if case.bias else None
     gathered = torch.empty(WORLD_SIZE * case.rows, DEPTH, dtype=dtype) if case.gathered else None
     trace = torch.zeros(c.num_slices + schedule.num_programs * schedule.max_units(), 4, dtype=torch.int64)
     if c.kernel == "hopper":
         assert fits(x, w)
-        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(peers, schedule, c, dtype, w.stride(0))
+        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(peers, schedule, c, dtype, w.stride())
     else:
         launcher = plain.Launcher(peers, schedule, c)
     return compile_one(lambda: launcher(x, w, bias, out, gathered, 0, trace if case.trace else None), target)
@@ -150,6 +160,11 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
 @functools.cache
 def compile_barrier(target: str) -> Compiled:
     return compile_one(lambda: barrier(endpoint(64, torch.bfloat16), WORLD_SIZE, RANK), target)
+
+
+def compile_await(target: str) -> Compiled:
+    x, whole = torch.empty(64, DEPTH, dtype=torch.bfloat16), torch.empty(WORLD_SIZE * 64, DEPTH, dtype=torch.bfloat16)
+    return compile_one(lambda: await_shards(endpoint(64, x.dtype), x, whole, WORLD_SIZE, RANK, 132), target)
 
 
 @functools.cache
@@ -286,6 +301,14 @@ def test_the_barrier_signals_and_awaits_every_peer() -> None:
         seen = seen_in(compiled, ())
         assert len(seen.waits) == signals_to_peers(compiled, seen) == WORLD_SIZE - 1
         assert broken(compiled, ()) == []
+
+
+def test_the_gather_of_backward_awaits_every_peer_and_its_own_pushes() -> None:
+    for target in TARGETS:
+        compiled = compile_await(target)
+        if target in NVIDIA:
+            assert len(seen_in(compiled, ()).waits) == WORLD_SIZE
+            assert compiled.spills == 0 and broken(compiled, ()) == []
 
 
 def test_the_example_keeps_the_protocol() -> None:

@@ -25,6 +25,7 @@ from tests.compile.test_kernels import (
     WORLD_SIZE,
     compile_one,
     endpoint,
+    weight,
     writes_to_peers,
 )
 
@@ -49,6 +50,7 @@ class Case:
     all_reduce: bool = False
     bias: bool = False
     residual: bool = False
+    depth_first: bool = False
 
     @property
     def push(self) -> bool:
@@ -58,13 +60,14 @@ class Case:
         c = self.config
         parts = [c.kernel, c.transport, f"{c.tile_m}x{c.tile_n}x{c.tile_k}", f"{c.num_warps}w"]
         parts += ["cut"] * c.split_tail + ["spans"] * (self.rows < c.tile_m)
-        return "-".join([*parts, *(name for name in ("all_reduce", "bias", "residual") if getattr(self, name))])
+        return "-".join([*parts, *(name for name in ("all_reduce", "bias", "residual", "depth_first") if getattr(self, name))])
 
 
 SMALL = MatmulConfig("triton", "sm", 64, 64, 32, num_stages=3, num_warps=4)
 LIBRARY = MatmulConfig("library", "sm", 16, 128, 64, num_stages=1, num_warps=4)
 TRITON_CASES = (
     Case(SMALL, rows=256),
+    Case(SMALL, rows=256, depth_first=True),
     Case(SMALL, rows=16, all_reduce=True, bias=True, residual=True),
     Case(replace(SMALL, transport="copy_engine"), rows=256, bias=True),
 )
@@ -81,7 +84,8 @@ def tuned_cases() -> list[Case]:
     cases = [
         case(entry, all_reduce) for op, all_reduce in tables for entry in tuned_entries(op) if entry.config.kernel == "hopper"
     ]
-    return list(dict.fromkeys(cases))
+    turned = replace(next(case for case in cases if not case.push), depth_first=True)  # as backward runs it
+    return [*dict.fromkeys(cases), turned]
 
 
 HOPPER_CASES = tuned_cases()
@@ -93,13 +97,15 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     schedule = scatter_schedule_for(Problem(WORLD_SIZE, case.rows, COLS, DEPTH, 2, ""), c, RANK, H200)
     peers = endpoint(schedule.slot_elements(case.all_reduce), dtype)
     rows = WORLD_SIZE * case.rows
-    x, w = torch.empty(rows, DEPTH, dtype=dtype), torch.empty(COLS, DEPTH, dtype=dtype)
+    x, w = torch.empty(rows, DEPTH, dtype=dtype), weight(COLS, DEPTH, dtype, case.depth_first)
     out = torch.empty(rows if case.all_reduce else case.rows, COLS, dtype=dtype)
     bias = torch.empty(COLS, dtype=dtype) if case.bias else None
     residual = torch.empty_like(out) if case.residual else None
     staging = None if case.push else torch.empty((WORLD_SIZE - 1) * schedule.place_elements, dtype=dtype)
     if c.kernel == "hopper":
-        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(peers, schedule, c, case.all_reduce, dtype, DEPTH, DEPTH)
+        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(
+            peers, schedule, c, case.all_reduce, dtype, DEPTH, w.stride()
+        )
     else:
         launcher = plain.Launcher(peers, schedule, c, case.all_reduce)
     return compile_one(lambda: launcher(x, w, bias, out, staging, 0, None, residual), target)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from tests import behaviour, parity
 from tests.disturbances import slow_copies, stall_in_the_copy_engine, stall_in_the_kernel
 from tests.parity import Case
-from tests.worlds import World, Worlds
+from tests.worlds import Member, World, Worlds
 
+import tileweave as tw
 from tileweave.config import MatmulConfig
+from tileweave.ops.gather_beside import begin_gather
+from tileweave.ops.registry import name_of, workspace_of
+from tileweave.transport.base import TIMEOUT_US
 
 SM = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
 COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
@@ -183,11 +188,32 @@ def test_gradients_in_a_group_of_one(worlds: Worlds) -> None:
 
 
 def test_what_backward_sends(world: World) -> None:
-    """The shard, and x is gathered again; or, where it is asked for, the gathered input, and only gx is sent."""
+    """The shard, and x is gathered again, by copy engines beside a fused dual; or the gathered input, and only gx is sent."""
     case = Case(7, 18, 40, bias=True)
-    sums = {} if parity.has_kernel(parity.RS) else {"begin_reduce_scatter": 1}
-    world.run(behaviour.what_backward_sends, case, {"begin_all_gather": 1, **sums}, 7 * 40)
+    fused = parity.has_kernel(parity.RS)
+    sums, gathers = ({}, {}) if fused else ({"begin_reduce_scatter": 1}, {"begin_all_gather": 1})
+    world.run(behaviour.what_backward_sends, case, {**gathers, **sums}, 7 * 40)
     world.run(behaviour.what_backward_sends, replace(case, gathered=True), sums, 7 * 40 * (1 + world.size))
+
+
+def gathers_without_rank_0(me: Member) -> None:
+    """The gather of backward: right twice, then one rank stays away, and the others say so."""
+    shards = [torch.full((3, 8), float(rank)) for rank in range(me.world_size)]
+    for scale in (1, 2):
+        whole = begin_gather(scale * shards[me.rank], name_of(None)).wait()
+        assert torch.equal(whole, scale * torch.cat(shards))
+    me.barrier()
+    if me.rank > 0:
+        instance = workspace_of(name_of(None), me.device).instance("all_gather_matmul", "gather")
+        instance.control[TIMEOUT_US] = 200_000
+        with pytest.raises(tw.PeerTimeout, match="rank 0"):
+            begin_gather(shards[me.rank], name_of(None)).wait()
+    me.barrier()
+    tw.close()
+
+
+def test_a_gather_beside_says_who_is_missing(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(gathers_without_rank_0)
 
 
 def test_gradients_through_one_result(worlds: Worlds) -> None:

@@ -69,7 +69,7 @@ WRONG: dict[str, tuple[Call, str]] = {
         lambda size: tw.all_gather_matmul(torch.zeros(M, 3, 2 * K)[..., :K], w()),
         "contiguous",
     ),
-    "rows_of_w_are_strided": (lambda size: tw.all_gather_matmul(x(), torch.zeros(K, N).t()), "contiguous"),
+    "rows_of_w_are_strided": (lambda size: tw.all_gather_matmul(x(), torch.zeros(N, 2 * K)[:, ::2]), "contiguous"),
     "bias_is_too_long": (lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(N + 1)), "7,.*6,"),
     "bias_has_two_dimensions": (lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(1, N)), "1, 6"),
     "bias_is_strided": (lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(2 * N)[::2]), "contiguous"),

@@ -55,10 +55,10 @@ class NotingTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32)
 
-    def push(self, copies: Sequence[Copy], source: int = 0) -> None:
+    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0) -> None:
         self.events.append("push")
 
-    def join(self) -> None:
+    def join(self, line: int = 0) -> None:
         self.events.append("join")
 
     def order(self) -> None:

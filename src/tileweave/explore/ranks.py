@@ -264,14 +264,14 @@ class ModelTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32)
 
-    def push(self, copies: Sequence[Copy], source: int = 0) -> None:
+    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0) -> None:
         self._world.push(self._world.ranks[self.rank], copies, source)
 
     def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
         self.push(copies, source)
         launch()
 
-    def join(self) -> None:
+    def join(self, line: int = 0) -> None:
         self._world.join(self._world.ranks[self.rank])
 
     def order(self) -> None:

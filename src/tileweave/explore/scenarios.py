@@ -23,6 +23,7 @@ from tileweave.transport.base import EPOCH
 SMALLER: tuple[tuple[str, str, object], ...] = (
     ("tileweave.kernels.all_gather_matmul", "PUSH_BLOCK", 128),
     ("tileweave.kernels.matmul_all_reduce", "NORM_BLOCK", 16),
+    ("tileweave.ops.matmul_reduce_scatter_fused", "ONE_LANE_ROWS", 16),
 )
 POOL = 7  # sets of operands of one shape; a prime, so that calls, slots and sets do not move in step
 
@@ -135,6 +136,36 @@ class AllGatherMatmul:
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
         yield from end_instance(world, rank, self.op, instance_of(self.config), drawn)
+
+
+@dataclass(frozen=True)
+class GatherBeside:
+    """The all-gather of backward. ``shapes``: (rows, K) of a rank. What arrived is read late, as by a matmul."""
+
+    name: str
+    shapes: tuple[tuple[int, int], ...]
+    captured: bool = False
+    op: str = "all_gather_matmul"
+    programs: tuple[int, ...] = (1,)
+    resident: int = 1
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, "gather", drawn.epoch)
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.gather_beside import begin_gather
+
+        rows, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
+        everyone = whole_numbers((world.size * rows, depth), "x", (number + drawn.order) % POOL)
+        world.transports[rank].captured = self.captured and number > 0
+        gathering = begin_gather(everyone[rank * rows : (rank + 1) * rows].clone(), world.ranks[rank].group)
+        world.tasks.point()
+        whole = gathering.wait()
+        world.tasks.point()
+        yield "gathered", whole, everyone
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        yield from end_instance(world, rank, self.op, "gather", drawn)
 
 
 @lru_cache(maxsize=4096)
@@ -250,6 +281,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     AllGatherMatmul("copy engine", triton_config("copy_engine"), ((16, 16, 16), (17, 16, 16)), (1, 2)),
     AllGatherMatmul("copy engine, captured", triton_config("copy_engine"), ((16, 16, 16),), (1, 2), captured=True),
     AllGatherMatmul("library", triton_config("sm", kernel="library"), ((18, 16, 16), (33, 8, 16)), (1, 2, 3), gathered=True),
+    GatherBeside("gather beside", ((2, 16), (3, 8))),
+    GatherBeside("gather beside, captured", ((2, 16),), captured=True),
     MatmulReduce("sm", "matmul_reduce_scatter", triton_config("sm"), ((48, 16, 16), (68, 16, 16)), (1, 2, 3)),
     MatmulReduce("sm, spans", "matmul_reduce_scatter", triton_config("sm"), ((12, 32, 16), (24, 16, 16)), (1, 2)),
     MatmulReduce("sm, cut", "matmul_reduce_scatter", triton_config("sm", tile_k=8), ((48, 16, 48),), (2, 3)),

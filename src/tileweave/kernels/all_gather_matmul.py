@@ -30,7 +30,8 @@ Waves: programs take whole tiles in turn; tiles that do not fill a last wave are
 Small shards: where a tile is taller than a shard (``SPANS``, only ``"sm"``) a slot has all R shards in rank order, the own
 one too, and is signalled by this rank to itself: then one load fetches a tile's rows.
 
-Limits: x and w contiguous along K; fp32 accumulation; cut tiles are summed in a fixed order.
+Limits: x contiguous along K, w along K or (``DEPTH_FIRST``, as backward reads it) along N; fp32
+accumulation; cut tiles are summed in a fixed order.
 Sources: FLUX (arXiv 2406.06858) for tile-level waits and order; stream-K (arXiv 2301.03598) for the tail.
 """
 
@@ -43,7 +44,7 @@ from triton.language.target_info import is_hip
 
 from tileweave.config import MatmulConfig
 from tileweave.kernels.all_to_all_matmul import copy_exchanged, multiply_sources, push_parts
-from tileweave.kernels.endpoint import Endpoint
+from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.matmul import give_part, matmul_tile, take_parts
 from tileweave.language.remote import get, put_all
@@ -160,7 +161,7 @@ def all_gather_matmul_kernel(
     SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATHERED: tl.constexpr, TRACE: tl.constexpr,
-    EXCHANGE: tl.constexpr, GATHER_K: tl.constexpr,
+    EXCHANGE: tl.constexpr, GATHER_K: tl.constexpr, DEPTH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Dispatch the roles; see the module's docstring for the protocol, and ``all_to_all_matmul.py`` for ``EXCHANGE``."""
     program = tl.program_id(0)
@@ -201,7 +202,7 @@ def all_gather_matmul_kernel(
                 acc = multiply_sources(
                     own, slots + slot_offset, w, stride_w, col, cols, rows, depth, x_pitch, first_row, rank, k_begin, k_end,
                     signals, chunk_rows, epoch, first_tile + tile, control, report,
-                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, EVEN_K,
+                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, EVEN_K, DEPTH_FIRST,
                 )  # fmt: skip
             else:
                 token = wait_sources(
@@ -213,8 +214,9 @@ def all_gather_matmul_kernel(
                     own, slots + slot_offset, first_row, row_limit, rows, depth, x_pitch, rank, WORLD_SIZE, TILE_M, SPANS
                 )
                 acc = matmul_tile(
-                    a_rows, w, stride_w, col, cols, depth, consume_token(k_begin, token), k_end, TILE_M, TILE_N, TILE_K, EVEN_K
-                )
+                    a_rows, w, stride_w, col, cols, depth, consume_token(k_begin, token), k_end, TILE_M, TILE_N, TILE_K, EVEN_K,
+                    DEPTH_FIRST=DEPTH_FIRST,
+                )  # fmt: skip
             owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
             if program != owner:
                 give_part(
@@ -292,11 +294,13 @@ class Launcher:
         prepared = self.prepared.get(variant)
         if prepared is not None and not hooked():
             return prepared((*words, slot))
+        stride_w, depth_first = lines(w.stride())
         arguments = (
             *tensors[:5], peers.slots, partials, peers.counters,
             peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, tensors[6],
-            self.parts.rank, slot, peers.slot_size, s.rows, s.cols, self.parts.depth, w.stride(0), *self.integers,
+            self.parts.rank, slot, peers.slot_size, s.rows, s.cols, self.parts.depth, stride_w, *self.integers,
             bias is not None, gathered is not None, trace is not None, self.parts.exchange, self.parts.side_by_side,
+            depth_first,
         )  # fmt: skip
         options = {"num_warps": c.num_warps, "num_stages": c.num_stages}
         compiled = all_gather_matmul_kernel[(s.num_programs,)](*arguments, **options)

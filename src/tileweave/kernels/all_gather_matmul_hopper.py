@@ -9,203 +9,42 @@ Read ``kernels/all_gather_matmul.py`` first: equation, signals, timeline and pro
   behind its weights, block by block, and asks for each chunk of rows once.
 - Stores go by TMA where the tile is whole and the pitch allows it, else as plain masked stores. No signal follows them.
 
-Limits: rows of x and w at multiples of 16 bytes.
+Limits: rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16 bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tileweave.config import MatmulConfig
+from tileweave.kernels.all_gather_matmul_load import MIN_SPAN, load_partition
 from tileweave.kernels.all_gather_matmul_move import MAX_SLICES, move_partition
-from tileweave.kernels.descriptors import Pointer, descriptor
-from tileweave.kernels.endpoint import Endpoint
+from tileweave.kernels.descriptors import Pointer, descriptor, weight
+from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.hopper import (
-    acquire,
     await_parts,
     cut,
     give_part,
-    label,
     leave,
-    load_async,
     make_ring,
     multiply_tile,
     part_range,
     place,
     segment,
-    spin,
     stamp,
     store_tile,
     unit_count,
     unit_range,
     wait,
 )
-from tileweave.schedule import MIN_SPAN as _MIN_SPAN
 from tileweave.schedule import Parts, TileSchedule, slice_bounds
-
-MIN_SPAN = gl.constexpr(_MIN_SPAN)
-
-
-@gluon.jit
-def load_rows(
-    x_desc, slot0_desc, slot1_desc, buffer, bar, first_row, k, rows, rank, slot,
-    WORLD_SIZE: gl.constexpr, SPANS: gl.constexpr,
-):  # fmt: skip
-    """Ask TMA for one K block of a tile's rows: from x for the own shard, else from the slot."""
-    row = first_row
-    own = False
-    if not SPANS:
-        source = first_row // rows
-        row -= source * rows
-        own = source == rank
-        if source != rank:
-            row += (rank + WORLD_SIZE - source - 1) % WORLD_SIZE * rows
-    if own:
-        load_async(x_desc, [row, k], bar, buffer)
-    else:
-        if slot == 0:
-            load_async(slot0_desc, [row, k], bar, buffer)
-        else:
-            load_async(slot1_desc, [row, k], bar, buffer)
-
-
-@gluon.jit
-def load_shards(
-    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
-    record, slot, rank, rows, first_row, last_row, col, k_begin, k_end, tile, epoch,
-    WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
-    SPANS: gl.constexpr, STAGES: gl.constexpr, TRACE: gl.constexpr,
-):  # fmt: skip
-    """Wait for the shards a unit's rows are in, then load its K blocks. Returns (ring turn, sources that have arrived)."""
-    SPREAD: gl.constexpr = (8 if WORLD_SIZE > 4 else 4) if SPANS else 1
-    block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
-    first, last = first_row // rows, last_row // rows
-    needed = (2 << last) - (1 << first)
-    ahead = 0
-    if (needed & arrived) != needed:
-        ahead = gl.minimum(k_end - k_begin, STAGES)
-        for step in range(0, ahead):
-            at = (turn + step) % STAGES
-            mbarrier.wait(empty.index(at), (((turn + step) // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready.index(at), block_bytes)
-            load_async(w_desc, [col * TILE_N, (k_begin + step) * TILE_K], ready.index(at), b_ring.index(at))
-        spin(signals, first, last, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, SPREAD, 1)
-        acquire(epoch)
-        arrived = arrived | needed
-        for step in range(0, ahead):
-            at = (turn + step) % STAGES
-            load_rows(
-                x_desc, slot0_desc, slot1_desc, a_ring.index(at), ready.index(at), first_row,
-                (k_begin + step) * TILE_K, rows, rank, slot, WORLD_SIZE, SPANS,
-            )  # fmt: skip
-    stamp(trace, record, 1, epoch, TRACE)
-    turn += ahead
-    for block in range(k_begin + ahead, k_end):
-        at = turn % STAGES
-        mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready.index(at), block_bytes)
-        load_async(w_desc, [col * TILE_N, block * TILE_K], ready.index(at), b_ring.index(at))
-        load_rows(
-            x_desc, slot0_desc, slot1_desc, a_ring.index(at), ready.index(at), first_row,
-            block * TILE_K, rows, rank, slot, WORLD_SIZE, SPANS,
-        )  # fmt: skip
-        turn += 1
-    return turn, arrived
-
-
-@gluon.jit
-def load_sources(
-    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report,
-    slot, rank, rows, first_row, col, k_begin, k_end, k_blocks, tile, epoch,
-    WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Load a unit's K blocks, which go through parts by order of arrival; wait before the first block of each."""
-    block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
-    blocks = k_blocks // WORLD_SIZE  # of a source
-    for block in range(k_begin, k_end):
-        step = block // blocks
-        source = (rank + WORLD_SIZE - step) % WORLD_SIZE
-        k = block % blocks * TILE_K
-        at = turn % STAGES
-        mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready.index(at), block_bytes)
-        load_async(w_desc, [col * TILE_N, source * blocks * TILE_K + k], ready.index(at), b_ring.index(at))
-        if ((arrived >> source) & 1) == 0:
-            spin(signals, source, source, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, 1, 1)
-            acquire(epoch)
-            arrived = arrived | (1 << source)
-        if step == 0:
-            load_async(x_desc, [first_row, k], ready.index(at), a_ring.index(at))
-        else:
-            row = (step - 1) * rows + first_row
-            if slot == 0:
-                load_async(slot0_desc, [row, k], ready.index(at), a_ring.index(at))
-            else:
-                load_async(slot1_desc, [row, k], ready.index(at), a_ring.index(at))
-        turn += 1
-    return turn, arrived
-
-
-@gluon.jit
-def load_partition(
-    x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
-    slot, rank, rows, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
-    chunk_rows, num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, SPANS: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, GATHER_K: gl.constexpr,
-):  # fmt: skip
-    """One warp: for each unit wait for its shards, then keep the ring full."""
-    line = band_sources  # where sources stand side by side rows have one: 1, but Triton 3.6 fails if it knows that
-    if not GATHER_K:
-        line = WORLD_SIZE
-    program = gl.program_id(0)
-    num_programs = gl.num_programs(0)
-    epoch = gl.load(control, volatile=True)
-    if PUSH:
-        slot = epoch & 1
-    record = NUM_SLICES + program * max_units
-    turn = 0
-    arrived = 0  # bit s: the shard of rank s is where it will be read
-    if not SPANS:
-        arrived = 1 << rank
-    chunk = -1  # of rows, whose arrivals are noted
-    for part in range(0, num_segments):
-        first_tile, count = segment(part, num_segments, num_tiles, tile_rows * tile_cols, band_sources, lead)
-        whole, crew, span = cut(count, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
-        tiles, units = unit_count(program, num_programs, count, whole, crew, k_blocks, span)
-        for index in range(0, units):
-            tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, count, whole, crew, k_blocks, span)
-            tile += first_tile
-            first_row, row_limit, col = place(
-                tile, rank % line, line, rows, TILE_M, tile_rows, tile_cols, GROUP_M, band_sources, lead
-            )
-            label(trace, record, tile + 1, TRACE)
-            stamp(trace, record, 0, epoch, TRACE)
-            if GATHER_K:
-                if first_row // chunk_rows != chunk:
-                    chunk = first_row // chunk_rows
-                    arrived = 1 << rank
-                turn, arrived = load_sources(
-                    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals + chunk,
-                    control, report, slot, rank, rows, first_row, col, k_begin, k_end, k_blocks, tile, epoch,
-                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, STAGES,
-                )  # fmt: skip
-            else:
-                last_row = gl.minimum(first_row + TILE_M, row_limit) - 1
-                turn, arrived = load_shards(
-                    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control,
-                    report, trace, record, slot, rank, rows, first_row, last_row, col, k_begin, k_end, tile, epoch,
-                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, SPANS, STAGES, TRACE,
-                )  # fmt: skip
-            record += 1
-    leave(control, epoch, num_partitions)
 
 
 @gluon.jit
@@ -216,6 +55,7 @@ def multiply_partition(
     TILE_N: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr,
     OUT_TMA: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, GATHER_K: gl.constexpr,
+    DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each unit from the ring, then store it or hand it to the tile's owner."""
     line = band_sources  # where sources stand side by side rows have one: 1, but Triton 3.6 fails if it knows that
@@ -236,8 +76,9 @@ def multiply_partition(
                 first_tile + number, rank % line, line, rows, TILE_M, tile_rows, tile_cols, GROUP_M, band_sources, lead
             )
             tile, turn, fault = multiply_tile(
-                turn, k_end - k_begin, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS
-            )
+                turn, k_end - k_begin, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS,
+                DEPTH_FIRST=DEPTH_FIRST,
+            )  # fmt: skip
             owner, helpers = part_range(number, program, whole, num_programs, crew, k_blocks, span)
             at = part * num_programs + program
             if program != owner:
@@ -275,6 +116,7 @@ def all_gather_matmul_hopper_kernel(
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, SPANS: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr, GATHERED: gl.constexpr,
     OUT_TMA: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, EXCHANGE: gl.constexpr, GATHER_K: gl.constexpr,
+    DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions; *move* ends at once where there is nothing to move."""
     MOVE_WARPS: gl.constexpr = 4 if WARPS == 4 else 2  # what fits into 12 warps of 168 registers
@@ -287,13 +129,13 @@ def all_gather_matmul_hopper_kernel(
                 out, out_desc, out_buffer, bias, partials, counters, a_ring, b_ring, empty, ready, signals, control,
                 report, trace, rank, rows, cols, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols,
                 k_blocks, max_units, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, GROUP_M, STAGES, WARPS,
-                HALVES, HAS_BIAS, OUT_TMA, SPLIT_TAIL, TRACE, GATHER_K,
+                HALVES, HAS_BIAS, OUT_TMA, SPLIT_TAIL, TRACE, GATHER_K, DEPTH_FIRST,
             )),
             (load_partition, (
                 x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
                 slot, rank, rows, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks,
                 max_units, chunk_rows, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, TILE_K, SPANS,
-                GROUP_M, STAGES, SPLIT_TAIL, TRACE, GATHER_K,
+                GROUP_M, STAGES, SPLIT_TAIL, TRACE, GATHER_K, DEPTH_FIRST,
             )),
             (move_partition, (
                 x, gathered, slots, slot_table, signal_table, signals, control, report, trace, slot, slot_size, rank,
@@ -315,7 +157,8 @@ class Launcher:
     """One shape's launches: descriptors, integers and prepared kernels, kept between calls (``kernels/launch.py``)."""
 
     def __init__(
-        self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig, dtype: torch.dtype, stride_w: int,
+        self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig, dtype: torch.dtype,
+        strides_w: Sequence[int],
         parts: Parts | None = None,
     ) -> None:  # fmt: skip
         self.parts = parts = parts or Parts(schedule.rank, schedule.world_size, schedule.depth, schedule.depth)
@@ -333,7 +176,8 @@ class Launcher:
             descriptor(base + i * peers.slot_size * dtype.itemsize, dtype, [slot_rows, pitch], pitch, row_tile) for i in (0, 1)
         ]
         x_desc = descriptor(base, dtype, [s.rows, pitch], parts.pitch, row_tile)
-        w_desc = descriptor(base, dtype, [s.cols, s.depth], stride_w, [c.tile_n, c.tile_k])
+        w_desc = weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k])
+        self.depth_first = lines(strides_w)[1]
         self.pitch_fits = s.cols * dtype.itemsize % 16 == 0
         out_tile = [c.tile_m, c.tile_n // halves]
         shape = [s.rows * s.world_size, s.cols] if self.pitch_fits else [s.rows, s.depth]
@@ -388,7 +232,7 @@ class Launcher:
             peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, stamps,
             self.parts.rank, slot, peers.slot_size, *self.integers, *self.constants,
             bias is not None, gathered is not None, by_tma, self.schedule.split_tail, trace is not None,
-            self.parts.exchange, self.parts.side_by_side,
+            self.parts.exchange, self.parts.side_by_side, self.depth_first,
         )  # fmt: skip
         compiled = all_gather_matmul_hopper_kernel[(self.programs,)](*arguments, **self.options)
         if variant not in self.prepared:

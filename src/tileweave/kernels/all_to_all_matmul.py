@@ -65,7 +65,7 @@ def multiply_sources(
     x, slot, w, stride_w, tile_col, cols, rows, depth, x_pitch, first_row, rank, k_begin, k_end,
     signals, chunk_rows, epoch, tile, control, report,
     WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    EVEN_K: tl.constexpr, DEPTH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """``matmul_tile`` over parts side by side, by order of arrival. ``x``: the own part; K blocks count through all parts."""
     row = tl.minimum(first_row + tl.arange(0, TILE_M), rows - 1).to(tl.int64)
@@ -75,18 +75,18 @@ def multiply_sources(
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
         begin = tl.maximum(k_begin - step * blocks, 0)
         end = tl.minimum(k_end - step * blocks, blocks)
-        w_part = w + source.to(tl.int64) * depth
+        w_part = w + source.to(tl.int64) * depth * (stride_w if DEPTH_FIRST else 1)
         if step == 0:
             acc = matmul_tile(
                 x + row * x_pitch, w_part, stride_w, tile_col, cols, depth, begin, end, TILE_M, TILE_N, TILE_K, EVEN_K,
-                start=acc,
+                DEPTH_FIRST=DEPTH_FIRST, start=acc,
             )  # fmt: skip
         else:
             token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES + first_row // chunk_rows, tile, control, report)
             part = slot + ((step - 1) * rows + row) * depth
             acc = matmul_tile(
                 part, w_part, stride_w, tile_col, cols, depth, consume_token(begin, token), end, TILE_M, TILE_N, TILE_K,
-                EVEN_K, start=acc,
+                EVEN_K, DEPTH_FIRST=DEPTH_FIRST, start=acc,
             )  # fmt: skip
     return acc
 

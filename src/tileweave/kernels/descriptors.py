@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tileweave.kernels.endpoint import lines
+
 
 def fits(*tensors: torch.Tensor) -> bool:
     """Whether TMA can reach these tensors (rows at multiples of 16 bytes); if not, the Triton kernel runs."""
-    return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
+    return all(t.data_ptr() % 16 == 0 and lines(t.stride())[0] * t.element_size() % 16 == 0 for t in tensors)
+
+
+def weight(
+    address: int, dtype: torch.dtype, cols: int, depth: int, strides: Sequence[int], tile: list[int]
+) -> TensorDescriptor:
+    """A weight [cols, depth], loaded by the ``tile`` of those; both the other way round where its lines run along N."""
+    stride, depth_first = lines(strides)
+    if depth_first:
+        return descriptor(address, dtype, [depth, cols], stride, tile[::-1])
+    return descriptor(address, dtype, [cols, depth], stride, tile)
 
 
 class Pointer:

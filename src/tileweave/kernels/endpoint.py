@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+def lines(strides: Sequence[int]) -> tuple[int, bool]:
+    """(elements from line to line, whether lines run along N) of a weight [N, K], whose lines are contiguous."""
+    return (strides[1], True) if strides[1] != 1 and strides[0] == 1 else (strides[0], False)
 
 
 @dataclass(frozen=True, slots=True)

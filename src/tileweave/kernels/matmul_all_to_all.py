@@ -36,8 +36,8 @@ Why nobody is stuck ("copy_engine"): only the last program waits, behind all its
 wait for nobody before their last tile. A wait that runs out of time sets the flags itself, so that copies go and the kernel
 ends; then the result is NaN. ("sm"): as in ``matmul_reduce_scatter``: all programs are resident, under the interpreter one.
 
-Limits: x and w contiguous along K; fp32 accumulation; rounded once. Sources: fused GEMM + all-to-all, arXiv 2305.06942; the
-exchange of DeepSpeed Ulysses, arXiv 2309.14509.
+Limits: x contiguous along K, w along K or (``DEPTH_FIRST``, as backward reads it) along N; fp32 accumulation;
+rounded once. Sources: fused GEMM + all-to-all, arXiv 2305.06942; the exchange of DeepSpeed Ulysses, arXiv 2309.14509.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ import triton
 import triton.language as tl
 
 from tileweave.config import MatmulConfig
-from tileweave.kernels.endpoint import Endpoint
+from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.kernels.matmul_reduce_scatter import store_rows, tile_place
 from tileweave.language.marked import put_marked, take_marked
 from tileweave.language.matmul import give_part, matmul_tile, part_offsets, take_parts
@@ -103,6 +103,7 @@ def matmul_all_to_all_kernel(
     num_tiles, chunk_rows, num_chunks, team, tile_rows, tile_cols, k_blocks,
     WORLD_SIZE: tl.constexpr, PUSH: tl.constexpr, SPLIT_TAIL: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    DEPTH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Compute, announce or push, take; see the module's docstring for the protocol.
 
@@ -129,8 +130,11 @@ def matmul_all_to_all_kernel(
         row = first + tl.arange(0, TILE_M)
         col = tile_col * TILE_N + tl.arange(0, TILE_N)
         a_rows = x + tl.minimum(home * x_step + row, total_rows - 1).to(tl.int64) * stride_x
-        b_rows = w + (home * w_step).to(tl.int64) * stride_w
-        acc = matmul_tile(a_rows, b_rows, stride_w, tile_col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K)
+        b_rows = w + (home * w_step).to(tl.int64) * (1 if DEPTH_FIRST else stride_w)
+        acc = matmul_tile(
+            a_rows, b_rows, stride_w, tile_col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K,
+            DEPTH_FIRST=DEPTH_FIRST,
+        )  # fmt: skip
         owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
         if program != owner:
             give_part(acc, partials, counters, 0, program, tile - whole, TILE_M, TILE_N)
@@ -194,13 +198,14 @@ class Launcher:
         partials = out
         if s.has_cut_tiles:
             partials = torch.empty(s.num_programs * c.tile_m * c.tile_n, dtype=torch.float32, device=x.device)
+        stride_w, depth_first = lines(w.stride())
         matmul_all_to_all_kernel[(s.num_programs,)](
             x, w, out if bias is None else bias, out, peers.slots, partials, peers.counters, peers.slot_table,
             peers.signal_table, peers.signals, peers.control, peers.report,
-            s.rank, slot, peers.slot_size, s.place_elements, self.rows, s.cols, s.depth, x.shape[0], x.stride(0), w.stride(0),
+            s.rank, slot, peers.slot_size, s.place_elements, self.rows, s.cols, s.depth, x.shape[0], x.stride(0), stride_w,
             *steps(self.how, self.rows, s.cols, s.world_size), out.numel(),
             s.num_tiles, min(s.chunk_rows, s.tile_rows), s.chunks, s.team, s.tile_rows, s.tile_cols, s.k_blocks,
             WORLD_SIZE=s.world_size, PUSH=c.transport == "sm", SPLIT_TAIL=s.split_tail, TILE_M=c.tile_m, TILE_N=c.tile_n,
             TILE_K=c.tile_k, GROUP_M=c.group_m, EVEN_K=s.depth % c.tile_k == 0, HAS_BIAS=bias is not None,
-            BLOCK=POISON_BLOCK, num_warps=c.num_warps, num_stages=c.num_stages,
+            BLOCK=POISON_BLOCK, DEPTH_FIRST=depth_first, num_warps=c.num_warps, num_stages=c.num_stages,
         )  # fmt: skip

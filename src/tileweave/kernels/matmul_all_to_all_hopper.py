@@ -3,18 +3,19 @@
 Read ``kernels/matmul_all_to_all.py`` for the protocol, and ``kernels/matmul_reduce_scatter_hopper.py`` for the partitions.
 A part is its own descriptor of the result: TMA clips its ragged rows and columns, also where parts stand side by side.
 
-Limits: rows of x, of w and of a part at multiples of 16 bytes.
+Limits: rows of x, rows (or columns) of w and of a part at multiples of 16 bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from tileweave.config import MatmulConfig
-from tileweave.kernels.descriptors import Pointer, descriptor
-from tileweave.kernels.endpoint import Endpoint
+from tileweave.kernels.descriptors import Pointer, descriptor, weight
+from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.kernels.matmul_all_to_all import steps
 from tileweave.kernels.matmul_reduce_scatter_epilogue import PIECE
@@ -27,7 +28,7 @@ class Launcher:
 
     def __init__(
         self, peers: Endpoint, schedule: ScatterSchedule, config: MatmulConfig, how: Exchange, rows: int, dtype: torch.dtype,
-        stride_x: int, stride_w: int,
+        stride_x: int, strides_w: Sequence[int],
     ) -> None:  # fmt: skip
         self.peers, self.schedule, self.config = peers, schedule, config
         s, c = schedule, config
@@ -42,7 +43,7 @@ class Launcher:
         self.slots = (unused, unused)  # nothing comes back through the ring
         self.descriptors = (
             descriptor(base, dtype, [x_rows, s.depth], stride_x, [c.tile_m, c.tile_k]),
-            descriptor(base, dtype, [w_rows, s.depth], stride_w, [c.tile_n, c.tile_k]),
+            weight(base, dtype, w_rows, s.depth, strides_w, [c.tile_n, c.tile_k]),
             unused if self.push else descriptor(base, dtype, [rows, s.cols], out_pitch, box),
             unused if self.push else descriptor(base, dtype, [(s.world_size - 1) * place_rows, s.cols], s.cols, box),
         )
@@ -53,6 +54,7 @@ class Launcher:
             s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
             s.world_size, self.push, False, False, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages, c.num_warps,
         )  # fmt: skip
+        self.depth_first = lines(strides_w)[1]
         self.options = {"num_warps": c.num_warps, "maxnreg": 168}  # as in matmul_reduce_scatter_hopper.py
         self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
 
@@ -76,7 +78,7 @@ class Launcher:
         arguments = (
             x_desc, w_desc, *self.slots, out_desc, staging_desc, added, out, out, peers.slots, partials, peers.counters,
             peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, peers.control,
-            s.rank, slot, *self.integers, bias is not None, False, s.split_tail, False, True,
+            s.rank, slot, *self.integers, bias is not None, False, s.split_tail, False, True, self.depth_first,
         )  # fmt: skip
         compiled = matmul_reduce_scatter_hopper_kernel[(s.num_programs,)](*arguments, **self.options)
         if variant not in self.prepared:

@@ -39,7 +39,8 @@ as the device has multiprocessors, no more. Under the interpreter, where program
 span shards (then the same program of the peer made it).
 
 Tiles that do not fill a last wave are cut along K, as in ``all_gather_matmul``; a captured copy-engine call has a barrier.
-Limits: x and w contiguous along K; fp32 accumulation; partials travel in x's dtype.
+Limits: x contiguous along K, w along K or (``DEPTH_FIRST``, as backward reads it) along N; fp32 accumulation;
+partials travel in x's dtype.
 Sources: FLUX (arXiv 2406.06858), fused GEMM + reduce-scatter by tiles; stream-K (arXiv 2301.03598).
 """
 
@@ -50,7 +51,7 @@ import triton
 import triton.language as tl
 
 from tileweave.config import MatmulConfig
-from tileweave.kernels.endpoint import Endpoint
+from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.language.marked import expected_zero, put_marked, take_marked
 from tileweave.language.matmul import give_part, matmul_tile, part_offsets, take_parts
 from tileweave.language.remote import symm_at
@@ -135,8 +136,8 @@ def matmul_reduce_scatter_kernel(
     rank, slot, slot_size, place_size, rows, total_rows, cols, depth, stride_x, stride_w,
     num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
     WORLD_SIZE: tl.constexpr, PUSH: tl.constexpr, SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr, ALL_REDUCE: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRACE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRACE: tl.constexpr, DEPTH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Compute, push, add; see the module's docstring for the protocol."""
     program = tl.program_id(0)
@@ -160,7 +161,9 @@ def matmul_reduce_scatter_kernel(
         row = first_row + tl.arange(0, TILE_M)
         col = tile_col * TILE_N + tl.arange(0, TILE_N)
         a_rows = x + tl.minimum(row, total_rows - 1).to(tl.int64) * stride_x
-        acc = matmul_tile(a_rows, w, stride_w, tile_col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K)
+        acc = matmul_tile(
+            a_rows, w, stride_w, tile_col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K, DEPTH_FIRST=DEPTH_FIRST
+        )
         stamp(trace, record, 1, TRACE)
         owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
         if program != owner:
@@ -183,10 +186,9 @@ def matmul_reduce_scatter_kernel(
                 count_in(counters + num_programs + place * MAX_SLICES + chunk)
             if tl.max(own.to(tl.int32), axis=0) > 0:
                 if PUSH:
-                    inside = part_offsets(TILE_M, TILE_N)
                     acc = take_marked(
-                        acc, slots + slot_offset + at + inside, place_size, own[:, None] & (col >= 0)[None, :], 0, rank, tile,
-                        epoch, control, report, WORLD_SIZE - 1, MAX_SLICES,
+                        acc, slots + slot_offset + at + part_offsets(TILE_M, TILE_N), place_size,
+                        own[:, None] & (col >= 0)[None, :], 0, rank, tile, epoch, control, report, WORLD_SIZE - 1, MAX_SLICES,
                     )  # fmt: skip
                 else:
                     chunk = (first_row - rank * rows) // TILE_M // chunk_rows
@@ -276,14 +278,15 @@ class Launcher:
         partials = out
         if s.has_cut_tiles:
             partials = torch.empty(s.num_programs * c.tile_m * c.tile_n, dtype=torch.float32, device=x.device)
+        stride_w, depth_first = lines(w.stride())
         matmul_reduce_scatter_kernel[(s.num_programs,)](
             x, w, out if bias is None else bias, out if residual is None else residual, out,
             out if staging is None else staging, peers.slots, partials, peers.counters, peers.slot_table, peers.signals,
             peers.control, peers.report, peers.control if trace is None else trace,
-            s.rank, slot, peers.slot_size, s.place_elements, s.rows, x.shape[0], s.cols, s.depth, x.stride(0), w.stride(0),
+            s.rank, slot, peers.slot_size, s.place_elements, s.rows, x.shape[0], s.cols, s.depth, x.stride(0), stride_w,
             s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
             WORLD_SIZE=s.world_size, PUSH=c.transport == "sm", SPANS=s.spans_shards, SPLIT_TAIL=s.split_tail,
             ALL_REDUCE=self.all_reduce, TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m,
             EVEN_K=s.depth % c.tile_k == 0, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-            TRACE=trace is not None, num_warps=c.num_warps, num_stages=c.num_stages,
+            TRACE=trace is not None, DEPTH_FIRST=depth_first, num_warps=c.num_warps, num_stages=c.num_stages,
         )  # fmt: skip

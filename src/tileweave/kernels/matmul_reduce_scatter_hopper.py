@@ -11,11 +11,13 @@ Read ``kernels/matmul_reduce_scatter.py`` first: equation, signals, timeline and
 - ``EXCHANGE`` (``matmul_all_to_all.py``, whose protocol it is then): nothing is added. ``rows`` are those of a part, padded to
   whole tiles; *store* announces chunks to their owners, who pull them, and the last one ends the call.
 
-Limits: rows of x and w at multiples of 16 bytes; ``"copy_engine"``: rows of out too, and ``tile_k`` 64.
+Limits: rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16 bytes; ``"copy_engine"``: rows of out
+too, and ``tile_k`` 64.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -24,8 +26,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.config import MatmulConfig
-from tileweave.kernels.descriptors import Pointer, descriptor
-from tileweave.kernels.endpoint import Endpoint
+from tileweave.kernels.descriptors import Pointer, descriptor, weight
+from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.kernels.matmul_reduce_scatter_epilogue import (
     BOXES,
@@ -47,6 +49,7 @@ from tileweave.language.hopper import (
     label,
     leave,
     load_async,
+    load_weight,
     make_ring,
     multiply_tile,
     part_range,
@@ -65,6 +68,7 @@ def load_partition(
     slot, rank, rows, x_step, w_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, EXCHANGE: gl.constexpr,
+    DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring full, with operands, then with the peers' pieces of own tiles."""
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
@@ -90,7 +94,7 @@ def load_partition(
             at = turn % STAGES
             mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(at), block_bytes)
-            load_async(w_desc, [w_row, block * TILE_K], ready.index(at), b_ring.index(at))
+            load_weight(w_desc, w_row, block * TILE_K, ready.index(at), b_ring.index(at), DEPTH_FIRST)
             load_async(x_desc, [x_row, block * TILE_K], ready.index(at), a_ring.index(at))
             turn += 1
         if not PUSH and not EXCHANGE:
@@ -128,6 +132,7 @@ def multiply_partition(
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, EXCHANGE: gl.constexpr,
+    DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each unit from the ring; send it, add what peers sent, or hand it to the tile's owner."""
     program = gl.program_id(0)
@@ -148,8 +153,9 @@ def multiply_partition(
         )
         row_limit = gl.minimum(row_limit, total_rows)
         acc, turn, fault = multiply_tile(
-            turn, k_end - k_begin, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS
-        )
+            turn, k_end - k_begin, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS,
+            DEPTH_FIRST=DEPTH_FIRST,
+        )  # fmt: skip
         owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
         if program != owner:
             give_part(acc, partials, counters, program, tile - whole, TILE_M, TILE_N)
@@ -212,7 +218,7 @@ def matmul_reduce_scatter_hopper_kernel(
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
-    EXCHANGE: gl.constexpr,
+    EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions; *store* ends at once where registers go straight to peers."""
     a_ring, b_ring, empty, ready = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
@@ -233,12 +239,13 @@ def matmul_reduce_scatter_hopper_kernel(
                 control, report, trace, slot, slot_size, place_size, rank, rows, total_rows, cols, part_rows, w_step, out_pitch,
                 out_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions, WORLD_SIZE,
                 PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL, SPLIT_TAIL, TRACE,
-                EXCHANGE,
+                EXCHANGE, DEPTH_FIRST,
             )),
             (load_partition, (
                 x_desc, w_desc, slot0_desc, slot1_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
                 slot, rank, rows, x_step, w_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
                 num_partitions, WORLD_SIZE, PUSH, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, SPLIT_TAIL, TRACE, EXCHANGE,
+                DEPTH_FIRST,
             )),
             (store_partition, (
                 out, out_desc, staging_desc, boxes, free, full, counters, signal_table, signals, control, report, slot,
@@ -262,7 +269,7 @@ class Launcher:
 
     def __init__(
         self, peers: Endpoint, schedule: ScatterSchedule, config: MatmulConfig, all_reduce: bool, dtype: torch.dtype,
-        stride_x: int, stride_w: int,
+        stride_x: int, strides_w: Sequence[int],
     ) -> None:  # fmt: skip
         self.peers, self.schedule, self.config = peers, schedule, config
         s, c = schedule, config
@@ -272,7 +279,8 @@ class Launcher:
         self.box = [c.tile_m, PIECE.value]
         place_rows = s.tile_rows * c.tile_m
         shape = [(s.world_size - 1) * place_rows, s.cols]
-        self.w_desc = descriptor(base, dtype, [s.cols, s.depth], stride_w, [c.tile_n, c.tile_k])
+        self.w_desc = weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k])
+        self.depth_first = lines(strides_w)[1]
         self.dtype = dtype
         slot_bytes = peers.slot_size * dtype.itemsize
         unused = descriptor(base, dtype, [64, 64], 64, self.box)
@@ -327,7 +335,7 @@ class Launcher:
             x_desc, w_desc, *self.slots, out_desc, staging_desc, added, more, out, peers.slots, partials, peers.counters,
             peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, stamps,
             s.rank, slot, peers.slot_size, s.place_elements, s.rows, total, s.cols, *NO_PARTS, *self.integers, *self.constants,
-            bias is not None, residual is not None, s.split_tail, trace is not None, False,
+            bias is not None, residual is not None, s.split_tail, trace is not None, False, self.depth_first,
         )  # fmt: skip
         compiled = matmul_reduce_scatter_hopper_kernel[(s.num_programs,)](*arguments, **self.options)
         if variant not in self.prepared:

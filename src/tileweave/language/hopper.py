@@ -190,6 +190,15 @@ def make_ring(
 
 
 @gluon.jit
+def load_weight(desc, col, k, bar, buffer, DEPTH_FIRST: gl.constexpr):
+    """Ask TMA for a K block of b from column ``col`` on; ``desc`` is of [N, K], or of [K, N] where ``DEPTH_FIRST``."""
+    if DEPTH_FIRST:
+        load_async(desc, [k, col], bar, buffer)
+    else:
+        load_async(desc, [col, k], bar, buffer)
+
+
+@gluon.jit
 def depth_by_cols(buffer, DEPTH_FIRST: gl.constexpr):
     """A buffer of b as wgmma takes it, [TILE_K, TILE_N]."""
     if DEPTH_FIRST:

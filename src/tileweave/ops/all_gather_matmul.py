@@ -28,6 +28,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.backward_products import multiply_and_scatter, scatters_fused
+from tileweave.ops.gather_beside import begin_gather
 from tileweave.ops.matmul_inputs import (
     accept,
     as_rows,
@@ -57,7 +58,7 @@ def all_gather_matmul(
     Parameters
     ----------
     x : [m, K] or [m, ..., K], contiguous; the same shape on every rank. Gathered along dimension 0.
-    w : [n, K], rows contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
+    w : [n, K], rows or columns contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
     bias : [n], or None.
     group : the ranks that share x; None is the default group. A group's name is accepted too.
     return_gathered : also return gather(x) [R * m, ..., K]; backward then keeps it and sends nothing again.
@@ -159,10 +160,11 @@ def _backward_implementation(grad, grad_gathered, x, w, gathered, group_name, ne
 
 
 def _products_fused(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w):
-    """dgrad in one kernel; x is gathered before it, since no other kernel may run beside one that waits for peers."""
-    if need_w and gathered is None:
-        gathered = reference.all_gather(x, group_of(group_name))
+    """dgrad in one kernel, x gathered by copy engines beside it: no other kernel may run beside one that waits for peers."""
+    gathering = begin_gather(x, group_name) if need_w and gathered is None else None
     gx = multiply_and_scatter(grad, w, group_name)
+    if gathering is not None:
+        gathered = gathering.wait()
     return gx, grad.t() @ gathered if need_w else None
 
 

@@ -17,7 +17,7 @@ from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops.registry import copy_slot, endpoint, workspace_of
 from tileweave.schedule import Parts, TileSchedule, cdiv, push_order, slot_place
 from tileweave.schedule_scatter import Exchange
-from tileweave.transport.base import EPOCH, Copy, Transport
+from tileweave.transport.base import EPOCH, Copies, Copy, Transport
 from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
 
 OP = "all_gather_matmul"
@@ -78,13 +78,13 @@ class _FusedCall:
     schedule: TileSchedule
     parts: Parts
     config: MatmulConfig
-    copies: tuple[tuple[Copy, ...], ...]  # of a copy-engine call, by slot
-    launchers: dict[tuple[bool, int], Callable[..., None]]
+    copies: tuple[Copies, ...]  # of a copy-engine call, by slot
+    launchers: dict[tuple[object, ...], Callable[..., None]]
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
         """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
         address = (x.data_ptr() | w.data_ptr()) & 15
-        key = (address == 0, w.stride(0))
+        key = (address == 0, w.stride())
         found = self.launchers.get(key)
         if found is None:
             found = self.launchers[key] = self._make(x, w)
@@ -96,7 +96,7 @@ class _FusedCall:
             from tileweave.kernels.descriptors import fits
 
             if fits(x, w):
-                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, w.stride(0), self.parts)
+                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, w.stride(), self.parts)
         from tileweave.kernels.all_gather_matmul import Launcher
 
         return Launcher(self.endpoint, self.schedule, self.config, self.parts)
@@ -150,7 +150,7 @@ def _cut(
     return schedule, Parts(rank, size, depth, x.shape[1], step, True, True, chunk_rows, chunks)
 
 
-def _copies(instance: Instance, rows: int, parts: Parts, itemsize: int, slot: int) -> tuple[Copy, ...]:
+def _copies(instance: Instance, rows: int, parts: Parts, itemsize: int, slot: int) -> Copies:
     """The chunks of the own shard, or of their parts, to all peers in turn, a signal behind each; one to ourselves at last."""
     rank, size = parts.rank, parts.world_size
     epoch = instance.control.data_ptr() + 4 * EPOCH
@@ -167,4 +167,4 @@ def _copies(instance: Instance, rows: int, parts: Parts, itemsize: int, slot: in
             copies.append(Copy(target, 0, width, start, rows=end - begin, target_pitch=width, source_pitch=pitch))
         copies.append(Copy(instance.signal_addresses[peer] + 4 * (rank * MAX_SLICES + chunk), epoch, 4))
     copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))
-    return tuple(copies)
+    return Copies(copies)

@@ -62,7 +62,8 @@ def all_to_all_matmul(
     Parameters
     ----------
     x : [M, K] or [M, ..., K], contiguous; the same shape on every rank.
-    w : [N, K'], rows contiguous, in ``torch.nn.Linear`` layout, K' the columns of the exchanged x; the same shape everywhere.
+    w : [N, K'], rows or columns contiguous, in ``torch.nn.Linear`` layout, K' the columns of the exchanged x; the same
+        shape everywhere.
     bias : [N], or None.
     scatter_dim : 0 cuts the rows of x (M must be a multiple of the group's size R), 1 its columns (K must).
     gather_dim : 0 puts the R parts that arrive below each other, 1 side by side (along K'); in rank order.

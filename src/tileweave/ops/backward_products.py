@@ -1,7 +1,7 @@
 """The products of backward: each operator's input gradient is its dual operator, with the weight the other way round.
 
-Kernels read a weight along its contracted dimension, which forward and backward do not share: where the dual runs fused,
-the weight is copied once, transposed. torch's matmul reads either way, so the unfused path copies nothing.
+Forward and backward contract a weight along different dimensions; kernels read either way (``DEPTH_FIRST``), so nothing is
+copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def gather_and_multiply(
     if plan_for(plan_all_gather_matmul, grad, grad.shape[0], w.shape[1], dist.get_world_size(group)).config is None:
         y, gathered = reference.all_gather_matmul(grad, w.t(), None, group)
     else:
-        y, gathered = torch.ops.tileweave.all_gather_matmul(grad, w.t().contiguous(), None, group_name, keep)
+        y, gathered = torch.ops.tileweave.all_gather_matmul(grad, w.t(), None, group_name, keep)
     return y, gathered if keep else None
 
 
@@ -41,7 +41,7 @@ def scatters_fused(grad: torch.Tensor, w: torch.Tensor, group_name: str) -> bool
 
 def multiply_and_scatter(grad: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
     """This rank's rows of the sum over ranks of grad @ w, for grad [M, n] and w [n, K], by the fused operator."""
-    return torch.ops.tileweave.matmul_reduce_scatter(grad, w.t().contiguous(), None, group_name)
+    return torch.ops.tileweave.matmul_reduce_scatter(grad, w.t(), None, group_name)
 
 
 def exchange_and_multiply(
@@ -54,7 +54,7 @@ def exchange_and_multiply(
         y, exchanged = reference.all_to_all_matmul(grad, w.t(), None, group, how.scatter_dim, how.gather_dim)
     else:
         y, exchanged = torch.ops.tileweave.all_to_all_matmul(
-            grad, w.t().contiguous(), None, how.scatter_dim, how.gather_dim, group_name, keep
+            grad, w.t(), None, how.scatter_dim, how.gather_dim, group_name, keep
         )
     return y, exchanged if keep else None
 
@@ -65,4 +65,4 @@ def multiply_and_exchange(grad: torch.Tensor, w: torch.Tensor, how: Exchange, gr
     rows, cols = how.part(grad.shape[0], w.shape[1], dist.get_world_size(group))
     if plan_for(plan_matmul_all_to_all, grad, rows, cols, dist.get_world_size(group)).config is None:
         return reference.matmul_all_to_all(grad, w.t(), None, group, how.scatter_dim, how.gather_dim)
-    return torch.ops.tileweave.matmul_all_to_all(grad, w.t().contiguous(), None, how.scatter_dim, how.gather_dim, group_name)
+    return torch.ops.tileweave.matmul_all_to_all(grad, w.t(), None, how.scatter_dim, how.gather_dim, group_name)

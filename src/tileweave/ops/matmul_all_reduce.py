@@ -114,6 +114,8 @@ def matmul_all_reduce(
 def check_inputs(x, w, bias, residual, norm_weight, out, residual_out) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
     check_operands(x, w, bias, residual, norm_weight, out, residual_out)
+    strides = f"w with strides {w.stride()}"  # one shot streams rows
+    require(w.stride(1) == 1 or w.shape[1] <= 1, strides, "contiguous rows", "pass w.contiguous()")
     paired = out is None or (residual_out is None) == (norm_weight is None)
     require(paired, "residual_out without norm_weight, or the reverse", "both or neither", "allocate what the call returns")
     shape = (x.shape[0], w.shape[0])

@@ -59,7 +59,7 @@ def matmul_all_to_all(
     Parameters
     ----------
     x : [M, K] or [M, ..., K], contiguous; the same shape on every rank.
-    w : [N, K], rows contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
+    w : [N, K], rows or columns contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
     bias : [N], or None; added before the exchange.
     scatter_dim : 0 cuts the product's rows (M must be a multiple of the group's size R), 1 its columns (N must).
     gather_dim : 0 puts the R parts that arrive below each other, 1 side by side; in rank order.

@@ -15,7 +15,7 @@ from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops.registry import copy_slot, endpoint, workspace_of
 from tileweave.schedule import arrival_order, cdiv
 from tileweave.schedule_scatter import Exchange, ScatterSchedule
-from tileweave.transport.base import EPOCH, Copy
+from tileweave.transport.base import EPOCH, Copies, Copy
 from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
 
 OP = "matmul_all_to_all"
@@ -69,12 +69,12 @@ class _FusedCall:
     config: MatmulConfig
     how: Exchange
     rows: int
-    copies: tuple[tuple[Copy, ...], ...]  # of a copy-engine call, by slot
-    launchers: dict[tuple[bool, int, int], Callable[..., None]]
+    copies: tuple[Copies, ...]  # of a copy-engine call, by slot
+    launchers: dict[tuple[object, ...], Callable[..., None]]
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
         """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
-        key = ((x.data_ptr() | w.data_ptr() | out.data_ptr()) & 15 == 0, x.stride(0), w.stride(0))
+        key = ((x.data_ptr() | w.data_ptr() | out.data_ptr()) & 15 == 0, x.stride(0), w.stride())
         found = self.launchers.get(key)
         if found is None:
             found = self.launchers[key] = self._make(x, w, out)
@@ -87,7 +87,7 @@ class _FusedCall:
             from tileweave.kernels.matmul_all_to_all_hopper import Launcher as HopperLauncher
 
             if fits(x, w, out) and self.schedule.cols * x.element_size() % 16 == 0:
-                return HopperLauncher(*common, x.dtype, x.stride(0), w.stride(0))
+                return HopperLauncher(*common, x.dtype, x.stride(0), w.stride())
         from tileweave.kernels.matmul_all_to_all import Launcher
 
         return Launcher(*common)
@@ -113,7 +113,7 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, how: Exc
     return call  # type: ignore[return-value]
 
 
-def _pulls(instance: Instance, s: ScatterSchedule, how: Exchange, rows: int, itemsize: int, slot: int) -> tuple[Copy, ...]:
+def _pulls(instance: Instance, s: ScatterSchedule, how: Exchange, rows: int, itemsize: int, slot: int) -> Copies:
     """Each chunk of each peer once it is there, peers by order of arrival beside each other; then a signal to ourselves."""
     width = s.cols * itemsize
     pitch = width if how.gather_dim == 0 else width * s.world_size
@@ -133,4 +133,4 @@ def _pulls(instance: Instance, s: ScatterSchedule, how: Exchange, rows: int, ite
                 copies.append(Copy(0, at, width, offset, flag, 1, lane, end - begin, pitch, width))
     epoch = instance.control.data_ptr() + 4 * EPOCH
     copies.append(Copy(instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size), epoch, 4))
-    return tuple(copies)
+    return Copies(copies)

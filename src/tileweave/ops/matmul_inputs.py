@@ -60,7 +60,8 @@ def check_tensors(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *
     devices = ", ".join(str(t.device) for t in tensors)
     require(all(t.device == x.device for t in tensors), devices, "one device", "move all tensors to x.device")
     require(x.is_contiguous(), f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
-    require(w.stride(1) == 1 or w.shape[1] <= 1, f"w with strides {w.stride()}", "contiguous rows", "pass w.contiguous()")
+    either = w.stride(1) == 1 or w.shape[1] <= 1 or (w.stride(0) == 1 and w.stride(1) >= w.shape[0])
+    require(either, f"w with strides {w.stride()}", "contiguous rows or columns", "pass w.contiguous()")
     check_shape("bias", bias, (w.shape[0],), "one bias for each row of w")
 
 

@@ -53,7 +53,7 @@ def matmul_reduce_scatter(
     Parameters
     ----------
     x : [M, k] or [M, ..., k], contiguous, M a multiple of the group's size; the same shape on every rank.
-    w : [N, k], rows contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
+    w : [N, k], rows or columns contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
     bias : [N] of the full layer, the same on every rank, or None. Added once.
     group : the ranks that share the sum; None is the default group. A group's name is accepted too.
     out : where to put the result, [M / R, ..., N], contiguous; not with gradients.

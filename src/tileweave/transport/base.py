@@ -73,6 +73,12 @@ class Copy:
             yield target + row * self.target_pitch, source + row * self.source_pitch
 
 
+class Copies(tuple[Copy, ...]):
+    """Copies that serve many calls. ``prepared`` is the transport's: what it made of them at their first push."""
+
+    prepared: Any = None
+
+
 Watcher = Callable[[Sequence[Copy], int, int], None]
 
 
@@ -101,10 +107,11 @@ class Transport(Protocol):
         """Zeroed int32 words that kernels can write and the host can read without synchronising."""
         ...
 
-    def push(self, copies: Sequence[Copy], source: int = 0) -> None:
+    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0) -> None:
         """Copy engine: do ``copies`` in order, behind what is queued now and beside what is queued later.
 
-        The same copies serve many calls, from (or to) another ``source`` each time. Inside one device only single words:
+        The same copies serve many calls, from (or to) another ``source`` each time; :class:`Copies` cost the host least.
+        Pushes of one ``line`` follow each other, those of another do not wait for them. Inside one device only single words:
         larger copies there may need its multiprocessors, which a waiting kernel holds.
         """
         ...
@@ -113,8 +120,8 @@ class Transport(Protocol):
         """:meth:`push` copies that wait for counters of the kernel that ``launch`` queues, beside that kernel."""
         ...
 
-    def join(self) -> None:
-        """Order what is queued later behind the last :meth:`push`."""
+    def join(self, line: int = 0) -> None:
+        """Order what is queued later behind the last :meth:`push` of ``line``."""
         ...
 
     def order(self) -> None:

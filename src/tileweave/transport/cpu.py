@@ -50,7 +50,7 @@ class CpuTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32)
 
-    def push(self, copies: Sequence[Copy], source: int = 0) -> None:
+    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0) -> None:
         self._pushed = self._engine.submit(self._copy_all, copies, source)
 
     def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
@@ -75,7 +75,7 @@ class CpuTransport:
         if self.watch is not None:
             self.watch(copies, begin, time.perf_counter_ns())
 
-    def join(self) -> None:
+    def join(self, line: int = 0) -> None:
         if self._pushed is not None:
             self._pushed.result()
             self._pushed = None

@@ -1,4 +1,4 @@
-"""Symmetric memory on GPUs: torch's symmetric memory, and copies by the copy engines.
+"""Symmetric memory on GPUs: torch's symmetric memory; ``copy_engine.py`` has the copies.
 
 Only this file and ``rendezvous.py`` touch ``torch.distributed._symmetric_memory``, a private API that changes from
 release to release. We use it to allocate, to exchange handles and to learn peers' addresses; signals, epochs and waits
@@ -7,7 +7,6 @@ are ours (torch's signal pad is shared by everything on a handle, and two stream
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from tileweave.errors import UnsupportedError
 from tileweave.topology import Machine, preset
 from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.collectives import agree_on_memory
+from tileweave.transport.copy_engine import CopyEngine, current_handle
 from tileweave.transport.host_memory import share
 from tileweave.transport.rendezvous import Meeting
 
@@ -41,45 +41,6 @@ def describe(index: int) -> Machine:
 
 
 _LOG = logging.getLogger("tileweave")
-_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, so it is safe when counts wrap
-
-# The stream's handle alone; torch.cuda.current_stream() makes an object around it.
-current_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
-    lambda index: torch.cuda.current_stream(index).cuda_stream
-)
-
-
-class _Pitched(ctypes.Structure):
-    """``CUDA_MEMCPY2D``."""
-
-    _fields_ = (
-        *(
-            (f"{end}_{name}", kind)
-            for end in ("source", "target")
-            for name, kind in (
-                ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("type", ctypes.c_uint), ("host", ctypes.c_void_p),
-                ("device", ctypes.c_uint64), ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t),
-            )
-        ),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    )  # fmt: skip
-
-
-_ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
-
-
-@lru_cache(maxsize=1)
-def driver() -> ctypes.CDLL:
-    """The CUDA driver, for copies by address and the events around them: through torch each costs twice the host time."""
-    library = ctypes.CDLL("libcuda.so.1")
-    handle = ctypes.c_void_p
-    library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, handle]
-    library.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Pitched), handle]
-    library.cuStreamWaitValue32_v2.argtypes = [handle, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-    library.cuEventRecord.argtypes = [handle, handle]
-    library.cuStreamWaitEvent.argtypes = [handle, handle, ctypes.c_uint]
-    return library
 
 
 class Lane:
@@ -112,22 +73,6 @@ def enter_line(device: torch.device) -> None:
     _LANES.setdefault(index, Lane()).enter(current_handle(index))
 
 
-def _event(stream: torch.cuda.Stream) -> tuple[torch.cuda.Event, int]:
-    """An event and its handle, which it has once it was recorded."""
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event, event.cuda_event
-
-
-class _SideStream:
-    """A stream for copies, and an event that marks where it stands."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self.handle: int = self.stream.cuda_stream
-        self.event, self.done = _event(self.stream)
-
-
 class CudaTransport:
     """Implements :class:`tileweave.transport.base.Transport` over NVLink (or PCIe) peer memory."""
 
@@ -138,9 +83,7 @@ class CudaTransport:
         self.machine = describe(self._index)
         self._require_peer_access()
         self._meeting = Meeting(group, device)
-        self._lanes = [_SideStream(device)]
-        self._forked, self._start = _event(self._lanes[0].stream)
-        self._driver = driver()
+        self._engines = [CopyEngine(device)]
         self.watch: Watcher | None = None
         self._lane = _LANES.setdefault(self._index, Lane())
 
@@ -184,77 +127,24 @@ class CudaTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
 
-    def push(self, copies: Sequence[Copy], source: int = 0) -> None:
-        self._fork()
-        self._submit(copies, source)
+    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0) -> None:
+        self._push(copies, source, line)
 
     def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
-        lanes = 1 + max(copy.lane for copy in copies)
-        self._fork(lanes)
-        launch()  # first: if it raises, no copy waits for ever
-        self._submit(copies, source, lanes)
+        self._push(copies, source, 0, launch)
 
-    def _fork(self, lanes: int = 1) -> None:
-        """Order the side streams behind what is queued now."""
-        cuda = self._driver
-        while len(self._lanes) < lanes:
-            self._lanes.append(_SideStream(self.device))
-        status = cuda.cuEventRecord(self._start, self._current())
-        for lane in self._lanes[:lanes]:
-            status = status or cuda.cuStreamWaitEvent(lane.handle, self._start, 0)
-        self._checked(status)
-
-    def _submit(self, copies: Sequence[Copy], source: int, lanes: int = 1) -> None:
-        submit, await_value = self._driver.cuMemcpyDtoDAsync_v2, self._driver.cuStreamWaitValue32_v2
-        handles = [lane.handle for lane in self._lanes]
-        for number, copy in enumerate(copies, start=1):
-            if lanes > 1 and number == len(copies):
-                self._gather(lanes)
-            side = handles[copy.lane]
-            status = await_value(side, copy.counter, copy.count, _AT_LEAST) if copy.counter else 0
-            target, start = copy.ends(source)
-            if copy.rows == 1:
-                status = status or submit(target, start, copy.nbytes, side)
-            else:
-                status = status or self._submit_rows(copy, target, start, side)
-            if status:
-                raise UnsupportedError(
-                    f"asked: a copy of {copy.nbytes} bytes to a peer; allowed: memory that the driver can copy to "
-                    f"(it returned {status}); remedy: check peer access with `tileweave doctor`"
-                )
+    def _push(self, copies: Sequence[Copy], source: int, line: int, launch: Callable[[], None] | None = None) -> None:
+        while len(self._engines) <= line:
+            self._engines.append(CopyEngine(self.device))
+        self._engines[line].push(copies, source, launch)
         if self.watch is not None:
             self.watch(copies, 0, 0)
 
-    def _submit_rows(self, copy: Copy, target: int, source: int, side: int) -> int:
-        about = _Pitched(
-            source_type=_ON_DEVICE, source_device=source, source_pitch=copy.source_pitch,
-            target_type=_ON_DEVICE, target_device=target, target_pitch=copy.target_pitch,
-            width=copy.nbytes, height=copy.rows,
-        )  # fmt: skip
-        return self._driver.cuMemcpy2DAsync_v2(about, side)
-
-    def _gather(self, lanes: int) -> None:
-        """Order lane 0 behind the others."""
-        cuda, first = self._driver, self._lanes[0]
-        for lane in self._lanes[1:lanes]:
-            self._checked(cuda.cuEventRecord(lane.done, lane.handle) or cuda.cuStreamWaitEvent(first.handle, lane.done, 0))
-
-    def join(self) -> None:
-        cuda = self._driver
-        last = self._lanes[0]
-        self._checked(cuda.cuEventRecord(last.done, last.handle))
-        self._checked(cuda.cuStreamWaitEvent(self._current(), last.done, 0))
-
-    def _current(self) -> int:
-        return current_handle(self._index)
-
-    @staticmethod
-    def _checked(status: int) -> None:
-        if status:
-            raise RuntimeError(f"the CUDA driver could not order two streams: error {status}")
+    def join(self, line: int = 0) -> None:
+        self._engines[line].join()
 
     def order(self) -> None:
-        self._lane.enter(self._current())
+        self._lane.enter(current_handle(self._index))
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

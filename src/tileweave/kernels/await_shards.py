@@ -1,0 +1,71 @@
+"""await_shards: the shards that copy engines of all ranks push into a slot in this call are there; then the call ends.
+
+For an all-gather beside another kernel (``ops/gather_beside.py``), which may fill the device: copies need no multiprocessor.
+
+    x      [shard]      own
+    slot   [R, shard]   one of two, by the host's count of calls; shard s in place s, the own one by this kernel
+
+==============================  =====  ====================================  ==============================
+signal (int32)                  value  notifier                              waiter
+==============================  =====  ====================================  ==============================
+[source * MAX_SLICES]           epoch  ``source``'s copy engine, behind its  this kernel, on every other rank
+                                       shard
+[R * MAX_SLICES + R]            epoch  own copy engine, behind its last      this kernel: the copies have read the
+                                       push                                  epoch word, so it may move
+==============================  =====  ====================================  ==============================
+
+    main stream  ┬ a kernel of another instance | await_shards: own shard into the slot, wait | what reads the slot
+    side stream  └▶ shard ▶ r+1, signal | ▶ r+2, signal | ▶ r+3, signal, [pushed]
+
+Why no slot is overwritten: what reads the slot of my call n stands before call n+1 on the main stream, hence before my signals
+of call n+1. A peer ends its call n+1 behind those, and only then pushes for call n+2, the next one with that slot.
+
+Programs copy a share each, and the first one waits, for other ranks only. Where its wait ran out of time, a row of NaN in a
+peer's shard makes each product over rows NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tileweave.kernels.endpoint import Endpoint
+from tileweave.language.signal import faulted, leave, load_epoch, wait
+from tileweave.schedule import cdiv
+
+MAX_SLICES = tl.constexpr(32)
+BLOCK = 4096
+
+
+@triton.jit(do_not_specialize=["rank", "size", "width"])
+def await_shards_kernel(
+    x, slot, signals, control, report, rank, size, width, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """``size``: elements of a shard, ``width``: of its rows."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = load_epoch(control)
+    lane = tl.arange(0, BLOCK)
+    own = slot + tl.cast(rank, tl.int64) * size
+    for begin in range(program * BLOCK, size, programs * BLOCK):
+        mask = begin + lane < size
+        tl.store(own + begin + lane, tl.load(x + begin + lane, mask=mask), mask=mask)
+    if program == 0:
+        for i in tl.static_range(1, WORLD_SIZE):
+            wait(signals, 1, epoch, (rank + WORLD_SIZE - i) % WORLD_SIZE * MAX_SLICES, -1, control, report)
+        wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)
+        if faulted(control) != 0:
+            theirs = slot + tl.cast((rank + 1) % WORLD_SIZE, tl.int64) * size
+            for begin in range(0, width, BLOCK):
+                tl.store(
+                    theirs + begin + lane, tl.full((BLOCK,), float("nan"), slot.dtype.element_ty), mask=begin + lane < width
+                )
+    leave(control, epoch, programs)
+
+
+def await_shards(peers: Endpoint, x: torch.Tensor, whole: torch.Tensor, world_size: int, rank: int, programs: int) -> None:
+    """Launch on the current stream. x: the own shard [m, K]; ``whole``: the slot of this call, [R m, K]."""
+    await_shards_kernel[(min(programs, cdiv(x.numel(), BLOCK)),)](
+        x, whole, peers.signals, peers.control, peers.report, rank, x.numel(), x.shape[1], WORLD_SIZE=world_size, BLOCK=BLOCK,
+        num_warps=8,
+    )  # fmt: skip

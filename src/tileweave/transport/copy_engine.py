@@ -1,0 +1,276 @@
+"""Copies by the copy engines of one GPU: queued one by one where a CUDA graph is captured, else as one prepared graph.
+
+A call of an operator queues 7 to 27 copies, waits and events, and each call of the driver costs the host 2 us and more, as
+much as an operator may cost in all. The copies are the same in each call but for one address. So they are made into a graph
+once (``base.Copies``), and a call launches that: decision 0057.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+
+from tileweave.errors import UnsupportedError
+from tileweave.transport.base import Copies, Copy
+
+_ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
+_WAIT_VALUE = 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, so it is safe when counts wrap
+
+# The stream's handle alone; torch.cuda.current_stream() makes an object around it.
+current_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+
+
+class _Pitched(ctypes.Structure):
+    """``CUDA_MEMCPY2D``."""
+
+    _fields_ = (
+        *(
+            (f"{end}_{name}", kind)
+            for end in ("source", "target")
+            for name, kind in (
+                ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("type", ctypes.c_uint), ("host", ctypes.c_void_p),
+                ("device", ctypes.c_uint64), ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t),
+            )
+        ),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )  # fmt: skip
+
+
+class _Block(ctypes.Structure):
+    """``CUDA_MEMCPY3D``."""
+
+    _fields_ = (
+        *(
+            (f"{end}_{name}", kind)
+            for end in ("source", "target")
+            for name, kind in (
+                ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("z", ctypes.c_size_t), ("level", ctypes.c_size_t),
+                ("type", ctypes.c_uint), ("host", ctypes.c_void_p), ("device", ctypes.c_uint64), ("array", ctypes.c_void_p),
+                ("reserved", ctypes.c_void_p), ("pitch", ctypes.c_size_t), ("height", ctypes.c_size_t),
+            )
+        ),
+        ("width", ctypes.c_size_t),
+        ("rows", ctypes.c_size_t),
+        ("depth", ctypes.c_size_t),
+    )  # fmt: skip
+
+
+class _Operation(ctypes.Structure):
+    """``CUstreamBatchMemOpParams``, of a wait."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64), ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64), ("unused", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+class _Operations(ctypes.Structure):
+    """``CUDA_BATCH_MEM_OP_NODE_PARAMS``."""
+
+    _fields_ = (
+        ("context", ctypes.c_void_p), ("count", ctypes.c_uint), ("first", ctypes.POINTER(_Operation)), ("flags", ctypes.c_uint),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def driver() -> ctypes.CDLL:
+    """The CUDA driver, for copies by address and the events around them: through torch each costs twice the host time."""
+    library = ctypes.CDLL("libcuda.so.1")
+    handle, at, words = ctypes.c_void_p, ctypes.POINTER, ctypes.c_uint64
+    place = [at(handle), handle, at(handle), ctypes.c_size_t]  # of a node: itself, graph, what it follows
+    for name, types in {
+        "cuMemcpyDtoDAsync_v2": [words, words, ctypes.c_size_t, handle],
+        "cuMemcpy2DAsync_v2": [at(_Pitched), handle],
+        "cuStreamWaitValue32_v2": [handle, words, ctypes.c_uint32, ctypes.c_uint],
+        "cuEventRecord": [handle, handle],
+        "cuStreamWaitEvent": [handle, handle, ctypes.c_uint],
+        "cuStreamGetCtx": [handle, at(handle)],
+        "cuGraphCreate": [at(handle), ctypes.c_uint],
+        "cuGraphAddMemcpyNode": [*place, at(_Block), handle],
+        "cuGraphAddBatchMemOpNode": [*place, at(_Operations)],
+        "cuGraphInstantiateWithFlags": [at(handle), handle, words],
+        "cuGraphExecMemcpyNodeSetParams": [handle, handle, at(_Block), handle],
+        "cuGraphLaunch": [handle, handle],
+        "cuGraphExecDestroy": [handle],
+        "cuGraphDestroy": [handle],
+    }.items():
+        getattr(library, name).argtypes = types
+    return library
+
+
+def _checked(status: int, what: str) -> None:
+    if status:
+        raise UnsupportedError(
+            f"asked: {what}; allowed: what the CUDA driver can do between these devices (it returned {status}); "
+            "remedy: check peer access with `tileweave doctor`"
+        )
+
+
+class _Graph:
+    """``copies`` as a graph of the driver's: lanes beside each other, the last copy behind all of them.
+
+    ``given``: the address that a push gives; :meth:`point` moves it.
+    """
+
+    def __init__(self, copies: Copies, stream: int, given: int) -> None:
+        self._driver, self._context = driver(), ctypes.c_void_p()
+        self._graph, self._ready = ctypes.c_void_p(), ctypes.c_void_p()
+        self._moving: list[tuple[Copy, ctypes.c_void_p, _Block]] = []  # with an end that a push gives
+        self._given = given
+        what = "a graph of copies to peers"
+        _checked(self._driver.cuStreamGetCtx(stream, self._context), what)
+        _checked(self._driver.cuGraphCreate(self._graph, 0), what)
+        ends: dict[int, ctypes.c_void_p] = {}  # of each lane
+        for number, copy in enumerate(copies, start=1):
+            before = list(ends.values()) if number == len(copies) else [ends[copy.lane]] if copy.lane in ends else []
+            if copy.counter:
+                before = [self._wait(copy, before)]
+            ends[copy.lane] = self._copy(copy, before)
+        _checked(self._driver.cuGraphInstantiateWithFlags(self._ready, self._graph, 0), what)
+
+    def _wait(self, copy: Copy, before: list[ctypes.c_void_p]) -> ctypes.c_void_p:
+        wait = _Operation(kind=_WAIT_VALUE, address=copy.counter, value=copy.count, flags=_AT_LEAST)
+        about = _Operations(self._context, 1, ctypes.pointer(wait), 0)
+        return self._add(self._driver.cuGraphAddBatchMemOpNode, before, about)
+
+    def _copy(self, copy: Copy, before: list[ctypes.c_void_p]) -> ctypes.c_void_p:
+        target, source = copy.ends(self._given)
+        about = _Block(
+            source_type=_ON_DEVICE, source_device=source, source_pitch=copy.nbytes, source_height=1,
+            target_type=_ON_DEVICE, target_device=target, target_pitch=copy.nbytes, target_height=1,
+            width=copy.nbytes, rows=1, depth=1,
+        )  # fmt: skip
+        node = self._add(self._driver.cuGraphAddMemcpyNode, before, about, self._context)
+        if not (copy.source and copy.target):
+            self._moving.append((copy, node, about))
+        return node
+
+    def _add(self, function: Callable[..., int], before: list[ctypes.c_void_p], *about: object) -> ctypes.c_void_p:
+        node = ctypes.c_void_p()
+        follows = (ctypes.c_void_p * len(before))(*(other.value for other in before))
+        _checked(function(node, self._graph, follows, len(before), *about), "a graph of copies to peers")
+        return node
+
+    def point(self, given: int) -> bool:
+        """Move the ends that a push gives; False if the driver wants a graph of its own for them."""
+        if given != self._given:
+            for copy, node, about in self._moving:
+                about.target_device, about.source_device = copy.ends(given)
+                if self._driver.cuGraphExecMemcpyNodeSetParams(self._ready, node, about, self._context):
+                    return False
+            self._given = given
+        return True
+
+    def launch(self, stream: int) -> None:
+        _checked(self._driver.cuGraphLaunch(self._ready, stream), "copies to peers")
+
+    def __del__(self) -> None:
+        if self._ready:
+            self._driver.cuGraphExecDestroy(self._ready)
+        if self._graph:
+            self._driver.cuGraphDestroy(self._graph)
+
+
+def _event(stream: torch.cuda.Stream) -> tuple[torch.cuda.Event, int]:
+    """An event and its handle, which it has once it was recorded."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event, event.cuda_event
+
+
+class _SideStream:
+    """A stream for copies, and an event that marks where it stands."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.handle: int = self.stream.cuda_stream
+        self.event, self.done = _event(self.stream)
+
+
+class CopyEngine:
+    """One line of copies beside what the current stream runs: what is pushed follows what was pushed before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._index = device, device.index
+        self._driver = driver()
+        self._lanes = [_SideStream(device)]
+        self._forked, self._start = _event(self._lanes[0].stream)
+
+    def push(self, copies: Sequence[Copy], source: int = 0, launch: Callable[[], None] | None = None) -> None:
+        """Queue ``copies`` behind what the current stream has by now; ``launch`` puts a kernel there that runs beside them."""
+        graph = self._graph(copies, source)
+        lanes = 1 if graph else 1 + max((copy.lane for copy in copies), default=0)
+        self._fork(lanes)
+        if launch is not None:
+            launch()  # first: if it raises, no copy waits for ever
+        if graph:
+            graph.launch(self._lanes[0].handle)
+        else:
+            self._submit(copies, source, lanes)
+
+    def _graph(self, copies: Sequence[Copy], source: int) -> _Graph | None:
+        """What is launched for copies that come again. None under capture, and for pitched ones, whose nodes cannot move."""
+        if not isinstance(copies, Copies) or torch.cuda.is_current_stream_capturing():
+            return None
+        graph = copies.prepared
+        if graph is None:
+            graph = all(copy.rows == 1 for copy in copies) and _Graph(copies, self._lanes[0].handle, source)
+        elif graph and not graph.point(source):
+            graph = _Graph(copies, self._lanes[0].handle, source)
+        copies.prepared = graph
+        return graph or None
+
+    def _fork(self, lanes: int) -> None:
+        """Order the side streams behind what is queued now."""
+        cuda = self._driver
+        while len(self._lanes) < lanes:
+            self._lanes.append(_SideStream(self._device))
+        status = cuda.cuEventRecord(self._start, current_handle(self._index))
+        for lane in self._lanes[:lanes]:
+            status = status or cuda.cuStreamWaitEvent(lane.handle, self._start, 0)
+        _checked(status, "one stream behind another")
+
+    def _submit(self, copies: Sequence[Copy], source: int, lanes: int) -> None:
+        submit, await_value = self._driver.cuMemcpyDtoDAsync_v2, self._driver.cuStreamWaitValue32_v2
+        handles = [lane.handle for lane in self._lanes]
+        for number, copy in enumerate(copies, start=1):
+            if lanes > 1 and number == len(copies):
+                self._gather(lanes)
+            side = handles[copy.lane]
+            status = await_value(side, copy.counter, copy.count, _AT_LEAST) if copy.counter else 0
+            target, start = copy.ends(source)
+            if copy.rows == 1:
+                status = status or submit(target, start, copy.nbytes, side)
+            else:
+                status = status or self._submit_rows(copy, target, start, side)
+            if status:
+                _checked(status, f"a copy of {copy.nbytes} bytes to a peer")
+
+    def _submit_rows(self, copy: Copy, target: int, source: int, side: int) -> int:
+        about = _Pitched(
+            source_type=_ON_DEVICE, source_device=source, source_pitch=copy.source_pitch,
+            target_type=_ON_DEVICE, target_device=target, target_pitch=copy.target_pitch,
+            width=copy.nbytes, height=copy.rows,
+        )  # fmt: skip
+        return self._driver.cuMemcpy2DAsync_v2(about, side)
+
+    def _gather(self, lanes: int) -> None:
+        """Order lane 0 behind the others."""
+        first = self._lanes[0]
+        for lane in self._lanes[1:lanes]:
+            status = self._driver.cuEventRecord(lane.done, lane.handle)
+            _checked(status or self._driver.cuStreamWaitEvent(first.handle, lane.done, 0), "one stream behind another")
+
+    def join(self) -> None:
+        """Order what is queued later on the current stream behind the last push."""
+        last = self._lanes[0]
+        status = self._driver.cuEventRecord(last.done, last.handle)
+        status = status or self._driver.cuStreamWaitEvent(current_handle(self._index), last.done, 0)
+        _checked(status, "one stream behind another")

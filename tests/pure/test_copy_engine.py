@@ -1,0 +1,145 @@
+"""Copies as a graph of the driver's: what follows what, and what a push changes. The driver is one that takes notes."""
+
+import ctypes
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tileweave.transport import copy_engine  # noqa: E402
+from tileweave.transport.base import Copies, Copy  # noqa: E402
+
+
+@dataclass
+class Driver:  # named as the driver names them
+    """Handles are numbers from 1 on; a node is (kind, what it follows, its facts)."""
+
+    nodes: dict[int, tuple] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    refuse_to_move: bool = False
+    handles: int = 0
+
+    def _made(self, handle):
+        self.handles += 1
+        handle.value = self.handles
+        return 0
+
+    def _node(self, handle, follows, count, *facts):
+        self._made(handle)
+        self.nodes[handle.value] = (tuple(sorted(follows[:count])), *facts)
+        return 0
+
+    def cuStreamGetCtx(self, stream, context):  # noqa: N802
+        return self._made(context)
+
+    def cuGraphCreate(self, graph, flags):  # noqa: N802
+        return self._made(graph)
+
+    def cuGraphAddMemcpyNode(self, node, graph, follows, count, about, context):  # noqa: N802
+        return self._node(node, follows, count, "copy", about.target_device, about.source_device, about.width)
+
+    def cuGraphAddBatchMemOpNode(self, node, graph, follows, count, about):  # noqa: N802
+        wait = about.first.contents
+        return self._node(node, follows, count, "wait", wait.address, wait.value)
+
+    def cuGraphInstantiateWithFlags(self, ready, graph, flags):  # noqa: N802
+        return self._made(ready)
+
+    def cuGraphExecMemcpyNodeSetParams(self, ready, node, about, context):  # noqa: N802
+        facts = self.nodes[node.value]
+        self.nodes[node.value] = (facts[0], "copy", about.target_device, about.source_device, about.width)
+        return int(self.refuse_to_move)
+
+    def __getattr__(self, name):
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        return lambda *_: self.calls.append(name) or 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    found = Driver()
+    monkeypatch.setattr(copy_engine, "driver", lambda: found)
+    monkeypatch.setattr(copy_engine, "current_handle", lambda index: 64)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return found
+
+
+def engine(driver):
+    found = object.__new__(copy_engine.CopyEngine)
+    found._driver, found._index, found._start = driver, 0, 48
+    found._lanes = [SimpleNamespace(handle=32, done=40), SimpleNamespace(handle=33, done=41)]
+    return found
+
+
+def scatter():
+    """Two owners, a lane each: wait for tiles, data, signal; then one to ourselves."""
+    return Copies(
+        [
+            Copy(1000, 0, 64, 8, counter=500, count=3),
+            Copy(2000, 7, 4),
+            Copy(1100, 0, 64, 16, counter=504, count=3, lane=1),
+            Copy(2100, 7, 4, lane=1),
+            Copy(3000, 7, 4),
+        ]
+    )
+
+
+def test_structures_are_as_large_as_the_drivers():
+    sizes = [ctypes.sizeof(kind) for kind in (copy_engine._Pitched, copy_engine._Block, copy_engine._Operation)]
+    assert sizes == [128, 200, 48]
+    assert ctypes.sizeof(copy_engine._Operations) == 32
+
+
+def test_signals_follow_data_and_lanes_do_not_wait_for_each_other(driver):
+    engine(driver).push(scatter(), 10_000)
+    by_target = {facts[2]: (node, facts[0]) for node, facts in driver.nodes.items()}
+    for counter, data, signal in ((500, 1000, 2000), (504, 1100, 2100)):
+        assert by_target[counter][1] == ()
+        assert by_target[data][1] == (by_target[counter][0],)
+        assert by_target[signal][1] == (by_target[data][0],)
+    assert by_target[3000][1] == (by_target[2000][0], by_target[2100][0])
+    assert [facts[3] for facts in driver.nodes.values() if facts[1:3] in (("copy", 1000), ("copy", 1100))] == [10_008, 10_016]
+
+
+def test_a_push_is_one_launch_and_moves_only_what_it_is_given(driver):
+    copies, line = scatter(), engine(driver)
+    line.push(copies, 10_000)
+    fixed = {node: facts for node, facts in driver.nodes.items() if facts[2] in (500, 504, 2000, 2100, 3000)}
+    driver.calls.clear()
+    line.push(copies, 20_000)
+    assert driver.calls == ["cuEventRecord", "cuStreamWaitEvent", "cuGraphLaunch"]
+    assert sorted(facts[3] for facts in driver.nodes.values() if facts[2] in (1000, 1100)) == [20_008, 20_016]
+    assert all(driver.nodes[node] == facts for node, facts in fixed.items())
+
+
+def test_where_the_driver_cannot_move_a_graph_there_is_another(driver):
+    copies, line = scatter(), engine(driver)
+    line.push(copies, 10_000)
+    first = copies.prepared
+    driver.refuse_to_move = True
+    line.push(copies, 20_000)
+    assert copies.prepared is not first
+    assert driver.calls[-1] == "cuGraphLaunch" or driver.calls[-2:] == ["cuGraphExecDestroy", "cuGraphDestroy"]
+    assert sorted(facts[3] for facts in list(driver.nodes.values())[-7:] if facts[2] in (1000, 1100)) == [20_008, 20_016]
+
+
+def test_pitched_copies_and_captured_ones_go_one_by_one(driver, monkeypatch):
+    pitched = Copies([Copy(0, 900, 64, rows=3, target_pitch=128, source_pitch=64), Copy(2000, 7, 4)])
+    line = engine(driver)
+    line.push(pitched, 10_000)
+    assert driver.calls[-2:] == ["cuMemcpy2DAsync_v2", "cuMemcpyDtoDAsync_v2"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    driver.calls.clear()
+    line.push(scatter(), 10_000)
+    assert "cuGraphLaunch" not in driver.calls
+    assert driver.calls.count("cuMemcpyDtoDAsync_v2") == 5
+    assert driver.calls.count("cuStreamWaitValue32_v2") == 2
+    assert not driver.nodes
+
+
+def test_a_kernel_is_queued_before_copies_that_wait_for_it(driver):
+    engine(driver).push(scatter(), 10_000, lambda: driver.calls.append("kernel"))
+    assert driver.calls.index("kernel") < driver.calls.index("cuGraphLaunch")
