@@ -1,32 +1,35 @@
 """DLRM on synthetic Criteo-shaped data: 26 embedding tables shared out over the ranks, MLPs on every rank.
 
     python examples/dlrm.py [ranks]            # trains; the losses must be those of one device. GPUs if there are two
-    python examples/dlrm.py [ranks] --time     # also times a step by phases: fused; our lookup + NCCL; torch + NCCL
+    python examples/dlrm.py [ranks] --time     # also times a step by phases; see dlrm_peers.py
 
-Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100 rows a sample); tables are scaled to fit. A step:
+Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100 rows a sample); tables are scaled to fit. A step, on two
+streams; what stands below each other runs side by side:
 
-    ids -> owners of tables | lookup to owners of samples | bottom MLP | interaction, top MLP, loss
-    | backward; tables take an SGD step in place | all-reduce of the MLPs' gradients | MLPs' SGD step
+    main   | lookup to owners of samples | interaction, top MLP, loss, their backward | gradient to owners | tables' SGD step
+    beside |                                                                          | bottom MLP's backward | all-reduce,
+             MLPs' SGD step, and of the next batch: ids to owners of tables, bottom MLP
 """
 
 import argparse
-import itertools
+import json
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
+from interaction import interaction, width_of
 from torch import nn
 
 import tileweave as tw
 from tileweave.launcher import Member, default_device_type, default_world_size, launch
 from tileweave.nn import ShardedEmbeddingBag
-from tileweave.ops.reference import all_to_all_whole, gradient_to_owners
-from tileweave.sharding import rows_of
+from tileweave.ops.reference import all_reduce
 
 MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 DENSE, RATE, STEPS, TOLERANCE = 13, 0.05, 5, 1e-4
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Towers(nn.Module):
@@ -34,24 +37,19 @@ class Towers(nn.Module):
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        pairs = (len(MULTI_HOT) + 1) * len(MULTI_HOT) // 2
         self.bottom = nn.Sequential(nn.Linear(DENSE, hidden), nn.ReLU(), nn.Linear(hidden, dim), nn.ReLU())
-        self.top = nn.Sequential(nn.Linear(dim + pairs, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-        rows, cols = torch.tril_indices(len(MULTI_HOT) + 1, len(MULTI_HOT) + 1, -1)
-        self.register_buffer("pairs", rows * (len(MULTI_HOT) + 1) + cols, persistent=False)
+        self.top = nn.Sequential(nn.Linear(width_of(len(MULTI_HOT) + 1, dim), hidden), nn.ReLU(), nn.Linear(hidden, 1))
 
     def forward(self, x: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         """x [b, dim] from the bottom MLP, pooled [b, 26 * dim] -> logits [b]."""
-        features = torch.cat([x[:, None], pooled.view(x.shape[0], -1, x.shape[1])], 1)
-        products = torch.bmm(features, features.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
-        return self.top(torch.cat([x, products], 1)).squeeze(1)
+        return self.top(interaction(x, pooled)).squeeze(1)
 
 
 def specs(rows: int, dim: int) -> list[tw.TableSpec]:
     return [tw.TableSpec(f"t{i}", rows, dim, n) for i, n in enumerate(MULTI_HOT)]
 
 
-def draw(step: int, rank: int, samples: int, rows: int, scale: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def draw(step: int, rank: int, samples: int, rows: int, scale: int, device: torch.device) -> Batch:
     """(dense, labels, lengths, values) of one rank: bags of about the multi-hot sizes over ``scale``, some empty."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     dense, labels = torch.randn(samples, DENSE, generator=generator), torch.rand(samples, generator=generator).round()
@@ -92,14 +90,40 @@ def on_one_device(size: int, samples: int, rows: int, dim: int, hidden: int, sca
     return losses
 
 
+class Beside:
+    """A second stream, whose kernels go before those that wait on the first; on the CPU one thing after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def __call__(self, behind: torch.cuda.Event | None) -> Iterator[None]:
+        """What is queued inside runs on the second stream, behind the event."""
+        if self.stream is not None and behind is not None:
+            self.stream.wait_event(behind)
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What the current stream has been given until now."""
+        return None if self.stream is None else torch.cuda.current_stream().record_event()
+
+    def join(self, event: torch.cuda.Event | None, *tensors: torch.Tensor) -> None:
+        """The first stream goes on behind the event, and will read ``tensors`` of the second."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+            for t in tensors:
+                t.record_stream(torch.cuda.current_stream())
+
+
 class Step:
-    """One training step on one rank; ``phase`` is told where each part begins."""
+    """Training steps on one rank; ``phase`` is told where each part begins."""
 
     def __init__(
         self, member: Member, rows: int, dim: int, hidden: int, tables: ShardedEmbeddingBag | None = None,
         lookup: Callable | None = None,
     ) -> None:  # fmt: skip
-        self.member = member
+        self.member, self.beside = member, Beside(member.device)
         torch.manual_seed(0)
         self.towers = Towers(dim, hidden).to(member.device)
         self.tables = tables or ShardedEmbeddingBag(
@@ -108,139 +132,79 @@ class Step:
         self.optimizer = torch.optim.SGD(self.towers.parameters(), lr=RATE)
         self.lookup = lookup or self.tables.lookup
         self.after: Callable[[], object] = lambda: None  # a step of the tables, where backward did not take it
+        self.ahead: tuple | None = None  # of the next batch: ids with their owners, the bottom MLP's vectors
+        self.kept: tuple = ()  # what the second stream may still read
 
-    def __call__(self, batch: tuple[torch.Tensor, ...], phase: Callable[[str], object] = lambda name: None) -> torch.Tensor:
-        dense, labels, lengths, values = batch
-        phase("ids to owners")
-        indices, offsets, _ = tw.distribute_indices(lengths, values, self.tables.features)
+    def prepare(self, batch: Batch, phase: Callable[[str], object] = lambda name: None) -> None:
+        """What a batch needs that does not depend on the tables: queued on the second stream."""
+        dense, _, lengths, values = batch
+        with self.beside(None):
+            phase("ids to owners")
+            indices, offsets, _ = tw.distribute_indices(lengths, values, self.tables.features)
+            arrived = self.beside.mark()
+            phase("bottom MLP")
+            x = self.towers.bottom(dense)
+            self.ahead = indices, offsets, arrived, x, self.beside.mark()
+
+    def __call__(
+        self, batch: Batch, following: Batch | None = None, phase: Callable[[str], object] = lambda name: None
+    ) -> torch.Tensor:
+        """The loss. ``following``: the next batch, prepared beside this one; the next call has to be of that."""
+        if self.ahead is None:
+            self.prepare(batch)
+        indices, offsets, arrived, x, multiplied = self.ahead
         phase("lookup, to owners")
-        pooled = self.lookup(indices, offsets, None, dense.shape[0] * self.member.world_size)
-        phase("bottom MLP")
-        x = self.towers.bottom(dense)
+        self.beside.join(arrived, indices, offsets)
+        pooled = self.lookup(indices, offsets, None, batch[0].shape[0] * self.member.world_size)
         phase("interaction, top MLP")
-        pooled_leaf = pooled.detach().requires_grad_()  # so that the two halves of backward can be told apart
-        loss = nn.functional.binary_cross_entropy_with_logits(self.towers(x, pooled_leaf), labels)
-        phase("backward of MLPs")
+        self.beside.join(multiplied, x)
+        x_leaf, pooled_leaf = x.detach().requires_grad_(), pooled.detach().requires_grad_()  # so that backward has parts
+        loss = nn.functional.binary_cross_entropy_with_logits(self.towers(x_leaf, pooled_leaf), batch[1])
+        phase("their backward")
         self.optimizer.zero_grad()
         loss.backward()
+        back = self.beside.mark()
         phase("backward of tables")
         pooled.backward(pooled_leaf.grad)
         self.after()
-        phase("all-reduce, step")
-        flat = torch.cat([p.grad.view(-1) for p in self.towers.parameters()])
-        dist.all_reduce(flat)
-        flat /= self.member.world_size
-        for parameter, grad in zip(self.towers.parameters(), flat.split([p.numel() for p in self.towers.parameters()]),
-                                   strict=True):  # fmt: skip
-            parameter.grad.copy_(grad.view_as(parameter))
-        self.optimizer.step()
+        with self.beside(back):
+            phase("backward of bottom MLP")
+            x.backward(x_leaf.grad)
+            phase("all-reduce, step")
+            self.reduce_gradients()
+            self.optimizer.step()
+        self.kept, self.ahead = (x_leaf, pooled_leaf), None
+        if following is not None:
+            self.prepare(following, phase)
         phase("")
         return loss.detach()
+
+    def reduce_gradients(self) -> None:
+        """The mean over ranks of the MLPs' gradients."""
+        grads = [p.grad for p in self.towers.parameters()]
+        mean = all_reduce(torch.cat([g.view(-1) for g in grads]), dist.group.WORLD) / self.member.world_size
+        torch._foreach_copy_(grads, [m.view_as(g) for g, m in zip(grads, mean.split([g.numel() for g in grads]), strict=True)])
 
 
 def train(member: Member, samples: int, rows: int, dim: int, hidden: int, scale: int) -> tuple[list[float], str]:
     """Losses over all ranks, and the plan's explanation."""
     step = Step(member, rows, dim, hidden)
     step.tables.load_tables([t.to(member.device) for t in whole_tables(rows, dim)])
-    losses = []
-    for number in range(STEPS):
-        loss = step(draw(number, member.rank, samples, rows, scale, member.device))
-        dist.all_reduce(loss)
-        losses.append(loss.item() / member.world_size)
+    batches = [draw(number, member.rank, samples, rows, scale, member.device) for number in range(STEPS)]
+    member.synchronize()
+    losses = [step(batch, following) for batch, following in zip(batches, [*batches[1:], None], strict=True)]
+    member.synchronize()
+    total = torch.stack(losses)
+    dist.all_reduce(total)
     tw.close()
-    return losses, step.tables.plan.explain()
-
-
-# --- Time ---
-
-
-class Exchange(torch.autograd.Function):
-    """Pooled vectors [B, own columns] to their samples' owners with NCCL, a copy into columns; backward the other way round."""
-
-    @staticmethod
-    def forward(ctx, pooled, layout, rank):
-        ctx.layout, (batch, width), size = layout, pooled.shape, len(layout.dims)
-        ctx.batch = batch
-        splits = [(end - begin) * width for begin, end in (rows_of(batch, size, r) for r in range(size))]
-        begin, end = rows_of(batch, size, rank)
-        sizes = [(end - begin) * sum(dims) for dims in layout.dims]
-        blocks = all_to_all_whole(pooled.view(-1), splits, sizes, dist.group.WORLD).split(sizes)
-        y = pooled.new_empty(end - begin, layout.width)
-        for block, columns, dims in zip(blocks, layout.columns, layout.dims, strict=True):
-            parts = block.view(end - begin, -1).split(list(dims), 1)
-            for part, column in zip(parts, columns, strict=True):
-                y[:, column : column + part.shape[1]] = part
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        return gradient_to_owners(grad, ctx.layout, ctx.batch, dist.group.WORLD), None, None
-
-
-def unfused_lookup(module: ShardedEmbeddingBag) -> Callable:
-    """Our own lookup and our own step in place, but NCCL and copies between them."""
-    rate = module.optimizer.rate / module.world_size  # a mean over ranks
-    optimizer = tw.FusedOptimizer("sgd", rate)
-
-    def lookup(indices, offsets, _, batch):
-        return Exchange.apply(
-            tw.embedding_bag(module.weights(), indices, offsets, optimizer=optimizer), module.layout, module.rank
-        )
-
-    return lookup
-
-
-def torch_lookup(module: ShardedEmbeddingBag) -> Callable:
-    """Torch alone: a call of ``embedding_bag`` for each table, sparse gradients; the caller's optimizer steps."""
-
-    def lookup(indices, offsets, _, batch):
-        bags = []
-        for number, weight in enumerate(module.weights()):
-            begins = offsets[number * batch : (number + 1) * batch + 1]
-            rows = indices[begins[0] : begins[-1]]
-            bags.append(
-                nn.functional.embedding_bag(rows, weight, begins - begins[0], mode="sum", sparse=True, include_last_offset=True)
-            )
-        return Exchange.apply(torch.cat(bags, 1), module.layout, module.rank)
-
-    return lookup
-
-
-def timed(member: Member, samples: int, rows: int, dim: int, hidden: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each phase, mean over ranks of the median over steps, of the three steps in turn."""
-    steps = {"fused": Step(member, rows, dim, hidden)}
-    tables = steps["fused"].tables  # one set of tables is enough
-    for name, lookup in (("unfused", unfused_lookup(tables)), ("torch", torch_lookup(tables))):
-        steps[name] = Step(member, rows, dim, hidden, tables, lookup)
-    plain = torch.optim.SGD(tables.weights(), lr=RATE / member.world_size)
-    steps["torch"].after = lambda: (plain.step(), plain.zero_grad())
-    batches = [draw(number, member.rank, samples, rows, 2, member.device) for number in range(2)]
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in steps}
-    for number in range(10 if member.device.type == "cuda" else 1):
-        for name, step in steps.items():
-            marks: list[tuple[str, float]] = []
-
-            def phase(label: str, marks: list[tuple[str, float]] = marks) -> None:
-                member.barrier()  # phases begin together: the sum of phases is above the time of an undivided step
-                marks.append((label, time.perf_counter()))
-
-            step(batches[number % 2], phase)
-            for (label, begin), (_, end) in itertools.pairwise(marks):
-                found[name].setdefault(label, []).append((end - begin) * 1e3)
-            member.barrier()
-            begin = time.perf_counter()
-            for batch in batches * 2:
-                step(batch)
-            member.barrier()
-            found[name].setdefault("whole step", []).append((time.perf_counter() - begin) * 1e3 / len(batches) / 2)
-    tw.close()
-    return {name: {k: sorted(v)[len(v) // 2] for k, v in phases.items()} for name, phases in found.items()}
+    return (total / member.world_size).tolist(), step.tables.plan.explain()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", nargs="?", type=int)
     parser.add_argument("--time", action="store_true")
+    parser.add_argument("--json", help="write the times there")
     words = parser.parse_args()
     kind = default_device_type()
     size = default_world_size(kind, words.ranks)
@@ -254,14 +218,14 @@ def main() -> int:
     right = all(abs(loss - want) <= TOLERANCE * abs(want) for loss, want in zip(losses, wanted, strict=True))
     print("the same losses" if right else "the losses DIFFER")
     if words.time:
+        from dlrm_peers import report, timed
+
         large = (16384, 1_000_000, 128, 512) if kind == "cuda" else (4, 40, 8, 16)
-        phases = launch(timed, *large, world_size=size, device_type=kind, seconds=300)
-        print(f"{'ms':24}" + "".join(f"{name:>10}" for name in phases))
-        for label in phases["fused"]:
-            print(f"{label:24}" + "".join(f"{found[label]:10.3f}" for found in phases.values()))
-        for name in ("unfused", "torch"):
-            ratio = phases[name]["whole step"] / phases["fused"]["whole step"]
-            print(f"the {name} step takes {ratio:.2f} times as long")
+        found = launch(timed, *large, world_size=size, device_type=kind, seconds=300)
+        right = report(found) and right
+        if words.json:
+            with open(words.json, "w", encoding="utf-8") as file:
+                json.dump(found, file, indent=1)
     return 0 if right else 1
 
 

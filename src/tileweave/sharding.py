@@ -86,6 +86,8 @@ class EmbeddingConfig:
     num_warps: int = 4
     programs_per_sm: int = 6
     lag: int = 8
+    order: int = 1
+    narrow: bool = False
 
     def __str__(self) -> str:
         return f"{self.bags} bags x {self.unroll} rows, {self.num_warps} warps"

@@ -42,6 +42,7 @@ COUNTERS = 2  # programs that have stored all they had to; one for each parity o
 ROWS, COLS = 16, 128  # a block that a program of the push moves at once
 DENSE, SPARSE, SGD, ADAGRAD = 0, 1, 2, 3
 KEYS = 512  # positions whose keys a program finds
+GROUP = 32  # tiles in which a program looks for long runs
 
 
 @triton.jit
@@ -125,48 +126,62 @@ def push_gradient(
 
 
 @triton.jit
-def load_word(meta, table, word: tl.constexpr, here, ALIGN: tl.constexpr):
-    """A word of each table's ``meta``; a multiple of ALIGN where it counts columns of aligned tables."""
-    value = tl.load(meta + table * 6 + word, mask=here, other=0)
+def table_of(meta, table, tables, last_key, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """(target, first key, end of keys, dim, column in the slot, state, row of values) of a table.
+
+    ``meta`` int64 [T, 6] = (target's address, first key, dim, column in the slot, state's address, row of values).
+    """
+    word = meta + table * 6
+    target = tl.load(word).to(tl.pointer_type(DTYPE), bitcast=True)
+    dim = tl.load(word + 2).to(tl.int32)
+    source = tl.load(word + 3)
     if ALIGN > 1:
-        value = tl.multiple_of(value, [ALIGN])
-    return value
+        target = tl.multiple_of(target, 16)
+        dim = tl.multiple_of(dim, ALIGN)
+        source = tl.multiple_of(source, ALIGN)
+    high = tl.load(word + 7, mask=table + 1 < tables, other=last_key)
+    state = tl.load(word + 4).to(tl.pointer_type(tl.float32), bitcast=True)
+    return target, tl.load(word + 1), high, dim, source, state, tl.load(word + 5)
+
+
+@triton.jit
+def columns(dim, here, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Mask [BLOCK_D] of the first ``dim`` columns, or of none."""
+    limit = tl.where(here, dim, 0)
+    if ALIGN > 1:
+        limit = tl.multiple_of(limit, ALIGN)
+    return tl.arange(0, BLOCK_D) < limit
+
+
+@triton.jit
+def target_of(
+    target, state, places, at, row, values, dim, here, BLOCK_D: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr
+):
+    """(row of the target, weights [BLOCK_D], moment) of a run that will be applied; asked for before its sum is there."""
+    col = tl.arange(0, BLOCK_D)
+    if KIND == 1:
+        row = tl.load(places + at, mask=here, other=0).to(tl.int64) - values
+    weight = tl.load(target + row * dim + col, mask=columns(dim, here & (KIND >= 2), ALIGN, BLOCK_D), other=0.0)
+    return row, weight, tl.load(state + row, mask=here & (KIND == 3), other=0.0)
 
 
 @triton.jit
 def apply(
-    total, here, row_key, at, table, meta, rate, epsilon,
-    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
+    total, found, target, state, dim, rate, epsilon, here,
+    BLOCK_D: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Put the finished sums ``total`` [TILE, BLOCK_D] of the rows ``here`` where they belong, by KIND.
-
-    ``meta`` int64 [T, 6] = (target's address, first key, dim, column in the slot, state's address, row of values).
-    """
-    row = row_key.to(tl.int64) - load_word(meta, table, 1, here, 1)
-    dim = load_word(meta, table, 2, here, ALIGN)
-    col = tl.arange(0, BLOCK_D).to(tl.int64)
-    mask = here[:, None] & (col[None, :] < dim[:, None])
-    base = load_word(meta, table, 0, here, 1).to(tl.pointer_type(DTYPE), bitcast=True)
-    if ALIGN > 1:
-        base = tl.multiple_of(base, [16])
-    pointers = base[:, None] + (row * dim)[:, None] + col[None, :]
-    if KIND == 0:
-        tl.store(pointers, total.to(DTYPE), mask=mask)
-    elif KIND == 1:
-        place = tl.load(at, mask=here, other=0) - load_word(meta, table, 5, here, 1)
-        tl.store(base[:, None] + (place * dim)[:, None] + col[None, :], total.to(DTYPE), mask=mask)
-    else:
-        step = tl.load(rate)
-        weight = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-        if KIND == 3:
-            squares = tl.sum(tl.where(mask, total * total, 0.0), axis=1) / tl.maximum(dim, 1).to(tl.float32)
-            state = load_word(meta, table, 4, here, 1).to(tl.pointer_type(tl.float32), bitcast=True) + row
-            moment = tl.load(state, mask=here, other=0.0) + squares
-            tl.store(state, moment, mask=here)
-            weight -= step * total / (tl.sqrt(moment) + epsilon)[:, None]
-        else:
-            weight -= step * total
-        tl.store(pointers, weight.to(DTYPE), mask=mask)
+    """Put the finished sum ``total`` [BLOCK_D] where ``found``, from :func:`target_of`, says, by KIND, if ``here``."""
+    col = tl.arange(0, BLOCK_D)
+    mask = columns(dim, here, ALIGN, BLOCK_D)
+    row, weight, moment = found
+    value = total
+    if KIND == 2:
+        value = weight.to(tl.float32) - rate * total
+    if KIND == 3:
+        moment += tl.sum(tl.where(mask, total * total, 0.0), axis=0) / tl.maximum(dim, 1).to(tl.float32)
+        tl.store(state + row, moment, mask=here)
+        value = weight.to(tl.float32) - rate * total / (tl.sqrt(moment) + epsilon)
+    tl.store(target + row * dim + col, value.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count", "num_bags", "last_key", "steps"])
@@ -191,100 +206,163 @@ def keys_kernel(indices, offsets, firsts, keys, bags, count, num_bags, batch, la
     tl.store(bags + at, bag, mask=inside)
 
 
-@triton.jit(do_not_specialize=["factor"])
-def sum_rows_kernel(
-    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor,
-    count, last_key, batch, slot_width,
-    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-    ALIGN: tl.constexpr,
+@triton.jit
+def gradient_at(
+    grad, scales, at, bag, lowest, slot_width, source, dim, here,
+    BLOCK_D: tl.constexpr, SCALED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the runs inside tile ``program``: whole runs are applied, others leave ``partials`` [tiles, 2, BLOCK_D].
-
-    Partial 0 is that of the run at the tile's begin, partial 1 that of the run at its end, if that is another.
-    """
-    tile = tl.program_id(0)
-    first = tile.to(tl.int64) * TILE
-    lane = tl.arange(0, TILE)
-    at = first + lane
-    inside = at < count
-    key = tl.load(keys + at, mask=inside, other=last_key)
-    before = tl.load(keys + at - 1, mask=inside & (at > 0), other=-1)
-    opens = inside & (key != before) & (key < last_key)
-    head = inside & (key < last_key) & ((lane == 0) | (key != before))
-    others = tl.load(keys + first + tl.arange(0, TILE), mask=first + tl.arange(0, TILE) < count, other=last_key)
-    length = tl.sum((key[:, None] == others[None, :]).to(tl.int32), axis=1)  # sorted: equal keys stand together
-    length = tl.where(head, length, 0)
-    longest = tl.max(length, axis=0)
-    # A run is of one table: what follows from that is worked out once, and the loop has no division.
-    bag = tl.load(bags + at, mask=head, other=0)
-    table = bag // batch
-    dim = load_word(meta, table, 2, head, ALIGN)
-    source = load_word(meta, table, 3, head, ALIGN)
-    lowest = table * batch
-    col = tl.arange(0, BLOCK_D)
-    wide = col[None, :] < dim[:, None]
-    total = tl.zeros((TILE, BLOCK_D), tl.float32)
-    following = tl.load(bags + at + 1, mask=length > 1, other=0)
-    for step in range(0, longest, 2):  # two rows of each run in flight
-        more = length > step + 1
-        low = grad + ((bag - lowest).to(tl.int64) * slot_width + source)[:, None] + col[None, :]
-        high = grad + ((following - lowest).to(tl.int64) * slot_width + source)[:, None] + col[None, :]
-        even = tl.load(low, mask=(length > step)[:, None] & wide, other=0.0).to(tl.float32)
-        odd = tl.load(high, mask=more[:, None] & wide, other=0.0).to(tl.float32)
-        if SCALED:
-            even *= tl.load(scales + at + step, mask=length > step, other=0.0)[:, None]
-            odd *= tl.load(scales + at + step + 1, mask=more, other=0.0)[:, None]
-        bag = tl.load(bags + at + step + 2, mask=length > step + 2, other=0)
-        following = tl.load(bags + at + step + 3, mask=length > step + 3, other=0)
-        total += even
-        total += odd
-    total *= factor
-    after = at + length
-    goes_on = head & (lane + length == TILE) & (tl.load(keys + after, mask=head & (after < count), other=last_key) == key)
-    whole = opens & (goes_on == 0)
-    apply(total, whole, key, places + at, table, meta, rate, epsilon, DTYPE, BLOCK_D, KIND, ALIGN)
-    partial = head & (whole == 0)
-    which = (tile * 2 + tl.where(lane == 0, 0, 1)).to(tl.int64) * BLOCK_D
-    tl.store(partials + which[:, None] + col[None, :], total, mask=partial[:, None])
+    """fp32 [BLOCK_D]: the gradient of ``bag``, looked up at position ``at``, of the table whose first bag is ``lowest``."""
+    place = (bag - lowest).to(tl.int64) * slot_width + source
+    mask = columns(dim, here, ALIGN, BLOCK_D)
+    row = tl.load(grad + place + tl.arange(0, BLOCK_D), mask=mask, other=0.0).to(tl.float32)
+    if SCALED:
+        row *= tl.load(scales + at, mask=here, other=0.0)
+    return row
 
 
 @triton.jit
-def sum_runs_kernel(
-    keys, bags, places, meta, partials, rate, epsilon, count, last_key, batch,
-    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, FLIGHT: tl.constexpr,
+def words_from(words, at, count, other, NUMBER: tl.constexpr):
+    """``NUMBER`` scalars from place ``at`` on; ``other`` past the end."""
+    found = ()
+    for i in tl.static_range(NUMBER):
+        found = found + (tl.load(words + at + i, mask=at + i < count, other=other),)
+    return found
+
+
+@triton.jit
+def add_range(
+    total, grad, keys, bags, scales, key, begin, end, lowest, slot_width, source, dim,
+    BLOCK_D: tl.constexpr, SCALED: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """``total`` plus the gradients at those of the positions [begin, end) that are of the run of ``key``; four in flight."""
+    for at in range(begin, end, 4):
+        for i in tl.static_range(4):
+            here = tl.load(keys + at + i, mask=at + i < end, other=-1) == key
+            bag = tl.load(bags + at + i, mask=here, other=0)
+            total += gradient_at(grad, scales, at + i, bag, lowest, slot_width, source, dim, here, BLOCK_D, SCALED, ALIGN)
+    return total
+
+
+@triton.jit(do_not_specialize=["factor", "tables"])
+def sum_rows_kernel(
+    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor,
+    count, last_key, batch, tables, slot_width,
+    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The run that opens in tile ``program`` and goes on behind it: add its partial sums in order of tiles, and apply."""
-    tile = tl.program_id(0)
-    first = tile.to(tl.int64) * TILE
-    end = first + TILE
-    if end < count:
-        key = tl.load(keys + end - 1)
-        if (key < last_key) & (tl.load(keys + end) == key):
-            lane = tl.arange(0, TILE)
-            lower = tl.load(keys + first + lane)
-            start = tl.min(tl.where(lower == key, lane, TILE), axis=0)
-            previous = tl.load(keys + first + start - 1, mask=first + start > 0, other=-1)
-            if previous != key:
-                col = tl.arange(0, BLOCK_D)
-                flight = tl.arange(0, FLIGHT)
-                which = (tile * 2 + tl.where(start == 0, 0, 1)).to(tl.int64) * BLOCK_D
-                total = tl.load(partials + which + col)
-                further = tile.to(tl.int64) + 1
-                more = 1
-                while more > 0:
-                    tiles = further + flight
-                    there = tl.load(keys + tiles * TILE, mask=tiles * TILE < count, other=last_key) == key
-                    values = tl.load(partials + (tiles * 2 * BLOCK_D)[:, None] + col[None, :], mask=there[:, None], other=0.0)
-                    total += tl.sum(values, axis=0)
-                    further += FLIGHT
-                    more = tl.min(there.to(tl.int32), axis=0)
-                one = tl.arange(0, 1)
-                at = first + start + one
-                apply(
-                    total[None, :], one == 0, tl.load(keys + at), places + at, tl.load(bags + at) // batch, meta, rate,
-                    epsilon, DTYPE, BLOCK_D, KIND, ALIGN,
+    """Sum and apply the runs that open in tile ``program``, the last of them to its end in the next tile.
+
+    A run that goes on behind the next tile is *long*: the tiles in which it goes on leave a partial sum each in ``partials``
+    [tiles, BLOCK_D], the first of them also of what stands in the tile where it opens. All rows of a tile are in flight at once,
+    and with them those behind it and the weights that its steps will change.
+    """
+    AHEAD: tl.constexpr = 4 if TILE > 4 else TILE  # rows of the last run in the next tile that are in flight with the tile's
+    first = tl.program_id(0).to(tl.int64) * TILE
+    col = tl.arange(0, BLOCK_D)
+    step = tl.load(rate)
+    key = words_from(keys, first, count, last_key, TILE + AHEAD)
+    bag = words_from(bags, first, count, 0, TILE + AHEAD)
+    before = tl.load(keys + first - 1, mask=first > 0, other=-1)
+    long_before = tl.load(keys + first - TILE - 1, mask=first > TILE, other=-1)
+    behind = tl.load(keys + first + 2 * TILE, mask=first + 2 * TILE < count, other=-1)
+    # The run at the tile's begin, if it opened before; and the one at its end, if it opens here and goes on.
+    last = key[TILE - 1]
+    led = before == key[0]
+    led_on = long_before == key[0]
+    led_long = led & (led_on | (key[TILE] == key[0]))
+    goes_on = (key[TILE] == last) & ((led == 0) | (last != key[0]))
+    long = goes_on & (behind == last)
+    short = goes_on & (long == 0)
+
+    # Nearly always all rows of a tile are of one table: what follows from that is worked out once for each table.
+    table = bag[0] // batch
+    final = tl.where(last < last_key, bag[TILE - 1] // batch, tables - 1)
+    final = tl.where(key[0] < last_key, final, -1)
+    while table <= final:
+        target, low, high, dim, source, state, values = table_of(meta, table, tables, last_key, DTYPE, ALIGN)
+        lowest = table * batch
+        vectors = ()
+        found = ()
+        for i in tl.static_range(TILE + AHEAD):
+            mine = (key[i] >= low) & (key[i] < high)
+            others = led & (key[i] == key[0])
+            read = mine & ((others == 0) | led_long) if i < TILE else mine & short & (key[i] == last)
+            vectors = vectors + (
+                gradient_at(grad, scales, first + i, bag[i], lowest, slot_width, source, dim, read, BLOCK_D, SCALED, ALIGN),
+            )
+            if i < TILE:
+                ends = (key[i] != key[i + 1]) | short if i == TILE - 1 else key[i] != key[i + 1]
+                ends = ends & mine & (others == 0)
+                found = found + (
+                    target_of(target, state, places, first + i, key[i] - low, values, dim, ends, BLOCK_D, KIND, ALIGN),
+                )
+        total = tl.zeros((BLOCK_D,), tl.float32)
+        opens = first - tl.where(led_long & (led_on == 0) & (key[0] >= low) & (key[0] < high), TILE, 0)
+        total = add_range(
+            total, grad, keys, bags, scales, key[0], opens, first, lowest, slot_width, source, dim, BLOCK_D, SCALED, ALIGN
+        )
+        for i in tl.static_range(TILE):
+            mine = (key[i] >= low) & (key[i] < high)
+            others = led & (key[i] == key[0])
+            if i > 0:
+                total = tl.where(key[i] == key[i - 1], total, 0.0)
+            total += vectors[i]
+            if i == TILE - 1:
+                for j in tl.static_range(AHEAD):
+                    total += vectors[TILE + j]
+                more = short & mine & (key[TILE + AHEAD - 1] == last)
+                rest = tl.where(more, tl.minimum(first + 2 * TILE, count), 0)
+                total = add_range(
+                    total, grad, keys, bags, scales, last, first + TILE + AHEAD, rest, lowest, slot_width, source, dim,
+                    BLOCK_D, SCALED, ALIGN,
                 )  # fmt: skip
+                leaves = mine & others & led_long
+                ends = mine & (others == 0) & ((key[i] != key[i + 1]) | short)
+            else:
+                leaves = mine & others & led_long & (key[i] != key[i + 1])
+                ends = mine & (others == 0) & (key[i] != key[i + 1])
+            apply(total * factor, found[i], target, state, dim, step, epsilon, ends, BLOCK_D, KIND, ALIGN)
+            place = partials + tl.program_id(0).to(tl.int64) * BLOCK_D + col
+            tl.store(place, total * factor, mask=columns(BLOCK_D, leaves, 1, BLOCK_D))
+        table += 1
+
+
+@triton.jit(do_not_specialize=["tables"])
+def sum_runs_kernel(
+    keys, bags, places, meta, partials, rate, epsilon, count, last_key, batch, tables,
+    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, FLIGHT: tl.constexpr,
+    GROUP: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """The long runs that open in GROUP tiles, one after the other: their partial sums in order of tiles, and apply."""
+    lane = tl.arange(0, GROUP)
+    end = (tl.program_id(0).to(tl.int64) * GROUP + lane + 1) * TILE
+    there = end + TILE < count
+    opening = tl.load(keys + end - 1, mask=there, other=last_key)
+    behind = tl.load(keys + end + TILE, mask=there, other=last_key)
+    before = tl.load(keys + end - TILE - 1, mask=there & (end > TILE), other=-1)
+    pending = (there & (opening < last_key) & (behind == opening) & (before != opening)).to(tl.int32)
+    col = tl.arange(0, BLOCK_D)
+    flight = tl.arange(0, FLIGHT)
+    while tl.max(pending, axis=0) > 0:
+        chosen = tl.min(tl.where(pending > 0, lane, GROUP), axis=0)
+        pending = tl.where(lane == chosen, 0, pending)
+        tile = tl.program_id(0).to(tl.int64) * GROUP + chosen
+        at = tile * TILE + TILE - 1
+        key = tl.load(keys + at)
+        table = tl.load(bags + at) // batch
+        target, low, _, dim, _, state, values = table_of(meta, table, tables, last_key, DTYPE, ALIGN)
+        found = target_of(target, state, places, at, key - low, values, dim, key < last_key, BLOCK_D, KIND, ALIGN)
+        total = tl.zeros((BLOCK_D,), tl.float32)
+        further = tile + 1
+        more = 1
+        while more > 0:
+            tiles = further + flight
+            goes = tl.load(keys + tiles * TILE, mask=tiles * TILE < count, other=last_key) == key
+            rows = tl.load(partials + (tiles * BLOCK_D)[:, None] + col[None, :], mask=goes[:, None], other=0.0)
+            total += tl.sum(rows, axis=0)
+            further += FLIGHT
+            more = tl.min(goes.to(tl.int32), axis=0)
+        apply(total, found, target, state, dim, tl.load(rate), epsilon, key < last_key, BLOCK_D, KIND, ALIGN)
 
 
 def find_keys(
@@ -318,7 +396,7 @@ def sum_rows(
     widest: int,
     kind: int,
     aligned: int,
-    tile: int = 16,
+    tile: int = 8,
 ) -> None:
     """Launch both kernels on the current stream.
 
@@ -332,15 +410,16 @@ def sum_rows(
     if not count:
         return
     block, tiles = triton.next_power_of_2(max(widest, 1)), triton.cdiv(count, tile)
-    partials = torch.empty(tiles * 2 * block, dtype=torch.float32, device=grad.device)
+    partials = torch.empty(tiles * block, dtype=torch.float32, device=grad.device)
     where = keys if places is None else places
     step = partials if rate is None else rate
-    shape = {"DTYPE": TYPES[dtype], "BLOCK_D": block, "TILE": tile, "KIND": kind, "ALIGN": aligned}
+    warps = min(max(block // 128, 1), 8)
+    shape = {"DTYPE": TYPES[dtype], "BLOCK_D": block, "TILE": tile, "KIND": kind, "ALIGN": aligned, "num_stages": 1}
     sum_rows_kernel[(tiles,)](
         grad, keys, bags, partials if scales is None else scales, where, meta, partials, step, epsilon, factor,
-        count, last_key, batch, grad.stride(0), SCALED=scales is not None, num_warps=4, num_stages=1, **shape,
+        count, last_key, batch, meta.shape[0], grad.stride(0), SCALED=scales is not None, num_warps=warps, **shape,
     )  # fmt: skip
-    sum_runs_kernel[(tiles,)](
-        keys, bags, where, meta, partials, step, epsilon, count, last_key, batch,
-        FLIGHT=16, num_warps=4, num_stages=1, **shape,
+    sum_runs_kernel[(triton.cdiv(tiles, GROUP),)](
+        keys, bags, where, meta, partials, step, epsilon, count, last_key, batch, meta.shape[0],
+        FLIGHT=16, GROUP=GROUP, num_warps=4, **shape,
     )  # fmt: skip
