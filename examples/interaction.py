@@ -3,8 +3,8 @@
     x [b, D] from the bottom MLP, pooled [b, (F - 1) * D] -> y [b, D + pairs, zeros to a multiple of 8]: x, then the
     products of features r > c, row after row of the triangle, F features with x the first of them
 
-As torch writes it (``cat``, ``bmm``, ``index_select``) the pooled vectors are copied, multiplied and picked apart in eight kernels,
-backward included; here they are read once forward, and read and written once backward.
+As torch writes it (``cat``, ``bmm``, ``index_select``) the pooled vectors are copied, multiplied and picked apart in eight
+kernels, backward included; here they are read once forward, and read and written once backward.
 """
 
 import torch
@@ -73,7 +73,7 @@ def interact_backward(
 
 
 class Interaction(torch.autograd.Function):
-    """The kernels, fp32; D a power of two from 16 on. Multiplied in TF32 where torch is told to (``set_float32_matmul_precision``)."""
+    """The kernels, fp32; D a power of two from 16 on. In TF32 where torch is told to (``set_float32_matmul_precision``)."""
 
     @staticmethod
     def forward(ctx, x, pooled):
@@ -108,8 +108,5 @@ def interaction(x: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
     rows, cols = torch.tril_indices(features.shape[1], features.shape[1], -1)
     products = torch.bmm(features, features.transpose(1, 2))[:, rows, cols]
     width = width_of(features.shape[1], x.shape[1])
-    return nn_pad(torch.cat([x, products], 1), width)
-
-
-def nn_pad(y: torch.Tensor, width: int) -> torch.Tensor:
+    y = torch.cat([x, products], 1)
     return torch.nn.functional.pad(y, (0, width - y.shape[1]))

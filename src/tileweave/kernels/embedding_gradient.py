@@ -211,7 +211,7 @@ def gradient_at(
     grad, scales, at, bag, lowest, slot_width, source, dim, here,
     BLOCK_D: tl.constexpr, SCALED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BLOCK_D]: the gradient of ``bag``, looked up at position ``at``, of the table whose first bag is ``lowest``."""
+    """fp32 [BLOCK_D]: the gradient of ``bag``, looked up at position ``at``; its table's first bag is ``lowest``."""
     place = (bag - lowest).to(tl.int64) * slot_width + source
     mask = columns(dim, here, ALIGN, BLOCK_D)
     row = tl.load(grad + place + tl.arange(0, BLOCK_D), mask=mask, other=0.0).to(tl.float32)
@@ -253,8 +253,8 @@ def sum_rows_kernel(
     """Sum and apply the runs that open in tile ``program``, the last of them to its end in the next tile.
 
     A run that goes on behind the next tile is *long*: the tiles in which it goes on leave a partial sum each in ``partials``
-    [tiles, BLOCK_D], the first of them also of what stands in the tile where it opens. All rows of a tile are in flight at once,
-    and with them those behind it and the weights that its steps will change.
+    [tiles, BLOCK_D], the first of them also of what stands in the tile where it opens. All rows of a tile are in flight at
+    once, and with them the first behind it and the weights that its steps will change.
     """
     AHEAD: tl.constexpr = 4 if TILE > 4 else TILE  # rows of the last run in the next tile that are in flight with the tile's
     first = tl.program_id(0).to(tl.int64) * TILE
