@@ -40,7 +40,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tileweave.kernels.embedding_lookup import constants, find_bags, load_rows, pool_bags, store_bags, table_at
+from tileweave.kernels.embedding_lookup import constants, pool_bags, store_bags, table_at
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import faulted, leave, load_epoch, notify_all, poison, wait
@@ -80,7 +80,7 @@ def embedding_bag_all_to_all_kernel(
     meta, indices, offsets, weights, regions, slot_table, signal_table, signals, control, report, counters,
     rank, region, region_size, num_indices, batch, chunk, blocks, rounds, lag, width, rows_here,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr,
-    UNROLL: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, NARROW: tl.constexpr,
+    UNROLL: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Take tickets, pool, store; see the module's docstring for the protocol."""
     program = tl.program_id(0)
@@ -110,11 +110,10 @@ def embedding_bag_all_to_all_kernel(
             base, rows, dim, column = table_at(meta, table, DTYPE, ALIGN)
             first = table.to(tl.int64) * batch + peer * chunk + sample
             first = tl.minimum(first, table.to(tl.int64) * batch + batch)  # where the last ranks own no samples
-            begin, length = find_bags(offsets, num_indices, first, count, BAGS)
-            chosen = load_rows(indices, begin, 0, length, rows, 1, UNROLL, NARROW)
             acc = pool_bags(
-                base, rows, dim, indices, weights, begin, length, chosen, BLOCK_D, BAGS, UNROLL, MEAN, WEIGHTED, NARROW
-            )
+                base, rows, dim, indices, offsets, weights, num_indices, first, count,
+                BLOCK_D, BAGS, UNROLL, MEAN, WEIGHTED,
+            )  # fmt: skip
             place = region
             if peer != rank:
                 if (awaited >> peer) & 1 == 0:

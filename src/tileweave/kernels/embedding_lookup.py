@@ -40,16 +40,13 @@ def table_at(meta, table, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def load_rows(indices, begin, place, length, rows, STRIDE: tl.constexpr, UNROLL: tl.constexpr, NARROW: tl.constexpr):
+def load_rows(indices, begin, place, length, STRIDE: tl.constexpr, UNROLL: tl.constexpr):
     """Row numbers at ``place``, ``place + STRIDE``, ... of bags: UNROLL tensors, -1 past a bag's end."""
-    chosen = ()
+    rows = ()
     for step in tl.static_range(UNROLL):
         at = place + step * STRIDE
-        row = tl.load(indices + begin + at, mask=at < length, other=-1).to(tl.int64)
-        if NARROW:
-            row = tl.where((row >= 0) & (row < rows), row, -1).to(tl.int32)
-        chosen = chosen + (row,)
-    return chosen
+        rows = rows + (tl.load(indices + begin + at, mask=at < length, other=-1).to(tl.int64),)
+    return rows
 
 
 @triton.jit
@@ -63,7 +60,7 @@ def add_rows(
     for step in tl.static_range(UNROLL):
         row = chosen[step]
         mask = ((row >= 0) & (row < rows))[:, None] & (col < dim)[None, :]
-        pointers = base + (row.to(tl.int64) * dim)[:, None] + col[None, :]
+        pointers = base + (row * dim)[:, None] + col[None, :]
         vectors = vectors + (tl.load(pointers, mask=mask, other=0.0),)
     for step in tl.static_range(UNROLL):
         vector = vectors[step].to(tl.float32)
@@ -76,38 +73,36 @@ def add_rows(
 
 
 @triton.jit
-def find_bags(offsets, num_indices, first, count, BAGS: tl.constexpr):
-    """(begin, length) [BAGS] of the bags [first, first + BAGS), of which ``count`` exist; the others are empty."""
+def pool_bags(
+    base, rows, dim, indices, offsets, weights, num_indices, first, count,
+    BLOCK_D: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BAGS, BLOCK_D]: bags [first, first + BAGS) pooled, of which ``count`` exist."""
     lane = tl.arange(0, BAGS)
     there = lane < count
     begin = tl.load(offsets + first + lane, mask=there, other=0).to(tl.int64)
     end = tl.load(offsets + first + lane + 1, mask=there, other=0).to(tl.int64)
     begin = tl.minimum(tl.maximum(begin, 0), num_indices)
-    return begin, tl.maximum(tl.minimum(end, num_indices) - begin, 0).to(tl.int32)
-
-
-@triton.jit
-def pool_bags(
-    base, rows, dim, indices, weights, begin, length, chosen,
-    BLOCK_D: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
-    NARROW: tl.constexpr,
-):  # fmt: skip
-    """fp32 [BAGS, BLOCK_D]: bags pooled, of which :func:`find_bags` said where, and ``load_rows`` the first rows ``chosen``."""
-    lane = tl.arange(0, BAGS)
+    length = tl.maximum(tl.minimum(end, num_indices) - begin, 0).to(tl.int32)
     longest = tl.max(length, axis=0)
     acc = tl.zeros((BAGS, BLOCK_D), tl.float32)
-    if (UNROLL > 1) and (longest > 4 * UNROLL) & (2 * tl.sum(length, axis=0) < longest * BAGS):
+    # Where bags have one row, fewer in flight of a long one: their registers would be half of those of all.
+    SPREAD: tl.constexpr = 8 if UNROLL == 1 and BAGS > 8 else BAGS
+    if (longest > 4 * UNROLL) & (2 * tl.sum(length, axis=0) < longest * BAGS):
+        spread = tl.arange(0, SPREAD)
         for bag in range(0, BAGS):
             start = tl.sum(tl.where(lane == bag, begin, 0), axis=0)
             size = tl.sum(tl.where(lane == bag, length, 0), axis=0)
-            part = tl.zeros((BAGS, BLOCK_D), tl.float32)
-            for place in range(0, size, UNROLL * BAGS):
-                spread = load_rows(indices, start, place + lane, size, rows, BAGS, UNROLL, NARROW)
-                part = add_rows(part, base, spread, weights, start + place + lane, rows, dim, BLOCK_D, BAGS, UNROLL, WEIGHTED)
+            part = tl.zeros((SPREAD, BLOCK_D), tl.float32)
+            for place in range(0, size, UNROLL * SPREAD):
+                at = place + spread
+                chosen = load_rows(indices, start, at, size, SPREAD, UNROLL)
+                part = add_rows(part, base, chosen, weights, start + at, rows, dim, BLOCK_D, SPREAD, UNROLL, WEIGHTED)
             acc = tl.where((lane == bag)[:, None], tl.sum(part, axis=0)[None, :], acc)
     else:
+        chosen = load_rows(indices, begin, 0, length, 1, UNROLL)
         for place in range(0, longest, UNROLL):
-            following = load_rows(indices, begin, place + UNROLL, length, rows, 1, UNROLL, NARROW)
+            following = load_rows(indices, begin, place + UNROLL, length, 1, UNROLL)
             acc = add_rows(acc, base, chosen, weights, begin + place, rows, dim, BLOCK_D, 1, UNROLL, WEIGHTED)
             chosen = following
     if MEAN:
@@ -125,30 +120,25 @@ def store_bags(acc, out, sample, count, width, column, dim, BLOCK_D: tl.constexp
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def bags_of(offsets, num_indices, block, tables, blocks, batch, BAGS: tl.constexpr, ORDER: tl.constexpr):
-    """(begin, length, table, sample, count) of block number ``block``; bags past the last block are empty."""
-    if ORDER == 1:
-        table, sample = block % tables, block // tables * BAGS
-    else:
-        table, sample = block // blocks, block % blocks * BAGS
-    count = tl.where(block < tables * blocks, tl.minimum(batch - sample, BAGS), 0)
-    begin, length = find_bags(offsets, num_indices, table.to(tl.int64) * batch + sample, count, BAGS)
-    return begin, length, table, sample, count
-
-
 @triton.jit(do_not_specialize=["num_indices"])
 def embedding_lookup_kernel(
     meta, indices, offsets, weights, out, num_indices, batch, tables, blocks, width,
     DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr,
-    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, NARROW: tl.constexpr, ORDER: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, BY_SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """One block of bags of one table a program; the hardware deals programs out, which balances lengths."""
-    block = tl.program_id(0)
-    begin, length, table, sample, count = bags_of(offsets, num_indices, block, tables, blocks, batch, BAGS, ORDER)
+    if BY_SAMPLE:
+        table = tl.program_id(0) % tables
+        sample = tl.program_id(0) // tables * BAGS
+    else:
+        table = tl.program_id(0) // blocks
+        sample = tl.program_id(0) % blocks * BAGS
     base, rows, dim, column = table_at(meta, table, DTYPE, ALIGN)
-    chosen = load_rows(indices, begin, 0, length, rows, 1, UNROLL, NARROW)
-    acc = pool_bags(base, rows, dim, indices, weights, begin, length, chosen, BLOCK_D, BAGS, UNROLL, MEAN, WEIGHTED, NARROW)
+    first = table.to(tl.int64) * batch + sample
+    count = tl.minimum(batch - sample, BAGS)
+    acc = pool_bags(
+        base, rows, dim, indices, offsets, weights, num_indices, first, count, BLOCK_D, BAGS, UNROLL, MEAN, WEIGHTED
+    )
     store_bags(acc, out, sample, count, width, column, dim, BLOCK_D, BAGS)
 
 
@@ -168,7 +158,6 @@ def constants(tables: list[torch.Tensor], columns: tuple[int, ...], width: int, 
         "BLOCK_D": block,
         "BAGS": config.bags,
         "UNROLL": config.unroll,
-        "NARROW": config.narrow,
         "num_warps": config.num_warps,
         "num_stages": 1,
     }
@@ -192,6 +181,6 @@ def launch(
         return
     embedding_lookup_kernel[(len(tables) * blocks,)](
         meta, indices, offsets, indices if weights is None else weights, out, indices.numel(), batch, len(tables), blocks,
-        out.shape[1], ORDER=config.order,
-        MEAN=mean, WEIGHTED=weights is not None, **constants(tables, columns, out.shape[1], out.element_size(), config),
+        out.shape[1], BY_SAMPLE=config.by_sample, MEAN=mean, WEIGHTED=weights is not None,
+        **constants(tables, columns, out.shape[1], out.element_size(), config),
     )  # fmt: skip

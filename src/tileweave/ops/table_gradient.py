@@ -1,7 +1,7 @@
 """What becomes of pooled vectors' gradients on the rank that owns the tables: a gradient for each table, or a step.
 
 ``grad`` [B, sum of local dims] has the gradient of this rank's columns for all samples. Positions of all bags are sorted by
-table row (a stable sort), runs of equal rows summed in order (``kernels/embedding_gradient.py``), and each sum applied once:
+table row (a stable sort), runs of equal rows summed in order (``kernels/table_sums.py``), and each sum applied once:
 
 ========  ===================================================================================
 dense     a tensor of the table's shape
@@ -55,7 +55,7 @@ def on_device(words: tuple, device: torch.device) -> torch.Tensor:
 
 
 def keys_in_torch(tables: Sequence[torch.Tensor], lookups: Lookups, first: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keys, bags) of each position in plain torch; see ``kernels/embedding_gradient.py``."""
+    """(keys, bags) of each position in plain torch; see ``kernels/table_sums.py``."""
     bags = lookups.bags()
     here = (bags >= 0) & (bags < len(tables) * lookups.batch)
     table = bags.clamp(0, max(len(tables) * lookups.batch - 1, 0)) // max(lookups.batch, 1)
@@ -94,7 +94,7 @@ def sort_lookups(tables: Sequence[torch.Tensor], lookups: Lookups, compiled: boo
     for table in tables:
         first.append(first[-1] + table.shape[0])
     if compiled:
-        from tileweave.kernels.embedding_gradient import find_keys
+        from tileweave.kernels.table_sums import find_keys
 
         firsts = on_device(tuple(first), lookups.indices.device)
         keys, bags = find_keys(lookups.indices, lookups.offsets, firsts, first[-1], lookups.batch)
@@ -152,7 +152,7 @@ def table_gradients(
         columns.append(columns[-1] + table.shape[1])
     if not compiled:
         return _in_torch(grad, tables, keys, bags, scales, first, columns, lookups.batch, kind, states, rate, epsilon, factor)
-    from tileweave.kernels.embedding_gradient import ADAGRAD, DENSE, SGD, SPARSE, sum_rows
+    from tileweave.kernels.table_sums import ADAGRAD, DENSE, SGD, SPARSE, sum_rows
 
     number = {"dense": DENSE, "sparse": SPARSE, "sgd": SGD, "adagrad": ADAGRAD}[kind]
     places, rows, ends = None, None, [0] * (len(tables) + 1)
