@@ -3,19 +3,15 @@
     python examples/dlrm.py [ranks]            # trains; the losses must be those of one device. GPUs if there are two
     python examples/dlrm.py [ranks] --time     # also times a step by phases; see dlrm_peers.py
 
-Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100 rows a sample); tables are scaled to fit. A step, on two
-streams; what stands below each other runs side by side:
+Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100 rows a sample); tables are scaled to fit. A step:
 
-    main   | lookup to owners of samples | interaction, top MLP, loss, their backward | gradient to owners | tables' SGD step
-    beside |                                                                          | bottom MLP's backward | all-reduce,
-             MLPs' SGD step, and of the next batch: ids to owners of tables, bottom MLP
+    ids -> owners of tables | lookup to owners of samples | bottom MLP | interaction, top MLP, loss
+    | backward; tables take an SGD step in place | all-reduce of the MLPs' gradients | MLPs' SGD step
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -45,6 +41,11 @@ class Towers(nn.Module):
         return self.top(interaction(x, pooled)).squeeze(1)
 
 
+def towers_from_seed(dim: int, hidden: int) -> Towers:
+    torch.manual_seed(0)
+    return Towers(dim, hidden)
+
+
 def specs(rows: int, dim: int) -> list[tw.TableSpec]:
     return [tw.TableSpec(f"t{i}", rows, dim, n) for i, n in enumerate(MULTI_HOT)]
 
@@ -66,8 +67,7 @@ def whole_tables(rows: int, dim: int) -> list[torch.Tensor]:
 def on_one_device(size: int, samples: int, rows: int, dim: int, hidden: int, scale: int) -> list[float]:
     """The same training in plain torch: all tables, the global batch."""
     device = torch.device("cpu")
-    torch.manual_seed(0)
-    towers = Towers(dim, hidden)
+    towers = towers_from_seed(dim, hidden)
     tables = [nn.EmbeddingBag.from_pretrained(t, freeze=False, mode="sum") for t in whole_tables(rows, dim)]
     optimizer = torch.optim.SGD([*towers.parameters(), *(t.weight for t in tables)], lr=RATE)
     losses = []
@@ -90,114 +90,41 @@ def on_one_device(size: int, samples: int, rows: int, dim: int, hidden: int, sca
     return losses
 
 
-class Beside:
-    """A second stream, whose kernels go before those that wait on the first; on the CPU one thing after the other."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-
-    @contextmanager
-    def __call__(self, behind: torch.cuda.Event | None) -> Iterator[None]:
-        """What is queued inside runs on the second stream, behind the event."""
-        if self.stream is not None and behind is not None:
-            self.stream.wait_event(behind)
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            yield
-
-    def mark(self) -> torch.cuda.Event | None:
-        """What the current stream has been given until now."""
-        return None if self.stream is None else torch.cuda.current_stream().record_event()
-
-    def join(self, event: torch.cuda.Event | None, *tensors: torch.Tensor) -> None:
-        """The first stream goes on behind the event, and will read ``tensors`` of the second."""
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
-            for t in tensors:
-                t.record_stream(torch.cuda.current_stream())
-
-
 class Step:
-    """Training steps on one rank; ``phase`` is told where each part begins."""
+    """A training step on one rank, one thing after the other; ``dlrm_peers.py`` overlaps what can be."""
 
-    def __init__(
-        self, member: Member, rows: int, dim: int, hidden: int, tables: ShardedEmbeddingBag | None = None,
-        lookup: Callable | None = None,
-    ) -> None:  # fmt: skip
-        self.member, self.beside = member, Beside(member.device)
-        torch.manual_seed(0)
-        self.towers = Towers(dim, hidden).to(member.device)
-        self.tables = tables or ShardedEmbeddingBag(
+    def __init__(self, member: Member, rows: int, dim: int, hidden: int) -> None:
+        self.member = member
+        self.towers = towers_from_seed(dim, hidden).to(member.device)
+        self.tables = ShardedEmbeddingBag(
             specs(rows, dim), device=member.device, optimizer="sgd", learning_rate=RATE, divide_gradient=True
         )
         self.optimizer = torch.optim.SGD(self.towers.parameters(), lr=RATE)
-        self.lookup = lookup or self.tables.lookup
-        self.after: Callable[[], object] = lambda: None  # a step of the tables, where backward did not take it
-        self.ahead: tuple | None = None  # of the next batch: ids with their owners, the bottom MLP's vectors
-        self.kept: tuple = ()  # what the second stream may still read
 
-    def prepare(self, batch: Batch, phase: Callable[[str], object] = lambda name: None) -> None:
-        """What a batch needs that does not depend on the tables: queued on the second stream."""
-        dense, _, lengths, values = batch
-        with self.beside(None):
-            phase("ids to owners")
-            indices, offsets, _ = tw.distribute_indices(lengths, values, self.tables.features)
-            arrived = self.beside.mark()
-            phase("bottom MLP")
-            x = self.towers.bottom(dense)
-            self.ahead = indices, offsets, arrived, x, self.beside.mark()
-
-    def __call__(
-        self, batch: Batch, following: Batch | None = None, phase: Callable[[str], object] = lambda name: None
-    ) -> torch.Tensor:
-        """The loss. ``following``: the next batch, prepared beside this one; the next call has to be of that."""
-        if self.ahead is None:
-            self.prepare(batch)
-        indices, offsets, arrived, x, multiplied = self.ahead
-        phase("lookup, to owners")
-        self.beside.join(arrived, indices, offsets)
-        pooled = self.lookup(indices, offsets, None, batch[0].shape[0] * self.member.world_size)
-        phase("interaction, top MLP")
-        self.beside.join(multiplied, x)
-        x_leaf, pooled_leaf = x.detach().requires_grad_(), pooled.detach().requires_grad_()  # so that backward has parts
-        loss = nn.functional.binary_cross_entropy_with_logits(self.towers(x_leaf, pooled_leaf), batch[1])
-        phase("their backward")
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """The loss on this rank's samples."""
+        dense, labels, lengths, values = batch
+        pooled = self.tables(lengths, values)
+        loss = nn.functional.binary_cross_entropy_with_logits(self.towers(self.towers.bottom(dense), pooled), labels)
         self.optimizer.zero_grad()
-        loss.backward()
-        back = self.beside.mark()
-        phase("backward of tables")
-        pooled.backward(pooled_leaf.grad)
-        self.after()
-        with self.beside(back):
-            phase("backward of bottom MLP")
-            x.backward(x_leaf.grad)
-            phase("all-reduce, step")
-            self.reduce_gradients()
-            self.optimizer.step()
-        self.kept, self.ahead = (x_leaf, pooled_leaf), None
-        if following is not None:
-            self.prepare(following, phase)
-        phase("")
+        loss.backward()  # the tables take their step in it
+        for parameter in self.towers.parameters():
+            parameter.grad = all_reduce(parameter.grad, dist.group.WORLD) / self.member.world_size
+        self.optimizer.step()
         return loss.detach()
-
-    def reduce_gradients(self) -> None:
-        """The mean over ranks of the MLPs' gradients."""
-        grads = [p.grad for p in self.towers.parameters()]
-        mean = all_reduce(torch.cat([g.view(-1) for g in grads]), dist.group.WORLD) / self.member.world_size
-        torch._foreach_copy_(grads, [m.view_as(g) for g, m in zip(grads, mean.split([g.numel() for g in grads]), strict=True)])
 
 
 def train(member: Member, samples: int, rows: int, dim: int, hidden: int, scale: int) -> tuple[list[float], str]:
     """Losses over all ranks, and the plan's explanation."""
     step = Step(member, rows, dim, hidden)
     step.tables.load_tables([t.to(member.device) for t in whole_tables(rows, dim)])
-    batches = [draw(number, member.rank, samples, rows, scale, member.device) for number in range(STEPS)]
-    member.synchronize()
-    losses = [step(batch, following) for batch, following in zip(batches, [*batches[1:], None], strict=True)]
-    member.synchronize()
-    total = torch.stack(losses)
-    dist.all_reduce(total)
+    losses = []
+    for number in range(STEPS):
+        loss = step(draw(number, member.rank, samples, rows, scale, member.device))
+        dist.all_reduce(loss)
+        losses.append(loss.item() / member.world_size)
     tw.close()
-    return (total / member.world_size).tolist(), step.tables.plan.explain()
+    return losses, step.tables.plan.explain()
 
 
 def main() -> int:

@@ -113,8 +113,8 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
 def fits(compiled: Compiled) -> bool:
     """Registers for three programs of four warps; for eight of one warp where a warp keeps a tile of rows in them."""
     assert compiled.registers is not None and compiled.spills is not None
-    most = 255 if compiled.name == "sum_rows_kernel" else 168
-    return compiled.fits_shared and compiled.registers <= most and compiled.spills <= 32
+    most, spilled = (255, 64) if compiled.name == "sum_rows_kernel" else (168, 32)
+    return compiled.fits_shared and compiled.registers <= most and compiled.spills <= spilled
 
 
 @pytest.mark.parametrize("target", TARGETS)
