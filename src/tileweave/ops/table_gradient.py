@@ -90,6 +90,9 @@ class SortedLookups:
 
 def sort_lookups(tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool) -> SortedLookups:
     """Positions by table row, in a stable order; on the current stream."""
+    if not tables:
+        nothing = lookups.indices.new_empty(0)
+        return SortedLookups(nothing, nothing, None, [0])
     first = [0]
     for table in tables:
         first.append(first[-1] + table.shape[0])
@@ -112,7 +115,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 def sort_beside(tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool) -> SortedLookups:
     """:func:`sort_lookups` beside what the current stream is given next: gradients on their way, say, which fill links."""
-    if not lookups.indices.is_cuda:
+    if not lookups.indices.is_cuda or not tables:
         return sort_lookups(tables, lookups, compiled)
     stream = _side_stream(lookups.indices.device)
     stream.wait_stream(torch.cuda.current_stream())
