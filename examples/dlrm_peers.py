@@ -364,8 +364,9 @@ def report(found: dict[str, Any]) -> bool:
     for name in ("unfused", "torch"):
         print(f"the {name} step takes {times[name][WHOLE] / fused[WHOLE]:.2f} times as long")
     exchange = max(fused[BOTH] - unfused[LOOKUP], 0.0) + max(fused[BOTH_BACK] - unfused[SUMS], 0.0)
-    bound = unfused[WHOLE] / max(fused[WHOLE] - exchange, 1e-9)
-    print(f"the fused step waits {exchange:.2f} ms for its exchanges; were they free, that would be {bound:.2f}")
+    if exchange < fused[WHOLE]:
+        bound = unfused[WHOLE] / (fused[WHOLE] - exchange)
+        print(f"the fused step waits {exchange:.2f} ms for its exchanges; were they free, that would be {bound:.2f}")
     worst = max(abs(a - b) / abs(a) for name in losses for a, b in zip(losses["plain"], losses[name], strict=True))
     print(
         f"losses of three steps differ by {worst:.1e} from those of the plain step" + ("" if worst < LOSS_ERROR else ": WRONG")
