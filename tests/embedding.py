@@ -19,6 +19,7 @@ from tests.worlds import Member
 import tileweave as tw
 from tileweave.ops.embedding_bag_all_to_all_fused import OP, run_fused
 from tileweave.ops.registry import name_of, workspace_of
+from tileweave.ops.table_gradient import Lookups, sort_beside, table_gradients
 from tileweave.sharding import EmbeddingConfig, rows_of
 
 GRADIENT_ERROR = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
@@ -355,6 +356,32 @@ def fused_steps(me: Member, case: Case, kind: str) -> None:
         found.append([t.detach().clone() for t in bags.tables])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other), "steps are not the same bits each time"
+
+
+def sums_of_runs(me: Member, shifts: tuple[int, ...]) -> None:
+    """Table rows that are looked up 1 to 33 times, so that runs of equal rows end in, at and behind tiles of 8; exact."""
+    runs = (3, 1, 8, 9, 2, 16, 17, 1, 15, 24, 7, 25, 1, 1, 33, 5)
+    for shift in shifts:  # where in a tile the runs begin
+        counts = [torch.tensor([*[1] * shift, *runs]), torch.tensor(runs[::-1])]
+        batch = max(int(c.sum()) for c in counts)
+        generator = torch.Generator().manual_seed(shift)
+        rows = [torch.arange(c.numel()).repeat_interleave(c)[torch.randperm(int(c.sum()), generator=generator)] for c in counts]
+        lengths = torch.cat([(torch.arange(batch) < r.numel()).long() for r in rows])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        grad = torch.randint(-8, 8, (batch, 12), generator=generator).float()
+        tables = [
+            torch.randint(-8, 8, (c.numel(), dim), generator=generator).float() for c, dim in zip(counts, (8, 4), strict=True)
+        ]
+        want = [t.double() for t in tables]
+        for table, chosen, columns in zip(want, rows, grad.double().split([8, 4], 1), strict=True):
+            table.index_add_(0, chosen, columns[: chosen.numel()], alpha=-0.25)
+        lookups = Lookups(torch.cat(rows).to(me.device), offsets.to(me.device), None, batch, False)
+        tables = [t.to(me.device) for t in tables]
+        ordered = sort_beside(tables, lookups, True)
+        rate = torch.full((1,), 0.5, device=me.device)
+        assert table_gradients(grad.to(me.device), tables, lookups, ordered, 0.5, "sgd", (), rate) == []
+        for table, right in zip(tables, want, strict=True):
+            assert torch.equal(table.double().cpu(), right), f"shift {shift}: rows {(table.cpu() != right).any(1).nonzero()}"
 
 
 # --- Input distribution, modules ---

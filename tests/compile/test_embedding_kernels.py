@@ -26,6 +26,7 @@ from triton import knobs
 from tileweave.kernels import embedding_bag_all_to_all as fused
 from tileweave.kernels import embedding_gradient as gradient
 from tileweave.kernels import embedding_lookup as lookup
+from tileweave.kernels import table_sums as sums
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.sharding import EmbeddingConfig
 
@@ -100,8 +101,8 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
             endpoint(dtype), torch.zeros(3, 5, dtype=torch.int64), torch.empty(64, 512, dtype=dtype), 0, aligned,
             RANK, WORLD_SIZE, 132,
         )  # fmt: skip
-        keys, bags = gradient.find_keys(numbers, torch.zeros(2 * BATCH + 1, dtype=torch.int64), numbers[:3], 200, BATCH)
-        gradient.sum_rows(
+        keys, bags = sums.find_keys(numbers, torch.zeros(2 * BATCH + 1, dtype=torch.int64), numbers[:3], 200, BATCH)
+        sums.sum_rows(
             torch.empty(64, 256, dtype=dtype), keys, bags, torch.zeros(640), numbers,
             torch.zeros(2, 6, dtype=torch.int64), torch.zeros(1), 1e-8, 0.25, 200, BATCH, dtype, 128, kind, aligned,
         )  # fmt: skip
@@ -110,8 +111,10 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
 
 
 def fits(compiled: Compiled) -> bool:
+    """Registers for three programs of four warps; for eight of one warp where a warp keeps a tile of rows in them."""
     assert compiled.registers is not None and compiled.spills is not None
-    return compiled.fits_shared and compiled.registers <= 168 and compiled.spills <= 32
+    most, spilled = (255, 64) if compiled.name == "sum_rows_kernel" else (168, 32)
+    return compiled.fits_shared and compiled.registers <= most and compiled.spills <= spilled
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -123,7 +126,7 @@ def test_lookups_fit_every_target(case: Case, is_fused: bool, target: str) -> No
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_gradients_fit_every_target(target: str) -> None:
-    kernels = compile_gradient(target, torch.float32, gradient.ADAGRAD)
+    kernels = compile_gradient(target, torch.float32, sums.ADAGRAD)
     assert [k.name for k in kernels] == ["push_gradient_kernel", "keys_kernel", "sum_rows_kernel", "sum_runs_kernel"]
     assert all(map(fits, kernels))
 
@@ -161,16 +164,17 @@ def test_stores_to_owners_are_16_bytes_and_signalled(case: Case, target: str) ->
 def test_gradients_keep_the_protocol() -> None:
     for target in NVIDIA:
         for dtype in (torch.float32, torch.bfloat16):
-            push, _, rows, _ = compile_gradient(target, dtype, gradient.SGD)
+            push, _, rows, _ = compile_gradient(target, dtype, sums.SGD)
             assert lint(push, guarded=()) == []
             assert len(operations(push, guarded=()).waits) == WORLD_SIZE
             assert not re.search(r"\b(?:div|rem)\.s64", str(rows.ptx)), "a division of 64 bits costs a hundred instructions"
             assert "st.global.v4.b32" in str(push.ptx) and "st.global.v4.b32" in str(rows.ptx)
+            assert not re.search(r"\bbar\.sync|st\.shared", str(rows.ptx)), "a tile is one warp's, in its registers"
 
 
 def test_the_lint_would_notice() -> None:
     """With the CTA barriers taken out, stores race with the signal behind them."""
-    for compiled in (compile_lookup(CASES[0], "sm_90", True), compile_gradient("sm_90", torch.float32, gradient.SGD)[0]):
+    for compiled in (compile_lookup(CASES[0], "sm_90", True), compile_gradient("sm_90", torch.float32, sums.SGD)[0]):
         ptx, taken = re.subn(r"\bbar\.(?:warp\.)?sync[^;]*;", "", str(compiled.ptx))
         assert taken
         assert STORE_BEFORE_SIGNAL in {v.rule for v in lint(replace(compiled, ptx=ptx), guarded=())}

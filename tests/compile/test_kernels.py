@@ -42,7 +42,9 @@ TENSOR_CORE = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen
 WORLD_SIZE, RANK = 4, 1
 COLS, DEPTH = 512, 1024  # compiled code depends on what divides sizes, not on how large they are
 REGISTERS = 168  # what 12 warps of the Hopper kernel may have each thread
-STACK = 160  # bytes: an epilogue may spill a little (144: cut, ragged, with a bias; Triton 3.6), a main loop could not hide in that
+STACK = (
+    160  # bytes: an epilogue may spill a little (144: cut, ragged, with a bias; Triton 3.6), a main loop could not hide in that
+)
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,10 @@ def test_gradients_of_rows_that_many_bags_share(worlds: Worlds) -> None:
     worlds("gloo", 2).run(embedding.gradients, cases)
 
 
+def test_sums_of_runs(worlds: Worlds) -> None:
+    worlds("gloo", 1).run(embedding.sums_of_runs, (0, 5))
+
+
 def test_gradients_in_half(worlds: Worlds) -> None:
     worlds("gloo", 2).run(embedding.gradients, [CASES["half"]])
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.behaviour import run_example
@@ -46,6 +49,29 @@ def test_moe_layer_bench(tmp_path: Path) -> None:
         "y", "x", "gate.weight", "experts.gate_up_proj", "experts.down_proj"
     }  # fmt: skip
     assert max(case["differences"].values()) < 1e-5 and "WRONG" not in output
+
+
+INTERACTION = """
+import sys, torch
+sys.path[:0] = [sys.argv[1]]
+import interaction as example
+torch.manual_seed(0)
+for features, samples in ((7, 3), (18, 2)):
+    x, pooled = (torch.randn(samples, n * 16, requires_grad=True) for n in (1, features - 1))
+    want, got = example.interaction(x, pooled), example.Interaction.apply(x, pooled)
+    gradient = torch.randn_like(want)
+    pairs = zip(torch.autograd.grad(want, (x, pooled), gradient), torch.autograd.grad(got, (x, pooled), gradient), strict=True)
+    print(max(float((a - b).detach().abs().max()) for a, b in ((want, got), *pairs)))
+"""
+
+
+def test_interaction_of_dlrm() -> None:
+    """Its kernels, interpreted, against torch: values and gradients."""
+    command = [sys.executable, "-c", INTERACTION, str(Path(__file__).parents[2] / "examples")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+    errors = [float(line) for line in done.stdout.split()]
+    assert len(errors) == 2 and max(errors) < 1e-4
 
 
 def test_moe_layer() -> None:

@@ -108,6 +108,10 @@ def test_gradients(largest: World, sparse: bool) -> None:
     largest.run(embedding.gradients, cases, sparse, timeout=200)
 
 
+def test_sums_of_runs(largest: World) -> None:
+    largest.run(embedding.sums_of_runs, tuple(range(8)), timeout=120)
+
+
 def test_gradients_in_half(world: World) -> None:
     world.run(embedding.gradients, [CASES["half"]], timeout=120)
 

@@ -86,14 +86,18 @@ def pool_bags(
     length = tl.maximum(tl.minimum(end, num_indices) - begin, 0).to(tl.int32)
     longest = tl.max(length, axis=0)
     acc = tl.zeros((BAGS, BLOCK_D), tl.float32)
+    # Where bags have one row, fewer in flight of a long one: their registers would be half of those of all.
+    SPREAD: tl.constexpr = 8 if UNROLL == 1 and BAGS > 8 else BAGS
     if (longest > 4 * UNROLL) & (2 * tl.sum(length, axis=0) < longest * BAGS):
+        spread = tl.arange(0, SPREAD)
         for bag in range(0, BAGS):
             start = tl.sum(tl.where(lane == bag, begin, 0), axis=0)
             size = tl.sum(tl.where(lane == bag, length, 0), axis=0)
-            part = tl.zeros((BAGS, BLOCK_D), tl.float32)
-            for place in range(0, size, UNROLL * BAGS):
-                chosen = load_rows(indices, start, place + lane, size, BAGS, UNROLL)
-                part = add_rows(part, base, chosen, weights, start + place + lane, rows, dim, BLOCK_D, BAGS, UNROLL, WEIGHTED)
+            part = tl.zeros((SPREAD, BLOCK_D), tl.float32)
+            for place in range(0, size, UNROLL * SPREAD):
+                at = place + spread
+                chosen = load_rows(indices, start, at, size, SPREAD, UNROLL)
+                part = add_rows(part, base, chosen, weights, start + at, rows, dim, BLOCK_D, SPREAD, UNROLL, WEIGHTED)
             acc = tl.where((lane == bag)[:, None], tl.sum(part, axis=0)[None, :], acc)
     else:
         chosen = load_rows(indices, begin, 0, length, 1, UNROLL)
@@ -118,13 +122,17 @@ def store_bags(acc, out, sample, count, width, column, dim, BLOCK_D: tl.constexp
 
 @triton.jit(do_not_specialize=["num_indices"])
 def embedding_lookup_kernel(
-    meta, indices, offsets, weights, out, num_indices, batch, blocks, width,
+    meta, indices, offsets, weights, out, num_indices, batch, tables, blocks, width,
     DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr,
-    MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, BY_SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """One block of bags of one table a program; the hardware deals programs out, which balances lengths."""
-    table = tl.program_id(0) // blocks
-    sample = tl.program_id(0) % blocks * BAGS
+    if BY_SAMPLE:
+        table = tl.program_id(0) % tables
+        sample = tl.program_id(0) // tables * BAGS
+    else:
+        table = tl.program_id(0) // blocks
+        sample = tl.program_id(0) % blocks * BAGS
     base, rows, dim, column = table_at(meta, table, DTYPE, ALIGN)
     first = table.to(tl.int64) * batch + sample
     count = tl.minimum(batch - sample, BAGS)
@@ -172,6 +180,7 @@ def launch(
     if not tables or not blocks:
         return
     embedding_lookup_kernel[(len(tables) * blocks,)](
-        meta, indices, offsets, indices if weights is None else weights, out, indices.numel(), batch, blocks, out.shape[1],
-        MEAN=mean, WEIGHTED=weights is not None, **constants(tables, columns, out.shape[1], out.element_size(), config),
+        meta, indices, offsets, indices if weights is None else weights, out, indices.numel(), batch, len(tables), blocks,
+        out.shape[1], BY_SAMPLE=config.by_sample, MEAN=mean, WEIGHTED=weights is not None,
+        **constants(tables, columns, out.shape[1], out.element_size(), config),
     )  # fmt: skip

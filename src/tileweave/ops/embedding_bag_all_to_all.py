@@ -37,7 +37,7 @@ from tileweave.ops.registry import (
     name_of,
     publish,
 )
-from tileweave.ops.table_gradient import KINDS, Lookups, table_gradients, weight_gradients
+from tileweave.ops.table_gradient import KINDS, Lookups, sort_beside, table_gradients, weight_gradients
 from tileweave.sharding import EmbeddingLayout, EmbeddingPlan, plan_embedding, rows_of
 
 _SAID: set[tuple[str, str]] = set()
@@ -219,11 +219,12 @@ def _take_gradient(
     layout = EmbeddingLayout.unflatten(numbers)
     factor = 1.0 / len(layout.dims) if divide else 1.0
     chosen = plan(tables, indices, batch, len(layout.dims))
-    mine = _grad_at_owner(grad, layout, batch, group_name, chosen.path == "fused")
-    lookups = Lookups(indices, offsets, weights, batch, mean)
-    gw = weight_gradients(mine, tables, lookups, factor) if need_weights else grad.new_empty(0)
     compiled = chosen.path != "unfused" or indices.is_cuda
-    return table_gradients(mine, tables, lookups, factor, kind, states, rate, epsilon, compiled), gw
+    lookups = Lookups(indices, offsets, weights, batch, mean)
+    ordered = sort_beside(tables, lookups, compiled)
+    mine = _grad_at_owner(grad, layout, batch, group_name, chosen.path == "fused")
+    gw = weight_gradients(mine, tables, lookups, factor) if need_weights else grad.new_empty(0)
+    return table_gradients(mine, tables, lookups, ordered, factor, kind, states, rate, epsilon, compiled), gw
 
 
 def _backward_implementation(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tileweave.errors import CaptureError
+from tileweave.ops.reference import out_of_line
 from tileweave.ops.registry import endpoint, interpreting, workspace_of
 from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
 from tileweave.transport.base import Transport
@@ -152,6 +153,7 @@ def push_gradient(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group
     finally:
         if interpreting():
             instance.check()
+    out_of_line(grad)
     width = dims[transport.rank]
     return peers.slots[: batch * width].view(batch, width)
 

@@ -33,6 +33,14 @@ def in_line(x: torch.Tensor) -> None:
         enter_line(x.device)
 
 
+def out_of_line(x: torch.Tensor) -> None:
+    """What follows on this stream waits for no peer, so a collective or launch of ours on another stream may run beside it."""
+    if x.is_cuda:
+        from tileweave.transport.cuda import leave_line
+
+        leave_line(x.device)
+
+
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[m, ...] on each rank -> [R * m, ...], shards in rank order."""
     gathered, work = begin_all_gather(x, group)
@@ -78,6 +86,7 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     in_line(x)
     x = x.contiguous()
     dist.all_reduce(x, group=group)
+    out_of_line(x)
     return x
 
 
@@ -180,6 +189,7 @@ def all_to_all_whole(whole: torch.Tensor, split: list[int], sizes: list[int], gr
         all_to_all_flat(got.view(torch.uint8), whole.view(torch.uint8), sizes_in_bytes, split_in_bytes, group=group)
     else:
         all_to_all_flat(got, whole, sizes, split, group=group)
+    out_of_line(whole)
     return got
 
 

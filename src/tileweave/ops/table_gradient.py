@@ -1,7 +1,7 @@
 """What becomes of pooled vectors' gradients on the rank that owns the tables: a gradient for each table, or a step.
 
 ``grad`` [B, sum of local dims] has the gradient of this rank's columns for all samples. Positions of all bags are sorted by
-table row (a stable sort), runs of equal rows summed in order (``kernels/embedding_gradient.py``), and each sum applied once:
+table row (a stable sort), runs of equal rows summed in order (``kernels/table_sums.py``), and each sum applied once:
 
 ========  ===================================================================================
 dense     a tensor of the table's shape
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -55,7 +55,7 @@ def on_device(words: tuple, device: torch.device) -> torch.Tensor:
 
 
 def keys_in_torch(tables: Sequence[torch.Tensor], lookups: Lookups, first: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keys, bags) of each position in plain torch; see ``kernels/embedding_gradient.py``."""
+    """(keys, bags) of each position in plain torch; see ``kernels/table_sums.py``."""
     bags = lookups.bags()
     here = (bags >= 0) & (bags < len(tables) * lookups.batch)
     table = bags.clamp(0, max(len(tables) * lookups.batch - 1, 0)) // max(lookups.batch, 1)
@@ -65,15 +65,39 @@ def keys_in_torch(tables: Sequence[torch.Tensor], lookups: Lookups, first: list[
     return torch.where(here, keys, first[-1]), bags
 
 
-def sorted_positions(
-    tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[int]]:
-    """(keys, bags, scales) by table row, and the first key of each table; the last entry is the key of no row at all."""
+@dataclass(frozen=True, slots=True)
+class SortedLookups:
+    """Positions by table row: what sums of gradients need to know of a batch, and can know before there is a gradient.
+
+    keys [N] : table row over all tables, ascending; ``first[-1]`` where there is none. bags [N] : of the same positions.
+    scales [N] fp32 or None. first : the first key of each table, and the end. ready : recorded behind them, on another stream.
+    """
+
+    keys: torch.Tensor
+    bags: torch.Tensor
+    scales: torch.Tensor | None
+    first: list[int]
+    ready: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Order the current stream behind the sort."""
+        if self.ready is not None:
+            torch.cuda.current_stream().wait_event(self.ready)
+            for t in (self.keys, self.bags, self.scales):
+                if t is not None:
+                    t.record_stream(torch.cuda.current_stream())
+
+
+def sort_lookups(tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool) -> SortedLookups:
+    """Positions by table row, in a stable order; on the current stream."""
+    if not tables:
+        nothing = lookups.indices.new_empty(0)
+        return SortedLookups(nothing, nothing, None, [0])
     first = [0]
     for table in tables:
         first.append(first[-1] + table.shape[0])
     if compiled:
-        from tileweave.kernels.embedding_gradient import find_keys
+        from tileweave.kernels.table_sums import find_keys
 
         firsts = on_device(tuple(first), lookups.indices.device)
         keys, bags = find_keys(lookups.indices, lookups.offsets, firsts, first[-1], lookups.batch)
@@ -81,13 +105,35 @@ def sorted_positions(
         keys, bags = keys_in_torch(tables, lookups, first)
     keys, order = torch.sort(keys, stable=True)
     scales = lookups.scales(bags)
-    return keys, bags[order], None if scales is None else scales[order], first
+    return SortedLookups(keys, bags[order], None if scales is None else scales[order], first)
+
+
+@functools.lru_cache(32)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def sort_beside(tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool) -> SortedLookups:
+    """:func:`sort_lookups` beside what the current stream is given next: gradients on their way, say, which fill links."""
+    if not lookups.indices.is_cuda or not tables:
+        return sort_lookups(tables, lookups, compiled)
+    stream = _side_stream(lookups.indices.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = sort_lookups(tables, lookups, compiled)
+        ready = torch.cuda.Event()
+        ready.record()
+    for t in (lookups.indices, lookups.offsets, lookups.weights):
+        if t is not None:
+            t.record_stream(stream)
+    return replace(found, ready=ready)
 
 
 def table_gradients(
     grad: torch.Tensor,
     tables: Sequence[torch.Tensor],
     lookups: Lookups,
+    ordered: SortedLookups,
     factor: float,
     kind: str,
     states: Sequence[torch.Tensor] = (),
@@ -97,17 +143,19 @@ def table_gradients(
 ) -> list[torch.Tensor]:
     """The gradients of ``tables`` (dense, sparse), or none: the step was taken in place (sgd, adagrad).
 
-    ``compiled``: by the Triton kernels, else in plain torch, which is faster on the CPU.
+    ``ordered``: the lookups by table row, from :func:`sort_beside`. ``compiled``: by the Triton kernels, else in plain torch,
+    which is faster on the CPU.
     """
     if not tables:
         return []
-    keys, bags, scales, first = sorted_positions(tables, lookups, compiled)
+    ordered.wait()
+    keys, bags, scales, first = ordered.keys, ordered.bags, ordered.scales, ordered.first
     columns = [0]
     for table in tables:
         columns.append(columns[-1] + table.shape[1])
     if not compiled:
         return _in_torch(grad, tables, keys, bags, scales, first, columns, lookups.batch, kind, states, rate, epsilon, factor)
-    from tileweave.kernels.embedding_gradient import ADAGRAD, DENSE, SGD, SPARSE, sum_rows
+    from tileweave.kernels.table_sums import ADAGRAD, DENSE, SGD, SPARSE, sum_rows
 
     number = {"dense": DENSE, "sparse": SPARSE, "sgd": SGD, "adagrad": ADAGRAD}[kind]
     places, rows, ends = None, None, [0] * (len(tables) + 1)

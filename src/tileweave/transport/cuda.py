@@ -53,15 +53,22 @@ class Lane:
     def __init__(self) -> None:
         self.stream: torch.cuda.Stream | None = None
         self.handle: int | None = None
+        self.end: torch.cuda.Event | None = None  # of the last launch, where it is known
 
     def enter(self, handle: int) -> None:
         """``handle``: that of the current stream, which costs a tenth of asking for the stream itself."""
+        end, self.end = self.end, None
         if handle == self.handle:
             return
         current = torch.cuda.current_stream()
         if self.stream is not None and not torch.cuda.is_current_stream_capturing():
-            current.wait_stream(self.stream)
+            current.wait_event(end) if end is not None else current.wait_stream(self.stream)
         self.stream, self.handle = current, handle
+
+    def leave(self) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            self.end = torch.cuda.Event()
+            self.end.record()
 
 
 _LANES: dict[int, Lane] = {}
@@ -71,6 +78,13 @@ def enter_line(device: torch.device) -> None:
     """Order what is queued next behind our last launch on ``device``, and our next one behind it."""
     index = torch.cuda.current_device() if device.index is None else device.index
     _LANES.setdefault(index, Lane()).enter(current_handle(index))
+
+
+def leave_line(device: torch.device) -> None:
+    """A launch of another stream need not wait for what this stream is given from here on: it waits for no peer."""
+    lane = _LANES.get(torch.cuda.current_device() if device.index is None else device.index)
+    if lane is not None:
+        lane.leave()
 
 
 class CudaTransport:

@@ -1,0 +1,112 @@
+"""DLRM's interaction: all dot products of a sample's features, in one kernel each way; see ``dlrm.py``.
+
+    x [b, D] from the bottom MLP, pooled [b, (F - 1) * D] -> y [b, D + pairs, zeros to a multiple of 8]: x, then the
+    products of features r > c, row after row of the triangle, F features with x the first of them
+
+As torch writes it (``cat``, ``bmm``, ``index_select``) the pooled vectors are copied, multiplied and picked apart in eight
+kernels, backward included; here they are read once forward, and read and written once backward.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def width_of(features: int, dim: int) -> int:
+    """Columns of y."""
+    return -(-(dim + features * (features - 1) // 2) // 8) * 8
+
+
+@triton.jit
+def load_features(x, pooled, sample, FEATURES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """[ROWS, DIM]: x, the pooled vectors, and zeros."""
+    row, col = tl.arange(0, ROWS), tl.arange(0, DIM)
+    first = tl.load(x + sample * DIM + (row * 0)[:, None] + col[None, :], mask=(row == 0)[:, None], other=0.0)
+    place = (sample * (FEATURES - 1) + row - 1)[:, None] * DIM + col[None, :]
+    return first + tl.load(pooled + place, mask=((row > 0) & (row < FEATURES))[:, None], other=0.0)
+
+
+@triton.jit
+def pair_of(ROWS: tl.constexpr):
+    """[ROWS, ROWS]: the number of the pair of two features."""
+    row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
+    high, low = tl.maximum(row, col), tl.minimum(row, col)
+    return high * (high - 1) // 2 + low
+
+
+@triton.jit
+def interact(
+    x, pooled, y,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One sample a program."""
+    sample = tl.program_id(0).to(tl.int64)
+    row, col = tl.arange(0, ROWS), tl.arange(0, DIM)
+    features = load_features(x, pooled, sample, FEATURES, ROWS, DIM)
+    products = tl.dot(features, tl.trans(features), input_precision=PRECISION)
+    line = y + sample * WIDTH
+    tl.store(line + (row * 0)[:, None] + col[None, :], features, mask=(row == 0)[:, None])
+    below = (row[:, None] > row[None, :]) & (row < FEATURES)[:, None]
+    tl.store(line + DIM + pair_of(ROWS), products, mask=below)
+    pad = DIM + FEATURES * (FEATURES - 1) // 2 + tl.arange(0, 8)
+    tl.store(line + pad, tl.zeros((8,), tl.float32), mask=pad < WIDTH)
+
+
+@triton.jit
+def interact_backward(
+    x, pooled, gy, gx, gpooled,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of feature r is the sum over the others of the pair's gradient times the other."""
+    sample = tl.program_id(0).to(tl.int64)
+    row, col = tl.arange(0, ROWS), tl.arange(0, DIM)
+    features = load_features(x, pooled, sample, FEATURES, ROWS, DIM)
+    line = gy + sample * WIDTH
+    pairs = (row[:, None] != row[None, :]) & (row < FEATURES)[:, None] & (row < FEATURES)[None, :]
+    weights = tl.load(line + DIM + pair_of(ROWS), mask=pairs, other=0.0)
+    gradient = tl.dot(weights, features, input_precision=PRECISION)
+    first = (row == 0)[:, None]
+    gradient += tl.load(line + (row * 0)[:, None] + col[None, :], mask=first, other=0.0)
+    tl.store(gx + sample * DIM + (row * 0)[:, None] + col[None, :], gradient, mask=first)
+    place = (sample * (FEATURES - 1) + row - 1)[:, None] * DIM + col[None, :]
+    tl.store(gpooled + place, gradient, mask=((row > 0) & (row < FEATURES))[:, None])
+
+
+class Interaction(torch.autograd.Function):
+    """The kernels, fp32; D a power of two from 16 on. In TF32 where torch is told to (``set_float32_matmul_precision``)."""
+
+    @staticmethod
+    def forward(ctx, x, pooled):
+        x, pooled = x.contiguous(), pooled.contiguous()
+        ctx.save_for_backward(x, pooled)
+        y = x.new_empty(x.shape[0], width_of(pooled.shape[1] // x.shape[1] + 1, x.shape[1]))
+        _run(interact, x, pooled, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, pooled = ctx.saved_tensors
+        gx, gpooled = torch.empty_like(x), torch.empty_like(pooled)
+        _run(interact_backward, x, pooled, gy.contiguous(), gx, gpooled)
+        return gx, gpooled
+
+
+def _run(kernel, x, pooled, *others):
+    (samples, dim), features = x.shape, pooled.shape[1] // x.shape[1] + 1
+    precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    kernel[(samples,)](
+        x, pooled, *others, FEATURES=features, ROWS=max(triton.next_power_of_2(features), 16), DIM=dim,
+        WIDTH=width_of(features, dim), PRECISION=precision, num_warps=4,
+    )  # fmt: skip
+
+
+def interaction(x: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+    """x [b, D], pooled [b, (F - 1) * D] -> y; by the kernels on a GPU, in torch elsewhere."""
+    if x.is_cuda:
+        return Interaction.apply(x, pooled)
+    features = torch.cat([x[:, None], pooled.view(x.shape[0], -1, x.shape[1])], 1)
+    rows, cols = torch.tril_indices(features.shape[1], features.shape[1], -1)
+    products = torch.bmm(features, features.transpose(1, 2))[:, rows, cols]
+    width = width_of(features.shape[1], x.shape[1])
+    y = torch.cat([x, products], 1)
+    return torch.nn.functional.pad(y, (0, width - y.shape[1]))

@@ -1,0 +1,65 @@
+"""The line of launches on a device: who is ordered behind what, with streams that only take notes."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from tileweave.transport import cuda
+
+
+class Stream:
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+    def wait_stream(self, other: Stream) -> None:
+        self.notes.append(f"{self.name} behind all of {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self.notes.append(f"{self.name} behind {event.where}")
+
+
+class Event:
+    current: Stream
+    where = ""
+
+    def record(self) -> None:
+        self.where = f"the launch on {Event.current.name}"
+
+
+def launches(steps: list[str], capturing: bool = False) -> list[str]:
+    """What is ordered behind what, of steps such as "a" (a launch on stream a) and "a." (it has ended; more follows)."""
+    notes: list[str] = []
+    streams = {name: Stream(name, notes) for name in "abc"}
+    lane = cuda.Lane()
+    for step in steps:
+        Event.current = streams[step[0]]
+        with (
+            mock.patch.object(cuda.torch.cuda, "current_stream", return_value=streams[step[0]]),
+            mock.patch.object(cuda.torch.cuda, "is_current_stream_capturing", return_value=capturing),
+            mock.patch.object(cuda.torch.cuda, "Event", Event),
+        ):
+            lane.enter(ord(step[0]))
+            if step.endswith("."):
+                lane.leave()
+    return notes
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"),
+    [
+        (["a", "a"], []),
+        (["a", "b"], ["b behind all of a"]),
+        (["a.", "b"], ["b behind the launch on a"]),
+        (["a.", "a", "b"], ["b behind all of a"]),
+        (["a.", "b", "c"], ["b behind the launch on a", "c behind all of b"]),
+        (["a.", "b.", "a"], ["b behind the launch on a", "a behind the launch on b"]),
+    ],
+)
+def test_line(steps: list[str], found: list[str]) -> None:
+    assert launches(steps) == found
+
+
+def test_a_capture_waits_for_no_other_stream() -> None:
+    assert launches(["a.", "b", "c"], capturing=True) == []
