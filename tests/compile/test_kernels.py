@@ -110,7 +110,6 @@ HOPPER_CASES = (
     replace(COPIED, bias=True, gathered=True, trace=True),
     replace(COPIED, dtype=torch.float16),
     replace(COPIED, config=replace(COPIED.config, tile_n=256, num_stages=4), gathered=True, depth_first=True),
-    replace(WIDE, depth_first=True),
     UNFIT_PITCH,
     replace(NARROW, rows=1),
 )
