@@ -124,7 +124,7 @@ def exchange_kernel(
 
 
 WORDS = ("x", "bias", "residual", "out")  # what changes between the launches of one shape
-WARPS = 4  # of all programs on a multiprocessor, about
+WARPS = 4  # of all programs of an all-reduce on a multiprocessor, about
 ALIGN = 8  # elements: where a shard of an all-reduce may begin
 
 
@@ -145,7 +145,8 @@ class Launcher:
     ) -> None:  # fmt: skip
         self.peers, self.config = peers, config
         self.block = config.tile_m * config.tile_n
-        self.programs = min(num_sms * max(1, WARPS // config.num_warps), cdiv(size, self.block))
+        beside = max(1, WARPS // config.num_warps) if reduce and gather else 1
+        self.programs = min(num_sms * beside, cdiv(size, self.block))
         self.sizes = (rank, peers.slot_size, size, total, cols)
         self.constants = (world_size, triton.next_power_of_2(world_size - 1), self.block, reduce, gather)
         self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
