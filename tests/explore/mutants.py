@@ -44,7 +44,7 @@ _NOTIFY = "        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epo
 _WAIT = "token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report)"
 _PUSHED = "            wait(signals, 1, epoch, pushed, -1, control, report)\n"
 _LEAVE = "    leave(control, epoch, num_programs)\n"
-_EARLY = "    leave_early(control, epoch, num_programs)\n"
+_EARLY = "        leave_early(control, epoch, num_programs)\n"
 _DATA = """        if pitch == width:
             copies.append(Copy(target, 0, (end - begin) * width, start))
         else:
@@ -395,7 +395,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("one shot with one slot", ONE_SHOT, "(epoch & 1).to", "(epoch & 0).to", AR + "one shot"),
     Mutant("one shot forgets a rank", ONE_SHOT, "static_range(WORLD_SIZE):", "static_range(WORLD_SIZE - 1):", AR + "one shot"),
     Mutant("one shot leaves twice", ONE_SHOT, _EARLY, _EARLY + _EARLY, AR + "one shot"),
-    Mutant("one shot never leaves", ONE_SHOT, _EARLY, "", AR + "one shot"),
+    Mutant("one shot never leaves", ONE_SHOT, _EARLY, "        pass\n", AR + "one shot"),
     Mutant("one shot into one place", ONE_SHOT, "rank.to(tl.int64) * place_size", "0 * place_size", AR + "one shot"),
     Mutant(
         "norms do not wait for the sum", ONE_SHOT, "        wait(counters", "        0 and wait(counters", AR + "one shot, norm"

@@ -15,7 +15,7 @@ from typing import Any
 from tileweave.bench.report import BLOCKS
 from tileweave.profile.metrics import geometric_mean
 
-DATE = "4xH200-2026-11-21"
+MACHINE = "4xH200"
 OPERATORS = (
     "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "all_to_all_matmul",
     "dispatch_grouped_matmul", "grouped_matmul_combine",
@@ -28,7 +28,8 @@ TITLES = {**BLOCKS, "prefill": "prefill, eager", "decode": "decode, in a CUDA gr
 HEAD = """# Measured
 
 Four NVIDIA H200 of one host, NVLink, multicast off, bf16, torch 2.11.0, triton 3.6.0, NCCL 2.28.9, 2026-11-21; microseconds,
-slowest rank, median of 7 repeats, all peers of a case interleaved; every repeat: [results](results). M, N, K are global.
+slowest rank, median of 7 repeats, all peers of a case interleaved; every repeat: [results](results). A table is one run, the
+last one that had all of its cases. M, N, K are global.
 `limit ratio`: a bare matmul beside copies of the same size, over ours. `unfused`: NCCL and cuBLAS (`torch._grouped_mm` with
 both permutes for experts; `no order`: without them, which is faster and gives no right result). Bold: slower than a rival.
 Written by `python -m tileweave.bench.measured docs/results`.
@@ -41,14 +42,17 @@ def markdown(folder: Path) -> str:
 
 
 def _operator(op: str, folder: Path) -> Iterator[str]:
-    report = json.loads((folder / f"{op}-{DATE}.json").read_text("utf-8"))
+    reports = {path.name: json.loads(path.read_text("utf-8")) for path in folder.glob(f"{op}-{MACHINE}-*.json")}
+    in_turn = sorted(reports, key=lambda name: reports[name]["environment"]["date"], reverse=True)
     yield f"## {op}\n"
     for block, title in TITLES.items():
-        cases = [case for case in report["cases"] if case["block"] == block]
-        if cases:
-            yield f"{title[0].upper()}{title[1:]}:\n"
-            yield from _table(cases)
-            yield ""
+        for name in in_turn:  # the last run that had the block
+            cases = [case for case in reports[name]["cases"] if case["block"] == block]
+            if cases:
+                yield f"{title[0].upper()}{title[1:]} ([run](results/{name})):\n"
+                yield from _table(cases)
+                yield ""
+                break
 
 
 def _table(cases: list[dict[str, Any]]) -> Iterator[str]:

@@ -124,7 +124,7 @@ def exchange_kernel(
 
 
 WORDS = ("x", "bias", "residual", "out")  # what changes between the launches of one shape
-WARPS = 4  # of all programs of an all-reduce on a multiprocessor, about
+WARPS = 8  # of all programs of an all-reduce on a multiprocessor, about
 ALIGN = 8  # elements: where a shard of an all-reduce may begin
 
 

@@ -40,6 +40,7 @@ from tileweave.language.remote import symm_at
 from tileweave.language.signal import leave, leave_early, load_epoch, notify, wait
 
 MAX_SLICES = tl.constexpr(32)
+AT_THE_END = tl.constexpr(64)  # rows of a tile from which a program leaves behind its result: 19.8 us against 21.3
 NORM_BLOCK = 2048  # columns that a norm program reads at once
 
 
@@ -72,7 +73,8 @@ def exchange(
     for i in tl.static_range(WORLD_SIZE):
         target = tl.multiple_of(peers[i], 16) + slot_offset + rank.to(tl.int64) * place_size
         put_marked(target + within, value, mask)
-    leave_early(control, epoch, num_programs)
+    if TILE_M < AT_THE_END:
+        leave_early(control, epoch, num_programs)
     return take_marked(
         tl.zeros((TILE_M, TILE_N), tl.float32), slots + slot_offset + within, place_size, mask, 0, WORLD_SIZE, tile, epoch,
         control, report, WORLD_SIZE, MAX_SLICES,
@@ -120,6 +122,8 @@ def matmul_all_reduce_kernel(
                 notify(counters + 1, epoch)
         else:
             tl.store(out + place, result, mask=mask)
+        if TILE_M >= AT_THE_END:
+            leave(control, epoch, tl.num_programs(0))
     else:
         wait(counters, 1, epoch, 1, -1, control, report)
         norm_row(program - num_tiles, kept, norm_weight, out, cols, eps, control, NORM_BLOCK)
