@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, replace
 from dataclasses import fields as fields_of
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
 from tileweave.errors import InputError, require
-from tileweave.schedule import TileSchedule, cdiv
-from tileweave.schedule_scatter import ScatterSchedule
+from tileweave.schedule import Parts, TileSchedule, cdiv
+from tileweave.schedule_scatter import Exchange, ScatterSchedule
 from tileweave.topology import Machine
 
 TransportName = Literal["copy_engine", "sm"]
@@ -128,6 +128,28 @@ def scatter_schedule_for(problem: Problem, config: MatmulConfig, rank: int, mach
         rank, p.world_size, p.rows, p.cols, p.depth, c.tile_m, c.tile_n, c.tile_k, c.group_m, machine.num_sms, c.split_tail,
         team=c.team, chunk_rows=chunk_rows,
     )  # fmt: skip
+
+
+def exchange_schedule_for(
+    problem: Problem, config: MatmulConfig, how: Exchange, rank: int, machine: Machine
+) -> tuple[TileSchedule, Parts]:
+    """The tile schedule of an exchange before a matmul, and where the parts of x stand.
+
+    problem : ``rows`` and ``depth`` of a rank's x, ``cols`` of the result."""
+    p, c, size = problem, config, problem.world_size
+    rows, depth = how.part(p.rows, p.depth, size)
+    step = rows * p.depth if how.scatter_dim == 0 else depth
+    if how.gather_dim == 0:
+        schedule = schedule_for(replace(p, rows=rows, depth=depth), c, rank, machine)
+        return schedule, Parts(rank, size, depth, p.depth, step, True)
+    one = replace(c, band_sources=1, own_first=True, cut_bands=False)  # all sources are one, in rows
+    blocks = size * cdiv(depth, c.tile_k)
+    schedule = schedule_for(replace(p, world_size=1, rows=rows, depth=blocks * c.tile_k), one, 0, machine)
+    chunk_rows, chunks = 1 << 30, 1
+    if c.transport == "copy_engine":
+        chunk_rows = cdiv(schedule.tile_rows, c.num_slices) * c.tile_m
+        chunks = cdiv(rows, chunk_rows)
+    return schedule, Parts(rank, size, depth, p.depth, step, True, True, chunk_rows, chunks)
 
 
 def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan:

@@ -26,6 +26,7 @@ try:
     from tileweave.sim.crosscheck import compare
     from tileweave.sim.machine import Cluster, make_cluster, with_gpus
     from tileweave.sim.sensitivity import sensitivity
+    from tileweave.sim.settle import UNSTEADY, settle
     from tileweave.sim.step import Result
     from tileweave.sim.workload import Scenario, read_scenario, simulate_all
 except ModuleNotFoundError as error:
@@ -253,9 +254,10 @@ def trust_command(
     """Errors against measured cells, fitted and held out apart; published tables beside the model."""
     screen, used = console(), _calibration(calibration)
     measured = read_cells(_cell_files(cells))
+    settled, unsteady = settle(measured)
     with _progress(screen) as say:
-        say(f"predicts {len(measured)} cells")
-        judged, unknown = trust.judge(measured, used)
+        say(f"predicts {len(settled)} cells")
+        judged, unknown = trust.judge(settled, used)
         say("published tables")
         published = trust.published(used)
     screen.print(f"rule: {RULE}", markup=False)
@@ -265,6 +267,7 @@ def trust_command(
             screen.print(report.summary_table(side, rows))
     pairs, mean, worst = trust.repeatability(measured)
     screen.print(f"the same quantity measured in two runs: {pairs} pairs, {mean:.1%} apart (geometric mean), worst {worst:.1%}")
+    screen.print(f"{len(measured)} times, {len(unsteady)} {UNSTEADY}; the others are {len(settled)} quantities", markup=False)
     if every:
         screen.print(report.cell_table(judged))
     for cell in unknown:
@@ -275,7 +278,8 @@ def trust_command(
 
         out.mkdir(parents=True, exist_ok=True)
         tables = [report.summary_table(f"## {side}", trust.summarise(judged, side), True) for side in ("fit", "held out")]
-        tables += [report.published_table(published, True), report.cell_table(judged, True)]
+        tables += [report.published_table(published, True), report.unsteady_table(unsteady, True)]
+        tables.append(report.cell_table(judged, True))
         text = StringIO()
         Console(file=text, width=260, highlight=False).print(f"Rule: {RULE}.", *tables, sep="\n")
         lines = [line.rstrip() for line in text.getvalue().splitlines()]
@@ -290,7 +294,7 @@ def calibrate(
 ) -> None:
     """Fit coefficients to measured cells, held-out ones left alone. Takes minutes."""
     screen = console()
-    used = fit.fit(read_cells(_cell_files(cells)), progress=lambda text: screen.print(text, markup=False))
+    used = fit.fit(settle(read_cells(_cell_files(cells)))[0], progress=lambda text: screen.print(text, markup=False))
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(json.dumps(used.as_dict(), indent=1) + "\n", "utf-8")
     screen.print(f"wrote {to}", markup=False)

@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import torch
 
-from tileweave.config import MatmulConfig, Plan, Problem, schedule_for
+from tileweave.config import MatmulConfig, Plan, Problem, exchange_schedule_for, schedule_for
 from tileweave.errors import require
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops.registry import copy_slot, endpoint, workspace_of
-from tileweave.schedule import Parts, TileSchedule, cdiv, push_order, slot_place
+from tileweave.schedule import Parts, TileSchedule, push_order, slot_place
 from tileweave.schedule_scatter import Exchange
 from tileweave.transport.base import EPOCH, Copies, Copy, Transport
 from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
@@ -132,22 +132,10 @@ def _cut(
 ) -> tuple[TileSchedule, Parts]:
     """Which tiles there are, and where the parts of x stand."""
     rank, size, itemsize = transport.rank, transport.world_size, x.element_size()
+    problem = Problem(size, x.shape[0], w.shape[0], x.shape[1], itemsize, "")
     if how is None:
-        problem = Problem(size, x.shape[0], w.shape[0], x.shape[1], itemsize, "")
         return schedule_for(problem, config, rank, transport.machine), Parts(rank, size, x.shape[1], x.shape[1])
-    rows, depth = how.part(x.shape[0], x.shape[1], size)
-    step = rows * depth if how.scatter_dim == 0 else depth
-    if how.gather_dim == 0:
-        schedule = schedule_for(Problem(size, rows, w.shape[0], depth, itemsize, ""), config, rank, transport.machine)
-        return schedule, Parts(rank, size, depth, x.shape[1], step, True)
-    blocks = size * cdiv(depth, config.tile_k)
-    one = replace(config, band_sources=1, own_first=True, cut_bands=False)  # all sources are one, in rows
-    schedule = schedule_for(Problem(1, rows, w.shape[0], blocks * config.tile_k, itemsize, ""), one, 0, transport.machine)
-    chunk_rows, chunks = 1 << 30, 1
-    if config.transport == "copy_engine":
-        chunk_rows = cdiv(schedule.tile_rows, config.num_slices) * config.tile_m
-        chunks = cdiv(rows, chunk_rows)
-    return schedule, Parts(rank, size, depth, x.shape[1], step, True, True, chunk_rows, chunks)
+    return exchange_schedule_for(problem, config, how, rank, transport.machine)
 
 
 def _copies(instance: Instance, rows: int, parts: Parts, itemsize: int, slot: int) -> Copies:

@@ -6,6 +6,7 @@ takes the best), so a new file extends fit and hold-out by itself.
 
 Which cells are held out is fixed by a rule that knows no errors: SHA-256 of the global shape, even: held out. All quantities of
 a shape (matmul, unfused, fused, of every operator and file) go the same way, so a held-out shape was never seen in any form.
+A collective by itself knows no matmul: its shape is its bytes, whatever operator it was measured for (:func:`alone`).
 Pushes by themselves are inputs of a calibration, not cells to be judged by: always fitted, in no figure of error.
 """
 
@@ -49,7 +50,8 @@ def read_tables(path: Path) -> Tables:
 class Cell:
     """One measured time. ``shape``: M, N, K (global), or bytes; ``graph``: replayed from a CUDA graph.
 
-    ``tables``: what the library planned with then, if not with what it plans with now.
+    ``tables``: what the library planned with then, if not with what it plans with now. ``repeats``: the times, seconds, of
+    which ``seconds`` is the median, where the file has them. ``runs``: how many measurements stand behind it.
     """
 
     source: str
@@ -61,6 +63,8 @@ class Cell:
     seconds: float
     itemsize: int = 2
     tables: Tables | None = None
+    repeats: tuple[float, ...] = ()
+    runs: int = 1
 
     @property
     def key(self) -> str:
@@ -89,6 +93,32 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.op} {self.quantity}, world {self.world_size}, {self.key}{', graph' if self.graph else ''}"
+
+
+_COLLECTIVES = {
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "matmul_all_reduce": "all_reduce",
+    "embedding_bag_all_to_all": "all_to_all",
+    "grouped_matmul_combine": "all_to_all",
+}
+
+
+def alone(cell: Cell) -> Cell:
+    """A collective by itself, named by its kind and its bytes instead of by the operator that it was measured for."""
+    if cell.quantity != "comm" or cell.primitive:
+        return cell
+    shape = cell.shape
+    if cell.op == "embedding_bag_all_to_all":
+        batch, tables, dim, _, itemsize = shape
+        nbytes = batch * tables // cell.world_size * dim * itemsize
+    elif cell.op == "grouped_matmul_combine":
+        nbytes = shape[0] * shape[4] * shape[1] * cell.itemsize
+    elif cell.op in _COLLECTIVES:
+        nbytes = shape[0] * shape[2 if cell.op == "all_gather_matmul" else 1] * cell.itemsize
+    else:
+        nbytes = shape[0] if len(shape) == 1 else shape[0] * shape[1] * cell.itemsize
+    return replace(cell, op=_COLLECTIVES.get(cell.op, cell.op), shape=(nbytes,))
 
 
 def holds_cells(path: Path) -> bool:
@@ -127,12 +157,15 @@ def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell
         return []
     shape = (case["rows"], case["cols"], case["depth"])
     return [
-        Cell(source, data["op"], QUANTITIES[name], data["world_size"], shape, case["graph"], timing["median_us"] * 1e-6)
+        Cell(
+            source, data["op"], QUANTITIES[name], data["world_size"], shape, case["graph"], timing["median_us"] * 1e-6,
+            repeats=tuple(us * 1e-6 for us in timing.get("repeats_us", ())),
+        )
         for name, timing in case["times"].items()
         if name in QUANTITIES
         and timing.get("median_us")
         and (name != "tileweave" or case.get("path", "fused").startswith("fused"))
-    ]
+    ]  # fmt: skip
 
 
 def _sweep(source: str, world_size: int, sweep: dict[str, Any], case: dict[str, Any]) -> list[Cell]:

@@ -146,27 +146,27 @@ def collective_time(
     """Seconds until the last rank is done, on idle links; in ``slices`` that follow each other through the phases."""
     if group.size == 1 or nbytes <= 0.0:
         return 0.0
-    return min(_timed(kind, nbytes, group, cluster, p, algorithm, slices) for p in protocols(c, kind, nbytes / slices, graph))
+    protocol = protocol_of(c, kind, nbytes / slices, group.inside, graph)
+    return _timed(kind, nbytes, group, cluster, protocol, algorithm, slices)
 
 
-def protocols(c: Coefficients, kind: Kind, nbytes: float, graph: bool = False) -> tuple[Protocol, ...]:
-    """What a library would use; of several, the fastest. Whole messages with a flag behind them, or flags beside each word.
-
-    All-gathers and reduce-scatters go by size: NCCL 2.28 leaves the low-latency protocol before that pays (our measurement).
-    """
-    late = {"reduce_scatter": c.nccl_scatter_latency, "all_to_all": c.nccl_exchange_latency}.get(kind, c.nccl_latency)
+def protocol_of(c: Coefficients, kind: Kind, nbytes: float, ranks: int, graph: bool = False) -> Protocol:
+    """How a library sends ``nbytes`` among ``ranks`` of a node: by the curve that was measured for as many ranks or the next
+    more. For more than were measured, a step costs what it cost between the two largest measured worlds."""
+    curves = sorted((curve for curve in c.nccl if curve.kind == kind), key=lambda curve: curve.world)
+    curve = next((one for one in curves if one.world >= ranks), curves[-1])
+    steps = {one.world: 1 if kind == "all_to_all" else (one.world - 1) * (2 if kind == "all_reduce" else 1) for one in curves}
+    step = 0.0
+    if len(curves) > 1 and kind != "all_to_all":
+        before, last = curves[-2:]
+        step = max(last.latency - before.latency, 0.0) / (steps[last.world] - steps[before.world])
     extra = 0.0 if graph else c.nccl_eager
-    whole = Protocol(late + extra, c.nccl_fraction, c.nccl_step)
-    if kind == "all_reduce":
-        return whole, Protocol(c.nccl_reduce_latency + extra, c.nccl_reduce_fraction, c.nccl_step)
-    if kind != "all_to_all" and nbytes <= c.nccl_switch:
-        return (Protocol(c.nccl_low_latency + extra, c.nccl_low_fraction, c.nccl_step),)
-    return (whole,)
+    return Protocol(max(curve.latency - step * steps[curve.world], 0.0) + extra, curve.fraction(nbytes), step)
 
 
 def bulk(c: Coefficients) -> Protocol:
     """The protocol of large messages."""
-    return Protocol(c.nccl_latency, c.nccl_fraction, c.nccl_step)
+    return protocol_of(c, "all_gather", float("inf"), 1 << 20)
 
 
 def _timed(

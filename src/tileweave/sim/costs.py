@@ -11,6 +11,8 @@ time grows as (1 + t / sustained)^power.
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib import resources
@@ -23,7 +25,31 @@ from tileweave.sim.machine import Device, presets
 REFERENCE = "h200"
 # Tile shapes that a matmul library chooses among: rows x columns of the output, as Hopper libraries ship them.
 _TILES = tuple((m, n) for m in (64, 128, 192, 256, 384) for n in range(32, 257, 32) if m * n <= 256 * 192)
+SHORT = 2.5e6  # all-gathers of 2.1 MB on the fit side repeat slower than behind a matmul, those of 8 MB as fast
 _SPLITS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A library's collective of one kind among ``world`` ranks: ``latency`` s; the fraction of link rate at ``knots`` bytes.
+
+    Between knots the fraction is a power of the bytes (a line on logarithms); outside them it stays.
+    """
+
+    kind: str
+    world: int
+    latency: float
+    knots: tuple[float, ...]
+    fractions: tuple[float, ...]
+
+    def fraction(self, nbytes: float) -> float:
+        """What a message of ``nbytes`` reaches of the link's rate, once begun."""
+        right = bisect(self.knots, nbytes)
+        if right in (0, len(self.knots)):
+            return self.fractions[min(right, len(self.knots) - 1)]
+        low, high = self.knots[right - 1 : right + 1]
+        share = math.log(nbytes / low) / math.log(high / low)
+        return self.fractions[right - 1] ** (1.0 - share) * self.fractions[right] ** share
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +59,22 @@ class Coefficients:
     matmul_* : launch s; fractions of peak (flops, memory); feed bytes/s (L2 to all multiprocessors); p of the norm;
         sustained s and power of the power limit; split s for a cut along K; tile s for what a
         tile begins and ends with; overlap: share of the shorter of memory and
-        multiplication that does not hide behind the longer.
+        multiplication that does not hide behind the longer; stream: bytes/s of memory that one multiprocessor can ask for.
     fused_* : the fused kernel: s a launch in a graph and eagerly, s a tile (prologue and epilogue), s a part handed over,
         fraction of the library's rate in its main loop, and its feed, bytes/s.
-    scatter_* : where tiles are pushed as they are made: launch, eager and tile likewise (its stores to its owner included);
-        staged_tile: a tile that copy engines will take.
+    scatter_* : where tiles are pushed as they are made: s a launch, eager likewise; tile: s that a program stands still while
+        it stores one to a peer. staged_tile: s that one ends with that copy engines take, or that stays.
     exchange_* : one launch that gathers or scatters beside a library's matmul: latency s, fraction of link rate.
     corun : relative slow-down of a matmul while links are busy.
-    nccl_* : latency s and fraction of link rate of its two protocols (the low one sends flags beside data), s a step, and the
-        bytes from which gathers and reduce-scatters take the first; scatter, exchange: latency of reduce-scatters and
-        all-to-alls; eager: s more outside a CUDA graph; reduce: the low one of all-reduces; repeat: s between two with nothing
-        else between them (longer than a gap: why, we have not found; behind a matmul it does not show).
-    push_* : in-kernel pushes: latency s, fraction of link rate; store_*: when tiles are pushed as
-        they are made, and announce themselves.
-    copy_* : copy engines likewise; the latency is that of the first copy, queued ones follow a ``gap`` apart; queued: s each
-        where a copy begins when the one before has ended, in the line of one stream.
+    nccl : a curve for each kind of collective and each world that was measured. nccl_eager: s more outside a CUDA graph;
+        repeat: s between two short ones (up to ``SHORT`` bytes) with nothing else between them (longer than a gap: why, we have
+        not found; behind a matmul it does not show).
+    push_* : in-kernel pushes: latency s, fraction of link rate.
+    copy_* : copy engines likewise; latency: before the first copy of a call; queued: s each; one: the fraction that those of
+        the measured bound reach, beside a matmul.
     signal s : a remote store until its waiter sees it. gap s : between two dependent launches, in a graph or queued.
-    stream, reduce : fraction of memory rate of copying kernels, and of sums over top-k rows.
+    stream, permute : fraction of memory rate of copying kernels, and of those that read a transposed view.
+    reduce : s an element that a sum over top-k rows makes.
     attention : fraction of the matmul rate. lookup_* : embedding lookups: s a bag, s a row, fraction.
     """
 
@@ -63,6 +88,7 @@ class Coefficients:
     matmul_split: float
     matmul_tile: float
     matmul_overlap: float
+    matmul_stream: float
     fused_launch: float
     fused_eager: float
     fused_tile: float
@@ -76,28 +102,19 @@ class Coefficients:
     exchange_latency: float
     exchange_fraction: float
     corun: float
-    nccl_latency: float
-    nccl_fraction: float
-    nccl_low_latency: float
-    nccl_low_fraction: float
-    nccl_step: float
-    nccl_switch: float
-    nccl_scatter_latency: float
-    nccl_exchange_latency: float
+    nccl: tuple[Curve, ...]
     nccl_eager: float
-    nccl_reduce_latency: float
-    nccl_reduce_fraction: float
     nccl_repeat: float
     push_latency: float
     push_fraction: float
-    store_fraction: float
-    store_latency: float
     copy_latency: float
     copy_fraction: float
     copy_queued: float
+    copy_one: float
     signal: float
     gap: float
     stream: float
+    permute: float
     reduce: float
     attention: float
     lookup_bag: float
@@ -136,9 +153,12 @@ def load_calibration(path: str | None = None) -> Calibration:
         "exactly the fields of sim.costs.Coefficients",
         "make it anew: tileweave simulate calibrate",
     )
-    return Calibration(
-        data["name"], data["about"], Coefficients(**data["coefficients"]), tuple(data["fitted_on"]), data["not_fitted"]
+    coefficients = dict(data["coefficients"])
+    curves = tuple(
+        Curve(**one | {name: tuple(one[name]) for name in ("knots", "fractions")}) for one in coefficients.pop("nccl")
     )
+    found = Coefficients(nccl=curves, **coefficients)
+    return Calibration(data["name"], data["about"], found, tuple(data["fitted_on"]), data["not_fitted"])
 
 
 class Costs:
@@ -165,7 +185,7 @@ class Costs:
 
     def _matmul(self, m: int, n: int, k: int, itemsize: int) -> float:
         c, sms = self.c, self.device.num_sms
-        memory = (m * k + n * k + m * n) * itemsize / self.memory_rate
+        nbytes = (m * k + n * k + m * n) * itemsize
         best = float("inf")
         for tile_m, tile_n in _TILES:
             tiles = cdiv(m, tile_m) * cdiv(n, tile_n)
@@ -174,7 +194,8 @@ class Costs:
                     break
                 active = min(sms, tiles * split)
                 one = self.block(tile_m, tile_n, k / split, active, itemsize) + c.matmul_tile
-                parts = c.matmul_split + 8.0 * split * m * n / self.memory_rate if split > 1 else 0.0  # fp32, out and back
+                memory = nbytes / min(self.memory_rate, active * c.matmul_stream)
+                parts = c.matmul_split + 8.0 * split * m * n / self.feed if split > 1 else 0.0  # fp32, out and back, in L2
                 best = min(best, self._beside(cdiv(tiles * split, sms) * one, memory) + parts)
         return best
 
@@ -213,13 +234,21 @@ class Costs:
         """An elementwise kernel that reads and writes ``nbytes`` in all."""
         return self.c.gap + nbytes / (self.c.stream * self.device.memory_rate)
 
+    def permuted(self, nbytes: float) -> float:
+        """A copy of a transposed view, by torch, of ``nbytes``."""
+        return self.c.gap + 2.0 * nbytes / (self.c.permute * self.device.memory_rate)
+
     def attention(self, flops: float) -> float:
         """Fused attention of ``flops``."""
         return self.c.matmul_launch + flops / (self.c.attention * self.flops)
 
-    def reduce_rows(self, nbytes: float) -> float:
-        """A sum over top-k rows that reads and writes ``nbytes``, its fp32 sums included."""
-        return self.c.gap + nbytes / (self.c.reduce * self.device.memory_rate)
+    def reduce_rows(self, rows: int, terms: int, width: int, itemsize: int = 2) -> float:
+        """A library's sum of ``terms`` rows into each of ``rows``: bytes from memory, and a thread's time for each result,
+        which few terms do not shorten; near a balance each slows the other down."""
+        elements = float(rows * width)
+        memory = elements * (terms + 1) * itemsize / self.memory_rate
+        scale = presets()["devices"][REFERENCE].num_sms / self.device.num_sms
+        return self.c.gap + _norm(2.0, memory, self.c.reduce * elements * scale)
 
     def lookup(self, bags: float, rows: float, row_bytes: float) -> float:
         """Pool ``rows`` rows of ``row_bytes`` into ``bags`` bags."""

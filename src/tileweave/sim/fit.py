@@ -11,40 +11,45 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tileweave.sim.cells import Cell
-from tileweave.sim.costs import Calibration, Coefficients
+from tileweave.sim.collectives import KINDS
+from tileweave.sim.costs import Calibration, Coefficients, Curve
 from tileweave.sim.predict import Predictor
 
 # Kept as they are.
 _GIVEN = {
     "attention": "not measured by us: arXiv 2407.08608, up to 740 of 989 TFLOP/s forward, less backwards and for short ones",
-    "matmul_memory": "read off a measurement: the weights of a GEMV stream at 3.9 to 4.2 of 4.8 TB/s",
-    "nccl_switch": "read off fit cells: all-gathers of 2.1 MB follow one protocol, of 3.1 MB the other",
     "signal": "not measured by itself: 3.5 us for a barrier of both ways, less its launch",
 }
 _FRACTIONS = (
     "matmul_flops",
-    "nccl_fraction",
-    "nccl_low_fraction",
+    "matmul_memory",
     "push_fraction",
-    "store_fraction",
     "copy_fraction",
+    "copy_one",
     "stream",
-    "nccl_reduce_fraction",
+    "permute",
     "exchange_fraction",
 )
+# Bytes at which a collective's curve has a value of its own: where the fit side has cells. Messages of 3 to 4 MB are there
+# among four ranks alone, before and behind matmuls; NCCL changes its protocol below them.
+_MB = float(1 << 20)
+_KNOTS = {
+    (kind, world): (_MB, 2 * _MB, *((4 * _MB,) if world == 4 and kind != "all_to_all" else ()), 8 * _MB, 32 * _MB, 256 * _MB)
+    for kind in KINDS
+    for world in (2, 4)
+}
 # Where to begin: orders of magnitude from the data sheet and from what launches cost on any such device.
 START = Coefficients(
     matmul_launch=4e-6, matmul_flops=0.85, matmul_memory=0.84, matmul_feed=9e12, matmul_norm=6.0, matmul_sustained=3e-4,
-    matmul_power=0.05, matmul_split=1e-6, matmul_tile=5e-7, matmul_overlap=0.3, fused_launch=5e-6, fused_eager=8e-6,
-    fused_tile=1e-6, fused_part=2e-6, fused_rate=1.0, fused_feed=1.2e13,
-    scatter_launch=4e-6, scatter_eager=8e-6, scatter_tile=1e-6, staged_tile=1e-6, exchange_latency=4e-6, exchange_fraction=0.6,
-    corun=0.03, nccl_latency=3e-5, nccl_fraction=0.65,
-    nccl_low_latency=7e-6, nccl_low_fraction=0.25, nccl_step=1e-6, nccl_switch=2.5e6, nccl_scatter_latency=2e-5,
-    nccl_exchange_latency=1.5e-5, nccl_eager=1e-5,
-    nccl_reduce_latency=1e-5, nccl_reduce_fraction=0.6, nccl_repeat=5e-6, push_latency=3e-6, push_fraction=0.75,
-    store_fraction=0.6, store_latency=2e-6,
-    copy_latency=4e-6, copy_fraction=0.8, copy_queued=4e-6, signal=1.5e-6, gap=2e-6, stream=0.6, reduce=0.6, attention=0.65,
-    lookup_bag=1e-9, lookup_row=1e-10, lookup_memory=0.8,
+    matmul_power=0.05, matmul_split=1e-6, matmul_tile=5e-7, matmul_overlap=0.3, matmul_stream=5e10,
+    fused_launch=5e-6, fused_eager=8e-6, fused_tile=1e-6, fused_part=2e-6, fused_rate=1.0, fused_feed=1.2e13,
+    scatter_launch=4e-6, scatter_eager=8e-6, scatter_tile=1e-6, staged_tile=1e-6,
+    exchange_latency=4e-6, exchange_fraction=0.6, corun=0.03,
+    nccl=tuple(Curve(kind, world, 8e-6, knots, (0.4,) * len(knots)) for (kind, world), knots in _KNOTS.items()),
+    nccl_eager=1e-5, nccl_repeat=5e-6, push_latency=3e-6, push_fraction=0.75,
+    copy_latency=4e-6, copy_fraction=0.8, copy_queued=4e-6, copy_one=0.6, signal=1.5e-6, gap=2e-6,
+    stream=0.6, permute=0.4, reduce=4e-12,
+    attention=0.65, lookup_bag=1e-9, lookup_row=1e-10, lookup_memory=0.8,
 )  # fmt: skip
 
 _SCATTERS = ("matmul_reduce_scatter", "matmul_all_reduce")
@@ -62,47 +67,66 @@ class Block:
     rounds: int = 1
 
 
+_UNFUSED = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter", "matmul_all_reduce": "all_reduce",
+            "matmul_all_to_all": "all_to_all", "all_to_all_matmul": "all_to_all"}  # fmt: skip
+
+
+def _collective(cell: Cell) -> str | None:
+    """The collective that a cell has in it, alone or beside a matmul in turn."""
+    if cell.quantity == "comm" and not cell.primitive:
+        return cell.op
+    return _UNFUSED.get(cell.op) if cell.quantity == "unfused" else None
+
+
+def _collectives() -> list[Block]:
+    """A curve for each kind and world, then what all kinds share."""
+    curves = [
+        Block(
+            f"{curve.kind}, world {curve.world}",
+            (
+                *(f"{curve.kind}/{curve.world}/{part}" for part in ("latency", *range(len(curve.knots)))),
+                *(("permute",) if (curve.kind, curve.world) == ("all_to_all", 4) else ()),  # only exchanges have one
+            ),
+            lambda cell, curve=curve: _collective(cell) == curve.kind and cell.world_size == curve.world,
+            200,
+        )
+        for curve in START.nccl
+    ]
+    return [*curves, Block("launches", ("gap", "nccl_eager", "nccl_repeat"), lambda cell: _collective(cell) is not None, 80)]
+
+
 BLOCKS = (
     Block(
         "matmul",
-        tuple(f"matmul_{n}" for n in ("launch", "flops", "feed", "norm", "sustained", "power", "split", "tile", "overlap")),
+        tuple(name for name in Coefficients.__dataclass_fields__ if name.startswith("matmul_")),
         lambda cell: cell.quantity == "compute" and cell.op in (*_MATMULS, "grouped_matmul_combine"),
-        300,
-        4,
+        500,
+        6,
     ),
     Block("stream", ("stream",), lambda cell: cell.quantity == "concat", 60),
     Block("reduce", ("reduce",), lambda cell: cell.quantity == "reduce", 60),
-    Block(
-        "collectives",
-        (
-            "nccl_latency", "nccl_fraction", "nccl_low_latency", "nccl_low_fraction", "nccl_step", "gap", "nccl_reduce_latency",
-            "nccl_reduce_fraction", "nccl_scatter_latency", "nccl_exchange_latency", "nccl_eager", "nccl_repeat",
-        ),
-        lambda cell: (cell.quantity == "comm" and not cell.op.startswith("push"))
-        or (cell.quantity == "unfused" and cell.op in _MATMULS),
-        200,
-        2,
-    ),
+    *_collectives(),
+    *_collectives(),  # again: what they share was a start value the first time
     Block("push", ("push_latency", "push_fraction"), lambda cell: cell.op == "push_sm", 60),
-    Block("copy", ("copy_latency", "copy_fraction"), lambda cell: cell.op == "push_copy_engine", 60),
     Block(
         "lookup",
         ("lookup_bag", "lookup_row", "lookup_memory"),
         lambda cell: _is(cell, "embedding_bag_all_to_all", "compute"),
         150,
     ),
-    Block("corun", ("corun", "copy_queued"), lambda cell: cell.quantity == "bound", 60),
+    Block("corun", ("corun", "copy_one", "copy_queued"), lambda cell: cell.quantity == "bound", 60),
+    Block("copy", ("copy_latency", "copy_fraction"), lambda cell: cell.op == "push_copy_engine", 60),
     Block("exchange", ("exchange_latency", "exchange_fraction"), lambda cell: cell.quantity == "library", 60),
     Block(
         "fused gather",
         ("fused_launch", "fused_eager", "fused_tile", "fused_part", "fused_rate", "fused_feed"),
-        lambda cell: _is(cell, "all_gather_matmul", "fused"),
+        lambda cell: cell.op in ("all_gather_matmul", "all_to_all_matmul") and cell.quantity == "fused",
         110,
     ),
     Block(
         "fused scatter",
-        ("store_fraction", "store_latency", "scatter_launch", "scatter_eager", "scatter_tile", "staged_tile"),
-        lambda cell: cell.op in _SCATTERS and cell.quantity == "fused",
+        ("scatter_launch", "scatter_eager", "scatter_tile", "staged_tile"),
+        lambda cell: cell.op in (*_SCATTERS, "matmul_all_to_all") and cell.quantity == "fused",
         110,
     ),
 )  # fmt: skip
@@ -110,6 +134,30 @@ BLOCKS = (
 
 def _is(cell: Cell, op: str, quantity: str) -> bool:
     return cell.op == op and cell.quantity == quantity
+
+
+def _is_fraction(name: str) -> bool:
+    return name in _FRACTIONS or name.rpartition("/")[2].isdigit()
+
+
+def named(c: Coefficients, name: str) -> float:
+    """A coefficient by its name; of a curve: ``kind/world/latency``, or ``kind/world/0`` for its first fraction."""
+    if "/" not in name:
+        return float(getattr(c, name))
+    kind, world, part = name.split("/")
+    (curve,) = (one for one in c.nccl if (one.kind, str(one.world)) == (kind, world))
+    return curve.latency if part == "latency" else curve.fractions[int(part)]
+
+
+def with_named(c: Coefficients, values: dict[str, float]) -> Coefficients:
+    """Coefficients with some changed, by the names of :func:`named`."""
+    curves = []
+    for curve in c.nccl:
+        path = f"{curve.kind}/{curve.world}/"
+        fractions = tuple(values.get(f"{path}{i}", old) for i, old in enumerate(curve.fractions))
+        curves.append(replace(curve, latency=values.get(f"{path}latency", curve.latency), fractions=fractions))
+    plain = {name: value for name, value in values.items() if "/" not in name}
+    return replace(c, nccl=tuple(curves), **plain)
 
 
 def error_of(predicted: float, measured: float) -> float:
@@ -136,7 +184,7 @@ def fit(cells: Sequence[Cell], start: Coefficients = START, progress: Callable[[
 
 def _fit_block(found: Coefficients, block: Block, cells: list[Cell]) -> tuple[Coefficients, float]:
     def with_values(logs: Sequence[float]) -> Coefficients:
-        return replace(found, **{name: math.exp(value) for name, value in zip(block.coefficients, logs, strict=True)})
+        return with_named(found, {name: math.exp(value) for name, value in zip(block.coefficients, logs, strict=True)})
 
     def errors(logs: Sequence[float]) -> list[float]:
         predictor = Predictor(Calibration("fit", "", with_values(logs)))
@@ -145,10 +193,10 @@ def _fit_block(found: Coefficients, block: Block, cells: list[Cell]) -> tuple[Co
 
     def loss(logs: Sequence[float]) -> float:
         far = sum((a - b) ** 2 for a, b in zip(logs, start, strict=True))
-        over = sum(max(a, 0.0) ** 2 for a, name in zip(logs, block.coefficients, strict=True) if name in _FRACTIONS)
-        return sum(e * e for e in errors(logs)) + 4e-3 * far + 10.0 * over
+        over = sum(max(a, 0.0) ** 2 for a, name in zip(logs, block.coefficients, strict=True) if _is_fraction(name))
+        return sum(e * e for e in errors(logs)) + 4e-3 * far + 100.0 * over
 
-    start = [math.log(getattr(found, name)) for name in block.coefficients]
+    start = [math.log(named(found, name)) for name in block.coefficients]
     best = start
     for _ in range(block.rounds):  # a new simplex each time: an old one goes flat
         best = nelder_mead(loss, best, 0.25, block.steps)

@@ -12,13 +12,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tileweave.config import MEASURED_ALL_REDUCE_ROWS, Entry, MatmulConfig, Problem, nearest, scatter_schedule_for, schedule_for
+from tileweave.config import (
+    MEASURED_ALL_REDUCE_ROWS,
+    Entry,
+    MatmulConfig,
+    Problem,
+    exchange_schedule_for,
+    nearest,
+    scatter_schedule_for,
+    schedule_for,
+)
 from tileweave.schedule import cdiv
-from tileweave.sim.collectives import Group, collective_time
+from tileweave.schedule_scatter import Exchange
+from tileweave.sim.collectives import Group, collective_time, protocol_of
 from tileweave.sim.costs import Calibration, Costs, load_calibration
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import inside_hops, view
 from tileweave.sim.tiles import Combine, gather_matmul, scatter_matmul
+from tileweave.sim.tiles_exchange import exchange_matmul
 from tileweave.topology import Machine
 
 Table = tuple[Entry, ...]
@@ -121,7 +132,7 @@ class Operators:
         """Seconds of the fused operator alone, whether it pays or not; the plan is the library's own, or by ``entries``."""
         rows = max(m // world, 1)
         problem = Problem(world, rows, n, k, itemsize, "bfloat16")
-        config = nearest("all_gather_matmul", rows * world, n, k, lambda c: c.takes(rows), entries).config
+        config = gather_config(world, m, n, k, entries)
         if config.kernel == "library":
             return self.beside_the_library("all_gather", world, m, n, k, itemsize)
         schedule = schedule_for(problem, config, 0, machine_of(self.cluster))
@@ -157,17 +168,43 @@ class Operators:
         eager = 0.0 if self.graph else c.scatter_eager - c.scatter_launch
         return self.costs.matmul(m, n, k, itemsize) + c.gap + one * (2.0 if kind == "all_reduce" else 1.0) + eager
 
+    def fused_matmul_all_to_all(
+        self, how: Exchange, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
+    ) -> float:  # fmt: skip
+        """Seconds of the fused x [m, k] @ w [n, k].T whose parts along ``how.scatter_dim`` go to their ranks."""
+        rows, cols = how.part(m, n, world)
+        config = before_exchange_config(how, world, m, n, k, entries)
+        problem = Problem(world, cdiv(rows, config.tile_m) * config.tile_m, cols, k, itemsize, "bfloat16")
+        schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
+        return scatter_matmul(
+            schedule, "keep", self.costs, self._node(world), self.graph, itemsize,
+            by_engine=config.transport == "copy_engine", by_columns=how.scatter_dim == 1,
+        ).seconds  # fmt: skip
+
+    def fused_all_to_all_matmul(
+        self, how: Exchange, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
+    ) -> float:  # fmt: skip
+        """Seconds of the fused exchange of x [m, k], times w of ``n`` rows."""
+        config = behind_exchange_config(how, world, m, n, k, entries)
+        problem = Problem(world, m, n, k, itemsize, "bfloat16")
+        schedule, parts = exchange_schedule_for(problem, config, how, 0, machine_of(self.cluster))
+        simulated = (self.costs, self._node(world), self.graph, itemsize)
+        if parts.side_by_side:
+            return exchange_matmul(schedule, parts, config, *simulated).seconds
+        return gather_matmul(schedule, config, *simulated).seconds
+
     def fused_matmul_scatter(
         self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
     ) -> float:  # fmt: skip
         """Seconds of the fused operator alone, whether it pays or not, as the library plans it, or by ``entries``."""
-        config = _scatter_config(kind, world, m, n, k, self.cluster.device.num_sms, entries)
+        if kind == "all_to_all":
+            return self.fused_matmul_all_to_all(Exchange(0, 0), world, m, n, k, itemsize)
+        config = scatter_config(kind, world, m, n, k, entries)
         if config.kernel == "library":
             return self.beside_the_library(kind, world, m, n, k, itemsize)
         problem = Problem(world, cdiv(m, world), n, k, itemsize, "bfloat16")
         schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
-        ways: dict[str, Combine] = {"reduce_scatter": "sum", "all_to_all": "keep"}
-        way: Combine = ways.get(kind) or ("one_shot" if config.shots == 1 else "sum_and_gather")
+        way: Combine = "sum" if kind == "reduce_scatter" else "one_shot" if config.shots == 1 else "sum_and_gather"
         engine = config.transport == "copy_engine"
         return scatter_matmul(
             schedule, way, self.costs, self._node(world), self.graph, itemsize, by_engine=engine
@@ -197,8 +234,8 @@ class Operators:
         return self._join(lookup, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", concat)
 
     def reduce_top_k(self, tokens: int, top_k: int, hidden: int, itemsize: int = 2) -> float:
-        """The sum over a token's experts: rows read, an fp32 sum written and read, the result written."""
-        return self.costs.reduce_rows(tokens * hidden * (top_k * itemsize + 8 + itemsize))
+        """The sum over a token's experts."""
+        return self.costs.reduce_rows(tokens, top_k, hidden, itemsize)
 
     def grouped_combine(
         self, group: Group, tokens: int, top_k: int, experts: int, hidden: int, inter: int, skew: float = 1.0, slices: int = 8
@@ -234,16 +271,36 @@ class Operators:
         """Computation in slices, each sent while the next is made."""
         one = self.collective("all_to_all", nbytes / slices, group)
         each = compute / slices
-        steady = max(each * (1.0 + self.c.corun), one - self.c.nccl_exchange_latency)
+        late = protocol_of(self.c, "all_to_all", nbytes / slices, group.inside).latency
+        steady = max(each * (1.0 + self.c.corun), one - late)
         return self.c.fused_eager + each + (slices - 1) * steady + one + self.c.signal
 
 
-def _scatter_config(kind: str, world: int, m: int, n: int, k: int, sms: int, entries: Table | None) -> MatmulConfig:
-    """What the library's planner takes; for an all-to-all, whose table is not measured yet, tiles of 128 x 256, or smaller
-    ones where those are less than two waves."""
-    if kind == "all_to_all":
-        big = cdiv(m, 128) * cdiv(n, 256) >= 2 * sms
-        return MatmulConfig("triton", "sm", *((128, 256 if big else 128) if m > 64 else (64, 64)), 64, 4, 8)
+def gather_config(world: int, m: int, n: int, k: int, entries: Table | None = None) -> MatmulConfig:
+    """What the library's planner takes for an all-gather + matmul, or took by ``entries``."""
+    rows = max(m // world, 1)
+    return nearest("all_gather_matmul", rows * world, n, k, lambda c: c.takes(rows), entries).config
+
+
+def before_exchange_config(
+    how: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
+) -> MatmulConfig:  # fmt: skip
+    """Likewise for x [m, k] @ w [n, k].T with an exchange behind it."""
+    rows, cols = how.part(m, n, world)
+    return nearest("matmul_all_to_all", rows * world, cols, k, lambda _: True, entries).config
+
+
+def behind_exchange_config(
+    how: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
+) -> MatmulConfig:  # fmt: skip
+    """Likewise for an exchange of x [m, k], times w of ``n`` rows."""
+    rows, depth = how.part(m, k, world)
+    can_run: Callable[[MatmulConfig], bool] = lambda c: c.takes(rows) and depth % c.tile_k == 0  # noqa: E731
+    return nearest("all_to_all_matmul", rows * world, n, depth, can_run, entries).config
+
+
+def scatter_config(kind: str, world: int, m: int, n: int, k: int, entries: Table | None = None) -> MatmulConfig:
+    """What the library's planner takes for a reduce-scatter or an all-reduce, or took by ``entries``."""
     if kind == "all_reduce":
         return nearest("matmul_all_reduce", m, n, k, lambda c: c.shots == 2 or m <= c.tile_m, entries).config
     rows = cdiv(m, world)

@@ -86,7 +86,7 @@ def plot_trust(judged: Sequence[Judged], path: Path) -> Path:
             axes.scatter(
                 spread, [1.0 + one.error for one in members], s=16, facecolors=fill, edgecolors="#0072B2", linewidths=0.8
             )
-    axes.axhspan(0.8, 1.2, color="#f2f2f2", zorder=0)
+    axes.axhspan(1 / 1.2, 1.2, color="#f2f2f2", zorder=0)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_yscale("log")
     axes.set_yticks(
@@ -95,7 +95,7 @@ def plot_trust(judged: Sequence[Judged], path: Path) -> Path:
     axes.minorticks_off()
     axes.set_xticks(range(len(groups)), [f"{op}, {quantity}" for op, quantity in groups], rotation=90, fontsize=7)
     axes.set_ylabel("model / measured")
-    axes.set_title("every measured cell: hollow fitted, filled held out; the band is 20 %", loc="left", fontsize=10)
+    axes.set_title("every measured cell: hollow fitted, filled held out; the band is a factor of 1.2", loc="left", fontsize=10)
     _clean(axes)
     figure.savefig(path, dpi=_DPI)
     return path

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from tileweave.sim.cells import Cell
+from tileweave.config import MatmulConfig
+from tileweave.schedule_scatter import Exchange
+from tileweave.sim.cells import Cell, alone
 from tileweave.sim.collectives import Group
-from tileweave.sim.costs import Calibration
+from tileweave.sim.costs import SHORT, Calibration
 from tileweave.sim.machine import Cluster, make_cluster
 from tileweave.sim.network import Flow, inside_hops, view
-from tileweave.sim.operators import Operators
+from tileweave.sim.operators import (
+    Operators,
+    Table,
+    before_exchange_config,
+    behind_exchange_config,
+    gather_config,
+    scatter_config,
+)
 from tileweave.sim.transformer import Layer, Model
 
+_BEHIND, _BEFORE = Exchange(1, 0), Exchange(0, 1)  # as the benches have them: Ulysses, columns out and rows in, and back
 _SCATTERS = {"matmul_reduce_scatter": "reduce_scatter", "matmul_all_reduce": "all_reduce"}
 
 
@@ -33,10 +43,31 @@ class Predictor:
 
     def seconds(self, cell: Cell) -> float | None:
         """The prediction of one cell."""
+        cell = alone(cell)
         ops = self.operators(cell.world_size, cell.graph)
         if cell.op in _MODELS:
             return _MODELS[cell.op](ops, cell)
         return None
+
+
+def _entries(cell: Cell) -> Table | None:
+    """The table that a cell was planned with, if not the one that ships."""
+    return cell.tables and cell.tables.of(cell.op)
+
+
+def planned(cell: Cell) -> MatmulConfig | None:
+    """The configuration that a fused cell was measured in."""
+    if cell.op not in ("all_gather_matmul", "matmul_all_to_all", "all_to_all_matmul", *_SCATTERS):
+        return None
+    m, n, k = cell.shape
+    world, entries = cell.world_size, _entries(cell)
+    if cell.op == "matmul_all_to_all":
+        return before_exchange_config(_BEHIND, world, m // world, n, k, entries)
+    if cell.op == "all_to_all_matmul":
+        return behind_exchange_config(_BEFORE, world, m, n, k // world, entries)
+    if cell.op == "all_gather_matmul":
+        return gather_config(world, m, n // world, k, entries)
+    return scatter_config(_SCATTERS[cell.op], world, m, n, k // world, entries)
 
 
 def _gather(ops: Operators, cell: Cell) -> float | None:
@@ -44,12 +75,10 @@ def _gather(ops: Operators, cell: Cell) -> float | None:
     world, local = cell.world_size, n // cell.world_size
     if cell.quantity == "compute":
         return ops.costs.matmul(m, local, k, cell.itemsize)
-    if cell.quantity == "comm":
-        return _alone(ops, cell, "all_gather", m * k * cell.itemsize)
     if cell.quantity == "library":
         return ops.beside_the_library("all_gather", world, m, local, k, cell.itemsize)
     if cell.quantity == "fused":
-        return ops.fused_all_gather_matmul(world, m, local, k, cell.itemsize, cell.tables and cell.tables.of(cell.op))
+        return ops.fused_all_gather_matmul(world, m, local, k, cell.itemsize, _entries(cell))
     return _together(ops, cell, ops.costs.matmul(m, local, k, cell.itemsize), "all_gather", m * k)
 
 
@@ -61,12 +90,10 @@ def _scatter(ops: Operators, cell: Cell) -> float | None:
     kind = _SCATTERS[cell.op]
     if cell.quantity == "compute":
         return ops.costs.matmul(m, n, local, cell.itemsize)
-    if cell.quantity == "comm":
-        return _alone(ops, cell, kind, m * n * cell.itemsize)
     if cell.quantity == "library":
         return ops.beside_the_library(kind, world, m, n, local, cell.itemsize)
     if cell.quantity == "fused":
-        return ops.fused_matmul_scatter(kind, world, m, n, local, cell.itemsize, cell.tables and cell.tables.of(cell.op))
+        return ops.fused_matmul_scatter(kind, world, m, n, local, cell.itemsize, _entries(cell))
     return _together(ops, cell, ops.costs.matmul(m, n, local, cell.itemsize), kind, m * n)
 
 
@@ -83,13 +110,12 @@ def _copies(ops: Operators, nbytes: float, world: int) -> float:
     """What the bench's bound has beside the matmul: ``nbytes`` to each peer by copy engine, one copy behind the other."""
     seen = view(ops.cluster, ops.c.copy_fraction)
     loads = seen.loads(inside_hops(ops.cluster, 1))
-    return (world - 1) * (ops.c.copy_queued + nbytes / min(seen.capacities[link] / load for link, load in loads.items()))
+    rate = min(ops.c.copy_one * ops.cluster.device.link_rate, *(seen.capacities[link] / load for link, load in loads.items()))
+    return (world - 1) * (ops.c.copy_queued + nbytes / rate)
 
 
 def _exchange(ops: Operators, cell: Cell) -> float | None:
-    """M rows in all, M / R of each rank times the whole weight [N, K]; exchanged with columns permuted, behind or before it.
-
-    The fused kernels are not modelled: their tiles come in the order of :class:`Exchange`, which ``tiles.py`` does not know."""
+    """M rows in all, M / R of each rank times the whole weight [N, K]; exchanged with columns permuted, behind or before it."""
     m, n, k = cell.shape
     rows = m // cell.world_size
     compute, nbytes = ops.costs.matmul(rows, n, k, cell.itemsize), float(rows * cell.itemsize)
@@ -99,14 +125,10 @@ def _exchange(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "bound":
         return ops.at_best(compute, _copies(ops, nbytes / cell.world_size, cell.world_size))
     if cell.quantity == "unfused":
-        permuted = ops.costs.stream(2.0 * nbytes)
-        return ops.in_turn(compute + permuted, ops.collective("all_to_all", nbytes, Group(cell.world_size)))
-    return None
-
-
-def _alone(ops: Operators, cell: Cell, kind: str, nbytes: float) -> float:
-    """A collective by itself, again and again."""
-    return ops.c.nccl_repeat + ops.collective(kind, nbytes, Group(cell.world_size))
+        return ops.in_turn(compute + ops.costs.permuted(nbytes), ops.collective("all_to_all", nbytes, Group(cell.world_size)))
+    if cell.op == "matmul_all_to_all":
+        return ops.fused_matmul_all_to_all(_BEHIND, cell.world_size, rows, n, k, cell.itemsize, _entries(cell))
+    return ops.fused_all_to_all_matmul(_BEFORE, cell.world_size, m, n, k // cell.world_size, cell.itemsize, _entries(cell))
 
 
 def _embedding(ops: Operators, cell: Cell) -> float | None:
@@ -115,8 +137,8 @@ def _embedding(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "concat":
         return ops.costs.stream(2.0 * bags * row)
     time = ops.embedding_all_to_all(Group(cell.world_size), bags, pooling, row)
-    whole = {"compute": time.compute, "comm": _alone(ops, cell, "all_to_all", bags * row)}
-    return whole.get(cell.quantity) or {"unfused": time.unfused, "fused": time.fused, "bound": time.bound}.get(cell.quantity)
+    times = {"compute": time.compute, "unfused": time.unfused, "fused": time.fused, "bound": time.bound}
+    return times.get(cell.quantity)
 
 
 def _combine(ops: Operators, cell: Cell) -> float | None:
@@ -125,16 +147,16 @@ def _combine(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "compute":
         local = experts // world
         return ops.costs.grouped_matmul(local, rows // local, hidden, inter)
-    if cell.quantity == "comm":
-        return _alone(ops, cell, "all_to_all", rows * hidden * 2)
     if cell.quantity == "reduce":
         return ops.reduce_top_k(tokens, top_k, hidden)
     return ops.grouped_combine(Group(world), tokens, top_k, experts, hidden, inter).of(cell.quantity)
 
 
 def _collective(ops: Operators, cell: Cell) -> float | None:
-    nbytes = cell.shape[0] if len(cell.shape) == 1 else cell.shape[0] * cell.shape[1] * cell.itemsize
-    return _alone(ops, cell, cell.op, nbytes)
+    """A collective by itself, again and again."""
+    nbytes = float(cell.shape[0])
+    again = ops.c.nccl_repeat if nbytes <= SHORT else 0.0
+    return again + ops.collective(cell.op, nbytes, Group(cell.world_size))
 
 
 def _push(ops: Operators, cell: Cell) -> float | None:
@@ -145,7 +167,8 @@ def _push(ops: Operators, cell: Cell) -> float | None:
     load = seen.loads(inside_hops(ops.cluster, 1), cell.world_size - 1.0)
     flow = Flow(cell.shape[0] / cell.world_size, load)
     rate = min(seen.capacities[link] / times for link, times in flow.loads.items())
-    return (c.copy_latency if engine else c.push_latency) + flow.nbytes / rate + 3.5e-6
+    late = c.copy_latency + (cell.world_size - 1) * c.copy_queued if engine else c.push_latency
+    return late + flow.nbytes / rate + 3.5e-6
 
 
 def _layer(ops: Operators, cell: Cell) -> float | None:

@@ -10,8 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tileweave.sim.advise import Advice
+from tileweave.sim.cells import Cell
 from tileweave.sim.crosscheck import Comparison
 from tileweave.sim.sensitivity import Variant
+from tileweave.sim.settle import UNSTEADY, unsteadiness
 from tileweave.sim.step import Result
 from tileweave.sim.trust import Judged, Published, Summary
 
@@ -87,10 +89,28 @@ def summary_table(title: str, rows: Sequence[Summary], markdown: bool = False) -
 def cell_table(judged: Sequence[Judged], markdown: bool = False) -> Group:
     """Every cell: measured, predicted, error."""
     rows = [
-        (str(one.cell), one.side, f"{one.cell.seconds * 1e6:.1f}", f"{one.predicted * 1e6:.1f}", f"{one.error:+.1%}")
+        (
+            str(one.cell), one.side, str(one.cell.runs), f"{one.cell.seconds * 1e6:.1f}", f"{one.predicted * 1e6:.1f}",
+            f"{one.error:+.1%}",
+        )
         for one in judged
+    ]  # fmt: skip
+    return _table("cells", ("cell", "side", "runs", "measured us, median", "model us", "error"), rows, markdown)
+
+
+def unsteady_table(cells: Sequence[Cell], markdown: bool = False) -> Group:
+    """What was left out before anything was predicted."""
+    rows = [
+        (
+            str(cell),
+            cell.source,
+            "held out" if cell.held_out else "fit",
+            f"{cell.seconds * 1e6:.1f}",
+            f"{unsteadiness(cell):.1%}",
+        )
+        for cell in cells
     ]
-    return _table("cells", ("cell", "side", "measured us", "model us", "error"), rows, markdown)
+    return _table(UNSTEADY, ("cell", "file", "side", "measured us", "repeats apart"), rows, markdown)
 
 
 def published_table(rows: Sequence[Published], markdown: bool = False) -> Group:

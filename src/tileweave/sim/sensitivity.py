@@ -12,10 +12,7 @@ from tileweave.sim.moe import MoE
 from tileweave.sim.step import Result
 from tileweave.sim.workload import Scenario, simulate_all
 
-_LATENCIES = (
-    "nccl_latency", "nccl_low_latency", "nccl_scatter_latency", "nccl_exchange_latency", "nccl_reduce_latency", "nccl_step",
-    "push_latency", "copy_latency", "signal",
-)  # fmt: skip
+_LATENCIES = ("push_latency", "copy_latency", "signal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,8 @@ def _latency(factor: float) -> Change:
     def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
         network = replace(scenario.cluster.network, latency=scenario.cluster.network.latency * factor)
         c = calibration.coefficients
-        slower = replace(c, **{name: getattr(c, name) * factor for name in _LATENCIES})
+        curves = tuple(replace(curve, latency=curve.latency * factor) for curve in c.nccl)
+        slower = replace(c, nccl=curves, **{name: getattr(c, name) * factor for name in _LATENCIES})
         return _cluster(scenario, replace(scenario.cluster, network=network)), replace(calibration, coefficients=slower)
 
     return change

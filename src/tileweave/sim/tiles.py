@@ -50,7 +50,7 @@ class KernelRun:
     events: list[TileEvent] = field(default_factory=list)
 
 
-class _Kernel:
+class Kernel:
     """What both shapes share: the clock, the links, the units of a schedule, the record."""
 
     def __init__(
@@ -88,16 +88,23 @@ class _Kernel:
     def _arrived(self, _: simpy.Event) -> None:
         self.travelling -= 1
 
-    def unit(self, program: int, unit: Unit, peer: int) -> Generator[simpy.Event, Any, bool]:
-        """Compute one unit; True if its tile is done by it. Work begun while links are busy takes longer: power, memory."""
-        schedule, c, begin = self.schedule, self.c, self.env.now
-        blocks, owns = unit.k_end - unit.k_begin, unit.owner == program
-        depth = min(blocks * schedule.tile_k, schedule.depth)
-        memory = self.memory * blocks
+    def blocks(self, count: int) -> simpy.Event:
+        """The main loop over ``count`` K blocks. Work begun while links are busy takes longer: power, memory."""
+        schedule = self.schedule
+        depth, memory = min(count * schedule.tile_k, schedule.depth), self.memory * count
         one = self.costs.fused_block(schedule.tile_m, schedule.tile_n, depth, self.active, self.itemsize, memory)
-        if self.travelling:
-            one *= 1.0 + c.corun
-        yield self.env.timeout(one + (self.tile if owns else c.fused_part) * self.area)
+        return self.env.timeout(one * (1.0 + self.c.corun) if self.travelling else one)
+
+    def unit(self, program: int, unit: Unit, peer: int) -> Generator[simpy.Event, Any, bool]:
+        """Compute one unit; True if its tile is done by it."""
+        begin = self.env.now
+        yield self.blocks(unit.k_end - unit.k_begin)
+        return (yield from self.finish(program, unit, peer, begin))
+
+    def finish(self, program: int, unit: Unit, peer: int, begin: float) -> Generator[simpy.Event, Any, bool]:
+        """Behind the main loop: hand a part over, or collect parts and end the tile."""
+        schedule, c, owns = self.schedule, self.c, unit.owner == program
+        yield self.env.timeout((self.tile if owns else c.fused_part) * self.area)
         self.note(program, "compute", peer, begin, unit.tile)
         if not owns:
             self._part(unit.tile, program).succeed()
@@ -133,7 +140,7 @@ def gather_matmul(
     )
 
 
-class _Gather(_Kernel):
+class _Gather(Kernel):
     def __init__(
         self, schedule: TileSchedule, config: MatmulConfig, costs: Costs, cluster: Cluster, itemsize: int, record: bool
     ) -> None:
@@ -153,16 +160,20 @@ class _Gather(_Kernel):
         if self.by_engine:
             processes.append(self.env.process(self._engine()))
         producers = 0 if self.by_engine else self.config.num_producers
+        beside = self.config.kernel == "hopper"  # warps of their own push, while others of the same program multiply
+        if beside:
+            processes += [self.env.process(self._produce(program)) for program in range(producers)]
         for program, units in self.work.items():
             if units or program < producers:
-                processes.append(self.env.process(self._program(program, units, producers)))
+                processes.append(self.env.process(self._program(program, units, 0 if beside else producers)))
         return super().run(launch, processes)
 
     def _engine(self) -> Generator[simpy.Event, Any, None]:
         rank, size = self.schedule.rank, self.schedule.world_size
         for step, peer in enumerate(push_order(rank, size), 1):
             begin = self.env.now
-            yield self.push(self.shard, [step], self.c.copy_latency if step == 1 else self.c.gap)  # the rest are queued
+            late = self.c.copy_latency if step == 1 else 0.0
+            yield self.push(self.shard, [step], late + self.c.copy_queued)
             self.note(-1, "push", peer, begin)
             self.arrived[(rank - step) % size].succeed()
 
@@ -191,49 +202,59 @@ class _Gather(_Kernel):
                         event.succeed()
 
 
-def _operands_read(schedule: ScatterSchedule, itemsize: int, l2: float) -> float:
-    """Bytes of x and w that come from memory. Owner after owner walks over the whole of w: what L2 does not hold is read again
-    for every wave of tiles that need it."""
-    m, n, k = schedule.rows * schedule.world_size, schedule.cols, schedule.depth
-    widths = {0: schedule.tile_m, 2: schedule.tile_n}  # place() -> (first row, limit, tile column)
+def _operands_read(schedule: ScatterSchedule, itemsize: int, l2: float, by_columns: bool) -> float:
+    """Bytes of x and w that come from memory. Owner after owner walks over the whole of w (``by_columns``: of x, while each has
+    columns of w of its own): what L2 does not hold is read again for every wave of tiles that need it."""
+    size, k = schedule.world_size, schedule.depth
+    m, n = (schedule.rows, schedule.cols * size) if by_columns else (schedule.rows * size, schedule.cols)
+
+    def operands(tile: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Which rows of x and of w."""
+        first, _, col = schedule.place(tile)
+        owner, row = divmod(first, schedule.rows)
+        return ((0, row), (owner, col)) if by_columns else ((owner, row), (0, col))
+
     read = 0.0
-    for part, whole in ((0, m), (2, n)):
+    for part, whole, width in ((0, m, schedule.tile_m), (1, n, schedule.tile_n)):
         nbytes = float(whole * k * itemsize)
         if nbytes > l2:
             tiles = range(schedule.num_tiles)
             waves = (tiles[at : at + schedule.num_programs] for at in range(0, schedule.num_tiles, schedule.num_programs))
-            touched = sum(len({schedule.place(tile)[part] for tile in wave}) for wave in waves)
-            nbytes = max(nbytes, float(touched * widths[part] * k * itemsize))
+            touched = sum(len({operands(tile)[part] for tile in wave}) for wave in waves)
+            nbytes = max(nbytes, float(touched * width * k * itemsize))
         read += nbytes
     return read
 
 
 def scatter_matmul(
     schedule: ScatterSchedule, combine: Combine, costs: Costs, cluster: Cluster, graph: bool, itemsize: int = 2,
-    record: bool = False, by_engine: bool = False,
+    record: bool = False, by_engine: bool = False, by_columns: bool = False,
 ) -> KernelRun:  # fmt: skip
     """A matmul whose tiles are pushed to their owners as they are made, by the kernels' own order: remote ones first.
 
     by_engine : copy engines take whole chunks, one lane an owner, when all tiles of a chunk are there; else the kernel stores
     each tile to its owner.
 
+    by_columns : owners have columns of the result, and not rows (an all-to-all that scatters columns).
+
     combine : what an owner does with what arrives: ``sum`` (reduce-scatter), ``sum_and_gather`` (all-reduce in two shots),
-    ``one_shot`` (all-reduce: everybody gets all parts and sums them), ``keep`` (all-to-all).
+    ``one_shot`` (all-reduce: everybody gets all parts and sums them), ``keep`` (all-to-all: takes them out of the slot; copy
+    engines put them where they belong).
     """
-    kernel = _Scatter(schedule, combine, costs, cluster, itemsize, record, by_engine)
+    kernel = _Scatter(schedule, combine, costs, cluster, itemsize, record, by_engine, by_columns)
     return kernel.run(costs.c.scatter_launch if graph else costs.c.scatter_eager, [])
 
 
-class _Scatter(_Kernel):
+class _Scatter(Kernel):
     def __init__(
         self, schedule: ScatterSchedule, combine: Combine, costs: Costs, cluster: Cluster, itemsize: int, record: bool,
-        by_engine: bool,
+        by_engine: bool, by_columns: bool,
     ) -> None:  # fmt: skip
-        fraction = costs.c.copy_fraction if by_engine else costs.c.store_fraction
-        nbytes = _operands_read(schedule, itemsize, cluster.device.l2)
+        fraction = costs.c.copy_fraction if by_engine else costs.c.push_fraction
+        nbytes = _operands_read(schedule, itemsize, cluster.device.l2, by_columns)
         super().__init__(schedule, costs, cluster, fraction, itemsize, nbytes, record)
         self.by_engine = by_engine
-        self.tile = costs.c.staged_tile if by_engine else costs.c.scatter_tile
+        self.tile = costs.c.staged_tile
         self.missing = {  # tiles of each remote chunk that are not made yet, by owner's distance less one
             (step, chunk): (end - first) * schedule.tile_cols
             for step in range(schedule.world_size - 1)
@@ -260,6 +281,8 @@ class _Scatter(_Kernel):
         processes += [self.env.process(self._program(p, units)) for p, units in self.work.items() if units]
         if not self.by_engine:
             processes.append(self.env.process(self._egress(tiles * per_tile)))
+        elif self.combine == "keep":
+            processes.append(self.env.process(self._all_pulled()))
         return super().run(launch, processes)
 
     def _egress(self, count: int) -> Generator[simpy.Event, Any, None]:
@@ -270,9 +293,18 @@ class _Scatter(_Kernel):
             begin = self.env.now
             yield self.env.timeout(nbytes / self.rate)
             self.note(-1, "push", peer, begin)
-            last = self.env.timeout(self.c.store_latency)  # data announces itself: no fence, no signal behind it
+            last = self.env.timeout(self.c.signal)  # data announces itself: no fence before, nothing behind it
             last.callbacks.append(lambda _, told=told: told.succeed())
         yield last
+
+    def _all_pulled(self) -> Generator[simpy.Event, Any, None]:
+        """The end of a call in which nobody takes what copy engines bring."""
+        yield self.env.all_of([self._event(step + 1, chunk) for step, chunk in self.missing])
+
+    def _store(self, peer: int, tiles: float, told: simpy.Event) -> simpy.Event:
+        """Stores of so many tiles: links take them while the program stands still."""
+        self.queue.put((peer, self.tile_bytes * tiles, told))
+        return self.env.timeout(self.c.scatter_tile * self.area * tiles)
 
     def _chunk_of(self, index: int) -> int:
         return index // (min(self.owners.chunk_rows, self.owners.tile_rows) * self.owners.tile_cols)
@@ -289,7 +321,7 @@ class _Scatter(_Kernel):
         schedule, begin = self.owners, self.env.now
         first, end = schedule.chunk_bounds(chunk)
         rows = min(end * schedule.tile_m, schedule.rows) - first * schedule.tile_m
-        yield self.push(float(rows * schedule.cols * self.itemsize), [step + 1], self.c.copy_latency)
+        yield self.push(float(rows * schedule.cols * self.itemsize), [step + 1], self.c.copy_queued)
         self.note(-1, "push", (schedule.rank + 1 + step) % schedule.world_size, begin)
         self._event(step + 1, chunk).succeed()
 
@@ -308,20 +340,20 @@ class _Scatter(_Kernel):
             step, index = divmod(unit.tile, self.owners.per_source)
             if self.shares:
                 copies = (size - 1) if self.combine == "one_shot" else (size - 1) / size
-                self.queue.put((SEVERAL, self.tile_bytes * copies, self._event(0, unit.tile)))
+                yield self._store(SEVERAL, copies, self._event(0, unit.tile))
                 mine.append(unit.tile)
                 made.append((unit.tile, (size - 1) / size))
             elif owner != self.owners.rank and self.by_engine:
                 self._count(step, self._chunk_of(index))
             elif owner != self.owners.rank:
-                self.queue.put((owner, self.tile_bytes, self._event(step + 1, index)))
+                yield self._store(owner, 1.0, self._event(step + 1, index))
                 made.append((index, 1.0))
-            elif self.combine != "keep":
+            elif self.combine != "keep" or not self.by_engine:
                 place = self._chunk_of(index) if self.by_engine else index
                 yield from self._sum(program, [self._event(s, place) for s in range(1, size)], index)
                 if self.combine == "sum_and_gather":
                     yield from self._pass_on(index, size - 1.0)
-        for tile in mine if self.combine != "keep" else ():  # by symmetry peers' rows are here when mine are there
+        for tile in mine:  # by symmetry peers' rows are here when mine are there
             yield from self._sum(program, [self._event(0, tile)], tile)
             if self.combine == "sum_and_gather":
                 yield from self._pass_on(tile, (size - 1) / size)
@@ -331,14 +363,14 @@ class _Scatter(_Kernel):
 
     def _pass_on(self, index: int, copies: float) -> Generator[simpy.Event, Any, None]:
         """A finished tile, or the own rows of it, to all peers: stores like those of a partial."""
-        yield self.env.timeout(self.tile * self.area * copies)
-        self.queue.put((SEVERAL, self.tile_bytes * copies, self._event(RESULT, index)))
+        yield self._store(SEVERAL, copies, self._event(RESULT, index))
 
     def _sum(self, program: int, parts: list[simpy.Event], index: int) -> Generator[simpy.Event, Any, None]:
         begin = self.env.now
         yield self.env.all_of(parts)
         self.waited += self.env.now - begin
         share = 1.0 / self.owners.world_size if self.owners.spans_shards and self.combine != "one_shot" else 1.0
-        read = self.tile_bytes * share * (self.owners.world_size - 1) * self.active
-        yield self.env.timeout(read / (self.c.stream * self.costs.device.memory_rate))
+        passes = 3 if self.combine == "keep" else 2  # the slot is read and emptied; what is kept is written where it belongs
+        moved = passes * self.tile_bytes * share * (self.owners.world_size - 1) * self.active
+        yield self.env.timeout(moved / (self.c.stream * self.costs.device.memory_rate))
         self.note(program, "sum", 0, begin, index)
