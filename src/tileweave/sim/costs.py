@@ -62,6 +62,8 @@ class Coefficients:
         multiplication that does not hide behind the longer; stream: bytes/s of memory that one multiprocessor can ask for.
     fused_* : the fused kernel: s a launch in a graph and eagerly, s a tile (prologue and epilogue), s a part handed over,
         fraction of the library's rate in its main loop, and its feed, bytes/s.
+    grouped_rate : of grouped matmuls in the expert operators, share of the rate of the other fused main loops. grouped_step: s
+        of a combine's program for a block of tokens, if memory and links do not take longer for all of them.
     scatter_* : where tiles are pushed as they are made: s a launch, eager likewise; tile: s that a program stands still while
         it stores one to a peer. staged_tile: s that one ends with that copy engines take, or that stays.
     exchange_* : one launch that gathers or scatters beside a library's matmul: latency s, fraction of link rate.
@@ -95,6 +97,8 @@ class Coefficients:
     fused_part: float
     fused_rate: float
     fused_feed: float
+    grouped_rate: float
+    grouped_step: float
     scatter_launch: float
     scatter_eager: float
     scatter_tile: float
@@ -208,15 +212,17 @@ class Costs:
         multiply = 2 * tile_m * tile_n * k / (self.flops / self.device.num_sms)
         return _norm(self.c.matmul_norm, multiply, (tile_m + tile_n) * k * itemsize * active / self.feed)
 
-    def fused_block(self, tile_m: int, tile_n: int, k: float, active: int, itemsize: int, memory: float) -> float:
-        """The same in our kernels; ``memory``: s that bytes nobody has read yet take."""
-        multiply = 2 * tile_m * tile_n * k / (self.flops * self.c.fused_rate / self.device.num_sms)
+    def fused_block(
+        self, tile_m: int, tile_n: int, k: float, active: int, itemsize: int, memory: float, rate: float = 1.0
+    ) -> float:  # fmt: skip
+        """The same in our kernels; ``memory``: s that bytes nobody has read yet take; ``rate``: share of their usual one."""
+        multiply = 2 * tile_m * tile_n * k / (self.flops * self.c.fused_rate * rate / self.device.num_sms)
         feed = (tile_m + tile_n) * k * itemsize * active / self.fused_feed
         return self._beside(_norm(self.c.matmul_norm, multiply, feed), memory)
 
-    def throttled(self, seconds: float) -> float:
-        """A time at full clock -> under the power limit."""
-        return seconds * (1.0 + seconds / self.c.matmul_sustained) ** self.c.matmul_power
+    def throttled(self, seconds: float, busy: float = 1.0) -> float:
+        """A time at full clock -> under the power limit. ``busy``: the share of it that tensor cores work."""
+        return seconds * (1.0 + seconds / self.c.matmul_sustained) ** (self.c.matmul_power * busy)
 
     def grouped_matmul(self, groups: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
         """``groups`` matmuls [m, k] @ [n, k] in one launch."""

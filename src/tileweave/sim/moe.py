@@ -88,11 +88,9 @@ def simulate(moe: MoE, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any =
     )
     group, skew = group_of(cluster, ep), 1.0 + moe.imbalance
     rows = int(moe.tokens * model.top_k * skew)
-    local = max(model.experts // ep, 1)
     costs, c = ops.costs, ops.c
-    first = costs.grouped_matmul(local, -(-rows // local), 2 * model.ffn, model.hidden)
     nbytes = rows * model.hidden * 2.0
-    dispatch = ops.dispatch_grouped(group, first, nbytes)
+    dispatch = ops.dispatch_grouped(group, moe.tokens, model.top_k, model.experts, 2 * model.ffn, model.hidden, skew)
     combine = ops.grouped_combine(group, moe.tokens, model.top_k, model.experts, model.hidden, model.ffn, skew)
 
     def part(name: str, phase: str, time: Any, op: str, collective: str) -> Part:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tileweave.config import (
+    FUSED_WORLD_SIZES,
     MEASURED_ALL_REDUCE_ROWS,
     Entry,
     MatmulConfig,
@@ -22,7 +23,9 @@ from tileweave.config import (
     scatter_schedule_for,
     schedule_for,
 )
+from tileweave.config_combine import plan_combine
 from tileweave.schedule import cdiv
+from tileweave.schedule_grouped import GroupedProblem, dispatch_config
 from tileweave.schedule_scatter import Exchange
 from tileweave.sim.collectives import Group, collective_time, protocol_of
 from tileweave.sim.costs import Calibration, Costs, load_calibration
@@ -30,6 +33,7 @@ from tileweave.sim.machine import Cluster
 from tileweave.sim.network import inside_hops, view
 from tileweave.sim.tiles import Combine, gather_matmul, scatter_matmul
 from tileweave.sim.tiles_exchange import exchange_matmul
+from tileweave.sim.tiles_grouped import dispatch_matmul, matmul_combine
 from tileweave.topology import Machine
 
 Table = tuple[Entry, ...]
@@ -243,7 +247,8 @@ class Operators:
         """An expert layer's second matmul, its rows back to their tokens' ranks, and the sum over experts.
 
         ``tokens`` of each rank, each to ``top_k`` of ``experts`` (all ranks'); ``skew``: the busiest rank over the average.
-        Fused: rows leave as they are made, in ``slices``; the sum reads what has arrived.
+        Fused inside a node: the kernel, tile by tile. Through nodes: rows leave as they are made, in ``slices``; the sum reads
+        what has arrived.
         """
         key = ("combine", group, tokens, top_k, experts, hidden, inter, skew, slices)
         return self._once(key, lambda: self._combine(group, tokens, top_k, experts, hidden, inter, skew, slices))
@@ -256,15 +261,48 @@ class Operators:
         total = self.reduce_top_k(tokens, top_k, hidden)
         nbytes = rows * hidden * 2.0
         comm = self.collective("all_to_all", nbytes, group)
-        fused = self._sliced(compute, nbytes, group, slices) + total / slices
+        if _one_node(group, experts):
+            fused = self.fused_grouped_combine(group.size, tokens, top_k, experts, hidden, inter, skew=skew)
+        else:
+            fused = self._sliced(compute, nbytes, group, slices) + total / slices
         return self._join(compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", total)
 
-    def dispatch_grouped(self, group: Group, compute: float, nbytes: float, slices: int = 8) -> OpTime:
-        """An expert layer's dispatch and first matmul, of ``compute`` seconds; ``nbytes`` of a rank, its own part included."""
+    def fused_grouped_combine(
+        self, world: int, tokens: int, top_k: int, experts: int, hidden: int, inter: int, itemsize: int = 2, skew: float = 1.0
+    ) -> float:  # fmt: skip
+        """Seconds of the fused second matmul and combine inside a node, as the library cuts it."""
+        problem = GroupedProblem(world, tokens, top_k, experts // world, hidden, inter, itemsize, "bfloat16")
+        cut = plan_combine(problem, machine_of(self.cluster), False).cut
+        assert cut is not None, "a plan for CUDA"
+        return matmul_combine(problem, cut, self.costs, self._node(world), self.graph, skew)
+
+    def fused_dispatch_grouped(
+        self, world: int, tokens: int, top_k: int, experts: int, cols: int, depth: int, itemsize: int = 2, skew: float = 1.0
+    ) -> float:  # fmt: skip
+        """Seconds of the fused dispatch and first matmul (``cols`` of each expert) inside a node."""
+        problem = GroupedProblem(world, tokens, top_k, experts // world, cols, depth, itemsize, "bfloat16")
+        return dispatch_matmul(problem, dispatch_config(problem), self.costs, self._node(world), self.graph, skew)
+
+    def dispatch_grouped(
+        self, group: Group, tokens: int, top_k: int, experts: int, cols: int, depth: int, skew: float = 1.0, slices: int = 8
+    ) -> OpTime:
+        """An expert layer's dispatch and first matmul, to ``cols`` columns; arguments as of :meth:`grouped_combine`."""
+        key = ("dispatch", group, tokens, top_k, experts, cols, depth, skew, slices)
+        return self._once(key, lambda: self._dispatch(group, tokens, top_k, experts, cols, depth, skew, slices))
+
+    def _dispatch(
+        self, group: Group, tokens: int, top_k: int, experts: int, cols: int, depth: int, skew: float, slices: int
+    ) -> OpTime:
+        rows, local = int(tokens * top_k * skew), max(experts // group.size, 1)
+        compute = self.costs.grouped_matmul(local, cdiv(rows, local), cols, depth)
         if group.size == 1:
             return OpTime(compute, compute, compute, compute, 0.0, 0.0, False)
+        nbytes = rows * depth * 2.0
         comm = self.collective("all_to_all", nbytes, group)
-        fused = self._sliced(compute, nbytes, group, slices)
+        if _one_node(group, experts):
+            fused = self.fused_dispatch_grouped(group.size, tokens, top_k, experts, cols, depth, skew=skew)
+        else:
+            fused = self._sliced(compute, nbytes, group, slices)
         return self._join(compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all")
 
     def _sliced(self, compute: float, nbytes: float, group: Group, slices: int) -> float:
@@ -274,6 +312,11 @@ class Operators:
         late = protocol_of(self.c, "all_to_all", nbytes / slices, group.inside).latency
         steady = max(each * (1.0 + self.c.corun), one - late)
         return self.c.fused_eager + each + (slices - 1) * steady + one + self.c.signal
+
+
+def _one_node(group: Group, experts: int) -> bool:
+    """Whether the fused expert kernels run: all ranks of one node, with the same number of experts each."""
+    return group.across == 1 and group.size in FUSED_WORLD_SIZES and experts % group.size == 0
 
 
 def gather_config(world: int, m: int, n: int, k: int, entries: Table | None = None) -> MatmulConfig:

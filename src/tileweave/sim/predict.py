@@ -149,7 +149,17 @@ def _combine(ops: Operators, cell: Cell) -> float | None:
         return ops.costs.grouped_matmul(local, rows // local, hidden, inter)
     if cell.quantity == "reduce":
         return ops.reduce_top_k(tokens, top_k, hidden)
+    if cell.quantity == "fused":
+        return ops.fused_grouped_combine(world, tokens, top_k, experts, hidden, inter, cell.itemsize)
     return ops.grouped_combine(Group(world), tokens, top_k, experts, hidden, inter).of(cell.quantity)
+
+
+def _dispatch(ops: Operators, cell: Cell) -> float | None:
+    """The first matmul of experts with two projections, side by side."""
+    tokens, hidden, inter, experts, top_k = cell.shape
+    if cell.quantity != "fused":
+        return None
+    return ops.fused_dispatch_grouped(cell.world_size, tokens, top_k, experts, 2 * inter, hidden, cell.itemsize)
 
 
 def _collective(ops: Operators, cell: Cell) -> float | None:
@@ -185,6 +195,7 @@ _MODELS: dict[str, Callable[[Operators, Cell], float | None]] = {
     **dict.fromkeys(("matmul_all_to_all", "all_to_all_matmul"), _exchange),
     "embedding_bag_all_to_all": _embedding,
     "grouped_matmul_combine": _combine,
+    "dispatch_grouped_matmul": _dispatch,
     "layer": _layer,
     **dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), _collective),
     **dict.fromkeys(("push_sm", "push_copy_engine"), _push),

@@ -1,0 +1,106 @@
+"""Fused expert operators in the simulator: routing on average, tiles of the schedules, links and memory as limits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from math import isclose
+
+import pytest
+
+from tileweave.config_combine import plan_combine
+from tileweave.schedule_grouped import GroupedProblem, dispatch_config
+from tileweave.sim.collectives import Group
+from tileweave.sim.costs import Costs
+from tileweave.sim.machine import Cluster, make_cluster, with_gpus
+from tileweave.sim.operators import Operators
+from tileweave.sim.tiles_grouped import Routing, dispatch_matmul, matmul_combine
+from tileweave.topology import Machine
+
+FOUR = with_gpus(make_cluster("h200"), 4)
+COSTS = Costs(FOUR.device)
+H200 = Machine("x", "cuda", 90, 132)
+
+
+def dispatch_of(tokens: int) -> GroupedProblem:
+    return GroupedProblem(4, tokens, 8, 32, 3072, 4096, 2, "bfloat16")
+
+
+def combine_of(tokens: int) -> GroupedProblem:
+    return GroupedProblem(4, tokens, 8, 32, 4096, 1536, 2, "bfloat16")
+
+
+def slower(factor: float) -> Cluster:
+    return replace(FOUR, device=replace(FOUR.device, link_rate=FOUR.device.link_rate / factor))
+
+
+def dispatch(tokens: int, cluster: Cluster = FOUR, skew: float = 1.0) -> float:
+    p = dispatch_of(tokens)
+    return dispatch_matmul(p, dispatch_config(p), COSTS, cluster, True, skew)
+
+
+def combine(tokens: int, cluster: Cluster = FOUR, skew: float = 1.0) -> float:
+    p = combine_of(tokens)
+    cut = plan_combine(p, H200, False).cut
+    assert cut is not None
+    return matmul_combine(p, cut, COSTS, cluster, True, skew)
+
+
+@pytest.mark.parametrize(("tokens", "draws"), [(1, 600), (8, 300), (64, 60)])
+def test_routing_on_average_is_what_drawing_it_gives(tokens: int, draws: int) -> None:
+    """Against drawn batches: rows of the busiest rank, experts that are hit, tokens that a rank is sent."""
+    p, drawn = dispatch_of(tokens), random.Random(7)
+    busiest, hit, reached = [], [], []
+    for _ in range(draws):
+        chosen = [drawn.sample(range(128), 8) for _ in range(4 * tokens)]
+        rows = [sum(expert // 32 == rank for token in chosen for expert in token) for rank in range(4)]
+        most = rows.index(max(rows))
+        busiest.append(max(rows))
+        hit.append(len({expert for token in chosen for expert in token if expert // 32 == most}))
+        reached.append(sum(any(expert // 32 == 0 for expert in token) for token in chosen) / len(chosen))
+    routing = Routing(p)
+    assert routing.rows() == pytest.approx(sum(busiest) / draws, rel=0.06, abs=1.1)
+    assert len(routing.offsets()) - 1 == pytest.approx(sum(hit) / draws, rel=0.08)
+    assert routing.reached(32) == pytest.approx(sum(reached) / draws, rel=0.03)
+
+
+def test_rows_lie_on_the_experts_that_are_hit() -> None:
+    offsets = Routing(dispatch_of(1)).offsets()
+    assert all(a < b for a, b in pairwise(offsets)) and len(offsets) - 1 <= 32
+    assert Routing(dispatch_of(4096), 1.5).rows() == 49152  # skew over what chance brings
+
+
+@pytest.mark.parametrize("run", [dispatch, combine])
+def test_weights_bound_few_tokens_and_multiplications_many(run: object) -> None:
+    p, cols, depth = (dispatch_of, 3072, 4096) if run is dispatch else (combine_of, 4096, 1536)
+    few, many = (run(tokens) for tokens in (32, 4096))  # type: ignore[operator]
+    weights = 32 * cols * depth * 2 / COSTS.memory_rate
+    assert weights < few < 2.0 * weights
+    multiply = 2.0 * Routing(p(4096)).rows() * cols * depth / COSTS.flops  # type: ignore[operator]
+    assert multiply < many < 2.2 * multiply
+
+
+@pytest.mark.parametrize("run", [dispatch, combine])
+def test_links_bound_both_where_they_are_slow(run: object) -> None:
+    p, width = (dispatch_of(4096), 4096) if run is dispatch else (combine_of(4096), 4096)
+    wire = 3 * 4096 * Routing(p).reached(32) * width * 2 / (FOUR.device.link_rate * COSTS.c.push_fraction)
+    assert run(4096, slower(100.0)) == pytest.approx(100.0 * wire, rel=0.05)  # type: ignore[operator]
+    assert run(4096, slower(0.01)) < run(4096) < run(4096, slower(8.0))  # type: ignore[operator]
+
+
+def test_skew_costs_time() -> None:
+    assert dispatch(4096, skew=1.3) > 1.15 * dispatch(4096)
+    assert combine(4096, skew=1.3) > 1.15 * combine(4096)
+
+
+def test_kernels_inside_a_node_and_a_pipeline_through_nodes() -> None:
+    ops = Operators(FOUR)
+    inside = ops.dispatch_grouped(Group(4), 4096, 8, 128, 3072, 4096)
+    assert isclose(inside.fused, min(ops.fused_dispatch_grouped(4, 4096, 8, 128, 3072, 4096), inside.unfused))
+    both = Operators(make_cluster("h200", nodes=2))
+    for time in (
+        both.dispatch_grouped(Group(8, 2), 4096, 8, 128, 3072, 4096),
+        both.grouped_combine(Group(8, 2), 4096, 8, 128, 4096, 1536),
+    ):
+        assert time.bound <= time.fused <= time.unfused
