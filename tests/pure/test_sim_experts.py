@@ -104,3 +104,19 @@ def test_kernels_inside_a_node_and_a_pipeline_through_nodes() -> None:
         both.grouped_combine(Group(8, 2), 4096, 8, 128, 4096, 1536),
     ):
         assert time.bound <= time.fused <= time.unfused
+
+
+# --- Lookups ---
+
+
+def test_the_lookups_kernel_is_bound_by_memory_or_links_and_torchs_by_elements() -> None:
+    bags, row = 524288, 512.0
+    ops, costs = Operators(FOUR), COSTS
+    rate = costs.c.own_memory * FOUR.device.memory_rate
+    assert costs.own_lookup(bags, bags * 32, row) == pytest.approx(bags * 33 * (row + 8) / rate, rel=0.01)
+    sent = 3 / 4 * bags * row / (FOUR.device.link_rate * costs.c.push_fraction)
+    assert ops.fused_embedding(4, bags, 1, row) == pytest.approx(sent, rel=0.08)
+    assert ops.fused_embedding(4, bags, 32, row) == pytest.approx(costs.own_lookup(bags, bags * 32, row), rel=0.03)
+    half, whole = (costs.lookup(bags, bags * 8, 128.0 * itemsize, itemsize) for itemsize in (2, 4))
+    assert half > 0.8 * whole  # as many elements
+    assert ops.embedding_all_to_all(Group(4), bags, 8, row, itemsize=4).fused == ops.fused_embedding(4, bags, 8, row)

@@ -25,7 +25,7 @@ from tileweave.errors import InputError, require
 
 RULE = "held out where SHA-256 of the cell's global shape ('8192x28672x8192', or the message's bytes), as a number, is even"
 # Names of subjects in bench results -> the quantity that the model predicts.
-QUANTITIES = {"gemm": "compute", "nccl+cublas": "unfused", "tileweave": "fused", "co-run bound": "bound", "lookup": "compute"}
+QUANTITIES = {"gemm": "compute", "nccl+cublas": "unfused", "tileweave": "fused", "co-run bound": "bound"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +157,8 @@ def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell
         return []
     if "topk" in case and "plan" in case:
         return _experts(source, data, case)
+    if data.get("op") == "embedding_bag_all_to_all":
+        return _embedding(source, data, case)
     if "rows" not in case or "depth" not in case:
         return []
     shape = (case["rows"], case["cols"], case["depth"])
@@ -169,6 +171,27 @@ def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell
         if name in QUANTITIES
         and timing.get("median_us")
         and (name != "tileweave" or case.get("path", "fused").startswith("fused"))
+    ]  # fmt: skip
+
+
+_EMBEDDING = {
+    "tileweave": "fused", "lookup": "own", "F.embedding_bag": "compute", "torch": "unfused", "cat": "concat", "a2a": "comm",
+}  # fmt: skip
+
+
+def _embedding(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell]:
+    """Lookups of bags of one size; where sizes differ between tables the file has no size."""
+    if case["multi_hot"]:
+        return []
+    world, itemsize = data["world_size"], 4 if case["dtype"] == "float32" else 2
+    shape = (case["batch"], case["tables"] * world, case["dim"], case["pooling"], itemsize)
+    return [
+        Cell(
+            source, data["op"], _EMBEDDING[name], world, shape, case["graph"], timing["median_us"] * 1e-6, itemsize,
+            repeats=tuple(us * 1e-6 for us in timing.get("repeats_us", ())),
+        )
+        for name, timing in case["times"].items()
+        if name in _EMBEDDING and timing.get("median_us")
     ]  # fmt: skip
 
 

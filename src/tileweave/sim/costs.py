@@ -77,7 +77,10 @@ class Coefficients:
     signal s : a remote store until its waiter sees it. gap s : between two dependent launches, in a graph or queued.
     stream, permute : fraction of memory rate of copying kernels, and of those that read a transposed view.
     reduce : s an element that a sum over top-k rows makes.
-    attention : fraction of the matmul rate. lookup_* : embedding lookups: s a bag, s a row, fraction.
+    attention : fraction of the matmul rate.
+    lookup_* : torch's embedding lookups: s an element of results, s an element read, and bytes beside that as a fraction of
+        memory rate (over 1: some of them hide). own_* : by this library's kernel: fraction of memory rate, s a bag. pooled_* :
+        where it stores to peers: latency s, p of the norm of reading and sending.
     """
 
     matmul_launch: float
@@ -121,9 +124,13 @@ class Coefficients:
     permute: float
     reduce: float
     attention: float
-    lookup_bag: float
-    lookup_row: float
+    lookup_made: float
+    lookup_read: float
     lookup_memory: float
+    own_memory: float
+    own_bag: float
+    pooled_latency: float
+    pooled_norm: float
 
 
 @dataclass(frozen=True)
@@ -256,12 +263,25 @@ class Costs:
         scale = presets()["devices"][REFERENCE].num_sms / self.device.num_sms
         return self.c.gap + _norm(2.0, memory, self.c.reduce * elements * scale)
 
-    def lookup(self, bags: float, rows: float, row_bytes: float) -> float:
-        """Pool ``rows`` rows of ``row_bytes`` into ``bags`` bags."""
-        scale = presets()["devices"][REFERENCE].memory_rate / self.device.memory_rate  # latency-bound: memory parallelism
-        c = self.c
-        one = c.lookup_bag * bags * scale + c.lookup_row * rows * scale
-        return c.matmul_launch + one + rows * row_bytes / (c.lookup_memory * self.device.memory_rate)
+    def lookup(self, bags: float, rows: float, row_bytes: float, itemsize: int = 2) -> float:
+        """Pool ``rows`` rows of ``row_bytes`` into ``bags`` bags by torch: a time for each element read and made, and bytes."""
+        scale = presets()["devices"][REFERENCE].num_sms / self.device.num_sms
+        width = row_bytes / itemsize * scale
+        one = (self.c.lookup_made * bags + self.c.lookup_read * rows) * width
+        return self.c.matmul_launch + one + rows * row_bytes / (self.c.lookup_memory * self.device.memory_rate)
+
+    def own_lookup(self, bags: float, rows: float, row_bytes: float) -> float:
+        """The same by this library's kernel: bytes of rows, results and row numbers; a time a bag, which short ones show."""
+        return self.c.matmul_launch + self._own_lookup(bags, rows, row_bytes)
+
+    def _own_lookup(self, bags: float, rows: float, row_bytes: float) -> float:
+        memory = (rows + bags) * (row_bytes + 8.0) / (self.c.own_memory * self.device.memory_rate)
+        scale = presets()["devices"][REFERENCE].num_sms / self.device.num_sms
+        return _norm(3.0, memory, self.c.own_bag * bags * scale)
+
+    def pooled(self, bags: float, rows: float, row_bytes: float, sent: float) -> float:
+        """That kernel with results stored to peers, which takes ``sent`` s by itself."""
+        return self.c.pooled_latency + _norm(self.c.pooled_norm, self._own_lookup(bags, rows, row_bytes), sent)
 
 
 def _norm(p: float, *parts: float) -> float:

@@ -116,7 +116,7 @@ class _Builder:
         model, ops = self.model, self.ops
         self.step.representative(0, self.world, f"ranks 0 to {self.world - 1}", self.seen.capacities)
         bags, row = self._bags()
-        time = ops.embedding_all_to_all(self.group, bags, model.pooling, row, self.skew, self.d.slices)
+        time = ops.embedding_all_to_all(self.group, bags, model.pooling, row, self.skew, self.d.slices, model.itemsize)
         wide = self._interacting() * (self._interacting() + 1) // 2 + model.bottom[-1]
         bottom, top = (model.dense, *model.bottom), (wide, *model.top)
         indices = [] if self.d.prefetch else [self._comm("indices", self.batch * self.tables * model.pooling * 8.0, [])]

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from tileweave.sim.cells import Cell
 from tileweave.sim.collectives import KINDS
-from tileweave.sim.costs import Calibration, Coefficients, Curve
+from tileweave.sim.costs import REFERENCE, Calibration, Coefficients, Curve
+from tileweave.sim.machine import presets
 from tileweave.sim.predict import Predictor
 
 # Kept as they are.
@@ -29,6 +30,7 @@ _FRACTIONS = (
     "stream",
     "permute",
     "exchange_fraction",
+    "own_memory",
 )
 # Bytes at which a collective's curve has a value of its own: where the fit side has cells. Messages of 3 to 4 MB are there
 # among four ranks alone, before and behind matmuls; NCCL changes its protocol below them.
@@ -49,7 +51,8 @@ START = Coefficients(
     nccl_eager=1e-5, nccl_repeat=5e-6, push_latency=3e-6, push_fraction=0.75,
     copy_latency=4e-6, copy_fraction=0.8, copy_queued=4e-6, copy_one=0.6, signal=1.5e-6, gap=2e-6,
     stream=0.6, permute=0.4, reduce=4e-12,
-    attention=0.65, lookup_bag=1e-9, lookup_row=1e-10, lookup_memory=0.8,
+    attention=0.65, lookup_made=1e-11, lookup_read=1e-12, lookup_memory=0.8,
+    own_memory=0.8, own_bag=1e-10, pooled_latency=1e-5, pooled_norm=6.0,
 )  # fmt: skip
 
 _SCATTERS = ("matmul_reduce_scatter", "matmul_all_reduce")
@@ -103,16 +106,25 @@ BLOCKS = (
         500,
         6,
     ),
-    Block("stream", ("stream",), lambda cell: cell.quantity == "concat", 60),
+    Block("stream", ("stream",), lambda cell: cell.quantity == "concat" and _past_l2(cell), 60),
     Block("reduce", ("reduce",), lambda cell: cell.quantity == "reduce", 60),
     *_collectives(),
     *_collectives(),  # again: what they share was a start value the first time
     Block("push", ("push_latency", "push_fraction"), lambda cell: cell.op == "push_sm", 60),
     Block(
         "lookup",
-        ("lookup_bag", "lookup_row", "lookup_memory"),
+        ("lookup_made", "lookup_read", "lookup_memory"),
         lambda cell: _is(cell, "embedding_bag_all_to_all", "compute"),
         150,
+    ),
+    Block(
+        "own lookup", ("own_memory", "own_bag"), lambda cell: _is(cell, "embedding_bag_all_to_all", "own"), 100
+    ),
+    Block(
+        "pooled",
+        ("pooled_latency", "pooled_norm"),
+        lambda cell: _is(cell, "embedding_bag_all_to_all", "fused"),
+        100,
     ),
     Block("corun", ("corun", "copy_one", "copy_queued"), lambda cell: cell.quantity == "bound", 60),
     Block("copy", ("copy_latency", "copy_fraction"), lambda cell: cell.op == "push_copy_engine", 60),
@@ -136,6 +148,12 @@ BLOCKS = (
         110,
     ),
 )  # fmt: skip
+
+
+def _past_l2(cell: Cell) -> bool:
+    """Whether a concatenation of pooled vectors moves more than L2 holds: only then is its rate the memory's."""
+    batch, tables, dim, _, itemsize = cell.shape
+    return 2.0 * batch * tables / cell.world_size * dim * itemsize > presets()["devices"][REFERENCE].l2
 
 
 def _is(cell: Cell, op: str, quantity: str) -> bool:

@@ -215,27 +215,43 @@ class Operators:
         ).seconds  # fmt: skip
 
     def embedding_all_to_all(
-        self, group: Group, bags: int, pooling: float, row_bytes: float, skew: float = 1.0, slices: int = 8
-    ) -> OpTime:
+        self, group: Group, bags: int, pooling: float, row_bytes: float, skew: float = 1.0, slices: int = 8,
+        itemsize: int = 2,
+    ) -> OpTime:  # fmt: skip
         """``bags`` pooled vectors of ``row_bytes`` on each rank, of all samples; each goes to the rank of its sample.
 
         ``skew``: how much more than the average the busiest rank looks up and sends. Unfused: lookup, all-to-all, and the
-        concatenation that puts columns of all ranks side by side. Fused: pooled vectors are stored where they belong; across
-        nodes in ``slices`` (one message each), a pipeline.
+        concatenation that puts columns of all ranks side by side; the lookup is torch's. Fused inside a node: this library's
+        kernel, whose lookup is a faster one. Across nodes, where it does not run: torch's lookup in ``slices``, a pipeline.
         """
-        key = ("emb", group, bags, pooling, row_bytes, skew, slices)
-        return self._once(key, lambda: self._embedding(group, bags, pooling, row_bytes, skew, slices))
+        key = ("emb", group, bags, pooling, row_bytes, skew, slices, itemsize)
+        return self._once(key, lambda: self._embedding(group, bags, pooling, row_bytes, skew, slices, itemsize))
 
-    def _embedding(self, group: Group, bags: int, pooling: float, row_bytes: float, skew: float, slices: int) -> OpTime:
+    def _embedding(
+        self, group: Group, bags: int, pooling: float, row_bytes: float, skew: float, slices: int, itemsize: int
+    ) -> OpTime:
         costs = self.costs
-        lookup = costs.lookup(bags * skew, bags * pooling * skew, row_bytes)
+        lookup = costs.lookup(bags * skew, bags * pooling * skew, row_bytes, itemsize)
         nbytes = bags * row_bytes * skew
         if group.size == 1:
             return OpTime(lookup, lookup, lookup, lookup, 0.0, 0.0, False)
         comm = self.collective("all_to_all", nbytes, group)
         concat = costs.stream(2.0 * bags * row_bytes)
-        fused = self._sliced(lookup, nbytes, group, slices)
+        if group.across == 1 and group.size in FUSED_WORLD_SIZES:
+            fused = self.fused_embedding(group.size, bags * skew, pooling, row_bytes)
+        else:
+            fused = self._sliced(lookup, nbytes, group, slices)
         return self._join(lookup, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", concat)
+
+    def fused_embedding(self, world: int, bags: float, pooling: float, row_bytes: float) -> float:
+        """Seconds of the fused kernel inside a node: rows are read while results go to peers."""
+        seen = view(self._node(world), self.c.push_fraction)
+        loads = seen.loads(inside_hops(seen.cluster, 1), world - 1.0)
+        if seen.cluster.device.inside == "mesh":
+            loads["pair1"] /= world - 1.0
+        each = bags * row_bytes / world
+        sent = max(each * load / seen.capacities[link] for link, load in loads.items())
+        return self.costs.pooled(bags, bags * pooling, row_bytes, sent)
 
     def reduce_top_k(self, tokens: int, top_k: int, hidden: int, itemsize: int = 2) -> float:
         """The sum over a token's experts."""

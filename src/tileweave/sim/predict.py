@@ -136,9 +136,12 @@ def _embedding(ops: Operators, cell: Cell) -> float | None:
     bags, row = batch * tables // cell.world_size, float(dim * itemsize)
     if cell.quantity == "concat":
         return ops.costs.stream(2.0 * bags * row)
-    time = ops.embedding_all_to_all(Group(cell.world_size), bags, pooling, row)
-    times = {"compute": time.compute, "unfused": time.unfused, "fused": time.fused, "bound": time.bound}
-    return times.get(cell.quantity)
+    time = ops.embedding_all_to_all(Group(cell.world_size), bags, pooling, row, itemsize=itemsize)
+    if cell.quantity == "own":
+        return ops.costs.own_lookup(bags, bags * pooling, row)
+    if cell.quantity == "fused":
+        return ops.fused_embedding(cell.world_size, bags, pooling, row)
+    return {"compute": time.compute, "unfused": time.unfused}.get(cell.quantity)
 
 
 def _combine(ops: Operators, cell: Cell) -> float | None:
