@@ -196,15 +196,17 @@ def _embedding(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[
 
 
 def _experts(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell]:
-    """A fused expert operator under random routing; of skewed routing the file does not say which experts are busy."""
+    """A fused expert operator under random routing; of skewed routing the file does not say which experts are busy.
+
+    ``prototypes`` of a file: its cases by kernels, or cuts, that the library has no more."""
     timing = case["times"].get("tileweave", {})
     if case["zipf"] or not timing.get("median_us") or not case["plan"].startswith("fused"):
         return []
     shape = (case["tokens"], case["hidden"], case["width"], case["experts"], case["topk"])
     repeats = tuple(us * 1e-6 for us in timing.get("repeats_us", ()))
-    return [
-        Cell(source, data["op"], "fused", data["world_size"], shape, case["graph"], timing["median_us"] * 1e-6, repeats=repeats)
-    ]
+    quantity = "prototype" if case["name"] in data.get("prototypes", ()) else "fused"
+    seconds = timing["median_us"] * 1e-6
+    return [Cell(source, data["op"], quantity, data["world_size"], shape, case["graph"], seconds, repeats=repeats)]
 
 
 def _sweep(source: str, world_size: int, sweep: dict[str, Any], case: dict[str, Any]) -> list[Cell]:

@@ -152,6 +152,8 @@ def _combine(ops: Operators, cell: Cell) -> float | None:
         return ops.costs.grouped_matmul(local, rows // local, hidden, inter)
     if cell.quantity == "reduce":
         return ops.reduce_top_k(tokens, top_k, hidden)
+    if cell.quantity == "prototype":
+        return None
     if cell.quantity == "fused":
         return ops.fused_grouped_combine(world, tokens, top_k, experts, hidden, inter, cell.itemsize)
     return ops.grouped_combine(Group(world), tokens, top_k, experts, hidden, inter).of(cell.quantity)
