@@ -169,18 +169,22 @@ def test_weight_in_a_larger_tensor(world: World) -> None:
 # --- Gradients and tools ---
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_gradients(world: World, dtype: str) -> None:
-    cases = [
-        Case(rows, 18, 40, dtype, bias=bias, gathered=gathered)
-        for rows, bias, gathered in ((7, True, False), (20, False, False), (7, True, True), (20, False, True))
-    ]
-    world.run(behaviour.gradients, cases)
+def differentiated(dtype: str) -> list[Case]:
+    given = ((7, True, False), (20, False, False), (7, True, True), (20, False, True))
+    return [Case(rows, 18, 40, dtype, bias=bias, gathered=gathered) for rows, bias, gathered in given]
+
+
+def test_gradients(world: World) -> None:
+    world.run(behaviour.gradients, differentiated("float32"))
+
+
+def test_gradients_in_half_precision(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(behaviour.gradients, differentiated("float16"))
 
 
 @pytest.mark.parametrize("wanted", ["x", "w", "b", "xb", "wb"])
-def test_gradients_of_some(world: World, wanted: str) -> None:
-    world.run(behaviour.gradients, [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)], wanted)
+def test_gradients_of_some(worlds: Worlds, wanted: str) -> None:
+    worlds("gloo", 3).run(behaviour.gradients, [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)], wanted)
 
 
 def test_gradients_in_a_group_of_one(worlds: Worlds) -> None:

@@ -82,9 +82,16 @@ def test_many_shapes(worlds: Worlds) -> None:
 # --- Gradients and tools ---
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_gradients(world: World, dtype: str) -> None:
-    world.run(behaviour.gradients, [case(rows, 18, 40, dtype, bias=bias) for rows, bias in ((7, True), (20, False))])
+def differentiated(dtype: str) -> list[Case]:
+    return [case(rows, 18, 40, dtype, bias=bias) for rows, bias in ((7, True), (20, False))]
+
+
+def test_gradients(world: World) -> None:
+    world.run(behaviour.gradients, differentiated("float32"))
+
+
+def test_gradients_in_half_precision(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(behaviour.gradients, differentiated("float16"))
 
 
 @pytest.mark.parametrize("wanted", ["x", "w", "b", "xb", "wb", "xw"])

@@ -1,6 +1,9 @@
-"""Run in a worker of exploration: do numpy blocks and Triton's own tensors say the same?"""
+"""Run in a worker of exploration: do numpy blocks and Triton's own tensors say the same, and does a seed say all?"""
 
 from __future__ import annotations
+
+import itertools
+from unittest import mock
 
 
 def triton_and_blocks_agree() -> list[str]:
@@ -18,3 +21,23 @@ def triton_and_blocks_agree() -> list[str]:
         for fast, slow in zip(*ends, strict=True)
         if (fast.steps, fast.schedule) != (slow.steps, slow.schedule) or fast.failure or slow.failure
     ]
+
+
+def found_while_clocks_leap() -> list[str]:
+    """In a worker: what a few runs find, each look at the clock days behind the last, as where a machine slept."""
+    from tileweave.explore.interpreter import exploring
+    from tileweave.explore.search import Seed, run
+
+    with exploring() as enter, mock.patch("time.perf_counter", side_effect=itertools.count(0, 10**6)):
+        ends = [run(Seed("all_gather_matmul/sm", 3, "walk", number), enter) for number in range(3)]
+    return [str(end.failure) for end in ends if end.failure is not None]
+
+
+def told_of_what_does_not_come_again() -> str:
+    """In a worker: the story of a failure that a replay does not show."""
+    from tileweave.explore.interpreter import exploring
+    from tileweave.explore.memory import Violation
+    from tileweave.explore.search import Found, Seed, shrink, story
+
+    with exploring() as enter:
+        return story(shrink(Found(Seed("all_gather_matmul/sm", 2, "walk", 1), 9, 9, Violation("error", "once")), enter))

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.explore.agreement import triton_and_blocks_agree
+from tests.explore.agreement import found_while_clocks_leap, told_of_what_does_not_come_again, triton_and_blocks_agree
 from tests.explore.hunt import MUTANTS
 
 from tileweave.errors import InputError
@@ -50,6 +50,17 @@ def test_there_are_enough_mutants() -> None:
 def test_triton_and_blocks_agree() -> None:
     with pool(1) as processes:
         assert processes.submit(triton_and_blocks_agree).result() == []
+
+
+def test_time_is_no_part_of_a_schedule() -> None:
+    with pool(1) as processes:
+        assert processes.submit(found_while_clocks_leap).result() == []
+
+
+def test_what_does_not_come_again_is_told() -> None:
+    with pool(1) as processes:
+        told = processes.submit(told_of_what_does_not_come_again).result()
+    assert told.startswith("error: once\nreplay: ") and "did not come again" in told
 
 
 def test_replay() -> None:

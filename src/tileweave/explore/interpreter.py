@@ -357,6 +357,10 @@ class Hooks(interpreted.HostMemory):
     def idle(self) -> None:
         """The poll that follows parks if nothing has changed."""
 
+    def seconds(self) -> float:
+        """Time stands: who waits for ever is found as a dead-lock, and a machine that slept is no finding."""
+        return 0.0
+
 
 _PLAIN = interpreted.HostMemory()
 

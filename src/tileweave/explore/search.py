@@ -181,11 +181,15 @@ def _check_ends(world: World, scenario: Scenario, drawn: Drawn) -> None:
 
 
 def shrink(found: Found, enter: Enter, runs: int = 150) -> Found:
-    """The same failure with fewer departures from the plain schedule: drop parts, ever smaller, while it stays."""
+    """The same failure with fewer departures from the plain schedule: drop parts, ever smaller, while it stays.
+
+    ``found`` itself, without events, if it does not come again.
+    """
     assert found.failure is not None, "there is something to shrink"
     best = run(found.seed, enter, found.departures, recording=True)
     if best.failure is None or best.failure.kind != found.failure.kind:
-        return run(found.seed, enter, recording=True)
+        again = run(found.seed, enter, recording=True)
+        return again if again.failure is not None else found
     part = max(len(best.departures) // 2, 1)
     while runs > 0 and best.departures:
         steps, shorter = sorted(best.departures), None
@@ -211,6 +215,8 @@ def story(found: Found, lines: int = 40) -> str:
     """What went wrong, how to see it again, and what happened before: steps, tasks, memory."""
     assert found.failure is not None, "there is something to tell"
     about = found.failure
+    if not found.events:
+        return f"{about.kind}: {about.text}\nreplay: tileweave fuzz --replay '{found.seed}'\nbut then it did not come again"
     told = [e for e in found.events if e.what != "arrives" or (e.low < about.high and about.low < e.high)]
     if about.high:
         touching = [e for e in told if e.low < about.high and about.low < e.high]

@@ -77,6 +77,10 @@ class HostMemory:
         """Between two polls of data."""
         time.sleep(2e-4)
 
+    def seconds(self) -> float:
+        """What waits are measured with."""
+        return time.perf_counter()
+
 
 MEMORY = HostMemory()
 
@@ -88,21 +92,21 @@ def _scalar(value: int, dtype: tl.dtype = tl.int32) -> object:
 
 
 def clock() -> object:
-    return _scalar(time.perf_counter_ns(), tl.int64)
+    return _scalar(int(MEMORY.seconds() * 1e9), tl.int64)
 
 
 def wait(signals: object, count: object, epoch: object, first: object, unit: object, control: object, report: object):
     base, number, expected, index = _value(signals), _value(count), _value(epoch), _value(first)
     block = _value(control)
     limit = MEMORY.load(block + 4 * _TIMEOUT_US) * 1e-6
-    started = time.perf_counter()
+    started = MEMORY.seconds()
     _tell("wait", signal=index, count=number, epoch=expected, unit=_value(unit))
     for i in range(index, index + number):
         polls = 0
         while wrapped((seen := MEMORY.acquire(base + 4 * i)) - expected) < 0:
             polls += 1
             MEMORY.pause(polls)
-            if time.perf_counter() - started > limit:
+            if MEMORY.seconds() - started > limit:
                 _expire(_value(report), block, i, _value(unit), expected, seen)
     _tell("waited", signal=index, count=number, epoch=expected, unit=_value(unit))
     return _scalar(0)
