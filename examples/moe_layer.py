@@ -15,7 +15,6 @@ and shared expert, which every rank has, are summed over ranks.
 """
 
 import argparse
-import gc
 import json
 import sys
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from torch.nn.functional import linear, mse_loss, silu
 import tileweave as tw
 from tileweave.bench.environment import environment
 from tileweave.bench.expert_cases import MODELS
+from tileweave.bench.run import forget_case
 from tileweave.launcher import Member, default_device_type, default_world_size, launch
 from tileweave.nn import MoE, SoftmaxTopK
 from tileweave.ops import reference
@@ -294,11 +294,7 @@ def bench(member: Member, cases: list[tuple[str, Style, int]], dtype: str, repea
         found.append(entry)
         del case, functions
         tw.synchronize()
-        tw.close(member.group)
-        gc.collect()
-        if member.on_gpu:
-            torch.cuda.empty_cache()
-        member.barrier()
+        forget_case(member)
     return found
 
 

@@ -13,6 +13,7 @@ from tileweave.language.hopper import (
     label,
     leave,
     load_async,
+    load_slot,
     load_weight,
     place,
     segment,
@@ -43,10 +44,7 @@ def load_rows(
     if own:
         load_async(x_desc, [row, k], bar, buffer)
     else:
-        if slot == 0:
-            load_async(slot0_desc, [row, k], bar, buffer)
-        else:
-            load_async(slot1_desc, [row, k], bar, buffer)
+        load_slot(slot0_desc, slot1_desc, slot, row, k, bar, buffer)
 
 
 @gluon.jit
@@ -118,11 +116,7 @@ def load_sources(
         if step == 0:
             load_async(x_desc, [first_row, k], ready.index(at), a_ring.index(at))
         else:
-            row = (step - 1) * rows + first_row
-            if slot == 0:
-                load_async(slot0_desc, [row, k], ready.index(at), a_ring.index(at))
-            else:
-                load_async(slot1_desc, [row, k], ready.index(at), a_ring.index(at))
+            load_slot(slot0_desc, slot1_desc, slot, (step - 1) * rows + first_row, k, ready.index(at), a_ring.index(at))
         turn += 1
     return turn, arrived
 

@@ -31,7 +31,9 @@ from tileweave.kernels.dispatch_roles_hopper import (
     PUSH_WARPS,
     SET,
     TICKETS,
+    UNSPECIALIZED,
     all_have,
+    await_all,
     clear_counters,
     deal,
     first_expert,
@@ -44,7 +46,7 @@ from tileweave.kernels.dispatch_roles_hopper import (
     walk_to,
 )
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.language.hopper import acquire, leave, load_async, make_ring
+from tileweave.language.hopper import acquire, leave, load_expert, make_ring
 from tileweave.schedule import cdiv
 from tileweave.schedule_grouped import DispatchConfig, dispatch_counts
 
@@ -107,15 +109,13 @@ def gather_partition(
                 GATHER_WARPS,
             )  # fmt: skip
         there = (first_row + place < end)[:, None]
-        w_row = expert * cols + col * TILE_N
         for block in range(0, k_blocks):
             at = turn % STAGES
             mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(at), TILE_N * TILE_K * 2)
-            if DEPTH_FIRST:
-                load_async(w_desc, [expert * depth + block * TILE_K, col * TILE_N], ready.index(at), b_ring.index(at))
-            else:
-                load_async(w_desc, [w_row, block * TILE_K], ready.index(at), b_ring.index(at))
+            load_expert(
+                w_desc, expert, cols, depth, col * TILE_N, block * TILE_K, ready.index(at), b_ring.index(at), DEPTH_FIRST
+            )
             source = gl.multiple_of(pointers[:, None] + (block * TILE_K + k)[None, :], [1, 16])
             copy_async(a_ring.index(at), source, there)
             async_copy.mbarrier_arrive(ready.index(at), increment_count=False)
@@ -140,19 +140,12 @@ def push_partition(
     program = gl.program_id(0)
     epoch = gl.load(control, volatile=True)
     clear_counters(counters, epoch, program)
-    if WORLD_SIZE > 1:
-        push_tokens(
-            x, send_order, send_offsets, slot_table, signal_table, counters, (epoch & 1).to(gl.int64) * slot_size, rank,
-            max_tokens, experts, depth, block_experts, blocks, program, num_producers, epoch, WORLD_SIZE, BLOCK,
-        )  # fmt: skip
-        farthest = gl.where(program == gl.num_programs(0) - 1, WORLD_SIZE - 1, 0)  # the others wait for nobody
-        wait_steps(signals, blocks - 1, 1, farthest, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS)
+    push_tokens(
+        x, send_order, send_offsets, slot_table, signal_table, counters, (epoch & 1).to(gl.int64) * slot_size, rank,
+        max_tokens, experts, depth, block_experts, blocks, program, num_producers, epoch, WORLD_SIZE, BLOCK,
+    )  # fmt: skip
+    await_all(signals, blocks, program, rank, epoch, control, report, WORLD_SIZE)
     leave(control, epoch, num_partitions)
-
-
-UNSPECIALIZED = [
-    "rank", "max_tokens", "topk", "experts", "block_experts", "blocks", "num_producers", "tile_cols", "k_blocks",
-]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)

@@ -38,7 +38,9 @@ from tileweave.kernels.dispatch_roles_hopper import (
     SET,
     TICKETS,
     UNITS,
+    UNSPECIALIZED,
     all_have,
+    await_all,
     clear_counters,
     deal,
     first_expert,
@@ -50,7 +52,7 @@ from tileweave.kernels.dispatch_roles_hopper import (
     wait_steps,
     walk_to,
 )
-from tileweave.language.hopper import acquire, block_barrier, leave, load_async, make_ring
+from tileweave.language.hopper import acquire, block_barrier, leave, load_async, load_expert, make_ring
 from tileweave.schedule import cdiv
 
 UNIT = gl.constexpr(16)  # rows that are placed, and said to be, at once
@@ -152,10 +154,9 @@ def load_partition(
             at = turn % STAGES
             mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(at), block_bytes)
-            if DEPTH_FIRST:
-                load_async(w_desc, [expert * depth + block * TILE_K, col * TILE_N], ready.index(at), b_ring.index(at))
-            else:
-                load_async(w_desc, [expert * cols + col * TILE_N, block * TILE_K], ready.index(at), b_ring.index(at))
+            load_expert(
+                w_desc, expert, cols, depth, col * TILE_N, block * TILE_K, ready.index(at), b_ring.index(at), DEPTH_FIRST
+            )
             load_async(rows_desc, [first_row, block * TILE_K], ready.index(at), a_ring.index(at))
             turn += 1
         count += 1
@@ -177,25 +178,17 @@ def move_partition(
     epoch = gl.load(control, volatile=True)
     offset = (epoch & 1).to(gl.int64) * slot_size
     clear_counters(counters, epoch, program)
-    if WORLD_SIZE > 1:
-        push_tokens(
-            x, send_order, send_offsets, slot_table, signal_table, counters, offset, rank, max_tokens, experts, depth,
-            block_experts, blocks, program, num_producers, epoch, WORLD_SIZE, BLOCK,
-        )  # fmt: skip
+    push_tokens(
+        x, send_order, send_offsets, slot_table, signal_table, counters, offset, rank, max_tokens, experts, depth,
+        block_experts, blocks, program, num_producers, epoch, WORLD_SIZE, BLOCK,
+    )  # fmt: skip
     acquire(epoch)
     place_rows(
         x, slots + offset, rows, placed, row_entry, offsets, counters + (epoch & 1) * SET + UNITS, signals, control,
         report, epoch, rank, max_tokens, topk, experts, depth, block_experts, blocks, WORLD_SIZE,
     )  # fmt: skip
-    if WORLD_SIZE > 1:
-        farthest = gl.where(program == gl.num_programs(0) - 1, WORLD_SIZE - 1, 0)  # the others wait for nobody
-        wait_steps(signals, blocks - 1, 1, farthest, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS)
+    await_all(signals, blocks, program, rank, epoch, control, report, WORLD_SIZE)
     leave(control, epoch, num_partitions)
-
-
-UNSPECIALIZED = [
-    "rank", "max_tokens", "topk", "experts", "block_experts", "blocks", "num_producers", "tile_cols", "k_blocks",
-]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)

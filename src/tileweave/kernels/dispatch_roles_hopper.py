@@ -21,6 +21,9 @@ MAX_BLOCKS = gl.constexpr(32)  # signal words of a source
 # Counters of a call, as in the Triton kernel: tickets for tiles, pushed blocks, tickets for units of rows. There are two sets.
 TICKETS, PUSHED, UNITS, SET = gl.constexpr(0), gl.constexpr(1), gl.constexpr(33), gl.constexpr(34)
 PUSH_WARPS = gl.constexpr(2)
+UNSPECIALIZED = [
+    "rank", "max_tokens", "topk", "experts", "block_experts", "blocks", "num_producers", "tile_cols", "k_blocks",
+]  # fmt: skip
 
 first_expert, walk_to, place_in_expert = (gluon.jit(source) for source in SOURCES)
 
@@ -40,6 +43,14 @@ def wait_steps(
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
         spin(signals + block, source, source, MAX_BLOCKS, epoch, tile, control, report, 1, 1, WARPS)
     acquire(epoch)
+
+
+@gluon.jit
+def await_all(signals, blocks, program, rank, epoch, control, report, WORLD_SIZE: gl.constexpr):
+    """The last program: wait for the last block of all other ranks, without which a call may not end."""
+    if WORLD_SIZE > 1:
+        farthest = gl.where(program == gl.num_programs(0) - 1, WORLD_SIZE - 1, 0)  # the others wait for nobody
+        wait_steps(signals, blocks - 1, 1, farthest, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS)
 
 
 @gluon.jit
@@ -150,19 +161,20 @@ def push_tokens(
     block_experts, blocks, program, num_producers, epoch, WORLD_SIZE: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Producer, if this program is one: its share of the own tokens, block by block; who is the last in one signals it."""
-    if program < num_producers:
-        for block in range(0, blocks):
-            first = block * block_experts
-            last = gl.minimum(first + block_experts, experts)
-            for i in gl.static_range(1, WORLD_SIZE):
-                push_to(
-                    x, send_order, send_offsets, slot_table, slot_offset, (rank + i) % WORLD_SIZE, i - 1, first, last,
-                    max_tokens, experts, depth, program, num_producers, BLOCK,
-                )  # fmt: skip
-            block_barrier()
-            pushed = counters + (epoch & 1) * SET + PUSHED + block
-            if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:
-                notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
+    if WORLD_SIZE > 1:
+        if program < num_producers:
+            for block in range(0, blocks):
+                first = block * block_experts
+                last = gl.minimum(first + block_experts, experts)
+                for i in gl.static_range(1, WORLD_SIZE):
+                    push_to(
+                        x, send_order, send_offsets, slot_table, slot_offset, (rank + i) % WORLD_SIZE, i - 1, first, last,
+                        max_tokens, experts, depth, program, num_producers, BLOCK,
+                    )  # fmt: skip
+                block_barrier()
+                pushed = counters + (epoch & 1) * SET + PUSHED + block
+                if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:
+                    notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
 
 
 @gluon.jit

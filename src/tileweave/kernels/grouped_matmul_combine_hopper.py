@@ -48,6 +48,7 @@ from tileweave.language.hopper import (
     drain_tma_stores,
     leave,
     load_async,
+    load_expert,
     make_ring,
     multiply_tile,
     store_masked,
@@ -85,10 +86,7 @@ def load_partition(
                 at = turn % STAGES
                 mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
                 mbarrier.expect(ready.index(at), block_bytes)
-                if DEPTH_FIRST:
-                    load_async(w_desc, [expert * depth + block * TILE_K, col], ready.index(at), b_ring.index(at))
-                else:
-                    load_async(w_desc, [expert * cols + col, block * TILE_K], ready.index(at), b_ring.index(at))
+                load_expert(w_desc, expert, cols, depth, col, block * TILE_K, ready.index(at), b_ring.index(at), DEPTH_FIRST)
                 load_async(y_desc, [first_row, block * TILE_K], ready.index(at), a_ring.index(at))
                 turn += 1
             tile += programs
@@ -149,18 +147,8 @@ def multiply_partition(
                 turn, k_blocks, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS, False, DEPTH_FIRST
             )
             count_stored(counts, stored, epoch)
-            store_products(
-                acc,
-                products,
-                products_desc,
-                box,
-                first_row,
-                end,
-                (tile_col + chunk * chunk_cols) * TILE_N,
-                cols,
-                TILE_M,
-                TILE_N,
-            )
+            col = (tile_col + chunk * chunk_cols) * TILE_N
+            store_products(acc, products, products_desc, box, first_row, end, col, cols, TILE_M, TILE_N)
             stored = epoch * 0 + chunk
             tile += programs
             expert, first_tile, next_tile, begin, end = walk_to(

@@ -49,6 +49,7 @@ from tileweave.language.hopper import (
     label,
     leave,
     load_async,
+    load_slot,
     load_weight,
     make_ring,
     multiply_tile,
@@ -113,11 +114,10 @@ def load_partition(
                         at = turn % STAGES
                         mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
                         mbarrier.expect(ready.index(at), TILE_M * PIECE * 2)
-                        where = i * tile_rows * TILE_M + row
-                        if slot == 0:
-                            load_async(slot0_desc, [where, col * TILE_N + piece * PIECE], ready.index(at), a_ring.index(at))
-                        else:
-                            load_async(slot1_desc, [where, col * TILE_N + piece * PIECE], ready.index(at), a_ring.index(at))
+                        load_slot(
+                            slot0_desc, slot1_desc, slot, i * tile_rows * TILE_M + row, col * TILE_N + piece * PIECE,
+                            ready.index(at), a_ring.index(at),
+                        )  # fmt: skip
                         turn += 1
         stamp(trace, record, 1, epoch, TRACE)
         record += 1

@@ -199,6 +199,24 @@ def load_weight(desc, col, k, bar, buffer, DEPTH_FIRST: gl.constexpr):
 
 
 @gluon.jit
+def load_expert(desc, expert, cols, depth, col, k, bar, buffer, DEPTH_FIRST: gl.constexpr):
+    """:func:`load_weight` from the weight of ``expert``: experts stand one behind the other in ``desc``."""
+    if DEPTH_FIRST:
+        load_weight(desc, col, expert * depth + k, bar, buffer, DEPTH_FIRST)
+    else:
+        load_weight(desc, expert * cols + col, k, bar, buffer, DEPTH_FIRST)
+
+
+@gluon.jit
+def load_slot(slot0_desc, slot1_desc, slot, row, col, bar, buffer):
+    """Ask TMA for a block of the slot that is used: there is a descriptor of each, and no choice between descriptors."""
+    if slot == 0:
+        load_async(slot0_desc, [row, col], bar, buffer)
+    else:
+        load_async(slot1_desc, [row, col], bar, buffer)
+
+
+@gluon.jit
 def depth_by_cols(buffer, DEPTH_FIRST: gl.constexpr):
     """A buffer of b as wgmma takes it, [TILE_K, TILE_N]."""
     if DEPTH_FIRST:
