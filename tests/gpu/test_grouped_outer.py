@@ -43,4 +43,4 @@ def test_infinite_rows_stay_with_their_expert() -> None:
     right[40:60] = 2.0
     offsets = torch.tensor([0, 40, 60, 110], dtype=torch.int32, device="cuda")
     got = grouped_outer(left, right, offsets, 132)
-    assert (got[0] == 40).all() and (got[1] == 40).all() and got[2].isinf().all()
+    assert (got[0] == 40).all() and (got[1] == 40).all() and not got[2].isfinite().any()

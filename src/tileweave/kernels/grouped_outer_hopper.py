@@ -11,7 +11,8 @@ go in bands, so that who works side by side shares rows.
 
 The last block of an expert ends with its last row and begins before, in rows that have been multiplied: those are zeroed in
 shared memory, of left, and right's are the expert's own, so nothing of another expert or behind the last row is touched.
-Only an expert with fewer than TILE_R rows is read past its end; then both are zeroed there.
+Only an expert with fewer than TILE_R rows is read past its end; then both are zeroed there. An infinite value of right's in
+rows met twice is multiplied by such a zero: its expert's gradient, infinite anyway, may say NaN instead.
 
 Limits: N a multiple of TILE_M, rows at multiples of 16 bytes.
 """
