@@ -214,6 +214,8 @@ def _plan_gpu(op: str, p: Problem, machine: Machine, rows: int, can_run: Callabl
         return Plan("unfused", reason)
     if p.depth * p.itemsize % 16:
         return Plan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes, which the copy hardware needs")
+    if not any(can_run(e.config) for e in tuned_entries(op)):
+        return Plan("unfused", f"{p.rows} rows of K = {p.depth}: no measured configuration has tiles that fit")
     entry = nearest(op, rows, p.cols, p.depth, can_run)
     return Plan("fused", f"as measured for M={entry.rows}, {entry.cols} local columns, K={entry.depth}", entry.config)
 

@@ -16,7 +16,9 @@ from tileweave.config import (
     Plan,
     Problem,
     plan_all_gather_matmul,
+    plan_all_to_all_matmul,
     plan_matmul_all_reduce,
+    plan_matmul_all_to_all,
     plan_matmul_reduce_scatter,
     scatter_schedule_for,
     schedule_for,
@@ -97,6 +99,17 @@ def test_ranks_plan_alike(p: Problem, machine: Machine) -> None:
         schedules = [schedule_for(p, config, rank, machine) for rank in range(p.world_size)]
         assert len({replace(schedule, rank=0) for schedule in schedules}) == 1
         assert [schedule.rank for schedule in schedules] == list(range(p.world_size))
+
+
+@thorough
+@given(problems, st.sampled_from([plan_all_to_all_matmul, plan_matmul_all_to_all]), st.sampled_from([H200, SMALL_GPU, CPU]))
+def test_every_exchange_has_a_plan(p: Problem, plan_for: Callable[..., Plan], machine: Machine) -> None:
+    """K of a part that no tile divides goes unfused, and says so."""
+    plan = plan_for(p, machine, interpreting=False)
+    assert plan.reason
+    assert (plan.config is not None) == (plan.path == "fused")
+    if plan.config is not None and plan_for is plan_all_to_all_matmul:
+        assert p.depth % plan.config.tile_k == 0
 
 
 @pytest.mark.parametrize("machine", [H200, CPU], ids=lambda machine: machine.backend)
