@@ -10,8 +10,10 @@ All else is the same code for all three. MLPs and interaction are replayed from 
 batch's tables runs beside, on a second stream:
 
     main   | lookup | to samples' owners | interaction, top MLP, backward | to tables' owners | sums, step of the tables
-    beside |                                           bottom MLP's backward | all-reduce, MLPs' step; of the next batch:
-                                                                                ids to owners, bottom MLP
+    beside |                             | ids of the next batch to owners | sort             | (2)
+    (2): bottom MLP's backward, all-reduce, MLPs' step, bottom MLP of the next batch
+
+Ids go early, since the host waits for how many will come: it then queues the rest of the step while the interaction runs.
 """
 
 import time
@@ -52,6 +54,9 @@ class Fused:
         self.tables = [w.detach() for w in module.weights()]
         self.pooled: Any = None
 
+    def arrived(self, offsets: torch.Tensor) -> None:
+        """What the host has to know of ids before it looks them up: nothing."""
+
     @torch.no_grad()
     def lookup(self, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
         phase(BOTH)
@@ -80,6 +85,9 @@ class Unfused:
         begin, end = rows_of(batch, module.world_size, module.rank)
         self.pooled = torch.empty(end - begin, self.layout.width, device=self.tables[0].device)
 
+    def arrived(self, offsets: torch.Tensor) -> None:
+        """What the host has to know of ids before it looks them up: nothing."""
+
     @torch.no_grad()
     def lookup(self, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
         phase(LOOKUP)
@@ -107,9 +115,13 @@ class Torch:
         begin, end = rows_of(batch, module.world_size, module.rank)
         self.pooled = torch.empty(end - begin, self.layout.width, device=self.weights[0].device)
 
+    def arrived(self, offsets: torch.Tensor) -> None:
+        """Where each table's ids end."""
+        self.cuts = offsets[:: self.batch].tolist()
+
     def lookup(self, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
         phase(LOOKUP)
-        cuts, bags = offsets[:: self.batch].tolist(), []
+        cuts, bags = self.cuts, []
         for number, weight in enumerate(self.weights):
             begins = offsets[number * self.batch : (number + 1) * self.batch + 1] - cuts[number]
             rows = indices[cuts[number] : cuts[number + 1]]
@@ -222,6 +234,7 @@ class PipelinedStep:
         self.x = torch.empty(dense.shape[0], dim, device=member.device)
         self.exchange = kind(tables, dense.shape[0] * member.world_size)
         indices, offsets, _ = tw.distribute_indices(lengths, values, self.features)
+        self.exchange.arrived(offsets)
         self.exchange.lookup(indices, offsets, lambda name: None)  # so that the result has a place
         member.barrier()
         self.middle = Replayed(self._middle, member.device)
@@ -256,29 +269,39 @@ class PipelinedStep:
         grads = [g.view_as(p) for g, p in zip(flat, parameters, strict=True)]
         torch._foreach_add_(parameters, grads, alpha=-RATE / self.member.world_size)
 
-    def prepare(self, batch: Batch, phase: Phase = lambda name: None) -> None:
-        """What a batch needs that does not depend on the tables: queued on the second stream."""
-        dense, labels, lengths, values = batch
+    def prepare(self, batch: Batch) -> None:
+        """Make the first batch ready; each step makes the next one ready."""
+        self.distribute(batch, lambda name: None)
+        self.multiply(batch, lambda name: None)
+
+    def distribute(self, batch: Batch, phase: Phase) -> None:
+        """Ids of a batch to the tables' owners, on the second stream."""
         with self.beside(None):
             phase("ids to owners")
-            indices, offsets, _ = tw.distribute_indices(lengths, values, self.features)
-            arrived = self.beside.mark()
+            indices, offsets, _ = tw.distribute_indices(batch[2], batch[3], self.features)
+            self.exchange.arrived(offsets)
+            self.ahead = indices, offsets, self.beside.mark()
+
+    def multiply(self, batch: Batch, phase: Phase) -> None:
+        """The bottom MLP of a batch, on the second stream."""
+        with self.beside(None):
             phase("bottom MLP")
-            self.dense.copy_(dense)
-            self.labels.copy_(labels)
+            self.dense.copy_(batch[0])
+            self.labels.copy_(batch[1])
             self.bottom()
-            self.ahead = indices, offsets, arrived, self.beside.mark()
+            self.multiplied = self.beside.mark()
 
     def __call__(self, following: Batch, phase: Phase = lambda name: None) -> torch.Tensor:
-        """The loss of the batch that was prepared last; ``following`` is prepared beside."""
-        indices, offsets, arrived, multiplied = self.ahead
+        """The loss of the batch that was made ready last; ``following`` is made ready beside."""
+        indices, offsets, arrived = self.ahead
         self.beside.join(arrived, indices, offsets)
         self.exchange.lookup(indices, offsets, phase)
         phase("interaction, top MLP, backward")
-        self.beside.join(multiplied)
+        self.beside.join(self.multiplied)
         loss, _, grad = self.middle()[:3]
         loss = loss.clone()
         back = self.beside.mark()
+        self.distribute(following, phase)
         self.exchange.update(grad, indices, offsets, phase)
         with self.beside(back):
             phase("backward of bottom MLP")
@@ -286,7 +309,7 @@ class PipelinedStep:
             phase("all-reduce, MLPs' step")
             flat.copy_(all_reduce(flat, dist.group.WORLD))
             self.descend()
-        self.prepare(following, phase)
+        self.multiply(following, phase)
         phase("")
         return loss
 

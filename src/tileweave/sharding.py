@@ -1,6 +1,6 @@
 """Which rank owns which embedding table, or which columns of it, and how its lookups are cut: integers and names only.
 
-No torch, no triton. ``plan_sharding`` balances tables by the bytes that a sample reads from them; ``plan_embedding`` says
+No torch, no triton. ``plan_sharding`` balances what a sample reads from tables, and what travels; ``plan_embedding`` says
 which path a call takes. ``tw.explain`` and ``ShardingPlan.explain`` print what they say.
 """
 
@@ -182,20 +182,25 @@ class ShardingPlan:
         """Bytes that one sample reads on ``rank``."""
         return sum(self.tables[s.table].pooling * s.dim * self.itemsize for s in self.of_rank(rank))
 
+    def bytes_sent(self, rank: int) -> int:
+        """Bytes of pooled vectors that ``rank`` makes of one sample; its gradient brings as many back."""
+        return sum(s.dim for s in self.of_rank(rank)) * self.itemsize
+
     def memory(self, rank: int) -> int:
         """Bytes of the tables on ``rank``."""
         return sum(self.tables[s.table].rows * s.dim * self.itemsize for s in self.of_rank(rank))
 
     def explain(self) -> str:
-        """The plan in a few lines: each rank's tables, memory, and bytes read a sample beside the mean."""
-        mean = sum(self.bytes_read(rank) for rank in range(self.world_size)) / self.world_size
+        """The plan in a few lines: each rank's tables, memory, and bytes read and pooled a sample beside the mean."""
+        ranks = range(self.world_size)
+        read, pooled = [self.bytes_read(rank) for rank in ranks], [self.bytes_sent(rank) for rank in ranks]
         lines = []
-        for rank in range(self.world_size):
+        for rank in ranks:
             names = [self._name(s) for s in self.of_rank(rank)]
-            share = self.bytes_read(rank) / mean if mean else 1.0
             lines.append(
-                f"rank {rank}: {self.bytes_read(rank):.0f} bytes a sample ({share:.2f} of the mean), "
-                f"{self.memory(rank) / 2**20:.1f} MiB, {len(names)} tables: {', '.join(names) or 'none'}"
+                f"rank {rank}: reads {read[rank]:.0f} bytes a sample ({_share(read, rank):.2f} of the mean), "
+                f"pools {pooled[rank]} ({_share(pooled, rank):.2f}), {self.memory(rank) / 2**20:.1f} MiB, "
+                f"{len(names)} tables: {', '.join(names) or 'none'}"
             )
         split = sorted({self.tables[s.table].name for s in self.shards if s.dim != self.tables[s.table].dim})
         lines.append(f"cut by columns, since one alone is more than a rank's share: {', '.join(split) or 'none'}")
@@ -207,11 +212,18 @@ class ShardingPlan:
         return spec.name if whole else f"{spec.name}[:, {shard.column}:{shard.column + shard.dim}]"
 
 
-def plan_sharding(tables: Sequence[TableSpec], world_size: int, itemsize: int = 4, memory: int | None = None) -> ShardingPlan:
-    """Give every table to a rank so that all read about as many bytes a sample; cut by columns what is too large alone.
+def _share(numbers: Sequence[float], rank: int) -> float:
+    mean = sum(numbers) / len(numbers)
+    return numbers[rank] / mean if mean else 1.0
 
-    Largest first, each to the rank that has read least so far (ties: least memory, then lowest rank). A table that reads
-    more than a rank's even share, or does not fit ``memory`` bytes, is cut into equal parts of at least 16 bytes a row.
+
+def plan_sharding(tables: Sequence[TableSpec], world_size: int, itemsize: int = 4, memory: int | None = None) -> ShardingPlan:
+    """Give every table to a rank so that all read about as many bytes a sample, and send as many; cut what is too large alone.
+
+    Most read first, each to the rank where the larger of two shares stays least: of all bytes read, which memory serves, and of
+    all columns, which links carry (ties: the other share, memory, lowest rank). Tables of one lookup a sample are nothing to
+    read, but as much to send as any. A table that reads more than a rank's even share, or does not fit ``memory`` bytes, is cut
+    by columns into equal parts of at least 16 bytes a row.
 
     Raises
     ------
@@ -225,7 +237,8 @@ def plan_sharding(tables: Sequence[TableSpec], world_size: int, itemsize: int = 
         pieces += [
             (-table.pooling * dim * itemsize, number, part * dim, dim, table.rows * dim * itemsize) for part in range(parts)
         ]
-    read, held, shards = [0.0] * world_size, [0] * world_size, []
+    read, wide, held, shards = [0.0] * world_size, [0.0] * world_size, [0] * world_size, []
+    all_read, all_wide = max(share * world_size, 1e-9), max(sum(t.dim for t in tables), 1)
     for cost, number, column, dim, nbytes in sorted(pieces):
         fitting = [rank for rank in range(world_size) if memory is None or held[rank] + nbytes <= memory]
         if not fitting:
@@ -233,8 +246,15 @@ def plan_sharding(tables: Sequence[TableSpec], world_size: int, itemsize: int = 
                 f"asked: {tables[number].name} of {nbytes} bytes on a rank; allowed: {memory} bytes a rank; "
                 "remedy: more ranks, a narrower dtype, or more memory"
             )
-        rank = min(fitting, key=lambda r: (read[r], held[r], r))
-        read[rank] -= cost
+        reading, sending = -cost / all_read, dim / all_wide
+
+        def shares(r: int, reading: float = reading, sending: float = sending) -> tuple[float, float, int, int]:
+            both = read[r] + reading, wide[r] + sending
+            return max(both), min(both), held[r], r
+
+        rank = min(fitting, key=shares)
+        read[rank] += reading
+        wide[rank] += sending
         held[rank] += nbytes
         shards.append(Shard(number, column, dim, rank))
     shards.sort(key=lambda s: (s.rank, s.table, s.column))
@@ -248,6 +268,6 @@ def _parts(table: TableSpec, share: float, world_size: int, itemsize: int, memor
     for parts in allowed:
         reads = table.pooling * table.dim * itemsize / parts
         holds = table.rows * table.dim * itemsize / parts
-        if reads <= share and (memory is None or holds <= memory):
+        if reads <= share * (1 + 1e-9) and (memory is None or holds <= memory):
             return parts
     return allowed[-1]
