@@ -6,17 +6,19 @@ unfused   the same lookups, sums and step, but NCCL all-to-alls and one copy int
 torch     a call of ``embedding_bag`` for each table, sparse gradients, ``torch.optim.SGD``, NCCL all-to-alls
 ========  ===================================================================================================
 
-All else is the same code for all three. MLPs and interaction are replayed from CUDA graphs, in TF32; what is not data of this
-batch's tables runs beside, on a second stream:
+All else is the same code for all three, but that torch's SGD step cannot be captured. MLPs, interaction and what the gradient
+does are replayed from CUDA graphs, in TF32; what is not data of this batch's tables runs beside, on a second stream:
 
-    main   | lookup | to samples' owners | interaction, top MLP, backward | to tables' owners | sums, step of the tables
-    beside |                             | ids of the next batch to owners | sort             | (2)
-    (2): bottom MLP's backward, all-reduce, MLPs' step, bottom MLP of the next batch
+    main   | lookup | to samples' owners | interaction, top MLP, backward | to tables' owners    | sums, step of the tables
+    beside |                             | lengths of batch n + 2, ids of | sort of ids (a third | all-reduce, MLPs' step,
+           |                             | batch n + 1 to owners          | stream), bottom MLP's| bottom MLP of batch n + 1
+           |                             |                                | backward             |
 
-Ids go early, since the host waits for how many will come: it then queues the rest of the step while the interaction runs.
+The host waits for nothing but lengths that came a step before, so it is a step ahead of the device.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,145 +26,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dlrm import RATE, Batch, Step, draw, towers_from_seed
+from dlrm_rivals import BOTH, BOTH_BACK, LOOKUP, SUMS, TO_SAMPLES, TO_TABLES, Fused, Phase, Torch, Unfused, quiet
 from torch import nn
 
 import tileweave as tw
 from tileweave.launcher import Member
 from tileweave.nn import ShardedEmbeddingBag
-from tileweave.ops.reference import all_reduce, all_to_all_whole
-from tileweave.ops.table_gradient import Lookups, sort_beside, table_gradients
-from tileweave.sharding import EmbeddingLayout, rows_of
+from tileweave.ops.reference import all_reduce
 
-LOOKUP, TO_SAMPLES, TO_TABLES, SUMS = "lookup", "to samples' owners", "to tables' owners", "sums, step of tables"
-BOTH, BOTH_BACK, WHOLE = f"{LOOKUP}, {TO_SAMPLES}", f"{TO_TABLES}, {SUMS}", "whole step"
+WHOLE = "whole step"
 PHASES = (
     LOOKUP, TO_SAMPLES, BOTH, "interaction, top MLP, backward", TO_TABLES, SUMS, BOTH_BACK, "backward of bottom MLP",
     "all-reduce, MLPs' step", "ids to owners", "bottom MLP", WHOLE,
 )  # fmt: skip
 LOSS_ERROR = 1e-3
-Phase = Callable[[str], object]
-
-
-# --- The three ways between tables and samples ---
-
-
-class Fused:
-    """The operator; its result stands in one region of symmetric memory, since graphs have frozen where it is."""
-
-    def __init__(self, module: ShardedEmbeddingBag, batch: int) -> None:
-        self.module, self.batch, self.numbers = module, batch, module.layout.flat()
-        self.tables = [w.detach() for w in module.weights()]
-        self.pooled: Any = None
-
-    def arrived(self, offsets: torch.Tensor) -> None:
-        """What the host has to know of ids before it looks them up: nothing."""
-
-    @torch.no_grad()
-    def lookup(self, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
-        phase(BOTH)
-        m = self.module
-        y = tw.embedding_bag_all_to_all(
-            self.tables, indices, offsets, batch=self.batch, layout=m.layout, out_dtype=m.out_dtype, group=m.group_name,
-            out=self.pooled,
-        )  # fmt: skip
-        self.pooled = y if self.pooled is None else self.pooled
-
-    def update(self, grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
-        phase(BOTH_BACK)
-        optimizer = self.module.optimizer
-        torch.ops.tileweave.embedding_bag_all_to_all_step(  # what backward calls
-            grad, self.tables, [], indices, offsets, None, self.numbers, self.batch, False, self.module.group_name, "sgd", True,
-            optimizer.rate, optimizer.epsilon, False,
-        )  # fmt: skip
-
-
-class Unfused:
-    """Our lookup, an exchange; backward an exchange beside the sort, our sums and step in place."""
-
-    def __init__(self, module: ShardedEmbeddingBag, batch: int) -> None:
-        self.module, self.batch, self.layout, self.rank = module, batch, module.layout, module.rank
-        self.tables = [w.detach() for w in module.weights()]
-        begin, end = rows_of(batch, module.world_size, module.rank)
-        self.pooled = torch.empty(end - begin, self.layout.width, device=self.tables[0].device)
-
-    def arrived(self, offsets: torch.Tensor) -> None:
-        """What the host has to know of ids before it looks them up: nothing."""
-
-    @torch.no_grad()
-    def lookup(self, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
-        phase(LOOKUP)
-        y = tw.embedding_bag(self.tables, indices, offsets)
-        phase(TO_SAMPLES)
-        to_samples(y, self.layout, self.rank, self.pooled)
-
-    def update(self, grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
-        phase(TO_TABLES)
-        lookups, size = Lookups(indices, offsets, None, self.batch, False), self.module.world_size
-        ordered = sort_beside(self.tables, lookups, grad.is_cuda)
-        mine = to_tables(grad, self.layout, self.rank, self.batch)
-        phase(SUMS)
-        rate = self.module.optimizer.rate
-        table_gradients(mine, self.tables, lookups, ordered, 1.0 / size, "sgd", (), rate, 0.0, grad.is_cuda)
-
-
-class Torch:
-    """Torch alone: a call of ``embedding_bag`` for each table, sparse gradients, its SGD."""
-
-    def __init__(self, module: ShardedEmbeddingBag, batch: int) -> None:
-        self.batch, self.layout, self.rank = batch, module.layout, module.rank
-        self.weights = module.weights()
-        self.optimizer = torch.optim.SGD(self.weights, lr=RATE / module.world_size)
-        begin, end = rows_of(batch, module.world_size, module.rank)
-        self.pooled = torch.empty(end - begin, self.layout.width, device=self.weights[0].device)
-
-    def arrived(self, offsets: torch.Tensor) -> None:
-        """Where each table's ids end."""
-        self.cuts = offsets[:: self.batch].tolist()
-
-    def lookup(self, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
-        phase(LOOKUP)
-        cuts, bags = self.cuts, []
-        for number, weight in enumerate(self.weights):
-            begins = offsets[number * self.batch : (number + 1) * self.batch + 1] - cuts[number]
-            rows = indices[cuts[number] : cuts[number + 1]]
-            bags.append(nn.functional.embedding_bag(rows, weight, begins, mode="sum", sparse=True, include_last_offset=True))
-        self.bags = torch.cat(bags, 1)
-        phase(TO_SAMPLES)
-        to_samples(self.bags.detach(), self.layout, self.rank, self.pooled)
-
-    def update(self, grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
-        phase(TO_TABLES)
-        mine = to_tables(grad, self.layout, self.rank, self.batch)
-        phase(SUMS)
-        self.bags.backward(mine)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def to_samples(pooled: torch.Tensor, layout: EmbeddingLayout, rank: int, out: torch.Tensor) -> None:
-    """Pooled vectors [B, own columns] to their samples' owners: an all-to-all, and one copy into columns of ``out``."""
-    (batch, width), size = pooled.shape, len(layout.dims)
-    shares = [end - begin for begin, end in (rows_of(batch, size, r) for r in range(size))]
-    sizes = [shares[rank] * sum(dims) for dims in layout.dims]
-    got = all_to_all_whole(pooled.view(-1), [n * width for n in shares], sizes, dist.group.WORLD).split(sizes)
-    placed = []
-    for block, columns, dims in zip(got, layout.columns, layout.dims, strict=True):
-        placed += zip(columns, block.view(shares[rank], sum(dims)).split(list(dims), 1), strict=True)
-    torch.cat([part for _, part in sorted(placed, key=lambda pair: pair[0])], 1, out=out)
-
-
-def to_tables(grad: torch.Tensor, layout: EmbeddingLayout, rank: int, batch: int) -> torch.Tensor:
-    """The other way: [b, width] to [B, own columns]; one copy out of columns, an all-to-all, which lands in place."""
-    samples, size = grad.shape[0], len(layout.dims)
-    split = [samples * sum(dims) for dims in layout.dims]
-    flat = grad.new_empty(sum(split))
-    for piece, columns, dims in zip(flat.split(split), layout.columns, layout.dims, strict=True):
-        if dims:
-            parts = [grad[:, c : c + d] for c, d in zip(columns, dims, strict=True)]
-            torch.cat(parts, 1, out=piece.view(samples, sum(dims)))
-    width = sum(layout.dims[rank])
-    sizes = [(end - begin) * width for begin, end in (rows_of(batch, size, r) for r in range(size))]
-    return all_to_all_whole(flat, split, sizes, dist.group.WORLD).view(batch, width)
 
 
 # --- The step ---
@@ -221,29 +98,31 @@ class Beside:
 
 
 class PipelinedStep:
-    """Training steps on one rank, each beside what the next batch needs; ``phase`` is told where each part begins."""
+    """Training steps on one rank, each beside what the next batches need; ``phase`` is told where each part begins."""
 
-    def __init__(
-        self, member: Member, tables: ShardedEmbeddingBag, kind: type[Fused | Unfused | Torch], hidden: int, batch: Batch
-    ) -> None:
+    def __init__(self, member: Member, tables: ShardedEmbeddingBag, kind: type[Any], hidden: int, batch: Batch) -> None:
         self.member, self.features, self.beside = member, tables.features, Beside(member.device)
-        dense, labels, lengths, values = batch
-        dim = tables.plan.tables[0].dim
+        dim, on_gpu = tables.plan.tables[0].dim, member.device.type == "cuda"
         self.towers = towers_from_seed(dim, hidden).to(member.device)
-        self.dense, self.labels = torch.empty_like(dense), torch.empty_like(labels)
-        self.x = torch.empty(dense.shape[0], dim, device=member.device)
-        self.exchange = kind(tables, dense.shape[0] * member.world_size)
-        indices, offsets, _ = tw.distribute_indices(lengths, values, self.features)
-        self.exchange.arrived(offsets)
-        self.exchange.lookup(indices, offsets, lambda name: None)  # so that the result has a place
+        self.dense, self.labels = torch.empty_like(batch[0]), torch.empty_like(batch[1])
+        self.x = torch.empty(batch[0].shape[0], dim, device=member.device)
+        self.exchange = kind(tables, batch[0].shape[0] * member.world_size)
+        indices, offsets, _ = tw.distribute_indices(batch[2], batch[3], self.features)
+        self.exchange.lookup(indices, offsets, self.exchange.arriving(offsets), quiet)  # so that the result has a place
         member.barrier()
         self.middle = Replayed(self._middle, member.device)
         self.backward = Replayed(self._backward, member.device)
-        self.descend = Replayed(self._descend, member.device) if member.device.type == "cuda" else self._descend
+        self.descend = Replayed(self._descend, member.device) if on_gpu else self._descend
         self.bottom = Replayed(self._bottom, member.device)
         self.towers.load_state_dict(towers_from_seed(dim, hidden).state_dict())  # warming up took steps
+        self.ids, self.ends = indices.new_zeros(indices.numel() * 9 // 8), offsets.clone()  # room for longer bags
+        self.ids[: indices.numel()] = indices
         member.barrier()
-        self.prepare(batch)
+        self.replayed = None
+        if on_gpu and kind.captured:
+            grad = self.middle.result[2].zero_()  # so that tables stay as they are
+            self.replayed = Replayed(lambda: self.exchange.update(grad, self.ids, self.ends, quiet), member.device)
+        member.barrier()
 
     @torch.no_grad()
     def _bottom(self) -> None:
@@ -269,18 +148,26 @@ class PipelinedStep:
         grads = [g.view_as(p) for g, p in zip(flat, parameters, strict=True)]
         torch._foreach_add_(parameters, grads, alpha=-RATE / self.member.world_size)
 
-    def prepare(self, batch: Batch) -> None:
-        """Make the first batch ready; each step makes the next one ready."""
-        self.distribute(batch, lambda name: None)
-        self.multiply(batch, lambda name: None)
+    def prepare(self, batches: list[Batch]) -> None:
+        """Make the first two batches ready as far as each step leaves its next two."""
+        self.coming: deque = deque()
+        for batch in batches:
+            self.begin(batch)
+        self.finish()
+        self.multiply(batches[0], quiet)
 
-    def distribute(self, batch: Batch, phase: Phase) -> None:
-        """Ids of a batch to the tables' owners, on the second stream."""
+    def begin(self, batch: Batch) -> None:
+        """Lengths of a batch to the tables' owners, on the second stream."""
         with self.beside(None):
-            phase("ids to owners")
-            indices, offsets, _ = tw.distribute_indices(batch[2], batch[3], self.features)
-            self.exchange.arrived(offsets)
-            self.ahead = indices, offsets, self.beside.mark()
+            pending = tw.begin_distribute_indices(batch[2], batch[3], self.features)
+            self.coming.append((pending, self.exchange.arriving(pending.offsets)))
+
+    def finish(self) -> None:
+        """Ids of the batch whose lengths left first; the host waits for those."""
+        with self.beside(None):
+            pending, known = self.coming.popleft()
+            indices, offsets, _ = pending.finish()
+            self.ahead = indices, offsets, known, self.beside.mark()
 
     def multiply(self, batch: Batch, phase: Phase) -> None:
         """The bottom MLP of a batch, on the second stream."""
@@ -291,21 +178,35 @@ class PipelinedStep:
             self.bottom()
             self.multiplied = self.beside.mark()
 
-    def __call__(self, following: Batch, phase: Phase = lambda name: None) -> torch.Tensor:
-        """The loss of the batch that was made ready last; ``following`` is made ready beside."""
-        indices, offsets, arrived = self.ahead
+    def update(self, grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
+        """Gradients to the tables' owners, sums, step: from a graph, unless there is a clock or there are too many ids."""
+        count = indices.numel()
+        if self.replayed is None or phase is not quiet or count > self.ids.numel():
+            return self.exchange.update(grad, indices, offsets, phase)
+        self.ids[:count].copy_(indices)  # what follows them is in no bag
+        self.ends.copy_(offsets)
+        return self.replayed()
+
+    def __call__(self, following: Batch, third: Batch, phase: Phase = quiet) -> torch.Tensor:
+        """The loss of the batch that was made ready last; ``following`` and the ``third`` are made ready beside."""
+        indices, offsets, known, arrived = self.ahead
         self.beside.join(arrived, indices, offsets)
-        self.exchange.lookup(indices, offsets, phase)
+        self.exchange.lookup(indices, offsets, known, phase)
         phase("interaction, top MLP, backward")
         self.beside.join(self.multiplied)
         loss, _, grad = self.middle()[:3]
         loss = loss.clone()
         back = self.beside.mark()
-        self.distribute(following, phase)
-        self.exchange.update(grad, indices, offsets, phase)
+        phase("ids to owners")
+        self.begin(third)
+        self.finish()
+        self.beside.join(self.ahead[3])  # no NCCL beside a graph whose kernels wait for peers
+        self.update(grad, indices, offsets, phase)
+        done = self.beside.mark()
         with self.beside(back):
             phase("backward of bottom MLP")
             flat = self.backward()
+        with self.beside(done):
             phase("all-reduce, MLPs' step")
             flat.copy_(all_reduce(flat, dist.group.WORLD))
             self.descend()
@@ -326,7 +227,8 @@ def losses_of(member: Member, steps: dict[str, PipelinedStep], plain: Step, batc
         if name == "plain":
             losses = [plain(batches[i % 2]) for i in range(3)]
         else:
-            losses = [step(batches[(i + 1) % 2]) for i in range(3)]  # type: ignore[operator]
+            step.prepare(batches)  # type: ignore[union-attr]
+            losses = [step(batches[(i + 1) % 2], batches[i % 2]) for i in range(3)]  # type: ignore[call-arg]
         member.barrier()
         found[name] = torch.stack(losses).tolist()
         for weight, old in zip(weights, before, strict=True):
@@ -350,12 +252,12 @@ def timed(member: Member, samples: int, rows: int, dim: int, hidden: int) -> dic
     for _ in range(repeats):
         for name, step in steps.items():
             clock = PhaseClock(member, found[name])
-            step.prepare(batches[0])
-            step(batches[1], clock)
+            step.prepare(batches)
+            step(batches[1], batches[0], clock)
             member.barrier()
             begin = time.perf_counter()
             for i in range(calls):
-                step(batches[i % 2])
+                step(batches[i % 2], batches[(i + 1) % 2])
             member.barrier()
             found[name].setdefault(WHOLE, []).append((time.perf_counter() - begin) * 1e3 / calls)
     tw.close()

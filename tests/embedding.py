@@ -397,7 +397,11 @@ def distribution(me: Member, features: list[list[int]], count: int, samples: int
         return lengths, values, values * 0.5 + rank
 
     lengths, values, weights = (t.to(me.device) for t in jagged(me.rank))
-    indices, offsets, scales = tw.distribute_indices(lengths, values, features, weights=weights if weighted else None)
+    first = tw.begin_distribute_indices(lengths, values, features, weights=weights if weighted else None)
+    fewer = lengths[: count * (samples // 2)]
+    other = tw.distribute_indices(fewer, values[: int(fewer.sum())], features)
+    indices, offsets, scales = first.finish()
+    assert other[0].numel() == int(other[1][-1]), "lists of other lengths between the halves"
     everyone = [jagged(rank) for rank in range(me.world_size)]
     want: list[float] = []
     ends = [0]

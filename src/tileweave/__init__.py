@@ -27,7 +27,7 @@ from tileweave.errors import (
 from tileweave.ops.all_gather_matmul import all_gather_matmul
 from tileweave.ops.all_to_all_matmul import all_to_all_matmul
 from tileweave.ops.dispatch_grouped_matmul import dispatch_grouped_matmul
-from tileweave.ops.distribute_indices import distribute_indices
+from tileweave.ops.distribute_indices import IndicesOnTheirWay, begin_distribute_indices, distribute_indices
 from tileweave.ops.embedding_bag_all_to_all import embedding_bag, embedding_bag_all_to_all
 from tileweave.ops.embedding_inputs import FusedOptimizer
 from tileweave.ops.expert_swiglu import swiglu
@@ -75,6 +75,7 @@ __all__ = [
     "CaptureError",
     "EmbeddingLayout",
     "FusedOptimizer",
+    "IndicesOnTheirWay",
     "InputError",
     "PeerTimeout",
     "RankMismatchError",
@@ -85,6 +86,7 @@ __all__ = [
     "UnsupportedError",
     "all_gather_matmul",
     "all_to_all_matmul",
+    "begin_distribute_indices",
     "close",
     "dispatch_grouped_matmul",
     "distribute_indices",

@@ -3,15 +3,21 @@
 Jagged tensors as TorchRec's KeyedJaggedTensor lays them out: ``lengths`` [F * b], feature after feature, in each sample
 after sample; ``values`` [sum of lengths] in the same order. What comes out is what ``embedding_bag_all_to_all`` takes.
 
-Two all-to-alls, lengths first; sizes of the second are data, so the host waits for the device once. Unfused: ids are a
-few bytes for each row of hundreds of bytes that they fetch.
+Two all-to-alls, lengths first; sizes of the second are data, so the host waits for the device once. In two calls it need not:
 
-Source: the input distribution of TorchRec (KJTAllToAll).
+    begin_distribute_indices  lengths leave | what came, and its sums, to host memory        batch n + 2
+    finish                    host waits for those | values leave | pieces into table order  batch n + 1, a step later
+
+Unfused: ids are a few bytes for each row of hundreds of bytes that they fetch.
+
+Source: the input distribution of TorchRec (KJTAllToAll), and its split in two in TrainPipelineSparseDist.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -22,7 +28,7 @@ from tileweave.ops.registry import agree, debugging, group_of, name_of
 from tileweave.ops.table_gradient import on_device
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-_FAULTS = ("", "another number of values than its lengths sum up to", "lengths below 0", "lengths below 0")
+Distributed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def distribute_indices(
@@ -32,7 +38,7 @@ def distribute_indices(
     *,
     weights: torch.Tensor | None = None,
     group: dist.ProcessGroup | str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> Distributed:
     """Send each feature's ids to the ranks that own (parts of) its table.
 
     Parameters
@@ -52,6 +58,22 @@ def distribute_indices(
     (lengths and values that do not agree), on every rank, naming the rank. Lengths of other numbers of samples, or other
     features, on some rank: only with ``TILEWEAVE_DEBUG=1``.
     """
+    return begin_distribute_indices(lengths, values, features, weights=weights, group=group).finish()
+
+
+def begin_distribute_indices(
+    lengths: torch.Tensor,
+    values: torch.Tensor,
+    features: Sequence[Sequence[int]],
+    *,
+    weights: torch.Tensor | None = None,
+    group: dist.ProcessGroup | str | None = None,
+) -> IndicesOnTheirWay:
+    """The first half of :func:`distribute_indices`, which never waits for the device; ``finish()`` of the result is the other.
+
+    Arguments as there; what the host can see is checked here, the rest by ``finish()``. Both halves are collective. The stream
+    that is current here should be so there, or ordered behind it.
+    """
     group = group_of(name_of(group))
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if debugging():  # before the checks: a rank whose input is refused must not leave the others waiting
@@ -61,32 +83,71 @@ def distribute_indices(
     count = _check_inputs(lengths, values, features, weights, size)
     samples = lengths.numel() // count
     table = lengths.view(count, samples).long()
-    starts = torch.zeros(count + 1, dtype=torch.int64, device=lengths.device)
-    torch.cumsum(table.sum(1), 0, out=starts[1:])
-    fault = (starts[-1:] != values.numel()) + 2 * (lengths < 0).any()  # only the device knows: an index in _FAULTS
+    sums = table.sum(1)
+    # What only the device knows travels with the lengths (decision 0024): by how much values are too few, and lengths below 0.
+    faults = torch.stack([sums.sum() - values.numel(), table.clamp(max=0).sum()])
 
     wanted = tuple(f for mine in features for f in mine)  # pieces stand one behind the other, rank by rank
     pieces = table.index_select(0, on_device(wanted, lengths.device)).view(-1).split([len(mine) * samples for mine in features])
-    whole = torch.cat([part for piece in pieces for part in (piece, fault)])
+    whole = torch.cat([part for piece in pieces for part in (piece, faults)])
     own = len(features[rank])
-    got = all_to_all_whole(whole, [len(mine) * samples + 1 for mine in features], [own * samples + 1] * size, group)
-    arrived = got.view(size, -1)[:, :-1].reshape(size, own, samples)  # [source, table, sample]
-    per_segment = arrived.sum(2)
-    told = torch.cat([got.view(size, -1)[:, -1], starts, per_segment.sum(1)]).tolist()  # the one wait for the device
-    faults, cuts, incoming = told[:size], told[size : size + count + 1], told[size + count + 1 :]
-    asked = ", ".join(f"rank {source}: {_FAULTS[fault]}" for source, fault in enumerate(faults) if fault)
-    require(not asked, asked, "lengths from 0 on, and as many values as they sum up to", "pass all values of all bags")
+    sizes = [len(mine) * samples + 2 for mine in features]
+    got = all_to_all_whole(whole, sizes, [own * samples + 2] * size, group).view(size, -1)
+    arrived = got[:, :-2].view(size, own, samples)  # [source, table, sample]
+    told = torch.cat([got[:, -2:].reshape(-1), sums, arrived.sum(2).view(-1)])
+    ready = None
+    if told.is_cuda:
+        told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
+        ready = torch.cuda.current_stream().record_event()
+    offsets = torch.zeros(own * size * samples + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(arrived.transpose(0, 1).reshape(-1), 0, out=offsets[1:])  # [table, source, sample]
+    return IndicesOnTheirWay(values, weights, offsets, tuple(map(tuple, features)), group, told, ready)
 
-    def send(data: torch.Tensor) -> torch.Tensor:
-        pieces = torch.cat([data[cuts[f] : cuts[f + 1]] for f in wanted])
-        split = [sum(cuts[f + 1] - cuts[f] for f in mine) for mine in features]
-        return all_to_all_whole(pieces, split, incoming, group)[order]
 
-    order = _table_order(per_segment, sum(incoming))
-    flat = arrived.transpose(0, 1).reshape(-1)  # [table, source, sample]: all samples of a table side by side
-    offsets = torch.zeros(flat.numel() + 1, dtype=torch.int64, device=lengths.device)
-    torch.cumsum(flat, 0, out=offsets[1:])
-    return send(values), offsets, None if weights is None else send(weights)
+@dataclass(frozen=True, slots=True)
+class IndicesOnTheirWay:
+    """Lengths have left, values have not; :func:`begin_distribute_indices` returns it.
+
+    ``told``, in host memory once ``ready``: two words of each rank on what is wrong with its lists, the values of each of this
+    rank's features, and those that come from each source for each table here.
+    """
+
+    values: torch.Tensor
+    weights: torch.Tensor | None
+    offsets: torch.Tensor
+    features: tuple[tuple[int, ...], ...]
+    group: dist.ProcessGroup
+    told: torch.Tensor
+    ready: torch.cuda.Event | None
+
+    def finish(self) -> Distributed:
+        """Wait for ``told``, send the values: (indices, offsets, weights), as :func:`distribute_indices` returns them."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        size, own = len(self.features), len(self.features[dist.get_rank(self.group)])
+        told = self.told.tolist()
+        few, low = told[: 2 * size : 2], told[1 : 2 * size : 2]
+        asked = ", ".join(
+            f"rank {source}: {'lengths below 0' if low[source] else 'another number of values than its lengths sum up to'}"
+            for source in range(size)
+            if low[source] or few[source]
+        )
+        require(not asked, asked, "lengths from 0 on, and as many values as they sum up to", "pass all values of all bags")
+        sums, incoming = told[2 * size : len(told) - size * own], told[len(told) - size * own :]
+        indices = self._send(self.values, sums, incoming)
+        return indices, self.offsets, None if self.weights is None else self._send(self.weights, sums, incoming)
+
+    def _send(self, data: torch.Tensor, sums: list[int], incoming: list[int]) -> torch.Tensor:
+        """``sums``: of each feature here; ``incoming`` [source, table]: of each piece that comes, in the order of arrival."""
+        size = len(self.features)
+        own = len(incoming) // size
+        split = [sum(sums[f] for f in mine) for mine in self.features]
+        parts = data.split(sums)
+        leaving = torch.cat([parts[f] for mine in self.features for f in mine])
+        ends = [0, *accumulate(incoming)]
+        got = all_to_all_whole(leaving, split, [ends[(s + 1) * own] - ends[s * own] for s in range(size)], self.group)
+        pieces = got.split(incoming) if own else [got]
+        return torch.cat([pieces[source * own + table] for table in range(own) for source in range(size)] or [got])
 
 
 def _check_inputs(
@@ -114,16 +175,3 @@ def _check_inputs(
         asked = f"weights {weights.dtype} {tuple(weights.shape)} on {weights.device}"
         require(fits, asked, "a floating number for each value, beside it", "pass as many as there are values")
     return count
-
-
-def _table_order(segments: torch.Tensor, total: int) -> torch.Tensor:
-    """Where each value of the result stands in what arrived. ``segments``: [source, table] values in each piece."""
-    flat = segments.reshape(-1)
-    begins = flat.cumsum(0) - flat  # by source, then table
-    counts = segments.t().reshape(-1)  # by table, then source
-    sources = begins.view(segments.shape).t().reshape(-1)
-    ends = counts.cumsum(0)
-    shift = sources - (ends - counts)
-    places = torch.arange(total, device=segments.device)
-    # By bisection, not torch.repeat_interleave, which gives a long segment to one block: 0.49 ms for 28 of them.
-    return places + shift[torch.searchsorted(ends, places, right=True)]
