@@ -9,10 +9,9 @@ torch     a call of ``embedding_bag`` for each table, sparse gradients, ``torch.
 All else is the same code for all three, but that torch's SGD step cannot be captured. MLPs, interaction and what the gradient
 does are replayed from CUDA graphs, in TF32; what is not data of this batch's tables runs beside, on a second stream:
 
-    main   | lookup | to samples' owners | interaction, top MLP, backward | to tables' owners    | sums, step of the tables
-    beside |                             | lengths of batch n + 2, ids of | sort of ids (a third | all-reduce, MLPs' step,
-           |                             | batch n + 1 to owners          | stream), bottom MLP's| bottom MLP of batch n + 1
-           |                             |                                | backward             |
+    main   | lookup | to samples' owners | interaction, top MLP, backward  | to tables' owners | sums, step of the tables
+    beside |                             | lengths of batch n + 2, ids of  | bottom MLP's      | all-reduce, MLPs' step,
+           |                             | batch n + 1 to owners, sorted   | backward          | bottom MLP of batch n + 1
 
 The host waits for nothing but lengths that came a step before, so it is a step ahead of the device.
 """
@@ -21,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from tileweave.ops.reference import all_reduce
 WHOLE = "whole step"
 PHASES = (
     LOOKUP, TO_SAMPLES, BOTH, "interaction, top MLP, backward", TO_TABLES, SUMS, BOTH_BACK, "backward of bottom MLP",
-    "all-reduce, MLPs' step", "ids to owners", "bottom MLP", WHOLE,
+    "all-reduce, MLPs' step", "ids to owners, sort", "bottom MLP", WHOLE,
 )  # fmt: skip
 LOSS_ERROR = 1e-3
 
@@ -116,12 +116,14 @@ class PipelinedStep:
         self.bottom = Replayed(self._bottom, member.device)
         self.towers.load_state_dict(towers_from_seed(dim, hidden).state_dict())  # warming up took steps
         self.ids, self.ends = indices.new_zeros(indices.numel() * 9 // 8), offsets.clone()  # room for longer bags
-        self.ids[: indices.numel()] = indices
         member.barrier()
-        self.replayed = None
+        self.order = self.ordered = self.replayed = None
         if on_gpu and kind.captured:
+            self.order = Replayed(lambda: self.exchange.sort(self.ids, self.ends), member.device)
+            fixed = self.order()
+            self.ordered = replace(fixed, keys=fixed.keys.clone(), bags=fixed.bags.clone())
             grad = self.middle.result[2].zero_()  # so that tables stay as they are
-            self.replayed = Replayed(lambda: self.exchange.update(grad, self.ids, self.ends, quiet), member.device)
+            self.replayed = Replayed(lambda: self.exchange.update(grad, self.ordered, quiet), member.device)
         member.barrier()
 
     @torch.no_grad()
@@ -163,11 +165,21 @@ class PipelinedStep:
             self.coming.append((pending, self.exchange.arriving(pending.offsets)))
 
     def finish(self) -> None:
-        """Ids of the batch whose lengths left first; the host waits for those."""
+        """Ids of the batch whose lengths left first, and their order by table row; the host waits for those lengths."""
         with self.beside(None):
             pending, known = self.coming.popleft()
             indices, offsets, _ = pending.finish()
-            self.ahead = indices, offsets, known, self.beside.mark()
+            ordered, count = None, indices.numel()
+            if self.order is None:
+                ordered = self.exchange.sort(indices, offsets)
+            else:
+                assert count <= self.ids.numel(), f"{count} ids and room for {self.ids.numel()}: begin with a larger batch"
+                self.ordered.keys.copy_(self.order.result.keys)  # of the batch whose gradient comes next
+                self.ordered.bags.copy_(self.order.result.bags)
+                self.ids[:count].copy_(indices)  # what follows them is in no bag
+                self.ends.copy_(offsets)
+                self.order()
+            self.ahead = indices, offsets, known, ordered, self.beside.mark()
 
     def multiply(self, batch: Batch, phase: Phase) -> None:
         """The bottom MLP of a batch, on the second stream."""
@@ -178,18 +190,9 @@ class PipelinedStep:
             self.bottom()
             self.multiplied = self.beside.mark()
 
-    def update(self, grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
-        """Gradients to the tables' owners, sums, step: from a graph, unless there is a clock or there are too many ids."""
-        count = indices.numel()
-        if self.replayed is None or phase is not quiet or count > self.ids.numel():
-            return self.exchange.update(grad, indices, offsets, phase)
-        self.ids[:count].copy_(indices)  # what follows them is in no bag
-        self.ends.copy_(offsets)
-        return self.replayed()
-
     def __call__(self, following: Batch, third: Batch, phase: Phase = quiet) -> torch.Tensor:
         """The loss of the batch that was made ready last; ``following`` and the ``third`` are made ready beside."""
-        indices, offsets, known, arrived = self.ahead
+        indices, offsets, known, ordered, arrived = self.ahead
         self.beside.join(arrived, indices, offsets)
         self.exchange.lookup(indices, offsets, known, phase)
         phase("interaction, top MLP, backward")
@@ -197,11 +200,14 @@ class PipelinedStep:
         loss, _, grad = self.middle()[:3]
         loss = loss.clone()
         back = self.beside.mark()
-        phase("ids to owners")
+        phase("ids to owners, sort")
         self.begin(third)
         self.finish()
-        self.beside.join(self.ahead[3])  # no NCCL beside a graph whose kernels wait for peers
-        self.update(grad, indices, offsets, phase)
+        self.beside.join(self.ahead[-1])  # no NCCL beside a graph whose kernels wait for peers
+        if self.replayed is not None and phase is quiet:
+            self.replayed()
+        else:
+            self.exchange.update(grad, self.ordered or ordered, phase)
         done = self.beside.mark()
         with self.beside(back):
             phase("backward of bottom MLP")

@@ -10,8 +10,9 @@ from torch import nn
 
 import tileweave as tw
 from tileweave.nn import ShardedEmbeddingBag
+from tileweave.ops.embedding_bag_all_to_all_fused import push_gradient
 from tileweave.ops.reference import all_to_all_whole
-from tileweave.ops.table_gradient import Lookups, sort_beside, table_gradients
+from tileweave.ops.table_gradient import Lookups, SortedLookups, sort_lookups, table_gradients
 from tileweave.sharding import EmbeddingLayout, rows_of
 
 LOOKUP, TO_SAMPLES, TO_TABLES, SUMS = "lookup", "to samples' owners", "to tables' owners", "sums, step of tables"
@@ -24,21 +25,42 @@ def quiet(name: str) -> None:
 
 
 class Exchange:
-    """What the three have in common: they need not know on the host where ids of each table end, and can be captured."""
+    """What the three have in common: they need to know nothing of ids before they look them up."""
 
-    captured = True
+    captured = False
 
     def arriving(self, offsets: torch.Tensor) -> object:
         """Lengths of a batch have come, steps before its lookup: what that will want to know on the host."""
 
 
-class Fused(Exchange):
-    """The operator; its result stands in one region of symmetric memory, since graphs have frozen where it is."""
+class Ours(Exchange):
+    """Our lookup, sort, sums and step in place; sizes are no data of these, so CUDA graphs take them."""
+
+    captured = True
 
     def __init__(self, module: ShardedEmbeddingBag, batch: int) -> None:
-        self.module, self.batch, self.numbers = module, batch, module.layout.flat()
+        self.module, self.batch, self.layout, self.rank = module, batch, module.layout, module.rank
         self.tables = [w.detach() for w in module.weights()]
-        self.pooled: Any = None
+        none = torch.empty(0, dtype=torch.int64, device=self.tables[0].device)
+        self.bags = Lookups(none, none, None, batch, False)  # sums ask for no more than the batch
+
+    def sort(self, indices: torch.Tensor, offsets: torch.Tensor) -> SortedLookups:
+        """Positions by table row; needs no gradient, hence beside the step before."""
+        return sort_lookups(self.tables, Lookups(indices, offsets, None, self.batch, False), indices.is_cuda or self.compiled)
+
+    def sums(self, grad: torch.Tensor, ordered: SortedLookups, phase: Phase, peers: Any = None) -> None:
+        phase(SUMS)
+        table_gradients(
+            grad, self.tables, self.bags, ordered,
+            1.0 / self.module.world_size, "sgd", (), self.module.optimizer.rate, 0.0, grad.is_cuda or self.compiled, peers,
+        )  # fmt: skip
+
+
+class Fused(Ours):
+    """The operator; its result stands in one region of symmetric memory, since graphs have frozen where it is."""
+
+    compiled = True
+    pooled: Any = None
 
     @torch.no_grad()
     def lookup(self, indices: torch.Tensor, offsets: torch.Tensor, known: object, phase: Phase) -> None:
@@ -50,21 +72,20 @@ class Fused(Exchange):
         )  # fmt: skip
         self.pooled = y if self.pooled is None else self.pooled
 
-    def update(self, grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
+    def update(self, grad: torch.Tensor, ordered: SortedLookups, phase: Phase) -> None:
         phase(BOTH_BACK)
-        optimizer = self.module.optimizer
-        torch.ops.tileweave.embedding_bag_all_to_all_step(  # what backward calls
-            grad, self.tables, [], indices, offsets, None, self.numbers, self.batch, False, self.module.group_name, "sgd", True,
-            optimizer.rate, optimizer.epsilon, False,
-        )  # fmt: skip
+        arriving = push_gradient(grad, self.layout, self.batch, self.module.group_name)
+        self.sums(arriving.grad, ordered, quiet, arriving.peers)
+        arriving.join()
 
 
-class Unfused(Exchange):
-    """Our lookup, an exchange; backward an exchange beside the sort, our sums and step in place."""
+class Unfused(Ours):
+    """NCCL, and one copy into or out of columns."""
+
+    compiled = False
 
     def __init__(self, module: ShardedEmbeddingBag, batch: int) -> None:
-        self.module, self.batch, self.layout, self.rank = module, batch, module.layout, module.rank
-        self.tables = [w.detach() for w in module.weights()]
+        super().__init__(module, batch)
         begin, end = rows_of(batch, module.world_size, module.rank)
         self.pooled = torch.empty(end - begin, self.layout.width, device=self.tables[0].device)
 
@@ -75,14 +96,9 @@ class Unfused(Exchange):
         phase(TO_SAMPLES)
         to_samples(y, self.layout, self.rank, self.pooled)
 
-    def update(self, grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
+    def update(self, grad: torch.Tensor, ordered: SortedLookups, phase: Phase) -> None:
         phase(TO_TABLES)
-        lookups, size = Lookups(indices, offsets, None, self.batch, False), self.module.world_size
-        ordered = sort_beside(self.tables, lookups, grad.is_cuda)
-        mine = to_tables(grad, self.layout, self.rank, self.batch)
-        phase(SUMS)
-        rate = self.module.optimizer.rate
-        table_gradients(mine, self.tables, lookups, ordered, 1.0 / size, "sgd", (), rate, 0.0, grad.is_cuda)
+        self.sums(to_tables(grad, self.layout, self.rank, self.batch), ordered, phase)
 
 
 class Torch(Exchange):
@@ -119,7 +135,10 @@ class Torch(Exchange):
         phase(TO_SAMPLES)
         to_samples(self.bags.detach(), self.layout, self.rank, self.pooled)
 
-    def update(self, grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, phase: Phase) -> None:
+    def sort(self, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+        """``backward`` sorts."""
+
+    def update(self, grad: torch.Tensor, ordered: None, phase: Phase) -> None:
         phase(TO_TABLES)
         mine = to_tables(grad, self.layout, self.rank, self.batch)
         phase(SUMS)

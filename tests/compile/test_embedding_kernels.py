@@ -91,20 +91,26 @@ def compile_lookup(case: Case, target: str, is_fused: bool) -> Compiled:
     return compiled
 
 
+NAMES = ["push_gradient_kernel", "await_first_kernel", "keys_kernel", "sum_rows_kernel", "sum_runs_kernel"]
+
+
 @functools.cache
 def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compiled]:
     numbers = torch.zeros(640, dtype=torch.int64)
     aligned = 16 // dtype.itemsize
 
     def launch() -> None:
-        gradient.push_gradient(
-            endpoint(dtype), torch.zeros(3, 5, dtype=torch.int64), torch.empty(64, 512, dtype=dtype), 0, aligned,
+        peers = endpoint(dtype)
+        await_first = gradient.push_gradient(
+            peers, torch.zeros(3, 6, dtype=torch.int64), torch.empty(64, 512, dtype=dtype), 0, aligned,
             RANK, WORLD_SIZE, 132,
         )  # fmt: skip
+        await_first()
         keys, bags = sums.find_keys(numbers, torch.zeros(2 * BATCH + 1, dtype=torch.int64), numbers[:3], 200, BATCH)
         sums.sum_rows(
             torch.empty(64, 256, dtype=dtype), keys, bags, torch.zeros(640), numbers,
             torch.zeros(2, 6, dtype=torch.int64), torch.zeros(1), 1e-8, 0.25, 200, BATCH, dtype, 128, kind, aligned,
+            peers=peers,
         )  # fmt: skip
 
     return compile_all(launch, target)
@@ -127,7 +133,7 @@ def test_lookups_fit_every_target(case: Case, is_fused: bool, target: str) -> No
 @pytest.mark.parametrize("target", TARGETS)
 def test_gradients_fit_every_target(target: str) -> None:
     kernels = compile_gradient(target, torch.float32, sums.ADAGRAD)
-    assert [k.name for k in kernels] == ["push_gradient_kernel", "keys_kernel", "sum_rows_kernel", "sum_runs_kernel"]
+    assert [k.name for k in kernels] == NAMES
     assert all(map(fits, kernels))
 
 
@@ -164,12 +170,14 @@ def test_stores_to_owners_are_16_bytes_and_signalled(case: Case, target: str) ->
 def test_gradients_keep_the_protocol() -> None:
     for target in NVIDIA:
         for dtype in (torch.float32, torch.bfloat16):
-            push, _, rows, _ = compile_gradient(target, dtype, sums.SGD)
+            push, first, _, rows, _ = compile_gradient(target, dtype, sums.SGD)
             assert lint(push, guarded=()) == []
-            assert len(operations(push, guarded=()).waits) == WORLD_SIZE
+            assert len(operations(push, guarded=()).waits) == 1 + WORLD_SIZE, "ready of a peer, and a group of each source"
+            assert len(operations(first, guarded=()).waits) == 1
+            assert len(re.findall(r"ld\.acquire\.gpu", str(rows.ptx))) == 1, "sums ask for their table's group, once a table"
             assert not re.search(r"\b(?:div|rem)\.s64", str(rows.ptx)), "a division of 64 bits costs a hundred instructions"
             assert "st.global.v4.b32" in str(push.ptx) and "st.global.v4.b32" in str(rows.ptx)
-            assert not re.search(r"\bbar\.sync|st\.shared", str(rows.ptx)), "a tile is one warp's, in its registers"
+            assert not re.search(r"st\.shared\.v", str(rows.ptx)), "a tile is one warp's, in its registers"
 
 
 def test_the_lint_would_notice() -> None:

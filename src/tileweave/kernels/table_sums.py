@@ -20,7 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tileweave.kernels.embedding_gradient import ARRIVED, BASE, group_of
 from tileweave.kernels.embedding_lookup import TYPES
+from tileweave.kernels.endpoint import Endpoint
+from tileweave.language.signal import wait_here
 
 DENSE, SPARSE, SGD, ADAGRAD = 0, 1, 2, 3
 KEYS = 512  # positions whose keys a program finds
@@ -125,8 +128,8 @@ def gradient_at(
 
 @triton.jit(do_not_specialize=["factor", "tables"])
 def sum_rows_kernel(
-    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor,
-    count, last_key, batch, tables, slot_width,
+    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, arrivals, control, report,
+    count, last_key, batch, tables, slot_width, AWAIT: tl.constexpr,
     DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +137,7 @@ def sum_rows_kernel(
 
     A run that goes on behind the next tile is *long*: of it each tile leaves a partial sum in a row of ``partials``
     [tiles + tiles / 2, BLOCK_D]: row ``tile`` where it goes on, row ``tiles + tile / 2`` where it opens; where one opens, none
-    opens in the next tile.
+    opens in the next tile. ``AWAIT``: gradients are still on their way, see ``embedding_gradient.py``.
     """
     first = tl.program_id(0).to(tl.int64) * TILE
     col = tl.arange(0, BLOCK_D)
@@ -157,6 +160,9 @@ def sum_rows_kernel(
     final = tl.load(bags + tl.minimum(first + TILE, count) - 1) // batch
     final = tl.where(key[0] < last_key, tl.where(last < last_key, final, tables - 1), -1)
     while table <= final:
+        if AWAIT:
+            needed = tl.load(arrivals + BASE) + group_of(table, tables) + 1
+            wait_here(arrivals, needed, ARRIVED, table, control, report)
         target, low, high, dim, source, state, values = table_of(meta, table, tables, last_key, DTYPE, ALIGN)
         lowest = table * batch
         vectors = ()
@@ -270,8 +276,9 @@ def sum_rows(
     kind: int,
     aligned: int,
     tile: int | None = None,
+    peers: Endpoint | None = None,
 ) -> None:
-    """Launch both kernels on the current stream.
+    """Launch both kernels on the current stream. ``peers``: of a push whose ``await_first`` stands before; see there.
 
     grad : [B, slot width], the result's gradient in columns of this rank's tables.
     keys, bags (int32), scales : [N], by table row: its number over all tables (``last_key``: out of range), the bag, a
@@ -290,9 +297,11 @@ def sum_rows(
     step = partials if rate is None else rate
     warps = min(max(block // 128, 1), 8)
     shape = {"DTYPE": TYPES[dtype], "BLOCK_D": block, "TILE": tile, "KIND": kind, "ALIGN": aligned, "num_stages": 1}
+    words = (keys, keys, keys) if peers is None else (peers.counters, peers.control, peers.report)
     sum_rows_kernel[(tiles,)](
-        grad, keys, bags, partials if scales is None else scales, where, meta, partials, step, epsilon, factor,
-        count, last_key, batch, meta.shape[0], grad.stride(0), SCALED=scales is not None, num_warps=warps, **shape,
+        grad, keys, bags, partials if scales is None else scales, where, meta, partials, step, epsilon, factor, *words,
+        count, last_key, batch, meta.shape[0], grad.stride(0), AWAIT=peers is not None, SCALED=scales is not None,
+        num_warps=warps, **shape,
     )  # fmt: skip
     sum_runs_kernel[(triton.cdiv(tiles, GROUP),)](
         keys, bags, where, meta, partials, step, epsilon, count, last_key, batch, meta.shape[0], tiles,

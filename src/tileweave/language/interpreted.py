@@ -112,6 +112,10 @@ def wait(signals: object, count: object, epoch: object, first: object, unit: obj
     return _scalar(0)
 
 
+def wait_here(words: object, value: object, index: object, unit: object, control: object, report: object) -> None:
+    wait(words, 1, value, index, unit, control, report)
+
+
 def _expire(report: int, control: int, signal: int, unit: int, expected: int, seen: int) -> None:
     for offset, value in enumerate((signal, unit, expected, seen), start=1):
         MEMORY.store(report + 4 * offset, value)

@@ -9,6 +9,7 @@ Which word, when:
 ``notify``, ``notify_all``  after plain stores: all of this program's stores are visible to who sees the signal
 ``drain_tma_stores``  before ``notify``, where the stores went through ``tensor_descriptor.store``
 ``wait``            before loads of what was notified; returns a *token*
+``wait_here``       the same for a word that programs of this device wrote with release
 ``consume_token``   where the loads stand in a pipelined loop that contains the wait: makes their offset
                     depend on it, since the software pipeliner moves loads over a wait it sees no use of
 ``fence``           a full fence over all GPUs of the host; ``wait`` and ``notify`` contain what they need
@@ -187,6 +188,19 @@ def wait(signals, count: tl.constexpr, epoch, first, unit, control, report):
 
 
 @triton.jit
+def wait_here(words, value, index, unit, control, report):
+    """:func:`wait` for ``words[index]``, which only this device's programs write, with release: one load if it is there."""
+    if is_hip():
+        wait(words, 1, value, index, unit, control, report)
+    else:
+        seen = tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [words + index], dtype=tl.int32, is_pure=False, pack=1
+        )
+        if seen - value < 0:
+            wait(words, 1, value, index, unit, control, report)
+
+
+@triton.jit
 def consume_token(value, token):
     """``value``, made to depend on a wait's token: an edge that keeps loads at ``value`` behind the wait."""
     return value + token
@@ -235,5 +249,5 @@ if INTERPRETED.value:
     clock, fence, drain_tma_stores = bodies.clock, bodies.fence, bodies.drain_tma_stores
     notify, notify_all, wait, consume_token = bodies.notify, bodies.notify_all, bodies.wait, bodies.consume_token
     load_epoch, faulted, leave = bodies.load_epoch, bodies.faulted, bodies.leave
-    leave_early = bodies.leave
+    leave_early, wait_here = bodies.leave, bodies.wait_here
     pause, count_in, expire = bodies.pause, bodies.count_in, bodies.expire

@@ -204,27 +204,31 @@ def _fake_out(tables, indices, offsets, weights, layout, batch, mean, out_dtype,
 # --- Gradients ---
 
 
-def _grad_at_owner(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_name: str, fused: bool) -> torch.Tensor:
-    """[B, sum of this rank's dims], in the order of its tables."""
-    grad = grad.contiguous()
-    if fused:
-        return push_gradient(grad, layout, batch, group_name)
-    group = group_of(group_name) if len(layout.dims) > 1 else None
-    return reference.gradient_to_owners(grad, layout, batch, group)
-
-
 def _take_gradient(
     grad, tables, indices, offsets, weights, numbers, batch, mean, group_name, kind, divide, states, rate, epsilon, need_weights
 ):
     layout = EmbeddingLayout.unflatten(numbers)
     factor = 1.0 / len(layout.dims) if divide else 1.0
-    chosen = plan(tables, indices, batch, len(layout.dims))
-    compiled = chosen.path != "unfused" or indices.is_cuda
+    path = plan(tables, indices, batch, len(layout.dims)).path
+    compiled = path != "unfused" or indices.is_cuda
     lookups = Lookups(indices, offsets, weights, batch, mean)
     ordered = sort_beside(tables, lookups, compiled)
-    mine = _grad_at_owner(grad, layout, batch, group_name, chosen.path == "fused")
-    gw = weight_gradients(mine, tables, lookups, factor) if need_weights else grad.new_empty(0)
-    return table_gradients(mine, tables, lookups, ordered, factor, kind, states, rate, epsilon, compiled), gw
+    arriving = push_gradient(grad, layout, batch, group_name) if path == "fused" else None
+    if arriving is None:
+        group = group_of(group_name) if len(layout.dims) > 1 else None
+        mine = reference.gradient_to_owners(grad.contiguous(), layout, batch, group)
+    else:
+        mine = arriving.grad
+    gw = grad.new_empty(0)
+    if need_weights:  # of the tables as they were
+        if arriving is not None:
+            arriving.join()
+        gw = weight_gradients(mine, tables, lookups, factor)
+    peers = None if arriving is None else arriving.peers
+    found = table_gradients(mine, tables, lookups, ordered, factor, kind, states, rate, epsilon, compiled, peers)
+    if arriving is not None:
+        arriving.join()
+    return found, gw
 
 
 def _backward_implementation(

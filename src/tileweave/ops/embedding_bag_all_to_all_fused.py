@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +19,9 @@ from tileweave.ops.registry import endpoint, interpreting, workspace_of
 from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
 from tileweave.transport.base import Transport
 from tileweave.transport.workspace import Instance
+
+if TYPE_CHECKING:
+    from tileweave.kernels.endpoint import Endpoint
 
 OP = "embedding_bag_all_to_all"
 REGIONS = 3  # one that the last result is in, one for the next, and one that is never lent
@@ -81,6 +87,7 @@ def run_fused(
     finally:
         if interpreting():
             instance.check()
+    out_of_line(indices)
     first = region * peers.slot_size
     place = peers.slots[first : first + (end - begin) * width].view(end - begin, width)
     if out is not None:
@@ -124,13 +131,45 @@ def run_lookup(
     return out
 
 
-def push_gradient(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_name: str) -> torch.Tensor:
-    """[B, sum of this rank's dims]: each rank's gradient rows of this rank's columns, pushed into place.
-
-    The result is a slot of symmetric memory: read it on this stream before the next call.
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A gradient that peers still push. grad : [B, sum of this rank's dims], a slot of symmetric memory: read it on the stream
+    that is current, before the next call, and behind what says which groups are there (``kernels/embedding_gradient.py``).
     """
+
+    grad: torch.Tensor
+    peers: Endpoint
+    done: torch.cuda.Event | None
+
+    def join(self) -> None:
+        """The current stream goes on when all of it is there and this rank's part has left."""
+        if self.done is not None:
+            torch.cuda.current_stream().wait_event(self.done)
+
+
+@functools.lru_cache(32)
+def _push_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _pushing(grad: torch.Tensor) -> Iterator[None]:
+    """What is launched inside stands on a stream of its own, behind all that was queued, so that sums may run beside."""
+    if not grad.is_cuda:
+        yield
+        return
+    stream = _push_stream(grad.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    grad.record_stream(stream)
+
+
+def push_gradient(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_name: str) -> Arriving:
+    """Each rank's gradient rows of this rank's columns, pushed into place, table after table; ``join`` it when it was read."""
     from tileweave.kernels import embedding_gradient as kernel
 
+    grad = grad.contiguous()
     workspace = workspace_of(group_name, grad.device)
     transport = workspace.transport
     instance = workspace.instance(f"{OP}_backward", "sm")
@@ -139,32 +178,40 @@ def push_gradient(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group
     key = ("pieces", layout)
     plan: Any = instance.cache.get(key)
     if plan is None:
-        plan = instance.cache[key] = _pieces(layout, transport).to(grad.device)
+        plan = instance.cache[key] = _pieces(layout, transport, kernel.GROUPS.value).to(grad.device)
     elements = 16 // grad.element_size()
     numbers = [layout.width, *dims, *sum(layout.columns, ()), *sum(layout.dims, ())]
     aligned = elements if all(n % elements == 0 for n in numbers) and grad.data_ptr() % 16 == 0 else 1
-    instance.begin()
-    peers = endpoint(instance, grad.dtype)
-    try:
-        kernel.push_gradient(
-            peers, plan, grad, rows_of(batch, transport.world_size, transport.rank)[0], aligned,
-            transport.rank, transport.world_size, transport.machine.num_sms,
-        )  # fmt: skip
-    finally:
-        if interpreting():
-            instance.check()
-    out_of_line(grad)
+    done = None
+    with _pushing(grad):
+        instance.begin()
+        peers = endpoint(instance, grad.dtype)
+        try:
+            await_first = kernel.push_gradient(
+                peers, plan, grad, rows_of(batch, transport.world_size, transport.rank)[0], aligned,
+                transport.rank, transport.world_size, transport.machine.num_sms,
+            )  # fmt: skip
+        finally:
+            if interpreting():
+                instance.check()
+        out_of_line(grad)
+        if grad.is_cuda:
+            done = torch.cuda.Event()
+            done.record()
+    await_first()
     width = dims[transport.rank]
-    return peers.slots[: batch * width].view(batch, width)
+    return Arriving(peers.slots[: batch * width].view(batch, width), peers, done)
 
 
-def _pieces(layout: EmbeddingLayout, transport: Transport) -> torch.Tensor:
-    """int64 [pieces, 5]: (owner, source column, target column, dim, owner's width), next ranks first, this rank last."""
+def _pieces(layout: EmbeddingLayout, transport: Transport, groups: int) -> torch.Tensor:
+    """int64 [pieces, 6]: (owner, source column, target column, dim, owner's width, group), group by group, this rank last."""
     rows = []
     for step in range(1, transport.world_size + 1):
         owner = (transport.rank + step) % transport.world_size
         target, width = 0, sum(layout.dims[owner])
-        for column, dim in zip(layout.columns[owner], layout.dims[owner], strict=True):
-            rows.append((owner, column, target, dim, width))
+        tables = len(layout.dims[owner])
+        for number, (column, dim) in enumerate(zip(layout.columns[owner], layout.dims[owner], strict=True)):
+            rows.append((owner, column, target, dim, width, number * groups // tables))
             target += dim
-    return torch.tensor(rows or [(0, 0, 0, 0, 0)], dtype=torch.int64)
+    rows.sort(key=lambda row: row[-1])  # stable
+    return torch.tensor(rows or [(0, 0, 0, 0, 0, 0)], dtype=torch.int64)

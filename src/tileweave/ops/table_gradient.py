@@ -18,8 +18,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from tileweave.kernels.endpoint import Endpoint
 
 KINDS = ("dense", "sparse", "sgd", "adagrad")
 
@@ -140,11 +144,12 @@ def table_gradients(
     rate: torch.Tensor | None = None,
     epsilon: float = 0.0,
     compiled: bool = True,
+    peers: Endpoint | None = None,
 ) -> list[torch.Tensor]:
     """The gradients of ``tables`` (dense, sparse), or none: the step was taken in place (sgd, adagrad).
 
     ``ordered``: the lookups by table row, from :func:`sort_beside`. ``compiled``: by the Triton kernels, else in plain torch,
-    which is faster on the CPU.
+    which is faster on the CPU. ``peers``: they still push ``grad``, and sums wait for it table by table.
     """
     if not tables:
         return []
@@ -178,7 +183,7 @@ def table_gradients(
     whole = all(t.shape[1] % elements == 0 for t in tables) and all(t.data_ptr() % 16 == 0 for t in (grad, *targets))
     sum_rows(
         grad, keys, bags, scales, places, meta, rate, epsilon, factor, first[-1], lookups.batch, tables[0].dtype, widest,
-        number, elements if whole else 1,
+        number, elements if whole else 1, peers=peers,
     )  # fmt: skip
     if kind == "sparse" and rows is not None:
         return [_coo(rows[ends[i] : ends[i + 1]] - first[i], targets[i], t) for i, t in enumerate(tables)]
