@@ -148,7 +148,7 @@ def read_cells(paths: Iterable[Path]) -> list[Cell]:
         else:
             allowed = "a file with `cases`, `components` or `sweeps`"
             raise InputError(f"asked: {path}; allowed: {allowed}; remedy: see docs/simulator.md")
-        found[first:] = [replace(cell, tables=tables) for cell in found[first:]]
+        found[first:] = [replace(cell, tables=cell.tables or tables) for cell in found[first:]]
     return found
 
 
@@ -222,7 +222,11 @@ def _sweep(source: str, world_size: int, sweep: dict[str, Any], case: dict[str, 
 
 
 def _component(source: str, machine: dict[str, Any], entry: dict[str, Any]) -> Cell:
+    """``config``: the kernel that was measured, if not the one that tables say."""
+    if "config" in entry:
+        table = {"entries": [{"rows": 1, "cols": 1, "depth": 1, "us": None, "config": entry["config"]}]}
+        entry = {**entry, "tables": Tables({entry["op"]: read_entries(json.dumps(table), source)})}
     return Cell(
         source, entry["op"], entry["quantity"], entry.get("world_size", machine["world_size"]), tuple(entry["shape"]),
-        entry.get("graph", False), entry["us"] * 1e-6, entry.get("itemsize", 2),
+        entry.get("graph", False), entry["us"] * 1e-6, entry.get("itemsize", 2), entry.get("tables"),
     )  # fmt: skip

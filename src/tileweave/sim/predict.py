@@ -195,6 +195,7 @@ def _layer(ops: Operators, cell: Cell) -> float | None:
 
 
 _MODELS: dict[str, Callable[[Operators, Cell], float | None]] = {
+    "matmul": lambda ops, cell: ops.costs.matmul(*cell.shape, itemsize=cell.itemsize),  # of one rank, its own sizes
     "all_gather_matmul": _gather,
     **dict.fromkeys(_SCATTERS, _scatter),
     **dict.fromkeys(("matmul_all_to_all", "all_to_all_matmul"), _exchange),
