@@ -65,7 +65,8 @@ class Coefficients:
     grouped_rate : of grouped matmuls in the expert operators, share of the rate of the other fused main loops. grouped_step: s
         of a combine's program for a block of tokens, if memory and links do not take longer for all of them.
     scatter_* : where tiles are pushed as they are made: s a launch, eager likewise; tile: s that a program stands still while
-        it stores one to a peer. staged_tile: s that one ends with that copy engines take, or that stays.
+        it stores one to a peer. staged_tile: s that one ends with that copy engines take, or that stays. take: s until a piece
+        (64 columns) that one peer stored is out of the slot, if memory does not take longer.
     exchange_* : one launch that gathers or scatters beside a library's matmul: latency s, fraction of link rate.
     corun : relative slow-down of a matmul while links are busy.
     nccl : a curve for each kind of collective and each world that was measured. nccl_eager: s more outside a CUDA graph;
@@ -106,6 +107,7 @@ class Coefficients:
     scatter_eager: float
     scatter_tile: float
     staged_tile: float
+    take: float
     exchange_latency: float
     exchange_fraction: float
     corun: float

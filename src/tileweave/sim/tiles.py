@@ -24,6 +24,7 @@ from tileweave.sim.machine import Cluster
 from tileweave.sim.network import Flow, Links, inside_hops, view
 
 _TILE_AREA = 128 * 128  # what fused_tile and fused_part are for
+_PIECE = 64  # columns that an epilogue handles at once
 SEVERAL = RESULT = -1
 Combine = Literal["sum", "sum_and_gather", "one_shot", "keep"]
 
@@ -342,12 +343,12 @@ class _Scatter(Kernel):
                 copies = (size - 1) if self.combine == "one_shot" else (size - 1) / size
                 yield self._store(SEVERAL, copies, self._event(0, unit.tile))
                 mine.append(unit.tile)
-                made.append((unit.tile, (size - 1) / size))
+                made.append(unit.tile)
             elif owner != self.owners.rank and self.by_engine:
                 self._count(step, self._chunk_of(index))
             elif owner != self.owners.rank:
                 yield self._store(owner, 1.0, self._event(step + 1, index))
-                made.append((index, 1.0))
+                made.append(unit.tile)
             elif self.combine != "keep" or not self.by_engine:
                 place = self._chunk_of(index) if self.by_engine else index
                 yield from self._sum(program, [self._event(s, place) for s in range(1, size)], index)
@@ -357,9 +358,9 @@ class _Scatter(Kernel):
             yield from self._sum(program, [self._event(0, tile)], tile)
             if self.combine == "sum_and_gather":
                 yield from self._pass_on(tile, (size - 1) / size)
-        for index, share in made if self.combine == "sum_and_gather" else ():  # rows of other owners, likewise
-            yield self._event(RESULT, index)
-            yield self.env.timeout(self.c.fused_part * self.area * share)
+        for tile in made if self.combine == "sum_and_gather" else ():  # rows of other owners, likewise
+            yield self._event(RESULT, tile if self.shares else tile % self.owners.per_source)
+            yield self._takes(self._others(tile))
 
     def _pass_on(self, index: int, copies: float) -> Generator[simpy.Event, Any, None]:
         """A finished tile, or the own rows of it, to all peers: stores like those of a partial."""
@@ -373,4 +374,18 @@ class _Scatter(Kernel):
         passes = 3 if self.combine == "keep" else 2  # the slot is read and emptied; what is kept is written where it belongs
         moved = passes * self.tile_bytes * share * (self.owners.world_size - 1) * self.active
         yield self.env.timeout(moved / (self.c.stream * self.costs.device.memory_rate))
+        if not self.by_engine:  # a sum reads all peers' at once; what is kept is taken from one after the other
+            yield self._takes(self.owners.world_size - 1 if self.combine == "keep" else 1)
         self.note(program, "sum", 0, begin, index)
+
+    def _takes(self, sources: int) -> simpy.Event:
+        """A tile out of the slot, from one source after the other, in pieces: each polls, clears, and asks for the fault word,
+        which are ways to memory behind each other, however few bytes there are."""
+        return self.env.timeout(self.c.take * sources * max(self.owners.tile_n // _PIECE, 1))
+
+    def _others(self, tile: int) -> int:
+        """How many other ranks own rows of a tile."""
+        first, limit, _ = self.owners.place(tile)
+        last = min(first + self.owners.tile_m, limit) - 1
+        owners = range(first // self.owners.rows, last // self.owners.rows + 1)
+        return len(owners) - (self.owners.rank in owners)
