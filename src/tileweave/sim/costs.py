@@ -77,7 +77,7 @@ class Coefficients:
         the measured bound reach, beside a matmul.
     signal s : a remote store until its waiter sees it. gap s : between two dependent launches, in a graph or queued.
     stream, permute : fraction of memory rate of copying kernels, and of those that read a transposed view.
-    reduce : s an element that a sum over top-k rows makes.
+    reduce : s an element that a sum over top-k rows makes. reduce_memory: fraction of memory rate that it reads and writes at.
     attention : fraction of the matmul rate.
     lookup_* : torch's embedding lookups: s an element of results, s an element read, and bytes beside that as a fraction of
         memory rate (over 1: some of them hide). own_* : by this library's kernel: fraction of memory rate, s a bag. pooled_* :
@@ -125,6 +125,7 @@ class Coefficients:
     stream: float
     permute: float
     reduce: float
+    reduce_memory: float
     attention: float
     lookup_made: float
     lookup_read: float
@@ -258,12 +259,12 @@ class Costs:
         return self.c.matmul_launch + flops / (self.c.attention * self.flops)
 
     def reduce_rows(self, rows: int, terms: int, width: int, itemsize: int = 2) -> float:
-        """A library's sum of ``terms`` rows into each of ``rows``: bytes from memory, and a thread's time for each result,
-        which few terms do not shorten; near a balance each slows the other down."""
+        """A library's sum of ``terms`` rows into each of ``rows``: a thread's time for each result, which few terms do not
+        shorten, or bytes of rows that lie apart, whichever is longer."""
         elements = float(rows * width)
-        memory = elements * (terms + 1) * itemsize / self.memory_rate
+        memory = elements * (terms + 1) * itemsize / (self.c.reduce_memory * self.device.memory_rate)
         scale = presets()["devices"][REFERENCE].num_sms / self.device.num_sms
-        return self.c.gap + _norm(2.0, memory, self.c.reduce * elements * scale)
+        return self.c.matmul_launch + max(memory, self.c.reduce * elements * scale)
 
     def lookup(self, bags: float, rows: float, row_bytes: float, itemsize: int = 2) -> float:
         """Pool ``rows`` rows of ``row_bytes`` into ``bags`` bags by torch: a time for each element read and made, and bytes."""

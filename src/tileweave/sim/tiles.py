@@ -72,7 +72,8 @@ class Kernel:
         self.active = max(sum(1 for units in self.work.values() if units), 1)
         self.area = schedule.tile_m * schedule.tile_n / _TILE_AREA
         blocks = max(schedule.num_tiles * schedule.k_blocks, 1)
-        self.memory = nbytes / costs.memory_rate / blocks * self.active  # s a block waits for bytes that nobody has read yet
+        rate = min(costs.memory_rate, self.active * costs.c.matmul_stream)
+        self.memory = nbytes / rate / blocks * self.active  # s a block waits for bytes that nobody has read yet
 
     def note(self, program: int, kind: str, peer: int, begin: float, tile: int = -1) -> None:
         if self.recording and self.env.now > begin:
