@@ -249,9 +249,10 @@ def main() -> None:
         one = launch(run, wanted, asked.repeats, seconds, world_size=size, device_type=kind, seconds=seconds + 120)
         found += one or []
     about = (
-        "Component times by tileweave.bench.components: slowest rank, median of repeats; shapes as sim/predict.py reads them."
+        "Component times by tileweave.bench.components: slowest rank, median of repeats; shapes as sim/predict.py reads them. "
+        "again: each by itself, one call behind the other."
     )
-    report = {"about": about, "machine": {"world_size": max(worlds), **environment()}, "components": found}
+    report = {"about": about, "again": True, "machine": {"world_size": max(worlds), **environment()}, "components": found}
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     asked.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 

@@ -59,7 +59,8 @@ class Coefficients:
     matmul_* : launch s; fractions of peak (flops, memory); feed bytes/s (L2 to all multiprocessors); p of the norm;
         sustained s and power of the power limit; split s for a cut along K; tile s for what a
         tile begins and ends with; overlap: share of the shorter of memory and
-        multiplication that does not hide behind the longer; stream: bytes/s of memory that one multiprocessor can ask for.
+        multiplication that does not hide behind the longer; stream: bytes/s of memory that one multiprocessor can ask for;
+        again: a short matmul measured again and again, with nothing between, has the clock of one that takes so many s.
     fused_* : the fused kernel: s a launch in a graph and eagerly, s a tile (prologue and epilogue), s a part handed over,
         fraction of the library's rate in its main loop, and its feed, bytes/s.
     grouped_rate : of grouped matmuls in the expert operators, share of the rate of the other fused main loops. grouped_step: s
@@ -95,6 +96,7 @@ class Coefficients:
     matmul_tile: float
     matmul_overlap: float
     matmul_stream: float
+    matmul_again: float
     fused_launch: float
     fused_eager: float
     fused_tile: float
@@ -188,13 +190,15 @@ class Costs:
         self.flops = c.matmul_flops * device.flops
         self.memory_rate = c.matmul_memory * device.memory_rate
         self.feed, self.fused_feed = c.matmul_feed * scale, c.fused_feed * scale  # L2 feeds tensor cores: scaled with them
-        self._matmuls: dict[tuple[int, int, int, int], float] = {}
+        self._matmuls: dict[tuple[int, int, int, int, bool], float] = {}
 
-    def matmul(self, m: int, n: int, k: int, itemsize: int = 2) -> float:
-        """x [m, k] @ w [n, k].T by the vendor's library, from its launch to its end."""
-        key = (m, n, k, itemsize)
+    def matmul(self, m: int, n: int, k: int, itemsize: int = 2, again: bool = False) -> float:
+        """x [m, k] @ w [n, k].T by the vendor's library, from its launch to its end; ``again``: one behind the other, only."""
+        key = (m, n, k, itemsize, again)
         if key not in self._matmuls:
-            self._matmuls[key] = self.c.matmul_launch + self.throttled(self._matmul(m, n, k, itemsize))
+            seconds = self._matmul(m, n, k, itemsize)
+            busy = min(2.0 * m * n * k / self.flops / seconds, 1.0)
+            self._matmuls[key] = self.c.matmul_launch + self.throttled(seconds, busy, self.c.matmul_again if again else 0.0)
         return self._matmuls[key]
 
     def _matmul(self, m: int, n: int, k: int, itemsize: int) -> float:
@@ -230,9 +234,10 @@ class Costs:
         feed = (tile_m + tile_n) * k * itemsize * active / self.fused_feed
         return self._beside(_norm(self.c.matmul_norm, multiply, feed), memory)
 
-    def throttled(self, seconds: float, busy: float = 1.0) -> float:
-        """A time at full clock -> under the power limit. ``busy``: the share of it that tensor cores work."""
-        return seconds * (1.0 + seconds / self.c.matmul_sustained) ** (self.c.matmul_power * busy)
+    def throttled(self, seconds: float, busy: float = 1.0, before: float = 0.0) -> float:
+        """A time at full clock -> under the power limit. ``busy``: the share of it that tensor cores work; ``before``: s of
+        the same in front of it."""
+        return seconds * (1.0 + max(seconds, before) / self.c.matmul_sustained) ** (self.c.matmul_power * busy)
 
     def grouped_matmul(self, groups: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
         """``groups`` matmuls [m, k] @ [n, k] in one launch."""

@@ -44,7 +44,7 @@ _KNOTS = {
 # Where to begin: orders of magnitude from the data sheet and from what launches cost on any such device.
 START = Coefficients(
     matmul_launch=4e-6, matmul_flops=0.85, matmul_memory=0.84, matmul_feed=9e12, matmul_norm=6.0, matmul_sustained=3e-4,
-    matmul_power=0.05, matmul_split=1e-6, matmul_tile=5e-7, matmul_overlap=0.3, matmul_stream=5e10,
+    matmul_power=0.05, matmul_split=1e-6, matmul_tile=5e-7, matmul_overlap=0.3, matmul_stream=5e10, matmul_again=1e-3,
     fused_launch=5e-6, fused_eager=8e-6, fused_tile=1e-6, fused_part=2e-6, fused_rate=1.0, fused_feed=1.2e13,
     grouped_rate=0.9, grouped_step=2e-6, scatter_launch=4e-6, scatter_eager=8e-6, scatter_tile=1e-6, staged_tile=1e-6,
     take=1.5e-6,
@@ -58,7 +58,7 @@ START = Coefficients(
 )  # fmt: skip
 
 _SCATTERS = ("matmul_reduce_scatter", "matmul_all_reduce")
-_MATMULS = ("all_gather_matmul", *_SCATTERS, "matmul_all_to_all", "all_to_all_matmul")
+_MATMULS = ("matmul", "all_gather_matmul", *_SCATTERS, "matmul_all_to_all", "all_to_all_matmul")
 
 
 @dataclass(frozen=True)

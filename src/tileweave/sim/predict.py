@@ -74,7 +74,7 @@ def _gather(ops: Operators, cell: Cell) -> float | None:
     m, n, k = cell.shape
     world, local = cell.world_size, n // cell.world_size
     if cell.quantity == "compute":
-        return ops.costs.matmul(m, local, k, cell.itemsize)
+        return ops.costs.matmul(m, local, k, cell.itemsize, cell.again)
     if cell.quantity == "library":
         return ops.beside_the_library("all_gather", world, m, local, k, cell.itemsize)
     if cell.quantity == "fused":
@@ -89,7 +89,7 @@ def _scatter(ops: Operators, cell: Cell) -> float | None:
     world, local = cell.world_size, k // cell.world_size
     kind = _SCATTERS[cell.op]
     if cell.quantity == "compute":
-        return ops.costs.matmul(m, n, local, cell.itemsize)
+        return ops.costs.matmul(m, n, local, cell.itemsize, cell.again)
     if cell.quantity == "library":
         return ops.beside_the_library(kind, world, m, n, local, cell.itemsize)
     if cell.quantity == "fused":
@@ -195,7 +195,7 @@ def _layer(ops: Operators, cell: Cell) -> float | None:
 
 
 _MODELS: dict[str, Callable[[Operators, Cell], float | None]] = {
-    "matmul": lambda ops, cell: ops.costs.matmul(*cell.shape, itemsize=cell.itemsize),  # of one rank, its own sizes
+    "matmul": lambda ops, cell: ops.costs.matmul(*cell.shape, cell.itemsize, cell.again),  # of one rank, its own sizes
     "all_gather_matmul": _gather,
     **dict.fromkeys(_SCATTERS, _scatter),
     **dict.fromkeys(("matmul_all_to_all", "all_to_all_matmul"), _exchange),
