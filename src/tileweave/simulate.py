@@ -133,6 +133,8 @@ def sweep(scenario: Scenario, used: Calibration | None = None) -> list[tuple[int
     found = []
     for factor in (0.125, 0.25, 0.5, 1, 2):
         nodes = int(scenario.cluster.nodes * factor)
+        if nodes < 1:
+            continue
         cluster = replace(scenario.cluster, nodes=nodes, network=replace(scenario.cluster.network, dims=()))
         work = scenario.workload
         if isinstance(work, training.Training):

@@ -13,7 +13,7 @@ from tileweave.sim.costs import Costs
 from tileweave.sim.document import parse_document
 from tileweave.sim.machine import make_cluster, presets
 from tileweave.sim.workload import read_scenario, scenario_of, simulate_all
-from tileweave.simulate import app
+from tileweave.simulate import app, sweep
 
 GOOD = """\
 workload: train
@@ -138,3 +138,8 @@ def test_astra_networks_come_back(tmp_path: Path, network: str) -> None:
 def test_options_are_read_as_a_file_would_be(command: list[str], said: str) -> None:
     done = CliRunner().invoke(app, command)
     assert isinstance(done.exception, InputError) and said in str(done.exception)
+
+
+def test_a_sweep_of_few_nodes_begins_with_one() -> None:
+    found = sweep(scenario_of(parse_document("workload: dlrm\nmodel: dlrm-ours\ncluster: {nodes: 3}\n", "x")))
+    assert [nodes for nodes, _ in found] == [1, 3, 6]

@@ -352,22 +352,23 @@ class _Scatter(Kernel):
                 made.append(unit.tile)
             elif self.combine != "keep" or not self.by_engine:
                 place = self._chunk_of(index) if self.by_engine else index
-                yield from self._sum(program, [self._event(s, place) for s in range(1, size)], index)
+                takes = 0 if self.by_engine else size - 1 if self.combine == "keep" else 1  # a sum reads all peers' at once
+                yield from self._sum(program, [self._event(s, place) for s in range(1, size)], index, takes)
                 if self.combine == "sum_and_gather":
                     yield from self._pass_on(index, size - 1.0)
         for tile in mine:  # by symmetry peers' rows are here when mine are there
-            yield from self._sum(program, [self._event(0, tile)], tile)
+            yield from self._sum(program, [self._event(0, tile)], tile, self.combine == "one_shot" or self._owners(tile)[0])
             if self.combine == "sum_and_gather":
                 yield from self._pass_on(tile, (size - 1) / size)
         for tile in made if self.combine == "sum_and_gather" else ():  # rows of other owners, likewise
             yield self._event(RESULT, tile if self.shares else tile % self.owners.per_source)
-            yield self._takes(self._others(tile))
+            yield self._takes(self._owners(tile)[1])
 
     def _pass_on(self, index: int, copies: float) -> Generator[simpy.Event, Any, None]:
         """A finished tile, or the own rows of it, to all peers: stores like those of a partial."""
         yield self._store(SEVERAL, copies, self._event(RESULT, index))
 
-    def _sum(self, program: int, parts: list[simpy.Event], index: int) -> Generator[simpy.Event, Any, None]:
+    def _sum(self, program: int, parts: list[simpy.Event], index: int, takes: int) -> Generator[simpy.Event, Any, None]:
         begin = self.env.now
         yield self.env.all_of(parts)
         self.waited += self.env.now - begin
@@ -375,8 +376,7 @@ class _Scatter(Kernel):
         passes = 3 if self.combine == "keep" else 2  # the slot is read and emptied; what is kept is written where it belongs
         moved = passes * self.tile_bytes * share * (self.owners.world_size - 1) * self.active
         yield self.env.timeout(moved / (self.c.stream * self.costs.device.memory_rate))
-        if not self.by_engine:  # a sum reads all peers' at once; what is kept is taken from one after the other
-            yield self._takes(self.owners.world_size - 1 if self.combine == "keep" else 1)
+        yield self._takes(takes)
         self.note(program, "sum", 0, begin, index)
 
     def _takes(self, sources: int) -> simpy.Event:
@@ -384,9 +384,10 @@ class _Scatter(Kernel):
         which are ways to memory behind each other, however few bytes there are."""
         return self.env.timeout(self.c.take * sources * max(self.owners.tile_n // _PIECE, 1))
 
-    def _others(self, tile: int) -> int:
-        """How many other ranks own rows of a tile."""
+    def _owners(self, tile: int) -> tuple[int, int]:
+        """How many of a tile's owners this rank is, and how many others are."""
         first, limit, _ = self.owners.place(tile)
         last = min(first + self.owners.tile_m, limit) - 1
         owners = range(first // self.owners.rows, last // self.owners.rows + 1)
-        return len(owners) - (self.owners.rank in owners)
+        mine = int(self.owners.rank in owners)
+        return mine, len(owners) - mine
