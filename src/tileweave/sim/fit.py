@@ -148,6 +148,7 @@ BLOCKS = (
         ("scatter_launch", "scatter_eager", "scatter_tile", "staged_tile", "take"),
         lambda cell: cell.op in (*_SCATTERS, "matmul_all_to_all") and cell.quantity == "fused",
         110,
+        2,
     ),
 )  # fmt: skip
 
