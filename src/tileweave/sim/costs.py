@@ -105,7 +105,7 @@ class Coefficients:
     fused_feed: float
     grouped_rate: float
     grouped_step: float
-    scatter_launch: float
+    one_shot_launch: float
     scatter_eager: float
     scatter_tile: float
     staged_tile: float

@@ -46,7 +46,7 @@ START = Coefficients(
     matmul_launch=4e-6, matmul_flops=0.85, matmul_memory=0.84, matmul_feed=9e12, matmul_norm=6.0, matmul_sustained=3e-4,
     matmul_power=0.05, matmul_split=1e-6, matmul_tile=5e-7, matmul_overlap=0.3, matmul_stream=5e10, matmul_again=1e-3,
     fused_launch=5e-6, fused_eager=8e-6, fused_tile=1e-6, fused_part=2e-6, fused_rate=1.0, fused_feed=1.2e13,
-    grouped_rate=0.9, grouped_step=2e-6, scatter_launch=4e-6, scatter_eager=8e-6, scatter_tile=1e-6, staged_tile=1e-6,
+    grouped_rate=0.9, grouped_step=2e-6, one_shot_launch=4e-6, scatter_eager=8e-6, scatter_tile=1e-6, staged_tile=1e-6,
     take=1.5e-6,
     exchange_latency=4e-6, exchange_fraction=0.6, corun=0.03,
     nccl=tuple(Curve(kind, world, 8e-6, knots, (0.4,) * len(knots)) for (kind, world), knots in _KNOTS.items()),
@@ -145,7 +145,7 @@ BLOCKS = (
     ),
     Block(
         "fused scatter",
-        ("scatter_launch", "scatter_eager", "scatter_tile", "staged_tile", "take"),
+        ("one_shot_launch", "scatter_eager", "scatter_tile", "staged_tile", "take"),
         lambda cell: cell.op in (*_SCATTERS, "matmul_all_to_all") and cell.quantity == "fused",
         110,
         2,

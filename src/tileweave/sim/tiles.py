@@ -244,7 +244,8 @@ def scatter_matmul(
     engines put them where they belong).
     """
     kernel = _Scatter(schedule, combine, costs, cluster, itemsize, record, by_engine, by_columns)
-    return kernel.run(costs.c.scatter_launch if graph else costs.c.scatter_eager, [])
+    late = costs.c.one_shot_launch if combine == "one_shot" else costs.c.fused_launch  # the kernel of a gather, or a plain one
+    return kernel.run(late if graph else costs.c.scatter_eager, [])
 
 
 class _Scatter(Kernel):
