@@ -59,7 +59,8 @@ class _Maker:
         if op == "matmul":
             return self.matmul(*component.shape)
         if component.config is not None:
-            return self.stores(op, *component.shape, component.config)
+            m, n, k = component.shape
+            return self.stores(op, m, n, k, component.config)
         if op in _OPERATORS:
             m, n, k = component.shape
             n, k = (n // self.size, k) if op == "all_gather_matmul" else (n, k // self.size)

@@ -186,6 +186,12 @@ def _push(ops: Operators, cell: Cell) -> float | None:
     return late + flow.nbytes / rate + 3.5e-6
 
 
+def _matmul(ops: Operators, cell: Cell) -> float | None:
+    """One rank's own, of its own sizes."""
+    m, n, k = cell.shape
+    return ops.costs.matmul(m, n, k, cell.itemsize, cell.again)
+
+
 def _layer(ops: Operators, cell: Cell) -> float | None:
     """One decoder layer forward, sequence parallel: rows, hidden, ffn, heads, kv_heads, tokens of a sequence."""
     m, hidden, ffn, heads, kv_heads, seq = cell.shape
@@ -195,7 +201,7 @@ def _layer(ops: Operators, cell: Cell) -> float | None:
 
 
 _MODELS: dict[str, Callable[[Operators, Cell], float | None]] = {
-    "matmul": lambda ops, cell: ops.costs.matmul(*cell.shape, cell.itemsize, cell.again),  # of one rank, its own sizes
+    "matmul": _matmul,
     "all_gather_matmul": _gather,
     **dict.fromkeys(_SCATTERS, _scatter),
     **dict.fromkeys(("matmul_all_to_all", "all_to_all_matmul"), _exchange),
