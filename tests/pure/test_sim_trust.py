@@ -132,7 +132,7 @@ def test_results_of_any_bench_extend_the_cells(tmp_path: Path) -> None:
 
 
 def test_components_say_which_kernel_was_measured_and_how(tmp_path: Path) -> None:
-    """A kernel past the planner is predicted as it was; a matmul again and again is slower, if it multiplies and does not wait."""
+    """A kernel past the planner is predicted as it was; a matmul again and again is slower, where it multiplies."""
     config = {"kernel": "hopper", "transport": "sm", "tile_m": 64, "tile_n": 64, "tile_k": 128, "num_stages": 6, "num_warps": 4}
     fused = {"op": "matmul_all_reduce", "quantity": "fused", "shape": [512, 4096, 4096], "graph": True, "us": 30.0}
     plain = {"op": "matmul", "quantity": "compute", "graph": True, "us": 30.0, "world_size": 1}
