@@ -40,9 +40,9 @@ app = typer.Typer(
 
 Device = Annotated[str, typer.Option(help="a100-pcie, a100, h800, h100, h200, b200, mi210 or mi300x.")]
 Net = Annotated[str, typer.Option(help="What joins nodes: ib-100 to ib-800, rail-400, rail-800, torus-200, torus-400.")]
-Nodes = Annotated[int | None, typer.Option(help="Nodes.")]
-Gpus = Annotated[int | None, typer.Option(help="GPUs in all.")]
-PerNode = Annotated[int | None, typer.Option(help="GPUs of a node (default: as the device usually has).")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes.")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs in all.")]
+PerNode = Annotated[int | None, typer.Option(min=1, help="GPUs of a node (default: as the device usually has).")]
 Out = Annotated[Path | None, typer.Option(help="Folder for plots, a Perfetto trace and the numbers as JSON.")]
 Advise = Annotated[bool, typer.Option("--advise", help="Try every degree; say which is best, and which operators to fuse.")]
 Sense = Annotated[bool, typer.Option("--sensitivity/--no-sensitivity", help="What moves the result.")]
@@ -133,6 +133,8 @@ def sweep(scenario: Scenario, used: Calibration | None = None) -> list[tuple[int
     found = []
     for factor in (0.125, 0.25, 0.5, 1, 2):
         nodes = int(scenario.cluster.nodes * factor)
+        if nodes < 1:
+            continue
         cluster = replace(scenario.cluster, nodes=nodes, network=replace(scenario.cluster.network, dims=()))
         work = scenario.workload
         if isinstance(work, training.Training):
@@ -238,7 +240,9 @@ def replay(
 
     timeline = chakra.replay(sorted(traces), seconds, cluster.network.nic_rate * cluster.network.fraction)
     screen = console()
-    screen.print(f"{len(traces)} ranks: {report.time_text(timeline.seconds)}; {len(timeline.tasks)} nodes")
+    screen.print(
+        f"{len(traces)} rank{'s' * (len(traces) != 1)}: {report.time_text(timeline.seconds)}; {len(timeline.tasks)} nodes"
+    )
     for phase, time in timeline.phases().items():
         screen.print(f"  {phase}: {report.time_text(time)}")
     if out is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tileweave.errors import InputError
 from tileweave.sim import astra
@@ -12,6 +13,7 @@ from tileweave.sim.costs import Costs
 from tileweave.sim.document import parse_document
 from tileweave.sim.machine import make_cluster, presets
 from tileweave.sim.workload import read_scenario, scenario_of, simulate_all
+from tileweave.simulate import app, sweep
 
 GOOD = """\
 workload: train
@@ -121,3 +123,23 @@ def test_astra_networks_come_back(tmp_path: Path, network: str) -> None:
     (tmp_path / "bad.yml").write_text("topology: [ Rong ]\nnpus_count: [ 4 ]\nbandwidth: [ 1 ]\nlatency: [ 1 ]\n", "utf-8")
     with pytest.raises(InputError, match=r"line 1, field topology.0.*Ring, Switch, FullyConnected"):
         astra.read_network(tmp_path / "bad.yml", cluster.device)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["serve", "--batch", "0"], "batch: asked: 0; allowed: a whole number from 1"),
+        (["serve", "--tp", "3"], "tp 3 of llama3-70b; allowed: a divisor of its 64 heads"),
+        (["train", "gpt3-175b", "--gpus", "128", "--recompute", "some"], "recompute: asked: 'some'; allowed: none, full"),
+        (["moe", "--tokens", "0"], "tokens: asked: 0"),
+        (["dlrm", "--imbalance", "nan"], "imbalance: asked: nan; allowed: a number from 0 to 10"),
+    ],
+)
+def test_options_are_read_as_a_file_would_be(command: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, command)
+    assert isinstance(done.exception, InputError) and said in str(done.exception)
+
+
+def test_a_sweep_of_few_nodes_begins_with_one() -> None:
+    found = sweep(scenario_of(parse_document("workload: dlrm\nmodel: dlrm-ours\ncluster: {nodes: 3}\n", "x")))
+    assert [nodes for nodes, _ in found] == [1, 3, 6]

@@ -109,6 +109,19 @@ def test_copy_engines_take_chunks_in_the_kernels_order(slices: int) -> None:
     assert max(event.end for event in run.events if event.kind == "sum") >= last, "own tiles wait for what peers send meanwhile"
 
 
+@pytest.mark.parametrize(("combine", "m", "takes"), [("sum", 64, 1), ("one_shot", 64, 1), ("sum_and_gather", 64, 4),
+                                                     ("sum_and_gather", 256, 2), ("keep", 512, 3)])  # fmt: skip
+def test_a_tile_is_taken_from_one_source_after_the_other(combine: Any, m: int, takes: int) -> None:
+    """Two pieces a tile, one tile a program. The sum takes all sources at once; a result comes from each owner of its rows."""
+    schedule = scattered(m, 1024, 2048)
+    assert schedule.num_tiles <= schedule.num_programs and schedule.tile_n == 128
+
+    def seconds(take: float) -> float:
+        return scatter_matmul(schedule, combine, Costs(COSTS.device, replace(COSTS.c, take=take)), FOUR, True).inner
+
+    assert seconds(1e-3) - seconds(0.0) == pytest.approx(takes * 2e-3, rel=0.02)
+
+
 def test_the_second_shot_and_operands_past_the_l2_cost_time() -> None:
     schedule = scattered(512, 8192, 2048)
     one, two = (scatter_matmul(schedule, way, COSTS, FOUR, True).inner for way in ("sum", "sum_and_gather"))
@@ -122,7 +135,7 @@ def test_the_second_shot_and_operands_past_the_l2_cost_time() -> None:
 @pytest.mark.parametrize(("combine", "copies"), [("sum", 3), ("keep", 3), ("one_shot", 12), ("sum_and_gather", 6)])
 def test_a_scatter_is_as_long_as_its_traffic_on_slow_links_and_as_its_matmul_on_fast_ones(combine: Any, copies: int) -> None:
     schedule = scattered(4096, 4096, 1024)
-    costs = Costs(COSTS.device, replace(COSTS.c, scatter_tile=0.0))  # as if stores cost programs nothing
+    costs = Costs(COSTS.device, replace(COSTS.c, scatter_tile=0.0, take=0.0))  # as if it cost programs nothing
 
     def seconds(factor: float) -> float:
         cluster = replace(FOUR, device=replace(FOUR.device, link_rate=FOUR.device.link_rate * factor))

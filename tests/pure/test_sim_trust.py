@@ -15,6 +15,7 @@ from tileweave.sim import crosscheck
 from tileweave.sim.cells import Cell, alone, holds_cells, read_cells
 from tileweave.sim.costs import load_calibration
 from tileweave.sim.fit import BLOCKS, START, fit, nelder_mead
+from tileweave.sim.predict import planned
 from tileweave.sim.settle import STEADY, quantity_of, settle, unsteadiness
 from tileweave.sim.trust import GOOD_MEAN, GOOD_WORST, judge, published, repeatability, summarise
 from tileweave.simulate import app
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = [path for path in sorted((ROOT / "docs" / "results").glob("*.json")) if holds_cells(path)]
 TIMES = read_cells(RESULTS)
 CELLS, UNSTEADY = settle(TIMES)
-RECORDED_OVER = 6  # held-out cells over 20 %, as docs/simulator.md has them
+RECORDED_OVER = 0  # held-out cells over 20 %, as docs/simulator.md has them
 UNMODELLED = {  # measured, and said in docs/simulator.md: the library's kernels are others now
     (op, "prototype")
     for op in ("matmul_reduce_scatter", "matmul_all_reduce", "dispatch_grouped_matmul", "grouped_matmul_combine")
@@ -31,8 +32,8 @@ UNMODELLED = {  # measured, and said in docs/simulator.md: the library's kernels
 
 
 def test_the_shipped_calibration_holds_the_bar() -> None:
-    """Geometric mean of held-out errors at most 8 %, of all cells and of each kind. The worst cell misses its bar of 20 %: how
-    many do is recorded here and in docs/simulator.md, and no more may."""
+    """Geometric mean of held-out errors at most 8 %, of all cells and of each kind; at most 20 % in each cell: how many have
+    more is recorded here and in docs/simulator.md."""
     judged, unknown = judge(CELLS)
     assert {(cell.op, cell.quantity) for cell in unknown} - UNMODELLED == set(), "a measured cell that no model covers"
     for side in ("held out", "fit"):
@@ -128,6 +129,24 @@ def test_results_of_any_bench_extend_the_cells(tmp_path: Path) -> None:
     path.write_text("{}", "utf-8")
     with pytest.raises(InputError, match="`cases`, `components` or `sweeps`"):
         read_cells([path])
+
+
+def test_components_say_which_kernel_was_measured_and_how(tmp_path: Path) -> None:
+    """A kernel past the planner is predicted as it was; a matmul again and again is slower, where it multiplies."""
+    config = {"kernel": "hopper", "transport": "sm", "tile_m": 64, "tile_n": 64, "tile_k": 128, "num_stages": 6, "num_warps": 4}
+    fused = {"op": "matmul_all_reduce", "quantity": "fused", "shape": [512, 4096, 4096], "graph": True, "us": 30.0}
+    plain = {"op": "matmul", "quantity": "compute", "graph": True, "us": 30.0, "world_size": 1}
+    listed = [{**fused, "config": config}, {**plain, "shape": [1024, 8192, 4096]}, {**plain, "shape": [16, 8192, 4096]}]
+    path, report = tmp_path / "new.json", {"machine": {"world_size": 2}, "components": listed}
+    path.write_text(json.dumps(report), "utf-8")
+    in_turns = read_cells([path])
+    path.write_text(json.dumps({**report, "again": True}), "utf-8")
+    again = read_cells([path])
+    found = planned(again[0])
+    assert found is not None and (found.tile_m, found.tile_n, found.transport) == (64, 64, "sm")
+    before, after = ([one.predicted for one in judge(cells)[0]] for cells in (in_turns, again))
+    assert after[0] == before[0] and after[1] > 1.03 * before[1] and after[2] < 1.01 * before[2]
+    assert quantity_of(in_turns[1]) != quantity_of(again[1]) and quantity_of(in_turns[0]) == quantity_of(again[0])
 
 
 def test_repeated_measurements_bound_what_can_be_asked() -> None:

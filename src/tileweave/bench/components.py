@@ -1,10 +1,11 @@
-"""Cells for the simulator's calibration: fused operators, whole layers, matmuls, collectives, lookups, top-k sums.
+"""Cells for the simulator's calibration: fused operators, whole layers, matmuls, collectives, lookups, top-k sums, kernels
+that store tiles to their owners.
 
     python -m tileweave.bench.components --json docs/results/components.json
 
 measures on worlds of 2 and 4 GPUs in one call, ``--seconds`` in all (about: no cell is begun after its world's share), most
-wanted cells first, and writes what ``tileweave simulate trust`` and ``calibrate`` read. More shapes of the operators:
-``tileweave bench``. ``--smoke`` tries the machinery without GPUs.
+wanted cells first, and writes what ``tileweave simulate trust`` and ``calibrate`` read. ``--groups`` measures some of the
+groups of component_cells.py. More shapes of the operators: ``tileweave bench``. ``--smoke`` tries the machinery without GPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -23,75 +24,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import tileweave as tw
+from tileweave.bench.component_cells import GROUPS, Component, components, smoke
 from tileweave.bench.environment import environment
 from tileweave.bench.screen import Steps
 from tileweave.bench.subjects import worst
+from tileweave.config import MatmulConfig, Plan
+from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, launch
-from tileweave.ops import reference
+from tileweave.ops import matmul_all_reduce_fused, matmul_all_to_all_fused, matmul_reduce_scatter_fused, reference
+from tileweave.ops.registry import name_of
 from tileweave.profile.timing import measure
+from tileweave.schedule_scatter import Exchange
 from tileweave.transport.collectives import all_gather_flat, reduce_scatter_flat
 
 _OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 _COPIES_BYTES = 160 << 20  # operands rotate through so many bytes, past any L2
-
-
-@dataclass(frozen=True, slots=True)
-class Component:
-    """One cell: what the simulator calls it, and its shape there (sim/predict.py)."""
-
-    op: str
-    quantity: str
-    shape: tuple[int, ...]
-    graph: bool
-
-
-def components(world: int, smoke: bool) -> list[Component]:
-    """What is measured. Shapes are global; both protocols of the collectives, both sides of a wave, short and long rows."""
-    if smoke:
-        return [
-            Component("all_gather_matmul", "compute", (64, 64 * world, 32), False),
-            *[Component(op, "comm", (1 << 12,), False) for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")],
-            Component("embedding_bag_all_to_all", "compute", (64, world, 16, 3, 4), False),
-            Component("grouped_matmul_combine", "reduce", (32, 64, 1, world, 2), False),
-            *[Component("layer", what, (64, 64, 128, 4, 2, 1), False) for what in ("fused", "unfused")],
-            *[Component(op, "fused", (16, 64, 64), False) for op in ("all_gather_matmul", "matmul_all_reduce")],
-            Component("embedding_bag_all_to_all", "fused", (8, world, 16, 3, 4), False),
-        ]
-    layers = [(m, 8192, 28672, 64, 8, 2048) for m in (4096, 8192, 2048, 16384)]  # rows, hidden, ffn, heads, kv_heads, sequence
-    operators = {
-        "all_gather_matmul": ((512, 28672, 8192), (2048, 28672, 8192), (8192, 10240, 8192)),
-        "matmul_reduce_scatter": ((512, 8192, 28672), (2048, 8192, 8192), (8192, 8192, 28672)),
-        "matmul_all_reduce": ((1, 8192, 8192), (16, 8192, 28672), (64, 8192, 28672), (256, 8192, 8192)),
-    }
-    both = ("fused", "unfused")
-    found = [Component(op, what, s, s[0] <= 1024) for op, shapes in operators.items() for s in shapes for what in both]
-    found += [Component("layer", what, shape, False) for shape in layers for what in both]
-    found += [
-        Component("all_gather_matmul", "compute", (m, n, k), m <= 1024)
-        for m in (384, 1536, 6144, 96, 192, 768, 3072, 12288)
-        for n, k in ((10240, 8192), (36864, 12288))
-    ]
-    found += [
-        Component("matmul_reduce_scatter", "compute", (m, 8192, k), m <= 1024)
-        for m in (768, 3072, 12288)
-        for k in (8192, 28672)
-    ]
-    for powers in (range(14, 29, 2), range(15, 28, 2)):
-        for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-            found += [Component(op, "comm", (1 << power,), True) for power in powers]
-    found += [
-        Component("embedding_bag_all_to_all", what, (batch, 8 * world, 128, pooling, itemsize), False)
-        for batch in (8192, 32768)
-        for pooling in (1, 8, 40)
-        for itemsize in (2, 4)
-        for what in ("compute", "fused")
-    ]
-    found += [
-        Component("grouped_matmul_combine", "reduce", (tokens, hidden, 1, world, k), False)
-        for tokens, hidden in ((1024, 7168), (4096, 4096), (8192, 4096))
-        for k in (2, 4, 8)
-    ]
-    return found
 
 
 class _Maker:
@@ -109,6 +56,11 @@ class _Maker:
             return (self.exchanged_lookup if fused else self.lookup)(*component.shape)
         if op == "grouped_matmul_combine":
             return self.top_k_sum(*component.shape)
+        if op == "matmul":
+            return self.matmul(*component.shape)
+        if component.config is not None:
+            m, n, k = component.shape
+            return self.stores(op, m, n, k, component.config)
         if op in _OPERATORS:
             m, n, k = component.shape
             n, k = (n // self.size, k) if op == "all_gather_matmul" else (n, k // self.size)
@@ -126,6 +78,31 @@ class _Maker:
             return lambda: call(x, next(weights), group=group)
         unfused = getattr(reference, op)
         return lambda: unfused(x, next(weights), None, group)
+
+    def stores(self, op: str, m: int, n: int, k: int, config: MatmulConfig) -> Callable[[], object]:
+        """A kernel that stores tiles to their owners, as ``config`` says, past the planner; its result is checked once."""
+        group, how = self.member.group, Exchange(1, 0)
+        exchanged = op == "matmul_all_to_all"
+        rows, depth = (m // self.size, k) if exchanged else (m, k // self.size)
+        x, weights = self.random(rows, depth), self.copies(lambda: self.random(n, depth))
+        plan, name = Plan("fused", "asked for", config), name_of(group)
+        w = next(weights)
+        found = getattr(reference, op)(x, w, None, group, *((1, 0) if exchanged else ()))
+        want = found[0] if isinstance(found, tuple) else found  # an all-reduce may keep what goes into a norm
+        out = torch.empty_like(want)
+
+        def call(w: torch.Tensor) -> torch.Tensor:
+            if exchanged:
+                matmul_all_to_all_fused.run_fused(x, w, None, out, how, name, plan)
+            elif op == "matmul_all_reduce":
+                matmul_all_reduce_fused.run_fused(x, w, None, None, None, 0.0, out, None, name, plan)
+            else:
+                matmul_reduce_scatter_fused.run_fused(x, w, None, out, name, plan)
+            return out
+
+        off = float((call(w).float() - want.float()).norm() / want.float().norm())
+        require(off < 0.02, f"{op} {m}x{n}x{k}, {off:.1%} off", "2 %, as roundings of bf16 are", "report it: a kernel is wrong")
+        return lambda: call(next(weights))
 
     def exchanged_lookup(self, batch: int, tables: int, dim: int, pooling: int, itemsize: int) -> Callable[[], object]:
         dtype = torch.float32 if itemsize == 4 else torch.bfloat16
@@ -179,8 +156,8 @@ class _Maker:
         return lambda: F.embedding_bag(next(indices), weight, offsets, mode="sum")
 
     def top_k_sum(self, tokens: int, hidden: int, _inter: int, _experts: int, top_k: int) -> Callable[[], object]:
-        rows, scores = self.copies(lambda: self.random(tokens, top_k, hidden)), self.random(tokens, top_k, 1)
-        return lambda: (next(rows) * scores).sum(1)
+        rows = self.copies(lambda: self.random(tokens, top_k, hidden))
+        return lambda: next(rows).sum(1)
 
     def layer(
         self, m: int, hidden: int, ffn: int, heads: int, kv_heads: int, seq: int, fused: bool
@@ -221,10 +198,10 @@ class _Maker:
 
 
 @torch.no_grad()
-def run(member: Member, smoke: bool, repeats: int, seconds: float) -> list[dict[str, Any]]:
-    """Measure components on this world until its time is over. Collective; complete on rank 0."""
+def run(member: Member, groups: tuple[str, ...], repeats: int, seconds: float) -> list[dict[str, Any]]:
+    """Measure components on this world until its time is over; no groups: tiny ones. Collective; complete on rank 0."""
     found, maker, began = [], _Maker(member), time.monotonic()
-    listed = components(member.world_size, smoke)
+    listed = components(member.world_size, groups) if groups else smoke(member.world_size)
     eager = [one for one in listed if not one.graph]
     with Steps(f"components, world {member.world_size}", len(listed), show=member.rank == 0) as steps:
         for part, share in ((eager, len(eager) / len(listed)), ([one for one in listed if one.graph], 1.0)):
@@ -239,10 +216,12 @@ def run(member: Member, smoke: bool, repeats: int, seconds: float) -> list[dict[
                 steps.done(f"{timing.median_us:.1f} us")
                 if timing.median_us > 0.0:
                     itemsize = one.shape[4] if one.op.startswith("embedding") else 2
+                    ranks = 1 if one.op == "matmul" else member.world_size
                     found.append(
                         {
                             "op": one.op, "quantity": one.quantity, "shape": list(one.shape), "us": round(timing.median_us, 2),
-                            "graph": timing.graph, "itemsize": itemsize, "world_size": member.world_size,
+                            "graph": timing.graph, "itemsize": itemsize, "world_size": ranks,
+                            **({"config": asdict(one.config)} if one.config else {}),
                         }
                     )  # fmt: skip
                 del functions
@@ -258,18 +237,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=130.0, help="for all worlds together")
+    parser.add_argument("--groups", default=",".join(GROUPS), help="some of them, in order (default: %(default)s)")
     parser.add_argument("--smoke", action="store_true")
     asked = parser.parse_args()
+    groups = tuple(asked.groups.split(","))
+    require(set(groups) <= set(GROUPS), f"--groups {asked.groups}", f"of {', '.join(GROUPS)}", "name some, by commas")
     kind = default_device_type()
     worlds = [size for size in (2, 4) if size <= default_world_size(kind, None)]
     found: list[dict[str, Any]] = []
     for size in worlds:
-        smoke, seconds = asked.smoke or kind == "cpu", asked.seconds / len(worlds)
-        found += launch(run, smoke, asked.repeats, seconds, world_size=size, device_type=kind, seconds=seconds + 120) or []
+        wanted, seconds = () if asked.smoke or kind == "cpu" else groups, asked.seconds / len(worlds)
+        one = launch(run, wanted, asked.repeats, seconds, world_size=size, device_type=kind, seconds=seconds + 120)
+        found += one or []
     about = (
-        "Component times by tileweave.bench.components: slowest rank, median of repeats; shapes as sim/predict.py reads them."
+        "Component times by tileweave.bench.components: slowest rank, median of repeats; shapes as sim/predict.py reads them. "
+        "again: each by itself, one call behind the other."
     )
-    report = {"about": about, "machine": {"world_size": max(worlds), **environment()}, "components": found}
+    report = {"about": about, "again": True, "machine": {"world_size": max(worlds), **environment()}, "components": found}
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     asked.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 

@@ -51,7 +51,8 @@ class Cell:
     """One measured time. ``shape``: M, N, K (global), or bytes; ``graph``: replayed from a CUDA graph.
 
     ``tables``: what the library planned with then, if not with what it plans with now. ``repeats``: the times, seconds, of
-    which ``seconds`` is the median, where the file has them. ``runs``: how many measurements stand behind it.
+    which ``seconds`` is the median, where the file has them. ``runs``: how many measurements stand behind it. ``again``: one
+    call behind the other, with nothing between; benches take turns among peers.
     """
 
     source: str
@@ -65,6 +66,7 @@ class Cell:
     tables: Tables | None = None
     repeats: tuple[float, ...] = ()
     runs: int = 1
+    again: bool = False
 
     @property
     def key(self) -> str:
@@ -139,7 +141,7 @@ def read_cells(paths: Iterable[Path]) -> list[Cell]:
         tables = read_tables(path.parent / data["tuned"]) if "tuned" in data else None
         first = len(found)
         if "components" in data:
-            found += [_component(path.name, data["machine"], entry) for entry in data["components"]]
+            found += [_component(path.name, data, entry) for entry in data["components"]]
         elif "sweeps" in data:
             cases = [(sweep, case) for sweep in data["sweeps"] for case in sweep["cases"]]
             found += [cell for sweep, case in cases for cell in _sweep(path.name, data["world_size"], sweep, case)]
@@ -148,7 +150,7 @@ def read_cells(paths: Iterable[Path]) -> list[Cell]:
         else:
             allowed = "a file with `cases`, `components` or `sweeps`"
             raise InputError(f"asked: {path}; allowed: {allowed}; remedy: see docs/simulator.md")
-        found[first:] = [replace(cell, tables=tables) for cell in found[first:]]
+        found[first:] = [replace(cell, tables=cell.tables or tables) for cell in found[first:]]
     return found
 
 
@@ -221,8 +223,13 @@ def _sweep(source: str, world_size: int, sweep: dict[str, Any], case: dict[str, 
     ]
 
 
-def _component(source: str, machine: dict[str, Any], entry: dict[str, Any]) -> Cell:
+def _component(source: str, data: dict[str, Any], entry: dict[str, Any]) -> Cell:
+    """``config``: the kernel that was measured, if not the one that tables say."""
+    if "config" in entry:
+        table = {"entries": [{"rows": 1, "cols": 1, "depth": 1, "us": None, "config": entry["config"]}]}
+        entry = {**entry, "tables": Tables({entry["op"]: read_entries(json.dumps(table), source)})}
     return Cell(
-        source, entry["op"], entry["quantity"], entry.get("world_size", machine["world_size"]), tuple(entry["shape"]),
-        entry.get("graph", False), entry["us"] * 1e-6, entry.get("itemsize", 2),
+        source, entry["op"], entry["quantity"], entry.get("world_size", data["machine"]["world_size"]), tuple(entry["shape"]),
+        entry.get("graph", False), entry["us"] * 1e-6, entry.get("itemsize", 2), entry.get("tables"),
+        again=data.get("again", False),
     )  # fmt: skip

@@ -59,13 +59,15 @@ class Coefficients:
     matmul_* : launch s; fractions of peak (flops, memory); feed bytes/s (L2 to all multiprocessors); p of the norm;
         sustained s and power of the power limit; split s for a cut along K; tile s for what a
         tile begins and ends with; overlap: share of the shorter of memory and
-        multiplication that does not hide behind the longer; stream: bytes/s of memory that one multiprocessor can ask for.
+        multiplication that does not hide behind the longer; stream: bytes/s of memory that one multiprocessor can ask for;
+        again: a short matmul measured again and again, with nothing between, has the clock of one that takes so many s.
     fused_* : the fused kernel: s a launch in a graph and eagerly, s a tile (prologue and epilogue), s a part handed over,
         fraction of the library's rate in its main loop, and its feed, bytes/s.
     grouped_rate : of grouped matmuls in the expert operators, share of the rate of the other fused main loops. grouped_step: s
         of a combine's program for a block of tokens, if memory and links do not take longer for all of them.
     scatter_* : where tiles are pushed as they are made: s a launch, eager likewise; tile: s that a program stands still while
-        it stores one to a peer. staged_tile: s that one ends with that copy engines take, or that stays.
+        it stores one to a peer. staged_tile: s that one ends with that copy engines take, or that stays. take: s until a piece
+        (64 columns) that one peer stored is out of the slot, if memory does not take longer.
     exchange_* : one launch that gathers or scatters beside a library's matmul: latency s, fraction of link rate.
     corun : relative slow-down of a matmul while links are busy.
     nccl : a curve for each kind of collective and each world that was measured. nccl_eager: s more outside a CUDA graph;
@@ -76,7 +78,7 @@ class Coefficients:
         the measured bound reach, beside a matmul.
     signal s : a remote store until its waiter sees it. gap s : between two dependent launches, in a graph or queued.
     stream, permute : fraction of memory rate of copying kernels, and of those that read a transposed view.
-    reduce : s an element that a sum over top-k rows makes.
+    reduce : s an element that a sum over top-k rows makes. reduce_memory: fraction of memory rate that it reads and writes at.
     attention : fraction of the matmul rate.
     lookup_* : torch's embedding lookups: s an element of results, s an element read, and bytes beside that as a fraction of
         memory rate (over 1: some of them hide). own_* : by this library's kernel: fraction of memory rate, s a bag. pooled_* :
@@ -94,6 +96,7 @@ class Coefficients:
     matmul_tile: float
     matmul_overlap: float
     matmul_stream: float
+    matmul_again: float
     fused_launch: float
     fused_eager: float
     fused_tile: float
@@ -102,10 +105,11 @@ class Coefficients:
     fused_feed: float
     grouped_rate: float
     grouped_step: float
-    scatter_launch: float
+    one_shot_launch: float
     scatter_eager: float
     scatter_tile: float
     staged_tile: float
+    take: float
     exchange_latency: float
     exchange_fraction: float
     corun: float
@@ -123,6 +127,7 @@ class Coefficients:
     stream: float
     permute: float
     reduce: float
+    reduce_memory: float
     attention: float
     lookup_made: float
     lookup_read: float
@@ -185,13 +190,15 @@ class Costs:
         self.flops = c.matmul_flops * device.flops
         self.memory_rate = c.matmul_memory * device.memory_rate
         self.feed, self.fused_feed = c.matmul_feed * scale, c.fused_feed * scale  # L2 feeds tensor cores: scaled with them
-        self._matmuls: dict[tuple[int, int, int, int], float] = {}
+        self._matmuls: dict[tuple[int, int, int, int, bool], float] = {}
 
-    def matmul(self, m: int, n: int, k: int, itemsize: int = 2) -> float:
-        """x [m, k] @ w [n, k].T by the vendor's library, from its launch to its end."""
-        key = (m, n, k, itemsize)
+    def matmul(self, m: int, n: int, k: int, itemsize: int = 2, again: bool = False) -> float:
+        """x [m, k] @ w [n, k].T by the vendor's library, from its launch to its end; ``again``: one behind the other, only."""
+        key = (m, n, k, itemsize, again)
         if key not in self._matmuls:
-            self._matmuls[key] = self.c.matmul_launch + self.throttled(self._matmul(m, n, k, itemsize))
+            seconds = self._matmul(m, n, k, itemsize)
+            busy = min(2.0 * m * n * k / self.flops / seconds, 1.0)
+            self._matmuls[key] = self.c.matmul_launch + self.throttled(seconds, busy, self.c.matmul_again if again else 0.0)
         return self._matmuls[key]
 
     def _matmul(self, m: int, n: int, k: int, itemsize: int) -> float:
@@ -227,9 +234,10 @@ class Costs:
         feed = (tile_m + tile_n) * k * itemsize * active / self.fused_feed
         return self._beside(_norm(self.c.matmul_norm, multiply, feed), memory)
 
-    def throttled(self, seconds: float, busy: float = 1.0) -> float:
-        """A time at full clock -> under the power limit. ``busy``: the share of it that tensor cores work."""
-        return seconds * (1.0 + seconds / self.c.matmul_sustained) ** (self.c.matmul_power * busy)
+    def throttled(self, seconds: float, busy: float = 1.0, before: float = 0.0) -> float:
+        """A time at full clock -> under the power limit. ``busy``: the share of it that tensor cores work; ``before``: s of
+        the same in front of it."""
+        return seconds * (1.0 + max(seconds, before) / self.c.matmul_sustained) ** (self.c.matmul_power * busy)
 
     def grouped_matmul(self, groups: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
         """``groups`` matmuls [m, k] @ [n, k] in one launch."""
@@ -256,12 +264,12 @@ class Costs:
         return self.c.matmul_launch + flops / (self.c.attention * self.flops)
 
     def reduce_rows(self, rows: int, terms: int, width: int, itemsize: int = 2) -> float:
-        """A library's sum of ``terms`` rows into each of ``rows``: bytes from memory, and a thread's time for each result,
-        which few terms do not shorten; near a balance each slows the other down."""
+        """A library's sum of ``terms`` rows into each of ``rows``: a thread's time for each result, which few terms do not
+        shorten, or bytes of rows that lie apart, whichever is longer."""
         elements = float(rows * width)
-        memory = elements * (terms + 1) * itemsize / self.memory_rate
+        memory = elements * (terms + 1) * itemsize / (self.c.reduce_memory * self.device.memory_rate)
         scale = presets()["devices"][REFERENCE].num_sms / self.device.num_sms
-        return self.c.gap + _norm(2.0, memory, self.c.reduce * elements * scale)
+        return self.c.matmul_launch + max(memory, self.c.reduce * elements * scale)
 
     def lookup(self, bags: float, rows: float, row_bytes: float, itemsize: int = 2) -> float:
         """Pool ``rows`` rows of ``row_bytes`` into ``bags`` bags by torch: a time for each element read and made, and bytes."""

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from tileweave.sim.collectives import Kind, bulk, group_of, phases
-from tileweave.sim.document import REQUIRED, Reader, Record, Spot, choice, either, flag, integer, items, number, text
+from tileweave.sim.document import REQUIRED, Reader, Record, Spot, checked, choice, either, flag, integer, items, number, text
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import view
 from tileweave.sim.operators import Mode, Operators
@@ -92,7 +92,7 @@ FIELDS: dict[str, tuple[Reader, Any]] = {
 
 def by_name(model: str, **fields: Any) -> Dlrm:
     """A training step of a known model."""
-    return Dlrm(known_tables(model), **fields)
+    return Dlrm(known_tables(model), **checked(fields, FIELDS))
 
 
 def simulate(dlrm: Dlrm, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any = None) -> Timeline:

@@ -22,7 +22,7 @@ REQUIRED = object()
 
 @dataclass(frozen=True)
 class Spot:
-    """A YAML node, and the way to it from the root of the file."""
+    """A YAML node, and the way to it from the root of the file; no ``file``: a value that came from elsewhere."""
 
     file: str
     path: str
@@ -34,7 +34,7 @@ class Spot:
 
 def fail(spot: Spot, asked: str, allowed: str, remedy: str) -> InputError:
     """The error for one place in a file."""
-    where = f"{spot.file}, line {spot.node.start_mark.line + 1}, field {spot.path or '(top)'}"
+    where = f"{spot.file}, line {spot.node.start_mark.line + 1}, field {spot.path or '(top)'}" if spot.file else spot.path
     return InputError(f"{where}: asked: {asked}; allowed: {allowed}; remedy: {remedy}")
 
 
@@ -169,6 +169,11 @@ class Record:
                     raise fail(spot, f"no field {name!r}", f"it must be there, beside {names}", f"add `{name}: ...`")
                 found[name] = default
         return self.make(**found)
+
+
+def checked(values: Mapping[str, Any], fields: Mapping[str, tuple[Reader, Any]]) -> dict[str, Any]:
+    """Values from elsewhere (a command line, a program), each read as a file's field of that name would be."""
+    return {name: fields[name][0](Spot("", name, yaml.compose(yaml.safe_dump(value)))) for name, value in values.items()}
 
 
 def mapping_of(reader: Reader) -> Reader:

@@ -31,6 +31,7 @@ _FRACTIONS = (
     "permute",
     "exchange_fraction",
     "own_memory",
+    "reduce_memory",
 )
 # Bytes at which a collective's curve has a value of its own: where the fit side has cells. Messages of 3 to 4 MB are there
 # among four ranks alone, before and behind matmuls; NCCL changes its protocol below them.
@@ -43,20 +44,21 @@ _KNOTS = {
 # Where to begin: orders of magnitude from the data sheet and from what launches cost on any such device.
 START = Coefficients(
     matmul_launch=4e-6, matmul_flops=0.85, matmul_memory=0.84, matmul_feed=9e12, matmul_norm=6.0, matmul_sustained=3e-4,
-    matmul_power=0.05, matmul_split=1e-6, matmul_tile=5e-7, matmul_overlap=0.3, matmul_stream=5e10,
+    matmul_power=0.05, matmul_split=1e-6, matmul_tile=5e-7, matmul_overlap=0.3, matmul_stream=5e10, matmul_again=1e-3,
     fused_launch=5e-6, fused_eager=8e-6, fused_tile=1e-6, fused_part=2e-6, fused_rate=1.0, fused_feed=1.2e13,
-    grouped_rate=0.9, grouped_step=2e-6, scatter_launch=4e-6, scatter_eager=8e-6, scatter_tile=1e-6, staged_tile=1e-6,
+    grouped_rate=0.9, grouped_step=2e-6, one_shot_launch=4e-6, scatter_eager=8e-6, scatter_tile=1e-6, staged_tile=1e-6,
+    take=1.5e-6,
     exchange_latency=4e-6, exchange_fraction=0.6, corun=0.03,
     nccl=tuple(Curve(kind, world, 8e-6, knots, (0.4,) * len(knots)) for (kind, world), knots in _KNOTS.items()),
     nccl_eager=1e-5, nccl_repeat=5e-6, push_latency=3e-6, push_fraction=0.75,
     copy_latency=4e-6, copy_fraction=0.8, copy_queued=4e-6, copy_one=0.6, signal=1.5e-6, gap=2e-6,
-    stream=0.6, permute=0.4, reduce=4e-12,
+    stream=0.6, permute=0.4, reduce=4e-12, reduce_memory=0.7,
     attention=0.65, lookup_made=1e-11, lookup_read=1e-12, lookup_memory=0.8,
     own_memory=0.8, own_bag=1e-10, pooled_latency=1e-5, pooled_norm=6.0,
 )  # fmt: skip
 
 _SCATTERS = ("matmul_reduce_scatter", "matmul_all_reduce")
-_MATMULS = ("all_gather_matmul", *_SCATTERS, "matmul_all_to_all", "all_to_all_matmul")
+_MATMULS = ("matmul", "all_gather_matmul", *_SCATTERS, "matmul_all_to_all", "all_to_all_matmul")
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ BLOCKS = (
         6,
     ),
     Block("stream", ("stream",), lambda cell: cell.quantity == "concat" and _past_l2(cell), 60),
-    Block("reduce", ("reduce",), lambda cell: cell.quantity == "reduce", 60),
+    Block("reduce", ("reduce", "reduce_memory"), lambda cell: cell.quantity == "reduce", 60),
     *_collectives(),
     *_collectives(),  # again: what they share was a start value the first time
     Block("push", ("push_latency", "push_fraction"), lambda cell: cell.op == "push_sm", 60),
@@ -143,9 +145,10 @@ BLOCKS = (
     ),
     Block(
         "fused scatter",
-        ("scatter_launch", "scatter_eager", "scatter_tile", "staged_tile"),
+        ("one_shot_launch", "scatter_eager", "scatter_tile", "staged_tile", "take"),
         lambda cell: cell.op in (*_SCATTERS, "matmul_all_to_all") and cell.quantity == "fused",
         110,
+        2,
     ),
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tileweave.errors import require
 from tileweave.sim.collectives import group_of
-from tileweave.sim.document import REQUIRED, Reader, Record, Spot, choice, either, integer, number, text
+from tileweave.sim.document import REQUIRED, Reader, Record, Spot, checked, choice, either, integer, number, text
 from tileweave.sim.machine import Cluster
 from tileweave.sim.operators import Mode, Operators
 from tileweave.sim.step import Part, Step, Timeline
@@ -74,7 +74,7 @@ FIELDS: dict[str, tuple[Reader, Any]] = {
 
 def by_name(model: str, **fields: Any) -> MoE:
     """The layers of a published model."""
-    return MoE(known_experts(model), **fields)
+    return MoE(known_experts(model), **checked(fields, FIELDS))
 
 
 def simulate(moe: MoE, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any = None) -> Timeline:

@@ -169,7 +169,7 @@ class Operators:
         if seen.cluster.device.inside == "mesh":
             loads["pair1"] /= world - 1.0
         one = c.exchange_latency + max(nbytes * load / seen.capacities[link] for link, load in loads.items())
-        eager = 0.0 if self.graph else c.scatter_eager - c.scatter_launch
+        eager = 0.0 if self.graph else c.scatter_eager - c.one_shot_launch
         return self.costs.matmul(m, n, k, itemsize) + c.gap + one * (2.0 if kind == "all_reduce" else 1.0) + eager
 
     def fused_matmul_all_to_all(

@@ -74,7 +74,7 @@ def _gather(ops: Operators, cell: Cell) -> float | None:
     m, n, k = cell.shape
     world, local = cell.world_size, n // cell.world_size
     if cell.quantity == "compute":
-        return ops.costs.matmul(m, local, k, cell.itemsize)
+        return ops.costs.matmul(m, local, k, cell.itemsize, cell.again)
     if cell.quantity == "library":
         return ops.beside_the_library("all_gather", world, m, local, k, cell.itemsize)
     if cell.quantity == "fused":
@@ -89,7 +89,7 @@ def _scatter(ops: Operators, cell: Cell) -> float | None:
     world, local = cell.world_size, k // cell.world_size
     kind = _SCATTERS[cell.op]
     if cell.quantity == "compute":
-        return ops.costs.matmul(m, n, local, cell.itemsize)
+        return ops.costs.matmul(m, n, local, cell.itemsize, cell.again)
     if cell.quantity == "library":
         return ops.beside_the_library(kind, world, m, n, local, cell.itemsize)
     if cell.quantity == "fused":
@@ -186,6 +186,12 @@ def _push(ops: Operators, cell: Cell) -> float | None:
     return late + flow.nbytes / rate + 3.5e-6
 
 
+def _matmul(ops: Operators, cell: Cell) -> float | None:
+    """One rank's own, of its own sizes."""
+    m, n, k = cell.shape
+    return ops.costs.matmul(m, n, k, cell.itemsize, cell.again)
+
+
 def _layer(ops: Operators, cell: Cell) -> float | None:
     """One decoder layer forward, sequence parallel: rows, hidden, ffn, heads, kv_heads, tokens of a sequence."""
     m, hidden, ffn, heads, kv_heads, seq = cell.shape
@@ -195,6 +201,7 @@ def _layer(ops: Operators, cell: Cell) -> float | None:
 
 
 _MODELS: dict[str, Callable[[Operators, Cell], float | None]] = {
+    "matmul": _matmul,
     "all_gather_matmul": _gather,
     **dict.fromkeys(_SCATTERS, _scatter),
     **dict.fromkeys(("matmul_all_to_all", "all_to_all_matmul"), _exchange),

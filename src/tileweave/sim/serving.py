@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tileweave.errors import require
-from tileweave.sim.document import REQUIRED, Reader, choice, integer
+from tileweave.sim.document import REQUIRED, Reader, checked, choice, integer
 from tileweave.sim.machine import Cluster
 from tileweave.sim.operators import Mode, Operators
 from tileweave.sim.step import Part, Step, Timeline
@@ -32,7 +32,7 @@ FIELDS: dict[str, tuple[Reader, Any]] = {
 
 def by_name(model: str, **fields: Any) -> Serving:
     """Serving of a published model."""
-    return Serving(known_model(model), **fields)
+    return Serving(known_model(model), **checked(fields, FIELDS))
 
 
 def simulate(serving: Serving, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any = None) -> Timeline:

@@ -51,4 +51,5 @@ def quantity_of(cell: Cell) -> Hashable:
     if cell.quantity == "compute" and op == "matmul_all_reduce":
         op = "matmul_reduce_scatter"
     config = planned(cell) if cell.quantity == "fused" else None
-    return op, cell.quantity, cell.shape, cell.world_size, cell.graph, cell.itemsize, config
+    again = cell.again and cell.quantity == "compute"
+    return op, cell.quantity, cell.shape, cell.world_size, cell.graph, cell.itemsize, config, again

@@ -24,6 +24,7 @@ from tileweave.sim.machine import Cluster
 from tileweave.sim.network import Flow, Links, inside_hops, view
 
 _TILE_AREA = 128 * 128  # what fused_tile and fused_part are for
+_PIECE = 64  # columns that an epilogue handles at once
 SEVERAL = RESULT = -1
 Combine = Literal["sum", "sum_and_gather", "one_shot", "keep"]
 
@@ -71,7 +72,8 @@ class Kernel:
         self.active = max(sum(1 for units in self.work.values() if units), 1)
         self.area = schedule.tile_m * schedule.tile_n / _TILE_AREA
         blocks = max(schedule.num_tiles * schedule.k_blocks, 1)
-        self.memory = nbytes / costs.memory_rate / blocks * self.active  # s a block waits for bytes that nobody has read yet
+        rate = min(costs.memory_rate, self.active * costs.c.matmul_stream)
+        self.memory = nbytes / rate / blocks * self.active  # s a block waits for bytes that nobody has read yet
 
     def note(self, program: int, kind: str, peer: int, begin: float, tile: int = -1) -> None:
         if self.recording and self.env.now > begin:
@@ -242,7 +244,8 @@ def scatter_matmul(
     engines put them where they belong).
     """
     kernel = _Scatter(schedule, combine, costs, cluster, itemsize, record, by_engine, by_columns)
-    return kernel.run(costs.c.scatter_launch if graph else costs.c.scatter_eager, [])
+    late = costs.c.one_shot_launch if combine == "one_shot" else costs.c.fused_launch  # the kernel of a gather, or a plain one
+    return kernel.run(late if graph else costs.c.scatter_eager, [])
 
 
 class _Scatter(Kernel):
@@ -342,30 +345,31 @@ class _Scatter(Kernel):
                 copies = (size - 1) if self.combine == "one_shot" else (size - 1) / size
                 yield self._store(SEVERAL, copies, self._event(0, unit.tile))
                 mine.append(unit.tile)
-                made.append((unit.tile, (size - 1) / size))
+                made.append(unit.tile)
             elif owner != self.owners.rank and self.by_engine:
                 self._count(step, self._chunk_of(index))
             elif owner != self.owners.rank:
                 yield self._store(owner, 1.0, self._event(step + 1, index))
-                made.append((index, 1.0))
+                made.append(unit.tile)
             elif self.combine != "keep" or not self.by_engine:
                 place = self._chunk_of(index) if self.by_engine else index
-                yield from self._sum(program, [self._event(s, place) for s in range(1, size)], index)
+                takes = 0 if self.by_engine else size - 1 if self.combine == "keep" else 1  # a sum reads all peers' at once
+                yield from self._sum(program, [self._event(s, place) for s in range(1, size)], index, takes)
                 if self.combine == "sum_and_gather":
                     yield from self._pass_on(index, size - 1.0)
         for tile in mine:  # by symmetry peers' rows are here when mine are there
-            yield from self._sum(program, [self._event(0, tile)], tile)
+            yield from self._sum(program, [self._event(0, tile)], tile, self.combine == "one_shot" or self._owners(tile)[0])
             if self.combine == "sum_and_gather":
                 yield from self._pass_on(tile, (size - 1) / size)
-        for index, share in made if self.combine == "sum_and_gather" else ():  # rows of other owners, likewise
-            yield self._event(RESULT, index)
-            yield self.env.timeout(self.c.fused_part * self.area * share)
+        for tile in made if self.combine == "sum_and_gather" else ():  # rows of other owners, likewise
+            yield self._event(RESULT, tile if self.shares else tile % self.owners.per_source)
+            yield self._takes(self._owners(tile)[1])
 
     def _pass_on(self, index: int, copies: float) -> Generator[simpy.Event, Any, None]:
         """A finished tile, or the own rows of it, to all peers: stores like those of a partial."""
         yield self._store(SEVERAL, copies, self._event(RESULT, index))
 
-    def _sum(self, program: int, parts: list[simpy.Event], index: int) -> Generator[simpy.Event, Any, None]:
+    def _sum(self, program: int, parts: list[simpy.Event], index: int, takes: int) -> Generator[simpy.Event, Any, None]:
         begin = self.env.now
         yield self.env.all_of(parts)
         self.waited += self.env.now - begin
@@ -373,4 +377,18 @@ class _Scatter(Kernel):
         passes = 3 if self.combine == "keep" else 2  # the slot is read and emptied; what is kept is written where it belongs
         moved = passes * self.tile_bytes * share * (self.owners.world_size - 1) * self.active
         yield self.env.timeout(moved / (self.c.stream * self.costs.device.memory_rate))
+        yield self._takes(takes)
         self.note(program, "sum", 0, begin, index)
+
+    def _takes(self, sources: int) -> simpy.Event:
+        """A tile out of the slot, from one source after the other, in pieces: each polls, clears, and asks for the fault word,
+        which are ways to memory behind each other, however few bytes there are."""
+        return self.env.timeout(self.c.take * sources * max(self.owners.tile_n // _PIECE, 1))
+
+    def _owners(self, tile: int) -> tuple[int, int]:
+        """How many of a tile's owners this rank is, and how many others are."""
+        first, limit, _ = self.owners.place(tile)
+        last = min(first + self.owners.tile_m, limit) - 1
+        owners = range(first // self.owners.rows, last // self.owners.rows + 1)
+        mine = int(self.owners.rank in owners)
+        return mine, len(owners) - mine

@@ -86,7 +86,8 @@ class _Grouped:
     def tile(self, turn: int) -> simpy.Event:
         """A program's tile number ``turn``: the memory's rate is for those who have one then."""
         active = min(self.programs, len(self.tiles) - turn * self.programs)
-        memory = self.tile_bytes / min(self.costs.memory_rate / active, self.c.matmul_stream)
+        most = self.costs.fused_feed / self.cluster.device.num_sms  # what L2 gives one; rings of weights are deep enough for it
+        memory = self.tile_bytes / min(self.costs.memory_rate / active, most)
         rate = self.c.grouped_rate
         one = self.costs.fused_block(self.tile_m, self.tile_n, self.p.depth, active, self.p.itemsize, memory, rate)
         return self.env.timeout(one + self.c.fused_tile * self.area)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tileweave.errors import require
 from tileweave.sim.collectives import bulk, group_of, phases
-from tileweave.sim.document import REQUIRED, Reader, choice, flag, integer
+from tileweave.sim.document import REQUIRED, Reader, checked, choice, flag, integer
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import View, view
 from tileweave.sim.operators import Mode, Operators
@@ -55,7 +55,7 @@ FIELDS: dict[str, tuple[Reader, Any]] = {
 
 def by_name(model: str, **fields: Any) -> Training:
     """A training run of a published model."""
-    return Training(known_model(model), **fields)
+    return Training(known_model(model), **checked(fields, FIELDS))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from tileweave.errors import require
 from tileweave.sim.document import (
     REQUIRED,
     Reader,
@@ -103,6 +104,10 @@ class Layer:
     """
 
     def __init__(self, model: Model, ops: Operators, tp: int, mode: Mode, fuse: Iterable[str] | None = None) -> None:
+        require(
+            model.heads % tp == 0 and model.ffn % tp == 0, f"tp {tp} of {model.name}",
+            f"a divisor of its {model.heads} heads and {model.ffn} columns", "change tp",
+        )  # fmt: skip
         self.model, self.ops, self.tp, self.mode = model, ops, tp, mode
         self.fuse = None if fuse is None else set(fuse)
 
