@@ -10,7 +10,7 @@ from torch import nn
 
 import tileweave as tw
 from tileweave.nn import ShardedEmbeddingBag
-from tileweave.ops.embedding_bag_all_to_all_fused import push_gradient
+from tileweave.ops.embedding_bag_all_to_all_fused import begin_push, end_push
 from tileweave.ops.reference import all_to_all_whole
 from tileweave.ops.table_gradient import Lookups, SortedLookups, sort_lookups, table_gradients
 from tileweave.sharding import EmbeddingLayout, rows_of
@@ -48,11 +48,11 @@ class Ours(Exchange):
         """Positions by table row; needs no gradient, hence beside the step before."""
         return sort_lookups(self.tables, Lookups(indices, offsets, None, self.batch, False), indices.is_cuda or self.compiled)
 
-    def sums(self, grad: torch.Tensor, ordered: SortedLookups, phase: Phase, peers: Any = None) -> None:
+    def sums(self, grad: torch.Tensor, ordered: SortedLookups, phase: Phase, push: Any = None) -> None:
         phase(SUMS)
         table_gradients(
             grad, self.tables, self.bags, ordered,
-            1.0 / self.module.world_size, "sgd", (), self.module.optimizer.rate, 0.0, grad.is_cuda or self.compiled, peers,
+            1.0 / self.module.world_size, "sgd", (), self.module.optimizer.rate, 0.0, grad.is_cuda or self.compiled, push,
         )  # fmt: skip
 
 
@@ -74,9 +74,9 @@ class Fused(Ours):
 
     def update(self, grad: torch.Tensor, ordered: SortedLookups, phase: Phase) -> None:
         phase(BOTH_BACK)
-        arriving = push_gradient(grad, self.layout, self.batch, self.module.group_name)
-        self.sums(arriving.grad, ordered, quiet, arriving.peers)
-        arriving.join()
+        push = begin_push(grad, self.layout, self.batch, self.module.group_name)
+        self.sums(push.slot, ordered, quiet, push)  # one launch
+        end_push(push, self.module.group_name)
 
 
 class Unfused(Ours):

@@ -91,7 +91,8 @@ def compile_lookup(case: Case, target: str, is_fused: bool) -> Compiled:
     return compiled
 
 
-NAMES = ["push_gradient_kernel", "await_first_kernel", "keys_kernel", "sum_rows_kernel", "sum_runs_kernel"]
+SUMS = ["sum_rows_kernel", "sum_runs_kernel", "push_and_sum_kernel", "sum_runs_kernel"]
+NAMES = ["push_gradient_kernel", "keys_kernel", *SUMS]
 
 
 @functools.cache
@@ -100,17 +101,18 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
     aligned = 16 // dtype.itemsize
 
     def launch() -> None:
-        peers = endpoint(dtype)
-        await_first = gradient.push_gradient(
-            peers, torch.zeros(3, 6, dtype=torch.int64), torch.empty(64, 512, dtype=dtype), 0, aligned,
+        slot = torch.empty(64, 256, dtype=dtype)
+        push = gradient.Push(
+            endpoint(dtype), torch.empty(64, 512, dtype=dtype), torch.zeros(3, 6, dtype=torch.int64), slot, 0, aligned,
             RANK, WORLD_SIZE, 132,
         )  # fmt: skip
-        await_first()
+        push.launch()
         keys, bags = sums.find_keys(numbers, torch.zeros(2 * BATCH + 1, dtype=torch.int64), numbers[:3], 200, BATCH)
-        sums.sum_rows(
-            torch.empty(64, 256, dtype=dtype), keys, bags, torch.zeros(640), numbers,
+        for bringing in (None, push):
+            sums.sum_rows(
+            slot, keys, bags, torch.zeros(640), numbers,
             torch.zeros(2, 6, dtype=torch.int64), torch.zeros(1), 1e-8, 0.25, 200, BATCH, dtype, 128, kind, aligned,
-            peers=peers,
+            push=bringing,
         )  # fmt: skip
 
     return compile_all(launch, target)
@@ -119,7 +121,7 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
 def fits(compiled: Compiled) -> bool:
     """Registers for three programs of four warps; for eight of one warp where a warp keeps a tile of rows in them."""
     assert compiled.registers is not None and compiled.spills is not None
-    most, spilled = (255, 64) if compiled.name == "sum_rows_kernel" else (168, 32)
+    most, spilled = (255, 64) if compiled.name in ("sum_rows_kernel", "push_and_sum_kernel") else (168, 32)
     return compiled.fits_shared and compiled.registers <= most and compiled.spills <= spilled
 
 
@@ -170,14 +172,19 @@ def test_stores_to_owners_are_16_bytes_and_signalled(case: Case, target: str) ->
 def test_gradients_keep_the_protocol() -> None:
     for target in NVIDIA:
         for dtype in (torch.float32, torch.bfloat16):
-            push, first, _, rows, _ = compile_gradient(target, dtype, sums.SGD)
-            assert lint(push, guarded=()) == []
+            push, _, rows, _, both, _ = compile_gradient(target, dtype, sums.SGD)
+            for kernel in (push, both):
+                assert lint(kernel, guarded=()) == []
+                assert "st.global.v4.b32" in str(kernel.ptx)
             assert len(operations(push, guarded=()).waits) == 1 + WORLD_SIZE, "ready of a peer, and a group of each source"
-            assert len(operations(first, guarded=()).waits) == 1
-            assert len(re.findall(r"ld\.acquire\.gpu", str(rows.ptx))) == 1, "sums ask for their table's group, once a table"
-            assert not re.search(r"\b(?:div|rem)\.s64", str(rows.ptx)), "a division of 64 bits costs a hundred instructions"
-            assert "st.global.v4.b32" in str(push.ptx) and "st.global.v4.b32" in str(rows.ptx)
-            assert not re.search(r"st\.shared\.v", str(rows.ptx)), "a tile is one warp's, in its registers"
+            assert len(operations(both, guarded=()).waits) == 2 + WORLD_SIZE, "and the watcher's word"
+            assert len(re.findall(r"ld\.acquire\.gpu", str(both.ptx))) == 1, "sums ask for their table's group, once a table"
+            for kernel in (rows, both):
+                assert not re.search(r"\b(?:div|rem)\.s64", str(kernel.ptx)), (
+                    "a division of 64 bits costs a hundred instructions"
+                )
+            assert "st.global.v4.b32" in str(rows.ptx)
+            assert not re.search(r"\bbar\.sync|st\.shared", str(rows.ptx)), "a tile is one warp's, in its registers"
 
 
 def test_the_lint_would_notice() -> None:

@@ -1,47 +1,49 @@
 """The gradient's way back: rows of the result's gradient to the tables' owners, summed there while the next tables travel.
 
-``push_gradient``: rank r stores the columns of owner p's tables, for its own samples, straight into p's slot; the sums of
-``table_sums.py`` read them:
+Rank r stores the columns of owner p's tables, for its own samples, straight into p's slot; sums (``table_sums.py``) read them:
 
     grad  [b, width]   gradient of the result, own samples          slot [B, D_p]  p's tables side by side, all samples
 
-An owner's tables travel in ``GROUPS`` groups, in the order in which sorted positions name them. The push has a stream of its
-own; the sums, on the caller's, begin when the first group is there and wait for each further one:
+One launch. Lower programs *push*, an owner's tables in ``GROUPS`` groups, in the order in which sorted positions name them; one
+program *watches* what comes; all further ones *sum*, a tile of positions each, when the group of their table is there:
 
-    push stream    ready? | group 0 to r+1, r+2, r+3, own | group 1 ... | group 7
-                   the last program: | 0 here? | 1 here? | ...
-    caller's                        await_first | sums of group 0 | 1 | ... | join
+    pushers   ready? | group 0 to r+1, r+2, r+3, own | group 1 | ... | group 7 | leave
+    watcher   group 0 of all here? | 1? | ... | 7? | leave
+    sums           | tiles of group 0 | group 1 | ...                            || sum_runs (next kernel)
 
-=======================  ============  =====================================  ===================================
-word (int32)             value         written by                             waited for by
-=======================  ============  =====================================  ===================================
-[source, READY]          epoch         program 0 of ``source``                programs about to store to ``source``
-                                                                              for the first time in this call
-[source, DONE + g]       epoch         ``source``'s last program to have      the last program, which stores nothing,
-                                       stored group g, here too               group by group
-counters[ARRIVED]        epoch *       the last program: groups up to g of    ``await_first`` for group 0, then the
-                         GROUPS + g+1  all sources are in this rank's slot    sums of tables of group g
-counters[BASE]           epoch *       ``await_first``                        nobody: the sums stand behind it
-                         GROUPS
-=======================  ============  =====================================  ===================================
+====================  ======  ========================================  ===========================================
+word (int32)          value   written by                                waited for by
+====================  ======  ========================================  ===========================================
+[source, READY]       epoch   program 0 of ``source``                   pushers about to store to ``source`` for the
+                                                                        first time in this call
+[source, DONE + g]    epoch   ``source``'s last pusher to have stored   the watcher, group by group
+                              group g; own ones too
+counters[ARRIVED]     g + 1   the watcher: groups up to g of all        sums of tables of group g
+                              sources are in this rank's slot
+                      0       ``sum_runs``, behind all sums             (the next call begins so)
+====================  ======  ========================================  ===========================================
 
 One slot, at an address that the host knows: READY of call n says that the kernels which read the slot of call n-1 have
 ended, since they stand before call n on the stream. Program 0 says it before it waits for anybody.
 
-Nobody is stuck: the watching program waits for lower programs and other ranks. Sums fill the device, and wait; they start
-only behind ``await_first``, hence when all storing programs here are resident, which need nothing but READY of peers.
-``await_first`` counts as one who leaves, so the epoch stands until it has read it.
+Nobody is stuck: pushers wait for READY alone, which waits for nothing; the watcher and the sums for lower programs and other
+ranks. Sums fill the device, but only with what the pushers, dispatched before them, leave.
+
+Where there are no sums (no lookup here, or weights' gradients, which want tables as they were), pushers and watcher alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from tileweave.kernels.endpoint import Endpoint
+from tileweave.kernels.table_sums import sum_tile
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import leave, load_epoch, notify_all, wait
 
@@ -49,15 +51,9 @@ SLICES = tl.constexpr(32)
 READY, DONE = tl.constexpr(0), tl.constexpr(1)
 GROUPS = tl.constexpr(8)
 # Programs that have stored all they had to of a group, for each parity of the epoch; and what the sums look at.
-BASE, ARRIVED, COUNTERS = tl.constexpr(16), tl.constexpr(17), 18
-ROWS, COLS = 16, 128  # a block that a program of the push moves at once
-PROGRAMS_PER_SM = 2  # fill the links, and leave room for the sort beside: eight held its first kernel up for 0.45 ms
-
-
-@triton.jit
-def group_of(table, tables):
-    """The group in which an owner's table travels, of its ``tables``."""
-    return table * GROUPS // tables
+ARRIVED, COUNTERS = tl.constexpr(16), 17
+ROWS, COLS = 8, 128  # a block that a pusher moves at once: of 16 rows, sums had 20 registers fewer beside it
+WARPS_PER_SM = 4  # that push: enough to fill the links, and room for what stands beside
 
 
 @triton.jit
@@ -98,12 +94,41 @@ def count_group(signal_table, counters, rank, group, epoch, pushers, WORLD_SIZE:
 
 
 @triton.jit
-def watch(signals, counters, epoch, control, report, WORLD_SIZE: tl.constexpr):
-    """Say to this device's sums which groups of all sources have come."""
+def push_groups(
+    grad, plan, slot_table, signal_table, signals, control, report, counters,
+    rank, rows_here, first_sample, width, units, blocks, pushers, epoch,
+    WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """A pusher: blocks in turn, group by group, peers' pieces first."""
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(counters + (1 - (epoch & 1)) * GROUPS + tl.arange(0, GROUPS), tl.zeros((GROUPS,), tl.int32))
+        notify_all(signal_table, rank * SLICES + READY, rank, epoch, WORLD_SIZE, False)
+    awaited = 1 << rank  # bit p: peer p is ready
+    group = rank * 0
+    for unit in range(program, units, pushers):
+        piece = unit // blocks
+        while group < tl.load(plan + piece * 6 + 5).to(tl.int32):
+            count_group(signal_table, counters, rank, group, epoch, pushers, WORLD_SIZE)
+            group += 1
+        peer = tl.load(plan + piece * 6).to(tl.int32)
+        if (awaited >> peer) & 1 == 0:
+            wait(signals, 1, epoch, peer * SLICES + READY, unit, control, report)
+            awaited = awaited | (1 << peer)
+        push_block(grad, slot_table, plan, piece, unit % blocks * ROWS, rows_here, first_sample, width, ROWS, COLS, ALIGN)
+    while group < GROUPS:
+        count_group(signal_table, counters, rank, group, epoch, pushers, WORLD_SIZE)
+        group += 1
+
+
+@triton.jit
+def watch(signals, counters, epoch, control, report, WORLD_SIZE: tl.constexpr, SUMS: tl.constexpr):
+    """The watcher: say to this device's sums which groups of all sources have come."""
     for group in range(0, GROUPS):
         for source in tl.static_range(WORLD_SIZE):
             wait(signals, 1, epoch, source * SLICES + DONE + group, -1, control, report)
-        tl.atomic_xchg(counters + ARRIVED, epoch * GROUPS + group + 1, sem="release", scope="gpu")
+        if SUMS:
+            tl.atomic_xchg(counters + ARRIVED, group + 1, sem="release", scope="gpu")
 
 
 @triton.jit(do_not_specialize=["rank", "rows_here", "first_sample", "units", "blocks"])
@@ -112,64 +137,84 @@ def push_gradient_kernel(
     rank, rows_here, first_sample, width, units, blocks,
     WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Push blocks in turn, group by group, peers' pieces first; the last program watches what comes."""
-    program = tl.program_id(0)
+    """Pushers and a watcher, and no sums."""
+    epoch = load_epoch(control)
     pushers = tl.num_programs(0) - 1
-    epoch = load_epoch(control)
-    if program == 0:
-        tl.store(counters + (1 - (epoch & 1)) * GROUPS + tl.arange(0, GROUPS), tl.zeros((GROUPS,), tl.int32))
-        notify_all(signal_table, rank * SLICES + READY, rank, epoch, WORLD_SIZE, False)
-    if program < pushers:
-        awaited = 1 << rank  # bit p: peer p is ready
-        group = rank * 0
-        for unit in range(program, units, pushers):
-            piece = unit // blocks
-            while group < tl.load(plan + piece * 6 + 5).to(tl.int32):
-                count_group(signal_table, counters, rank, group, epoch, pushers, WORLD_SIZE)
-                group += 1
-            peer = tl.load(plan + piece * 6).to(tl.int32)
-            if (awaited >> peer) & 1 == 0:
-                wait(signals, 1, epoch, peer * SLICES + READY, unit, control, report)
-                awaited = awaited | (1 << peer)
-            push_block(grad, slot_table, plan, piece, unit % blocks * ROWS, rows_here, first_sample, width, ROWS, COLS, ALIGN)
-        while group < GROUPS:
-            count_group(signal_table, counters, rank, group, epoch, pushers, WORLD_SIZE)
-            group += 1
+    if tl.program_id(0) < pushers:
+        push_groups(
+            grad, plan, slot_table, signal_table, signals, control, report, counters,
+            rank, rows_here, first_sample, width, units, blocks, pushers, epoch, WORLD_SIZE, ROWS, COLS, ALIGN,
+        )  # fmt: skip
     else:
-        watch(signals, counters, epoch, control, report, WORLD_SIZE)
-    leave(control, epoch, pushers + 2)
+        watch(signals, counters, epoch, control, report, WORLD_SIZE, False)
+    leave(control, epoch, pushers + 1)
 
 
-@triton.jit(do_not_specialize=["pushers"])
-def await_first_kernel(counters, control, report, pushers):
-    """The first group of all sources is here; tell the sums from where to count, and leave as one of the push."""
-    epoch = load_epoch(control)
-    wait(counters, 1, epoch * GROUPS + 1, ARRIVED, -1, control, report)
-    tl.store(counters + BASE, epoch * GROUPS)
-    leave(control, epoch, pushers + 2)
+@triton.jit(do_not_specialize=["rank", "rows_here", "first_sample", "units", "blocks", "pushers", "factor", "tables"])
+def push_and_sum_kernel(
+    source, plan, slot_table, signal_table, signals, control, report, counters,
+    rank, rows_here, first_sample, width, units, blocks, pushers,
+    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, count, last_key, batch, tables, slot_width,
+    WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PUSH_ALIGN: tl.constexpr,
+    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Pushers of ``source``, a watcher, and a program for each tile of positions; ``grad``: the slot."""
+    program = tl.program_id(0)
+    if program > pushers:
+        sum_tile(
+            program - pushers - 1, tl.num_programs(0) - pushers - 1, grad, keys, bags, scales, places, meta, partials, rate,
+            epsilon, factor, counters, control, report, count, last_key, batch, tables, slot_width,
+            GROUPS, ARRIVED, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
+        )  # fmt: skip
+    else:
+        epoch = load_epoch(control)
+        if program < pushers:
+            push_groups(
+                source, plan, slot_table, signal_table, signals, control, report, counters,
+                rank, rows_here, first_sample, width, units, blocks, pushers, epoch, WORLD_SIZE, ROWS, COLS, PUSH_ALIGN,
+            )  # fmt: skip
+        else:
+            watch(signals, counters, epoch, control, report, WORLD_SIZE, True)
+        leave(control, epoch, pushers + 1)
 
 
-def push_gradient(
-    peers: Endpoint,
-    plan: torch.Tensor,
-    grad: torch.Tensor,
-    first_sample: int,
-    aligned: int,
-    rank: int,
-    world_size: int,
-    num_sms: int,
-) -> Callable[[], None]:
-    """Launch on the current stream; what it returns launches ``await_first``, on the stream of the sums.
-
-    ``plan``: the pieces of all owners, by group, peers' first; see :func:`push_block`.
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A gradient that is about to leave: all that a launch needs but for the sums. grad : here; ``plan``: the pieces of all
+    owners, by group, peers' first, see :func:`push_block`; slot : [B, sum of this rank's dims], where it arrives.
     """
-    rows, width = grad.shape
-    blocks = triton.cdiv(rows, ROWS)
-    units = plan.shape[0] * blocks
-    pushers = max(1, min(units, PROGRAMS_PER_SM * num_sms))
-    push_gradient_kernel[(pushers + 1,)](
-        grad, plan, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, peers.counters,
-        rank, rows, first_sample, width, units, max(blocks, 1),
-        WORLD_SIZE=world_size, ROWS=ROWS, COLS=COLS, ALIGN=aligned, num_warps=4,
-    )  # fmt: skip
-    return lambda: await_first_kernel[(1,)](peers.counters, peers.control, peers.report, pushers, num_warps=1)
+
+    peers: Endpoint
+    grad: torch.Tensor
+    plan: torch.Tensor
+    slot: torch.Tensor
+    first_sample: int
+    aligned: int
+    rank: int
+    world_size: int
+    num_sms: int
+
+    def arrived(self) -> torch.Tensor:
+        """The counter on which sums wait."""
+        return self.peers.counters[ARRIVED.value :]
+
+    def launch(self, tiles: int = 0, sums: Sequence[object] = (), **options: Any) -> None:
+        """On the current stream. ``sums``: arguments of ``sum_rows`` from the slot on, for ``tiles`` programs; behind them
+        ``sum_runs`` has to set the counter ``ARRIVED`` to zero."""
+        peers, (rows, width) = self.peers, self.grad.shape
+        blocks = triton.cdiv(rows, ROWS)
+        units = self.plan.shape[0] * blocks
+        common = (
+            self.grad, self.plan, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
+            peers.counters, self.rank, rows, self.first_sample, width, units, max(blocks, 1),
+        )  # fmt: skip
+        shape = {"WORLD_SIZE": self.world_size, "ROWS": ROWS, "COLS": COLS}
+        if tiles:
+            pushers = max(1, min(units, WARPS_PER_SM * self.num_sms))
+            push_and_sum_kernel[(pushers + 1 + tiles,)](
+                *common, pushers, self.slot, *sums, **shape, PUSH_ALIGN=self.aligned, **options
+            )
+        else:
+            pushers = max(1, min(units, WARPS_PER_SM * self.num_sms // 4))
+            push_gradient_kernel[(pushers + 1,)](*common, **shape, ALIGN=self.aligned, num_warps=4)

@@ -16,14 +16,17 @@ Limits: sums in fp32. Out-of-range indices sort last and are left out.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from tileweave.kernels.embedding_gradient import ARRIVED, BASE, group_of
 from tileweave.kernels.embedding_lookup import TYPES
-from tileweave.kernels.endpoint import Endpoint
 from tileweave.language.signal import wait_here
+
+if TYPE_CHECKING:
+    from tileweave.kernels.embedding_gradient import Push
 
 DENSE, SPARSE, SGD, ADAGRAD = 0, 1, 2, 3
 KEYS = 512  # positions whose keys a program finds
@@ -126,23 +129,23 @@ def gradient_at(
     return row
 
 
-@triton.jit(do_not_specialize=["factor", "tables"])
-def sum_rows_kernel(
-    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, arrivals, control, report,
-    count, last_key, batch, tables, slot_width, AWAIT: tl.constexpr,
+@triton.jit
+def sum_tile(
+    tile, tiles, grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, counters, control, report,
+    count, last_key, batch, tables, slot_width, GROUPS: tl.constexpr, ARRIVED: tl.constexpr,
     DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Sum and apply the runs that open in tile ``program``, the last of them to its end in the next tile.
+    """Sum and apply the runs that open in ``tile``, the last of them to its end in the next tile.
 
     A run that goes on behind the next tile is *long*: of it each tile leaves a partial sum in a row of ``partials``
     [tiles + tiles / 2, BLOCK_D]: row ``tile`` where it goes on, row ``tiles + tile / 2`` where it opens; where one opens, none
-    opens in the next tile. ``AWAIT``: gradients are still on their way, see ``embedding_gradient.py``.
+    opens in the next tile. ``GROUPS`` > 0: tables' gradients come in so many, see ``embedding_gradient.py``.
     """
-    first = tl.program_id(0).to(tl.int64) * TILE
+    first = tile.to(tl.int64) * TILE
     col = tl.arange(0, BLOCK_D)
-    partial = partials + tl.program_id(0).to(tl.int64) * BLOCK_D + col
-    opening = partials + (tl.num_programs(0) + tl.program_id(0) // 2).to(tl.int64) * BLOCK_D + col
+    partial = partials + tile.to(tl.int64) * BLOCK_D + col
+    opening = partials + (tiles + tile // 2).to(tl.int64) * BLOCK_D + col
     step = tl.load(rate)
     key = ()
     for i in tl.static_range(TILE + 1):
@@ -160,9 +163,8 @@ def sum_rows_kernel(
     final = tl.load(bags + tl.minimum(first + TILE, count) - 1) // batch
     final = tl.where(key[0] < last_key, tl.where(last < last_key, final, tables - 1), -1)
     while table <= final:
-        if AWAIT:
-            needed = tl.load(arrivals + BASE) + group_of(table, tables) + 1
-            wait_here(arrivals, needed, ARRIVED, table, control, report)
+        if GROUPS > 0:
+            wait_here(counters, table * GROUPS // tables + 1, ARRIVED, table, control, report)
         target, low, high, dim, source, state, values = table_of(meta, table, tables, last_key, DTYPE, ALIGN)
         lowest = table * batch
         vectors = ()
@@ -205,13 +207,32 @@ def sum_rows_kernel(
         table += 1
 
 
+@triton.jit(do_not_specialize=["factor", "tables"])
+def sum_rows_kernel(
+    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, count, last_key, batch, tables, slot_width,
+    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """A program for each tile, of a gradient that is there."""
+    sum_tile(
+        tl.program_id(0), tl.num_programs(0), grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor,
+        keys, keys, keys, count, last_key, batch, tables, slot_width, 0, 0, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["tables", "tiles"])
 def sum_runs_kernel(
-    keys, bags, places, meta, partials, rate, epsilon, count, last_key, batch, tables, tiles,
+    keys, bags, places, meta, partials, rate, epsilon, arrived, count, last_key, batch, tables, tiles, CLEAR: tl.constexpr,
     DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, FLIGHT: tl.constexpr,
     GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The long runs that open in GROUP tiles, one after the other: their partial sums in order of tiles, and apply."""
+    """The long runs that open in GROUP tiles, one after the other: their partial sums in order of tiles, and apply.
+
+    ``CLEAR``: set the counter ``arrived`` of a push to zero, on which the sums before waited.
+    """
+    if CLEAR:
+        if tl.program_id(0) == 0:
+            tl.store(arrived, 0)
     lane = tl.arange(0, GROUP)
     end = (tl.program_id(0).to(tl.int64) * GROUP + lane + 1) * TILE
     there = end + TILE < count
@@ -276,9 +297,9 @@ def sum_rows(
     kind: int,
     aligned: int,
     tile: int | None = None,
-    peers: Endpoint | None = None,
+    push: Push | None = None,
 ) -> None:
-    """Launch both kernels on the current stream. ``peers``: of a push whose ``await_first`` stands before; see there.
+    """Launch both kernels on the current stream. ``push``: what brings ``grad``, its slot; launched with the sums.
 
     grad : [B, slot width], the result's gradient in columns of this rank's tables.
     keys, bags (int32), scales : [N], by table row: its number over all tables (``last_key``: out of range), the bag, a
@@ -289,7 +310,7 @@ def sum_rows(
     """
     count = keys.numel()
     if not count:
-        return
+        return push.launch() if push is not None else None
     tile = tile or (16 if kind == ADAGRAD else 8)
     block, tiles = triton.next_power_of_2(max(widest, 1)), triton.cdiv(count, tile)
     partials = torch.empty((tiles + (tiles + 1) // 2) * block, dtype=torch.float32, device=grad.device)
@@ -297,13 +318,17 @@ def sum_rows(
     step = partials if rate is None else rate
     warps = min(max(block // 128, 1), 8)
     shape = {"DTYPE": TYPES[dtype], "BLOCK_D": block, "TILE": tile, "KIND": kind, "ALIGN": aligned, "num_stages": 1}
-    words = (keys, keys, keys) if peers is None else (peers.counters, peers.control, peers.report)
-    sum_rows_kernel[(tiles,)](
-        grad, keys, bags, partials if scales is None else scales, where, meta, partials, step, epsilon, factor, *words,
-        count, last_key, batch, meta.shape[0], grad.stride(0), AWAIT=peers is not None, SCALED=scales is not None,
-        num_warps=warps, **shape,
+    sums = (
+        keys, bags, partials if scales is None else scales, where, meta, partials, step, epsilon, factor,
+        count, last_key, batch, meta.shape[0], grad.stride(0),
     )  # fmt: skip
+    options = {"SCALED": scales is not None, "num_warps": warps, **shape}
+    if push is None:
+        sum_rows_kernel[(tiles,)](grad, *sums, **options)
+    else:
+        push.launch(tiles, sums, **options)
+    arrived = keys if push is None else push.arrived()
     sum_runs_kernel[(triton.cdiv(tiles, GROUP),)](
-        keys, bags, where, meta, partials, step, epsilon, count, last_key, batch, meta.shape[0], tiles,
-        FLIGHT=16, GROUP=GROUP, num_warps=4, **shape,
+        keys, bags, where, meta, partials, step, epsilon, arrived, count, last_key, batch, meta.shape[0], tiles,
+        CLEAR=push is not None, FLIGHT=16, GROUP=GROUP, num_warps=4, **shape,
     )  # fmt: skip

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from tileweave.errors import InputError, require
 from tileweave.ops import reference
-from tileweave.ops.embedding_bag_all_to_all_fused import OP, push_gradient, run_fused, run_lookup
+from tileweave.ops.embedding_bag_all_to_all_fused import OP, begin_push, end_push, run_fused, run_lookup
 from tileweave.ops.embedding_inputs import FusedOptimizer, agree_on_call, check_inputs, check_optimizer, exchanged_layout
 from tileweave.ops.registry import (
     debugging,
@@ -121,8 +121,8 @@ def _call(tables, indices, offsets, batch, mode, weights, layout, out_dtype, gra
     tables = list(tables)
     require(mode in ("sum", "mean"), f"mode {mode!r}", '"sum" or "mean"', "pass one of these")
     require(gradient in KINDS[:2], f"gradient {gradient!r}", '"dense" or "sparse"', "for a fused step pass optimizer=")
-    require(bool(tables) or batch is not None, "no tables and no batch", "batch= where a rank has no tables", "pass batch=")
-    require(bool(tables) or out_dtype is not None, "no tables and no out_dtype", "out_dtype= where there are none", "pass it")
+    require(len(tables) > 0 or batch is not None, "no tables and no batch", "batch= where a rank has no tables", "pass batch=")
+    require(len(tables) > 0 or out_dtype is not None, "no tables and no out_dtype", "out_dtype= where there are none", "pass it")
     if batch is None:
         batch = (offsets.numel() - 1) // len(tables)
     if out_dtype is None:
@@ -213,21 +213,25 @@ def _take_gradient(
     compiled = path != "unfused" or indices.is_cuda
     lookups = Lookups(indices, offsets, weights, batch, mean)
     ordered = sort_beside(tables, lookups, compiled)
-    arriving = push_gradient(grad, layout, batch, group_name) if path == "fused" else None
-    if arriving is None:
-        group = group_of(group_name) if len(layout.dims) > 1 else None
-        mine = reference.gradient_to_owners(grad.contiguous(), layout, batch, group)
-    else:
-        mine = arriving.grad
     gw = grad.new_empty(0)
-    if need_weights:  # of the tables as they were
-        if arriving is not None:
-            arriving.join()
-        gw = weight_gradients(mine, tables, lookups, factor)
-    peers = None if arriving is None else arriving.peers
-    found = table_gradients(mine, tables, lookups, ordered, factor, kind, states, rate, epsilon, compiled, peers)
-    if arriving is not None:
-        arriving.join()
+    if path != "fused":
+        group = group_of(group_name) if len(layout.dims) > 1 else None
+        push, mine = None, reference.gradient_to_owners(grad.contiguous(), layout, batch, group)
+    else:
+        push = begin_push(grad, layout, batch, group_name)
+        mine = push.slot
+    alone = need_weights or not tables  # gradients of weights want the tables as they were
+    try:
+        if push is not None and alone:
+            push.launch()
+        if need_weights:
+            gw = weight_gradients(mine, tables, lookups, factor)
+        found = table_gradients(
+            mine, tables, lookups, ordered, factor, kind, states, rate, epsilon, compiled, None if alone else push
+        )
+    finally:
+        if push is not None:
+            end_push(push, group_name)
     return found, gw
 
 

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +18,10 @@ from tileweave.transport.base import Transport
 from tileweave.transport.workspace import Instance
 
 if TYPE_CHECKING:
-    from tileweave.kernels.endpoint import Endpoint
+    from tileweave.kernels.embedding_gradient import Push
 
 OP = "embedding_bag_all_to_all"
+BACKWARD = f"{OP}_backward"
 REGIONS = 3  # one that the last result is in, one for the next, and one that is never lent
 _MOST_METAS = 64
 
@@ -131,48 +129,16 @@ def run_lookup(
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class Arriving:
-    """A gradient that peers still push. grad : [B, sum of this rank's dims], a slot of symmetric memory: read it on the stream
-    that is current, before the next call, and behind what says which groups are there (``kernels/embedding_gradient.py``).
+def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_name: str) -> Push:
+    """Each rank's gradient rows of this rank's columns, to be pushed into place, table after table; :func:`end_push` when it was
+    launched. Its slot is symmetric memory: read it on this stream, before the next call.
     """
-
-    grad: torch.Tensor
-    peers: Endpoint
-    done: torch.cuda.Event | None
-
-    def join(self) -> None:
-        """The current stream goes on when all of it is there and this rank's part has left."""
-        if self.done is not None:
-            torch.cuda.current_stream().wait_event(self.done)
-
-
-@functools.lru_cache(32)
-def _push_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-@contextmanager
-def _pushing(grad: torch.Tensor) -> Iterator[None]:
-    """What is launched inside stands on a stream of its own, behind all that was queued, so that sums may run beside."""
-    if not grad.is_cuda:
-        yield
-        return
-    stream = _push_stream(grad.device)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    grad.record_stream(stream)
-
-
-def push_gradient(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_name: str) -> Arriving:
-    """Each rank's gradient rows of this rank's columns, pushed into place, table after table; ``join`` it when it was read."""
     from tileweave.kernels import embedding_gradient as kernel
 
     grad = grad.contiguous()
     workspace = workspace_of(group_name, grad.device)
     transport = workspace.transport
-    instance = workspace.instance(f"{OP}_backward", "sm")
+    instance = workspace.instance(BACKWARD, "sm")
     dims = [sum(mine) for mine in layout.dims]
     instance.reserve(max(batch * max(dims), 1) * grad.element_size(), kernel.COUNTERS, 1)
     key = ("pieces", layout)
@@ -182,25 +148,19 @@ def push_gradient(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group
     elements = 16 // grad.element_size()
     numbers = [layout.width, *dims, *sum(layout.columns, ()), *sum(layout.dims, ())]
     aligned = elements if all(n % elements == 0 for n in numbers) and grad.data_ptr() % 16 == 0 else 1
-    done = None
-    with _pushing(grad):
-        instance.begin()
-        peers = endpoint(instance, grad.dtype)
-        try:
-            await_first = kernel.push_gradient(
-                peers, plan, grad, rows_of(batch, transport.world_size, transport.rank)[0], aligned,
-                transport.rank, transport.world_size, transport.machine.num_sms,
-            )  # fmt: skip
-        finally:
-            if interpreting():
-                instance.check()
-        out_of_line(grad)
-        if grad.is_cuda:
-            done = torch.cuda.Event()
-            done.record()
-    await_first()
-    width = dims[transport.rank]
-    return Arriving(peers.slots[: batch * width].view(batch, width), peers, done)
+    instance.begin()
+    peers = endpoint(instance, grad.dtype)
+    width, rank = dims[transport.rank], transport.rank
+    slot = peers.slots[: batch * width].view(batch, width)
+    first_sample = rows_of(batch, transport.world_size, rank)[0]
+    return kernel.Push(peers, grad, plan, slot, first_sample, aligned, rank, transport.world_size, transport.machine.num_sms)
+
+
+def end_push(push: Push, group_name: str) -> None:
+    """Behind the launch: what is queued from here on waits for no peer; under the interpreter, report what ran out of time."""
+    if interpreting():
+        workspace_of(group_name, push.grad.device).instance(BACKWARD, "sm").check()
+    out_of_line(push.grad)
 
 
 def _pieces(layout: EmbeddingLayout, transport: Transport, groups: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from tileweave.kernels.endpoint import Endpoint
+    from tileweave.kernels.embedding_gradient import Push
 
 KINDS = ("dense", "sparse", "sgd", "adagrad")
 
@@ -144,12 +144,12 @@ def table_gradients(
     rate: torch.Tensor | None = None,
     epsilon: float = 0.0,
     compiled: bool = True,
-    peers: Endpoint | None = None,
+    push: Push | None = None,
 ) -> list[torch.Tensor]:
     """The gradients of ``tables`` (dense, sparse), or none: the step was taken in place (sgd, adagrad).
 
     ``ordered``: the lookups by table row, from :func:`sort_beside`. ``compiled``: by the Triton kernels, else in plain torch,
-    which is faster on the CPU. ``peers``: they still push ``grad``, and sums wait for it table by table.
+    which is faster on the CPU. ``push``: brings ``grad``, launched with the sums.
     """
     if not tables:
         return []
@@ -183,7 +183,7 @@ def table_gradients(
     whole = all(t.shape[1] % elements == 0 for t in tables) and all(t.data_ptr() % 16 == 0 for t in (grad, *targets))
     sum_rows(
         grad, keys, bags, scales, places, meta, rate, epsilon, factor, first[-1], lookups.batch, tables[0].dtype, widest,
-        number, elements if whole else 1, peers=peers,
+        number, elements if whole else 1, push=push,
     )  # fmt: skip
     if kind == "sparse" and rows is not None:
         return [_coo(rows[ends[i] : ends[i + 1]] - first[i], targets[i], t) for i, t in enumerate(tables)]
