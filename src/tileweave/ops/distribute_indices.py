@@ -98,7 +98,8 @@ def begin_distribute_indices(
     ready = None
     if told.is_cuda:
         told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
-        ready = torch.cuda.current_stream().record_event()
+        ready = torch.cuda.Event()
+        ready.record()
     offsets = torch.zeros(own * size * samples + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(arrived.transpose(0, 1).reshape(-1), 0, out=offsets[1:])  # [table, source, sample]
     return IndicesOnTheirWay(values, weights, offsets, tuple(map(tuple, features)), group, told, ready)
