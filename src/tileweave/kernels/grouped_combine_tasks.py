@@ -3,6 +3,9 @@
 See ``grouped_matmul_combine_hopper.py`` for the partitions and ``grouped_matmul_combine.py`` for the protocol. Blocks are
 *tickets*, handed out one by one to whoever has time: round c has the blocks of all peers for chunk c, then the own ones for
 chunk c - 1, whose partials have had a round to arrive.
+
+Sums wait for memory, so what is needed is asked for before any of it is used: four rows of each token that a thread holds,
+and the lists of the tokens after these (decision 0087).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ TICKETS = gl.constexpr(30)
 LISTED = gl.constexpr(31)
 COUNTER_WORDS = gl.constexpr(32 * 9)
 AHEAD = gl.constexpr(4)  # rows of a token that are asked for at once
-VECTORS = gl.constexpr(4)  # of 8 columns, that a thread of the two warps sums at once
+HELD = gl.constexpr(2)  # tokens that a thread sums at once
 LENGTH = gl.constexpr(255)  # of a token's entry in ``lengths``: its rows here
 OWNERS = gl.constexpr(8)  # and from this bit on the ranks that have rows of it
 
@@ -100,6 +103,9 @@ def list_rows(
             expert = gl.load(topk_ids + own * TOPK + j, mask=(own >= 0) & (own < tokens), other=-1)
             owners = owners | gl.where(expert >= 0, 1 << (gl.maximum(expert, 0) // experts), 0)
         gl.store(lengths + token, length + (owners << OWNERS), mask=token < total)
+        if WEIGHTED:
+            for j in gl.static_range(TOPK):  # what no row is multiplied by must still be a number: 0 * NaN is none
+                gl.store(factors + token * TOPK + j, length * 0.0, mask=(j >= length) & (token < total))
     block_barrier()
     gl.atomic_add(counts + LISTED, 1, sem="release", scope="gpu")
 
@@ -107,15 +113,12 @@ def list_rows(
 @gluon.jit
 def load_entry(entries, base, here, i: gl.constexpr, TOPK: gl.constexpr):
     """Entry ``i`` of the lists that begin at ``base``; zero where there can be none."""
-    if i < TOPK:
-        return gl.load(entries + base + i, mask=here, other=0)
-    else:
-        return gl.load(entries + base, mask=here, other=0)
+    return gl.load(entries + base + i, mask=here & (i < TOPK), other=0)
 
 
 @gluon.jit
 def load_list(rows, factors, lengths, first, token, limit, TOPK: gl.constexpr, WEIGHTED: gl.constexpr):
-    """How many rows tokens ``first + token`` have, and the first AHEAD entries of their lists, used or not."""
+    """Of tokens ``first + token``: their entry of ``lengths``, and the first AHEAD entries of their lists, used or not."""
     here = token < limit
     base = (first + token) * TOPK
     length = gl.load(lengths + first + token, mask=here, other=0)
@@ -166,8 +169,8 @@ def sum_rows(
 
 @gluon.jit
 def reduce_block(
-    products, rows, factors, lengths, target, slots, control, source, rank, block, limit, max_tokens, first_col, col_limit, cols,
-    FINISH: gl.constexpr, WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr,
+    products, rows, factors, lengths, target, slots, control, source, rank, block, limit, max_tokens, first_col, col_limit,
+    cols, FINISH: gl.constexpr, WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr,
     SUB: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """A block of tokens of ``source``, one chunk of columns: sums of their rows here, stored in rows of ``target``.
@@ -223,7 +226,6 @@ def serve_tickets(
 ):  # fmt: skip
     """Reduce and finish blocks until there are none."""
     ACROSS: gl.constexpr = WARPS if COLS // 256 > WARPS else COLS // 256
-    HELD: gl.constexpr = (VECTORS if WARPS <= 2 else VECTORS // 2) * 256 * ACROSS // COLS
     SUB: gl.constexpr = HELD * (WARPS // ACROSS)
     layout: gl.constexpr = gl.BlockedLayout([HELD, 8], [1, 32], [WARPS // ACROSS, ACROSS], [1, 0])
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -258,8 +260,8 @@ def serve_tickets(
                 slot = symm_at(slot_table, peer, products.dtype.element_ty) + slot_offset
                 slot += (rank - (rank > peer).to(gl.int32)).to(gl.int64) * max_tokens * cols
                 reduce_block(
-                    products, rows, factors, lengths, slot, slots, control, peer, rank, block, max_tokens, max_tokens, first_col,
-                    col_limit, cols, False, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, SUB, COLS, layout,
+                    products, rows, factors, lengths, slot, slots, control, peer, rank, block, max_tokens, max_tokens,
+                    first_col, col_limit, cols, False, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, SUB, COLS, layout,
                 )  # fmt: skip
                 group = block // group_blocks
                 word = chunk * groups + group
