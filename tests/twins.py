@@ -26,7 +26,7 @@ from tileweave.config_combine import CombineConfig, CombineCut, partial_bytes
 from tileweave.kernels import grouped_combine_tasks as gluon_tasks
 from tileweave.kernels import grouped_matmul_combine as plain
 from tileweave.kernels.grouped_matmul_combine import multiply_role
-from tileweave.language.signal import leave, load_epoch
+from tileweave.language.signal import leave, load_epoch, wait
 
 WORDS = """
 import triton
@@ -136,11 +136,8 @@ def twin_kernel(
     )  # fmt: skip
     for step in tl.static_range(1, WORLD_SIZE):  # also where this rank has no tokens
         word = (rank + step) % WORLD_SIZE * 32 + chunks * groups
-        _tasks_wait(signals, 1, epoch, word, -1, control, report)
+        wait(signals, 1, epoch, word, -1, control, report)
     leave(control, epoch, 1)
-
-
-_tasks_wait = plain.wait
 
 
 def launch(peers, y, experts, offsets, entry_row, topk_ids, weights, products, out, shape, config, rank, num_sms) -> None:
