@@ -41,8 +41,8 @@ TRITON = (
     Case(CombineConfig("triton", 64, 64, 32, 2, 4, 4, 4, 2, 2, 512), depth_first=True, weighted=False),
 )
 HOPPER = (
-    Case(CombineConfig("hopper", 128, 256, 64, 4, 8, 8, 4, 7, 16, 512)),
-    Case(CombineConfig("hopper", 128, 256, 64, 4, 8, 8, 4, 7, 16, 512), depth_first=True, weighted=False),
+    Case(CombineConfig("hopper", 128, 256, 64, 4, 8, 8, 4, 7, 16, 1024)),
+    Case(CombineConfig("hopper", 128, 256, 64, 4, 8, 8, 4, 7, 16, 1024), depth_first=True, weighted=False),
 )
 STACK = 400  # bytes; what is kept there is read once a block of tokens or a tile
 

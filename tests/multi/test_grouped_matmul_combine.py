@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 TRITON = CombineConfig(
     "triton", 16, 64, 64, 3, 4, 2, chunks=2, groups=2, block_tokens=2, block_cols=128, num_reduce=4, num_finish=4
 )
-HOPPER = CombineConfig("hopper", 128, 256, 64, 4, 8, 8, chunks=2, groups=4, block_tokens=8, block_cols=512)
+HOPPER = CombineConfig("hopper", 128, 256, 64, 4, 8, 8, chunks=2, groups=4, block_tokens=8, block_cols=1024)
 HOPPER_RUNS = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 FASTEST = HOPPER if HOPPER_RUNS else TRITON
 configs = pytest.mark.parametrize("config", [TRITON, HOPPER] if HOPPER_RUNS else [TRITON], ids=lambda c: c.kernel)

@@ -3,6 +3,9 @@
 See ``grouped_matmul_combine_hopper.py`` for the partitions and ``grouped_matmul_combine.py`` for the protocol. Blocks are
 *tickets*, handed out one by one to whoever has time: round c has the blocks of all peers for chunk c, then the own ones for
 chunk c - 1, whose partials have had a round to arrive.
+
+Sums wait for memory, so what is needed is asked for before any of it is used: four rows of each token that a thread holds,
+and the lists of the tokens after these (decision 0087).
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ SENT = gl.constexpr(32)
 TICKETS = gl.constexpr(30)
 LISTED = gl.constexpr(31)
 COUNTER_WORDS = gl.constexpr(32 * 9)
-SUB = gl.constexpr(4)  # tokens that a partition holds at once
+AHEAD = gl.constexpr(4)  # rows of a token that are asked for at once
+HELD = gl.constexpr(2)  # tokens that a thread sums at once
+LENGTH = gl.constexpr(255)  # of a token's entry in ``lengths``: its rows here
+OWNERS = gl.constexpr(8)  # and from this bit on the ranks that have rows of it
 
 
 @gluon.jit
@@ -66,10 +72,14 @@ def push_weights(
 
 @gluon.jit
 def list_rows(
-    entry_row, rows, factors, lengths, counts, slot_table, signals, control, report, weights_offset, rank, max_tokens, epoch,
-    program, programs, WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, WARPS: gl.constexpr,
+    entry_row, topk_ids, rows, factors, lengths, counts, slot_table, signals, control, report, weights_offset, rank, experts,
+    tokens, max_tokens, epoch, program, programs, WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """For each token of all ranks: its rows here, in order of j and without gaps, their weights, and how many there are."""
+    """For each token of all ranks: its rows here, in order of j and without gaps, their weights, and how many there are.
+
+    Of own tokens also which ranks have a row: bit OWNERS + r of the length.
+    """
     BLOCK: gl.constexpr = 32 * WARPS
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     if WEIGHTED:
@@ -79,7 +89,9 @@ def list_rows(
     total = WORLD_SIZE * max_tokens
     for begin in range(program * BLOCK, total, programs * BLOCK):
         token = begin + gl.arange(0, BLOCK, layout=lane)
+        own = token - rank * max_tokens
         length = token * 0
+        owners = token * 0
         for j in gl.static_range(TOPK):
             row = gl.load(entry_row + token * TOPK + j, mask=token < total, other=-1)
             found = row >= 0
@@ -88,113 +100,134 @@ def list_rows(
                 factor = gl.load(everyone + token * TOPK + j, mask=found, other=0.0)
                 gl.store(factors + token * TOPK + length, factor, mask=found)
             length += found.to(gl.int32)
-        gl.store(lengths + token, length, mask=token < total)
+            expert = gl.load(topk_ids + own * TOPK + j, mask=(own >= 0) & (own < tokens), other=-1)
+            owners = owners | gl.where(expert >= 0, 1 << (gl.maximum(expert, 0) // experts), 0)
+        gl.store(lengths + token, length + (owners << OWNERS), mask=token < total)
+        if WEIGHTED:
+            for j in gl.static_range(TOPK):  # what no row is multiplied by must still be a number: 0 * NaN is none
+                gl.store(factors + token * TOPK + j, length * 0.0, mask=(j >= length) & (token < total))
     block_barrier()
     gl.atomic_add(counts + LISTED, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
-def sum_rows(
-    products, rows, factors, lengths, first, token, limit, col, col_limit, cols,
-    TOPK: gl.constexpr, WEIGHTED: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """fp32 [SUB, COLS]: weighted rows of tokens ``first + token`` added in order; and how many each has. Two are in flight."""
-    length = gl.load(lengths + first + token, mask=token < limit, other=0)
-    most = gl.max(length, axis=0)
-    acc = gl.zeros((SUB, COLS), gl.float32, layout)
-    inside = (col < col_limit)[None, :]
+def load_entry(entries, base, here, i: gl.constexpr, TOPK: gl.constexpr):
+    """Entry ``i`` of the lists that begin at ``base``; zero where there can be none."""
+    return gl.load(entries + base + i, mask=here & (i < TOPK), other=0)
+
+
+@gluon.jit
+def load_list(rows, factors, lengths, first, token, limit, TOPK: gl.constexpr, WEIGHTED: gl.constexpr):
+    """Of tokens ``first + token``: their entry of ``lengths``, and the first AHEAD entries of their lists, used or not."""
+    here = token < limit
     base = (first + token) * TOPK
-    for i in range(0, most, 2):
-        here0 = i < length
-        here1 = i + 1 < length
-        row0 = gl.load(rows + base + i, mask=here0, other=0).to(gl.int64)
-        row1 = gl.load(rows + base + i + 1, mask=here1, other=0).to(gl.int64)
-        place0 = gl.multiple_of(products + row0[:, None] * cols + col[None, :], [1, 16])
-        place1 = gl.multiple_of(products + row1[:, None] * cols + col[None, :], [1, 16])
-        value0 = gl.load(place0, mask=here0[:, None] & inside, other=0.0)
-        value1 = gl.load(place1, mask=here1[:, None] & inside, other=0.0)
+    length = gl.load(lengths + first + token, mask=here, other=0)
+    row0 = load_entry(rows, base, here, 0, TOPK)
+    row1 = load_entry(rows, base, here, 1, TOPK)
+    row2 = load_entry(rows, base, here, 2, TOPK)
+    row3 = load_entry(rows, base, here, 3, TOPK)
+    if WEIGHTED:
+        factor0 = load_entry(factors, base, here, 0, TOPK)
+        factor1 = load_entry(factors, base, here, 1, TOPK)
+        factor2 = load_entry(factors, base, here, 2, TOPK)
+        factor3 = load_entry(factors, base, here, 3, TOPK)
+    else:
+        factor0 = token.to(gl.float32) * 0 + 1
+        factor1, factor2, factor3 = factor0, factor0, factor0
+    return length, row0, row1, row2, row3, factor0, factor1, factor2, factor3
+
+
+@gluon.jit
+def load_row(products, row, here, col, inside, cols):
+    """Columns ``col`` of rows of products; zeros where ``here`` or ``inside`` says that there are none."""
+    place = gl.multiple_of(products + row.to(gl.int64)[:, None] * cols + col[None, :], [1, 16])
+    return gl.load(place, mask=here[:, None] & inside, other=0.0)
+
+
+@gluon.jit
+def sum_rows(
+    products, rows, factors, base, length, row0, row1, row2, row3, factor0, factor1, factor2, factor3, col, inside, cols,
+    WEIGHTED: gl.constexpr,
+):  # fmt: skip
+    """fp32 [tokens, columns]: weighted rows of tokens added in order of their lists. Four are in flight."""
+    value0 = load_row(products, row0, length > 0, col, inside, cols)
+    value1 = load_row(products, row1, length > 1, col, inside, cols)
+    value2 = load_row(products, row2, length > 2, col, inside, cols)
+    value3 = load_row(products, row3, length > 3, col, inside, cols)
+    acc = value0.to(gl.float32) * factor0[:, None]
+    acc += value1.to(gl.float32) * factor1[:, None]
+    acc += value2.to(gl.float32) * factor2[:, None]
+    acc += value3.to(gl.float32) * factor3[:, None]
+    for i in range(AHEAD, gl.max(length, axis=0)):
+        row = gl.load(rows + base + i, mask=i < length, other=0)
+        value = load_row(products, row, i < length, col, inside, cols).to(gl.float32)
         if WEIGHTED:
-            factor0 = gl.load(factors + base + i, mask=here0, other=0.0)
-            factor1 = gl.load(factors + base + i + 1, mask=here1, other=0.0)
-            acc += value0.to(gl.float32) * factor0[:, None]
-            acc += value1.to(gl.float32) * factor1[:, None]
-        else:
-            acc += value0.to(gl.float32)
-            acc += value1.to(gl.float32)
-    return acc, length
+            value *= gl.load(factors + base + i, mask=i < length, other=0.0)[:, None]
+        acc += value
+    return acc
 
 
 @gluon.jit
-def send_block(
-    products, rows, factors, lengths, slot_table, slot_offset, rank, peer, block, max_tokens, first_col, col_limit, cols,
-    WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr,
-    layout: gl.constexpr,
+def reduce_block(
+    products, rows, factors, lengths, target, slots, control, source, rank, block, limit, max_tokens, first_col, col_limit,
+    cols, FINISH: gl.constexpr, WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr,
+    SUB: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Partials of a block of ``peer``'s tokens, one chunk of columns, into its slot."""
-    dtype: gl.constexpr = products.dtype.element_ty
-    place = rank - (rank > peer).to(gl.int32)
-    slot = symm_at(slot_table, peer, dtype) + slot_offset
-    for begin in range(block * TOKENS, gl.minimum((block + 1) * TOKENS, max_tokens), SUB):
-        token = begin + gl.arange(0, SUB, layout=gl.SliceLayout(1, layout))
-        for left in range(first_col, col_limit, COLS):
-            col = left + gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
-            acc, length = sum_rows(
-                products, rows, factors, lengths, peer * max_tokens, token, max_tokens, col, col_limit, cols,
-                TOPK, WEIGHTED, COLS, layout,
-            )  # fmt: skip
-            target = slot + (place * max_tokens + token).to(gl.int64)[:, None] * cols + col[None, :]
-            mask = (length > 0)[:, None] & (col < col_limit)[None, :]
-            gl.store(gl.multiple_of(target, [1, 16]), acc.to(dtype), mask=mask)
+    """A block of tokens of ``source``, one chunk of columns: sums of their rows here, stored in rows of ``target``.
 
-
-@gluon.jit
-def finish_block(
-    products, rows, factors, lengths, topk_ids, out, slots, control, slot_offset, rank, block, tokens, max_tokens, experts,
-    first_col, col_limit, cols,
-    WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
-    """z of a block of own tokens, one chunk of columns: partials added in rank order, rounded once."""
-    fault = gl.load(control + FAULT, volatile=True)
-    for begin in range(block * TOKENS, gl.minimum((block + 1) * TOKENS, tokens), SUB):
-        token = begin + gl.arange(0, SUB, layout=gl.SliceLayout(1, layout))
-        owners = token * 0  # bit r: rank r has an expert of the token
-        for j in gl.static_range(TOPK):
-            expert = gl.load(topk_ids + token * TOPK + j, mask=token < tokens, other=-1)
-            owners = owners | gl.where(expert >= 0, 1 << (gl.maximum(expert, 0) // experts), 0)
+    ``FINISH``: they are own tokens; peers' partials, in ``slots``, are added in rank order, and tokens without a row are zero.
+    """
+    fault = gl.load(control + FAULT, volatile=True) if FINISH else 0
+    first = source * max_tokens
+    end = gl.minimum((block + 1) * TOKENS, limit)
+    token = block * TOKENS + gl.arange(0, SUB, layout=gl.SliceLayout(1, layout))
+    n, r0, r1, r2, r3, f0, f1, f2, f3 = load_list(rows, factors, lengths, first, token, end, TOPK, WEIGHTED)
+    for begin in range(block * TOKENS, end, SUB):
+        entry, row0, row1, row2, row3, factor0, factor1, factor2, factor3 = n, r0, r1, r2, r3, f0, f1, f2, f3
+        n, r0, r1, r2, r3, f0, f1, f2, f3 = load_list(rows, factors, lengths, first, token + SUB, end, TOPK, WEIGHTED)
+        length = entry & LENGTH
         for left in range(first_col, col_limit, COLS):
             col = left + gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
             inside = (col < col_limit)[None, :]
-            own, length = sum_rows(
-                products, rows, factors, lengths, rank * max_tokens, token, tokens, col, col_limit, cols,
-                TOPK, WEIGHTED, COLS, layout,
+            acc = sum_rows(
+                products, rows, factors, (first + token) * TOPK, length, row0, row1, row2, row3,
+                factor0, factor1, factor2, factor3, col, inside, cols, WEIGHTED,
             )  # fmt: skip
-            acc = gl.zeros((SUB, COLS), gl.float32, layout)
-            for source in gl.static_range(WORLD_SIZE):
-                if source == rank:
-                    acc += own
-                else:
-                    place = source - (rank < source).to(gl.int32)
-                    at = slots + slot_offset + (place * max_tokens + token).to(gl.int64)[:, None] * cols + col[None, :]
-                    there = ((owners >> source) & 1) > 0
-                    part = gl.load(gl.multiple_of(at, [1, 16]), mask=there[:, None] & inside, other=0.0)
-                    acc += part.to(gl.float32)
-            acc = gl.where(fault != 0, float("nan"), acc)
-            target = out + token.to(gl.int64)[:, None] * cols + col[None, :]
-            value = acc.to(out.dtype.element_ty)
-            gl.store(gl.multiple_of(target, [1, 16]), value, mask=(token < tokens)[:, None] & inside)
+            if FINISH:
+                acc = add_partials(acc, slots, entry >> OWNERS, rank, token, max_tokens, col, inside, cols, WORLD_SIZE)
+                acc = gl.where(fault != 0, float("nan"), acc)
+                stored = token < end
+            else:
+                stored = length > 0
+            place = gl.multiple_of(target + token.to(gl.int64)[:, None] * cols + col[None, :], [1, 16])
+            gl.store(place, acc.to(target.dtype.element_ty), mask=stored[:, None] & inside)
+        token += SUB
+
+
+@gluon.jit
+def add_partials(own, slots, owners, rank, token, max_tokens, col, inside, cols, WORLD_SIZE: gl.constexpr):
+    """Peers' partials and the own one in rank order; bit r of ``owners``: rank r has one."""
+    layout: gl.constexpr = own.type.layout
+    acc = gl.zeros(own.shape, gl.float32, layout)
+    for source in gl.static_range(WORLD_SIZE):
+        there = (((owners >> source) & 1) > 0) & (token * 0 + source != rank)
+        row = (source - (rank < source).to(gl.int32)) * max_tokens + token
+        part = load_row(slots, row, there, col, inside, cols).to(gl.float32)
+        acc += gl.where(source == rank, own, part)
+    return acc
 
 
 @gluon.jit
 def serve_tickets(
-    products, rows, factors, lengths, offsets, topk_ids, out, counts, slots, slot_table, signal_table, signals, control, report,
+    products, rows, factors, lengths, offsets, out, counts, slots, slot_table, signal_table, signals, control, report,
     slot_offset, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens, groups, group_blocks, blocks, programs,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Reduce and finish blocks until there are none."""
     ACROSS: gl.constexpr = WARPS if COLS // 256 > WARPS else COLS // 256
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS // ACROSS, ACROSS], [1, 0])
+    SUB: gl.constexpr = HELD * (WARPS // ACROSS)
+    layout: gl.constexpr = gl.BlockedLayout([HELD, 8], [1, 32], [WARPS // ACROSS, ACROSS], [1, 0])
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     index = gl.arange(0, EXPERTS, layout=lane)
     first_rows = gl.load(offsets + index, mask=index < experts, other=0)
@@ -224,9 +257,11 @@ def serve_tickets(
             if step < peer_blocks:
                 peer = (rank + 1 + step // blocks) % WORLD_SIZE
                 block = step % blocks
-                send_block(
-                    products, rows, factors, lengths, slot_table, slot_offset, rank, peer, block, max_tokens, first_col,
-                    col_limit, cols, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, COLS, layout,
+                slot = symm_at(slot_table, peer, products.dtype.element_ty) + slot_offset
+                slot += (rank - (rank > peer).to(gl.int32)).to(gl.int64) * max_tokens * cols
+                reduce_block(
+                    products, rows, factors, lengths, slot, slots, control, peer, rank, block, max_tokens, max_tokens,
+                    first_col, col_limit, cols, False, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, SUB, COLS, layout,
                 )  # fmt: skip
                 group = block // group_blocks
                 word = chunk * groups + group
@@ -242,8 +277,8 @@ def serve_tickets(
                         spin(signals + 1 + word, source, source, SLICES, epoch, block, control, report, 1, 1, WARPS)
                     acquire(epoch)
                     heard = word + 1
-                finish_block(
-                    products, rows, factors, lengths, topk_ids, out, slots, control, slot_offset, rank, block, tokens,
-                    max_tokens, experts, first_col, col_limit, cols, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, COLS, layout,
+                reduce_block(
+                    products, rows, factors, lengths, out, slots + slot_offset, control, rank, rank, block, tokens, max_tokens,
+                    first_col, col_limit, cols, True, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, SUB, COLS, layout,
                 )  # fmt: skip
         ticket = following

@@ -28,14 +28,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.config_combine import CombineConfig, CombineCut, partial_bytes
-from tileweave.errors import require
 from tileweave.kernels import grouped_tiles
 from tileweave.kernels.descriptors import Pointer, descriptor
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.grouped_combine_tasks import (
     COUNTER_WORDS,
     SLICES,
-    SUB,
     TILES,
     clear_other_counts,
     list_rows,
@@ -120,7 +118,7 @@ def store_products(tile, products, desc, box, first_row, end, col, cols, TILE_M:
 
 @gluon.jit
 def multiply_partition(
-    products_desc, box, a_ring, b_ring, empty, ready, products, rows, factors, lengths, offsets, topk_ids, out, counters, slots,
+    products_desc, box, a_ring, b_ring, empty, ready, products, rows, factors, lengths, offsets, out, counters, slots,
     slot_table, signal_table, signals, control, report, slot_size, rank, experts, cols, chunks, chunk_cols, k_blocks, tokens,
     max_tokens, groups, group_blocks, blocks, num_partitions,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
@@ -157,7 +155,7 @@ def multiply_partition(
         tile -= next_tile  # of all experts
     count_stored(counts, stored, epoch)
     serve_tickets(
-        products, rows, factors, lengths, offsets, topk_ids, out, counts, slots, slot_table, signal_table, signals, control,
+        products, rows, factors, lengths, offsets, out, counts, slots, slot_table, signal_table, signals, control,
         report, (epoch & 1).to(gl.int64) * slot_size, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens,
         groups, group_blocks, blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS,
     )  # fmt: skip
@@ -187,11 +185,11 @@ def reduce_partition(
             programs, WORLD_SIZE, WARPS,
         )  # fmt: skip
     list_rows(
-        entry_row, rows, factors, lengths, counts, slot_table, signals, control, report, weights_offset, rank, max_tokens,
-        epoch, program, programs, WORLD_SIZE, TOPK, WEIGHTED, WARPS,
+        entry_row, topk_ids, rows, factors, lengths, counts, slot_table, signals, control, report, weights_offset, rank,
+        experts, tokens, max_tokens, epoch, program, programs, WORLD_SIZE, TOPK, WEIGHTED, WARPS,
     )  # fmt: skip
     serve_tickets(
-        products, rows, factors, lengths, offsets, topk_ids, out, counts, slots, slot_table, signal_table, signals, control,
+        products, rows, factors, lengths, offsets, out, counts, slots, slot_table, signal_table, signals, control,
         report, parity.to(gl.int64) * slot_size, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens, groups,
         group_blocks, blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS,
     )  # fmt: skip
@@ -223,7 +221,7 @@ def grouped_matmul_combine_hopper_kernel(
     gl.warp_specialize(
         [
             (multiply_partition, (
-                products_desc, box, a_ring, b_ring, empty, ready, products, rows, factors, lengths, offsets, topk_ids, out,
+                products_desc, box, a_ring, b_ring, empty, ready, products, rows, factors, lengths, offsets, out,
                 counters, slots, slot_table, signal_table, signals, control, report, slot_size, rank, experts, cols, chunks,
                 chunk_cols, k_blocks, tokens, max_tokens, groups, group_blocks, blocks, num_partitions, WORLD_SIZE, TOPK,
                 WEIGHTED, EXPERTS, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, DEPTH_FIRST, TOKENS, COLS,
@@ -257,12 +255,6 @@ class Launcher:
         depth_first: bool, bound: int, stride_y: int,
     ) -> None:  # fmt: skip
         s, c = shape, config
-        require(
-            c.block_tokens % SUB.value == 0,
-            f"blocks of {c.block_tokens} tokens",
-            f"a multiple of {SUB.value}",
-            "another config",
-        )
         self.peers, self.shape, self.rank, self.programs = peers, s, rank, num_sms
         self.base = base = peers.slots.data_ptr()
         self.cut = cut = CombineCut.of(s, c)
