@@ -1,4 +1,4 @@
-"""Faults planted in embedding_bag_all_to_all; see ``mutants.py``."""
+"""Faults planted in embedding_bag_all_to_all and its backward; see ``mutants.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,30 @@ _CLEAR = "    tl.store(counters + (1 - (epoch & 1)) * 2 + {}, 0)\n"
 _LOOP = "    while ticket < total:\n"
 _PASS = "    count_passed(signal_table, counters, rank, epoch, num_programs, WORLD_SIZE)\n    passed += 1\n"
 
+TG = "embedding_bag_all_to_all_backward/"
+PUSH, SUMS = "kernels/embedding_gradient.py", "kernels/table_sums.py"
+_HERE = "            wait_here(counters, table * GROUPS // tables + 1, ARRIVED, table, control, report)\n"
+_OF_ALL = "        for source in tl.static_range(WORLD_SIZE):\n"
+_PEER = "            wait(signals, 1, epoch, peer * SLICES + READY, unit, control, report)\n"
+_ZERO = "        tl.store(counters + (1 - (epoch & 1)) * GROUPS + tl.arange(0, GROUPS), tl.zeros((GROUPS,), tl.int32))\n"
+_SAYS = "== pushers - 1:\n        notify_all"
+
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant("sums wait for nothing", SUMS, _HERE, "            pass\n", TG),
+    Mutant("sums wait for the group before", SUMS, _HERE, _HERE.replace(" + 1", ""), TG),
+    Mutant("the watcher leaves out a source", PUSH, _OF_ALL, _OF_ALL.replace("(", "(1, "), TG),
+    Mutant("the watcher is a group ahead", PUSH, "ARRIVED, group + 1,", "ARRIVED, group + 2,", TG),
+    Mutant("the watcher says so without a release", PUSH, 'sem="release"', 'sem="relaxed"', TG),
+    Mutant("groups that arrived are not forgotten", SUMS, "            tl.store(arrived, 0)\n", "            pass\n", TG),
+    Mutant("gradients do not wait for the slot", PUSH, _PEER, "            pass\n", TG),
+    Mutant("gradients wait for the last call's slot", PUSH, _PEER, _PEER.replace("epoch", "epoch - 1"), TG),
+    Mutant("a group is counted without a release", PUSH, 'sem="acq_rel"', 'sem="relaxed"', TG),
+    Mutant("the first to store a group says done", PUSH, _SAYS, _SAYS.replace("pushers - 1", "0"), TG),
+    Mutant("a group's end is never said", PUSH, _SAYS, _SAYS.replace("pushers - 1", "pushers"), TG),
+    Mutant("a group is counted before its last block", PUSH, "while group < tl.load(", "while group <= tl.load(", TG),
+    Mutant("counts of groups are not cleared", PUSH, _ZERO, "        pass\n", TG),
+    Mutant("counts of this call's groups are cleared", PUSH, _ZERO, _ZERO.replace("(1 - (epoch & 1))", "(epoch & 1)"), TG),
+    Mutant("own gradients are not said to be there", PUSH, "epoch, WORLD_SIZE, True)", "epoch, WORLD_SIZE, False)", TG),
     Mutant("a region is announced behind its signal", KERNEL, _ANNOUNCE + _READY, _READY + _ANNOUNCE, EB),
     Mutant("stores do not wait for a region", KERNEL, _WAIT, "                    pass\n", EB),
     Mutant("stores wait for the last call's region", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch - 1"), EB),

@@ -1,9 +1,12 @@
-"""Scenarios of embedding_bag_all_to_all: results are held over further calls, whose regions must be others."""
+"""Scenarios of embedding_bag_all_to_all: results are held over further calls, whose regions must be others.
+
+And of its backward, which pushes gradients and sums them, table group by table group, in one launch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -76,8 +79,56 @@ def _bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any
     return [t.clone() for t in everyone[rank]], indices[rank].reshape(-1).clone(), offsets, want
 
 
+@dataclass(frozen=True)
+class TableGradient:
+    """SGD steps in place. ``samples``: of each rank; ``tables``: of each rank, in as many groups."""
+
+    name: str
+    samples: int
+    tables: int
+    op: str = "embedding_bag_all_to_all_backward"
+    programs: tuple[int, ...] = (1, 2, 3)  # that push; one more watches, two or three sum
+    resident: int = 1
+
+    def begin(self, world: World, rank: int, drawn: Drawn) -> None:
+        begin_instance(world, rank, self.op, "sm", drawn.epoch)
+
+    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from tileweave.ops.embedding_bag_all_to_all_fused import begin_push, end_push
+        from tileweave.ops.table_gradient import Lookups, sort_lookups, table_gradients
+
+        batch, seed = self.samples * world.size, (number + drawn.order) % POOL
+        tables, indices, offsets, _ = _bags(batch, self.tables, world.size, rank, seed)
+        layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size)
+        grads = [whole_numbers((self.samples, layout.width), "gradient", r, seed) for r in range(world.size)]
+        grad, rate = grads[rank].clone(), torch.ones(1)
+        lookups = Lookups(indices, offsets, None, batch, False)
+        ordered = sort_lookups(tables, lookups, False)
+        push = begin_push(grad, layout, batch, world.ranks[rank].group)
+        push = replace(push, warps=drawn.programs)
+        for name, tensor in (("gradient", grad), ("rate", rate), ("keys", ordered.keys), ("bags", ordered.bags)):
+            world.know(rank, name, tensor)
+        before = [t.clone() for t in tables]
+        for table in tables:
+            world.know(rank, "table", table)
+        table_gradients(push.slot, tables, lookups, ordered, 1.0, "sgd", (), rate, push=push)
+        end_push(push, world.ranks[rank].group)
+        whole, chosen = torch.cat(grads), indices.view(self.tables, batch, BAG)
+        for t, (table, old) in enumerate(zip(tables, before, strict=True)):
+            column = layout.columns[rank][t]
+            mine = whole[:, column : column + DIM].repeat_interleave(BAG, 0)
+            yield f"table {t}", table, old.index_add(0, chosen[t].reshape(-1), mine, alpha=-1)
+
+    def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        instance = world.workspace(rank).instance(self.op, "sm")
+        yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
+        yield "programs that left", int(instance.control[1]), 0
+        yield "groups that have arrived", int(instance.counters[16]), 0
+
+
 _CUT = EmbeddingConfig(4, 2, 1, 1, 1)
 EMBEDDING = (
+    TableGradient("groups", 1, 2),
     EmbeddingBag("tickets", (6, 9), 1, _CUT),
     EmbeddingBag("held", (8,), 2, EmbeddingConfig(4, 2, 1, 1, 0), held=1),
 )

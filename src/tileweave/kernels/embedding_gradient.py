@@ -181,8 +181,10 @@ def push_and_sum_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A gradient that is about to leave: all that a launch needs but for the sums. grad : here; ``plan``: the pieces of all
-    owners, by group, peers' first, see :func:`push_block`; slot : [B, sum of this rank's dims], where it arrives.
+    """A gradient that is about to leave: all that a launch needs but for the sums.
+
+    grad : here. plan : the pieces of all owners, by group, peers' first, see :func:`push_block`. slot : [B, sum of this rank's
+    dims], where it arrives. warps : that push, at most.
     """
 
     peers: Endpoint
@@ -193,7 +195,7 @@ class Push:
     aligned: int
     rank: int
     world_size: int
-    num_sms: int
+    warps: int
 
     def arrived(self) -> torch.Tensor:
         """The counter on which sums wait."""
@@ -211,10 +213,10 @@ class Push:
         )  # fmt: skip
         shape = {"WORLD_SIZE": self.world_size, "ROWS": ROWS, "COLS": COLS}
         if tiles:
-            pushers = max(1, min(units, WARPS_PER_SM * self.num_sms))
+            pushers = max(1, min(units, self.warps))
             push_and_sum_kernel[(pushers + 1 + tiles,)](
                 *common, pushers, self.slot, *sums, **shape, PUSH_ALIGN=self.aligned, **options
             )
         else:
-            pushers = max(1, min(units, WARPS_PER_SM * self.num_sms // 4))
+            pushers = max(1, min(units, self.warps // 4))
             push_gradient_kernel[(pushers + 1,)](*common, **shape, ALIGN=self.aligned, num_warps=4)

@@ -122,7 +122,9 @@ def _call(tables, indices, offsets, batch, mode, weights, layout, out_dtype, gra
     require(mode in ("sum", "mean"), f"mode {mode!r}", '"sum" or "mean"', "pass one of these")
     require(gradient in KINDS[:2], f"gradient {gradient!r}", '"dense" or "sparse"', "for a fused step pass optimizer=")
     require(len(tables) > 0 or batch is not None, "no tables and no batch", "batch= where a rank has no tables", "pass batch=")
-    require(len(tables) > 0 or out_dtype is not None, "no tables and no out_dtype", "out_dtype= where there are none", "pass it")
+    require(
+        len(tables) > 0 or out_dtype is not None, "no tables and no out_dtype", "out_dtype= where there are none", "pass it"
+    )
     if batch is None:
         batch = (offsets.numel() - 1) // len(tables)
     if out_dtype is None:

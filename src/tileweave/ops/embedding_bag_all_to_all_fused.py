@@ -130,8 +130,9 @@ def run_lookup(
 
 
 def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_name: str) -> Push:
-    """Each rank's gradient rows of this rank's columns, to be pushed into place, table after table; :func:`end_push` when it was
-    launched. Its slot is symmetric memory: read it on this stream, before the next call.
+    """Each rank's gradient rows of this rank's columns, to be pushed into place, table after table.
+
+    :func:`end_push` when it was launched. Its slot is symmetric memory: read it on this stream, before the next call.
     """
     from tileweave.kernels import embedding_gradient as kernel
 
@@ -153,7 +154,8 @@ def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_na
     width, rank = dims[transport.rank], transport.rank
     slot = peers.slots[: batch * width].view(batch, width)
     first_sample = rows_of(batch, transport.world_size, rank)[0]
-    return kernel.Push(peers, grad, plan, slot, first_sample, aligned, rank, transport.world_size, transport.machine.num_sms)
+    warps = kernel.WARPS_PER_SM * transport.machine.num_sms
+    return kernel.Push(peers, grad, plan, slot, first_sample, aligned, rank, transport.world_size, warps)
 
 
 def end_push(push: Push, group_name: str) -> None:
