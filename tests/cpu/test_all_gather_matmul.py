@@ -98,7 +98,7 @@ COPIED = [Case(16, 17, 24), Case(17, 20, 33), Case(20, 9, 50, gathered=True), Ca
     ids=["sm", "copy_engine", "library"],
 )
 def test_many_calls_with_late_ranks(world: World, config: MatmulConfig, cases: list[Case], stall: object) -> None:
-    count = {2: 28, 3: 18, 4: 12}[world.size]
+    count = {2: 20, 3: 12, 4: 8}[world.size]
     world.run(parity.many_calls, cases, replace(config, tile_k=64), count, 0.004, 2, stall)
 
 
