@@ -86,8 +86,7 @@ class Unfused(Ours):
 
     def __init__(self, module: ShardedEmbeddingBag, batch: int) -> None:
         super().__init__(module, batch)
-        begin, end = rows_of(batch, module.world_size, module.rank)
-        self.pooled = torch.empty(end - begin, self.layout.width, device=self.tables[0].device)
+        self.pooled = place_of(module, batch)
 
     @torch.no_grad()
     def lookup(self, indices: torch.Tensor, offsets: torch.Tensor, known: object, phase: Phase) -> None:
@@ -104,14 +103,11 @@ class Unfused(Ours):
 class Torch(Exchange):
     """Torch alone: a call of ``embedding_bag`` for each table, sparse gradients, its SGD; sizes of those are data."""
 
-    captured = False
-
     def __init__(self, module: ShardedEmbeddingBag, batch: int) -> None:
         self.batch, self.layout, self.rank = batch, module.layout, module.rank
         self.weights = module.weights()
         self.optimizer = torch.optim.SGD(self.weights, lr=RATE / module.world_size)
-        begin, end = rows_of(batch, module.world_size, module.rank)
-        self.pooled = torch.empty(end - begin, self.layout.width, device=self.weights[0].device)
+        self.pooled = place_of(module, batch)
 
     def arriving(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Where each table's ids end, which a slice needs, on its way to the host."""
@@ -145,6 +141,12 @@ class Torch(Exchange):
         self.bags.backward(mine)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def place_of(module: ShardedEmbeddingBag, batch: int) -> torch.Tensor:
+    """Where pooled vectors of this rank's samples stand, step after step: [b, width]."""
+    begin, end = rows_of(batch, module.world_size, module.rank)
+    return torch.empty(end - begin, module.layout.width, device=module.weights()[0].device)
 
 
 def to_samples(pooled: torch.Tensor, layout: EmbeddingLayout, rank: int, out: torch.Tensor) -> None:

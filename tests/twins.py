@@ -96,9 +96,8 @@ def load_tasks(folder: str) -> Any:
 
 _FOLDER = TemporaryDirectory()
 _tasks = load_tasks(_FOLDER.name)
-clear_other_counts, push_weights, list_rows, serve_tickets = (
-    getattr(_tasks, name) for name in ("clear_other_counts", "push_weights", "list_rows", "serve_tickets")
-)
+clear_other_counts, push_weights, list_rows = _tasks.clear_other_counts, _tasks.push_weights, _tasks.list_rows
+serve_tickets, COUNTER_WORDS, SLICES = _tasks.serve_tickets, _tasks.COUNTER_WORDS, _tasks.SLICES
 
 
 @triton.jit
@@ -114,7 +113,7 @@ def twin_kernel(
     epoch = load_epoch(control)
     parity = epoch & 1
     weights_offset = weights_base + parity.to(tl.int64) * weights_slot
-    counts = counters + parity * 288
+    counts = counters + parity * COUNTER_WORDS
     clear_other_counts(counters, parity, WARPS)
     if WEIGHTED:
         push_weights(
@@ -135,7 +134,7 @@ def twin_kernel(
         group_blocks, blocks, 1, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS,
     )  # fmt: skip
     for step in tl.static_range(1, WORLD_SIZE):  # also where this rank has no tokens
-        word = (rank + step) % WORLD_SIZE * 32 + chunks * groups
+        word = (rank + step) % WORLD_SIZE * SLICES + chunks * groups
         wait(signals, 1, epoch, word, -1, control, report)
     leave(control, epoch, 1)
 

@@ -48,9 +48,8 @@ class Step:
 
         slots, signals, self.control = torch.zeros_like(self.grad).view(-1), words(64), words(64)
         self.control[0], self.control[3] = EPOCH, 3_000_000  # the call's number, and microseconds that it may wait
-        self.counters = words(COUNTERS)
         peers = Endpoint(
-            slots, slots.numel(), address(slots), address(signals), signals, self.control, words(64), self.counters
+            slots, slots.numel(), address(slots), address(signals), signals, self.control, words(64), words(COUNTERS)
         )
         pieces = [(0, t * DIM, t * DIM, DIM, TABLES * DIM, t * GROUPS.value // TABLES) for t in range(TABLES)]
         self.push = Push(
@@ -71,7 +70,7 @@ class Step:
         step()
         torch.cuda.synchronize()
         assert self.control[2] == 0, "a wait ran out of time"
-        assert self.counters[16] == 0, "the next call would not wait"
+        assert self.push.arrived()[0] == 0, "the next call would not wait"
         return [t.clone() for t in self.tables]
 
 
@@ -86,7 +85,7 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
         assert step.control[0] == EPOCH + call + 1
     step.push.launch()  # without sums
     torch.cuda.synchronize()
-    assert step.control[0] == EPOCH + 4 and step.counters[16] == 0
+    assert step.control[0] == EPOCH + 4 and step.push.arrived()[0] == 0
 
 
 def test_replayed_from_a_graph() -> None:

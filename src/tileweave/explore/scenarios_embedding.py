@@ -120,10 +120,12 @@ class TableGradient:
             yield f"table {t}", table, old.index_add(0, chosen[t].reshape(-1), mine, alpha=-1)
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+        from tileweave.kernels.embedding_gradient import ARRIVED
+
         instance = world.workspace(rank).instance(self.op, "sm")
         yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
         yield "programs that left", int(instance.control[1]), 0
-        yield "groups that have arrived", int(instance.counters[16]), 0
+        yield "groups that have arrived", int(instance.counters[ARRIVED.value]), 0
 
 
 _CUT = EmbeddingConfig(4, 2, 1, 1, 1)

@@ -212,11 +212,11 @@ class Push:
             peers.counters, self.rank, rows, self.first_sample, width, units, max(blocks, 1),
         )  # fmt: skip
         shape = {"WORLD_SIZE": self.world_size, "ROWS": ROWS, "COLS": COLS}
+        num_warps = options["num_warps"] if tiles else 4
+        pushers = max(1, min(units, self.warps // num_warps))
         if tiles:
-            pushers = max(1, min(units, self.warps))
             push_and_sum_kernel[(pushers + 1 + tiles,)](
                 *common, pushers, self.slot, *sums, **shape, PUSH_ALIGN=self.aligned, **options
             )
         else:
-            pushers = max(1, min(units, self.warps // 4))
-            push_gradient_kernel[(pushers + 1,)](*common, **shape, ALIGN=self.aligned, num_warps=4)
+            push_gradient_kernel[(pushers + 1,)](*common, **shape, ALIGN=self.aligned, num_warps=num_warps)

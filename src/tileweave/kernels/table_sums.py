@@ -310,7 +310,9 @@ def sum_rows(
     """
     count = keys.numel()
     if not count:
-        return push.launch() if push is not None else None
+        if push is not None:
+            push.launch()
+        return
     tile = tile or (16 if kind == ADAGRAD else 8)
     block, tiles = triton.next_power_of_2(max(widest, 1)), triton.cdiv(count, tile)
     partials = torch.empty((tiles + (tiles + 1) // 2) * block, dtype=torch.float32, device=grad.device)

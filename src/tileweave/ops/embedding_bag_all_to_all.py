@@ -37,7 +37,7 @@ from tileweave.ops.registry import (
     name_of,
     publish,
 )
-from tileweave.ops.table_gradient import KINDS, Lookups, sort_beside, table_gradients, weight_gradients
+from tileweave.ops.table_gradient import KINDS, Lookups, sort_beside, sort_lookups, table_gradients, weight_gradients
 from tileweave.sharding import EmbeddingLayout, EmbeddingPlan, plan_embedding, rows_of
 
 _SAID: set[tuple[str, str]] = set()
@@ -214,15 +214,17 @@ def _take_gradient(
     path = plan(tables, indices, batch, len(layout.dims)).path
     compiled = path != "unfused" or indices.is_cuda
     lookups = Lookups(indices, offsets, weights, batch, mean)
-    ordered = sort_beside(tables, lookups, compiled)
+    alone = need_weights or not tables  # gradients of weights want the tables as they were
+    # Beside what travels alone; sums that stand in one launch with the push wait for the sort at once.
+    sort = sort_lookups if path == "fused" and not alone else sort_beside
+    ordered = sort(tables, lookups, compiled)
     gw = grad.new_empty(0)
-    if path != "fused":
-        group = group_of(group_name) if len(layout.dims) > 1 else None
-        push, mine = None, reference.gradient_to_owners(grad.contiguous(), layout, batch, group)
-    else:
+    if path == "fused":
         push = begin_push(grad, layout, batch, group_name)
         mine = push.slot
-    alone = need_weights or not tables  # gradients of weights want the tables as they were
+    else:
+        group = group_of(group_name) if len(layout.dims) > 1 else None
+        push, mine = None, reference.gradient_to_owners(grad.contiguous(), layout, batch, group)
     try:
         if push is not None and alone:
             push.launch()
