@@ -46,19 +46,22 @@ LOSS_ERROR = 1e-3
 
 
 class Replayed:
-    """A function of tensors that stay where they are, replayed from a CUDA graph; on the CPU called as it stands."""
+    """A function of tensors that stay where they are, replayed from a CUDA graph; on the CPU called as it stands.
 
-    def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
+    beside : its kernels, wherever it is replayed, go before those that wait on another stream (graphs keep priorities of capture).
+    """
+
+    def __init__(self, function: Callable[[], Any], device: torch.device, beside: bool = False) -> None:
         self.function, self.graph = function, None
         if device.type == "cuda":
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream(device, priority=-int(beside))
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(3):
                     function()
             torch.cuda.current_stream().wait_stream(side)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"):
                 self.result = function()
         else:
             self.result = function()
@@ -111,15 +114,16 @@ class PipelinedStep:
         self.exchange.lookup(indices, offsets, self.exchange.arriving(offsets), quiet)  # so that the result has a place
         member.barrier()
         self.middle = Replayed(self._middle, member.device)
-        self.backward = Replayed(self._backward, member.device)
-        self.descend = Replayed(self._descend, member.device) if on_gpu else self._descend
-        self.bottom = Replayed(self._bottom, member.device)
+        self.backward = Replayed(self._backward, member.device, beside=True)
+        self.descend = Replayed(self._descend, member.device, beside=True) if on_gpu else self._descend
+        self.bottom = Replayed(self._bottom, member.device, beside=True)
         self.towers.load_state_dict(towers_from_seed(dim, hidden).state_dict())  # warming up took steps
         self.ids, self.ends = indices.new_zeros(indices.numel() * 9 // 8), offsets.clone()  # room for longer bags
         member.barrier()
-        self.order = self.ordered = self.replayed = None
+        self.look = self.order = self.ordered = self.replayed = self.reduced = None
         if on_gpu and kind.captured:
-            self.order = Replayed(lambda: self.exchange.sort(self.ids, self.ends), member.device)
+            self.look = Replayed(lambda: self.exchange.lookup(self.ids, self.ends, None, quiet), member.device)
+            self.order = Replayed(lambda: self.exchange.sort(self.ids, self.ends), member.device, beside=True)
             fixed = self.order()
             self.ordered = replace(fixed, keys=fixed.keys.clone(), bags=fixed.bags.clone())
             grad = self.middle.result[2].zero_()  # so that tables stay as they are
@@ -158,9 +162,9 @@ class PipelinedStep:
         self.finish()
         self.multiply(batches[0], quiet)
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch, behind: torch.cuda.Event | None = None) -> None:
         """Lengths of a batch to the tables' owners, on the second stream."""
-        with self.beside(None):
+        with self.beside(behind):
             pending = tw.begin_distribute_indices(batch[2], batch[3], self.features)
             self.coming.append((pending, self.exchange.arriving(pending.offsets)))
 
@@ -194,16 +198,21 @@ class PipelinedStep:
         """The loss of the batch that was made ready last; ``following`` and the ``third`` are made ready beside."""
         indices, offsets, known, ordered, arrived = self.ahead
         self.beside.join(arrived, indices, offsets)
-        self.exchange.lookup(indices, offsets, known, phase)
+        self.beside.join(self.reduced)
+        if self.look is not None and phase is quiet:
+            self.look()
+        else:
+            self.exchange.lookup(indices, offsets, known, phase)
+        looked = self.beside.mark()
         phase("interaction, top MLP, backward")
         self.beside.join(self.multiplied)
         loss, _, grad = self.middle()[:3]
         loss = loss.clone()
         back = self.beside.mark()
         phase("ids to owners, sort")
-        self.begin(third)
+        self.begin(third, looked)  # no NCCL beside a graph whose kernels wait for peers; and ids change behind the lookup
         self.finish()
-        self.beside.join(self.ahead[-1])  # no NCCL beside a graph whose kernels wait for peers
+        self.beside.join(self.ahead[-1])
         if self.replayed is not None and phase is quiet:
             self.replayed()
         else:
@@ -215,6 +224,7 @@ class PipelinedStep:
         with self.beside(done):
             phase("all-reduce, MLPs' step")
             flat.copy_(all_reduce(flat, dist.group.WORLD))
+            self.reduced = self.beside.mark()
             self.descend()
         self.multiply(following, phase)
         phase("")

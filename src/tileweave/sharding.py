@@ -78,8 +78,8 @@ class EmbeddingConfig:
 
     bags : bags that a program pools at once. unroll : rows of each bag in flight. num_warps : warps of a program.
     programs_per_sm : programs of the fused kernel for each multiprocessor.
-    by_sample : a lookup alone takes all tables of some samples before the next samples, so that rows of the result are
-        written whole; else table after table.
+    run : blocks of bags of one table, then as many of the next, and so on, before the next blocks of the first; 0: table after
+        table. 1 writes rows of the result whole.
     lag : rounds by which own bags come behind those of the peers, so that the last stores to peers are hidden.
     """
 
@@ -88,7 +88,11 @@ class EmbeddingConfig:
     num_warps: int = 4
     programs_per_sm: int = 6
     lag: int = 8
-    by_sample: bool = False
+    run: int = 0
+
+    def run_of(self, blocks: int) -> int:
+        """``run`` for tables of that many blocks."""
+        return max(min(self.run or blocks, blocks), 1)
 
     def __str__(self) -> str:
         return f"{self.bags} bags x {self.unroll} rows, {self.num_warps} warps"
@@ -102,7 +106,7 @@ def config_for(row_bytes: int, pooling: float, interpreting: bool = False) -> Em
     unroll = 1 if pooling < 2 else 2 if pooling < 4 else 4
     loads, most = (4, 64) if unroll == 1 else (16, 16)
     bags = min(max(loads * 128 // (vectors * unroll), 4), most)
-    return EmbeddingConfig(1 << (bags.bit_length() - 1), unroll, by_sample=unroll == 1)
+    return EmbeddingConfig(1 << (bags.bit_length() - 1), unroll, run=int(unroll == 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,10 @@ def plan_embedding(world_size: int, row_bytes: int, pooling: float, machine: Mac
         return EmbeddingPlan("unfused", f"world size {world_size} is above {FUSED_WORLD_SIZES[-1]}", lookup=lookup)
     if machine.backend == "cuda" and machine.arch < 80:
         return EmbeddingPlan("unfused", f"{machine.name} is below sm_80", lookup=lookup)
-    return EmbeddingPlan("fused", f"stores to the samples' owners, {row_bytes} bytes a row", lookup=lookup)
+    # Tables side by side, since one that reads much leaves the links idle, and one that reads little the memory.
+    return EmbeddingPlan(
+        "fused", f"stores to the samples' owners, {row_bytes} bytes a row", lookup=replace(lookup, run=lookup.run or 32)
+    )
 
 
 # --- The planner ---
@@ -161,7 +168,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """Who owns what. ``shards`` are in order of rank, then table, then column."""
+    """Who owns what. ``shards`` are in order of rank, then most read first: gradients go back, and are summed, in that order,
+    so that tables of many lookups are summed while those of few are on their way."""
 
     tables: tuple[TableSpec, ...]
     shards: tuple[Shard, ...]
@@ -257,7 +265,7 @@ def plan_sharding(tables: Sequence[TableSpec], world_size: int, itemsize: int = 
         wide[rank] += sending
         held[rank] += nbytes
         shards.append(Shard(number, column, dim, rank))
-    shards.sort(key=lambda s: (s.rank, s.table, s.column))
+    shards.sort(key=lambda s: (s.rank, -tables[s.table].pooling * s.dim, s.table, s.column))
     return ShardingPlan(tuple(tables), tuple(shards), world_size, itemsize)
 
 

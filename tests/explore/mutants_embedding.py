@@ -21,15 +21,15 @@ _PASS = "    count_passed(signal_table, counters, rank, epoch, num_programs, WOR
 
 TG = "embedding_bag_all_to_all_backward/"
 PUSH, SUMS = "kernels/embedding_gradient.py", "kernels/table_sums.py"
-_HERE = "            wait_here(counters, table * GROUPS // tables + 1, ARRIVED, table, control, report)\n"
+_HERE = "                wait_here(counters, group + 1, ARRIVED, table, control, report)\n"
 _OF_ALL = "        for source in tl.static_range(WORLD_SIZE):\n"
 _PEER = "            wait(signals, 1, epoch, peer * SLICES + READY, unit, control, report)\n"
 _ZERO = "        tl.store(counters + (1 - (epoch & 1)) * GROUPS + tl.arange(0, GROUPS), tl.zeros((GROUPS,), tl.int32))\n"
 _SAYS = "== pushers - 1:\n        notify_all"
 
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant("sums wait for nothing", SUMS, _HERE, "            pass\n", TG),
-    Mutant("sums wait for the group before", SUMS, _HERE, _HERE.replace(" + 1", ""), TG),
+    Mutant("sums wait for nothing", SUMS, _HERE, "                pass\n", TG),
+    Mutant("sums wait for the group before", SUMS, _HERE, _HERE.replace("group + 1", "group"), TG),
     Mutant("the watcher leaves out a source", PUSH, _OF_ALL, _OF_ALL.replace("(", "(1, "), TG),
     Mutant("the watcher is a group ahead", PUSH, "ARRIVED, group + 1,", "ARRIVED, group + 2,", TG),
     Mutant("the watcher says so without a release", PUSH, 'sem="release"', 'sem="relaxed"', TG),

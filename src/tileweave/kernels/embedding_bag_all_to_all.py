@@ -40,7 +40,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tileweave.kernels.embedding_lookup import constants, pool_bags, store_bags, table_at
+from tileweave.kernels.embedding_lookup import block_at, constants, pool_bags, store_bags, table_at
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import faulted, leave, load_epoch, notify_all, poison, wait
@@ -72,13 +72,13 @@ def count_passed(signal_table, counters, rank, epoch, num_programs, WORLD_SIZE: 
         notify_all(signal_table, rank * SLICES + DONE, rank, epoch, WORLD_SIZE, False)
 
 
-UNSPECIALIZED = ["rank", "region", "num_indices", "blocks", "rounds", "lag", "rows_here"]
+UNSPECIALIZED = ["rank", "region", "num_indices", "tables", "blocks", "run", "lag", "rows_here"]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def embedding_bag_all_to_all_kernel(
     meta, indices, offsets, weights, regions, slot_table, signal_table, signals, control, report, counters,
-    rank, region, region_size, num_indices, batch, chunk, blocks, rounds, lag, width, rows_here,
+    rank, region, region_size, num_indices, batch, chunk, tables, blocks, run, lag, width, rows_here,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr,
     UNROLL: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
@@ -89,6 +89,7 @@ def embedding_bag_all_to_all_kernel(
     if program == 0:
         announce(signal_table, counters, rank, region, epoch, WORLD_SIZE)
     tickets = counters + (epoch & 1) * 2 + TICKETS
+    rounds = tables * blocks
     total = (rounds + lag) * WORLD_SIZE
     awaited = tl.cast(0, tl.int32)  # bit p: peer p is ready
     passed = tl.cast(0, tl.int32)
@@ -104,8 +105,8 @@ def embedding_bag_all_to_all_kernel(
         if peer == rank:
             block -= lag
         if (block >= 0) & (block < rounds):
-            table = block // blocks
-            sample = block % blocks * BAGS  # among the peer's
+            table, block = block_at(block, tables, blocks, run)
+            sample = block * BAGS  # among the peer's
             count = tl.minimum(tl.minimum(chunk, batch - peer * chunk) - sample, BAGS)
             base, rows, dim, column = table_at(meta, table, DTYPE, ALIGN)
             first = table.to(tl.int64) * batch + peer * chunk + sample
@@ -164,8 +165,8 @@ def launch(
     embedding_bag_all_to_all_kernel[(programs,)](
         meta, indices, offsets, indices if weights is None else weights, peers.slots,
         peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, peers.counters,
-        rank, region, peers.slot_size, indices.numel(), batch, chunk, max(blocks, 1), rounds, min(config.lag, rounds), width,
-        end - begin,
+        rank, region, peers.slot_size, indices.numel(), batch, chunk, len(tables), blocks, config.run_of(blocks),
+        min(config.lag, rounds), width, end - begin,
         WORLD_SIZE=world_size, MEAN=mean, WEIGHTED=weights is not None,
         **constants(tables, columns, width, peers.slots.element_size(), config),
     )  # fmt: skip

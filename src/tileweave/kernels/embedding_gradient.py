@@ -5,7 +5,7 @@ Rank r stores the columns of owner p's tables, for its own samples, straight int
     grad  [b, width]   gradient of the result, own samples          slot [B, D_p]  p's tables side by side, all samples
 
 One launch. Lower programs *push*, an owner's tables in ``GROUPS`` groups, in the order in which sorted positions name them; one
-program *watches* what comes; all further ones *sum*, a tile of positions each, when the group of their table is there:
+program *watches* what comes; all further ones *sum*, some tiles of positions each, when the group of their table is there:
 
     pushers   ready? | group 0 to r+1, r+2, r+3, own | group 1 | ... | group 7 | leave
     watcher   group 0 of all here? | 1? | ... | 7? | leave
@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.kernels.table_sums import sum_tile
+from tileweave.kernels.table_sums import sum_tiles
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import leave, load_epoch, notify_all, wait
 
@@ -150,22 +150,22 @@ def push_gradient_kernel(
     leave(control, epoch, pushers + 1)
 
 
-@triton.jit(do_not_specialize=["rank", "rows_here", "first_sample", "units", "blocks", "pushers", "factor", "tables"])
+@triton.jit(do_not_specialize=["rank", "rows_here", "first_sample", "units", "blocks", "pushers", "factor", "tables", "tiles"])
 def push_and_sum_kernel(
     source, plan, slot_table, signal_table, signals, control, report, counters,
     rank, rows_here, first_sample, width, units, blocks, pushers,
-    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, count, last_key, batch, tables, slot_width,
+    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, count, last_key, batch, tables, tiles, slot_width,
     WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PUSH_ALIGN: tl.constexpr,
-    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-    ALIGN: tl.constexpr,
+    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
+    SCALED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Pushers of ``source``, a watcher, and a program for each tile of positions; ``grad``: the slot."""
+    """Pushers of ``source``, a watcher, and a program for ``STEPS`` tiles of positions; ``grad``: the slot."""
     program = tl.program_id(0)
     if program > pushers:
-        sum_tile(
-            program - pushers - 1, tl.num_programs(0) - pushers - 1, grad, keys, bags, scales, places, meta, partials, rate,
+        sum_tiles(
+            program - pushers - 1, tiles, grad, keys, bags, scales, places, meta, partials, rate,
             epsilon, factor, counters, control, report, count, last_key, batch, tables, slot_width,
-            GROUPS, ARRIVED, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
+            STEPS, GROUPS, ARRIVED, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
         )  # fmt: skip
     else:
         epoch = load_epoch(control)
@@ -201,8 +201,8 @@ class Push:
         """The counter on which sums wait."""
         return self.peers.counters[ARRIVED.value :]
 
-    def launch(self, tiles: int = 0, sums: Sequence[object] = (), **options: Any) -> None:
-        """On the current stream. ``sums``: arguments of ``sum_rows`` from the slot on, for ``tiles`` programs; behind them
+    def launch(self, summing: int = 0, sums: Sequence[object] = (), **options: Any) -> None:
+        """On the current stream. ``sums``: arguments of ``sum_rows`` from the slot on, for ``summing`` programs; behind them
         ``sum_runs`` has to set the counter ``ARRIVED`` to zero."""
         peers, (rows, width) = self.peers, self.grad.shape
         blocks = triton.cdiv(rows, ROWS)
@@ -212,10 +212,10 @@ class Push:
             peers.counters, self.rank, rows, self.first_sample, width, units, max(blocks, 1),
         )  # fmt: skip
         shape = {"WORLD_SIZE": self.world_size, "ROWS": ROWS, "COLS": COLS}
-        num_warps = options["num_warps"] if tiles else 4
+        num_warps = options["num_warps"] if summing else 4
         pushers = max(1, min(units, self.warps // num_warps))
-        if tiles:
-            push_and_sum_kernel[(pushers + 1 + tiles,)](
+        if summing:
+            push_and_sum_kernel[(pushers + 1 + summing,)](
                 *common, pushers, self.slot, *sums, **shape, PUSH_ALIGN=self.aligned, **options
             )
         else:

@@ -120,19 +120,25 @@ def store_bags(acc, out, sample, count, width, column, dim, BLOCK_D: tl.constexp
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_indices"])
+@triton.jit
+def block_at(number, tables, blocks, run):
+    """(table, block of its bags) of a block's number: ``run`` blocks of a table, as many of the next one, then further blocks."""
+    many = tables * run
+    begin = number // many * run
+    run = tl.minimum(run, blocks - begin)  # the last ones may be fewer
+    within = number % many
+    return within // run, begin + within % run
+
+
+@triton.jit(do_not_specialize=["num_indices", "run"])
 def embedding_lookup_kernel(
-    meta, indices, offsets, weights, out, num_indices, batch, tables, blocks, width,
+    meta, indices, offsets, weights, out, num_indices, batch, tables, blocks, run, width,
     DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr,
-    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, BY_SAMPLE: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """One block of bags of one table a program; the hardware deals programs out, which balances lengths."""
-    if BY_SAMPLE:
-        table = tl.program_id(0) % tables
-        sample = tl.program_id(0) // tables * BAGS
-    else:
-        table = tl.program_id(0) // blocks
-        sample = tl.program_id(0) % blocks * BAGS
+    table, block = block_at(tl.program_id(0), tables, blocks, run)
+    sample = block * BAGS
     base, rows, dim, column = table_at(meta, table, DTYPE, ALIGN)
     first = table.to(tl.int64) * batch + sample
     count = tl.minimum(batch - sample, BAGS)
@@ -181,6 +187,6 @@ def launch(
         return
     embedding_lookup_kernel[(len(tables) * blocks,)](
         meta, indices, offsets, indices if weights is None else weights, out, indices.numel(), batch, len(tables), blocks,
-        out.shape[1], BY_SAMPLE=config.by_sample, MEAN=mean, WEIGHTED=weights is not None,
+        config.run_of(blocks), out.shape[1], MEAN=mean, WEIGHTED=weights is not None,
         **constants(tables, columns, out.shape[1], out.element_size(), config),
     )  # fmt: skip

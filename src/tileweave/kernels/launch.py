@@ -27,6 +27,13 @@ _SCRATCH = ("global_scratch", "profile_scratch")  # end every block; null, since
 _MAX_MAPS = 64  # addresses of which tensor maps are kept: weights come again, activations often do
 
 
+def limit_registers(most: int) -> dict[str, int]:
+    """The launch option that holds a kernel to ``most`` registers a thread, where its compiler has one."""
+    if knobs.runtime.interpret or active.active.get_current_target().backend != "cuda":
+        return {}
+    return {"maxnreg": most}
+
+
 class _Config(ctypes.Structure):
     """``CUlaunchConfig``."""
 

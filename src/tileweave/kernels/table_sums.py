@@ -3,7 +3,7 @@
     grad [B, slot width]   gradients in columns of this rank's tables        keys, bags [N]   positions of all bags by table row
 
 ``keys_kernel`` finds the table row and the bag of each position; the host sorts. Equal keys then make *runs*, and
-``sum_rows`` has a program for each ``TILE`` positions: it sums the runs that open there, in order, the last one to its end in
+``sum_rows`` has a *tile* for each ``TILE`` positions: it sums the runs that open there, in order, the last one to its end in
 the next tile, and applies each sum: as a gradient's row, or as a step of SGD or of row-wise Adagrad in place. Only a run
 that goes on behind the next tile leaves partial sums, which ``sum_runs`` adds in order of tiles. Nothing depends on timing, so
 the same bits each time, also for a row that is looked up a million times.
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from tileweave.kernels.embedding_lookup import TYPES
+from tileweave.kernels.launch import limit_registers
 from tileweave.language.signal import wait_here
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 DENSE, SPARSE, SGD, ADAGRAD = 0, 1, 2, 3
 KEYS = 512  # positions whose keys a program finds
+STEPS = 4  # tiles of a program
+TILE = 8  # positions of a tile
+REGISTERS = 128  # a thread: 16 warps a multiprocessor, where the compiler would take 160 and more
 GROUP = 32  # tiles in which a program looks for long runs
 
 
@@ -131,7 +135,7 @@ def gradient_at(
 
 @triton.jit
 def sum_tile(
-    tile, tiles, grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, counters, control, report,
+    tile, tiles, seen, grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, counters, control, report,
     count, last_key, batch, tables, slot_width, GROUPS: tl.constexpr, ARRIVED: tl.constexpr,
     DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -140,7 +144,8 @@ def sum_tile(
 
     A run that goes on behind the next tile is *long*: of it each tile leaves a partial sum in a row of ``partials``
     [tiles + tiles / 2, BLOCK_D]: row ``tile`` where it goes on, row ``tiles + tile / 2`` where it opens; where one opens, none
-    opens in the next tile. ``GROUPS`` > 0: tables' gradients come in so many, see ``embedding_gradient.py``.
+    opens in the next tile. ``GROUPS`` > 0: tables' gradients come in so many, see ``embedding_gradient.py``; ``seen`` of them
+    this program knows to be here, and returns how many then. It asks no more than it must: an acquire empties the L1.
     """
     first = tile.to(tl.int64) * TILE
     col = tl.arange(0, BLOCK_D)
@@ -164,7 +169,10 @@ def sum_tile(
     final = tl.where(key[0] < last_key, tl.where(last < last_key, final, tables - 1), -1)
     while table <= final:
         if GROUPS > 0:
-            wait_here(counters, table * GROUPS // tables + 1, ARRIVED, table, control, report)
+            group = (table * GROUPS // tables).to(tl.int32)
+            if group >= seen:
+                wait_here(counters, group + 1, ARRIVED, table, control, report)
+                seen = group + 1
         target, low, high, dim, source, state, values = table_of(meta, table, tables, last_key, DTYPE, ALIGN)
         lowest = table * batch
         vectors = ()
@@ -205,18 +213,37 @@ def sum_tile(
         tl.store(partial, total * factor, mask=columns(BLOCK_D, mine & others & led_long, 1, BLOCK_D))
         tl.store(opening, total * factor, mask=columns(BLOCK_D, mine & long, 1, BLOCK_D))
         table += 1
+    return seen
 
 
-@triton.jit(do_not_specialize=["factor", "tables"])
-def sum_rows_kernel(
-    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, count, last_key, batch, tables, slot_width,
+@triton.jit
+def sum_tiles(
+    block, tiles, grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, counters, control, report,
+    count, last_key, batch, tables, slot_width, STEPS: tl.constexpr, GROUPS: tl.constexpr, ARRIVED: tl.constexpr,
     DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """A program for each tile, of a gradient that is there."""
-    sum_tile(
-        tl.program_id(0), tl.num_programs(0), grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor,
-        keys, keys, keys, count, last_key, batch, tables, slot_width, 0, 0, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
+    """``STEPS`` tiles one after the other: all but the first find their keys, bags and table in the L1."""
+    seen = tl.cast(0, tl.int32)
+    for step in range(0, STEPS):
+        tile = block * STEPS + step
+        if tile < tiles:
+            seen = sum_tile(
+                tile, tiles, seen, grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, counters, control,
+                report, count, last_key, batch, tables, slot_width, GROUPS, ARRIVED, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["factor", "tables", "tiles"])
+def sum_rows_kernel(
+    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, count, last_key, batch, tables, tiles, slot_width,
+    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
+    SCALED: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """A program for ``STEPS`` tiles, of a gradient that is there."""
+    sum_tiles(
+        tl.program_id(0), tiles, grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, keys, keys, keys,
+        count, last_key, batch, tables, slot_width, STEPS, 0, 0, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
     )  # fmt: skip
 
 
@@ -296,7 +323,8 @@ def sum_rows(
     widest: int,
     kind: int,
     aligned: int,
-    tile: int | None = None,
+    tile: int = TILE,
+    steps: int = STEPS,
     push: Push | None = None,
 ) -> None:
     """Launch both kernels on the current stream. ``push``: what brings ``grad``, its slot; launched with the sums.
@@ -313,7 +341,6 @@ def sum_rows(
         if push is not None:
             push.launch()
         return
-    tile = tile or (16 if kind == ADAGRAD else 8)
     block, tiles = triton.next_power_of_2(max(widest, 1)), triton.cdiv(count, tile)
     partials = torch.empty((tiles + (tiles + 1) // 2) * block, dtype=torch.float32, device=grad.device)
     where = keys if places is None else places
@@ -322,13 +349,14 @@ def sum_rows(
     shape = {"DTYPE": TYPES[dtype], "BLOCK_D": block, "TILE": tile, "KIND": kind, "ALIGN": aligned, "num_stages": 1}
     sums = (
         keys, bags, partials if scales is None else scales, where, meta, partials, step, epsilon, factor,
-        count, last_key, batch, meta.shape[0], grad.stride(0),
+        count, last_key, batch, meta.shape[0], tiles, grad.stride(0),
     )  # fmt: skip
-    options = {"SCALED": scales is not None, "num_warps": warps, **shape}
+    options = {"SCALED": scales is not None, "STEPS": steps, "num_warps": warps, **limit_registers(REGISTERS), **shape}
+    programs = triton.cdiv(tiles, steps)
     if push is None:
-        sum_rows_kernel[(tiles,)](grad, *sums, **options)
+        sum_rows_kernel[(programs,)](grad, *sums, **options)
     else:
-        push.launch(tiles, sums, **options)
+        push.launch(programs, sums, **options)
     arrived = keys if push is None else push.arrived()
     sum_runs_kernel[(triton.cdiv(tiles, GROUP),)](
         keys, bags, where, meta, partials, step, epsilon, arrived, count, last_key, batch, meta.shape[0], tiles,
