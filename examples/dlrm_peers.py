@@ -48,7 +48,7 @@ LOSS_ERROR = 1e-3
 class Replayed:
     """A function of tensors that stay where they are, replayed from a CUDA graph; on the CPU called as it stands.
 
-    beside : its kernels, wherever it is replayed, go before those that wait on another stream (graphs keep priorities of capture).
+    beside : its kernels go before those that wait on other streams; graphs keep the priority of their capture.
     """
 
     def __init__(self, function: Callable[[], Any], device: torch.device, beside: bool = False) -> None:

@@ -103,7 +103,7 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
     def launch() -> None:
         slot = torch.empty(64, 256, dtype=dtype)
         push = gradient.Push(
-            endpoint(dtype), torch.empty(64, 512, dtype=dtype), torch.zeros(3, 6, dtype=torch.int64), slot, 0, aligned,
+            endpoint(dtype), torch.empty(64, 512, dtype=dtype), torch.zeros(3, 6, dtype=torch.int64), slot, (0, 0), 0, aligned,
             RANK, WORLD_SIZE, 528,
         )  # fmt: skip
         push.launch()
@@ -111,7 +111,7 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
         for bringing in (None, push):
             sums.sum_rows(
             slot, keys, bags, torch.zeros(640), numbers,
-            torch.zeros(2, 6, dtype=torch.int64), torch.zeros(1), 1e-8, 0.25, 200, BATCH, dtype, 128, kind, aligned,
+            torch.zeros(2, 7, dtype=torch.int64), torch.zeros(1), 1e-8, 0.25, 200, BATCH, dtype, 128, kind, aligned,
             push=bringing,
         )  # fmt: skip
 
@@ -121,7 +121,7 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
 def fits(compiled: Compiled) -> bool:
     """Registers for three programs of four warps; for eight of one warp where a warp keeps a tile of rows in them."""
     assert compiled.registers is not None and compiled.spills is not None
-    most, spilled = (255, 64) if compiled.name in ("sum_rows_kernel", "push_and_sum_kernel") else (168, 32)
+    most, spilled = (255, 128) if compiled.name in ("sum_rows_kernel", "push_and_sum_kernel") else (168, 32)
     return compiled.fits_shared and compiled.registers <= most and compiled.spills <= spilled
 
 
@@ -181,7 +181,7 @@ def test_gradients_keep_the_protocol() -> None:
             assert len(operations(both, guarded=(), scopes=here).waits) == 2 + WORLD_SIZE
             assert lint(both, guarded=(), scopes=here, rules={LOAD_AFTER_WAIT}) == []
             looks = re.findall(r"(nanosleep\S* \d+; )?ld\.acquire\.gpu", str(both.ptx))
-            assert [bool(nap) for nap in looks] == [False, True], "sums ask for their table's group, once a table, then at leisure"
+            assert [bool(nap) for nap in looks] == [False, True], "sums ask for their table's group once, then at leisure"
             for kernel in (rows, both):
                 assert not re.search(r"\b(?:div|rem)\.s64", str(kernel.ptx)), (
                     "a division of 64 bits costs a hundred instructions"

@@ -30,6 +30,9 @@ _SAYS = "== pushers - 1:\n        notify_all"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("sums wait for nothing", SUMS, _HERE, "                pass\n", TG),
     Mutant("sums wait for the group before", SUMS, _HERE, _HERE.replace("group + 1", "group"), TG),
+    Mutant("sums think all groups are here", SUMS, "seen = group + 1", "seen = GROUPS", TG),
+    Mutant("sums read rows of peers as their own", SUMS, "(mine < rows_here)", "(mine <= rows_here)", TG),
+    Mutant("sums read own rows from the slot", SUMS, "    if OWN:\n", "    if OWN and False:\n", TG),
     Mutant("the watcher leaves out a source", PUSH, _OF_ALL, _OF_ALL.replace("(", "(1, "), TG),
     Mutant("the watcher is a group ahead", PUSH, "ARRIVED, group + 1,", "ARRIVED, group + 2,", TG),
     Mutant("the watcher says so without a release", PUSH, 'sem="release"', 'sem="relaxed"', TG),

@@ -1,4 +1,7 @@
-"""Push and sums of a table gradient in one launch, on one GPU, its own only peer: the bits of sums behind a push."""
+"""Push and sums of a table gradient in one launch, on one GPU, its own only peer: the bits of sums behind a push.
+
+Half of the samples are its own; of the others the gradients stand in the slot, as if a peer had pushed them.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +55,11 @@ class Step:
             slots, slots.numel(), address(slots), address(signals), signals, self.control, words(64), words(COUNTERS)
         )
         pieces = [(0, t * DIM, t * DIM, DIM, TABLES * DIM, t * GROUPS.value // TABLES) for t in range(TABLES)]
+        columns, first = tuple(t * DIM for t in range(TABLES)), BATCH // 2
         self.push = Push(
-            peers, self.grad, torch.tensor(pieces, device=gpu), slots.view_as(self.grad), 0, 16 // dtype.itemsize, 0, 1, 528
-        )
+            peers, self.grad[first:], torch.tensor(pieces, device=gpu), slots.view_as(self.grad), columns, first,
+            16 // dtype.itemsize, 0, 1, 528,
+        )  # fmt: skip
 
     def __call__(self, fused: bool) -> None:
         from tileweave.ops.table_gradient import table_gradients
@@ -63,10 +68,10 @@ class Step:
         table_gradients(grad, self.tables, self.lookups, self.ordered, 0.5, "sgd", (), self.rate, push=push)
 
     def result(self, step: Callable[[], None]) -> list[torch.Tensor]:
-        """The tables after ``step``, from where they began, over a slot of NaN."""
+        """The tables after ``step``, from where they began; own rows of the slot are NaN."""
         for table, old in zip(self.tables, self.before, strict=True):
             table.copy_(old)
-        self.push.slot.fill_(float("nan"))
+        self.push.slot.copy_(self.grad)[self.push.first_sample :] = float("nan")
         step()
         torch.cuda.synchronize()
         assert self.control[2] == 0, "a wait ran out of time"

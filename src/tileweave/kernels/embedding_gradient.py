@@ -1,13 +1,14 @@
 """The gradient's way back: rows of the result's gradient to the tables' owners, summed there while the next tables travel.
 
-Rank r stores the columns of owner p's tables, for its own samples, straight into p's slot; sums (``table_sums.py``) read them:
+Rank r stores the columns of owner p's tables, for its own samples, straight into p's slot; sums (``table_sums.py``) read them
+there, and those of their own rank's samples where they were made:
 
     grad  [b, width]   gradient of the result, own samples          slot [B, D_p]  p's tables side by side, all samples
 
 One launch. Lower programs *push*, an owner's tables in ``GROUPS`` groups, in the order in which sorted positions name them; one
 program *watches* what comes; all further ones *sum*, some tiles of positions each, when the group of their table is there:
 
-    pushers   ready? | group 0 to r+1, r+2, r+3, own | group 1 | ... | group 7 | leave
+    pushers   ready? | group 0 to r+1, r+2, r+3 | group 1 | ... | group 7 | leave
     watcher   group 0 of all here? | 1? | ... | 7? | leave
     sums           | tiles of group 0 | group 1 | ...                            || sum_runs (next kernel)
 
@@ -29,7 +30,8 @@ ended, since they stand before call n on the stream. Program 0 says it before it
 Nobody is stuck: pushers wait for READY alone, which waits for nothing; the watcher and the sums for lower programs and other
 ranks. Sums fill the device, but only with what the pushers, dispatched before them, leave.
 
-Where there are no sums (no lookup here, or weights' gradients, which want tables as they were), pushers and watcher alone.
+Where there are no sums (no lookup here, or weights' gradients, which want tables as they were), pushers and watcher alone, and
+own rows go into the slot too.
 """
 
 from __future__ import annotations
@@ -152,26 +154,26 @@ def push_gradient_kernel(
 
 @triton.jit(do_not_specialize=["rank", "rows_here", "first_sample", "units", "blocks", "pushers", "factor", "tables", "tiles"])
 def push_and_sum_kernel(
-    source, plan, slot_table, signal_table, signals, control, report, counters,
+    grad, plan, slot_table, signal_table, signals, control, report, counters,
     rank, rows_here, first_sample, width, units, blocks, pushers,
-    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, count, last_key, batch, tables, tiles, slot_width,
+    slot, slot_width, keys, bags, scales, places, meta, partials, rate, epsilon, factor, count, last_key, batch, tables, tiles,
     WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PUSH_ALIGN: tl.constexpr,
     DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
     SCALED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Pushers of ``source``, a watcher, and a program for ``STEPS`` tiles of positions; ``grad``: the slot."""
+    """Pushers of ``grad``, a watcher, and a program for ``STEPS`` tiles of positions."""
     program = tl.program_id(0)
     if program > pushers:
         sum_tiles(
-            program - pushers - 1, tiles, grad, keys, bags, scales, places, meta, partials, rate,
-            epsilon, factor, counters, control, report, count, last_key, batch, tables, slot_width,
+            program - pushers - 1, tiles, slot, slot_width, grad, width, first_sample, rows_here, keys, bags, scales, places,
+            meta, partials, rate, epsilon, factor, counters, control, report, count, last_key, batch, tables,
             STEPS, GROUPS, ARRIVED, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
         )  # fmt: skip
     else:
         epoch = load_epoch(control)
         if program < pushers:
             push_groups(
-                source, plan, slot_table, signal_table, signals, control, report, counters,
+                grad, plan, slot_table, signal_table, signals, control, report, counters,
                 rank, rows_here, first_sample, width, units, blocks, pushers, epoch, WORLD_SIZE, ROWS, COLS, PUSH_ALIGN,
             )  # fmt: skip
         else:
@@ -183,14 +185,15 @@ def push_and_sum_kernel(
 class Push:
     """A gradient that is about to leave: all that a launch needs but for the sums.
 
-    grad : here. plan : the pieces of all owners, by group, peers' first, see :func:`push_block`. slot : [B, sum of this rank's
-    dims], where it arrives. warps : that push, at most.
+    grad : here. plan : pieces of all owners, by group, see :func:`push_block`. slot : [B, sum of own dims], where peers'
+    gradients arrive. columns : of this rank's tables in ``grad``. warps : that push, at most.
     """
 
     peers: Endpoint
     grad: torch.Tensor
     plan: torch.Tensor
     slot: torch.Tensor
+    columns: tuple[int, ...]
     first_sample: int
     aligned: int
     rank: int
@@ -215,8 +218,6 @@ class Push:
         num_warps = options["num_warps"] if summing else 4
         pushers = max(1, min(units, self.warps // num_warps))
         if summing:
-            push_and_sum_kernel[(pushers + 1 + summing,)](
-                *common, pushers, self.slot, *sums, **shape, PUSH_ALIGN=self.aligned, **options
-            )
+            push_and_sum_kernel[(pushers + 1 + summing,)](*common, pushers, *sums, **shape, PUSH_ALIGN=self.aligned, **options)
         else:
             push_gradient_kernel[(pushers + 1,)](*common, **shape, ALIGN=self.aligned, num_warps=num_warps)

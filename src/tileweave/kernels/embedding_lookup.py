@@ -122,7 +122,7 @@ def store_bags(acc, out, sample, count, width, column, dim, BLOCK_D: tl.constexp
 
 @triton.jit
 def block_at(number, tables, blocks, run):
-    """(table, block of its bags) of a block's number: ``run`` blocks of a table, as many of the next one, then further blocks."""
+    """(table, block of its bags) of a block's number: ``run`` blocks of a table, as many of the next one, then more blocks."""
     many = tables * run
     begin = number // many * run
     run = tl.minimum(run, blocks - begin)  # the last ones may be fewer

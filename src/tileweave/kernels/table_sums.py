@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tileweave.kernels.embedding_gradient import Push
 
 DENSE, SPARSE, SGD, ADAGRAD = 0, 1, 2, 3
+WORDS = tl.constexpr(7)  # of a table in ``meta``
 KEYS = 512  # positions whose keys a program finds
 STEPS = 4  # tiles of a program
 TILE = 8  # positions of a tile
@@ -39,21 +40,23 @@ GROUP = 32  # tiles in which a program looks for long runs
 
 @triton.jit
 def table_of(meta, table, tables, last_key, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """(target, first key, end of keys, dim, column in the slot, state, row of values) of a table.
+    """(target, first key, end of keys, dim, column in the slot, in the gradient, state, row of values) of a table.
 
-    ``meta`` int64 [T, 6] = (target's address, first key, dim, column in the slot, state's address, row of values).
+    ``meta`` int64 [T, 7] = (target's address, first key, dim, columns in slot and gradient, state's address, row of values).
     """
-    word = meta + table * 6
+    word = meta + table * WORDS
     target = tl.load(word).to(tl.pointer_type(DTYPE), bitcast=True)
     dim = tl.load(word + 2).to(tl.int32)
-    source = tl.load(word + 3)
+    slot_column = tl.load(word + 3)
+    column = tl.load(word + 4)
     if ALIGN > 1:
         target = tl.multiple_of(target, 16)
         dim = tl.multiple_of(dim, ALIGN)
-        source = tl.multiple_of(source, ALIGN)
-    high = tl.load(word + 7, mask=table + 1 < tables, other=last_key)
-    state = tl.load(word + 4).to(tl.pointer_type(tl.float32), bitcast=True)
-    return target, tl.load(word + 1), high, dim, source, state, tl.load(word + 5)
+        slot_column = tl.multiple_of(slot_column, ALIGN)
+        column = tl.multiple_of(column, ALIGN)
+    high = tl.load(word + WORDS + 1, mask=table + 1 < tables, other=last_key)
+    state = tl.load(word + 5).to(tl.pointer_type(tl.float32), bitcast=True)
+    return target, tl.load(word + 1), high, dim, slot_column, column, state, tl.load(word + 6)
 
 
 @triton.jit
@@ -120,14 +123,21 @@ def keys_kernel(indices, offsets, firsts, keys, bags, count, num_bags, batch, la
 
 @triton.jit
 def gradient_at(
-    grad, bags, scales, at, lowest, slot_width, source, dim, here,
-    BLOCK_D: tl.constexpr, SCALED: tl.constexpr, ALIGN: tl.constexpr,
+    slot, slot_width, slot_column, grad, width, column, first_sample, rows_here, bags, scales, at, lowest, dim, here,
+    BLOCK_D: tl.constexpr, SCALED: tl.constexpr, ALIGN: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BLOCK_D]: the gradient's row at position ``at``; its table's first bag is ``lowest``. Zeros if not ``here``."""
+    """fp32 [BLOCK_D]: the gradient's row at position ``at``; its table's first bag is ``lowest``. Zeros if not ``here``.
+
+    ``OWN``: rows of this rank's samples, [first_sample, first_sample + rows_here), are read where they were made.
+    """
     col = tl.arange(0, BLOCK_D)
     sample = (tl.load(bags + at, mask=here, other=0) - lowest).to(tl.int64)
     mask = columns(dim, here, ALIGN, BLOCK_D)
-    row = tl.load(grad + sample * slot_width + source + col, mask=mask, other=0.0).to(tl.float32)
+    place = slot + sample * slot_width + slot_column
+    if OWN:
+        mine = sample - first_sample
+        place = tl.where((mine >= 0) & (mine < rows_here), grad + mine * width + column, place)
+    row = tl.load(place + col, mask=mask, other=0.0).to(tl.float32)
     if SCALED:
         row *= tl.load(scales + at, mask=here, other=0.0)
     return row
@@ -135,8 +145,8 @@ def gradient_at(
 
 @triton.jit
 def sum_tile(
-    tile, tiles, seen, grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, counters, control, report,
-    count, last_key, batch, tables, slot_width, GROUPS: tl.constexpr, ARRIVED: tl.constexpr,
+    tile, tiles, seen, slot, slot_width, grad, width, first_sample, rows_here, keys, bags, scales, places, meta, partials, rate,
+    epsilon, factor, counters, control, report, count, last_key, batch, tables, GROUPS: tl.constexpr, ARRIVED: tl.constexpr,
     DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +183,7 @@ def sum_tile(
             if group >= seen:
                 wait_here(counters, group + 1, ARRIVED, table, control, report)
                 seen = group + 1
-        target, low, high, dim, source, state, values = table_of(meta, table, tables, last_key, DTYPE, ALIGN)
+        target, low, high, dim, slot_column, column, state, values = table_of(meta, table, tables, last_key, DTYPE, ALIGN)
         lowest = table * batch
         vectors = ()
         found = ()
@@ -182,8 +192,11 @@ def sum_tile(
             others = led & (key[i] == key[0])
             read = mine & ((others == 0) | led_long)
             vectors = vectors + (
-                gradient_at(grad, bags, scales, first + i, lowest, slot_width, source, dim, read, BLOCK_D, SCALED, ALIGN),
-            )
+                gradient_at(
+                    slot, slot_width, slot_column, grad, width, column, first_sample, rows_here, bags, scales, first + i,
+                    lowest, dim, read, BLOCK_D, SCALED, ALIGN, GROUPS > 0,
+                ),
+            )  # fmt: skip
             ends = mine & (others == 0) & (key[i] != key[i + 1]) if i + 1 < TILE else mine & (others == 0) & (long == 0)
             found = found + (
                 target_of(target, state, places, first + i, key[i] - low, values, dim, ends, BLOCK_D, KIND, ALIGN),
@@ -206,7 +219,10 @@ def sum_tile(
         while more:
             for i in tl.static_range(4):
                 more = tl.load(keys + at + i, mask=at + i < count, other=last_key) == last
-                total += gradient_at(grad, bags, scales, at + i, lowest, slot_width, source, dim, more, BLOCK_D, SCALED, ALIGN)
+                total += gradient_at(
+                    slot, slot_width, slot_column, grad, width, column, first_sample, rows_here, bags, scales, at + i, lowest,
+                    dim, more, BLOCK_D, SCALED, ALIGN, GROUPS > 0,
+                )  # fmt: skip
             at += 4
         ends = mine & (others == 0) & (long == 0)
         apply(total * factor, found[TILE - 1], target, state, dim, step, epsilon, ends, BLOCK_D, KIND, ALIGN)
@@ -218,8 +234,9 @@ def sum_tile(
 
 @triton.jit
 def sum_tiles(
-    block, tiles, grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, counters, control, report,
-    count, last_key, batch, tables, slot_width, STEPS: tl.constexpr, GROUPS: tl.constexpr, ARRIVED: tl.constexpr,
+    block, tiles, slot, slot_width, grad, width, first_sample, rows_here, keys, bags, scales, places, meta, partials, rate,
+    epsilon, factor, counters, control, report, count, last_key, batch, tables,
+    STEPS: tl.constexpr, GROUPS: tl.constexpr, ARRIVED: tl.constexpr,
     DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -229,21 +246,22 @@ def sum_tiles(
         tile = block * STEPS + step
         if tile < tiles:
             seen = sum_tile(
-                tile, tiles, seen, grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, counters, control,
-                report, count, last_key, batch, tables, slot_width, GROUPS, ARRIVED, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
+                tile, tiles, seen, slot, slot_width, grad, width, first_sample, rows_here, keys, bags, scales, places, meta,
+                partials, rate, epsilon, factor, counters, control, report, count, last_key, batch, tables,
+                GROUPS, ARRIVED, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["factor", "tables", "tiles"])
 def sum_rows_kernel(
-    grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, count, last_key, batch, tables, tiles, slot_width,
+    slot, slot_width, keys, bags, scales, places, meta, partials, rate, epsilon, factor, count, last_key, batch, tables, tiles,
     DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
     SCALED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A program for ``STEPS`` tiles, of a gradient that is there."""
     sum_tiles(
-        tl.program_id(0), tiles, grad, keys, bags, scales, places, meta, partials, rate, epsilon, factor, keys, keys, keys,
-        count, last_key, batch, tables, slot_width, STEPS, 0, 0, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
+        tl.program_id(0), tiles, slot, slot_width, slot, 0, 0, 0, keys, bags, scales, places, meta, partials, rate, epsilon,
+        factor, keys, keys, keys, count, last_key, batch, tables, STEPS, 0, 0, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
     )  # fmt: skip
 
 
@@ -276,7 +294,7 @@ def sum_runs_kernel(
         at = tile * TILE + TILE - 1
         key = tl.load(keys + at)
         table = tl.load(bags + at) // batch
-        target, low, _, dim, _, state, values = table_of(meta, table, tables, last_key, DTYPE, ALIGN)
+        target, low, _, dim, _, _, state, values = table_of(meta, table, tables, last_key, DTYPE, ALIGN)
         found = target_of(target, state, places, at, key - low, values, dim, key < last_key, BLOCK_D, KIND, ALIGN)
         total = tl.load(partials + (tiles + tile // 2) * BLOCK_D + col)
         further = tile + 1
@@ -348,13 +366,13 @@ def sum_rows(
     warps = min(max(block // 128, 1), 8)
     shape = {"DTYPE": TYPES[dtype], "BLOCK_D": block, "TILE": tile, "KIND": kind, "ALIGN": aligned, "num_stages": 1}
     sums = (
-        keys, bags, partials if scales is None else scales, where, meta, partials, step, epsilon, factor,
-        count, last_key, batch, meta.shape[0], tiles, grad.stride(0),
+        grad, grad.stride(0), keys, bags, partials if scales is None else scales, where, meta, partials, step, epsilon, factor,
+        count, last_key, batch, meta.shape[0], tiles,
     )  # fmt: skip
     options = {"SCALED": scales is not None, "STEPS": steps, "num_warps": warps, **limit_registers(REGISTERS), **shape}
     programs = triton.cdiv(tiles, steps)
     if push is None:
-        sum_rows_kernel[(programs,)](grad, *sums, **options)
+        sum_rows_kernel[(programs,)](*sums, **options)
     else:
         push.launch(programs, sums, **options)
     arrived = keys if push is None else push.arrived()

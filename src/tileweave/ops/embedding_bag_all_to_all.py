@@ -220,7 +220,7 @@ def _take_gradient(
     ordered = sort(tables, lookups, compiled)
     gw = grad.new_empty(0)
     if path == "fused":
-        push = begin_push(grad, layout, batch, group_name)
+        push = begin_push(grad, layout, batch, group_name, own=alone)
         mine = push.slot
     else:
         group = group_of(group_name) if len(layout.dims) > 1 else None

@@ -129,9 +129,10 @@ def run_lookup(
     return out
 
 
-def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_name: str) -> Push:
+def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_name: str, own: bool = False) -> Push:
     """Each rank's gradient rows of this rank's columns, to be pushed into place, table after table.
 
+    own : this rank's own rows too, for who reads the slot; sums in the same launch find them in ``grad``.
     :func:`end_push` when it was launched. Its slot is symmetric memory: read it on this stream, before the next call.
     """
     from tileweave.kernels import embedding_gradient as kernel
@@ -142,10 +143,10 @@ def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_na
     instance = workspace.instance(BACKWARD, "sm")
     dims = [sum(mine) for mine in layout.dims]
     instance.reserve(max(batch * max(dims), 1) * grad.element_size(), kernel.COUNTERS, 1)
-    key = ("pieces", layout)
+    key = ("pieces", layout, own)
     plan: Any = instance.cache.get(key)
     if plan is None:
-        plan = instance.cache[key] = _pieces(layout, transport, kernel.GROUPS.value).to(grad.device)
+        plan = instance.cache[key] = _pieces(layout, transport, kernel.GROUPS.value, own).to(grad.device)
     elements = 16 // grad.element_size()
     numbers = [layout.width, *dims, *sum(layout.columns, ()), *sum(layout.dims, ())]
     aligned = elements if all(n % elements == 0 for n in numbers) and grad.data_ptr() % 16 == 0 else 1
@@ -155,7 +156,7 @@ def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_na
     slot = peers.slots[: batch * width].view(batch, width)
     first_sample = rows_of(batch, transport.world_size, rank)[0]
     warps = kernel.WARPS_PER_SM * transport.machine.num_sms
-    return kernel.Push(peers, grad, plan, slot, first_sample, aligned, rank, transport.world_size, warps)
+    return kernel.Push(peers, grad, plan, slot, layout.columns[rank], first_sample, aligned, rank, transport.world_size, warps)
 
 
 def end_push(push: Push, group_name: str) -> None:
@@ -165,10 +166,10 @@ def end_push(push: Push, group_name: str) -> None:
     out_of_line(push.grad)
 
 
-def _pieces(layout: EmbeddingLayout, transport: Transport, groups: int) -> torch.Tensor:
-    """int64 [pieces, 6]: (owner, source column, target column, dim, owner's width, group), group by group, this rank last."""
+def _pieces(layout: EmbeddingLayout, transport: Transport, groups: int, own: bool) -> torch.Tensor:
+    """int64 [pieces, 6]: (owner, source column, target column, dim, owner's width, group), by group, ``own`` ones last."""
     rows = []
-    for step in range(1, transport.world_size + 1):
+    for step in range(1, transport.world_size + own):
         owner = (transport.rank + step) % transport.world_size
         target, width = 0, sum(layout.dims[owner])
         tables = len(layout.dims[owner])

@@ -176,11 +176,15 @@ def table_gradients(
         ends = torch.searchsorted(rows, on_device(tuple(first), keys.device)).tolist()
         targets = [t.new_empty(ends[i + 1] - ends[i], t.shape[1]) for i, t in enumerate(tables)]
     addresses = [state.data_ptr() for state in states] or [0] * len(tables)
-    words = [(t.data_ptr(), first[i], tables[i].shape[1], columns[i], addresses[i], ends[i]) for i, t in enumerate(targets)]
+    own = [0] * len(tables) if push is None else push.columns
+    words = [
+        (t.data_ptr(), first[i], tables[i].shape[1], columns[i], own[i], addresses[i], ends[i]) for i, t in enumerate(targets)
+    ]
     meta = on_device(tuple(words), grad.device)
     widest = max(table.shape[1] for table in tables)
     elements = 16 // min(tables[0].element_size(), grad.element_size())
     whole = all(t.shape[1] % elements == 0 for t in tables) and all(t.data_ptr() % 16 == 0 for t in (grad, *targets))
+    whole = whole and (push is None or push.aligned > 1)
     sum_rows(
         grad, keys, bags, scales, places, meta, rate, epsilon, factor, first[-1], lookups.batch, tables[0].dtype, widest,
         number, elements if whole else 1, push=push,
