@@ -103,8 +103,8 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
     def launch() -> None:
         slot = torch.empty(64, 256, dtype=dtype)
         push = gradient.Push(
-            endpoint(dtype), torch.empty(64, 512, dtype=dtype), torch.zeros(3, 6, dtype=torch.int64), slot, (0, 0), 0, aligned,
-            RANK, WORLD_SIZE, 528,
+            endpoint(dtype), torch.empty(64, 512, dtype=dtype), torch.zeros(3, 7, dtype=torch.int64), 0, slot, (0, 0), 0,
+            aligned, RANK, WORLD_SIZE, 528,
         )  # fmt: skip
         push.launch()
         keys, bags = sums.find_keys(numbers, torch.zeros(2 * BATCH + 1, dtype=torch.int64), numbers[:3], 200, BATCH)

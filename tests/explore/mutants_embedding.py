@@ -23,9 +23,11 @@ TG = "embedding_bag_all_to_all_backward/"
 PUSH, SUMS = "kernels/embedding_gradient.py", "kernels/table_sums.py"
 _HERE = "                wait_here(counters, group + 1, ARRIVED, table, control, report)\n"
 _OF_ALL = "        for source in tl.static_range(WORLD_SIZE):\n"
-_PEER = "            wait(signals, 1, epoch, peer * SLICES + READY, unit, control, report)\n"
-_ZERO = "        tl.store(counters + (1 - (epoch & 1)) * GROUPS + tl.arange(0, GROUPS), tl.zeros((GROUPS,), tl.int32))\n"
-_SAYS = "== pushers - 1:\n        notify_all"
+_PEER = "            wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report)\n"
+_ZERO = "        tl.store(counters + (1 - (epoch & 1)) * SET + tl.arange(0, SET), tl.zeros((SET,), tl.int32))\n"
+_SAYS = "    if stored + tickets == all_tickets:\n"
+_COUNT = "                count_group(signal_table, counters, rank, group, stored,"
+_TOLD = _SAYS + "        notify_all(signal_table, rank * SLICES + DONE + group, rank, epoch, WORLD_SIZE, True)"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("sums wait for nothing", SUMS, _HERE, "                pass\n", TG),
@@ -40,12 +42,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("gradients do not wait for the slot", PUSH, _PEER, "            pass\n", TG),
     Mutant("gradients wait for the last call's slot", PUSH, _PEER, _PEER.replace("epoch", "epoch - 1"), TG),
     Mutant("a group is counted without a release", PUSH, 'sem="acq_rel"', 'sem="relaxed"', TG),
-    Mutant("the first to store a group says done", PUSH, _SAYS, _SAYS.replace("pushers - 1", "0"), TG),
-    Mutant("a group's end is never said", PUSH, _SAYS, _SAYS.replace("pushers - 1", "pushers"), TG),
-    Mutant("a group is counted before its last block", PUSH, "while group < tl.load(", "while group <= tl.load(", TG),
+    Mutant("the first to store a group says done", PUSH, _SAYS, "    if stored == 0:\n", TG),
+    Mutant("a group's end is never said", PUSH, _SAYS, _SAYS.replace("all_tickets", "all_tickets + 1"), TG),
+    Mutant("a group is counted before its last ticket", PUSH, _COUNT, _COUNT.replace("stored,", "stored + 1,"), TG),
+    Mutant("a ticket is counted for the next group", PUSH, "            stored = rank * 0\n", "            stored += 0\n", TG),
+    Mutant("a group without tickets is not said to be there", PUSH, "& 1 == 1:", "& 1 == 2:", TG),
     Mutant("counts of groups are not cleared", PUSH, _ZERO, "        pass\n", TG),
     Mutant("counts of this call's groups are cleared", PUSH, _ZERO, _ZERO.replace("(1 - (epoch & 1))", "(epoch & 1)"), TG),
-    Mutant("own gradients are not said to be there", PUSH, "epoch, WORLD_SIZE, True)", "epoch, WORLD_SIZE, False)", TG),
+    Mutant("own gradients are not said to be there", PUSH, _TOLD, _TOLD.replace("True", "False"), TG),
     Mutant("a region is announced behind its signal", KERNEL, _ANNOUNCE + _READY, _READY + _ANNOUNCE, EB),
     Mutant("stores do not wait for a region", KERNEL, _WAIT, "                    pass\n", EB),
     Mutant("stores wait for the last call's region", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch - 1"), EB),

@@ -5,6 +5,7 @@ Half of the samples are its own; of the others the gradients stand in the slot, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -55,10 +56,11 @@ class Step:
             slots, slots.numel(), address(slots), address(signals), signals, self.control, words(64), words(COUNTERS)
         )
         pieces = [(0, t * DIM, t * DIM, DIM, TABLES * DIM, t * GROUPS.value // TABLES) for t in range(TABLES)]
+        of_group = Counter(piece[-1] for piece in pieces)
         columns, first = tuple(t * DIM for t in range(TABLES)), BATCH // 2
         self.push = Push(
-            peers, self.grad[first:], torch.tensor(pieces, device=gpu), slots.view_as(self.grad), columns, first,
-            16 // dtype.itemsize, 0, 1, 528,
+            peers, self.grad[first:], torch.tensor([(*p, of_group[p[-1]]) for p in pieces], device=gpu), 0,
+            slots.view_as(self.grad), columns, first, 16 // dtype.itemsize, 0, 1, 32 * 132,
         )  # fmt: skip
 
     def __call__(self, fused: bool) -> None:

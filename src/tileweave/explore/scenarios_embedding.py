@@ -87,7 +87,7 @@ class TableGradient:
     samples: int
     tables: int
     op: str = "embedding_bag_all_to_all_backward"
-    programs: tuple[int, ...] = (1, 2, 3)  # that push; one more watches, two or three sum
+    programs: tuple[int, ...] = (1, 2, 3)  # that may push; one more watches, two or three sum
     resident: int = 1
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
@@ -105,7 +105,7 @@ class TableGradient:
         lookups = Lookups(indices, offsets, None, batch, False)
         ordered = sort_lookups(tables, lookups, False)
         push = begin_push(grad, layout, batch, world.ranks[rank].group)
-        push = replace(push, warps=drawn.programs)
+        push = replace(push, candidates=drawn.programs)
         for name, tensor in (("gradient", grad), ("rate", rate), ("keys", ordered.keys), ("bags", ordered.bags)):
             world.know(rank, name, tensor)
         before = [t.clone() for t in tables]

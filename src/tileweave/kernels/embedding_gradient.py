@@ -5,30 +5,38 @@ there, and those of their own rank's samples where they were made:
 
     grad  [b, width]   gradient of the result, own samples          slot [B, D_p]  p's tables side by side, all samples
 
-One launch. Lower programs *push*, an owner's tables in ``GROUPS`` groups, in the order in which sorted positions name them; one
-program *watches* what comes; all further ones *sum*, some tiles of positions each, when the group of their table is there:
+One launch. Lower programs are *candidates* to push, an owner's tables in ``GROUPS`` groups, in the order in which sorted
+positions name them; one program *watches* what comes; all further ones *sum*, some tiles of positions each, when the group of
+their table is there:
 
     pushers   ready? | group 0 to r+1, r+2, r+3 | group 1 | ... | group 7 | leave
     watcher   group 0 of all here? | 1? | ... | 7? | leave
     sums           | tiles of group 0 | group 1 | ...                            || sum_runs (next kernel)
+
+Who pushes: candidates that find themselves on one of ``EVERY`` multiprocessors, and the lowest ones wherever they are; the
+others leave at once. Stores to peers that wait for a link hold up all loads and stores of their multiprocessor: pushed from
+everywhere, gradients took as long beside the sums as before them. Tickets are dealt, so any number of candidates may push.
 
 ====================  ======  ========================================  ===========================================
 word (int32)          value   written by                                waited for by
 ====================  ======  ========================================  ===========================================
 [source, READY]       epoch   program 0 of ``source``                   pushers about to store to ``source`` for the
                                                                         first time in this call
-[source, DONE + g]    epoch   ``source``'s last pusher to have stored   the watcher, group by group
-                              group g; own ones too
+[source, DONE + g]    epoch   ``source``'s pusher that counts the last  the watcher, group by group
+                              ticket of group g; own ones too. Of a
+                              group with no ticket, program 0
 counters[ARRIVED]     g + 1   the watcher: groups up to g of all        sums of tables of group g
                               sources are in this rank's slot
                       0       ``sum_runs``, behind all sums             (the next call begins so)
 ====================  ======  ========================================  ===========================================
 
+Counters of tickets dealt and stored are in two sets by parity of the epoch; program 0 clears that of the next call.
+
 One slot, at an address that the host knows: READY of call n says that the kernels which read the slot of call n-1 have
 ended, since they stand before call n on the stream. Program 0 says it before it waits for anybody.
 
-Nobody is stuck: pushers wait for READY alone, which waits for nothing; the watcher and the sums for lower programs and other
-ranks. Sums fill the device, but only with what the pushers, dispatched before them, leave.
+Nobody is stuck: pushers wait for READY alone, which waits for nothing; the watcher and the sums for lower programs, of which
+the ``LEAST`` lowest push whatever the others do, and other ranks.
 
 Where there are no sums (no lookup here, or weights' gradients, which want tables as they were), pushers and watcher alone, and
 own rows go into the slot too.
@@ -47,15 +55,18 @@ import triton.language as tl
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.table_sums import sum_tiles
 from tileweave.language.remote import symm_at
-from tileweave.language.signal import leave, load_epoch, notify_all, wait
+from tileweave.language.signal import leave, load_epoch, multiprocessor, notify_all, wait
 
 SLICES = tl.constexpr(32)
 READY, DONE = tl.constexpr(0), tl.constexpr(1)
 GROUPS = tl.constexpr(8)
-# Programs that have stored all they had to of a group, for each parity of the epoch; and what the sums look at.
-ARRIVED, COUNTERS = tl.constexpr(16), 17
-ROWS, COLS = 8, 128  # a block that a pusher moves at once: of 16 rows, sums had 20 registers fewer beside it
-WARPS_PER_SM = 4  # that push: enough to fill the links, and room for what stands beside
+# For each parity of the epoch, tickets stored of each group, and tickets dealt; and what the sums look at.
+DEALT, SET = tl.constexpr(8), tl.constexpr(16)
+ARRIVED, COUNTERS = tl.constexpr(32), 33
+ROWS, COLS = 8, 128  # of a block that a pusher moves at once: its ticket
+CANDIDATES = 32  # programs a multiprocessor that may push: as many as fit, and again as many
+EVERY = 16  # of that many multiprocessors one pushes, where sums want the others
+LEAST = tl.constexpr(4)  # programs that push wherever they are
 
 
 @triton.jit
@@ -65,13 +76,13 @@ def push_block(
 ):  # fmt: skip
     """One block of rows of one piece.
 
-    ``plan`` int64 [pieces, 6] = (owner, source column, target column, dim, slot width, group).
+    ``plan`` int64 [pieces, 7] = (owner, source column, target column, dim, slot width, group, pieces of that group).
     """
-    peer = tl.load(plan + piece * 6).to(tl.int32)
-    source = tl.load(plan + piece * 6 + 1).to(tl.int32)
-    target = tl.load(plan + piece * 6 + 2).to(tl.int32)
-    dim = tl.load(plan + piece * 6 + 3).to(tl.int32)
-    slot_width = tl.load(plan + piece * 6 + 4)
+    peer = tl.load(plan + piece * 7).to(tl.int32)
+    source = tl.load(plan + piece * 7 + 1).to(tl.int32)
+    target = tl.load(plan + piece * 7 + 2).to(tl.int32)
+    dim = tl.load(plan + piece * 7 + 3).to(tl.int32)
+    slot_width = tl.load(plan + piece * 7 + 4)
     if ALIGN > 1:
         source = tl.multiple_of(source, ALIGN)
         target = tl.multiple_of(target, ALIGN)
@@ -88,117 +99,152 @@ def push_block(
 
 
 @triton.jit
-def count_group(signal_table, counters, rank, group, epoch, pushers, WORLD_SIZE: tl.constexpr):
-    """This program stores nothing of ``group`` any more; the last one to say so tells every rank."""
+def count_group(signal_table, counters, rank, group, tickets, all_tickets, epoch, WORLD_SIZE: tl.constexpr):
+    """This program has stored ``tickets`` more of ``group``; who counts the last one tells every rank."""
     tl.debug_barrier()
-    if tl.atomic_add(counters + (epoch & 1) * GROUPS + group, 1, sem="acq_rel", scope="gpu") == pushers - 1:
+    stored = tl.atomic_add(counters + (epoch & 1) * SET + group, tickets, sem="acq_rel", scope="gpu")
+    if stored + tickets == all_tickets:
         notify_all(signal_table, rank * SLICES + DONE + group, rank, epoch, WORLD_SIZE, True)
+
+
+@triton.jit
+def push_tickets(
+    grad, plan, slot_table, signal_table, signals, control, report, counters,
+    rank, rows_here, first_sample, width, tickets, blocks, epoch,
+    WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """A pusher: tickets as they come, group by group, peers' pieces first."""
+    dealt = counters + (epoch & 1) * SET + DEALT
+    awaited = 1 << rank  # bit p: peer p is ready
+    group = rank * 0
+    stored = rank * 0  # tickets of ``group`` that no one has been told of
+    of_group = rank * 0
+    ticket = tl.atomic_add(dealt, 1, sem="relaxed", scope="gpu")
+    while ticket < tickets:
+        following = tl.atomic_add(dealt, 1, sem="relaxed", scope="gpu")
+        piece = ticket // blocks
+        if tl.load(plan + piece * 7 + 5).to(tl.int32) > group:
+            if stored > 0:
+                count_group(signal_table, counters, rank, group, stored, of_group, epoch, WORLD_SIZE)
+            group = tl.load(plan + piece * 7 + 5).to(tl.int32)
+            stored = rank * 0
+        peer = tl.load(plan + piece * 7).to(tl.int32)
+        if (awaited >> peer) & 1 == 0:
+            wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report)
+            awaited = awaited | (1 << peer)
+        sample = ticket % blocks * ROWS
+        push_block(grad, slot_table, plan, piece, sample, rows_here, first_sample, width, ROWS, COLS, ALIGN)
+        stored += 1
+        of_group = tl.load(plan + piece * 7 + 6).to(tl.int32) * blocks
+        ticket = following
+    if stored > 0:
+        count_group(signal_table, counters, rank, group, stored, of_group, epoch, WORLD_SIZE)
 
 
 @triton.jit
 def push_groups(
     grad, plan, slot_table, signal_table, signals, control, report, counters,
-    rank, rows_here, first_sample, width, units, blocks, pushers, epoch,
+    rank, rows_here, first_sample, width, tickets, blocks, silent, candidates,
     WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr,
+    EVERY: tl.constexpr,
 ):  # fmt: skip
-    """A pusher: blocks in turn, group by group, peers' pieces first."""
+    """A candidate: it pushes if it stands where one should, or is one of the lowest. ``silent``: bits of empty groups."""
     program = tl.program_id(0)
+    epoch = load_epoch(control)
     if program == 0:
-        tl.store(counters + (1 - (epoch & 1)) * GROUPS + tl.arange(0, GROUPS), tl.zeros((GROUPS,), tl.int32))
+        tl.store(counters + (1 - (epoch & 1)) * SET + tl.arange(0, SET), tl.zeros((SET,), tl.int32))
         notify_all(signal_table, rank * SLICES + READY, rank, epoch, WORLD_SIZE, False)
-    awaited = 1 << rank  # bit p: peer p is ready
-    group = rank * 0
-    for unit in range(program, units, pushers):
-        piece = unit // blocks
-        while group < tl.load(plan + piece * 6 + 5).to(tl.int32):
-            count_group(signal_table, counters, rank, group, epoch, pushers, WORLD_SIZE)
-            group += 1
-        peer = tl.load(plan + piece * 6).to(tl.int32)
-        if (awaited >> peer) & 1 == 0:
-            wait(signals, 1, epoch, peer * SLICES + READY, unit, control, report)
-            awaited = awaited | (1 << peer)
-        push_block(grad, slot_table, plan, piece, unit % blocks * ROWS, rows_here, first_sample, width, ROWS, COLS, ALIGN)
-    while group < GROUPS:
-        count_group(signal_table, counters, rank, group, epoch, pushers, WORLD_SIZE)
-        group += 1
+        for group in range(0, GROUPS):
+            if (silent >> group) & 1 == 1:
+                notify_all(signal_table, rank * SLICES + DONE + group, rank, epoch, WORLD_SIZE, True)
+    if (program < LEAST) | (multiprocessor() % EVERY == 0):
+        push_tickets(
+            grad, plan, slot_table, signal_table, signals, control, report, counters,
+            rank, rows_here, first_sample, width, tickets, blocks, epoch, WORLD_SIZE, ROWS, COLS, ALIGN,
+        )  # fmt: skip
+    leave(control, epoch, candidates + 1)
 
 
 @triton.jit
-def watch(signals, counters, epoch, control, report, WORLD_SIZE: tl.constexpr, SUMS: tl.constexpr):
+def watch(signals, counters, control, report, candidates, WORLD_SIZE: tl.constexpr, SUMS: tl.constexpr):
     """The watcher: say to this device's sums which groups of all sources have come."""
+    epoch = load_epoch(control)
     for group in range(0, GROUPS):
         for source in tl.static_range(WORLD_SIZE):
             wait(signals, 1, epoch, source * SLICES + DONE + group, -1, control, report)
         if SUMS:
             tl.atomic_xchg(counters + ARRIVED, group + 1, sem="release", scope="gpu")
+    leave(control, epoch, candidates + 1)
 
 
-@triton.jit(do_not_specialize=["rank", "rows_here", "first_sample", "units", "blocks"])
+UNSPECIALIZED = ["rank", "rows_here", "first_sample", "tickets", "blocks", "silent", "candidates"]
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def push_gradient_kernel(
     grad, plan, slot_table, signal_table, signals, control, report, counters,
-    rank, rows_here, first_sample, width, units, blocks,
+    rank, rows_here, first_sample, width, tickets, blocks, silent, candidates,
     WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Pushers and a watcher, and no sums."""
-    epoch = load_epoch(control)
-    pushers = tl.num_programs(0) - 1
-    if tl.program_id(0) < pushers:
+    if tl.program_id(0) < candidates:
         push_groups(
             grad, plan, slot_table, signal_table, signals, control, report, counters,
-            rank, rows_here, first_sample, width, units, blocks, pushers, epoch, WORLD_SIZE, ROWS, COLS, ALIGN,
+            rank, rows_here, first_sample, width, tickets, blocks, silent, candidates,
+            WORLD_SIZE, ROWS, COLS, ALIGN, 1,
         )  # fmt: skip
     else:
-        watch(signals, counters, epoch, control, report, WORLD_SIZE, False)
-    leave(control, epoch, pushers + 1)
+        watch(signals, counters, control, report, candidates, WORLD_SIZE, False)
 
 
-@triton.jit(do_not_specialize=["rank", "rows_here", "first_sample", "units", "blocks", "pushers", "factor", "tables", "tiles"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "factor", "tables", "tiles"])
 def push_and_sum_kernel(
     grad, plan, slot_table, signal_table, signals, control, report, counters,
-    rank, rows_here, first_sample, width, units, blocks, pushers,
+    rank, rows_here, first_sample, width, tickets, blocks, silent, candidates,
     slot, slot_width, keys, bags, scales, places, meta, partials, rate, epsilon, factor, count, last_key, batch, tables, tiles,
     WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PUSH_ALIGN: tl.constexpr,
-    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
-    SCALED: tl.constexpr, ALIGN: tl.constexpr,
+    EVERY: tl.constexpr, DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
+    KIND: tl.constexpr, SCALED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Pushers of ``grad``, a watcher, and a program for ``STEPS`` tiles of positions."""
     program = tl.program_id(0)
-    if program > pushers:
+    if program > candidates:
         sum_tiles(
-            program - pushers - 1, tiles, slot, slot_width, grad, width, first_sample, rows_here, keys, bags, scales, places,
+            program - candidates - 1, tiles, slot, slot_width, grad, width, first_sample, rows_here, keys, bags, scales, places,
             meta, partials, rate, epsilon, factor, counters, control, report, count, last_key, batch, tables,
             STEPS, GROUPS, ARRIVED, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
         )  # fmt: skip
     else:
-        epoch = load_epoch(control)
-        if program < pushers:
+        if program < candidates:
             push_groups(
                 grad, plan, slot_table, signal_table, signals, control, report, counters,
-                rank, rows_here, first_sample, width, units, blocks, pushers, epoch, WORLD_SIZE, ROWS, COLS, PUSH_ALIGN,
+                rank, rows_here, first_sample, width, tickets, blocks, silent, candidates,
+                WORLD_SIZE, ROWS, COLS, PUSH_ALIGN, EVERY,
             )  # fmt: skip
         else:
-            watch(signals, counters, epoch, control, report, WORLD_SIZE, True)
-        leave(control, epoch, pushers + 1)
+            watch(signals, counters, control, report, candidates, WORLD_SIZE, True)
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
     """A gradient that is about to leave: all that a launch needs but for the sums.
 
-    grad : here. plan : pieces of all owners, by group, see :func:`push_block`. slot : [B, sum of own dims], where peers'
-    gradients arrive. columns : of this rank's tables in ``grad``. warps : that push, at most.
+    grad : here. plan : pieces of all owners, by group, see :func:`push_block`; silent : bits of groups that have none.
+    slot : [B, sum of own dims], where peers' gradients arrive. columns : of this rank's tables in ``grad``.
+    candidates : programs that may push.
     """
 
     peers: Endpoint
     grad: torch.Tensor
     plan: torch.Tensor
+    silent: int
     slot: torch.Tensor
     columns: tuple[int, ...]
     first_sample: int
     aligned: int
     rank: int
     world_size: int
-    warps: int
+    candidates: int
 
     def arrived(self) -> torch.Tensor:
         """The counter on which sums wait."""
@@ -209,15 +255,17 @@ class Push:
         ``sum_runs`` has to set the counter ``ARRIVED`` to zero."""
         peers, (rows, width) = self.peers, self.grad.shape
         blocks = triton.cdiv(rows, ROWS)
-        units = self.plan.shape[0] * blocks
+        tickets = self.plan.shape[0] * blocks
+        silent = self.silent if tickets else (1 << GROUPS.value) - 1
+        candidates = max(1, min(tickets, self.candidates if summing else self.candidates // 8))  # else of four warps
         common = (
             self.grad, self.plan, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
-            peers.counters, self.rank, rows, self.first_sample, width, units, max(blocks, 1),
+            peers.counters, self.rank, rows, self.first_sample, width, tickets, max(blocks, 1), silent, candidates,
         )  # fmt: skip
         shape = {"WORLD_SIZE": self.world_size, "ROWS": ROWS, "COLS": COLS}
-        num_warps = options["num_warps"] if summing else 4
-        pushers = max(1, min(units, self.warps // num_warps))
         if summing:
-            push_and_sum_kernel[(pushers + 1 + summing,)](*common, pushers, *sums, **shape, PUSH_ALIGN=self.aligned, **options)
+            push_and_sum_kernel[(candidates + 1 + summing,)](
+                *common, *sums, **shape, PUSH_ALIGN=self.aligned, EVERY=EVERY, **options
+            )
         else:
-            push_gradient_kernel[(pushers + 1,)](*common, **shape, ALIGN=self.aligned, num_warps=num_warps)
+            push_gradient_kernel[(candidates + 1,)](*common, **shape, ALIGN=self.aligned, num_warps=4)

@@ -95,6 +95,10 @@ def clock() -> object:
     return _scalar(int(MEMORY.seconds() * 1e9), tl.int64)
 
 
+def multiprocessor() -> object:
+    return _scalar(0)
+
+
 def wait(signals: object, count: object, epoch: object, first: object, unit: object, control: object, report: object):
     base, number, expected, index = _value(signals), _value(count), _value(epoch), _value(first)
     block = _value(control)

@@ -56,6 +56,15 @@ def clock():
 
 
 @triton.jit
+def multiprocessor():
+    """The number of the multiprocessor that this program runs on (0 where there is none). For roles that anybody may take."""
+    if is_hip():
+        return tl.cast(0, tl.int32)
+    else:
+        return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def fence():
     """Order all memory operations of each thread before all later ones, for every GPU of the host.
 
@@ -260,6 +269,7 @@ if INTERPRETED.value:
     from tileweave.language import interpreted as bodies
 
     clock, fence, drain_tma_stores = bodies.clock, bodies.fence, bodies.drain_tma_stores
+    multiprocessor = bodies.multiprocessor
     notify, notify_all, wait, consume_token = bodies.notify, bodies.notify_all, bodies.wait, bodies.consume_token
     load_epoch, faulted, leave = bodies.load_epoch, bodies.faulted, bodies.leave
     leave_early, wait_here = bodies.leave, bodies.wait_here

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +147,8 @@ def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_na
     key = ("pieces", layout, own)
     plan: Any = instance.cache.get(key)
     if plan is None:
-        plan = instance.cache[key] = _pieces(layout, transport, kernel.GROUPS.value, own).to(grad.device)
+        pieces, silent = _pieces(layout, transport, kernel.GROUPS.value, own)
+        plan = instance.cache[key] = pieces.to(grad.device), silent
     elements = 16 // grad.element_size()
     numbers = [layout.width, *dims, *sum(layout.columns, ()), *sum(layout.dims, ())]
     aligned = elements if all(n % elements == 0 for n in numbers) and grad.data_ptr() % 16 == 0 else 1
@@ -155,8 +157,10 @@ def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_na
     width, rank = dims[transport.rank], transport.rank
     slot = peers.slots[: batch * width].view(batch, width)
     first_sample = rows_of(batch, transport.world_size, rank)[0]
-    warps = kernel.WARPS_PER_SM * transport.machine.num_sms
-    return kernel.Push(peers, grad, plan, slot, layout.columns[rank], first_sample, aligned, rank, transport.world_size, warps)
+    candidates, columns = kernel.CANDIDATES * transport.machine.num_sms, layout.columns[rank]
+    return kernel.Push(
+        peers, grad, *plan, slot, columns, first_sample, aligned, rank, transport.world_size, candidates
+    )  # fmt: skip
 
 
 def end_push(push: Push, group_name: str) -> None:
@@ -166,8 +170,8 @@ def end_push(push: Push, group_name: str) -> None:
     out_of_line(push.grad)
 
 
-def _pieces(layout: EmbeddingLayout, transport: Transport, groups: int, own: bool) -> torch.Tensor:
-    """int64 [pieces, 6]: (owner, source column, target column, dim, owner's width, group), by group, ``own`` ones last."""
+def _pieces(layout: EmbeddingLayout, transport: Transport, groups: int, own: bool) -> tuple[torch.Tensor, int]:
+    """The plan of ``push_block``, by group, ``own`` pieces last; and bits of groups that have none."""
     rows = []
     for step in range(1, transport.world_size + own):
         owner = (transport.rank + step) % transport.world_size
@@ -177,4 +181,6 @@ def _pieces(layout: EmbeddingLayout, transport: Transport, groups: int, own: boo
             rows.append((owner, column, target, dim, width, number * groups // tables))
             target += dim
     rows.sort(key=lambda row: row[-1])  # stable
-    return torch.tensor(rows or [(0, 0, 0, 0, 0, 0)], dtype=torch.int64)
+    counts = Counter(row[-1] for row in rows)
+    silent = sum(1 << group for group in range(groups) if not counts[group])
+    return torch.tensor([(*row, counts[row[-1]]) for row in rows], dtype=torch.int64).view(-1, 7), silent
