@@ -12,11 +12,11 @@ Private parts of the interpreter are touched here and in ``explore/interpreter.p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import threading
 from dataclasses import replace
 from functools import lru_cache
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
@@ -24,10 +24,6 @@ from triton.runtime import interpreter as triton_interpreter
 _ABSENT = object()
 _patch_as_triton_does = triton_interpreter._patch_lang
 _numpy_type_as_triton_does = triton_interpreter._get_np_dtype
-
-
-class Scope(Protocol):
-    def restore(self) -> None: ...
 
 
 class _Writing(triton_interpreter._LangPatchScope):
@@ -58,37 +54,36 @@ def _patches_of_triton() -> list[tuple[Any, str, object]]:
 
 
 class Language:
-    """Triton's language in this process: patched between ``patch`` and ``restore``."""
+    """Triton's language in this process: patched while somebody runs a kernel, from whichever thread."""
 
     def __init__(self) -> None:
         self._patches: list[tuple[Any, str, object]] = []
         self._before: list[tuple[Any, str, object]] = []
+        self._users = 0
+        self._lock = threading.Lock()
 
-    def patch(self) -> Scope:
-        """Stands for Triton's ``_patch_lang``: of nested calls only the outermost does anything."""
-        if self._before:
-            return _NOTHING
-        self._patches = self._patches or _patches_of_triton()
-        for where, name, value in self._patches:
-            self._before.append((where, name, getattr(where, name, _ABSENT)))
-            setattr(where, name, value)
+    def patch(self) -> Language:
+        """Stands for Triton's ``_patch_lang``; as many ``restore`` as there were ``patch`` end it."""
+        with self._lock:
+            if self._users == 0:
+                self._patches = self._patches or _patches_of_triton()
+                for where, name, value in self._patches:
+                    self._before.append((where, name, getattr(where, name, _ABSENT)))
+                    setattr(where, name, value)
+            self._users += 1
         return self
 
     def restore(self) -> None:
-        while self._before:
-            where, name, value = self._before.pop()
-            if value is _ABSENT:
-                delattr(where, name)
-            else:
-                setattr(where, name, value)
+        with self._lock:
+            self._users -= 1
+            while self._users == 0 and self._before:
+                where, name, value = self._before.pop()
+                if value is _ABSENT:
+                    delattr(where, name)
+                else:
+                    setattr(where, name, value)
 
 
-class _Nothing:
-    def restore(self) -> None:
-        """Somebody else has patched, and will restore."""
-
-
-_NOTHING = _Nothing()
 LANGUAGE = Language()
 _NUMPY_TYPES: dict[int, tuple[object, object]] = {}  # by identity: hashing one of Triton's types is slow
 
@@ -114,10 +109,21 @@ def _tensor(self: Any, handle: object, type: Any) -> None:
     self.numel, self.shape = _shape(*(type.shape if type.is_block() else ()))
 
 
+def _call(self: Any, *args: object, **kwargs: object) -> object:
+    """``InterpretedFunction.__call__``: a kernel, or the host, calls a device function."""
+    scope = LANGUAGE.patch()
+    try:
+        return self.rewrite()(*args, **kwargs)
+    except Exception as error:
+        raise triton_interpreter.InterpreterError(repr(error)) from error
+    finally:
+        scope.restore()
+
+
 def patch_once() -> None:
     """Take this process's interpreter over, for good."""
-    patch: Callable[[object], Scope] = lambda fn: LANGUAGE.patch()  # noqa: E731
-    triton_interpreter._patch_lang = patch
+    triton_interpreter._patch_lang = lambda fn: LANGUAGE.patch()
+    triton_interpreter.InterpretedFunction.__call__ = _call
     triton_interpreter._get_np_dtype = _numpy_type
     tl.tensor.__init__ = _tensor
     builder = triton_interpreter.interpreter_builder
