@@ -23,6 +23,7 @@ from triton.runtime import interpreter as triton_interpreter
 
 _ABSENT = object()
 _patch_as_triton_does = triton_interpreter._patch_lang
+_call_as_triton_does = triton_interpreter.InterpretedFunction.__call__
 _numpy_type_as_triton_does = triton_interpreter._get_np_dtype
 
 
@@ -111,13 +112,10 @@ def _tensor(self: Any, handle: object, type: Any) -> None:
 
 def _call(self: Any, *args: object, **kwargs: object) -> object:
     """``InterpretedFunction.__call__``: a kernel, or the host, calls a device function."""
-    scope = LANGUAGE.patch()
     try:
-        return self.rewrite()(*args, **kwargs)
-    except Exception as error:
-        raise triton_interpreter.InterpreterError(repr(error)) from error
+        return _call_as_triton_does(self, *args, **kwargs)  # patches the language first, and would leave it so
     finally:
-        scope.restore()
+        LANGUAGE.restore()
 
 
 def patch_once() -> None:
