@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,53 @@ from tests.explore.agreement import found_while_clocks_leap, told_of_what_does_n
 from tests.explore.hunt import MUTANTS
 
 from tileweave.errors import InputError
-from tileweave.explore.fuzz import STRATEGIES, fuzz, pool, replay
+from tileweave.explore.fuzz import STRATEGIES, _replay, fuzz, pool, replay
 
 ROOT = Path(__file__).parents[2]
 INTERLEAVINGS = 5000  # in every run of the tests; `make fuzz` explores twenty times as many
 WORKERS = max(min(os.cpu_count() or 1, 4), 2)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Executor]:
+    """One process for all that needs a worker of exploration: to start one takes seconds."""
+    with pool(1) as processes:
+        yield processes
+
+
+def test_there_are_enough_mutants() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 30
+
+
+def test_triton_and_blocks_agree(worker: Executor) -> None:
+    assert worker.submit(triton_and_blocks_agree).result() == []
+
+
+def test_time_is_no_part_of_a_schedule(worker: Executor) -> None:
+    assert worker.submit(found_while_clocks_leap).result() == []
+
+
+def test_what_does_not_come_again_is_told(worker: Executor) -> None:
+    told = worker.submit(told_of_what_does_not_come_again).result()
+    assert told.startswith("error: once\nreplay: ") and "did not come again" in told
+
+
+def test_replay() -> None:
+    assert replay("all_gather_matmul/sm@2:walk:1") == ""
+    with pytest.raises(InputError, match="asked: seed"):
+        replay("all_gather_matmul/sm@2:walk")
+    with pool(1) as processes:
+        for wrong in ("no such scenario@2:walk:1", "all_gather_matmul/sm@2:luck:1"):
+            with pytest.raises(InputError, match="asked: seed"):
+                processes.submit(_replay, wrong).result()
+
+
+def test_unknown_scenarios_are_refused() -> None:
+    with pytest.raises(InputError, match="all_gather_matmul/sm"):
+        fuzz(100, "no such operator", workers=1, show=False)
+
+
+# --- By as many processes as there are cores: last, when the other worker of the tests has nothing left to do ---
 
 
 @pytest.mark.slow
@@ -41,35 +85,3 @@ def test_every_mutant_is_found() -> None:
     assert set(results) == {mutant.name for mutant in MUTANTS}, done.stderr[-3000:]
     survivors = [result for result in results.values() if not result["found"]]
     assert not survivors, survivors
-
-
-def test_there_are_enough_mutants() -> None:
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 30
-
-
-def test_triton_and_blocks_agree() -> None:
-    with pool(1) as processes:
-        assert processes.submit(triton_and_blocks_agree).result() == []
-
-
-def test_time_is_no_part_of_a_schedule() -> None:
-    with pool(1) as processes:
-        assert processes.submit(found_while_clocks_leap).result() == []
-
-
-def test_what_does_not_come_again_is_told() -> None:
-    with pool(1) as processes:
-        told = processes.submit(told_of_what_does_not_come_again).result()
-    assert told.startswith("error: once\nreplay: ") and "did not come again" in told
-
-
-def test_replay() -> None:
-    assert replay("all_gather_matmul/sm@2:walk:1") == ""
-    for wrong in ("all_gather_matmul/sm@2:walk", "no such scenario@2:walk:1", "all_gather_matmul/sm@2:luck:1"):
-        with pytest.raises(InputError, match="asked: seed"):
-            replay(wrong)
-
-
-def test_unknown_scenarios_are_refused() -> None:
-    with pytest.raises(InputError, match="all_gather_matmul/sm"):
-        fuzz(100, "no such operator", workers=1, show=False)

@@ -76,13 +76,14 @@ class Report:
 
 def chunks(names: list[str], total: int, first: int) -> Iterator[tuple[str, int, str, range]]:
     """Who runs what: ``total`` seeds over scenarios, worlds and strategies, numbers from ``first`` on."""
-    each = -(-total // (len(names) * len(STRATEGIES) * sum(SHARES.values())))  # rounded up: never fewer than asked
+    parts = len(names) * len(STRATEGIES) * sum(SHARES.values())
     work = [
-        (name, world, strategy, range(start, min(start + _CHUNK, first + each * share)))
+        (name, world, strategy, range(start, min(start + _CHUNK, end)))
         for name in names
         for world, share in SHARES.items()
         for strategy in STRATEGIES
-        for start in range(first, first + each * share, _CHUNK)
+        for end in (first - (-total * share // parts),)  # rounded up: never fewer than asked
+        for start in range(first, end, _CHUNK)
     ]
     work.sort(key=lambda item: item[3].start)  # a run that is cut short has seen a part of everything
     yield from work

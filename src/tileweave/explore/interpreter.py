@@ -1,6 +1,6 @@
 """Puts a model world under Triton's interpreter: launches become tasks, loads and stores become scheduling points.
 
-Private parts of the interpreter are touched in this file only; they are the same in Triton 3.6 and 3.9.
+Private parts of the interpreter are touched here and in ``language/patched.py`` only; they are the same in Triton 3.6 and 3.9.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -29,17 +28,13 @@ from tileweave.explore.scalars import KEPT, Scalar, ScalarTransformer, kept
 from tileweave.explore.scenarios import SMALLER
 from tileweave.explore.tasks import Task
 from tileweave.language import interpreted
+from tileweave.language.patched import LANGUAGE
 from tileweave.language.signal import INTERPRETED
 
 TORN = 3  # every third store to shared memory arrives in two parts, one of them a single element
 _BUILDER = triton_interpreter.interpreter_builder
 _SEM = triton_interpreter._ir.MEM_SEMANTIC
 _NATIVE = triton_interpreter._interpreter
-
-
-class _NoScope:
-    def restore(self) -> None:
-        """Nothing was patched."""
 
 
 @contextmanager
@@ -54,10 +49,9 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
         raise RuntimeError("asked: exploration; allowed: with TRITON_INTERPRET=1 set before triton is imported; remedy: set it")
     hooks = Hooks(fast)
     words = _words()
-    scope = _patch_language()
+    scope = LANGUAGE.patch()
     function = triton_interpreter.InterpretedFunction
     changes: list[tuple[Any, str, Any]] = [
-        (triton_interpreter, "_patch_lang", lambda fn: _NoScope()),
         (function, "run", lambda self, *args, grid, warmup, **kwargs: hooks.launch(self.rewrite(), grid, args, kwargs)),
         (function, "__call__", lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)),
         (function, "rewritten_fn", {}),
@@ -105,15 +99,6 @@ def _words() -> list[tuple[Any, str]]:
         for name, member in vars(module).items()
         if tl.core.is_builtin(member) or isinstance(member, kinds)
     ]
-
-
-def _patch_language() -> Any:
-    """What Triton patches for a function that sees all of its language, as our kernels and its own standard library do."""
-
-    def sees_both() -> None: ...
-
-    names = {"tl": tl, "core": tl.core}
-    return triton_interpreter._patch_lang(FunctionType(sees_both.__code__, names))
 
 
 @lru_cache(maxsize=256)

@@ -267,7 +267,9 @@ def leave_early(control, epoch, num_programs):
 
 if INTERPRETED.value:
     from tileweave.language import interpreted as bodies
+    from tileweave.language import patched
 
+    patched.patch_once()
     clock, fence, drain_tma_stores = bodies.clock, bodies.fence, bodies.drain_tma_stores
     multiprocessor = bodies.multiprocessor
     notify, notify_all, wait, consume_token = bodies.notify, bodies.notify_all, bodies.wait, bodies.consume_token
