@@ -57,6 +57,12 @@ MACHINES: dict[str, _Machine] = {
 TARGETS: tuple[str, ...] = tuple(MACHINES)
 
 
+def on_targets(cases: Sequence[Any], targets: Sequence[str] = TARGETS) -> list[tuple[Any, str]]:
+    """(case, target): each case for sm_90, and for each other target every second one, so that each has one other target."""
+    others = [target for target in targets if target != "sm_90"]
+    return [(case, "sm_90") for case in cases] + [(c, t) for i, t in enumerate(others) for c in cases[i % 2 :: 2] or cases[:1]]
+
+
 @dataclass(frozen=True)
 class Compiled:
     """One compiled kernel.

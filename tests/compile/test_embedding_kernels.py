@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.compile.harness import TARGETS, Compiled, offline
+from tests.compile.harness import TARGETS, Compiled, offline, on_targets
 from tests.compile.ptx_cfg import parse
 from tests.compile.ptx_lint import LOAD_AFTER_WAIT, STORE_BEFORE_SIGNAL, lint, operations
 
@@ -125,9 +125,8 @@ def fits(compiled: Compiled) -> bool:
     return compiled.fits_shared and compiled.registers <= most and compiled.spills <= spilled
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("is_fused", [False, True], ids=["lookup", "fused"])
-@pytest.mark.parametrize("case", [*CASES, ODD], ids=str)
+@pytest.mark.parametrize(("case", "target"), on_targets([*CASES, ODD]), ids=str)
 def test_lookups_fit_every_target(case: Case, is_fused: bool, target: str) -> None:
     assert fits(compile_lookup(case, target, is_fused))
 
@@ -170,24 +169,21 @@ def test_stores_to_owners_are_16_bytes_and_signalled(case: Case, target: str) ->
 
 
 def test_gradients_keep_the_protocol() -> None:
-    for target in NVIDIA:
-        for dtype in (torch.float32, torch.bfloat16):
-            push, _, rows, _, both, _ = compile_gradient(target, dtype, sums.SGD)
-            for kernel in (push, both):
-                assert lint(kernel, guarded=()) == []
-                assert "st.global.v4.b32" in str(kernel.ptx)
-            assert len(operations(push, guarded=()).waits) == 1 + WORLD_SIZE, "ready of a peer, and a group of each source"
-            here = ("sys", "gpu")  # the watcher's word is this device's
-            assert len(operations(both, guarded=(), scopes=here).waits) == 2 + WORLD_SIZE
-            assert lint(both, guarded=(), scopes=here, rules={LOAD_AFTER_WAIT}) == []
-            looks = re.findall(r"(nanosleep\S* \d+; )?ld\.acquire\.gpu", str(both.ptx))
-            assert [bool(nap) for nap in looks] == [False, True], "sums ask for their table's group once, then at leisure"
-            for kernel in (rows, both):
-                assert not re.search(r"\b(?:div|rem)\.s64", str(kernel.ptx)), (
-                    "a division of 64 bits costs a hundred instructions"
-                )
-            assert "st.global.v4.b32" in str(rows.ptx)
-            assert not re.search(r"\bbar\.sync|st\.shared", str(rows.ptx)), "a tile is one warp's, in its registers"
+    for target, dtype in zip(("sm_80", "sm_90", "sm_90", "sm_100"), (torch.float32, torch.bfloat16) * 2, strict=True):
+        push, _, rows, _, both, _ = compile_gradient(target, dtype, sums.SGD)
+        for kernel in (push, both):
+            assert lint(kernel, guarded=()) == []
+            assert "st.global.v4.b32" in str(kernel.ptx)
+        assert len(operations(push, guarded=()).waits) == 1 + WORLD_SIZE, "ready of a peer, and a group of each source"
+        here = ("sys", "gpu")  # the watcher's word is this device's
+        assert len(operations(both, guarded=(), scopes=here).waits) == 2 + WORLD_SIZE
+        assert lint(both, guarded=(), scopes=here, rules={LOAD_AFTER_WAIT}) == []
+        looks = re.findall(r"(nanosleep\S* \d+; )?ld\.acquire\.gpu", str(both.ptx))
+        assert [bool(nap) for nap in looks] == [False, True], "sums ask for their table's group once, then at leisure"
+        for kernel in (rows, both):
+            assert not re.search(r"\b(?:div|rem)\.s64", str(kernel.ptx)), "a division of 64 bits costs a hundred instructions"
+        assert "st.global.v4.b32" in str(rows.ptx)
+        assert not re.search(r"\bbar\.sync|st\.shared", str(rows.ptx)), "a tile is one warp's, in its registers"
 
 
 def test_the_lint_would_notice() -> None:

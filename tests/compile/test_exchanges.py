@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.compile.harness import TARGETS, Compiled
+from tests.compile.harness import Compiled, on_targets
 from tests.compile.ptx_lint import lint, operations
 from tests.compile.test_kernels import (
     DEPTH,
@@ -119,8 +119,7 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     return compile_one(lambda: launch(x, w, bias, out, kept, 0), target)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", TRITON_CASES, ids=str)
+@pytest.mark.parametrize(("case", "target"), on_targets(TRITON_CASES), ids=str)
 def test_the_triton_kernel_fits_every_target(case: Case, target: str) -> None:
     compiled = compile_case(case, target)
     assert compiled.name == ("matmul_all_to_all_kernel" if case.op == OUT else "all_gather_matmul_kernel")
@@ -157,7 +156,7 @@ def one_of_a_kind() -> list[Case]:
     return list({(c.op, c.push): c for c in large_first}.values())
 
 
-LINTED = [(case, target) for case in TRITON_CASES for target in NVIDIA] + [(case, "sm_90") for case in one_of_a_kind()]
+LINTED = on_targets(TRITON_CASES, NVIDIA) + [(case, "sm_90") for case in one_of_a_kind()]
 
 
 @pytest.mark.parametrize(("case", "target"), LINTED, ids=str)

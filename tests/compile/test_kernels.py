@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.compile.harness import TARGETS, Compiled, offline
+from tests.compile.harness import TARGETS, Compiled, offline, on_targets
 from tests.compile.ptx_cfg import Instruction, parse
 from tests.compile.ptx_lint import LOAD_AFTER_WAIT, PROXY_FENCE, STORE_BEFORE_SIGNAL, Operations, lint, operations
 
@@ -187,8 +187,7 @@ def compile_example(target: str) -> Compiled:
 # ---- what is compiled fits the device
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", TRITON_CASES, ids=str)
+@pytest.mark.parametrize(("case", "target"), on_targets(TRITON_CASES), ids=str)
 def test_the_triton_kernel_fits_every_target(case: Case, target: str) -> None:
     compiled = compile_case(case, target)
     assert compiled.name == "all_gather_matmul_kernel" and compiled.fits_shared
@@ -250,7 +249,7 @@ def signals_to_peers(compiled: Compiled, seen: Operations) -> int:
     return len(written)
 
 
-LINTED = [(case, target) for case in TRITON_CASES for target in NVIDIA] + [(case, "sm_90") for case in HOPPER_CASES]
+LINTED = on_targets(TRITON_CASES, NVIDIA) + [(case, "sm_90") for case in HOPPER_CASES]
 
 
 @pytest.mark.parametrize(("case", "target"), LINTED, ids=str)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.compile.harness import TARGETS, Compiled
+from tests.compile.harness import TARGETS, Compiled, on_targets
 from tests.compile.ptx_cfg import Instruction, parse
 from tests.compile.ptx_lint import PROXY_FENCE, STORE_BEFORE_SIGNAL, lint, operations
 from tests.compile.test_kernels import (
@@ -154,8 +154,7 @@ def test_the_exchange_fits_every_target(reduce: bool, gather: bool, target: str)
         assert len(moved) >= 2 * WORLD_SIZE, "what travels goes 16 bytes at a time"
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", TRITON_CASES, ids=str)
+@pytest.mark.parametrize(("case", "target"), on_targets(TRITON_CASES), ids=str)
 def test_the_triton_kernel_fits_every_target(case: Case, target: str) -> None:
     compiled = compile_case(case, target)
     assert compiled.name == "matmul_reduce_scatter_kernel" and compiled.fits_shared
@@ -223,7 +222,7 @@ def one_of_a_kind(cases: list[Case]) -> list[Case]:
     return list({(c.push, c.all_reduce, c.rows < c.config.tile_m): c for c in large_first}.values())
 
 
-LINTED = [(case, target) for case in TRITON_CASES for target in NVIDIA] + [(c, "sm_90") for c in one_of_a_kind(HOPPER_CASES)]
+LINTED = on_targets(TRITON_CASES, NVIDIA) + [(c, "sm_90") for c in one_of_a_kind(HOPPER_CASES)]
 
 
 @pytest.mark.parametrize(("case", "target"), LINTED, ids=str)

@@ -22,6 +22,7 @@ _NUMPY = {
     tl.uint16: np.uint16, tl.uint32: np.uint32, tl.uint64: np.uint64, tl.float16: np.float16, tl.float32: np.float32,
     tl.float64: np.float64,
 }  # fmt: skip
+_ARRAYS = (np.ndarray, np.generic)
 _TRITON = {np.dtype(value): key for key, value in _NUMPY.items()}
 
 
@@ -128,11 +129,10 @@ def _bare(value: Any) -> Any:
 
 def _values(a: Any, b: Any) -> tuple[Any, Any]:
     """Both operands for numpy: Python numbers take the type of the block beside them."""
-    a, b = plain(a), plain(b)
-    a, b = _bare(a), _bare(b)
-    if isinstance(a, np.ndarray | np.generic) and isinstance(b, int) and not isinstance(b, bool) and not -(2**31) <= b < 2**31:
+    a, b = _bare(plain(a)), _bare(plain(b))
+    if type(b) is int and not -(2**31) <= b < 2**31 and isinstance(a, _ARRAYS):
         b = np.int64(b)
-    if isinstance(b, np.ndarray | np.generic) and isinstance(a, int) and not isinstance(a, bool) and not -(2**31) <= a < 2**31:
+    if type(a) is int and not -(2**31) <= a < 2**31 and isinstance(b, _ARRAYS):
         a = np.int64(a)
     return a, b
 
@@ -144,9 +144,10 @@ def _floor_to_zero(a: Any, b: Any) -> Any:
 
 def _binary(function: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[[Block, Any], Block]:
     def method(self: Block, other: Any) -> Block:
-        if isinstance(other, tl.tensor):
-            other = from_triton(other)
-        a, b = _values(self, other)
+        if type(other) is Block:  # most often
+            a, b = self.data, other.data
+        else:
+            a, b = _values(self, from_triton(other) if isinstance(other, tl.tensor) else other)
         return Block(np.asarray(function(b, a) if swapped else function(a, b))[()])
 
     return method
@@ -158,7 +159,7 @@ def _shift_pointer(sign: int, plain_method: Callable[[Block, Any], Block]) -> Ca
         if self.dtype.is_ptr():
             pointer: Any = self.dtype
             size = pointer.element_ty.primitive_bitwidth // 8
-            offset = _values(other, 0)[0]
+            offset = other.data if theirs is not None else _values(other, 0)[0]
             return Block(self.data + sign * size * np.asarray(offset, np.int64)[()], self.dtype)
         if theirs is not None and theirs.is_ptr():
             return method(other, self)

@@ -40,11 +40,13 @@ def plain(value: Any) -> Any:
 
 def _binary(function: Callable[[int, int], int], swapped: bool) -> Callable[[Scalar, object], Any]:
     def method(self: Scalar, other: object) -> Any:
-        other = plain(other)
-        if not isinstance(other, int):
-            return NotImplemented
-        a, b = int(self), int(other)
-        return Scalar(function(b, a) if swapped else function(a, b))
+        if type(other) is not int:
+            other = plain(other)
+            if not isinstance(other, int):
+                return NotImplemented
+            other = int(other)
+        a = int(self)
+        return Scalar(function(other, a) if swapped else function(a, other))
 
     return method
 

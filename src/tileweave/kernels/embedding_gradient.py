@@ -63,7 +63,7 @@ GROUPS = tl.constexpr(8)
 # For each parity of the epoch, tickets stored of each group, and tickets dealt; and what the sums look at.
 DEALT, SET = tl.constexpr(8), tl.constexpr(16)
 ARRIVED, COUNTERS = tl.constexpr(32), 33
-ROWS, COLS = 8, 128  # of a block that a pusher moves at once: its ticket
+ROWS, COLS = 8, 128  # of a block that a warp moves at once: its ticket
 CANDIDATES = 32  # programs a multiprocessor that may push: as many as fit, and again as many
 EVERY = 16  # of that many multiprocessors one pushes, where sums want the others
 LEAST = tl.constexpr(4)  # programs that push wherever they are
@@ -262,10 +262,9 @@ class Push:
             self.grad, self.plan, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
             peers.counters, self.rank, rows, self.first_sample, width, tickets, max(blocks, 1), silent, candidates,
         )  # fmt: skip
-        shape = {"WORLD_SIZE": self.world_size, "ROWS": ROWS, "COLS": COLS}
+        shape = {"WORLD_SIZE": self.world_size, "ROWS": ROWS}
         if summing:
-            push_and_sum_kernel[(candidates + 1 + summing,)](
-                *common, *sums, **shape, PUSH_ALIGN=self.aligned, EVERY=EVERY, **options
-            )
+            shape |= {"COLS": COLS * options["num_warps"], "PUSH_ALIGN": self.aligned, "EVERY": EVERY}
+            push_and_sum_kernel[(candidates + 1 + summing,)](*common, *sums, **shape, **options)
         else:
-            push_gradient_kernel[(candidates + 1,)](*common, **shape, ALIGN=self.aligned, num_warps=4)
+            push_gradient_kernel[(candidates + 1,)](*common, **shape, COLS=COLS, ALIGN=self.aligned, num_warps=4)

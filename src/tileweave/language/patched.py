@@ -6,7 +6,8 @@ compare, and then ignores the outcome (``device_assert`` does nothing without ``
 launch, from a list; types and shapes are kept; nothing is compared in vain. What kernels compute, and every check of it, is
 Triton's.
 
-Private parts of the interpreter are touched here and in ``explore/interpreter.py``; they are the same in Triton 3.6 and 3.9.
+Private parts of the interpreter are touched here and in ``explore/interpreter.py``; they are the same in Triton 3.6 to 3.9,
+and ``signal.py`` leaves other versions as they are.
 """
 
 from __future__ import annotations

@@ -267,9 +267,11 @@ def leave_early(control, epoch, num_programs):
 
 if INTERPRETED.value:
     from tileweave.language import interpreted as bodies
-    from tileweave.language import patched
 
-    patched.patch_once()
+    if triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9.")):  # others are as right without, and slower
+        from tileweave.language import patched
+
+        patched.patch_once()
     clock, fence, drain_tma_stores = bodies.clock, bodies.fence, bodies.drain_tma_stores
     multiprocessor = bodies.multiprocessor
     notify, notify_all, wait, consume_token = bodies.notify, bodies.notify_all, bodies.wait, bodies.consume_token

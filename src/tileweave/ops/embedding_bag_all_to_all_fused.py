@@ -145,10 +145,11 @@ def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_na
     dims = [sum(mine) for mine in layout.dims]
     instance.reserve(max(batch * max(dims), 1) * grad.element_size(), kernel.COUNTERS, 1)
     key = ("pieces", layout, own)
-    plan: Any = instance.cache.get(key)
-    if plan is None:
-        pieces, silent = _pieces(layout, transport, kernel.GROUPS.value, own)
-        plan = instance.cache[key] = pieces.to(grad.device), silent
+    found: Any = instance.cache.get(key)
+    if found is None:
+        pieces, empty = _pieces(layout, transport, kernel.GROUPS.value, own)
+        found = instance.cache[key] = pieces.to(grad.device), empty
+    plan, silent = found
     elements = 16 // grad.element_size()
     numbers = [layout.width, *dims, *sum(layout.columns, ()), *sum(layout.dims, ())]
     aligned = elements if all(n % elements == 0 for n in numbers) and grad.data_ptr() % 16 == 0 else 1
@@ -159,7 +160,7 @@ def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_na
     first_sample = rows_of(batch, transport.world_size, rank)[0]
     candidates, columns = kernel.CANDIDATES * transport.machine.num_sms, layout.columns[rank]
     return kernel.Push(
-        peers, grad, *plan, slot, columns, first_sample, aligned, rank, transport.world_size, candidates
+        peers, grad, plan, silent, slot, columns, first_sample, aligned, rank, transport.world_size, candidates
     )  # fmt: skip
 
 
