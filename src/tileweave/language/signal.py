@@ -9,7 +9,7 @@ Which word, when:
 ``notify``, ``notify_all``  after plain stores: all of this program's stores are visible to who sees the signal
 ``drain_tma_stores``  before ``notify``, where the stores went through ``tensor_descriptor.store``
 ``wait``            before loads of what was notified; returns a *token*
-``wait_here``       the same for a word that programs of this device wrote with release
+``wait_here``       the same for a word that programs of this device wrote with release, for many programs: they nap
 ``consume_token``   where the loads stand in a pipelined loop that contains the wait: makes their offset
                     depend on it, since the software pipeliner moves loads over a wait it sees no use of
 ``fence``           a full fence over all GPUs of the host; ``wait`` and ``notify`` contain what they need
@@ -19,6 +19,7 @@ Which word, when:
 ``count_last``      after plain stores of one of several programs: the last of them may say so with ``notify``
 ``poison``          over a result that nobody may take for right
 ``pause``, ``expire``  in loops that poll data instead of signals (``marked.py``)
+``multiprocessor``  where a program runs: for roles that a few multiprocessors should have to themselves
 ``faulted``         whether a wait of this rank ran out of time, so that a result must be poisoned
 ==================  =====================================================================================
 
