@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class TileweaveError(Exception):
     """Base class, so that a caller can catch everything of ours with one name."""
@@ -50,7 +52,8 @@ class PeerTimeout(TileweaveError, RuntimeError):
         return PeerTimeout, (self.op, self.rank, self.peer, self.unit, self.expected, self.seen, self.seconds)
 
 
-def require(condition: bool, asked: str, allowed: str, remedy: str) -> None:
-    """Raise :class:`InputError` with the three parts that every message of ours has."""
+def require(condition: bool, asked: str | Callable[[], str], allowed: str, remedy: str) -> None:
+    """Raise :class:`InputError` with the three parts that every message of ours has; ``asked`` may be made only then."""
     if not condition:
+        asked = asked if isinstance(asked, str) else asked()
         raise InputError(f"asked: {asked}; allowed: {allowed}; remedy: {remedy}")

@@ -16,6 +16,8 @@ Order of summation depends on the lengths alone: the same bits each time. Sums i
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -153,15 +155,26 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 
 def constants(tables: list[torch.Tensor], columns: tuple[int, ...], width: int, itemsize: int, config: EmbeddingConfig) -> dict:
     """The compile-time constants of a lookup in ``tables`` whose result has elements of ``itemsize`` bytes."""
-    widest = max((t.shape[1] for t in tables), default=1)
-    elements = 16 // min(tables[0].element_size(), itemsize) if tables else 1
-    counts = [width, *columns, *(t.shape[1] for t in tables)]
-    aligned = all(count % elements == 0 for count in counts) and all(t.data_ptr() % 16 == 0 for t in tables)
-    block = max(triton.next_power_of_2(widest), 1)
+    dtype, dims = tables[0].dtype if tables else torch.float32, tuple(t.shape[1] for t in tables)
+    return _constants(dtype, dims, all(t.data_ptr() % 16 == 0 for t in tables), columns, width, itemsize, config)
+
+
+@functools.lru_cache(64)
+def _constants(
+    dtype: torch.dtype,
+    dims: tuple[int, ...],
+    aligned: bool,
+    columns: tuple[int, ...],
+    width: int,
+    itemsize: int,
+    config: EmbeddingConfig,
+) -> dict:
+    elements = 16 // min(dtype.itemsize, itemsize) if dims else 1
+    aligned = aligned and all(count % elements == 0 for count in (width, *columns, *dims))
     return {
-        "DTYPE": TYPES[tables[0].dtype if tables else torch.float32],
+        "DTYPE": TYPES[dtype],
         "ALIGN": elements if aligned else 1,
-        "BLOCK_D": block,
+        "BLOCK_D": triton.next_power_of_2(max((1, *dims))),
         "BAGS": config.bags,
         "UNROLL": config.unroll,
         "num_warps": config.num_warps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,11 @@ def check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) -
     require(optimizer.kind in KINDS[2:] and states == wanted, asked, f'"sgd", or "adagrad" with states {wanted}', "fix them")
 
 
+@functools.lru_cache(64)
+def _faults_of(layout: EmbeddingLayout) -> str:
+    return layout.faults()
+
+
 def check_inputs(
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,
@@ -67,29 +73,41 @@ def check_inputs(
     rank: int,
 ) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
-    shapes = f"tables {[tuple(t.shape) for t in tables]}"
+
+    def shapes() -> str:
+        return f"tables {[tuple(t.shape) for t in tables]}"
+
+    def kinds() -> str:
+        return f"indices {indices.dtype} {tuple(indices.shape)}, offsets {offsets.dtype} {tuple(offsets.shape)}"
+
+    def dtypes() -> str:
+        return f"tables {[str(t.dtype) for t in tables]}, out_dtype {out_dtype}"
+
+    def places() -> str:
+        return f"devices {sorted({str(t.device) for t in (*tables, *lists)})}"
+
+    lists = [indices, offsets, *([] if weights is None else [weights])]
     require(all(t.dim() == 2 for t in tables), shapes, "[rows, D] each", "reshape to two dimensions")
-    dtypes = f"tables {[str(t.dtype) for t in tables]}, out_dtype {out_dtype}"
-    fits = all(t.dtype == tables[0].dtype for t in tables) and {out_dtype, *(t.dtype for t in tables)} <= set(_DTYPES)
+    used = {t.dtype for t in tables}
+    fits = len(used) <= 1 and out_dtype in _DTYPES and used.issubset(_DTYPES)
     require(fits, dtypes, "one of float32, float16, bfloat16 for all tables", "convert the tables")
     require(all(t.is_contiguous() for t in tables), shapes, "contiguous tables", "call .contiguous() once, not each step")
-    lists = [indices, offsets, *([] if weights is None else [weights])]
-    places = f"devices {sorted({str(t.device) for t in (*tables, *lists)})}"
     require(all(t.device == indices.device for t in (*tables, *lists)), places, "one device", "move all to one device")
-    kinds = f"indices {indices.dtype} {tuple(indices.shape)}, offsets {offsets.dtype} {tuple(offsets.shape)}"
-    fits = indices.dim() == offsets.dim() == 1 and {indices.dtype, offsets.dtype} <= set(_INDEX_DTYPES)
+    fits = indices.dim() == offsets.dim() == 1 and indices.dtype in _INDEX_DTYPES and offsets.dtype in _INDEX_DTYPES
     require(fits, kinds, "one dimension, int32 or int64", "flatten or convert them")
     require(all(t.is_contiguous() for t in lists), kinds, "contiguous", "call .contiguous()")
     count = len(tables) * batch + 1
-    require(offsets.numel() == count, kinds, f"{count} offsets: {len(tables)} tables x {batch} samples + 1", "append the end")
+    allowed = f"{count} offsets: {len(tables)} tables x {batch} samples + 1"
+    require(offsets.numel() == count, kinds, allowed, "append the end")
     if weights is not None:
         asked = f"per_sample_weights {tuple(weights.shape)} {weights.dtype}, mean {mean}"
         fits = weights.shape == indices.shape and weights.dtype in _DTYPES and not mean
         require(fits, asked, 'one floating number for each index, mode "sum"', "fold a mean into the weights")
     require(len(layout.dims) == size, f"a layout of {len(layout.dims)} ranks", f"{size} ranks", "make it for this group")
     dims = tuple(t.shape[1] for t in tables)
-    require(layout.dims[rank] == dims, f"tables of dims {dims}", f"{layout.dims[rank]}, by the layout", "fix either")
-    faults = layout.faults()
+    mine = layout.dims[rank]
+    require(mine == dims, lambda: f"tables of dims {dims} where the layout has {mine}", "the layout's", "fix either")
+    faults = _faults_of(layout)
     require(not faults, f"a layout whose {faults}", "each column once", "see tw.EmbeddingLayout.in_rank_order")
     if out is not None:
         begin, end = rows_of(batch, size, rank)
