@@ -119,9 +119,11 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
 
 
 def fits(compiled: Compiled) -> bool:
-    """Registers for three programs of four warps; for eight of one warp where a warp keeps a tile of rows in them."""
+    """Registers for three programs of four warps; for 16 of one warp where a warp keeps a tile of rows in them."""
     assert compiled.registers is not None and compiled.spills is not None
-    most, spilled = (255, 128) if compiled.name in ("sum_rows_kernel", "push_and_sum_kernel") else (168, 32)
+    most, spilled = 168, 32
+    if compiled.name in ("sum_rows_kernel", "push_and_sum_kernel"):
+        most, spilled = sums.REGISTERS if compiled.target in NVIDIA else 255, 128
     return compiled.fits_shared and compiled.registers <= most and compiled.spills <= spilled
 
 
@@ -178,8 +180,7 @@ def test_gradients_keep_the_protocol() -> None:
         here = ("sys", "gpu")  # the watcher's word is this device's
         assert len(operations(both, guarded=(), scopes=here).waits) == 2 + WORLD_SIZE
         assert lint(both, guarded=(), scopes=here, rules={LOAD_AFTER_WAIT}) == []
-        looks = re.findall(r"(nanosleep\S* \d+; )?ld\.acquire\.gpu", str(both.ptx))
-        assert [bool(nap) for nap in looks] == [False, True], "sums ask for their table's group once, then at leisure"
+        assert len(re.findall(r"ld\.acquire\.gpu", str(both.ptx))) == 1, "sums ask for their table's group, once a group"
         for kernel in (rows, both):
             assert not re.search(r"\b(?:div|rem)\.s64", str(kernel.ptx)), "a division of 64 bits costs a hundred instructions"
         assert "st.global.v4.b32" in str(rows.ptx)

@@ -5,7 +5,6 @@ Half of the samples are its own; of the others the gradients stand in the slot, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -30,7 +29,9 @@ class Step:
     def __init__(self, dtype: torch.dtype) -> None:
         from tileweave.kernels.embedding_gradient import COUNTERS, GROUPS, Push
         from tileweave.kernels.endpoint import Endpoint
+        from tileweave.ops.embedding_bag_all_to_all_fused import pieces_of
         from tileweave.ops.table_gradient import Lookups, sort_lookups
+        from tileweave.sharding import EmbeddingLayout
 
         torch.manual_seed(0)
         gpu = torch.device("cuda")
@@ -55,12 +56,11 @@ class Step:
         peers = Endpoint(
             slots, slots.numel(), address(slots), address(signals), signals, self.control, words(64), words(COUNTERS)
         )
-        pieces = [(0, t * DIM, t * DIM, DIM, TABLES * DIM, t * GROUPS.value // TABLES) for t in range(TABLES)]
-        of_group = Counter(piece[-1] for piece in pieces)
-        columns, first = tuple(t * DIM for t in range(TABLES)), BATCH // 2
+        layout, first = EmbeddingLayout.in_rank_order([[DIM] * TABLES]), BATCH // 2
+        pieces, silent = pieces_of(layout, 0, GROUPS.value, own=True)
         self.push = Push(
-            peers, self.grad[first:], torch.tensor([(*p, of_group[p[-1]]) for p in pieces], device=gpu), 0,
-            slots.view_as(self.grad), columns, first, 16 // dtype.itemsize, 0, 1, 32 * 132,
+            peers, self.grad[first:], pieces.to(gpu), silent, slots.view_as(self.grad), layout.columns[0], first,
+            16 // dtype.itemsize, 0, 1, 32 * 132,
         )  # fmt: skip
 
     def __call__(self, fused: bool) -> None:

@@ -66,23 +66,25 @@ ARRIVED, COUNTERS = tl.constexpr(32), 33
 ROWS, COLS = 8, 128  # of a block that a warp moves at once: its ticket
 CANDIDATES = 32  # programs a multiprocessor that may push: as many as fit, and again as many
 EVERY = 16  # of that many multiprocessors one pushes, where sums want the others
+PIECE = tl.constexpr(7)  # words of a piece
 LEAST = tl.constexpr(4)  # programs that push wherever they are
 
 
 @triton.jit
 def push_block(
-    grad, slot_table, plan, piece, sample, rows_here, first_sample, width,
+    grad, slot_table, piece, sample, rows_here, first_sample, width,
     ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one piece.
 
-    ``plan`` int64 [pieces, 7] = (owner, source column, target column, dim, slot width, group, pieces of that group).
+    ``piece``: its row of the plan, int64 [pieces, PIECE] = (owner, source column, target column, dim, slot width, group,
+    pieces of that group).
     """
-    peer = tl.load(plan + piece * 7).to(tl.int32)
-    source = tl.load(plan + piece * 7 + 1).to(tl.int32)
-    target = tl.load(plan + piece * 7 + 2).to(tl.int32)
-    dim = tl.load(plan + piece * 7 + 3).to(tl.int32)
-    slot_width = tl.load(plan + piece * 7 + 4)
+    peer = tl.load(piece).to(tl.int32)
+    source = tl.load(piece + 1).to(tl.int32)
+    target = tl.load(piece + 2).to(tl.int32)
+    dim = tl.load(piece + 3).to(tl.int32)
+    slot_width = tl.load(piece + 4)
     if ALIGN > 1:
         source = tl.multiple_of(source, ALIGN)
         target = tl.multiple_of(target, ALIGN)
@@ -122,20 +124,20 @@ def push_tickets(
     ticket = tl.atomic_add(dealt, 1, sem="relaxed", scope="gpu")
     while ticket < tickets:
         following = tl.atomic_add(dealt, 1, sem="relaxed", scope="gpu")
-        piece = ticket // blocks
-        if tl.load(plan + piece * 7 + 5).to(tl.int32) > group:
+        piece = plan + ticket // blocks * PIECE
+        if tl.load(piece + 5).to(tl.int32) > group:
             if stored > 0:
                 count_group(signal_table, counters, rank, group, stored, of_group, epoch, WORLD_SIZE)
-            group = tl.load(plan + piece * 7 + 5).to(tl.int32)
+            group = tl.load(piece + 5).to(tl.int32)
             stored = rank * 0
-        peer = tl.load(plan + piece * 7).to(tl.int32)
+        peer = tl.load(piece).to(tl.int32)
         if (awaited >> peer) & 1 == 0:
             wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report)
             awaited = awaited | (1 << peer)
         sample = ticket % blocks * ROWS
-        push_block(grad, slot_table, plan, piece, sample, rows_here, first_sample, width, ROWS, COLS, ALIGN)
+        push_block(grad, slot_table, piece, sample, rows_here, first_sample, width, ROWS, COLS, ALIGN)
         stored += 1
-        of_group = tl.load(plan + piece * 7 + 6).to(tl.int32) * blocks
+        of_group = tl.load(piece + 6).to(tl.int32) * blocks
         ticket = following
     if stored > 0:
         count_group(signal_table, counters, rank, group, stored, of_group, epoch, WORLD_SIZE)

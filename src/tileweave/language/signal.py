@@ -9,7 +9,7 @@ Which word, when:
 ``notify``, ``notify_all``  after plain stores: all of this program's stores are visible to who sees the signal
 ``drain_tma_stores``  before ``notify``, where the stores went through ``tensor_descriptor.store``
 ``wait``            before loads of what was notified; returns a *token*
-``wait_here``       the same for a word that programs of this device wrote with release, for many programs: they nap
+``wait_here``       the same for a word that programs of this device wrote with release
 ``consume_token``   where the loads stand in a pipelined loop that contains the wait: makes their offset
                     depend on it, since the software pipeliner moves loads over a wait it sees no use of
 ``fence``           a full fence over all GPUs of the host; ``wait`` and ``notify`` contain what they need
@@ -43,7 +43,6 @@ EPOCH = tl.constexpr(0)
 LEAVERS = tl.constexpr(1)
 FAULT = tl.constexpr(2)
 TIMEOUT_US = tl.constexpr(3)
-_NAP = tl.constexpr("nanosleep.u32 200; ld.acquire.gpu.global.b32 $0, [$1];")
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -199,12 +198,6 @@ def wait(signals, count: tl.constexpr, epoch, first, unit, control, report):
 
 
 @triton.jit
-def _look_again(word):
-    """``word`` after a nap: a thousand programs that poll one word at full speed keep its slice of the L2 from all others."""
-    return tl.inline_asm_elementwise(_NAP, "=r,l", [word], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def wait_here(words, value, index, unit, control, report):
     """:func:`wait` for ``words[index]``, which only this device's programs write, with release: one load if it is there."""
     if is_hip():
@@ -214,13 +207,7 @@ def wait_here(words, value, index, unit, control, report):
             "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [words + index], dtype=tl.int32, is_pure=False, pack=1
         )
         if seen - value < 0:
-            limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
-            started = clock()
-            while (seen - value < 0) & (clock() - started <= limit):
-                seen = _look_again(words + index)
-            if seen - value < 0:
-                expire(control, report, index, unit, value, seen)
-            tl.debug_barrier()
+            wait(words, 1, value, index, unit, control, report)
 
 
 @triton.jit

@@ -15,7 +15,6 @@ from tileweave.errors import CaptureError
 from tileweave.ops.reference import out_of_line
 from tileweave.ops.registry import endpoint, interpreting, workspace_of
 from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
-from tileweave.transport.base import Transport
 from tileweave.transport.workspace import Instance
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_na
     key = ("pieces", layout, own)
     found: Any = instance.cache.get(key)
     if found is None:
-        pieces, empty = _pieces(layout, transport, kernel.GROUPS.value, own)
+        pieces, empty = pieces_of(layout, transport.rank, kernel.GROUPS.value, own)
         found = instance.cache[key] = pieces.to(grad.device), empty
     plan, silent = found
     elements = 16 // grad.element_size()
@@ -171,11 +170,12 @@ def end_push(push: Push, group_name: str) -> None:
     out_of_line(push.grad)
 
 
-def _pieces(layout: EmbeddingLayout, transport: Transport, groups: int, own: bool) -> tuple[torch.Tensor, int]:
+def pieces_of(layout: EmbeddingLayout, rank: int, groups: int, own: bool) -> tuple[torch.Tensor, int]:
     """The plan of ``push_block``, by group, ``own`` pieces last; and bits of groups that have none."""
     rows = []
-    for step in range(1, transport.world_size + own):
-        owner = (transport.rank + step) % transport.world_size
+    size = len(layout.dims)
+    for step in range(1, size + own):
+        owner = (rank + step) % size
         target, width = 0, sum(layout.dims[owner])
         tables = len(layout.dims[owner])
         for number, (column, dim) in enumerate(zip(layout.columns[owner], layout.dims[owner], strict=True)):
