@@ -186,7 +186,7 @@ class _Protocol:
 
     def ends_poll(self, ins: Instruction) -> bool:
         """A fence that makes an acquire of the reads before it; one for all GPUs has every scope in it."""
-        return self.is_fence(ins) or (ins.has("fence", "sys") and (ins.has("acq_rel") or ins.has("sc")))
+        return self.is_fence(ins) or (ins.has("fence", "sys") and (ins.has("acq_rel") or ins.has("sc") or ins.has("acquire")))
 
     def is_release(self, ins: Instruction) -> bool:
         writes = ins.parts[0] in ("st", "red", "atom", "multimem") and _is_global(ins)

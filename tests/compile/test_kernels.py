@@ -329,8 +329,8 @@ def test_an_output_whose_pitch_tma_cannot_have_is_stored_plainly() -> None:
 
 TAKEN_OUT = {
     STORE_BEFORE_SIGNAL: r"\bbar\.(?:warp\.)?sync[^;]*;",
-    LOAD_AFTER_WAIT: r"\bfence\.acq_rel\.sys;",
-    PROXY_FENCE: r"\bfence\.proxy\.async;",
+    LOAD_AFTER_WAIT: r"\bfence\.acquire\.sys;",
+    PROXY_FENCE: r"\bfence\.proxy\.async\.global;",
 }
 
 

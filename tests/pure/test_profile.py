@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from itertools import pairwise, permutations
 
 import pytest
 
 from tileweave.profile.metrics import e_overlap, geometric_mean, limit_ratio, speed_up
+from tileweave.profile.timing import turn
 from tileweave.profile.trace import OWN_CLOCKS, SEVERAL, SHARED_CLOCK, Event, chrome, decode, merge, summary
 from tileweave.schedule import TileSchedule
 
@@ -83,3 +86,11 @@ def test_every_bench_case_is_found_by_its_name() -> None:
         assert len(cases.select(op)) == len(names)
         assert 0 < len(cases.select(op, quick=True)) < len(names)
         assert [case.name for case in cases.select(op, f"^{names[0]}$")] == [names[0]]
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_each_function_follows_each_other_as_often(count: int) -> None:
+    rows = [turn(count, number) for number in range(2 * count)]
+    assert all(sorted(row) == list(range(count)) for row in rows)
+    follows = Counter(pair for row in rows for pair in pairwise(row))
+    assert follows == dict.fromkeys(permutations(range(count), 2), 2)

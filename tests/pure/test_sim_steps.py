@@ -70,7 +70,7 @@ def test_slower_links_and_lost_programs_cost_time() -> None:
     few = replace(
         FOUR, device=replace(FOUR.device, num_sms=66, flops=FOUR.device.flops / 2, memory_rate=FOUR.device.memory_rate / 2)
     )
-    assert fused(few) > 1.6 * fused(FOUR)
+    assert fused(few, 8192) > 1.6 * fused(FOUR, 8192)  # many waves: of 2048 rows whole tiles fill three or five
 
 
 def scattered(m: int, n: int, k: int) -> ScatterSchedule:

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tileweave.kernels.all_gather_matmul_move import MAX_SLICES
 from tileweave.language.hopper import (
     acquire,
+    are_there,
     cut,
     label,
     leave,
@@ -54,20 +55,24 @@ def load_shards(
     WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
     SPANS: gl.constexpr, STAGES: gl.constexpr, TRACE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Wait for the shards a unit's rows are in, then load its K blocks. Returns (ring turn, sources that have arrived)."""
+    """Wait for the shards a unit's rows are in, then load its K blocks. Returns (ring turn, sources that have arrived).
+
+    Weights go ahead only where there is something to wait for: to fill the ring with them, the last tile must have left it.
+    """
     SPREAD: gl.constexpr = (8 if WORLD_SIZE > 4 else 4) if SPANS else 1
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
     first, last = first_row // rows, last_row // rows
     needed = (2 << last) - (1 << first)
     ahead = 0
     if (needed & arrived) != needed:
-        ahead = gl.minimum(k_end - k_begin, STAGES)
-        for step in range(0, ahead):
-            at = (turn + step) % STAGES
-            mbarrier.wait(empty.index(at), (((turn + step) // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready.index(at), block_bytes)
-            load_weight(w_desc, col * TILE_N, (k_begin + step) * TILE_K, ready.index(at), b_ring.index(at), DEPTH_FIRST)
-        spin(signals, first, last, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, SPREAD, 1)
+        if not are_there(signals, first, last, MAX_SLICES, epoch, NUM_SLICES, SPREAD, 1):
+            ahead = gl.minimum(k_end - k_begin, STAGES)
+            for step in range(0, ahead):
+                at = (turn + step) % STAGES
+                mbarrier.wait(empty.index(at), (((turn + step) // STAGES) & 1) ^ 1)
+                mbarrier.expect(ready.index(at), block_bytes)
+                load_weight(w_desc, col * TILE_N, (k_begin + step) * TILE_K, ready.index(at), b_ring.index(at), DEPTH_FIRST)
+            spin(signals, first, last, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, SPREAD, 1)
         acquire(epoch)
         arrived = arrived | needed
         for step in range(0, ahead):

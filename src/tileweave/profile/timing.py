@@ -4,7 +4,7 @@ What it does against the usual mistakes:
 
 - every rank makes the same number of calls, found from a first estimate that all ranks agree on;
 - a barrier before each repeat; the time of a repeat is that of the slowest rank; the figure is the median of repeats;
-- functions take turns (A B C, B C A, ...), so that a chip which throttles or warms up does so for all of them;
+- functions take turns, and each follows each other one as often: what ran before leaves a chip hot, and throttled;
 - rank times are exchanged once, after the last repeat, so that no collective runs between timed regions;
 - small functions are captured into a CUDA graph, many calls each, so that it is not the host that is timed.
 
@@ -114,8 +114,7 @@ def measure(
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(repeats):
         tell(f"repeat {number + 1} of {repeats}")
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in (names[place] for place in turn(len(names), number)):
             lap = laps[name]
             if lap is not None:
                 if before_repeat is not None:
@@ -123,6 +122,16 @@ def measure(
                 seconds[name].append(clock.time(lap.run) / lap.calls)
     clock.barrier()
     return {name: _timing(laps[name], clock.everyone(seconds[name]), notes.get(name, "")) for name in names}
+
+
+def turn(count: int, number: int) -> list[int]:
+    """The order of ``count`` functions in repeat ``number``: in ``2 * count`` repeats each follows each other one as often.
+
+    E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", 1949.
+    """
+    zigzag = [place // 2 if place % 2 == 0 else -(place + 1) // 2 for place in range(count)]
+    order = [(place + number // 2) % count for place in zigzag]
+    return order if number % 2 == 0 else order[::-1]
 
 
 def _timing(lap: _Lap | None, by_rank: list[list[float]], note: str) -> Timing:
