@@ -37,10 +37,10 @@ class Exchange:
 class ScatterSchedule(TileSchedule):
     """The work of one matmul + reduce-scatter on one rank: ``rows`` are those of one owner (m = M / R), ``depth`` the local K.
 
-    Tiles stand in one line: those of owner rank+1, then of rank+2, ..., the own ones last, so that what peers wait for is
-    made first and no receiver has two senders. Within an owner, *chunks* of ``chunk_rows`` tile rows follow each other: a
-    chunk is what a copy engine takes at once. Where a tile is taller than m (``spans_shards``), tiles cover all M rows in
-    order, the same on every rank.
+    Tiles stand in one line: the first *chunk*, of ``chunk_rows`` tile rows, of owner rank+1, of rank+2, ..., then the second
+    chunk of each, ..., and the own tiles last. So what peers wait for is made first, no receiver has two senders, and what own
+    tiles wait for comes in their order. A chunk is what a copy engine takes at once. Where a tile is taller than m
+    (``spans_shards``), tiles cover all M rows in order, the same on every rank.
     """
 
     chunk_rows: int = 1 << 20
@@ -62,13 +62,21 @@ class ScatterSchedule(TileSchedule):
         if self.spans_shards:
             row, col = grouped(tile, self.tile_rows, self.tile_cols, self.group_m)
             return row * self.tile_m, self.rows * self.world_size, col
-        step, within = divmod(tile, self.per_source)
-        chunk, rest = divmod(within, min(self.chunk_rows, self.tile_rows) * self.tile_cols)
+        step, chunk, rest = self.turn(tile)
         height = min(self.chunk_rows, self.tile_rows - chunk * self.chunk_rows)
         row, col = grouped(rest, height, self.tile_cols, self.group_m)
         owner = (self.rank + 1 + step) % self.world_size
         first_row = owner * self.rows + (chunk * self.chunk_rows + row) * self.tile_m
         return first_row, (owner + 1) * self.rows, col
+
+    def turn(self, tile: int) -> tuple[int, int, int]:
+        """Tile number -> (how far behind rank + 1 its owner is, chunk of that owner, tile of that chunk)."""
+        height, remote = min(self.chunk_rows, self.tile_rows), (self.world_size - 1) * self.per_source
+        if tile >= remote:
+            return self.world_size - 1, *divmod(tile - remote, height * self.tile_cols)
+        chunk, rest = divmod(tile, (self.world_size - 1) * height * self.tile_cols)
+        step, rest = divmod(rest, min(height, self.tile_rows - chunk * height) * self.tile_cols)
+        return step, chunk, rest
 
     def chunk_bounds(self, chunk: int) -> tuple[int, int]:
         """Chunk -> its tile rows [first, end) within an owner."""

@@ -363,29 +363,34 @@ def test_owners_come_as_they_are_pushed_to_and_the_own_tiles_last(schedule: Scat
         assert tiles == [other.place(tile) for tile in range(other.num_tiles)], "the same on every rank"
         return
     owners = [first_row // schedule.rows for first_row, _, _ in tiles]
-    order = [(schedule.rank + step) % schedule.world_size for step in range(1, schedule.world_size + 1)]
-    assert order[:-1] == list(push_order(schedule.rank, schedule.world_size)), "as the copy engine takes them"
-    assert owners == [owner for owner in order for _ in range(schedule.per_source)]
+    turns = [(push_order(schedule.rank, schedule.world_size), chunk) for chunk in range(schedule.chunks)]
+    turns += [([schedule.rank], chunk) for chunk in range(schedule.chunks)]
+    order = [(owner, schedule.chunk_bounds(chunk)) for peers, chunk in turns for owner in peers]
+    assert owners == [owner for owner, (first, end) in order for _ in range((end - first) * schedule.tile_cols)]
     assert all(limit == (owner + 1) * schedule.rows for owner, (_, limit, _) in zip(owners, tiles, strict=True))
 
 
 @thorough
 @given(scatter_schedules())
 def test_chunks_follow_each_other(schedule: ScatterSchedule) -> None:
-    """What a copy engine takes at once is made at once, and as many tiles as it waits for are in it."""
+    """What a copy engine takes at once is made at once, as many tiles as it waits for are in it, and the first chunk of every
+    owner is made before the second of any: own tiles wait for them in that order."""
     bounds = [schedule.chunk_bounds(chunk) for chunk in range(schedule.chunks)]
     assert [row for first, end in bounds for row in range(first, end)] == list(range(schedule.tile_rows))
     if schedule.spans_shards:
         return
-    tile = 0
-    for owner in [*push_order(schedule.rank, schedule.world_size), schedule.rank]:
-        for first, end in bounds:
-            count = (end - first) * schedule.tile_cols
-            places = [schedule.place(tile + i) for i in range(count)]
-            rows = {(first_row - owner * schedule.rows) // schedule.tile_m for first_row, _, _ in places}
-            assert rows == set(range(first, end))
-            assert len(set(places)) == count
-            tile += count
+    tile, peers = 0, push_order(schedule.rank, schedule.world_size)
+    turns = [(owner, chunk) for chunk in range(schedule.chunks) for owner in peers]
+    for owner, chunk in turns + [(schedule.rank, chunk) for chunk in range(schedule.chunks)]:
+        first, end = bounds[chunk]
+        count = (end - first) * schedule.tile_cols
+        step = (owner - schedule.rank - 1) % schedule.world_size
+        assert [schedule.turn(tile + i) for i in range(count)] == [(step, chunk, i) for i in range(count)]
+        places = [schedule.place(tile + i) for i in range(count)]
+        rows = {(first_row - owner * schedule.rows) // schedule.tile_m for first_row, _, _ in places}
+        assert rows == set(range(first, end))
+        assert len(set(places)) == count
+        tile += count
     assert tile == schedule.num_tiles
 
 

@@ -40,15 +40,21 @@ def place(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, b
 
 
 def place_out(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, chunk_rows):
-    """Tile number -> (first row, row limit, tile column), remote owners first; see ``ScatterSchedule.place``."""
-    per_owner = tile_rows * tile_cols
-    step = tile // per_owner
-    within = tile % per_owner
-    chunk = within // (chunk_rows * tile_cols)
-    rest = within % (chunk_rows * tile_cols)
+    """Tile number -> (first row, row limit, tile column), remote owners first, chunk by chunk; see ``ScatterSchedule.place``."""
+    full = chunk_rows * tile_cols
+    remote = (world_size - 1) * tile_rows * tile_cols
+    chunk = tile // ((world_size - 1) * full)
+    rest = tile % ((world_size - 1) * full)
+    step = 0 * tile + world_size - 1
+    if tile >= remote:
+        chunk = (tile - remote) // full
+        rest = (tile - remote) % full
     height = tile_rows - chunk * chunk_rows
     if height > chunk_rows:
         height = chunk_rows
+    if tile < remote:
+        step = rest // (height * tile_cols)
+        rest = rest % (height * tile_cols)
     if rows < tile_m:
         chunk = 0 * tile
         rest = tile + 0

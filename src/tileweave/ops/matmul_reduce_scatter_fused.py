@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -148,17 +149,16 @@ def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) ->
     epoch = instance.control.data_ptr() + 4 * EPOCH
     place_bytes = s.tile_rows * s.tile_m * s.cols * itemsize
     copies = []
-    for place, owner in enumerate(push_order(s.rank, s.world_size)):
+    for chunk, (place, owner) in product(range(s.chunks), enumerate(push_order(s.rank, s.world_size))):
         lane = place if s.rows > ONE_LANE_ROWS else 0
         from_place, to_place = owner - (owner > s.rank), s.rank - (s.rank > owner)
-        for chunk in range(s.chunks):
-            first, end = s.chunk_bounds(chunk)
-            begin, stop = (min(tile * s.tile_m, s.rows) * s.cols * itemsize for tile in (first, end))
-            counter = instance.counters.data_ptr() + 4 * (s.num_programs + from_place * MAX_SLICES + chunk)
-            target = instance.slot_addresses[owner] + slot * instance.slot_bytes + to_place * place_bytes + begin
-            count = (end - first) * s.tile_cols
-            signal = instance.signal_addresses[owner] + 4 * (s.rank * MAX_SLICES + chunk)
-            copies.append(Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, count, lane))
-            copies.append(Copy(signal, epoch, 4, lane=lane))
+        first, end = s.chunk_bounds(chunk)
+        begin, stop = (min(tile * s.tile_m, s.rows) * s.cols * itemsize for tile in (first, end))
+        counter = instance.counters.data_ptr() + 4 * (s.num_programs + from_place * MAX_SLICES + chunk)
+        target = instance.slot_addresses[owner] + slot * instance.slot_bytes + to_place * place_bytes + begin
+        signal = instance.signal_addresses[owner] + 4 * (s.rank * MAX_SLICES + chunk)
+        count = (end - first) * s.tile_cols
+        copies.append(Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, count, lane))
+        copies.append(Copy(signal, epoch, 4, lane=lane))
     copies.append(Copy(instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size), epoch, 4))
     return Copies(copies)

@@ -309,9 +309,6 @@ class _Scatter(Kernel):
         self.queue.put((peer, self.tile_bytes * tiles, told))
         return self.env.timeout(self.c.scatter_tile * self.area * tiles)
 
-    def _chunk_of(self, index: int) -> int:
-        return index // (min(self.owners.chunk_rows, self.owners.tile_rows) * self.owners.tile_cols)
-
     def _count(self, step: int, chunk: int) -> None:
         """A tile of a remote chunk is made; the last one lets its copy go."""
         self.missing[step, chunk] -= 1
@@ -340,19 +337,20 @@ class _Scatter(Kernel):
             done = yield from self.unit(program, unit, owner)
             if not done:
                 continue
-            step, index = divmod(unit.tile, self.owners.per_source)
+            step, chunk, rest = self.owners.turn(unit.tile)
+            index = chunk * min(self.owners.chunk_rows, self.owners.tile_rows) * self.owners.tile_cols + rest
             if self.shares:
                 copies = (size - 1) if self.combine == "one_shot" else (size - 1) / size
                 yield self._store(SEVERAL, copies, self._event(0, unit.tile))
                 mine.append(unit.tile)
                 made.append(unit.tile)
             elif owner != self.owners.rank and self.by_engine:
-                self._count(step, self._chunk_of(index))
+                self._count(step, chunk)
             elif owner != self.owners.rank:
                 yield self._store(owner, 1.0, self._event(step + 1, index))
                 made.append(unit.tile)
             elif self.combine != "keep" or not self.by_engine:
-                place = self._chunk_of(index) if self.by_engine else index
+                place = chunk if self.by_engine else index
                 takes = 0 if self.by_engine else size - 1 if self.combine == "keep" else 1  # a sum reads all peers' at once
                 yield from self._sum(program, [self._event(s, place) for s in range(1, size)], index, takes)
                 if self.combine == "sum_and_gather":
