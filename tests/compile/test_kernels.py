@@ -327,6 +327,14 @@ def test_an_output_whose_pitch_tma_cannot_have_is_stored_plainly() -> None:
     assert operations(compile_case(UNFIT_PITCH), guarded=()).bulk_stores == ()
 
 
+@pytest.mark.parametrize("case", [*TRITON_CASES, *HOPPER_CASES], ids=str)
+def test_no_wait_waits_for_stores(case: Case) -> None:
+    """Full fences hold up a tile by 3 to 7 us (decision 0089), and a waiter has nothing to release."""
+    ptx = str(compile_case(case).ptx)
+    assert "fence.acquire.sys" in ptx
+    assert not re.search(r"fence\.(acq_rel|sc)\.|membar|fence\.proxy\.async;", ptx)
+
+
 TAKEN_OUT = {
     STORE_BEFORE_SIGNAL: r"\bbar\.(?:warp\.)?sync[^;]*;",
     LOAD_AFTER_WAIT: r"\bfence\.acquire\.sys;",

@@ -23,6 +23,7 @@ counter [peer, chunk] tiles  programs, a tile each; local           own copy eng
 
     rank r   | tiles of r+1 ... | tiles of r+2 ... | tiles of r+3 ... | own tiles, adding what came |
     link                        | to r+1 ......... | to r+2 ......... | to r+3 ......... |
+    (of several chunks: the first of r+1, r+2, r+3, then the second of each, ...)
 
 ``ALL_REDUCE`` (only ``"sm"``): owners push each finished tile on to all peers (two-shot), into the *result* part of their
 slots, marked as well; every program then takes the rows that are not its own of the tiles that it made.

@@ -40,7 +40,7 @@ def place(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, b
 
 
 def place_out(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, chunk_rows):
-    """Tile number -> (first row, row limit, tile column), remote owners first, chunk by chunk; see ``ScatterSchedule.place``."""
+    """Tile number -> (first row, row limit, tile column), remote ones first, chunk by chunk; see ``ScatterSchedule.place``."""
     full = chunk_rows * tile_cols
     remote = (world_size - 1) * tile_rows * tile_cols
     chunk = tile // ((world_size - 1) * full)
