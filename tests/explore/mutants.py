@@ -387,7 +387,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a chunk is not signalled",
         REDUCED,
-        "            copies.append(Copy(signal, epoch, 4, lane=lane))\n",
+        "        copies.append(Copy(signal, epoch, 4, lane=lane))\n",
         "",
         RS + "copy engine",
     ),
