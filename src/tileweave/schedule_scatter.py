@@ -39,11 +39,18 @@ class ScatterSchedule(TileSchedule):
 
     Tiles stand in one line: the first *chunk*, of ``chunk_rows`` tile rows, of owner rank+1, of rank+2, ..., then the second
     chunk of each, ..., and the own tiles last. So what peers wait for is made first, no receiver has two senders, and what own
-    tiles wait for comes in their order. A chunk is what a copy engine takes at once. Where a tile is taller than m
-    (``spans_shards``), tiles cover all M rows in order, the same on every rank.
+    tiles wait for comes in their order. A chunk is what a copy engine takes at once. ``by_owner``: all chunks of an owner, then
+    those of the next, which reads each owner's columns of w once; where own tiles wait for nobody. Where a tile is taller than
+    m (``spans_shards``), tiles cover all M rows in order, the same on every rank.
     """
 
     chunk_rows: int = 1 << 20
+    by_owner: bool = False
+
+    @property
+    def owners(self) -> int:
+        """Peers whose chunks take turns."""
+        return 1 if self.by_owner else self.world_size - 1
 
     @property
     def num_segments(self) -> int:
@@ -72,11 +79,11 @@ class ScatterSchedule(TileSchedule):
     def turn(self, tile: int) -> tuple[int, int, int]:
         """Tile number -> (how far behind rank + 1 its owner is, chunk of that owner, tile of that chunk)."""
         height, remote = min(self.chunk_rows, self.tile_rows), (self.world_size - 1) * self.per_source
-        if tile >= remote:
-            return self.world_size - 1, *divmod(tile - remote, height * self.tile_cols)
-        chunk, rest = divmod(tile, (self.world_size - 1) * height * self.tile_cols)
+        owners = self.owners if tile < remote else 1
+        block, rest = divmod(tile if tile < remote else tile - remote, owners * self.per_source)
+        chunk, rest = divmod(rest, owners * height * self.tile_cols)
         step, rest = divmod(rest, min(height, self.tile_rows - chunk * height) * self.tile_cols)
-        return step, chunk, rest
+        return block * owners + step + (self.world_size - 1 if tile >= remote else 0), chunk, rest
 
     def chunk_bounds(self, chunk: int) -> tuple[int, int]:
         """Chunk -> its tile rows [first, end) within an owner."""

@@ -97,7 +97,7 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     if case.op == OUT:
         w = torch.empty(N, DEPTH, dtype=dtype)
         rows, cols = case.how.part(M, N, WORLD_SIZE)
-        schedule = scatter_schedule_for(Problem(WORLD_SIZE, rows, cols, DEPTH, 2, ""), c, RANK, H200)
+        schedule = scatter_schedule_for(Problem(WORLD_SIZE, rows, cols, DEPTH, 2, ""), c, RANK, H200, by_owner=True)
         peers = endpoint(schedule.slot_elements(False), dtype)
         common = (peers, schedule, c, case.how, rows)
         if c.kernel == "hopper":

@@ -335,6 +335,14 @@ def test_no_wait_waits_for_stores(case: Case) -> None:
     assert not re.search(r"fence\.(acq_rel|sc)\.|membar|fence\.proxy\.async;", ptx)
 
 
+@pytest.mark.parametrize("target", NVIDIA)
+def test_fences_that_the_target_has(target: str) -> None:
+    """Below sm_90 ptxas makes an illegal instruction of the narrow one, and says nothing."""
+    for compiled in (compile_case(TRITON_CASES[0], target), compile_example(target)):
+        fences = set(re.findall(r"fence\.(acquire|acq_rel)\.sys", str(compiled.ptx)))
+        assert fences == ({"acq_rel"} if target == "sm_80" else {"acquire"})
+
+
 TAKEN_OUT = {
     STORE_BEFORE_SIGNAL: r"\bbar\.(?:warp\.)?sync[^;]*;",
     LOAD_AFTER_WAIT: r"\bfence\.acquire\.sys;",

@@ -77,7 +77,7 @@ def multiply_partition(
             )
             tile, turn, fault = multiply_tile(
                 turn, k_end - k_begin, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS,
-                DEPTH_FIRST=DEPTH_FIRST,
+                DEPTH_FIRST=DEPTH_FIRST, LATE=GATHER_K,
             )  # fmt: skip
             owner, helpers = part_range(number, program, whole, num_programs, crew, k_blocks, span)
             at = part * num_programs + program

@@ -240,7 +240,7 @@ def depth_by_cols(buffer, DEPTH_FIRST: gl.constexpr):
 def multiply_tile(
     turn, num_blocks, a_ring, b_ring, empty, ready, control,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, GATHERED: gl.constexpr = False,
-    DEPTH_FIRST: gl.constexpr = False,
+    DEPTH_FIRST: gl.constexpr = False, LATE: gl.constexpr = False,
 ):  # fmt: skip
     """Multiply ``num_blocks`` >= 1 K blocks from the ring. Returns (fp32 tile, turn, fault).
 
@@ -248,7 +248,8 @@ def multiply_tile(
     ``DEPTH_FIRST``: buffers of b are [TILE_K, TILE_N] and not [TILE_N, TILE_K].
 
     One wgmma stays in flight: buffer i is released when block i+1 is under way. ``fault`` is read behind the first full
-    buffer, so it is set if this tile's wait ran out of time, and the load costs nothing.
+    buffer, so it is set if this tile's wait ran out of time, and the load costs nothing. ``LATE``: behind the last one, since
+    *load* waits in front of later blocks, too.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, TILE_N, 16])
     zero = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
@@ -270,6 +271,8 @@ def multiply_tile(
         acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
         mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
         turn += 1
+    if LATE:
+        fault = gl.load(control + FAULT, volatile=True)
     tile = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((turn - 1) % STAGES), count=1)
     return tile, turn, fault

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.target_info import is_hip
+from triton.language.target_info import cuda_capability_geq, is_hip
 
 EPOCH = tl.constexpr(0)
 LEAVERS = tl.constexpr(1)
@@ -82,13 +82,13 @@ def fence():
 def acquire():
     """Order loads of words that signal before all later loads: the half of :func:`fence` that a wait needs.
 
-    It waits for no store, as a full fence does: that costs 3 to 7 us where the multiprocessor has much under way.
+    From Hopper on it waits for no store, as a full fence does: that costs 3 to 7 us where the multiprocessor has much under
+    way. Below, ptxas takes the narrow fence without a word and makes an illegal instruction of it.
     """
-    if is_hip():
-        tl.debug_barrier()
-        return tl.cast(0, tl.int32)
-    else:
+    if cuda_capability_geq(9, 0):
         return tl.inline_asm_elementwise("fence.acquire.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return fence()
 
 
 @triton.jit
@@ -180,6 +180,22 @@ def _wait_one(signal, epoch):
 
 
 @triton.jit
+def _poll(signals, count: tl.constexpr, epoch, first, unit, control, report):
+    """Until :func:`wait` may go on, or its time is up. Orders nothing; each warp by itself, without a barrier."""
+    words = signals + first + tl.arange(0, count)
+    lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
+    if lag < 0:
+        limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
+        started = clock()
+        while (lag < 0) & (clock() - started <= limit):
+            lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
+        if lag < 0:
+            lags = tl.load(words, volatile=True) - epoch
+            late = tl.argmin(lags, axis=0)
+            expire(control, report, first + late, unit, epoch, tl.min(lags, axis=0) + epoch)
+
+
+@triton.jit
 def wait(signals, count: tl.constexpr, epoch, first, unit, control, report):
     """Wait until ``signals[first : first + count]`` have all reached ``epoch``. Returns a token, always 0.
 
@@ -195,17 +211,7 @@ def wait(signals, count: tl.constexpr, epoch, first, unit, control, report):
         if lowest < 0:
             expire(control, report, first, unit, epoch, lowest + epoch)
     else:
-        words = signals + first + tl.arange(0, count)
-        lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
-        if lag < 0:
-            limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
-            started = clock()
-            while (lag < 0) & (clock() - started <= limit):
-                lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
-            if lag < 0:
-                lags = tl.load(words, volatile=True) - epoch
-                late = tl.argmin(lags, axis=0)
-                expire(control, report, first + late, unit, epoch, tl.min(lags, axis=0) + epoch)
+        _poll(signals, count, epoch, first, unit, control, report)
         token = acquire()
         tl.debug_barrier()
     return token
@@ -213,7 +219,10 @@ def wait(signals, count: tl.constexpr, epoch, first, unit, control, report):
 
 @triton.jit
 def wait_here(words, value, index, unit, control, report):
-    """:func:`wait` for ``words[index]``, which only this device's programs write, with release: one load if it is there."""
+    """:func:`wait` for ``words[index]``, which only this device's programs write, with release: one load if it is there.
+
+    Warps ask one after the other and may be told different things, so no barrier stands where only some of them come.
+    """
     if is_hip():
         wait(words, 1, value, index, unit, control, report)
     else:
@@ -221,7 +230,9 @@ def wait_here(words, value, index, unit, control, report):
             "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [words + index], dtype=tl.int32, is_pure=False, pack=1
         )
         if seen - value < 0:
-            wait(words, 1, value, index, unit, control, report)
+            _poll(words, 1, value, index, unit, control, report)
+            acquire()
+        tl.debug_barrier()
 
 
 @triton.jit

@@ -39,22 +39,25 @@ def place(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, b
     return first_row, row_limit, col
 
 
-def place_out(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, chunk_rows):
+def place_out(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, chunk_rows, owners):
     """Tile number -> (first row, row limit, tile column), remote ones first, chunk by chunk; see ``ScatterSchedule.place``."""
-    full = chunk_rows * tile_cols
-    remote = (world_size - 1) * tile_rows * tile_cols
-    chunk = tile // ((world_size - 1) * full)
-    rest = tile % ((world_size - 1) * full)
-    step = 0 * tile + world_size - 1
-    if tile >= remote:
-        chunk = (tile - remote) // full
-        rest = (tile - remote) % full
+    per_owner = tile_rows * tile_cols
+    step = 0 * tile
+    rest = 0 * tile + tile
+    turns = 0 * tile + owners
+    if tile >= (world_size - 1) * per_owner:
+        step += world_size - 1
+        rest -= (world_size - 1) * per_owner
+        turns = 0 * tile + 1
+    step += rest // (turns * per_owner) * turns
+    rest = rest % (turns * per_owner)
+    chunk = rest // (turns * chunk_rows * tile_cols)
+    rest = rest % (turns * chunk_rows * tile_cols)
     height = tile_rows - chunk * chunk_rows
     if height > chunk_rows:
         height = chunk_rows
-    if tile < remote:
-        step = rest // (height * tile_cols)
-        rest = rest % (height * tile_cols)
+    step += rest // (height * tile_cols)
+    rest = rest % (height * tile_cols)
     if rows < tile_m:
         chunk = 0 * tile
         rest = tile + 0

@@ -103,7 +103,7 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, how: Exc
         rows, cols = how.part(x.shape[0], w.shape[0], size)
         padded = cdiv(rows, config.tile_m) * config.tile_m
         problem = Problem(size, padded, cols, x.shape[1], itemsize, "")
-        schedule = scatter_schedule_for(problem, config, transport.rank, transport.machine)
+        schedule = scatter_schedule_for(problem, config, transport.rank, transport.machine, by_owner=True)
         instance.reserve(schedule.slot_elements(False) * itemsize, schedule.num_programs + 8 * MAX_SLICES)
         copies = ()
         if config.transport == "copy_engine":

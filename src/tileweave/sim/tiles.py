@@ -205,7 +205,7 @@ class _Gather(Kernel):
 
 
 def _operands_read(schedule: ScatterSchedule, itemsize: int, l2: float, by_columns: bool) -> float:
-    """Bytes of x and w that come from memory. Owner after owner walks over the whole of w (``by_columns``: of x, while each has
+    """Bytes of x and w that come from memory. Each owner's rows walk over the whole of w (``by_columns``: of x, while each has
     columns of w of its own): what L2 does not hold is read again for every wave of tiles that need it."""
     size, k = schedule.world_size, schedule.depth
     m, n = (schedule.rows, schedule.cols * size) if by_columns else (schedule.rows * size, schedule.cols)
@@ -309,6 +309,11 @@ class _Scatter(Kernel):
         self.queue.put((peer, self.tile_bytes * tiles, told))
         return self.env.timeout(self.c.scatter_tile * self.area * tiles)
 
+    def _within(self, tile: int) -> tuple[int, int, int]:
+        """(how far behind rank + 1 its owner is, chunk of that owner, number among all tiles of that owner)"""
+        step, chunk, rest = self.owners.turn(tile)
+        return step, chunk, chunk * min(self.owners.chunk_rows, self.owners.tile_rows) * self.owners.tile_cols + rest
+
     def _count(self, step: int, chunk: int) -> None:
         """A tile of a remote chunk is made; the last one lets its copy go."""
         self.missing[step, chunk] -= 1
@@ -337,8 +342,7 @@ class _Scatter(Kernel):
             done = yield from self.unit(program, unit, owner)
             if not done:
                 continue
-            step, chunk, rest = self.owners.turn(unit.tile)
-            index = chunk * min(self.owners.chunk_rows, self.owners.tile_rows) * self.owners.tile_cols + rest
+            step, chunk, index = self._within(unit.tile)
             if self.shares:
                 copies = (size - 1) if self.combine == "one_shot" else (size - 1) / size
                 yield self._store(SEVERAL, copies, self._event(0, unit.tile))
@@ -360,7 +364,7 @@ class _Scatter(Kernel):
             if self.combine == "sum_and_gather":
                 yield from self._pass_on(tile, (size - 1) / size)
         for tile in made if self.combine == "sum_and_gather" else ():  # rows of other owners, likewise
-            yield self._event(RESULT, tile if self.shares else tile % self.owners.per_source)
+            yield self._event(RESULT, tile if self.shares else self._within(tile)[2])
             yield self._takes(self._owners(tile)[1])
 
     def _pass_on(self, index: int, copies: float) -> Generator[simpy.Event, Any, None]:
