@@ -48,11 +48,6 @@ class ScatterSchedule(TileSchedule):
     by_owner: bool = False
 
     @property
-    def owners(self) -> int:
-        """Peers whose chunks take turns."""
-        return 1 if self.by_owner else self.world_size - 1
-
-    @property
     def num_segments(self) -> int:
         return 1
 
@@ -70,20 +65,21 @@ class ScatterSchedule(TileSchedule):
             row, col = grouped(tile, self.tile_rows, self.tile_cols, self.group_m)
             return row * self.tile_m, self.rows * self.world_size, col
         step, chunk, rest = self.turn(tile)
-        height = min(self.chunk_rows, self.tile_rows - chunk * self.chunk_rows)
-        row, col = grouped(rest, height, self.tile_cols, self.group_m)
+        first, end = self.chunk_bounds(chunk)
+        row, col = grouped(rest, end - first, self.tile_cols, self.group_m)
         owner = (self.rank + 1 + step) % self.world_size
-        first_row = owner * self.rows + (chunk * self.chunk_rows + row) * self.tile_m
+        first_row = owner * self.rows + (first + row) * self.tile_m
         return first_row, (owner + 1) * self.rows, col
 
     def turn(self, tile: int) -> tuple[int, int, int]:
         """Tile number -> (how far behind rank + 1 its owner is, chunk of that owner, tile of that chunk)."""
-        height, remote = min(self.chunk_rows, self.tile_rows), (self.world_size - 1) * self.per_source
-        owners = self.owners if tile < remote else 1
-        block, rest = divmod(tile if tile < remote else tile - remote, owners * self.per_source)
-        chunk, rest = divmod(rest, owners * height * self.tile_cols)
-        step, rest = divmod(rest, min(height, self.tile_rows - chunk * height) * self.tile_cols)
-        return block * owners + step + (self.world_size - 1 if tile >= remote else 0), chunk, rest
+        remote = (self.world_size - 1) * self.per_source
+        step, owners = (0, 1 if self.by_owner else self.world_size - 1) if tile < remote else (self.world_size - 1, 1)
+        block, rest = divmod(tile - step * self.per_source, owners * self.per_source)
+        chunk, rest = divmod(rest, owners * min(self.chunk_rows, self.tile_rows) * self.tile_cols)
+        first, end = self.chunk_bounds(chunk)
+        within, rest = divmod(rest, (end - first) * self.tile_cols)
+        return step + block * owners + within, chunk, rest
 
     def chunk_bounds(self, chunk: int) -> tuple[int, int]:
         """Chunk -> its tile rows [first, end) within an owner."""

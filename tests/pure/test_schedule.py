@@ -425,7 +425,7 @@ def device_place_out(s: ScatterSchedule, tile: int) -> tuple[int, int, int]:
 
     place_out = next(source for source in SOURCES if source.__name__ == "place_out")
     numbers = (tile, s.rank, s.world_size, s.rows, s.tile_m, s.tile_rows, s.tile_cols, s.group_m)
-    return place_out(*map(Word, numbers), Word(min(s.chunk_rows, s.tile_rows)), Word(s.owners))
+    return place_out(*map(Word, numbers), Word(min(s.chunk_rows, s.tile_rows)), s.by_owner)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="language/tile.py needs triton")

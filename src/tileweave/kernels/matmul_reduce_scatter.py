@@ -154,7 +154,7 @@ def matmul_reduce_scatter_kernel(
     for index in range(0, units):
         tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
         first_row, row_limit, tile_col = place_out(
-            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, WORLD_SIZE - 1
+            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, False
         )
         label(trace, record, tile + 1, TRACE)
         stamp(trace, record, 0, TRACE)
@@ -219,7 +219,7 @@ def matmul_reduce_scatter_kernel(
             owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
             if program == owner:
                 first_row, row_limit, tile_col = place_out(
-                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, WORLD_SIZE - 1
+                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, False
                 )
                 row_limit = tl.minimum(row_limit, total_rows)
                 take_result(

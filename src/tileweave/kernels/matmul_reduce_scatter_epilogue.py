@@ -46,7 +46,6 @@ def store_partition(
 ):  # fmt: skip
     """One warp: pieces from shared memory to ``staging``, counted in by tiles, or to ``out``."""
     PIECES: gl.constexpr = TILE_N // PIECE
-    OWNERS: gl.constexpr = 1 if EXCHANGE else WORLD_SIZE - 1
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
@@ -59,7 +58,7 @@ def store_partition(
             owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
             if program == owner:
                 first_row, row_limit, col = place_out(
-                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, OWNERS
+                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, EXCHANGE
                 )
                 home = first_row // rows
                 row = first_row - home * rows

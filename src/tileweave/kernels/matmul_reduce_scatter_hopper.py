@@ -73,7 +73,6 @@ def load_partition(
 ):  # fmt: skip
     """One warp: keep the ring full, with operands, then with the peers' pieces of own tiles."""
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
-    OWNERS: gl.constexpr = 1 if EXCHANGE else WORLD_SIZE - 1
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
@@ -85,7 +84,7 @@ def load_partition(
     for index in range(0, units):
         tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
         first_row, row_limit, col = place_out(
-            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, OWNERS
+            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, EXCHANGE
         )
         label(trace, record, tile + 1, TRACE)
         stamp(trace, record, 0, epoch, TRACE)
@@ -138,7 +137,6 @@ def multiply_partition(
     DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each unit from the ring; send it, add what peers sent, or hand it to the tile's owner."""
-    OWNERS: gl.constexpr = 1 if EXCHANGE else WORLD_SIZE - 1
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
@@ -153,7 +151,7 @@ def multiply_partition(
     for index in range(0, units):
         tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
         first_row, row_limit, tile_col = place_out(
-            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, OWNERS
+            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, EXCHANGE
         )
         row_limit = gl.minimum(row_limit, total_rows)
         acc, turn, fault = multiply_tile(
@@ -193,7 +191,7 @@ def multiply_partition(
             owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
             if program == owner:
                 first_row, row_limit, tile_col = place_out(
-                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, OWNERS
+                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, EXCHANGE
                 )
                 at, result_at = tile_place(
                     first_row, first_row // rows, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS

@@ -161,10 +161,6 @@ def fence() -> None:
     """Nothing to do: see the module's docstring."""
 
 
-def acquire() -> None:
-    """Nothing to do: as :func:`fence`."""
-
-
 def drain_tma_stores() -> None:
     """Nothing to do: the interpreter has no asynchronous stores."""
 

@@ -285,7 +285,8 @@ if INTERPRETED.value:
         from tileweave.language import patched
 
         patched.patch_once()
-    clock, fence, acquire, drain_tma_stores = bodies.clock, bodies.fence, bodies.acquire, bodies.drain_tma_stores
+    clock, drain_tma_stores = bodies.clock, bodies.drain_tma_stores
+    fence = acquire = bodies.fence
     multiprocessor = bodies.multiprocessor
     notify, notify_all, wait, consume_token = bodies.notify, bodies.notify_all, bodies.wait, bodies.consume_token
     load_epoch, faulted, leave = bodies.load_epoch, bodies.faulted, bodies.leave

@@ -39,12 +39,14 @@ def place(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, b
     return first_row, row_limit, col
 
 
-def place_out(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, chunk_rows, owners):
+def place_out(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, chunk_rows, by_owner):
     """Tile number -> (first row, row limit, tile column), remote ones first, chunk by chunk; see ``ScatterSchedule.place``."""
     per_owner = tile_rows * tile_cols
     step = 0 * tile
     rest = 0 * tile + tile
-    turns = 0 * tile + owners
+    turns = 0 * tile + world_size - 1
+    if by_owner:
+        turns = 0 * tile + 1
     if tile >= (world_size - 1) * per_owner:
         step += world_size - 1
         rest -= (world_size - 1) * per_owner

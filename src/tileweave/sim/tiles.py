@@ -312,7 +312,7 @@ class _Scatter(Kernel):
     def _within(self, tile: int) -> tuple[int, int, int]:
         """(how far behind rank + 1 its owner is, chunk of that owner, number among all tiles of that owner)"""
         step, chunk, rest = self.owners.turn(tile)
-        return step, chunk, chunk * min(self.owners.chunk_rows, self.owners.tile_rows) * self.owners.tile_cols + rest
+        return step, chunk, self.owners.chunk_bounds(chunk)[0] * self.owners.tile_cols + rest
 
     def _count(self, step: int, chunk: int) -> None:
         """A tile of a remote chunk is made; the last one lets its copy go."""
