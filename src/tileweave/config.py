@@ -120,15 +120,13 @@ def schedule_for(problem: Problem, config: MatmulConfig, rank: int, machine: Mac
     )  # fmt: skip
 
 
-def scatter_schedule_for(
-    problem: Problem, config: MatmulConfig, rank: int, machine: Machine, by_owner: bool = False
-) -> ScatterSchedule:
+def scatter_schedule_for(problem: Problem, config: MatmulConfig, rank: int, machine: Machine) -> ScatterSchedule:
     """The tile schedule of a matmul whose tiles go to owners; ``problem.rows`` are those of one owner."""
     p, c = problem, config
     chunk_rows = cdiv(cdiv(p.rows, c.tile_m), c.num_slices) if c.transport == "copy_engine" else 1 << 20
     return ScatterSchedule(
         rank, p.world_size, p.rows, p.cols, p.depth, c.tile_m, c.tile_n, c.tile_k, c.group_m, machine.num_sms, c.split_tail,
-        team=c.team, chunk_rows=chunk_rows, by_owner=by_owner,
+        team=c.team, chunk_rows=chunk_rows,
     )  # fmt: skip
 
 

@@ -37,15 +37,13 @@ class Exchange:
 class ScatterSchedule(TileSchedule):
     """The work of one matmul + reduce-scatter on one rank: ``rows`` are those of one owner (m = M / R), ``depth`` the local K.
 
-    Tiles stand in one line: the first *chunk*, of ``chunk_rows`` tile rows, of owner rank+1, of rank+2, ..., then the second
-    chunk of each, ..., and the own tiles last. So what peers wait for is made first, no receiver has two senders, and what own
-    tiles wait for comes in their order. A chunk is what a copy engine takes at once. ``by_owner``: all chunks of an owner, then
-    those of the next, which reads each owner's columns of w once; where own tiles wait for nobody. Where a tile is taller than
-    m (``spans_shards``), tiles cover all M rows in order, the same on every rank.
+    Tiles stand in one line: those of owner rank+1, then of rank+2, ..., the own ones last, so that what peers wait for is
+    made first and, as long as ranks are in step, no receiver has two senders. Within an owner, *chunks* of ``chunk_rows`` tile
+    rows follow each other: a chunk is what a copy engine takes at once. Where a tile is taller than m (``spans_shards``), tiles
+    cover all M rows in order, the same on every rank.
     """
 
     chunk_rows: int = 1 << 20
-    by_owner: bool = False
 
     @property
     def num_segments(self) -> int:
@@ -73,13 +71,8 @@ class ScatterSchedule(TileSchedule):
 
     def turn(self, tile: int) -> tuple[int, int, int]:
         """Tile number -> (how far behind rank + 1 its owner is, chunk of that owner, tile of that chunk)."""
-        remote = (self.world_size - 1) * self.per_source
-        step, owners = (0, 1 if self.by_owner else self.world_size - 1) if tile < remote else (self.world_size - 1, 1)
-        block, rest = divmod(tile - step * self.per_source, owners * self.per_source)
-        chunk, rest = divmod(rest, owners * min(self.chunk_rows, self.tile_rows) * self.tile_cols)
-        first, end = self.chunk_bounds(chunk)
-        within, rest = divmod(rest, (end - first) * self.tile_cols)
-        return step + block * owners + within, chunk, rest
+        step, rest = divmod(tile, self.per_source)
+        return step, *divmod(rest, min(self.chunk_rows, self.tile_rows) * self.tile_cols)
 
     def chunk_bounds(self, chunk: int) -> tuple[int, int]:
         """Chunk -> its tile rows [first, end) within an owner."""

@@ -257,9 +257,9 @@ def test_the_protocol_is_all_there_and_in_order(case: Case, target: str) -> None
     compiled = compile_case(case, target)
     guarded = peer_data(compiled)
     seen = seen_in(compiled, guarded)
-    assert len(seen.waits) >= 1 + case.gathered + (not case.push), "for tiles; to copy; for the copy engine"
-    assert len(seen.signals) >= len(seen.waits) + case.push, "each wait has a report, and the push its signal"
-    assert signals_to_peers(compiled, seen) == case.push
+    assert len(seen.waits) >= 1 + case.gathered + 2 * (not case.push), "for tiles; to copy; to meet, and for the copy engine"
+    assert len(seen.signals) >= len(seen.waits) + 1, "each wait has a report, and a push or a meeting its signal"
+    assert signals_to_peers(compiled, seen) == 1
     assert len(seen.guarded_loads) > case.gathered
     assert seen.bulk_stores == (), "the only bulk stores are those of the output"
     assert broken(compiled, guarded) == []

@@ -209,8 +209,9 @@ def check_counted(compiled: Compiled) -> None:
     arrived = [name for name in ("slot0_desc", "slot1_desc", "slots") if name in compiled.params]
     kept = [name for name in ("out_desc",) if name in compiled.params]  # read when the kernel has ended
     seen = operations(compiled, guarded=arrived, unsignalled=kept)
-    assert len(seen.waits) >= 2, "for a chunk, and for the copy engine"
-    assert len(seen.signals) >= 1 + len(seen.waits), "the count, and a report for each wait"
+    assert len(seen.waits) >= 3, "to meet, for a chunk, and for the copy engine"
+    assert len(seen.signals) >= 2 + len(seen.waits), "a meeting's, the count, and a report for each wait"
+    assert len(list(writes_to_peers(compiled, "signal_table"))) == 1, "a meeting's"
     assert seen.guarded_loads
     assert list(writes_to_peers(compiled, "slot_table")) == [], "the copy engine writes to peers, the kernel does not"
     assert [str(v) for v in lint(compiled, guarded=arrived, unsignalled=kept)] == []

@@ -35,8 +35,9 @@ REDUCE, REDUCED, MARKED = "kernels/matmul_reduce_scatter.py", "ops/matmul_reduce
 EXCHANGE = "kernels/exchange.py"
 AWAITED, BESIDE = "kernels/await_shards.py", "ops/gather_beside.py"
 REGISTRY = "ops/registry.py"
+MEET = "language/meet.py"
 
-PARITY = "return instance.calls & 1"
+PARITY = "return 0 if instance.captured else instance.calls & 1"
 BARRIER = "    barrier(peers, instance.transport.world_size, instance.transport.rank)\n"
 
 _PUSH = "        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, SPANS, BLOCK)\n"
@@ -50,6 +51,9 @@ _DATA = """        if pitch == width:
         else:
             copies.append(Copy(target, 0, width, start, rows=end - begin, target_pitch=width, source_pitch=pitch))
 """
+_MEET = "        meet(signal_table, signals, rank, epoch, -1, control, report, WORLD_SIZE)\n"
+_OPEN = "        count_in(counters + num_segments * num_programs)\n"
+_NEVER = "            if 0: tl.store(counters + num_segments"
 _SIGNAL = "        copies.append(Copy(instance.signal_addresses[peer] + 4 * (rank * MAX_SLICES + chunk), epoch, 4))\n"
 _GIVE = "    tl.store(partials + (place + program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
 _COUNT = '    tl.atomic_add(counters + cut_tile, 1, sem="release", scope="gpu")\n'
@@ -64,10 +68,12 @@ _STAGE = (
     "                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, "
     "row < row_limit)\n"
 )
-_COUNTED = (
-    "                chunk = (first_row - home * rows) // TILE_M // chunk_rows\n"
-    "                count_in(counters + num_programs + place * MAX_SLICES + chunk)\n"
+_MET = (
+    "                if tile == 0:\n"
+    "                    meet(signal_table, signals, rank, epoch, tile, control, report, WORLD_SIZE)\n"
 )
+_IN = "                count_in(counters + num_programs + place * MAX_SLICES + chunk)\n"
+_COUNTED = "                chunk = (first_row - home * rows) // TILE_M // chunk_rows\n" + _MET + _IN
 
 MUTANTS: tuple[Mutant, ...] = (
     # --- all_gather_matmul: the kernel ---
@@ -157,21 +163,24 @@ MUTANTS: tuple[Mutant, ...] = (
     # --- all_gather_matmul: copy engines ---
     Mutant("a copied shard is signalled before it is copied", FUSED, _DATA + _SIGNAL, _SIGNAL + _DATA, AG + "copy engine"),
     Mutant("a copied shard is not signalled", FUSED, _SIGNAL, "", AG + "copy engine"),
-    Mutant("copies of all calls to one slot", REGISTRY, PARITY, "return 0", AG + "copy engine"),
     Mutant(
         "copies to the slot of the other parity",
         FUSED,
-        "transport.push(call.copies[slot]",
-        "transport.push(call.copies[1 - slot]",
+        "copies = call.copies[slot]",
+        "copies = call.copies[1 - slot]",
         AG + "copy engine",
     ),
+    Mutant("captured copies go before ranks have met", FUSED, "counter=gate, count=1", "", AG + "copy engine, captured"),
+    Mutant("the gate is opened before ranks meet", KERNEL, _MEET + _OPEN, _OPEN + _MEET, AG + "copy engine, captured"),
+    Mutant("the gate stays open", KERNEL, "            tl.store(counters + num_segments", _NEVER, AG + "copy engine, captured"),
+    Mutant("nobody opens the gate", KERNEL, _OPEN, "", AG + "copy engine"),
     Mutant(
-        "captured copies without a barrier",
-        REGISTRY,
-        BARRIER,
-        "",
-        AG + "copy engine, captured",
+        "ranks meet in one another's word", MEET, "first + rank, rank", "first + (rank + 1) % WORLD_SIZE, rank", AG + "copy"
     ),
+    Mutant(
+        "a meeting that does not wait", MEET, "        wait(signals", "        0 and wait(signals", AG + "copy engine, captured"
+    ),
+    Mutant("a meeting with one", MEET, "range(1, WORLD_SIZE)", "range(1, 2)", AG + "copy engine, captured"),
     Mutant(
         "no word for the last push",
         FUSED,
@@ -185,14 +194,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "kernels/barrier.py",
         "        wait(signals",
         "        0 and wait(signals",
-        AG + "copy engine, captured",
+        AG + "gather beside, captured",
     ),
     Mutant(
         "a barrier that waits for one",
         "kernels/barrier.py",
         "    for i in tl.static_range(1, WORLD_SIZE):\n        wait",
         "    for i in tl.static_range(1, 2):\n        wait",
-        AG + "copy engine, captured",
+        AG + "gather beside, captured",
     ),
     # --- the words ---
     Mutant(
@@ -313,15 +322,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "counts move before the last push",
         REDUCE,
-        "            wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)\n",
+        "    wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)\n",
         "",
         RS + "copy engine",
     ),
     Mutant(
         "counts of chunks are not reset",
         REDUCE,
-        "            tl.store(counters + num_programs + words",
-        "            0 and tl.store(counters + num_programs + words",
+        "    tl.store(counters + words",
+        "    0 and tl.store(counters + words",
         RS + "copy engine",
     ),
     Mutant(
@@ -368,7 +377,7 @@ MUTANTS: tuple[Mutant, ...] = (
         RS + "sm",
     ),
     Mutant("a zero travels as zero", MARKED, "tl.where(bits == 0, tl.full([], -(2**31), tl.int32), bits)", "bits", RS + "sm"),
-    Mutant("chunks go before they are counted", REDUCED, "counter, count, lane))", "counter, 0, lane))", RS + "copy engine"),
+    Mutant("chunks go before they are counted", REDUCED, "counter, count))", "counter, 0))", RS + "copy engine"),
     Mutant(
         "chunks go one tile early",
         REDUCED,
@@ -376,18 +385,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "(end - first) * s.tile_cols - 1\n",
         RS + "copy engine",
     ),
-    Mutant("chunks of all calls to one slot", REGISTRY, PARITY, "return 0", RS + "copy engine"),
-    Mutant(
-        "captured chunks without a barrier",
-        REGISTRY,
-        BARRIER,
-        "",
-        RS + "copy engine, captured",
-    ),
+    Mutant("captured chunks go before ranks have met", REDUCE, _MET, "", RS + "copy engine, captured"),
+    Mutant("ranks meet when a chunk is counted", REDUCE, _MET + _IN, _IN + _MET, RS + "copy engine, captured"),
     Mutant(
         "a chunk is not signalled",
         REDUCED,
-        "        copies.append(Copy(signal, epoch, 4, lane=lane))\n",
+        "        copies.append(Copy(signal, epoch, 4))\n",
         "",
         RS + "copy engine",
     ),

@@ -341,7 +341,6 @@ def scatter_schedules(draw: st.DrawFn) -> ScatterSchedule:
         split_tail=draw(st.booleans()),
         team=draw(st.sampled_from([1, 1, 2, 3, 4])),
         chunk_rows=draw(st.integers(1, 8) | st.just(1 << 20)),
-        by_owner=draw(st.booleans()),
     )
 
 
@@ -356,12 +355,9 @@ def test_each_partial_is_in_one_tile(schedule: ScatterSchedule) -> None:
 
 
 def turns_of(schedule: ScatterSchedule) -> list[tuple[int, int]]:
-    """(owner, chunk) as they should be made: own ones last, before them chunk by chunk or owner by owner."""
-    peers, chunks = push_order(schedule.rank, schedule.world_size), range(schedule.chunks)
-    remote = [(owner, chunk) for chunk in chunks for owner in peers]
-    if schedule.by_owner:
-        remote.sort(key=lambda turn: peers.index(turn[0]))
-    return remote + [(schedule.rank, chunk) for chunk in chunks]
+    """(owner, chunk) as they should be made: owner by owner, the own ones last."""
+    owners = [*push_order(schedule.rank, schedule.world_size), schedule.rank]
+    return [(owner, chunk) for owner in owners for chunk in range(schedule.chunks)]
 
 
 @thorough
@@ -381,8 +377,7 @@ def test_owners_come_as_they_are_pushed_to_and_the_own_tiles_last(schedule: Scat
 @thorough
 @given(scatter_schedules())
 def test_chunks_follow_each_other(schedule: ScatterSchedule) -> None:
-    """What a copy engine takes at once is made at once, as many tiles as it waits for are in it; and, unless owners come one by
-    one, the first chunk of every owner is made before the second of any: own tiles wait for them in that order."""
+    """What a copy engine takes at once is made at once, and as many tiles as it waits for are in it."""
     bounds = [schedule.chunk_bounds(chunk) for chunk in range(schedule.chunks)]
     assert [row for first, end in bounds for row in range(first, end)] == list(range(schedule.tile_rows))
     if schedule.spans_shards:
@@ -425,7 +420,7 @@ def device_place_out(s: ScatterSchedule, tile: int) -> tuple[int, int, int]:
 
     place_out = next(source for source in SOURCES if source.__name__ == "place_out")
     numbers = (tile, s.rank, s.world_size, s.rows, s.tile_m, s.tile_rows, s.tile_cols, s.group_m)
-    return place_out(*map(Word, numbers), Word(min(s.chunk_rows, s.tile_rows)), s.by_owner)
+    return place_out(*map(Word, numbers), Word(min(s.chunk_rows, s.tile_rows)))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="language/tile.py needs triton")

@@ -68,7 +68,7 @@ def test_slow_links_bound_an_exchange_and_fast_ones_leave_its_matmul() -> None:
 
 
 def test_pulls_end_the_call_of_a_matmul_before_an_exchange() -> None:
-    schedule = scatter_schedule_for(Problem(4, 1024, 2560, 4096, 2, "bfloat16"), ENGINE, 0, H200, by_owner=True)
+    schedule = scatter_schedule_for(Problem(4, 1024, 2560, 4096, 2, "bfloat16"), ENGINE, 0, H200)
     run = scatter_matmul(schedule, "keep", COSTS, slower(8.0), False, record=True, by_engine=True, by_columns=True)
     pushes = [event for event in run.events if event.kind == "push"]
     assert Counter(event.peer for event in pushes) == dict.fromkeys((1, 2, 3), schedule.chunks)
@@ -78,7 +78,7 @@ def test_pulls_end_the_call_of_a_matmul_before_an_exchange() -> None:
 
 
 def test_stored_tiles_are_taken_out_of_the_slot() -> None:
-    schedule = scatter_schedule_for(Problem(4, 256, 2560, 4096, 2, "bfloat16"), KERNEL, 0, H200, by_owner=True)
+    schedule = scatter_schedule_for(Problem(4, 256, 2560, 4096, 2, "bfloat16"), KERNEL, 0, H200)
     run = scatter_matmul(schedule, "keep", COSTS, FOUR, True, record=True, by_columns=True)
     last = max(event.end for event in run.events if event.kind == "push")
     assert max(event.end for event in run.events if event.kind == "sum") > last

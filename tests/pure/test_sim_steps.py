@@ -98,13 +98,13 @@ def test_copy_engines_take_chunks_in_the_kernels_order(slices: int) -> None:
     config = MatmulConfig("hopper", "copy_engine", 128, 256, 64, 4, 8, num_slices=slices)
     schedule = scatter_schedule_for(Problem(4, 1024, 4096, 2048, 2, "bfloat16"), config, 0, Machine("x", "cuda", 90, 132))
     run = scatter_matmul(schedule, "sum", COSTS, FOUR, False, record=True, by_engine=True)
-    pushes = [event for event in run.events if event.kind == "push"]
-    assert Counter(event.peer for event in pushes) == dict.fromkeys((1, 2, 3), slices)
+    pushes = sorted((event for event in run.events if event.kind == "push"), key=lambda event: event.begin)
+    assert [event.peer for event in pushes] == [peer for peer in (1, 2, 3) for _ in range(slices)]
+    assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(pushes)), "one behind the other"
     made = {peer: max(e.end for e in run.events if e.kind == "compute" and e.peer == peer) for peer in (1, 2, 3)}
     for peer in (1, 2, 3):
-        mine = sorted((event for event in pushes if event.peer == peer), key=lambda event: event.begin)
-        assert mine[-1].begin == pytest.approx(max(made[peer], mine[-2].end if slices > 1 else 0.0))
-        assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(mine)), "copies of one lane in turn"
+        last = peer * slices - 1  # of this peer
+        assert pushes[last].begin == pytest.approx(max(made[peer], pushes[last - 1].end if last else 0.0))
     last = max(event.end for event in pushes)
     assert max(event.end for event in run.events if event.kind == "sum") >= last, "own tiles wait for what peers send meanwhile"
 

@@ -103,7 +103,7 @@ def instance_of(config: MatmulConfig) -> str:
 
 @dataclass(frozen=True)
 class AllGatherMatmul:
-    """``shapes``: (rows, cols, K) of a rank, used in turn. ``captured``: as after a graph capture, slot 0 and a barrier."""
+    """``shapes``: (rows, cols, K) of a rank, used in turn. ``captured``: as after a graph capture, slot 0 alone."""
 
     name: str
     config: MatmulConfig

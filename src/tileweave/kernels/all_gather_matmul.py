@@ -1,4 +1,4 @@
-"""all_gather_matmul: out[M, N/R] = gather(x)[M, K] @ w[N/R, K].T + bias, in one launch, no barrier.
+"""all_gather_matmul: out[M, N/R] = gather(x)[M, K] @ w[N/R, K].T + bias, in one launch; no tile waits for a barrier.
 
     x     [m, K]       own shard, m = M/R; read where it is
     slot  [R-1, m, K]  one of two, by parity of the epoch; place i holds the shard of rank-1-i
@@ -12,19 +12,23 @@ programs of this kernel do (``"sm"``: ``NUM_SLICES`` slices, one signal each). A
 signal (int32)      value  notifier                              waiter
 ==================  =====  ====================================  ==========================================
 [source, slice]     epoch  rank ``source``, behind that slice    tiles with rows of that source
-[pushed] (own)      epoch  own copy engine, behind its last push last program to leave, before the epoch moves
+[met, source]       epoch  program 0 of ``source``               program 0 of every rank ("copy_engine")
+counter [gate]      1      program 0, when all ranks have met    own copy engine, before its first push
+[pushed] (own)      epoch  own copy engine, behind its last push last program to leave, before gate and epoch move
 ==================  =====  ====================================  ==========================================
 
-    rank r   | push to r+1 | push to r+2 | push to r+3 |
+    rank r   | push to r+1 | push to r+2 | push to r+3 |             (copy engines begin together: ``language/meet.py``)
     tiles    | own shard ......... | rank r-1 ......... | rank r-2 ......... | rank r-3 ......... | cut tiles |
                                    ^ wait, once a tile; long arrived
 
 Why no slot is overwritten: every rank signals every peer in every call and each source's rows are in some tile, so when
 my call n ends I have call n's signals of all peers: each has begun call n, hence ended n-1, the last reader of the slot
-that call n+1 writes. It leans on stream order; a captured copy-engine call, whose slot a graph freezes, has a barrier.
+that call n+1 writes. It leans on stream order. A captured copy-engine call has always the same slot: its copies go when all
+ranks have met in call n, hence ended n-1, too.
 
 Why nobody is stuck: a producer pushes before it waits, producers are the lowest programs (they start first), and waits
-are for other ranks' producers only. Under the interpreter one program is the producer and runs first.
+are for other ranks' producers only; who meets has waited for nobody before. Under the interpreter one program is the
+producer and runs first.
 
 Waves: programs take whole tiles in turn; tiles that do not fill a last wave are cut along K (``language/tile.py``).
 Small shards: where a tile is taller than a shard (``SPANS``, only ``"sm"``) a slot has all R shards in rank order, the own
@@ -47,8 +51,9 @@ from tileweave.kernels.all_to_all_matmul import copy_exchanged, multiply_sources
 from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.matmul import give_part, matmul_tile, take_parts
+from tileweave.language.meet import meet
 from tileweave.language.remote import get, put_all
-from tileweave.language.signal import consume_token, faulted, leave, load_epoch, notify_all, wait
+from tileweave.language.signal import consume_token, count_in, faulted, leave, load_epoch, notify_all, wait
 from tileweave.language.tile import cut, part_range, place, segment, unit_count, unit_range
 from tileweave.language.trace import label, stamp
 from tileweave.schedule import MIN_SPAN as _MIN_SPAN
@@ -182,6 +187,9 @@ def all_gather_matmul_kernel(
                     x, slot_table, signal_table, rank, slot_offset, rows * depth, slice_size, epoch, program, num_producers,
                     trace, WORLD_SIZE, NUM_SLICES, SPANS, PUSH_BLOCK, TRACE,
                 )  # fmt: skip
+    elif program == 0:
+        meet(signal_table, signals, rank, epoch, -1, control, report, WORLD_SIZE)
+        count_in(counters + num_segments * num_programs)
     own = x
     if EXCHANGE:
         own = x + rank.to(tl.int64) * x_step
@@ -245,6 +253,7 @@ def all_gather_matmul_kernel(
         pushed = WORLD_SIZE * MAX_SLICES + WORLD_SIZE
         if program == num_programs - 1:
             wait(signals, 1, epoch, pushed, -1, control, report)
+            tl.store(counters + num_segments * num_programs, 0)
     leave(control, epoch, num_programs)
 
 

@@ -96,6 +96,7 @@ def multiply_partition(
     if not PUSH:  # the copy engine reads the epoch word: it must have pushed before the word moves
         if program == num_programs - 1:
             wait(signals, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, epoch, -1, control, report, 1, WARPS)
+            gl.store(counters + num_segments * num_programs, 0)
     leave(control, epoch, num_partitions)
 
 
@@ -123,6 +124,7 @@ def all_gather_matmul_hopper_kernel(
     a_ring, b_ring, empty, ready = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
     out_buffer = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
     num_partitions = gl.num_programs(0) * 3
+    gate = counters + num_segments * gl.num_programs(0)
     gl.warp_specialize(
         [
             (multiply_partition, (
@@ -138,7 +140,7 @@ def all_gather_matmul_hopper_kernel(
                 GROUP_M, STAGES, SPLIT_TAIL, TRACE, GATHER_K, DEPTH_FIRST,
             )),
             (move_partition, (
-                x, gathered, slots, slot_table, signal_table, signals, control, report, trace, slot, slot_size, rank,
+                x, gathered, slots, slot_table, signal_table, signals, gate, control, report, trace, slot, slot_size, rank,
                 size, slice_size, share_size, num_producers, depth, x_step, x_pitch, num_chunks, num_partitions, WORLD_SIZE,
                 NUM_SLICES, PUSH, GATHERED, SPANS, BLOCK, MOVE_WARPS, TRACE, EXCHANGE, GATHER_K,
             )),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileweave.language.hopper import label, leave, notify_all, stamp, wait
+from tileweave.language.hopper import count_in, label, leave, notify_all, stamp, wait
+from tileweave.language.hopper_meet import meet
 from tileweave.language.hopper_remote import copy_flat, copy_rows, put_all, put_parts
 
 MAX_SLICES = gl.constexpr(32)
@@ -13,13 +14,14 @@ MAX_SLICES = gl.constexpr(32)
 
 @gluon.jit
 def move_partition(
-    x, gathered, slots, slot_table, signal_table, signals, control, report, trace,
+    x, gathered, slots, slot_table, signal_table, signals, gate, control, report, trace,
     slot, slot_size, rank, size, slice_size, share_size, num_producers, depth, x_step, x_pitch, num_chunks, num_partitions,
     WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, GATHERED: gl.constexpr,
     SPANS: gl.constexpr, BLOCK: gl.constexpr, MOVE_WARPS: gl.constexpr, TRACE: gl.constexpr, EXCHANGE: gl.constexpr,
     GATHER_K: gl.constexpr,
 ):  # fmt: skip
-    """Two or four warps beside the matmul: push slices of the own shard and signal each; copy the gathered input out."""
+    """Two or four warps beside the matmul: push slices of the own shard and signal each, or let the copy engines push; copy
+    the gathered input out."""
     program = gl.program_id(0)
     epoch = gl.load(control, volatile=True)
     if PUSH:
@@ -42,6 +44,9 @@ def move_partition(
                 notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS, MOVE_WARPS)
                 stamp(trace, piece, 1, epoch, TRACE)
                 label(trace, piece, epoch * 0 + piece, TRACE)
+    elif program == 0:
+        meet(signal_table, signals, rank, epoch, -1, control, report, WORLD_SIZE, MOVE_WARPS)
+        count_in(gate)
     if GATHERED:
         begin = program * share_size
         end = gl.minimum(begin + share_size, size)

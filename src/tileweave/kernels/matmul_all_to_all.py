@@ -123,7 +123,7 @@ def matmul_all_to_all_kernel(
     for index in range(0, units):
         tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
         first_row, row_limit, tile_col = place_out(
-            tile, rank, WORLD_SIZE, line_rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, True
+            tile, rank, WORLD_SIZE, line_rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
         )
         home = first_row // line_rows
         first = first_row - home * line_rows

@@ -17,29 +17,31 @@ and in rank order, rounds once and stores the result. Two transports:
 signal (int32)        value  notifier                               waiter ("copy_engine")
 ====================  =====  =====================================  =============================================
 [source, chunk]       epoch  copy engine of ``source``              own tiles of that chunk
+[met, source]         epoch  who has stored tile 0 of ``source``    the same of every rank, before it counts that tile in
 [pushed] (own)        epoch  own copy engine, behind its last push  last program to leave, before the epoch moves
 counter [peer, chunk] tiles  programs, a tile each; local           own copy engine; zero between calls
 ====================  =====  =====================================  =============================================
 
     rank r   | tiles of r+1 ... | tiles of r+2 ... | tiles of r+3 ... | own tiles, adding what came |
     link                        | to r+1 ......... | to r+2 ......... | to r+3 ......... |
-    (of several chunks: the first of r+1, r+2, r+3, then the second of each, ...)
+                                ^ all ranks meet: copies begin together (``language/meet.py``)
 
 ``ALL_REDUCE`` (only ``"sm"``): owners push each finished tile on to all peers (two-shot), into the *result* part of their
 slots, marked as well; every program then takes the rows that are not its own of the tiles that it made.
 
 Why no slot is overwritten: own rows need data of every peer in every call, so when my call n ends, each peer has begun call
-n, hence ended n-1, the last reader of the slot (and writer of its zeros) that call n+1 writes.
+n, hence ended n-1, the last reader of the slot (and writer of its zeros) that call n+1 writes. A captured copy-engine call
+has always the same slot: its copies go when all ranks have met in call n, hence ended n-1, too.
 
 All-reduce: M need not divide by R; the last owners may have fewer rows, or none. Then, too, whoever writes to a peer has
 heard from it: partials go to owners, whose result comes back; results go to all, whose partials came before.
 
 Why nobody is stuck: pushes of a tile come before any wait of that tile, and in the order of tiles remote ones come before
-own ones. A program waits for tiles that *any* program of a peer makes, so all programs must be resident at once: as many
-as the device has multiprocessors, no more. Under the interpreter, where programs run in turn: one program, or tiles that
-span shards (then the same program of the peer made it).
+own ones; tile 0, remote, waits only for tiles 0 of peers. A program waits for tiles that *any* program of a peer makes, so all
+programs must be resident at once: as many as the device has multiprocessors, no more. Under the interpreter, where programs
+run in turn: one program, or tiles that span shards (then the same program of the peer made it).
 
-Tiles that do not fill a last wave are cut along K, as in ``all_gather_matmul``; a captured copy-engine call has a barrier.
+Tiles that do not fill a last wave are cut along K, as in ``all_gather_matmul``.
 Limits: x contiguous along K, w along K or (``DEPTH_FIRST``, as backward reads it) along N; fp32 accumulation;
 partials travel in x's dtype.
 Sources: FLUX (arXiv 2406.06858), fused GEMM + reduce-scatter by tiles; stream-K (arXiv 2301.03598).
@@ -55,6 +57,7 @@ from tileweave.config import MatmulConfig
 from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.language.marked import expected_zero, put_marked, take_marked
 from tileweave.language.matmul import give_part, matmul_tile, part_offsets, take_parts
+from tileweave.language.meet import meet
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import count_in, faulted, leave, load_epoch, wait
 from tileweave.language.tile import cut, part_range, place_out, unit_count, unit_range
@@ -128,13 +131,21 @@ def add_copied(acc, slot, row, row_limit, col, cols, place_rows, COUNT: tl.const
     return acc
 
 
+@triton.jit
+def end_of_copies(signals, counters, epoch, control, report, WORLD_SIZE: tl.constexpr):
+    """The copy engine reads the epoch word and the counters: it must have pushed before they move."""
+    wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)
+    words = tl.arange(0, 8 * MAX_SLICES)
+    tl.store(counters + words, tl.zeros_like(words), mask=words < (WORLD_SIZE - 1) * MAX_SLICES)
+
+
 UNSPECIALIZED = ["rank", "slot", "num_tiles", "chunk_rows", "team", "tile_rows", "tile_cols", "k_blocks", "max_units"]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def matmul_reduce_scatter_kernel(
-    x, w, bias, residual, out, staging, slots, partials, counters, slot_table, signals, control, report, trace,
-    rank, slot, slot_size, place_size, rows, total_rows, cols, depth, stride_x, stride_w,
+    x, w, bias, residual, out, staging, slots, partials, counters, slot_table, signal_table, signals, control, report,
+    trace, rank, slot, slot_size, place_size, rows, total_rows, cols, depth, stride_x, stride_w,
     num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
     WORLD_SIZE: tl.constexpr, PUSH: tl.constexpr, SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr, ALL_REDUCE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
@@ -154,7 +165,7 @@ def matmul_reduce_scatter_kernel(
     for index in range(0, units):
         tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
         first_row, row_limit, tile_col = place_out(
-            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, False
+            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
         )
         label(trace, record, tile + 1, TRACE)
         stamp(trace, record, 0, TRACE)
@@ -184,6 +195,8 @@ def matmul_reduce_scatter_kernel(
                 place = home - (home > rank).to(tl.int32)
                 store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, row < row_limit)
                 chunk = (first_row - home * rows) // TILE_M // chunk_rows
+                if tile == 0:
+                    meet(signal_table, signals, rank, epoch, tile, control, report, WORLD_SIZE)
                 count_in(counters + num_programs + place * MAX_SLICES + chunk)
             if tl.max(own.to(tl.int32), axis=0) > 0:
                 if PUSH:
@@ -219,18 +232,16 @@ def matmul_reduce_scatter_kernel(
             owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
             if program == owner:
                 first_row, row_limit, tile_col = place_out(
-                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, False
+                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
                 )
                 row_limit = tl.minimum(row_limit, total_rows)
                 take_result(
                     slots + slot_offset + (WORLD_SIZE - 1) * place_size, out, first_row, row_limit, tile_col, rows, cols, rank,
                     tile_rows, tile_cols, tile, epoch, control, report, WORLD_SIZE, SPANS, TILE_M, TILE_N,
                 )  # fmt: skip
-    if not PUSH:  # the copy engine reads the epoch word and the counters: it must have pushed before they move
+    if not PUSH:
         if program == num_programs - 1:
-            wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)
-            words = tl.arange(0, 8 * MAX_SLICES)
-            tl.store(counters + num_programs + words, tl.zeros_like(words), mask=words < (WORLD_SIZE - 1) * MAX_SLICES)
+            end_of_copies(signals, counters + num_programs, epoch, control, report, WORLD_SIZE)
     leave(control, epoch, num_programs)
 
 
@@ -282,8 +293,8 @@ class Launcher:
         stride_w, depth_first = lines(w.stride())
         matmul_reduce_scatter_kernel[(s.num_programs,)](
             x, w, out if bias is None else bias, out if residual is None else residual, out,
-            out if staging is None else staging, peers.slots, partials, peers.counters, peers.slot_table, peers.signals,
-            peers.control, peers.report, peers.control if trace is None else trace,
+            out if staging is None else staging, peers.slots, partials, peers.counters, peers.slot_table, peers.signal_table,
+            peers.signals, peers.control, peers.report, peers.control if trace is None else trace,
             s.rank, slot, peers.slot_size, s.place_elements, s.rows, x.shape[0], s.cols, s.depth, x.stride(0), stride_w,
             s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
             WORLD_SIZE=s.world_size, PUSH=c.transport == "sm", SPANS=s.spans_shards, SPLIT_TAIL=s.split_tail,

@@ -28,6 +28,7 @@ from tileweave.language.hopper import (
     wait,
 )
 from tileweave.language.hopper_marked import expected_zero, push_piece, push_result, take_marked
+from tileweave.language.hopper_meet import meet
 from tileweave.language.hopper_pulled import announce_chunk, end_of_pulls
 from tileweave.schedule import MIN_SPAN as _MIN_SPAN
 
@@ -58,7 +59,7 @@ def store_partition(
             owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
             if program == owner:
                 first_row, row_limit, col = place_out(
-                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, EXCHANGE
+                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
                 )
                 home = first_row // rows
                 row = first_row - home * rows
@@ -86,6 +87,8 @@ def store_partition(
                         if count_last(counter, gl.minimum(tile_rows - chunk * chunk_rows, chunk_rows) * tile_cols):
                             announce_chunk(signal_table, home, rank, slot, chunk, epoch, WORLD_SIZE)
                     else:
+                        if tile == 0:
+                            meet(signal_table, signals, rank, epoch, tile, control, report, WORLD_SIZE, 1)
                         count_in(counter)
         drain_tma_stores(epoch)
         if EXCHANGE:

@@ -6,7 +6,7 @@ Read ``kernels/matmul_reduce_scatter.py`` first: equation, signals, timeline and
   from shared memory to memory, drains and counts them in, beside the other two.
 - ``"copy_engine"``: what copy engines brought for an own tile comes through the same ring as its operands: *load* waits for
   the chunk's signals and asks for the peers' pieces behind the last K block, *multiply* adds them as they come. So the
-  wait and the way from memory are hidden as those of operands are.
+  wait and the way from memory are hidden as those of operands are. Ranks meet in *store*.
 - ``"sm"``: *multiply* pushes registers and polls for registers, and *store* has nothing to do.
 - ``EXCHANGE`` (``matmul_all_to_all.py``, whose protocol it is then): nothing is added. ``rows`` are those of a part, padded to
   whole tiles; *store* announces chunks to their owners, who pull them, and the last one ends the call.
@@ -83,9 +83,7 @@ def load_partition(
     tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
     for index in range(0, units):
         tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
-        first_row, row_limit, col = place_out(
-            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, EXCHANGE
-        )
+        first_row, row_limit, col = place_out(tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows)
         label(trace, record, tile + 1, TRACE)
         stamp(trace, record, 0, epoch, TRACE)
         x_row, w_row = first_row, col * TILE_N
@@ -151,7 +149,7 @@ def multiply_partition(
     for index in range(0, units):
         tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
         first_row, row_limit, tile_col = place_out(
-            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, EXCHANGE
+            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
         )
         row_limit = gl.minimum(row_limit, total_rows)
         acc, turn, fault = multiply_tile(
@@ -191,7 +189,7 @@ def multiply_partition(
             owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
             if program == owner:
                 first_row, row_limit, tile_col = place_out(
-                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows, EXCHANGE
+                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
                 )
                 at, result_at = tile_place(
                     first_row, first_row // rows, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS

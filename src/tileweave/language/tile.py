@@ -39,27 +39,16 @@ def place(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, b
     return first_row, row_limit, col
 
 
-def place_out(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, chunk_rows, by_owner):
-    """Tile number -> (first row, row limit, tile column), remote ones first, chunk by chunk; see ``ScatterSchedule.place``."""
+def place_out(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, chunk_rows):
+    """Tile number -> (first row, row limit, tile column), remote owners first; see ``ScatterSchedule.place``."""
     per_owner = tile_rows * tile_cols
-    step = 0 * tile
-    rest = 0 * tile + tile
-    turns = 0 * tile + world_size - 1
-    if by_owner:
-        turns = 0 * tile + 1
-    if tile >= (world_size - 1) * per_owner:
-        step += world_size - 1
-        rest -= (world_size - 1) * per_owner
-        turns = 0 * tile + 1
-    step += rest // (turns * per_owner) * turns
-    rest = rest % (turns * per_owner)
-    chunk = rest // (turns * chunk_rows * tile_cols)
-    rest = rest % (turns * chunk_rows * tile_cols)
+    step = tile // per_owner
+    within = tile % per_owner
+    chunk = within // (chunk_rows * tile_cols)
+    rest = within % (chunk_rows * tile_cols)
     height = tile_rows - chunk * chunk_rows
     if height > chunk_rows:
         height = chunk_rows
-    step += rest // (height * tile_cols)
-    rest = rest % (height * tile_cols)
     if rows < tile_m:
         chunk = 0 * tile
         rest = tile + 0

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -51,14 +51,15 @@ def run_fused(
     call = _fused_call(workspace, x, w, config, how)
     instance = call.instance
     capturing = instance.begin(chosen.mark)
-    slot = 0
+    launch, launched = call.launcher(x, w), False
     pushed = config.transport == "copy_engine"
-    if pushed:
-        slot = copy_slot(instance, call.endpoint)
-        transport.push(call.copies[slot], x.data_ptr())
-    launched = False
+    slot = copy_slot(instance) if pushed else 0
     try:
-        call.launcher(x, w)(x, w, bias, out, gathered, slot, trace)
+        if pushed:
+            copies = call.copies[slot]
+            transport.push_beside(lambda: launch(x, w, bias, out, gathered, slot, trace), copies, x.data_ptr())
+        else:
+            launch(x, w, bias, out, gathered, slot, trace)
         launched = x.is_cuda
     finally:
         # A kernel on a device ends behind our pushes anyway, it waits for the signal behind the last of them; to wait for
@@ -118,10 +119,11 @@ def _fused_call(
             'transport "sm"',
         )
         slot_rows = schedule.rows * (parts.world_size - 1) if parts.side_by_side else schedule.slot_rows
-        instance.reserve(slot_rows * parts.depth * x.element_size(), schedule.num_segments * schedule.num_programs)
+        instance.reserve(slot_rows * parts.depth * x.element_size(), schedule.num_segments * schedule.num_programs + 1)
         copies = ()
         if config.transport == "copy_engine":
-            copies = tuple(_copies(instance, schedule.rows, parts, x.element_size(), slot) for slot in (0, 1))
+            gate = instance.counters.data_ptr() + 4 * schedule.num_segments * schedule.num_programs
+            copies = tuple(_copies(instance, gate, schedule.rows, parts, x.element_size(), slot) for slot in (0, 1))
         call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, parts, config, copies, {})
         instance.cache[key] = call
     return call  # type: ignore[return-value]
@@ -138,8 +140,11 @@ def _cut(
     return exchange_schedule_for(problem, config, how, rank, transport.machine)
 
 
-def _copies(instance: Instance, rows: int, parts: Parts, itemsize: int, slot: int) -> Copies:
-    """The chunks of the own shard, or of their parts, to all peers in turn, a signal behind each; one to ourselves at last."""
+def _copies(instance: Instance, gate: int, rows: int, parts: Parts, itemsize: int, slot: int) -> Copies:
+    """The chunks of the own shard, or of their parts, to all peers in turn, a signal behind each; one to ourselves at last.
+
+    ``gate``: the counter that holds them back until all ranks are in this call.
+    """
     rank, size = parts.rank, parts.world_size
     epoch = instance.control.data_ptr() + 4 * EPOCH
     width, pitch = parts.depth * itemsize, parts.pitch * itemsize
@@ -155,4 +160,5 @@ def _copies(instance: Instance, rows: int, parts: Parts, itemsize: int, slot: in
             copies.append(Copy(target, 0, width, start, rows=end - begin, target_pitch=width, source_pitch=pitch))
         copies.append(Copy(instance.signal_addresses[peer] + 4 * (rank * MAX_SLICES + chunk), epoch, 4))
     copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))
+    copies[0] = replace(copies[0], counter=gate, count=1)
     return Copies(copies)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.ops.registry import copy_slot, endpoint, mark_of, workspace_of
+from tileweave.ops.registry import await_frozen_slot, copy_slot, endpoint, mark_of, workspace_of
 from tileweave.schedule import push_order
 from tileweave.transport.base import EPOCH, Copies, Copy
 from tileweave.transport.workspace import MAX_SLICES, Instance
@@ -67,7 +67,8 @@ def begin_gather(x: torch.Tensor, group_name: str) -> Gathering:
     call = instance.cache.get((x.shape, x.dtype)) or _prepare(instance, x)
     assert isinstance(call, _Call), "its key has a shape, endpoints have a dtype alone"
     capturing = instance.begin(call.mark)
-    slot = copy_slot(instance, call.endpoint)
+    slot = copy_slot(instance)
+    await_frozen_slot(instance, call.endpoint)
     transport.push(call.copies[slot], x.data_ptr(), LINE)
     return Gathering(instance, x, call, call.slots[slot], capturing)
 

@@ -12,7 +12,7 @@ import torch
 
 from tileweave.config import MatmulConfig, Plan, Problem, scatter_schedule_for
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.ops.registry import copy_slot, endpoint, workspace_of
+from tileweave.ops.registry import await_frozen_slot, copy_slot, endpoint, workspace_of
 from tileweave.schedule import arrival_order, cdiv
 from tileweave.schedule_scatter import Exchange, ScatterSchedule
 from tileweave.transport.base import EPOCH, Copies, Copy
@@ -46,7 +46,8 @@ def run_fused(
             if not x.is_cuda:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
                 instance.check()
         return
-    slot = copy_slot(instance, call.endpoint)
+    slot = copy_slot(instance)
+    await_frozen_slot(instance, call.endpoint)
     launched = False
     try:
         transport.push_beside(lambda: launch(x, w, bias, out, slot), call.copies[slot], out.data_ptr())
@@ -103,7 +104,7 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, how: Exc
         rows, cols = how.part(x.shape[0], w.shape[0], size)
         padded = cdiv(rows, config.tile_m) * config.tile_m
         problem = Problem(size, padded, cols, x.shape[1], itemsize, "")
-        schedule = scatter_schedule_for(problem, config, transport.rank, transport.machine, by_owner=True)
+        schedule = scatter_schedule_for(problem, config, transport.rank, transport.machine)
         instance.reserve(schedule.slot_elements(False) * itemsize, schedule.num_programs + 8 * MAX_SLICES)
         copies = ()
         if config.transport == "copy_engine":

@@ -22,7 +22,6 @@ from tileweave.transport.base import EPOCH, Copies, Copy
 from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
 
 OP = "matmul_reduce_scatter"
-ONE_LANE_ROWS = 1024
 
 
 def run_fused(
@@ -57,7 +56,7 @@ def run_fused(
             if not x.is_cuda:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
                 instance.check()
         return
-    slot = copy_slot(instance, call.endpoint)
+    slot = copy_slot(instance)
     staging = torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
     launched = False
     try:
@@ -143,14 +142,12 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: 
 def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) -> Copies:
     """Each chunk to its owner once its tiles are counted in, a signal behind it, and one to ourselves behind the last.
 
-    Short copies go in one line, in the order in which they are made: up to 1024 rows of an owner lanes beside each other cost
-    more than they bring, 3 to 8 % (decision 0059).
+    One behind the other, as they are made: beside each other, a receiver has two senders (decision 0091).
     """
     epoch = instance.control.data_ptr() + 4 * EPOCH
     place_bytes = s.tile_rows * s.tile_m * s.cols * itemsize
     copies = []
-    for chunk, (place, owner) in product(range(s.chunks), enumerate(push_order(s.rank, s.world_size))):
-        lane = place if s.rows > ONE_LANE_ROWS else 0
+    for owner, chunk in product(push_order(s.rank, s.world_size), range(s.chunks)):
         from_place, to_place = owner - (owner > s.rank), s.rank - (s.rank > owner)
         first, end = s.chunk_bounds(chunk)
         begin, stop = (min(tile * s.tile_m, s.rows) * s.cols * itemsize for tile in (first, end))
@@ -158,7 +155,7 @@ def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) ->
         target = instance.slot_addresses[owner] + slot * instance.slot_bytes + to_place * place_bytes + begin
         signal = instance.signal_addresses[owner] + 4 * (s.rank * MAX_SLICES + chunk)
         count = (end - first) * s.tile_cols
-        copies.append(Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, count, lane))
-        copies.append(Copy(signal, epoch, 4, lane=lane))
+        copies.append(Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, count))
+        copies.append(Copy(signal, epoch, 4))
     copies.append(Copy(instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size), epoch, 4))
     return Copies(copies)

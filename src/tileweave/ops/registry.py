@@ -168,14 +168,17 @@ def endpoint(instance: Instance, dtype: torch.dtype) -> Endpoint:
     return found  # type: ignore[return-value]
 
 
-def copy_slot(instance: Instance, peers: Endpoint) -> int:
-    """The slot of a copy-engine call: that of its parity; a graph freezes it, so a captured call has slot 0 and a barrier."""
-    if not instance.captured:
-        return instance.calls & 1
-    from tileweave.kernels.barrier import barrier
+def copy_slot(instance: Instance) -> int:
+    """The slot of a copy-engine call: that of its parity; a graph freezes it, so a captured call has slot 0."""
+    return 0 if instance.captured else instance.calls & 1
 
-    barrier(peers, instance.transport.world_size, instance.transport.rank)
-    return 0
+
+def await_frozen_slot(instance: Instance, peers: Endpoint) -> None:
+    """Where copies write to peers as soon as the call is queued: a captured call, which has one slot, must await its reader."""
+    if instance.captured:
+        from tileweave.kernels.barrier import barrier
+
+        barrier(peers, instance.transport.world_size, instance.transport.rank)
 
 
 def log_fallback(op: str, plan: Plan, seen: set[tuple[str, str]]) -> None:

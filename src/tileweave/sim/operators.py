@@ -179,7 +179,7 @@ class Operators:
         rows, cols = how.part(m, n, world)
         config = before_exchange_config(how, world, m, n, k, entries)
         problem = Problem(world, cdiv(rows, config.tile_m) * config.tile_m, cols, k, itemsize, "bfloat16")
-        schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster), by_owner=True)
+        schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
         return scatter_matmul(
             schedule, "keep", self.costs, self._node(world), self.graph, itemsize,
             by_engine=config.transport == "copy_engine", by_columns=how.scatter_dim == 1,

@@ -234,8 +234,8 @@ def scatter_matmul(
 ) -> KernelRun:  # fmt: skip
     """A matmul whose tiles are pushed to their owners as they are made, by the kernels' own order: remote ones first.
 
-    by_engine : copy engines take whole chunks, one lane an owner, when all tiles of a chunk are there; else the kernel stores
-    each tile to its owner.
+    by_engine : copy engines take whole chunks, one by one, when all tiles of a chunk are there; else the kernel stores each
+    tile to its owner.
 
     by_columns : owners have columns of the result, and not rows (an all-to-all that scatters columns).
 
@@ -264,7 +264,7 @@ class _Scatter(Kernel):
             for chunk in range(schedule.chunks)
             for first, end in [schedule.chunk_bounds(chunk)]
         }
-        self.lanes: dict[int, simpy.Event] = {}  # the end of the last copy of each
+        self.lanes: dict[int, simpy.Event] = {}  # the end of the last copy of each; pulls from each owner have one
         self.owners: ScatterSchedule = schedule
         self.combine: Combine = combine
         self.got: dict[tuple[int, int], simpy.Event] = {}
@@ -318,7 +318,8 @@ class _Scatter(Kernel):
         """A tile of a remote chunk is made; the last one lets its copy go."""
         self.missing[step, chunk] -= 1
         if self.missing[step, chunk] == 0:
-            self.lanes[step] = self.env.process(self._copy(step, chunk, self.lanes.get(step)))
+            lane = step if self.combine == "keep" else 0
+            self.lanes[lane] = self.env.process(self._copy(step, chunk, self.lanes.get(lane)))
 
     def _copy(self, step: int, chunk: int, before: simpy.Event | None) -> Generator[simpy.Event, Any, None]:
         if before is not None:
