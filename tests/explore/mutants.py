@@ -390,7 +390,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a chunk is not signalled",
         REDUCED,
-        "        copies.append(Copy(signal, epoch, 4))\n",
+        "        copies.append(Copy(signal, epoch, 4, aside=True))\n",
         "",
         RS + "copy engine",
     ),

@@ -104,6 +104,26 @@ def test_signals_follow_data_and_lanes_do_not_wait_for_each_other(driver):
     assert [facts[3] for facts in driver.nodes.values() if facts[1:3] in (("copy", 1000), ("copy", 1100))] == [10_008, 10_016]
 
 
+def test_waits_and_what_stands_aside_hold_up_no_line(driver):
+    copies = Copies(
+        [
+            Copy(1000, 0, 64, 8, counter=500, count=3),
+            Copy(2000, 7, 4, aside=True),
+            Copy(1100, 0, 64, 16, counter=504, count=3),
+            Copy(2100, 7, 4, aside=True),
+            Copy(3000, 7, 4),
+        ]
+    )
+    engine(driver).push(copies, 10_000)
+    node = {facts[2]: found for found, facts in driver.nodes.items()}
+    behind = {facts[2]: set(facts[0]) for facts in driver.nodes.values()}
+    assert behind[1000] == {node[500]}
+    assert behind[1100] == {node[1000], node[504]}, "the data before it, and its own count"
+    assert (behind[500], behind[504]) == (set(), {node[500]}), "counts are awaited in turn"
+    assert (behind[2000], behind[2100]) == ({node[1000]}, {node[1100]}), "a signal behind its data"
+    assert behind[3000] == {node[2000], node[1100], node[2100]}, "the last one behind all"
+
+
 def test_a_push_is_one_launch_and_moves_only_what_it_is_given(driver):
     copies, line = scatter(), engine(driver)
     line.push(copies, 10_000)

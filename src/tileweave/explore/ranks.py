@@ -167,7 +167,10 @@ class World:
     # --- Copy engines ---
 
     def push(self, rank: Rank, copies: Sequence[Copy], source: int) -> None:
-        """Copies of a lane follow each other, lanes run beside each other; the last copy, on lane 0, follows all."""
+        """Copies of a lane follow each other, lanes run beside each other; the last copy, on lane 0, follows all.
+
+        One that stands aside has its place in line, too: on a GPU it may come later, not sooner.
+        """
         lanes = 1 + max(copy.lane for copy in copies)
         first = rank.engines[0]
         for engine in rank.engines[1:lanes]:

@@ -116,8 +116,7 @@ def _forward(
     )  # fmt: skip
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
-        y = reference.matmul_reduce_scatter(x, w, bias, group_of(group_name))
-        return y if out is None else out.copy_(y)
+        return reference.matmul_reduce_scatter(x, w, bias, group_of(group_name), out)
     from tileweave.ops.matmul_reduce_scatter_fused import run_fused
 
     rows = x.shape[0] // workspace_of(group_name, x.device).transport.world_size

@@ -156,6 +156,6 @@ def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) ->
         signal = instance.signal_addresses[owner] + 4 * (s.rank * MAX_SLICES + chunk)
         count = (end - first) * s.tile_cols
         copies.append(Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, count))
-        copies.append(Copy(signal, epoch, 4))
+        copies.append(Copy(signal, epoch, 4, aside=True))
     copies.append(Copy(instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size), epoch, 4))
     return Copies(copies)

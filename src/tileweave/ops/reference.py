@@ -56,24 +56,27 @@ def begin_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.T
     return gathered, all_gather_flat(gathered, x.contiguous(), group=group, async_op=True)
 
 
-def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[R * m, ...] on each rank -> [m, ...]: this rank's rows of the sum over ranks."""
-    out, work = begin_reduce_scatter(x, group)
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[R * m, ...] on each rank -> [m, ...]: this rank's rows of the sum over ranks, in ``out`` if given."""
+    y, work = begin_reduce_scatter(x, group, out)
     if work is not None:
         work.wait()
-    return out
+    return y
 
 
-def begin_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:
+def begin_reduce_scatter(
+    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dist.Work | None]:
     """As :func:`reduce_scatter`, beside what is queued next where there is a GPU: the result, and what to wait for."""
     size = dist.get_world_size(group)
-    if size == 1:
-        return x, None
-    if x.device.type == "cpu":
+    if size == 1 or x.device.type == "cpu":
         rows = x.shape[0] // size
-        return _sum_of_all(x, group, slice(dist.get_rank(group) * rows, (dist.get_rank(group) + 1) * rows)), None
+        own = slice(dist.get_rank(group) * rows, (dist.get_rank(group) + 1) * rows)
+        y = x if size == 1 else _sum_of_all(x, group, own)
+        return y if out is None else out.copy_(y), None
     in_line(x)
-    out = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    if out is None:
+        out = x.new_empty(x.shape[0] // size, *x.shape[1:])
     return out, reduce_scatter_flat(out, x.contiguous(), group=group, async_op=True)
 
 
@@ -108,10 +111,10 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [M, k], w [N, k], bias [N] -> this rank's rows of the sum over ranks of x @ w.T, plus bias: [M / R, N]."""
-    return reduce_scatter(_partial(x, w, bias, group), group)
+    """x [M, k], w [N, k], bias [N] -> this rank's rows of the sum over ranks of x @ w.T, plus bias: [M / R, N], or ``out``."""
+    return reduce_scatter(_partial(x, w, bias, group), group, out)
 
 
 def matmul_all_reduce(

@@ -49,6 +49,7 @@ class Copy:
     Copies of one ``lane`` follow each other; lanes run beside each other, but for the last copy of a push, which follows all.
     ``source`` or ``target`` 0: what a push is given, ``offset`` bytes into it. ``counter``, an address on this device, if not
     0: not before the int32 there has reached ``count``. ``rows``: so many pieces of ``nbytes``, pitches apart, in bytes.
+    ``aside``: only the last copy of a push need follow it, so the next one of its lane may pass it.
     """
 
     target: int
@@ -61,6 +62,7 @@ class Copy:
     rows: int = 1
     target_pitch: int = 0
     source_pitch: int = 0
+    aside: bool = False
 
     def ends(self, given: int) -> tuple[int, int]:
         """(target, source) where a push is given the address ``given``."""
