@@ -43,7 +43,7 @@ BARRIER = "    barrier(peers, instance.transport.world_size, instance.transport.
 _PUSH = "        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, SPANS, BLOCK)\n"
 _NOTIFY = "        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)\n"
 _WAIT = "token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report)"
-_PUSHED = "            wait(signals, 1, epoch, pushed, -1, control, report)\n"
+_PUSHED = "            await_pushed(signals, epoch, control, report, WORLD_SIZE)\n"
 _LEAVE = "    leave(control, epoch, num_programs)\n"
 _EARLY = "        leave_early(control, epoch, num_programs)\n"
 _DATA = """        if pitch == width:
@@ -133,7 +133,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the epoch may move before the last push of a gather",
         AWAITED,
-        "        wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)\n",
+        "        await_pushed(signals, epoch, control, report, WORLD_SIZE)\n",
         "",
         AG + "gather beside",
     ),
@@ -322,7 +322,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "counts move before the last push",
         REDUCE,
-        "    wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)\n",
+        "    await_pushed(signals, epoch, control, report, WORLD_SIZE)\n",
         "",
         RS + "copy engine",
     ),

@@ -10,7 +10,7 @@ SOURCES, PUSHES, REMOTE = "kernels/all_to_all_matmul.py", "ops/all_gather_matmul
 WORDS = "language/signal.py"
 
 _FLAG = "    notify(signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)\n"
-_DONE = "    wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)\n"
+_DONE = "    await_pushed(signals, epoch, control, report, WORLD_SIZE)\n"
 _RESET = "    tl.store(flags + words, tl.zeros_like(words), mask=inside)\n"
 _COUNT = "                if count_last(counters + num_programs + place * MAX_SLICES + chunk, tiles_of_chunk):\n"
 _TOKEN = "token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES + first_row // chunk_rows, tile, control, report)"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.explore.agreement import found_while_clocks_leap, told_of_what_does_not_come_again, triton_and_blocks_agree
 from tests.explore.hunt import MUTANTS
+from tests.explore.lateness import found_where_a_rank_never_comes
 
 from tileweave.errors import InputError
 from tileweave.explore.fuzz import STRATEGIES, _replay, fuzz, pool, replay
@@ -44,6 +45,11 @@ def test_time_is_no_part_of_a_schedule(worker: Executor) -> None:
 def test_what_does_not_come_again_is_told(worker: Executor) -> None:
     told = worker.submit(told_of_what_does_not_come_again).result()
     assert told.startswith("error: once\nreplay: ") and "did not come again" in told
+
+
+def test_a_rank_that_never_comes_is_named_and_everything_ends() -> None:
+    with pool(1) as processes:
+        assert processes.submit(found_where_a_rank_never_comes).result() == []
 
 
 def test_replay() -> None:

@@ -137,6 +137,16 @@ def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
     device_behaviour.check_timed_out(ends, RS)
 
 
+@fused
+@on_hopper
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="with two, a peer is the one or nobody")
+def test_who_never_calls_is_named_by_all() -> None:
+    """Copies of those who came are held back, too: no wait for one of them may run out first."""
+    size = min(torch.cuda.device_count(), 4)
+    ends = one_shot("nccl", size, device_behaviour.call_without, case(1024, 1280, 256), COPIED, 1, timeout=150)
+    device_behaviour.check_named(ends, RS, 1)
+
+
 def test_ranks_that_disagree(largest: World) -> None:
     texts = largest.run(behaviour.disagree, RS)
     assert len(set(texts)) == 1

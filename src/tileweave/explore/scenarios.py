@@ -23,7 +23,6 @@ from tileweave.transport.base import EPOCH
 SMALLER: tuple[tuple[str, str, object], ...] = (
     ("tileweave.kernels.all_gather_matmul", "PUSH_BLOCK", 128),
     ("tileweave.kernels.matmul_all_reduce", "NORM_BLOCK", 16),
-    ("tileweave.ops.matmul_reduce_scatter_fused", "ONE_LANE_ROWS", 16),
 )
 POOL = 7  # sets of operands of one shape; a prime, so that calls, slots and sets do not move in step
 

@@ -51,7 +51,7 @@ from tileweave.kernels.all_to_all_matmul import copy_exchanged, multiply_sources
 from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.matmul import give_part, matmul_tile, take_parts
-from tileweave.language.meet import meet
+from tileweave.language.meet import await_pushed, meet
 from tileweave.language.remote import get, put_all
 from tileweave.language.signal import consume_token, count_in, faulted, leave, load_epoch, notify_all, wait
 from tileweave.language.tile import cut, part_range, place, segment, unit_count, unit_range
@@ -250,9 +250,8 @@ def all_gather_matmul_kernel(
             WORLD_SIZE, NUM_SLICES, SPANS, PUSH_BLOCK,
         )  # fmt: skip
     if not PUSH:  # the copy engine reads the epoch word: it must have pushed before the word moves
-        pushed = WORLD_SIZE * MAX_SLICES + WORLD_SIZE
         if program == num_programs - 1:
-            wait(signals, 1, epoch, pushed, -1, control, report)
+            await_pushed(signals, epoch, control, report, WORLD_SIZE)
             tl.store(counters + num_segments * num_programs, 0)
     leave(control, epoch, num_programs)
 

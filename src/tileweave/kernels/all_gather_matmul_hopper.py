@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tileweave.config import MatmulConfig
 from tileweave.kernels.all_gather_matmul_load import MIN_SPAN, load_partition
-from tileweave.kernels.all_gather_matmul_move import MAX_SLICES, move_partition
+from tileweave.kernels.all_gather_matmul_move import move_partition
 from tileweave.kernels.descriptors import Pointer, descriptor, weight
 from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.kernels.launch import Prepared, hooked, prepare
@@ -42,8 +42,8 @@ from tileweave.language.hopper import (
     store_tile,
     unit_count,
     unit_range,
-    wait,
 )
+from tileweave.language.hopper_meet import await_pushed
 from tileweave.schedule import Parts, TileSchedule, slice_bounds
 
 
@@ -95,7 +95,7 @@ def multiply_partition(
     tma.store_wait(0)
     if not PUSH:  # the copy engine reads the epoch word: it must have pushed before the word moves
         if program == num_programs - 1:
-            wait(signals, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, epoch, -1, control, report, 1, WARPS)
+            await_pushed(signals, epoch, control, report, WORLD_SIZE, WARPS)
             gl.store(counters + num_segments * num_programs, 0)
     leave(control, epoch, num_partitions)
 

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from tileweave.kernels.endpoint import Endpoint
+from tileweave.language.meet import await_pushed
 from tileweave.language.signal import faulted, leave, load_epoch, wait
 from tileweave.schedule import cdiv
 
@@ -53,7 +54,7 @@ def await_shards_kernel(
     if program == 0:
         for i in tl.static_range(1, WORLD_SIZE):
             wait(signals, 1, epoch, (rank + WORLD_SIZE - i) % WORLD_SIZE * MAX_SLICES, -1, control, report)
-        wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)
+        await_pushed(signals, epoch, control, report, WORLD_SIZE)
         if faulted(control) != 0:
             theirs = slot + tl.cast((rank + 1) % WORLD_SIZE, tl.int64) * size
             for begin in range(0, width, BLOCK):

@@ -1,6 +1,7 @@
 """barrier: no rank passes before every rank of the group has come, on the device, in stream order.
 
-Needed only where a slot's address is frozen: a copy-engine call inside a CUDA graph.
+Needed only where a slot's address is frozen, in a CUDA graph, and its copies wait for nobody (``language/meet.py``): a gather
+beside another kernel, and what copy engines pull.
 
 ==============================  =====  ==========  ================
 signal (int32)                  value  notifier    waiter

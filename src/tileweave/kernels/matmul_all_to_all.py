@@ -51,6 +51,7 @@ from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.kernels.matmul_reduce_scatter import store_rows, tile_place
 from tileweave.language.marked import put_marked, take_marked
 from tileweave.language.matmul import give_part, matmul_tile, part_offsets, take_parts
+from tileweave.language.meet import await_pushed
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import count_last, faulted, leave, load_epoch, notify, poison, wait
 from tileweave.language.tile import cut, part_range, place_out, unit_count, unit_range
@@ -86,7 +87,7 @@ def end_of_pulls(
     inside = words < WORLD_SIZE * MAX_SLICES
     if faulted(control) != 0:  # let the copies go: what they bring is overwritten below
         tl.store(flags + words, tl.full([8 * MAX_SLICES], 1, tl.int32), mask=inside)
-    wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)
+    await_pushed(signals, epoch, control, report, WORLD_SIZE)
     tl.store(flags + words, tl.zeros_like(words), mask=inside)
     if faulted(control) != 0:
         poison(out, out_size, BLOCK)

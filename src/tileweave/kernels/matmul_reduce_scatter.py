@@ -6,7 +6,8 @@
 
 Who writes, who reads. A partial tile of rows of a peer goes into that peer's slot, into this rank's place, and nobody else
 writes there; own tiles are never sent: the program that computed one adds the peers' partials to its accumulator, in fp32
-and in rank order, rounds once and stores the result. Two transports:
+and in a fixed order (pushes: by rank; copies: as they come, rank-1, rank-2, ...), rounds once and stores the result. Two
+transports:
 
 ``"copy_engine"``  tiles are stored in ``staging`` and counted in; a copy engine that waits for a chunk's count takes the
     chunk to its owner (rows padded to whole tiles, row-major), a signal behind it. Own tiles wait for their chunk.
@@ -57,7 +58,7 @@ from tileweave.config import MatmulConfig
 from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.language.marked import expected_zero, put_marked, take_marked
 from tileweave.language.matmul import give_part, matmul_tile, part_offsets, take_parts
-from tileweave.language.meet import meet
+from tileweave.language.meet import await_pushed, meet
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import count_in, faulted, leave, load_epoch, wait
 from tileweave.language.tile import cut, part_range, place_out, unit_count, unit_range
@@ -122,11 +123,13 @@ def store_rows(value, target, row, col, cols, mask, pitch=None):
 
 
 @triton.jit
-def add_copied(acc, slot, row, row_limit, col, cols, place_rows, COUNT: tl.constexpr):
-    """``acc`` plus what copy engines brought of these rows (within their owner), in rank order."""
+def add_copied(acc, slot, row, row_limit, col, cols, place_rows, rank, WORLD_SIZE: tl.constexpr):
+    """``acc`` plus what copy engines brought of these rows (within their owner), in the order in which it comes."""
     mask = (row < row_limit)[:, None] & (col < cols)[None, :]
-    for i in tl.static_range(COUNT):
-        pointers = slot + (i * place_rows + row).to(tl.int64)[:, None] * cols + col[None, :]
+    for step in tl.static_range(1, WORLD_SIZE):
+        source = (rank + WORLD_SIZE - step) % WORLD_SIZE
+        place = source - (source > rank).to(tl.int32)
+        pointers = slot + (place * place_rows + row).to(tl.int64)[:, None] * cols + col[None, :]
         acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     return acc
 
@@ -134,7 +137,7 @@ def add_copied(acc, slot, row, row_limit, col, cols, place_rows, COUNT: tl.const
 @triton.jit
 def end_of_copies(signals, counters, epoch, control, report, WORLD_SIZE: tl.constexpr):
     """The copy engine reads the epoch word and the counters: it must have pushed before they move."""
-    wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report)
+    await_pushed(signals, epoch, control, report, WORLD_SIZE)
     words = tl.arange(0, 8 * MAX_SLICES)
     tl.store(counters + words, tl.zeros_like(words), mask=words < (WORLD_SIZE - 1) * MAX_SLICES)
 
@@ -208,7 +211,7 @@ def matmul_reduce_scatter_kernel(
                     chunk = (first_row - rank * rows) // TILE_M // chunk_rows
                     for i in tl.static_range(1, WORLD_SIZE):
                         wait(signals, 1, epoch, (rank + i) % WORLD_SIZE * MAX_SLICES + chunk, tile, control, report)
-                    acc = add_copied(acc, slots + slot_offset, within, rows, col, cols, tile_rows * TILE_M, WORLD_SIZE - 1)
+                    acc = add_copied(acc, slots + slot_offset, within, rows, col, cols, tile_rows * TILE_M, rank, WORLD_SIZE)
                 if HAS_BIAS:
                     acc += tl.load(bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
                 if HAS_RESIDUAL:

@@ -25,10 +25,9 @@ from tileweave.language.hopper import (
     store_async,
     unit_count,
     unit_range,
-    wait,
 )
 from tileweave.language.hopper_marked import expected_zero, push_piece, push_result, take_marked
-from tileweave.language.hopper_meet import meet
+from tileweave.language.hopper_meet import await_pushed, meet
 from tileweave.language.hopper_pulled import announce_chunk, end_of_pulls
 from tileweave.schedule import MIN_SPAN as _MIN_SPAN
 
@@ -95,7 +94,7 @@ def store_partition(
             if program == num_programs - 1:
                 end_of_pulls(signals, out, slot, num_chunks, rank, epoch, out_size, control, report, WORLD_SIZE)
         elif program == num_programs - 1:  # the copy engine reads the epoch word and the counters until it has pushed
-            wait(signals, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, epoch, -1, control, report, 1, 1)
+            await_pushed(signals, epoch, control, report, WORLD_SIZE, 1)
             word = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
             for i in gl.static_range(WORLD_SIZE - 1):
                 gl.store(counters + num_programs + i * MAX_SLICES + word, word * 0)
@@ -103,14 +102,61 @@ def store_partition(
 
 
 @gluon.jit
+def add_piece(piece, turn, a_ring, empty, ready, STAGES: gl.constexpr):
+    """``piece`` plus what stands in the ring. Returns (piece, ring turn)."""
+    index = turn % STAGES
+    mbarrier.wait(ready.index(index), (turn // STAGES) & 1)
+    piece += a_ring.index(index).load(piece.type.layout).to(gl.float32)
+    mbarrier.arrive(empty.index(index), count=1)
+    return piece, turn + 1
+
+
+@gluon.jit
+def add_arrived(
+    pieces, turn, peers, a_ring, empty, ready, partials, part_at, helpers, crew,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """A tile's pieces, plus what helpers made of it, plus what ``peers`` peers sent, all of one and then of the next.
+
+    Returns (pieces, ring turn). Pieces have names: a loop carries tensors, and no tuples.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
+    if TILE_N == 256:
+        a, b, c, d = pieces
+        a = add_parts(gl.convert_layout(a, layout), 0, partials, part_at, helpers, crew, TILE_M, TILE_N)
+        b = add_parts(gl.convert_layout(b, layout), PIECE, partials, part_at, helpers, crew, TILE_M, TILE_N)
+        c = add_parts(gl.convert_layout(c, layout), 2 * PIECE, partials, part_at, helpers, crew, TILE_M, TILE_N)
+        d = add_parts(gl.convert_layout(d, layout), 3 * PIECE, partials, part_at, helpers, crew, TILE_M, TILE_N)
+        for _ in range(0, peers):
+            a, turn = add_piece(a, turn, a_ring, empty, ready, STAGES)
+            b, turn = add_piece(b, turn, a_ring, empty, ready, STAGES)
+            c, turn = add_piece(c, turn, a_ring, empty, ready, STAGES)
+            d, turn = add_piece(d, turn, a_ring, empty, ready, STAGES)
+        return (a, b, c, d), turn
+    elif TILE_N == 128:
+        a, b = pieces
+        a = add_parts(gl.convert_layout(a, layout), 0, partials, part_at, helpers, crew, TILE_M, TILE_N)
+        b = add_parts(gl.convert_layout(b, layout), PIECE, partials, part_at, helpers, crew, TILE_M, TILE_N)
+        for _ in range(0, peers):
+            a, turn = add_piece(a, turn, a_ring, empty, ready, STAGES)
+            b, turn = add_piece(b, turn, a_ring, empty, ready, STAGES)
+        return (a, b), turn
+    else:
+        a = add_parts(gl.convert_layout(pieces[0], layout), 0, partials, part_at, helpers, crew, TILE_M, TILE_N)
+        for _ in range(0, peers):
+            a, turn = add_piece(a, turn, a_ring, empty, ready, STAGES)
+        return (a,), turn
+
+
+@gluon.jit
 def finish_piece(
-    piece, first_col, turn, sent, bias, residual, out, partials, a_ring, empty, ready, boxes, free, full, slots, slot_table,
-    control, report, slot_offset, place_size, at, result_at, part_at, helpers, crew, tile, epoch,
+    piece, first_col, sent, bias, residual, out, partials, boxes, free, full, slots, slot_table, control, report,
+    slot_offset, place_size, at, result_at, part_at, helpers, crew, tile, epoch,
     rank, rows, cols, first_row, row_limit, home, col,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    TILE_N: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """Columns [first_col, first_col + 64) of a tile that this program owns. Returns (ring turn, box turn)."""
+    """Columns [first_col, first_col + 64) of a tile that this program owns. Returns the box turn."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
     dtype: gl.constexpr = out.dtype.element_ty
     piece = gl.convert_layout(piece, layout)
@@ -148,12 +194,6 @@ def finish_piece(
                 store_own(piece, out, rank * rows, first_row, rank * rows, rank * rows + rows, col + first_col, cols)
     else:
         if home == rank:
-            for _ in gl.static_range(WORLD_SIZE - 1):
-                index = turn % STAGES
-                mbarrier.wait(ready.index(index), (turn // STAGES) & 1)
-                piece += a_ring.index(index).load(layout).to(gl.float32)
-                mbarrier.arrive(empty.index(index), count=1)
-                turn += 1
             fault = gl.load(control + FAULT, volatile=True)
             piece = finish(piece, fault, bias, col + first_col, cols, HAS_BIAS)
         mbarrier.wait(free.index(sent % BOXES), ((sent // BOXES) & 1) ^ 1)
@@ -161,7 +201,7 @@ def finish_piece(
         fence_async_shared()
         mbarrier.arrive(full.index(sent % BOXES), count=1)
         sent += 1
-    return turn, sent
+    return sent
 
 
 @gluon.jit

@@ -4,9 +4,10 @@ Read ``kernels/matmul_reduce_scatter.py`` first: equation, signals, timeline and
 
 - Three partitions: *load* feeds TMA, *multiply* runs wgmma and the epilogue, in pieces of 64 columns, *store* takes pieces
   from shared memory to memory, drains and counts them in, beside the other two.
-- ``"copy_engine"``: what copy engines brought for an own tile comes through the same ring as its operands: *load* waits for
-  the chunk's signals and asks for the peers' pieces behind the last K block, *multiply* adds them as they come. So the
-  wait and the way from memory are hidden as those of operands are. Ranks meet in *store*.
+- ``"copy_engine"``: what copy engines brought for an own tile comes through the same ring as its operands: behind the last K
+  block *load* waits for the chunk of one peer after the other and asks for its pieces, *multiply* adds them as they come. So
+  the wait and the way from memory are hidden as those of operands are, and behind the last peer's signal stands only that
+  peer's part. Ranks meet in *store*.
 - ``"sm"``: *multiply* pushes registers and polls for registers, and *store* has nothing to do.
 - ``EXCHANGE`` (``matmul_all_to_all.py``, whose protocol it is then): nothing is added. ``rows`` are those of a part, padded to
   whole tiles; *store* announces chunks to their owners, who pull them, and the last one ends the call.
@@ -34,6 +35,7 @@ from tileweave.kernels.matmul_reduce_scatter_epilogue import (
     MAX_SLICES,
     MIN_SPAN,
     PIECE,
+    add_arrived,
     finish_part,
     finish_piece,
     pieces_of,
@@ -103,22 +105,22 @@ def load_partition(
             if (program == owner) & (first_row // rows == rank):
                 row = first_row - rank * rows
                 chunk = row // TILE_M // chunk_rows
-                if ((arrived >> chunk) & 1) == 0:
-                    for i in gl.static_range(1, WORLD_SIZE):
-                        source = (rank + i) % WORLD_SIZE
+                for step in gl.static_range(1, WORLD_SIZE):  # in the order in which they come
+                    source = (rank + WORLD_SIZE - step) % WORLD_SIZE
+                    if ((arrived >> chunk) & 1) == 0:
                         spin(signals + chunk, source, source, MAX_SLICES, epoch, tile, control, report, 1, 1, 1)
-                    acquire(epoch)
-                    arrived = arrived | (1 << chunk)
-                for piece in gl.static_range(TILE_N // PIECE):
-                    for i in gl.static_range(WORLD_SIZE - 1):
+                        acquire(epoch)
+                    place = source - (source > rank).to(gl.int32)
+                    for piece in gl.static_range(TILE_N // PIECE):
                         at = turn % STAGES
                         mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
                         mbarrier.expect(ready.index(at), TILE_M * PIECE * 2)
                         load_slot(
-                            slot0_desc, slot1_desc, slot, i * tile_rows * TILE_M + row, col * TILE_N + piece * PIECE,
+                            slot0_desc, slot1_desc, slot, place * tile_rows * TILE_M + row, col * TILE_N + piece * PIECE,
                             ready.index(at), a_ring.index(at),
                         )  # fmt: skip
                         turn += 1
+                arrived = arrived | (1 << chunk)
         stamp(trace, record, 1, epoch, TRACE)
         record += 1
     leave(control, epoch, num_partitions)
@@ -166,6 +168,13 @@ def multiply_partition(
             at, result_at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
             col = tile_col * TILE_N
             pieces = pieces_of(acc, TILE_N)
+            parts = helpers
+            if not PUSH and not EXCHANGE:
+                peers = (home == rank).to(gl.int32) * (WORLD_SIZE - 1)
+                pieces, turn = add_arrived(
+                    pieces, turn, peers, a_ring, empty, ready, partials, program, helpers, crew, TILE_M, TILE_N, STAGES, WARPS
+                )
+                parts = helpers * 0
             for i in gl.static_range(TILE_N // PIECE):
                 if EXCHANGE:
                     sent = finish_part(
@@ -175,11 +184,11 @@ def multiply_partition(
                         WORLD_SIZE, PUSH, TILE_M, TILE_N, WARPS, HAS_BIAS,
                     )  # fmt: skip
                 else:
-                    turn, sent = finish_piece(
-                        pieces[i], i * PIECE, turn, sent, bias, residual, out, partials, a_ring, empty, ready, boxes, free,
-                        full, slots, slot_table, control, report, slot_offset, place_size, at, result_at, program, helpers,
+                    sent = finish_piece(
+                        pieces[i], i * PIECE, sent, bias, residual, out, partials, boxes, free,
+                        full, slots, slot_table, control, report, slot_offset, place_size, at, result_at, program, parts,
                         crew, tile, epoch, rank, rows, cols, first_row, row_limit, home, col,
-                        WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N, STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL,
+                        WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N, WARPS, HAS_BIAS, HAS_RESIDUAL,
                     )  # fmt: skip
         stamp(trace, record, 2, epoch, TRACE)
         record += 1

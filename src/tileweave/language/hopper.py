@@ -26,6 +26,8 @@ EPOCH = gl.constexpr(0)
 LEAVERS = gl.constexpr(1)
 FAULT = gl.constexpr(2)
 TIMEOUT_US = gl.constexpr(3)
+MEETING_US = gl.constexpr(4)
+PUSHED_US = gl.constexpr(5)
 
 place, place_out, segment, cut, unit_count, unit_range, part_range = (gluon.jit(source) for source in _tile.SOURCES)
 
@@ -121,8 +123,9 @@ def are_there(signals, first, last, stride, epoch, COUNT: gl.constexpr, SPREAD: 
 
 @gluon.jit
 def spin(
-    signals, first, last, stride, epoch, unit, control, report, COUNT: gl.constexpr, SPREAD: gl.constexpr, WARPS: gl.constexpr
-):
+    signals, first, last, stride, epoch, unit, control, report, COUNT: gl.constexpr, SPREAD: gl.constexpr, WARPS: gl.constexpr,
+    LIMIT: gl.constexpr = TIMEOUT_US,
+):  # fmt: skip
     """Poll until all of ``signals[s * stride : s * stride + COUNT]`` for s in [first, last] have reached ``epoch``.
 
     All words are polled at once, ``SPREAD`` * ``COUNT`` of them (powers of two, ``SPREAD`` > last - first). It orders
@@ -131,7 +134,7 @@ def spin(
     index = words_of(first, last, stride, COUNT, SPREAD, WARPS)
     lag = gl.min(gl.load(signals + index, volatile=True) - epoch, axis=0)
     if lag < 0:
-        limit = gl.load(control + TIMEOUT_US, volatile=True).to(gl.int64) * 1000
+        limit = gl.load(control + LIMIT, volatile=True).to(gl.int64) * 1000
         started = clock(lag)
         while (lag < 0) & (clock(lag) - started <= limit):
             lag = gl.min(gl.load(signals + index, volatile=True) - epoch, axis=0)

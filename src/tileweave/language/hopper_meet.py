@@ -1,11 +1,11 @@
-"""Ranks that begin to send at the same time, in Gluon: twin of ``language/meet.py``."""
+"""Ranks that begin to send at the same time, and their ends, in Gluon: twins of words in ``language/meet.py``."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileweave.language.hopper import acquire, notify_all, spin
+from tileweave.language.hopper import MEETING_US, PUSHED_US, acquire, notify_all, spin
 
 MAX_SLICES = gl.constexpr(32)
 
@@ -17,5 +17,13 @@ def meet(
     """Tell every rank that this one has come, and wait until all have; see ``meet.meet``."""
     first: gl.constexpr = WORLD_SIZE * MAX_SLICES
     notify_all(signal_table, first + rank, rank, epoch, WORLD_SIZE, True, WARPS)
-    spin(signals, rank * 0 + first, rank * 0 + first + WORLD_SIZE - 1, 1, epoch, unit, control, report, 1, 8, WARPS)
+    spin(signals, rank * 0 + first, rank * 0 + first + WORLD_SIZE - 1, 1, epoch, unit, control, report, 1, 8, WARPS, MEETING_US)
+    acquire(epoch)
+
+
+@gluon.jit
+def await_pushed(signals, epoch, control, report, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr):
+    """The own copy engine has done the last copy of this call; see ``meet.await_pushed``."""
+    pushed: gl.constexpr = WORLD_SIZE * MAX_SLICES + WORLD_SIZE
+    spin(signals, epoch * 0 + pushed, epoch * 0 + pushed, 1, epoch, -1, control, report, 1, 1, WARPS, PUSHED_US)
     acquire(epoch)

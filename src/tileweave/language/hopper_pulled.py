@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tileweave.language.hopper import FAULT, block_barrier, notify, symm_at, wait
+from tileweave.language.hopper_meet import await_pushed
 
 MAX_SLICES = gl.constexpr(32)
 
@@ -47,7 +48,7 @@ def end_of_pulls(
     if faulted(control):  # let the copies go: what they bring is overwritten below
         set_flags(flags, 1, WORLD_SIZE)
         block_barrier()
-    wait(signals, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, epoch, -1, control, report, 1, 1)
+    await_pushed(signals, epoch, control, report, WORLD_SIZE, 1)
     set_flags(flags, 0, WORLD_SIZE)
     if faulted(control):
         word = gl.arange(0, 256, layout=gl.BlockedLayout([8], [32], [1], [0]))

@@ -99,10 +99,13 @@ def multiprocessor() -> object:
     return _scalar(0)
 
 
-def wait(signals: object, count: object, epoch: object, first: object, unit: object, control: object, report: object):
+def wait(
+    signals: object, count: object, epoch: object, first: object, unit: object, control: object, report: object,
+    LIMIT: object = _TIMEOUT_US,
+) -> object:  # fmt: skip
     base, number, expected, index = _value(signals), _value(count), _value(epoch), _value(first)
     block = _value(control)
-    limit = MEMORY.load(block + 4 * _TIMEOUT_US) * 1e-6
+    limit = MEMORY.load(block + 4 * _value(LIMIT)) * 1e-6
     started = MEMORY.seconds()
     _tell("wait", signal=index, count=number, epoch=expected, unit=_value(unit))
     for i in range(index, index + number):

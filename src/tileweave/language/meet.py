@@ -11,7 +11,8 @@ signal (int32)                  value  notifier    waiter
 [R * MAX_SLICES + source]       epoch  ``source``  every rank, before its first copy goes
 ==============================  =====  ==========  =====================================
 
-It costs the slowest rank nothing, the others wait for its data anyway. And behind it every rank has begun this call, hence
+It costs a rank that is late up to the time of the copies, which used to be there when it came, and nothing where they hide
+behind the matmul; the others wait for its data anyway. And behind it every rank has begun this call, hence
 ended the one before: the slot of that call may be written again, whatever its number.
 """
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tileweave.language.signal import notify_all, wait
+from tileweave.language.signal import MEETING_US, PUSHED_US, notify_all, wait
 
 MAX_SLICES = tl.constexpr(32)
 
@@ -31,4 +32,13 @@ def meet(signal_table, signals, rank, epoch, unit, control, report, WORLD_SIZE: 
     first = WORLD_SIZE * MAX_SLICES
     notify_all(signal_table, first + rank, rank, epoch, WORLD_SIZE, True)
     for i in tl.static_range(1, WORLD_SIZE):
-        wait(signals, 1, epoch, first + (rank + i) % WORLD_SIZE, unit, control, report)
+        wait(signals, 1, epoch, first + (rank + i) % WORLD_SIZE, unit, control, report, MEETING_US)
+
+
+@triton.jit
+def await_pushed(signals, epoch, control, report, WORLD_SIZE: tl.constexpr):
+    """The own copy engine has done the last copy of this call. Before that no counter, no flag and no epoch word may move.
+
+    Not even after a time-out, in which copies may only just have begun: so this wait has a limit of its own.
+    """
+    wait(signals, 1, epoch, WORLD_SIZE * MAX_SLICES + WORLD_SIZE, -1, control, report, PUSHED_US)

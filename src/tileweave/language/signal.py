@@ -43,7 +43,9 @@ from triton.language.target_info import cuda_capability_geq, is_hip
 EPOCH = tl.constexpr(0)
 LEAVERS = tl.constexpr(1)
 FAULT = tl.constexpr(2)
-TIMEOUT_US = tl.constexpr(3)
+TIMEOUT_US = tl.constexpr(3)  # the limit of a wait; see ``transport/base.py``
+MEETING_US = tl.constexpr(4)
+PUSHED_US = tl.constexpr(5)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -180,12 +182,12 @@ def _wait_one(signal, epoch):
 
 
 @triton.jit
-def _poll(signals, count: tl.constexpr, epoch, first, unit, control, report):
+def _poll(signals, count: tl.constexpr, epoch, first, unit, control, report, LIMIT: tl.constexpr = TIMEOUT_US):
     """Until :func:`wait` may go on, or its time is up. Orders nothing; each warp by itself, without a barrier."""
     words = signals + first + tl.arange(0, count)
     lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
     if lag < 0:
-        limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
+        limit = tl.load(control + LIMIT, volatile=True).to(tl.int64) * 1000
         started = clock()
         while (lag < 0) & (clock() - started <= limit):
             lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
@@ -196,12 +198,13 @@ def _poll(signals, count: tl.constexpr, epoch, first, unit, control, report):
 
 
 @triton.jit
-def wait(signals, count: tl.constexpr, epoch, first, unit, control, report):
+def wait(signals, count: tl.constexpr, epoch, first, unit, control, report, LIMIT: tl.constexpr = TIMEOUT_US):
     """Wait until ``signals[first : first + count]`` have all reached ``epoch``. Returns a token, always 0.
 
     Afterwards this program's loads see what was stored before each of those signals. ``count`` is a power of two, at
-    most 32. ``unit`` names the waiting unit of work in the report. Stand it once per tile, outside the loop over K; inside
-    a pipelined loop pass the loads' offset through :func:`consume_token`.
+    most 32. ``unit`` names the waiting unit of work in the report, ``LIMIT`` the word of ``control`` with the time it has.
+    Stand it once per tile, outside the loop over K; inside a pipelined loop pass the loads' offset through
+    :func:`consume_token`.
     """
     token = tl.cast(0, tl.int32)
     if is_hip():
@@ -211,7 +214,7 @@ def wait(signals, count: tl.constexpr, epoch, first, unit, control, report):
         if lowest < 0:
             expire(control, report, first, unit, epoch, lowest + epoch)
     else:
-        _poll(signals, count, epoch, first, unit, control, report)
+        _poll(signals, count, epoch, first, unit, control, report, LIMIT)
         token = acquire()
         tl.debug_barrier()
     return token

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from tileweave.topology import Machine
 
 # Words of an instance's control block (int32, local to a rank, see ``language/signal.py``).
-EPOCH, LEAVERS, FAULT, TIMEOUT_US = 0, 1, 2, 3
+# Limits of waits, microseconds. TIMEOUT_US: for data, an eighth more than peers have to come; 0 after a fault, so that a call
+# with many waits ends. MEETING_US: for peers to come; it runs out first, so that the report names who is late and not who
+# waits for that one, too. PUSHED_US: for own copies, which may begin only then; a kernel must not end before them.
+EPOCH, LEAVERS, FAULT, TIMEOUT_US, MEETING_US, PUSHED_US = 0, 1, 2, 3, 4, 5
 CONTROL_WORDS = 8
 # Words of a fault report (int32, in memory the host can read while kernels run).
 REPORT_SET, REPORT_SIGNAL, REPORT_UNIT, REPORT_EXPECTED, REPORT_SEEN = 0, 1, 2, 3, 4

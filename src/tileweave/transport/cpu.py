@@ -65,11 +65,12 @@ class CpuTransport:
                 self._abandoned.set()
 
     def _copy_all(self, copies: Sequence[Copy], source: int) -> None:
-        begin = time.perf_counter_ns()
+        begin = 0
         for copy in copies:
             while copy.counter and ctypes.c_int32.from_address(copy.counter).value < copy.count:
                 if self._abandoned.wait(2e-4):
                     return
+            begin = begin or time.perf_counter_ns()
             for to, at in copy.pieces(source):
                 ctypes.memmove(to, at, copy.nbytes)
         if self.watch is not None:

@@ -69,7 +69,13 @@ class Instance:
         self._report = self.report.numpy()
         self.seconds = timeout_seconds()
         self.control[base.EPOCH] = 1
-        self.control[base.TIMEOUT_US] = int(self.seconds * 1e6)
+        limit = int(self.seconds * 1e6)
+        for word, microseconds in (
+            (base.TIMEOUT_US, limit + limit // 8),
+            (base.MEETING_US, limit),
+            (base.PUSHED_US, 2 * limit),
+        ):
+            self.control[word] = min(microseconds, 2**31 - 1)
         self.counters = torch.zeros(0, dtype=torch.int32, device=transport.device)
         self._slots: SymmetricBuffer | None = None
         self._retired: list[object] = []
