@@ -14,6 +14,8 @@ from tileweave.transport.base import (
     EPOCH,
     FAULT,
     LEAVERS,
+    MEETING_US,
+    PUSHED_US,
     REPORT_EXPECTED,
     REPORT_SEEN,
     REPORT_SET,
@@ -233,7 +235,10 @@ def test_time_outs_that_can_be(monkeypatch: pytest.MonkeyPatch, text: str, secon
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", text)
     assert timeout_seconds() == seconds
     instance = Instance(OP, NotingTransport())
-    assert int(instance.control[TIMEOUT_US]) == int(seconds * 1e6)
+    limits = [int(instance.control[word]) for word in (MEETING_US, TIMEOUT_US, PUSHED_US)]
+    assert limits[0] == int(seconds * 1e6), "peers have so long to come, and no longer"
+    assert limits[1] > 1.05 * limits[0] and limits[2] > 1.05 * limits[0], "who waits for what they send runs out later"
+    assert limits == sorted(limits) and limits[2] <= 2**31 - 1
 
 
 @pytest.mark.parametrize("text", ["", "abc", "0", "-1", "nan", "inf", "2000.5", "1 minute"])
