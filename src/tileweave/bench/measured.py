@@ -28,8 +28,8 @@ TITLES = {**BLOCKS, "prefill": "prefill, eager", "decode": "decode, in a CUDA gr
 HEAD = """# Measured
 
 Four NVIDIA H200 of one host, NVLink, multicast off, bf16, torch 2.11.0, triton 3.6.0, NCCL 2.28.9, 2026-11-21 and 22;
-microseconds, slowest rank, median of 7 repeats, all peers of a case interleaved; every repeat: [results](results). A table is one
-run, the last one that had all of its cases. M, N, K are global.
+microseconds, slowest rank, median of 7 repeats, all peers of a case interleaved; every repeat: [results](results). A table is
+one run, the last one that had all of its cases. M, N, K are global.
 `limit ratio`: a bare matmul beside copies of the same size, over ours. `unfused`: NCCL and cuBLAS (`torch._grouped_mm` with
 both permutes for experts; `no order`: without them, which is faster and gives no right result). Bold: slower than a rival.
 Written by `python -m tileweave.bench.measured docs/results`.
