@@ -30,7 +30,7 @@ class PeerTimeout(TileweaveError, RuntimeError):
 
     Attributes
     ----------
-    op, rank, peer : which operator, who waited, and for whom (-1: a barrier, where it is not known for whom).
+    op, rank, peer : which operator, who waited, and for whom (-1: a barrier or own copies, where it is not known for whom).
     unit : the index of the waiting unit of work (a tile, or ``-1`` for a barrier).
     expected, seen : the epoch that was awaited and the one that stood in the signal.
     """

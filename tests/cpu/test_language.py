@@ -12,9 +12,10 @@ import triton.language as tl
 from tests.worlds import Member, World, Worlds
 
 from tileweave.errors import PeerTimeout
+from tileweave.language.meet import meet
 from tileweave.language.remote import get, put, symm_at
 from tileweave.language.signal import clock, consume_token, faulted, fence, leave, load_epoch, notify, wait
-from tileweave.transport.base import EPOCH, FAULT, LEAVERS, TIMEOUT_US
+from tileweave.transport.base import EPOCH, FAULT, LEAVERS, MEETING_US, PUSHED_US, TIMEOUT_US
 from tileweave.transport.cpu import CpuTransport
 from tileweave.transport.workspace import MAX_SLICES, Instance
 
@@ -52,6 +53,44 @@ def wait_kernel(signals, control, report, seen, first, COUNT: tl.constexpr):
     tl.store(seen + 1, faulted(control))
     tl.store(seen + 2, (clock() >= began).to(tl.int32))
     leave(control, epoch, tl.num_programs(0))
+
+
+@triton.jit
+def meet_kernel(signal_table, signals, control, report, rank, WORLD_SIZE: tl.constexpr):
+    epoch = load_epoch(control)
+    meet(signal_table, signals, rank, epoch, -1, control, report, WORLD_SIZE)
+    leave(control, epoch, tl.num_programs(0))
+
+
+def meetings(me: Member) -> None:
+    """Nobody passes before all have come; a rank that is a call further has given the others up, and they say so."""
+    instance = Instance("meet", CpuTransport(dist.group.WORLD))
+    where = (instance.signal_table, instance.signals, instance.control, instance.report, me.rank)
+    for call in range(1, 4):
+        me.barrier()
+        if me.rank == call % me.world_size:
+            time.sleep(0.1)
+        began = time.monotonic()
+        meet_kernel[(1,)](*where, WORLD_SIZE=me.world_size)
+        waited = time.monotonic() - began
+        assert me.rank == call % me.world_size or waited > 0.05, "the others wait for who is late"
+    words = instance.signals[MAX_SLICES * me.world_size :][: me.world_size]
+    assert words.tolist() == [3] * me.world_size
+    me.barrier()
+    if me.rank == 0:
+        words.fill_(4)
+        words[1] = 7  # as after time-outs: rank 1 is in call 7, this one in call 4
+        with pytest.raises(Exception, match="expected 4, saw 7"):
+            meet_kernel[(1,)](*where, WORLD_SIZE=me.world_size)
+        with pytest.raises(PeerTimeout, match="rank 1") as caught:
+            instance.check()
+        assert (caught.value.expected, caught.value.seen) == (4, 7)
+    me.barrier()
+    instance.transport.close()
+
+
+def test_meetings(world: World) -> None:
+    world.run(meetings)
 
 
 def exchange(me: Member, size: int, calls: int) -> None:
@@ -147,12 +186,13 @@ def a_wait_that_runs_out_of_time(me: Member, late: int, count: int) -> None:
             launch_wait(instance, 0, count)
         assert 0.2 <= time.monotonic() - started < 1.5
         assert int(instance.control[FAULT]) == 1
-        assert int(instance.control[TIMEOUT_US]) == 0, "later waits return at once"
+        assert int(instance.control[TIMEOUT_US]) == int(instance.control[MEETING_US]) == 0, "later waits return at once"
+        assert int(instance.control[PUSHED_US]) > 0, "but for those for own copies"
         with pytest.raises(PeerTimeout) as caught:
             instance.check()
         error = caught.value
         assert (error.unit, error.expected, error.seen) == (7, epoch, seen)
-        assert error.peer == min(late // MAX_SLICES, me.world_size - 1)
+        assert error.peer == late // MAX_SLICES
 
 
 @pytest.mark.parametrize(("late", "count"), [(0, 1), (0, 4), (3, 4), (31, 32)])

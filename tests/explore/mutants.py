@@ -53,6 +53,7 @@ _DATA = """        if pitch == width:
 """
 _MEET = "        meet(signal_table, signals, rank, epoch, -1, control, report, WORLD_SIZE)\n"
 _OPEN = "        count_in(counters + num_segments * num_programs)\n"
+_ALL_WAIT = "range(1, WORLD_SIZE):\n        wait"
 _NEVER = "            if 0: tl.store(counters + num_segments"
 _SIGNAL = "        copies.append(Copy(instance.signal_addresses[peer] + 4 * (rank * MAX_SLICES + chunk), epoch, 4))\n"
 _GIVE = "    tl.store(partials + (place + program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
@@ -180,7 +181,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a meeting that does not wait", MEET, "        wait(signals", "        0 and wait(signals", AG + "copy engine, captured"
     ),
-    Mutant("a meeting with one", MEET, "range(1, WORLD_SIZE)", "range(1, 2)", AG + "copy engine, captured"),
+    Mutant("a meeting with one", MEET, _ALL_WAIT, _ALL_WAIT.replace("WORLD_SIZE", "2"), AG + "copy engine, captured"),
     Mutant(
         "no word for the last push",
         FUSED,

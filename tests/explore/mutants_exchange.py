@@ -30,7 +30,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("pulled from another's place", PULLS, "place = s.rank - (s.rank > source)", "place = 0", OUT + "copy engine"),
     Mutant("one flag for both slots", PULLED, "(1 + slot) *", "(1 + 0) *", OUT + "copy engine", 2),
     Mutant("a flag is not set", PULLED, _FLAG, "", OUT + "copy engine"),
-    Mutant("flags move before the last pull", PULLED, _DONE, "", OUT + "copy engine"),
+    Mutant("flags move before the last pull", PULLED, _DONE, "", OUT + "copy engine", 2),
     Mutant("flags are not zeroed", PULLED, _RESET, "", OUT + "copy engine"),
     Mutant("every tile announces its chunk", PULLED, _COUNT, _COUNT.replace("if ", "if 1 + "), OUT + "copy engine"),
     Mutant("the first tile announces its chunk", WORDS, "== total - 1", "== 0", OUT + "copy engine"),

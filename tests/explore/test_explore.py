@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.explore.agreement import found_while_clocks_leap, told_of_what_does_not_come_again, triton_and_blocks_agree
 from tests.explore.hunt import MUTANTS
-from tests.explore.lateness import found_where_a_rank_never_comes
+from tests.explore.lateness import found_where_ranks_never_come
 
 from tileweave.errors import InputError
 from tileweave.explore.fuzz import STRATEGIES, _replay, fuzz, pool, replay
@@ -47,9 +47,9 @@ def test_what_does_not_come_again_is_told(worker: Executor) -> None:
     assert told.startswith("error: once\nreplay: ") and "did not come again" in told
 
 
-def test_a_rank_that_never_comes_is_named_and_everything_ends() -> None:
+def test_ranks_that_never_come_are_named_and_everything_ends() -> None:
     with pool(1) as processes:
-        assert processes.submit(found_where_a_rank_never_comes).result() == []
+        assert processes.submit(found_where_ranks_never_come).result() == []
 
 
 def test_replay() -> None:

@@ -88,6 +88,9 @@ def end_of_pulls(
     if faulted(control) != 0:  # let the copies go: what they bring is overwritten below
         tl.store(flags + words, tl.full([8 * MAX_SLICES], 1, tl.int32), mask=inside)
     await_pushed(signals, epoch, control, report, WORLD_SIZE)
+    if faulted(control) != 0:  # it may be that which ran out: a peer that came late has zeroed a flag of this call
+        tl.store(flags + words, tl.full([8 * MAX_SLICES], 1, tl.int32), mask=inside)
+        await_pushed(signals, epoch, control, report, WORLD_SIZE)
     tl.store(flags + words, tl.zeros_like(words), mask=inside)
     if faulted(control) != 0:
         poison(out, out_size, BLOCK)

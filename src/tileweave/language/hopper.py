@@ -103,6 +103,7 @@ def expire(control, report, signal, unit, expected, seen):
         block_barrier()
         gl.atomic_xchg(report, 1, sem="release", scope="sys")
     gl.store(control + TIMEOUT_US, 0)
+    gl.store(control + MEETING_US, 0)
 
 
 @gluon.jit

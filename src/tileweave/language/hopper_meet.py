@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileweave.language.hopper import MEETING_US, PUSHED_US, acquire, notify_all, spin
+from tileweave.language.hopper import MEETING_US, PUSHED_US, acquire, expire, notify_all, spin, words_of
 
 MAX_SLICES = gl.constexpr(32)
 
@@ -17,7 +17,14 @@ def meet(
     """Tell every rank that this one has come, and wait until all have; see ``meet.meet``."""
     first: gl.constexpr = WORLD_SIZE * MAX_SLICES
     notify_all(signal_table, first + rank, rank, epoch, WORLD_SIZE, True, WARPS)
-    spin(signals, rank * 0 + first, rank * 0 + first + WORLD_SIZE - 1, 1, epoch, unit, control, report, 1, 8, WARPS, MEETING_US)
+    begin, end = rank * 0 + first, rank * 0 + first + WORLD_SIZE - 1
+    spin(signals, begin, end, 1, epoch, unit, control, report, 1, 8, WARPS, MEETING_US)
+    index = words_of(begin, end, 1, 1, 8, WARPS)
+    leads = gl.load(signals + index, volatile=True) - epoch
+    lead = gl.max(leads, axis=0)
+    if lead > 0:
+        further = gl.min(gl.where(leads == lead, index, 0x7FFFFFFF), axis=0)
+        expire(control, report, further, unit, epoch, lead + epoch)
     acquire(epoch)
 
 

@@ -49,6 +49,10 @@ def end_of_pulls(
         set_flags(flags, 1, WORLD_SIZE)
         block_barrier()
     await_pushed(signals, epoch, control, report, WORLD_SIZE, 1)
+    if faulted(control):  # it may be that which ran out: a peer that came late has zeroed a flag of this call
+        set_flags(flags, 1, WORLD_SIZE)
+        block_barrier()
+        await_pushed(signals, epoch, control, report, WORLD_SIZE, 1)
     set_flags(flags, 0, WORLD_SIZE)
     if faulted(control):
         word = gl.arange(0, 256, layout=gl.BlockedLayout([8], [32], [1], [0]))

@@ -20,7 +20,7 @@ import triton.language as tl
 # Called with (event, details); see the calls of `_tell` below for the events there are.
 OBSERVERS: list[Callable[[str, dict[str, int]], None]] = []
 
-_EPOCH, _LEAVERS, _FAULT, _TIMEOUT_US = 0, 1, 2, 3
+_EPOCH, _LEAVERS, _FAULT, _TIMEOUT_US, _MEETING_US = 0, 1, 2, 3, 4
 
 
 class WaitExpired(RuntimeError):
@@ -119,6 +119,13 @@ def wait(
     return _scalar(0)
 
 
+def refuse_later(signals: object, epoch: object, index: object, unit: object, control: object, report: object) -> None:
+    number, expected = _value(index), _value(epoch)
+    seen = MEMORY.acquire(_value(signals) + 4 * number)
+    if wrapped(seen - expected) > 0:
+        _expire(_value(report), _value(control), number, _value(unit), expected, seen)
+
+
 def wait_here(words: object, value: object, index: object, unit: object, control: object, report: object) -> None:
     wait(words, 1, value, index, unit, control, report)
 
@@ -129,6 +136,7 @@ def _expire(report: int, control: int, signal: int, unit: int, expected: int, se
     MEMORY.store(report, 1)
     MEMORY.store(control + 4 * _FAULT, 1)
     MEMORY.store(control + 4 * _TIMEOUT_US, 0)
+    MEMORY.store(control + 4 * _MEETING_US, 0)
     raise WaitExpired(f"signal {signal}: expected {expected}, saw {seen}")
 
 

@@ -21,18 +21,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tileweave.language.signal import MEETING_US, PUSHED_US, notify_all, wait
+from tileweave.language.signal import MEETING_US, PUSHED_US, notify_all, refuse_later, wait
 
 MAX_SLICES = tl.constexpr(32)
 
 
 @triton.jit
 def meet(signal_table, signals, rank, epoch, unit, control, report, WORLD_SIZE: tl.constexpr):
-    """Tell every rank that this one has come, and wait until all have. One program of each rank, once a call."""
+    """Tell every rank that this one has come, and wait until all have. One program of each rank, once a call.
+
+    Nobody ends this call without copies of this rank, which go behind this. So a rank that is further has run out of time,
+    and what stands in the slot may be of a later call: that counts as a time-out here, too.
+    """
     first = WORLD_SIZE * MAX_SLICES
     notify_all(signal_table, first + rank, rank, epoch, WORLD_SIZE, True)
     for i in tl.static_range(1, WORLD_SIZE):
         wait(signals, 1, epoch, first + (rank + i) % WORLD_SIZE, unit, control, report, MEETING_US)
+    for i in tl.static_range(1, WORLD_SIZE):
+        refuse_later(signals, epoch, first + (rank + i) % WORLD_SIZE, unit, control, report)
 
 
 @triton.jit

@@ -159,7 +159,7 @@ def poison(target, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def expire(control, report, signal, unit, expected, seen):
-    """Report a wait that ran out of time, the first one only, and let later ones pass."""
+    """Report a wait that ran out of time, the first one only, and let later ones pass (but for ``PUSHED_US``)."""
     if tl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
         tl.store(report + 1, signal)
         tl.store(report + 2, unit)
@@ -168,6 +168,7 @@ def expire(control, report, signal, unit, expected, seen):
         tl.debug_barrier()
         tl.atomic_xchg(report, 1, sem="release", scope="sys")
     tl.store(control + TIMEOUT_US, 0)
+    tl.store(control + MEETING_US, 0)
 
 
 @triton.jit
@@ -218,6 +219,14 @@ def wait(signals, count: tl.constexpr, epoch, first, unit, control, report, LIMI
         token = acquire()
         tl.debug_barrier()
     return token
+
+
+@triton.jit
+def refuse_later(signals, epoch, index, unit, control, report):
+    """A time-out if ``signals[index]`` is of a later call: where nobody could have got there, a peer has given this one up."""
+    seen = tl.load(signals + index, volatile=True)
+    if seen - epoch > 0:
+        expire(control, report, index, unit, epoch, seen)
 
 
 @triton.jit
@@ -294,4 +303,4 @@ if INTERPRETED.value:
     notify, notify_all, wait, consume_token = bodies.notify, bodies.notify_all, bodies.wait, bodies.consume_token
     load_epoch, faulted, leave = bodies.load_epoch, bodies.faulted, bodies.leave
     leave_early, wait_here = bodies.leave, bodies.wait_here
-    pause, count_in, expire = bodies.pause, bodies.count_in, bodies.expire
+    pause, count_in, expire, refuse_later = bodies.pause, bodies.count_in, bodies.expire, bodies.refuse_later

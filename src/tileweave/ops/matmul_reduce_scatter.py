@@ -61,7 +61,7 @@ def matmul_reduce_scatter(
     Returns
     -------
     y [M / R, ..., N]: dimension 0 is scattered. bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the CPU. Fused sums
-    are fp32 in rank order, rounded once; for the unfused path see ``ops/reference.py``.
+    are fp32 in a fixed order, rounded once; for the unfused path see ``ops/reference.py``.
 
     Gradients: of x and w as if all ranks' rows went into one loss; that of ``bias`` is summed over the group.
 

@@ -1,6 +1,6 @@
 """Every operator unfused, in plain torch and torch.distributed: the specification, the oracle and the baseline.
 
-Rounding of sums over ranks. Fused kernels add fp32 numbers in rank order and round once. Here each rank's partial is
+Rounding of sums over ranks. Fused kernels add fp32 numbers in a fixed order and round once. Here each rank's partial is
 rounded to its dtype when its matmul stores it; then the CPU adds in fp32 in rank order and rounds once more, and NCCL
 adds in an order and with roundings of its own. The bias enters one partial, in fp32, before that is rounded; a residual
 is added to the rounded sum, and the result rounded again.

@@ -163,7 +163,7 @@ class Instance:
         raise PeerTimeout(
             self.op,
             rank,
-            min(peer, self.world_size - 1),
+            peer if peer < self.world_size else -1,  # own copies: whom they waited for is not known
             int(self._report[base.REPORT_UNIT]),
             int(self._report[base.REPORT_EXPECTED]),
             int(self._report[base.REPORT_SEEN]),
