@@ -22,7 +22,7 @@ from tileweave.language import interpreted
 from tileweave.transport.base import FAULT, MEETING_US, PUSHED_US, TIMEOUT_US
 from tileweave.transport.workspace import MAX_SLICES
 
-LIMIT = 1000  # of a meeting
+PATIENCE = 1000  # the limit of a meeting
 ENGINE = triton_config("copy_engine")
 SCENARIOS = (
     AllGatherMatmul("gather", ENGINE, ((16, 16, 16),), (1, 2, 3)),
@@ -113,7 +113,7 @@ def _run(world: World, scenario: Any, programs: int, absent: set[int], clock: Cl
     def body(rank: int) -> None:
         scenario.begin(world, rank, drawn)
         control = world.workspace(rank).instance(scenario.op, "copy_engine").control
-        for word, limit in ((TIMEOUT_US, LIMIT + LIMIT // 8), (MEETING_US, LIMIT), (PUSHED_US, 2 * LIMIT)):
+        for word, limit in ((TIMEOUT_US, PATIENCE + PATIENCE // 8), (MEETING_US, PATIENCE), (PUSHED_US, 2 * PATIENCE)):
             control[word] = limit
         for number in range(1 if rank in absent else calls):
             list(scenario.call(world, rank, number, drawn))
@@ -127,8 +127,8 @@ def _run(world: World, scenario: Any, programs: int, absent: set[int], clock: Cl
         first.setdefault(name.split(" program")[0], word)  # that is what a rank reports
     if not set(first.values()) <= {world.size * MAX_SLICES + rank for rank in absent} or len(first) != world.size - len(absent):
         wrong.append(f"reports name words {first}")
-    if clock.now > LIMIT + LIMIT // 8:
-        wrong.append(f"all have ended after {clock.now / LIMIT} time-outs")
+    if clock.now > PATIENCE + PATIENCE // 8:
+        wrong.append(f"all have ended after {clock.now / PATIENCE} time-outs")
     for rank in range(world.size):
         instance = world.workspace(rank).instance(scenario.op, "copy_engine")
         if instance.counters.count_nonzero():

@@ -41,18 +41,26 @@ def timeout_seconds() -> float:
     return seconds
 
 
+def _first_words(seconds: float) -> list[int]:
+    """A control block before the first call, where a wait may last ``seconds``."""
+    limit, words = int(seconds * 1e6), [0] * base.CONTROL_WORDS
+    words[base.EPOCH] = 1
+    words[base.TIMEOUT_US], words[base.MEETING_US], words[base.PUSHED_US] = limit + limit // 8, limit, 2 * limit
+    return [min(word, 2**31 - 1) for word in words]
+
+
 class Instance:
     """Slots, signals and epoch of one operator over one transport.
 
     Attributes
     ----------
-    signals : int32 ``[R, MAX_SLICES]`` then ``[R]`` barrier words then ``[1]`` for own pushes done; symmetric. Behind them,
+    signals : int32 ``[R, MAX_SLICES]`` then ``[R]`` words to meet by then ``[1]`` for own pushes done; symmetric. Behind them,
         ``[2, R, MAX_SLICES]`` *flags* by slot: 1 where a peer has something for a copy engine of this rank, else 0.
     signal_table, slot_table : int64 ``[R]``, the address of each rank's signals and slots as mapped here.
-    control : int32, local: epoch of the next call, programs that left, fault flag, time-out in microseconds.
+    control : int32, local: epoch of the next call, programs that left, fault flag, limits of waits in microseconds.
     report : int32, readable by the host while kernels run: the first wait that ran out of time.
     regions : which slots are lent to callers as results; all but operators that announce regions leave it alone.
-    counters : int32, local, zero between calls: how many parts of a tile have arrived.
+    counters : int32, local, zero between calls: how many parts of a tile have arrived; what copy engines wait for.
     captured : whether a CUDA graph holds a call, so that the host no longer knows the epoch.
     """
 
@@ -64,18 +72,10 @@ class Instance:
         words = self._signals.local.view(torch.int32)
         self.signals, self.flags = words[:signal_words], words[signal_words:]
         self.signal_table = self._table(self._signals)
-        self.control = torch.zeros(base.CONTROL_WORDS, dtype=torch.int32, device=transport.device)
         self.report = transport.host_visible(base.REPORT_WORDS)
         self._report = self.report.numpy()
         self.seconds = timeout_seconds()
-        self.control[base.EPOCH] = 1
-        limit = int(self.seconds * 1e6)
-        for word, microseconds in (
-            (base.TIMEOUT_US, limit + limit // 8),
-            (base.MEETING_US, limit),
-            (base.PUSHED_US, 2 * limit),
-        ):
-            self.control[word] = min(microseconds, 2**31 - 1)
+        self.control = torch.tensor(_first_words(self.seconds), dtype=torch.int32, device=transport.device)
         self.counters = torch.zeros(0, dtype=torch.int32, device=transport.device)
         self._slots: SymmetricBuffer | None = None
         self._retired: list[object] = []
