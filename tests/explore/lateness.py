@@ -2,7 +2,8 @@
 
 Real kernels and operators in the model of ``tileweave.explore``, with a clock that moves when nobody can go on: each wait has
 the time that its word of ``control`` gave it when it began, and what is due first runs out first. Then the fault is set and
-limits go, as ``expire`` does it, and the kernel goes on, as on a GPU; the interpreter would raise.
+limits go, as ``expire`` does it, those of waits that have begun, too. The kernel goes on, as on a GPU; the interpreter would
+raise.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tileweave.transport.base import FAULT, MEETING_US, PUSHED_US, TIMEOUT_US
 from tileweave.transport.workspace import MAX_SLICES
 
 PATIENCE = 1000  # the limit of a meeting
+SKEW = 5  # of two ranks: who gives up first lets its copies go, which others then wait for no more
 ENGINE = triton_config("copy_engine")
 SCENARIOS = (
     AllGatherMatmul("gather", ENGINE, ((16, 16, 16),), (1, 2, 3)),
@@ -39,7 +41,7 @@ class Clock:
 
     def __init__(self, world: World) -> None:
         self.tasks, self.now = world.tasks, 0
-        self.due: dict[Task, int] = {}  # of who waits
+        self.due: dict[Task, tuple[int, int, int]] = {}  # of who waits: when its time is up, its control block, the word there
         self.late: set[Task] = set()
         self.ran_out: list[tuple[str, int, int]] = []
         self.stuck, self.tasks._stuck = self.tasks._stuck, self.nobody_can_go_on
@@ -48,17 +50,24 @@ class Clock:
         waiting = [task for task in self.due if task.state == "parked"]
         if not waiting:
             return self.stuck()
-        self.now = max(self.now, min(self.due[task] for task in waiting))
+        self.now = max(self.now, min(self.due[task][0] for task in waiting))
         for task in waiting:
-            if self.due[task] <= self.now:
-                self.late.add(task)
-                task.state = "ready"
+            if self.due[task][0] <= self.now:
+                self.give_up(task)
         return False
+
+    def give_up(self, task: Task) -> None:
+        self.late.add(task)
+        if task.state == "parked":
+            task.state = "ready"
 
     def expire(self, block: int, index: int) -> None:
         self.ran_out.append((self.tasks.current.name, index, self.now))
         for word, value in ((FAULT, 1), (TIMEOUT_US, 0), (MEETING_US, 0)):
             ctypes.c_int32.from_address(block + 4 * word).value = value
+        for task, (_, its, limit) in self.due.items():
+            if its == block and limit in (TIMEOUT_US, MEETING_US):  # waits that have begun read their limit again
+                self.give_up(task)
 
     def wait(self, signals, count, epoch, first, unit, control, report, LIMIT=TIMEOUT_US):
         words, number, expected, begin, block, limit = map(
@@ -67,7 +76,7 @@ class Clock:
         me = self.tasks.current
         for index in range(begin, begin + number):
             time = ctypes.c_int32.from_address(block + 4 * limit).value
-            self.due[me] = self.now + time
+            self.due[me] = self.now + time, block, limit
             while interpreted.wrapped(interpreted.MEMORY.acquire(words + 4 * index) - expected) < 0:
                 if time == 0 or me in self.late:
                     self.expire(block, index)
@@ -113,7 +122,8 @@ def _run(world: World, scenario: Any, programs: int, absent: set[int], clock: Cl
     def body(rank: int) -> None:
         scenario.begin(world, rank, drawn)
         control = world.workspace(rank).instance(scenario.op, "copy_engine").control
-        for word, limit in ((TIMEOUT_US, PATIENCE + PATIENCE // 8), (MEETING_US, PATIENCE), (PUSHED_US, 2 * PATIENCE)):
+        patience = PATIENCE + rank * SKEW  # as if it had begun so much later
+        for word, limit in ((TIMEOUT_US, patience + PATIENCE // 8), (MEETING_US, patience), (PUSHED_US, 2 * PATIENCE)):
             control[word] = limit
         for number in range(1 if rank in absent else calls):
             list(scenario.call(world, rank, number, drawn))
@@ -127,7 +137,7 @@ def _run(world: World, scenario: Any, programs: int, absent: set[int], clock: Cl
         first.setdefault(name.split(" program")[0], word)  # that is what a rank reports
     if not set(first.values()) <= {world.size * MAX_SLICES + rank for rank in absent} or len(first) != world.size - len(absent):
         wrong.append(f"reports name words {first}")
-    if clock.now > PATIENCE + PATIENCE // 8:
+    if clock.now > PATIENCE + PATIENCE // 8 + world.size * SKEW:
         wrong.append(f"all have ended after {clock.now / PATIENCE} time-outs")
     for rank in range(world.size):
         instance = world.workspace(rank).instance(scenario.op, "copy_engine")

@@ -139,6 +139,7 @@ def spin(
         started = clock(lag)
         while (lag < 0) & (clock(lag) - started <= limit):
             lag = gl.min(gl.load(signals + index, volatile=True) - epoch, axis=0)
+            limit = gl.load(control + LIMIT, volatile=True).to(gl.int64) * 1000  # a fault ends waits that have begun, too
         if lag < 0:
             lags = gl.load(signals + index, volatile=True) - epoch
             lag = gl.min(lags, axis=0)

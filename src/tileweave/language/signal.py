@@ -192,6 +192,7 @@ def _poll(signals, count: tl.constexpr, epoch, first, unit, control, report, LIM
         started = clock()
         while (lag < 0) & (clock() - started <= limit):
             lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
+            limit = tl.load(control + LIMIT, volatile=True).to(tl.int64) * 1000  # a fault ends waits that have begun, too
         if lag < 0:
             lags = tl.load(words, volatile=True) - epoch
             late = tl.argmin(lags, axis=0)
