@@ -2,8 +2,9 @@
 
 Gluon has no interpreter. But ``grouped_combine_tasks.py`` computes with what both languages have: layouts aside, and with
 Triton's words for waits and signals, it is Triton. So here every rank is one program that multiplies (the Triton kernel's
-role), lists rows and then serves all tickets, over lists that begin as garbage. What warps do beside each other, and what a
-layout must be, only a GPU shows.
+role), lists rows and then serves all tickets, over lists that begin as garbage. Where programs run beside each other, as in
+``tests/explore``, there are two for each multiprocessor: *reduce* lists rows and serves early tickets, *multiply* has the tiles
+and serves early and late ones. What a layout must be, only a GPU shows.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tileweave.language.signal import leave, load_epoch, wait
 WORDS = """
 import triton
 import triton.language as tl
+from tileweave.kernels import combine_tickets
 from tileweave.language import remote, signal
 from tileweave.language.signal import notify
 
@@ -107,40 +109,54 @@ def twin_kernel(
     depth, stride_y, stride_e, stride_w, chunks, chunk_cols, groups, group_blocks, blocks,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
-    DEPTH_FIRST: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
+    DEPTH_FIRST: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr, PARTITIONS: tl.constexpr,
 ):  # fmt: skip
-    """A rank's one program: all roles, one after another."""
+    """A rank's one program: all roles, one after another. ``PARTITIONS`` 2: *reduce* and *multiply* are two programs."""
+    partition = tl.program_id(0) % PARTITIONS
+    program = tl.program_id(0) // PARTITIONS
+    programs = tl.num_programs(0) // PARTITIONS
     epoch = load_epoch(control)
     parity = epoch & 1
+    slot_offset = parity.to(tl.int64) * slot_size
     weights_offset = weights_base + parity.to(tl.int64) * weights_slot
     counts = counters + parity * COUNTER_WORDS
-    clear_other_counts(counters, parity, WARPS)
-    if WEIGHTED:
-        push_weights(
-            weights, counts, slot_table, signal_table, weights_offset, rank, tokens * TOPK, max_tokens * TOPK, epoch, 0, 1,
-            WORLD_SIZE, WARPS,
+    if partition == 0:
+        if program == 0:
+            clear_other_counts(counters, parity, WARPS)
+        if WEIGHTED:
+            push_weights(
+                weights, counts, slot_table, signal_table, weights_offset, rank, tokens * TOPK, max_tokens * TOPK, epoch,
+                program, programs, WORLD_SIZE, WARPS,
+            )  # fmt: skip
+        list_rows(
+            entry_row, topk_ids, rows, factors, lengths, counts, slot_table, signals, control, report, weights_offset, rank,
+            experts, tokens, max_tokens, epoch, program, programs, WORLD_SIZE, TOPK, WEIGHTED, WARPS,
         )  # fmt: skip
-    multiply_role(
-        y, w, offsets, products, counts, 0, 1, experts, cols, depth, chunks, chunk_cols, stride_y, stride_e, stride_w,
-        TILE_M, TILE_N, TILE_K, GROUP_M, EVEN_K, DEPTH_FIRST,
-    )  # fmt: skip
-    list_rows(
-        entry_row, topk_ids, rows, factors, lengths, counts, slot_table, signals, control, report, weights_offset, rank,
-        experts, tokens, max_tokens, epoch, 0, 1, WORLD_SIZE, TOPK, WEIGHTED, WARPS,
-    )  # fmt: skip
-    serve_tickets(
-        products, rows, factors, lengths, offsets, out, counts, slots, slot_table, signal_table, signals, control, report,
-        parity.to(tl.int64) * slot_size, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens, groups,
-        group_blocks, blocks, 1, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS,
-    )  # fmt: skip
-    for step in tl.static_range(1, WORLD_SIZE):  # also where this rank has no tokens
-        word = (rank + step) % WORLD_SIZE * SLICES + chunks * groups
-        wait(signals, 1, epoch, word, -1, control, report)
-    leave(control, epoch, 1)
+        if PARTITIONS == 2:
+            serve_tickets(
+                products, rows, factors, lengths, offsets, out, counts, slots, slot_table, signal_table, signals, control,
+                report, slot_offset, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens, groups, group_blocks,
+                blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS, 1,
+            )  # fmt: skip
+    if partition == PARTITIONS - 1:
+        multiply_role(
+            y, w, offsets, products, counts, program, programs, experts, cols, depth, chunks, chunk_cols, stride_y, stride_e,
+            stride_w, TILE_M, TILE_N, TILE_K, GROUP_M, EVEN_K, DEPTH_FIRST,
+        )  # fmt: skip
+        serve_tickets(
+            products, rows, factors, lengths, offsets, out, counts, slots, slot_table, signal_table, signals, control, report,
+            slot_offset, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens, groups, group_blocks, blocks,
+            programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS, 2,
+        )  # fmt: skip
+    if (partition == 0) & (program == programs - 1):
+        for step in tl.static_range(1, WORLD_SIZE):  # also where this rank has no tokens
+            word = (rank + step) % WORLD_SIZE * SLICES + chunks * groups
+            wait(signals, 1, epoch, word, -1, control, report)
+    leave(control, epoch, tl.num_programs(0))
 
 
 def launch(peers, y, experts, offsets, entry_row, topk_ids, weights, products, out, shape, config, rank, num_sms) -> None:
-    """As ``grouped_matmul_combine.launch``."""
+    """As ``grouped_matmul_combine.launch``, one program a rank; with ``num_reduce`` = 0 two for each multiprocessor."""
     s, c, cut = shape, config, CombineCut.of(shape, config)
     depth_first = experts.stride(2) != 1
     slot_bytes = peers.slot_size * out.element_size()
@@ -148,7 +164,8 @@ def launch(peers, y, experts, offsets, entry_row, topk_ids, weights, products, o
     garbage = torch.full((entries * (2 * s.topk + 1),), 0x7FC00001, dtype=torch.int32)  # NaN as a weight
     rows, factors, lengths = garbage.split([entries * s.topk, entries * s.topk, entries])
     products.fill_(float("nan"))
-    twin_kernel[(1,)](
+    partitions = 2 if c.num_reduce == 0 else 1
+    twin_kernel[(2 * num_sms if partitions == 2 else 1,)](
         y, experts, offsets, entry_row, topk_ids, offsets if weights is None else weights, products, out, rows,
         factors.view(torch.float32), lengths, peers.slots, peers.counters, peers.slot_table, peers.signal_table, peers.signals,
         peers.control, peers.report, rank, peers.slot_size, partial_bytes(s) // 4, slot_bytes // 4, out.shape[0], s.max_tokens,
@@ -157,6 +174,7 @@ def launch(peers, y, experts, offsets, entry_row, topk_ids, weights, products, o
         cut.blocks, WORLD_SIZE=s.world_size, TOPK=s.topk, WEIGHTED=weights is not None,
         EXPERTS=triton.next_power_of_2(s.experts), TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m,
         EVEN_K=s.depth % c.tile_k == 0, DEPTH_FIRST=depth_first, TOKENS=c.block_tokens, COLS=c.block_cols, WARPS=c.num_warps,
+        PARTITIONS=partitions,
     )  # fmt: skip
 
 

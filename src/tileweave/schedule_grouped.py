@@ -130,6 +130,19 @@ def walk(offsets: Sequence[int], cols: int, tile_m: int, tile_n: int, group_m: i
                     yield expert, begin + row * tile_m, end, col
 
 
+def tickets(chunks: int, sends: int, own: int) -> tuple[list[tuple[bool, int, int]], list[tuple[bool, int, int]]]:
+    """Early and late tickets of a combine as (for a peer, chunk, block of it); see ``kernels/grouped_combine_tasks.py``.
+
+    Of a chunk there are ``sends`` blocks for peers and ``own`` ones.
+    """
+    early = [(True, chunk, block) for chunk in range(chunks - 1) for block in range(sends)]
+    finished = ((False, chunk, block) for chunk in range(chunks) for block in range(own))
+    mixed = sends + max(chunks - 2, 0) * own
+    places = {block * mixed // sends: block for block in range(sends)}  # even: send i at the i-th part of the stretch
+    late = [(True, chunks - 1, places[n]) if n in places else next(finished) for n in range(sends + chunks * own)]
+    return early, late
+
+
 def routes_fused(world_size: int, machine: Machine, interpreting: bool) -> bool:
     """Whether the routing plan of a group is made by our kernel. Integers only, so it runs wherever ranks see each other."""
     return world_size in FUSED_WORLD_SIZES and (machine.backend != "cpu" or interpreting)

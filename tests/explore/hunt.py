@@ -22,6 +22,7 @@ from tests.explore.mutants_dispatch import MUTANTS as DISPATCH
 from tests.explore.mutants_embedding import MUTANTS as EMBEDDING
 from tests.explore.mutants_exchange import MUTANTS as EXCHANGES
 from tests.explore.mutants_experts import MUTANTS as EXPERTS
+from tests.explore.mutants_experts import PARTITIONS
 
 MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS, *DISPATCH, *EXCHANGES)
 
@@ -38,10 +39,16 @@ def hunt(mutant: Mutant, runs: int = RUNS) -> dict[str, object]:
         path = package / mutant.file
         path.write_text(mutant.apply(path.read_text("utf-8")), "utf-8")
         sys.path.insert(0, folder)
+        tempfile.tempdir = folder  # what a child leaves behind goes with it
+        from tileweave.explore import search
         from tileweave.explore.interpreter import exploring
-        from tileweave.explore.search import SCENARIOS, Seed, run, shrink, story
+        from tileweave.explore.search import Seed, run, shrink, story
 
-        names = [f"{s.op}/{s.name}" for s in SCENARIOS if f"{s.op}/{s.name}".startswith(mutant.scenarios)]
+        if mutant.scenarios.startswith(PARTITIONS):
+            from tests.explore.partitions import register
+
+            register()
+        names = [f"{s.op}/{s.name}" for s in search.SCENARIOS if f"{s.op}/{s.name}".startswith(mutant.scenarios)]
         tried, began = 0, time.process_time()
         with exploring() as enter:
             for number in range(runs):

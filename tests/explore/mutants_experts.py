@@ -6,12 +6,18 @@ from tests.explore.mutants import Mutant
 
 GC = "grouped_matmul_combine/"
 COMBINE = "kernels/grouped_matmul_combine.py"
+PARTITIONS = GC + "partitions"  # of the Hopper kernel, as ``partitions.py`` runs them
+TASKS, ORDER = "kernels/grouped_combine_tasks.py", "kernels/combine_tickets.py"
 
 _NOTIFY = "notify(symm_at(signal_table, peer, tl.int32, 4) + rank * SLICES + 1 + chunk * groups + group, epoch)"
 _WAIT = "                wait(signals, 1, epoch, word, group, control, report)\n"
 _WEIGHTS = "wait(signals, 1, epoch, peer * SLICES + WEIGHTS, task, control, report)"
 _AWAIT = "        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N))\n"
 _COUNT = '            tl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")\n'
+_MADE = "            while made <= chunk:"
+_LATE = "    number = ticket + 0\n    if late > 0:\n"
+_TURNED = "        ticket = (ticket + sends) % (sends + chunks * own)\n"
+_TILES = "                await_count(counts + TILES + made"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("combine: nobody waits for tiles", COMBINE, _AWAIT, "", GC, count=2),
@@ -36,4 +42,16 @@ MUTANTS: tuple[Mutant, ...] = (
            "place = 0 * rank", GC),
     Mutant("combine: a stale partial of a rank without an expert of the token", COMBINE, "mask = (there & (", "mask = ((", GC),
     Mutant("combine: the next expert's rows are overwritten", COMBINE, "(row < end)[:, None]", "(row <= end)[:, None]", GC),
+    # --- partitions, and the order of their tickets ---
+    Mutant("tickets: late ones do not wait for tiles", TASKS, _MADE, _MADE.replace(":", " - 9 * late:"), PARTITIONS),
+    Mutant("tickets: only the tiles of their chunk", TASKS, _TILES, "                made = chunk + 0\n" + _TILES, PARTITIONS),
+    Mutant("tickets: results do not wait for peers", TASKS, "if word >= heard:", "if word > 99:", PARTITIONS),
+    Mutant("tickets: one signal is taken for two", TASKS, "heard = word + 1", "heard = word + 2", PARTITIONS),
+    Mutant("tickets: one counter", TASKS, "TICKETS + late * SLICES", "TICKETS + late * 0", PARTITIONS),
+    Mutant("tickets: lists are counted without a release", TASKS, 'LISTED, 1, sem="release"', 'LISTED, 1, sem="relaxed"',
+           PARTITIONS),
+    Mutant("tickets: a group is signalled by its first block", TASKS, "word, group_size):", "word, 1):", PARTITIONS),
+    Mutant("tickets: the last chunk is finished before it is sent", ORDER, _LATE, _LATE + _TURNED, PARTITIONS),
+    Mutant("tickets: the last chunk is never sent", ORDER, "number = early + before", "number = before + 0", PARTITIONS),
+    Mutant("tickets: a block is left over", ORDER, "sends + chunks * own\n", "sends + chunks * own - 1\n", PARTITIONS),
 )  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 from tests.explore.agreement import found_while_clocks_leap, told_of_what_does_not_come_again, triton_and_blocks_agree
 from tests.explore.hunt import MUTANTS
 from tests.explore.lateness import found_where_ranks_never_come
+from tests.explore.partitions import found_in_partitions
 
 from tileweave.errors import InputError
 from tileweave.explore.fuzz import STRATEGIES, _replay, fuzz, pool, replay
@@ -45,6 +46,11 @@ def test_time_is_no_part_of_a_schedule(worker: Executor) -> None:
 def test_what_does_not_come_again_is_told(worker: Executor) -> None:
     told = worker.submit(told_of_what_does_not_come_again).result()
     assert told.startswith("error: once\nreplay: ") and "did not come again" in told
+
+
+def test_partitions_beside_each_other() -> None:
+    with pool(1) as processes:
+        assert processes.submit(found_in_partitions, 4).result() == []
 
 
 def test_ranks_that_never_come_are_named_and_everything_ends() -> None:

@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 
-from tileweave.schedule_grouped import GroupedProblem, experts_per_block, plan_dispatch, routing_cut, walk
+from tileweave.config_combine import MAX_GROUPS
+from tileweave.schedule_grouped import GroupedProblem, experts_per_block, plan_dispatch, routing_cut, tickets, walk
 from tileweave.topology import CPU, H200
 
 
@@ -54,6 +55,53 @@ def test_device_walk_equals_the_hosts(seed: int, stride: int) -> None:
                 found.append((expert, row, end, col))
                 tile += stride
             assert found == want[program::stride]
+
+
+@pytest.mark.parametrize("sends", [1, 3, 6, 7, 21])
+@pytest.mark.parametrize("own", [0, 1, 2, 5, 7])
+def test_device_tickets_equal_the_hosts(sends: int, own: int) -> None:
+    """And each block is one ticket, behind those it needs; own ones in order; both kinds run out together."""
+    device = pytest.importorskip("tileweave.kernels.combine_tickets")
+    count_tickets, place_ticket = device.SOURCES
+    for chunks in (1, 2, 3, 4, 7, 31):
+        want = tickets(chunks, sends, own)
+        for late in (0, 1):
+            count = count_tickets(late, chunks, sends, own)
+            assert [place_ticket(ticket, late, chunks, sends, own) for ticket in range(count)] == want[late]
+        order = [*want[0], *want[1]]
+        assert [t for t in order if t[0]] == [(True, chunk, block) for chunk in range(chunks) for block in range(sends)]
+        assert [t for t in order if not t[0]] == [(False, chunk, block) for chunk in range(chunks) for block in range(own)]
+        assert not [t for t in want[0] if not t[0] or t[1] == chunks - 1], "early: for peers, and not of the last chunk"
+        mixed = sends + max(chunks - 2, 0) * own
+        assert not [t for t in want[1][:mixed] if not t[0] and t[1] > chunks - 3], "what needs the last early tickets is behind"
+        assert want[1][0][0] and not any(t[0] for t in want[1][mixed:])
+        for n in range(mixed):
+            assert abs(sum(t[0] for t in want[1][:n]) * mixed - n * sends) < mixed, "even"
+
+
+@pytest.mark.parametrize(("sends", "own"), [(27804, 9268), (27804, 9269), (10**5, 10**4)])
+def test_tickets_of_very_many_blocks(sends: int, own: int) -> None:
+    """Products stay below 2^31, and each block is one ticket; (27804, 9268): the most that are mixed."""
+    device = pytest.importorskip("tileweave.kernels.combine_tickets")
+    count_tickets, place_ticket = device.SOURCES
+    mixed = sends + 2 * own
+    assert mixed > 46340 or (mixed + 1) * sends < 2**31
+    kinds = [0, 0]
+    for ticket in range(count_tickets(1, 4, sends, own)):
+        is_send, chunk, block = place_ticket(ticket, 1, 4, sends, own)
+        assert (chunk, block) == ((3, kinds[1]) if is_send else divmod(kinds[0], own))
+        kinds[is_send] += 1
+    assert kinds == [4 * own, sends]
+
+
+def test_counters_of_a_combine_are_apart() -> None:
+    """Whatever chunks and groups there may be."""
+    tasks = pytest.importorskip("tileweave.kernels.grouped_combine_tasks")
+    own = [tasks.WEIGHTS.value, tasks.LISTED.value, tasks.TICKETS.value, tasks.TICKETS.value + tasks.SLICES.value]
+    tiles = [tasks.TILES.value + chunk for chunk in range(MAX_GROUPS)]
+    sent = [tasks.SENT.value + peer * tasks.SLICES.value + word for peer in range(8) for word in range(MAX_GROUPS)]
+    words = [*own, *tiles, *sent]
+    assert len(set(words)) == len(words) and max(words) < tasks.COUNTER_WORDS.value
 
 
 def test_blocks_of_experts() -> None:

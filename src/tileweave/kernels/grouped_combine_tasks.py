@@ -1,8 +1,19 @@
 """The Hopper ``grouped_matmul_combine`` beside its matmul, in Gluon: lists of rows, blocks that are reduced or finished.
 
 See ``grouped_matmul_combine_hopper.py`` for the partitions and ``grouped_matmul_combine.py`` for the protocol. Blocks are
-*tickets*, handed out one by one to whoever has time: round c has the blocks of all peers for chunk c, then the own ones for
-chunk c - 1, whose partials have had a round to arrive.
+*tickets*, handed out one by one, by a counter for early and one for late ones, to whoever has time. With C chunks:
+
+    early  peers' blocks of chunk 0, of chunk 1, ... of chunk C - 2                 *reduce*, then *multiply* as well
+    late   peers' blocks of chunk C - 1 evenly among own blocks of chunks 0..C - 3, *multiply* only, when out of tiles
+           own blocks of chunk C - 2, own blocks of chunk C - 1
+
+Beside the matmul two warps have just time for what peers wait for, so nothing is finished in front of it. Behind it links
+and memory work at the same time, and what is left is dealt to those who take a quarter of the time for a ticket: else the
+call would wait for two warps that took one of the last.
+
+Why nobody is stuck: peers' blocks wait for own tiles only, and own blocks of a chunk for peers' blocks of that chunk, which are
+in an earlier line of this order, here and elsewhere. Whoever holds two tickets works off the earlier one first, so of all that
+are not done those of the earliest line are at work, and wait for no other.
 
 Sums wait for memory, so what is needed is asked for before any of it is used: four rows of each token that a thread holds,
 and the lists of the tokens after these (decision 0087).
@@ -13,15 +24,19 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tileweave.kernels import combine_tickets
 from tileweave.language.hopper import FAULT, acquire, block_barrier, notify, notify_all, spin, symm_at
 
+count_tickets, place_ticket = (gluon.jit(source) for source in combine_tickets.SOURCES)
+
 SLICES = gl.constexpr(32)  # signal words of a source
-# Counters of a call, as in ``grouped_matmul_combine.py``; the two behind the chunks' are this file's.
+# Counters of a call, as in ``grouped_matmul_combine.py``. A peer's 32 words in [SENT] have a last one that no group uses,
+# since there are at most 31 pairs of chunk and group: the first three of these are this file's.
 WEIGHTS = gl.constexpr(0)
 TILES = gl.constexpr(1)
 SENT = gl.constexpr(32)
-TICKETS = gl.constexpr(30)
-LISTED = gl.constexpr(31)
+LISTED = gl.constexpr(63)
+TICKETS = gl.constexpr(95)  # the early ones; late ones SLICES further
 COUNTER_WORDS = gl.constexpr(32 * 9)
 AHEAD = gl.constexpr(4)  # rows of a token that are asked for at once
 HELD = gl.constexpr(2)  # tokens that a thread sums at once
@@ -222,9 +237,9 @@ def serve_tickets(
     products, rows, factors, lengths, offsets, out, counts, slots, slot_table, signal_table, signals, control, report,
     slot_offset, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens, groups, group_blocks, blocks, programs,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr,
+    TILE_N: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Reduce and finish blocks until there are none."""
+    """Reduce and finish blocks until there are none. ``PARTS``: 1 for the early tickets, 2 for the late ones as well."""
     ACROSS: gl.constexpr = WARPS if COLS // 256 > WARPS else COLS // 256
     SUB: gl.constexpr = HELD * (WARPS // ACROSS)
     layout: gl.constexpr = gl.BlockedLayout([HELD, 8], [1, 32], [WARPS // ACROSS, ACROSS], [1, 0])
@@ -237,24 +252,22 @@ def serve_tickets(
 
     own_blocks = (tokens + TOKENS - 1) // TOKENS
     peer_blocks = (WORLD_SIZE - 1) * blocks
-    a_round = peer_blocks + own_blocks
-    made = 0  # chunks that are known to be made
-    heard = 0  # groups of chunks that peers are known to have sent
+    made = 0  # all chunks before this one are known to be made
+    heard = 0  # word of the group of a chunk that peers are known to have sent, and 1: own blocks come in order of words
     await_count(counts + LISTED, programs)
-    ticket = gl.atomic_add(counts + TICKETS, 1, sem="relaxed", scope="gpu")
-    while ticket < (chunks + 1) * a_round:
-        following = gl.atomic_add(counts + TICKETS, 1, sem="relaxed", scope="gpu")
-        step = ticket % a_round
-        chunk = ticket // a_round
-        if step >= peer_blocks:
-            chunk -= 1
-        if (chunk >= 0) & (chunk < chunks):
-            if chunk >= made:
-                await_count(counts + TILES + chunk, tile_rows * gl.minimum(tile_cols - chunk * chunk_cols, chunk_cols))
-                made = chunk + 1
+    for late in range(0, PARTS):
+        tickets = counts + TICKETS + late * SLICES
+        count = count_tickets(late, chunks, peer_blocks, own_blocks)
+        ticket = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+        while ticket < count:
+            following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+            is_send, chunk, step = place_ticket(ticket, late, chunks, peer_blocks, own_blocks)
+            while made <= chunk:  # one by one: who has no tile of the last may still be at one of those before
+                await_count(counts + TILES + made, tile_rows * gl.minimum(tile_cols - made * chunk_cols, chunk_cols))
+                made += 1
             first_col = chunk * chunk_cols * TILE_N
             col_limit = gl.minimum(first_col + chunk_cols * TILE_N, cols)
-            if step < peer_blocks:
+            if is_send:
                 peer = (rank + 1 + step // blocks) % WORLD_SIZE
                 block = step % blocks
                 slot = symm_at(slot_table, peer, products.dtype.element_ty) + slot_offset
@@ -265,20 +278,19 @@ def serve_tickets(
                 )  # fmt: skip
                 group = block // group_blocks
                 word = chunk * groups + group
-                count = gl.minimum(group_blocks, blocks - group * group_blocks)
-                if is_last(counts + SENT + peer * SLICES + word, count):
+                group_size = gl.minimum(group_blocks, blocks - group * group_blocks)
+                if is_last(counts + SENT + peer * SLICES + word, group_size):
                     notify(symm_at(signal_table, peer, gl.int32) + rank * SLICES + 1 + word, epoch)
             else:
-                block = step - peer_blocks
-                word = chunk * groups + block // group_blocks
+                word = chunk * groups + step // group_blocks
                 if word >= heard:
                     for i in gl.static_range(1, WORLD_SIZE):
                         source = (rank + i) % WORLD_SIZE
-                        spin(signals + 1 + word, source, source, SLICES, epoch, block, control, report, 1, 1, WARPS)
+                        spin(signals + 1 + word, source, source, SLICES, epoch, step, control, report, 1, 1, WARPS)
                     acquire(epoch)
                     heard = word + 1
                 reduce_block(
-                    products, rows, factors, lengths, out, slots + slot_offset, control, rank, rank, block, tokens, max_tokens,
+                    products, rows, factors, lengths, out, slots + slot_offset, control, rank, rank, step, tokens, max_tokens,
                     first_col, col_limit, cols, True, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, SUB, COLS, layout,
                 )  # fmt: skip
-        ticket = following
+            ticket = following

@@ -3,16 +3,16 @@
 Read ``kernels/grouped_matmul_combine.py`` first: equation, signals and proof are there and hold here. What differs:
 
 - No multiprocessor is given away. Every program has three partitions: *load* feeds TMA, *multiply* runs wgmma and stores tiles,
-  *reduce* (two warps) pushes weights, then works off blocks of tokens (``grouped_combine_tasks.py``) beside the other two. When
-  *multiply* is out of tiles it takes blocks too: they are tickets, so the end of the call has all warps.
+  *reduce* (two warps) pushes weights, then sends blocks of tokens (``grouped_combine_tasks.py``) beside the other two. When
+  *multiply* is out of tiles it takes blocks too: first what *reduce* has left, then the last chunk's and all that are finished.
 - At the beginning *reduce* lists the rows of each token that are here, without gaps, with their weights: k choices are
   mostly elsewhere, and lists are read once for every chunk.
 - A tile that lies in one expert leaves by TMA; one that would reach into the next expert's rows, by masked stores. It is
   counted in behind the next tile's matmul, when TMA's stores have long drained.
 
 All programs are resident, so a program may wait for any other one: *reduce* waits for *multiply*, lists and peers; *multiply*
-waits for nobody before it has stored its last tile; tickets are taken in one order, and those of chunk c need only tickets
-before them, here and elsewhere.
+waits for nobody before it has stored its last tile; tickets are taken in one order, and need only tickets before them, here
+and elsewhere (``grouped_combine_tasks.py``).
 
 Limits: rows of y, experts and out at multiples of 16 bytes, experts contiguous; ``DEPTH_FIRST``: I a multiple of tile_k.
 """
@@ -157,7 +157,7 @@ def multiply_partition(
     serve_tickets(
         products, rows, factors, lengths, offsets, out, counts, slots, slot_table, signal_table, signals, control,
         report, (epoch & 1).to(gl.int64) * slot_size, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens,
-        groups, group_blocks, blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS,
+        groups, group_blocks, blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS, 2,
     )  # fmt: skip
     leave(control, epoch, num_partitions)
 
@@ -170,7 +170,10 @@ def reduce_partition(
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Two warps beside the matmul: weights out, lists of rows, then blocks of tokens as their tiles are made."""
+    """Two warps beside the matmul: weights out, lists of rows, then early tickets, as their tiles are made.
+
+    It may be done before *multiply* is, or still be at a ticket when others finish blocks: nobody counts on either.
+    """
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
@@ -191,7 +194,7 @@ def reduce_partition(
     serve_tickets(
         products, rows, factors, lengths, offsets, out, counts, slots, slot_table, signal_table, signals, control,
         report, parity.to(gl.int64) * slot_size, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens, groups,
-        group_blocks, blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS,
+        group_blocks, blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS, 1,
     )  # fmt: skip
     if program == programs - 1:  # also where this rank has no tokens
         for i in gl.static_range(1, WORLD_SIZE):

@@ -1,0 +1,56 @@
+"""Partitions of the Hopper ``grouped_matmul_combine`` beside each other, explored: its Gluon source read as Triton.
+
+``tests/twins.py`` has the kernel: two programs for each multiprocessor, *reduce* and *multiply*. A mutated copy of the package
+is read where there is one, since the twin is made from the file that is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests import twins
+
+from tileweave.config_combine import CombineConfig
+from tileweave.explore import search
+from tileweave.explore.ranks import MAX_PROGRAMS
+from tileweave.explore.scenarios_experts import Combine
+from tileweave.kernels import grouped_matmul_combine as plain
+
+# num_reduce 0: the twin. Four chunks of one tile column: three are early, two are finished among the tickets of the last one.
+_CUT = CombineConfig(
+    "triton", 16, 4, 8, 1, 1, 1, chunks=4, groups=2, block_tokens=1, block_cols=256, num_reduce=0, num_finish=0
+)
+SCENARIOS = (
+    Combine("partitions", _CUT, (2, 3), 2, programs=(1, 2, 3), resident=MAX_PROGRAMS),
+    Combine(
+        "partitions, two chunks", replace(_CUT, tile_n=8, chunks=2), (3,), 2, False, programs=(2, 3), resident=MAX_PROGRAMS
+    ),
+)
+
+
+def register() -> None:
+    """Let ``search`` know them, and launches with such a cut go to the twin. Once a process, for as long as it lives."""
+    theirs = plain.launch
+
+    def launch(*arguments: Any) -> None:
+        config = next(a for a in arguments if isinstance(a, CombineConfig))
+        (theirs if config.num_reduce else twins.launch)(*arguments)
+
+    plain.launch = launch
+    search.SCENARIOS += SCENARIOS
+
+
+def found_in_partitions(runs: int) -> list[str]:
+    """In a worker: what is wrong in so many interleavings of each strategy and scenario."""
+    from tileweave.explore.interpreter import exploring
+
+    register()
+    with exploring() as enter:
+        ends = [
+            search.run(search.Seed(f"{s.op}/{s.name}", 2 + number % 2, strategy, number), enter)
+            for s in SCENARIOS
+            for strategy in search.STRATEGIES
+            for number in range(runs)
+        ]
+        return [search.story(search.shrink(end, enter)) for end in ends if end.failure is not None]
