@@ -15,8 +15,8 @@ Why nobody is stuck: peers' blocks wait for own tiles only, and own blocks of a 
 in an earlier line of this order, here and elsewhere. Whoever holds two tickets works off the earlier one first, so of all that
 are not done those of the earliest line are at work, and wait for no other.
 
-Sums wait for memory, so what is needed is asked for before any of it is used: four rows of each token that a thread holds,
-and the lists of the tokens after these (decision 0087).
+Sums wait for memory, so what is needed is asked for before any of it is used: four rows of each token that a thread holds
+(decision 0087).
 """
 
 from __future__ import annotations
@@ -126,9 +126,19 @@ def list_rows(
 
 
 @gluon.jit
-def load_entry(entries, base, here, i: gl.constexpr, TOPK: gl.constexpr):
+def load_entry(entries, base, here, i, TOPK: gl.constexpr):
     """Entry ``i`` of the lists that begin at ``base``; zero where there can be none."""
     return gl.load(entries + base + i, mask=here & (i < TOPK), other=0)
+
+
+@gluon.jit
+def load_entries(entries, base, here, i, TOPK: gl.constexpr):
+    """AHEAD entries of the lists that begin at ``base``, from ``i`` on."""
+    entry0 = load_entry(entries, base, here, i, TOPK)
+    entry1 = load_entry(entries, base, here, i + 1, TOPK)
+    entry2 = load_entry(entries, base, here, i + 2, TOPK)
+    entry3 = load_entry(entries, base, here, i + 3, TOPK)
+    return entry0, entry1, entry2, entry3
 
 
 @gluon.jit
@@ -137,15 +147,9 @@ def load_list(rows, factors, lengths, first, token, limit, TOPK: gl.constexpr, W
     here = token < limit
     base = (first + token) * TOPK
     length = gl.load(lengths + first + token, mask=here, other=0)
-    row0 = load_entry(rows, base, here, 0, TOPK)
-    row1 = load_entry(rows, base, here, 1, TOPK)
-    row2 = load_entry(rows, base, here, 2, TOPK)
-    row3 = load_entry(rows, base, here, 3, TOPK)
+    row0, row1, row2, row3 = load_entries(rows, base, here, 0, TOPK)
     if WEIGHTED:
-        factor0 = load_entry(factors, base, here, 0, TOPK)
-        factor1 = load_entry(factors, base, here, 1, TOPK)
-        factor2 = load_entry(factors, base, here, 2, TOPK)
-        factor3 = load_entry(factors, base, here, 3, TOPK)
+        factor0, factor1, factor2, factor3 = load_entries(factors, base, here, 0, TOPK)
     else:
         factor0 = token.to(gl.float32) * 0 + 1
         factor1, factor2, factor3 = factor0, factor0, factor0
@@ -160,25 +164,38 @@ def load_row(products, row, here, col, inside, cols):
 
 
 @gluon.jit
-def sum_rows(
-    products, rows, factors, base, length, row0, row1, row2, row3, factor0, factor1, factor2, factor3, col, inside, cols,
-    WEIGHTED: gl.constexpr,
+def add_rows(
+    acc, products, length, first, row0, row1, row2, row3, factor0, factor1, factor2, factor3, col, inside, cols
 ):  # fmt: skip
-    """fp32 [tokens, columns]: weighted rows of tokens added in order of their lists. Four are in flight."""
-    value0 = load_row(products, row0, length > 0, col, inside, cols)
-    value1 = load_row(products, row1, length > 1, col, inside, cols)
-    value2 = load_row(products, row2, length > 2, col, inside, cols)
-    value3 = load_row(products, row3, length > 3, col, inside, cols)
-    acc = value0.to(gl.float32) * factor0[:, None]
+    """``acc`` plus AHEAD weighted rows of each token, its entries from ``first`` on, which are asked for at once."""
+    value0 = load_row(products, row0, length > first, col, inside, cols)
+    value1 = load_row(products, row1, length > first + 1, col, inside, cols)
+    value2 = load_row(products, row2, length > first + 2, col, inside, cols)
+    value3 = load_row(products, row3, length > first + 3, col, inside, cols)
+    acc += value0.to(gl.float32) * factor0[:, None]
     acc += value1.to(gl.float32) * factor1[:, None]
     acc += value2.to(gl.float32) * factor2[:, None]
     acc += value3.to(gl.float32) * factor3[:, None]
-    for i in range(AHEAD, gl.max(length, axis=0)):
-        row = gl.load(rows + base + i, mask=i < length, other=0)
-        value = load_row(products, row, i < length, col, inside, cols).to(gl.float32)
-        if WEIGHTED:
-            value *= gl.load(factors + base + i, mask=i < length, other=0.0)[:, None]
-        acc += value
+    return acc
+
+
+@gluon.jit
+def sum_rows(
+    products, rows, factors, base, length, row0, row1, row2, row3, factor0, factor1, factor2, factor3, col, inside, cols,
+    TOPK: gl.constexpr, WEIGHTED: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """fp32 [tokens, columns]: weighted rows of tokens added in order of their lists."""
+    acc = gl.zeros((length.shape[0], col.shape[0]), gl.float32, layout)
+    acc = add_rows(acc, products, length, 0, row0, row1, row2, row3, factor0, factor1, factor2, factor3, col, inside, cols)
+    if TOPK > AHEAD:
+        for first in range(AHEAD, gl.max(length, axis=0), AHEAD):
+            here = length > first
+            row0, row1, row2, row3 = load_entries(rows, base, here, first, TOPK)
+            if WEIGHTED:
+                factor0, factor1, factor2, factor3 = load_entries(factors, base, here, first, TOPK)
+            acc = add_rows(
+                acc, products, length, first, row0, row1, row2, row3, factor0, factor1, factor2, factor3, col, inside, cols
+            )
     return acc
 
 
@@ -196,17 +213,17 @@ def reduce_block(
     first = source * max_tokens
     end = gl.minimum((block + 1) * TOKENS, limit)
     token = block * TOKENS + gl.arange(0, SUB, layout=gl.SliceLayout(1, layout))
-    n, r0, r1, r2, r3, f0, f1, f2, f3 = load_list(rows, factors, lengths, first, token, end, TOPK, WEIGHTED)
     for begin in range(block * TOKENS, end, SUB):
-        entry, row0, row1, row2, row3, factor0, factor1, factor2, factor3 = n, r0, r1, r2, r3, f0, f1, f2, f3
-        n, r0, r1, r2, r3, f0, f1, f2, f3 = load_list(rows, factors, lengths, first, token + SUB, end, TOPK, WEIGHTED)
+        entry, row0, row1, row2, row3, factor0, factor1, factor2, factor3 = load_list(
+            rows, factors, lengths, first, token, end, TOPK, WEIGHTED
+        )
         length = entry & LENGTH
         for left in range(first_col, col_limit, COLS):
             col = left + gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
             inside = (col < col_limit)[None, :]
             acc = sum_rows(
                 products, rows, factors, (first + token) * TOPK, length, row0, row1, row2, row3,
-                factor0, factor1, factor2, factor3, col, inside, cols, WEIGHTED,
+                factor0, factor1, factor2, factor3, col, inside, cols, TOPK, WEIGHTED, layout,
             )  # fmt: skip
             if FINISH:
                 acc = add_partials(acc, slots, entry >> OWNERS, rank, token, max_tokens, col, inside, cols, WORLD_SIZE)

@@ -33,6 +33,7 @@ from tileweave.kernels.descriptors import Pointer, descriptor
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.grouped_combine_tasks import (
     COUNTER_WORDS,
+    HELD,
     SLICES,
     TILES,
     clear_other_counts,
@@ -215,7 +216,8 @@ def grouped_matmul_combine_hopper_kernel(
     group_blocks, blocks,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    DEPTH_FIRST: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, REDUCE: gl.constexpr, REDUCE_REGISTERS: gl.constexpr,
+    DEPTH_FIRST: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, LATE_COLS: gl.constexpr, REDUCE: gl.constexpr,
+    REDUCE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions."""
     a_ring, b_ring, empty, ready = make_ring(y_desc, w_desc, TILE_M, TILE_K, STAGES)
@@ -227,7 +229,7 @@ def grouped_matmul_combine_hopper_kernel(
                 products_desc, box, a_ring, b_ring, empty, ready, products, rows, factors, lengths, offsets, out,
                 counters, slots, slot_table, signal_table, signals, control, report, slot_size, rank, experts, cols, chunks,
                 chunk_cols, k_blocks, tokens, max_tokens, groups, group_blocks, blocks, num_partitions, WORLD_SIZE, TOPK,
-                WEIGHTED, EXPERTS, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, DEPTH_FIRST, TOKENS, COLS,
+                WEIGHTED, EXPERTS, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, DEPTH_FIRST, TOKENS, LATE_COLS,
             )),
             (load_partition, (
                 y_desc, w_desc, a_ring, b_ring, empty, ready, offsets, experts, cols, depth, chunks, chunk_cols, k_blocks,
@@ -248,6 +250,11 @@ def grouped_matmul_combine_hopper_kernel(
 # What changes between the launches of one shape.
 WORDS = ("products", "rows", "factors", "lengths", "offsets", "entry_row", "topk_ids", "weights", "out", "tokens")
 MAPS = ("y_desc", "w_desc", "products_desc")
+
+
+def late_cols(c: CombineConfig) -> int:
+    """Columns that the multiplying warps sum at once: all tokens of a block side by side, so its lists are read once."""
+    return max(256, 256 * HELD.value * c.num_warps // c.block_tokens)
 
 
 class Launcher:
@@ -274,7 +281,7 @@ class Launcher:
         )  # fmt: skip
         self.constants = (
             triton.next_power_of_2(max(s.experts, 32 * c.num_warps)), c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages,
-            c.num_warps, depth_first, c.block_tokens, c.block_cols, REDUCE_WARPS, 152,
+            c.num_warps, depth_first, c.block_tokens, c.block_cols, late_cols(c), REDUCE_WARPS, 152,
         )  # fmt: skip
         self.options = {"num_warps": c.num_warps, "maxnreg": 168}  # 12 warps share the registers: 8 or 4, + 1 + 2, rounded up
         self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
