@@ -74,18 +74,19 @@ def compile_lookup(case: Case, target: str, is_fused: bool) -> Compiled:
     meta, columns = torch.zeros(2, 4, dtype=torch.int64), (0, case.dim)
     indices, offsets = torch.zeros(640, dtype=torch.int64), torch.zeros(2 * BATCH + 1, dtype=torch.int64)
     weights = torch.zeros(640) if case.weighted else None
-    common = (meta, tables, columns, indices, offsets, weights)
     if is_fused:
         width = WORLD_SIZE * 2 * case.dim
         peers = endpoint(case.dtype)
 
         def launch() -> None:
-            fused.launch(peers, *common, BATCH, width, False, 0, RANK, WORLD_SIZE, 132, case.config)
+            made = lookup.constants(tables, columns, width, case.dtype.itemsize, case.config)
+            run = fused.Launcher(peers, made, 2, BATCH, width, False, RANK, WORLD_SIZE, 132, case.config)
+            run(meta, indices, offsets, weights, 0)
     else:
         out = torch.empty(BATCH, 2 * case.dim, dtype=case.dtype)
 
         def launch() -> None:
-            lookup.launch(*common, out, BATCH, False, case.config)
+            lookup.launch(meta, tables, columns, indices, offsets, weights, out, BATCH, False, case.config)
 
     (compiled,) = compile_all(launch, target)
     return compiled

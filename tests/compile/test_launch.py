@@ -18,7 +18,11 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tileweave.kernels import embedding_bag_all_to_all as lookups
 from tileweave.kernels import launch
+from tileweave.kernels.embedding_lookup import constants
+from tileweave.kernels.endpoint import Endpoint
+from tileweave.sharding import EmbeddingConfig
 
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)(?:\s+\.ptr[^,\n]*?)?\s+\w+(?:\[(\d+)\])?")
 STREAM, FUNCTION = 77, 4242
@@ -177,3 +181,40 @@ def test_listeners_of_triton_are_noticed() -> None:
         assert launch.hooked()
     finally:
         knobs.runtime.launch_enter_hook.remove(listener)
+
+
+def test_lookups_are_launched_again_with_what_changed(notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the driver is given, by name: at first as Triton was, then what another batch brings and nothing else."""
+
+    def with_a_device(compiled: Any, *rest: Any) -> launch.Prepared | None:
+        compiled.function = FUNCTION
+        return launch.prepare(compiled, *rest)
+
+    monkeypatch.setattr(lookups, "prepare", with_a_device)
+    tables, columns, config = [torch.empty(100, 64) for _ in range(3)], (0, 64, 128), EmbeddingConfig()
+    word, meta = torch.zeros(4096, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int64)
+    peers = Endpoint(torch.empty(3 * 65536), 65536, meta[0], meta[1], word, word[8:], word[16:], word[24:])
+    made = constants(tables, columns, 384, 4, config)
+    again = lookups.Launcher(peers, made, 3, 40, 384, True, 1, 2, 132, config)
+    first, second = ((torch.zeros(n, dtype=torch.int64), torch.zeros(121, dtype=torch.int64)) for n in (640, 64))
+    again(meta, *first, None, 1)
+    assert not notes.launches, "the first one is Triton's"
+    for (indices, offsets), region in ((first, 1), (second, 2)):
+        again(meta, indices, offsets, None, region)
+        config_then, function, at = notes.launches[-1]
+        (prepared,) = again.prepared.values()
+        assert prepared is not None
+        blocks = -(-20 // config.bags)
+        at_once = {"global_scratch": 0, "profile_scratch": 0, "rank": 1, "region": region, "region_size": 65536}
+        sizes = {"num_indices": indices.numel(), "batch": 40, "chunk": 20, "tables": 3, "blocks": blocks, "width": 384}
+        cut = {"run": config.run_of(blocks), "lag": min(config.lag, 3 * blocks), "rows_here": 20}
+        given = {"meta": meta, "indices": indices, "offsets": offsets, "weights": indices, "regions": peers.slots}
+        given |= {
+            name: getattr(peers, name) for name in ("slot_table", "signal_table", "signals", "control", "report", "counters")
+        }
+        wanted = at_once | sizes | cut | {name: tensor.data_ptr() for name, tensor in given.items()}
+        seen = parameters(prepared, at)
+        assert seen == {name: wanted[name] for name in seen} and set(wanted) - set(seen) <= {"rank"}, "what is 1 takes no place"
+        assert (config_then.grid[0], function, len(notes.launches)) == (again.programs, FUNCTION, region)
+    again(meta, second[0].new_zeros(1 + 640)[1:], second[1], None, 0)
+    assert len(again.prepared) == 2, "other alignment, other code"

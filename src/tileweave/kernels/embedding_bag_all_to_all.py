@@ -36,12 +36,15 @@ Sources: fused operators (arXiv 2305.06942) for remote-first stores into place; 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from tileweave.kernels.embedding_lookup import block_at, constants, pool_bags, store_bags, table_at
+from tileweave.kernels.embedding_lookup import block_at, pool_bags, store_bags, table_at
 from tileweave.kernels.endpoint import Endpoint
+from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import faulted, leave, load_epoch, notify_all, poison, wait
 from tileweave.sharding import EmbeddingConfig, rows_of
@@ -139,34 +142,46 @@ def embedding_bag_all_to_all_kernel(
     leave(control, epoch, num_programs)
 
 
-def launch(
-    peers: Endpoint,
-    meta: torch.Tensor,
-    tables: list[torch.Tensor],
-    columns: tuple[int, ...],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-    batch: int,
-    width: int,
-    mean: bool,
-    region: int,
-    rank: int,
-    world_size: int,
-    num_sms: int,
-    config: EmbeddingConfig,
-) -> None:
-    """Launch on the current stream. ``region``: where this rank's rows land; ``peers.slots`` are the regions."""
-    begin, end = rows_of(batch, world_size, rank)
-    chunk = rows_of(batch, world_size, 0)[1]
-    blocks = triton.cdiv(chunk, config.bags)
-    rounds = len(tables) * blocks
-    programs = max(1, min(num_sms * config.programs_per_sm, rounds * world_size))
-    embedding_bag_all_to_all_kernel[(programs,)](
-        meta, indices, offsets, indices if weights is None else weights, peers.slots,
-        peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, peers.counters,
-        rank, region, peers.slot_size, indices.numel(), batch, chunk, len(tables), blocks, config.run_of(blocks),
-        min(config.lag, rounds), width, end - begin,
-        WORLD_SIZE=world_size, MEAN=mean, WEIGHTED=weights is not None,
-        **constants(tables, columns, width, peers.slots.element_size(), config),
-    )  # fmt: skip
+WORDS = ("meta", "indices", "offsets", "weights", "region", "num_indices")  # what changes between launches of one shape
+
+
+class Launcher:
+    """One shape's launches, kept between calls: Triton's own path takes the host as long as the kernel takes the device.
+
+    ``made``: what ``embedding_lookup.constants`` says of ``count`` tables; ``peers.slots`` are the regions.
+    """
+
+    def __init__(
+        self, peers: Endpoint, made: dict[str, Any], count: int, batch: int, width: int, mean: bool, rank: int, world_size: int,
+        num_sms: int, config: EmbeddingConfig,
+    ) -> None:  # fmt: skip
+        begin, end = rows_of(batch, world_size, rank)
+        chunk = rows_of(batch, world_size, 0)[1]
+        blocks = triton.cdiv(chunk, config.bags)
+        rounds = count * blocks
+        self.programs = max(1, min(num_sms * config.programs_per_sm, rounds * world_size))
+        self.peers, self.rank, self.made, self.mean = peers, rank, made, mean
+        self.sizes = (batch, chunk, count, blocks, config.run_of(blocks), min(config.lag, rounds), width, end - begin)
+        self.constants = (world_size, *(made[name] for name in ("DTYPE", "ALIGN", "BLOCK_D", "BAGS", "UNROLL")), mean)
+        self.options = {name: made[name] for name in ("num_warps", "num_stages")}
+        self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
+
+    def __call__(
+        self, meta: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, region: int
+    ) -> None:
+        """Launch on the current stream. ``region``: where this rank's rows land."""
+        held = (meta, indices, offsets, indices if weights is None else weights)
+        words, number = tuple(t.data_ptr() for t in held), indices.numel()
+        variant = (number < 2**31, *(at % 16 == 0 for at in words))  # what Triton specialises for
+        prepared = self.prepared.get(variant)
+        if prepared is not None and not hooked():
+            return prepared((*words, region, number))
+        p = self.peers
+        arguments = (
+            *held, p.slots, p.slot_table, p.signal_table, p.signals, p.control, p.report, p.counters,
+            self.rank, region, p.slot_size, number, *self.sizes, *self.constants, weights is not None,
+        )  # fmt: skip
+        compiled = embedding_bag_all_to_all_kernel[(self.programs,)](*arguments, **self.options)
+        if variant not in self.prepared:
+            self.prepared[variant] = prepare(compiled, self.programs, arguments, WORDS)
+        return None

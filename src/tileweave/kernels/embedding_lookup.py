@@ -17,6 +17,7 @@ Order of summation depends on the lengths alone: the same bits each time. Sums i
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -153,7 +154,9 @@ def embedding_lookup_kernel(
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def constants(tables: list[torch.Tensor], columns: tuple[int, ...], width: int, itemsize: int, config: EmbeddingConfig) -> dict:
+def constants(
+    tables: Sequence[torch.Tensor], columns: tuple[int, ...], width: int, itemsize: int, config: EmbeddingConfig
+) -> dict:
     """The compile-time constants of a lookup in ``tables`` whose result has elements of ``itemsize`` bytes."""
     dtype, dims = tables[0].dtype if tables else torch.float32, tuple(t.shape[1] for t in tables)
     return _constants(dtype, dims, all(t.data_ptr() % 16 == 0 for t in tables), columns, width, itemsize, config)

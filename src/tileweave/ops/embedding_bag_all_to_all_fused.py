@@ -61,6 +61,7 @@ def run_fused(
 ) -> torch.Tensor:
     """The result [b, width]: a region as it stands where one is free, else (or with ``out``) a copy of it."""
     from tileweave.kernels import embedding_bag_all_to_all as kernel
+    from tileweave.kernels.embedding_lookup import constants
 
     workspace = workspace_of(group_name, indices.device)
     transport = workspace.transport
@@ -77,11 +78,26 @@ def run_fused(
         region, lends = instance.regions.choose(capturing)
     instance.begin(mark)
     peers = endpoint(instance, out_dtype)
+    made = constants(
+        tables, columns, width, out_dtype.itemsize, config
+    )  # one object for the same tables, which a launcher keeps
+    key = (id(made), batch, mean, out_dtype, indices.dtype, offsets.dtype, None if weights is None else weights.dtype)
+    launch: Any = instance.cache.get(key)
+    if launch is None:
+        launch = instance.cache[key] = kernel.Launcher(
+            peers,
+            made,
+            len(tables),
+            batch,
+            width,
+            mean,
+            transport.rank,
+            transport.world_size,
+            transport.machine.num_sms,
+            config,
+        )
     try:
-        kernel.launch(
-            peers, meta, list(tables), columns, indices, offsets, weights, batch, width, mean, region,
-            transport.rank, transport.world_size, transport.machine.num_sms, config,
-        )  # fmt: skip
+        launch(meta, indices, offsets, weights, region)
     finally:
         if interpreting():
             instance.check()
