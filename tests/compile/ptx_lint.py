@@ -10,7 +10,8 @@ Rules
     A signal is a release write of a signal scope, or a relaxed or volatile one behind a fence of that scope. On every
     path to it, each store to global memory since must have been followed by a CTA (or partition) barrier; a bulk (TMA)
     store first by a full ``cp.async.bulk.wait_group``, as ``.read`` only says that the source may be reused. For a
-    relaxed signal the barrier has to come before the fence.
+    relaxed signal the barrier has to come before the fence. What is written to the parameter ``report`` speaks
+    for nobody's data.
 ``load-after-wait``
     A wait is an acquire read of a signal scope whose value decides whether its loop ends, or such a relaxed or volatile
     read with a fence behind it. Within an iteration of the innermost loop around both, a guarded load must not run
@@ -165,9 +166,11 @@ class _Protocol:
     """One function with its instructions sorted into the protocol's roles."""
 
     def __init__(
-        self, function: Function, guarded: frozenset[Origin] | None, unsignalled: frozenset[Origin], scopes: Collection[str]
-    ) -> None:
+        self, function: Function, guarded: frozenset[Origin] | None, unsignalled: frozenset[Origin], scopes: Collection[str],
+        report: frozenset[Origin],
+    ) -> None:  # fmt: skip
         self.function = function
+        self.report = report
         self.guarded = guarded
         self.unsignalled = unsignalled
         self.scopes = frozenset(scopes)
@@ -281,6 +284,11 @@ class _Protocol:
             return frozenset(f for f in facts if f[0] != "late") | late | {("fence",)}
         return facts
 
+    def is_report(self, ins: Instruction) -> bool:
+        """A word for the host about a time-out, by a thread that wrote the others: it speaks for nobody's data."""
+        origin = self.function.origin(ins)
+        return bool(origin) and origin <= self.report
+
     def signals(self) -> Iterator[tuple[Instruction, Facts]]:
         for ins, facts in self.function.flow(self._signal_step):
             if self.is_release(ins):
@@ -300,7 +308,8 @@ def _protocols(
         raise ValueError("the kernel has no PTX: it was not compiled for an NVIDIA target")
     wanted = None if guarded is None else frozenset(_parameter(g, params) for g in guarded)
     silent = frozenset(_parameter(u, params) for u in unsignalled)
-    return [_Protocol(function, wanted, silent, scopes) for function in parse(ptx)]
+    report = frozenset(_parameter(name, params) for name in ("report",) if name in params)
+    return [_Protocol(function, wanted, silent, scopes, report) for function in parse(ptx)]
 
 
 def _parameter(guard: str | int, params: Sequence[str]) -> Origin:
@@ -323,7 +332,7 @@ def _store_before_signal(protocol: _Protocol, open_groups: int) -> Iterator[Viol
         "late": "the fence before this signal was not behind a barrier for the store at line {}:",
     }
     for ins, facts in protocol.signals():
-        for fact in facts:
+        for fact in facts if not protocol.is_report(ins) else ():
             tolerated = fact[0] == "bulk" and fact[2] <= open_groups and open_groups > 0
             if fact[0] in reasons and not tolerated:
                 yield Violation(ins.line, STORE_BEFORE_SIGNAL, f"{reasons[fact[0]].format(fact[1])} {ins.text}")

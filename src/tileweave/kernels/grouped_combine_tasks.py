@@ -209,7 +209,7 @@ def reduce_block(
 
     ``FINISH``: they are own tokens; peers' partials, in ``slots``, are added in rank order, and tokens without a row are zero.
     """
-    fault = gl.load(control + FAULT, volatile=True) if FINISH else 0
+    fault = gl.load(control + FAULT, volatile=True)  # weights that never came: what was made with old ones is not right, either
     first = source * max_tokens
     end = gl.minimum((block + 1) * TOKENS, limit)
     token = block * TOKENS + gl.arange(0, SUB, layout=gl.SliceLayout(1, layout))
@@ -227,10 +227,10 @@ def reduce_block(
             )  # fmt: skip
             if FINISH:
                 acc = add_partials(acc, slots, entry >> OWNERS, rank, token, max_tokens, col, inside, cols, WORLD_SIZE)
-                acc = gl.where(fault != 0, float("nan"), acc)
                 stored = token < end
             else:
                 stored = length > 0
+            acc = gl.where(fault != 0, float("nan"), acc)
             place = gl.multiple_of(target + token.to(gl.int64)[:, None] * cols + col[None, :], [1, 16])
             gl.store(place, acc.to(target.dtype.element_ty), mask=stored[:, None] & inside)
         token += SUB

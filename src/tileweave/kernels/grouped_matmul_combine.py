@@ -200,11 +200,13 @@ def reduce_role(
             token = block * TOKENS + tl.arange(0, TOKENS)
             target = symm_at(slot_table, peer, dtype, 16) + slot_offset
             target += (place * max_tokens + token).to(tl.int64)[:, None] * cols
+            fault = faulted(control)  # weights that never came: what was made with old ones must not pass for right
             for begin in range(first_col, col_limit, COLS):
                 col = begin + tl.arange(0, COLS)
                 acc, here = sum_rows(
                     products, entry_row, weights, peer, token, col, col_limit, cols, max_tokens, TOPK, WEIGHTED, TOKENS, COLS
                 )
+                acc = tl.where(fault != 0, float("nan"), acc)
                 tl.store(target + col[None, :], acc.to(dtype), mask=here[:, None] & (col < col_limit)[None, :])
             group = block // group_blocks
             count = tl.minimum(group_blocks, blocks - group * group_blocks)

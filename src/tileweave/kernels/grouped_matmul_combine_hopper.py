@@ -254,7 +254,7 @@ MAPS = ("y_desc", "w_desc", "products_desc")
 
 def late_cols(c: CombineConfig) -> int:
     """Columns that the multiplying warps sum at once: all tokens of a block side by side, so its lists are read once."""
-    return max(256, 256 * HELD.value * c.num_warps // c.block_tokens)
+    return triton.next_power_of_2(max(256, 256 * HELD.value * c.num_warps // c.block_tokens))
 
 
 class Launcher:

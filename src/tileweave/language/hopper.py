@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tileweave.language import tile as _tile
+from tileweave.language.signal import EXPIRE
 
 EPOCH = gl.constexpr(0)
 LEAVERS = gl.constexpr(1)
@@ -95,15 +96,11 @@ def notify_all(signal_table, offset, rank, epoch, WORLD_SIZE: gl.constexpr, OWN:
 
 @gluon.jit
 def expire(control, report, signal, unit, expected, seen):
-    if gl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
-        gl.store(report + 1, signal)
-        gl.store(report + 2, unit)
-        gl.store(report + 3, expected)
-        gl.store(report + 4, seen)
-        block_barrier()
-        gl.atomic_xchg(report, 1, sem="release", scope="sys")
-    gl.store(control + TIMEOUT_US, 0)
-    gl.store(control + MEETING_US, 0)
+    """Each thread by itself, without a barrier; see ``signal.expire``."""
+    gl.inline_asm_elementwise(
+        EXPIRE, "=r,l,l,r,r,r,r", [control + FAULT, report, expected * 0 + signal, expected * 0 + unit, expected, seen],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -138,8 +135,8 @@ def spin(
         limit = gl.load(control + LIMIT, volatile=True).to(gl.int64) * 1000
         started = clock(lag)
         while (lag < 0) & (clock(lag) - started <= limit):
-            lag = gl.min(gl.load(signals + index, volatile=True) - epoch, axis=0)
             limit = gl.load(control + LIMIT, volatile=True).to(gl.int64) * 1000  # a fault ends waits that have begun, too
+            lag = gl.min(gl.load(signals + index, volatile=True) - epoch, axis=0)
         if lag < 0:
             lags = gl.load(signals + index, volatile=True) - epoch
             lag = gl.min(lags, axis=0)

@@ -157,18 +157,44 @@ def poison(target, size, BLOCK: tl.constexpr):
         tl.store(target + at, float("nan"), mask=at < size)
 
 
+# First FAULT, then the limits, 0, which is made of what FAULT was: who is told to stop waiting never reports.
+EXPIRE = tl.constexpr("""{
+    .reg .pred first;
+    .reg .b32 fault;
+    atom.relaxed.gpu.global.exch.b32 fault, [$1], 1;
+    setp.eq.s32 first, fault, 0;
+    @first st.relaxed.sys.global.b32 [$2+4], $3;
+    @first st.relaxed.sys.global.b32 [$2+8], $4;
+    @first st.relaxed.sys.global.b32 [$2+12], $5;
+    @first st.relaxed.sys.global.b32 [$2+16], $6;
+    @first st.release.sys.global.b32 [$2], 1;
+    shr.u32 $0, fault, 1;
+    st.global.b32 [$1+4], $0;
+    st.global.b32 [$1+8], $0;
+}""")
+
+
 @triton.jit
 def expire(control, report, signal, unit, expected, seen):
-    """Report a wait that ran out of time, the first one only, and let later ones pass (but for ``PUSHED_US``)."""
-    if tl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
-        tl.store(report + 1, signal)
-        tl.store(report + 2, unit)
-        tl.store(report + 3, expected)
-        tl.store(report + 4, seen)
-        tl.debug_barrier()
-        tl.atomic_xchg(report, 1, sem="release", scope="sys")
-    tl.store(control + TIMEOUT_US, 0)
-    tl.store(control + MEETING_US, 0)
+    """Report a wait that ran out of time, the first one only, and let later ones pass (but for ``PUSHED_US``).
+
+    Each thread by itself and without a barrier: warps poll one by one, so what is late for one may have come for the next.
+    """
+    if is_hip():
+        if tl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
+            tl.store(report + 1, signal)
+            tl.store(report + 2, unit)
+            tl.store(report + 3, expected)
+            tl.store(report + 4, seen)
+            tl.debug_barrier()
+            tl.atomic_xchg(report, 1, sem="release", scope="sys")
+        tl.store(control + TIMEOUT_US, 0)
+        tl.store(control + MEETING_US, 0)
+    else:
+        tl.inline_asm_elementwise(
+            EXPIRE, "=r,l,l,r,r,r,r", [control + FAULT, report, expected * 0 + signal, expected * 0 + unit, expected, seen],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -191,8 +217,8 @@ def _poll(signals, count: tl.constexpr, epoch, first, unit, control, report, LIM
         limit = tl.load(control + LIMIT, volatile=True).to(tl.int64) * 1000
         started = clock()
         while (lag < 0) & (clock() - started <= limit):
-            lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
             limit = tl.load(control + LIMIT, volatile=True).to(tl.int64) * 1000  # a fault ends waits that have begun, too
+            lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
         if lag < 0:
             lags = tl.load(words, volatile=True) - epoch
             late = tl.argmin(lags, axis=0)
