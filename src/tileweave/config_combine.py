@@ -22,7 +22,7 @@ class CombineConfig:
 
     tile_m, tile_n, tile_k, num_stages, num_warps, group_m : of the matmul, as in ``config.MatmulConfig``.
     chunks : column chunks that are combined one after another. groups : signals of a chunk.
-    block_tokens, block_cols : what a program reduces at once.
+    block_tokens, block_cols : what a program reduces at once; the Hopper kernel's multiplying warps have columns of their own.
     num_reduce, num_finish : programs that reduce and finish ("triton"); the Hopper kernel has a partition for both.
     programs_per_sm : programs that multiply, for each multiprocessor.
     """

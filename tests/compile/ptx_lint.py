@@ -308,7 +308,7 @@ def _protocols(
         raise ValueError("the kernel has no PTX: it was not compiled for an NVIDIA target")
     wanted = None if guarded is None else frozenset(_parameter(g, params) for g in guarded)
     silent = frozenset(_parameter(u, params) for u in unsignalled)
-    report = frozenset(_parameter(name, params) for name in ("report",) if name in params)
+    report = frozenset({_parameter("report", params)} if "report" in params else ())
     return [_Protocol(function, wanted, silent, scopes, report) for function in parse(ptx)]
 
 

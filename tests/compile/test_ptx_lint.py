@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,18 @@ def test_a_signal_without_barrier_is_caught(form: str) -> None:
     found = lint(compiled)
     assert found and rules_broken(found) == {STORE_BEFORE_SIGNAL} and {v.line for v in found} == {signal}
     assert lint(compiled, rules=[LOAD_AFTER_WAIT, PROXY_FENCE]) == []
+
+
+@pytest.mark.parametrize("form", ["release", "fence"])
+def test_only_the_report_itself_speaks_for_no_data(form: str) -> None:
+    planted = push(form, barrier=False)
+
+    def with_report(instead_of: str) -> SimpleNamespace:
+        return SimpleNamespace(ptx=planted.ptx, params=["report" if name == instead_of else name for name in planted.params])
+
+    assert lint(with_report("signal")) == [] and operations(with_report("signal")).signals == operations(planted).signals
+    for other in ("x", "slot"):
+        assert lint(with_report(other)) == lint(planted) != []
 
 
 def test_a_release_atomic_without_barrier_is_caught_unless_the_compiler_adds_it() -> None:

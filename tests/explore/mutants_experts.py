@@ -15,7 +15,7 @@ _WEIGHTS = "wait(signals, 1, epoch, peer * SLICES + WEIGHTS, task, control, repo
 _AWAIT = "        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N))\n"
 _COUNT = '            tl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")\n'
 _MADE = "            while made <= chunk:"
-_LATE = "    number = ticket + 0\n    if late > 0:\n"
+_LATE = "    number = ticket\n    if late > 0:\n"
 _TURNED = "        ticket = (ticket + sends) % (sends + chunks * own)\n"
 _TILES = "                await_count(counts + TILES + made"
 

@@ -27,26 +27,26 @@ def place_ticket(ticket, late, chunks, sends, own):
     """
     early = (chunks - 1) * sends
     is_send = ticket < early
-    number = ticket + 0
+    number = ticket
     if late > 0:
-        mixed = sends + 0
+        mixed = sends
         if chunks > 2:
             mixed = sends + (chunks - 2) * own
         if mixed > 46340:  # the root of 2^31
-            mixed = sends + 0
+            mixed = sends
         is_send = ticket < sends
-        before = ticket + 0  # sends before this ticket
+        before = ticket  # sends before this ticket
         if ticket >= mixed:
-            before = sends + 0
+            before = sends
         elif mixed > sends:
             before = (ticket * sends + mixed - 1) // mixed
             is_send = before < ((ticket + 1) * sends + mixed - 1) // mixed
         number = ticket - before
         if is_send:
             number = early + before
-    per_chunk = own + 0
+    per_chunk = own
     if is_send:
-        per_chunk = sends + 0
+        per_chunk = sends
     return is_send, number // per_chunk, number % per_chunk
 
 

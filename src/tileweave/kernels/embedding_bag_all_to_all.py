@@ -160,7 +160,7 @@ class Launcher:
         blocks = triton.cdiv(chunk, config.bags)
         rounds = count * blocks
         self.programs = max(1, min(num_sms * config.programs_per_sm, rounds * world_size))
-        self.peers, self.rank, self.made, self.mean = peers, rank, made, mean
+        self.peers, self.rank, self.made = peers, rank, made
         self.sizes = (batch, chunk, count, blocks, config.run_of(blocks), min(config.lag, rounds), width, end - begin)
         self.constants = (world_size, *(made[name] for name in ("DTYPE", "ALIGN", "BLOCK_D", "BAGS", "UNROLL")), mean)
         self.options = {name: made[name] for name in ("num_warps", "num_stages")}

@@ -18,7 +18,9 @@ from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
 from tileweave.transport.workspace import Instance
 
 if TYPE_CHECKING:
+    from tileweave.kernels.embedding_bag_all_to_all import Launcher
     from tileweave.kernels.embedding_gradient import Push
+    from tileweave.kernels.endpoint import Endpoint
 
 OP = "embedding_bag_all_to_all"
 BACKWARD = f"{OP}_backward"
@@ -61,7 +63,6 @@ def run_fused(
 ) -> torch.Tensor:
     """The result [b, width]: a region as it stands where one is free, else (or with ``out``) a copy of it."""
     from tileweave.kernels import embedding_bag_all_to_all as kernel
-    from tileweave.kernels.embedding_lookup import constants
 
     workspace = workspace_of(group_name, indices.device)
     transport = workspace.transport
@@ -76,26 +77,9 @@ def run_fused(
     region, lends = _region_of(instance, out), False
     if region is None:
         region, lends = instance.regions.choose(capturing)
-    instance.begin(mark)
     peers = endpoint(instance, out_dtype)
-    made = constants(
-        tables, columns, width, out_dtype.itemsize, config
-    )  # one object for the same tables, which a launcher keeps
-    key = (id(made), batch, mean, out_dtype, indices.dtype, offsets.dtype, None if weights is None else weights.dtype)
-    launch: Any = instance.cache.get(key)
-    if launch is None:
-        launch = instance.cache[key] = kernel.Launcher(
-            peers,
-            made,
-            len(tables),
-            batch,
-            width,
-            mean,
-            transport.rank,
-            transport.world_size,
-            transport.machine.num_sms,
-            config,
-        )
+    launch = _launcher(instance, peers, tables, indices, offsets, weights, columns, width, batch, mean, config)
+    instance.begin(mark)
     try:
         launch(meta, indices, offsets, weights, region)
     finally:
@@ -109,6 +93,27 @@ def run_fused(
     if lends and place.numel():
         return instance.regions.lend(region, place)
     return place.clone()
+
+
+def _launcher(
+    instance: Instance, peers: Endpoint, tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor,
+    weights: torch.Tensor | None, columns: tuple[int, ...], width: int, batch: int, mean: bool, config: EmbeddingConfig,
+) -> Launcher:  # fmt: skip
+    """Launches of such calls; made at the first one."""
+    from tileweave.kernels.embedding_bag_all_to_all import Launcher
+    from tileweave.kernels.embedding_lookup import constants
+
+    made = constants(tables, columns, width, peers.slots.element_size(), config)
+    # The same object for the same tables, columns and cut; the launcher keeps it, so the id stays its own.
+    kinds = (peers.slots.dtype, indices.dtype, offsets.dtype, None if weights is None else weights.dtype)
+    key = (id(made), batch, mean, kinds)
+    found: Any = instance.cache.get(key)
+    if found is None:
+        t = instance.transport
+        found = instance.cache[key] = Launcher(
+            peers, made, len(tables), batch, width, mean, t.rank, t.world_size, t.machine.num_sms, config
+        )
+    return found
 
 
 def _region_of(instance: Instance, out: torch.Tensor | None) -> int | None:
