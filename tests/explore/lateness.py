@@ -13,13 +13,18 @@ import sys
 from itertools import product
 from typing import Any
 
+import torch
+
 from tileweave.explore.interpreter import exploring
 from tileweave.explore.memory import Violation
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import AllGatherMatmul, Drawn, MatmulReduce, triton_config
+from tileweave.explore.scenarios_embedding import DIM, EmbeddingBag
 from tileweave.explore.strategies import Walk
 from tileweave.explore.tasks import Task
+from tileweave.kernels import embedding_bag_all_to_all as lookups
 from tileweave.language import interpreted
+from tileweave.sharding import EmbeddingConfig
 from tileweave.transport.base import FAULT, MEETING_US, PUSHED_US, TIMEOUT_US
 from tileweave.transport.workspace import MAX_SLICES
 
@@ -32,7 +37,9 @@ SCENARIOS = (
     AllGatherMatmul("gather, captured", ENGINE, ((16, 16, 16),), (1, 2, 3), captured=True),
     MatmulReduce("scatter", "matmul_reduce_scatter", ENGINE, ((96, 16, 16),), (1, 2, 3)),
     MatmulReduce("scatter, chunks", "matmul_reduce_scatter", ENGINE, ((192, 16, 16),), (1, 2, 3)),
+    EmbeddingBag("lookup", (9,), 1, EmbeddingConfig(4, 2, 1, 1, 1)),
 )
+READY, DONE = lookups.READY.value, lookups.DONE.value
 ABSENT = ((2, {0}), (2, {1}), (3, {0}), (3, {2}), (3, {0, 1}), (3, {1, 2}))  # of how many ranks who comes to one call only
 
 
@@ -118,15 +125,18 @@ def found_where_ranks_never_come() -> list[str]:
 def _run(world: World, scenario: Any, programs: int, absent: set[int], clock: Clock) -> list[str]:
     """Four calls, of which ``absent`` come to the first."""
     calls, drawn = 4, Drawn(programs, None, 1, 3, 0)
+    copied = scenario.op != EmbeddingBag.op
+    kind = "copy_engine" if copied else "sm"
+    results: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(world.size)}
 
     def body(rank: int) -> None:
         scenario.begin(world, rank, drawn)
-        control = world.workspace(rank).instance(scenario.op, "copy_engine").control
+        control = world.workspace(rank).instance(scenario.op, kind).control
         patience = PATIENCE + rank * SKEW  # as if it had begun so much later
         for word, limit in ((TIMEOUT_US, patience + PATIENCE // 8), (MEETING_US, patience), (PUSHED_US, 2 * PATIENCE)):
             control[word] = limit
         for number in range(1 if rank in absent else calls):
-            list(scenario.call(world, rank, number, drawn))
+            results[rank].append(next(iter(scenario.call(world, rank, number, drawn)))[1])
 
     try:
         world.run(body)
@@ -135,14 +145,20 @@ def _run(world: World, scenario: Any, programs: int, absent: set[int], clock: Cl
     wrong, first = [], {}
     for name, word, _ in clock.ran_out:
         first.setdefault(name.split(" program")[0], word)  # that is what a rank reports
-    if not set(first.values()) <= {world.size * MAX_SLICES + rank for rank in absent} or len(first) != world.size - len(absent):
+    begin = world.size * MAX_SLICES  # of the words of a meeting
+    words = {begin + rank for rank in absent} if copied else {rank * MAX_SLICES + n for rank in absent for n in (READY, DONE)}
+    if not set(first.values()) <= words or len(first) != world.size - len(absent):
         wrong.append(f"reports name words {first}")
     if clock.now > PATIENCE + PATIENCE // 8 + world.size * SKEW:
         wrong.append(f"all have ended after {clock.now / PATIENCE} time-outs")
     for rank in range(world.size):
-        instance = world.workspace(rank).instance(scenario.op, "copy_engine")
-        if instance.counters.count_nonzero():
+        instance = world.workspace(rank).instance(scenario.op, kind)
+        if copied and instance.counters.count_nonzero():
             wrong.append(f"rank {rank} leaves counters {instance.counters.tolist()}")
         if int(instance.signals.max()) > calls:
             wrong.append(f"rank {rank} has a signal of call {int(instance.signals.max())}, and there were {calls}")
+        for number, got in enumerate(() if copied else results[rank][1:]):
+            late = [got[:, DIM * r : DIM * (r + 1)] for r in absent | {rank}]  # others may store, though nobody waits for them
+            if not all(columns.isnan().all() for columns in late):
+                wrong.append(f"rank {rank}'s result {number + 1} passes for right: {got.tolist()}")
     return wrong

@@ -30,7 +30,10 @@ wait. DONE of a rank needs all its programs to have passed their last store, and
 Order: tickets are handed out one by one, so long bags are balanced; they alternate between peers, own blocks between them,
 ``lag`` rounds later, so that links and memory work all the time and the last stores travel beside own work.
 
-Limits: one dtype for all tables. After a time-out the result is NaN.
+After a time-out the last program to leave writes NaN over the result: a fault ends all waits, so others may still store own
+blocks when the last program has heard it. Columns of a peer that came, and was not waited for, may land on top.
+
+Limits: one dtype for all tables.
 Sources: fused operators (arXiv 2305.06942) for remote-first stores into place; a ticket counter as in stream-ordered queues.
 """
 
@@ -46,7 +49,7 @@ from tileweave.kernels.embedding_lookup import block_at, pool_bags, store_bags, 
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.remote import symm_at
-from tileweave.language.signal import faulted, leave, load_epoch, notify_all, poison, wait
+from tileweave.language.signal import MEETING_US, advance, faulted, last_to_leave, load_epoch, notify_all, poison, wait
 from tileweave.sharding import EmbeddingConfig, rows_of
 
 SLICES = tl.constexpr(32)  # signal words of a source
@@ -121,7 +124,7 @@ def embedding_bag_all_to_all_kernel(
             place = region
             if peer != rank:
                 if (awaited >> peer) & 1 == 0:
-                    wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report)
+                    wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report, MEETING_US)
                     awaited = awaited | (1 << peer)
                     if faulted(control) != 0:  # where its region is, nobody knows
                         awaited = awaited | (1 << 30)
@@ -137,9 +140,10 @@ def embedding_bag_all_to_all_kernel(
         for step in tl.static_range(1, WORLD_SIZE):
             source = (rank + step) % WORLD_SIZE
             wait(signals, 1, epoch, source * SLICES + DONE, -1, control, report)
-        if faulted(control) != 0:
+    if last_to_leave(control, num_programs):
+        if faulted(control) != 0:  # own blocks are stored here until the last program leaves
             poison(regions + tl.cast(region, tl.int64) * region_size, rows_here.to(tl.int64) * width, POISON_BLOCK)
-    leave(control, epoch, num_programs)
+        advance(control, epoch)
 
 
 WORDS = ("meta", "indices", "offsets", "weights", "region", "num_indices")  # what changes between launches of one shape

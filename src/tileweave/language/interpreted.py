@@ -185,7 +185,19 @@ def faulted(control: object) -> object:
 
 
 def leave(control: object, epoch: object, num_programs: object) -> None:
+    if _last_to_leave(control, num_programs):
+        advance(control, epoch)
+
+
+def _last_to_leave(control: object, num_programs: object) -> bool:
+    return MEMORY.add(_value(control) + 4 * _LEAVERS, 1) == _value(num_programs) - 1
+
+
+def last_to_leave(control: object, num_programs: object) -> object:
+    return _scalar(int(_last_to_leave(control, num_programs)))
+
+
+def advance(control: object, epoch: object) -> None:
     block = _value(control)
-    if MEMORY.add(block + 4 * _LEAVERS, 1) == _value(num_programs) - 1:
-        MEMORY.store(block + 4 * _LEAVERS, 0)
-        MEMORY.store(block + 4 * _EPOCH, wrapped(_value(epoch) + 1))
+    MEMORY.store(block + 4 * _LEAVERS, 0)
+    MEMORY.store(block + 4 * _EPOCH, wrapped(_value(epoch) + 1))

@@ -16,6 +16,7 @@ Which word, when:
 ``acquire``         the half of it that orders loads: in ``wait``; behind polls of your own
 ``load_epoch``      the number of this call, once at the start of a program
 ``leave``           once at the end of a program: the last one advances the epoch for the next call
+``last_to_leave``, ``advance``  its halves, for what only the last of all may do: ``poison`` over what others store
 ``count_in``        after plain stores that this device's copy engine takes further
 ``count_last``      after plain stores of one of several programs: the last of them may say so with ``notify``
 ``poison``          over a result that nobody may take for right
@@ -298,10 +299,22 @@ def leave(control, epoch, num_programs):
 
     Stands after everything this program has to say to peers in this call.
     """
+    if last_to_leave(control, num_programs):
+        advance(control, epoch)
+
+
+@triton.jit
+def last_to_leave(control, num_programs):
+    """Whether all other programs have left, and what they stored is visible; then this one must :func:`advance`."""
     tl.debug_barrier()
-    if tl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
-        tl.store(control + LEAVERS, 0)
-        tl.store(control + EPOCH, epoch + 1)
+    return tl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+
+
+@triton.jit
+def advance(control, epoch):
+    """The end of the call that :func:`last_to_leave` found."""
+    tl.store(control + LEAVERS, 0)
+    tl.store(control + EPOCH, epoch + 1)
 
 
 @triton.jit
@@ -313,8 +326,7 @@ def leave_early(control, epoch, num_programs):
     """
     tl.debug_barrier()
     if tl.atomic_add(control + LEAVERS, 1, sem="relaxed", scope="gpu") == num_programs - 1:
-        tl.store(control + LEAVERS, 0)
-        tl.store(control + EPOCH, epoch + 1)
+        advance(control, epoch)
 
 
 if INTERPRETED.value:
@@ -330,4 +342,5 @@ if INTERPRETED.value:
     notify, notify_all, wait, consume_token = bodies.notify, bodies.notify_all, bodies.wait, bodies.consume_token
     load_epoch, faulted, leave = bodies.load_epoch, bodies.faulted, bodies.leave
     leave_early, wait_here = bodies.leave, bodies.wait_here
+    last_to_leave, advance = bodies.last_to_leave, bodies.advance
     pause, count_in, expire, refuse_later = bodies.pause, bodies.count_in, bodies.expire, bodies.refuse_later
