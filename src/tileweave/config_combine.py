@@ -118,7 +118,7 @@ def _config_of(s: GroupedProblem) -> CombineConfig:
         return CombineConfig("triton", 32, 64, 128, 4, 4, 8, 4, 1, 1, 1024, 64, 64, 2)
     if s.depth * s.itemsize % 16 or s.cols * s.itemsize % 16:
         return CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)
-    block_cols = 1024 if s.cols > 2048 else 512  # no wider than a chunk
     if rows <= 64:
+        block_cols = 1024 if s.cols > 2048 else 512  # no wider than a chunk
         return CombineConfig("hopper", 64, 256, 64, 5, 4, 8, 4, 7, 4, block_cols)
-    return CombineConfig("hopper", 128, 256, 64, 4, 8, 32 if rows >= 2048 else 8, 4, 7, 16, block_cols)
+    return CombineConfig("hopper", 128, 256, 64, 4, 8, 32 if rows >= 2048 else 8, 4, 7, 16, 256)

@@ -135,11 +135,14 @@ def tickets(chunks: int, sends: int, own: int) -> tuple[list[tuple[bool, int, in
 
     Of a chunk there are ``sends`` blocks for peers and ``own`` ones.
     """
-    early = [(True, chunk, block) for chunk in range(chunks - 1) for block in range(sends)]
-    finished = ((False, chunk, block) for chunk in range(chunks) for block in range(own))
-    mixed = sends + max(chunks - 2, 0) * own
+    early = []
+    for chunk in range(chunks - 1):
+        early += [(True, chunk, block) for block in range(sends)]
+        early += [(False, chunk - 1, block) for block in range(own if chunk else 0)]
+    finished = ((False, chunk, block) for chunk in range(max(chunks - 2, 0), chunks) for block in range(own))
+    mixed = sends + (own if chunks > 1 else 0)
     places = {block * mixed // sends: block for block in range(sends)}  # even: send i at the i-th part of the stretch
-    late = [(True, chunks - 1, places[n]) if n in places else next(finished) for n in range(sends + chunks * own)]
+    late = [(True, chunks - 1, places[n]) if n in places else next(finished) for n in range(sends + min(chunks, 2) * own)]
     return early, late
 
 

@@ -31,7 +31,7 @@ from tests.compile.test_kernels import (
     signals_to_peers,
     writes_to_peers,
 )
-from tests.compile.test_reductions import check_marked
+from tests.compile.test_reductions import check_marked, loads_of
 
 from tileweave.config import MatmulConfig, Problem, scatter_schedule_for, tuned_entries
 from tileweave.kernels import all_gather_matmul, all_gather_matmul_hopper, matmul_all_to_all, matmul_all_to_all_hopper
@@ -175,6 +175,17 @@ def test_the_protocol_is_all_there_and_in_order(case: Case, target: str) -> None
         stores = list(writes_to_peers(compiled, "slot_table"))
         assert bool(stores) == case.push and len(stores) % (WORLD_SIZE - 1) == 0
         assert {ins.opcode for ins in stores if "v4.b32" not in ins.opcode and "v2.b64" not in ins.opcode} == set()
+
+
+def test_who_adds_parts_asks_whether_their_helpers_ran_out_of_time() -> None:
+    """Of a tile cut along exchanged K the owner may have what it needs, and a helper not: its part must not pass for right."""
+    cases = [c for c in one_of_a_kind() if c.op == IN and c.config.split_tail]
+    assert cases
+    for compiled in map(compile_case, cases):
+        of_counters, of_control, of_parts = (loads_of(compiled, name) for name in ("counters", "control", "partials"))
+        awaited = min(ins.line for ins in of_counters if ins.has("acquire"))
+        added = min(ins.line for ins in of_parts if ins.line > awaited)
+        assert [ins for ins in of_control if ins.has("volatile") and awaited < ins.line < added], "the fault, behind the wait"
 
 
 def test_the_checks_would_notice() -> None:

@@ -192,8 +192,19 @@ def loads_of(compiled: Compiled, name: str) -> list[Instruction]:
     return [ins for f in functions for ins in f.instructions if ins.parts[0] == "ld" and origin in f.origin(ins)]
 
 
-def check_marked(compiled: Compiled, receivers: int) -> None:
-    """Pushed in words, polled with volatile loads, and every signal (of a report, of a count) behind its barrier."""
+def branches_behind_clocks(ptx: str) -> list[int]:
+    """For each look at the clock: conditional branches up to the next barrier."""
+    behind = [ptx[look.end() :] for look in re.finditer("%globaltimer", ptx)]
+    return [len(re.findall(r"@!?%p\d+\s+bra", re.split(r"\bbar(?:rier)?\.sync", text)[0])) for text in behind]
+
+
+def check_marked(compiled: Compiled, receivers: int, waits: int = 0) -> None:
+    """Pushed in words, polled with volatile loads, and every signal (of a report, of a count) behind its barrier.
+
+    Polls meet at a barrier: no thread may leave them by its own clock. ``waits``: those for signals, which have none.
+    """
+    branches = branches_behind_clocks(str(compiled.ptx))
+    assert len(branches) - 3 * waits == 2 * branches.count(0) > 0, f"a clock decides before threads agree: {branches}"
     stores = list(writes_to_peers(compiled, "slot_table"))
     assert stores and len(stores) % receivers == 0, f"{len(stores)} stores to {receivers} peers"
     assert {ins.opcode for ins in stores if not WORDS.fullmatch(ins.opcode)} == set()
@@ -239,7 +250,7 @@ def test_the_protocol_is_all_there_and_in_order(case: Case, target: str) -> None
 @pytest.mark.parametrize("norm", [False, True], ids=["bare", "norm"])
 def test_the_one_shot_kernel_keeps_the_protocol(norm: bool, target: str) -> None:
     compiled = compile_one_shot(norm, target)
-    check_marked(compiled, WORLD_SIZE)
+    check_marked(compiled, WORLD_SIZE, waits=1)
     assert len(operations(compiled, guarded=(), scopes=["sys"]).waits) == 1, "of the norm programs, for all tiles"
 
 

@@ -63,7 +63,8 @@ _OWNERS = "range(1, WORLD_SIZE):\n        owner"
 _PEERS = "range(1, WORLD_SIZE):\n        peer"
 _OVER = "finished = slot_offset"
 _CLEANED = "    tl.store(pointers, tl.zeros(value.shape, value.dtype), mask=mask)\n"
-_EACH = "tl.sum(missing, axis=0) > 0"
+_ANY = "return acc, tl.max(tl.max(missing, axis=1), axis=0)"
+_EACH = "missing = tl.max(_missing(value, mask) + 2 * overdue, axis=1)"
 
 _STAGE = (
     "                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, "
@@ -231,13 +232,13 @@ MUTANTS: tuple[Mutant, ...] = (
         AG + "sm",
     ),
     Mutant("notify_all forgets a peer", WORDS, "else 1, size)", "else 1, size - 1)", AG + "sm"),
-    Mutant("the count of programs is not reset", WORDS, "        MEMORY.store(block + 4 * _LEAVERS, 0)\n", "", AG),
+    Mutant("the count of programs is not reset", WORDS, "    MEMORY.store(block + 4 * _LEAVERS, 0)\n", "", AG),
     Mutant("the first to leave moves the epoch", WORDS, "1) == _value(num_programs) - 1", "1) == 0", AG),
     Mutant(
         "leaving is not atomic",
         WORDS,
-        "MEMORY.add(block + 4 * _LEAVERS, 1)",
-        "(n := MEMORY.load(block + 4), MEMORY.store(block + 4, n + 1))[0]",
+        "MEMORY.add(_value(control) + 4 * _LEAVERS, 1)",
+        "(n := MEMORY.load(_value(control) + 4), MEMORY.store(_value(control) + 4, n + 1))[0]",
         AG,
     ),
     Mutant("put_all to the wrong peer", REMOTE, "symm_at(table, (rank + i) %", "symm_at(table, (rank + i + 1) %", AG + "sm"),
@@ -279,7 +280,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "finished shards over partials", EXCHANGE, "finished = slot_offset + (WORLD_SIZE - 1) * size", _OVER, AR + "library"
     ),
     Mutant("a place is not cleaned", MARKED, _CLEANED, "", AG + "library"),
-    Mutant("shards are taken before they have all come", MARKED, _EACH, _EACH.replace("> 0", "> 1"), AG + "library", count=3),
+    Mutant("shards are taken before they have all come", MARKED, _EACH, _EACH.replace("max", "min"), AG + "library"),
     # --- matmul_reduce_scatter, matmul_all_reduce ---
     Mutant("one slot for marked tiles", REDUCE, "slot = epoch & 1", "slot = epoch & 0", RS + "sm"),
     Mutant("one slot for an all-reduce", REDUCE, "slot = epoch & 1", "slot = epoch & 0", AR),
@@ -355,7 +356,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        value = tl.load(pointers, mask=mask, volatile=True)\n        missing",
         RS + "sm",
     ),
-    Mutant("taken before all has come", MARKED, "        while (missing > 0) &", "        while (missing > 1) &", RS + "sm"),
+    Mutant("taken before all has come", MARKED, _ANY, _ANY.replace("tl.max(tl.max", "tl.max(tl.min"), RS + "sm"),
     Mutant(
         "taken without a look",
         MARKED,

@@ -13,7 +13,7 @@ _ANNOUNCE = (
     "        tl.store(word, region)\n"
 )
 _READY = "    notify_all(signal_table, rank * SLICES + READY, rank, epoch, WORLD_SIZE, False)\n"
-_WAIT = "                    wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report)\n"
+_WAIT = "                    wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report, MEETING_US)\n"
 _DONE = "            wait(signals, 1, epoch, source * SLICES + DONE, -1, control, report)\n"
 _CLEAR = "    tl.store(counters + (1 - (epoch & 1)) * 2 + {}, 0)\n"
 _LOOP = "    while ticket < total:\n"

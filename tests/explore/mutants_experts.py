@@ -15,8 +15,8 @@ _WEIGHTS = "wait(signals, 1, epoch, peer * SLICES + WEIGHTS, task, control, repo
 _AWAIT = "        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N))\n"
 _COUNT = '            tl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")\n'
 _MADE = "            while made <= chunk:"
-_LATE = "    number = ticket\n    if late > 0:\n"
-_TURNED = "        ticket = (ticket + sends) % (sends + chunks * own)\n"
+_LATE = "        before = ticket  # sends before this ticket\n"
+_TURNED = "        ticket = (ticket + sends) % (sends + 2 * own)\n"
 _TILES = "                await_count(counts + TILES + made"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -51,7 +51,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("tickets: lists are counted without a release", TASKS, 'LISTED, 1, sem="release"', 'LISTED, 1, sem="relaxed"',
            PARTITIONS),
     Mutant("tickets: a group is signalled by its first block", TASKS, "word, group_size):", "word, 1):", PARTITIONS),
-    Mutant("tickets: the last chunk is finished before it is sent", ORDER, _LATE, _LATE + _TURNED, PARTITIONS),
-    Mutant("tickets: the last chunk is never sent", ORDER, "number = early + before", "number = before + 0", PARTITIONS),
-    Mutant("tickets: a block is left over", ORDER, "sends + chunks * own\n", "sends + chunks * own - 1\n", PARTITIONS),
+    Mutant("tickets: the last chunk is finished before it is sent", ORDER, _LATE, _TURNED + _LATE, PARTITIONS),
+    Mutant("tickets: the last chunk is never sent", ORDER, "chunk = chunks - 1\n", "chunk = chunks - 2\n", PARTITIONS),
+    Mutant("tickets: a block is left over", ORDER, "count = sends + own\n", "count = sends + own - 1\n", PARTITIONS),
+    Mutant("tickets: a chunk is finished before it is sent", ORDER, "chunk = chunk - 1", "chunk = chunk + 1", PARTITIONS),
+    Mutant("tickets: a chunk is finished twice", ORDER, "chunk = chunk - 1", "chunk = chunk + 0", PARTITIONS),
 )  # fmt: skip

@@ -71,27 +71,29 @@ def test_device_tickets_equal_the_hosts(sends: int, own: int) -> None:
         order = [*want[0], *want[1]]
         assert [t for t in order if t[0]] == [(True, chunk, block) for chunk in range(chunks) for block in range(sends)]
         assert [t for t in order if not t[0]] == [(False, chunk, block) for chunk in range(chunks) for block in range(own)]
-        assert not [t for t in want[0] if not t[0] or t[1] == chunks - 1], "early: for peers, and not of the last chunk"
-        mixed = sends + max(chunks - 2, 0) * own
-        assert not [t for t in want[1][:mixed] if not t[0] and t[1] > chunks - 3], "what needs the last early tickets is behind"
+        assert not [t for t in want[0] if t[1] > chunks - 2 - (not t[0])], "early: for peers but the last chunk, own but two"
+        for place, (is_send, chunk, _) in enumerate(want[0]):
+            assert is_send or sum(t[0] for t in want[0][:place]) == (chunk + 2) * sends, "behind the next chunk's sends"
+        mixed = sends + (own if chunks > 1 else 0)
+        assert not [t for t in want[1][:mixed] if not t[0] and t[1] == chunks - 1], "what needs all of the peers is behind"
         assert want[1][0][0] and not any(t[0] for t in want[1][mixed:])
         for n in range(mixed):
             assert abs(sum(t[0] for t in want[1][:n]) * mixed - n * sends) < mixed, "even"
 
 
-@pytest.mark.parametrize(("sends", "own"), [(27804, 9268), (27804, 9269), (10**5, 10**4)])
+@pytest.mark.parametrize(("sends", "own"), [(34755, 11585), (34755, 11586), (10**5, 10**4)])
 def test_tickets_of_very_many_blocks(sends: int, own: int) -> None:
-    """Products stay below 2^31, and each block is one ticket; (27804, 9268): the most that are mixed."""
+    """Products stay below 2^31, and each block is one ticket; (34755, 11585): the most that are mixed."""
     device = pytest.importorskip("tileweave.kernels.combine_tickets")
     count_tickets, place_ticket = device.SOURCES
-    mixed = sends + 2 * own
+    mixed = sends + own
     assert mixed > 46340 or (mixed + 1) * sends < 2**31
     kinds = [0, 0]
     for ticket in range(count_tickets(1, 4, sends, own)):
         is_send, chunk, block = place_ticket(ticket, 1, 4, sends, own)
-        assert (chunk, block) == ((3, kinds[1]) if is_send else divmod(kinds[0], own))
+        assert (chunk, block) == ((3, kinds[1]) if is_send else divmod(2 * own + kinds[0], own))
         kinds[is_send] += 1
-    assert kinds == [4 * own, sends]
+    assert kinds == [2 * own, sends]
 
 
 def test_counters_of_a_combine_are_apart() -> None:

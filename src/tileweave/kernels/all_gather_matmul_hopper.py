@@ -29,6 +29,7 @@ from tileweave.kernels.descriptors import Pointer, descriptor, weight
 from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.hopper import (
+    FAULT,
     await_parts,
     cut,
     give_part,
@@ -86,6 +87,7 @@ def multiply_partition(
             else:
                 if helpers > 0:
                     await_parts(counters, part * num_programs + number - whole, helpers)
+                    fault = gl.load(control + FAULT, volatile=True)  # helpers waited for what this program did not need
                 store_tile(
                     tile, fault, bias, out, out_desc, out_buffer, partials, at, helpers, crew, first_row, row_limit,
                     col * TILE_N, cols, rows * line, TILE_M, TILE_N, HALVES, HAS_BIAS, OUT_TMA,

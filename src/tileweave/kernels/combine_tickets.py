@@ -14,8 +14,12 @@ import triton.language as tl  # noqa: F401 - the interpreter wants it in sight o
 def count_tickets(late, chunks, sends, own):
     """How many there are."""
     count = (chunks - 1) * sends
+    if chunks > 2:
+        count += (chunks - 2) * own
     if late > 0:
-        count = sends + chunks * own
+        count = sends + own
+        if chunks > 1:
+            count += own
     return count
 
 
@@ -25,29 +29,37 @@ def place_ticket(ticket, late, chunks, sends, own):
     Late: ceil(n * sends / mixed) of the first n tickets are for peers. That rises by 0 or 1 a ticket, from 0 to all at
     ``mixed``. Where it would pass 31 bits, sends stand in front instead.
     """
-    early = (chunks - 1) * sends
-    is_send = ticket < early
-    number = ticket
+    is_send = ticket < sends
+    chunk = 0
+    block = ticket
     if late > 0:
+        first = 0  # chunk that is finished here
         mixed = sends
-        if chunks > 2:
-            mixed = sends + (chunks - 2) * own
+        if chunks > 1:
+            first = chunks - 2
+            mixed = sends + own
         if mixed > 46340:  # the root of 2^31
             mixed = sends
-        is_send = ticket < sends
         before = ticket  # sends before this ticket
         if ticket >= mixed:
             before = sends
         elif mixed > sends:
             before = (ticket * sends + mixed - 1) // mixed
             is_send = before < ((ticket + 1) * sends + mixed - 1) // mixed
-        number = ticket - before
         if is_send:
-            number = early + before
-    per_chunk = own
-    if is_send:
-        per_chunk = sends
-    return is_send, number // per_chunk, number % per_chunk
+            chunk = chunks - 1
+            block = before
+        else:
+            chunk = first + (ticket - before) // own
+            block = (ticket - before) % own
+    elif ticket >= sends:  # a chunk's sends, then own blocks of the chunk before
+        chunk = 1 + (ticket - sends) // (sends + own)
+        block = (ticket - sends) % (sends + own)
+        is_send = block < sends
+        if block >= sends:
+            chunk = chunk - 1
+            block = block - sends
+    return is_send, chunk, block
 
 
 SOURCES = (count_tickets, place_ticket)

@@ -3,12 +3,12 @@
 See ``grouped_matmul_combine_hopper.py`` for the partitions and ``grouped_matmul_combine.py`` for the protocol. Blocks are
 *tickets*, handed out one by one, by a counter for early and one for late ones, to whoever has time. With C chunks:
 
-    early  peers' blocks of chunk 0, of chunk 1, ... of chunk C - 2                 *reduce*, then *multiply* as well
-    late   peers' blocks of chunk C - 1 evenly among own blocks of chunks 0..C - 3, *multiply* only, when out of tiles
-           own blocks of chunk C - 2, own blocks of chunk C - 1
+    early  peers' blocks of chunk 0 | of chunk 1, own blocks of chunk 0 | ... | of C - 2, own of C - 3    *reduce*, then all
+    late   peers' blocks of chunk C - 1 evenly among own blocks of chunk C - 2 | own blocks of chunk C - 1    *multiply*,
+                                                                                                     when out of tiles
 
-Beside the matmul two warps have just time for what peers wait for, so nothing is finished in front of it. Behind it links
-and memory work at the same time, and what is left is dealt to those who take a quarter of the time for a ticket: else the
+So what peers wait for goes first, and own blocks are finished when peers have long sent theirs. Behind the matmul links and
+memory work at the same time, and what is left is dealt to those who take a quarter of the time for a ticket: else the
 call would wait for two warps that took one of the last.
 
 Why nobody is stuck: peers' blocks wait for own tiles only, and own blocks of a chunk for peers' blocks of that chunk, which are

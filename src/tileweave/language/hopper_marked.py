@@ -31,13 +31,13 @@ def expected_zero(value):
 
 
 @gluon.jit
-def _sum_marked(acc, pointers, stride, mask, COUNT: gl.constexpr, dtype: gl.constexpr):
+def _sum_marked(acc, pointers, stride, mask, overdue, COUNT: gl.constexpr, dtype: gl.constexpr):
     layout: gl.constexpr = acc.type.layout
-    missing = gl.zeros(acc.shape, gl.int32, layout)
+    missing = gl.zeros(acc.shape, gl.int32, layout) + 2 * overdue
     for i in gl.static_range(COUNT):
         at = gl.multiple_of(pointers + i * stride, [1, 16])
         bits = gl.load(at, mask=mask, other=MINUS_ZERO, volatile=True)
-        missing = gl.where(bits == 0, 1, missing)
+        missing = gl.maximum(missing, (bits == 0).to(gl.int32))
         acc += bits.to(dtype, bitcast=True).to(gl.float32)
     return acc, gl.max(gl.max(missing, axis=1), axis=0)
 
@@ -49,11 +49,15 @@ def take_marked(
 ):  # fmt: skip
     """``acc`` plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, in that order; see ``marked.take_marked``."""
     limit = gl.load(control + TIMEOUT_US, volatile=True).to(gl.int64) * 1000
-    total, missing = _sum_marked(acc, pointers, stride, mask, COUNT, dtype)
+    total, missing = _sum_marked(acc, pointers, stride, mask, 0, COUNT, dtype)
     if missing > 0:
         started = clock(missing)
-        while (missing > 0) & (clock(missing) - started <= limit):
-            total, missing = _sum_marked(acc, pointers, stride, mask, COUNT, dtype)
+        while missing == 1:
+            overdue = (clock(missing) - started > limit).to(gl.int32)
+            limit = gl.load(control + TIMEOUT_US, volatile=True).to(gl.int64) * 1000
+            total, missing = _sum_marked(acc, pointers, stride, mask, overdue, COUNT, dtype)
+        if missing > 1:
+            total, missing = _sum_marked(acc, pointers, stride, mask, 0, COUNT, dtype)
         if missing > 0:
             late = first_peer
             for i in gl.static_range(COUNT):

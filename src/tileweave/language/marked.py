@@ -63,14 +63,23 @@ def _missing(value, mask):
 
 
 @triton.jit
-def _sum_marked(acc, pointers, stride, mask, COUNT: tl.constexpr):
-    """``acc`` plus ``COUNT`` parts, and how many elements have not come. All loads are under way before the first is used."""
-    missing = tl.zeros(acc.shape, tl.int32)
+def _is_overdue(started, limit):
+    """Each thread's own clock says so: a program goes by what the maximum over all of it is, since it meets at barriers."""
+    return (clock() - started > limit).to(tl.int32)
+
+
+@triton.jit
+def _sum_marked(acc, pointers, stride, mask, overdue, COUNT: tl.constexpr):
+    """``acc`` plus ``COUNT`` parts, and whether one is missing: 0 no, 1 yes, 2 somebody's time is up.
+
+    All loads are under way before the first is used.
+    """
+    missing = tl.zeros(acc.shape, tl.int32) + 2 * overdue
     for i in tl.static_range(COUNT):
         value = tl.load(pointers + i * stride, mask=mask, volatile=True)
-        missing += _missing(value, mask)
+        missing = tl.maximum(missing, _missing(value, mask))
         acc += tl.where(mask, value.to(tl.float32), 0.0)
-    return acc, tl.sum(tl.sum(missing, axis=1), axis=0)
+    return acc, tl.max(tl.max(missing, axis=1), axis=0)
 
 
 @triton.jit
@@ -84,19 +93,23 @@ def take_marked(
     sum NaN: nobody need look at the fault behind it, which would be a load on the way of small messages.
     """
     limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000  # here: on its way beside the data
-    total, missing = _sum_marked(acc, pointers, stride, mask, COUNT)
+    total, missing = _sum_marked(acc, pointers, stride, mask, 0, COUNT)
     if missing > 0:
         started = clock()
         polls = 0
-        while (missing > 0) & (clock() - started <= limit) & (polls < 1 << 27):
+        while (missing == 1) & (polls < 1 << 27):
             pause()
-            total, missing = _sum_marked(acc, pointers, stride, mask, COUNT)
+            overdue = _is_overdue(started, limit)
+            limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000  # a fault ends waits that have begun, too
+            total, missing = _sum_marked(acc, pointers, stride, mask, overdue, COUNT)
             polls += 1
+        if missing > 0:
+            total, missing = _sum_marked(acc, pointers, stride, mask, 0, COUNT)
         if missing > 0:
             late = tl.cast(first_peer, tl.int32)
             for i in tl.static_range(COUNT):
                 value = tl.load(pointers + i * stride, mask=mask, volatile=True)
-                if tl.sum(tl.sum(_missing(value, mask), axis=1), axis=0) > 0:
+                if tl.max(tl.max(_missing(value, mask), axis=1), axis=0) > 0:
                     late = tl.cast(first_peer, tl.int32) + i
                     if late >= skip:
                         late += 1
@@ -108,23 +121,33 @@ def take_marked(
 
 
 @triton.jit
+def _load_each(pointers, mask, overdue):
+    """Rows of elements, which of them are missing, and whether any is, as in :func:`_sum_marked`."""
+    value = tl.load(pointers, mask=mask, volatile=True)
+    missing = tl.max(_missing(value, mask) + 2 * overdue, axis=1)
+    return value, missing, tl.max(missing, axis=0)
+
+
+@triton.jit
 def take_each(pointers, mask, rank, unit, epoch, control, report, SIGNALS: tl.constexpr):
     """What has come to ``pointers`` [peers, n]: row i from the i-th of the other ranks, in order of ranks.
 
     ``mask``: the elements that are sent. Who is late is reported as in :func:`take_marked`.
     """
     limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
-    value = tl.load(pointers, mask=mask, volatile=True)
-    missing = tl.sum(_missing(value, mask), axis=1)
-    if tl.sum(missing, axis=0) > 0:
+    value, missing, any_missing = _load_each(pointers, mask, 0)
+    if any_missing > 0:
         started = clock()
         polls = 0
-        while (tl.sum(missing, axis=0) > 0) & (clock() - started <= limit) & (polls < 1 << 27):
+        while (any_missing == 1) & (polls < 1 << 27):
             pause()
-            value = tl.load(pointers, mask=mask, volatile=True)
-            missing = tl.sum(_missing(value, mask), axis=1)
+            overdue = _is_overdue(started, limit)
+            limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
+            value, missing, any_missing = _load_each(pointers, mask, overdue)
             polls += 1
-        if tl.sum(missing, axis=0) > 0:
+        if any_missing > 0:
+            value, missing, any_missing = _load_each(pointers, mask, 0)
+        if any_missing > 0:
             late = tl.max(tl.where(missing > 0, tl.arange(0, missing.shape[0]), -1), axis=0)
             late += (late >= rank).to(tl.int32)
             expire(control, report, late * SIGNALS, unit, epoch, epoch - 1)
