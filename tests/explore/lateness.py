@@ -1,15 +1,17 @@
 """Ranks that never come to a call: the others' waits run out, as on a GPU, and everything comes to its end.
 
-Real kernels and operators in the model of ``tileweave.explore``, with a clock that moves when nobody can go on: each wait has
-the time that its word of ``control`` gave it when it began, and what is due first runs out first. Then the fault is set and
-limits go, as ``expire`` does it, those of waits that have begun, too. The kernel goes on, as on a GPU; the interpreter would
-raise.
+Real kernels and operators in the model of ``tileweave.explore``, with a clock that moves when nobody can go on: each wait, and
+each poll of marked data, has the time that its word of ``control`` gave it when it began, and what is due first runs out
+first. Then the fault is set and limits go, as ``expire`` does it, those of waits that have begun, too. The kernel goes on, as
+on a GPU; the interpreter would raise.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -20,15 +22,17 @@ from tileweave.explore.memory import Violation
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import AllGatherMatmul, Drawn, MatmulReduce, triton_config
 from tileweave.explore.scenarios_embedding import DIM, EmbeddingBag
+from tileweave.explore.search import SCENARIOS as EXPLORED
 from tileweave.explore.strategies import Walk
 from tileweave.explore.tasks import Task
 from tileweave.kernels import embedding_bag_all_to_all as lookups
-from tileweave.language import interpreted
+from tileweave.language import interpreted, marked
 from tileweave.sharding import EmbeddingConfig
 from tileweave.transport.base import FAULT, MEETING_US, PUSHED_US, TIMEOUT_US
 from tileweave.transport.workspace import MAX_SLICES
 
 PATIENCE = 1000  # the limit of a meeting
+CALLS = 4  # of which who is absent comes to the first
 SKEW = 5  # of two ranks: who gives up first lets its copies go, which others then wait for no more
 ENGINE = triton_config("copy_engine")
 SCENARIOS = (
@@ -40,6 +44,15 @@ SCENARIOS = (
     EmbeddingBag("lookup", (9,), 1, EmbeddingConfig(4, 2, 1, 1, 1)),
 )
 READY, DONE = lookups.READY.value, lookups.DONE.value
+
+
+def _of_one_size(scenario: Any) -> Any:
+    """No call grows what the first one made: to grow is a step of all ranks."""
+    sizes = (name for name in ("shapes", "tokens", "batches") if isinstance(getattr(scenario, name, None), tuple))
+    return replace(scenario, **{name: getattr(scenario, name)[-1:] for name in sizes})
+
+
+EVERYTHING = tuple(_of_one_size(s) for s in EXPLORED if "partitions" not in s.name)
 ABSENT = ((2, {0}), (2, {1}), (3, {0}), (3, {2}), (3, {0, 1}), (3, {1, 2}))  # of how many ranks who comes to one call only
 
 
@@ -49,18 +62,28 @@ class Clock:
     def __init__(self, world: World) -> None:
         self.tasks, self.now = world.tasks, 0
         self.due: dict[Task, tuple[int, int, int]] = {}  # of who waits: when its time is up, its control block, the word there
+        self.polls: dict[Task, int] = {}  # of who polls marked data: when its time is up
         self.late: set[Task] = set()
+        interpreted.MEMORY.seconds = lambda: self.now * 1e-6
+        self.start, self.tasks.start = self.tasks.start, self.begin
         self.ran_out: list[tuple[str, int, int]] = []
         self.stuck, self.tasks._stuck = self.tasks._stuck, self.nobody_can_go_on
 
+    def begin(self, task: Task, body: Callable[[], None]) -> None:
+        self.polls.pop(task, None)  # of its last kernel
+        self.start(task, body)
+
     def nobody_can_go_on(self) -> bool:
-        waiting = [task for task in self.due if task.state == "parked"]
-        if not waiting:
+        waiting = {task: due for task, (due, _, _) in self.due.items() if task.state == "parked"}
+        polling = {task: due for task, due in self.polls.items() if task.state == "parked"}
+        if not waiting and not polling:
             return self.stuck()
-        self.now = max(self.now, min(self.due[task][0] for task in waiting))
-        for task in waiting:
-            if self.due[task][0] <= self.now:
-                self.give_up(task)
+        self.now = max(self.now, min((waiting | polling).values()))
+        for task in (task for task, due in waiting.items() if due <= self.now):
+            self.give_up(task)
+        for task in (task for task, due in polling.items() if due <= self.now):
+            del self.polls[task]  # it asks for the time again, or polls no more
+            task.state, task.patience, task.patient = "ready", 30, True
         return False
 
     def give_up(self, task: Task) -> None:
@@ -75,6 +98,18 @@ class Clock:
         for task, (_, its, limit) in self.due.items():
             if its == block and limit in (TIMEOUT_US, MEETING_US):  # waits that have begun read their limit again
                 self.give_up(task)
+
+    def is_overdue(self, started, limit):
+        due, me = (interpreted._value(started) + interpreted._value(limit)) // 1000, self.tasks.current
+        if due > self.now:
+            self.polls[me] = due
+        else:
+            self.polls.pop(me, None)
+            me.patience = 30  # looks at what came, once more, are no polls
+        return interpreted._scalar(int(due <= self.now))
+
+    def report(self, control, report, signal, unit, expected, seen):
+        self.expire(interpreted._value(control), interpreted._value(signal))
 
     def wait(self, signals, count, epoch, first, unit, control, report, LIMIT=TIMEOUT_US):
         words, number, expected, begin, block, limit = map(
@@ -99,17 +134,25 @@ class Clock:
             self.expire(block, number)
 
 
-def found_where_ranks_never_come() -> list[str]:
-    """What goes wrong: nothing. For a process of its own, since it puts other words into kernels."""
+def found_where_ranks_never_come(everywhere: bool) -> list[str]:
+    """What goes wrong: nothing. For a process of its own, since it puts other words into kernels.
+
+    ``everywhere``: with every operator, but only that all come to an end, somebody says why and results are NaN.
+    """
     latest: list[Clock] = []
     for name in ("wait", "refuse_later"):
         word = getattr(interpreted, name)
         for module in list(sys.modules.values()):
             if getattr(module, name, None) is word and module.__name__.startswith("tileweave"):
                 setattr(module, name, lambda *a, name=name, **k: getattr(latest[-1], name)(*a, **k))
+    marked._is_overdue = lambda *a: latest[-1].is_overdue(*a)
+    marked.expire = lambda *a: latest[-1].report(*a)
     found = []
     with exploring() as enter:
-        for scenario, programs, (size, absent), seed in product(SCENARIOS, (1, 2, 3), ABSENT, range(4)):
+        cases = product(SCENARIOS, (1, 2, 3), ABSENT, range(4))
+        if everywhere:
+            cases = (case for s in EVERYTHING for case in product((s,), s.programs, ABSENT[1::2], range(1)))
+        for scenario, programs, (size, absent), seed in cases:
             world = World(size, programs, Walk(seed))
             enter(world)
             for check in ("check_read", "check_write", "observe"):  # after a fault data is NaN or late, and said to be
@@ -124,19 +167,17 @@ def found_where_ranks_never_come() -> list[str]:
 
 def _run(world: World, scenario: Any, programs: int, absent: set[int], clock: Clock) -> list[str]:
     """Four calls, of which ``absent`` come to the first."""
-    calls, drawn = 4, Drawn(programs, None, 1, 3, 0)
-    copied = scenario.op != EmbeddingBag.op
-    kind = "copy_engine" if copied else "sm"
-    results: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(world.size)}
+    drawn = Drawn(programs, None, 1, 3, 0)
+    results: dict[int, list[list[torch.Tensor]]] = {rank: [] for rank in range(world.size)}
 
     def body(rank: int) -> None:
         scenario.begin(world, rank, drawn)
-        control = world.workspace(rank).instance(scenario.op, kind).control
         patience = PATIENCE + rank * SKEW  # as if it had begun so much later
-        for word, limit in ((TIMEOUT_US, patience + PATIENCE // 8), (MEETING_US, patience), (PUSHED_US, 2 * PATIENCE)):
-            control[word] = limit
-        for number in range(1 if rank in absent else calls):
-            results[rank].append(next(iter(scenario.call(world, rank, number, drawn)))[1])
+        for instance in world.workspace(rank).instances.values():
+            for word, limit in ((TIMEOUT_US, patience + PATIENCE // 8), (MEETING_US, patience), (PUSHED_US, 2 * PATIENCE)):
+                instance.control[word] = limit
+        for number in range(1 if rank in absent else CALLS):
+            results[rank].append([got for _, got, _ in scenario.call(world, rank, number, drawn)])
 
     try:
         world.run(body)
@@ -145,20 +186,37 @@ def _run(world: World, scenario: Any, programs: int, absent: set[int], clock: Cl
     wrong, first = [], {}
     for name, word, _ in clock.ran_out:
         first.setdefault(name.split(" program")[0], word)  # that is what a rank reports
-    begin = world.size * MAX_SLICES  # of the words of a meeting
-    words = {begin + rank for rank in absent} if copied else {rank * MAX_SLICES + n for rank in absent for n in (READY, DONE)}
-    if not set(first.values()) <= words or len(first) != world.size - len(absent):
-        wrong.append(f"reports name words {first}")
+    if not first:
+        wrong.append("nobody reports")
+    for rank in sorted(set(range(world.size)) - absent):
+        for number, found in enumerate(results[rank][1:]):
+            sums = [got for got in found if got.is_floating_point()]
+            if sums and not any(got.isnan().any() for got in sums):
+                wrong.append(f"rank {rank}'s result {number + 1} passes for right")
+    return wrong + (_wrong_in_detail(world, scenario, absent, clock, first, results) if scenario in SCENARIOS else [])
+
+
+def _wrong_in_detail(world, scenario, absent, clock, first, results) -> list[str]:
+    """Where nobody waits for one that waits: all report, in time, and name who is absent. And what is left behind."""
+    wrong, begin = [], world.size * MAX_SLICES  # of the words of a meeting
+    if len(first) != world.size - len(absent):
+        wrong.append(f"reports of {sorted(first)}")
     if clock.now > PATIENCE + PATIENCE // 8 + world.size * SKEW:
         wrong.append(f"all have ended after {clock.now / PATIENCE} time-outs")
+    copied = scenario.op != EmbeddingBag.op
+    words = {begin + rank for rank in absent} if copied else {rank * MAX_SLICES + n for rank in absent for n in (READY, DONE)}
+    if not set(first.values()) <= words:
+        wrong.append(f"reports name words {first}")
     for rank in range(world.size):
-        instance = world.workspace(rank).instance(scenario.op, kind)
+        instance = world.workspace(rank).instance(scenario.op, "copy_engine" if copied else "sm")
         if copied and instance.counters.count_nonzero():
             wrong.append(f"rank {rank} leaves counters {instance.counters.tolist()}")
-        if int(instance.signals.max()) > calls:
-            wrong.append(f"rank {rank} has a signal of call {int(instance.signals.max())}, and there were {calls}")
-        for number, got in enumerate(() if copied else results[rank][1:]):
-            late = [got[:, DIM * r : DIM * (r + 1)] for r in absent | {rank}]  # others may store, though nobody waits for them
+        if int(instance.signals.max()) > CALLS:
+            wrong.append(f"rank {rank} has a signal of call {int(instance.signals.max())}, and there were {CALLS}")
+        for number, found in enumerate(() if copied else results[rank][1:]):
+            late = [
+                found[0][:, DIM * r : DIM * (r + 1)] for r in absent | {rank}
+            ]  # others may store, though nobody waits for them
             if not all(columns.isnan().all() for columns in late):
-                wrong.append(f"rank {rank}'s result {number + 1} passes for right: {got.tolist()}")
+                wrong.append(f"rank {rank}'s result {number + 1} has right columns: {found[0].tolist()}")
     return wrong

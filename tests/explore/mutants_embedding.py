@@ -17,17 +17,18 @@ _WAIT = "                    wait(signals, 1, epoch, peer * SLICES + READY, tick
 _DONE = "            wait(signals, 1, epoch, source * SLICES + DONE, -1, control, report)\n"
 _CLEAR = "    tl.store(counters + (1 - (epoch & 1)) * 2 + {}, 0)\n"
 _LOOP = "    while ticket < total:\n"
-_PASS = "    count_passed(signal_table, counters, rank, epoch, num_programs, WORLD_SIZE)\n    passed += 1\n"
+_LAST = "== num_programs - 1:\n        done"
+_PASS = "    count_passed(signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE)\n    passed += 1\n"
 
 TG = "embedding_bag_all_to_all_backward/"
 PUSH, SUMS = "kernels/embedding_gradient.py", "kernels/table_sums.py"
-_HERE = "                wait_here(counters, group + 1, ARRIVED, table, control, report)\n"
+_HERE = "                wait_here(counters, group + 1, ARRIVED, table, control, report, PUSHED_US)  # the watcher ends first\n"
 _OF_ALL = "        for source in tl.static_range(WORLD_SIZE):\n"
-_PEER = "            wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report)\n"
+_PEER = "            wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report, MEETING_US)\n"
 _ZERO = "        tl.store(counters + (1 - (epoch & 1)) * SET + tl.arange(0, SET), tl.zeros((SET,), tl.int32))\n"
 _SAYS = "    if stored + tickets == all_tickets:\n"
-_COUNT = "                count_group(signal_table, counters, rank, group, stored,"
-_TOLD = _SAYS + "        notify_all(signal_table, rank * SLICES + DONE + group, rank, epoch, WORLD_SIZE, True)"
+_COUNT = "                count_group(signal_table, control, counters, rank, group, stored,"
+_TOLD = "        notify_all(signal_table, rank * SLICES + DONE + group, rank, done, WORLD_SIZE, True)"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("sums wait for nothing", SUMS, _HERE, "                pass\n", TG),
@@ -57,10 +58,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("results wait for one peer", KERNEL, _DONE, "            if step == 1:\n    " + _DONE, EB),
     Mutant("done before the last store", KERNEL, _LOOP, _PASS + _LOOP, EB),
     Mutant("passing is counted without a release", KERNEL, 'sem="acq_rel"', 'sem="relaxed"', EB),
-    Mutant("the first to pass says done", KERNEL, "== num_programs - 1:\n        notify_all", "== 0:\n        notify_all", EB),
-    Mutant(
-        "done is never said", KERNEL, "== num_programs - 1:\n        notify_all", "== num_programs:\n        notify_all", EB
-    ),
+    Mutant("the first to pass says done", KERNEL, _LAST, _LAST.replace("num_programs - 1", "0"), EB),
+    Mutant("done is never said", KERNEL, _LAST, _LAST.replace(" - 1", ""), EB),
     Mutant("tickets are not cleared", KERNEL, _CLEAR.format("TICKETS"), "", EB + "tickets"),
     Mutant("counts of who passed are not cleared", KERNEL, _CLEAR.format("PASSED"), "", EB),
     Mutant(

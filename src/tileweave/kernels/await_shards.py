@@ -20,8 +20,8 @@ signal (int32)                  value  notifier                              wai
 Why no slot is overwritten: what reads the slot of my call n stands before call n+1 on the main stream, hence before my signals
 of call n+1. A peer ends its call n+1 behind those, and only then pushes for call n+2, the next one with that slot.
 
-Programs copy a share each, and the first one waits, for other ranks only. Where its wait ran out of time, a row of NaN in a
-peer's shard makes each product over rows NaN.
+Programs copy a share each, and the first one waits, for other ranks only. Where its wait ran out of time, a row of NaN in the
+own shard, which nobody else stores to, makes each product over rows NaN.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import triton.language as tl
 
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.language.meet import await_pushed
-from tileweave.language.signal import faulted, leave, load_epoch, wait
+from tileweave.language.signal import advance, faulted, last_to_leave, load_epoch, poison, wait
 from tileweave.schedule import cdiv
 
 MAX_SLICES = tl.constexpr(32)
@@ -55,13 +55,10 @@ def await_shards_kernel(
         for i in tl.static_range(1, WORLD_SIZE):
             wait(signals, 1, epoch, (rank + WORLD_SIZE - i) % WORLD_SIZE * MAX_SLICES, -1, control, report)
         await_pushed(signals, epoch, control, report, WORLD_SIZE)
-        if faulted(control) != 0:
-            theirs = slot + tl.cast((rank + 1) % WORLD_SIZE, tl.int64) * size
-            for begin in range(0, width, BLOCK):
-                tl.store(
-                    theirs + begin + lane, tl.full((BLOCK,), float("nan"), slot.dtype.element_ty), mask=begin + lane < width
-                )
-    leave(control, epoch, programs)
+    if last_to_leave(control, programs):
+        if faulted(control) != 0:  # an own row, when all are here: what peers still push lands in other places
+            poison(own, width, BLOCK)
+        advance(control, epoch)
 
 
 def await_shards(peers: Endpoint, x: torch.Tensor, whole: torch.Tensor, world_size: int, rank: int, programs: int) -> None:

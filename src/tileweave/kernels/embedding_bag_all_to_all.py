@@ -71,11 +71,12 @@ def announce(signal_table, counters, rank, region, epoch, WORLD_SIZE: tl.constex
 
 
 @triton.jit
-def count_passed(signal_table, counters, rank, epoch, num_programs, WORLD_SIZE: tl.constexpr):
-    """This program stores nothing to peers any more; the last of all to say so tells the peers."""
+def count_passed(signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE: tl.constexpr):
+    """This program stores nothing to peers any more; the last of all to say so tells the peers, unless some was not stored."""
     tl.debug_barrier()
     if tl.atomic_add(counters + (epoch & 1) * 2 + PASSED, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
-        notify_all(signal_table, rank * SLICES + DONE, rank, epoch, WORLD_SIZE, False)
+        done = epoch - (faulted(control) != 0).to(tl.int32)
+        notify_all(signal_table, rank * SLICES + DONE, rank, done, WORLD_SIZE, False)
 
 
 UNSPECIALIZED = ["rank", "region", "num_indices", "tables", "blocks", "run", "lag", "rows_here"]
@@ -103,7 +104,7 @@ def embedding_bag_all_to_all_kernel(
     while ticket < total:
         following = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         if (passed == 0) & (ticket >= rounds * WORLD_SIZE):
-            count_passed(signal_table, counters, rank, epoch, num_programs, WORLD_SIZE)
+            count_passed(signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE)
             passed += 1
         step = ticket % WORLD_SIZE
         peer = (rank + 1 + step) % WORLD_SIZE
@@ -135,7 +136,7 @@ def embedding_bag_all_to_all_kernel(
             store_bags(acc, out, sample, count, width, column, dim, BLOCK_D, BAGS)
         ticket = following
     if passed == 0:
-        count_passed(signal_table, counters, rank, epoch, num_programs, WORLD_SIZE)
+        count_passed(signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE)
     if program == num_programs - 1:
         for step in tl.static_range(1, WORLD_SIZE):
             source = (rank + step) % WORLD_SIZE

@@ -40,6 +40,8 @@ the ``LEAST`` lowest push whatever the others do, and other ranks.
 
 Where there are no sums (no lookup here, or weights' gradients, which want tables as they were), pushers and watcher alone, and
 own rows go into the slot too.
+
+After a time-out nothing is stored to peers and no group is said to be done, so they run out of time as well; sums are NaN.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ import triton.language as tl
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.table_sums import sum_tiles
 from tileweave.language.remote import symm_at
-from tileweave.language.signal import leave, load_epoch, multiprocessor, notify_all, wait
+from tileweave.language.signal import MEETING_US, faulted, leave, load_epoch, multiprocessor, notify_all, wait
 
 SLICES = tl.constexpr(32)
 READY, DONE = tl.constexpr(0), tl.constexpr(1)
@@ -101,12 +103,13 @@ def push_block(
 
 
 @triton.jit
-def count_group(signal_table, counters, rank, group, tickets, all_tickets, epoch, WORLD_SIZE: tl.constexpr):
-    """This program has stored ``tickets`` more of ``group``; who counts the last one tells every rank."""
+def count_group(signal_table, control, counters, rank, group, tickets, all_tickets, epoch, WORLD_SIZE: tl.constexpr):
+    """This program has stored ``tickets`` more of ``group``; who counts the last one tells every rank, if all are stored."""
     tl.debug_barrier()
     stored = tl.atomic_add(counters + (epoch & 1) * SET + group, tickets, sem="acq_rel", scope="gpu")
     if stored + tickets == all_tickets:
-        notify_all(signal_table, rank * SLICES + DONE + group, rank, epoch, WORLD_SIZE, True)
+        done = epoch - (faulted(control) != 0).to(tl.int32)
+        notify_all(signal_table, rank * SLICES + DONE + group, rank, done, WORLD_SIZE, True)
 
 
 @triton.jit
@@ -127,20 +130,22 @@ def push_tickets(
         piece = plan + ticket // blocks * PIECE
         if tl.load(piece + 5).to(tl.int32) > group:
             if stored > 0:
-                count_group(signal_table, counters, rank, group, stored, of_group, epoch, WORLD_SIZE)
+                count_group(signal_table, control, counters, rank, group, stored, of_group, epoch, WORLD_SIZE)
             group = tl.load(piece + 5).to(tl.int32)
             stored = rank * 0
         peer = tl.load(piece).to(tl.int32)
         if (awaited >> peer) & 1 == 0:
-            wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report)
+            wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report, MEETING_US)
             awaited = awaited | (1 << peer)
+            if faulted(control) != 0:  # who is late may still sum what is in its slot
+                rows_here = rows_here * 0
         sample = ticket % blocks * ROWS
         push_block(grad, slot_table, piece, sample, rows_here, first_sample, width, ROWS, COLS, ALIGN)
         stored += 1
         of_group = tl.load(piece + 6).to(tl.int32) * blocks
         ticket = following
     if stored > 0:
-        count_group(signal_table, counters, rank, group, stored, of_group, epoch, WORLD_SIZE)
+        count_group(signal_table, control, counters, rank, group, stored, of_group, epoch, WORLD_SIZE)
 
 
 @triton.jit

@@ -67,7 +67,7 @@ def sort_expert(
         counts += ((local >= 0) & (local < before)).to(tl.int32)
     row = tl.sum(counts, axis=0)
     if part == 0:
-        tl.store(offsets + expert, row)
+        tl.store(offsets + expert, tl.minimum(row, bound))
     for block in range(first, last):
         source = (rank + WORLD_SIZE - block // per_source) % WORLD_SIZE
         at = block % per_source * BLOCK + tl.arange(0, BLOCK)
@@ -77,12 +77,12 @@ def sort_expert(
         rows = row + tl.cumsum(chosen, axis=0) - chosen
         entry = source * size + at
         tl.store(row_entry + rows, entry, mask=mine & (rows < bound))
-        tl.store(entry_row + entry, rows, mask=mine)
+        tl.store(entry_row + entry, tl.where(rows < bound, rows, -1), mask=mine)
         if expert == 0:
             tl.store(entry_row + entry, -1, mask=((local < 0) | (local >= experts)) & (at < size))
         row += tl.sum(chosen, axis=0)
     if (part == parts - 1) & (expert == experts - 1):
-        tl.store(offsets + experts, row)
+        tl.store(offsets + experts, tl.minimum(row, bound))
 
 
 @triton.jit

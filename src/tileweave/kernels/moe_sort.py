@@ -104,8 +104,8 @@ def _place_unit(
     below = tl.cumsum(total, axis=0) - total
     start += below
     if unit == 0:
-        tl.store(offsets + expert, below, mask=expert < experts)
-        tl.store(offsets + experts, tl.sum(total, axis=0))
+        tl.store(offsets + expert, tl.minimum(below, limit), mask=expert < experts)
+        tl.store(offsets + experts, tl.minimum(tl.sum(total, axis=0), limit))
     for block in range(part * span, (part + 1) * span):
         keys = lowest_expert(ids, block * BLOCK, items, topk, owner, experts, EXPERTS, TOPK, BLOCK)
         item = block * BLOCK + tl.arange(0, BLOCK)
@@ -116,7 +116,7 @@ def _place_unit(
         place = tl.where(keys < experts, before + tl.sum(tl.where(chosen, start[None, :], 0), axis=1), -1)
         tl.store(ordered + place, first_item + item, mask=(place >= 0) & (place < limit))
         if INVERSE:
-            tl.store(placed + item, place, mask=item < items)
+            tl.store(placed + item, tl.where(place < limit, place, -1), mask=item < items)
         start += tl.sum(chosen.to(tl.int32), axis=0)
 
 

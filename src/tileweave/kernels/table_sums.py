@@ -24,7 +24,7 @@ import triton.language as tl
 
 from tileweave.kernels.embedding_lookup import TYPES
 from tileweave.kernels.launch import limit_registers
-from tileweave.language.signal import wait_here
+from tileweave.language.signal import PUSHED_US, faulted, wait_here
 
 if TYPE_CHECKING:
     from tileweave.kernels.embedding_gradient import Push
@@ -155,7 +155,8 @@ def sum_tile(
     A run that goes on behind the next tile is *long*: of it each tile leaves a partial sum in a row of ``partials``
     [tiles + tiles / 2, BLOCK_D]: row ``tile`` where it goes on, row ``tiles + tile / 2`` where it opens; where one opens, none
     opens in the next tile. ``GROUPS`` > 0: tables' gradients come in so many, see ``embedding_gradient.py``; ``seen`` of them
-    this program knows to be here, and returns how many then. It asks no more than it must: an acquire empties the L1.
+    this program knows to be here, and returns how many then. It asks no more than it must: an acquire empties the L1. Sums
+    of groups that did not come in time are NaN, and of all behind them: ``factor``, which is returned, too.
     """
     first = tile.to(tl.int64) * TILE
     col = tl.arange(0, BLOCK_D)
@@ -181,8 +182,9 @@ def sum_tile(
         if GROUPS > 0:
             group = (table * GROUPS // tables).to(tl.int32)
             if group >= seen:
-                wait_here(counters, group + 1, ARRIVED, table, control, report)
+                wait_here(counters, group + 1, ARRIVED, table, control, report, PUSHED_US)  # the watcher ends first
                 seen = group + 1
+                factor = tl.where(faulted(control) != 0, float("nan"), factor)
         target, low, high, dim, slot_column, column, state, values = table_of(meta, table, tables, last_key, DTYPE, ALIGN)
         lowest = table * batch
         vectors = ()
@@ -229,7 +231,7 @@ def sum_tile(
         tl.store(partial, total * factor, mask=columns(BLOCK_D, mine & others & led_long, 1, BLOCK_D))
         tl.store(opening, total * factor, mask=columns(BLOCK_D, mine & long, 1, BLOCK_D))
         table += 1
-    return seen
+    return seen, factor
 
 
 @triton.jit
@@ -245,7 +247,7 @@ def sum_tiles(
     for step in range(0, STEPS):
         tile = block * STEPS + step
         if tile < tiles:
-            seen = sum_tile(
+            seen, factor = sum_tile(
                 tile, tiles, seen, slot, slot_width, grad, width, first_sample, rows_here, keys, bags, scales, places, meta,
                 partials, rate, epsilon, factor, counters, control, report, count, last_key, batch, tables,
                 GROUPS, ARRIVED, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,

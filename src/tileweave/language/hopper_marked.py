@@ -53,7 +53,7 @@ def take_marked(
     if missing > 0:
         started = clock(missing)
         while missing == 1:
-            overdue = (clock(missing) - started > limit).to(gl.int32)
+            overdue = (clock(missing) - started >= limit).to(gl.int32)
             limit = gl.load(control + TIMEOUT_US, volatile=True).to(gl.int64) * 1000
             total, missing = _sum_marked(acc, pointers, stride, mask, overdue, COUNT, dtype)
         if missing > 1:

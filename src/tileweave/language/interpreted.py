@@ -126,8 +126,10 @@ def refuse_later(signals: object, epoch: object, index: object, unit: object, co
         _expire(_value(report), _value(control), number, _value(unit), expected, seen)
 
 
-def wait_here(words: object, value: object, index: object, unit: object, control: object, report: object) -> None:
-    wait(words, 1, value, index, unit, control, report)
+def wait_here(
+    words: object, value: object, index: object, unit: object, control: object, report: object, LIMIT: object = _TIMEOUT_US
+) -> None:
+    wait(words, 1, value, index, unit, control, report, LIMIT)
 
 
 def _expire(report: int, control: int, signal: int, unit: int, expected: int, seen: int) -> None:

@@ -65,7 +65,7 @@ def _missing(value, mask):
 @triton.jit
 def _is_overdue(started, limit):
     """Each thread's own clock says so: a program goes by what the maximum over all of it is, since it meets at barriers."""
-    return (clock() - started > limit).to(tl.int32)
+    return (clock() - started >= limit).to(tl.int32)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def take_marked(
     if missing > 0:
         started = clock()
         polls = 0
-        while (missing == 1) & (polls < 1 << 27):
+        while (missing == 1) & (polls < 1 << 30):
             pause()
             overdue = _is_overdue(started, limit)
             limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000  # a fault ends waits that have begun, too
@@ -139,7 +139,7 @@ def take_each(pointers, mask, rank, unit, epoch, control, report, SIGNALS: tl.co
     if any_missing > 0:
         started = clock()
         polls = 0
-        while (any_missing == 1) & (polls < 1 << 27):
+        while (any_missing == 1) & (polls < 1 << 30):
             pause()
             overdue = _is_overdue(started, limit)
             limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000

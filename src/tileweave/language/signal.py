@@ -258,19 +258,19 @@ def refuse_later(signals, epoch, index, unit, control, report):
 
 
 @triton.jit
-def wait_here(words, value, index, unit, control, report):
+def wait_here(words, value, index, unit, control, report, LIMIT: tl.constexpr = TIMEOUT_US):
     """:func:`wait` for ``words[index]``, which only this device's programs write, with release: one load if it is there.
 
     Warps ask one after the other and may be told different things, so no barrier stands where only some of them come.
     """
     if is_hip():
-        wait(words, 1, value, index, unit, control, report)
+        wait(words, 1, value, index, unit, control, report, LIMIT)
     else:
         seen = tl.inline_asm_elementwise(
             "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [words + index], dtype=tl.int32, is_pure=False, pack=1
         )
         if seen - value < 0:
-            _poll(words, 1, value, index, unit, control, report)
+            _poll(words, 1, value, index, unit, control, report, LIMIT)
             acquire()
         tl.debug_barrier()
 

@@ -161,7 +161,9 @@ class _Combine(_Grouped):
         self.missing = [self.chunk_of.count(chunk) for chunk in range(self.cut.chunks)]
         sms, c = cluster.device.num_sms, config
         self.workers = (c.num_reduce, c.num_finish) if c.kernel == "triton" else (sms, sms)
-        self.blocks = self.cut.blocks * cdiv(self.cut.chunk_cols * self.tile_n, config.block_cols)  # of one rank and chunk
+        # Blocks of one rank and chunk; a ticket of the Hopper kernel has all columns of a chunk, and is a step for each 1024.
+        step_cols = c.block_cols if c.kernel == "triton" else 1024
+        self.blocks = self.cut.blocks * cdiv(self.cut.chunk_cols * self.tile_n, step_cols)
         self.made = [self.env.event() for _ in range(self.cut.chunks)]
 
     def seconds(self, graph: bool) -> float:
