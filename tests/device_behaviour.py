@@ -17,7 +17,8 @@ from tests.worlds import Member
 import tileweave as tw
 from tileweave.config import MatmulConfig
 
-SECONDS = 3.0  # TILEWEAVE_TIMEOUT where a peer never comes
+SECONDS = 3.0  # TILEWEAVE_TIMEOUT where a peer never comes, or too late
+QUEUED = 4  # calls that the others queue meanwhile: more than there are slots
 
 
 def warm_up(case: Case, size: int) -> None:
@@ -83,7 +84,10 @@ def capture_without_warmup(me: Member, case: Case) -> None:
 
 
 def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> dict[str, object] | None:
-    """Some calls of all, then one that ``absent`` takes no part in: what the other rank sees, and after how long."""
+    """Some calls of all, then some that ``absent`` takes no part in: what the other rank sees, and after how long.
+
+    And what ``absent`` gets that comes to them when the others have given up.
+    """
     case, group = case.fit(config), dist.group.WORLD
     for seconds in (60.0, SECONDS):  # the first round compiles, and may take its time
         me.barrier()
@@ -95,20 +99,26 @@ def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> d
         tw.synchronize()
         call.verify(f"rank {me.rank}, while all call")
     me.barrier()
+    calls = [parity.prepare(case, me.rank, me.world_size, me.device, 99 + n) for n in range(QUEUED)]
+    for call in calls:
+        call.out.zero_()
+    torch.cuda.synchronize()
     if me.rank == absent:
         time.sleep(SECONDS + 4.0)
-        return None
-    call = parity.prepare(case, me.rank, me.world_size, me.device, 99)
-    call.out.zero_()
-    torch.cuda.synchronize()
+        found = come_late(calls, group, config)
+        print("late:", found, flush=True)
+        me.barrier()  # the others' memory is there until now
+        return {"late": found}
     started = time.monotonic()
-    parity.run(call, group, config)
+    for call in calls:
+        parity.run(call, group, config)
     with pytest.raises(tw.PeerTimeout) as caught:
         tw.synchronize()
     taken = time.monotonic() - started
     with pytest.raises(tw.PeerTimeout):
-        parity.run(call, group, config)
-    poisoned = bool(call.out.isnan().any())
+        parity.run(calls[0], group, config)
+    poisoned = all(bool(call.out.isnan().any()) for call in calls)
+    me.barrier()
     tw.close()
     error = caught.value
     return {
@@ -121,6 +131,31 @@ def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> d
     }
 
 
+def come_late(calls: list[parity.Call], group: dist.ProcessGroup, config: MatmulConfig) -> list[str]:
+    """Make calls that the others have given up, with further ones behind, until one raises. Of each: "right", "NaN", or
+    "told" where it has neither, but a time-out is reported."""
+    made, told = [], False
+    try:
+        for call in calls:
+            parity.run(call, group, config)
+            made.append(call)
+        tw.synchronize()
+    except tw.PeerTimeout:
+        told = True
+    torch.cuda.synchronize()
+    return [_state(call, told) for call in made]
+
+
+def _state(call: parity.Call, told: bool) -> str:
+    if call.out.isnan().any():
+        return "NaN"
+    try:
+        call.verify("late")
+    except AssertionError as error:
+        return "told" if told else f"wrong: {error}"
+    return "right"
+
+
 def check_timed_out(ends: list, op: str, absent: int = 1) -> None:
     """Every other rank has waited for ``absent``, as long as it was told to; its result is poisoned, and nothing hung."""
     assert len(ends) > absent and [end.exit_code for end in ends] == [0] * len(ends), ends
@@ -128,3 +163,5 @@ def check_timed_out(ends: list, op: str, absent: int = 1) -> None:
         assert SECONDS <= seen["taken"] < SECONDS + 2.0, seen
         found = tuple(seen[name] for name in ("op", "rank", "peer", "lag", "poisoned"))
         assert found == (op, rank, absent, 1, True), seen
+    late = ends[absent].value["late"]
+    assert late and late[-1] in ("NaN", "told") and set(late) <= {"right", "NaN", "told"}, late

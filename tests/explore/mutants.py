@@ -128,10 +128,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gathered without a wait",
         AWAITED,
-        "            wait(signals, 1, epoch, (rank + WORLD_SIZE - i) % WORLD_SIZE * MAX_SLICES, -1, control, report)\n",
-        "            pass\n",
+        "            wait(signals, 1, epoch, source, -1, control, report)\n",
+        "",
         AG + "gather beside",
     ),
+    Mutant("a gather that refuses who is a call ahead", AWAITED, "epoch + 1, source", "epoch, source", AG + "gather beside"),
     Mutant(
         "the epoch may move before the last push of a gather",
         AWAITED,
@@ -192,17 +193,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("a signal to the wrong word", FUSED, "4 * (rank * MAX_SLICES", "4 * (peer * MAX_SLICES", AG + "copy engine"),
     Mutant(
-        "a barrier that does not wait",
+        "a barrier that does nothing",
         "kernels/barrier.py",
-        "        wait(signals",
-        "        0 and wait(signals",
-        AG + "gather beside, captured",
-    ),
-    Mutant(
-        "a barrier that waits for one",
-        "kernels/barrier.py",
-        "    for i in tl.static_range(1, WORLD_SIZE):\n        wait",
-        "    for i in tl.static_range(1, 2):\n        wait",
+        "    meet(sig",
+        "    0 and meet(sig",
         AG + "gather beside, captured",
     ),
     # --- the words ---

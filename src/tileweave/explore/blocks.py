@@ -23,6 +23,7 @@ _NUMPY = {
     tl.float64: np.float64,
 }  # fmt: skip
 _ARRAYS = (np.ndarray, np.generic)
+_POINTER = tl.pointer_type
 _TRITON = {np.dtype(value): key for key, value in _NUMPY.items()}
 
 
@@ -139,31 +140,34 @@ def _values(a: Any, b: Any) -> tuple[Any, Any]:
 
 def _floor_to_zero(a: Any, b: Any) -> Any:
     quotient = np.floor_divide(np.abs(a), np.abs(b))
-    return np.where((np.asarray(a) < 0) != (np.asarray(b) < 0), -quotient, quotient).astype(np.result_type(a, b))
+    return np.where((np.asarray(a) < 0) != (np.asarray(b) < 0), -quotient, quotient).astype(np.result_type(a, b))[()]
 
 
 def _binary(function: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[[Block, Any], Block]:
     def method(self: Block, other: Any) -> Block:
-        if type(other) is Block:  # most often
+        kind = type(other)
+        if kind is Block:  # these two most often
             a, b = self.data, other.data
+        elif kind is Scalar and -(2**31) <= other < 2**31:
+            a, b = self.data, int(other)
         else:
             a, b = _values(self, from_triton(other) if isinstance(other, tl.tensor) else other)
-        return Block(np.asarray(function(b, a) if swapped else function(a, b))[()])
+        return Block(function(b, a) if swapped else function(a, b))
 
     return method
 
 
 def _shift_pointer(sign: int, plain_method: Callable[[Block, Any], Block]) -> Callable[[Block, Any], Block]:
     def method(self: Block, other: Any) -> Block:
-        theirs = other.dtype if isinstance(other, Block) else None
+        theirs = other.dtype if type(other) is Block else None
+        if type(self.dtype) is not _POINTER and type(theirs) is not _POINTER:  # most often
+            return plain_method(self, other)
         if self.dtype.is_ptr():
             pointer: Any = self.dtype
             size = pointer.element_ty.primitive_bitwidth // 8
             offset = other.data if theirs is not None else _values(other, 0)[0]
             return Block(self.data + sign * size * np.asarray(offset, np.int64)[()], self.dtype)
-        if theirs is not None and theirs.is_ptr():
-            return method(other, self)
-        return plain_method(self, other)
+        return method(other, self)
 
     return method
 

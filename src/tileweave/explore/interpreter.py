@@ -215,7 +215,7 @@ class Hooks(interpreted.HostMemory):
         if not active.size:
             return
         me, world = self._me(), self.world
-        low, high = int(active.min()), int(active.max()) + size
+        low, high = _span(active, size)
         if not world.memory.has(low, high):
             for part in world.memory.apart(active, size, me.name):
                 self._read(part, size, volatile)
@@ -237,7 +237,7 @@ class Hooks(interpreted.HostMemory):
         if not active.size:
             return
         me, world = self._me(), self.world
-        low, high = int(active.min()), int(active.max()) + size
+        low, high = _span(active, size)
         region = world.memory.region(low, high, me.name)
         world.tasks.point()
         me.polled.clear()
@@ -252,7 +252,7 @@ class Hooks(interpreted.HostMemory):
         alone.flat[np.flatnonzero(inside)[serial * 7919 % active.size]] = True
         for some in (alone, inside & ~alone) if serial % 2 else (inside & ~alone, alone):
             part = places[some]
-            first, last = int(part.min()), int(part.max()) + size
+            first, last = _span(part, size)
             world.memory.put(me, Store(first, last, partial(store, some), region=region, cells=_cells(region, part)))
 
     def atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
@@ -268,7 +268,7 @@ class Hooks(interpreted.HostMemory):
             return change()
         me, memory = self._me(), self.world.memory
         size = ptr.get_element_ty().primitive_bitwidth // 8
-        low, high = int(active.min()), int(active.max()) + size
+        low, high = _span(active, size)
         memory.region(low, high, me.name)
         self._poll(me, ("atomic", ptr.data.tobytes()), low, high)
         self.world.tasks.point()
@@ -370,9 +370,17 @@ def _places(pointer: Block, mask: Any) -> tuple[np.ndarray, np.ndarray]:
     """Addresses as the interpreter wants them, and which of them count."""
     places = np.atleast_1d(pointer.data).astype(np.uint64)
     mask = blocks.plain(mask)
-    return places, np.full(
-        places.shape, True if mask is None else mask.data if isinstance(mask, Block) else bool(mask), np.bool_
-    )
+    if mask is None:
+        return places, np.ones(places.shape, np.bool_)
+    return places, np.full(places.shape, mask.data if isinstance(mask, Block) else bool(mask), np.bool_)
+
+
+def _span(active: np.ndarray, size: int) -> tuple[int, int]:
+    """The bytes [low, high) between the first and the last of these elements."""
+    if active.size == 1:
+        low = int(active.flat[0])
+        return low, low + size
+    return int(active.min()), int(active.max()) + size
 
 
 def _cells(region: Region, active: np.ndarray) -> np.ndarray:

@@ -34,8 +34,8 @@ class Scalar(int):
         return tensor.to(dtype)
 
 
-def plain(value: Any) -> Any:
-    return value.value if isinstance(value, tl.constexpr) else value
+def plain(value: Any, constexpr: type = tl.constexpr) -> Any:
+    return value.value if type(value) is constexpr else value
 
 
 def _binary(function: Callable[[int, int], int], swapped: bool) -> Callable[[Scalar, object], Any]:

@@ -158,7 +158,7 @@ def run(seed: Seed, enter: Enter, departures: dict[int, Decision] | None = None,
         enter(None)
         world.close()
     tasks = world.tasks
-    schedule = hash((drawn, *((d.task, d.store) for d in tasks.decisions)))
+    schedule = hash((drawn, *tasks.decisions))
     choices = strategy.choices if isinstance(strategy, Delays) else 0
     return Found(seed, tasks.step, schedule, failure, choices, noting.departures, tasks.events, tasks.describe)
 

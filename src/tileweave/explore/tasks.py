@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import greenlet
 import numpy as np
@@ -35,8 +35,7 @@ class Task(Writer):
     on_drained: Callable[[Task], None] | None = None
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """Who goes next: a task, or one of its pending stores (``store``: position among those that may arrive)."""
 
     task: int

@@ -32,7 +32,7 @@ import triton.language as tl
 
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.language.meet import await_pushed
-from tileweave.language.signal import advance, faulted, last_to_leave, load_epoch, poison, wait
+from tileweave.language.signal import advance, faulted, last_to_leave, load_epoch, poison, refuse_later, wait
 from tileweave.schedule import cdiv
 
 MAX_SLICES = tl.constexpr(32)
@@ -53,12 +53,15 @@ def await_shards_kernel(
         tl.store(own + begin + lane, tl.load(x + begin + lane, mask=mask), mask=mask)
     if program == 0:
         for i in tl.static_range(1, WORLD_SIZE):
-            wait(signals, 1, epoch, (rank + WORLD_SIZE - i) % WORLD_SIZE * MAX_SLICES, -1, control, report)
+            source = (rank + WORLD_SIZE - i) % WORLD_SIZE * MAX_SLICES
+            wait(signals, 1, epoch, source, -1, control, report)
+            refuse_later(signals, epoch + 1, source, -1, control, report)  # it gave us up, and was in this slot again
         await_pushed(signals, epoch, control, report, WORLD_SIZE)
     if last_to_leave(control, programs):
-        if faulted(control) != 0:  # an own row, when all are here: what peers still push lands in other places
+        fault = faulted(control)
+        if fault != 0:  # an own row, when all are here: what peers still push lands in other places
             poison(own, width, BLOCK)
-        advance(control, epoch)
+        advance(control, epoch, fault)
 
 
 def await_shards(peers: Endpoint, x: torch.Tensor, whole: torch.Tensor, world_size: int, rank: int, programs: int) -> None:

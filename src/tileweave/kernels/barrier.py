@@ -1,13 +1,7 @@
 """barrier: no rank passes before every rank of the group has come, on the device, in stream order.
 
-Needed only where a slot's address is frozen, in a CUDA graph, and its copies wait for nobody (``language/meet.py``): a gather
-beside another kernel, and what copy engines pull.
-
-==============================  =====  ==========  ================
-signal (int32)                  value  notifier    waiter
-==============================  =====  ==========  ================
-[R * MAX_SLICES + source]       epoch  ``source``  every other rank
-==============================  =====  ==========  ================
+Needed only where a slot's address is frozen, in a CUDA graph, and its copies wait for nobody: a gather beside another kernel,
+and what copy engines pull. It is the meeting of ``language/meet.py``, by itself.
 
 It reads the epoch of the call that follows and leaves it as it is. One program; stands in front of the call on the same
 stream and must have ended before a kernel that fills the device starts, since it needs a multiprocessor of its own.
@@ -19,20 +13,13 @@ import triton
 import triton.language as tl
 
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.language.remote import symm_at
-from tileweave.language.signal import load_epoch, notify, wait
-
-MAX_SLICES = tl.constexpr(32)
+from tileweave.language.meet import meet
+from tileweave.language.signal import load_epoch
 
 
 @triton.jit(do_not_specialize=["rank"])
 def barrier_kernel(signal_table, signals, control, report, rank, WORLD_SIZE: tl.constexpr):
-    epoch = load_epoch(control)
-    first = WORLD_SIZE * MAX_SLICES
-    for i in tl.static_range(1, WORLD_SIZE):
-        notify(symm_at(signal_table, (rank + i) % WORLD_SIZE, tl.int32, 16) + first + rank, epoch)
-    for i in tl.static_range(1, WORLD_SIZE):
-        wait(signals, 1, epoch, first + (rank + i) % WORLD_SIZE, -1, control, report)
+    meet(signal_table, signals, rank, load_epoch(control), -1, control, report, WORLD_SIZE)
 
 
 def barrier(peers: Endpoint, world_size: int, rank: int) -> None:

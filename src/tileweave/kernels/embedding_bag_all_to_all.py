@@ -142,9 +142,10 @@ def embedding_bag_all_to_all_kernel(
             source = (rank + step) % WORLD_SIZE
             wait(signals, 1, epoch, source * SLICES + DONE, -1, control, report)
     if last_to_leave(control, num_programs):
-        if faulted(control) != 0:  # own blocks are stored here until the last program leaves
+        fault = faulted(control)
+        if fault != 0:  # own blocks are stored here until the last program leaves
             poison(regions + tl.cast(region, tl.int64) * region_size, rows_here.to(tl.int64) * width, POISON_BLOCK)
-        advance(control, epoch)
+        advance(control, epoch, fault)
 
 
 WORDS = ("meta", "indices", "offsets", "weights", "region", "num_indices")  # what changes between launches of one shape

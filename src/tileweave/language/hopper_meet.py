@@ -5,7 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileweave.language.hopper import MEETING_US, PUSHED_US, acquire, expire, notify_all, spin, words_of
+from tileweave.language.hopper import acquire, expire, notify_all, spin, words_of
+from tileweave.language.signal import MEETING_US, PUSHED_US
 
 MAX_SLICES = gl.constexpr(32)
 

@@ -21,6 +21,7 @@ import triton.language as tl
 OBSERVERS: list[Callable[[str, dict[str, int]], None]] = []
 
 _EPOCH, _LEAVERS, _FAULT, _TIMEOUT_US, _MEETING_US = 0, 1, 2, 3, 4
+_TABLE_RANKS, _TABLE_RANK, _TABLES, _NUM_TABLES = 6, 7, 8, 2
 
 
 class WaitExpired(RuntimeError):
@@ -187,8 +188,9 @@ def faulted(control: object) -> object:
 
 
 def leave(control: object, epoch: object, num_programs: object) -> None:
+    fault = faulted(control)
     if _last_to_leave(control, num_programs):
-        advance(control, epoch)
+        advance(control, epoch, fault)
 
 
 def _last_to_leave(control: object, num_programs: object) -> bool:
@@ -199,7 +201,14 @@ def last_to_leave(control: object, num_programs: object) -> object:
     return _scalar(int(_last_to_leave(control, num_programs)))
 
 
-def advance(control: object, epoch: object) -> None:
+def advance(control: object, epoch: object, fault: object) -> None:
     block = _value(control)
+    if _value(fault) != 0:
+        ranks, rank = (MEMORY.load(block + 4 * word) for word in (_TABLE_RANKS, _TABLE_RANK))
+        for i in range(_NUM_TABLES):
+            table = ctypes.c_int64.from_address(block + 4 * _TABLES + 8 * i).value
+            for peer in range(ranks):
+                for half in (0, 4):
+                    MEMORY.store(table + 8 * peer + half, MEMORY.load(table + 8 * rank + half))
     MEMORY.store(block + 4 * _LEAVERS, 0)
     MEMORY.store(block + 4 * _EPOCH, wrapped(_value(epoch) + 1))

@@ -93,7 +93,8 @@ def take_marked(
     sum NaN: nobody need look at the fault behind it, which would be a load on the way of small messages.
     """
     limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000  # here: on its way beside the data
-    total, missing = _sum_marked(acc, pointers, stride, mask, 0, COUNT)
+    gave_up = (limit == 0).to(tl.int32)  # before this call: then what stands here is of no call, or of an older one
+    total, missing = _sum_marked(acc, pointers, stride, mask, gave_up, COUNT)
     if missing > 0:
         started = clock()
         polls = 0
@@ -104,7 +105,7 @@ def take_marked(
             total, missing = _sum_marked(acc, pointers, stride, mask, overdue, COUNT)
             polls += 1
         if missing > 0:
-            total, missing = _sum_marked(acc, pointers, stride, mask, 0, COUNT)
+            total, missing = _sum_marked(acc, pointers, stride, mask, gave_up, COUNT)
         if missing > 0:
             late = tl.cast(first_peer, tl.int32)
             for i in tl.static_range(COUNT):
@@ -135,7 +136,8 @@ def take_each(pointers, mask, rank, unit, epoch, control, report, SIGNALS: tl.co
     ``mask``: the elements that are sent. Who is late is reported as in :func:`take_marked`.
     """
     limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
-    value, missing, any_missing = _load_each(pointers, mask, 0)
+    gave_up = (limit == 0).to(tl.int32)
+    value, missing, any_missing = _load_each(pointers, mask, gave_up)
     if any_missing > 0:
         started = clock()
         polls = 0
@@ -146,7 +148,7 @@ def take_each(pointers, mask, rank, unit, epoch, control, report, SIGNALS: tl.co
             value, missing, any_missing = _load_each(pointers, mask, overdue)
             polls += 1
         if any_missing > 0:
-            value, missing, any_missing = _load_each(pointers, mask, 0)
+            value, missing, any_missing = _load_each(pointers, mask, gave_up)
         if any_missing > 0:
             late = tl.max(tl.where(missing > 0, tl.arange(0, missing.shape[0]), -1), axis=0)
             late += (late >= rank).to(tl.int32)

@@ -47,6 +47,10 @@ FAULT = tl.constexpr(2)
 TIMEOUT_US = tl.constexpr(3)  # the limit of a wait; see ``transport/base.py``
 MEETING_US = tl.constexpr(4)
 PUSHED_US = tl.constexpr(5)
+TABLE_RANKS = tl.constexpr(6)  # see :func:`advance`
+TABLE_RANK = tl.constexpr(7)
+TABLES = tl.constexpr(8)
+NUM_TABLES = tl.constexpr(2)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -299,8 +303,9 @@ def leave(control, epoch, num_programs):
 
     Stands after everything this program has to say to peers in this call.
     """
+    fault = faulted(control)  # here: beside the counting, and not behind it
     if last_to_leave(control, num_programs):
-        advance(control, epoch)
+        advance(control, epoch, fault)
 
 
 @triton.jit
@@ -311,8 +316,22 @@ def last_to_leave(control, num_programs):
 
 
 @triton.jit
-def advance(control, epoch):
-    """The end of the call that :func:`last_to_leave` found."""
+def advance(control, epoch, fault):
+    """The end of the call that :func:`last_to_leave` found. ``fault``: what :func:`faulted` said in it.
+
+    After a fault no wait holds this rank. What it sends two calls later would land in the slot that somebody late still
+    reads, who would take it for right. So from here on it sends to itself only: who is late waits for it in vain, and says
+    so. One call later will do, so nobody need wait to know of a fault; and within a call nothing changes, or a signal might go
+    where its data did not.
+    """
+    if fault != 0:
+        ranks = tl.load(control + TABLE_RANKS)
+        rank = tl.load(control + TABLE_RANK)
+        for i in tl.static_range(NUM_TABLES):
+            table = (control + TABLES + 2 * i).to(tl.pointer_type(tl.int64), bitcast=True)
+            table = tl.load(table).to(tl.pointer_type(tl.int64), bitcast=True)
+            for peer in range(0, ranks):
+                tl.store(table + peer, tl.load(table + rank))
     tl.store(control + LEAVERS, 0)
     tl.store(control + EPOCH, epoch + 1)
 
@@ -324,9 +343,10 @@ def leave_early(control, epoch, num_programs):
     Stands behind stores whose addresses were made with ``epoch``, of all threads: then no load of it is on its way, and
     nothing need be released. The next call is ordered by its stream. Not for kernels whose copy engines read the word.
     """
+    fault = faulted(control)
     tl.debug_barrier()
     if tl.atomic_add(control + LEAVERS, 1, sem="relaxed", scope="gpu") == num_programs - 1:
-        advance(control, epoch)
+        advance(control, epoch, fault)
 
 
 if INTERPRETED.value:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tileweave.transport.base import SymmetricBuffer, Transport
 
 MAX_SLICES = 32
+COPIED = ("copy_engine", "gather")  # kinds of instances whose data copy engines bring, behind a meeting (``language/meet.py``)
 _ALIGN = 1024
 
 
@@ -57,15 +58,15 @@ class Instance:
     signals : int32 ``[R, MAX_SLICES]`` then ``[R]`` words to meet by then ``[1]`` for own pushes done; symmetric. Behind them,
         ``[2, R, MAX_SLICES]`` *flags* by slot: 1 where a peer has something for a copy engine of this rank, else 0.
     signal_table, slot_table : int64 ``[R]``, the address of each rank's signals and slots as mapped here.
-    control : int32, local: epoch of the next call, programs that left, fault flag, limits of waits in microseconds.
+    control : int32, local: epoch of the next call, programs that left, fault flag, limits of waits in microseconds, tables.
     report : int32, readable by the host while kernels run: the first wait that ran out of time.
     regions : which slots are lent to callers as results; all but operators that announce regions leave it alone.
     counters : int32, local, zero between calls: how many parts of a tile have arrived; what copy engines wait for.
     captured : whether a CUDA graph holds a call, so that the host no longer knows the epoch.
     """
 
-    def __init__(self, op: str, transport: Transport, ledger: Ledger | None = None) -> None:
-        self.op, self.transport, self.ledger = op, transport, ledger or Ledger()
+    def __init__(self, op: str, transport: Transport, ledger: Ledger | None = None, copied: bool = False) -> None:
+        self.op, self.transport, self.ledger, self._copied = op, transport, ledger or Ledger(), copied
         self.world_size = transport.world_size
         signal_words = self.world_size * MAX_SLICES + self.world_size + 1
         self._signals = transport.allocate((signal_words + 2 * self.world_size * MAX_SLICES) * 4)
@@ -129,6 +130,10 @@ class Instance:
         self.slot_table = self._table(self._slots)
         self.slot_bytes, self.num_slots = size, slots
         self.regions = Regions(slots)
+        if not self._copied:
+            tables = torch.tensor([self.slot_table.data_ptr(), self.signal_table.data_ptr()], dtype=torch.int64)
+            self.control[base.TABLES :] = tables.view(torch.int32).to(self.control.device)
+            self.control[base.TABLE_RANK], self.control[base.TABLE_RANKS] = self.transport.rank, self.world_size
 
     def _refuse_capture(self, what: str) -> None:
         if self.transport.capturing():
@@ -194,7 +199,7 @@ class Workspace:
                     f"asked: the first call of {op} under CUDA-graph capture; allowed: capture after the workspace "
                     "exists; remedy: call tw.warmup(...) before capturing"
                 )
-            found = self.instances[op, kind] = Instance(op, self.transport, self.ledger)
+            found = self.instances[op, kind] = Instance(op, self.transport, self.ledger, kind in COPIED)
         return found
 
     def check(self) -> None:
