@@ -17,7 +17,7 @@ _WAIT = "                    wait(signals, 1, epoch, peer * SLICES + READY, tick
 _DONE = "            wait(signals, 1, epoch, source * SLICES + DONE, -1, control, report)\n"
 _CLEAR = "    tl.store(counters + (1 - (epoch & 1)) * 2 + {}, 0)\n"
 _LOOP = "    while ticket < total:\n"
-_LAST = "== num_programs - 1:\n        done"
+_LAST = "== num_programs - 1:\n        notify"
 _PASS = "    count_passed(signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE)\n    passed += 1\n"
 
 TG = "embedding_bag_all_to_all_backward/"
@@ -28,7 +28,7 @@ _PEER = "            wait(signals, 1, epoch, peer * SLICES + READY, ticket, cont
 _ZERO = "        tl.store(counters + (1 - (epoch & 1)) * SET + tl.arange(0, SET), tl.zeros((SET,), tl.int32))\n"
 _SAYS = "    if stored + tickets == all_tickets:\n"
 _COUNT = "                count_group(signal_table, control, counters, rank, group, stored,"
-_TOLD = "        notify_all(signal_table, rank * SLICES + DONE + group, rank, done, WORLD_SIZE, True)"
+_TOLD = "        notify_all(signal_table, rank * SLICES + DONE + group, rank, call_done(control, epoch), WORLD_SIZE, True)"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("sums wait for nothing", SUMS, _HERE, "                pass\n", TG),

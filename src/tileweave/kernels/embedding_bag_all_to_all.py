@@ -49,7 +49,17 @@ from tileweave.kernels.embedding_lookup import block_at, pool_bags, store_bags, 
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.remote import symm_at
-from tileweave.language.signal import MEETING_US, advance, faulted, last_to_leave, load_epoch, notify_all, poison, wait
+from tileweave.language.signal import (
+    MEETING_US,
+    advance,
+    call_done,
+    faulted,
+    last_to_leave,
+    load_epoch,
+    notify_all,
+    poison,
+    wait,
+)
 from tileweave.sharding import EmbeddingConfig, rows_of
 
 SLICES = tl.constexpr(32)  # signal words of a source
@@ -75,8 +85,7 @@ def count_passed(signal_table, control, counters, rank, epoch, num_programs, WOR
     """This program stores nothing to peers any more; the last of all to say so tells the peers, unless some was not stored."""
     tl.debug_barrier()
     if tl.atomic_add(counters + (epoch & 1) * 2 + PASSED, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
-        done = epoch - (faulted(control) != 0).to(tl.int32)
-        notify_all(signal_table, rank * SLICES + DONE, rank, done, WORLD_SIZE, False)
+        notify_all(signal_table, rank * SLICES + DONE, rank, call_done(control, epoch), WORLD_SIZE, False)
 
 
 UNSPECIALIZED = ["rank", "region", "num_indices", "tables", "blocks", "run", "lag", "rows_here"]

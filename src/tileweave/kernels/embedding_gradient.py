@@ -57,7 +57,7 @@ import triton.language as tl
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.table_sums import sum_tiles
 from tileweave.language.remote import symm_at
-from tileweave.language.signal import MEETING_US, faulted, leave, load_epoch, multiprocessor, notify_all, wait
+from tileweave.language.signal import MEETING_US, call_done, faulted, leave, load_epoch, multiprocessor, notify_all, wait
 
 SLICES = tl.constexpr(32)
 READY, DONE = tl.constexpr(0), tl.constexpr(1)
@@ -108,8 +108,7 @@ def count_group(signal_table, control, counters, rank, group, tickets, all_ticke
     tl.debug_barrier()
     stored = tl.atomic_add(counters + (epoch & 1) * SET + group, tickets, sem="acq_rel", scope="gpu")
     if stored + tickets == all_tickets:
-        done = epoch - (faulted(control) != 0).to(tl.int32)
-        notify_all(signal_table, rank * SLICES + DONE + group, rank, done, WORLD_SIZE, True)
+        notify_all(signal_table, rank * SLICES + DONE + group, rank, call_done(control, epoch), WORLD_SIZE, True)
 
 
 @triton.jit

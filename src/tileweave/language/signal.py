@@ -23,6 +23,7 @@ Which word, when:
 ``pause``, ``expire``  in loops that poll data instead of signals (``marked.py``)
 ``multiprocessor``  where a program runs: for roles that a few multiprocessors should have to themselves
 ``faulted``         whether a wait of this rank ran out of time, so that a result must be poisoned
+``call_done``       what a rank says that it has done: after a fault the call before
 ==================  =====================================================================================
 
 The *control block* (int32, local) is ``[epoch, leavers, fault, time-out in us, ...]``; the *report* (int32, host
@@ -295,6 +296,12 @@ def load_epoch(control):
 def faulted(control):
     """Non-zero once a wait of this rank has run out of time."""
     return tl.load(control + FAULT, volatile=True)
+
+
+@triton.jit
+def call_done(control, epoch):
+    """The call that a rank says it has done: this one, or the one before if something was not stored for a fault."""
+    return epoch - (faulted(control) != 0).to(tl.int32)
 
 
 @triton.jit
