@@ -83,10 +83,10 @@ def capture_without_warmup(me: Member, case: Case) -> None:
         torch.cuda.synchronize()
 
 
-def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> dict[str, object] | None:
+def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> dict[str, object]:
     """Some calls of all, then some that ``absent`` takes no part in: what the other rank sees, and after how long.
 
-    And what ``absent`` gets that comes to them when the others have given up.
+    And what ``absent`` gets, which makes them when the others have given up.
     """
     case, group = case.fit(config), dist.group.WORLD
     for seconds in (60.0, SECONDS):  # the first round compiles, and may take its time
@@ -106,7 +106,6 @@ def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> d
     if me.rank == absent:
         time.sleep(SECONDS + 4.0)
         found = come_late(calls, group, config)
-        print("late:", found, flush=True)
         me.barrier()  # the others' memory is there until now
         return {"late": found}
     started = time.monotonic()

@@ -14,9 +14,9 @@ from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops.registry import await_frozen_slot, copy_slot, endpoint, mark_of, workspace_of
 from tileweave.schedule import push_order
 from tileweave.transport.base import EPOCH, Copies, Copy
-from tileweave.transport.workspace import MAX_SLICES, Instance
+from tileweave.transport.workspace import GATHER, MAX_SLICES, Instance
 
-OP, INSTANCE = "all_gather_matmul", "gather"
+OP = "all_gather_matmul"
 LINE = 1  # of copies: those of the kernel beside us do not queue behind ours
 
 
@@ -63,7 +63,7 @@ def begin_gather(x: torch.Tensor, group_name: str) -> Gathering:
     """Send x [m, K], contiguous, the same shape on every rank, to all. One gather at a time, and each must be waited for."""
     workspace = workspace_of(group_name, x.device)
     transport = workspace.transport
-    instance = workspace.instance(OP, INSTANCE)
+    instance = workspace.instance(OP, GATHER)
     call = instance.cache.get((x.shape, x.dtype)) or _prepare(instance, x)
     assert isinstance(call, _Call), "its key has a shape, endpoints have a dtype alone"
     capturing = instance.begin(call.mark)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from tileweave.transport.base import SymmetricBuffer, Transport
 
 MAX_SLICES = 32
-COPIED = ("copy_engine", "gather")  # kinds of instances whose data copy engines bring, behind a meeting (``language/meet.py``)
+GATHER = "gather"  # the kind of instance of a gather beside other kernels
+COPIED = ("copy_engine", GATHER)  # kinds whose data copy engines bring, by addresses of the host: tables do not hold them back
 _ALIGN = 1024
 
 
