@@ -42,7 +42,7 @@ BARRIER = "    barrier(peers, instance.transport.world_size, instance.transport.
 
 _PUSH = "        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, SPANS, BLOCK)\n"
 _NOTIFY = "        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)\n"
-_WAIT = "token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report)"
+_WAIT = "token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report, EXACT=EXACT)"
 _PUSHED = "            await_pushed(signals, epoch, control, report, WORLD_SIZE)\n"
 _LEAVE = "    leave(control, epoch, num_programs)\n"
 _EARLY = "        leave_early(control, epoch, num_programs)\n"
@@ -84,6 +84,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a tile waits for another source", KERNEL, _WAIT, _WAIT.replace("source *", "(source + 1) % 2 *"), AG),
     Mutant("a tile waits for the next call", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch + 1"), AG),
     Mutant("a tile waits for the call before", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch - 1"), AG),
+    Mutant("who is a call ahead is refused", KERNEL, "NUM_SLICES, SPANS, not PUSH", "NUM_SLICES, SPANS, True", AG + "sm"),
     Mutant(
         "a tile waits for the last source only",
         KERNEL,
@@ -110,7 +111,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the gathered input is copied without a wait",
         KERNEL,
-        "        wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, -1, control, report)\n",
+        "        wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, -1, control, report, EXACT=EXACT)\n",
         "",
         AG + "sm, cut, gathered",
     ),
@@ -208,14 +209,14 @@ MUTANTS: tuple[Mutant, ...] = (
         AG + "sm",
     ),
     Mutant("wait without an acquire", WORDS, "MEMORY.acquire(base", "MEMORY.load(base", AG),
-    Mutant("wait is satisfied one call early", WORDS, "- expected) < 0", "- expected) < -1", AG),
-    Mutant("wait is satisfied one call late", WORDS, "- expected) < 0", "- expected) <= 0", AG),
-    Mutant("wait wants the epoch itself", WORDS, "- expected) < 0", "- expected) != 0", AG),
+    Mutant("wait is satisfied one call early", WORDS, "return lag < 0", "return lag < -1", AG),
+    Mutant("wait is satisfied one call late", WORDS, "return lag < 0", "return lag <= 0", AG),
+    Mutant("wait wants the epoch itself", WORDS, "return lag < 0", "return lag != 0", AG),
     Mutant(
         "wait compares across the wrap",
         WORDS,
-        "wrapped((seen := MEMORY.acquire(base + 4 * i)) - expected) < 0",
-        "(seen := MEMORY.acquire(base + 4 * i)) < expected",
+        "    lag = wrapped(seen - expected)\n",
+        "    lag = seen - expected\n",
         AG,
     ),
     Mutant(
@@ -303,11 +304,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "own tiles do not wait for their chunk",
         REDUCE,
-        "                        wait(signals, 1, epoch, (rank",
-        "                        0 and wait(signals, 1, epoch, (rank",
+        "                        wait(signals + chunk, 1, epoch, (rank",
+        "                        0 and wait(signals + chunk, 1, epoch, (rank",
         RS + "copy engine",
     ),
-    Mutant("own tiles wait for chunk 0", REDUCE, "* MAX_SLICES + chunk, tile", "* MAX_SLICES, tile", RS + "copy engine"),
+    Mutant("own tiles wait for chunk 0", REDUCE, "wait(signals + chunk,", "wait(signals,", RS + "copy engine"),
     Mutant(
         "own tiles wait for one peer",
         REDUCE,

@@ -83,14 +83,14 @@ def push_shard(
 @triton.jit
 def wait_sources(
     signals, first_row, row_limit, rows, rank, epoch, tile, control, report,
-    TILE_M: tl.constexpr, NUM_SLICES: tl.constexpr, SPANS: tl.constexpr,
+    TILE_M: tl.constexpr, NUM_SLICES: tl.constexpr, SPANS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Wait for every shard that rows [first_row, first_row + TILE_M) are in and that is not read from x. Returns a token."""
     token = tl.cast(0, tl.int32)
     last_row = tl.minimum(first_row + TILE_M, row_limit) - 1
     for source in range(first_row // rows, last_row // rows + 1):
         if SPANS or source != rank:
-            token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report)
+            token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report, EXACT=EXACT)
     return token
 
 
@@ -120,7 +120,7 @@ def row_pointers(
 @triton.jit
 def copy_gathered(
     x, slot, gathered, signals, rank, size, share, program, epoch, control, report,
-    WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Hand the gathered input back: each program copies its share of every shard, locally."""
     begin = program * share
@@ -128,7 +128,7 @@ def copy_gathered(
     get(gathered + rank.to(tl.int64) * size, x, begin, end, BLOCK)
     for step in range(1, WORLD_SIZE):
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
-        wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, -1, control, report)
+        wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, -1, control, report, EXACT=EXACT)
         place = source if SPANS else step - 1
         get(gathered + source.to(tl.int64) * size, slot + place.to(tl.int64) * size, begin, end, BLOCK)
 
@@ -210,12 +210,12 @@ def all_gather_matmul_kernel(
                 acc = multiply_sources(
                     own, slots + slot_offset, w, stride_w, col, cols, rows, depth, x_pitch, first_row, rank, k_begin, k_end,
                     signals, chunk_rows, epoch, first_tile + tile, control, report,
-                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, EVEN_K, DEPTH_FIRST,
+                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, EVEN_K, DEPTH_FIRST, not PUSH,
                 )  # fmt: skip
             else:
                 token = wait_sources(
                     signals, first_row, row_limit, rows, rank, epoch, first_tile + tile, control, report,
-                    TILE_M, NUM_SLICES, SPANS,
+                    TILE_M, NUM_SLICES, SPANS, not PUSH,
                 )  # fmt: skip
                 stamp(trace, record, 1, TRACE)
                 a_rows = row_pointers(
@@ -242,12 +242,12 @@ def all_gather_matmul_kernel(
     if GATHERED and EXCHANGE:
         copy_exchanged(
             own, slots + slot_offset, gathered, signals, rank, rows, depth, x_pitch, share_size, num_chunks, program, epoch,
-            control, report, WORLD_SIZE, NUM_SLICES, SPANS, GATHER_K, PUSH_BLOCK,
+            control, report, WORLD_SIZE, NUM_SLICES, SPANS, GATHER_K, PUSH_BLOCK, not PUSH,
         )  # fmt: skip
     if GATHERED and not EXCHANGE:
         copy_gathered(
             x, slots + slot_offset, gathered, signals, rank, rows * depth, share_size, program, epoch, control, report,
-            WORLD_SIZE, NUM_SLICES, SPANS, PUSH_BLOCK,
+            WORLD_SIZE, NUM_SLICES, SPANS, PUSH_BLOCK, not PUSH,
         )  # fmt: skip
     if not PUSH:  # the copy engine reads the epoch word: it must have pushed before the word moves
         if program == num_programs - 1:

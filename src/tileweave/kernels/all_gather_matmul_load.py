@@ -53,7 +53,7 @@ def load_shards(
     turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
     record, slot, rank, rows, first_row, last_row, col, k_begin, k_end, tile, epoch,
     WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
-    SPANS: gl.constexpr, STAGES: gl.constexpr, TRACE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
+    SPANS: gl.constexpr, STAGES: gl.constexpr, TRACE: gl.constexpr, DEPTH_FIRST: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     """Wait for the shards a unit's rows are in, then load its K blocks. Returns (ring turn, sources that have arrived).
 
@@ -65,14 +65,14 @@ def load_shards(
     needed = (2 << last) - (1 << first)
     ahead = 0
     if (needed & arrived) != needed:
-        if not are_there(signals, first, last, MAX_SLICES, epoch, NUM_SLICES, SPREAD, 1):
+        if not are_there(signals, first, last, MAX_SLICES, epoch, NUM_SLICES, SPREAD, 1, EXACT):
             ahead = gl.minimum(k_end - k_begin, STAGES)
             for step in range(0, ahead):
                 at = (turn + step) % STAGES
                 mbarrier.wait(empty.index(at), (((turn + step) // STAGES) & 1) ^ 1)
                 mbarrier.expect(ready.index(at), block_bytes)
                 load_weight(w_desc, col * TILE_N, (k_begin + step) * TILE_K, ready.index(at), b_ring.index(at), DEPTH_FIRST)
-            spin(signals, first, last, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, SPREAD, 1)
+            spin(signals, first, last, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, SPREAD, 1, EXACT=EXACT)
         acquire(epoch)
         arrived = arrived | needed
         for step in range(0, ahead):
@@ -101,7 +101,7 @@ def load_sources(
     turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report,
     slot, rank, rows, first_row, col, k_begin, k_end, k_blocks, tile, epoch,
     WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
-    STAGES: gl.constexpr, DEPTH_FIRST: gl.constexpr,
+    STAGES: gl.constexpr, DEPTH_FIRST: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     """Load a unit's K blocks, which go through parts by order of arrival; wait before the first block of each."""
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
@@ -115,7 +115,7 @@ def load_sources(
         mbarrier.expect(ready.index(at), block_bytes)
         load_weight(w_desc, col * TILE_N, source * blocks * TILE_K + k, ready.index(at), b_ring.index(at), DEPTH_FIRST)
         if ((arrived >> source) & 1) == 0:
-            spin(signals, source, source, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, 1, 1)
+            spin(signals, source, source, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, 1, 1, EXACT=EXACT)
             acquire(epoch)
             arrived = arrived | (1 << source)
         if step == 0:
@@ -169,15 +169,14 @@ def load_partition(
                 turn, arrived = load_sources(
                     turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals + chunk,
                     control, report, slot, rank, rows, first_row, col, k_begin, k_end, k_blocks, tile, epoch,
-                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, STAGES, DEPTH_FIRST,
+                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, STAGES, DEPTH_FIRST, not PUSH,
                 )  # fmt: skip
             else:
                 last_row = gl.minimum(first_row + TILE_M, row_limit) - 1
                 turn, arrived = load_shards(
                     turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control,
                     report, trace, record, slot, rank, rows, first_row, last_row, col, k_begin, k_end, tile, epoch,
-                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, SPANS, STAGES, TRACE,
-                    DEPTH_FIRST,
+                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, SPANS, STAGES, TRACE, DEPTH_FIRST, not PUSH,
                 )  # fmt: skip
             record += 1
     leave(control, epoch, num_partitions)

@@ -60,7 +60,7 @@ def move_partition(
         for step in range(1, WORLD_SIZE):
             source = (rank + WORLD_SIZE - step) % WORLD_SIZE
             for chunk in range(0, num_chunks):
-                wait(signals, source * MAX_SLICES + chunk, epoch, -1, control, report, NUM_SLICES, MOVE_WARPS)
+                wait(signals, source * MAX_SLICES + chunk, epoch, -1, control, report, NUM_SLICES, MOVE_WARPS, EXACT=not PUSH)
             at = step - 1
             if SPANS:
                 at = source

@@ -65,7 +65,7 @@ def multiply_sources(
     x, slot, w, stride_w, tile_col, cols, rows, depth, x_pitch, first_row, rank, k_begin, k_end,
     signals, chunk_rows, epoch, tile, control, report,
     WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    EVEN_K: tl.constexpr, DEPTH_FIRST: tl.constexpr,
+    EVEN_K: tl.constexpr, DEPTH_FIRST: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """``matmul_tile`` over parts side by side, by order of arrival. ``x``: the own part; K blocks count through all parts."""
     row = tl.minimum(first_row + tl.arange(0, TILE_M), rows - 1).to(tl.int64)
@@ -82,7 +82,8 @@ def multiply_sources(
                 DEPTH_FIRST=DEPTH_FIRST, start=acc,
             )  # fmt: skip
         else:
-            token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES + first_row // chunk_rows, tile, control, report)
+            word = source * MAX_SLICES + first_row // chunk_rows
+            token = wait(signals, NUM_SLICES, epoch, word, tile, control, report, EXACT=EXACT)
             part = slot + ((step - 1) * rows + row) * depth
             acc = matmul_tile(
                 part, w_part, stride_w, tile_col, cols, depth, consume_token(begin, token), end, TILE_M, TILE_N, TILE_K,
@@ -95,6 +96,7 @@ def multiply_sources(
 def copy_exchanged(
     x, slot, exchanged, signals, rank, rows, depth, x_pitch, share, num_chunks, program, epoch, control, report,
     WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, SPANS: tl.constexpr, GATHER_K: tl.constexpr, BLOCK: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Hand the exchanged input back: each program copies its share of every part, locally. ``x``: the own part."""
     size = rows * depth
@@ -108,6 +110,6 @@ def copy_exchanged(
             put_rows(target, x, begin, end, depth, pitch, x_pitch, BLOCK)
         else:
             for chunk in range(0, num_chunks):
-                wait(signals, NUM_SLICES, epoch, source * MAX_SLICES + chunk, -1, control, report)
+                wait(signals, NUM_SLICES, epoch, source * MAX_SLICES + chunk, -1, control, report, EXACT=EXACT)
             place = source if SPANS else step - 1
             put_rows(target, slot + tl.cast(place, tl.int64) * size, begin, end, depth, pitch, depth, BLOCK)

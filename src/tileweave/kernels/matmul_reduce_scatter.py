@@ -210,7 +210,7 @@ def matmul_reduce_scatter_kernel(
                 else:
                     chunk = (first_row - rank * rows) // TILE_M // chunk_rows
                     for i in tl.static_range(1, WORLD_SIZE):
-                        wait(signals, 1, epoch, (rank + i) % WORLD_SIZE * MAX_SLICES + chunk, tile, control, report)
+                        wait(signals + chunk, 1, epoch, (rank + i) % WORLD_SIZE * MAX_SLICES, tile, control, report, EXACT=True)
                     acc = add_copied(acc, slots + slot_offset, within, rows, col, cols, tile_rows * TILE_M, rank, WORLD_SIZE)
                 if HAS_BIAS:
                     acc += tl.load(bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]

@@ -108,7 +108,7 @@ def load_partition(
                 for step in gl.static_range(1, WORLD_SIZE):  # in the order in which they come
                     source = (rank + WORLD_SIZE - step) % WORLD_SIZE
                     if ((arrived >> chunk) & 1) == 0:
-                        spin(signals + chunk, source, source, MAX_SLICES, epoch, tile, control, report, 1, 1, 1)
+                        spin(signals + chunk, source, source, MAX_SLICES, epoch, tile, control, report, 1, 1, 1, EXACT=True)
                         acquire(epoch)
                     place = source - (source > rank).to(gl.int32)
                     for piece in gl.static_range(TILE_N // PIECE):

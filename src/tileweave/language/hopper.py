@@ -106,35 +106,43 @@ def words_of(first, last, stride, COUNT: gl.constexpr, SPREAD: gl.constexpr, WAR
 
 
 @gluon.jit
-def are_there(signals, first, last, stride, epoch, COUNT: gl.constexpr, SPREAD: gl.constexpr, WARPS: gl.constexpr):
+def _lag(seen, epoch, EXACT: gl.constexpr):
+    """Below zero where a wait must go on; see ``signal._lag``."""
+    return gl.minimum(seen - epoch, epoch - seen) if EXACT else seen - epoch
+
+
+@gluon.jit
+def are_there(
+    signals, first, last, stride, epoch, COUNT: gl.constexpr, SPREAD: gl.constexpr, WARPS: gl.constexpr, EXACT: gl.constexpr
+):  # fmt: skip
     """Whether :func:`spin` would return at once; in front of work that only a wait leaves time for."""
     index = words_of(first, last, stride, COUNT, SPREAD, WARPS)
-    return gl.min(gl.load(signals + index, volatile=True) - epoch, axis=0) >= 0
+    return gl.min(_lag(gl.load(signals + index, volatile=True), epoch, EXACT), axis=0) >= 0
 
 
 @gluon.jit
 def spin(
     signals, first, last, stride, epoch, unit, control, report, COUNT: gl.constexpr, SPREAD: gl.constexpr, WARPS: gl.constexpr,
-    LIMIT: gl.constexpr = TIMEOUT_US,
+    LIMIT: gl.constexpr = TIMEOUT_US, EXACT: gl.constexpr = False,
 ):  # fmt: skip
     """Poll until all of ``signals[s * stride : s * stride + COUNT]`` for s in [first, last] have reached ``epoch``.
 
     All words are polled at once, ``SPREAD`` * ``COUNT`` of them (powers of two, ``SPREAD`` > last - first). It orders
-    nothing yet: after it, :func:`acquire`.
+    nothing yet: after it, :func:`acquire`. ``EXACT``: data of a later call will not do; see ``signal.wait``.
     """
     index = words_of(first, last, stride, COUNT, SPREAD, WARPS)
-    lag = gl.min(gl.load(signals + index, volatile=True) - epoch, axis=0)
+    lag = gl.min(_lag(gl.load(signals + index, volatile=True), epoch, EXACT), axis=0)
     if lag < 0:
         limit = gl.load(control + LIMIT, volatile=True).to(gl.int64) * 1000
         started = clock(lag)
         while (lag < 0) & (clock(lag) - started <= limit):
             limit = gl.load(control + LIMIT, volatile=True).to(gl.int64) * 1000  # a fault ends waits that have begun, too
-            lag = gl.min(gl.load(signals + index, volatile=True) - epoch, axis=0)
+            lag = gl.min(_lag(gl.load(signals + index, volatile=True), epoch, EXACT), axis=0)
         if lag < 0:
-            lags = gl.load(signals + index, volatile=True) - epoch
-            lag = gl.min(lags, axis=0)
-            late = gl.min(gl.where(lags == lag, index, 0x7FFFFFFF), axis=0)
-            expire(control, report, late, unit, epoch, lag + epoch)
+            seen = gl.load(signals + index, volatile=True)
+            lags = _lag(seen, epoch, EXACT)
+            late = gl.min(gl.where(lags == gl.min(lags, axis=0), index, 0x7FFFFFFF), axis=0)
+            expire(control, report, late, unit, epoch, gl.max(gl.where(index == late, seen, -0x80000000), axis=0))
 
 
 @gluon.jit
@@ -151,9 +159,11 @@ def acquire(epoch):
 
 
 @gluon.jit
-def wait(signals, first, epoch, unit, control, report, COUNT: gl.constexpr, WARPS: gl.constexpr):
+def wait(
+    signals, first, epoch, unit, control, report, COUNT: gl.constexpr, WARPS: gl.constexpr, EXACT: gl.constexpr = False
+):  # fmt: skip
     """:func:`spin` on ``signals[first : first + COUNT]``, then :func:`acquire`; see ``signal.wait``."""
-    spin(signals, first, first, 1, epoch, unit, control, report, COUNT, 1, WARPS)
+    spin(signals, first, first, 1, epoch, unit, control, report, COUNT, 1, WARPS, EXACT=EXACT)
     acquire(epoch)
 
 

@@ -100,9 +100,15 @@ def multiprocessor() -> object:
     return _scalar(0)
 
 
+def must_wait(seen: int, expected: int, exact: object) -> bool:
+    """Whether a signal is not there yet, or of a later call where ``exact``."""
+    lag = wrapped(seen - expected)
+    return lag < 0 or (lag > 0 and bool(_value(exact)))
+
+
 def wait(
     signals: object, count: object, epoch: object, first: object, unit: object, control: object, report: object,
-    LIMIT: object = _TIMEOUT_US,
+    LIMIT: object = _TIMEOUT_US, EXACT: object = False,
 ) -> object:  # fmt: skip
     base, number, expected, index = _value(signals), _value(count), _value(epoch), _value(first)
     block = _value(control)
@@ -111,7 +117,7 @@ def wait(
     _tell("wait", signal=index, count=number, epoch=expected, unit=_value(unit))
     for i in range(index, index + number):
         polls = 0
-        while wrapped((seen := MEMORY.acquire(base + 4 * i)) - expected) < 0:
+        while must_wait(seen := MEMORY.acquire(base + 4 * i), expected, EXACT):
             polls += 1
             MEMORY.pause(polls)
             if MEMORY.seconds() - started > limit:

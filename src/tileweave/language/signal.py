@@ -215,28 +215,40 @@ def _wait_one(signal, epoch):
 
 
 @triton.jit
-def _poll(signals, count: tl.constexpr, epoch, first, unit, control, report, LIMIT: tl.constexpr = TIMEOUT_US):
+def _lag(seen, epoch, EXACT: tl.constexpr):
+    """Below zero where a wait must go on: for what is behind, and ``EXACT`` for what is ahead, too."""
+    return tl.minimum(seen - epoch, epoch - seen) if EXACT else seen - epoch
+
+
+@triton.jit
+def _poll(signals, count: tl.constexpr, epoch, first, unit, control, report, LIMIT: tl.constexpr, EXACT: tl.constexpr):
     """Until :func:`wait` may go on, or its time is up. Orders nothing; each warp by itself, without a barrier."""
-    words = signals + first + tl.arange(0, count)
-    lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
+    lane = tl.arange(0, count)
+    words = signals + first + lane
+    lag = tl.min(_lag(tl.load(words, volatile=True), epoch, EXACT), axis=0)
     if lag < 0:
         limit = tl.load(control + LIMIT, volatile=True).to(tl.int64) * 1000
         started = clock()
         while (lag < 0) & (clock() - started <= limit):
             limit = tl.load(control + LIMIT, volatile=True).to(tl.int64) * 1000  # a fault ends waits that have begun, too
-            lag = tl.min(tl.load(words, volatile=True) - epoch, axis=0)
+            lag = tl.min(_lag(tl.load(words, volatile=True), epoch, EXACT), axis=0)
         if lag < 0:
-            lags = tl.load(words, volatile=True) - epoch
-            late = tl.argmin(lags, axis=0)
-            expire(control, report, first + late, unit, epoch, tl.min(lags, axis=0) + epoch)
+            seen = tl.load(words, volatile=True)
+            late = tl.argmin(_lag(seen, epoch, EXACT), axis=0)
+            expire(control, report, first + late, unit, epoch, tl.sum(tl.where(lane == late, seen, 0), axis=0))
 
 
 @triton.jit
-def wait(signals, count: tl.constexpr, epoch, first, unit, control, report, LIMIT: tl.constexpr = TIMEOUT_US):
+def wait(
+    signals, count: tl.constexpr, epoch, first, unit, control, report, LIMIT: tl.constexpr = TIMEOUT_US,
+    EXACT: tl.constexpr = False,
+):  # fmt: skip
     """Wait until ``signals[first : first + count]`` have all reached ``epoch``. Returns a token, always 0.
 
     Afterwards this program's loads see what was stored before each of those signals. ``count`` is a power of two, at
     most 32. ``unit`` names the waiting unit of work in the report, ``LIMIT`` the word of ``control`` with the time it has.
+    ``EXACT``: data of a later call will not do. For what copy engines bring behind a meeting of all ranks: a rank that is
+    further has given up on this one, and its copies go, since they use addresses of the host (:func:`advance`).
     Stand it once per tile, outside the loop over K; inside a pipelined loop pass the loads' offset through
     :func:`consume_token`.
     """
@@ -244,11 +256,11 @@ def wait(signals, count: tl.constexpr, epoch, first, unit, control, report, LIMI
     if is_hip():
         lowest = tl.cast(0x7FFFFFFF, tl.int32)
         for i in tl.static_range(count):
-            lowest = tl.minimum(lowest, _wait_one(signals + first + i, epoch) - epoch)
+            lowest = tl.minimum(lowest, _lag(_wait_one(signals + first + i, epoch), epoch, EXACT))
         if lowest < 0:
             expire(control, report, first, unit, epoch, lowest + epoch)
     else:
-        _poll(signals, count, epoch, first, unit, control, report, LIMIT)
+        _poll(signals, count, epoch, first, unit, control, report, LIMIT, EXACT)
         token = acquire()
         tl.debug_barrier()
     return token
@@ -275,7 +287,7 @@ def wait_here(words, value, index, unit, control, report, LIMIT: tl.constexpr = 
             "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [words + index], dtype=tl.int32, is_pure=False, pack=1
         )
         if seen - value < 0:
-            _poll(words, 1, value, index, unit, control, report, LIMIT)
+            _poll(words, 1, value, index, unit, control, report, LIMIT, False)
             acquire()
         tl.debug_barrier()
 
