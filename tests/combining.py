@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests import experts
 from tests.experts import Case
+from tests.near import assert_near
 from tests.parity import TOLERANCE, pause
 from tests.worlds import Member
 
@@ -98,7 +99,7 @@ def verify(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None
     """Elementwise; up to k products, and one partial a rank, are rounded on the way."""
     assert got.dtype == case.torch_dtype and got.shape == want.shape, f"{what}: {got.dtype} {tuple(got.shape)}"
     relative, absolute = (4 * t for t in TOLERANCE[case.dtype])
-    torch.testing.assert_close(got.double().cpu(), want, rtol=relative, atol=absolute, msg=lambda text: f"{what}: {text}")
+    assert_near(got.double().cpu(), want, relative, absolute, what)
 
 
 def fused(me: Member, c: Call, config: CombineConfig, weighted: bool = True) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.distributed as dist
+from tests.near import assert_near
 from tests.parity import TOLERANCE, pause, poison_slots
 from tests.worlds import Member
 
@@ -130,7 +131,7 @@ def verify(got: torch.Tensor, case: Case, rank: int, size: int, seed: int, what:
     assert got.dtype == case.result_dtype and got.shape == want.shape, f"{what}: {got.dtype} {tuple(got.shape)}"
     relative, absolute = TOLERANCE[str(case.result_dtype).removeprefix("torch.")]
     absolute *= max(case.longest, case.giant**0.5)
-    torch.testing.assert_close(got.double().cpu(), want, rtol=relative, atol=absolute, msg=lambda text: f"{what}: {text}")
+    assert_near(got.double().cpu(), want, relative, absolute, what)
 
 
 def run(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.near import assert_near
 from tests.parity import TOLERANCE, pause, poison_slots
 from tests.worlds import Member
 
@@ -167,8 +168,7 @@ def verify_y(y: torch.Tensor, case: Case, rank: int, size: int, seed: int, what:
     want = expected_y(case, rank, size, seed)
     assert y.dtype == case.torch_dtype and y.shape[1] == case.cols, f"{what}: {y.dtype} {tuple(y.shape)}"
     relative, absolute = TOLERANCE[case.dtype]
-    got = y[: len(want)].double().cpu()
-    torch.testing.assert_close(got, want, rtol=relative, atol=absolute, msg=lambda text: f"{what}: {text}")
+    assert_near(y[: len(want)].double().cpu(), want, relative, absolute, what)
 
 
 # --- Bodies ---
@@ -299,14 +299,14 @@ def swiglu(me: Member, case: Case) -> None:
     gate, up = leaf.chunk(2, -1)
     want = torch.nn.functional.silu(gate) * up
     relative, absolute = TOLERANCE[case.dtype]
-    torch.testing.assert_close(z[:rows].double(), want, rtol=relative, atol=absolute)
+    assert_near(z[:rows].double(), want, relative, absolute, "value")
     grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(me.device)
     full = torch.full_like(z, float("nan"))
     full[:rows] = grad
     z.backward(full)
     want.backward(grad.double())
     assert y.grad is not None and leaf.grad is not None
-    torch.testing.assert_close(y.grad[:rows].double(), leaf.grad, rtol=relative, atol=4 * absolute)
+    assert_near(y.grad[:rows].double(), leaf.grad, relative, 4 * absolute, "gradient")
 
 
 def bad_input(me: Member) -> None:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
+from tests.near import assert_near
 from tests.worlds import Member
 
 import tileweave as tw
@@ -239,7 +240,7 @@ def verify(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None
         absolute *= PARTIALS
     if case.norm:  # it multiplies what went into it by a weight of up to 4
         relative, absolute = 2 * relative, 4 * absolute
-    torch.testing.assert_close(got.double(), want, rtol=relative, atol=absolute, msg=lambda text: f"{what}: {text}")
+    assert_near(got.double(), want, relative, absolute, what)
 
 
 def rows_that_differ(got: torch.Tensor, want: torch.Tensor) -> list[int]:

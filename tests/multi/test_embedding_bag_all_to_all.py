@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests import embedding
 from tests.embedding import Case
+from tests.near import assert_near
 from tests.worlds import Member, World, one_shot
 
 import tileweave as tw
@@ -94,7 +95,7 @@ def check_shifted(case: Case, me: Member, seed: int, shift: int, got: torch.Tens
         block, at = embedding.pooled(bags, case)[begin:end], 0
         for column, dim in zip(layout.columns[source], layout.dims[source], strict=True):
             part = got[:, column : column + dim].double().cpu()
-            torch.testing.assert_close(part, block[:, at : at + dim], rtol=1e-4, atol=1e-4)
+            assert_near(part, block[:, at : at + dim], 1e-4, 1e-4, f"from rank {source}")
             at += dim
 
 
