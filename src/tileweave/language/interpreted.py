@@ -72,7 +72,7 @@ class HostMemory:
 
     def pause(self, polls: int) -> None:
         """Between two polls of a word that is not there yet."""
-        time.sleep(0 if polls < 50 else 2e-4)
+        time.sleep(0 if polls < 50 else min(8e-6 * polls, 2e-3))  # a small part of the time that it has waited
 
     def idle(self) -> None:
         """Between two polls of data."""
