@@ -24,7 +24,7 @@ counter [gate]      1      program 0, when all ranks have met    own copy engine
 Why no slot is overwritten: every rank signals every peer in every call and each source's rows are in some tile, so when
 my call n ends I have call n's signals of all peers: each has begun call n, hence ended n-1, the last reader of the slot
 that call n+1 writes. It leans on stream order. A captured copy-engine call has always the same slot: its copies go when all
-ranks have met in call n, hence ended n-1, too.
+ranks have met in call n, hence ended n-1, too. So what copy engines signal is of this call exactly; a later one's is refused.
 
 Why nobody is stuck: a producer pushes before it waits, producers are the lowest programs (they start first), and waits
 are for other ranks' producers only; who meets has waited for nobody before. Under the interpreter one program is the

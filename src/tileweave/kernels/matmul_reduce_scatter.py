@@ -32,7 +32,8 @@ slots, marked as well; every program then takes the rows that are not its own of
 
 Why no slot is overwritten: own rows need data of every peer in every call, so when my call n ends, each peer has begun call
 n, hence ended n-1, the last reader of the slot (and writer of its zeros) that call n+1 writes. A captured copy-engine call
-has always the same slot: its copies go when all ranks have met in call n, hence ended n-1, too.
+has always the same slot: its copies go when all ranks have met in call n, hence ended n-1, too. So what copy engines signal is
+of this call exactly; a later one's is refused.
 
 All-reduce: M need not divide by R; the last owners may have fewer rows, or none. Then, too, whoever writes to a peer has
 heard from it: partials go to owners, whose result comes back; results go to all, whose partials came before.
