@@ -9,9 +9,11 @@ on a GPU; the interpreter would raise.
 from __future__ import annotations
 
 import ctypes
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -29,7 +31,7 @@ from tileweave.kernels import embedding_bag_all_to_all as lookups
 from tileweave.language import interpreted, marked
 from tileweave.sharding import EmbeddingConfig
 from tileweave.transport.base import FAULT, MEETING_US, PUSHED_US, TIMEOUT_US
-from tileweave.transport.workspace import MAX_SLICES
+from tileweave.transport.workspace import COPIED, MAX_SLICES
 
 PATIENCE = 1000  # the limit of a meeting
 KEPT = ("gathered", "exchanged", "token")  # results that hold what a slot held: behind a time-out they are reported only
@@ -138,10 +140,11 @@ class Clock:
             self.expire(block, number)
 
 
-def found_where_ranks_never_come(everywhere: bool) -> list[str]:
+def found_where_ranks_never_come(how: str) -> list[str]:
     """What goes wrong: nothing. For a process of its own, since it puts other words into kernels.
 
-    ``everywhere``: with every operator, but only that all come to an end, somebody says why and results are NaN.
+    ``how``: "named", who reports what; "everywhere", with every operator, but only that all come to an end, somebody says why
+    and results are NaN; "moments", with every operator, and who was absent comes while the others give up.
     """
     latest: list[Clock] = []
     for name in ("wait", "refuse_later"):
@@ -154,19 +157,29 @@ def found_where_ranks_never_come(everywhere: bool) -> list[str]:
     found = []
     with exploring() as enter:
         cases = product(SCENARIOS, (1, 2, 3), ABSENT, range(4))
-        if everywhere:
+        if how != "named":
             cases = (case for s in EVERYTHING for case in product((s,), s.programs, ABSENT[1::2], range(1)))
+        run = _run_to_a_moment if how == "moments" else partial(_run, everywhere=how == "everywhere")
         for scenario, programs, (size, absent), seed in cases:
             world = World(size, programs, Walk(seed))
             enter(world)
             for check in ("check_read", "check_write", "observe"):  # after a fault data is NaN or late, and said to be
                 setattr(world.memory, check, lambda *a, **k: None)
             latest.append(Clock(world))
-            wrong = _run(world, scenario, programs, absent, latest[-1], everywhere)
+            wrong = run(world, scenario, programs, absent, latest[-1])
             enter(None)
             world.close()
             found += [f"{scenario.name}@{size} without {absent}, {programs} programs, seed {seed}: {text}" for text in wrong]
     return found
+
+
+def _begin(world: World, scenario: Any, rank: int, drawn: Drawn) -> None:
+    scenario.begin(world, rank, drawn)
+    patience = PATIENCE + rank * SKEW  # as if it had begun so much later
+    for instance in world.workspace(rank).instances.values():
+        world.know(rank, "signal table", instance.signal_table)
+        for word, limit in ((TIMEOUT_US, patience + PATIENCE // 8), (MEETING_US, patience), (PUSHED_US, 2 * PATIENCE)):
+            instance.control[word] = limit
 
 
 def _run(world: World, scenario: Any, programs: int, absent: set[int], clock: Clock, everywhere: bool) -> list[str]:
@@ -175,12 +188,7 @@ def _run(world: World, scenario: Any, programs: int, absent: set[int], clock: Cl
     results: dict[int, list[list[torch.Tensor]]] = {rank: [] for rank in range(world.size)}
 
     def body(rank: int) -> None:
-        scenario.begin(world, rank, drawn)
-        patience = PATIENCE + rank * SKEW  # as if it had begun so much later
-        for instance in world.workspace(rank).instances.values():
-            world.know(rank, "signal table", instance.signal_table)
-            for word, limit in ((TIMEOUT_US, patience + PATIENCE // 8), (MEETING_US, patience), (PUSHED_US, 2 * PATIENCE)):
-                instance.control[word] = limit
+        _begin(world, scenario, rank, drawn)
         for number in range(1 if rank in absent else CALLS):
             results[rank].append([got for _, got, _ in scenario.call(world, rank, number, drawn)])
 
@@ -208,19 +216,59 @@ def _wrong_of_late_ones(world: World, scenario: Any, drawn: Drawn, absent: set[i
 
     def body(rank: int) -> None:
         for number in range(1, CALLS if rank in absent else 0):
-            for name, got, want in scenario.call(world, rank, number, drawn):
-                instances = world.workspace(rank).instances.values()
-                said = got.is_floating_point() and got.isnan().any()
-                if not got.is_floating_point() or name.startswith(KEPT):
-                    said = said or any(int(i.control[FAULT]) for i in instances)
-                if not said and not torch.equal(got, want):
-                    wrong.append(f"rank {rank}, late in call {number}: {name} passes for right")
+            wrong.extend(_wrong_in_call(world, scenario, rank, number, drawn))
 
     try:
         world.run(body)
     except Violation as error:
         return [f"with ranks that come late: {error}"]
     return wrong
+
+
+def _wrong_in_call(world: World, scenario: Any, rank: int, number: int, drawn: Drawn) -> Iterator[str]:
+    for name, got, want in scenario.call(world, rank, number, drawn):
+        said = got.is_floating_point() and got.isnan().any()
+        if not got.is_floating_point() or name.startswith(KEPT):
+            said = said or any(int(i.control[FAULT]) for i in world.workspace(rank).instances.values())
+        if not said and not torch.equal(got, want):
+            yield f"rank {rank} in call {number}: {name} passes for right"
+
+
+def _run_to_a_moment(world: World, scenario: Any, programs: int, absent: set[int], clock: Clock) -> list[str]:
+    """Four calls on every rank; to the second ``absent`` come when so many waits of the others have run out.
+
+    Whatever anybody gets is right, or NaN, or (of rows that stay, and of whole numbers) it has run out of time. But where copy
+    engines send what a rank that gave up still has to send, only that all come to an end: decision 0093, what is left open.
+    """
+    drawn, wrong, waiting, ended = Drawn(programs, None, 1, 3, 0), [], [], set(absent)
+    moment = random.Random(f"{scenario.name} {programs} {sorted(absent)}").choice((1, 1, 2, 3, 5, 8))
+    expire = clock.expire
+
+    def come() -> None:
+        while waiting and (len(clock.ran_out) >= moment or len(ended) == world.size):
+            world.tasks.unblock(waiting.pop())
+
+    def expire_and_come(block: int, index: int) -> None:
+        expire(block, index)
+        come()
+
+    def body(rank: int) -> None:
+        _begin(world, scenario, rank, drawn)
+        for number in range(CALLS):
+            if number == 1 and rank in absent and len(clock.ran_out) < moment:
+                waiting.append(world.ranks[rank].host)
+                world.tasks.block()
+            wrong.extend(_wrong_in_call(world, scenario, rank, number, drawn))
+        ended.add(rank)
+        come()
+
+    clock.expire = expire_and_come
+    try:
+        world.run(body)
+    except Violation as error:
+        return [str(error)]
+    copied = any(kind in COPIED for rank in range(world.size) for _, kind in world.workspace(rank).instances)
+    return [] if copied else wrong
 
 
 def _wrong_in_detail(world, scenario, absent, clock, first, results) -> list[str]:

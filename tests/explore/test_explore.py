@@ -53,10 +53,10 @@ def test_partitions_beside_each_other() -> None:
         assert processes.submit(found_in_partitions, 4).result() == []
 
 
-@pytest.mark.parametrize("everywhere", [False, True], ids=["named", "everywhere"])
-def test_ranks_that_never_come_are_named_and_everything_ends(everywhere: bool) -> None:
+@pytest.mark.parametrize("how", ["named", "everywhere", "moments"])
+def test_ranks_that_never_come_are_named_and_everything_ends(how: str) -> None:
     with pool(1) as processes:
-        assert processes.submit(found_where_ranks_never_come, everywhere).result() == []
+        assert processes.submit(found_where_ranks_never_come, how).result() == []
 
 
 def test_replay() -> None:
