@@ -254,11 +254,13 @@ def wait(
     """
     token = tl.cast(0, tl.int32)
     if is_hip():
-        lowest = tl.cast(0x7FFFFFFF, tl.int32)
+        late, seen = token - 1, token
         for i in tl.static_range(count):
-            lowest = tl.minimum(lowest, _lag(_wait_one(signals + first + i, epoch), epoch, EXACT))
-        if lowest < 0:
-            expire(control, report, first, unit, epoch, lowest + epoch)
+            word = _wait_one(signals + first + i, epoch)
+            if _lag(word, epoch, EXACT) < 0:
+                late, seen = token + first + i, word
+        if late >= 0:
+            expire(control, report, late, unit, epoch, seen)
     else:
         _poll(signals, count, epoch, first, unit, control, report, LIMIT, EXACT)
         token = acquire()
