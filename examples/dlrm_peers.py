@@ -10,8 +10,8 @@ All else is the same code for all three, but that torch's SGD step cannot be cap
 does are replayed from CUDA graphs, in TF32; what is not data of this batch's tables runs beside, on a second stream:
 
     main   | lookup | to samples' owners | interaction, top MLP, backward  | to tables' owners | sums, step of the tables
-    beside |                             | lengths of batch n + 2, ids of  | bottom MLP's      | all-reduce, MLPs' step,
-           |                             | batch n + 1 to owners, sorted   | backward          | bottom MLP of batch n + 1
+    beside |                             | ids of batch n + 1 to owners,   | bottom MLP's      | all-reduce, MLPs' step,
+           |                             | lengths of batch n + 2; sort    | backward          | bottom MLP of batch n + 1
 
 The host waits for nothing but lengths that came a step before, so it is a step ahead of the device.
 """
@@ -160,6 +160,8 @@ class PipelinedStep:
         for batch in batches:
             self.begin(batch)
         self.finish()
+        self.exchanged = self.beside.mark()
+        self.sort()
         self.multiply(batches[0], quiet)
 
     def begin(self, batch: Batch, behind: torch.cuda.Event | None = None) -> None:
@@ -168,22 +170,27 @@ class PipelinedStep:
             pending = tw.begin_distribute_indices(batch[2], batch[3], self.features)
             self.coming.append((pending, self.exchange.arriving(pending.offsets)))
 
-    def finish(self) -> None:
-        """Ids of the batch whose lengths left first, and their order by table row; the host waits for those lengths."""
-        with self.beside(None):
+    def finish(self, behind: torch.cuda.Event | None = None) -> None:
+        """Ids of the batch whose lengths left first, on the second stream; the host waits for those lengths."""
+        with self.beside(behind):
             pending, known = self.coming.popleft()
             indices, offsets, _ = pending.finish()
-            ordered, count = None, indices.numel()
-            if self.order is None:
-                ordered = self.exchange.sort(indices, offsets)
-            else:
-                assert count <= self.ids.numel(), f"{count} ids and room for {self.ids.numel()}: begin with a larger batch"
+            if self.order is not None:
                 self.ordered.keys.copy_(self.order.result.keys)  # of the batch whose gradient comes next
                 self.ordered.bags.copy_(self.order.result.bags)
+                count = indices.numel()
+                assert count <= self.ids.numel(), f"{count} ids and room for {self.ids.numel()}: begin with a larger batch"
                 self.ids[:count].copy_(indices)  # what follows them is in no bag
                 self.ends.copy_(offsets)
+            self.ahead = indices, offsets, known
+
+    def sort(self) -> None:
+        """The order by table row of the ids that came last, on the second stream."""
+        with self.beside(None):
+            if self.order is None:
+                self.ordered_ahead = self.exchange.sort(*self.ahead[:2])
+            else:
                 self.order()
-            self.ahead = indices, offsets, known, ordered, self.beside.mark()
 
     def multiply(self, batch: Batch, phase: Phase) -> None:
         """The bottom MLP of a batch, on the second stream."""
@@ -196,8 +203,8 @@ class PipelinedStep:
 
     def __call__(self, following: Batch, third: Batch, phase: Phase = quiet) -> torch.Tensor:
         """The loss of the batch that was made ready last; ``following`` and the ``third`` are made ready beside."""
-        indices, offsets, known, ordered, arrived = self.ahead
-        self.beside.join(arrived, indices, offsets)
+        (indices, offsets, known), ordered = self.ahead, self.ordered or self.ordered_ahead
+        self.beside.join(self.exchanged, indices, offsets)
         self.beside.join(self.reduced)
         if self.look is not None and phase is quiet:
             self.look()
@@ -210,13 +217,15 @@ class PipelinedStep:
         loss = loss.clone()
         back = self.beside.mark()
         phase("ids to owners, sort")
-        self.begin(third, looked)  # no NCCL beside a graph whose kernels wait for peers; and ids change behind the lookup
-        self.finish()
-        self.beside.join(self.ahead[-1])
+        self.finish(looked)  # ids change behind the lookup
+        self.begin(third)
+        self.exchanged = self.beside.mark()
+        self.sort()
+        self.beside.join(self.exchanged)  # no NCCL beside a graph whose kernels wait for peers
         if self.replayed is not None and phase is quiet:
             self.replayed()
         else:
-            self.exchange.update(grad, self.ordered or ordered, phase)
+            self.exchange.update(grad, ordered, phase)
         done = self.beside.mark()
         with self.beside(back):
             phase("backward of bottom MLP")

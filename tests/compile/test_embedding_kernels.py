@@ -26,6 +26,7 @@ from triton import knobs
 from tileweave.kernels import embedding_bag_all_to_all as fused
 from tileweave.kernels import embedding_gradient as gradient
 from tileweave.kernels import embedding_lookup as lookup
+from tileweave.kernels import jagged_pieces as pieces
 from tileweave.kernels import table_sums as sums
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.sharding import EmbeddingConfig
@@ -194,3 +195,21 @@ def test_the_lint_would_notice() -> None:
         ptx, taken = re.subn(r"\bbar\.(?:warp\.)?sync[^;]*;", "", str(compiled.ptx))
         assert taken
         assert STORE_BEFORE_SIGNAL in {v.rule for v in lint(replace(compiled, ptx=ptx), guarded=())}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+def test_lists_in_pieces_fit_every_target(target: str, dtype: torch.dtype) -> None:
+    features = [(0, 2), (1,), (), (2,)]
+    sizes, places, tails = pieces.messages(features, 3, BATCH)
+    words = (torch.tensor(w) for w in (features[RANK], [f for mine in features for f in mine], places, tails))
+    where = pieces.Layout(*words, 3, BATCH, RANK)
+
+    def launch() -> None:
+        pieces.pack(torch.zeros(3 * BATCH, dtype=dtype), 640, where, torch.zeros(sum(sizes), dtype=torch.int64))
+        *_, arriving = pieces.unpack(torch.zeros(WORLD_SIZE * sizes[RANK], dtype=torch.int64), where)
+        pieces.move(torch.zeros(640, dtype=dtype), torch.zeros(640, dtype=dtype), arriving, 640)
+
+    kernels = compile_all(launch, target)
+    assert [k.name for k in kernels] == ["pack_kernel", "unpack_kernel", "move_kernel"]
+    assert all(map(fits, kernels))

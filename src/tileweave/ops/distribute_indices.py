@@ -15,17 +15,21 @@ Source: the input distribution of TorchRec (KJTAllToAll), and its split in two i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from tileweave.errors import require
 from tileweave.ops.reference import all_to_all_whole
-from tileweave.ops.registry import agree, debugging, group_of, name_of
+from tileweave.ops.registry import agree, debugging, group_of, interpreting, name_of
 from tileweave.ops.table_gradient import on_device
+
+if TYPE_CHECKING:
+    from tileweave.kernels.jagged_pieces import Layout
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 Distributed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -81,36 +85,42 @@ def begin_distribute_indices(
         common = {"features": list(map(list, features)), "lengths": lengths.numel(), "dtypes": dtypes}
         agree(group, lengths.device, {"op": "distribute_indices", **common})
     count = _check_inputs(lengths, values, features, weights, size)
-    samples = lengths.numel() // count
-    table = lengths.view(count, samples).long()
-    sums = table.sum(1)
-    # What only the device knows travels with the lengths (decision 0024): by how much values are too few, and lengths below 0.
-    faults = torch.stack([sums.sum() - values.numel(), table.clamp(max=0).sum()])
-
-    wanted = tuple(f for mine in features for f in mine)  # pieces stand one behind the other, rank by rank
-    pieces = table.index_select(0, on_device(wanted, lengths.device)).view(-1).split([len(mine) * samples for mine in features])
-    whole = torch.cat([part for piece in pieces for part in (piece, faults)])
-    own = len(features[rank])
-    sizes = [len(mine) * samples + 2 for mine in features]
-    got = all_to_all_whole(whole, sizes, [own * samples + 2] * size, group).view(size, -1)
-    arrived = got[:, :-2].view(size, own, samples)  # [source, table, sample]
-    told = torch.cat([got[:, -2:].reshape(-1), sums, arrived.sum(2).view(-1)])
+    owned = tuple(map(tuple, features))
+    sizes, where = _layout(owned, count, lengths.numel() // count, rank, lengths.device)
+    steps: Any = InTorch
+    if lengths.is_cuda or interpreting():
+        from tileweave.kernels import jagged_pieces as steps
+    whole = lengths.new_empty(sum(sizes), dtype=torch.int64)
+    steps.pack(lengths, values.numel(), where, whole)
+    got = all_to_all_whole(whole, list(sizes), [sizes[rank]] * size, group)
+    offsets, told, leaving, arriving = steps.unpack(got, where)
     ready = None
     if told.is_cuda:
         told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-    offsets = torch.zeros(own * size * samples + 1, dtype=torch.int64, device=lengths.device)
-    torch.cumsum(arrived.transpose(0, 1).reshape(-1), 0, out=offsets[1:])  # [table, source, sample]
-    return IndicesOnTheirWay(values, weights, offsets, tuple(map(tuple, features)), group, told, ready)
+    return IndicesOnTheirWay(values, weights, offsets, owned, group, steps, told, leaving, arriving, ready)
+
+
+@functools.lru_cache(32)
+def _layout(
+    features: tuple[tuple[int, ...], ...], count: int, samples: int, rank: int, device: torch.device
+) -> tuple[list[int], Layout]:
+    """(elements of the message to each rank, the rest), kept: a step's batches are alike."""
+    from tileweave.kernels.jagged_pieces import Layout, messages
+
+    sizes, places, tails = messages(features, count, samples)
+    wanted = tuple(f for mine in features for f in mine)
+    mine, of, at, ends = (on_device(words, device) for words in (features[rank], wanted, tuple(places), tuple(tails)))
+    return sizes, Layout(mine, of, at, ends, count, samples, rank)
 
 
 @dataclass(frozen=True, slots=True)
 class IndicesOnTheirWay:
     """Lengths have left, values have not; :func:`begin_distribute_indices` returns it.
 
-    ``told``, in host memory once ``ready``: two words of each rank on what is wrong with its lists, the values of each of this
-    rank's features, and those that come from each source for each table here.
+    ``told``, in host memory once ``ready``: for each rank, values of each feature, and values passed. ``leaving``, ``arriving``
+    are pieces of values, see ``kernels/jagged_pieces.py``, which is what ``steps`` is, or :class:`InTorch`.
     """
 
     values: torch.Tensor
@@ -118,37 +128,74 @@ class IndicesOnTheirWay:
     offsets: torch.Tensor
     features: tuple[tuple[int, ...], ...]
     group: dist.ProcessGroup
+    steps: Any
     told: torch.Tensor
+    leaving: torch.Tensor
+    arriving: torch.Tensor
     ready: torch.cuda.Event | None
 
     def finish(self) -> Distributed:
         """Wait for ``told``, send the values: (indices, offsets, weights), as :func:`distribute_indices` returns them."""
+        from tileweave.kernels.jagged_pieces import BELOW
+
         if self.ready is not None:
             self.ready.synchronize()
-        size, own = len(self.features), len(self.features[dist.get_rank(self.group)])
-        told = self.told.tolist()
-        few, low = told[: 2 * size : 2], told[1 : 2 * size : 2]
-        asked = ", ".join(
-            f"rank {source}: {'lengths below 0' if low[source] else 'another number of values than its lengths sum up to'}"
-            for source in range(size)
-            if low[source] or few[source]
-        )
-        require(not asked, asked, "lengths from 0 on, and as many values as they sum up to", "pass all values of all bags")
-        sums, incoming = told[2 * size : len(told) - size * own], told[len(told) - size * own :]
-        indices = self._send(self.values, sums, incoming)
-        return indices, self.offsets, None if self.weights is None else self._send(self.weights, sums, incoming)
+        size, rank = len(self.features), dist.get_rank(self.group)
+        sums = self.told.view(size, -1).tolist()
+        passed = [mine.pop() for mine in sums]
+        wrong = ["lengths below 0" if BELOW in mine else "another number of values than its lengths sum up to" for mine in sums]
+        bad = [source for source in range(size) if BELOW in sums[source] or sum(sums[source]) != passed[source]]
+        asked = ", ".join(f"rank {source}: {wrong[source]}" for source in bad)
+        require(not bad, asked, "lengths from 0 on, and as many values as they sum up to", "pass all values of all bags")
+        split = [[sums[rank][f] for f in mine] for mine in self.features]
+        incoming = [[theirs[f] for f in self.features[rank]] for theirs in sums]
+        indices = self._send(self.values, split, incoming)
+        return indices, self.offsets, None if self.weights is None else self._send(self.weights, split, incoming)
 
-    def _send(self, data: torch.Tensor, sums: list[int], incoming: list[int]) -> torch.Tensor:
-        """``sums``: of each feature here; ``incoming`` [source, table]: of each piece that comes, in the order of arrival."""
-        size = len(self.features)
-        own = len(incoming) // size
-        split = [sum(sums[f] for f in mine) for mine in self.features]
-        parts = data.split(sums)
-        leaving = torch.cat([parts[f] for mine in self.features for f in mine])
-        ends = [0, *accumulate(incoming)]
-        got = all_to_all_whole(leaving, split, [ends[(s + 1) * own] - ends[s * own] for s in range(size)], self.group)
-        pieces = got.split(incoming) if own else [got]
-        return torch.cat([pieces[source * own + table] for table in range(own) for source in range(size)] or [got])
+    def _send(self, data: torch.Tensor, split: list[list[int]], incoming: list[list[int]]) -> torch.Tensor:
+        """``split`` [owner][table], ``incoming`` [source][table]: elements of each piece that leaves, that comes."""
+        going, coming = [sum(p) for p in split], [sum(p) for p in incoming]
+        leaving = data.new_empty(sum(going))
+        self.steps.move(data, leaving, self.leaving, max((n for pieces in split for n in pieces), default=0))
+        got = all_to_all_whole(leaving, going, coming, self.group)
+        found = torch.empty_like(got)
+        self.steps.move(got, found, self.arriving, max((n for pieces in incoming for n in pieces), default=0))
+        return found
+
+
+class InTorch:
+    """What the kernels do, without them: on the CPU where nothing is interpreted."""
+
+    @staticmethod
+    def pack(lengths: torch.Tensor, passed: int, where: Layout, whole: torch.Tensor) -> None:
+        from tileweave.kernels.jagged_pieces import BELOW
+
+        table = lengths.view(where.features, where.samples).long()
+        sums = torch.where((table < 0).any(1), BELOW, table.sum(1)).tolist()
+        for piece, place in zip(where.wanted.tolist(), where.places.tolist(), strict=True):
+            whole[place : place + where.samples] = table[piece]
+        for tail in where.tails.tolist():
+            whole[tail : tail + where.features + 1] = torch.tensor([*sums, passed])
+
+    @staticmethod
+    def unpack(got: torch.Tensor, where: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        size, tables = where.tails.numel(), where.mine.numel()
+        table = got.view(size, tables * where.samples + where.features + 1)
+        lengths, told = table.split([tables * where.samples, where.features + 1], 1)
+        offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+        torch.cumsum(lengths.reshape(size, tables, where.samples).transpose(0, 1).reshape(-1), 0, out=offsets[1:])
+        begins = told[where.rank].cumsum(0) - told[where.rank]
+        counts = told[where.rank][where.wanted]
+        leaving = torch.stack([begins[where.wanted], counts.cumsum(0) - counts, counts], 1)
+        counts = told[:, where.mine]  # [source, table]
+        sources = (counts.flatten().cumsum(0) - counts.flatten()).view(size, tables).T.reshape(-1)
+        counts = counts.T.reshape(-1)
+        return offsets, told.reshape(-1), leaving, torch.stack([sources, counts.cumsum(0) - counts, counts], 1)
+
+    @staticmethod
+    def move(data: torch.Tensor, out: torch.Tensor, pieces: torch.Tensor, longest: int) -> None:
+        for source, target, count in pieces.tolist():
+            out[target : target + count] = data[source : source + count]
 
 
 def _check_inputs(
