@@ -18,12 +18,11 @@ def width_of(features: int, dim: int) -> int:
 
 
 @triton.jit
-def load_features(x, pooled, sample, FEATURES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """[ROWS, DIM]: x, the pooled vectors, and zeros."""
-    row, col = tl.arange(0, ROWS), tl.arange(0, DIM)
-    first = tl.load(x + sample * DIM + (row * 0)[:, None] + col[None, :], mask=(row == 0)[:, None], other=0.0)
-    place = (sample * (FEATURES - 1) + row - 1)[:, None] * DIM + col[None, :]
-    return first + tl.load(pooled + place, mask=((row > 0) & (row < FEATURES))[:, None], other=0.0)
+def features_at(x, pooled, sample, FEATURES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """([ROWS, DIM] addresses of x's row and of the pooled vectors behind it, which of them there are)"""
+    row = tl.arange(0, ROWS)
+    begin = tl.where(row == 0, x + sample * DIM + row * 0, pooled + (sample * (FEATURES - 1) + row - 1) * DIM)
+    return begin[:, None] + tl.arange(0, DIM)[None, :], (row < FEATURES)[:, None]
 
 
 @triton.jit
@@ -42,10 +41,11 @@ def interact(
     """One sample a program."""
     sample = tl.program_id(0).to(tl.int64)
     row, col = tl.arange(0, ROWS), tl.arange(0, DIM)
-    features = load_features(x, pooled, sample, FEATURES, ROWS, DIM)
+    places, here = features_at(x, pooled, sample, FEATURES, ROWS, DIM)
+    features = tl.load(places, mask=here, other=0.0)
     products = tl.dot(features, tl.trans(features), input_precision=PRECISION)
     line = y + sample * WIDTH
-    tl.store(line + (row * 0)[:, None] + col[None, :], features, mask=(row == 0)[:, None])
+    tl.store(line + col, tl.load(x + sample * DIM + col))
     below = (row[:, None] > row[None, :]) & (row < FEATURES)[:, None]
     tl.store(line + DIM + pair_of(ROWS), products, mask=below)
     pad = DIM + FEATURES * (FEATURES - 1) // 2 + tl.arange(0, 8)
@@ -60,16 +60,15 @@ def interact_backward(
     """The gradient of feature r is the sum over the others of the pair's gradient times the other."""
     sample = tl.program_id(0).to(tl.int64)
     row, col = tl.arange(0, ROWS), tl.arange(0, DIM)
-    features = load_features(x, pooled, sample, FEATURES, ROWS, DIM)
+    places, here = features_at(x, pooled, sample, FEATURES, ROWS, DIM)
+    features = tl.load(places, mask=here, other=0.0)
     line = gy + sample * WIDTH
     pairs = (row[:, None] != row[None, :]) & (row < FEATURES)[:, None] & (row < FEATURES)[None, :]
     weights = tl.load(line + DIM + pair_of(ROWS), mask=pairs, other=0.0)
     gradient = tl.dot(weights, features, input_precision=PRECISION)
-    first = (row == 0)[:, None]
-    gradient += tl.load(line + (row * 0)[:, None] + col[None, :], mask=first, other=0.0)
-    tl.store(gx + sample * DIM + (row * 0)[:, None] + col[None, :], gradient, mask=first)
-    place = (sample * (FEATURES - 1) + row - 1)[:, None] * DIM + col[None, :]
-    tl.store(gpooled + place, gradient, mask=((row > 0) & (row < FEATURES))[:, None])
+    gradient += tl.load(line + (row * 0)[:, None] + col[None, :], mask=(row == 0)[:, None], other=0.0)
+    places, here = features_at(gx, gpooled, sample, FEATURES, ROWS, DIM)
+    tl.store(places, gradient, mask=here)
 
 
 class Interaction(torch.autograd.Function):
