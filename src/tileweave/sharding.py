@@ -99,14 +99,19 @@ class EmbeddingConfig:
 
 
 def config_for(row_bytes: int, pooling: float, interpreting: bool = False) -> EmbeddingConfig:
-    """Four 16-byte loads in flight a thread where bags have one row, else up to 16: no more bags than give that (measured)."""
+    """Four 16-byte loads in flight a thread where bags have one row, else up to 16: no more bags than give that (measured).
+
+    Programs of more than one row a bag are small: where lengths differ, all bags of a program last as long as its longest.
+    """
     if interpreting:
         return EmbeddingConfig(8, 2, 1, 2, 1)
     vectors = max(row_bytes // ALIGNMENT, 1)
-    unroll = 1 if pooling < 2 else 2 if pooling < 4 else 4
-    loads, most = (4, 64) if unroll == 1 else (16, 16)
-    bags = min(max(loads * 128 // (vectors * unroll), 4), most)
-    return EmbeddingConfig(1 << (bags.bit_length() - 1), unroll, run=int(unroll == 1))
+    if pooling < 2:
+        bags = min(max(4 * 128 // vectors, 4), 64)
+        return EmbeddingConfig(1 << (bags.bit_length() - 1), 1, run=1)
+    unroll = 2 if pooling < 4 else 4
+    bags = min(max(16 * 64 // (vectors * unroll), 2), 8)
+    return EmbeddingConfig(1 << (bags.bit_length() - 1), unroll, num_warps=2, programs_per_sm=12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +135,6 @@ def plan_embedding(world_size: int, row_bytes: int, pooling: float, machine: Mac
         reason = "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)"
         return EmbeddingPlan("unfused", reason, lookup=lookup)
     if world_size == 1:
-        if lookup.unroll > 1:  # more and smaller programs: 1.5 % faster alone, slower where they also store to peers
-            lookup = replace(lookup, bags=max(lookup.bags // 2, 1), num_warps=lookup.num_warps // 2)
         return EmbeddingPlan("local", "a group of one rank keeps what it pools", lookup=lookup)
     if world_size not in FUSED_WORLD_SIZES:
         return EmbeddingPlan("unfused", f"world size {world_size} is above {FUSED_WORLD_SIZES[-1]}", lookup=lookup)
@@ -139,7 +142,7 @@ def plan_embedding(world_size: int, row_bytes: int, pooling: float, machine: Mac
         return EmbeddingPlan("unfused", f"{machine.name} is below sm_80", lookup=lookup)
     # Tables side by side, since one that reads much leaves the links idle, and one that reads little the memory.
     return EmbeddingPlan(
-        "fused", f"stores to the samples' owners, {row_bytes} bytes a row", lookup=replace(lookup, run=lookup.run or 32)
+        "fused", f"stores to the samples' owners, {row_bytes} bytes a row", lookup=replace(lookup, run=lookup.run or 64)
     )
 
 
