@@ -9,6 +9,7 @@ import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -309,6 +310,15 @@ def gradients(me: Member, cases: list[Case], sparse: bool = False, backend: str 
                 near(table.grad.to_dense(), want * factor, GRADIENT_ERROR[case.dtype], what)
             if bags.weights is not None:
                 near(bags.weights.grad, weight_gradient(case, me, seed) * factor, GRADIENT_ERROR[case.dtype], "weights")
+
+
+def by_copy_engines(me: Member, check: Callable[..., None], *arguments: object) -> None:
+    """``check`` with all gradients carried by copy engines, however small they are."""
+    from tileweave.ops import embedding_bag_all_to_all_fused as fused
+
+    with mock.patch.object(fused, "gradient_carrier", return_value="copy_engine"):
+        check(me, *arguments)
+    assert (fused.BACKWARD, "copy_engine") in workspace_of(name_of(None), me.device).instances
 
 
 def weight_gradient(case: Case, me: Member, seed: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from tileweave.errors import InputError
 from tileweave.topology import Machine
 
 ALIGNMENT = 16  # bytes that one thread loads and stores at once
+NARROWEST_COPY, LEAST_COPY = 256, 1 << 20  # bytes: of a row, and of a table's part, that copy engines take
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,14 @@ def plan_embedding(world_size: int, row_bytes: int, pooling: float, machine: Mac
     return EmbeddingPlan(
         "fused", f"stores to the samples' owners, {row_bytes} bytes a row", lookup=replace(lookup, run=lookup.run or 64)
     )
+
+
+def gradient_carrier(layout: EmbeddingLayout, batch: int, itemsize: int) -> str:
+    """Who takes gradients to the tables' owners: "copy_engine" for rows and pieces that are worth a copy each, else "sm"."""
+    dims = [dim for mine in layout.dims for dim in mine]
+    rows = batch // len(layout.dims)
+    worth = min(dims) * itemsize >= NARROWEST_COPY and sum(dims) * itemsize * rows >= LEAST_COPY * len(dims) if dims else False
+    return "copy_engine" if worth else "sm"
 
 
 # --- The planner ---

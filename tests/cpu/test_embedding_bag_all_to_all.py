@@ -128,6 +128,11 @@ def test_gradients_in_half(worlds: Worlds) -> None:
     worlds("gloo", 2).run(embedding.gradients, [CASES["half"]])
 
 
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_gradients_by_copy_engines(worlds: Worlds, sparse: bool) -> None:
+    worlds("gloo", 3).run(embedding.by_copy_engines, embedding.gradients, LEARNED, sparse)
+
+
 def test_gradients_on_one_rank(worlds: Worlds) -> None:
     worlds("gloo", 1).run(embedding.gradients, [CASES["mixed_dims"], CASES["weighted"]])
 
@@ -138,7 +143,9 @@ def test_compiled_gradients(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad"])
 def test_fused_steps(worlds: Worlds, kind: str) -> None:
-    worlds("gloo", 2).run(embedding.fused_steps, Case(((8,), (4, 4)), 10, longest=3, rows=5), kind)
+    world, case = worlds("gloo", 2), Case(((8,), (4, 4)), 10, longest=3, rows=5)
+    world.run(embedding.fused_steps, case, kind)
+    world.run(embedding.by_copy_engines, embedding.fused_steps, case, kind)
 
 
 def opcheck(me: Member) -> None:

@@ -179,7 +179,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the gate stays open", KERNEL, "            tl.store(counters + num_segments", _NEVER, AG + "copy engine, captured"),
     Mutant("nobody opens the gate", KERNEL, _OPEN, "", AG + "copy engine"),
     Mutant(
-        "ranks meet in one another's word", MEET, "first + rank, rank", "first + (rank + 1) % WORLD_SIZE, rank", AG + "copy"
+        "ranks meet in one another's word",
+        MEET,
+        "MAX_SLICES + rank, rank",
+        "MAX_SLICES + (rank + 1) % WORLD_SIZE, rank",
+        AG + "copy",
     ),
     Mutant(
         "a meeting that does not wait", MEET, "        wait(signals", "        0 and wait(signals", AG + "copy engine, captured"

@@ -29,6 +29,11 @@ _ZERO = "        tl.store(counters + (1 - (epoch & 1)) * SET + tl.arange(0, SET)
 _SAYS = "    if stored + tickets == all_tickets:\n"
 _COUNT = "                count_group(signal_table, control, counters, rank, group, stored,"
 _TOLD = "        notify_all(signal_table, rank * SLICES + DONE + group, rank, call_done(control, epoch), WORLD_SIZE, True)"
+BY_COPIES, COPIES = TG + "groups by copy engines", "ops/embedding_bag_all_to_all_fused.py"
+_MET = "        await_all(signals, rank, epoch, -1, control, report, WORLD_SIZE)\n"
+_PUSHED = "        await_pushed(signals, epoch, control, report, WORLD_SIZE)\n"
+_SENT = "        copies.append(Copy(instance.signal_addresses[owner] + 4 * word, epoch, 4))\n"
+_SHUT = "        tl.store(counters + GATE, 0)\n"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("sums wait for nothing", SUMS, _HERE, "                pass\n", TG),
@@ -51,6 +56,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("counts of groups are not cleared", PUSH, _ZERO, "        pass\n", TG),
     Mutant("counts of this call's groups are cleared", PUSH, _ZERO, _ZERO.replace("(1 - (epoch & 1))", "(epoch & 1)"), TG),
     Mutant("own gradients are not said to be there", PUSH, _TOLD, _TOLD.replace("True", "False"), TG),
+    Mutant("copies of gradients do not wait for all ranks", PUSH, _MET, "", BY_COPIES),
+    Mutant("copies of gradients wait for nothing", COPIES, "GATE.value, count=1)", "GATE.value, count=0)", BY_COPIES),
+    Mutant("the watcher leaves before its copies are done", PUSH, _PUSHED, "", BY_COPIES),
+    Mutant("the gate of copies stays open", PUSH, _SHUT, "", BY_COPIES),
+    Mutant("signals of gradients go before them", COPIES, _SENT, _SENT.replace("append(", "insert(0, "), BY_COPIES),
+    Mutant(
+        "sums look for other groups than travel",
+        SUMS,
+        "1 + (table - 1) * (GROUPS - 1)",
+        "(table - 1) * (GROUPS - 1)",
+        BY_COPIES,
+    ),
     Mutant("a region is announced behind its signal", KERNEL, _ANNOUNCE + _READY, _READY + _ANNOUNCE, EB),
     Mutant("stores do not wait for a region", KERNEL, _WAIT, "                    pass\n", EB),
     Mutant("stores wait for the last call's region", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch - 1"), EB),

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tileweave.transport import base
+
 pytestmark = pytest.mark.gpu
 
 BATCH, TABLES, DIM, ROWS = 4096, 13, 128, 50_000
@@ -52,7 +54,9 @@ class Step:
             return torch.tensor([of.data_ptr()], device=gpu)
 
         slots, signals, self.control = torch.zeros_like(self.grad).view(-1), words(64), words(64)
-        self.control[0], self.control[3] = EPOCH, 3_000_000  # the call's number, and microseconds that it may wait
+        self.control[base.EPOCH] = EPOCH
+        for limit in (base.TIMEOUT_US, base.MEETING_US, base.PUSHED_US):
+            self.control[limit] = 3_000_000
         peers = Endpoint(
             slots, slots.numel(), address(slots), address(signals), signals, self.control, words(64), words(COUNTERS)
         )

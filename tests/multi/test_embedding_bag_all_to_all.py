@@ -107,6 +107,7 @@ def test_replays_with_changing_inputs(largest: World) -> None:
 def test_gradients(largest: World, sparse: bool) -> None:
     cases = [CASES["plain"], CASES["odd"], Case(((32,), (32,)), 64, longest=9, rows=3), CASES["no_tables_somewhere"]]
     largest.run(embedding.gradients, cases, sparse, timeout=200)
+    largest.run(embedding.by_copy_engines, embedding.gradients, cases, sparse, timeout=200)
 
 
 def test_sums_of_runs(largest: World) -> None:
@@ -123,7 +124,9 @@ def test_compiled_gradients(largest: World) -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad"])
 def test_fused_steps(largest: World, kind: str) -> None:
-    largest.run(embedding.fused_steps, Case(((32,), (32, 64)), 60, rows=5), kind, timeout=120)
+    case = Case(((32,), (32, 64)), 60, rows=5)
+    largest.run(embedding.fused_steps, case, kind, timeout=120)
+    largest.run(embedding.by_copy_engines, embedding.fused_steps, case, kind, timeout=120)
 
 
 def test_distribution(largest: World) -> None:

@@ -138,19 +138,31 @@ def test_a_push_is_one_launch_and_moves_only_what_it_is_given(driver):
 def test_where_the_driver_cannot_move_a_graph_there_is_another(driver):
     copies, line = scatter(), engine(driver)
     line.push(copies, 10_000)
-    first = copies.prepared
+    (first,) = copies.prepared.values()
     driver.refuse_to_move = True
     line.push(copies, 20_000)
-    assert copies.prepared is not first
+    assert list(copies.prepared.values()) != [first]
     assert driver.calls[-1] == "cuGraphLaunch" or driver.calls[-2:] == ["cuGraphExecDestroy", "cuGraphDestroy"]
     assert sorted(facts[3] for facts in list(driver.nodes.values())[-7:] if facts[2] in (1000, 1100)) == [20_008, 20_016]
 
 
-def test_pitched_copies_and_captured_ones_go_one_by_one(driver, monkeypatch):
+def test_pitched_copies_have_a_graph_for_an_address_that_comes_again(driver):
     pitched = Copies([Copy(0, 900, 64, rows=3, target_pitch=128, source_pitch=64), Copy(2000, 7, 4)])
     line = engine(driver)
-    line.push(pitched, 10_000)
-    assert driver.calls[-2:] == ["cuMemcpy2DAsync_v2", "cuMemcpyDtoDAsync_v2"]
+    for address in (10_000, 20_000):
+        line.push(pitched, address)
+        assert driver.calls[-2:] == ["cuMemcpy2DAsync_v2", "cuMemcpyDtoDAsync_v2"]
+    for address in (20_000, 10_000, 20_000):
+        line.push(pitched, address)
+        assert driver.calls[-1] == "cuGraphLaunch"
+    assert sorted(facts[2] for facts in driver.nodes.values() if facts[1] == "copy") == [2000, 2000, 10_000, 20_000]
+    for address in range(30_000, 30_000 + 64 * copy_engine._MOST_GRAPHS, 64):
+        line.push(pitched, address)
+    assert len(pitched.prepared) <= copy_engine._MOST_GRAPHS, "addresses that do not come again are forgotten"
+
+
+def test_captured_copies_go_one_by_one(driver, monkeypatch):
+    line = engine(driver)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     driver.calls.clear()
     line.push(scatter(), 10_000)

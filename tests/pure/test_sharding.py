@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tileweave as tw
-from tileweave.sharding import TableSpec, plan_sharding
+from tileweave.ops.embedding_bag_all_to_all_fused import group_of, spans_of
+from tileweave.sharding import EmbeddingLayout, TableSpec, gradient_carrier, plan_sharding
 
 MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)  # MLPerf's DLRM-v2
 
@@ -57,3 +58,34 @@ def test_small_tables_do_not_all_go_where_little_is_read(ranks: int) -> None:
     assert max(sent) <= 1.1 * sum(sent) / ranks
     for rank, line in enumerate(plan.explain().splitlines()[:ranks]):
         assert f"reads {read[rank]:.0f} bytes" in line and f"pools {sent[rank]} " in line
+
+
+# --- Gradients' way back ---
+
+
+@pytest.mark.parametrize("tables", [1, 2, 3, 8, 9, 26, 200])
+def test_the_first_table_travels_by_itself_and_the_others_in_even_groups(tables: int) -> None:
+    groups = [group_of(number, tables, 8) for number in range(tables)]
+    counts = [groups.count(group) for group in range(1, 8)]
+    assert groups == sorted(groups) and groups.count(0) == 1 and groups[-1] < 8
+    assert max(counts) - min(counts) <= 1
+
+
+def test_tables_that_touch_are_one_copy() -> None:
+    layout = EmbeddingLayout(((0, 64, 96), (72, 128, 160)), ((64, 8, 32), (24, 32, 16)))
+    assert spans_of(layout, 0, 0, 2) == [(0, 0, 64)]
+    assert spans_of(layout, 0, 1, 2) == [(64, 64, 8), (96, 72, 32)], "not side by side in the gradient"
+    assert spans_of(layout, 1, 0, 2) == [(72, 0, 24)]
+    assert spans_of(layout, 1, 1, 2) == [(128, 24, 48)], "one behind the other, here and there"
+    for owner in (0, 1):
+        spans = [span for group in range(2) for span in spans_of(layout, owner, group, 2)]
+        assert sum(dim for _, _, dim in spans) == sum(layout.dims[owner])
+
+
+@pytest.mark.parametrize(
+    ("dims", "batch", "carrier"),
+    [((128, 128), 65536, "copy_engine"), ((128, 128), 2048, "sm"), ((128, 32), 65536, "sm"), ((), 65536, "sm")],
+)
+def test_who_carries_gradients(dims: tuple[int, ...], batch: int, carrier: str) -> None:
+    layout = EmbeddingLayout.in_rank_order([dims] * 4)
+    assert gradient_carrier(layout, batch, 4) == carrier

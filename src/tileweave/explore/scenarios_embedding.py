@@ -81,17 +81,18 @@ def _bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any
 
 @dataclass(frozen=True)
 class TableGradient:
-    """SGD steps in place. ``samples``: of each rank; ``tables``: of each rank, in as many groups."""
+    """SGD steps in place. ``samples``: of each rank; ``tables``: of each rank, in as many groups. ``carrier``: of gradients."""
 
     name: str
     samples: int
     tables: int
+    carrier: str
     op: str = "embedding_bag_all_to_all_backward"
     programs: tuple[int, ...] = (1, 2, 3)  # that may push; one more watches, two or three sum
     resident: int = 1
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, "sm", drawn.epoch)
+        begin_instance(world, rank, self.op, self.carrier, drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.embedding_bag_all_to_all_fused import begin_push, end_push
@@ -104,7 +105,7 @@ class TableGradient:
         grad, rate = grads[rank].clone(), torch.ones(1)
         lookups = Lookups(indices, offsets, None, batch, False)
         ordered = sort_lookups(tables, lookups, False)
-        push = begin_push(grad, layout, batch, world.ranks[rank].group)
+        push = begin_push(grad, layout, batch, world.ranks[rank].group, carrier=self.carrier)
         push = replace(push, candidates=drawn.programs)
         for name, tensor in (("gradient", grad), ("rate", rate), ("keys", ordered.keys), ("bags", ordered.bags)):
             world.know(rank, name, tensor)
@@ -122,7 +123,7 @@ class TableGradient:
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
         from tileweave.kernels.embedding_gradient import ARRIVED
 
-        instance = world.workspace(rank).instance(self.op, "sm")
+        instance = world.workspace(rank).instance(self.op, self.carrier)
         yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
         yield "programs that left", int(instance.control[1]), 0
         yield "groups that have arrived", int(instance.counters[ARRIVED.value]), 0
@@ -130,7 +131,8 @@ class TableGradient:
 
 _CUT = EmbeddingConfig(4, 2, 1, 1, 1)
 EMBEDDING = (
-    TableGradient("groups", 1, 2),
+    TableGradient("groups", 1, 2, "sm"),
+    TableGradient("groups by copy engines", 1, 2, "copy_engine"),
     EmbeddingBag("tickets", (6, 9), 1, _CUT),
     EmbeddingBag("held", (8,), 2, EmbeddingConfig(4, 2, 1, 1, 0), held=1),
 )

@@ -24,7 +24,8 @@ import triton.language as tl
 
 from tileweave.kernels.embedding_lookup import TYPES
 from tileweave.kernels.launch import limit_registers
-from tileweave.language.signal import PUSHED_US, faulted, wait_here
+from tileweave.language.meet import refuse_gone
+from tileweave.language.signal import PUSHED_US, faulted, load_epoch, wait_here
 
 if TYPE_CHECKING:
     from tileweave.kernels.embedding_gradient import Push
@@ -180,7 +181,7 @@ def sum_tile(
     final = tl.where(key[0] < last_key, tl.where(last < last_key, final, tables - 1), -1)
     while table <= final:
         if GROUPS > 0:
-            group = (table * GROUPS // tables).to(tl.int32)
+            group = tl.where(table > 0, 1 + (table - 1) * (GROUPS - 1) // tl.maximum(tables - 1, 1), 0).to(tl.int32)
             if group >= seen:
                 wait_here(counters, group + 1, ARRIVED, table, control, report, PUSHED_US)  # the watcher ends first
                 seen = group + 1
@@ -267,19 +268,22 @@ def sum_rows_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tables", "tiles"])
+@triton.jit(do_not_specialize=["rank", "tables", "tiles"])
 def sum_runs_kernel(
-    keys, bags, places, meta, partials, rate, epsilon, arrived, count, last_key, batch, tables, tiles, CLEAR: tl.constexpr,
-    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, FLIGHT: tl.constexpr,
-    GROUP: tl.constexpr, ALIGN: tl.constexpr,
+    keys, bags, places, meta, partials, rate, epsilon, arrived, signals, control, report, rank, count, last_key, batch, tables,
+    tiles, CLEAR: tl.constexpr, COPIED: tl.constexpr, DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    KIND: tl.constexpr, FLIGHT: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """The long runs that open in GROUP tiles, one after the other: their partial sums in order of tiles, and apply.
 
-    ``CLEAR``: set the counter ``arrived`` of a push to zero, on which the sums before waited.
+    ``CLEAR``: set the counter ``arrived`` of a push to zero, on which the sums before waited. ``COPIED``: of so many ranks,
+    copy engines brought what was summed in the call before the epoch's.
     """
     if CLEAR:
         if tl.program_id(0) == 0:
             tl.store(arrived, 0)
+            if COPIED > 0:
+                refuse_gone(signals, rank, load_epoch(control) - 1, control, report, COPIED)
     lane = tl.arange(0, GROUP)
     end = (tl.program_id(0).to(tl.int64) * GROUP + lane + 1) * TILE
     there = end + TILE < count
@@ -377,8 +381,11 @@ def sum_rows(
         sum_rows_kernel[(programs,)](*sums, **options)
     else:
         push.launch(programs, sums, **options)
-    arrived = keys if push is None else push.arrived()
+    words, rank, copied = (keys,) * 4, 0, 0
+    if push is not None:
+        words, rank = (push.arrived(), push.peers.signals, push.peers.control, push.peers.report), push.rank
+        copied = push.world_size if push.beside is not None else 0
     sum_runs_kernel[(triton.cdiv(tiles, GROUP),)](
-        keys, bags, where, meta, partials, step, epsilon, arrived, count, last_key, batch, meta.shape[0], tiles,
-        CLEAR=push is not None, FLIGHT=16, GROUP=GROUP, num_warps=4, **shape,
+        keys, bags, where, meta, partials, step, epsilon, *words, rank, count, last_key, batch, meta.shape[0], tiles,
+        CLEAR=push is not None, COPIED=copied, FLIGHT=16, GROUP=GROUP, num_warps=4, **shape,
     )  # fmt: skip

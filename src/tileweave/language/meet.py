@@ -21,24 +21,54 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tileweave.language.signal import MEETING_US, PUSHED_US, notify_all, refuse_later, wait
+from tileweave.language.signal import MEETING_US, PUSHED_US, faulted, notify_all, refuse_later, wait
 
 MAX_SLICES = tl.constexpr(32)
+GONE = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def meet(signal_table, signals, rank, epoch, unit, control, report, WORLD_SIZE: tl.constexpr):
-    """Tell every rank that this one has come, and wait until all have. One program of each rank, once a call.
+def come(signal_table, rank, number, WORLD_SIZE: tl.constexpr):
+    """Tell every rank that this one is in call ``number``."""
+    notify_all(signal_table, WORLD_SIZE * MAX_SLICES + rank, rank, number, WORLD_SIZE, True)
+
+
+@triton.jit
+def await_all(signals, rank, epoch, unit, control, report, WORLD_SIZE: tl.constexpr):
+    """Wait until all ranks have come.
 
     Nobody ends this call without copies of this rank, which go behind this. So a rank that is further has run out of time,
     and what stands in the slot may be of a later call: that counts as a time-out here, too.
     """
     first = WORLD_SIZE * MAX_SLICES
-    notify_all(signal_table, first + rank, rank, epoch, WORLD_SIZE, True)
     for i in tl.static_range(1, WORLD_SIZE):
         wait(signals, 1, epoch, first + (rank + i) % WORLD_SIZE, unit, control, report, MEETING_US)
     for i in tl.static_range(1, WORLD_SIZE):
         refuse_later(signals, epoch, first + (rank + i) % WORLD_SIZE, unit, control, report)
+
+
+@triton.jit
+def meet(signal_table, signals, rank, epoch, unit, control, report, WORLD_SIZE: tl.constexpr):
+    """Tell every rank that this one has come, and wait until all have. One program of each rank, once a call."""
+    come(signal_table, rank, epoch, WORLD_SIZE)
+    await_all(signals, rank, epoch, unit, control, report, WORLD_SIZE)
+
+
+@triton.jit
+def or_gone(epoch, control):
+    """The number to come with where every call has the same slot: of a rank whose waits have run out, one that no call has.
+
+    Its copies wait for nobody any more, and may land in what a peer still reads: :func:`refuse_gone`.
+    """
+    return tl.where(faulted(control) != 0, epoch + GONE, epoch)
+
+
+@triton.jit
+def refuse_gone(signals, rank, epoch, control, report, WORLD_SIZE: tl.constexpr):
+    """Behind all that reads the slot of call ``epoch``: a time-out if a peer gave a call up: it may be overwritten."""
+    for i in tl.static_range(1, WORLD_SIZE):
+        word = WORLD_SIZE * MAX_SLICES + (rank + i) % WORLD_SIZE
+        refuse_later(signals, epoch + GONE // 2, word, -1, control, report)
 
 
 @triton.jit

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +17,10 @@ import torch
 from tileweave.errors import CaptureError
 from tileweave.ops.reference import out_of_line
 from tileweave.ops.registry import endpoint, interpreting, workspace_of
-from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
-from tileweave.transport.workspace import Instance
+from tileweave.schedule import push_order
+from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, gradient_carrier, rows_of
+from tileweave.transport.base import EPOCH, Copies, Copy
+from tileweave.transport.workspace import MAX_SLICES, Instance
 
 if TYPE_CHECKING:
     from tileweave.kernels.embedding_bag_all_to_all import Launcher
@@ -150,10 +155,13 @@ def run_lookup(
     return out
 
 
-def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_name: str, own: bool = False) -> Push:
+def begin_push(
+    grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_name: str, own: bool = False, carrier: str = ""
+) -> Push:
     """Each rank's gradient rows of this rank's columns, to be pushed into place, table after table.
 
     own : this rank's own rows too, for who reads the slot; sums in the same launch find them in ``grad``.
+    carrier : "copy_engine" or "sm", the same on all ranks; else as :func:`gradient_carrier` says.
     :func:`end_push` when it was launched. Its slot is symmetric memory: read it on this stream, before the next call.
     """
     from tileweave.kernels import embedding_gradient as kernel
@@ -161,33 +169,97 @@ def begin_push(grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_na
     grad = grad.contiguous()
     workspace = workspace_of(group_name, grad.device)
     transport = workspace.transport
-    instance = workspace.instance(BACKWARD, "sm")
-    dims = [sum(mine) for mine in layout.dims]
+    carrier = carrier or gradient_carrier(layout, batch, grad.element_size())
+    instance = workspace.instance(BACKWARD, carrier)
+    dims, rank = [sum(mine) for mine in layout.dims], transport.rank
     instance.reserve(max(batch * max(dims), 1) * grad.element_size(), kernel.COUNTERS, 1)
     key = ("pieces", layout, own)
     found: Any = instance.cache.get(key)
     if found is None:
-        pieces, empty = pieces_of(layout, transport.rank, kernel.GROUPS.value, own)
+        pieces, empty = pieces_of(layout, rank, kernel.GROUPS.value, own)
         found = instance.cache[key] = pieces.to(grad.device), empty
     plan, silent = found
     elements = 16 // grad.element_size()
     numbers = [layout.width, *dims, *sum(layout.columns, ()), *sum(layout.dims, ())]
     aligned = elements if all(n % elements == 0 for n in numbers) and grad.data_ptr() % 16 == 0 else 1
-    instance.begin()
-    peers = endpoint(instance, grad.dtype)
-    width, rank = dims[transport.rank], transport.rank
-    slot = peers.slots[: batch * width].view(batch, width)
-    first_sample = rows_of(batch, transport.world_size, rank)[0]
-    candidates, columns = kernel.CANDIDATES * transport.machine.num_sms, layout.columns[rank]
+    capturing = instance.begin()
+    peers, columns = endpoint(instance, grad.dtype), layout.columns[rank]
+    slot = peers.slots[: batch * dims[rank]].view(batch, dims[rank])
+    first, end = rows_of(batch, transport.world_size, rank)
+    candidates, beside = kernel.CANDIDATES * transport.machine.num_sms, None
+    if carrier == "copy_engine":
+        beside = functools.partial(_carry, instance, _copies(instance, layout, batch, grad.element_size()), grad, capturing)
+        if own and dims[rank]:  # a copy engine may want multiprocessors for what stays on its device
+            parts = [grad[:, c : c + d] for c, d in zip(columns, layout.dims[rank], strict=True)]
+            torch.cat(parts, 1, out=slot[first:end])
     return kernel.Push(
-        peers, grad, plan, silent, slot, columns, first_sample, aligned, rank, transport.world_size, candidates
+        peers, grad, plan, silent, slot, columns, first, aligned, rank, transport.world_size, candidates, beside
     )  # fmt: skip
+
+
+def _carry(instance: Instance, copies: Copies, grad: torch.Tensor, capturing: bool, launch: Callable[[], None]) -> None:
+    """A launch, and copies of ``grad`` beside it."""
+    launched = False
+    try:
+        instance.transport.push_beside(launch, copies, grad.data_ptr())
+        launched = grad.is_cuda
+    finally:
+        if capturing or not launched:  # as in all_gather_matmul: a kernel on a device ends behind our copies anyway
+            instance.transport.join()
+
+
+def _copies(instance: Instance, layout: EmbeddingLayout, batch: int, itemsize: int) -> Copies:
+    """Own rows of the columns of each peer's tables, group by group, a signal behind each; one to ourselves behind the last.
+
+    Tables of a group that stand side by side, here and there, go as one. The first copy waits until all ranks have met.
+    """
+    from tileweave.kernels.embedding_gradient import DONE, GATE, GROUPS, SLICES
+
+    key = ("copies", layout, batch, itemsize)
+    found: Any = instance.cache.get(key)
+    if found is not None:
+        return found
+    rank, size = instance.transport.rank, instance.transport.world_size
+    begin, end = rows_of(batch, size, rank)
+    epoch, copies = instance.control.data_ptr() + 4 * EPOCH, []
+    for group, owner in product(range(GROUPS.value), push_order(rank, size)):
+        pitch = sum(layout.dims[owner]) * itemsize
+        for column, target, dim in spans_of(layout, owner, group, GROUPS.value) if end > begin else []:
+            place = instance.slot_addresses[owner] + begin * pitch + target * itemsize
+            ends = (place, 0, dim * itemsize, column * itemsize)
+            copies.append(Copy(*ends, rows=end - begin, target_pitch=pitch, source_pitch=layout.width * itemsize))
+        word = rank * SLICES.value + DONE.value + group
+        copies.append(Copy(instance.signal_addresses[owner] + 4 * word, epoch, 4))
+    copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))
+    copies[0] = replace(copies[0], counter=instance.counters.data_ptr() + 4 * GATE.value, count=1)
+    found = instance.cache[key] = Copies(copies)
+    return found
+
+
+def group_of(number: int, tables: int, groups: int) -> int:
+    """In which group an owner's table travels: the first one, on which all sums wait, by itself; then as many in each."""
+    return 1 + (number - 1) * (groups - 1) // (tables - 1) if number else 0
+
+
+def spans_of(layout: EmbeddingLayout, owner: int, group: int, groups: int) -> list[tuple[int, int, int]]:
+    """(first column in the gradient, in the owner's slot, columns) of an owner's tables of a group, joined where they touch."""
+    found: list[tuple[int, int, int]] = []
+    target, tables = 0, len(layout.dims[owner])
+    for number, (column, dim) in enumerate(zip(layout.columns[owner], layout.dims[owner], strict=True)):
+        if group_of(number, tables, groups) == group:
+            if found and found[-1][0] + found[-1][2] == column:
+                found[-1] = (found[-1][0], found[-1][1], found[-1][2] + dim)
+            else:
+                found.append((column, target, dim))
+        target += dim
+    return found
 
 
 def end_push(push: Push, group_name: str) -> None:
     """Behind the launch: what is queued from here on waits for no peer; under the interpreter, report what ran out of time."""
     if interpreting():
-        workspace_of(group_name, push.grad.device).instance(BACKWARD, "sm").check()
+        carrier = "sm" if push.beside is None else "copy_engine"
+        workspace_of(group_name, push.grad.device).instance(BACKWARD, carrier).check()
     out_of_line(push.grad)
 
 
@@ -200,7 +272,7 @@ def pieces_of(layout: EmbeddingLayout, rank: int, groups: int, own: bool) -> tup
         target, width = 0, sum(layout.dims[owner])
         tables = len(layout.dims[owner])
         for number, (column, dim) in enumerate(zip(layout.columns[owner], layout.dims[owner], strict=True)):
-            rows.append((owner, column, target, dim, width, number * groups // tables))
+            rows.append((owner, column, target, dim, width, group_of(number, tables, groups)))
             target += dim
     rows.sort(key=lambda row: row[-1])  # stable
     counts = Counter(row[-1] for row in rows)

@@ -18,6 +18,7 @@ from tileweave.transport.base import Copies, Copy
 
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WAIT_VALUE = 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32
+_MOST_GRAPHS = 8  # of copies that cannot be moved
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, so it is safe when counts wrap
 
 # The stream's handle alone; torch.cuda.current_stream() makes an object around it.
@@ -152,10 +153,11 @@ class _Graph:
 
     def _copy(self, copy: Copy, before: list[ctypes.c_void_p]) -> ctypes.c_void_p:
         target, source = copy.ends(self._given)
+        pitches = {f"{end}_pitch": getattr(copy, f"{end}_pitch") or copy.nbytes for end in ("source", "target")}
         about = _Block(
-            source_type=_ON_DEVICE, source_device=source, source_pitch=copy.nbytes, source_height=1,
-            target_type=_ON_DEVICE, target_device=target, target_pitch=copy.nbytes, target_height=1,
-            width=copy.nbytes, rows=1, depth=1,
+            source_type=_ON_DEVICE, source_device=source, source_height=copy.rows,
+            target_type=_ON_DEVICE, target_device=target, target_height=copy.rows,
+            width=copy.nbytes, rows=copy.rows, depth=1, **pitches,
         )  # fmt: skip
         node = self._add(self._driver.cuGraphAddMemcpyNode, before, about, self._context)
         if not (copy.source and copy.target):
@@ -226,16 +228,24 @@ class CopyEngine:
             self._submit(copies, source, lanes)
 
     def _graph(self, copies: Sequence[Copy], source: int) -> _Graph | None:
-        """What is launched for copies that come again. None under capture, and for pitched ones, whose nodes cannot move."""
+        """What is launched for copies that come again, None under capture. Pitched ones cannot be moved: one graph for each
+        address, from the second time on, and a few of them."""
         if not isinstance(copies, Copies) or torch.cuda.is_current_stream_capturing():
             return None
-        graph = copies.prepared
-        if graph is None:
-            graph = all(copy.rows == 1 for copy in copies) and _Graph(copies, self._lanes[0].handle, source)
-        elif graph and not graph.point(source):
-            graph = _Graph(copies, self._lanes[0].handle, source)
-        copies.prepared = graph
-        return graph or None
+        if copies.prepared is None:
+            copies.prepared = {}
+        known: dict[int, _Graph | None] = copies.prepared
+        pitched = any(copy.rows > 1 for copy in copies)
+        key = source if pitched else 0
+        if pitched and key not in known:
+            if len(known) == _MOST_GRAPHS:
+                known.clear()
+            known[key] = None
+            return None
+        graph = known.get(key)
+        if graph is None or not graph.point(source):
+            graph = known[key] = _Graph(copies, self._lanes[0].handle, source)
+        return graph
 
     def _fork(self, lanes: int) -> None:
         """Order the side streams behind what is queued now."""
