@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -206,6 +208,57 @@ def check_lists(me: Member, example: Lists) -> None:
 @pytest.mark.timeout(1000)
 def test_any_lists(worlds: Worlds) -> None:
     for_any(LISTS, 60, in_world(worlds("gloo", 2), check_lists))
+
+
+def pieces_agree(me: Member) -> None:
+    """The kernels and plain torch: the same messages, offsets, sums and pieces, for every rank of worlds of one to four."""
+    from tileweave.kernels import jagged_pieces
+    from tileweave.ops.distribute_indices import InTorch
+
+    draw = random.Random(me.rank)
+    for case in range(40):
+        size, count, samples = draw.randint(1, 4), draw.randint(1, 5), draw.choice([0, 1, 3, 20])
+        features = ((count - 1,), *(tuple(draw.choices(range(count), k=draw.randint(0, 3))) for _ in range(size - 1)))
+        generator = torch.Generator().manual_seed(case)
+        ranks = range(len(features))
+        lengths = [torch.randint(-(case % 5 == 0), 4, (count * samples,), generator=generator) for _ in ranks]
+        bad = any((of < 0).any() for of in lengths)
+        with mock.patch.object(jagged_pieces, "BLOCK", 8):
+            kernels, plain = (_all_ranks(steps, features, count, samples, lengths) for steps in (jagged_pieces, InTorch))
+        for of_kernels, of_torch in zip(kernels, plain, strict=True):
+            whole, (offsets, told, *pieces) = of_kernels
+            assert torch.equal(whole, of_torch[0]), case
+            assert torch.equal(told, of_torch[1][1]), case
+            if not bad:
+                assert torch.equal(offsets, of_torch[1][0]), case
+                assert all(torch.equal(a.view(-1), b.reshape(-1)) for a, b in zip(pieces, of_torch[1][2:], strict=True)), case
+        for rank, (_, (_, _, leaving, _)) in enumerate(kernels if not bad else ()):
+            data, longest = torch.arange(int(lengths[rank].sum())), max(int(leaving[2::3].max()), 0)
+            parts = [torch.full((int(leaving[2::3].sum()),), -9) for _ in range(2)]
+            jagged_pieces.move(data, parts[0], leaving, longest)
+            InTorch.move(data, parts[1], leaving.view(-1, 3), longest)
+            assert torch.equal(*parts) and not (parts[0] == -9).any(), case
+
+
+def _all_ranks(steps, features, count, samples, lengths):  # type: ignore[no-untyped-def]
+    """Of each rank: its messages, and what it makes of those that come, exchanged here."""
+    from tileweave.ops.distribute_indices import _layout
+
+    made = []
+    for rank, of in enumerate(lengths):
+        sizes, where = _layout(features, count, samples, rank, of.device)
+        whole = torch.full((sum(sizes),), -7)
+        steps.pack(of, int(of.sum()), where, whole)
+        made.append((sizes, where, whole))
+    found = []
+    for rank, (_, where, whole) in enumerate(made):
+        got = torch.cat([theirs.split(sizes)[rank] for sizes, _, theirs in made])
+        found.append((whole, steps.unpack(got, where)))
+    return found
+
+
+def test_kernels_and_torch_cut_the_same_pieces(worlds: Worlds) -> None:
+    worlds("gloo", 1).run(pieces_agree)
 
 
 def wrong_lists(me: Member, what: str) -> str:
