@@ -93,8 +93,8 @@ def compile_lookup(case: Case, target: str, is_fused: bool) -> Compiled:
     return compiled
 
 
-SUMS = ["sum_rows_kernel", "sum_runs_kernel", "push_and_sum_kernel", "sum_runs_kernel"]
-NAMES = ["push_gradient_kernel", "keys_kernel", *SUMS]
+SUMS = ["sum_rows_kernel", "sum_runs_kernel", *["push_and_sum_kernel", "sum_runs_kernel"] * 2]
+NAMES = ["push_gradient_kernel", "push_gradient_kernel", "keys_kernel", *SUMS]  # the second of each by copy engines
 
 
 @functools.cache
@@ -108,9 +108,11 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
             endpoint(dtype), torch.empty(64, 512, dtype=dtype), torch.zeros(3, 7, dtype=torch.int64), 0, slot, (0, 0), 0,
             aligned, RANK, WORLD_SIZE, 528,
         )  # fmt: skip
+        copied = replace(push, beside=lambda run: run())
         push.launch()
+        copied.launch()
         keys, bags = sums.find_keys(numbers, torch.zeros(2 * BATCH + 1, dtype=torch.int64), numbers[:3], 200, BATCH)
-        for bringing in (None, push):
+        for bringing in (None, push, copied):
             sums.sum_rows(
             slot, keys, bags, torch.zeros(640), numbers,
             torch.zeros(2, 7, dtype=torch.int64), torch.zeros(1), 1e-8, 0.25, 200, BATCH, dtype, 128, kind, aligned,
@@ -174,7 +176,7 @@ def test_stores_to_owners_are_16_bytes_and_signalled(case: Case, target: str) ->
 
 def test_gradients_keep_the_protocol() -> None:
     for target, dtype in zip(("sm_80", "sm_90", "sm_90", "sm_100"), (torch.float32, torch.bfloat16) * 2, strict=True):
-        push, _, rows, _, both, _ = compile_gradient(target, dtype, sums.SGD)
+        push, _, _, rows, _, both, *_ = compile_gradient(target, dtype, sums.SGD)
         for kernel in (push, both):
             assert lint(kernel, guarded=()) == []
             assert "st.global.v4.b32" in str(kernel.ptx)
@@ -187,6 +189,21 @@ def test_gradients_keep_the_protocol() -> None:
             assert not re.search(r"\b(?:div|rem)\.s64", str(kernel.ptx)), "a division of 64 bits costs a hundred instructions"
         assert "st.global.v4.b32" in str(rows.ptx)
         assert not re.search(r"\bbar\.sync|st\.shared", str(rows.ptx)), "a tile is one warp's, in its registers"
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_gradients_by_copy_engines_keep_the_protocol(target: str) -> None:
+    """What copy engines bring is awaited as what programs push; and they do not go before all ranks have met."""
+    _, watched, _, _, _, _, _, both, runs = compile_gradient(target, torch.float32, sums.SGD)
+    here = ("sys", "gpu")  # the watcher's word is this device's
+    for kernel in (watched, both):
+        assert lint(kernel, guarded=()) == []
+    waits = len(operations(watched, guarded=()).waits)
+    assert waits == 2 * WORLD_SIZE, "each peer to meet, a group of each source (one is this rank), own copies"
+    assert len(operations(both, guarded=(), scopes=here).waits) == waits + 1, "and sums for the watcher"
+    assert lint(both, guarded=(), scopes=here, rules={LOAD_AFTER_WAIT}) == []
+    assert len(re.findall(r"ld\.acquire\.gpu", str(both.ptx))) == 1, "sums ask for their table's group, once a group"
+    assert "%globaltimer" not in str(runs.ptx), "a look, and no wait"
 
 
 def test_the_lint_would_notice() -> None:

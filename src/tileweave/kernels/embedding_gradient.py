@@ -229,14 +229,14 @@ def push_gradient_kernel(
     WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Pushers and a watcher, and no sums."""
-    if tl.program_id(0) < candidates:
+    if COPIES or tl.program_id(0) >= candidates:
+        watch(signal_table, signals, counters, control, report, rank, candidates, WORLD_SIZE, False, COPIES)
+    else:
         push_groups(
             grad, plan, slot_table, signal_table, signals, control, report, counters,
             rank, rows_here, first_sample, width, tickets, blocks, silent, candidates,
             WORLD_SIZE, ROWS, COLS, ALIGN, 1,
         )  # fmt: skip
-    else:
-        watch(signal_table, signals, counters, control, report, rank, candidates, WORLD_SIZE, False, COPIES)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "factor", "tables", "tiles"])
@@ -256,15 +256,14 @@ def push_and_sum_kernel(
             meta, partials, rate, epsilon, factor, counters, control, report, count, last_key, batch, tables,
             STEPS, GROUPS, ARRIVED, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
         )  # fmt: skip
+    elif COPIES or program == candidates:
+        watch(signal_table, signals, counters, control, report, rank, candidates, WORLD_SIZE, True, COPIES)
     else:
-        if program < candidates:
-            push_groups(
-                grad, plan, slot_table, signal_table, signals, control, report, counters,
-                rank, rows_here, first_sample, width, tickets, blocks, silent, candidates,
-                WORLD_SIZE, ROWS, COLS, PUSH_ALIGN, EVERY,
-            )  # fmt: skip
-        else:
-            watch(signal_table, signals, counters, control, report, rank, candidates, WORLD_SIZE, True, COPIES)
+        push_groups(
+            grad, plan, slot_table, signal_table, signals, control, report, counters,
+            rank, rows_here, first_sample, width, tickets, blocks, silent, candidates,
+            WORLD_SIZE, ROWS, COLS, PUSH_ALIGN, EVERY,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
