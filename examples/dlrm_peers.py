@@ -160,7 +160,6 @@ class PipelinedStep:
         for batch in batches:
             self.begin(batch)
         self.finish()
-        self.exchanged = self.beside.mark()
         self.sort()
         self.multiply(batches[0], quiet)
 
@@ -185,8 +184,9 @@ class PipelinedStep:
             self.ahead = indices, offsets, known
 
     def sort(self) -> None:
-        """The order by table row of the ids that came last, on the second stream."""
+        """The order by table row of the ids that came last, on the second stream; steps wait for what stands there before."""
         with self.beside(None):
+            self.exchanged = self.beside.mark()
             if self.order is None:
                 self.ordered_ahead = self.exchange.sort(*self.ahead[:2])
             else:
@@ -219,7 +219,6 @@ class PipelinedStep:
         phase("ids to owners, sort")
         self.finish(looked)  # ids change behind the lookup
         self.begin(third)
-        self.exchanged = self.beside.mark()
         self.sort()
         self.beside.join(self.exchanged)  # no NCCL beside a graph whose kernels wait for peers
         if self.replayed is not None and phase is quiet:

@@ -6,9 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
+import torch
 from tests.behaviour import run_example
+from tests.worlds import Member, Worlds
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_neighbour_exchange() -> None:
@@ -67,7 +74,7 @@ for features, samples in ((7, 3), (18, 2)):
 
 def test_interaction_of_dlrm() -> None:
     """Its kernels, interpreted, against torch: values and gradients."""
-    command = [sys.executable, "-c", INTERACTION, str(Path(__file__).parents[2] / "examples")]
+    command = [sys.executable, "-c", INTERACTION, str(EXAMPLES)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
     errors = [float(line) for line in done.stdout.split()]
@@ -78,3 +85,64 @@ def test_moe_layer() -> None:
     output = run_example("moe_layer.py", "--style", "deepseek", "--ranks", "2", "--steps", "2", on_gpu=False)
     assert output.count("step ") == 2
     assert "WRONG" not in output
+
+
+class TwoStreams:
+    """Stands for ``dlrm_peers.Beside``: on which stream a mark was made, and behind what. All goes on in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.current, self.log = "first", []
+
+    @contextmanager
+    def __call__(self, behind: object) -> Iterator[None]:
+        self.current, before = "second", self.current
+        yield
+        self.current = before
+
+    def mark(self) -> tuple[str, int]:
+        return self.current, len(self.log)
+
+    def join(self, event: object, *tensors: object) -> None:
+        self.log.append(("join", event))
+
+
+def order_of_a_dlrm_step(me: Member) -> list[tuple[str, object]]:
+    """Joins of the first stream, exchanges, lookups and updates, in the order in which two steps queue them."""
+    sys.path.insert(0, str(EXAMPLES))
+    import dlrm
+    import dlrm_peers
+    import dlrm_rivals
+
+    batches = [dlrm.draw(number, me.rank, 4, 40, 2, me.device) for number in range(2)]
+    tables = dlrm.Step(me, 40, 8, 16).tables
+    with mock.patch.object(dlrm_peers, "Beside", TwoStreams):
+        step = dlrm_peers.PipelinedStep(me, tables, dlrm_rivals.Unfused, 16, batches[0])
+    log = step.beside.log
+
+    def told(name, function):
+        def call(*arguments):
+            result = function(*arguments)
+            log.append((name, None))
+            return result
+
+        return call
+
+    for name in ("begin", "finish"):
+        setattr(step, name, told("exchange", getattr(step, name)))
+    for name in ("lookup", "update"):
+        setattr(step.exchange, name, told(name, getattr(step.exchange, name)))
+    step.prepare(batches)
+    for number in range(2):
+        step(batches[1 - number], batches[number])
+    return log
+
+
+def test_a_dlrm_step_waits_for_its_ids(worlds: Worlds) -> None:
+    """Lookups and updates stand behind all exchanges of ids that were queued before: behind a mark of the second stream."""
+    log = worlds("gloo", 2).run(order_of_a_dlrm_step)[0]
+    assert [name for name, _ in log].count("update") == 2
+    for at, (name, _) in enumerate(log):
+        if name in ("lookup", "update"):
+            exchanged = max(place for place in range(at) if log[place][0] == "exchange")
+            joined = [event for kind, event in log[:at] if kind == "join" and event is not None]
+            assert any(stream == "second" and place > exchanged for stream, place in joined), log[: at + 1]
