@@ -217,14 +217,12 @@ def test_the_lint_would_notice() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("target", TARGETS)
 def test_lists_in_pieces_fit_every_target(target: str, dtype: torch.dtype) -> None:
-    features = [(0, 2), (1,), (), (2,)]
-    sizes, places, tails = pieces.messages(features, 3, BATCH)
-    words = (torch.tensor(w) for w in (features[RANK], [f for mine in features for f in mine], places, tails))
-    where = pieces.Layout(*words, 3, BATCH, RANK)
+    mine, wanted, owners, tables = map(torch.tensor, ([1], [0, 2, 1, 2], [0, 0, 1, 3], [2, 3, 3, 4]))
+    where, whole = pieces.Layout(mine, wanted, owners, tables, 3, RANK), 4 * BATCH + WORLD_SIZE * (3 + 1)
 
     def launch() -> None:
-        pieces.pack(torch.zeros(3 * BATCH, dtype=dtype), 640, where, torch.zeros(sum(sizes), dtype=torch.int64))
-        *_, arriving = pieces.unpack(torch.zeros(WORLD_SIZE * sizes[RANK], dtype=torch.int64), where)
+        pieces.pack(torch.zeros(3 * BATCH, dtype=dtype), 640, where, torch.zeros(whole, dtype=torch.int64))
+        *_, arriving = pieces.unpack(torch.zeros(WORLD_SIZE * (BATCH + 3 + 1), dtype=torch.int64), BATCH, where)
         pieces.move(torch.zeros(640, dtype=dtype), torch.zeros(640, dtype=dtype), arriving, 640)
 
     kernels = compile_all(launch, target)

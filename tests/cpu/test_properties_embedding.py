@@ -246,14 +246,14 @@ def _all_ranks(steps, features, count, samples, lengths):  # type: ignore[no-unt
 
     made = []
     for rank, of in enumerate(lengths):
-        sizes, where = _layout(features, count, samples, rank, of.device)
+        where, sizes = _layout(features, count, rank, of.device), [len(mine) * samples + count + 1 for mine in features]
         whole = torch.full((sum(sizes),), -7)
         steps.pack(of, int(of.sum()), where, whole)
         made.append((sizes, where, whole))
     found = []
     for rank, (_, where, whole) in enumerate(made):
         got = torch.cat([theirs.split(sizes)[rank] for sizes, _, theirs in made])
-        found.append((whole, steps.unpack(got, where)))
+        found.append((whole, steps.unpack(got, samples, where)))
     return found
 
 

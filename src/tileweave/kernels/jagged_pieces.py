@@ -16,14 +16,13 @@ One launch each: these run beside a training step, and what they cost is host ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-BELOW = -1  # in place of a feature's sum
+BELOW = tl.constexpr(-1)  # in place of a feature's sum
 PIECE = tl.constexpr(3)  # words of a piece
 BLOCK = 2048  # elements that a program has at once
 INTEGERS = ["samples", "tables", "world_size", "features", "pieces", "rank", "passed"]
@@ -31,27 +30,18 @@ INTEGERS = ["samples", "tables", "world_size", "features", "pieces", "rank", "pa
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Who owns what, on the device, all int64. It depends on features and on the number of samples.
+    """Who owns what, on the device, all int64. It depends on features alone.
 
-    mine : [T] features of this rank's tables. wanted : [P] those of all ranks' tables, rank after rank.
-    places : [P] where their lengths stand in the messages. tails : [R] where the sums of the message to each rank begin.
+    mine : [T] features of this rank's tables. wanted : [P] those of all ranks' tables, rank after rank. owners : [P] of those.
+    tables : [R] of this rank and all before it.
     """
 
     mine: torch.Tensor
     wanted: torch.Tensor
-    places: torch.Tensor
-    tails: torch.Tensor
+    owners: torch.Tensor
+    tables: torch.Tensor
     features: int
-    samples: int
     rank: int
-
-
-def messages(features: Sequence[Sequence[int]], count: int, samples: int) -> tuple[list[int], list[int], list[int]]:
-    """(elements of the message to each rank, places of all pieces, tails); see :class:`Layout`. ``count`` features."""
-    sizes = [len(mine) * samples + count + 1 for mine in features]
-    begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    places = [begin + table * samples for begin, mine in zip(begins, features, strict=True) for table in range(len(mine))]
-    return sizes, places, [begin + len(mine) * samples for begin, mine in zip(begins, features, strict=True)]
 
 
 @triton.jit
@@ -63,7 +53,7 @@ def pack_piece(row, place, samples, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def pack_sum(row, feature, tails, whole, passed, samples, world_size, features, BLOCK: tl.constexpr, OWNERS: tl.constexpr):
+def pack_sum(row, feature, until, whole, passed, samples, world_size, features, BLOCK: tl.constexpr, OWNERS: tl.constexpr):
     """The sum of one feature's lengths into all messages; and what all lists end with, if it is the first."""
     total = tl.zeros((BLOCK,), tl.int64)
     least = tl.zeros((BLOCK,), tl.int64)
@@ -73,25 +63,29 @@ def pack_sum(row, feature, tails, whole, passed, samples, world_size, features, 
         total += found
         least = tl.minimum(least, found)
     owner = tl.arange(0, OWNERS)
-    tail = whole + tl.load(tails + owner, mask=owner < world_size, other=0)
-    word = tl.where(tl.min(least, axis=0) < 0, -1, tl.sum(total, axis=0))
+    tail = whole + tl.load(until + owner, mask=owner < world_size, other=0) * samples + owner * (features + 1)
+    word = tl.where(tl.min(least, axis=0) < 0, BELOW, tl.sum(total, axis=0))
     tl.store(tail + feature, tl.zeros((OWNERS,), tl.int64) + word, mask=owner < world_size)
     tl.store(tail + features, tl.zeros((OWNERS,), tl.int64) + passed, mask=owner < tl.where(feature == 0, world_size, 0))
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def pack_kernel(
-    lengths, wanted, places, tails, whole, passed, samples, world_size, features, pieces,
+    lengths, wanted, owners, until, whole, passed, samples, world_size, features, pieces,
     BLOCK: tl.constexpr, OWNERS: tl.constexpr,
 ):  # fmt: skip
-    """A program for each piece of lengths, which it copies, and for each feature, whose sum it puts in all messages."""
+    """A program for each piece of lengths, which it copies, and for each feature, whose sum it puts in all messages.
+
+    ``until`` [R]: tables of an owner and of all before it.
+    """
     program = tl.program_id(0)
     if program < pieces:
         row = lengths + tl.load(wanted + program) * samples
-        pack_piece(row, whole + tl.load(places + program), samples, BLOCK)
+        place = program.to(tl.int64) * samples + tl.load(owners + program) * (features + 1)  # behind other pieces, and sums
+        pack_piece(row, whole + place, samples, BLOCK)
     else:
         row = lengths + (program - pieces).to(tl.int64) * samples
-        pack_sum(row, program - pieces, tails, whole, passed, samples, world_size, features, BLOCK, OWNERS)
+        pack_sum(row, program - pieces, until, whole, passed, samples, world_size, features, BLOCK, OWNERS)
 
 
 @triton.jit
@@ -184,22 +178,22 @@ def move_kernel(data, out, pieces, BLOCK: tl.constexpr):
 
 def pack(lengths: torch.Tensor, passed: int, where: Layout, whole: torch.Tensor) -> None:
     """Messages to all owners into ``whole``."""
-    pieces, world_size = where.wanted.numel(), where.tails.numel()
+    pieces, world_size, samples = where.wanted.numel(), where.tables.numel(), lengths.numel() // where.features
     pack_kernel[(pieces + where.features,)](
-        lengths, where.wanted, where.places, where.tails, whole, passed, where.samples, world_size, where.features, pieces,
+        lengths, where.wanted, where.owners, where.tables, whole, passed, samples, world_size, where.features, pieces,
         BLOCK=BLOCK, OWNERS=triton.next_power_of_2(world_size), num_warps=8,
     )  # fmt: skip
 
 
-def unpack(got: torch.Tensor, where: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def unpack(got: torch.Tensor, samples: int, where: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(offsets, told, leaving, arriving) from the messages of all sources; see :func:`unpack_kernel`."""
-    tables, pieces, world_size = where.mine.numel(), where.wanted.numel(), where.tails.numel()
+    tables, pieces, world_size = where.mine.numel(), where.wanted.numel(), where.tables.numel()
     coming, ends = tables * world_size, world_size * (where.features + 1)
-    offsets = got.new_empty(coming * where.samples + 1)
+    offsets = got.new_empty(coming * samples + 1)
     rest = got.new_empty(ends + (pieces + coming) * PIECE.value)
     told, leaving, arriving = rest.split([ends, pieces * PIECE.value, coming * PIECE.value])
     unpack_kernel[(coming + pieces + 1,)](
-        got, where.mine, where.wanted, offsets, told, leaving, arriving, where.samples, tables, world_size, where.features,
+        got, where.mine, where.wanted, offsets, told, leaving, arriving, samples, tables, world_size, where.features,
         pieces, where.rank, BLOCK=BLOCK, ARRIVING=triton.next_power_of_2(max(coming, 1)),
         LEAVING=triton.next_power_of_2(pieces), FEATURES=triton.next_power_of_2(where.features + 1), num_warps=8,
     )  # fmt: skip

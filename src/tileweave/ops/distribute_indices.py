@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,14 +87,15 @@ def begin_distribute_indices(
         agree(group, lengths.device, {"op": "distribute_indices", **common})
     count = _check_inputs(lengths, values, features, weights, size)
     owned = tuple(map(tuple, features))
-    sizes, where = _layout(owned, count, lengths.numel() // count, rank, lengths.device)
+    where, samples = _layout(owned, count, rank, lengths.device), lengths.numel() // count
+    sizes = [len(mine) * samples + count + 1 for mine in owned]  # of the messages
     steps: Any = InTorch
     if lengths.is_cuda or interpreting():
         from tileweave.kernels import jagged_pieces as steps
     whole = lengths.new_empty(sum(sizes), dtype=torch.int64)
     steps.pack(lengths, values.numel(), where, whole)
-    got = all_to_all_whole(whole, list(sizes), [sizes[rank]] * size, group)
-    offsets, told, leaving, arriving = steps.unpack(got, where)
+    got = all_to_all_whole(whole, sizes, [sizes[rank]] * size, group)
+    offsets, told, leaving, arriving = steps.unpack(got, samples, where)
     ready = None
     if told.is_cuda:
         told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
@@ -103,16 +105,15 @@ def begin_distribute_indices(
 
 
 @functools.lru_cache(32)
-def _layout(
-    features: tuple[tuple[int, ...], ...], count: int, samples: int, rank: int, device: torch.device
-) -> tuple[list[int], Layout]:
-    """(elements of the message to each rank, the rest), kept: a step's batches are alike."""
-    from tileweave.kernels.jagged_pieces import Layout, messages
+def _layout(features: tuple[tuple[int, ...], ...], count: int, rank: int, device: torch.device) -> Layout:
+    """Kept: a step's batches are alike."""
+    from tileweave.kernels.jagged_pieces import Layout
 
-    sizes, places, tails = messages(features, count, samples)
-    wanted = tuple(f for mine in features for f in mine)
-    mine, of, at, ends = (on_device(words, device) for words in (features[rank], wanted, tuple(places), tuple(tails)))
-    return sizes, Layout(mine, of, at, ends, count, samples, rank)
+    pieces = [(feature, owner) for owner, mine in enumerate(features) for feature in mine]
+    until = accumulate(len(mine) for mine in features)
+    words = features[rank], *zip(*pieces, strict=True), until
+    mine, wanted, owners, tables = (on_device(tuple(w), device) for w in words)
+    return Layout(mine, wanted, owners, tables, count, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +144,10 @@ class IndicesOnTheirWay:
         size, rank = len(self.features), dist.get_rank(self.group)
         sums = self.told.view(size, -1).tolist()
         passed = [mine.pop() for mine in sums]
-        wrong = ["lengths below 0" if BELOW in mine else "another number of values than its lengths sum up to" for mine in sums]
-        bad = [source for source in range(size) if BELOW in sums[source] or sum(sums[source]) != passed[source]]
+        wrong = [
+            "lengths below 0" if BELOW.value in mine else "another number of values than its lengths sum up to" for mine in sums
+        ]
+        bad = [source for source in range(size) if BELOW.value in sums[source] or sum(sums[source]) != passed[source]]
         asked = ", ".join(f"rank {source}: {wrong[source]}" for source in bad)
         require(not bad, asked, "lengths from 0 on, and as many values as they sum up to", "pass all values of all bags")
         split = [[sums[rank][f] for f in mine] for mine in self.features]
@@ -170,20 +173,19 @@ class InTorch:
     def pack(lengths: torch.Tensor, passed: int, where: Layout, whole: torch.Tensor) -> None:
         from tileweave.kernels.jagged_pieces import BELOW
 
-        table = lengths.view(where.features, where.samples).long()
-        sums = torch.where((table < 0).any(1), BELOW, table.sum(1)).tolist()
-        for piece, place in zip(where.wanted.tolist(), where.places.tolist(), strict=True):
-            whole[place : place + where.samples] = table[piece]
-        for tail in where.tails.tolist():
-            whole[tail : tail + where.features + 1] = torch.tensor([*sums, passed])
+        table = lengths.view(where.features, lengths.numel() // where.features).long()
+        sums = torch.where((table < 0).any(1), BELOW.value, table.sum(1))
+        ends = torch.cat([sums, sums.new_tensor([passed])])
+        pieces = table[where.wanted].split(torch.bincount(where.owners, minlength=where.tables.numel()).tolist())
+        torch.cat([part for mine in pieces for part in (mine.reshape(-1), ends)], out=whole)
 
     @staticmethod
-    def unpack(got: torch.Tensor, where: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        size, tables = where.tails.numel(), where.mine.numel()
-        table = got.view(size, tables * where.samples + where.features + 1)
-        lengths, told = table.split([tables * where.samples, where.features + 1], 1)
+    def unpack(got: torch.Tensor, samples: int, where: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        size, tables = where.tables.numel(), where.mine.numel()
+        table = got.view(size, tables * samples + where.features + 1)
+        lengths, told = table.split([tables * samples, where.features + 1], 1)
         offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
-        torch.cumsum(lengths.reshape(size, tables, where.samples).transpose(0, 1).reshape(-1), 0, out=offsets[1:])
+        torch.cumsum(lengths.reshape(size, tables, samples).transpose(0, 1).reshape(-1), 0, out=offsets[1:])
         begins = told[where.rank].cumsum(0) - told[where.rank]
         counts = told[where.rank][where.wanted]
         leaving = torch.stack([begins[where.wanted], counts.cumsum(0) - counts, counts], 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -241,17 +241,22 @@ def group_of(number: int, tables: int, groups: int) -> int:
     return 1 + (number - 1) * (groups - 1) // (tables - 1) if number else 0
 
 
+def tables_of(layout: EmbeddingLayout, owner: int, groups: int) -> Iterator[tuple[int, int, int, int]]:
+    """(group, first column in the gradient, in the owner's slot, columns) of each of an owner's tables."""
+    target, tables = 0, len(layout.dims[owner])
+    for number, (column, dim) in enumerate(zip(layout.columns[owner], layout.dims[owner], strict=True)):
+        yield group_of(number, tables, groups), column, target, dim
+        target += dim
+
+
 def spans_of(layout: EmbeddingLayout, owner: int, group: int, groups: int) -> list[tuple[int, int, int]]:
     """(first column in the gradient, in the owner's slot, columns) of an owner's tables of a group, joined where they touch."""
     found: list[tuple[int, int, int]] = []
-    target, tables = 0, len(layout.dims[owner])
-    for number, (column, dim) in enumerate(zip(layout.columns[owner], layout.dims[owner], strict=True)):
-        if group_of(number, tables, groups) == group:
-            if found and found[-1][0] + found[-1][2] == column:
-                found[-1] = (found[-1][0], found[-1][1], found[-1][2] + dim)
-            else:
-                found.append((column, target, dim))
-        target += dim
+    for its, column, target, dim in tables_of(layout, owner, groups):
+        if its == group and found and found[-1][0] + found[-1][2] == column:
+            found[-1] = (*found[-1][:2], found[-1][2] + dim)
+        elif its == group:
+            found.append((column, target, dim))
     return found
 
 
@@ -265,15 +270,12 @@ def end_push(push: Push, group_name: str) -> None:
 
 def pieces_of(layout: EmbeddingLayout, rank: int, groups: int, own: bool) -> tuple[torch.Tensor, int]:
     """The plan of ``push_block``, by group, ``own`` pieces last; and bits of groups that have none."""
-    rows = []
     size = len(layout.dims)
-    for step in range(1, size + own):
-        owner = (rank + step) % size
-        target, width = 0, sum(layout.dims[owner])
-        tables = len(layout.dims[owner])
-        for number, (column, dim) in enumerate(zip(layout.columns[owner], layout.dims[owner], strict=True)):
-            rows.append((owner, column, target, dim, width, group_of(number, tables, groups)))
-            target += dim
+    rows = [
+        (owner, column, target, dim, sum(layout.dims[owner]), group)
+        for owner in ((rank + step) % size for step in range(1, size + own))
+        for group, column, target, dim in tables_of(layout, owner, groups)
+    ]
     rows.sort(key=lambda row: row[-1])  # stable
     counts = Counter(row[-1] for row in rows)
     silent = sum(1 << group for group in range(groups) if not counts[group])
