@@ -170,8 +170,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "copies to the slot of the other parity",
         FUSED,
-        "copies = call.copies[slot]",
-        "copies = call.copies[1 - slot]",
+        "call.copies[slot], x",
+        "call.copies[1 - slot], x",
         AG + "copy engine",
     ),
     Mutant("captured copies go before ranks have met", FUSED, "counter=gate, count=1", "", AG + "copy engine, captured"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from tileweave.config import MatmulConfig, Plan, Problem, exchange_schedule_for, schedule_for
 from tileweave.errors import require
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.ops.registry import copy_slot, endpoint, workspace_of
+from tileweave.ops.registry import copy_slot, endpoint, push_beside, workspace_of
 from tileweave.schedule import Parts, TileSchedule, push_order, slot_place
 from tileweave.schedule_scatter import Exchange
 from tileweave.transport.base import EPOCH, Copies, Copy, Transport
@@ -47,25 +48,18 @@ def run_fused(
 
         gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config, chosen.mark)
         return
-    transport = workspace.transport
     call = _fused_call(workspace, x, w, config, how)
     instance = call.instance
     capturing = instance.begin(chosen.mark)
-    launch, launched = call.launcher(x, w), False
-    pushed = config.transport == "copy_engine"
-    slot = copy_slot(instance) if pushed else 0
+    launch = call.launcher(x, w)
+    if config.transport == "copy_engine":
+        slot = copy_slot(instance)
+        kernel = partial(launch, x, w, bias, out, gathered, slot, trace)
+        push_beside(instance, kernel, call.copies[slot], x.data_ptr(), capturing)
+        return
     try:
-        if pushed:
-            copies = call.copies[slot]
-            transport.push_beside(lambda: launch(x, w, bias, out, gathered, slot, trace), copies, x.data_ptr())
-        else:
-            launch(x, w, bias, out, gathered, slot, trace)
-        launched = x.is_cuda
+        launch(x, w, bias, out, gathered, 0, trace)
     finally:
-        # A kernel on a device ends behind our pushes anyway, it waits for the signal behind the last of them; to wait for
-        # an event as well would cost the host 5 us. A capture wants every stream joined that it forked.
-        if pushed and (capturing or not launched):
-            transport.join()
         if not x.is_cuda:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
             instance.check()
 

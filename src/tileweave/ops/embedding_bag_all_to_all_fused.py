@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 
 from tileweave.errors import CaptureError
 from tileweave.ops.reference import out_of_line
-from tileweave.ops.registry import endpoint, interpreting, workspace_of
+from tileweave.ops.registry import endpoint, interpreting, push_beside, workspace_of
 from tileweave.schedule import push_order
 from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, gradient_carrier, rows_of
 from tileweave.transport.base import EPOCH, Copies, Copy
@@ -188,24 +188,14 @@ def begin_push(
     first, end = rows_of(batch, transport.world_size, rank)
     candidates, beside = kernel.CANDIDATES * transport.machine.num_sms, None
     if carrier == "copy_engine":
-        beside = functools.partial(_carry, instance, _copies(instance, layout, batch, grad.element_size()), grad, capturing)
+        copies = _copies(instance, layout, batch, grad.element_size())
+        beside = partial(push_beside, instance, copies=copies, given=grad.data_ptr(), capturing=capturing)
         if own and dims[rank]:  # a copy engine may want multiprocessors for what stays on its device
             parts = [grad[:, c : c + d] for c, d in zip(columns, layout.dims[rank], strict=True)]
             torch.cat(parts, 1, out=slot[first:end])
     return kernel.Push(
         peers, grad, plan, silent, slot, columns, first, aligned, rank, transport.world_size, candidates, beside
     )  # fmt: skip
-
-
-def _carry(instance: Instance, copies: Copies, grad: torch.Tensor, capturing: bool, launch: Callable[[], None]) -> None:
-    """A launch, and copies of ``grad`` beside it."""
-    launched = False
-    try:
-        instance.transport.push_beside(launch, copies, grad.data_ptr())
-        launched = grad.is_cuda
-    finally:
-        if capturing or not launched:  # as in all_gather_matmul: a kernel on a device ends behind our copies anyway
-            instance.transport.join()
 
 
 def _copies(instance: Instance, layout: EmbeddingLayout, batch: int, itemsize: int) -> Copies:
@@ -262,9 +252,8 @@ def spans_of(layout: EmbeddingLayout, owner: int, group: int, groups: int) -> li
 
 def end_push(push: Push, group_name: str) -> None:
     """Behind the launch: what is queued from here on waits for no peer; under the interpreter, report what ran out of time."""
-    if interpreting():
-        carrier = "sm" if push.beside is None else "copy_engine"
-        workspace_of(group_name, push.grad.device).instance(BACKWARD, carrier).check()
+    if interpreting() and push.beside is None:  # beside copies the launch has looked
+        workspace_of(group_name, push.grad.device).instance(BACKWARD, "sm").check()
     out_of_line(push.grad)
 
 

@@ -51,7 +51,7 @@ class Gathering:
                 self._call.endpoint, self._x, self._whole, transport.world_size, transport.rank, transport.machine.num_sms
             )
         finally:
-            # As in all_gather_matmul: the kernel on a device ends behind our pushes anyway.
+            # As in push_beside: the kernel on a device ends behind our pushes anyway.
             if self._capturing or not self._whole.is_cuda:
                 transport.join(LINE)
             if not self._whole.is_cuda:

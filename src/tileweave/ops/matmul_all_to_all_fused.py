@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from tileweave.config import MatmulConfig, Plan, Problem, scatter_schedule_for
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.ops.registry import await_frozen_slot, copy_slot, endpoint, workspace_of
+from tileweave.ops.registry import await_frozen_slot, copy_slot, endpoint, push_beside, workspace_of
 from tileweave.schedule import arrival_order, cdiv
 from tileweave.schedule_scatter import Exchange, ScatterSchedule
 from tileweave.transport.base import EPOCH, Copies, Copy
@@ -34,7 +35,6 @@ def run_fused(
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
-    transport = workspace.transport
     call = _fused_call(workspace, x, w, how, config)
     instance = call.instance
     capturing = instance.begin(chosen.mark)
@@ -48,16 +48,7 @@ def run_fused(
         return
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)
-    launched = False
-    try:
-        transport.push_beside(lambda: launch(x, w, bias, out, slot), call.copies[slot], out.data_ptr())
-        launched = x.is_cuda
-    finally:
-        # As in all_gather_matmul: a kernel on a device ends behind our pulls anyway.
-        if capturing or not launched:
-            transport.join()
-        if not x.is_cuda:
-            instance.check()
+    push_beside(instance, partial(launch, x, w, bias, out, slot), call.copies[slot], out.data_ptr(), capturing)
 
 
 @dataclass(slots=True)

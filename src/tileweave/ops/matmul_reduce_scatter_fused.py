@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from tileweave.config import MatmulConfig, Plan, Problem, scatter_schedule_for
 from tileweave.errors import require
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.ops.registry import copy_slot, endpoint, workspace_of
+from tileweave.ops.registry import copy_slot, endpoint, push_beside, workspace_of
 from tileweave.schedule import push_order
 from tileweave.schedule_scatter import ScatterSchedule
 from tileweave.transport.base import EPOCH, Copies, Copy
@@ -44,7 +45,6 @@ def run_fused(
 
         multiply_then_reduce(workspace, op, x, w, bias, out, residual, config, chosen.mark)
         return
-    transport = workspace.transport
     call = _fused_call(workspace, x, w, config, op)
     instance = call.instance
     capturing = instance.begin(chosen.mark)
@@ -58,18 +58,8 @@ def run_fused(
         return
     slot = copy_slot(instance)
     staging = torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
-    launched = False
-    try:
-        transport.push_beside(
-            lambda: launch(x, w, bias, out, staging, slot, trace, residual), call.copies[slot], staging.data_ptr()
-        )
-        launched = x.is_cuda
-    finally:
-        # As in all_gather_matmul: a kernel on a device ends behind our pushes anyway.
-        if capturing or not launched:
-            transport.join()
-        if not x.is_cuda:
-            instance.check()
+    kernel = partial(launch, x, w, bias, out, staging, slot, trace, residual)
+    push_beside(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from tileweave.config import Plan
 from tileweave.errors import InputError, RankMismatchError
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.topology import CPU, Machine
-from tileweave.transport.base import Transport
+from tileweave.transport.base import Copies, Transport
 from tileweave.transport.collectives import gather_texts, the_odd
 from tileweave.transport.ledger import NBYTES
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
@@ -171,6 +171,22 @@ def endpoint(instance: Instance, dtype: torch.dtype) -> Endpoint:
 def copy_slot(instance: Instance) -> int:
     """The slot of a copy-engine call: that of its parity; a graph freezes it, so a captured call has slot 0."""
     return 0 if instance.captured else instance.calls & 1
+
+
+def push_beside(instance: Instance, launch: Callable[[], None], copies: Copies, given: int, capturing: bool) -> None:
+    """``launch`` a kernel, and ``copies`` beside it, which take the address ``given``; ``capturing``: into a CUDA graph."""
+    transport, launched = instance.transport, False
+    on_device = transport.device.type == "cuda"
+    try:
+        transport.push_beside(launch, copies, given)
+        launched = on_device
+    finally:
+        # A kernel on a device ends behind our copies anyway, it waits for the signal behind the last of them; to wait for
+        # an event as well would cost the host 5 us. A capture wants every stream joined that it forked.
+        if capturing or not launched:
+            transport.join()
+        if not on_device:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
+            instance.check()
 
 
 def await_frozen_slot(instance: Instance, peers: Endpoint) -> None:
