@@ -7,11 +7,12 @@ torch     a call of ``embedding_bag`` for each table, sparse gradients, ``torch.
 ========  ===================================================================================================
 
 All else is the same code for all three, but that torch's SGD step cannot be captured. MLPs, interaction and what the gradient
-does are replayed from CUDA graphs, in TF32; what is not data of this batch's tables runs beside, on a second stream:
+does are replayed from CUDA graphs, in TF32; what is not data of this batch's tables runs beside, on two more streams:
 
     main   | lookup | to samples' owners | interaction, top MLP, backward  | to tables' owners | sums, step of the tables
-    beside |                             | ids of batch n + 1 to owners,   | bottom MLP's      | all-reduce, MLPs' step,
-           |                             | lengths of batch n + 2; sort    | backward          | bottom MLP of batch n + 1
+    beside |                             | ids of batch n + 1 to owners,   | bottom MLP's backward, all-reduce, MLPs' step,
+           |                             | lengths of batch n + 2          | bottom MLP of batch n + 1
+    sort   |                             |                                 ids of batch n + 1 by table row
 
 The host waits for nothing but lengths that came a step before, so it is a step ahead of the device.
 """
@@ -20,14 +21,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from dlrm import RATE, Batch, Step, draw, towers_from_seed
+from dlrm_layers import last_layer, relu_backward
 from dlrm_rivals import BOTH, BOTH_BACK, LOOKUP, SUMS, TO_SAMPLES, TO_TABLES, Fused, Phase, Torch, Unfused, quiet
-from torch import nn
+from interaction import interaction
+from torch.nn.functional import linear
 
 import tileweave as tw
 from tileweave.launcher import Member
@@ -48,7 +50,9 @@ LOSS_ERROR = 1e-3
 class Replayed:
     """A function of tensors that stay where they are, replayed from a CUDA graph; on the CPU called as it stands.
 
-    beside : its kernels go before those that wait on other streams; graphs keep the priority of their capture.
+    beside : its kernels go before those that wait on other streams; graphs keep the priority of their capture. What the driver
+    runs for memsets and copies in a graph has none, and waits until the kernel beside has no program left to start (decision
+    0098): a function that has large ones, as a sort has, should not come here.
     """
 
     def __init__(self, function: Callable[[], Any], device: torch.device, beside: bool = False) -> None:
@@ -75,14 +79,14 @@ class Replayed:
 
 
 class Beside:
-    """A second stream, whose kernels go before those that wait on the first; on the CPU one thing after the other."""
+    """Another stream, whose kernels go before those that wait on the first; on the CPU one thing after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextmanager
     def __call__(self, behind: torch.cuda.Event | None) -> Iterator[None]:
-        """What is queued inside runs on the second stream, behind the event."""
+        """What is queued inside runs on the other stream, behind the event."""
         if self.stream is not None and behind is not None:
             self.stream.wait_event(behind)
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
@@ -93,7 +97,7 @@ class Beside:
         return None if self.stream is None else torch.cuda.current_stream().record_event()
 
     def join(self, event: torch.cuda.Event | None, *tensors: torch.Tensor) -> None:
-        """The first stream goes on behind the event, and will read ``tensors`` of the second."""
+        """The current stream goes on behind the event, and will read ``tensors`` of another."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
             for t in tensors:
@@ -104,47 +108,59 @@ class PipelinedStep:
     """Training steps on one rank, each beside what the next batches need; ``phase`` is told where each part begins."""
 
     def __init__(self, member: Member, tables: ShardedEmbeddingBag, kind: type[Any], hidden: int, batch: Batch) -> None:
-        self.member, self.features, self.beside = member, tables.features, Beside(member.device)
+        self.member, self.features = member, tables.features
+        self.beside, self.sorting = Beside(member.device), Beside(member.device)
         dim, on_gpu = tables.plan.tables[0].dim, member.device.type == "cuda"
         self.towers = towers_from_seed(dim, hidden).to(member.device)
         self.dense, self.labels = torch.empty_like(batch[0]), torch.empty_like(batch[1])
-        self.x = torch.empty(batch[0].shape[0], dim, device=member.device)
         self.exchange = kind(tables, batch[0].shape[0] * member.world_size)
         indices, offsets, _ = tw.distribute_indices(batch[2], batch[3], self.features)
         self.exchange.lookup(indices, offsets, self.exchange.arriving(offsets), quiet)  # so that the result has a place
         member.barrier()
+        self.bottom = Replayed(self._bottom, member.device, beside=True)
         self.middle = Replayed(self._middle, member.device)
         self.backward = Replayed(self._backward, member.device, beside=True)
         self.descend = Replayed(self._descend, member.device, beside=True) if on_gpu else self._descend
-        self.bottom = Replayed(self._bottom, member.device, beside=True)
         self.towers.load_state_dict(towers_from_seed(dim, hidden).state_dict())  # warming up took steps
-        self.ids, self.ends = indices.new_zeros(indices.numel() * 9 // 8), offsets.clone()  # room for longer bags
         member.barrier()
-        self.look = self.order = self.ordered = self.replayed = self.reduced = None
-        if on_gpu and kind.captured:
-            self.look = Replayed(lambda: self.exchange.lookup(self.ids, self.ends, None, quiet), member.device)
-            self.order = Replayed(lambda: self.exchange.sort(self.ids, self.ends), member.device, beside=True)
-            fixed = self.order()
-            self.ordered = replace(fixed, keys=fixed.keys.clone(), bags=fixed.bags.clone())
-            grad = self.middle.result[2].zero_()  # so that tables stay as they are
-            self.replayed = Replayed(lambda: self.exchange.update(grad, self.ordered, quiet), member.device)
+        self.look = self.update = self.ordered = self.reduced = self.settled = None
+        if kind.captured:
+            self._capture(indices, offsets)
         member.barrier()
+
+    def _capture(self, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+        """The lookup and the update as graphs, of ids and of an order that stand at one place."""
+        device = self.member.device
+        self.ids, self.ends = indices.new_zeros(indices.numel() * 9 // 8 + 512), offsets.clone()  # room for longer bags
+        self.ordered = self.exchange.sort(self.ids, self.ends)
+        self.middle.result[2].zero_()  # so that tables stay as they are
+        self.look = Replayed(lambda: self.exchange.lookup(self.ids, self.ends, None, quiet), device)
+        self.update = Replayed(lambda: self.exchange.update(self.middle.result[2], self.ordered, quiet), device)
 
     @torch.no_grad()
-    def _bottom(self) -> None:
-        self.x.copy_(self.towers.bottom(self.dense))
+    def _bottom(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What both layers of the bottom MLP put out."""
+        first, second = self.towers.bottom[0], self.towers.bottom[2]
+        y = linear(self.dense, first.weight, first.bias).relu_()
+        return y, linear(y, second.weight, second.bias).relu_()
 
     def _middle(self) -> tuple[torch.Tensor, ...]:
-        """(loss, gradients of x, of pooled, of the top MLP's parameters)"""
-        leaves = [self.x.detach().requires_grad_(), self.exchange.pooled.detach().requires_grad_()]
-        loss = nn.functional.binary_cross_entropy_with_logits(self.towers(*leaves), self.labels)
-        return loss.detach(), *torch.autograd.grad(loss, [*leaves, *self.towers.top.parameters()])
+        """(loss, gradients of the bottom MLP's output, of pooled vectors, of the top MLP's parameters)"""
+        first, last = self.towers.top[0], self.towers.top[2]
+        leaves = [t.detach().requires_grad_() for t in (self.bottom.result[1], self.exchange.pooled, first.weight)]
+        z = linear(interaction(*leaves[:2]), leaves[2])
+        loss, gz, *others = last_layer(z.detach(), first.bias.detach(), last, self.labels, z.is_cuda)
+        x, pooled, weight = torch.autograd.grad(z, leaves, gz)
+        return loss, x, pooled, weight, *others
 
+    @torch.no_grad()
     def _backward(self) -> torch.Tensor:
-        """Gradients of all MLPs' parameters, flat; the bottom MLP is multiplied again, which keeps graphs apart."""
-        y = self.towers.bottom(self.dense)
-        grads = [*torch.autograd.grad(y, self.towers.bottom.parameters(), self.middle.result[1]), *self.middle.result[3:]]
-        return torch.cat([g.view(-1) for g in grads])
+        """Gradients of all MLPs' parameters, flat."""
+        (y, x), (_, gx, _, *top) = self.bottom.result, self.middle.result
+        g, of_second = relu_backward(gx, x, x.is_cuda)
+        weight = g.T @ y
+        g, of_first = relu_backward(g @ self.towers.bottom[2].weight, y, x.is_cuda)
+        return torch.cat([t.reshape(-1) for t in (g.T @ self.dense, of_first, weight, of_second, *top)])
 
     @torch.no_grad()
     def _descend(self) -> None:
@@ -162,6 +178,7 @@ class PipelinedStep:
         self.finish()
         self.sort()
         self.multiply(batches[0], quiet)
+        self.settle(None)
 
     def begin(self, batch: Batch, behind: torch.cuda.Event | None = None) -> None:
         """Lengths of a batch to the tables' owners, on the second stream."""
@@ -174,9 +191,7 @@ class PipelinedStep:
         with self.beside(behind):
             pending, known = self.coming.popleft()
             indices, offsets, _ = pending.finish()
-            if self.order is not None:
-                self.ordered.keys.copy_(self.order.result.keys)  # of the batch whose gradient comes next
-                self.ordered.bags.copy_(self.order.result.bags)
+            if self.look is not None:
                 count = indices.numel()
                 assert count <= self.ids.numel(), f"{count} ids and room for {self.ids.numel()}: begin with a larger batch"
                 self.ids[:count].copy_(indices)  # what follows them is in no bag
@@ -184,13 +199,22 @@ class PipelinedStep:
             self.ahead = indices, offsets, known
 
     def sort(self) -> None:
-        """The order by table row of the ids that came last, on the second stream; steps wait for what stands there before."""
+        """The order by table row of the ids that came last, on the third stream; steps wait for what the second has before."""
         with self.beside(None):
             self.exchanged = self.beside.mark()
-            if self.order is None:
-                self.ordered_ahead = self.exchange.sort(*self.ahead[:2])
-            else:
-                self.order()
+        with self.sorting(None):
+            self.sorting.join(self.exchanged, *self.ahead[:2])
+            self.sorted = self.exchange.sort(*self.ahead[:2])
+
+    def settle(self, behind: torch.cuda.Event | None) -> None:
+        """That order to where the update looks for it, on the third stream and behind the update before."""
+        if self.ordered is not None:
+            with self.sorting(behind):
+                fixed, count = self.ordered, self.sorted.keys.numel()
+                fixed.keys[:count].copy_(self.sorted.keys)
+                fixed.bags[:count].copy_(self.sorted.bags)
+                fixed.keys[count:].fill_(fixed.first[-1])  # no row
+                self.settled = self.sorting.mark()
 
     def multiply(self, batch: Batch, phase: Phase) -> None:
         """The bottom MLP of a batch, on the second stream."""
@@ -203,7 +227,7 @@ class PipelinedStep:
 
     def __call__(self, following: Batch, third: Batch, phase: Phase = quiet) -> torch.Tensor:
         """The loss of the batch that was made ready last; ``following`` and the ``third`` are made ready beside."""
-        (indices, offsets, known), ordered = self.ahead, self.ordered or self.ordered_ahead
+        indices, offsets, known = self.ahead
         self.beside.join(self.exchanged, indices, offsets)
         self.beside.join(self.reduced)
         if self.look is not None and phase is quiet:
@@ -220,21 +244,24 @@ class PipelinedStep:
         self.finish(looked)  # ids change behind the lookup
         self.begin(third)
         self.sort()
-        self.beside.join(self.exchanged)  # no NCCL beside a graph whose kernels wait for peers
-        if self.replayed is not None and phase is quiet:
-            self.replayed()
+        self.beside.join(self.exchanged)
+        self.beside.join(self.settled)
+        if self.update is not None and phase is quiet:
+            self.update()
         else:
-            self.exchange.update(grad, ordered, phase)
+            self.exchange.update(grad, self.ordered, phase)
         done = self.beside.mark()
         with self.beside(back):
             phase("backward of bottom MLP")
             flat = self.backward()
-        with self.beside(done):
             phase("all-reduce, MLPs' step")
+            # Beside the update, though both wait for peers: what an update waits for are the lowest programs of its launch and
+            # copy engines, on every rank, and NCCL's few blocks leave room for those whichever of the two comes first.
             flat.copy_(all_reduce(flat, dist.group.WORLD))
             self.reduced = self.beside.mark()
             self.descend()
         self.multiply(following, phase)
+        self.settle(done)
         phase("")
         return loss
 

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -81,6 +83,33 @@ def test_interaction_of_dlrm() -> None:
     assert len(errors) == 2 and max(errors) < 1e-4
 
 
+LAYERS = """
+import sys, torch
+sys.path[:0] = [sys.argv[1]]
+import dlrm_layers as example
+torch.manual_seed(0)
+example.PROGRAMS = 3  # so that each has several blocks of samples, the last one a part of one
+for samples, width in ((37, 24), (5, 8)):
+    z, bias, labels = torch.randn(samples, width), torch.randn(width), torch.rand(samples).round()
+    last = torch.nn.Linear(width, 1)
+    for function, words in (
+        (example.last_layer, (8 * z, bias, last, labels)), (example.relu_backward, (z, torch.relu(torch.randn(samples, width))))
+    ):
+        for want, got in zip(function(*words, False), function(*words, True), strict=True):
+            assert want.shape == got.shape
+            print(float((want - got).abs().max() / want.abs().max()))
+"""
+
+
+def test_mlps_of_dlrm() -> None:
+    """Their kernels, interpreted, against torch's autograd: loss and gradients, also of logits far from zero."""
+    command = [sys.executable, "-c", LAYERS, str(EXAMPLES)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+    errors = [float(line) for line in done.stdout.split()]
+    assert len(errors) == 14 and max(errors) < 1e-5
+
+
 def test_moe_layer() -> None:
     output = run_example("moe_layer.py", "--style", "deepseek", "--ranks", "2", "--steps", "2", on_gpu=False)
     assert output.count("step ") == 2
@@ -106,8 +135,8 @@ class TwoStreams:
         self.log.append(("join", event))
 
 
-def order_of_a_dlrm_step(me: Member) -> list[tuple[str, object]]:
-    """Joins of the first stream, exchanges, lookups and updates, in the order in which two steps queue them."""
+def dlrm_step(me: Member) -> tuple[Any, list[Any]]:
+    """A step of the example that marks and joins :class:`TwoStreams`, and two batches."""
     sys.path.insert(0, str(EXAMPLES))
     import dlrm
     import dlrm_peers
@@ -116,7 +145,12 @@ def order_of_a_dlrm_step(me: Member) -> list[tuple[str, object]]:
     batches = [dlrm.draw(number, me.rank, 4, 40, 2, me.device) for number in range(2)]
     tables = dlrm.Step(me, 40, 8, 16).tables
     with mock.patch.object(dlrm_peers, "Beside", TwoStreams):
-        step = dlrm_peers.PipelinedStep(me, tables, dlrm_rivals.Unfused, 16, batches[0])
+        return dlrm_peers.PipelinedStep(me, tables, dlrm_rivals.Unfused, 16, batches[0]), batches
+
+
+def order_of_a_dlrm_step(me: Member) -> list[tuple[str, object]]:
+    """Joins of the first stream, exchanges, lookups and updates, in the order in which two steps queue them."""
+    step, batches = dlrm_step(me)
     log = step.beside.log
 
     def told(name, function):
@@ -146,3 +180,24 @@ def test_a_dlrm_step_waits_for_its_ids(worlds: Worlds) -> None:
             exchanged = max(place for place in range(at) if log[place][0] == "exchange")
             joined = [event for kind, event in log[:at] if kind == "join" and event is not None]
             assert any(stream == "second" and place > exchanged for stream, place in joined), log[: at + 1]
+
+
+def orders_for_the_graph(me: Member) -> list[bool]:
+    """Whether the update's graph finds what was sorted, and no row behind it: of a batch, and of one that has fewer ids."""
+    step, batches = dlrm_step(me)
+    step.prepare(batches)
+    found = []
+    for part in (1, 2):
+        whole = step.sorted
+        count = whole.keys.numel() // part
+        step.sorted = replace(whole, keys=whole.keys[:count], bags=whole.bags[:count])
+        step.settle(None)
+        fixed = step.ordered
+        found.append(torch.equal(fixed.keys[:count], whole.keys[:count]))
+        found.append(torch.equal(fixed.bags[:count], whole.bags[:count]))
+        found.append(bool((fixed.keys[count:] == fixed.first[-1]).all()))
+    return found
+
+
+def test_a_dlrm_graph_sees_this_batch_alone(worlds: Worlds) -> None:
+    assert worlds("gloo", 2).run(orders_for_the_graph) == [[True] * 6] * 2
