@@ -208,11 +208,16 @@ def test_memory_of_a_graph_is_kept(instance: Instance, transport: NotingTranspor
     instance.begin()
     transport.is_capturing = False
     held = [instance.slots.data_ptr(), instance.counters.data_ptr()]
+    table = instance.slot_table
+    instance.cache["plan of a push"] = torch.zeros(3)
     transport.buffers.clear()
     instance.reserve(100_000, counters=132)
     retired = [kept for kept in instance._retired if kept is not None]
     assert any(isinstance(kept, SymmetricBuffer) and kept.local.data_ptr() == held[0] for kept in retired)
     assert any(isinstance(kept, torch.Tensor) and kept.data_ptr() == held[1] for kept in retired)
+    assert any(kept is table for kept in retired), "kernels look peers up there"
+    assert any(isinstance(kept, dict) and "plan of a push" in kept for kept in retired)
+    assert not instance.cache
 
 
 def test_a_captured_call_is_remembered(instance: Instance, transport: NotingTransport) -> None:

@@ -17,6 +17,7 @@ import torch
 from tileweave.errors import CaptureError
 from tileweave.ops.reference import out_of_line
 from tileweave.ops.registry import endpoint, interpreting, push_beside, workspace_of
+from tileweave.ops.table_gradient import keep_for_graphs
 from tileweave.schedule import push_order
 from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, gradient_carrier, rows_of
 from tileweave.transport.base import EPOCH, Copies, Copy
@@ -49,6 +50,7 @@ def meta_of(
         if len(cache) >= _MOST_METAS:
             cache.pop(next(iter(cache)))
         found = cache[key] = torch.tensor(words, dtype=torch.int64).to(device)
+    keep_for_graphs(found)
     return found
 
 

@@ -52,10 +52,25 @@ class Lookups:
         return found
 
 
-@functools.lru_cache(128)
+_IN_GRAPHS: dict[int, torch.Tensor] = {}  # what captures were given, which read it for as long as the process lives
+
+
 def on_device(words: tuple, device: torch.device) -> torch.Tensor:
     """``words`` as int64. Made once: a copy from the host makes the host wait for all that was queued before."""
+    found = _on_device(words, device)
+    keep_for_graphs(found)
+    return found
+
+
+@functools.lru_cache(128)
+def _on_device(words: tuple, device: torch.device) -> torch.Tensor:
     return torch.tensor(words, dtype=torch.int64).to(device)
+
+
+def keep_for_graphs(words: torch.Tensor) -> None:
+    """Words that a cache may forget, but not a graph that is being captured."""
+    if words.is_cuda and torch.cuda.is_current_stream_capturing():
+        _IN_GRAPHS[id(words)] = words
 
 
 def keys_in_torch(tables: Sequence[torch.Tensor], lookups: Lookups, first: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

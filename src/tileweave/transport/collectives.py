@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -17,7 +18,7 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 all_to_all_flat = dist.all_to_all_single
 
 T = TypeVar("T", int, str)
-_TEXT_BYTES = 512  # of a rank; what is longer is cut
+_TEXT_BYTES = 512  # of a rank
 
 
 def wait_bounded(work: dist.Work | None, what: str, rank: int) -> None:
@@ -31,8 +32,14 @@ def wait_bounded(work: dist.Work | None, what: str, rank: int) -> None:
 
 
 def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Collective: the texts of all ranks, ASCII, of at most ``_TEXT_BYTES`` characters each. gloo takes a CPU device only."""
-    block = text.encode("ascii", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    """Collective: the texts of all ranks, ASCII. gloo takes a CPU device only.
+
+    Of one that is longer than ``_TEXT_BYTES`` the beginning and a checksum of all: texts that differ still do.
+    """
+    block = text.encode("ascii", "replace")
+    if len(block) > _TEXT_BYTES:
+        block = block[: _TEXT_BYTES - 20] + b"... crc32 %08x" % zlib.crc32(block)
+    block = block.ljust(_TEXT_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(block), dtype=torch.uint8).to(device)
     everyone = torch.empty(dist.get_world_size(group) * _TEXT_BYTES, dtype=torch.uint8, device=device)
     wait_bounded(all_gather_flat(everyone, mine, group=group, async_op=True), "barrier", dist.get_rank(group))

@@ -1,8 +1,9 @@
 """Symmetric memory lent to callers: which slot of an instance holds a result that somebody still has.
 
 A result that peers store into is handed out as it stands. Its tensor has a storage of its own (through DLPack), and when
-the last tensor on that storage is gone the region is free again, in the order of the stream, as with torch's own
-allocator. A region that a CUDA graph was captured with stays with captures for ever: the graph will write there again.
+the last tensor on that storage is gone the region is free again, in the order of the stream on which it was made: other than
+torch's allocator we are not told of ``record_stream``, so who reads a result on another stream keeps it until that one is done.
+A region that a CUDA graph was captured with is that capture's for ever: the graph will write there again.
 """
 
 from __future__ import annotations
@@ -28,12 +29,9 @@ class Regions:
     def choose(self, capturing: bool) -> tuple[int, bool]:
         """A region for the next result, and whether it may be lent; otherwise the result must be copied out of it.
 
-        One free region is never lent, so that there is always a place to land.
+        One free region is never lent, so that there is always a place to land. A capture gets none that another one had: whose
+        graph is replayed later writes over what the other's user still has.
         """
-        if capturing:
-            again = sorted(self.captured - self.held)
-            if again:
-                return again[0], True
         free = [k for k in range(self.count) if k not in self.held and k not in self.captured]
         lends = len(free) > 1
         if lends and capturing:

@@ -7,6 +7,7 @@ in-kernel pushes never share a slot.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -75,7 +76,7 @@ class Instance:
         self.signals, self.flags = words[:signal_words], words[signal_words:]
         self.signal_table = self._table(self._signals)
         self.report = transport.host_visible(base.REPORT_WORDS)
-        self._report = self.report.numpy()
+        self._report = (ctypes.c_int32 * base.REPORT_WORDS).from_address(self.report.data_ptr())  # numpy need not be there
         self.seconds = timeout_seconds()
         self.control = torch.tensor(_first_words(self.seconds), dtype=torch.int32, device=transport.device)
         self.counters = torch.zeros(0, dtype=torch.int32, device=transport.device)
@@ -115,7 +116,7 @@ class Instance:
             self._refuse_capture("more tile counters")
             self._retired.append(self.counters)
             self.counters = torch.zeros(counters, dtype=torch.int32, device=self.transport.device)
-            self.cache.clear()
+            self._forget()
         if slot_bytes <= self.slot_bytes and slots <= self.num_slots:
             return
         slots, slot_bytes = max(slots, self.num_slots), max(slot_bytes, self.slot_bytes)
@@ -123,9 +124,9 @@ class Instance:
         self.transport.synchronize()
         self.transport.barrier()
         if self.captured:  # a graph still points there
-            self._retired.append(self._slots)
+            self._retired += [self._slots, self.slot_table]
         self._slots = None
-        self.cache.clear()
+        self._forget()
         size = -(-slot_bytes // _ALIGN) * _ALIGN
         self._slots = self.transport.allocate(slots * size)
         self.slot_table = self._table(self._slots)
@@ -135,6 +136,21 @@ class Instance:
             tables = torch.tensor([self.slot_table.data_ptr(), self.signal_table.data_ptr()], dtype=torch.int64)
             self.control[base.TABLES :] = tables.view(torch.int32).to(self.control.device)
             self.control[base.TABLE_RANK], self.control[base.TABLE_RANKS] = self.transport.rank, self.world_size
+
+    def _forget(self) -> None:
+        """A new cache, for what is about to stand elsewhere. A graph still reads tables that stand in the old one."""
+        if self.captured:
+            self._retired.append(self.cache)
+            self.cache = {}
+        else:
+            self.cache.clear()
+
+    def close(self) -> None:
+        """Let go of everything: what is cached refers to this instance, so memory would stay until Python collects garbage."""
+        for cache in (self.cache, *self._retired):
+            if isinstance(cache, dict):
+                cache.clear()
+        self._retired.clear()
 
     def _refuse_capture(self, what: str) -> None:
         if self.transport.capturing():
@@ -216,7 +232,7 @@ class Workspace:
         """
         self.transport.synchronize()
         for instance in self.instances.values():
-            instance.cache.clear()
+            instance.close()
         self.instances.clear()
         self.ledger.close()
         self.transport.close()
