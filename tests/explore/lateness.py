@@ -22,12 +22,13 @@ import torch
 from tileweave.explore.interpreter import exploring
 from tileweave.explore.memory import Violation
 from tileweave.explore.ranks import World
-from tileweave.explore.scenarios import AllGatherMatmul, Drawn, MatmulReduce, triton_config
+from tileweave.explore.scenarios import AllGatherMatmul, Drawn, MatmulReduce, OneShot, triton_config
 from tileweave.explore.scenarios_embedding import DIM, EmbeddingBag
 from tileweave.explore.search import SCENARIOS as EXPLORED
 from tileweave.explore.strategies import Walk
 from tileweave.explore.tasks import Task
 from tileweave.kernels import embedding_bag_all_to_all as lookups
+from tileweave.kernels import exchange, matmul_all_reduce
 from tileweave.language import interpreted, marked
 from tileweave.ops.embedding_bag_all_to_all_fused import BACKWARD
 from tileweave.sharding import EmbeddingConfig
@@ -46,6 +47,10 @@ SCENARIOS = (
     MatmulReduce("scatter", "matmul_reduce_scatter", ENGINE, ((96, 16, 16),), (1, 2, 3)),
     MatmulReduce("scatter, chunks", "matmul_reduce_scatter", ENGINE, ((192, 16, 16),), (1, 2, 3)),
     EmbeddingBag("lookup", (9,), 1, EmbeddingConfig(4, 2, 1, 1, 1)),
+)
+STANDING = (
+    OneShot("one shot", triton_config("sm", shots=1), ((3, 16, 16),), norm=False),
+    MatmulReduce("library", "matmul_reduce_scatter", triton_config("sm", kernel="library"), ((16, 16, 16),), (1,)),
 )
 READY, DONE = lookups.READY.value, lookups.DONE.value
 
@@ -148,13 +153,7 @@ def found_where_ranks_never_come(how: str) -> list[str]:
     and results are NaN; "moments", with every operator, and who was absent comes while the others give up.
     """
     latest: list[Clock] = []
-    for name in ("wait", "refuse_later"):
-        word = getattr(interpreted, name)
-        for module in list(sys.modules.values()):
-            if getattr(module, name, None) is word and module.__name__.startswith("tileweave"):
-                setattr(module, name, lambda *a, name=name, **k: getattr(latest[-1], name)(*a, **k))
-    marked._is_overdue = lambda *a: latest[-1].is_overdue(*a)
-    marked.expire = lambda *a: latest[-1].report(*a)
+    _go_by(latest)
     found = []
     with exploring() as enter:
         cases = product(SCENARIOS, (1, 2, 3), ABSENT, range(4))
@@ -162,16 +161,71 @@ def found_where_ranks_never_come(how: str) -> list[str]:
             cases = (case for s in EVERYTHING for case in product((s,), s.programs, ABSENT[1::2], range(1)))
         run = _run_to_a_moment if how == "moments" else partial(_run, everywhere=how == "everywhere")
         for scenario, programs, (size, absent), seed in cases:
-            world = World(size, programs, Walk(seed))
-            enter(world)
-            for check in ("check_read", "check_write", "observe"):  # after a fault data is NaN or late, and said to be
-                setattr(world.memory, check, lambda *a, **k: None)
-            latest.append(Clock(world))
+            world = _world(size, programs, seed, enter, latest)
             wrong = run(world, scenario, programs, absent, latest[-1])
             enter(None)
             world.close()
             found += [f"{scenario.name}@{size} without {absent}, {programs} programs, seed {seed}: {text}" for text in wrong]
     return found
+
+
+def found_where_a_kernel_stands_still() -> list[str]:
+    """Rank 1 stands still in its first call's kernel, behind its pushes, until rank 0 has given up the second call and ended
+    the third, which has the first one's slot: rank 1's first result is right or NaN all the same. For a process of its own."""
+    latest: list[Clock] = []
+    _go_by(latest)
+    held: list[Task] = []
+    for module in (exchange, matmul_all_reduce):
+        early = module.leave_early
+
+        def leave_and_stand(*words: Any, early: Any = early) -> None:
+            early(*words)
+            tasks = latest[-1].tasks
+            if not held and tasks.current.rank == 1:
+                held.append(tasks.current)
+                tasks.block()
+
+        module.leave_early = leave_and_stand
+    found = []
+    with exploring() as enter:
+        for scenario, seed in product(STANDING, range(4)):
+            world, results = _world(2, 1, seed, enter, latest), []
+            held.clear()
+
+            def body(rank: int, world: World = world, scenario: Any = scenario, results: list[str] = results) -> None:
+                drawn = Drawn(1, None, 1, 3, 0)
+                _begin(world, scenario, rank, drawn)
+                for number in range(3 if rank == 0 else 1):
+                    wrong = list(_wrong_in_call(world, scenario, rank, number, drawn))
+                    results.extend(wrong if rank == 1 else [])
+                if rank == 0:
+                    world.tasks.unblock(held[0])
+
+            world.run(body)
+            enter(None)
+            world.close()
+            found += [f"{scenario.name}, seed {seed}: {text}" for text in results] + ([] if held else ["nobody stood still"])
+    return found
+
+
+def _go_by(latest: list[Clock]) -> None:
+    """Waits, and polls of marked data, go by the clock that is the last of these."""
+    for name in ("wait", "refuse_later"):
+        word = getattr(interpreted, name)
+        for module in list(sys.modules.values()):
+            if getattr(module, name, None) is word and module.__name__.startswith("tileweave"):
+                setattr(module, name, lambda *a, name=name, **k: getattr(latest[-1], name)(*a, **k))
+    marked._is_overdue = lambda *a: latest[-1].is_overdue(*a)
+    marked.expire = lambda *a: latest[-1].report(*a)
+
+
+def _world(size: int, programs: int, seed: int, enter: Any, latest: list[Clock]) -> World:
+    world = World(size, programs, Walk(seed))
+    enter(world)
+    for check in ("check_read", "check_write", "observe"):  # after a fault data is NaN or late, and said to be
+        setattr(world.memory, check, lambda *a, **k: None)
+    latest.append(Clock(world))
+    return world
 
 
 def _begin(world: World, scenario: Any, rank: int, drawn: Drawn) -> None:

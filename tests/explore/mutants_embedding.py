@@ -30,6 +30,8 @@ _SAYS = "    if stored + tickets == all_tickets:\n"
 _COUNT = "                count_group(signal_table, control, counters, rank, group, stored,"
 _TOLD = "        notify_all(signal_table, rank * SLICES + DONE + group, rank, call_done(control, epoch), WORLD_SIZE, True)"
 BY_COPIES, COPIES = TG + "groups by copy engines", "ops/embedding_bag_all_to_all_fused.py"
+NINE = TG + "nine tables by copy engines"
+_GROUPS = "    for group in range(0, GROUPS):\n        for source"
 _MET = "        await_all(signals, rank, epoch, -1, control, report, WORLD_SIZE)\n"
 _PUSHED = "        await_pushed(signals, epoch, control, report, WORLD_SIZE)\n"
 _SENT = "        copies.append(Copy(instance.signal_addresses[owner] + 4 * word, epoch, 4))\n"
@@ -59,6 +61,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("copies of gradients do not wait for all ranks", PUSH, _MET, "", BY_COPIES),
     Mutant("copies of gradients wait for nothing", COPIES, "GATE.value, count=1)", "GATE.value, count=0)", BY_COPIES),
     Mutant("the watcher leaves before its copies are done", PUSH, _PUSHED, "", BY_COPIES),
+    Mutant("the watcher waits for two groups alone", PUSH, _OF_ALL, _OF_ALL.replace("E)", "E if group < 2 else 0)"), NINE),
+    Mutant("the last group is never said to be there", PUSH, _GROUPS, _GROUPS.replace("GROUPS)", "GROUPS - 1)"), NINE),
     Mutant("the gate of copies stays open", PUSH, _SHUT, "", BY_COPIES),
     Mutant("signals of gradients go before them", COPIES, _SENT, _SENT.replace("append(", "insert(0, "), BY_COPIES),
     Mutant(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.explore.agreement import found_while_clocks_leap, told_of_what_does_not_come_again, triton_and_blocks_agree
 from tests.explore.hunt import MUTANTS
-from tests.explore.lateness import found_where_ranks_never_come
+from tests.explore.lateness import found_where_a_kernel_stands_still, found_where_ranks_never_come
 from tests.explore.partitions import found_in_partitions
 
 from tileweave.errors import InputError
@@ -57,6 +57,11 @@ def test_partitions_beside_each_other() -> None:
 def test_ranks_that_never_come_are_named_and_everything_ends(how: str) -> None:
     with pool(1) as processes:
         assert processes.submit(found_where_ranks_never_come, how).result() == []
+
+
+def test_a_rank_that_stands_still_in_a_kernel_is_not_overwritten() -> None:
+    with pool(1) as processes:
+        assert processes.submit(found_where_a_kernel_stands_still).result() == []
 
 
 def test_replay() -> None:

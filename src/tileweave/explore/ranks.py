@@ -134,6 +134,15 @@ class World:
         if high > low and tensor.is_contiguous():
             self._read(self.ranks[rank].host, low, high)
 
+    def wrote(self, rank: int, tensor: torch.Tensor) -> None:
+        """What torch wrote into ``tensor`` on this rank's stream just now: the kernels launched next are behind it."""
+        low = tensor.data_ptr()
+        high = low + tensor.numel() * tensor.element_size()
+        if high > low:
+            host = self.ranks[rank].host
+            region = self.memory.region(low, high, host.name)
+            self.memory.check_write(host, region, _cells(region, low, high))
+
     # --- Host rendezvous ---
 
     def barrier(self) -> None:

@@ -81,12 +81,16 @@ def _bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any
 
 @dataclass(frozen=True)
 class TableGradient:
-    """SGD steps in place. ``samples``: of each rank; ``tables``: of each rank, in as many groups. ``carrier``: of gradients."""
+    """SGD steps in place. ``samples``: of each rank; ``tables``: of each rank, in as many groups. ``carrier``: of gradients.
+
+    ``alone``: the push is a launch of its own, as where weights' gradients want tables as they were.
+    """
 
     name: str
     samples: int
     tables: int
     carrier: str
+    alone: bool = False
     op: str = "embedding_bag_all_to_all_backward"
     programs: tuple[int, ...] = (1, 2, 3)  # that may push; one more watches, two or three sum
     resident: int = 1
@@ -105,14 +109,21 @@ class TableGradient:
         grad, rate = grads[rank].clone(), torch.ones(1)
         lookups = Lookups(indices, offsets, None, batch, False)
         ordered = sort_lookups(tables, lookups, False)
-        push = begin_push(grad, layout, batch, world.ranks[rank].group, carrier=self.carrier)
-        push = replace(push, candidates=drawn.programs)
-        for name, tensor in (("gradient", grad), ("rate", rate), ("keys", ordered.keys), ("bags", ordered.bags)):
+        push = begin_push(grad, layout, batch, world.ranks[rank].group, self.alone, self.carrier)
+        if self.alone and self.carrier == "copy_engine":
+            world.wrote(rank, push.slot[rank * self.samples : (rank + 1) * self.samples])  # own rows: by torch
+        push = replace(push, candidates=drawn.programs * (8 if self.alone else 1))
+        known = (("gradient", grad), ("rate", rate), ("keys", ordered.keys), ("bags", ordered.bags), ("plan", push.plan))
+        for name, tensor in known:
             world.know(rank, name, tensor)
         before = [t.clone() for t in tables]
         for table in tables:
             world.know(rank, "table", table)
-        table_gradients(push.slot, tables, lookups, ordered, 1.0, "sgd", (), rate, push=push)
+        if self.alone:
+            push.launch_alone()
+        table_gradients(push.slot, tables, lookups, ordered, 1.0, "sgd", (), rate, push=None if self.alone else push)
+        if self.alone:
+            push.end_alone()
         end_push(push, world.ranks[rank].group)
         whole, chosen = torch.cat(grads), indices.view(self.tables, batch, BAG)
         for t, (table, old) in enumerate(zip(tables, before, strict=True)):
@@ -133,6 +144,10 @@ _CUT = EmbeddingConfig(4, 2, 1, 1, 1)
 EMBEDDING = (
     TableGradient("groups", 1, 2, "sm"),
     TableGradient("groups by copy engines", 1, 2, "copy_engine"),
+    TableGradient("nine tables", 1, 9, "sm"),
+    TableGradient("nine tables by copy engines", 1, 9, "copy_engine"),
+    TableGradient("alone", 1, 2, "sm", alone=True),
+    TableGradient("alone by copy engines", 1, 2, "copy_engine", alone=True),
     EmbeddingBag("tickets", (6, 9), 1, _CUT),
     EmbeddingBag("held", (8,), 2, EmbeddingConfig(4, 2, 1, 1, 0), held=1),
 )

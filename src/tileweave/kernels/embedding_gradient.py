@@ -47,7 +47,7 @@ Nobody is stuck: pushers wait for READY alone, which waits for nothing; copies f
 lower programs, of which the ``LEAST`` lowest push whatever the others do, for own copies, and other ranks.
 
 Where there are no sums (no lookup here, or weights' gradients, which want tables as they were), carriers and watcher alone, and
-own rows go into the slot too.
+own rows go into the slot too; behind them ``poison_kernel``, and behind all that reads the slot ``refuse_kernel``.
 
 After a time-out sums are NaN. Nothing is stored to peers and no group is said to be done, so they run out of time as well; but
 copies go. A rank whose time has run out says that to all, for good (``or_gone``), and who has summed looks whether someone did:
@@ -66,7 +66,7 @@ import triton.language as tl
 
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.table_sums import sum_tiles
-from tileweave.language.meet import await_all, await_pushed, come, or_gone
+from tileweave.language.meet import await_all, await_pushed, come, or_gone, refuse_gone
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import (
     MEETING_US,
@@ -89,6 +89,7 @@ ARRIVED, GATE, COUNTERS = tl.constexpr(32), tl.constexpr(33), 34
 ROWS, COLS = 8, 128  # of a block that a warp moves at once: its ticket
 CANDIDATES = 32  # programs a multiprocessor that may push: as many as fit, and again as many
 EVERY = 16  # of that many multiprocessors one pushes, where sums want the others
+POISONED = 1024  # elements that a program of ``poison_kernel`` fills at once
 PIECE = tl.constexpr(7)  # words of a piece
 LEAST = tl.constexpr(4)  # programs that push wherever they are
 
@@ -266,6 +267,21 @@ def push_and_sum_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["size"])
+def poison_kernel(slot, control, size, BLOCK: tl.constexpr):
+    """Behind a push alone: after a time-out nothing that the slot holds may pass for right."""
+    if faulted(control) != 0:
+        for begin in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            tl.store(slot + at, float("nan"), mask=at < size)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def refuse_kernel(signals, control, report, rank, WORLD_SIZE: tl.constexpr):
+    """Behind the last reader of what copy engines brought: see :func:`refuse_gone`."""
+    refuse_gone(signals, rank, load_epoch(control) - 1, control, report, WORLD_SIZE)
+
+
 @dataclass(frozen=True, slots=True)
 class Push:
     """A gradient that is about to leave: all that a launch needs but for the sums.
@@ -299,6 +315,19 @@ class Push:
             self._launch(summing, sums, options)
         else:
             self.beside(lambda: self._launch(summing, sums, options))
+
+    def launch_alone(self) -> None:
+        """:meth:`launch` for others that read the slot; :meth:`end_alone` behind them."""
+        self.launch()
+        if self.slot.numel():
+            programs = min(triton.cdiv(self.slot.numel(), POISONED), 4 * EVERY)
+            poison_kernel[(programs,)](self.slot, self.peers.control, self.slot.numel(), BLOCK=POISONED)
+
+    def end_alone(self) -> None:
+        """What was read is right, or a time-out is reported."""
+        if self.beside is not None:
+            peers = self.peers
+            refuse_kernel[(1,)](peers.signals, peers.control, peers.report, self.rank, WORLD_SIZE=self.world_size)
 
     def _launch(self, summing: int, sums: Sequence[object], options: dict[str, Any]) -> None:
         peers, (rows, width) = self.peers, self.grad.shape

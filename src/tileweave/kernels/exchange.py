@@ -34,7 +34,7 @@ from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.marked import expected_zero, put_marked, take_each, take_marked
 from tileweave.language.remote import symm_at
-from tileweave.language.signal import leave_early, load_epoch
+from tileweave.language.signal import faulted, leave_early, load_epoch
 from tileweave.schedule import cdiv
 
 MAX_SLICES = tl.constexpr(32)
@@ -48,13 +48,13 @@ def place_of(source, reader):
 
 @triton.jit
 def push_partials(
-    x, slot_table, slot_offset, at, size, total, rank, WORLD_SIZE: tl.constexpr, dtype: tl.constexpr
+    x, slot_table, slot_offset, at, size, total, rank, fault, WORLD_SIZE: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
     """A block of every peer's shard into that peer's slot."""
     for i in tl.static_range(1, WORLD_SIZE):
         owner = (rank + i) % WORLD_SIZE
         begin = owner.to(tl.int64) * size
-        mask = (at < size) & (begin + at < total)
+        mask = (at < tl.where(fault == 0, size, 0)) & (begin + at < total)
         value = tl.load(x + begin + at, mask=mask)
         put_marked(symm_at(slot_table, owner, dtype, 16) + slot_offset + place_of(rank, owner) * size + at, value, mask)
 
@@ -77,6 +77,7 @@ def exchange_kernel(
     """``total``: elements of all shards. ``cols``: of a row, for the bias. ``PEERS``: a power of two, R-1 or more."""
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
     epoch = load_epoch(control)
+    fault = faulted(control)  # of an earlier call: then nothing is pushed, see ``matmul_all_reduce.exchange``
     slot_offset = (epoch & 1).to(tl.int64) * slot_size
     finished = slot_offset + (WORLD_SIZE - 1) * size if REDUCE else slot_offset
     dtype: tl.constexpr = x.dtype.element_ty
@@ -84,7 +85,7 @@ def exchange_kernel(
     lane = tl.arange(0, BLOCK)
     if REDUCE:
         for begin in range(program * BLOCK, size, step):
-            push_partials(x, slot_table, slot_offset, begin + lane, size, total, rank, WORLD_SIZE, dtype)
+            push_partials(x, slot_table, slot_offset, begin + lane, size, total, rank, fault, WORLD_SIZE, dtype)
         leave_early(control, epoch, tl.num_programs(0))
     for begin in range(program * BLOCK, size, step):
         at = begin + lane
@@ -106,7 +107,7 @@ def exchange_kernel(
             value = tl.load(x + at, mask=mask)
         if GATHER:
             value = expected_zero(value)
-            push_finished(value, slot_table, finished, at, mask, size, rank, WORLD_SIZE)
+            push_finished(value, slot_table, finished, at, mask & (at < tl.where(fault == 0, size, 0)), size, rank, WORLD_SIZE)
             tl.store(out + own + at, value, mask=mask)
         else:
             tl.store(out + at, value, mask=mask)

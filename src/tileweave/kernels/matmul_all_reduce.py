@@ -37,7 +37,7 @@ from tileweave.kernels.launch import Prepared, hooked, prepare
 from tileweave.language.marked import expected_zero, put_marked, take_marked
 from tileweave.language.matmul import matmul_tile
 from tileweave.language.remote import symm_at
-from tileweave.language.signal import PUSHED_US, leave, leave_early, load_epoch, notify, wait
+from tileweave.language.signal import PUSHED_US, faulted, leave, leave_early, load_epoch, notify, wait
 
 MAX_SLICES = tl.constexpr(32)
 AT_THE_END = tl.constexpr(64)  # rows of a tile from which a program leaves behind its result: 19.8 us against 21.3
@@ -63,16 +63,20 @@ def norm_row(row, y, weight, out, cols, eps, control, BLOCK: tl.constexpr):
 
 @triton.jit
 def exchange(
-    acc, row, col, rows, slots, peers, slot_offset, place_size, tile, rank, epoch, num_programs, control, report,
+    acc, row, col, rows, slots, peers, slot_offset, place_size, tile, rank, epoch, fault, num_programs, control, report,
     WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Push this rank's partial to all, itself too, and sum what all pushed, in rank order."""
+    """Push this rank's partial to all, itself too, and sum what all pushed, in rank order.
+
+    ``fault``: as it was at the begin. A rank that an earlier call's time-out holds no more pushes nothing: it may be two calls
+    ahead of one that still polls this slot.
+    """
     within = tile.to(tl.int64) * (TILE_M * TILE_N) + (row * TILE_N)[:, None] + tl.arange(0, TILE_N)[None, :]
     mask = (row < rows)[:, None] & (col >= 0)[None, :]
     value = acc.to(dtype)
     for i in tl.static_range(WORLD_SIZE):
         target = tl.multiple_of(peers[i], 16) + slot_offset + rank.to(tl.int64) * place_size
-        put_marked(target + within, value, mask)
+        put_marked(target + within, value, mask & (row < tl.where(fault == 0, rows, 0))[:, None])
     if TILE_M < AT_THE_END:
         leave_early(control, epoch, num_programs)
     return take_marked(
@@ -91,6 +95,7 @@ def matmul_all_reduce_kernel(
     """Column tiles, then norm programs; see the module's docstring for the protocol."""
     program = tl.program_id(0)
     epoch = load_epoch(control)
+    fault = faulted(control)
     if program < num_tiles:
         peers = ()  # where slots of all ranks begin, the next rank's first: asked for here, a load behind the matmul is 0.6 us
         for i in tl.static_range(1, WORLD_SIZE + 1):
@@ -107,7 +112,7 @@ def matmul_all_reduce_kernel(
             more = tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
         acc = exchange(
             acc, row, col, rows, slots, peers, (epoch & 1).to(tl.int64) * slot_size, place_size, program, rank, epoch,
-            tl.num_programs(0), control, report, WORLD_SIZE, TILE_M, TILE_N, out.dtype.element_ty,
+            fault, tl.num_programs(0), control, report, WORLD_SIZE, TILE_M, TILE_N, out.dtype.element_ty,
         )  # fmt: skip
         if HAS_BIAS:
             acc += bias_row[None, :]

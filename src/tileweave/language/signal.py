@@ -342,8 +342,7 @@ def advance(control, epoch, fault):
 
     After a fault no wait holds this rank. What it sends two calls later would land in the slot that somebody late still
     reads, who would take it for right. So from here on it sends to itself only: who is late waits for it in vain, and says
-    so. One call later will do, so nobody need wait to know of a fault; and within a call nothing changes, or a signal might go
-    where its data did not.
+    so. Within a call nothing changes, or a signal might go where its data did not.
     """
     if fault != 0:
         ranks = tl.load(control + TABLE_RANKS)
@@ -363,6 +362,7 @@ def leave_early(control, epoch, num_programs):
 
     Stands behind stores whose addresses were made with ``epoch``, of all threads: then no load of it is on its way, and
     nothing need be released. The next call is ordered by its stream. Not for kernels whose copy engines read the word.
+    It may stand before a fault of this call: who leaves early asks for one at its begin, too, and then sends nothing.
     """
     fault = faulted(control)
     tl.debug_barrier()

@@ -72,14 +72,15 @@ def embedding_bag_all_to_all(
     layout : the columns of every rank's tables in y, the same on all ranks. None: rank by rank, table by table, which the ranks
         tell each other in each call, and the host waits for it: pass a layout in a loop.
     out_dtype : of y and of what travels; None: that of the tables.
-    gradient : "dense" or "sparse" gradients of the tables; optimizer : step in backward instead.
+    gradient : "dense" or "sparse" gradients of the tables; optimizer : step in backward instead, of tables that require it.
         Gradients are for all or for none: a rank without tables takes part in backward whenever gradients are enabled.
     divide_gradient : gradients of tables and weights over R, as when a loss is a mean over ranks.
     out : an earlier result, which peers then write again, or any contiguous [b, width] tensor; not with gradients.
 
     Returns
     -------
-    y [b, width]. It stands in symmetric memory of its own for as long as anyone holds it.
+    y [b, width]. It stands in symmetric memory of its own for as long as anyone holds it; who reads it on another stream
+    holds it until that one is done (``record_stream`` does nothing here).
 
     Raises
     ------
@@ -136,7 +137,9 @@ def _call(tables, indices, offsets, batch, mode, weights, layout, out_dtype, gra
     numbers = (exchanged_layout(tables, indices.device, name) if layout is None else layout).flat()
     common = (tables, indices, offsets, weights, numbers, batch, mode == "mean", out_dtype, name)
     if out is not None:
-        tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (*tables, *([] if weights is None else [weights])))
+        tracked = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (*tables, out, *([] if weights is None else [weights]))
+        )
         require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
         torch.ops.tileweave.embedding_bag_all_to_all.out(*common, out=out)
         return out
@@ -207,8 +210,10 @@ def _fake_out(tables, indices, offsets, weights, layout, batch, mean, out_dtype,
 
 
 def _take_gradient(
-    grad, tables, indices, offsets, weights, numbers, batch, mean, group_name, kind, divide, states, rate, epsilon, need_weights
-):
+    grad, tables, indices, offsets, weights, numbers, batch, mean, group_name, kind, divide, states, rate, epsilon,
+    need_weights, stepped=None,
+):  # fmt: skip
+    """``stepped``: the tables with no rows in place of those that take no step; None: all as they are."""
     layout = EmbeddingLayout.unflatten(numbers)
     factor = 1.0 / len(layout.dims) if divide else 1.0
     path = plan(tables, indices, batch, len(layout.dims)).path
@@ -217,7 +222,8 @@ def _take_gradient(
     alone = need_weights or not tables  # gradients of weights want the tables as they were
     # Beside what travels alone; sums that stand in one launch with the push wait for the sort at once.
     sort = sort_lookups if path == "fused" and not alone else sort_beside
-    ordered = sort(tables, lookups, compiled)
+    stepped = tables if stepped is None else stepped
+    ordered = sort(stepped, lookups, compiled)
     gw = grad.new_empty(0)
     if path == "fused":
         push = begin_push(grad, layout, batch, group_name, own=alone)
@@ -227,12 +233,14 @@ def _take_gradient(
         push, mine = None, reference.gradient_to_owners(grad.contiguous(), layout, batch, group)
     try:
         if push is not None and alone:
-            push.launch()
+            push.launch_alone()
         if need_weights:
             gw = weight_gradients(mine, tables, lookups, factor)
         found = table_gradients(
-            mine, tables, lookups, ordered, factor, kind, states, rate, epsilon, compiled, None if alone else push
+            mine, stepped, lookups, ordered, factor, kind, states, rate, epsilon, compiled, None if alone else push
         )
+        if push is not None and alone:
+            push.end_alone()
     finally:
         if push is not None:
             end_push(push, group_name)
@@ -253,17 +261,21 @@ def _backward_fake(grad, tables, indices, offsets, weights, layout, batch, mean,
 
 
 def _step_implementation(
-    grad, tables, states, indices, offsets, weights, layout, batch, mean, group_name, kind, divide, rate, epsilon, need_weights
-):
+    grad, tables, states, indices, offsets, weights, layout, batch, mean, group_name, kind, divide, rate, epsilon,
+    need_weights, trained,
+):  # fmt: skip
+    # Without rows all ids are out of range.
+    stepped = [table if steps else table[:0] for table, steps in zip(tables, trained, strict=True)]
     return _take_gradient(
         grad, tables, indices, offsets, weights, layout, batch, mean, group_name, kind, divide, states, rate, epsilon,
-        need_weights,
+        need_weights, stepped,
     )[1]  # fmt: skip
 
 
 def _step_fake(
-    grad, tables, states, indices, offsets, weights, layout, batch, mean, group_name, kind, divide, rate, epsilon, need_weights
-):
+    grad, tables, states, indices, offsets, weights, layout, batch, mean, group_name, kind, divide, rate, epsilon,
+    need_weights, trained,
+):  # fmt: skip
     return torch.empty_like(weights) if need_weights else grad.new_empty(0)
 
 
@@ -284,18 +296,19 @@ def _backward(ctx, grad):
     weights = rest.pop(0) if ctx.weighted else None
     need_weights = ctx.weighted and ctx.needs_input_grad[3]
     common = (indices, offsets, weights, ctx.layout, ctx.batch, ctx.mean, ctx.group_name)
+    needed = ctx.needs_input_grad[0]
+    needed = list(needed) if isinstance(needed, (list, tuple)) else [needed] * ctx.count
     if ctx.kind in KINDS[2:]:
         tables, states = ctx.owned
         gw = torch.ops.tileweave.embedding_bag_all_to_all_step(
-            grad, [t.detach() for t in tables], states, *common, ctx.kind, ctx.divide, ctx.rate, ctx.epsilon, need_weights
-        )
+            grad, [t.detach() for t in tables], states, *common, ctx.kind, ctx.divide, ctx.rate, ctx.epsilon, need_weights,
+            needed,
+        )  # fmt: skip
         grads = [None] * ctx.count
     else:
         grads, gw = torch.ops.tileweave.embedding_bag_all_to_all_backward(
             grad, rest, *common, ctx.kind == "sparse", ctx.divide, need_weights
         )
-        needed = ctx.needs_input_grad[0]
-        needed = needed if isinstance(needed, (list, tuple)) else [needed] * ctx.count
         grads = [g if wanted else None for g, wanted in zip(grads, needed, strict=True)]
     states = [None] * len(ctx.owned[1]) if ctx.kind in KINDS[2:] else []
     return grads, None, None, gw if need_weights else None, *[None] * 7, states, None, None, None
@@ -324,7 +337,7 @@ define(
 define(
     "embedding_bag_all_to_all_step(Tensor grad, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor indices, Tensor offsets,"
     " Tensor? weights, int[] layout, int batch, bool mean, str group_name, str kind, bool divide, Tensor rate,"
-    " float epsilon, bool need_weights) -> Tensor",
+    " float epsilon, bool need_weights, bool[] trained) -> Tensor",
     _step_implementation,
     _step_fake,
 )
