@@ -326,7 +326,7 @@ def bad_input(me: Member) -> None:
         ("one dtype", lambda: call(x.half(), w, plan=plan)),
         ("float16", lambda: call(x.double(), w.double(), plan=plan)),
         ("contiguous x", lambda: call(torch.zeros(8, 4, device=me.device).t(), w, plan=plan)),
-        ("at most 4 tokens", lambda: call(torch.zeros(5, 8, device=me.device), w, plan=plan)),
+        ("x of 5 tokens with ids of 4", lambda: call(torch.zeros(5, 8, device=me.device), w, plan=plan)),
         ("a plan of 2", lambda: call(x, w[:1], plan=plan)),
         ("allocate out", lambda: call(x, w, plan=plan, out=torch.zeros(3, 6, device=me.device))),
         ("no_grad", lambda: call(x.clone().requires_grad_(), w, plan=plan, out=torch.zeros(plan.bound, 6, device=me.device))),

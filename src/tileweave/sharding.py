@@ -223,7 +223,7 @@ class ShardingPlan:
                 f"{len(names)} tables: {', '.join(names) or 'none'}"
             )
         split = sorted({self.tables[s.table].name for s in self.shards if s.dim != self.tables[s.table].dim})
-        lines.append(f"cut by columns, since one alone is more than a rank's share: {', '.join(split) or 'none'}")
+        lines.append(f"cut by columns, more than a rank's share or room alone: {', '.join(split) or 'none'}")
         return "\n".join(lines)
 
     def _name(self, shard: Shard) -> str:
@@ -245,32 +245,53 @@ def plan_sharding(tables: Sequence[TableSpec], world_size: int, itemsize: int = 
     read, but as much to send as any. A table that reads more than a rank's even share, or does not fit ``memory`` bytes, is cut
     by columns into equal parts of at least 16 bytes a row.
 
+    Where that does not fit ``memory``: largest first, to the rank that holds least; then both ways again with tables cut as
+    finely as they may be.
+
     Raises
     ------
-    InputError if the tables do not fit ``memory`` bytes on each rank.
+    InputError if the tables do not fit ``memory`` bytes on each rank, by any of these.
     """
     share = sum(t.pooling * t.dim * itemsize for t in tables) / world_size
-    pieces: list[tuple[float, int, int, int, int]] = []  # -bytes read, table, column, dim, memory
-    for number, table in enumerate(tables):
-        parts = _parts(table, share, world_size, itemsize, memory)
-        dim = table.dim // parts
-        pieces += [
-            (-table.pooling * dim * itemsize, number, part * dim, dim, table.rows * dim * itemsize) for part in range(parts)
-        ]
+    refused: InputError | None = None
+    for finely, largest_first in ((False, False), (False, True), (True, False), (True, True)):
+        pieces: list[Piece] = []
+        for number, table in enumerate(tables):
+            parts = _parts(table, share, world_size, itemsize, memory, finely)
+            dim = table.dim // parts
+            cost, nbytes = -table.pooling * dim * itemsize, table.rows * dim * itemsize
+            pieces += [(cost, number, part * dim, dim, nbytes) for part in range(parts)]
+        try:
+            shards = _deal(tables, pieces, share, world_size, memory, largest_first)
+        except InputError as error:
+            refused = refused or error
+        else:
+            return ShardingPlan(tuple(tables), tuple(shards), world_size, itemsize)
+    assert refused is not None, "the last way ended in an error, too"
+    raise refused
+
+
+Piece = tuple[float, int, int, int, int]  # -bytes read, table, column, dim, memory
+
+
+def _deal(
+    tables: Sequence[TableSpec], pieces: list[Piece], share: float, world_size: int, memory: int | None, largest_first: bool
+) -> list[Shard]:
+    """Which rank gets each piece, one after the other; see :func:`plan_sharding`."""
     read, wide, held, shards = [0.0] * world_size, [0.0] * world_size, [0] * world_size, []
     all_read, all_wide = max(share * world_size, 1e-9), max(sum(t.dim for t in tables), 1)
-    for cost, number, column, dim, nbytes in sorted(pieces):
+    for cost, number, column, dim, nbytes in sorted(pieces, key=(lambda p: (-p[4], p)) if largest_first else None):
         fitting = [rank for rank in range(world_size) if memory is None or held[rank] + nbytes <= memory]
         if not fitting:
             raise InputError(
-                f"asked: {tables[number].name} of {nbytes} bytes on a rank; allowed: {memory} bytes a rank; "
-                "remedy: more ranks, a narrower dtype, or more memory"
+                f"asked: {tables[number].name} of {nbytes} bytes on a rank beside {min(held)} bytes of others; "
+                f"allowed: {memory} bytes a rank; remedy: more ranks, a narrower dtype, or more memory"
             )
         reading, sending = -cost / all_read, dim / all_wide
 
-        def shares(r: int, reading: float = reading, sending: float = sending) -> tuple[float, float, int, int]:
+        def shares(r: int, reading: float = reading, sending: float = sending) -> tuple[float, ...]:
             both = read[r] + reading, wide[r] + sending
-            return max(both), min(both), held[r], r
+            return (held[r], *sorted(both), r) if largest_first else (max(both), min(both), held[r], r)
 
         rank = min(fitting, key=shares)
         read[rank] += reading
@@ -278,14 +299,14 @@ def plan_sharding(tables: Sequence[TableSpec], world_size: int, itemsize: int = 
         held[rank] += nbytes
         shards.append(Shard(number, column, dim, rank))
     shards.sort(key=lambda s: (s.rank, -tables[s.table].pooling * s.dim, s.table, s.column))
-    return ShardingPlan(tuple(tables), tuple(shards), world_size, itemsize)
+    return shards
 
 
-def _parts(table: TableSpec, share: float, world_size: int, itemsize: int, memory: int | None) -> int:
-    """Into how many equal parts a table is cut: as few as keep each under a rank's share and memory."""
+def _parts(table: TableSpec, share: float, world_size: int, itemsize: int, memory: int | None, finely: bool) -> int:
+    """Into how many equal parts a table is cut: as few as keep each under a rank's share and memory, or ``finely``."""
     grain = max(ALIGNMENT // itemsize, 1)
     allowed = [n for n in range(1, world_size + 1) if table.dim % n == 0 and (n == 1 or table.dim // n % grain == 0)]
-    for parts in allowed:
+    for parts in () if finely else allowed:
         reads = table.pooling * table.dim * itemsize / parts
         holds = table.rows * table.dim * itemsize / parts
         if reads <= share * (1 + 1e-9) and (memory is None or holds <= memory):

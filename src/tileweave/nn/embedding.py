@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,14 @@ class ShardedEmbeddingBag(nn.Module):
     values    [sum(lengths)]              their rows, as in TorchRec's KeyedJaggedTensor
     y         [b, sum of all dims]        tables in the order in which they were given
     weight_i  [rows, dim of the part]     this rank's i-th part, see ``plan.of_rank(rank)``
+    moment_i  [rows] fp32                 with "adagrad": sums of its mean squares, saved with the weights
     ========  ==========================  ==========================================================
 
     Parameters
     ----------
     tables : rows, dim and mean pooling of each table. plan : who owns what; None: :func:`tileweave.plan_sharding`.
     optimizer : None (gradients, for an optimizer of torch's), or "sgd" or "adagrad": backward takes the step in place. Row-wise
-        Adagrad of a part takes the mean of squares over the part's columns.
+        Adagrad of a part takes the mean of squares over the part's columns. ``rate`` (fp32 [1]) may be changed at any time.
     sparse : gradients as COO tensors. divide_gradient : over R, as for a loss that is a mean over ranks.
     out_dtype : of what travels and of y; None: ``dtype``.
 
@@ -66,12 +67,33 @@ class ShardedEmbeddingBag(nn.Module):
         for number, shard in enumerate(self.plan.of_rank(self.rank)):
             weight = torch.empty(self.plan.tables[shard.table].rows, shard.dim, dtype=dtype, device=device)
             self.register_parameter(f"weight_{number}", nn.Parameter(weight))
-        self.optimizer: FusedOptimizer | None = None
+        fits = optimizer in (None, "sgd", "adagrad")
+        require(fits, f"optimizer {optimizer!r}", 'None, "sgd" or "adagrad"', "pass one of these")
+        self.kind, self.epsilon, self.dtype = optimizer, epsilon, dtype
         if optimizer is not None:
             rate = torch.full((1,), learning_rate, dtype=torch.float32, device=device)
-            states = [torch.zeros(w.shape[0], device=device) for w in self.weights()] if optimizer == "adagrad" else []
-            self.optimizer = FusedOptimizer(optimizer, rate, states, epsilon)
+            self.register_buffer("rate", rate, persistent=False)
+        for number, weight in enumerate(self.weights() if optimizer == "adagrad" else []):
+            self.register_buffer(f"moment_{number}", torch.zeros(weight.shape[0], dtype=torch.float32, device=device))
         self.reset_parameters()
+
+    @property
+    def optimizer(self) -> FusedOptimizer | None:
+        """The step that backward takes; ``rate`` and ``moment_i`` are buffers of this module."""
+        if self.kind is None:
+            return None
+        moments = [self.get_buffer(f"moment_{i}") for i in range(len(self.weights()))] if self.kind == "adagrad" else []
+        return FusedOptimizer(self.kind, self.get_buffer("rate"), moments, self.epsilon)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedEmbeddingBag:
+        """As of every module, but that the optimizer's numbers stay fp32, as they were."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            now = self._buffers[name]
+            if old is not None and now is not None and now.dtype != old.dtype:
+                self._buffers[name] = old.to(now.device)
+        return self
 
     def weights(self) -> list[nn.Parameter]:
         """This rank's parts, in the plan's order."""
@@ -103,11 +125,11 @@ class ShardedEmbeddingBag(nn.Module):
         return found
 
     def device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
-        """Of the tables; where this rank has none, those of the default group's device and of the result."""
+        """Of the tables; where this rank has none, the group's device and the dtype asked for."""
         for weight in self.weights():
             return weight.device, weight.dtype
         gpu = dist.get_backend(group_of(self.group_name)) != "gloo"
-        return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"), self.out_dtype
+        return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"), self.dtype
 
     def forward(
         self, lengths: torch.Tensor, values: torch.Tensor, per_sample_weights: torch.Tensor | None = None

@@ -81,7 +81,9 @@ def all_gather_matmul(
         return out
     y, gathered = torch.ops.tileweave.all_gather_matmul(rows, w, bias, name, return_gathered)
     if x.dim() > 2:
-        lead = (y.shape[0] // (rows.shape[0] // max(x.shape[0], 1) or 1), *x.shape[1:-1])
+        each = rows.shape[0] // max(x.shape[0], 1)  # rows of one of dimension 0
+        first = y.shape[0] // each if each else dist.get_world_size(group_of(name)) * x.shape[0]
+        lead = (first, *x.shape[1:-1])
         y, gathered = y.view(*lead, y.shape[-1]), gathered.view(*lead, x.shape[-1]) if return_gathered else gathered
     return (y, gathered) if return_gathered else y
 

@@ -28,7 +28,7 @@ from tileweave.ops.dispatch_grouped_matmul_fused import OP, run_fused, run_routi
 from tileweave.ops.expert_gradients import gradient_of_experts
 from tileweave.ops.grouped_matmul_combine_fused import run_fused as run_combine
 from tileweave.ops.grouped_matmul_combine_fused import shape_of
-from tileweave.ops.matmul_inputs import DTYPES
+from tileweave.ops.matmul_inputs import DTYPES, refuse_alias
 from tileweave.ops.registry import (
     agree,
     debugging,
@@ -88,9 +88,11 @@ def dispatch_grouped_matmul(
         require(topk_ids is None and max_tokens is None, asked, "the plan alone, which has them", "drop them")
         asked = f"{experts.shape[0]} local experts with a plan of {plan.local_experts}"
         require(experts.shape[0] == plan.local_experts, asked, "the plan's", "pass all experts of this rank")
+    asked = f"x of {x.shape[0]} tokens with ids of {plan.tokens}"
+    require(x.shape[0] == plan.tokens, asked, "the tokens of these ids", "pass x and ids, or the plan, of one batch")
     numbers = (plan.table, plan.max_tokens, plan.topk, name)
     if out is not None:
-        tracked = torch.is_grad_enabled() and (x.requires_grad or experts.requires_grad)
+        tracked = torch.is_grad_enabled() and (x.requires_grad or experts.requires_grad or out.requires_grad)
         require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
         torch.ops.tileweave.dispatch_grouped_matmul.out(x, experts, *numbers, out=out)
         return out, plan
@@ -186,6 +188,7 @@ def check_inputs(x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out:
         shape = (plan.bound, experts.shape[1])
         fits = tuple(out.shape) == shape and out.is_contiguous()
         require(fits, f"out {tuple(out.shape)}", f"{shape}, contiguous", "allocate out like that")
+        refuse_alias(out, x, experts, plan.table)
 
 
 def _table_size(plan: RoutingPlan) -> int:

@@ -77,7 +77,7 @@ def begin_distribute_indices(
     """The first half of :func:`distribute_indices`, which never waits for the device; ``finish()`` of the result is the other.
 
     Arguments as there; what the host can see is checked here, the rest by ``finish()``. Both halves are collective. The stream
-    that is current here should be so there, or ordered behind it.
+    that is current here should be so there, or that one ordered behind it.
     """
     group = group_of(name_of(group))
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -141,6 +141,9 @@ class IndicesOnTheirWay:
 
         if self.ready is not None:
             self.ready.synchronize()
+            for t in (self.values, self.weights, self.offsets, self.leaving, self.arriving):
+                if t is not None:
+                    t.record_stream(torch.cuda.current_stream())
         size, rank = len(self.features), dist.get_rank(self.group)
         sums = self.told.view(size, -1).tolist()
         passed = [mine.pop() for mine in sums]
@@ -217,11 +220,15 @@ def _check_inputs(
     require(fits, f"lengths {lengths.dtype} {tuple(lengths.shape)}", "[F * b] integers", "flatten feature by feature")
     asked = f"{lengths.numel()} lengths of {count} features"
     require(lengths.numel() % count == 0, asked, "F * b of them", "give every feature a length for every sample")
-    fits = values.dim() == 1 and values.dtype in INTEGERS and values.device == lengths.device
-    asked = f"values {values.dtype} {tuple(values.shape)} on {values.device}"
-    require(fits, asked, f"one dimension, integers, on {lengths.device}", "flatten feature by feature")
+    fits = values.dim() == 1 and values.is_contiguous() and values.dtype in INTEGERS and values.device == lengths.device
+    asked = f"values {values.dtype} {tuple(values.shape)} with strides {values.stride()} on {values.device}"
+    require(fits, asked, f"one dimension, contiguous, integers, on {lengths.device}", "flatten feature by feature")
     if weights is not None:
         fits = weights.shape == values.shape and weights.is_floating_point() and weights.device == values.device
-        asked = f"weights {weights.dtype} {tuple(weights.shape)} on {weights.device}"
-        require(fits, asked, "a floating number for each value, beside it", "pass as many as there are values")
+        asked = f"weights {weights.dtype} {tuple(weights.shape)} with strides {weights.stride()} on {weights.device}"
+        allowed = "a floating number for each value, contiguous, beside it"
+        require(fits and weights.is_contiguous(), asked, allowed, "pass as many as there are values")
+        tracked = torch.is_grad_enabled() and weights.requires_grad
+        remedy = "detach them, or let those require it that come out, which embedding_bag_all_to_all differentiates"
+        require(not tracked, "weights that require a gradient, which does not travel back", "weights that do not", remedy)
     return count

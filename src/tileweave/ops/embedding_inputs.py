@@ -52,6 +52,15 @@ def check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) -
     wanted = [((t.shape[0],), torch.float32) for t in tables] if optimizer.kind == "adagrad" else []
     asked = f"optimizer {optimizer.kind!r} with states {states}"
     require(optimizer.kind in KINDS[2:] and states == wanted, asked, f'"sgd", or "adagrad" with states {wanted}', "fix them")
+    numbers = (optimizer.rate, *optimizer.states)
+    devices = {t.device for t in (*tables[:1], *numbers)}
+    fits = len(devices) == 1 and all(t.is_contiguous() for t in numbers)
+    fits = fits and optimizer.rate.dtype == torch.float32 and optimizer.rate.numel() == 1
+
+    def numbers_asked() -> str:
+        return f"a rate {tuple(optimizer.rate.shape)} {optimizer.rate.dtype}; it, states, tables on {sorted(map(str, devices))}"
+
+    require(fits, numbers_asked, "a rate fp32 [1], all contiguous and beside the tables", "move or make them so")
 
 
 @functools.lru_cache(64)

@@ -22,6 +22,9 @@ def swiglu(y: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
     -------
     [bound, I], computed in fp32 and rounded once. Rows from ``plan.offsets[-1]`` on are not read, and undefined.
     """
+    asked = f"y {tuple(y.shape)} on {y.device} with a plan of {plan.bound} rows on {plan.table.device}"
+    fits = y.dim() == 2 and y.shape[0] == plan.bound and y.device == plan.table.device
+    require(fits, asked, "[bound, 2 I] beside the plan", "pass what dispatch_grouped_matmul returned, both of one call")
     return torch.ops.tileweave.swiglu(y, plan.table, plan.local_experts)
 
 

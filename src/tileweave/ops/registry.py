@@ -10,6 +10,7 @@ import logging
 import os
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tileweave.config import Plan
-from tileweave.errors import InputError, RankMismatchError
+from tileweave.errors import InputError, RankMismatchError, UnsupportedError
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.topology import CPU, Machine
 from tileweave.transport.base import Copies, Transport
@@ -40,11 +41,45 @@ def define(
     """Register one operator: schema, the implementation for CPU and CUDA, its fake, its gradient."""
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema)
+    if "!)" in schema:
+        implementation = _counting_versions(schema, implementation)
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"tileweave::{name}", fake, lib=LIBRARY)
     if backward is not None:
-        torch.library.register_autograd(f"tileweave::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+        once = _first_derivative(name, backward)
+        torch.library.register_autograd(f"tileweave::{name}", once, setup_context=setup_context, lib=LIBRARY)
+
+
+def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Autograd is told that arguments marked (a!) are others now: kernels that write to memory tell nobody."""
+    arguments = schema.split("(", 1)[1].rsplit(") ->", 1)[0].replace("*, ", "").split(", ")
+    changed = [(at, words.split()[1]) for at, words in enumerate(arguments) if "!)" in words]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = implementation(*args, **kwargs)
+        for at, name in changed:
+            value = kwargs[name] if name in kwargs else args[at]
+            for t in value if isinstance(value, (list, tuple)) else (value,):
+                if not t.is_inference():
+                    torch.autograd.graph.increment_version(t)
+        return result
+
+    return call
+
+
+def _first_derivative(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A gradient that is not differentiated: what it sends, and its kernels, have none of their own."""
+
+    def call(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise UnsupportedError(
+                f"asked: the gradient of {name} as something to differentiate (create_graph=True); allowed: first derivatives; "
+                "remedy: leave create_graph out, or use torch's own operators for that part"
+            )
+        return backward(ctx, *grads)
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +116,9 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan:
 def name_of(group: dist.ProcessGroup | str | None) -> str:
     """The name that operators carry in place of a group (None: the default group)."""
     if isinstance(group, str):
+        if not torch.compiler.is_compiling():  # modules keep names, and names come again for other groups
+            with suppress(LookupError, RuntimeError, ValueError):  # of no group: who asks for it says so
+                REGISTRY.belongs(group, _resolve_process_group(group))  # type: ignore[arg-type]
         return group
     if group is None:
         if not dist.is_initialized():

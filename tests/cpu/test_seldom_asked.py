@@ -1,0 +1,224 @@
+"""Input that is allowed and seldom seen, and what is refused because kernels would read past it; two ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.worlds import Member, Worlds, one_shot
+
+import tileweave as tw
+from tileweave.errors import InputError, UnsupportedError
+from tileweave.nn import ShardedEmbeddingBag
+from tileweave.ops.embedding_inputs import FusedOptimizer
+from tileweave.sharding import TableSpec
+
+
+@pytest.fixture
+def world(worlds: Worlds):
+    return worlds("gloo", 2)
+
+
+def refusal(function, *args, **kwargs) -> str:
+    """The name of the error and the error, "" if there is none."""
+    try:
+        function(*args, **kwargs)
+    except (InputError, UnsupportedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def module_of(me: Member, **options) -> tuple[ShardedEmbeddingBag, torch.Tensor, torch.Tensor]:
+    module = ShardedEmbeddingBag([TableSpec(f"t{i}", 6, 4, 1.0) for i in range(4)], **options)
+    return module, torch.ones(4 * 3, dtype=torch.int64), torch.arange(4 * 3) % 6
+
+
+# --- Fused steps ---
+
+
+def change_of_tables(me: Member, weighted: bool) -> list[tuple[bool, bool]]:
+    module, lengths, values = module_of(me, optimizer="sgd", learning_rate=1.0)
+    frozen = module.weights()[1].requires_grad_(False)
+    before = [w.detach().clone() for w in module.weights()]
+    if weighted:
+        indices, offsets, weights = tw.distribute_indices(lengths, values, module.features, weights=torch.ones(12))
+        weights.requires_grad_()
+        module.lookup(indices, offsets, weights, 6).sum().backward()
+        assert float(weights.grad.abs().sum()) > 0
+    else:
+        module(lengths, values).sum().backward()
+    assert not frozen.requires_grad
+    return [(w.requires_grad, not torch.equal(w, old)) for w, old in zip(module.weights(), before, strict=True)]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_step_leaves_frozen_tables_alone(world, weighted: bool) -> None:
+    assert world.run(change_of_tables, weighted) == [[(True, True), (False, False)]] * 2
+
+
+def optimizers_refused(me: Member) -> list[str]:
+    tables = [torch.zeros(4, 4, requires_grad=True)]
+    indices, offsets = torch.arange(4), torch.arange(5)
+    wrong = [
+        FusedOptimizer("adagrad", torch.ones(1), [torch.zeros(4, 2)[:, 0]]),
+        FusedOptimizer("sgd", torch.ones(1, dtype=torch.float64)),
+        FusedOptimizer("sgd", torch.ones(1, device="meta")),
+    ]
+    return [refusal(tw.embedding_bag, tables, indices, offsets, optimizer=o) for o in wrong]
+
+
+def test_states_that_kernels_would_misread_are_refused(world) -> None:
+    for errors in world.run(optimizers_refused):
+        assert all(error.startswith("InputError") for error in errors), errors
+
+
+def moved_and_saved(me: Member) -> list[object]:
+    module, lengths, values = module_of(me, optimizer="adagrad")
+    module(lengths, values).sum().backward()
+    saved = module.state_dict()
+    other, _, _ = module_of(me, optimizer="adagrad")
+    other.load_state_dict(saved)
+    moments = [m for name, m in saved.items() if name.startswith("moment")]
+    same = all(torch.equal(a, b) for a, b in zip(moments, other.optimizer.states, strict=True))
+    other.to(torch.bfloat16)
+    kept = all(torch.equal(a, b) for a, b in zip(moments, other.optimizer.states, strict=True))
+    empty, _, _ = module_of(me, optimizer="adagrad", device="meta")
+    empty.to_empty(device="cpu")
+    places = {str(t.device) for t in (*empty.weights(), empty.optimizer.rate, *empty.optimizer.states)}
+    return [float(sum(m.sum() for m in moments)) > 0, same, kept, {w.dtype for w in other.weights()}, places]
+
+
+def test_moments_are_saved_and_move_with_the_tables(world) -> None:
+    assert world.run(moved_and_saved) == [[True, True, True, {torch.bfloat16}, {"cpu"}]] * 2
+
+
+def test_an_unknown_optimizer_is_refused_at_once(world) -> None:
+    assert all("optimizer 'nope'" in error for error in world.run(unknown_optimizer))
+
+
+def unknown_optimizer(me: Member) -> str:
+    return refusal(module_of, me, optimizer="nope")
+
+
+def dtype_of_whole_tables(me: Member) -> list[torch.dtype]:
+    one = ShardedEmbeddingBag([TableSpec("t", 4, 4, 1.0)], dtype=torch.bfloat16, out_dtype=torch.float32)
+    return [t.dtype for t in one.whole_tables()]
+
+
+def test_whole_tables_have_one_dtype(world) -> None:
+    assert world.run(dtype_of_whole_tables) == [[torch.bfloat16]] * 2
+
+
+# --- Ids ---
+
+
+def ids_refused(me: Member) -> list[str]:
+    lengths, features = torch.ones(2, dtype=torch.int64), [[0], [1]]
+    steps, weights = torch.arange(4)[::2], torch.ones(2, requires_grad=True)
+    return [
+        refusal(tw.distribute_indices, lengths, steps, features),
+        refusal(tw.distribute_indices, lengths, torch.arange(2), features, weights=torch.ones(4)[::2]),
+        refusal(tw.distribute_indices, lengths, torch.arange(2), features, weights=weights),
+    ]
+
+
+def test_ids_with_gaps_and_weights_whose_gradient_would_be_lost_are_refused(world) -> None:
+    for with_gaps, weights, tracked in world.run(ids_refused):
+        assert "strides (2,)" in with_gaps and "strides (2,)" in weights and "gradient" in tracked
+
+
+# --- Experts ---
+
+
+def plans_refused(me: Member) -> list[str]:
+    experts, ids = torch.ones(2, 8, 4), torch.zeros(4, 1, dtype=torch.int64)
+    y, plan = tw.dispatch_grouped_matmul(torch.ones(4, 4), experts, ids)
+    shared = torch.ones(plan.bound, 8)
+    with torch.no_grad():
+        return [
+            refusal(tw.dispatch_grouped_matmul, torch.ones(2, 4), experts, plan=plan),
+            refusal(tw.swiglu, y[:2], plan),
+            refusal(tw.dispatch_grouped_matmul, shared.view(-1)[:16].view(4, 4), experts, plan=plan, out=shared),
+        ]
+
+
+def test_a_plan_of_other_tokens_and_a_result_in_its_input_are_refused(world) -> None:
+    for tokens, rows, alias in world.run(plans_refused):
+        assert "2 tokens with ids of 4" in tokens and "plan" in rows and "storage of an input" in alias
+
+
+# --- All operators ---
+
+
+def of_autograd(me: Member) -> list[object]:
+    x, w = torch.randn(2, 8), torch.randn(4, 8)
+    out = torch.zeros(2 * me.world_size, 4)
+    before = out._version
+    tw.all_gather_matmul(x, w, out=out)
+    table = torch.zeros(4, 4, requires_grad=True)
+    counted = table._version
+    y = tw.embedding_bag([table], torch.arange(4), torch.arange(5), optimizer=FusedOptimizer("sgd", torch.ones(1)))
+    y.sum().backward()
+    x.requires_grad_()
+    y = tw.all_gather_matmul(x, w)
+    again = refusal(torch.autograd.grad, y.square().sum(), x, create_graph=True)
+    return [out._version > before, table._version > counted, again.startswith("UnsupportedError")]
+
+
+def test_autograd_knows_what_kernels_wrote_and_what_they_cannot_differentiate(world) -> None:
+    assert world.run(of_autograd) == [[True] * 3] * 2
+
+
+def shapes_with_nothing_in_the_middle(me: Member) -> list[tuple[int, ...]]:
+    y, gathered = tw.all_gather_matmul(torch.ones(2, 0, 8), torch.ones(4, 8), return_gathered=True)
+    return [tuple(y.shape), tuple(gathered.shape)]
+
+
+def test_a_dimension_of_zero_keeps_the_others(world) -> None:
+    assert world.run(shapes_with_nothing_in_the_middle) == [[(4, 0, 4), (4, 0, 8)]] * 2
+
+
+def rows_after_ranks_changed(me: Member, place: str) -> list[bool]:
+    """A layer keeps the name of its group; the group is destroyed, and another one of that name has its ranks the other way."""
+    layer = tw.nn.ColumnParallelLinear(8, 8, bias=False)
+    right = []
+    for turned in (False, True):
+        rank = dist.get_rank()
+        x = torch.full((16, 8), float(rank + 1))
+        y = layer(x)
+        want = torch.cat([torch.full((16, 8), r + 1.0) for r in range(2)]) @ layer.weight.T
+        right.append(torch.allclose(y, want, atol=1e-4))
+        if not turned:
+            dist.barrier()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", init_method=f"file://{place}", rank=1 - rank, world_size=2)
+    return right
+
+
+def test_a_layer_finds_a_group_that_took_the_name_of_its_own(tmp_path: Path) -> None:
+    outcomes = one_shot("gloo", 2, rows_after_ranks_changed, str(tmp_path / "store"))
+    assert [outcome.value for outcome in outcomes] == [[True, True]] * 2
+
+
+def odd_one_of_many_features(me: Member) -> str:
+    """Its list of features alone is longer than what ranks tell each other."""
+    features = [list(range(100)), list(range(100, 200))]
+    lengths = torch.ones(200 * (1 + me.rank), dtype=torch.int64)
+    try:
+        tw.distribute_indices(lengths, torch.zeros(lengths.numel(), dtype=torch.int64), features)
+    except tw.RankMismatchError as error:
+        return str(error)[:40]
+    return "nothing"
+
+
+def debugging_odd_one(me: Member) -> str:
+    with mock.patch.dict(os.environ, {"TILEWEAVE_DEBUG": "1"}):
+        return odd_one_of_many_features(me)
+
+
+def test_ranks_that_differ_behind_many_features_are_found(world) -> None:
+    assert all(text.startswith("asked: rank") for text in world.run(debugging_odd_one))
