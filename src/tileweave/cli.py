@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tileweave import OPERATORS, __version__
-from tileweave.errors import InputError, TileweaveError
+from tileweave.bench.beforehand import file_for, folder_for, need, need_kernels, picture_for
+from tileweave.errors import InputError, TileweaveError, require
 from tileweave.launcher import (
     DeviceType,
     RankFailure,
@@ -33,6 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+# What ``trace`` sees inside; of the others' kernels, which have no stamps, waits where they are interpreted.
+STAMPED, WATCHED = "all_gather_matmul", "all_to_all_matmul and matmul_all_to_all by copy engines"
 World = Annotated[int | None, typer.Option("--world", help="Ranks to start (default: up to 4).")]
 Device = Annotated[Literal["auto", "cuda", "cpu"], typer.Option(help="auto: GPUs if there are two; cpu: interpreted kernels.")]
 
@@ -86,43 +89,58 @@ def demo(
     device: Device = "auto",
 ) -> None:
     """Run every operator end to end on this machine, check it, and draw who waited for whom. Needs no GPU."""
+    from tileweave.demo import closing, table_of
     from tileweave.demo import demo as run
-    from tileweave.demo import table_of, write_traces
 
     kind, size = _place(device, world)
+    need_kernels("tileweave demo", kind)
+    folder_for(out)
     screen = console()
     screen.print(f"{size} ranks on {'GPUs' if kind == 'cuda' else 'the CPU'}: {', '.join(OPERATORS)}")
     result = launch(run, world_size=size, device_type=kind, seconds=600)
     if result is None:
         return
-    screen.print(table_of(result))
+    screen.print(table_of(result, screen.width))
+    _write_traces(result.traces, out)
+    screen.print(closing(result), markup=False, soft_wrap=True, style="" if result.right else "bold red")
+    if not result.right:
+        raise typer.Exit(1)
+
+
+def _write_traces(traces: list[Any], out: Path) -> None:
+    """Say what was written; without matplotlib that is no picture."""
+    from tileweave.demo import write_picture, write_traces
+
+    screen = console()
+    for path in write_traces(traces, out):
+        screen.print(f"wrote {path}", markup=False)
     try:
-        for path in write_traces(result.traces, out):
-            screen.print(f"wrote {path}", markup=False)
+        screen.print(f"wrote {write_picture(traces, out)}", markup=False)
     except ModuleNotFoundError as error:
         screen.print(f"no picture, since {error.name} is missing: pip install 'tileweave[plot]'", markup=False)
-    if not result.right:
-        screen.print("[bold red]a check failed")
-        raise typer.Exit(1)
 
 
 @app.command()
 def check(
     world: Annotated[int | None, typer.Option("--world", help="Only this world size (default: 2, 3 and 4).")] = None,
-    calls: Annotated[int | None, typer.Option(help="Calls with late ranks (default: 500; 15 without GPUs).")] = None,
+    calls: Annotated[int | None, typer.Option(min=1, help="Calls with late ranks (default: 500; 15 without GPUs).")] = None,
     stress: Annotated[
         bool, typer.Option("--stress", help="Calls in disorder instead: two groups and streams, graphs.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Another one makes other calls (--stress).")] = 1,
-    seconds: Annotated[float, typer.Option(help="Stop after this long (--stress).")] = 900.0,
+    seed: Annotated[int | None, typer.Option(help="Another one makes other calls (--stress; default: 1).")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Stop after this long (--stress; default: 900).")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the counts here (--stress).")] = None,
     device: Device = "auto",
 ) -> None:
     """Check the operators against fp32 on this machine's devices: shapes, late ranks, two groups, CUDA graphs."""
     kind, size = _place(device, world)
+    need_kernels("tileweave check", kind)
     if stress:
-        _stress(kind, size, calls or (100_000 if kind == "cuda" else 40), seed, seconds, json)
+        calls = calls or (100_000 if kind == "cuda" else 40)
+        _stress(kind, size, calls, 1 if seed is None else seed, seconds or 900.0, file_for(json))
         return
+    ignored = [name for name, value in (("--seed", seed), ("--seconds", seconds), ("--json", json)) if value is not None]
+    require(not ignored, f"{', '.join(ignored)} without --stress", "with it only", "add --stress, or drop the rest")
     from tileweave.check import check as run
     from tileweave.check import table_of
 
@@ -160,7 +178,9 @@ def _stress(kind: DeviceType, size: int, calls: int, seed: int, seconds: float, 
     screen.print(str(outcome), markup=False, soft_wrap=True)
     if json is not None:
         json.write_text(dumps({"environment": environment(), **asdict(outcome)}, indent=1) + "\n")
-    if not outcome.right:
+    if not outcome.moves:
+        screen.print("[bold red]nothing was checked: time ran out before the first call")
+    if not outcome.right or not outcome.moves:
         raise typer.Exit(1)
 
 
@@ -170,14 +190,15 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="A few cases.")] = False,
     cases: Annotated[str | None, typer.Option(help="Only cases whose name this regular expression finds.")] = None,
     peers: Annotated[str | None, typer.Option(help="Comma-separated; default: all.")] = None,
-    repeats: Annotated[int, typer.Option(help="Timed repeats of each function.")] = 7,
-    seconds: Annotated[float, typer.Option(help="Start no new case after that many seconds.")] = 900.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats of each function.")] = 7,
+    seconds: Annotated[float, typer.Option(min=1, help="Start no new case after that many seconds.")] = 900.0,
     json: Annotated[Path | None, typer.Option(help="Write all raw numbers here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG) here.")] = None,
     world: World = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny cases, also without GPUs; times mean nothing.")] = False,
 ) -> None:
     """Time an operator against its unfused path, its rivals and the physical limit. Needs two GPUs or more."""
+    from tileweave.bench.cases import CASES
     from tileweave.bench.peers import PEERS
     from tileweave.bench.report import is_right, notes_of, tables_of
     from tileweave.bench.run import Options
@@ -191,6 +212,11 @@ def bench(
             "asked: a benchmark; allowed: on two GPUs or more, since interpreted kernels have no meaningful time; "
             "remedy: run it there, or try the machinery with --smoke"
         )
+    if smoke and (cases or quick):
+        raise InputError("asked: --smoke with --cases or --quick; allowed: one of them; remedy: drop the others")
+    need_kernels("tileweave bench", kind)
+    if picture_for(plot) is not None:
+        need("tileweave bench --plot", "plot", "matplotlib")
     allowed = PEERS
     if kin == "embedding":
         from tileweave.bench import embedding
@@ -207,9 +233,12 @@ def bench(
     named = tuple(name.strip() for name in peers.split(",")) if peers else allowed
     if not set(named) <= set(allowed):
         raise InputError(f"asked: peers {peers}; allowed: {', '.join(allowed)}; remedy: pass some of these")
-    options = Options(op, cases, quick, named, repeats, seconds, str(json) if json else None, smoke)
-    if not options.cases():
-        raise InputError(f"asked: cases {cases!r}; allowed: names that exist; remedy: see bench/cases.py")
+    options = Options(op, cases, quick, named, repeats, seconds, str(json) if file_for(json) else None, smoke)
+    if not _found(options):
+        raise InputError(
+            f"asked: {'--quick ' if quick else ''}cases {cases!r} of {op}; allowed: a regular expression that finds one of "
+            f"{', '.join(case.name for case in CASES[op])}; remedy: pass such a one"
+        )
     size = default_world_size(kind, world, most=8 if kind == "cuda" else 4)
     report = launch(run, options, world_size=size, device_type=kind, seconds=2 * seconds + 300)
     if report is None:
@@ -227,16 +256,30 @@ def bench(
             from tileweave.profile.plot import plot_bench
         plot_bench(report, plot)
         screen.print(f"picture: {plot}", markup=False)
-    if not is_right(report):
+    if not report["cases"]:
+        screen.print("[bold red]nothing was timed: no time for any case")
+    if not is_right(report) or not report["cases"]:
         raise typer.Exit(1)
+
+
+def _found(options: Any) -> bool:
+    """Whether there are such cases; what is no regular expression finds none."""
+    import re
+
+    try:
+        return bool(options.cases())
+    except re.error:
+        return False
 
 
 @app.command()
 def trace(
-    op: Annotated[str, typer.Argument(help="The operator.")] = "all_gather_matmul",
-    rows: Annotated[int, typer.Option(help="M, over all ranks.")] = 256,
-    cols: Annotated[int, typer.Option(help="N, over all ranks.")] = 512,
-    depth: Annotated[int, typer.Option(help="K.")] = 128,
+    op: Annotated[
+        str, typer.Argument(help=f"{STAMPED}, if fused; without GPUs, waits (no more) of {WATCHED}. Others have no stamps.")
+    ] = STAMPED,
+    rows: Annotated[int, typer.Option(min=1, help="M, over all ranks.")] = 256,
+    cols: Annotated[int, typer.Option(min=1, help="N, over all ranks.")] = 512,
+    depth: Annotated[int, typer.Option(min=1, help="K.")] = 128,
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "float16",
     out: Annotated[Path, typer.Option(help="Folder for the trace (JSON for ui.perfetto.dev) and the picture.")] = Path(
         "tileweave-trace"
@@ -245,21 +288,27 @@ def trace(
     device: Device = "auto",
 ) -> None:
     """Record one call from inside its kernels: who pushed, who waited for whom, who computed what."""
-    from tileweave.demo import trace_one, write_traces
+    from tileweave.demo import trace_one
 
     kind, size = _place(device, world)
-    if min(rows, cols) < size or depth < 1:
-        raise InputError(f"asked: sizes {rows}, {cols}, {depth}; allowed: rows and cols of {size} or more; remedy: grow them")
-    found = launch(trace_one, _operator(op), rows // size, cols // size, depth, dtype, world_size=size, device_type=kind)
-    if found is None:
-        return
+    require(min(rows, cols) >= size, f"--rows {rows}, --cols {cols}", f"{size} or more, one for each rank", "grow them")
+    _operator(op)
+    need_kernels("tileweave trace", kind)
+    folder_for(out)
     screen = console()
+    if rows % size or cols % size:
+        whole = f"--rows {rows - rows % size}, --cols {cols - cols % size}"
+        screen.print(f"note: runs {whole}, which {size} ranks share alike", markup=False)
+    result = launch(trace_one, op, rows // size, cols // size, depth, dtype, world_size=size, device_type=kind)
+    if result is None:
+        return
+    found, plan = result
     screen.print(f"{found.title}; {found.clock}", markup=False)
     if not found.events:
-        screen.print("no fused kernel ran: nothing to see")
+        seen = f"this kernel has no stamps: what can be traced is {STAMPED}; without GPUs, waits of {WATCHED}"
+        screen.print(seen if plan.path == "fused" else f"no fused kernel ran: nothing to see ({plan.path}: {plan.reason})")
         raise typer.Exit(1)
-    for path in write_traces([found], out):
-        screen.print(f"wrote {path}", markup=False)
+    _write_traces([found], out)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
@@ -272,11 +321,11 @@ def simulate(context: typer.Context) -> None:
 
 @app.command()
 def fuzz(
-    runs: Annotated[int, typer.Option(help="Interleavings to explore, about.")] = 20_000,
+    runs: Annotated[int, typer.Option(min=1, help="Interleavings to explore, about.")] = 20_000,
     only: Annotated[str, typer.Option(help="Only scenarios whose name contains this.")] = "",
-    first: Annotated[int, typer.Option(help="Number of the first seed: another one explores other interleavings.")] = 0,
-    seconds: Annotated[float, typer.Option(help="Stop after this long (0: when all is done).")] = 0.0,
-    workers: Annotated[int, typer.Option(help="Processes (0: one a core).")] = 0,
+    first: Annotated[int, typer.Option(min=0, help="Number of the first seed: another one explores other interleavings.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Stop after this long (0: when all is done).")] = 0.0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes (0: one a core).")] = 0,
     replay: Annotated[str, typer.Option(help="Run this one seed again, and print what happens.")] = "",
     json: Annotated[Path | None, typer.Option(help="Write the counts here.")] = None,
 ) -> None:
@@ -287,6 +336,8 @@ def fuzz(
     from tileweave.bench.environment import environment
     from tileweave.explore import fuzz as explorer
 
+    explorer.require_packages()
+    file_for(json)
     screen = console()
     if replay:
         told = explorer.replay(replay)
@@ -297,6 +348,9 @@ def fuzz(
         json.write_text(dumps({"environment": environment(), "first_seed": first, **report.as_json()}, indent=1) + "\n")
     if report.story:
         screen.print(report.story, markup=False)
+        raise typer.Exit(1)
+    if not report.interleavings:
+        screen.print("[bold red]nothing was explored: time ran out before the first interleaving")
         raise typer.Exit(1)
     screen.print(explorer.table_of(report))
     screen.print(

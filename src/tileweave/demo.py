@@ -23,6 +23,7 @@ import tileweave as tw
 from tileweave.bench.run import short
 from tileweave.bench.screen import Steps
 from tileweave.bench.subjects import SUBJECTS, TOLERANCE, Shape, poisoned, worst, worst_of
+from tileweave.config import Plan
 from tileweave.launcher import Member
 from tileweave.profile.record import gather
 from tileweave.profile.trace import Trace, chrome, summary
@@ -248,23 +249,54 @@ def _mean(value: float, member: Member) -> float:
     return total.item() / member.world_size
 
 
-def table_of(result: DemoResult) -> Table:
-    """The demo's result as a table."""
+_LEAST_WHAT = 27  # columns of "what", which shrinks first
+_DISPENSABLE = ("allowed", "dtype", "m, n, K of a rank", "signals", "sent", "waited", "path taken")  # in this order
+
+
+def table_of(result: DemoResult, width: int = 190) -> Table:
+    """The demo's result as a table of at most ``width`` columns, if need be without figures that matter least."""
+    cells = {"operator": [row.case.op for row in result.rows]}
+    cells |= {"verdict": ["ok" if row.right else "WRONG" for row in result.rows]}
+    cells |= {"what": [row.case.name for row in result.rows], "error": [f"{row.error:.1e}" for row in result.rows]}
+    cells |= {"path taken": [row.path for row in result.rows], "waited": [_time(row.waited_us) for row in result.rows]}
+    cells |= {"sent": [_bytes(row.sent_bytes) for row in result.rows], "signals": [f"{row.signals:.0f}" for row in result.rows]}
+    cells |= {"m, n, K of a rank": [str(row.case.shape) for row in result.rows]}
+    cells |= {"dtype": [str(row.case.dtype).removeprefix("torch.") for row in result.rows]}
+    cells |= {"allowed": [f"{TOLERANCE[row.case.dtype]:.0e}" for row in result.rows]}
+    dropped = []
+    for name in _DISPENSABLE:
+        if _least_width(cells) <= width:
+            break
+        dropped.append(name)
+        del cells[name]
     title = f"{result.world_size} ranks on {result.where}; sent, signals, waited: one rank, one call"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("operator", "what", "m, n, K of a rank", "dtype", "path taken"):
-        table.add_column(name, no_wrap=True)
-    for name in ("error", "allowed", "sent", "signals", "waited"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
-    for row in result.rows:
-        case = row.case
-        table.add_row(
-            case.op, case.name, str(case.shape), str(case.dtype).removeprefix("torch."), row.path,
-            f"{row.error:.1e}", f"{TOLERANCE[case.dtype]:.0e}", _bytes(row.sent_bytes), f"{row.signals:.0f}",
-            _time(row.waited_us), "[green]ok[/]" if row.right else "[bold red]WRONG[/]",
-        )  # fmt: skip
+    caption = f"no room for: {'; '.join(dropped)}" if dropped else None  # a semicolon: names have commas
+    table = Table(
+        title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )  # fmt: skip
+    spare = max(width - _least_width(cells), 0)
+    for name in cells:
+        most = _LEAST_WHAT + spare if name == "what" else None
+        justify = "right" if name in ("error", "waited", "sent", "signals", "allowed") else "left"
+        table.add_column(name, justify=justify, no_wrap=True, min_width=7 if name == "verdict" else None, max_width=most)
+    signs = {"ok": "[green]ok[/]", "WRONG": "[bold red]WRONG[/]"}
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*[signs.get(cell, cell) for cell in row])
     return table
+
+
+def _least_width(cells: dict[str, list[str]]) -> int:
+    """Columns of the terminal that a table of ``cells`` takes at least: two stand between two columns."""
+    widths = {name: max(map(len, [name, *column])) for name, column in cells.items()}
+    return sum(widths.values()) - max(widths["what"] - _LEAST_WHAT, 0) + 2 * len(widths)
+
+
+def closing(result: DemoResult) -> str:
+    """How many cases were right, and which were not."""
+    wrong = [f"{row.case.op}: {row.case.name}" for row in result.rows if not row.right]
+    said = f"{len(result.rows) - len(wrong)} of {len(result.rows)} right"
+    return f"{said}; WRONG: {'; '.join(wrong)}" if wrong else said
 
 
 def _bytes(count: float) -> str:
@@ -276,20 +308,25 @@ def _time(microseconds: float) -> str:
 
 
 def write_traces(traces: Sequence[Trace], folder: Path) -> list[Path]:
-    """The picture of ``traces`` and a file of events for each, into ``folder``; the paths. Pictures need matplotlib."""
+    """A file of events for each of ``traces``, into ``folder``; the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for number, trace in enumerate(traces):
         written.append(folder / f"trace{number}.json")
         written[-1].write_text(json.dumps(chrome(trace)) + "\n", "utf-8")
+    return written
+
+
+def write_picture(traces: Sequence[Trace], folder: Path) -> Path:
+    """The picture of ``traces``, into ``folder``; its path. Needs matplotlib."""
     from tileweave.profile.plot import plot_traces
 
     picture = folder / "who_waited_for_whom.png"
     plot_traces(traces, picture)
-    return [*written, picture]
+    return picture
 
 
-def trace_one(member: Member, op: str, rows: int, cols: int, depth: int, dtype: str) -> Trace:
+def trace_one(member: Member, op: str, rows: int, cols: int, depth: int, dtype: str) -> tuple[Trace, Plan]:
     """The second call of an operator on random data, recorded; sizes are those of one rank. Collective."""
     subject = SUBJECTS[op]
     shape = Shape(rows, cols, depth)
@@ -298,4 +335,5 @@ def trace_one(member: Member, op: str, rows: int, cols: int, depth: int, dtype: 
     member.barrier()
     recording = subject.record(operands, member.group)
     tw.synchronize(member.group)
-    return gather(f"{op}: {shape} a rank, {dtype}, {short(recording.plan)}", recording, member.group)
+    trace = gather(f"{op}: {shape} a rank, {dtype}, {short(recording.plan)}", recording, member.group)
+    return trace, recording.plan

@@ -97,7 +97,7 @@ def default_world_size(device_type: DeviceType, wanted: int | None, most: int = 
         allowed = f"2 to {present} ranks here" if present >= 2 else "two GPUs or more, and there are fewer"
         raise InputError(
             f"asked: a world of {size} ranks on {device_type}; allowed: {allowed}; "
-            "remedy: pass another --world, or --device cpu"
+            "remedy: ask for another number of ranks, or for the CPU"
         )
     return size
 

@@ -14,8 +14,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from tileweave.bench.beforehand import file_for, folder_for, need
 from tileweave.bench.screen import console
-from tileweave.errors import InputError
+from tileweave.errors import InputError, require
 
 try:
     from tileweave.sim import advise as advice
@@ -32,7 +33,8 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("simpy", "yaml", "google", "google.protobuf"):
         raise
-    raise SystemExit(f"tileweave simulate needs {error.name}: pip install 'tileweave[sim]'") from None
+    package = {"simpy": "simpy", "yaml": "pyyaml"}.get(error.name, "protobuf")
+    raise SystemExit(f"tileweave simulate needs {package}: pip install 'tileweave[sim]'") from None
 
 app = typer.Typer(
     help="Predict what fusion brings on a cluster, from measured calibration; needs no GPU.", no_args_is_help=True
@@ -80,6 +82,8 @@ def _show(
     scenario: Scenario, calibration: Path | None, sense: bool, advise: bool, out: Path | None, export: Path | None, detail: Any
 ) -> None:
     screen, used = console(), _calibration(calibration)
+    folder_for(out)
+    folder_for(export)
     with _progress(screen) as say:
         result = simulate_all(scenario, used, progress=say)
         found = sensitivity(scenario, used, say) if sense else []
@@ -228,6 +232,9 @@ def replay(
     device: Device = "h200", network: Net = "ib-400", gpus_per_node: PerNode = None, out: Out = None,
 ) -> None:  # fmt: skip
     """Simulate Chakra traces: computation as recorded, collectives by this model."""
+    for path in traces:
+        require(path.is_file(), f"trace {path}", "files that exist, one a rank", "name .et files, such as DIR/*.et")
+    folder_for(out)
     cluster = make_cluster(device, network, 1, gpus_per_node)
     if network_file is not None:
         cluster = astra.read_network(network_file, cluster.device)
@@ -238,8 +245,12 @@ def replay(
         whole = replace(cluster, nodes=max(cluster.nodes, group.across))
         return collective_time(kind, nbytes, group, whole, coefficients)
 
-    timeline = chakra.replay(sorted(traces), seconds, cluster.network.nic_rate * cluster.network.fraction)
     screen = console()
+    for line in chakra.doubts(traces):
+        screen.print(f"note: {line}", markup=False, style="yellow")
+    with _progress(screen) as say:
+        rate = cluster.network.nic_rate * cluster.network.fraction
+        timeline = chakra.replay(sorted(traces), seconds, rate, progress=say)
     screen.print(
         f"{len(traces)} rank{'s' * (len(traces) != 1)}: {report.time_text(timeline.seconds)}; {len(timeline.tasks)} nodes"
     )
@@ -257,6 +268,8 @@ def trust_command(
 ) -> None:  # fmt: skip
     """Errors against measured cells, fitted and held out apart; published tables beside the model."""
     screen, used = console(), _calibration(calibration)
+    if folder_for(out) is not None:
+        need("tileweave simulate trust --out", "plot", "matplotlib")
     measured = read_cells(_cell_files(cells))
     settled, unsteady = settle(measured)
     with _progress(screen) as say:
@@ -280,7 +293,6 @@ def trust_command(
     if out is not None:
         from tileweave.sim import plots
 
-        out.mkdir(parents=True, exist_ok=True)
         tables = [report.summary_table(f"## {side}", trust.summarise(judged, side), True) for side in ("fit", "held out")]
         tables += [report.published_table(published, True), report.unsteady_table(unsteady, True)]
         tables.append(report.cell_table(judged, True))
@@ -297,15 +309,15 @@ def calibrate(
     cells: Cells = None,
 ) -> None:
     """Fit coefficients to measured cells, held-out ones left alone. Takes minutes."""
+    file_for(to)
     screen = console()
     used = fit.fit(settle(read_cells(_cell_files(cells)))[0], progress=lambda text: screen.print(text, markup=False))
-    to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(json.dumps(used.as_dict(), indent=1) + "\n", "utf-8")
     screen.print(f"wrote {to}", markup=False)
 
 
 @app.command()
-def crosscheck(nodes: Annotated[int, typer.Option(help="Nodes of one GPU each.")] = 128) -> None:
+def crosscheck(nodes: Annotated[int, typer.Option(min=2, help="Nodes of one GPU each.")] = 128) -> None:
     """Compare the network model with SimGrid, where that is installed."""
     screen = console()
     with _progress(screen) as say:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tileweave.errors import InputError
-from tileweave.sim import astra
+from tileweave.sim import astra, chakra
 from tileweave.sim.costs import Costs
 from tileweave.sim.document import parse_document
 from tileweave.sim.machine import make_cluster, presets
@@ -143,3 +144,34 @@ def test_options_are_read_as_a_file_would_be(command: list[str], said: str) -> N
 def test_a_sweep_of_few_nodes_begins_with_one() -> None:
     found = sweep(scenario_of(parse_document("workload: dlrm\nmodel: dlrm-ours\ncluster: {nodes: 3}\n", "x")))
     assert [nodes for nodes, _ in found] == [1, 3, 6]
+
+
+def test_a_replay_says_what_it_cannot_read_and_doubts(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["replay", str(tmp_path / "nofile.et")])
+    assert isinstance(done.exception, InputError) and "files that exist" in str(done.exception)
+    assert isinstance(CliRunner().invoke(app, ["replay", str(tmp_path)]).exception, InputError)
+    files = [tmp_path / f"step.{rank}.et" for rank in (0, 1, 1, 3)]
+    missing, doubled = chakra.doubts(files)
+    assert "no file of rank 2, of 4 ranks" in missing and "several files of rank 1" in doubled
+    assert not chakra.doubts([tmp_path / f"step.{rank}.et" for rank in range(11)])
+    (tmp_path / "comm_group.json").write_text(json.dumps({"dp": list(range(6))}), "utf-8")
+    assert "no file of ranks 2, 4, 5, of 6 ranks" in chakra.doubts(files)[0]
+    (tmp_path / "comm_group.json").write_text("[1]", "utf-8")
+    with pytest.raises(InputError, match="a mapping of groups"):
+        chakra.doubts(files)
+    assert "not known" in chakra.doubts([tmp_path / "a.et", tmp_path / "b.et"])[0]
+
+
+@pytest.mark.parametrize("text", ["# Tileweave", "{}", "[]", '{"coefficients": 1}'])
+def test_what_is_no_calibration_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(text, "utf-8")
+    done = CliRunner().invoke(app, ["trust", "--calibration", str(path)])
+    assert isinstance(done.exception, InputError) and "asked: calibration" in str(done.exception)
+
+
+@pytest.mark.parametrize("command", [["dlrm", "--out"], ["dlrm", "--export"], ["trust", "--out"], ["calibrate"]])
+def test_places_are_tried_before_the_work(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, [*command, str(tmp_path / "file" / "x")])
+    assert isinstance(done.exception, InputError) and "to write into" in str(done.exception)

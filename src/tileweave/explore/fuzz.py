@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from multiprocessing import get_context
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from tileweave.bench.beforehand import need
 from tileweave.bench.screen import Steps
 from tileweave.errors import InputError
 
@@ -126,19 +126,19 @@ def _scenarios(pattern: str) -> list[str]:
     names = [f"{s.op}/{s.name}" for s in SCENARIOS]
     chosen = [name for name in names if pattern in name]
     if not chosen:
-        raise InputError(f"asked: scenarios with {pattern!r}; allowed: {', '.join(names)}; remedy: pass a part of one of these")
+        allowed = ", ".join(map(repr, names))  # quoted, since names have commas
+        raise InputError(f"asked: scenarios with {pattern!r}; allowed: {allowed}; remedy: pass a part of one of these")
     return chosen
 
 
-def require_greenlet() -> None:
-    for name in ("greenlet", "numpy"):
-        if find_spec(name) is None:
-            raise InputError(f"asked: exploration; allowed: with {name} installed; remedy: pip install 'tileweave[fuzz]'")
+def require_packages() -> None:
+    need("tileweave fuzz", "fuzz", "greenlet", "numpy")
+    need("tileweave fuzz", "", "triton")
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
     """Processes in which kernels are interpreted: that is fixed before triton is imported."""
-    require_greenlet()
+    require_packages()
     os.environ.update({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
     return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
 

@@ -116,7 +116,7 @@ class TableGradient:
         known = (("gradient", grad), ("rate", rate), ("keys", ordered.keys), ("bags", ordered.bags), ("plan", push.plan))
         for name, tensor in known:
             world.know(rank, name, tensor)
-        before = [t.clone() for t in tables]
+        before, tables = tables, [t.clone() for t in tables]  # the others come again, and a time-out leaves NaN in these
         for table in tables:
             world.know(rank, "table", table)
         if self.alone:

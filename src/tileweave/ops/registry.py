@@ -61,7 +61,7 @@ def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Calla
         for at, name in changed:
             value = kwargs[name] if name in kwargs else args[at]
             for t in value if isinstance(value, (list, tuple)) else (value,):
-                if not t.is_inference():
+                if t is not None and not t.is_inference():
                     torch.autograd.graph.increment_version(t)
         return result
 

@@ -9,6 +9,8 @@ collectives can overlap them. Only what is named here is written; the schema's o
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -316,17 +318,49 @@ def _merged(parts: tuple[Part, ...]) -> list[Part]:
     return list(found.values())
 
 
-def replay(paths: list[Path], collective_seconds: Callable[[str, float, int], float], bandwidth: float) -> Timeline:
+def _groups_beside(path: Path) -> dict[str, list[int]]:
+    """The groups' ranks, if a file beside ``path`` tells them."""
+    side = path.parent / "comm_group.json"
+    if not side.is_file():
+        return {}
+    try:
+        return {name: [int(rank) for rank in ranks] for name, ranks in json.loads(side.read_text("utf-8")).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        allowed = "a mapping of groups to lists of ranks, in JSON"
+        raise InputError(f"asked: {side}: {error}; allowed: {allowed}; remedy: check which file it is") from None
+
+
+def doubts(paths: list[Path]) -> list[str]:
+    """What is odd about the ranks of these files, whose names end in them (``step.3.et``): some missing, some twice."""
+    found = [re.search(r"(\d+)$", path.stem) for path in paths]
+    ranks = Counter(int(match[1]) for match in found if match)
+    if sum(ranks.values()) < len(paths):
+        return ["not every file's name ends in a rank (step.3.et): whether all ranks are there is not known"] * (len(paths) > 1)
+    size = max([*ranks, *(rank for of in _groups_beside(paths[0]).values() for rank in of)]) + 1
+    missing, doubled = sorted(set(range(size)) - set(ranks)), sorted(rank for rank, count in ranks.items() if count > 1)
+    said = [f"no file of {_few(missing)}, of {size} ranks: what they would hold up is not in the result"] if missing else []
+    return said + ([f"several files of {_few(doubled)}: each counts as a rank of its own"] if doubled else [])
+
+
+def _few(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def replay(
+    paths: list[Path],
+    collective_seconds: Callable[[str, float, int], float],
+    bandwidth: float,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Timeline:
     """Traces of some ranks (ours or others') as a timeline: computation as recorded, collectives by ``collective_seconds(kind,
     bytes, ranks)``, messages at ``bandwidth`` bytes/s. Every rank is simulated; nodes of a rank overlap only where its
     dependences let computation and communication."""
     step = Step("replay")
-    groups = {}
-    side = paths[0].parent / "comm_group.json"
-    if side.is_file():
-        groups = {name: len(ranks) for name, ranks in json.loads(side.read_text("utf-8")).items()}
+    groups = {name: len(ranks) for name, ranks in _groups_beside(paths[0]).items()}
     names = {number: kind for kind, number in COLLECTIVES.items()}
     for index, path in enumerate(paths):
+        progress(f"reads {path.name}, {index + 1} of {len(paths)}")
         step.representative(index, 1, path.stem, {})
         known: dict[int, int] = {}
         for node in read_trace(path.read_bytes(), str(path))[1]:
@@ -351,4 +385,5 @@ def replay(paths: list[Path], collective_seconds: Callable[[str, float, int], fl
                 seconds = float(attributes.get("comm_size", 0)) / bandwidth if node.kind == SEND else 0.0
                 part = Part(node.name, "communication", seconds, 0.0, "send", 0.0, 2, "pp")
                 known[node.number] = step.add(index, "comm", node.name, [part], after, "comm")
+    progress(f"simulates {len(paths)} ranks")
     return step.run()

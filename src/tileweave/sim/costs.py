@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from tileweave.errors import require
+from tileweave.errors import InputError, require
 from tileweave.schedule import cdiv
 from tileweave.sim.machine import Device, presets
 
@@ -159,8 +160,7 @@ def load_calibration(path: str | None = None) -> Calibration:
         found = resources.files("tileweave.sim") / "data" / "calibration" / f"{REFERENCE}.json"
         data = json.loads(found.read_text("utf-8"))
     else:
-        require(Path(path).is_file(), f"calibration {path}", "a file that exists", "make one: tileweave simulate calibrate")
-        data = json.loads(Path(path).read_text("utf-8"))
+        data = _calibration_at(Path(path))
     names = {f.name for f in fields(Coefficients)}
     got = set(data["coefficients"])
     require(
@@ -175,6 +175,20 @@ def load_calibration(path: str | None = None) -> Calibration:
     )
     found = Coefficients(nccl=curves, **coefficients)
     return Calibration(data["name"], data["about"], found, tuple(data["fitted_on"]), data["not_fitted"])
+
+
+def _calibration_at(path: Path) -> dict[str, Any]:
+    """What a calibration file holds, as far as its fields have names."""
+    remedy = "make one: tileweave simulate calibrate"
+    require(path.is_file(), f"calibration {path}", "a file that exists", remedy)
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise InputError(f"asked: calibration {path}: {error}; allowed: JSON; remedy: {remedy}") from None
+    fields_of = ("name", "about", "coefficients", "fitted_on", "not_fitted")
+    known = isinstance(data, dict) and set(fields_of) <= set(data) and isinstance(data["coefficients"], dict)
+    require(known, f"calibration {path}", f"a mapping with {', '.join(fields_of)}", remedy)
+    return data
 
 
 class Costs:
