@@ -43,8 +43,9 @@ lint: venv ## check style, format and types
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: venv ## time every operator against its unfused path; needs GPUs
-	$(BIN)/tileweave bench
+bench: venv ## time every operator against its unfused path, up to 15 minutes each (OPS= some); needs GPUs
+	@for op in $(or $(OPS),`$(BIN)/python -c 'import tileweave; print(*tileweave.OPERATORS)'`); do \
+	echo "$$op"; $(BIN)/tileweave bench $$op || exit 1; done
 
 clean: ## remove the default environment, build outputs and caches
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
