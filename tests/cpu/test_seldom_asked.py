@@ -173,6 +173,32 @@ def test_autograd_knows_what_kernels_wrote_and_what_they_cannot_differentiate(wo
     assert world.run(of_autograd) == [[True] * 3] * 2
 
 
+def layers_under_autocast(me: Member) -> list[tuple[torch.dtype, float, torch.dtype]]:
+    """Of each module: the dtype of its result, how far that is from the one in fp32, and the dtype of its weights' gradient."""
+    torch.manual_seed(me.rank)
+    found = []
+    for layer, x in (
+        (tw.nn.ColumnParallelLinear(16, 32), torch.randn(16, 16)),
+        (tw.nn.RowParallelLinear(32, 16), torch.randn(32, 16)),
+        (tw.nn.RowParallelLinear(32, 16, scatter=False), torch.randn(16, 16)),
+        (tw.nn.MoE(16, 16, num_experts=4, top_k=2), torch.randn(4, 16)),
+    ):
+        with torch.no_grad():
+            want = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        y.sum().backward()
+        dtypes = {parameter.grad.dtype for parameter in layer.parameters() if parameter.grad is not None}
+        assert len(dtypes) == 1
+        found.append((y.dtype, float((y.detach() - want).abs().max() / want.abs().max()), dtypes.pop()))
+    return found
+
+
+def test_layers_take_part_in_autocast(world) -> None:
+    for dtype, error, gradient in sum(world.run(layers_under_autocast), []):
+        assert dtype == torch.bfloat16 and error < 0.05 and gradient == torch.float32
+
+
 def shapes_with_nothing_in_the_middle(me: Member) -> list[tuple[int, ...]]:
     y, gathered = tw.all_gather_matmul(torch.ones(2, 0, 8), torch.ones(4, 8), return_gathered=True)
     return [tuple(y.shape), tuple(gathered.shape)]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 from tileweave.errors import require
+from tileweave.nn.linear import under_autocast
 from tileweave.ops.dispatch_grouped_matmul import dispatch_grouped_matmul
 from tileweave.ops.expert_swiglu import swiglu
 from tileweave.ops.grouped_matmul_combine import grouped_matmul_combine
@@ -138,10 +139,9 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, self.hidden_size)
         weights, ids = self.gate(tokens)
-        y, plan = dispatch_grouped_matmul(
-            tokens, self.experts.gate_up_proj, ids, group=self.group_name, max_tokens=self.max_tokens
-        )
-        z = grouped_matmul_combine(swiglu(y, plan), self.experts.down_proj, plan, weights, group=self.group_name)
+        rows, up, down = under_autocast(tokens, self.experts.gate_up_proj, self.experts.down_proj)
+        y, plan = dispatch_grouped_matmul(rows, up, ids, group=self.group_name, max_tokens=self.max_tokens)
+        z = grouped_matmul_combine(swiglu(y, plan), down, plan, weights, group=self.group_name)
         if self.shared_experts is not None:
             z = z + self.shared_experts(tokens)
         return z.view(x.shape)

@@ -7,6 +7,7 @@ start as a full ``nn.Linear`` would, and :meth:`from_linear` cuts one out of a f
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,15 @@ from tileweave.ops.all_gather_matmul import all_gather_matmul
 from tileweave.ops.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.registry import group_of, name_of
+
+
+def under_autocast(*operands: Any) -> tuple[Any, ...]:
+    """Under ``torch.autocast`` in its dtype, as ``nn.Linear`` has its operands (tensors or None); else as they are."""
+    kind = operands[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return operands
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in operands)
 
 
 class _ParallelLinear(nn.Module):
@@ -107,9 +117,9 @@ class ColumnParallelLinear(_ParallelLinear):
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = all_gather_matmul(
-            x, self.weight, self.bias, group=self.group_name, return_gathered=self.save_gathered and torch.is_grad_enabled()
-        )
+        operands = under_autocast(x, self.weight, self.bias)
+        keep = self.save_gathered and torch.is_grad_enabled()
+        result = all_gather_matmul(*operands, group=self.group_name, return_gathered=keep)
         return result[0] if isinstance(result, tuple) else result
 
     def extra_repr(self) -> str:
@@ -167,9 +177,10 @@ class RowParallelLinear(_ParallelLinear):
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        operands = under_autocast(x, self.weight, self.bias)
         if self.scatter:
-            return matmul_reduce_scatter(x, self.weight, self.bias, group=self.group_name)
-        y = matmul_all_reduce(x, self.weight, self.bias, group=self.group_name)
+            return matmul_reduce_scatter(*operands, group=self.group_name)
+        y = matmul_all_reduce(*operands, group=self.group_name)
         assert isinstance(y, torch.Tensor), "without a norm there is one result"
         return y
 

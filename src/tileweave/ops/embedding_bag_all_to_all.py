@@ -137,9 +137,7 @@ def _call(tables, indices, offsets, batch, mode, weights, layout, out_dtype, gra
     numbers = (exchanged_layout(tables, indices.device, name) if layout is None else layout).flat()
     common = (tables, indices, offsets, weights, numbers, batch, mode == "mean", out_dtype, name)
     if out is not None:
-        tracked = torch.is_grad_enabled() and any(
-            t.requires_grad for t in (*tables, out, *([] if weights is None else [weights]))
-        )
+        tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (*tables, *([] if weights is None else [weights])))
         require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
         torch.ops.tileweave.embedding_bag_all_to_all.out(*common, out=out)
         return out
