@@ -195,8 +195,9 @@ def layers_under_autocast(me: Member) -> list[tuple[torch.dtype, float, torch.dt
 
 
 def test_layers_take_part_in_autocast(world) -> None:
-    for dtype, error, gradient in sum(world.run(layers_under_autocast), []):
-        assert dtype == torch.bfloat16 and error < 0.05 and gradient == torch.float32
+    for found in world.run(layers_under_autocast):
+        for dtype, error, gradient in found:
+            assert dtype == torch.bfloat16 and error < 0.05 and gradient == torch.float32
 
 
 def shapes_with_nothing_in_the_middle(me: Member) -> list[tuple[int, ...]]:
