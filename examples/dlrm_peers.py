@@ -7,12 +7,11 @@ torch     a call of ``embedding_bag`` for each table, sparse gradients, ``torch.
 ========  ===================================================================================================
 
 All else is the same code for all three, but that torch's SGD step cannot be captured. MLPs, interaction and what the gradient
-does are replayed from CUDA graphs, in TF32; what is not data of this batch's tables runs beside, on two more streams:
+does are replayed from CUDA graphs, in TF32; what is not data of this batch's tables runs beside, on a second stream:
 
     main   | lookup | to samples' owners | interaction, top MLP, backward  | to tables' owners | sums, step of the tables
     beside |                             | ids of batch n + 1 to owners,   | bottom MLP's backward, all-reduce, MLPs' step,
-           |                             | lengths of batch n + 2          | bottom MLP of batch n + 1
-    sort   |                             |                                 ids of batch n + 1 by table row
+           |                             | lengths of batch n + 2; sort    | bottom MLP of batch n + 1
 
 The host waits for nothing but lengths that came a step before, so it is a step ahead of the device.
 """
@@ -79,14 +78,14 @@ class Replayed:
 
 
 class Beside:
-    """Another stream, whose kernels go before those that wait on the first; on the CPU one thing after the other."""
+    """A second stream, whose kernels go before those that wait on the first; on the CPU one thing after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextmanager
     def __call__(self, behind: torch.cuda.Event | None) -> Iterator[None]:
-        """What is queued inside runs on the other stream, behind the event."""
+        """What is queued inside runs on the second stream, behind the event."""
         if self.stream is not None and behind is not None:
             self.stream.wait_event(behind)
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
@@ -97,7 +96,7 @@ class Beside:
         return None if self.stream is None else torch.cuda.current_stream().record_event()
 
     def join(self, event: torch.cuda.Event | None, *tensors: torch.Tensor) -> None:
-        """The current stream goes on behind the event, and will read ``tensors`` of another."""
+        """The first stream goes on behind the event, and will read ``tensors`` of the second."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
             for t in tensors:
@@ -108,8 +107,7 @@ class PipelinedStep:
     """Training steps on one rank, each beside what the next batches need; ``phase`` is told where each part begins."""
 
     def __init__(self, member: Member, tables: ShardedEmbeddingBag, kind: type[Any], hidden: int, batch: Batch) -> None:
-        self.member, self.features = member, tables.features
-        self.beside, self.sorting = Beside(member.device), Beside(member.device)
+        self.member, self.features, self.beside = member, tables.features, Beside(member.device)
         dim, on_gpu = tables.plan.tables[0].dim, member.device.type == "cuda"
         self.towers = towers_from_seed(dim, hidden).to(member.device)
         self.dense, self.labels = torch.empty_like(batch[0]), torch.empty_like(batch[1])
@@ -199,22 +197,20 @@ class PipelinedStep:
             self.ahead = indices, offsets, known
 
     def sort(self) -> None:
-        """The order by table row of the ids that came last, on the third stream; steps wait for what the second has before."""
+        """The order by table row of the ids that came last, on the second stream; steps wait for what stands there before."""
         with self.beside(None):
             self.exchanged = self.beside.mark()
-        with self.sorting(None):
-            self.sorting.join(self.exchanged, *self.ahead[:2])
             self.sorted = self.exchange.sort(*self.ahead[:2])
 
     def settle(self, behind: torch.cuda.Event | None) -> None:
-        """That order to where the update looks for it, on the third stream and behind the update before."""
+        """That order to where the update looks for it, on the second stream and behind the update before."""
         if self.ordered is not None:
-            with self.sorting(behind):
+            with self.beside(behind):
                 fixed, count = self.ordered, self.sorted.keys.numel()
                 fixed.keys[:count].copy_(self.sorted.keys)
                 fixed.bags[:count].copy_(self.sorted.bags)
                 fixed.keys[count:].fill_(fixed.first[-1])  # no row
-                self.settled = self.sorting.mark()
+                self.settled = self.beside.mark()
 
     def multiply(self, batch: Batch, phase: Phase) -> None:
         """The bottom MLP of a batch, on the second stream."""
