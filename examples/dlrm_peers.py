@@ -121,7 +121,7 @@ class PipelinedStep:
         self.descend = Replayed(self._descend, member.device, beside=True) if on_gpu else self._descend
         self.towers.load_state_dict(towers_from_seed(dim, hidden).state_dict())  # warming up took steps
         member.barrier()
-        self.look = self.update = self.ordered = self.reduced = self.settled = None
+        self.look = self.update = self.ordered = self.reduced = None
         if kind.captured:
             self._capture(indices, offsets)
         member.barrier()
@@ -210,7 +210,6 @@ class PipelinedStep:
                 fixed.keys[:count].copy_(self.sorted.keys)
                 fixed.bags[:count].copy_(self.sorted.bags)
                 fixed.keys[count:].fill_(fixed.first[-1])  # no row
-                self.settled = self.beside.mark()
 
     def multiply(self, batch: Batch, phase: Phase) -> None:
         """The bottom MLP of a batch, on the second stream."""
@@ -240,8 +239,7 @@ class PipelinedStep:
         self.finish(looked)  # ids change behind the lookup
         self.begin(third)
         self.sort()
-        self.beside.join(self.exchanged)
-        self.beside.join(self.settled)
+        self.beside.join(self.exchanged)  # and what stands before: the order of this batch, settled
         if self.update is not None and phase is quiet:
             self.update()
         else:

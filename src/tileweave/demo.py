@@ -255,14 +255,20 @@ _DISPENSABLE = ("allowed", "dtype", "m, n, K of a rank", "signals", "sent", "wai
 
 def table_of(result: DemoResult, width: int = 190) -> Table:
     """The demo's result as a table of at most ``width`` columns, if need be without figures that matter least."""
-    cells = {"operator": [row.case.op for row in result.rows]}
-    cells |= {"verdict": ["ok" if row.right else "WRONG" for row in result.rows]}
-    cells |= {"what": [row.case.name for row in result.rows], "error": [f"{row.error:.1e}" for row in result.rows]}
-    cells |= {"path taken": [row.path for row in result.rows], "waited": [_time(row.waited_us) for row in result.rows]}
-    cells |= {"sent": [_bytes(row.sent_bytes) for row in result.rows], "signals": [f"{row.signals:.0f}" for row in result.rows]}
-    cells |= {"m, n, K of a rank": [str(row.case.shape) for row in result.rows]}
-    cells |= {"dtype": [str(row.case.dtype).removeprefix("torch.") for row in result.rows]}
-    cells |= {"allowed": [f"{TOLERANCE[row.case.dtype]:.0e}" for row in result.rows]}
+    rows = result.rows
+    cells = {
+        "operator": [row.case.op for row in rows],
+        "verdict": ["ok" if row.right else "WRONG" for row in rows],
+        "what": [row.case.name for row in rows],
+        "error": [f"{row.error:.1e}" for row in rows],
+        "path taken": [row.path for row in rows],
+        "waited": [_time(row.waited_us) for row in rows],
+        "sent": [_bytes(row.sent_bytes) for row in rows],
+        "signals": [f"{row.signals:.0f}" for row in rows],
+        "m, n, K of a rank": [str(row.case.shape) for row in rows],
+        "dtype": [str(row.case.dtype).removeprefix("torch.") for row in rows],
+        "allowed": [f"{TOLERANCE[row.case.dtype]:.0e}" for row in rows],
+    }
     dropped = []
     for name in _DISPENSABLE:
         if _least_width(cells) <= width:
@@ -281,8 +287,8 @@ def table_of(result: DemoResult, width: int = 190) -> Table:
         justify = "right" if name in ("error", "waited", "sent", "signals", "allowed") else "left"
         table.add_column(name, justify=justify, no_wrap=True, min_width=7 if name == "verdict" else None, max_width=most)
     signs = {"ok": "[green]ok[/]", "WRONG": "[bold red]WRONG[/]"}
-    for row in zip(*cells.values(), strict=True):
-        table.add_row(*[signs.get(cell, cell) for cell in row])
+    for line in zip(*cells.values(), strict=True):
+        table.add_row(*[signs.get(cell, cell) for cell in line])
     return table
 
 

@@ -60,6 +60,14 @@ def test_moe_layer_bench(tmp_path: Path) -> None:
     assert max(case["differences"].values()) < 1e-5 and "WRONG" not in output
 
 
+def errors_of(script: str) -> list[float]:
+    """What a script prints that compares an example's kernels, interpreted, with torch."""
+    command = [sys.executable, "-c", script, str(EXAMPLES)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+    return [float(line) for line in done.stdout.split()]
+
+
 INTERACTION = """
 import sys, torch
 sys.path[:0] = [sys.argv[1]]
@@ -76,10 +84,7 @@ for features, samples in ((7, 3), (18, 2)):
 
 def test_interaction_of_dlrm() -> None:
     """Its kernels, interpreted, against torch: values and gradients."""
-    command = [sys.executable, "-c", INTERACTION, str(EXAMPLES)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
-    errors = [float(line) for line in done.stdout.split()]
+    errors = errors_of(INTERACTION)
     assert len(errors) == 2 and max(errors) < 1e-4
 
 
@@ -103,10 +108,7 @@ for samples, width in ((37, 24), (5, 8)):
 
 def test_mlps_of_dlrm() -> None:
     """Their kernels, interpreted, against torch's autograd: loss and gradients, also of logits far from zero."""
-    command = [sys.executable, "-c", LAYERS, str(EXAMPLES)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
-    errors = [float(line) for line in done.stdout.split()]
+    errors = errors_of(LAYERS)
     assert len(errors) == 14 and max(errors) < 1e-5
 
 

@@ -77,6 +77,7 @@ from tileweave.language.signal import (
     load_epoch,
     multiprocessor,
     notify_all,
+    poison,
     wait,
 )
 
@@ -89,7 +90,6 @@ ARRIVED, GATE, COUNTERS = tl.constexpr(32), tl.constexpr(33), 34
 ROWS, COLS = 8, 128  # of a block that a warp moves at once: its ticket
 CANDIDATES = 32  # programs a multiprocessor that may push: as many as fit, and again as many
 EVERY = 16  # of that many multiprocessors one pushes, where sums want the others
-POISONED = 1024  # elements that a program of ``poison_kernel`` fills at once
 PIECE = tl.constexpr(7)  # words of a piece
 LEAST = tl.constexpr(4)  # programs that push wherever they are
 
@@ -271,9 +271,7 @@ def push_and_sum_kernel(
 def poison_kernel(slot, control, size, BLOCK: tl.constexpr):
     """Behind a push alone: after a time-out nothing that the slot holds may pass for right."""
     if faulted(control) != 0:
-        for begin in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
-            at = begin + tl.arange(0, BLOCK)
-            tl.store(slot + at, float("nan"), mask=at < size)
+        poison(slot, size, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -320,8 +318,7 @@ class Push:
         """:meth:`launch` for others that read the slot; :meth:`end_alone` behind them."""
         self.launch()
         if self.slot.numel():
-            programs = min(triton.cdiv(self.slot.numel(), POISONED), 4 * EVERY)
-            poison_kernel[(programs,)](self.slot, self.peers.control, self.slot.numel(), BLOCK=POISONED)
+            poison_kernel[(1,)](self.slot, self.peers.control, self.slot.numel(), BLOCK=1024)
 
     def end_alone(self) -> None:
         """What was read is right, or a time-out is reported."""

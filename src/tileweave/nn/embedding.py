@@ -82,8 +82,8 @@ class ShardedEmbeddingBag(nn.Module):
         """The step that backward takes; ``rate`` and ``moment_i`` are buffers of this module."""
         if self.kind is None:
             return None
-        moments = [self.get_buffer(f"moment_{i}") for i in range(len(self.weights()))] if self.kind == "adagrad" else []
-        return FusedOptimizer(self.kind, self.get_buffer("rate"), moments, self.epsilon)
+        rate, *moments = self.buffers(recurse=False)
+        return FusedOptimizer(self.kind, rate, moments, self.epsilon)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedEmbeddingBag:
         """As of every module, but that the optimizer's numbers stay fp32, as they were."""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops.reference import all_to_all_whole
 from tileweave.ops.registry import agree, debugging, group_of, interpreting, name_of
-from tileweave.ops.table_gradient import on_device
+from tileweave.ops.table_gradient import on_device, used_on
 
 if TYPE_CHECKING:
     from tileweave.kernels.jagged_pieces import Layout
@@ -141,9 +141,8 @@ class IndicesOnTheirWay:
 
         if self.ready is not None:
             self.ready.synchronize()
-            for t in (self.values, self.weights, self.offsets, self.leaving, self.arriving):
-                if t is not None:
-                    t.record_stream(torch.cuda.current_stream())
+            stream = torch.cuda.current_stream()
+            used_on(stream, self.values, self.weights, self.offsets, self.leaving, self.arriving)
         size, rank = len(self.features), dist.get_rank(self.group)
         sums = self.told.view(size, -1).tolist()
         passed = [mine.pop() for mine in sums]

@@ -73,6 +73,13 @@ def keep_for_graphs(words: torch.Tensor) -> None:
         _IN_GRAPHS[id(words)] = words
 
 
+def used_on(stream: torch.cuda.Stream, *tensors: torch.Tensor | None) -> None:
+    """Memory of another stream that this one reads: not to be given away before it has."""
+    for t in tensors:
+        if t is not None:
+            t.record_stream(stream)
+
+
 def keys_in_torch(tables: Sequence[torch.Tensor], lookups: Lookups, first: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """(keys, bags) of each position in plain torch; see ``kernels/table_sums.py``."""
     bags = lookups.bags()
@@ -102,9 +109,7 @@ class SortedLookups:
         """Order the current stream behind the sort."""
         if self.ready is not None:
             torch.cuda.current_stream().wait_event(self.ready)
-            for t in (self.keys, self.bags, self.scales):
-                if t is not None:
-                    t.record_stream(torch.cuda.current_stream())
+            used_on(torch.cuda.current_stream(), self.keys, self.bags, self.scales)
 
 
 def sort_lookups(tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool) -> SortedLookups:
@@ -142,9 +147,7 @@ def sort_beside(tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool
         found = sort_lookups(tables, lookups, compiled)
         ready = torch.cuda.Event()
         ready.record()
-    for t in (lookups.indices, lookups.offsets, lookups.weights):
-        if t is not None:
-            t.record_stream(stream)
+    used_on(stream, lookups.indices, lookups.offsets, lookups.weights)
     return replace(found, ready=ready)
 
 
