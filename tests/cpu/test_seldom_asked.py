@@ -13,6 +13,7 @@ from tests.worlds import Member, Worlds, one_shot
 
 import tileweave as tw
 from tileweave.nn import ShardedEmbeddingBag
+from tileweave.ops import reference
 from tileweave.ops.embedding_inputs import FusedOptimizer
 from tileweave.sharding import TableSpec
 
@@ -240,3 +241,32 @@ def odd_one_of_many_features(me: Member) -> str:
 
 def test_ranks_that_differ_behind_many_features_are_found(world) -> None:
     assert all(text.startswith("RankMismatchError: asked: rank") for text in world.run(odd_one_of_many_features))
+
+
+# --- Unfused calls that do not match: gloo would end the process ---
+
+
+def unfused_calls_that_differ(me: Member) -> list[str]:
+    rows, w = 4 + 2 * me.rank, torch.ones(6, 8)
+    x, ids = torch.ones(rows, 8), torch.zeros(rows, 2, dtype=torch.int32)
+    group, split = dist.group.WORLD, [3, 3 + me.rank]
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "0"}):
+        found = [
+            refusal(tw.all_gather_matmul, x, w),
+            refusal(tw.matmul_reduce_scatter, x, w),
+            refusal(tw.matmul_all_reduce, x, w),
+            refusal(tw.matmul_all_to_all, x, w, scatter_dim=0, gather_dim=1),
+            refusal(tw.dispatch_grouped_matmul, x, torch.ones(2, 6, 8), ids),
+            refusal(tw.all_gather_matmul if me.rank else tw.matmul_all_reduce, x[:4], w),
+            refusal(reference.all_to_all_whole, torch.ones(sum(split)), split, [3, 3], group),
+        ]
+        right = tw.all_gather_matmul(x[:4], w)
+    return [*found, "" if bool((right == 8).all()) and right.shape[0] == 8 else "the group is of no more use"]
+
+
+def test_unfused_calls_that_do_not_match_raise_on_every_rank(world) -> None:
+    first, second = world.run(unfused_calls_that_differ)
+    assert first == second
+    *refused, after = first
+    assert after == "" and all(text.startswith("RankMismatchError: asked: rank") for text in refused), refused
+    assert "sends 4 elements to rank 1, which expects 3" in refused[-1]

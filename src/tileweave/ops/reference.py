@@ -9,16 +9,17 @@ is added to the rounded sum, and the result rounded again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import linear, rms_norm, silu
 
+from tileweave.errors import RankMismatchError
 from tileweave.ops.routing_plan import RoutingPlan
 from tileweave.schedule_scatter import Exchange
 from tileweave.sharding import EmbeddingLayout, rows_of
-from tileweave.transport.collectives import all_gather_flat, all_to_all_flat, reduce_scatter_flat
+from tileweave.transport.collectives import agree, all_gather_flat, all_to_all_flat, reduce_scatter_flat
 
 
 def in_line(x: torch.Tensor) -> None:
@@ -52,6 +53,8 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def begin_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:
     """As :func:`all_gather`, beside what is queued next: the result, and what to wait for."""
     in_line(x)
+    if x.device.type == "cpu":
+        agree(f"a gather of {tuple(x.shape)} {x.dtype}", group, x.device)  # gloo ends the process where sizes differ
     gathered = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     return gathered, all_gather_flat(gathered, x.contiguous(), group=group, async_op=True)
 
@@ -186,6 +189,8 @@ def all_to_all(sends: list[torch.Tensor], sizes: list[int], group: dist.ProcessG
 def all_to_all_whole(whole: torch.Tensor, split: list[int], sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """:func:`all_to_all` of pieces that stand one behind the other, flat; so does what comes back."""
     in_line(whole)
+    if whole.device.type == "cpu":
+        _agree_on_parts(split, sizes, group)
     got = whole.new_empty(sum(sizes))
     if whole.dtype.itemsize == 2:  # as bytes, since gloo knows no halves
         sizes_in_bytes, split_in_bytes = [2 * n for n in sizes], [2 * n for n in split]
@@ -194,6 +199,18 @@ def all_to_all_whole(whole: torch.Tensor, split: list[int], sizes: list[int], gr
         all_to_all_flat(got, whole, sizes, split, group=group)
     out_of_line(whole)
     return got
+
+
+def _agree_on_parts(split: list[int], sizes: list[int], group: dist.ProcessGroup) -> None:
+    """Raise the same error on every rank if one sends another what that does not expect: gloo would end the process."""
+    told = all_gather(torch.tensor([split, sizes]), group).view(len(split), 2, len(split)).tolist()
+    for sender, receiver in product(range(len(split)), repeat=2):
+        sent, expected = told[sender][0][receiver], told[receiver][1][sender]
+        if sent != expected:
+            raise RankMismatchError(
+                f"asked: rank {sender} sends {sent} elements to rank {receiver}, which expects {expected}; allowed: the same "
+                "operator and sizes that fit on every rank; remedy: look at what these ranks pass"
+            )
 
 
 def exchange_numbers(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup) -> list[tuple[int, ...]]:

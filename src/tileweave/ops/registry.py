@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tileweave.config import Plan
-from tileweave.errors import InputError, RankMismatchError, UnsupportedError
+from tileweave.errors import InputError, UnsupportedError
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.topology import CPU, Machine
+from tileweave.transport import collectives
 from tileweave.transport.base import Copies, Transport
-from tileweave.transport.collectives import gather_texts, the_odd
 from tileweave.transport.ledger import NBYTES
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
@@ -249,12 +249,4 @@ def debugging() -> bool:
 
 def agree(group: dist.ProcessGroup, device: torch.device, signature: dict[str, object]) -> None:
     """Collective: raise the same :class:`RankMismatchError` on every rank if signatures differ."""
-    where = device if dist.get_backend(group) != "gloo" else torch.device("cpu")
-    texts = gather_texts(json.dumps(signature, sort_keys=True), group, where)
-    common, odd = the_odd(texts)
-    if odd:
-        differences = "; ".join(f"rank {rank}: {texts[rank]}" for rank in odd)
-        raise RankMismatchError(
-            f"asked: {differences}, where the other ranks have {common}; allowed: the same operator, shapes, dtypes "
-            f"and options on every rank; remedy: look at what rank {odd[0]} passes"
-        )
+    collectives.agree(json.dumps(signature, sort_keys=True), group, device)

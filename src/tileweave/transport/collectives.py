@@ -52,6 +52,18 @@ def the_odd(values: Sequence[T]) -> tuple[T, list[int]]:
     return common, [rank for rank, value in enumerate(values) if value != common]
 
 
+def agree(text: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Collective: raise the same :class:`RankMismatchError` on every rank if their texts, ASCII, differ."""
+    texts = gather_texts(text, group, device if dist.get_backend(group) != "gloo" else torch.device("cpu"))
+    common, odd = the_odd(texts)
+    if odd:
+        differences = "; ".join(f"rank {rank}: {texts[rank]}" for rank in odd)
+        raise RankMismatchError(
+            f"asked: {differences}, where the other ranks have {common}; allowed: the same operator, shapes, dtypes "
+            f"and options on every rank; remedy: look at what rank {odd[0]} passes"
+        )
+
+
 def agree_on_memory(nbytes: int, failure: str, place: str, exchange: Callable[[str], list[str]]) -> list[str]:
     """Collective, while symmetric memory is made: every rank says how much it wants, what failed ("": nothing), and where.
 
