@@ -12,6 +12,7 @@ Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100 rows a sample);
 import argparse
 import json
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ from interaction import interaction, width_of
 from torch import nn
 
 import tileweave as tw
-from tileweave.launcher import Member, default_device_type, default_world_size, launch
+from tileweave.bench.beforehand import file_for
+from tileweave.errors import require
+from tileweave.launcher import Member, default_device_type, default_world_size, exit_code, launch, under_torchrun
 from tileweave.nn import ShardedEmbeddingBag
 from tileweave.ops.reference import all_reduce
 
@@ -131,10 +134,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", nargs="?", type=int)
     parser.add_argument("--time", action="store_true")
-    parser.add_argument("--json", help="write the times there")
+    parser.add_argument("--json", type=Path, help="write the times there")
     words = parser.parse_args()
     kind = default_device_type()
     size = default_world_size(kind, words.ranks)
+    require(not under_torchrun(), "a rank of torchrun", "a process that starts its worlds itself", "run it with python")
+    file_for(words.json)
     small = (6, 40, 8, 16, 10) if kind == "cpu" else (64, 1000, 32, 64, 2)
     print(f"{size} ranks on {kind}, {size * small[0]} samples, 26 tables of {small[1]} x {small[2]}")
     losses, plan = launch(train, *small, world_size=size, device_type=kind, seconds=300)
@@ -151,10 +156,9 @@ def main() -> int:
         found = launch(timed, *large, world_size=size, device_type=kind, seconds=300)
         right = report(found) and right
         if words.json:
-            with open(words.json, "w", encoding="utf-8") as file:
-                json.dump(found, file, indent=1)
+            words.json.write_text(json.dumps(found, indent=1), "utf-8")
     return 0 if right else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -28,10 +28,12 @@ from torch import nn
 from torch.nn.functional import linear, mse_loss, silu
 
 import tileweave as tw
+from tileweave.bench.beforehand import file_for
 from tileweave.bench.environment import environment
 from tileweave.bench.expert_cases import MODELS
 from tileweave.bench.run import forget_case
-from tileweave.launcher import Member, default_device_type, default_world_size, launch
+from tileweave.errors import require
+from tileweave.launcher import Member, default_device_type, default_world_size, exit_code, launch
 from tileweave.nn import MoE, SoftmaxTopK
 from tileweave.ops import reference
 from tileweave.ops.routing_plan import reference_plan
@@ -336,16 +338,24 @@ def main() -> int:
     words = parser.parse_args()
     kind = default_device_type()
     size, dtype = default_world_size(kind, words.ranks), "bfloat16" if kind == "cuda" else "float32"
+    require(
+        words.steps > 0 and words.repeats > 0, f"{words.steps} steps, {words.repeats} repeats", "one or more", "ask for some"
+    )
+    file_for(words.json)
     if words.bench:
         found = launch(
             bench, bench_cases(kind == "cuda"), dtype, words.repeats, words.kernels, world_size=size, device_type=kind
         )
+        if found is None:  # under torchrun rank 0 has it
+            return 0
         print(f"forward + backward of a layer, {size} ranks, {dtype}")
         if words.json:
             text = json.dumps({"world_size": size, "environment": environment(), "cases": found}, indent=1)
             words.json.write_text(text, "utf-8")
         return 0 if report(found, dtype) else 1
     losses = launch(train, words.style, words.steps, dtype, world_size=size, device_type=kind)
+    if losses is None:
+        return 0
     print(f"losses, {words.style}, {size} ranks on {'GPUs' if kind == 'cuda' else 'the CPU'}, {STYLES[words.style]}")
     for number, (over_ranks, alone) in enumerate(losses):
         print(
@@ -358,4 +368,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -27,9 +27,10 @@ import triton
 import triton.language as tl
 
 import tileweave as tw
+from tileweave.errors import require
 from tileweave.language.remote import put, symm_at
 from tileweave.language.signal import faulted, leave, load_epoch, notify, wait
-from tileweave.launcher import Member, default_device_type, launch
+from tileweave.launcher import Member, default_device_type, default_world_size, exit_code, launch
 from tileweave.ops.registry import endpoint, name_of, workspace_of
 from tileweave.transport.workspace import MAX_SLICES, Instance
 
@@ -112,8 +113,17 @@ def simulate(member: Member) -> float:
     return error.item()
 
 
-if __name__ == "__main__":
-    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-    error = launch(simulate, world_size=ranks, device_type=default_device_type())
+def main() -> int:
+    asked = sys.argv[1] if len(sys.argv) > 1 else "2"
+    require(asked.isdecimal(), f"{asked!r} ranks", "a number", "pass one")
+    kind = default_device_type()
+    ranks = default_world_size(kind, int(asked))
+    error = launch(simulate, world_size=ranks, device_type=kind)
+    if error is None:  # under torchrun rank 0 has it
+        return 0
     print(f"{ranks} ranks, {STEPS} steps: largest error {error:.1e}")
-    sys.exit(0 if error < 1e-5 else 1)
+    return 0 if error < 1e-5 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

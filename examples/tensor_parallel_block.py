@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 import tileweave as tw
-from tileweave.launcher import Member, default_device_type, default_world_size, launch
+from tileweave.errors import require
+from tileweave.launcher import Member, default_device_type, default_world_size, exit_code, launch
 from tileweave.nn import ColumnParallelLinear, RowParallelLinear
 from tileweave.ops import reference
 from tileweave.profile.timing import measure
@@ -274,19 +275,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, help="default: 4, fewer where there are fewer GPUs")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--bench", action="store_true", help="time forward + backward instead of training")
-    parser.add_argument("--tokens", type=int, help="sequence * batch; default: 8192 to bench, else 64")
-    parser.add_argument("--sequence", type=int, help="default: 4096 to bench, else 32; at most the tokens")
-    parser.add_argument("--hidden", type=int, help="default: 8192 to bench, else 64")
+    parser.add_argument("--tokens", type=int, help="sequence * batch; default: 8192 to bench on GPUs, else 64")
+    parser.add_argument("--sequence", type=int, help="default: 4096 to bench on GPUs, else 32; at most the tokens")
+    parser.add_argument("--hidden", type=int, help="default: 8192 to bench on GPUs, else 64")
     parser.add_argument("--dtype", choices=sorted(ALLOWED), help="default: bfloat16 on GPUs, float32 elsewhere")
     parser.add_argument("--repeats", type=int, default=9)
     return parser.parse_args()
 
 
-def sizes_of(given: argparse.Namespace, on_gpu: bool) -> Sizes:
+def sizes_of(given: argparse.Namespace, on_gpu: bool, ranks: int) -> Sizes:
     """Small, or those of a Llama 70B block: 128 a head, 8 query heads for each of keys, 3.5 hidden in the MLP."""
-    hidden = given.hidden or (8192 if given.bench else 64)
-    tokens = given.tokens or (8192 if given.bench else 64)
-    sequence = min(given.sequence or (4096 if given.bench else 32), tokens)
+    large = given.bench and on_gpu
+    hidden, tokens = given.hidden or (8192 if large else 64), given.tokens or (8192 if large else 64)
+    sequence = min(given.sequence or (4096 if large else 32), tokens)
+    asked = f"{tokens} tokens in sequences of {sequence}, hidden {hidden}, {ranks} ranks"
+    require(tokens % sequence == 0 and tokens % ranks == 0, asked, "whole sequences, as many tokens a rank", "change tokens")
+    require(hidden % (1024 if hidden >= 1024 else 64) == 0, asked, "hidden a multiple of 64, above 1024 of it", "change hidden")
+    require(
+        given.steps > 0 and given.repeats > 0, f"{given.steps} steps, {given.repeats} repeats", "one or more", "ask for some"
+    )
     sizes = Sizes(
         sequence, tokens // sequence, hidden, width=7 * hidden // 2, dtype=given.dtype or ("bfloat16" if on_gpu else "float32")
     )
@@ -295,16 +302,21 @@ def sizes_of(given: argparse.Namespace, on_gpu: bool) -> Sizes:
 
 def main() -> int:
     given, kind = arguments(), default_device_type()
-    size, sizes = default_world_size(kind, given.ranks), sizes_of(given, kind == "cuda")
+    size = default_world_size(kind, given.ranks)
+    sizes = sizes_of(given, kind == "cuda", size)
     place = f"{size} ranks on {'GPUs' if kind == 'cuda' else 'the CPU'}, {sizes}"
     if given.bench:
         found = launch(bench, sizes, given.repeats, world_size=size, device_type=kind)
+        if found is None:  # under torchrun rank 0 has it
+            return 0
         ours = found["tileweave"]["us"]
         print(f"forward + backward, {place}")
         for name, row in found.items():
             print(f"  {name:34} {row['us']:10.0f} us  {row['us'] / ours:6.3f}x  differs by {row['difference']:.1e}")
         return 0
     losses = launch(train, sizes, given.steps, world_size=size, device_type=kind)
+    if losses is None:
+        return 0
     print(f"losses, {place}")
     for number, (parallel, alone) in enumerate(losses):
         print(f"  step {number}: parallel {parallel:.6f}, one device {alone:.6f}, differ by {abs(parallel / alone - 1):.1e}")
@@ -315,4 +327,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

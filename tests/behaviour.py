@@ -442,7 +442,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) ->
 
 
 def run_example(name: str, *words: str, on_gpu: bool, code: int = 0, seconds: float = 110.0) -> str:
-    """What ``python examples/<name> <words>`` prints; it has to exit with ``code``."""
+    """What ``python examples/<name> <words>`` prints, its errors if it says nothing else; it has to exit with ``code``."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("TILEWEAVE_", "TRITON_INTERPRET"))}
     environment = {**kept, "PYTHONPATH": str(ROOT / "src")}
     if not on_gpu:
@@ -450,4 +450,4 @@ def run_example(name: str, *words: str, on_gpu: bool, code: int = 0, seconds: fl
     command = [sys.executable, str(ROOT / "examples" / name), *words]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return done.stdout or done.stderr

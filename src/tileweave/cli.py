@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tileweave import OPERATORS, __version__
 from tileweave.bench.beforehand import file_for, folder_for, need, need_kernels, picture_for
-from tileweave.errors import InputError, TileweaveError, require
+from tileweave.errors import InputError, require
 from tileweave.launcher import (
     DeviceType,
     RankFailure,
     default_device_type,
     default_world_size,
+    exit_code,
     launch,
     under_torchrun,
 )
@@ -360,9 +360,5 @@ def fuzz(
 
 
 def main() -> None:
-    """Entry point: errors of ours are one line on stderr and exit code 1."""
-    try:
-        app()
-    except TileweaveError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+    """Entry point."""
+    raise SystemExit(exit_code(app))

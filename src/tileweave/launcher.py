@@ -102,6 +102,15 @@ def default_world_size(device_type: DeviceType, wanted: int | None, most: int = 
     return size
 
 
+def exit_code(main: Callable[[], int | None]) -> int:
+    """What a command returns, for ``sys.exit``; of an error of ours one line on stderr, and 1."""
+    try:
+        return main() or 0
+    except TileweaveError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
 def under_torchrun() -> bool:
     """Whether this process is a rank of a world that somebody else started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

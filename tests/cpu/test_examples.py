@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from tests.behaviour import run_example
 from tests.worlds import Member, Worlds
@@ -45,6 +46,14 @@ def test_a_wrong_block_fails(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(text.replace("alone = (whole(x) - target)", "alone = (1.001 * whole(x) - target)"), "utf-8")
     assert "WRONG" in run_example(str(broken), "--ranks", "2", "--steps", "1", on_gpu=False, code=1)
+
+
+@pytest.mark.parametrize(
+    "words", ["tensor_parallel_block.py --hidden 63", "dlrm.py 0", "moe_layer.py --steps 0", "neighbour_exchange.py many"]
+)
+def test_wrong_words_are_answered_in_one_line(words: str) -> None:
+    output = run_example(*words.split(), on_gpu=False, code=1)
+    assert output.startswith("error: asked: ") and "remedy:" in output and len(output.splitlines()) == 1
 
 
 def test_moe_layer_bench(tmp_path: Path) -> None:
