@@ -11,7 +11,6 @@ Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100 rows a sample);
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from torch import nn
 import tileweave as tw
 from tileweave.bench.beforehand import file_for
 from tileweave.errors import require
-from tileweave.launcher import Member, default_device_type, default_world_size, exit_code, launch, under_torchrun
+from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch, under_torchrun
 from tileweave.nn import ShardedEmbeddingBag
 from tileweave.ops.reference import all_reduce
 
@@ -161,4 +160,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    end_with(main)

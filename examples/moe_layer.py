@@ -16,7 +16,6 @@ and shared expert, which every rank has, are summed over ranks.
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from tileweave.bench.environment import environment
 from tileweave.bench.expert_cases import MODELS
 from tileweave.bench.run import forget_case
 from tileweave.errors import require
-from tileweave.launcher import Member, default_device_type, default_world_size, exit_code, launch
+from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
 from tileweave.nn import MoE, SoftmaxTopK
 from tileweave.ops import reference
 from tileweave.ops.routing_plan import reference_plan
@@ -368,4 +367,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    end_with(main)

@@ -30,7 +30,7 @@ import tileweave as tw
 from tileweave.errors import require
 from tileweave.language.remote import put, symm_at
 from tileweave.language.signal import faulted, leave, load_epoch, notify, wait
-from tileweave.launcher import Member, default_device_type, default_world_size, exit_code, launch
+from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
 from tileweave.ops.registry import endpoint, name_of, workspace_of
 from tileweave.transport.workspace import MAX_SLICES, Instance
 
@@ -126,4 +126,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    end_with(main)

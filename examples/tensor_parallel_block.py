@@ -14,7 +14,6 @@ sum over ranks and scatter the sequence again (``matmul_reduce_scatter``). Backw
 import argparse
 import copy
 import math
-import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 import tileweave as tw
 from tileweave.errors import require
-from tileweave.launcher import Member, default_device_type, default_world_size, exit_code, launch
+from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
 from tileweave.nn import ColumnParallelLinear, RowParallelLinear
 from tileweave.ops import reference
 from tileweave.profile.timing import measure
@@ -327,4 +326,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    end_with(main)

@@ -13,7 +13,7 @@ from tileweave.launcher import (
     RankFailure,
     default_device_type,
     default_world_size,
-    exit_code,
+    end_with,
     launch,
     under_torchrun,
 )
@@ -361,4 +361,4 @@ def fuzz(
 
 def main() -> None:
     """Entry point."""
-    raise SystemExit(exit_code(app))
+    end_with(app)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -102,13 +102,12 @@ def default_world_size(device_type: DeviceType, wanted: int | None, most: int = 
     return size
 
 
-def exit_code(main: Callable[[], int | None]) -> int:
-    """What a command returns, for ``sys.exit``; of an error of ours one line on stderr, and 1."""
+def end_with(main: Callable[[], int | None]) -> NoReturn:
+    """End this process with what a command returns; with an error of ours as one line on stderr, and 1."""
     try:
-        return main() or 0
+        sys.exit(main())
     except TileweaveError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        sys.exit(f"error: {error}")
 
 
 def under_torchrun() -> bool:

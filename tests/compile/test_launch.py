@@ -186,11 +186,13 @@ def test_listeners_of_triton_are_noticed() -> None:
 def test_lookups_are_launched_again_with_what_changed(notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the driver is given, by name: at first as Triton was, then what another batch brings and nothing else."""
 
+    prepare = launch.prepare
+
     def with_a_device(compiled: Any, *rest: Any) -> launch.Prepared | None:
         compiled.function = FUNCTION
-        return launch.prepare(compiled, *rest)
+        return prepare(compiled, *rest)
 
-    monkeypatch.setattr(lookups, "prepare", with_a_device)
+    monkeypatch.setattr(launch, "prepare", with_a_device)
     tables, columns, config = [torch.empty(100, 64) for _ in range(3)], (0, 64, 128), EmbeddingConfig()
     word, meta = torch.zeros(4096, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int64)
     peers = Endpoint(torch.empty(3 * 65536), 65536, meta[0], meta[1], word, word[8:], word[16:], word[24:])
@@ -202,7 +204,7 @@ def test_lookups_are_launched_again_with_what_changed(notes: SimpleNamespace, mo
     for (indices, offsets), region in ((first, 1), (second, 2)):
         again(meta, indices, offsets, None, region)
         config_then, function, at = notes.launches[-1]
-        (prepared,) = again.prepared.values()
+        (prepared,) = again.launches.prepared.values()
         assert prepared is not None
         blocks = -(-20 // config.bags)
         at_once = {"global_scratch": 0, "profile_scratch": 0, "rank": 1, "region": region, "region_size": 65536}
@@ -217,4 +219,4 @@ def test_lookups_are_launched_again_with_what_changed(notes: SimpleNamespace, mo
         assert seen == {name: wanted[name] for name in seen} and set(wanted) - set(seen) <= {"rank"}, "what is 1 takes no place"
         assert (config_then.grid[0], function, len(notes.launches)) == (again.programs, FUNCTION, region)
     again(meta, second[0].new_zeros(1 + 640)[1:], second[1], None, 0)
-    assert len(again.prepared) == 2, "other alignment, other code"
+    assert len(again.launches.prepared) == 2, "other alignment, other code"

@@ -49,7 +49,7 @@ from triton.language.target_info import is_hip
 from tileweave.config import MatmulConfig
 from tileweave.kernels.all_to_all_matmul import copy_exchanged, multiply_sources, push_parts
 from tileweave.kernels.endpoint import Endpoint, lines
-from tileweave.kernels.launch import Prepared, hooked, prepare
+from tileweave.kernels.launch import Launches
 from tileweave.language.matmul import give_part, matmul_tile, take_parts
 from tileweave.language.meet import await_pushed, meet
 from tileweave.language.remote import get, put_all
@@ -278,7 +278,7 @@ class Launcher:
             parts.world_size, self.slices, self.push, PUSH_BLOCK, s.spans_shards and not parts.side_by_side, s.split_tail,
             c.tile_m, c.tile_n, c.tile_k, c.group_m, parts.depth % c.tile_k == 0,
         )  # fmt: skip
-        self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
+        self.launches = Launches(all_gather_matmul_kernel, WORDS, num_warps=c.num_warps, num_stages=c.num_stages)
 
     def __call__(
         self,
@@ -291,7 +291,7 @@ class Launcher:
         trace: torch.Tensor | None = None,
     ) -> None:
         """Launch on the current stream. ``slot``: which one a copy-engine call uses; a push reads it from the epoch."""
-        peers, s, c = self.peers, self.schedule, self.config
+        peers, s = self.peers, self.schedule
         partials = out
         if self.part_words:
             partials = torch.empty(self.part_words, dtype=torch.float32, device=x.device)
@@ -299,19 +299,15 @@ class Launcher:
         tensors = (x, w, added, out, kept, partials, peers.control if trace is None else trace)
         words = [tensor.data_ptr() for tensor in tensors]
         variant = (*[word % 16 == 0 for word in words], bias is None, gathered is None, trace is None)
-        prepared = self.prepared.get(variant)
-        if prepared is not None and not hooked():
-            return prepared((*words, slot))
-        stride_w, depth_first = lines(w.stride())
-        arguments = (
-            *tensors[:5], peers.slots, partials, peers.counters,
-            peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, tensors[6],
-            self.parts.rank, slot, peers.slot_size, s.rows, s.cols, self.parts.depth, stride_w, *self.integers,
-            bias is not None, gathered is not None, trace is not None, self.parts.exchange, self.parts.side_by_side,
-            depth_first,
-        )  # fmt: skip
-        options = {"num_warps": c.num_warps, "num_stages": c.num_stages}
-        compiled = all_gather_matmul_kernel[(s.num_programs,)](*arguments, **options)
-        if variant not in self.prepared:
-            self.prepared[variant] = prepare(compiled, s.num_programs, arguments, WORDS)
-        return None
+
+        def arguments() -> tuple[object, ...]:
+            stride_w, depth_first = lines(w.stride())
+            return (
+                *tensors[:5], peers.slots, partials, peers.counters,
+                peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, tensors[6],
+                self.parts.rank, slot, peers.slot_size, s.rows, s.cols, self.parts.depth, stride_w, *self.integers,
+                bias is not None, gathered is not None, trace is not None, self.parts.exchange, self.parts.side_by_side,
+                depth_first,
+            )  # fmt: skip
+
+        self.launches(s.num_programs, variant, arguments, (*words, slot))

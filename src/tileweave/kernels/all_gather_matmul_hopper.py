@@ -15,7 +15,6 @@ Limits: rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16 by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from triton.experimental import gluon
@@ -25,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from tileweave.config import MatmulConfig
 from tileweave.kernels.all_gather_matmul_load import MIN_SPAN, load_partition
 from tileweave.kernels.all_gather_matmul_move import move_partition
-from tileweave.kernels.descriptors import Pointer, descriptor, weight
+from tileweave.kernels.descriptors import based, descriptor, weight
 from tileweave.kernels.endpoint import Endpoint, lines
-from tileweave.kernels.launch import Prepared, hooked, prepare
+from tileweave.kernels.launch import Launches
 from tileweave.language.hopper import (
     FAULT,
     await_parts,
@@ -199,8 +198,7 @@ class Launcher:
             c.num_stages, c.num_warps, halves,
         )  # fmt: skip
         # 12 warps share the registers: 8 + 1 + 2, or 4 + 1 + 4, each sum rounded up to whole warpgroups
-        self.options = {"num_warps": c.num_warps, "maxnreg": 168}
-        self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
+        self.launches = Launches(all_gather_matmul_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168)
 
     def __call__(
         self,
@@ -222,23 +220,18 @@ class Launcher:
         stamps = self.peers.control if trace is None else trace
         bias_at, gathered_at = added.data_ptr(), kept.data_ptr()
         variant = (to % 16 == 0, bias_at % 16 == 0, gathered_at % 16 == 0, bias is None, gathered is None, trace is None)
-        prepared = self.prepared.get(variant)
         bases = (x.data_ptr() + self.shift, w.data_ptr(), to if by_tma else self.base)
-        if prepared is not None and not hooked():
-            words = (x.data_ptr(), bias_at, to, gathered_at, partials.data_ptr(), stamps.data_ptr(), slot)
-            return prepared(words, bases)
-        peers = self.peers
-        x_desc, w_desc, out_desc = (
-            replace(held, base=Pointer(base, x.dtype)) for held, base in zip(self.descriptors, bases, strict=True)
-        )
-        arguments = (
-            x_desc, *self.slots, w_desc, out_desc, x, added, out, kept, peers.slots, partials, peers.counters,
-            peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, stamps,
-            self.parts.rank, slot, peers.slot_size, *self.integers, *self.constants,
-            bias is not None, gathered is not None, by_tma, self.schedule.split_tail, trace is not None,
-            self.parts.exchange, self.parts.side_by_side, self.depth_first,
-        )  # fmt: skip
-        compiled = all_gather_matmul_hopper_kernel[(self.programs,)](*arguments, **self.options)
-        if variant not in self.prepared:
-            self.prepared[variant] = prepare(compiled, self.programs, arguments, WORDS, MAPS)
-        return None
+        words = (x.data_ptr(), bias_at, to, gathered_at, partials.data_ptr(), stamps.data_ptr(), slot)
+
+        def arguments() -> tuple[object, ...]:
+            peers = self.peers
+            x_desc, w_desc, out_desc = based(self.descriptors, bases, x.dtype)
+            return (
+                x_desc, *self.slots, w_desc, out_desc, x, added, out, kept, peers.slots, partials, peers.counters,
+                peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, stamps,
+                self.parts.rank, slot, peers.slot_size, *self.integers, *self.constants,
+                bias is not None, gathered is not None, by_tma, self.schedule.split_tail, trace is not None,
+                self.parts.exchange, self.parts.side_by_side, self.depth_first,
+            )  # fmt: skip
+
+        self.launches(self.programs, variant, arguments, words, bases)

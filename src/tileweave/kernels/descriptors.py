@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -41,3 +42,8 @@ def descriptor(address: int, dtype: torch.dtype, shape: list[int], stride: int, 
     kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for(tile, kind)
     return TensorDescriptor(Pointer(address, dtype), shape, [stride, 1], tile, layout)
+
+
+def based(held: Sequence[TensorDescriptor], addresses: Sequence[int], dtype: torch.dtype) -> tuple[TensorDescriptor, ...]:
+    """``held``, each at its address."""
+    return tuple(replace(one, base=Pointer(at, dtype)) for one, at in zip(held, addresses, strict=True))

@@ -47,7 +47,7 @@ import triton.language as tl
 
 from tileweave.kernels.embedding_lookup import block_at, pool_bags, store_bags, table_at
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.kernels.launch import Prepared, hooked, prepare
+from tileweave.kernels.launch import Launches
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import (
     MEETING_US,
@@ -178,8 +178,8 @@ class Launcher:
         self.peers, self.rank, self.made = peers, rank, made
         self.sizes = (batch, chunk, count, blocks, config.run_of(blocks), min(config.lag, rounds), width, end - begin)
         self.constants = (world_size, *(made[name] for name in ("DTYPE", "ALIGN", "BLOCK_D", "BAGS", "UNROLL")), mean)
-        self.options = {name: made[name] for name in ("num_warps", "num_stages")}
-        self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
+        options = {name: made[name] for name in ("num_warps", "num_stages")}
+        self.launches = Launches(embedding_bag_all_to_all_kernel, WORDS, **options)
 
     def __call__(
         self, meta: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, region: int
@@ -188,15 +188,12 @@ class Launcher:
         held = (meta, indices, offsets, indices if weights is None else weights)
         words, number = tuple(t.data_ptr() for t in held), indices.numel()
         variant = (number < 2**31, *(at % 16 == 0 for at in words))  # what Triton specialises for
-        prepared = self.prepared.get(variant)
-        if prepared is not None and not hooked():
-            return prepared((*words, region, number))
-        p = self.peers
-        arguments = (
-            *held, p.slots, p.slot_table, p.signal_table, p.signals, p.control, p.report, p.counters,
-            self.rank, region, p.slot_size, number, *self.sizes, *self.constants, weights is not None,
-        )  # fmt: skip
-        compiled = embedding_bag_all_to_all_kernel[(self.programs,)](*arguments, **self.options)
-        if variant not in self.prepared:
-            self.prepared[variant] = prepare(compiled, self.programs, arguments, WORDS)
-        return None
+
+        def arguments() -> tuple[object, ...]:
+            p = self.peers
+            return (
+                *held, p.slots, p.slot_table, p.signal_table, p.signals, p.control, p.report, p.counters,
+                self.rank, region, p.slot_size, number, *self.sizes, *self.constants, weights is not None,
+            )  # fmt: skip
+
+        self.launches(self.programs, variant, arguments, (*words, region, number))

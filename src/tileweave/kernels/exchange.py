@@ -31,7 +31,7 @@ import triton.language as tl
 from tileweave.config import MatmulConfig
 from tileweave.errors import require
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.kernels.launch import Prepared, hooked, prepare
+from tileweave.kernels.launch import Launches
 from tileweave.language.marked import expected_zero, put_marked, take_each, take_marked
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import faulted, leave_early, load_epoch
@@ -150,7 +150,7 @@ class Launcher:
         self.programs = min(num_sms * beside, cdiv(size, self.block))
         self.sizes = (rank, peers.slot_size, size, total, cols)
         self.constants = (world_size, triton.next_power_of_2(world_size - 1), self.block, reduce, gather)
-        self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
+        self.launches = Launches(exchange_kernel, WORDS, num_warps=config.num_warps)
 
     def __call__(
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
@@ -159,16 +159,13 @@ class Launcher:
         held = [x, out if bias is None else bias, out if residual is None else residual, out]
         words = tuple(t.data_ptr() for t in held)
         variant = (bias is None, residual is None, *(at % 16 == 0 for at in words))
-        prepared = self.prepared.get(variant)
-        if prepared is not None and not hooked():
-            return prepared(words)
-        require(x.is_contiguous() and out.is_contiguous(), "rows with gaps", "contiguous x and out", "call .contiguous()")
-        peers = self.peers
-        arguments = (
-            *held, peers.slots, peers.slot_table, peers.control, peers.report, *self.sizes, *self.constants,
-            bias is not None, residual is not None,
-        )  # fmt: skip
-        compiled = exchange_kernel[(self.programs,)](*arguments, num_warps=self.config.num_warps)
-        if variant not in self.prepared:
-            self.prepared[variant] = prepare(compiled, self.programs, arguments, WORDS)
-        return None
+
+        def arguments() -> tuple[object, ...]:
+            require(x.is_contiguous() and out.is_contiguous(), "rows with gaps", "contiguous x and out", "call .contiguous()")
+            peers = self.peers
+            return (
+                *held, peers.slots, peers.slot_table, peers.control, peers.report, *self.sizes, *self.constants,
+                bias is not None, residual is not None,
+            )  # fmt: skip
+
+        self.launches(self.programs, variant, arguments, words)

@@ -19,8 +19,6 @@ Limits: rows of y, experts and out at multiples of 16 bytes, experts contiguous;
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 from triton.experimental import gluon
@@ -29,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.config_combine import CombineConfig, CombineCut, partial_bytes
 from tileweave.kernels import grouped_tiles
-from tileweave.kernels.descriptors import Pointer, descriptor
+from tileweave.kernels.descriptors import based, descriptor
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.grouped_combine_tasks import (
     COUNTER_WORDS,
@@ -41,7 +39,7 @@ from tileweave.kernels.grouped_combine_tasks import (
     push_weights,
     serve_tickets,
 )
-from tileweave.kernels.launch import Prepared, hooked, prepare
+from tileweave.kernels.launch import Launches
 from tileweave.language.hopper import (
     block_barrier,
     drain_tma_stores,
@@ -283,8 +281,8 @@ class Launcher:
             triton.next_power_of_2(max(s.experts, 32 * c.num_warps)), c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages,
             c.num_warps, depth_first, c.block_tokens, c.block_cols, late_cols(c), REDUCE_WARPS, 152,
         )  # fmt: skip
-        self.options = {"num_warps": c.num_warps, "maxnreg": 168}  # 12 warps share the registers: 8 or 4, + 1 + 2, rounded up
-        self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
+        # 12 warps share the registers: 8 or 4, + 1 + 2, rounded up
+        self.launches = Launches(grouped_matmul_combine_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168)
 
     def __call__(
         self,
@@ -308,19 +306,14 @@ class Launcher:
         words = tuple(t.data_ptr() for t in tensors)
         variant = (weights is None, *(at % 16 == 0 for at in words))
         bases = (y.data_ptr(), experts.data_ptr(), words[0])
-        prepared = self.prepared.get(variant)
-        if prepared is not None and not hooked():
-            return prepared((*words, out.shape[0]), bases)
-        y_desc, w_desc, products_desc = (
-            replace(held, base=Pointer(base, y.dtype)) for held, base in zip(self.descriptors, bases, strict=True)
-        )
-        slot_bytes = peers.slot_size * y.element_size()
-        arguments = (
-            y_desc, w_desc, products_desc, *tensors, peers.slots, peers.counters, peers.slot_table, peers.signal_table,
-            peers.signals, peers.control, peers.report, self.rank, peers.slot_size, partial_bytes(s) // 4, slot_bytes // 4,
-            out.shape[0], *self.integers, s.world_size, s.topk, weights is not None, *self.constants,
-        )  # fmt: skip
-        compiled = grouped_matmul_combine_hopper_kernel[(self.programs,)](*arguments, **self.options)
-        if variant not in self.prepared:
-            self.prepared[variant] = prepare(compiled, self.programs, arguments, WORDS, MAPS)
-        return None
+
+        def arguments() -> tuple[object, ...]:
+            slot_bytes = peers.slot_size * y.element_size()
+            return (
+                *based(self.descriptors, bases, y.dtype), *tensors, peers.slots, peers.counters, peers.slot_table,
+                peers.signal_table, peers.signals, peers.control, peers.report, self.rank, peers.slot_size,
+                partial_bytes(s) // 4, slot_bytes // 4, out.shape[0], *self.integers, s.world_size, s.topk,
+                weights is not None, *self.constants,
+            )  # fmt: skip
+
+        self.launches(self.programs, variant, arguments, (*words, out.shape[0]), bases)

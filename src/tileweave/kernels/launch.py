@@ -10,7 +10,7 @@ What a parameter block looks like is the compiler's affair; ``tests/compile`` ho
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -87,6 +87,35 @@ def layout(signature: Mapping[str, Any]) -> dict[str, str] | None:
         else:
             return None
     return found | dict.fromkeys(_SCRATCH, "pointer")
+
+
+class Launches:
+    """Launches of ``kernel`` with ``options``: the first of each variant by Triton, later ones from what it was given then.
+
+    ``words``, ``maps``: names of arguments that change from launch to launch; see :func:`prepare`.
+    """
+
+    def __init__(self, kernel: Any, words: Sequence[str], maps: Sequence[str] = (), **options: int) -> None:
+        self._kernel, self._names, self._options = kernel, (words, maps), options
+        self.prepared: dict[Hashable, Prepared | None] = {}
+
+    def __call__(
+        self, programs: int, variant: Hashable, arguments: Callable[[], Sequence[Any]], words: Sequence[Any],
+        addresses: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Launch on the current stream.
+
+        variant : whatever Triton specialises for, and ``programs`` where they vary. arguments : makes all of them.
+        words, addresses : values of the words, base addresses of the maps.
+        """
+        prepared = self.prepared.get(variant)
+        if prepared is not None and not hooked():
+            return prepared(words, addresses)
+        given = arguments()
+        compiled = self._kernel[(programs,)](*given, **self._options)
+        if variant not in self.prepared:
+            self.prepared[variant] = prepare(compiled, programs, given, *self._names)
+        return None
 
 
 def hooked() -> bool:

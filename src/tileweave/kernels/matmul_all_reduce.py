@@ -33,7 +33,7 @@ import triton.language as tl
 
 from tileweave.config import MatmulConfig
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.kernels.launch import Prepared, hooked, prepare
+from tileweave.kernels.launch import Launches
 from tileweave.language.marked import expected_zero, put_marked, take_marked
 from tileweave.language.matmul import matmul_tile
 from tileweave.language.remote import symm_at
@@ -145,7 +145,7 @@ class Launcher:
     def __init__(self, peers: Endpoint, world_size: int, rank: int, cols: int, config: MatmulConfig) -> None:
         self.peers, self.world_size, self.rank, self.cols, self.config = peers, world_size, rank, cols, config
         self.num_tiles = -(-cols // config.tile_n)
-        self.prepared: dict[tuple[object, ...], Prepared | None] = {}
+        self.launches = Launches(matmul_all_reduce_kernel, WORDS, num_warps=config.num_warps, num_stages=config.num_stages)
 
     def __call__(
         self,
@@ -163,21 +163,17 @@ class Launcher:
         held = [out if t is None else t for t in tensors]
         words = [t.data_ptr() for t in held]
         variant = (x.shape, x.stride(0), w.stride(0), *(t is None for t in tensors), *(at % 16 == 0 for at in words))
-        prepared = self.prepared.get(variant)
-        if prepared is not None and not hooked():
-            return prepared((*words, eps))
         (rows, depth), norm = x.shape, norm_weight is not None
-        programs = self.num_tiles + (rows if norm else 0)
-        constants = (
-            self.world_size, c.tile_m, c.tile_n, c.tile_k, depth % c.tile_k == 0, bias is not None, residual is not None, norm,
-            NORM_BLOCK,
-        )  # fmt: skip
-        arguments = (
-            *held, peers.slots, peers.slot_table, peers.counters, peers.control, peers.report, self.rank, peers.slot_size,
-            self.num_tiles * c.tile_m * c.tile_n, rows, self.cols, depth, x.stride(0), w.stride(0), self.num_tiles,
-            -(-depth // c.tile_k), eps, *constants,
-        )  # fmt: skip
-        compiled = matmul_all_reduce_kernel[(programs,)](*arguments, num_warps=c.num_warps, num_stages=c.num_stages)
-        if variant not in self.prepared:
-            self.prepared[variant] = prepare(compiled, programs, arguments, WORDS)
-        return None
+
+        def arguments() -> tuple[object, ...]:
+            constants = (
+                self.world_size, c.tile_m, c.tile_n, c.tile_k, depth % c.tile_k == 0, bias is not None, residual is not None,
+                norm, NORM_BLOCK,
+            )  # fmt: skip
+            return (
+                *held, peers.slots, peers.slot_table, peers.counters, peers.control, peers.report, self.rank, peers.slot_size,
+                self.num_tiles * c.tile_m * c.tile_n, rows, self.cols, depth, x.stride(0), w.stride(0), self.num_tiles,
+                -(-depth // c.tile_k), eps, *constants,
+            )  # fmt: skip
+
+        self.launches(self.num_tiles + (rows if norm else 0), variant, arguments, (*words, eps))

@@ -9,14 +9,13 @@ Limits: rows of x, rows (or columns) of w and of a part at multiples of 16 bytes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from tileweave.config import MatmulConfig
-from tileweave.kernels.descriptors import Pointer, descriptor, weight
+from tileweave.kernels.descriptors import based, descriptor, weight
 from tileweave.kernels.endpoint import Endpoint, lines
-from tileweave.kernels.launch import Prepared, hooked, prepare
+from tileweave.kernels.launch import Launches
 from tileweave.kernels.matmul_all_to_all import steps
 from tileweave.kernels.matmul_reduce_scatter_epilogue import PIECE
 from tileweave.kernels.matmul_reduce_scatter_hopper import MAPS, WORDS, matmul_reduce_scatter_hopper_kernel
@@ -55,8 +54,8 @@ class Launcher:
             s.world_size, self.push, False, False, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages, c.num_warps,
         )  # fmt: skip
         self.depth_first = lines(strides_w)[1]
-        self.options = {"num_warps": c.num_warps, "maxnreg": 168}  # as in matmul_reduce_scatter_hopper.py
-        self.prepared: dict[tuple[bool, ...], Prepared | None] = {}
+        # registers as in matmul_reduce_scatter_hopper.py
+        self.launches = Launches(matmul_reduce_scatter_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168)
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, slot: int) -> None:
         """Launch on the current stream; as ``matmul_all_to_all.Launcher``, for what ``descriptors.fits``."""
@@ -70,17 +69,14 @@ class Launcher:
         bases = (x.data_ptr(), w.data_ptr(), to + self.shift, self.base + slot * self.slot_bytes)
         if self.push:
             bases = (*bases[:2], self.base, self.base)
-        prepared = self.prepared.get(variant)
-        if prepared is not None and not hooked():
-            return prepared((bias_at, to, to, partials.data_ptr(), peers.control.data_ptr(), slot), bases)
-        maps = (replace(held, base=Pointer(base, x.dtype)) for held, base in zip(self.descriptors, bases, strict=True))
-        x_desc, w_desc, out_desc, staging_desc = maps
-        arguments = (
-            x_desc, w_desc, *self.slots, out_desc, staging_desc, added, out, out, peers.slots, partials, peers.counters,
-            peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, peers.control,
-            s.rank, slot, *self.integers, bias is not None, False, s.split_tail, False, True, self.depth_first,
-        )  # fmt: skip
-        compiled = matmul_reduce_scatter_hopper_kernel[(s.num_programs,)](*arguments, **self.options)
-        if variant not in self.prepared:
-            self.prepared[variant] = prepare(compiled, s.num_programs, arguments, WORDS, MAPS)
-        return None
+        words = (bias_at, to, to, partials.data_ptr(), peers.control.data_ptr(), slot)
+
+        def arguments() -> tuple[object, ...]:
+            x_desc, w_desc, out_desc, staging_desc = based(self.descriptors, bases, x.dtype)
+            return (
+                x_desc, w_desc, *self.slots, out_desc, staging_desc, added, out, out, peers.slots, partials, peers.counters,
+                peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, peers.control,
+                s.rank, slot, *self.integers, bias is not None, False, s.split_tail, False, True, self.depth_first,
+            )  # fmt: skip
+
+        self.launches(s.num_programs, variant, arguments, words, bases)

@@ -19,7 +19,6 @@ too, and ``tile_k`` 64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from triton.experimental import gluon
@@ -27,9 +26,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.config import MatmulConfig
-from tileweave.kernels.descriptors import Pointer, descriptor, weight
+from tileweave.kernels.descriptors import based, descriptor, weight
 from tileweave.kernels.endpoint import Endpoint, lines
-from tileweave.kernels.launch import Prepared, hooked, prepare
+from tileweave.kernels.launch import Launches
 from tileweave.kernels.matmul_reduce_scatter_epilogue import (
     BOXES,
     MAX_SLICES,
@@ -306,8 +305,8 @@ class Launcher:
             s.world_size, self.push, s.spans_shards, all_reduce, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages,
             c.num_warps,
         )  # fmt: skip
-        self.options = {"num_warps": c.num_warps, "maxnreg": 168}  # 12 warps share the registers: 8 or 4, + 1 + 1, rounded up
-        self.prepared: dict[tuple[object, ...], Prepared | None] = {}
+        # 12 warps share the registers: 8 or 4, + 1 + 1, rounded up
+        self.launches = Launches(matmul_reduce_scatter_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168)
 
     def __call__(
         self,
@@ -329,24 +328,21 @@ class Launcher:
         more = out if residual is None else residual
         bias_at, more_at, total = added.data_ptr(), more.data_ptr(), x.shape[0]
         variant = (to % 16 == 0, bias_at % 16 == 0, more_at % 16 == 0, bias is None, residual is None, trace is None, total)
-        prepared = self.prepared.get(variant)
         bases = (x.data_ptr(), w.data_ptr(), to, self.base if staging is None else staging.data_ptr())
         if self.push:
             bases = (*bases[:2], self.base, self.base)
-        if prepared is not None and not hooked():
-            return prepared((bias_at, more_at, to, partials.data_ptr(), stamps.data_ptr(), slot), bases)
-        x_desc = descriptor(self.base, self.dtype, [total, s.depth], self.stride_x, [c.tile_m, c.tile_k])
-        x_desc, w_desc, out_desc, staging_desc = (
-            replace(held, base=Pointer(base, x.dtype))
-            for held, base in zip((x_desc, self.w_desc, self.out_desc, self.staging_desc), bases, strict=True)
-        )
-        arguments = (
-            x_desc, w_desc, *self.slots, out_desc, staging_desc, added, more, out, peers.slots, partials, peers.counters,
-            peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, stamps,
-            s.rank, slot, peers.slot_size, s.place_elements, s.rows, total, s.cols, *NO_PARTS, *self.integers, *self.constants,
-            bias is not None, residual is not None, s.split_tail, trace is not None, False, self.depth_first,
-        )  # fmt: skip
-        compiled = matmul_reduce_scatter_hopper_kernel[(s.num_programs,)](*arguments, **self.options)
-        if variant not in self.prepared:
-            self.prepared[variant] = prepare(compiled, s.num_programs, arguments, WORDS, MAPS)
-        return None
+        words = (bias_at, more_at, to, partials.data_ptr(), stamps.data_ptr(), slot)
+
+        def arguments() -> tuple[object, ...]:
+            x_desc = descriptor(self.base, self.dtype, [total, s.depth], self.stride_x, [c.tile_m, c.tile_k])
+            maps = (x_desc, self.w_desc, self.out_desc, self.staging_desc)
+            x_desc, w_desc, out_desc, staging_desc = based(maps, bases, x.dtype)
+            return (
+                x_desc, w_desc, *self.slots, out_desc, staging_desc, added, more, out, peers.slots, partials, peers.counters,
+                peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, stamps,
+                s.rank, slot, peers.slot_size, s.place_elements, s.rows, total, s.cols, *NO_PARTS, *self.integers,
+                *self.constants, bias is not None, residual is not None, s.split_tail, trace is not None, False,
+                self.depth_first,
+            )  # fmt: skip
+
+        self.launches(s.num_programs, variant, arguments, words, bases)

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.kernels.launch import Prepared, hooked, prepare
+from tileweave.kernels.launch import Launches
 from tileweave.kernels.moe_sort import MAX_SLICES, count_kernel, lowest_expert, place_kernel, push_ids
 from tileweave.language.signal import leave, load_epoch, wait
 from tileweave.schedule_grouped import RoutingCut
@@ -157,31 +157,26 @@ class Launcher:
         if cut.launches == 1:
             divided = max(1, min(most // experts, world_size * triton.cdiv(size, cut.block)))
             programs = max(1, min(most, experts * max(divided, world_size)))
-            self.kernels = [(moe_routing_kernel, programs)]
+            self.kernels = [(Launches(moe_routing_kernel, WORDS, num_warps=NUM_WARPS), programs)]
         else:
             divided = cut.span(world_size * size, num_sms)
             units = min(most, cut.units(world_size, max_tokens, topk, num_sms))
-            self.kernels = [(count_kernel, cut.slices + units), (place_kernel, units)]
+            count, place = (Launches(kernel, WORDS, num_warps=NUM_WARPS) for kernel in (count_kernel, place_kernel))
+            self.kernels = [(count, cut.slices + units), (place, units)]
         self.arguments = (
             peers.slots, peers.slot_size, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
             peers.counters, rank, max_tokens, topk, experts, bound, divided, world_size, cut.slices,
             triton.next_power_of_2(experts), triton.next_power_of_2(topk), cut.block,
         )  # fmt: skip
-        self.prepared: dict[tuple[torch.dtype, bool], list[Prepared | None]] = {}
 
     def __call__(self, topk_ids: torch.Tensor, table: torch.Tensor, tokens: int) -> None:
         """Launch on the current stream: topk_ids [tokens, k] -> the plan's ``table``."""
         at, address = topk_ids.data_ptr(), table.data_ptr()
         variant = (topk_ids.dtype, (at | address) % 16 == 0)
-        prepared = self.prepared.get(variant)
-        if prepared is not None and None not in prepared and not hooked():
-            words = (at, *(address + 4 * begin for begin in self.begins), tokens)
-            for launch in prepared:
-                launch(words)
-            return
-        arguments = (topk_ids, *(table[begin:] for begin in self.begins), tokens, *self.arguments)
-        compiled = [kernel[(programs,)](*arguments, num_warps=NUM_WARPS) for kernel, programs in self.kernels]
-        if prepared is None:
-            self.prepared[variant] = [
-                prepare(made, programs, arguments, WORDS) for made, (_, programs) in zip(compiled, self.kernels, strict=True)
-            ]
+        words = (at, *(address + 4 * begin for begin in self.begins), tokens)
+
+        def arguments() -> tuple[object, ...]:
+            return topk_ids, *(table[begin:] for begin in self.begins), tokens, *self.arguments
+
+        for launches, programs in self.kernels:
+            launches(programs, variant, arguments, words)
