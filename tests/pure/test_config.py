@@ -22,6 +22,7 @@ from tileweave.config import (
     plan_matmul_reduce_scatter,
     scatter_schedule_for,
     schedule_for,
+    tuned_entries,
 )
 from tileweave.topology import CPU, H200, Machine, preset
 
@@ -129,6 +130,23 @@ def test_an_empty_dimension_is_unfused(machine: Machine, which: str) -> None:
     plan = plan_all_gather_matmul(problem(**{which: 0}), machine, True)
     assert plan == Plan("unfused", plan.reason)
     assert "zero" in plan.reason
+
+
+def test_rows_between_sectors_get_wider_tiles() -> None:
+    """5000 bf16 are 16 bytes more than whole sectors; 5056 are whole lines."""
+    odd, even = (
+        plan_all_gather_matmul(problem(2, rows=2042, cols=5000, depth=k, dtype="bfloat16"), H200, False) for k in (5000, 5056)
+    )
+    assert odd.config is not None and even.config is not None
+    assert (odd.config.tile_n, even.config.tile_n) == (256, 128) and "odd multiples" in odd.reason
+    again = plan_all_gather_matmul(problem(2, rows=2042, cols=5000, depth=5000, dtype="bfloat16"), H200, False)
+    assert again.config is odd.config, "calls are kept by the identity of their configuration"
+    few = plan_all_gather_matmul(problem(2, rows=8, cols=5000, depth=5000, dtype="bfloat16"), H200, False)
+    assert (
+        few.config is not None
+        and few.config.transport == "sm"
+        and few.config in [e.config for e in tuned_entries("all_gather_matmul")]
+    )
 
 
 def test_float32_is_unfused_on_gpus_only() -> None:
