@@ -23,12 +23,12 @@ from tileweave.explore.interpreter import exploring
 from tileweave.explore.memory import Violation
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import AllGatherMatmul, Drawn, MatmulReduce, OneShot, triton_config
-from tileweave.explore.scenarios_embedding import DIM, EmbeddingBag
+from tileweave.explore.scenarios_embedding import DIM, EmbeddingBag, TableGradient
 from tileweave.explore.search import SCENARIOS as EXPLORED
 from tileweave.explore.strategies import Walk
 from tileweave.explore.tasks import Task
 from tileweave.kernels import embedding_bag_all_to_all as lookups
-from tileweave.kernels import exchange, matmul_all_reduce
+from tileweave.kernels import embedding_gradient, exchange, matmul_all_reduce
 from tileweave.language import interpreted, marked
 from tileweave.ops.embedding_bag_all_to_all_fused import BACKWARD
 from tileweave.sharding import EmbeddingConfig
@@ -51,6 +51,7 @@ SCENARIOS = (
 STANDING = (
     OneShot("one shot", triton_config("sm", shots=1), ((3, 16, 16),), norm=False),
     MatmulReduce("library", "matmul_reduce_scatter", triton_config("sm", kernel="library"), ((16, 16, 16),), (1,)),
+    TableGradient("alone by copy engines", 1, 2, "copy_engine", alone=True),
 )
 READY, DONE = lookups.READY.value, lookups.DONE.value
 
@@ -169,26 +170,37 @@ def found_where_ranks_never_come(how: str) -> list[str]:
     return found
 
 
-def found_where_a_kernel_stands_still() -> list[str]:
-    """Rank 1 stands still in its first call's kernel, behind its pushes, until rank 0 has given up the second call and ended
-    the third, which has the first one's slot: rank 1's first result is right or NaN all the same. For a process of its own."""
+def found_where_a_rank_stands_still(forgets: str = "") -> list[str]:
+    """Rank 1 stands still in its first call, behind its pushes, until rank 0 has given up the second call and ended the third,
+    which has the first one's slot: rank 1's first result is right, or NaN, or reported all the same.
+
+    For a process of its own. ``forgets``: a word of gradients by copy engines that does nothing then, so that faults are found.
+    """
     latest: list[Clock] = []
     _go_by(latest)
     held: list[Task] = []
+
+    def stand() -> None:
+        tasks = latest[-1].tasks
+        if not held and tasks.current.rank == 1:
+            held.append(tasks.current)
+            tasks.block()
+
+    def and_stand(word: Callable[..., Any]) -> Callable[..., None]:
+        def both(*words: Any) -> None:
+            word(*words)
+            stand()
+
+        return both
+
     for module in (exchange, matmul_all_reduce):
-        early = module.leave_early
-
-        def leave_and_stand(*words: Any, early: Any = early) -> None:
-            early(*words)
-            tasks = latest[-1].tasks
-            if not held and tasks.current.rank == 1:
-                held.append(tasks.current)
-                tasks.block()
-
-        module.leave_early = leave_and_stand
+        module.leave_early = and_stand(module.leave_early)
+    embedding_gradient.Push.launch_alone = and_stand(embedding_gradient.Push.launch_alone)
+    if forgets:
+        setattr(embedding_gradient, forgets, lambda first, *_: first)
     found = []
     with exploring() as enter:
-        for scenario, seed in product(STANDING, range(4)):
+        for scenario, seed in product(STANDING[-1:] if forgets else STANDING, range(4)):
             world, results = _world(2, 1, seed, enter, latest), []
             held.clear()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.explore.agreement import found_while_clocks_leap, told_of_what_does_not_come_again, triton_and_blocks_agree
 from tests.explore.hunt import MUTANTS
-from tests.explore.lateness import found_where_a_kernel_stands_still, found_where_ranks_never_come
+from tests.explore.lateness import found_where_a_rank_stands_still, found_where_ranks_never_come
 from tests.explore.partitions import found_in_partitions
 
 from tileweave.errors import InputError
@@ -59,9 +59,15 @@ def test_ranks_that_never_come_are_named_and_everything_ends(how: str) -> None:
         assert processes.submit(found_where_ranks_never_come, how).result() == []
 
 
-def test_a_rank_that_stands_still_in_a_kernel_is_not_overwritten() -> None:
+def test_a_rank_that_stands_still_is_not_overwritten() -> None:
     with pool(1) as processes:
-        assert processes.submit(found_where_a_kernel_stands_still).result() == []
+        assert processes.submit(found_where_a_rank_stands_still).result() == []
+
+
+@pytest.mark.parametrize("word", ["refuse_gone", "or_gone"])
+def test_a_rank_that_forgets_who_gave_up_is_found(word: str) -> None:
+    with pool(1) as processes:
+        assert processes.submit(found_where_a_rank_stands_still, word).result()
 
 
 def test_replay() -> None:
