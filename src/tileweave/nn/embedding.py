@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,8 @@ class ShardedEmbeddingBag(nn.Module):
         for number, shard in enumerate(self.plan.of_rank(self.rank)):
             weight = torch.empty(self.plan.tables[shard.table].rows, shard.dim, dtype=dtype, device=device)
             self.register_parameter(f"weight_{number}", nn.Parameter(weight))
+        # A rank without tables learns from this whether the others have theirs trained. In no checkpoint.
+        self.anchor = None if self.plan.of_rank(self.rank) else nn.Parameter(torch.zeros(0, device=device))
         fits = optimizer in (None, "sgd", "adagrad")
         require(fits, f"optimizer {optimizer!r}", 'None, "sgd" or "adagrad"', "pass one of these")
         self.kind, self.epsilon, self.dtype = optimizer, epsilon, dtype
@@ -94,6 +97,14 @@ class ShardedEmbeddingBag(nn.Module):
             if old is not None and now is not None and now.dtype != old.dtype:
                 self._buffers[name] = old.to(now.device)
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop(f"{prefix}anchor", None)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        known = state_dict if self.anchor is None else {**state_dict, f"{prefix}anchor": self.anchor}
+        super()._load_from_state_dict(known, prefix, *rest)
 
     def weights(self) -> list[nn.Parameter]:
         """This rank's parts, in the plan's order."""
@@ -144,7 +155,7 @@ class ShardedEmbeddingBag(nn.Module):
         return embedding_bag_all_to_all(
             self.weights(), indices, offsets, batch=batch, mode=self.mode, per_sample_weights=weights, layout=self.layout,
             out_dtype=self.out_dtype, gradient="sparse" if self.sparse else "dense", optimizer=self.optimizer,
-            divide_gradient=self.divide_gradient, group=self.group_name,
+            divide_gradient=self.divide_gradient, group=self.group_name, anchor=self.anchor,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

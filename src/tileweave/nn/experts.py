@@ -137,6 +137,8 @@ class MoE(nn.Module):
         self.load_state_dict({name: tensor[mine] if name.startswith("experts.") else tensor for name, tensor in state.items()})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fits = x.dim() > 0 and x.shape[-1] == self.hidden_size
+        require(fits, f"x {tuple(x.shape)}", f"[..., {self.hidden_size}]", "pass tokens of hidden_size")
         tokens = x.reshape(-1, self.hidden_size)
         weights, ids = self.gate(tokens)
         rows, up, down = under_autocast(tokens, self.experts.gate_up_proj, self.experts.down_proj)

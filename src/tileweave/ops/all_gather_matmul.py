@@ -164,9 +164,11 @@ def _backward_implementation(grad, grad_gathered, x, w, gathered, group_name, ne
 def _products_fused(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w):
     """dgrad in one kernel, x gathered by copy engines beside it: no other kernel may run beside one that waits for peers."""
     gathering = begin_gather(x, group_name) if need_w and gathered is None else None
-    gx = multiply_and_scatter(grad, w, group_name)
-    if gathering is not None:
-        gathered = gathering.wait()
+    try:
+        gx = multiply_and_scatter(grad, w, group_name)
+    finally:  # also when memory runs out: a gather that nobody waits for leaves its signals to the next one
+        if gathering is not None:
+            gathered = gathering.wait()
     return gx, grad.t() @ gathered if need_w else None
 
 

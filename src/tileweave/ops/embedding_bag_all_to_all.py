@@ -59,6 +59,7 @@ def embedding_bag_all_to_all(
     optimizer: FusedOptimizer | None = None,
     divide_gradient: bool = False,
     group: dist.ProcessGroup | str | None = None,
+    anchor: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pool bags of the global batch from this rank's tables, and get the pooled vectors of all ranks for own samples.
@@ -73,7 +74,8 @@ def embedding_bag_all_to_all(
         tell each other in each call, and the host waits for it: pass a layout in a loop.
     out_dtype : of y and of what travels; None: that of the tables.
     gradient : "dense" or "sparse" gradients of the tables; optimizer : step in backward instead, of tables that require it.
-        Gradients are for all or for none: a rank without tables takes part in backward whenever gradients are enabled.
+        Gradients are for all or for none: a rank without tables takes part in backward whenever gradients are enabled, or,
+        given an ``anchor``, if that requires one.
     divide_gradient : gradients of tables and weights over R, as when a loss is a mean over ranks.
     out : an earlier result, which peers then write again, or any contiguous [b, width] tensor; not with gradients.
 
@@ -89,7 +91,7 @@ def embedding_bag_all_to_all(
     """
     return _call(
         tables, indices, offsets, batch, mode, per_sample_weights, layout, out_dtype, gradient, optimizer, divide_gradient,
-        name_of(group), out,
+        name_of(group), out, anchor,
     )  # fmt: skip
 
 
@@ -117,7 +119,9 @@ def embedding_bag(
     )
 
 
-def _call(tables, indices, offsets, batch, mode, weights, layout, out_dtype, gradient, optimizer, divide, name, out):
+def _call(
+    tables, indices, offsets, batch, mode, weights, layout, out_dtype, gradient, optimizer, divide, name, out, anchor=None
+):  # fmt: skip
     """Both public functions; what depends on the group is checked inside the operator, where compilers do not look."""
     tables = list(tables)
     require(mode in ("sum", "mean"), f"mode {mode!r}", '"sum" or "mean"', "pass one of these")
@@ -141,9 +145,10 @@ def _call(tables, indices, offsets, batch, mode, weights, layout, out_dtype, gra
         require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
         torch.ops.tileweave.embedding_bag_all_to_all.out(*common, out=out)
         return out
-    anchor = None
-    if not tables and torch.is_grad_enabled():  # this rank has to send gradients on, though it has none of its own
-        anchor = torch.zeros(1, device=indices.device, requires_grad=True)
+    if tables:
+        anchor = None
+    elif anchor is None and torch.is_grad_enabled():  # this rank has to send gradients on, though it has none of its own
+        anchor = torch.zeros(0, device=indices.device, requires_grad=True)
     return torch.ops.tileweave.embedding_bag_all_to_all(*common, kind, divide, states, rate, epsilon, anchor)
 
 

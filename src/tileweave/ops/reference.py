@@ -357,7 +357,7 @@ def grouped_matmul_combine(
     products = grouped_matmul(y, experts, plan.offsets)
     rows = plan.entry_row.view(-1, plan.topk)
     everyone = None if weights is None else gather_weights(weights, plan, group).view(-1, plan.topk)
-    partial = torch.zeros(rows.shape[0], experts.shape[1], device=y.device)
+    partial = torch.zeros(rows.shape[0], experts.shape[1], dtype=torch.float32, device=y.device)
     for j in range(plan.topk):
         here = (rows[:, j] >= 0)[:, None]
         value = torch.where(here, products[rows[:, j].clamp(min=0).long()].float(), 0.0)

@@ -67,6 +67,7 @@ class Instance:
     captured : whether a CUDA graph holds a call, so that the host no longer knows the epoch.
     """
 
+    @torch.inference_mode(False)  # calls outside of it write to what is made here
     def __init__(self, op: str, transport: Transport, ledger: Ledger | None = None, copied: bool = False) -> None:
         self.op, self.transport, self.ledger, self._copied = op, transport, ledger or Ledger(), copied
         self.world_size = transport.world_size
@@ -112,6 +113,11 @@ class Instance:
 
         Operators that push have two slots, chosen by the parity of the epoch; who asks for more hands them out as regions.
         """
+        if counters > self.counters.numel() or slot_bytes > self.slot_bytes or slots > self.num_slots:
+            self._grow(slot_bytes, counters, slots)
+
+    @torch.inference_mode(False)
+    def _grow(self, slot_bytes: int, counters: int, slots: int) -> None:
         if counters > self.counters.numel():
             self._refuse_capture("more tile counters")
             self._retired.append(self.counters)
@@ -125,7 +131,7 @@ class Instance:
         self.transport.barrier()
         if self.captured:  # a graph still points there
             self._retired += [self._slots, self.slot_table]
-        self._slots = None
+        self._slots, self.slot_bytes, self.num_slots = None, 0, 0  # if this fails, the next call makes room again
         self._forget()
         size = -(-slot_bytes // _ALIGN) * _ALIGN
         self._slots = self.transport.allocate(slots * size)
@@ -263,9 +269,11 @@ class Registry:
         return found
 
     def close(self, group_name: str | None = None) -> None:
-        """Close the workspaces of one group, or all."""
+        """Close the workspaces of one group, or all. Groups are let go: a destroyed one has threads and sockets."""
         for key in [k for k in self._workspaces if group_name in (None, k[0])]:
             self._workspaces.pop(key).close()
+        for name in [name for name in self._groups if group_name in (None, name)]:
+            del self._groups[name]
 
     def check(self, group_name: str | None = None) -> None:
         for key, workspace in self._workspaces.items():
