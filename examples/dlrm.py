@@ -138,6 +138,7 @@ def main() -> int:
     kind = default_device_type()
     size = default_world_size(kind, words.ranks)
     require(not under_torchrun(), "a rank of torchrun", "a process that starts its worlds itself", "run it with python")
+    require(words.time or words.json is None, "--json without --time", "with it only", "add --time")
     file_for(words.json)
     small = (6, 40, 8, 16, 10) if kind == "cpu" else (64, 1000, 32, 64, 2)
     print(f"{size} ranks on {kind}, {size * small[0]} samples, 26 tables of {small[1]} x {small[2]}")

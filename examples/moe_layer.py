@@ -340,6 +340,11 @@ def main() -> int:
     require(
         words.steps > 0 and words.repeats > 0, f"{words.steps} steps, {words.repeats} repeats", "one or more", "ask for some"
     )
+    only = words.json is not None or words.kernels
+    require(words.bench or not only, "--json or --kernels without --bench", "with it only", "add --bench")
+    require(
+        STYLES[words.style].experts % size == 0, f"{words.style} over {size} ranks", "as many experts a rank", "change ranks"
+    )
     file_for(words.json)
     if words.bench:
         found = launch(

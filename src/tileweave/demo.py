@@ -262,7 +262,7 @@ def table_of(result: DemoResult, width: int = 190) -> Table:
         "what": [row.case.name for row in rows],
         "error": [f"{row.error:.1e}" for row in rows],
         "path taken": [row.path for row in rows],
-        "waited": [_time(row.waited_us) for row in rows],
+        "waited": [_time(row.waited_us) if row.waited_us > 0 else "-" for row in rows],
         "sent": [_bytes(row.sent_bytes) for row in rows],
         "signals": [f"{row.signals:.0f}" for row in rows],
         "m, n, K of a rank": [str(row.case.shape) for row in rows],
@@ -275,7 +275,7 @@ def table_of(result: DemoResult, width: int = 190) -> Table:
             break
         dropped.append(name)
         del cells[name]
-    title = f"{result.world_size} ranks on {result.where}; sent, signals, waited: one rank, one call"
+    title = f"{result.world_size} ranks on {result.where}; sent, signals, waited (-: not seen): one rank, one call"
     caption = f"no room for: {'; '.join(dropped)}" if dropped else None  # a semicolon: names have commas
     table = Table(
         title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),

@@ -51,6 +51,10 @@ _OPTIONAL = {
     "rich": "the commands",
     "matplotlib": "pictures",
     "numpy": "interpreted kernels, hence the demo without GPUs",
+    "greenlet": "tileweave fuzz",
+    "simpy": "tileweave simulate",
+    "pyyaml": "tileweave simulate",
+    "protobuf": "traces of tileweave simulate",
 }
 
 

@@ -43,6 +43,7 @@ def test_the_block_as_a_benchmark() -> None:
 def test_a_wrong_block_fails(tmp_path: Path) -> None:
     """The example compares: with another scale on one device it has to say so."""
     text = (Path(__file__).parents[2] / "examples" / "tensor_parallel_block.py").read_text("utf-8")
+    assert "WRONG" not in run_example("tensor_parallel_block.py", "--ranks", "2", "--steps", "1", on_gpu=False)
     broken = tmp_path / "broken.py"
     broken.write_text(text.replace("alone = (whole(x) - target)", "alone = (1.001 * whole(x) - target)"), "utf-8")
     assert "WRONG" in run_example(str(broken), "--ranks", "2", "--steps", "1", on_gpu=False, code=1)
