@@ -138,7 +138,7 @@ def launch(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="tileweave-") as folder:
         result = Path(folder) / "result.pickle"
-        with _environment(_rank_environment(device_type) | dict(extra or {})), _interrupts_ignored():
+        with changed_environment(_rank_environment(device_type) | dict(extra or {})), _interrupts_ignored():
             context: Any = mp.start_processes(
                 _rank_main,
                 (world_size, device_type, store.port, os.getpid(), str(result), function, args),
@@ -198,7 +198,7 @@ def _rank_environment(device_type: DeviceType) -> dict[str, str | None]:
 
 
 @contextmanager
-def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
     """This process's environment with changes, for processes started inside."""
     before = {name: os.environ.get(name) for name in changes}
     _apply(changes)

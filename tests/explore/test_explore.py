@@ -70,6 +70,13 @@ def test_a_rank_that_forgets_who_gave_up_is_found(word: str) -> None:
         assert processes.submit(found_where_a_rank_stands_still, word).result()
 
 
+def test_processes_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # another pool of this file is open
+    with pool(1) as processes:
+        assert processes.submit(os.getenv, "TRITON_INTERPRET").result() == "1"
+    assert "TRITON_INTERPRET" not in os.environ
+
+
 def test_replay() -> None:
     assert replay("all_gather_matmul/sm@2:walk:1") == ""
     with pytest.raises(InputError, match="asked: seed"):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
@@ -17,6 +16,7 @@ from rich.table import Table
 from tileweave.bench.beforehand import need
 from tileweave.bench.screen import Steps
 from tileweave.errors import InputError
+from tileweave.launcher import changed_environment
 
 STRATEGIES = ("walk", "pct", "delay", "malice")
 SHARES = {2: 8, 3: 4, 4: 1}  # of thirteen interleavings, in a world of so many ranks: a larger world takes longer
@@ -136,11 +136,13 @@ def require_packages() -> None:
     need("tileweave fuzz", "", "triton")
 
 
-def pool(workers: int) -> ProcessPoolExecutor:
-    """Processes in which kernels are interpreted: that is fixed before triton is imported."""
+@contextmanager
+def pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes in which kernels are interpreted: that is fixed before triton is imported. They start with their first work."""
     require_packages()
-    os.environ.update({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    wanted = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    with changed_environment(wanted), ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as processes:
+        yield processes
 
 
 def fuzz(total: int, pattern: str = "", workers: int = 2, first: int = 0, seconds: float = 0.0, show: bool = True) -> Report:
