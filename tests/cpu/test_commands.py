@@ -6,6 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -61,6 +62,33 @@ def test_a_failing_rank_fails_the_world(body, said: str) -> None:
         launch(body, world_size=2, device_type="cpu", seconds=60)
 
 
+def check_with_one_that_lies(me: Member, liar: int) -> list[object]:
+    from tileweave.bench.subjects import SUBJECTS
+    from tileweave.check import check
+
+    kind, made = type(SUBJECTS["all_gather_matmul"]), [0]
+    call = kind.call
+
+    def lie(self, *args, **named):
+        result = call(self, *args, **named)
+        made[0] += 1
+        if me.rank == liar and made[0] == 5:
+            result[0].view(-1)[-1] += 1000
+        return result
+
+    with mock.patch.object(kind, "call", lie), mock.patch("tileweave.OPERATORS", ("all_gather_matmul",)):
+        return check(me, 4)
+
+
+def test_a_check_says_that_one_rank_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tileweave import cli
+
+    rows = launch(check_with_one_that_lies, 1, world_size=2, device_type="cpu", seconds=60)
+    assert [row.right for row in rows] == [False, True, True]
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: rows)
+    assert invoke("check", "--world", "2", "--device", "cpu", code=1).count("WRONG") == 1
+
+
 def test_a_stuck_world_is_ended() -> None:
     with pytest.raises(RankFailure, match="were not done after 10 s"):
         launch(sleep_on_one, world_size=2, device_type="cpu", seconds=10)
@@ -86,9 +114,10 @@ def test_check() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="smoke cases are for machines without GPUs")
-def test_bench(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("op", "world"), [("all_gather_matmul", "2"), ("embedding_bag_all_to_all", "4")])
+def test_bench(tmp_path: Path, op: str, world: str) -> None:
     path = tmp_path / "report.json"
-    invoke("bench", "--smoke", "--world", "2", "--repeats", "2", "--json", str(path))
+    invoke("bench", op, "--smoke", "--world", world, "--repeats", "2", "--json", str(path))
     report = json.loads(path.read_text())
     assert all(case["right"] for case in report["cases"])
     assert all(case["times"]["tileweave"]["median_us"] > 0 for case in report["cases"])

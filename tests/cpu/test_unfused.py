@@ -1,0 +1,65 @@
+"""What a CPU runs that does not interpret kernels: every operator and its gradients unfused, over three ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+from tests import behaviour, combining, embedding, experts, moe
+from tests.parity import AG, AR, IN, OUT, RS, Case
+from tests.worlds import Member, Worlds
+
+import tileweave as tw
+
+TABLES = [
+    embedding.Case(((3, 8), (16,)), 7),
+    embedding.Case(((8,), (4,)), 9, mode="mean", rows=3),
+    embedding.Case(((8,), (4,)), 5, weighted=True),
+    embedding.Case(((8,), (4,)), 6, stray=True),
+    embedding.Case(((4,), ()), 6),
+]
+STEPS = embedding.Case(((8,), (4, 4)), 10, longest=3, rows=5)
+ROUTED = [experts.Case((4, 0, 5), depth=16), experts.Case((3,), routing="holes")]
+DISPATCHED = [experts.Case((5, 0, 9)), experts.Case((5,), depth=16, routing="holes")]
+COMBINED = [experts.Case((3, 0, 6), experts=2, depth=16, cols=24)]
+SPARE = [experts.Case((3, 0, 6), experts=2, depth=16, cols=24, spare=2)]
+LAYERS = [moe.Layer((5,), shared=8), moe.Layer((3, 0, 4), topk=3, normalize=False)]
+
+
+def dense(op: str, how: tuple[int, int] | None) -> list[Case]:
+    return [Case(7, 18, 40, bias=True, op=op, how=how)]
+
+
+CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
+    AG: (behaviour.gradients, (dense(AG, None),)),
+    RS: (behaviour.gradients, (dense(RS, None),)),
+    AR: (behaviour.gradients, (dense(AR, None),)),
+    OUT: (behaviour.gradients, (dense(OUT, (1, 0)),)),
+    IN: (behaviour.gradients, (dense(IN, (0, 1)),)),
+    "tables": (embedding.gradients, (TABLES, False)),
+    "tables, sparse": (embedding.gradients, (TABLES, True)),
+    "sgd": (embedding.fused_steps, (STEPS, "sgd")),
+    "adagrad": (embedding.fused_steps, (STEPS, "adagrad")),
+    "bags": (embedding.sharded_embedding_bag, ("adagrad",)),
+    "dispatch": (experts.public_calls, (DISPATCHED, "unfused")),
+    "gradients of a dispatch": (experts.gradients, (ROUTED,)),
+    "combine": (combining.public_calls, (SPARE, "unfused")),
+    "gradients of a combine": (combining.gradients, (COMBINED,)),
+    "layers of experts": (moe.layer_over_ranks, (LAYERS,)),
+}
+
+
+def unfused(me: Member, name: str) -> None:
+    tw.close()  # what was accepted is kept, its path with it
+    body, arguments = CALLS[name]
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="0"):
+        body(me, *arguments)
+    me.barrier()
+    tw.close()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_unfused(worlds: Worlds, name: str) -> None:
+    worlds("gloo", 3).run(unfused, name)
