@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.worlds import Worlds
+from tests.worlds import ON_ONE_GPU, Worlds, gpu_ranks
 
 GPUS_NEEDED = {"gpu": 1, "multi": 2}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-gpu", type=int, metavar="RANKS", help="tests marked multi with worlds of up to RANKS on one GPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if ranks := config.getoption("--one-gpu"):
+        os.environ[ON_ONE_GPU] = str(ranks)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     present = torch.cuda.device_count()
     for item in items:
         needed = max((count for marker, count in GPUS_NEEDED.items() if item.get_closest_marker(marker)), default=0)
-        if needed > present:
+        if needed > (gpu_ranks() if present else 0):
             item.add_marker(pytest.mark.skip(reason=f"needs at least {needed} GPU(s), found {present}"))
+        elif ON_ONE_GPU in os.environ and item.get_closest_marker("own_gpu"):
+            item.add_marker(pytest.mark.skip(reason="ranks share a GPU here"))
 
 
 @pytest.fixture(scope="session")

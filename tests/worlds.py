@@ -34,6 +34,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[1]
 WAIT_SECONDS = {"gloo": "20", "nccl": "60"}  # what a wait of the library may last; on GPUs ranks also compile meanwhile
 START_SECONDS = 90
+ON_ONE_GPU = "WORLD_ON_ONE_GPU"  # in the environment: ranks of GPU worlds share device 0 (one_gpu.py)
 LAST_WORDS = 6000  # characters of a rank's output that a failure shows
 
 
@@ -68,8 +69,9 @@ def serve(descriptor: int, rank: int, world_size: int, backend: str, port: int) 
     """Join the world, then do jobs until there are none."""
     pipe = Connection(descriptor)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    pipe.send(_attempt(lambda: _join(rank, world_size, backend, port)))
-    me = Member(rank, world_size, torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu"))
+    device = _device(rank, backend)
+    pipe.send(_attempt(lambda: _join(rank, world_size, backend, device, port)))
+    me = Member(rank, world_size, device)
     while (job := _next(pipe)) is not None:
         module, name, args = job
         pipe.send(_attempt(lambda: getattr(import_module(module), name)(me, *args)))  # noqa: B023 - called at once
@@ -91,19 +93,35 @@ def _attempt(function: Callable[[], object]) -> Answer:
         return Answer(False, traceback.format_exc())
 
 
-def _join(rank: int, world_size: int, backend: str, port: int) -> None:
+def _device(rank: int, backend: str) -> torch.device:
+    if backend == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", 0 if ON_ONE_GPU in os.environ else rank)
+
+
+def _join(rank: int, world_size: int, backend: str, device: torch.device, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     options = {}
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-        options["device_id"] = device
+        if ON_ONE_GPU in os.environ:
+            from tests import one_gpu
+
+            one_gpu.install()
+            backend = one_gpu.BACKEND
+        else:
+            options["device_id"] = device
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     dist.barrier()
 
 
 # --- In the process of the tests ---
+
+
+def gpu_ranks() -> int:
+    """Of how many ranks a world of GPUs may be here."""
+    return int(os.environ.get(ON_ONE_GPU, 0)) or torch.cuda.device_count()
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from tests.compile.barrier_words import reused_barriers
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
@@ -231,6 +232,9 @@ def _describe(target: str, asm: Mapping[str, str | bytes], name: str, shared: in
     else:
         registers, spills = _amdgcn_usage(str(asm.get("amdgcn", "")))
     params = _param_names(signature, ptx) if ptx is not None else ()
+    reused = reused_barriers(ptx)[0] if ptx is not None else []
+    if reused:
+        raise AssertionError(f"{name} keeps data in shared memory that it made mbarriers, at {reused}; see barrier_words.py")
     return Compiled(name, target, ptx, asm, registers, spills, int(shared), params, dict(signature))
 
 

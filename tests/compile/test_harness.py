@@ -8,9 +8,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.compile.barrier_words import reused_barriers
 from tests.compile.harness import TARGETS, Compiled, compile_kernel, offline
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.runtime import driver as active_driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -40,6 +42,18 @@ def gluon_copy_kernel(source_ptr, destination_ptr, BLOCK: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     at = gl.arange(0, BLOCK, layout=layout)
     gl.store(destination_ptr + at, gl.load(source_ptr + at))
+
+
+@gluon.jit
+def barrier_and_sum_kernel(source_ptr, destination_ptr, BLOCK: gl.constexpr, INIT: gl.constexpr, INVALIDATE: gl.constexpr):
+    """A barrier that nobody waits on, then a sum over all warps, which takes its memory."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    if INIT:
+        mbarrier.init(barrier, count=1)
+    if INVALIDATE:
+        mbarrier.invalidate(barrier)
+    gl.store(destination_ptr, gl.max(gl.load(source_ptr + gl.arange(0, BLOCK, layout=layout)), axis=0))
 
 
 def compile_matmul(target: str) -> Compiled:
@@ -82,6 +96,15 @@ def test_gluon_kernels_compile() -> None:
     x = torch.empty(512)
     compiled = compile_kernel(gluon_copy_kernel, (1,), x, x, BLOCK=512)
     assert compiled.ptx is not None and "ld.global.v4" in compiled.ptx
+
+
+def test_data_in_the_memory_of_barriers_is_noticed() -> None:
+    x = torch.empty(512)
+    for init, invalidate, barriers in ((False, False, 0), (True, True, 0)):
+        fine = compile_kernel(barrier_and_sum_kernel, (1,), x, x, 512, init, invalidate)
+        assert fine.ptx is not None and reused_barriers(fine.ptx) == ([], barriers)
+    with pytest.raises(AssertionError, match=r"made mbarriers, at \[0\]"):
+        compile_kernel(barrier_and_sum_kernel, (1,), x, x, 512, True, False)
 
 
 def test_launches_are_recorded_and_touch_nothing() -> None:

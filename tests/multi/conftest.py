@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from tests.worlds import World, Worlds
+from tests.worlds import World, Worlds, gpu_ranks
 
-LARGEST = max(2, min(4, torch.cuda.device_count()))
+LARGEST = max(2, min(4, gpu_ranks()))
 
 
 @pytest.fixture(params=range(2, LARGEST + 1), ids="world{}".format)

@@ -96,7 +96,7 @@ def test_two_groups_on_two_streams(largest: World, op: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("rows", [16, 1024], ids=["small", "large"])
+@pytest.mark.parametrize("rows", [pytest.param(16, id="small", marks=pytest.mark.own_gpu), pytest.param(1024, id="large")])
 def test_replays_with_changing_inputs(largest: World, op: str, rows: int) -> None:
     largest.run(device_behaviour.replay_and_call, case(op, rows, 256, 128, bias=True), 60, timeout=200)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests import behaviour, device_behaviour, parity
 from tests.parity import RS, Case, has_kernel
-from tests.worlds import World, one_shot
+from tests.worlds import World, gpu_ranks, one_shot
 
 from tileweave.config import MatmulConfig, Problem, plan_matmul_reduce_scatter
 from tileweave.topology import H200
@@ -121,6 +121,7 @@ def test_row_parallel_linear(largest: World) -> None:
     largest.run(behaviour.row_parallel_linear, case(64, 256, 128, bias=True), timeout=100)
 
 
+@pytest.mark.own_gpu
 def test_the_block() -> None:
     """The example on GPUs: the same losses in parallel and on one device."""
     output = behaviour.run_example("tensor_parallel_block.py", "--hidden", "1024", "--tokens", "256", on_gpu=True, seconds=200)
@@ -139,10 +140,10 @@ def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
 
 @fused
 @on_hopper
-@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="with two, a peer is the one or nobody")
+@pytest.mark.skipif(gpu_ranks() < 3, reason="with two, a peer is the one or nobody")
 def test_who_never_calls_is_named_by_all() -> None:
     """Copies of those who came are held back, too: no wait for one of them may run out first."""
-    size = min(torch.cuda.device_count(), 4)
+    size = min(gpu_ranks(), 4)
     ends = one_shot("nccl", size, device_behaviour.call_without, case(1024, 1280, 256), COPIED, 1, timeout=150)
     device_behaviour.check_timed_out(ends, RS)
 

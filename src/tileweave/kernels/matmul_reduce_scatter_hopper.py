@@ -236,9 +236,10 @@ def matmul_reduce_scatter_hopper_kernel(
     boxes = gl.allocate_shared_memory(x_desc.dtype, [NUM_BOXES, BOX_ROWS, PIECE], box_layout)
     free = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BOXES):
-        mbarrier.init(free.index(i), count=1)
-        mbarrier.init(full.index(i), count=1)
+    if not PUSH:  # what nobody uses is memory for sums, and a barrier that a device switches back in overwrites those
+        for i in gl.static_range(BOXES):
+            mbarrier.init(free.index(i), count=1)
+            mbarrier.init(full.index(i), count=1)
     num_partitions = gl.num_programs(0) * 3
     gl.warp_specialize(
         [
