@@ -59,7 +59,7 @@ def close(group: _dist.ProcessGroup | str | None = None) -> None:
 
     A later call makes a new workspace, which is collective.
     """
-    _REGISTRY.close(None if group is None else _name_of(group))
+    _REGISTRY.close(_named(group))
 
 
 def synchronize(group: _dist.ProcessGroup | str | None = None) -> None:
@@ -67,7 +67,12 @@ def synchronize(group: _dist.ProcessGroup | str | None = None) -> None:
 
     On GPUs a call returns before its kernel ran: a late peer shows here, at the next call, or as NaN in the result.
     """
-    _REGISTRY.synchronize(None if group is None else _name_of(group))
+    _REGISTRY.synchronize(_named(group))
+
+
+def _named(group: _dist.ProcessGroup | str | None) -> str | None:
+    """A name as it is: the group may be gone, and what it left may not."""
+    return group if group is None or isinstance(group, str) else _name_of(group)
 
 
 __all__ = [

@@ -53,7 +53,10 @@ class PeerTimeout(TileweaveError, RuntimeError):
 
 
 def require(condition: bool, asked: str | Callable[[], str], allowed: str, remedy: str) -> None:
-    """Raise :class:`InputError` with the three parts that every message of ours has; ``asked`` may be made only then."""
+    """Raise :class:`InputError` with the three parts that every message of ours has.
+
+    ``asked`` may be made only then; where ``torch.compile`` traces it must be: a text about a size fixes that size.
+    """
     if not condition:
         asked = asked if isinstance(asked, str) else asked()
         raise InputError(f"asked: {asked}; allowed: {allowed}; remedy: {remedy}")

@@ -22,7 +22,7 @@ from tileweave.kernels import dispatch_grouped_matmul_hopper as hopper
 from tileweave.kernels import dispatch_grouped_matmul_ordered as ordered
 from tileweave.kernels import expert_rows, grouped_outer_hopper, moe_routing
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.ops.routing_plan import bound_of, layout_of
+from tileweave.ops.routing_plan import layout_of
 from tileweave.schedule_grouped import DispatchConfig, RoutingCut
 
 WORLD_SIZE, RANK, TOKENS, TOPK, EXPERTS, DEPTH, COLS = 4, 1, 512, 8, 4, 1024, 768
@@ -53,11 +53,10 @@ def fields() -> tuple[torch.Tensor, ...]:
 def compile_routing(target: str, kind: torch.dtype, experts: int = EXPERTS, cut: RoutingCut = ONE_LAUNCH) -> list[Compiled]:
     peers = endpoint(WORLD_SIZE * TOKENS * TOPK, torch.int32)
     begins, _ = layout_of(WORLD_SIZE, TOKENS, TOPK, experts)
-    bound = bound_of(WORLD_SIZE, TOKENS, TOPK, experts)
     with knobs.compilation.scope(), offline(target) as launched:
         knobs.compilation.disable_line_info = True
         ids = torch.zeros(TOKENS, TOPK, dtype=kind)
-        launcher = moe_routing.Launcher(peers, cut, begins, TOKENS, TOPK, experts, bound, RANK, WORLD_SIZE, 132)
+        launcher = moe_routing.Launcher(peers, cut, begins, TOKENS, TOPK, experts, RANK, WORLD_SIZE, 132)
         launcher(ids, torch.zeros(begins[-1], dtype=torch.int32), TOKENS)
     return launched
 
@@ -68,7 +67,7 @@ def compile_dispatch(config: DispatchConfig, target: str, depth: int = DEPTH, tu
     x, w = torch.empty(TOKENS, depth, dtype=torch.bfloat16), torch.empty(EXPERTS, COLS, depth, dtype=torch.bfloat16)
     if turned:
         w = torch.empty(EXPERTS, depth, COLS, dtype=torch.bfloat16).transpose(1, 2)
-    bound = bound_of(WORLD_SIZE, TOKENS, TOPK, EXPERTS)
+    bound = WORLD_SIZE * TOKENS * TOPK
     y = torch.empty(bound, COLS, dtype=torch.bfloat16)
     peers = endpoint(3 * TOKENS * depth, torch.bfloat16)
     make = (ordered if config.ordered else hopper if config.kernel == "hopper" else plain).Launcher
@@ -165,7 +164,7 @@ def test_the_lint_would_notice() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_on_rows_fit_every_target(target: str) -> None:
     x, kept = torch.empty(TOKENS, DEPTH, dtype=torch.bfloat16), torch.empty(3, TOKENS, DEPTH, dtype=torch.bfloat16)
-    table, y = fields(), torch.empty(bound_of(WORLD_SIZE, TOKENS, TOPK, EXPERTS), 2 * DEPTH, dtype=torch.bfloat16)
+    table, y = fields(), torch.empty(WORLD_SIZE * TOKENS * TOPK, 2 * DEPTH, dtype=torch.bfloat16)
     with knobs.compilation.scope(), offline(target) as launched:
         knobs.compilation.disable_line_info = True
         expert_rows.keep_tokens(endpoint(3 * TOKENS * DEPTH, torch.bfloat16), kept, table[2], TOPK, RANK)

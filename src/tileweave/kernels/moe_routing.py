@@ -146,11 +146,11 @@ WORDS = ("topk_ids", "offsets", "row_entry", "entry_row", "own_ids", "send_order
 class Launcher:
     """Launches for one shape; ``ops`` keeps one for each.
 
-    ``begins``: where the fields begin in a plan's table. ``experts``: of a rank. ``bound``: rows that can be at most.
+    ``begins``: where the fields begin in a plan's table. ``experts``: of a rank.
     """
 
     def __init__(
-        self, peers: Endpoint, cut: RoutingCut, begins: Sequence[int], max_tokens: int, topk: int, experts: int, bound: int,
+        self, peers: Endpoint, cut: RoutingCut, begins: Sequence[int], max_tokens: int, topk: int, experts: int,
         rank: int, world_size: int, num_sms: int,
     ) -> None:  # fmt: skip
         self.begins, most, size = begins[:-1], 2 * num_sms, max_tokens * topk
@@ -165,7 +165,7 @@ class Launcher:
             self.kernels = [(count, cut.slices + units), (place, units)]
         self.arguments = (
             peers.slots, peers.slot_size, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
-            peers.counters, rank, max_tokens, topk, experts, bound, divided, world_size, cut.slices,
+            peers.counters, rank, max_tokens, topk, experts, world_size * size, divided, world_size, cut.slices,
             triton.next_power_of_2(experts), triton.next_power_of_2(topk), cut.block,
         )  # fmt: skip
 

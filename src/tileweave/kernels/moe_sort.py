@@ -42,6 +42,14 @@ HISTOGRAM_BLOCK = tl.constexpr(4096)  # counts that a program adds up at once
 
 
 @triton.jit
+def as_expert(ids):
+    """Ids as int32; what that does not hold is no expert's."""
+    if ids.dtype.primitive_bitwidth == 64:
+        ids = tl.where((ids >= 0) & (ids < 1 << 31), ids, -1)
+    return ids.to(tl.int32)
+
+
+@triton.jit
 def push_ids(
     ids, own_ids, slot_table, signal_table, slot_offset, rank, size, valid, piece, epoch,
     WORLD_SIZE: tl.constexpr, SLICES: tl.constexpr,
@@ -49,7 +57,7 @@ def push_ids(
     """Put slice ``piece`` of the own ids into every rank's slot, -1 from ``valid`` on, and signal each."""
     for block in range(piece, tl.cdiv(size, PUSH_BLOCK), SLICES):
         at = block * PUSH_BLOCK + tl.arange(0, PUSH_BLOCK)
-        value = tl.load(ids + at, mask=at < valid, other=-1).to(tl.int32)
+        value = as_expert(tl.load(ids + at, mask=at < valid, other=-1))
         tl.store(own_ids + at, value, mask=at < size)
         for step in tl.static_range(WORLD_SIZE):
             target = symm_at(slot_table, (rank + step) % WORLD_SIZE, tl.int32, 16) + slot_offset + rank * size
@@ -65,7 +73,8 @@ def lowest_expert(ids, begin, items, topk, owner, experts, NONE: tl.constexpr, T
     """
     item, choice = begin + tl.arange(0, BLOCK), tl.arange(0, TOPK)
     mask = (item < items)[:, None] & (choice < topk)[None, :]
-    local = tl.load(ids + item[:, None] * topk + choice[None, :], mask=mask, other=-1).to(tl.int32) - owner * experts
+    chosen = tl.load(ids + item[:, None] * topk + choice[None, :], mask=mask, other=-1)
+    local = as_expert(chosen) - owner * experts
     return tl.min(tl.where((local >= 0) & (local < experts), local, NONE), axis=1)
 
 

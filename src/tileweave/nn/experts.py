@@ -31,7 +31,11 @@ class SoftmaxTopK(nn.Module):
         super().__init__()
         self.top_k, self.normalize = top_k, normalize
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
-        nn.init.uniform_(self.weight, -1 / math.sqrt(hidden_size), 1 / math.sqrt(hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = linear(x, self.weight).float().softmax(-1).topk(self.top_k, -1)
@@ -67,6 +71,9 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * intermediate_size, hidden_size, device=device, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(count, hidden_size, intermediate_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         for parameter in self.parameters():
             bound = 1 / math.sqrt(parameter.shape[2])
             nn.init.uniform_(parameter, -bound, bound)
@@ -138,7 +145,7 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         fits = x.dim() > 0 and x.shape[-1] == self.hidden_size
-        require(fits, f"x {tuple(x.shape)}", f"[..., {self.hidden_size}]", "pass tokens of hidden_size")
+        require(fits, lambda: f"x {tuple(x.shape)}", f"[..., {self.hidden_size}]", "pass tokens of hidden_size")
         tokens = x.reshape(-1, self.hidden_size)
         weights, ids = self.gate(tokens)
         rows, up, down = under_autocast(tokens, self.experts.gate_up_proj, self.experts.down_proj)

@@ -23,7 +23,7 @@ from tileweave.ops.registry import group_of, name_of
 def under_autocast(*operands: Any) -> tuple[Any, ...]:
     """Under ``torch.autocast`` in its dtype, as ``nn.Linear`` has its operands (tensors or None); else as they are."""
     kind = operands[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return operands
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in operands)
@@ -69,8 +69,10 @@ class _ParallelLinear(nn.Module):
         rank = dist.get_rank(group_of(self.group_name))
         with torch.no_grad():
             self.weight.copy_(linear.weight.chunk(self.world_size, dimension)[rank])
+            self.weight.requires_grad_(linear.weight.requires_grad)
             if self.bias is not None:
                 self.bias.copy_(linear.bias.chunk(self.world_size)[rank] if dimension == 0 else linear.bias)
+                self.bias.requires_grad_(linear.bias.requires_grad)
 
 
 class ColumnParallelLinear(_ParallelLinear):

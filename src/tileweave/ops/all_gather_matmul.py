@@ -39,7 +39,7 @@ from tileweave.ops.matmul_inputs import (
     plan_for,
     refuse_alias,
 )
-from tileweave.ops.registry import define, group_of, log_fallback, name_of, publish, workspace_of
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish, workspace_of
 
 _SAID: set[tuple[str, str]] = set()
 
@@ -82,7 +82,7 @@ def all_gather_matmul(
     y, gathered = torch.ops.tileweave.all_gather_matmul(rows, w, bias, name, return_gathered)
     if x.dim() > 2:
         each = rows.shape[0] // max(x.shape[0], 1)  # rows of one of dimension 0
-        first = y.shape[0] // each if each else dist.get_world_size(group_of(name)) * x.shape[0]
+        first = y.shape[0] // each if each else place_in(name)[1] * x.shape[0]
         lead = (first, *x.shape[1:-1])
         y, gathered = y.view(*lead, y.shape[-1]), gathered.view(*lead, x.shape[-1]) if return_gathered else gathered
     return (y, gathered) if return_gathered else y

@@ -41,7 +41,7 @@ from tileweave.ops.matmul_inputs import (
     plan_for,
     refuse_alias,
 )
-from tileweave.ops.registry import define, group_of, log_fallback, name_of, publish
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish
 from tileweave.schedule_scatter import Exchange
 
 _SAID: set[tuple[str, str]] = set()
@@ -82,7 +82,7 @@ def all_to_all_matmul(
     """
     how, rows, name = as_exchange(scatter_dim, gather_dim), as_rows(x), name_of(group)
     if x.dim() > 2:
-        check_divides(how, x.shape[0], x.shape[-1], dist.get_world_size(group_of(name)), "x")
+        check_divides(how, x.shape[0], x.shape[-1], place_in(name)[1], "x")
     if out is not None:
         check_out(out, x, "[rows, ..., N] of the result", w, bias)
         flat = out if x.dim() == 2 else out.flatten(0, -2)
@@ -91,7 +91,7 @@ def all_to_all_matmul(
     keep = torch.is_grad_enabled() and w.requires_grad
     y, _ = torch.ops.tileweave.all_to_all_matmul(rows, w, bias, scatter_dim, gather_dim, name, keep)
     if x.dim() > 2:
-        lead, _ = how.result(x.shape[0], x.shape[-1], dist.get_world_size(group_of(name)))
+        lead, _ = how.result(x.shape[0], x.shape[-1], place_in(name)[1])
         y = y.view(lead, *x.shape[1:-1], w.shape[0])
     return y
 

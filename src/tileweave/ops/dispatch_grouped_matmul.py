@@ -8,7 +8,7 @@ y          [bound, N]              rows expert by expert; from row ``plan.offset
 =========  ======================  =====================================================================================
 
 forward : a routing plan (``kernels/moe_routing.py``), then one kernel that sends tokens and multiplies what has come
-          (``kernels/dispatch_grouped_matmul.py``). No capacity: bound = R * max_tokens * min(k, E_local). The host waits for
+          (``kernels/dispatch_grouped_matmul.py``). No capacity: bound = R * max_tokens * k. The host waits for
           nothing, so a CUDA graph may capture it.
 dx      : the dual operator: each token gets the sum over its rows of gy @ expert.
 dexperts: gy.T @ rows for each expert. Tokens that came are kept from the forward, [R-1, max_tokens, K], not sent again.
@@ -38,6 +38,7 @@ from tileweave.ops.registry import (
     log_fallback,
     machine_of,
     name_of,
+    place_in,
     publish,
 )
 from tileweave.ops.routing_plan import RoutingPlan, layout_of, padded_ids, reference_plan
@@ -88,8 +89,12 @@ def dispatch_grouped_matmul(
         require(topk_ids is None and max_tokens is None, asked, "the plan alone, which has them", "drop them")
         asked = f"{experts.shape[0]} local experts with a plan of {plan.local_experts}"
         require(experts.shape[0] == plan.local_experts, asked, "the plan's", "pass all experts of this rank")
-    asked = f"x of {x.shape[0]} tokens with ids of {plan.tokens}"
-    require(x.shape[0] == plan.tokens, asked, "the tokens of these ids", "pass x and ids, or the plan, of one batch")
+    require(
+        x.shape[0] == plan.tokens,
+        lambda: f"x of {x.shape[0]} tokens with ids of {plan.tokens}",
+        "the tokens of these ids",
+        "pass x and ids, or the plan, of one batch",
+    )
     numbers = (plan.table, plan.max_tokens, plan.topk, name)
     if out is not None:
         tracked = torch.is_grad_enabled() and (x.requires_grad or experts.requires_grad or out.requires_grad)
@@ -103,27 +108,17 @@ def dispatch_grouped_matmul(
 
 def make_plan(topk_ids: torch.Tensor, experts: int, max_tokens: int, name: str) -> RoutingPlan:
     """The plan of these ids, by the operator ``route_tokens``. ``experts``: of a rank."""
-    require(topk_ids.dim() == 2, f"topk_ids {tuple(topk_ids.shape)}", "[T, k]", "add the dimension of choices")
-    rank, size = _place_in(name)
+    require(topk_ids.dim() == 2, lambda: f"topk_ids {tuple(topk_ids.shape)}", "[T, k]", "add the dimension of choices")
+    rank, size = place_in(name)
     table = torch.ops.tileweave.route_tokens(topk_ids, experts, max_tokens, name)
     return RoutingPlan(table, topk_ids.shape[0], max_tokens, topk_ids.shape[1], experts, rank, size)
-
-
-def _place_in(name: str) -> tuple[int, int]:
-    """(rank, size) of the group; a compiler need not look inside."""
-    group = group_of(name)
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
-# What torch.compiler.assume_constant_result does; that imports the compiler, and the compiler triton.
-_place_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # --- Routing ---
 
 
 def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str) -> torch.Tensor:
-    rank, size = _place_in(group_name)
+    rank, size = place_in(group_name)
     asked = f"topk_ids {tuple(topk_ids.shape)} {topk_ids.dtype}, max_tokens {max_tokens}"
     require(topk_ids.dtype in _ID_DTYPES and topk_ids.is_contiguous(), asked, "contiguous int32 or int64", "convert them")
     require(topk_ids.shape[0] <= max_tokens, asked, "at most max_tokens tokens", "raise max_tokens on every rank")
@@ -157,7 +152,7 @@ def _agree_on_routing(topk_ids: torch.Tensor, experts: int, max_tokens: int, gro
 
 
 def _route_fake(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str) -> torch.Tensor:
-    begins, _ = layout_of(_place_in(group_name)[1], max_tokens, topk_ids.shape[1], experts)
+    begins, _ = layout_of(place_in(group_name)[1], max_tokens, topk_ids.shape[1], experts)
     return topk_ids.new_empty(begins[-1], dtype=torch.int32)
 
 
@@ -205,7 +200,7 @@ def plan_call(experts: torch.Tensor, plan: RoutingPlan) -> DispatchPlan:
 
 
 def _plan_of(x, experts, table, max_tokens, topk, group_name) -> RoutingPlan:
-    return RoutingPlan(table, x.shape[0], max_tokens, topk, experts.shape[0], *_place_in(group_name))
+    return RoutingPlan(table, x.shape[0], max_tokens, topk, experts.shape[0], *place_in(group_name))
 
 
 def _forward(x, experts, table, max_tokens, topk, group_name, keep, out=None):
@@ -295,13 +290,13 @@ def _backward_fake(grad, x, kept, experts, table, max_tokens, topk, group_name, 
     return dx, experts.new_empty(experts.shape) if need_experts else grad.new_empty(0)
 
 
-define("route_tokens(Tensor topk_ids, int experts, int max_tokens, str group_name) -> Tensor", _route, _route_fake)
-_ARGUMENTS = "Tensor x, Tensor experts, Tensor table, int max_tokens, int topk, str group_name"
+define("route_tokens(Tensor topk_ids, int experts, SymInt max_tokens, str group_name) -> Tensor", _route, _route_fake)
+_ARGUMENTS = "Tensor x, Tensor experts, Tensor table, SymInt max_tokens, int topk, str group_name"
 define(f"{OP}({_ARGUMENTS}, bool keep) -> (Tensor, Tensor)", _forward, _fake, _backward, _setup_context)
 define(f"{OP}.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out)
 define(
-    f"{OP}_backward(Tensor grad, Tensor x, Tensor kept, Tensor experts, Tensor table, int max_tokens, int topk, str group_name,"
-    " bool need_x, bool need_experts) -> (Tensor, Tensor)",
+    f"{OP}_backward(Tensor grad, Tensor x, Tensor kept, Tensor experts, Tensor table, SymInt max_tokens, int topk,"
+    " str group_name, bool need_x, bool need_experts) -> (Tensor, Tensor)",
     _backward_implementation,
     _backward_fake,
 )
@@ -319,7 +314,7 @@ def explain(
     group: dist.ProcessGroup | str | None = None,
 ) -> DispatchPlan:
     """Which path a call with these tensors takes, and why. Sends nothing."""
-    rank, size = _place_in(name_of(group))
+    rank, size = place_in(name_of(group))
     most = x.shape[0] if max_tokens is None else max_tokens
     return plan_call(experts, RoutingPlan(x.new_empty(0), x.shape[0], most, topk, experts.shape[0], rank, size))
 

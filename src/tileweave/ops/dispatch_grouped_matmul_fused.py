@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.ops.registry import endpoint, workspace_of
-from tileweave.ops.routing_plan import RoutingPlan, bound_of, layout_of
+from tileweave.ops.registry import endpoint, number_of, workspace_of
+from tileweave.ops.routing_plan import RoutingPlan, layout_of
 from tileweave.schedule_grouped import DispatchConfig, RoutingCut, routing_cut
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
@@ -38,7 +38,7 @@ def run_routing(
     if found is None:
         found = instance.cache[key] = _routing_launcher(instance, transport.machine.num_sms, rank, size, *key)
     launcher, words = found
-    instance.begin(hash((num_experts, max_tokens, topk)))  # of integers: the same in every process
+    instance.begin(hash((number_of(ROUTING), num_experts, max_tokens, topk)))  # of integers: the same in every process
     table = torch.empty(words, dtype=torch.int32, device=topk_ids.device)
     try:
         launcher(topk_ids, table, tokens)
@@ -59,9 +59,8 @@ def _routing_launcher(
     histogram = 0 if cut.launches == 1 else cut.units(size, max_tokens, topk, num_sms) * (1 << (experts - 1).bit_length())
     instance.reserve(max(size * max_tokens * topk, 1) * 4, histogram)
     begins, _ = layout_of(size, max_tokens, topk, experts)
-    bound = bound_of(size, max_tokens, topk, experts)
     peers = endpoint(instance, torch.int32)
-    return Launcher(peers, cut, begins, max_tokens, topk, experts, bound, rank, size, num_sms), begins[-1]
+    return Launcher(peers, cut, begins, max_tokens, topk, experts, rank, size, num_sms), begins[-1]
 
 
 def run_fused(
@@ -87,7 +86,7 @@ def run_fused(
             endpoint(instance, x.dtype), config, plan.rank, plan.world_size, plan.max_tokens, plan.topk, plan.bound, experts,
             transport.machine.num_sms,
         )  # fmt: skip
-        mark = hash((*experts.shape, plan.max_tokens, plan.topk))
+        mark = hash((number_of(OP), number_of(x.dtype), *experts.shape, plan.max_tokens, plan.topk))
         found = instance.cache[key] = (launcher, mark)
     instance.begin(found[1])
     peers = endpoint(instance, x.dtype)

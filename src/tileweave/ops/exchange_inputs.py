@@ -19,5 +19,6 @@ def as_exchange(scatter_dim: int, gather_dim: int) -> Exchange:
 
 def check_divides(how: Exchange, rows: int, cols: int, size: int, columns_of: str) -> None:
     """What is scattered comes out even; of x of several dimensions rows are dimension 0."""
-    what, count = (f"{rows} rows", rows) if how.scatter_dim == 0 else (f"{cols} columns ({columns_of})", cols)
-    require(count % size == 0, f"{what} over {size} ranks", "a multiple of the group's size", "pad them, or scatter the other")
+    what, count = ("rows", rows) if how.scatter_dim == 0 else (f"columns ({columns_of})", cols)
+    allowed, remedy = "a multiple of the group's size", "pad them, or scatter the other"
+    require(count % size == 0, lambda: f"{count} {what} over {size} ranks", allowed, remedy)

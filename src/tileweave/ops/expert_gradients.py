@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tileweave.ops import reference
 from tileweave.ops.registry import group_of, interpreting, machine_of
-from tileweave.ops.routing_plan import RoutingPlan
+from tileweave.ops.routing_plan import RoutingPlan, new_rows
 from tileweave.schedule_grouped import DispatchConfig, GroupedProblem, plan_dispatch
 
 
@@ -79,7 +79,7 @@ def _fused_rows(
     from tileweave.kernels import expert_rows
     from tileweave.ops.dispatch_grouped_matmul_fused import run_fused
 
-    g = y.new_empty(plan.bound, experts.shape[2])
+    g = new_rows(y, plan.bound, experts.shape[2])
     peers, rows = run_fused(grad, experts.transpose(1, 2), plan, g, group_name, config)
     if rows is None and keep:  # before anybody calls again
         sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)

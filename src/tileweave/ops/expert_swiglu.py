@@ -8,7 +8,7 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.matmul_inputs import DTYPES
 from tileweave.ops.registry import define, interpreting
-from tileweave.ops.routing_plan import RoutingPlan
+from tileweave.ops.routing_plan import RoutingPlan, new_rows
 
 
 def swiglu(y: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
@@ -22,9 +22,13 @@ def swiglu(y: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
     -------
     [bound, I], computed in fp32 and rounded once. Rows from ``plan.offsets[-1]`` on are not read, and undefined.
     """
-    asked = f"y {tuple(y.shape)} on {y.device} with a plan of {plan.bound} rows on {plan.table.device}"
     fits = y.dim() == 2 and y.shape[0] == plan.bound and y.device == plan.table.device
-    require(fits, asked, "[bound, 2 I] beside the plan", "pass what dispatch_grouped_matmul returned, both of one call")
+    require(
+        fits,
+        lambda: f"y {tuple(y.shape)} on {y.device} with a plan of {plan.bound} rows on {plan.table.device}",
+        "[bound, 2 I] beside the plan",
+        "pass what dispatch_grouped_matmul returned, both of one call",
+    )
     return torch.ops.tileweave.swiglu(y, plan.table, plan.local_experts)
 
 
@@ -67,7 +71,7 @@ def _backward_implementation(grad: torch.Tensor, y: torch.Tensor, offsets: torch
             return torch.autograd.grad(reference.swiglu(leaf), leaf, grad)[0]
     from tileweave.kernels import expert_rows
 
-    out = torch.empty_like(y)
+    out = new_rows(y, *y.shape)
     expert_rows.swiglu_gradient(grad, y, out, offsets, experts)
     return out
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tileweave.config_combine import CombineConfig, slot_bytes
-from tileweave.ops.registry import endpoint, interpreting, workspace_of
+from tileweave.ops.registry import endpoint, interpreting, number_of, workspace_of
 from tileweave.ops.routing_plan import RoutingPlan
 from tileweave.schedule_grouped import GroupedProblem
 from tileweave.transport.workspace import REGISTRY, Instance
@@ -41,7 +41,8 @@ def run_fused(
     shape = shape_of(plan, experts)
     instance = workspace.instance(OP, "sm")
     instance.reserve(slot_bytes(shape), kernel.COUNTERS)
-    instance.begin(hash((*experts.shape, plan.max_tokens, plan.topk)))  # of integers: the same in every process
+    called = (OP, y.dtype, weights is None)
+    instance.begin(hash((*map(number_of, called), *experts.shape, plan.max_tokens, plan.topk)))  # the same in every process
     peers = endpoint(instance, y.dtype)
     products = torch.empty(y.shape[0], shape.cols, dtype=y.dtype, device=y.device)
     tensors = (y, experts, plan.offsets, plan.entry_row, plan.topk_ids, weights, products, out)

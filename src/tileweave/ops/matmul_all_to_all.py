@@ -37,7 +37,7 @@ from tileweave.ops.matmul_inputs import (
     plan_for,
     refuse_alias,
 )
-from tileweave.ops.registry import define, group_of, log_fallback, name_of, publish
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish
 from tileweave.schedule_scatter import Exchange
 
 OP = "matmul_all_to_all"
@@ -79,7 +79,7 @@ def matmul_all_to_all(
     """
     how, rows, name = as_exchange(scatter_dim, gather_dim), as_rows(x), name_of(group)
     if x.dim() > 2:
-        check_divides(how, x.shape[0], w.shape[0], dist.get_world_size(group_of(name)), "w")
+        check_divides(how, x.shape[0], w.shape[0], place_in(name)[1], "w")
     if out is not None:
         check_out(out, x, "[rows, ..., columns] of the result", w, bias)
         flat = out if x.dim() == 2 else out.flatten(0, -2)
@@ -87,7 +87,7 @@ def matmul_all_to_all(
         return out
     y = torch.ops.tileweave.matmul_all_to_all(rows, w, bias, scatter_dim, gather_dim, name)
     if x.dim() > 2:
-        lead, cols = how.result(x.shape[0], w.shape[0], dist.get_world_size(group_of(name)))
+        lead, cols = how.result(x.shape[0], w.shape[0], place_in(name)[1])
         y = y.view(lead, *x.shape[1:-1], cols)
     return y
 

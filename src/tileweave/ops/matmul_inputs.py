@@ -35,8 +35,8 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x [..., K] as [rows, K], without a copy."""
     if x.dim() == 2:
         return x
-    require(x.dim() > 2, f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension")
-    require(x.is_contiguous(), f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
+    require(x.dim() > 2, lambda: f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension")
+    require(x.is_contiguous(), lambda: f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
     return x.flatten(0, -2)
 
 

@@ -34,7 +34,7 @@ from tileweave.ops.matmul_inputs import (
     plan_for,
     refuse_alias,
 )
-from tileweave.ops.registry import define, group_of, log_fallback, name_of, publish, workspace_of
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish, workspace_of
 
 OP = "matmul_reduce_scatter"
 _SAID: set[tuple[str, str]] = set()
@@ -72,21 +72,21 @@ def matmul_reduce_scatter(
     """
     rows, name = as_rows(x), name_of(group)
     if x.dim() > 2:
-        _check_rows(x.shape[0], dist.get_world_size(group_of(name)))
+        _check_rows(x.shape[0], place_in(name)[1])
     if out is not None:
         check_out(out, x, "[M / R, ..., N]", w, bias)
         torch.ops.tileweave.matmul_reduce_scatter.out(rows, w, bias, name, out=out if x.dim() == 2 else out.flatten(0, -2))
         return out
     y = torch.ops.tileweave.matmul_reduce_scatter(rows, w, bias, name)
     if x.dim() > 2:
-        y = y.view(x.shape[0] // dist.get_world_size(group_of(name)), *x.shape[1:-1], w.shape[0])
+        y = y.view(x.shape[0] // place_in(name)[1], *x.shape[1:-1], w.shape[0])
     return y
 
 
 def _check_rows(rows: int, size: int) -> None:
     require(
         rows % size == 0,
-        f"{rows} rows over {size} ranks",
+        lambda: f"{rows} rows over {size} ranks",
         "a multiple of the group's size",
         "pad the rows, or use matmul_all_reduce",
     )

@@ -159,7 +159,10 @@ def exchange(x: torch.Tensor, how: Exchange, group: dist.ProcessGroup) -> torch.
     parts = x if how.scatter_dim == 0 else x.view(rows, size, cols).transpose(0, 1)
     counts = [rows * cols] * size
     got = all_to_all_whole(parts.reshape(-1), counts, counts, group).view(size, rows, cols)
-    return got.view(size * rows, cols) if how.gather_dim == 0 else got.transpose(0, 1).reshape(rows, size * cols)
+    y = x.new_empty(size * rows, cols) if how.gather_dim == 0 else x.new_empty(rows, size * cols)
+    # a tensor of its own: autograd refuses to let a view that an operator returns be changed
+    y.view(size, rows, cols).copy_(got) if how.gather_dim == 0 else y.view(rows, size, cols).copy_(got.transpose(0, 1))
+    return y
 
 
 def matmul_all_to_all(
@@ -190,6 +193,7 @@ def all_to_all_whole(whole: torch.Tensor, split: list[int], sizes: list[int], gr
     """:func:`all_to_all` of pieces that stand one behind the other, flat; so does what comes back."""
     in_line(whole)
     if whole.device.type == "cpu":
+        agree(f"an all-to-all of {whole.dtype}", group, whole.device)
         _agree_on_parts(split, sizes, group)
     got = whole.new_empty(sum(sizes))
     if whole.dtype.itemsize == 2:  # as bytes, since gloo knows no halves
@@ -360,9 +364,10 @@ def grouped_matmul_combine(
     partial = torch.zeros(rows.shape[0], experts.shape[1], dtype=torch.float32, device=y.device)
     for j in range(plan.topk):
         here = (rows[:, j] >= 0)[:, None]
-        value = torch.where(here, products[rows[:, j].clamp(min=0).long()].float(), 0.0)
-        partial += value if everyone is None else value * everyone[:, j, None]
-    return reduce_scatter(partial.to(y.dtype), group)[: plan.tokens].contiguous()
+        value = products[rows[:, j].clamp(min=0).long()].float()
+        value = value if everyone is None else value * everyone[:, j, None]
+        partial += torch.where(here, value, 0.0)  # last: what has no expert counts for nothing, whatever its weight
+    return reduce_scatter(partial.to(y.dtype), group)[: plan.tokens].clone()
 
 
 def dispatch_grouped_matmul(

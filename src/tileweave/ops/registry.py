@@ -9,13 +9,15 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tileweave.config import Plan
@@ -44,8 +46,8 @@ def define(
     if "!)" in schema:
         implementation = _counting_versions(schema, implementation)
     for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, implementation, key)
-    torch.library.register_fake(f"tileweave::{name}", fake, lib=LIBRARY)
+        LIBRARY.impl(name, _as_given(name, implementation), key)
+    torch.library.register_fake(f"tileweave::{name}", _on_one_device(name, fake), lib=LIBRARY)
     if backward is not None:
         once = _first_derivative(name, backward)
         torch.library.register_autograd(f"tileweave::{name}", once, setup_context=setup_context, lib=LIBRARY)
@@ -66,6 +68,54 @@ def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Calla
         return result
 
     return call
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """torch takes the fake where any tensor is on meta; with others on a device, results would be memory that nobody wrote."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        devices = {t.device for t in _tensors((*args, *kwargs.values()))}
+        if len(devices) > 1:
+            raise InputError(
+                f"asked: {name} of tensors on {', '.join(sorted(map(str, devices)))}; allowed: one device; "
+                "remedy: move them to one, or load what is still on meta"
+            )
+        return fake(*args, **kwargs)
+
+    return call
+
+
+def _as_given(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Dtypes as given, whether autocast is on or not, as the fake says; forward-mode derivatives would be lost, so no."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, _tensors((*args, *kwargs.values())))):
+            raise UnsupportedError(
+                f"asked: a forward-mode derivative of {name}; allowed: reverse mode (backward, torch.autograd.grad); "
+                "remedy: call on tensors without tangents"
+            )
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        if not kinds:
+            return implementation(*args, **kwargs)
+        with ExitStack() as modes:
+            for kind in kinds:
+                modes.enter_context(torch.autocast(kind, enabled=False))
+            return implementation(*args, **kwargs)
+
+    return call
+
+
+def _has_tangent(t: torch.Tensor) -> bool:
+    with forward_ad._set_fwd_grad_enabled(True):  # torch's wrapper for the backward switches it off
+        return forward_ad.unpack_dual(t).tangent is not None
 
 
 def _first_derivative(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,8 +167,7 @@ def name_of(group: dist.ProcessGroup | str | None) -> str:
     """The name that operators carry in place of a group (None: the default group)."""
     if isinstance(group, str):
         if not torch.compiler.is_compiling():  # modules keep names, and names come again for other groups
-            with suppress(LookupError, RuntimeError, ValueError):  # of no group: who asks for it says so
-                REGISTRY.belongs(group, _resolve_process_group(group))  # type: ignore[arg-type]
+            REGISTRY.belongs(group, _resolved(group))
         return group
     if group is None:
         if not dist.is_initialized():
@@ -130,7 +179,7 @@ def name_of(group: dist.ProcessGroup | str | None) -> str:
     if not isinstance(group, dist.ProcessGroup):  # what new_group returns to who is not a member
         raise InputError(
             f"asked: group {group!r}; allowed: a ProcessGroup that contains this rank, or its name; "
-            "remedy: call on members only"
+            "remedy: call on members only; of a DeviceMesh pass mesh.get_group(dimension)"
         )
     name = group.group_name
     REGISTRY.belongs(name, group)
@@ -139,16 +188,30 @@ def name_of(group: dist.ProcessGroup | str | None) -> str:
 
 def group_of(name: str) -> dist.ProcessGroup:
     """The group behind a name; raises :class:`InputError` for a group this rank is not in."""
+    group = _resolved(name)
+    if dist.get_rank(group) < 0:
+        raise InputError(f"asked: group {name!r}; allowed: groups that contain this rank; remedy: call on members only")
+    return group
+
+
+def _resolved(name: str) -> dist.ProcessGroup:
     try:
-        group = _resolve_process_group(name)  # type: ignore[arg-type]
+        return _resolve_process_group(name)  # type: ignore[arg-type]
     except (LookupError, RuntimeError, ValueError) as error:
         raise InputError(
             f"asked: group {name!r}; allowed: a group of this process that still exists; "
             "remedy: pass a ProcessGroup that this rank is a member of"
         ) from error
-    if dist.get_rank(group) < 0:
-        raise InputError(f"asked: group {name!r}; allowed: groups that contain this rank; remedy: call on members only")
-    return group
+
+
+def place_in(name: str) -> tuple[int, int]:
+    """(rank, size) of the group; a compiler need not look inside."""
+    group = group_of(name)
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+# What torch.compiler.assume_constant_result does; that imports the compiler, and the compiler triton.
+place_in._dynamo_marked_constant = True
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -187,6 +250,12 @@ def workspace_of(name: str, device: torch.device) -> Workspace:
 def mark_of(common: object) -> int:
     """A checksum, not 0, of what ranks must agree on: the same in every process."""
     return zlib.crc32(json.dumps(common, sort_keys=True).encode()) or 1
+
+
+@lru_cache(maxsize=64)
+def number_of(what: object) -> int:
+    """A number for a name, a dtype, an option, to hash with sizes: the same in every process."""
+    return mark_of(str(what))
 
 
 def endpoint(instance: Instance, dtype: torch.dtype) -> Endpoint:

@@ -6,8 +6,8 @@ Rows stand expert by expert, without gaps; those of one expert in the order of r
 then j. So own tokens come first, and then what arrives first.
 
 All of it is one int32 tensor, *table*, since an operator returns tensors; the fields are views of it. There is no capacity
-and no dropped token: its size is the bound R * max_tokens * min(k, E_local), and how many rows there are is known on the device
-only (``offsets[-1]``).
+and no dropped token: its size is the bound R * max_tokens * k, since a token may choose one expert k times, and how many rows
+there are is known on the device only (``offsets[-1]``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RoutingPlan:
     Sizes
     -----
     tokens : T of this rank, at most max_tokens, the bound of all ranks. topk : k. local_experts : E_local.
-    bound : rows that can be at most.
+    bound : rows that can be at most: all entries.
 
     Fields, int32, views of ``table``
     ---------------------------------
@@ -49,7 +49,7 @@ class RoutingPlan:
 
     @property
     def bound(self) -> int:
-        return bound_of(self.world_size, self.max_tokens, self.topk, self.local_experts)
+        return self.entries
 
     @property
     def entries(self) -> int:
@@ -90,16 +90,11 @@ class RoutingPlan:
         return self._field(5).view(self.world_size, self.local_experts + 1)
 
 
-def bound_of(world_size: int, max_tokens: int, topk: int, local_experts: int) -> int:
-    """The most rows that one rank can get."""
-    return world_size * max_tokens * min(topk, local_experts)
-
-
 def layout_of(world_size: int, max_tokens: int, topk: int, local_experts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(begins, sizes) of the fields in the table, in int32 words; one begin more: the size of the table."""
+    entries = world_size * max_tokens * topk
     sizes = (
-        local_experts + 1, bound_of(world_size, max_tokens, topk, local_experts), world_size * max_tokens * topk,
-        max_tokens * topk, world_size * max_tokens, world_size * (local_experts + 1),
+        local_experts + 1, entries, entries, max_tokens * topk, world_size * max_tokens, world_size * (local_experts + 1),
     )  # fmt: skip
     begins = [0]
     for size in sizes:
@@ -107,10 +102,15 @@ def layout_of(world_size: int, max_tokens: int, topk: int, local_experts: int) -
     return tuple(begins), sizes
 
 
+def new_rows(like: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """Memory for [rows, cols] of which a plan's rows are written: zeros where torch looks for NaN in gradients."""
+    return like.new_zeros(rows, cols) if torch.is_anomaly_enabled() else like.new_empty(rows, cols)
+
+
 def padded_ids(topk_ids: torch.Tensor, max_tokens: int) -> torch.Tensor:
-    """topk_ids [T, k] as int32 [max_tokens, k], -1 past T."""
+    """topk_ids [T, k] as int32 [max_tokens, k], -1 past T and for what int32 does not hold."""
     ids = topk_ids.new_full((max_tokens, topk_ids.shape[1]), -1, dtype=torch.int32)
-    ids[: topk_ids.shape[0]] = topk_ids
+    ids[: topk_ids.shape[0]] = torch.where((topk_ids >= 0) & (topk_ids < 1 << 31), topk_ids, -1)
     return ids
 
 
@@ -131,8 +131,7 @@ def reference_plan(everyone: torch.Tensor, rank: int, num_experts: int, tokens: 
     step = (rank - entry // max(max_tokens * topk, 1)) % size
     order = ((expert * size + step) * entry.numel() + entry).argsort()
     offsets = _ends_below(expert, local)
-    bound = bound_of(size, max_tokens, topk, local)
-    row_entry = torch.where(torch.arange(bound, device=device) < offsets[-1], order[:bound], -1)
+    row_entry = torch.where(entry < offsets[-1], order, -1)
     place = torch.empty_like(entry)
     place[order] = entry
     entry_row = torch.where(expert < local, place, -1)

@@ -19,6 +19,7 @@ all_to_all_flat = dist.all_to_all_single
 
 T = TypeVar("T", int, str)
 _TEXT_BYTES = 512  # of a rank
+_MEMORY = "memory|"  # how the text of a rank begins that makes room
 
 
 def wait_bounded(work: dist.Work | None, what: str, rank: int) -> None:
@@ -55,12 +56,12 @@ def the_odd(values: Sequence[T]) -> tuple[T, list[int]]:
 def agree(text: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """Collective: raise the same :class:`RankMismatchError` on every rank if their texts, ASCII, differ."""
     texts = gather_texts(text, group, device if dist.get_backend(group) != "gloo" else torch.device("cpu"))
-    common, odd = the_odd(texts)
+    common, odd = the_odd(["the first call of an operator" if text.startswith(_MEMORY) else text for text in texts])
     if odd:
-        differences = "; ".join(f"rank {rank}: {texts[rank]}" for rank in odd)
+        differences = "; ".join(f"rank {rank}: {texts[rank]}" for rank in odd if not texts[rank].startswith(_MEMORY))
         raise RankMismatchError(
-            f"asked: {differences}, where the other ranks have {common}; allowed: the same operator, shapes, dtypes "
-            f"and options on every rank; remedy: look at what rank {odd[0]} passes"
+            f"asked: {differences or 'the first call of an operator'}, where the other ranks have {common}; allowed: the same "
+            f"operator, shapes, dtypes and options on every rank; remedy: look at what rank {odd[0]} passes"
         )
 
 
@@ -70,7 +71,14 @@ def agree_on_memory(nbytes: int, failure: str, place: str, exchange: Callable[[s
     ``exchange`` brings all ranks' texts. Returns the places, by rank. If a rank failed or sizes differ, every rank raises the
     same error at once: nobody is left in a collective that others have given up, and nobody writes past a peer's end.
     """
-    rows = [text.split("|", 2) for text in exchange(f"{nbytes}|{failure[:60]}|{place}")]
+    texts = exchange(f"{_MEMORY}{nbytes}|{failure[:60]}|{place}")
+    others = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if not text.startswith(_MEMORY)]
+    if others:
+        raise RankMismatchError(
+            f"asked: {'; '.join(others)}, where the other ranks call an operator for the first time; allowed: the same "
+            "operators in the same order, with the same options, on every rank; remedy: look at what these ranks call"
+        )
+    rows = [text.removeprefix(_MEMORY).split("|", 2) for text in texts]
     failed = [f"rank {rank}: {row[0]} bytes, {row[1]}" for rank, row in enumerate(rows) if row[1]]
     if failed:
         raise UnsupportedError(

@@ -250,9 +250,22 @@ class Registry:
     def __init__(self) -> None:
         self._workspaces: dict[tuple[str, torch.device], Workspace] = {}
         self._groups: dict[str, object] = {}
+        self._of_parent: list[tuple[dict[tuple[str, torch.device], Workspace], dict[str, object]]] = []  # of a forked process
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        """This process is a copy of a rank, and shares its memory: to use it, or to let go of it, would be that rank's loss."""
+        self._of_parent.append((self._workspaces, self._groups))
+        self._workspaces, self._groups = {}, {}
 
     def belongs(self, group_name: str, group: object) -> None:
         """``group`` goes by this name now. If another one did (destroyed since), close what it left: its ranks may differ."""
+        if any(group is one for _, groups in self._of_parent for one in groups.values()):
+            raise InputError(
+                f"asked: an operator over group {group_name!r} in a process that was forked since; allowed: in the one that joined "
+                "the group; remedy: start processes that call operators by spawn, and initialise a group in them"
+            )
         before = self._groups.setdefault(group_name, group)
         if before is not group:
             self.close(group_name)
