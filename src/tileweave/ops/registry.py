@@ -10,7 +10,6 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -46,7 +45,7 @@ def define(
     if "!)" in schema:
         implementation = _counting_versions(schema, implementation)
     for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, _as_given(name, implementation), key)
+        LIBRARY.impl(name, _as_given(name, key.lower(), implementation), key)
     torch.library.register_fake(f"tileweave::{name}", _on_one_device(name, fake), lib=LIBRARY)
     if backward is not None:
         once = _first_derivative(name, backward)
@@ -93,7 +92,7 @@ def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _as_given(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+def _as_given(name: str, kind: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Dtypes as given, whether autocast is on or not, as the fake says; forward-mode derivatives would be lost, so no."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -102,12 +101,9 @@ def _as_given(name: str, implementation: Callable[..., Any]) -> Callable[..., An
                 f"asked: a forward-mode derivative of {name}; allowed: reverse mode (backward, torch.autograd.grad); "
                 "remedy: call on tensors without tangents"
             )
-        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        if not kinds:
+        if not torch.is_autocast_enabled(kind):
             return implementation(*args, **kwargs)
-        with ExitStack() as modes:
-            for kind in kinds:
-                modes.enter_context(torch.autocast(kind, enabled=False))
+        with torch.autocast(kind, enabled=False):
             return implementation(*args, **kwargs)
 
     return call
