@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tileweave.errors import InputError, TileweaveError
+from tileweave.transport.workspace import timeout_seconds
 
 DeviceType = Literal["cuda", "cpu"]
 MAX_RANKS = 8
@@ -133,6 +134,7 @@ def launch(
 
     Under ``torchrun`` no process is started: this process is a rank, and all but rank 0 get None.
     """
+    timeout_seconds()  # what ranks could not read is told once, here
     if under_torchrun():
         return _run_in_given_world(function, args, device_type)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -135,6 +135,20 @@ def test_an_unfused_exchange_of_two_dtypes_is_refused(world: World) -> None:
         assert error.startswith("RankMismatchError") and "float16" in error, error
 
 
+def without_dimensions(me: Member) -> list[str]:
+    x, none, ids = torch.ones(3, 8), torch.tensor(1.0), torch.zeros(3, 1, dtype=torch.int64)
+    return [
+        refusal(tw.dispatch_grouped_matmul, none, torch.ones(1, 6, 8), ids),
+        refusal(tw.dispatch_grouped_matmul, x, none, ids),
+        refusal(tw.matmul_all_to_all, torch.ones(2, 2, 8), none, scatter_dim=0, gather_dim=1),
+    ]
+
+
+def test_tensors_without_dimensions_are_refused(world: World) -> None:
+    for errors in world.run(without_dimensions):
+        assert all(error.startswith("InputError") for error in errors), errors
+
+
 # --- Devices and modes ---
 
 

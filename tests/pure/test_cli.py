@@ -133,6 +133,11 @@ def test_packages_are_looked_for_first(command: str, missing: str, said: str, mo
     assert refused(*command.split()) == said
 
 
+def test_a_time_that_ranks_cannot_read_is_told_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWEAVE_TIMEOUT", "abc")
+    assert "TILEWEAVE_TIMEOUT='abc'" in refused("check", "--device", "cpu")
+
+
 # --- The plot's axis ---
 
 

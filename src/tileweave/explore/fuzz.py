@@ -150,9 +150,8 @@ def fuzz(total: int, pattern: str = "", workers: int = 2, first: int = 0, second
     report, began = Report(), time.monotonic()
     with pool(workers) as processes:
         names = processes.submit(_scenarios, pattern).result()
-        work = chunks(names, total, first)
-        parts = -(-total // 2000)
-        with Steps("fuzz", parts, show) as steps:
+        work, part = chunks(names, total, first), max(total // 20, 1)
+        with Steps("fuzz", -(-total // part), show) as steps:
             running: set[Future[Tried]] = set()
             while not report.story:
                 late = seconds and time.monotonic() - began > seconds
@@ -162,9 +161,9 @@ def fuzz(total: int, pattern: str = "", workers: int = 2, first: int = 0, second
                     break
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
-                    before = report.interleavings // 2000
+                    before = report.interleavings // part
                     report.add(future.result())
-                    if report.interleavings // 2000 > before:
+                    if report.interleavings // part > before:
                         rate = report.interleavings / (time.monotonic() - began)
                         steps.now(f"{report.interleavings} interleavings")
                         steps.done(

@@ -81,6 +81,7 @@ def dispatch_grouped_matmul(
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
+    _check_dimensions(x, experts)
     if plan is None:
         require(topk_ids is not None, "neither topk_ids nor plan", "one of them", "pass topk_ids [T, k]")
         plan = make_plan(topk_ids, experts.shape[0], x.shape[0] if max_tokens is None else max_tokens, name)  # type: ignore[arg-type]
@@ -159,11 +160,18 @@ def _route_fake(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_nam
 # --- Forward ---
 
 
+def _check_dimensions(x: torch.Tensor, experts: torch.Tensor) -> None:
+    require(
+        x.dim() == 2 and experts.dim() == 3 and x.shape[1] == experts.shape[2],
+        lambda: f"x {tuple(x.shape)}, experts {tuple(experts.shape)}",
+        "x [T, K] and experts [E_local, N, K]",
+        "transpose the experts to Linear layout [N, K] each",
+    )
+
+
 def check_inputs(x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out: torch.Tensor | None) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
-    shapes = f"x {tuple(x.shape)}, experts {tuple(experts.shape)}"
-    fits = x.dim() == 2 and experts.dim() == 3 and x.shape[1] == experts.shape[2]
-    require(fits, shapes, "x [T, K] and experts [E_local, N, K]", "transpose the experts to Linear layout [N, K] each")
+    _check_dimensions(x, experts)
     tensors = [t for t in (x, experts, out) if t is not None]
     dtypes = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
     require(x.dtype in DTYPES, dtypes, "float16, bfloat16, float32", "convert x and experts")

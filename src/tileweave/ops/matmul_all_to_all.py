@@ -78,7 +78,7 @@ def matmul_all_to_all(
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     how, rows, name = as_exchange(scatter_dim, gather_dim), as_rows(x), name_of(group)
-    if x.dim() > 2:
+    if x.dim() > 2 and w.dim() == 2:
         check_divides(how, x.shape[0], w.shape[0], place_in(name)[1], "w")
     if out is not None:
         check_out(out, x, "[rows, ..., columns] of the result", w, bias)
