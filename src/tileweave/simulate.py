@@ -21,8 +21,8 @@ from tileweave.errors import InputError, require
 try:
     from tileweave.sim import advise as advice
     from tileweave.sim import astra, chakra, dlrm, fit, moe, perfetto, report, serving, training, trust
+    from tileweave.sim import replay as replaying
     from tileweave.sim.cells import RULE, holds_cells, read_cells
-    from tileweave.sim.collectives import Group, collective_time, group_of
     from tileweave.sim.costs import Calibration, Costs, load_calibration
     from tileweave.sim.crosscheck import compare
     from tileweave.sim.machine import Cluster, make_cluster, with_gpus
@@ -45,6 +45,8 @@ Net = Annotated[str, typer.Option(help="What joins nodes: ib-100 to ib-800, rail
 Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes.")]
 Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs in all.")]
 PerNode = Annotated[int | None, typer.Option(min=1, help="GPUs of a node (default: as the device usually has).")]
+Tp = Annotated[int, typer.Option(help="Tensor-parallel degree, inside a node.")]
+Imbalance = Annotated[float, typer.Option(help="How far the busiest GPU is above the average; 0: none, 0.3: 30 %.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for plots, a Perfetto trace and the numbers as JSON.")]
 Advise = Annotated[bool, typer.Option("--advise", help="Try every degree; say which is best, and which operators to fuse.")]
 Sense = Annotated[bool, typer.Option("--sensitivity/--no-sensitivity", help="What moves the result.")]
@@ -105,8 +107,10 @@ def _show(
     if export is not None:
         with _progress(screen) as say:
             say("writes traces")
-            paths = chakra.export(result.timelines["fused"], export, detail=detail)
-            paths += astra.export(scenario.cluster, Costs(scenario.cluster.device, used.coefficients), export)
+            step = result.timelines["fused"]
+            paths = chakra.export(step, export, detail=detail)
+            traced = with_gpus(scenario.cluster, step.world_size)  # one replica of a served model may be part of a node
+            paths += astra.export(traced, Costs(traced.device, used.coefficients), export)
         screen.print(f"wrote {len(paths)} files to {export}", markup=False)
 
 
@@ -137,12 +141,13 @@ def sweep(scenario: Scenario, used: Calibration | None = None) -> list[tuple[int
     found = []
     for factor in (0.125, 0.25, 0.5, 1, 2):
         nodes = int(scenario.cluster.nodes * factor)
-        if nodes < 1:
+        work = scenario.workload
+        batch = work.global_batch * nodes if isinstance(work, training.Training) else 0
+        if nodes < 1 or batch % scenario.cluster.nodes:  # as many samples a node at every point, or no point
             continue
         cluster = replace(scenario.cluster, nodes=nodes, network=replace(scenario.cluster.network, dims=()))
-        work = scenario.workload
         if isinstance(work, training.Training):
-            work = replace(work, dp=0, global_batch=int(work.global_batch * factor))
+            work = replace(work, dp=0, global_batch=batch // scenario.cluster.nodes)
         try:
             found.append((nodes, simulate_all(replace(scenario, cluster=cluster, workload=work), used)))
         except InputError:
@@ -163,7 +168,12 @@ def run(
 @app.command()
 def train(
     model: Annotated[str, typer.Argument(help="gpt3-175b, llama2-70b, llama3-70b or llama3-405b.")] = "gpt3-175b",
-    tp: int = 8, pp: int = 1, dp: int = 0, global_batch: int = 0, micro_batch: int = 1, seq: int = 0, recompute: str = "none",
+    tp: Tp = 8, pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel degree; 0: all GPUs that tp and pp leave.")] = 0,
+    global_batch: Annotated[int, typer.Option(help="Samples of a step; 0: 8 micro-batches a stage.")] = 0,
+    micro_batch: Annotated[int, typer.Option(help="Samples that a stage computes at once.")] = 1,
+    seq: Annotated[int, typer.Option(help="Tokens of a sample; 0: as the model was trained.")] = 0,
+    recompute: Annotated[Literal["none", "full"], typer.Option(help="full: a second forward before each backward.")] = "none",
     device: Device = "h200", network: Net = "ib-400", nodes: Nodes = None, gpus: Gpus = None, gpus_per_node: PerNode = None,
     out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
     calibration: Calib = None,
@@ -186,7 +196,10 @@ def train(
 @app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="llama3-70b, llama2-70b, llama3-405b or gpt3-175b.")] = "llama3-70b",
-    tp: int = 4, phase: Annotated[Literal["prefill", "decode"], typer.Option()] = "prefill", batch: int = 8, seq: int = 2048,
+    tp: Tp = 4,
+    phase: Annotated[Literal["prefill", "decode"], typer.Option(help="Whole prompts, or a token of each.")] = "prefill",
+    batch: Annotated[int, typer.Option(help="Prompts at once.")] = 8,
+    seq: Annotated[int, typer.Option(help="Tokens of a prompt; in decode: those in the cache.")] = 2048,
     device: Device = "h200", gpus_per_node: PerNode = None,
     out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
     calibration: Calib = None,
@@ -200,13 +213,15 @@ def serve(
 @app.command(name="moe")
 def moe_command(
     model: Annotated[str, typer.Argument(help="qwen3-235b, deepseek-v3 or mixtral-8x7b.")] = "qwen3-235b",
-    ep: int = 0, tokens: int = 4096, imbalance: float = 0.0,
+    ep: Annotated[int, typer.Option(help="GPUs that a layer's experts are spread over; 0: all.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Tokens of a GPU.")] = 4096,
+    seq: Annotated[int, typer.Option(help="Tokens of a sample, over which attention goes.")] = 4096, imbalance: Imbalance = 0.0,
     device: Device = "h200", network: Net = "ib-400", nodes: Nodes = None, gpus: Gpus = None, gpus_per_node: PerNode = None,
     out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
     calibration: Calib = None,
 ) -> None:  # fmt: skip
     """The layers of a mixture-of-experts model, forward, experts spread over ranks."""
-    work = moe.by_name(_known(model, "moe"), ep=ep, tokens=tokens, imbalance=imbalance)
+    work = moe.by_name(_known(model, "moe"), ep=ep, tokens=tokens, seq=seq, imbalance=imbalance)
     scenario = Scenario("moe", work, _cluster(device, network, nodes, gpus, gpus_per_node))
     _show(scenario, calibration, sense, advise, out, export, detail)
 
@@ -214,7 +229,9 @@ def moe_command(
 @app.command(name="dlrm")
 def dlrm_command(
     model: Annotated[str, typer.Argument(help="dlrm-ours or dlrm-v2.")] = "dlrm-ours",
-    imbalance: float = 0.0, slices: int = 8, prefetch: bool = False,
+    imbalance: Imbalance = 0.0,
+    slices: Annotated[int, typer.Option(help="Messages that the fused operator cuts its result into, between nodes.")] = 8,
+    prefetch: Annotated[bool, typer.Option("--prefetch", help="Indices travel during the step before.")] = False,
     device: Device = "h200", network: Net = "ib-400", nodes: Nodes = None, gpus: Gpus = None, gpus_per_node: PerNode = None,
     out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
     calibration: Calib = None,
@@ -231,31 +248,31 @@ def replay(
     network_file: Annotated[Path | None, typer.Option(help="ASTRA-sim's network YAML (else --device and --network).")] = None,
     device: Device = "h200", network: Net = "ib-400", gpus_per_node: PerNode = None, out: Out = None,
 ) -> None:  # fmt: skip
-    """Simulate Chakra traces: computation as recorded, collectives by this model."""
+    """Simulate Chakra traces: computation as recorded, collectives and messages by this model."""
     for path in traces:
         require(path.is_file(), f"trace {path}", "files that exist, one a rank", "name .et files, such as DIR/*.et")
     folder_for(out)
-    cluster = make_cluster(device, network, 1, gpus_per_node)
-    if network_file is not None:
-        cluster = astra.read_network(network_file, cluster.device)
+    screen, traces = console(), sorted(traces)
+    cluster = replaying.cluster_for(traces, device, network, gpus_per_node)
     coefficients = load_calibration().coefficients
-
-    def seconds(kind: str, nbytes: float, ranks: int) -> float:
-        group = Group(ranks) if ranks <= cluster.gpus_per_node else group_of(cluster, ranks)
-        whole = replace(cluster, nodes=max(cluster.nodes, group.across))
-        return collective_time(kind, nbytes, group, whole, coefficients)
-
-    screen = console()
-    for line in chakra.doubts(traces):
+    if network_file is not None:
+        require(gpus_per_node is None, "--gpus-per-node beside --network-file", "one of both", "drop one: the file says it")
+        cluster = astra.read_network(network_file, cluster.device, Costs(cluster.device, coefficients))
+        ranks = replaying.world_of(traces)
+        asked = f"traces of {ranks} ranks on the {cluster.world_size} NPUs of {network_file}"
+        require(cluster.world_size == ranks, asked, "an NPU for each rank", "change npus_count, or take the traces' own file")
+        screen.print("note: the latency inside a node is the calibration's, not the file's", markup=False, style="dim")
+    for line in replaying.doubts(traces):
         screen.print(f"note: {line}", markup=False, style="yellow")
     with _progress(screen) as say:
-        rate = cluster.network.nic_rate * cluster.network.fraction
-        timeline = chakra.replay(sorted(traces), seconds, rate, progress=say)
+        timeline = replaying.replay(traces, cluster, coefficients, progress=say)
     screen.print(
         f"{len(traces)} rank{'s' * (len(traces) != 1)}: {report.time_text(timeline.seconds)}; {len(timeline.tasks)} nodes"
     )
     for phase, time in timeline.phases().items():
         screen.print(f"  {phase}: {report.time_text(time)}")
+    for note in timeline.notes:
+        screen.print(f"note: {note}", markup=False, style="dim")
     if out is not None:
         screen.print(f"wrote {perfetto.write(perfetto.timeline_events(timeline), out / 'replay.trace.json')}", markup=False)
 

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from tileweave.errors import InputError
-from tileweave.sim import astra, chakra
+from tileweave.sim import astra, replay
 from tileweave.sim.costs import Costs
 from tileweave.sim.document import parse_document
 from tileweave.sim.machine import make_cluster, presets
@@ -112,18 +113,20 @@ def test_every_preset_names_its_source() -> None:
     assert {100, 200, 400, 800} <= rates
 
 
-@pytest.mark.parametrize("network", ["ib-400", "torus-200"])
-def test_astra_networks_come_back(tmp_path: Path, network: str) -> None:
-    cluster = make_cluster("h200", network, 16)
+@pytest.mark.parametrize(("device", "network"), [("h200", "ib-400"), ("h200", "torus-200"), ("mi300x", "ib-400")])
+def test_astra_networks_come_back(tmp_path: Path, device: str, network: str) -> None:
+    cluster = make_cluster(device, network, 16)
     astra.export(cluster, Costs(cluster.device), tmp_path)
-    again = astra.read_network(tmp_path / "network.yml", cluster.device)
+    again = astra.read_network(tmp_path / "network.yml", cluster.device, Costs(cluster.device))
+    assert again.device.link_rate == pytest.approx(cluster.device.link_rate, rel=1e-3)
+    assert again.device.inside == cluster.device.inside
     assert (again.nodes, again.gpus_per_node, again.network.topology) == (16, 8, cluster.network.topology)
     rate = cluster.network.nic_rate * cluster.network.fraction
     assert again.network.nic_rate * again.network.fraction == pytest.approx(rate, rel=1e-3)
     assert again.network.latency == pytest.approx(cluster.network.latency, rel=1e-3)
     (tmp_path / "bad.yml").write_text("topology: [ Rong ]\nnpus_count: [ 4 ]\nbandwidth: [ 1 ]\nlatency: [ 1 ]\n", "utf-8")
     with pytest.raises(InputError, match=r"line 1, field topology.0.*Ring, Switch, FullyConnected"):
-        astra.read_network(tmp_path / "bad.yml", cluster.device)
+        astra.read_network(tmp_path / "bad.yml", cluster.device, Costs(cluster.device))
 
 
 @pytest.mark.parametrize(
@@ -131,14 +134,33 @@ def test_astra_networks_come_back(tmp_path: Path, network: str) -> None:
     [
         (["serve", "--batch", "0"], "batch: asked: 0; allowed: a whole number from 1"),
         (["serve", "--tp", "3"], "tp 3 of llama3-70b; allowed: a divisor of its 64 heads"),
-        (["train", "gpt3-175b", "--gpus", "128", "--recompute", "some"], "recompute: asked: 'some'; allowed: none, full"),
         (["moe", "--tokens", "0"], "tokens: asked: 0"),
+        (["moe", "--seq", "0"], "seq: asked: 0"),
         (["dlrm", "--imbalance", "nan"], "imbalance: asked: nan; allowed: a number from 0 to 10"),
     ],
 )
 def test_options_are_read_as_a_file_would_be(command: list[str], said: str) -> None:
     done = CliRunner().invoke(app, command)
     assert isinstance(done.exception, InputError) and said in str(done.exception)
+
+
+@pytest.mark.parametrize("command", ["train", "serve", "moe", "dlrm", "replay"])
+def test_every_option_says_what_it_is(command: str) -> None:
+    made = get_command(app).commands[command]  # type: ignore[attr-defined]
+    assert not [option.name for option in made.params if not option.help]
+    assert ("seq" in {option.name for option in made.params}) == (command in ("train", "serve", "moe"))
+    if command == "train":
+        said = CliRunner().invoke(app, ["train", "--recompute", "some"])
+        assert said.exit_code == 2 and "full" in said.output
+
+
+def test_a_sweep_keeps_the_batch_of_a_node() -> None:
+    text = "workload: train\nmodel: llama2-70b\nglobal_batch: {}\ncluster: {{nodes: 12}}\n"
+    found = sweep(scenario_of(parse_document(text.format(24), "x")))
+    assert [nodes for nodes, _ in found] == [1, 3, 6, 12, 24]
+    assert all(result.samples == 2 * nodes * 4096 for nodes, result in found)
+    found = sweep(scenario_of(parse_document(text.format(36 + 12 // 4), "x")))  # 3.25 a node
+    assert not found
 
 
 def test_a_sweep_of_few_nodes_begins_with_one() -> None:
@@ -151,15 +173,15 @@ def test_a_replay_says_what_it_cannot_read_and_doubts(tmp_path: Path) -> None:
     assert isinstance(done.exception, InputError) and "files that exist" in str(done.exception)
     assert isinstance(CliRunner().invoke(app, ["replay", str(tmp_path)]).exception, InputError)
     files = [tmp_path / f"step.{rank}.et" for rank in (0, 1, 1, 3)]
-    missing, doubled = chakra.doubts(files)
+    missing, doubled = replay.doubts(files)
     assert "no file of rank 2, of 4 ranks" in missing and "several files of rank 1" in doubled
-    assert not chakra.doubts([tmp_path / f"step.{rank}.et" for rank in range(11)])
+    assert not replay.doubts([tmp_path / f"step.{rank}.et" for rank in range(11)])
     (tmp_path / "comm_group.json").write_text(json.dumps({"dp": list(range(6))}), "utf-8")
-    assert "no file of ranks 2, 4, 5, of 6 ranks" in chakra.doubts(files)[0]
+    assert "no file of ranks 2, 4, 5, of 6 ranks" in replay.doubts(files)[0]
     (tmp_path / "comm_group.json").write_text("[1]", "utf-8")
     with pytest.raises(InputError, match="a mapping of groups"):
-        chakra.doubts(files)
-    assert "not known" in chakra.doubts([tmp_path / "a.et", tmp_path / "b.et"])[0]
+        replay.doubts(files)
+    assert "not known" in replay.doubts([tmp_path / "a.et", tmp_path / "b.et"])[0]
 
 
 @pytest.mark.parametrize("text", ["# Tileweave", "{}", "[]", '{"coefficients": 1}'])

@@ -11,11 +11,15 @@ import pytest
 
 from tileweave.config_combine import plan_combine
 from tileweave.schedule_grouped import GroupedProblem, dispatch_config
+from tileweave.sim import moe
+from tileweave.sim.advise import advise, memory_of
 from tileweave.sim.collectives import Group
 from tileweave.sim.costs import Costs
 from tileweave.sim.machine import Cluster, make_cluster, with_gpus
+from tileweave.sim.moe import known_experts
 from tileweave.sim.operators import Operators
 from tileweave.sim.tiles_grouped import Routing, dispatch_matmul, matmul_combine
+from tileweave.sim.workload import Scenario, simulate_all
 from tileweave.topology import Machine
 
 FOUR = with_gpus(make_cluster("h200"), 4)
@@ -104,6 +108,35 @@ def test_kernels_inside_a_node_and_a_pipeline_through_nodes() -> None:
         both.grouped_combine(Group(8, 2), 4096, 8, 128, 4096, 1536),
     ):
         assert time.bound <= time.fused <= time.unfused
+
+
+def test_one_rank_has_nobody_to_send_to() -> None:
+    alone = Scenario("moe", moe.by_name("qwen3-235b", ep=1), make_cluster("h200"))
+    times = simulate_all(alone)
+    assert times.seconds("unfused") == times.seconds("fused") == times.seconds("bound")
+    assert "exposed communication" not in times.timelines["fused"].phases()
+    ops = Operators(FOUR)
+    combine, expected = ops.grouped_combine(Group(1), 64, 8, 128, 4096, 1536), ops.reduce_top_k(64, 8, 4096)
+    assert combine.unfused == combine.compute == pytest.approx(ops.costs.grouped_matmul(128, 4, 4096, 1536) + expected)
+    small = replace(alone.workload, model=replace(known_experts("mixtral-8x7b"), layers=4))  # type: ignore[type-var]
+    assert {one.name for one in advise(replace(alone, workload=small)).candidates} == {"ep 1", "ep 2", "ep 4", "ep 8"}
+
+
+def test_attention_is_as_wide_as_its_heads() -> None:
+    """Qwen3's heads have 128 columns each, twice hidden / heads."""
+    qwen, mixtral = known_experts("qwen3-235b"), known_experts("mixtral-8x7b")
+    assert (qwen.attended, qwen.qkv) == (64 * 128, (64 + 2 * 4) * 128)
+    assert (mixtral.attended, mixtral.qkv) == (4096, (32 + 2 * 8) * 128)
+    work = moe.by_name("qwen3-235b")
+    weights = 94 * 4096 * (128 / 4 * 3 * 1536 + (2 * 64 + 2 * 4) * 128)
+    assert memory_of(Scenario("moe", work, FOUR)) == 2 * weights
+    wide, narrow = (
+        simulate_all(Scenario("moe", replace(work, model=replace(qwen, head_dim=columns)), FOUR), modes=("fused",))
+        for columns in (128, 0)
+    )
+    phases = [found.timelines["fused"].phases() for found in (wide, narrow)]
+    assert phases[0]["attention"] == pytest.approx(2 * phases[1]["attention"], rel=0.02)
+    assert phases[0]["matmul"] > 1.6 * phases[1]["matmul"]
 
 
 # --- Lookups ---

@@ -14,7 +14,8 @@ from tileweave.errors import InputError
 from tileweave.sim.collectives import Group, Protocol, collective_time, group_of, phases, run_sliced
 from tileweave.sim.costs import load_calibration
 from tileweave.sim.machine import Cluster, Network, make_cluster, presets, with_gpus
-from tileweave.sim.network import Flow, Links, share, torus_hops, view
+from tileweave.sim.network import Flow, Links, message, share, torus_hops, view
+from tileweave.sim.step import between
 
 PLAIN = Protocol(0.0, 1.0, 0.0)
 C = load_calibration().coefficients
@@ -115,6 +116,48 @@ def test_an_oversubscribed_tree_is_as_slow_as_its_uplinks() -> None:
             far = [f"up{a // 2}", f"down{b // 2}"] if a // 2 != b // 2 else []
             flows.append((1e9, [f"out{a}", f"in{b}", *far]))
     assert timed("all_to_all", 8e9, Group(1, 8), cluster) == pytest.approx(explicit(capacities, flows))
+
+
+@pytest.mark.parametrize(("leaf", "slower"), [(2, 2.0), (1, 4.0), (4, 1.0)])
+def test_a_ring_crosses_the_uplinks_once_a_leaf(leaf: int, slower: float) -> None:
+    cluster = make_cluster("h200", network("fat_tree", leaf=leaf, oversubscription=4.0), 8, 1)
+    capacities = {f"{way}{n}": leaf * 50e9 / 4 for way in ("up", "down") for n in range(8 // leaf)}
+    capacities |= {f"{way}{n}": 50e9 for way in ("out", "in") for n in range(8)}
+    flows = []
+    for a in range(8):
+        b = (a + 1) % 8
+        far = [f"up{a // leaf}", f"down{b // leaf}"] if a // leaf != b // leaf else []
+        flows.append((7e9, [f"out{a}", f"in{b}", *far]))
+    found = timed("all_gather", 8e9, Group(1, 8), cluster, "ring")
+    assert found == pytest.approx(explicit(capacities, flows)) and found == pytest.approx(slower * 7e9 / 50e9)
+    two = timed("all_gather", 8e9, Group(1, 2), cluster, "ring")  # neighbours: in one leaf, where two have room
+    assert two == pytest.approx((1.0 if leaf > 1 else 4.0) * 4e9 / 50e9)
+
+
+def test_a_message_takes_the_links_between_its_ranks() -> None:
+    tree = view(make_cluster("h200", network("fat_tree", leaf=2, oversubscription=4.0), 8), 1.0)
+    assert message(tree, 1.0, 0, 3, 7.0).loads == {"up": 1.0, "down": 1.0}
+    assert message(tree, 1.0, 0, 8, 7.0).loads == {"nic_out": 1.0, "nic_in": 1.0}  # in its leaf
+    crossing = message(tree, 1.0, 8, 16, 7.0).loads  # of the two nodes of a leaf one sends out of it
+    assert crossing == {"nic_out": 1.0, "nic_in": 1.0, "leaf_up": 8.0, "leaf_down": 8.0}
+    assert message(tree, 1.0, 0, 32, 7.0).loads["leaf_up"] == 16.0
+    shared = view(make_cluster("h200", network("rail", nics=2), 2), 1.0)
+    assert message(shared, 1.0, 0, 8, 7.0).loads == {"nic_out": 4.0, "nic_in": 4.0}  # eight GPUs, two NICs
+    (flow,) = between(message(tree, 1.0, 8, 16, 7.0), 1, 2)[0]
+    assert flow.loads == {"1:nic_out": 1.0, "2:nic_in": 1.0, "1:leaf_up": 8.0, "2:leaf_down": 8.0}
+    torus = view(make_cluster("h200", network("torus", dims=(1, 4)), 4), 1.0)
+    assert message(torus, 1.0, 8, 16, 7.0).loads == {"torus1+": 8.0}
+    assert message(torus, 1.0, 16, 8, 7.0).loads == {"torus1-": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("topology", "field"),
+    [("rail", {"leaf": 4}), ("rail", {"oversubscription": 2.0}), ("torus", {"nics": 8}), ("torus", {"leaf": 4}),
+     ("torus", {"oversubscription": 2.0}), ("fat_tree", {"dims": (2, 2)}), ("rail", {"dims": (2, 2)})],
+)  # fmt: skip
+def test_fields_of_other_topologies_are_refused(topology: str, field: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=f"{next(iter(field))} of a network that is a {topology}"):
+        make_cluster("h200", network(topology, **field), 4)
 
 
 def test_a_mesh_is_limited_by_its_pairs() -> None:

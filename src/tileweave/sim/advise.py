@@ -129,6 +129,7 @@ def memory_of(scenario: Scenario) -> float:
         return 2.0 * model.parameters / work.tp + cache
     if isinstance(work, MoE):
         experts = work.model.experts / (work.ep or cluster.world_size)
-        return 2.0 * work.model.layers * (experts * 3 * work.model.ffn + 4 * work.model.hidden) * work.model.hidden
+        attention = work.model.qkv + work.model.attended
+        return 2.0 * work.model.layers * (experts * 3 * work.model.ffn + attention) * work.model.hidden
     tables = work.model.count(cluster.world_size) * work.model.rows * work.model.dim * work.model.itemsize
     return tables / cluster.world_size

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tileweave.errors import require
 from tileweave.sim.collectives import bulk
 from tileweave.sim.costs import Costs
 from tileweave.sim.document import REQUIRED, Record, choice, integer, items, number, open_document
 from tileweave.sim.machine import Cluster, Device, Network, make_cluster
+from tileweave.sim.network import has_uplinks
 
 _GIB = 2.0**30
 
@@ -33,8 +36,10 @@ def network_of(cluster: Cluster, costs: Costs) -> dict[str, list[Any]]:
         found["latency"].append(round(latency * 1e9 / (2 if topology == "Switch" else 1), 2))
 
     if cluster.gpus_per_node > 1 or cluster.nodes == 1:
-        kind = "FullyConnected" if device.inside == "mesh" else "Switch"
-        dimension(kind, cluster.gpus_per_node, device.link_rate * protocol.fraction, costs.c.signal)
+        mesh = device.inside == "mesh"
+        links = max(device.gpus_per_node - 1, 1) if mesh else 1  # of a device: a rate is that of one
+        rate = device.link_rate * protocol.fraction / links
+        dimension("FullyConnected" if mesh else "Switch", cluster.gpus_per_node, rate, costs.c.signal)
     if cluster.nodes > 1:
         rate = network.nic_rate * network.fraction * (network.nics or cluster.gpus_per_node) / cluster.gpus_per_node
         if network.topology == "torus":
@@ -42,7 +47,8 @@ def network_of(cluster: Cluster, costs: Costs) -> dict[str, list[Any]]:
                 if side > 1:
                     dimension("Ring", side, 2 * network.nic_rate * network.fraction / cluster.gpus_per_node, network.latency)
         else:
-            dimension("Switch", cluster.nodes, rate / network.oversubscription, network.latency)
+            thin = network.oversubscription if has_uplinks(cluster) else 1.0
+            dimension("Switch", cluster.nodes, rate / thin, network.latency)
     return found
 
 
@@ -77,8 +83,11 @@ def export(cluster: Cluster, costs: Costs, folder: Path) -> list[Path]:
     return [folder / "network.yml", folder / "system.json"]
 
 
-def read_network(path: Path, device: Device) -> Cluster:
-    """A network file as a cluster of ``device``: the first dimension is the node, the rest joins nodes."""
+def read_network(path: Path, device: Device, costs: Costs) -> Cluster:
+    """A network file as a cluster of ``device``: the first dimension is the node (or all are rings: a torus of single GPUs).
+
+    The rates are the file's; the latency inside a node is not read, since ``costs`` have what was measured there.
+    """
     fields = {
         "topology": (items(choice(("Ring", "Switch", "FullyConnected"))), REQUIRED),
         "npus_count": (items(integer(1, 1 << 20)), REQUIRED),
@@ -87,13 +96,38 @@ def read_network(path: Path, device: Device) -> Cluster:
     }
     make: Callable[..., dict[str, Any]] = dict
     found = Record(fields, make)(open_document(path))
-    counts = found["npus_count"]
-    if len(counts) == 1:
-        return make_cluster(device, nodes=1, gpus_per_node=counts[0])
-    rings = all(kind == "Ring" for kind in found["topology"][1:])
-    latency = found["latency"][1] * 1e-9 * (1 if rings else 2)
-    rate = found["bandwidth"][1] * _GIB * (counts[0] / 2 if rings else 1.0)
-    network = Network(
-        "ASTRA-sim network", rate, 1.0, latency, "torus" if rings else "fat_tree", dims=tuple(counts[1:]) if rings else ()
+    kinds, counts, rates, latencies = (found[name] for name in fields)
+    lengths = {len(found[name]) for name in fields}
+    asked = f"{path}: lists of {sorted(lengths)} items"
+    require(len(lengths) == 1 and 0 not in lengths, asked, "four lists of one length", "write an item for each dimension")
+    begin = 0 if kinds[0] == "Ring" else 1  # of what joins nodes
+    outer = kinds[begin:]
+    require(
+        set(outer) == {"Ring"} or (begin == 1 and outer in ((), ("Switch",))),
+        f"{path}: {', '.join(kinds)}", "Switch or FullyConnected, in front of nothing, one Switch, or rings; or rings alone",
+        "another network: nothing else is modelled",
+    )  # fmt: skip
+    require(
+        len(set(rates[begin:])) <= 1 and len(set(latencies[begin:])) <= 1,
+        f"{path}: rings of bandwidths {rates[begin:]} and latencies {latencies[begin:]}", "one of each for all rings",
+        "another network: a torus of unlike sides is not modelled",
+    )  # fmt: skip
+    per_node = counts[0] if begin else 1
+    if begin:
+        device = _device(device, kinds[0], per_node, rates[0] * _GIB / bulk(costs.c).fraction)
+    if not outer:
+        return make_cluster(device, nodes=1, gpus_per_node=per_node)
+    rings = outer[0] == "Ring"
+    latency = latencies[-1] * 1e-9 * (1 if rings else 2)
+    rate = rates[-1] * _GIB * (per_node / 2 if rings else 1.0)
+    dims = tuple(counts[begin:]) if rings else ()
+    network = Network("ASTRA-sim network", rate, 1.0, latency, "torus" if rings else "fat_tree", dims=dims)
+    return make_cluster(device, network, math.prod(counts[begin:]), per_node)
+
+
+def _device(device: Device, kind: str, count: int, rate: float) -> Device:
+    """``device``, joined inside its node as the file says; ``rate``: of a link, which a mesh has for each peer."""
+    mesh = kind == "FullyConnected"
+    return replace(
+        device, inside="mesh" if mesh else "switch", gpus_per_node=count, link_rate=rate * (max(count - 1, 1) if mesh else 1)
     )
-    return make_cluster(device, network, math.prod(counts[1:]), counts[0])

@@ -1,16 +1,16 @@
-"""Chakra execution traces (MLCommons, schema 0.0.4 as ASTRA-sim 2 reads it): a step as one ``.et`` file a rank, and back.
+"""Chakra execution traces (MLCommons, schema 0.0.4 as ASTRA-sim 2 reads it): a step as one ``.et`` file a rank.
 
 A file is a stream of protobuf messages, each behind its length as a varint: one GlobalMetadata, then nodes. Computation
 becomes COMP_NODE with a duration, a collective COMM_COLL_NODE, a message between stages COMM_SEND_NODE and COMM_RECV_NODE.
 A fused operator is ``slices`` pairs of computation and collective, chained, so that an engine which only knows whole
-collectives can overlap them. Only what is named here is written; the schema's other fields are left alone when reading.
+collectives can overlap them. As ASTRA-sim wants it, groups are named by numbers from 1 on, and an all-gather's
+``comm_size`` is one rank's part. Only what is named here is written; the schema's other fields are left alone when
+reading. ``replay.py`` makes a timeline of traces again.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from tileweave.errors import InputError, require
-from tileweave.sim.step import Part, Step, Task, Timeline
+from tileweave.sim.step import Part, Task, Timeline
 
 VERSION = "0.0.4"
 COMP, SEND, RECV, COLL = 4, 5, 6, 7
@@ -166,7 +166,7 @@ def _value(attribute: Any) -> Any:
     return list(value.values) if which == "bool_list" else value
 
 
-# --- A timeline as traces, and back ---
+# --- A timeline as traces ---
 
 
 def export(
@@ -177,7 +177,7 @@ def export(
     detail : ``"operators"``, or ``"tasks"``: computation of a task in one node, its collectives summed by kind and group.
     """
     world, pieces = timeline.world_size, {}
-    groups: dict[str, list[int]] = {}
+    groups: dict[tuple[int, ...], str] = {}
     firsts = _first_ranks(timeline)
     per_stage = {rep: sum(len(t.parts) for t in timeline.tasks if t.rank == rep) for rep in timeline.replicas}
     count = sum(per_stage[rep] * timeline.replicas[rep] for rep in per_stage)
@@ -198,7 +198,7 @@ def export(
             write_trace(target, _nodes(timeline, pieces[rep], rank, rep, firsts, groups, slices, detail))
         paths.append(path)
         progress()
-    (folder / "comm_group.json").write_text(json.dumps(groups) + "\n", "utf-8")
+    (folder / "comm_group.json").write_text(json.dumps({name: members for members, name in groups.items()}) + "\n", "utf-8")
     return [*paths, folder / "comm_group.json"]
 
 
@@ -225,7 +225,7 @@ def _members(part: Part, rank: int, first: int, count: int) -> list[int]:
 
 
 def _nodes(
-    timeline: Timeline, tasks: list[Task], rank: int, rep: int, firsts: dict[int, int], groups: dict[str, list[int]],
+    timeline: Timeline, tasks: list[Task], rank: int, rep: int, firsts: dict[int, int], groups: dict[tuple[int, ...], str],
     slices: int, detail: str,
 ) -> Iterator[Node]:  # fmt: skip
     first, count = firsts[rep], timeline.replicas[rep]
@@ -280,12 +280,12 @@ def _nodes(
                     number += 1
                 if part.collective in COLLECTIVES and part.ranks > 1:
                     members = _members(part, rank, first, count)
-                    name = f"{part.axis}{members[0]}s{members[1] - members[0]}n{len(members)}"
-                    groups[name] = members
+                    name = groups.setdefault(tuple(members), str(len(groups) + 1))
+                    sized = share / (part.ranks if part.collective == "all_gather" else 1)
                     attributes = {
                         "is_cpu_op": False,
                         "comm_type": COLLECTIVES[part.collective],
-                        "comm_size": max(int(part.nbytes * share), 1),
+                        "comm_size": max(int(part.nbytes * sized), 1),
                         "pg_name": name,
                     }
                     waits = [tail[task.stream]] if fused else chain(task.stream, after)
@@ -316,74 +316,3 @@ def _merged(parts: tuple[Part, ...]) -> list[Part]:
             part.collective or "compute", part.phase, sums[0], sums[1], part.collective, sums[2], part.ranks, part.axis, sums[3]
         )
     return list(found.values())
-
-
-def _groups_beside(path: Path) -> dict[str, list[int]]:
-    """The groups' ranks, if a file beside ``path`` tells them."""
-    side = path.parent / "comm_group.json"
-    if not side.is_file():
-        return {}
-    try:
-        return {name: [int(rank) for rank in ranks] for name, ranks in json.loads(side.read_text("utf-8")).items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        allowed = "a mapping of groups to lists of ranks, in JSON"
-        raise InputError(f"asked: {side}: {error}; allowed: {allowed}; remedy: check which file it is") from None
-
-
-def doubts(paths: list[Path]) -> list[str]:
-    """What is odd about the ranks of these files, whose names end in them (``step.3.et``): some missing, some twice."""
-    found = [re.search(r"(\d+)$", path.stem) for path in paths]
-    ranks = Counter(int(match[1]) for match in found if match)
-    if sum(ranks.values()) < len(paths):
-        return ["not every file's name ends in a rank (step.3.et): whether all ranks are there is not known"] * (len(paths) > 1)
-    size = max([*ranks, *(rank for of in _groups_beside(paths[0]).values() for rank in of)]) + 1
-    missing, doubled = sorted(set(range(size)) - set(ranks)), sorted(rank for rank, count in ranks.items() if count > 1)
-    said = [f"no file of {_few(missing)}, of {size} ranks: what they would hold up is not in the result"] if missing else []
-    return said + ([f"several files of {_few(doubled)}: each counts as a rank of its own"] if doubled else [])
-
-
-def _few(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def replay(
-    paths: list[Path],
-    collective_seconds: Callable[[str, float, int], float],
-    bandwidth: float,
-    progress: Callable[[str], None] = lambda _: None,
-) -> Timeline:
-    """Traces of some ranks (ours or others') as a timeline: computation as recorded, collectives by ``collective_seconds(kind,
-    bytes, ranks)``, messages at ``bandwidth`` bytes/s. Every rank is simulated; nodes of a rank overlap only where its
-    dependences let computation and communication."""
-    step = Step("replay")
-    groups = {name: len(ranks) for name, ranks in _groups_beside(paths[0]).items()}
-    names = {number: kind for kind, number in COLLECTIVES.items()}
-    for index, path in enumerate(paths):
-        progress(f"reads {path.name}, {index + 1} of {len(paths)}")
-        step.representative(index, 1, path.stem, {})
-        known: dict[int, int] = {}
-        for node in read_trace(path.read_bytes(), str(path))[1]:
-            attributes = node.attributes
-            after = [known[n] for n in node.after if n in known]
-            if node.kind == COMP:
-                part = Part(node.name, "compute", node.micros * 1e-6, compute=node.micros * 1e-6)
-                known[node.number] = step.add(index, "compute", node.name, [part], after)
-            elif node.kind == COLL:
-                kind = names.get(int(attributes.get("comm_type", -1)), "")
-                require(
-                    bool(kind),
-                    f"{path}: collective {attributes.get('comm_type')} of node {node.name}",
-                    ", ".join(COLLECTIVES),
-                    "leave it out",
-                )
-                size = float(attributes.get("comm_size", 0))
-                ranks = groups.get(str(attributes.get("pg_name", "")), len(paths))
-                part = Part(node.name, "communication", collective_seconds(kind, size, ranks), 0.0, kind, size, ranks, "world")
-                known[node.number] = step.add(index, "comm", node.name, [part], after, "comm")
-            elif node.kind in (SEND, RECV):
-                seconds = float(attributes.get("comm_size", 0)) / bandwidth if node.kind == SEND else 0.0
-                part = Part(node.name, "communication", seconds, 0.0, "send", 0.0, 2, "pp")
-                known[node.number] = step.add(index, "comm", node.name, [part], after, "comm")
-    progress(f"simulates {len(paths)} ranks")
-    return step.run()

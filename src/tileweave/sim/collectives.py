@@ -9,7 +9,8 @@ to the next rank plus a latency for each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -19,7 +20,7 @@ import simpy
 from tileweave.errors import require
 from tileweave.sim.costs import Coefficients
 from tileweave.sim.machine import Cluster
-from tileweave.sim.network import Flow, Links, View, inside_hops, node_classes, torus_hops, view
+from tileweave.sim.network import Flow, Links, View, inside_hops, node_classes, shifted_hops, torus_hops, view
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 Algorithm = Literal["auto", "direct", "ring", "hierarchical"]
@@ -55,6 +56,17 @@ def group_of(cluster: Cluster, size: int, inside_used: int = 1) -> Group:
         size % inside == 0, f"a group of {size}", f"a multiple of the {inside} that a node has room for", "change the degree"
     )
     return Group(inside, size // inside)
+
+
+def group_on(cluster: Cluster, ranks: Sequence[int]) -> Group:
+    """The group of these ranks on the nodes where they stand; a node's ranks have neighbouring numbers."""
+    counts = Counter(rank // cluster.gpus_per_node for rank in ranks)
+    require(
+        len(set(counts.values())) == 1,
+        lambda: f"a collective of {len(ranks)} ranks, of which nodes have {sorted(set(counts.values()))}",
+        f"as many on each of its nodes, which have {cluster.gpus_per_node} GPUs", "another number of GPUs a node",
+    )  # fmt: skip
+    return Group(max(counts.values()), len(counts))
 
 
 def phases(kind: Kind, nbytes: float, group: Group, seen: View, c: Protocol, algorithm: Algorithm = "auto") -> list[Phase]:
@@ -93,19 +105,21 @@ def _ring(nbytes: float, steps: int, group: Group, seen: View, c: Protocol) -> P
         return [Flow(nbytes, loads, c.latency + c.step * steps, name="ring")]
     if group.inside > 1:  # of each node one rank sends out, the others to their neighbour: NICs carry one flow a node
         crossing = 1.0 / group.inside
-        hops = _next_node(cluster)
+        hops = _next_node(cluster, group)
         loads = {link: load * crossing for link, load in seen.loads(hops).items()}
         loads |= {link: load * (1 - crossing) for link, load in seen.loads(inside_hops(cluster, 1)).items()}
     else:
-        loads = seen.loads(_next_node(cluster))
+        loads = seen.loads(_next_node(cluster, group))
     return [Flow(nbytes, loads, c.latency + cluster.network.latency * steps, name="ring")]
 
 
-def _next_node(cluster: Cluster) -> dict[str, float]:
+def _next_node(cluster: Cluster, group: Group) -> dict[str, float]:
     if cluster.network.topology == "torus":  # a Hamiltonian ring: each node sends over one link
         axis = max(range(len(cluster.dims)), key=lambda a: cluster.dims[a])
         return torus_hops(cluster.dims, tuple(1 if a == axis else 0 for a in range(len(cluster.dims))))
-    return {"nic_out": 1.0, "nic_in": 1.0}
+    if cluster.network.leaf % group.across == 0:  # neighbouring nodes that lie in one leaf
+        return {"nic_out": 1.0, "nic_in": 1.0}
+    return shifted_hops(cluster, 1)
 
 
 def _direct(each: float, group: Group, seen: View, c: Protocol) -> Phase:

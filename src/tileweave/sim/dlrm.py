@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from tileweave.errors import require
 from tileweave.sim.collectives import Kind, bulk, group_of, phases
 from tileweave.sim.document import REQUIRED, Reader, Record, Spot, checked, choice, either, flag, integer, items, number, text
 from tileweave.sim.machine import Cluster
@@ -106,6 +107,12 @@ class _Builder:
         self.fuse = fuse is None or "embedding_bag_all_to_all" in fuse
         self.world, self.batch = cluster.world_size, dlrm.model.batch_per_gpu
         self.tables = dlrm.model.count(self.world)
+        require(self.tables > 0, "a model of no tables", "tables, or tables_per_gpu, over 0", "say how many")
+        self.parts = math.ceil(self.world / self.tables)  # of each table, by columns: fewer tables than ranks are cut
+        require(
+            self.parts <= dlrm.model.dim, f"{self.tables} tables of {dlrm.model.dim} columns on {self.world} ranks",
+            f"at most {self.tables * dlrm.model.dim} ranks, one for each column", "fewer GPUs",
+        )  # fmt: skip
         self.group = group_of(cluster, self.world)
         self.protocol = bulk(ops.c)
         self.seen = view(cluster, self.protocol.fraction)
@@ -119,7 +126,8 @@ class _Builder:
         time = ops.embedding_all_to_all(self.group, bags, model.pooling, row, self.skew, self.d.slices, model.itemsize)
         wide = self._interacting() * (self._interacting() + 1) // 2 + model.bottom[-1]
         bottom, top = (model.dense, *model.bottom), (wide, *model.top)
-        indices = [] if self.d.prefetch else [self._comm("indices", self.batch * self.tables * model.pooling * 8.0, [])]
+        sent = self.batch * self.tables * self.parts * model.pooling * 8.0  # every part of a table needs all its indices
+        indices = [] if self.d.prefetch else [self._comm("indices", sent, [])]
         forward = self._compute("bottom MLP", [self._mlp("bottom MLP", bottom)], [])
         seconds = time.of(self.mode, self.fuse)
         lookup = Part(
@@ -141,12 +149,9 @@ class _Builder:
         return self.step.run()
 
     def _bags(self) -> tuple[int, float]:
-        """Pooled vectors of one rank, and their bytes. Fewer tables than ranks: tables are split by columns."""
-        row = float(self.model.dim * self.model.itemsize)
-        everybody = self.batch * self.world
-        if self.tables >= self.world:
-            return everybody * math.ceil(self.tables / self.world), row
-        return everybody, row / math.ceil(self.world / self.tables)
+        """Pooled vectors, or parts of them, of the rank that has most, and the bytes of one."""
+        row = float(self.model.dim * self.model.itemsize) / self.parts
+        return self.batch * self.world * math.ceil(self.tables * self.parts / self.world), row
 
     def _interacting(self) -> int:
         return (self.model.compress or self.tables) + 1

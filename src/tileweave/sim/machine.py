@@ -179,11 +179,26 @@ def make_cluster(
     """A cluster from presets' names or own data; a node has as many GPUs as its device usually has unless said."""
     chosen: Device = _preset("device", device) if isinstance(device, str) else device
     joined: Network = _preset("network", network) if isinstance(network, str) else network
+    _require_its_own_fields(joined)
     made = Cluster(chosen, joined, nodes, gpus_per_node or chosen.gpus_per_node)
     if joined.topology == "torus" and joined.dims:
         sides = math.prod(joined.dims)
         require(sides == nodes, f"{nodes} nodes on a torus {joined.dims}", f"the {sides} of its sides", "change dims")
     return made
+
+
+# Fields that mean something on some topologies only, with what stands for "not said".
+_OF_TOPOLOGY: dict[str, tuple[tuple[Topology, ...], Any]] = {
+    "nics": (("fat_tree", "rail"), 0), "leaf": (("fat_tree",), 16), "oversubscription": (("fat_tree",), 1.0),
+    "dims": (("torus",), ()),
+}  # fmt: skip
+
+
+def _require_its_own_fields(network: Network) -> None:
+    """Refuse a field that would change nothing: who wrote it expects that it does."""
+    for name, (where, unsaid) in _OF_TOPOLOGY.items():
+        fits = network.topology in where or getattr(network, name) == unsaid
+        require(fits, f"{name} of a network that is a {network.topology}", f"{name} of {', '.join(where)}", f"leave {name} out")
 
 
 def _preset(kind: str, name: str) -> Any:

@@ -19,7 +19,10 @@ from tileweave.sim.transformer import catalogue
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A model's expert layers: ``ffn`` columns of one expert, gated."""
+    """A model's expert layers: ``ffn`` columns of one expert, gated. head_dim : columns of a head (0: hidden / heads).
+
+    Experts that every token passes, and layers without experts, are not counted.
+    """
 
     name: str
     layers: int
@@ -30,12 +33,24 @@ class Experts:
     heads: int
     kv_heads: int
     source: str
+    head_dim: int = 0
+
+    @property
+    def attended(self) -> int:
+        """Columns of all heads' queries, which is also what attention gives."""
+        return self.heads * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def qkv(self) -> int:
+        """Columns of the joint query, key and value projection."""
+        return self.attended + 2 * self.kv_heads * (self.attended // self.heads)
 
 
 _SIZE = integer(1, 10_000_000)
 _SHAPE: dict[str, tuple[Reader, Any]] = {
     "layers": (_SIZE, REQUIRED), "hidden": (_SIZE, REQUIRED), "ffn": (_SIZE, REQUIRED), "experts": (_SIZE, REQUIRED),
     "top_k": (integer(1, 64), REQUIRED), "heads": (_SIZE, REQUIRED), "kv_heads": (_SIZE, REQUIRED), "source": (text, "own"),
+    "head_dim": (integer(0, 65536, "columns (0: hidden / heads)"), 0),
 }  # fmt: skip
 
 
@@ -100,13 +115,11 @@ def simulate(moe: MoE, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any =
     def plain(name: str, phase: str, seconds: float) -> Part:
         return Part(name, phase, seconds, compute=seconds)
 
-    head = model.hidden // model.heads
-    qkv = (model.heads + 2 * model.kv_heads) * head
     parts = [
         plain("norm", "elementwise", costs.stream(3 * moe.tokens * model.hidden * 2.0)),
-        plain("qkv", "matmul", costs.matmul(moe.tokens, qkv, model.hidden)),
-        plain("attention", "attention", costs.attention(2.0 * moe.tokens * moe.seq * model.hidden)),
-        plain("proj", "matmul", costs.matmul(moe.tokens, model.hidden, model.hidden)),
+        plain("qkv", "matmul", costs.matmul(moe.tokens, model.qkv, model.hidden)),
+        plain("attention", "attention", costs.attention(2.0 * moe.tokens * moe.seq * model.attended)),
+        plain("proj", "matmul", costs.matmul(moe.tokens, model.hidden, model.attended)),
         plain("norm", "elementwise", costs.stream(3 * moe.tokens * model.hidden * 2.0)),
         plain("router", "matmul", costs.matmul(moe.tokens, max(model.experts, 8), model.hidden) + c.gap),
         part("dispatch and first matmul", "experts", dispatch, "dispatch_grouped_matmul", "all_to_all" if ep > 1 else ""),

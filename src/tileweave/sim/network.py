@@ -160,10 +160,50 @@ def _add_network(cluster: Cluster, capacities: dict[str, float], density: dict[s
         return
     for way in ("nic_out", "nic_in"):
         capacities[way], density[way] = rate, nics / per_node
-    if network.topology == "fat_tree" and network.oversubscription > 1.0 and cluster.nodes > network.leaf:
+    if has_uplinks(cluster):
         for way in ("leaf_up", "leaf_down"):
             capacities[way] = network.leaf * nics * rate / network.oversubscription
             density[way] = 1.0 / (network.leaf * per_node)
+
+
+def has_uplinks(cluster: Cluster) -> bool:
+    """Whether links between leaves are fewer than what hangs on them: else they hold nobody up, and are left out."""
+    network = cluster.network
+    return network.topology == "fat_tree" and network.oversubscription > 1.0 and cluster.nodes > network.leaf
+
+
+def shifted_hops(cluster: Cluster, nodes: int) -> dict[str, float]:
+    """Mean hops where every node sends to the one ``nodes`` further on a switch: of a leaf so many nodes send out of it."""
+    hops = {"nic_out": 1.0, "nic_in": 1.0}
+    if has_uplinks(cluster):
+        share = min(nodes, cluster.network.leaf) / cluster.network.leaf
+        hops |= {"leaf_up": share, "leaf_down": share}
+    return hops
+
+
+def message(seen: View, nbytes: float, source: int, target: int, inside_latency: float) -> Flow:
+    """From rank ``source`` to rank ``target``, while all ranks send as far. ``inside_latency``: seconds, inside a node."""
+    cluster = seen.cluster
+    here, there = source // cluster.gpus_per_node, target // cluster.gpus_per_node
+    if here == there:
+        return Flow(nbytes, seen.loads(inside_hops(cluster, (target - source) % cluster.gpus_per_node)), inside_latency)
+    if cluster.network.topology == "torus":
+        steps = zip(_place(cluster, here), _place(cluster, there), strict=True)
+        hops = torus_hops(cluster.dims, tuple(b - a for a, b in steps))
+        return Flow(nbytes, seen.loads(hops), cluster.network.latency * sum(hops.values()))
+    hops = shifted_hops(cluster, abs(there - here))
+    if here // cluster.network.leaf == there // cluster.network.leaf:
+        hops = {link: h for link, h in hops.items() if not link.startswith("leaf")}
+    return Flow(nbytes, seen.loads(hops), cluster.network.latency)
+
+
+def _place(cluster: Cluster, node: int) -> list[int]:
+    """Coordinates of a node of a torus; neighbours in number are neighbours along the last side."""
+    found = []
+    for side in reversed(cluster.dims):
+        found.append(node % side)
+        node //= side
+    return found[::-1]
 
 
 def inside_hops(cluster: Cluster, distance: int) -> dict[str, float]:
@@ -213,7 +253,7 @@ def node_classes(cluster: Cluster) -> list[tuple[float, dict[str, float], float]
             for key, count in counts.items()
         ]
     hops = {"nic_out": 1.0, "nic_in": 1.0}
-    if network.topology == "fat_tree" and network.oversubscription > 1.0 and cluster.nodes > network.leaf:
+    if has_uplinks(cluster):
         far = {**hops, "leaf_up": 1.0, "leaf_down": 1.0}
         near = network.leaf - 1.0
         return [(near, hops, network.latency), (cluster.nodes - 1.0 - near, far, network.latency)]

@@ -275,6 +275,9 @@ class Operators:
         rows, local = int(tokens * top_k * skew), max(experts // group.size, 1)
         compute = self.costs.grouped_matmul(local, cdiv(rows, local), hidden, inter)
         total = self.reduce_top_k(tokens, top_k, hidden)
+        if group.size == 1:
+            alone = compute + total
+            return OpTime(alone, alone, alone, alone, 0.0, 0.0, False)
         nbytes = rows * hidden * 2.0
         comm = self.collective("all_to_all", nbytes, group)
         if _one_node(group, experts):

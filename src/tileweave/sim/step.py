@@ -184,9 +184,13 @@ def on_links(phases: list[Phase], rank: int) -> list[Phase]:
     return phases
 
 
-def between(nbytes: float, source: int, target: int, links: tuple[str, str], latency: float) -> list[Phase]:
-    """One message from ``source`` to ``target`` over the first link of the one and the second of the other."""
-    return [[Flow(nbytes, {f"{source}:{links[0]}": 1.0, f"{target}:{links[1]}": 1.0}, latency)]]
+_RECEIVING = ("down", "nic_in", "leaf_down")
+
+
+def between(flow: Flow, source: int, target: int) -> list[Phase]:
+    """One message from ``source`` to ``target``: over the links into a device of the one, over all others of the other."""
+    flow.loads = {f"{target if link in _RECEIVING else source}:{link}": load for link, load in flow.loads.items()}
+    return [[flow]]
 
 
 @dataclass(slots=True)

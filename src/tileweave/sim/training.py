@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from tileweave.errors import require
 from tileweave.sim.collectives import bulk, group_of, phases
 from tileweave.sim.document import REQUIRED, Reader, checked, choice, flag, integer
 from tileweave.sim.machine import Cluster
-from tileweave.sim.network import View, view
+from tileweave.sim.network import View, message, view
 from tileweave.sim.operators import Mode, Operators
 from tileweave.sim.step import Part, Step, Timeline, between, on_links
 from tileweave.sim.transformer import Layer, Model, known_model, model_reader
@@ -184,16 +183,12 @@ class _Builder:
         if not 0 <= target < self.t.pp:
             return
         per_stage = self.cluster.world_size // self.t.pp
-        same_node = per_stage < self.cluster.gpus_per_node and stage * per_stage // self.cluster.gpus_per_node == (
-            target * per_stage // self.cluster.gpus_per_node
-        )
-        torus = self.cluster.network.topology == "torus"
-        links = ("up", "down") if same_node else ("torus0+", "torus0+") if torus else ("nic_out", "nic_in")
-        latency = self.protocol.latency if same_node else self.cluster.network.latency
+        first, other = stage * per_stage, target * per_stage
+        make = lambda: between(message(self.seen, self.message, first, other, self.protocol.latency), stage, target)  # noqa: E731
         part = Part(f"send {what}", "pipeline", 0.0, 0.0, "send", self.message, 2, "pp")
         self.sent[what, stage, micro] = self.step.add(
             stage, "to next" if what == "F" else "to previous", f"send {what} {micro}", [part], [after], "comm",
-            partial(between, self.message, stage, target, links, latency), target,
+            make, target,
         )  # fmt: skip
 
     def _update(self, stage: int) -> None:
