@@ -25,7 +25,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich"):
         raise
-    raise SystemExit(f"tileweave's commands need {error.name}: pip install 'tileweave[cli]'") from None
+    raise SystemExit(f"tileweave's commands need {error.name}: pip install typer rich") from None
 
 app = typer.Typer(
     help="Matmuls and embedding lookups woven with the collectives they depend on.",
@@ -117,7 +117,7 @@ def _write_traces(traces: list[Any], out: Path) -> None:
     try:
         screen.print(f"wrote {write_picture(traces, out)}", markup=False)
     except ModuleNotFoundError as error:
-        screen.print(f"no picture, since {error.name} is missing: pip install 'tileweave[plot]'", markup=False)
+        screen.print(f"no picture, since {error.name} is missing: pip install matplotlib", markup=False)
 
 
 @app.command()
@@ -216,7 +216,7 @@ def bench(
         raise InputError("asked: --smoke with --cases or --quick; allowed: one of them; remedy: drop the others")
     need_kernels("tileweave bench", kind)
     if picture_for(plot) is not None:
-        need("tileweave bench --plot", "plot", "matplotlib")
+        need("tileweave bench --plot", "matplotlib")
     allowed = PEERS
     if kin == "embedding":
         from tileweave.bench import embedding

@@ -34,7 +34,7 @@ except ModuleNotFoundError as error:
     if error.name not in ("simpy", "yaml", "google", "google.protobuf"):
         raise
     package = {"simpy": "simpy", "yaml": "pyyaml"}.get(error.name, "protobuf")
-    raise SystemExit(f"tileweave simulate needs {package}: pip install 'tileweave[sim]'") from None
+    raise SystemExit(f"tileweave simulate needs {package}: pip install {package}") from None
 
 app = typer.Typer(
     help="Predict what fusion brings on a cluster, from measured calibration; needs no GPU.", no_args_is_help=True
@@ -129,7 +129,7 @@ def _write(result: Result, scenario: Scenario, used: Calibration, out: Path, scr
     try:
         from tileweave.sim import plots
     except ModuleNotFoundError as error:
-        screen.print(f"no picture, since {error.name} is missing: pip install 'tileweave[plot]'", markup=False)
+        screen.print(f"no picture, since {error.name} is missing: pip install matplotlib", markup=False)
         return
     yield plots.plot_phases(result, out / f"{name}.png")
     if scenario.kind in ("dlrm", "train") and scenario.cluster.nodes > 1:
@@ -286,7 +286,7 @@ def trust_command(
     """Errors against measured cells, fitted and held out apart; published tables beside the model."""
     screen, used = console(), _calibration(calibration)
     if folder_for(out) is not None:
-        need("tileweave simulate trust --out", "plot", "matplotlib")
+        need("tileweave simulate trust --out", "matplotlib")
     measured = read_cells(_cell_files(cells))
     settled, unsteady = settle(measured)
     with _progress(screen) as say:

@@ -12,19 +12,18 @@ from tileweave.errors import InputError, require
 PICTURES = (".png", ".pdf", ".svg")
 
 
-def need(command: str, extra: str, *packages: str) -> None:
-    """Packages that ``command`` cannot do without; ``extra`` of tileweave brings them ("": pip by name)."""
+def need(command: str, *packages: str) -> None:
+    """Packages that ``command`` cannot do without."""
     missing = [name for name in packages if name not in sys.modules and find_spec(name) is None]
     if missing:
-        how = f"'tileweave[{extra}]'" if extra else " ".join(missing)
-        raise InputError(f"{command} needs {' and '.join(missing)}: pip install {how}")
+        raise InputError(f"{command} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def need_kernels(command: str, device_type: str) -> None:
     """Triton, and numpy where its interpreter computes."""
-    need(command, "", "triton")
+    need(command, "triton")
     if device_type == "cpu":
-        need(f"{command} without GPUs", "demo", "numpy")
+        need(f"{command} without GPUs", "numpy")
 
 
 def file_for(path: Path | None) -> Path | None:

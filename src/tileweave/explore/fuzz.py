@@ -132,8 +132,7 @@ def _scenarios(pattern: str) -> list[str]:
 
 
 def require_packages() -> None:
-    need("tileweave fuzz", "fuzz", "greenlet", "numpy")
-    need("tileweave fuzz", "", "triton")
+    need("tileweave fuzz", "greenlet", "numpy", "triton")
 
 
 @contextmanager
