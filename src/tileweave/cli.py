@@ -35,7 +35,7 @@ app = typer.Typer(
 )
 
 # What ``trace`` sees inside; of the others' kernels, which have no stamps, waits where they are interpreted.
-STAMPED, WATCHED = "all_gather_matmul", "all_to_all_matmul and matmul_all_to_all by copy engines"
+STAMPED, WATCHED = "all_gather_matmul", "matmul_reduce_scatter, all_to_all_matmul, matmul_all_to_all by copy engines"
 World = Annotated[int | None, typer.Option("--world", help="Ranks to start (default: up to 4).")]
 Device = Annotated[Literal["auto", "cuda", "cpu"], typer.Option(help="auto: GPUs if there are two; cpu: interpreted kernels.")]
 
