@@ -6,11 +6,13 @@ which path a call takes. ``tw.explain`` and ``ShardingPlan.explain`` print what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 
 from tileweave.config import FUSED_WORLD_SIZES, Plan
-from tileweave.errors import InputError
+from tileweave.errors import InputError, require
 from tileweave.topology import Machine
 
 ALIGNMENT = 16  # bytes that one thread loads and stores at once
@@ -250,8 +252,9 @@ def plan_sharding(tables: Sequence[TableSpec], world_size: int, itemsize: int = 
 
     Raises
     ------
-    InputError if the tables do not fit ``memory`` bytes on each rank, by any of these.
+    InputError for sizes that are none, and if the tables do not fit ``memory`` bytes on each rank, by any of these.
     """
+    _check_sizes(tables, world_size, itemsize)
     share = sum(t.pooling * t.dim * itemsize for t in tables) / world_size
     refused: InputError | None = None
     for finely, largest_first in ((False, False), (False, True), (True, False), (True, True)):
@@ -269,6 +272,19 @@ def plan_sharding(tables: Sequence[TableSpec], world_size: int, itemsize: int = 
             return ShardingPlan(tuple(tables), tuple(shards), world_size, itemsize)
     assert refused is not None, "the last way ended in an error, too"
     raise refused
+
+
+def _check_sizes(tables: Sequence[TableSpec], world_size: int, itemsize: int) -> None:
+    def counts(*numbers: object) -> bool:
+        return all(isinstance(number, Integral) and int(number) >= 1 for number in numbers)
+
+    fits = counts(world_size, itemsize)
+    require(fits, f"{world_size} ranks, {itemsize} bytes an element", "whole numbers, 1 at least", "pass such ones")
+    for table in tables:
+        fits = isinstance(table, TableSpec) and counts(table.rows, table.dim)
+        fits = fits and isinstance(table.pooling, Real) and 0 <= table.pooling < math.inf
+        allowed = "TableSpec(name, rows, dim, pooling): whole rows and dim, 1 at least; finite pooling, 0 at least"
+        require(fits, lambda table=table: f"{table}", allowed, "correct the table")
 
 
 Piece = tuple[float, int, int, int, int]  # -bytes read, table, column, dim, memory

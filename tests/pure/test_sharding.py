@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,6 +43,28 @@ def test_no_rank_holds_more_than_it_may(tables: list[TableSpec], ranks: int, mem
 def test_too_much_for_all_ranks() -> None:
     with pytest.raises(tw.InputError, match="remedy: more ranks"):
         plan_sharding([TableSpec("t", 1000, 128)] * 3, 2, 4, 1000 * 128 * 4)
+
+
+GOOD = TableSpec("t", 10, 8)
+ROWS_AND_DIM = ((10, 0), (0, 8), (10, -8), (10, 8.0), (10.5, 8), ("10", 8))
+
+
+def table(*sizes: Any) -> TableSpec:
+    return TableSpec("t", *sizes)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ([GOOD], 0), ([GOOD], -1), ([GOOD], 2.0), ([GOOD], 2, 0), ([GOOD, ("t", 10, 8)], 2),
+        *(([GOOD, table(*sizes)], 2) for sizes in ROWS_AND_DIM),
+        *(([GOOD, table(10, 8, pooling)], 2) for pooling in (math.nan, math.inf, -1.0, None)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sizes_that_are_none(wrong: tuple) -> None:
+    with pytest.raises(tw.InputError, match="1 at least"):
+        plan_sharding(*wrong)
 
 
 @given(rows=st.integers(1, 1000), pooling=st.floats(1, 100), ranks=st.integers(1, 8), each=st.integers(1, 4))

@@ -2,7 +2,7 @@
 
     lengths [F * b], values [N]   feature after feature, own samples; F features
     message to an owner of T tables, int64 [T * b + F + 1]: lengths of its tables' features | values of each feature, BELOW for
-        one that has a length below 0 | values passed
+        one that has a length below 0 | what the rank says of all its values: a word, which nothing here reads
 
     pack_kernel     lengths -> messages to all owners                                    | all-to-all |
     unpack_kernel   messages from all sources -> offsets, what the host has to know, and where pieces of values begin and end

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -10,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tileweave.errors import require
-from tileweave.ops.distribute_indices import distribute_indices
+from tileweave.ops.distribute_indices import FLOATS, begin_distribute_indices
 from tileweave.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
-from tileweave.ops.embedding_inputs import FusedOptimizer
+from tileweave.ops.embedding_inputs import DTYPES, INDEX_DTYPES, FusedOptimizer
+from tileweave.ops.reference import exchange_numbers
 from tileweave.ops.registry import group_of, name_of
 from tileweave.sharding import ShardingPlan, TableSpec, plan_sharding
 
@@ -22,7 +25,7 @@ class ShardedEmbeddingBag(nn.Module):
 
     ========  ==========================  ==========================================================
     lengths   [F * b]                     indices of each bag, table after table, own samples
-    values    [sum(lengths)]              their rows, as in TorchRec's KeyedJaggedTensor
+    values    [sum(lengths)]              their rows, as in TorchRec's KeyedJaggedTensor; int32 or int64
     y         [b, sum of all dims]        tables in the order in which they were given
     weight_i  [rows, dim of the part]     this rank's i-th part, see ``plan.of_rank(rank)``
     moment_i  [rows] fp32                 with "adagrad": sums of its mean squares, saved with the weights
@@ -32,12 +35,20 @@ class ShardedEmbeddingBag(nn.Module):
     ----------
     tables : rows, dim and mean pooling of each table. plan : who owns what; None: :func:`tileweave.plan_sharding`.
     optimizer : None (gradients, for an optimizer of torch's), or "sgd" or "adagrad": backward takes the step in place. Row-wise
-        Adagrad of a part takes the mean of squares over the part's columns. ``rate`` (fp32 [1]) may be changed at any time.
+        Adagrad of a part takes the mean of squares over the part's columns. ``rate`` (fp32 [1]) may be changed at any time;
+        it is in no checkpoint, and ``reset_parameters`` makes it ``learning_rate`` again, and moments 0.
     sparse : gradients as COO tensors. divide_gradient : over R, as for a loss that is a mean over ranks.
     out_dtype : of what travels and of y; None: ``dtype``.
 
     ``print(module.plan.explain())`` says why the tables are where they are. Weights start as ``nn.EmbeddingBag``'s.
+
+    Raises
+    ------
+    InputError for options that do not fit, on every rank. What calls raise: see ``tileweave.distribute_indices`` and
+    ``tileweave.embedding_bag_all_to_all``.
     """
+
+    rate: torch.Tensor
 
     def __init__(
         self,
@@ -56,6 +67,8 @@ class ShardedEmbeddingBag(nn.Module):
         divide_gradient: bool = False,
     ) -> None:
         super().__init__()
+        out_dtype = out_dtype or dtype
+        _check_options(mode, dtype, out_dtype, optimizer, learning_rate, epsilon)
         self.group_name = name_of(group)
         self.world_size = dist.get_world_size(group_of(self.group_name))
         self.rank = dist.get_rank(group_of(self.group_name))
@@ -64,20 +77,17 @@ class ShardedEmbeddingBag(nn.Module):
         require(fits, "a plan for other tables or ranks", "one made for these", "call tw.plan_sharding with them")
         self.layout = self.plan.layout()
         self.features = [[s.table for s in self.plan.of_rank(rank)] for rank in range(self.world_size)]
-        self.mode, self.out_dtype, self.sparse, self.divide_gradient = mode, out_dtype or dtype, sparse, divide_gradient
+        self.mode, self.out_dtype, self.sparse, self.divide_gradient = mode, out_dtype, sparse, divide_gradient
         for number, shard in enumerate(self.plan.of_rank(self.rank)):
             weight = torch.empty(self.plan.tables[shard.table].rows, shard.dim, dtype=dtype, device=device)
             self.register_parameter(f"weight_{number}", nn.Parameter(weight))
         # A rank without tables learns from this whether the others have theirs trained. In no checkpoint.
-        self.anchor = None if self.plan.of_rank(self.rank) else nn.Parameter(torch.zeros(0, device=device))
-        fits = optimizer in (None, "sgd", "adagrad")
-        require(fits, f"optimizer {optimizer!r}", 'None, "sgd" or "adagrad"', "pass one of these")
-        self.kind, self.epsilon, self.dtype = optimizer, epsilon, dtype
+        self.anchor = None if self.plan.of_rank(self.rank) else nn.Parameter(torch.zeros(0, dtype=dtype, device=device))
+        self.kind, self.epsilon, self.dtype, self.learning_rate = optimizer, epsilon, dtype, learning_rate
         if optimizer is not None:
-            rate = torch.full((1,), learning_rate, dtype=torch.float32, device=device)
-            self.register_buffer("rate", rate, persistent=False)
+            self.register_buffer("rate", torch.empty(1, dtype=torch.float32, device=device), persistent=False)
         for number, weight in enumerate(self.weights() if optimizer == "adagrad" else []):
-            self.register_buffer(f"moment_{number}", torch.zeros(weight.shape[0], dtype=torch.float32, device=device))
+            self.register_buffer(f"moment_{number}", torch.empty(weight.shape[0], dtype=torch.float32, device=device))
         self.reset_parameters()
 
     @property
@@ -85,38 +95,72 @@ class ShardedEmbeddingBag(nn.Module):
         """The step that backward takes; ``rate`` and ``moment_i`` are buffers of this module."""
         if self.kind is None:
             return None
-        rate, *moments = self.buffers(recurse=False)
+        self._refuse_parametrized("a fused step")
+        rate, *moments = (getattr(self, name) for name in self._numbers())
         return FusedOptimizer(self.kind, rate, moments, self.epsilon)
 
+    def _refuse_parametrized(self, what: str) -> None:
+        """What writes to a weight that is computed anew each time would be lost."""
+        fits = not hasattr(self, "parametrizations")
+        require(
+            fits,
+            f"{what} of parametrized tables",
+            "plain parameters",
+            "remove the parametrization, or let an optimizer of torch's step",
+        )
+
+    def _numbers(self) -> dict[str, float]:
+        """The optimizer's buffers and what they start as; a user may have registered others."""
+        moments = len(self.plan.of_rank(self.rank)) if self.kind == "adagrad" else 0
+        return {} if self.kind is None else {"rate": self.learning_rate, **{f"moment_{i}": 0.0 for i in range(moments)}}
+
+    def _place_number(self, name: str, old: torch.Tensor, device: torch.device) -> None:
+        """``old`` on ``device``, or what it starts as if it has no memory yet: no checkpoint brings the rate."""
+        new = torch.full_like(old, self._numbers()[name], device=device) if old.is_meta else old.to(device)
+        setattr(self, name, new)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedEmbeddingBag:
-        """As of every module, but that the optimizer's numbers stay fp32, as they were."""
-        before = dict(self._buffers)
+        """As of every module, but that the optimizer's numbers only move: they stay fp32, and what they were."""
+        before = {name: getattr(self, name) for name in self._numbers()}
         super()._apply(fn, recurse)
         for name, old in before.items():
-            now = self._buffers[name]
-            if old is not None and now is not None and now.dtype != old.dtype:
-                self._buffers[name] = old.to(now.device)
+            self._place_number(name, old, getattr(self, name).device)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.pop(f"{prefix}anchor", None)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
         known = state_dict if self.anchor is None else {**state_dict, f"{prefix}anchor": self.anchor}
-        super()._load_from_state_dict(known, prefix, *rest)
+        super()._load_from_state_dict(known, prefix, metadata, *rest)
+        if metadata.get("assign_to_params_buffers", False):  # weights are where the checkpoint is: so is what it does not have
+            if self.anchor is not None and self.anchor.is_meta:
+                fresh = torch.zeros_like(self.anchor, device=self.device_and_dtype()[0])
+                self.anchor = nn.Parameter(fresh, requires_grad=self.anchor.requires_grad)
+            for name in self._numbers():
+                self._place_number(name, getattr(self, name), self.device_and_dtype()[0])
 
-    def weights(self) -> list[nn.Parameter]:
-        """This rank's parts, in the plan's order."""
-        return [self.get_parameter(f"weight_{i}") for i in range(len(self.plan.of_rank(self.rank)))]
+    def weights(self) -> list[torch.Tensor]:
+        """This rank's parts, in the plan's order: parameters, or what stands for them (parametrizations, functional calls)."""
+        return [getattr(self, f"weight_{i}") for i in range(len(self.plan.of_rank(self.rank)))]
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Weights as ``nn.EmbeddingBag`` draws them; the optimizer as it begins."""
+        self._refuse_parametrized("reset_parameters")
         for weight in self.weights():
             nn.init.normal_(weight)
+        for name, start in self._numbers().items():
+            getattr(self, name).fill_(start)
 
     @torch.no_grad()
     def load_tables(self, tables: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's parts out of whole tables [rows, dim], one for each table."""
+        """Copy this rank's parts out of whole tables [rows, dim], one for each table; InputError if these are others."""
+        self._refuse_parametrized("load_tables")
+        wanted = [(spec.rows, spec.dim) for spec in self.plan.tables]
+        given = [tuple(table.shape) for table in tables]
+        require(given == wanted, f"load_tables of {given}", f"{wanted}", "pass every table whole, in the order of the plan")
         for weight, shard in zip(self.weights(), self.plan.of_rank(self.rank), strict=True):
             weight.copy_(tables[shard.table][:, shard.column : shard.column + shard.dim])
 
@@ -124,9 +168,12 @@ class ShardedEmbeddingBag(nn.Module):
     def whole_tables(self) -> list[torch.Tensor]:
         """Collective: every table whole, on every rank; for checkpoints of small tables and for tests."""
         group, found = group_of(self.group_name), []
+        device = self.device_and_dtype()[0]
+        used = exchange_numbers(tuple(sorted({FLOATS.index(w.dtype) for w in self.weights()})), device, group)
+        kinds = [FLOATS[number] for numbers in used for number in numbers]
+        dtype = reduce(torch.promote_types, kinds) if kinds else self.dtype  # one for all ranks
         mine = dict(zip(self.plan.of_rank(self.rank), self.weights(), strict=True))
         for number, spec in enumerate(self.plan.tables):
-            device, dtype = self.device_and_dtype()
             whole = torch.zeros(spec.rows, spec.dim, dtype=torch.float32, device=device)
             for shard, weight in mine.items():
                 if shard.table == number:
@@ -136,18 +183,19 @@ class ShardedEmbeddingBag(nn.Module):
         return found
 
     def device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
-        """Of the tables; where this rank has none, the group's device and the dtype asked for."""
+        """Of the tables; where this rank has none, those it would have, and the group's device for what is nowhere yet."""
         for weight in self.weights():
             return weight.device, weight.dtype
+        if self.anchor is not None and not self.anchor.is_meta:
+            return self.anchor.device, self.anchor.dtype
         gpu = dist.get_backend(group_of(self.group_name)) != "gloo"
         return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"), self.dtype
 
     def forward(
         self, lengths: torch.Tensor, values: torch.Tensor, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        indices, offsets, weights = distribute_indices(
-            lengths, values, self.features, weights=per_sample_weights, group=self.group_name
-        )
+        leaving = begin_distribute_indices(lengths, values, self.features, weights=per_sample_weights, group=self.group_name)
+        indices, offsets, weights = leaving.finish(INDEX_DTYPES)  # of which lookups read: others are refused on every rank
         return self.lookup(indices, offsets, weights, lengths.numel() // len(self.plan.tables) * self.world_size)
 
     def lookup(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, batch: int) -> torch.Tensor:
@@ -160,3 +208,15 @@ class ShardedEmbeddingBag(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{len(self.plan.tables)} tables / {self.world_size} ranks, {self.layout.width} columns, mode={self.mode!r}"
+
+
+def _check_options(
+    mode: str, dtype: torch.dtype, out_dtype: torch.dtype, optimizer: str | None, learning_rate: float, epsilon: float
+) -> None:
+    require(mode in ("sum", "mean"), f"mode {mode!r}", '"sum" or "mean"', "pass one of these")
+    fits = dtype in DTYPES and out_dtype in DTYPES
+    require(fits, f"tables of {dtype}, results of {out_dtype}", "float32, float16 or bfloat16", "pass one of these")
+    fits = optimizer in (None, "sgd", "adagrad")
+    require(fits, f"optimizer {optimizer!r}", 'None, "sgd" or "adagrad"', "pass one of these")
+    fits = 0 <= learning_rate < math.inf and 0 <= epsilon < math.inf
+    require(fits, f"learning_rate {learning_rate}, epsilon {epsilon}", "finite numbers, 0 at least", "pass such ones")

@@ -18,13 +18,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from tileweave.errors import require
+from tileweave.errors import RankMismatchError, require
 from tileweave.ops.reference import all_to_all_whole
 from tileweave.ops.registry import agree, debugging, group_of, interpreting, name_of
 from tileweave.ops.table_gradient import on_device, used_on
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tileweave.kernels.jagged_pieces import Layout
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+KINDS = tuple(product(INTEGERS, (None, *FLOATS)))  # of values and weights; None: no weights
 Distributed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
@@ -51,7 +53,7 @@ def distribute_indices(
     lengths : [F * b] integers, b samples on each rank (the same number); F is one more than the highest feature that is named.
     values : [sum(lengths)], any integer.
     features : for each rank, the feature of each of its tables, in the order of its tables; a feature may go to several.
-    weights : [sum(lengths)], travels along.
+    weights : [sum(lengths)], travels along. On all ranks or on none; like values, of one dtype on all ranks.
 
     Returns
     -------
@@ -60,8 +62,9 @@ def distribute_indices(
     Raises
     ------
     InputError for what does not fit: on the rank that made the mistake, before anything is sent; where only the device knows
-    (lengths and values that do not agree), on every rank, naming the rank. Lengths of other numbers of samples, or other
-    features, on some rank: only with ``TILEWEAVE_DEBUG=1``.
+    (lengths and values that do not agree), on every rank, naming the rank. RankMismatchError, on every rank, where ranks differ
+    in the dtype of values or of weights, or in having weights. Lengths of other numbers of samples, or other features, on
+    some rank: only with ``TILEWEAVE_DEBUG=1``.
     """
     return begin_distribute_indices(lengths, values, features, weights=weights, group=group).finish()
 
@@ -93,12 +96,13 @@ def begin_distribute_indices(
     if lengths.is_cuda or interpreting():
         from tileweave.kernels import jagged_pieces as steps
     whole = lengths.new_empty(sum(sizes), dtype=torch.int64)
-    steps.pack(lengths, values.numel(), where, whole)
+    kind = KINDS.index((values.dtype, None if weights is None else weights.dtype))
+    steps.pack(lengths, values.numel() * len(KINDS) + kind, where, whole)  # a message's last word says both
     got = all_to_all_whole(whole, sizes, [sizes[rank]] * size, group)
     offsets, told, leaving, arriving = steps.unpack(got, samples, where)
     ready = None
     if told.is_cuda:
-        told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
+        told = torch.empty(told.shape, dtype=told.dtype, device="cpu", pin_memory=True).copy_(told, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
     return IndicesOnTheirWay(values, weights, offsets, owned, group, steps, told, leaving, arriving, ready)
@@ -120,8 +124,9 @@ def _layout(features: tuple[tuple[int, ...], ...], count: int, rank: int, device
 class IndicesOnTheirWay:
     """Lengths have left, values have not; :func:`begin_distribute_indices` returns it.
 
-    ``told``, in host memory once ``ready``: for each rank, values of each feature, and values passed. ``leaving``, ``arriving``
-    are pieces of values, see ``kernels/jagged_pieces.py``, which is what ``steps`` is, or :class:`InTorch`.
+    ``told``, in host memory once ``ready``: for each rank, values of each feature; and values passed, times ``len(KINDS)``,
+    plus the number of their kind. ``leaving``, ``arriving`` are pieces of values, see ``kernels/jagged_pieces.py``, which is
+    what ``steps`` is, or :class:`InTorch`.
     """
 
     values: torch.Tensor
@@ -135,23 +140,20 @@ class IndicesOnTheirWay:
     arriving: torch.Tensor
     ready: torch.cuda.Event | None
 
-    def finish(self) -> Distributed:
-        """Wait for ``told``, send the values: (indices, offsets, weights), as :func:`distribute_indices` returns them."""
-        from tileweave.kernels.jagged_pieces import BELOW
+    def finish(self, allowed: Sequence[torch.dtype] = INTEGERS) -> Distributed:
+        """Wait for ``told``, send the values: (indices, offsets, weights), as :func:`distribute_indices` returns them.
 
+        ``allowed``: what values may be; others are refused on every rank, before they are sent.
+        """
         if self.ready is not None:
             self.ready.synchronize()
             stream = torch.cuda.current_stream()
             used_on(stream, self.values, self.weights, self.offsets, self.leaving, self.arriving)
         size, rank = len(self.features), dist.get_rank(self.group)
         sums = self.told.view(size, -1).tolist()
-        passed = [mine.pop() for mine in sums]
-        wrong = [
-            "lengths below 0" if BELOW.value in mine else "another number of values than its lengths sum up to" for mine in sums
-        ]
-        bad = [source for source in range(size) if BELOW.value in sums[source] or sum(sums[source]) != passed[source]]
-        asked = ", ".join(f"rank {source}: {wrong[source]}" for source in bad)
-        require(not bad, asked, "lengths from 0 on, and as many values as they sum up to", "pass all values of all bags")
+        said = [divmod(mine.pop(), len(KINDS)) for mine in sums]
+        _check_kinds([KINDS[kind] for _, kind in said], allowed)
+        _check_sums(sums, [passed for passed, _ in said])
         split = [[sums[rank][f] for f in mine] for mine in self.features]
         incoming = [[theirs[f] for f in self.features[rank]] for theirs in sums]
         indices = self._send(self.values, split, incoming)
@@ -186,7 +188,7 @@ class InTorch:
         size, tables = where.tables.numel(), where.mine.numel()
         table = got.view(size, tables * samples + where.features + 1)
         lengths, told = table.split([tables * samples, where.features + 1], 1)
-        offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+        offsets = got.new_zeros(lengths.numel() + 1)
         torch.cumsum(lengths.reshape(size, tables, samples).transpose(0, 1).reshape(-1), 0, out=offsets[1:])
         begins = told[where.rank].cumsum(0) - told[where.rank]
         counts = told[where.rank][where.wanted]
@@ -200,6 +202,33 @@ class InTorch:
     def move(data: torch.Tensor, out: torch.Tensor, pieces: torch.Tensor, longest: int) -> None:
         for source, target, count in pieces.tolist():
             out[target : target + count] = data[source : source + count]
+
+
+def _check_kinds(kinds: Sequence[tuple[torch.dtype, torch.dtype | None]], allowed: Sequence[torch.dtype]) -> None:
+    """What every rank knows of all ranks: raises on all of them."""
+
+    def told() -> str:
+        named = [(str(v).removeprefix("torch."), "no" if w is None else str(w).removeprefix("torch.")) for v, w in kinds]
+        return "; ".join(f"rank {rank}: {v} values, {w} weights" for rank, (v, w) in enumerate(named))
+
+    if len(set(kinds)) > 1:
+        raise RankMismatchError(
+            f"asked: {told()}; allowed: the same on every rank; remedy: convert them, and pass weights on all ranks or on none"
+        )
+    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+    require(kinds[0][0] in allowed, told, f"{names} values", "convert the values")
+
+
+def _check_sums(sums: Sequence[Sequence[int]], passed: Sequence[int]) -> None:
+    """``sums`` [source][feature]. As above: all ranks raise, and name the one that is wrong."""
+    from tileweave.kernels.jagged_pieces import BELOW
+
+    wrong = [
+        "lengths below 0" if BELOW.value in mine else "another number of values than its lengths sum up to" for mine in sums
+    ]
+    bad = [source for source, mine in enumerate(sums) if BELOW.value in mine or sum(mine) != passed[source]]
+    asked = ", ".join(f"rank {source}: {wrong[source]}" for source in bad)
+    require(not bad, asked, "lengths from 0 on, and as many values as they sum up to", "pass all values of all bags")
 
 
 def _check_inputs(
@@ -223,9 +252,9 @@ def _check_inputs(
     asked = f"values {values.dtype} {tuple(values.shape)} with strides {values.stride()} on {values.device}"
     require(fits, asked, f"one dimension, contiguous, integers, on {lengths.device}", "flatten feature by feature")
     if weights is not None:
-        fits = weights.shape == values.shape and weights.is_floating_point() and weights.device == values.device
+        fits = weights.shape == values.shape and weights.dtype in FLOATS and weights.device == values.device
         asked = f"weights {weights.dtype} {tuple(weights.shape)} with strides {weights.stride()} on {weights.device}"
-        allowed = "a floating number for each value, contiguous, beside it"
+        allowed = "a float16, bfloat16, float32 or float64 for each value, contiguous, beside it"
         require(fits and weights.is_contiguous(), asked, allowed, "pass as many as there are values")
         tracked = torch.is_grad_enabled() and weights.requires_grad
         remedy = "detach them, or let those require it that come out, which embedding_bag_all_to_all differentiates"

@@ -25,7 +25,17 @@ import torch.distributed as dist
 from tileweave.errors import InputError, require
 from tileweave.ops import reference
 from tileweave.ops.embedding_bag_all_to_all_fused import OP, begin_push, end_push, run_fused, run_lookup
-from tileweave.ops.embedding_inputs import FusedOptimizer, agree_on_call, check_inputs, check_optimizer, exchanged_layout
+from tileweave.ops.embedding_inputs import (
+    DTYPES,
+    FusedOptimizer,
+    agree_on_call,
+    check_inputs,
+    check_optimizer,
+    dims_of,
+    exchanged_layout,
+    refuse_shared,
+    versions_of,
+)
 from tileweave.ops.registry import (
     debugging,
     define,
@@ -38,11 +48,12 @@ from tileweave.ops.registry import (
     publish,
 )
 from tileweave.ops.table_gradient import KINDS, Lookups, sort_beside, sort_lookups, table_gradients, weight_gradients
-from tileweave.sharding import EmbeddingLayout, EmbeddingPlan, plan_embedding, rows_of
+from tileweave.sharding import EmbeddingLayout, EmbeddingPlan, plan_embedding
 
 _SAID: set[tuple[str, str]] = set()
 _METAS: dict = {}
 OP_MARK = mark_of(OP)
+_ANCHOR = torch.zeros(0, device="cpu", requires_grad=True)  # compilers cannot make a tensor that requires a gradient
 
 
 def embedding_bag_all_to_all(
@@ -75,7 +86,8 @@ def embedding_bag_all_to_all(
     out_dtype : of y and of what travels; None: that of the tables.
     gradient : "dense" or "sparse" gradients of the tables; optimizer : step in backward instead, of tables that require it.
         Gradients are for all or for none: a rank without tables takes part in backward whenever gradients are enabled, or,
-        given an ``anchor``, if that requires one.
+        given an ``anchor``, if that requires one. A fused step wants memory of its own for each table; and gradients of
+        per_sample_weights read the tables in backward, so another lookup's step must not come between (not seen when compiled).
     divide_gradient : gradients of tables and weights over R, as when a loss is a mean over ranks.
     out : an earlier result, which peers then write again, or any contiguous [b, width] tensor; not with gradients.
 
@@ -113,7 +125,7 @@ def embedding_bag(
     tables T of [rows_t, D_t], indices [N], offsets [T * B + 1] as in :func:`embedding_bag_all_to_all`; gives [B, sum of D],
     or table t from ``columns[t]`` on. Other arguments as there.
     """
-    layout = None if columns is None else EmbeddingLayout((tuple(columns),), (tuple(t.shape[1] for t in tables),))
+    layout = None if columns is None else EmbeddingLayout((tuple(columns),), (dims_of(tables),))
     return _call(
         tables, indices, offsets, None, mode, per_sample_weights, layout, out_dtype, gradient, optimizer, False, "", out
     )
@@ -126,29 +138,29 @@ def _call(
     tables = list(tables)
     require(mode in ("sum", "mean"), f"mode {mode!r}", '"sum" or "mean"', "pass one of these")
     require(gradient in KINDS[:2], f"gradient {gradient!r}", '"dense" or "sparse"', "for a fused step pass optimizer=")
-    require(len(tables) > 0 or batch is not None, "no tables and no batch", "batch= where a rank has no tables", "pass batch=")
-    require(
-        len(tables) > 0 or out_dtype is not None, "no tables and no out_dtype", "out_dtype= where there are none", "pass it"
-    )
     if batch is None:
+        require(len(tables) > 0, "no tables and no batch", "batch= where a rank has no tables", "pass batch=")
         batch = (offsets.numel() - 1) // len(tables)
     if out_dtype is None:
+        require(len(tables) > 0, "no tables and no out_dtype", "out_dtype= where there are none", "pass it")
         out_dtype = tables[0].dtype
     kind, states, rate, epsilon = gradient, [], None, 0.0
     if optimizer is not None:
-        kind, states, rate, epsilon = optimizer.kind, list(optimizer.states), optimizer.rate, optimizer.epsilon
         check_optimizer(tables, optimizer)
+    if optimizer is not None and tables:  # without tables there is nothing to step, for compilers neither
+        kind, states, rate, epsilon = optimizer.kind, list(optimizer.states), optimizer.rate, optimizer.epsilon
     numbers = (exchanged_layout(tables, indices.device, name) if layout is None else layout).flat()
     common = (tables, indices, offsets, weights, numbers, batch, mode == "mean", out_dtype, name)
     if out is not None:
-        tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (*tables, *([] if weights is None else [weights])))
+        mine = [out, *tables] if tables else []  # a rank without tables: what a call returned requires a gradient
+        tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (*mine, *([] if weights is None else [weights])))
         require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
         torch.ops.tileweave.embedding_bag_all_to_all.out(*common, out=out)
         return out
     if tables:
         anchor = None
     elif anchor is None and torch.is_grad_enabled():  # this rank has to send gradients on, though it has none of its own
-        anchor = torch.zeros(0, device=indices.device, requires_grad=True)
+        anchor = _ANCHOR.to(indices.device)
     return torch.ops.tileweave.embedding_bag_all_to_all(*common, kind, divide, states, rate, epsilon, anchor)
 
 
@@ -159,16 +171,17 @@ def plan(tables: Sequence[torch.Tensor], indices: torch.Tensor, batch: int, size
     return plan_embedding(size, row_bytes, pooling, machine_of(indices.device), interpreting())
 
 
-def _forward(tables, indices, offsets, weights, numbers, batch, mean, out_dtype, group_name, out=None):
+def _forward(tables, indices, offsets, weights, numbers, batch, mean, out_dtype, group_name, out=None, stepped=()):
     group = group_of(group_name) if group_name else None
     size, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     layout = EmbeddingLayout.unflatten(numbers)
     if debugging():
         agree_on_call(tables, indices, offsets, layout.flat(), batch, mean, out_dtype, group, size)
+    refuse_shared(stepped)
     check_inputs(tables, indices, offsets, weights, batch, mean, layout, out_dtype, out, size, rank)
     chosen = plan(tables, indices, batch, size)
     if chosen.path == "fused":
-        mark = hash((OP_MARK, batch, mean, out_dtype.itemsize, *numbers)) or 1  # of integers: the same in every process
+        mark = hash((OP_MARK, batch, mean, DTYPES.index(out_dtype), *numbers)) or 1  # of integers: the same in every process
         return run_fused(
             tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, chosen.lookup, out, mark
         )
@@ -188,7 +201,8 @@ def _implementation(
     tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, gradient, divide, states, rate, epsilon,
     anchor,
 ):  # fmt: skip
-    return _forward(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name)
+    stepped = (*tables, *states) if gradient in KINDS[2:] else ()
+    return _forward(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, stepped=stepped)
 
 
 def _implementation_out(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, *, out):
@@ -201,7 +215,8 @@ def _fake(
 ):  # fmt: skip
     found = EmbeddingLayout.unflatten(layout)
     rank = dist.get_rank(group_of(group_name)) if group_name else 0
-    begin, end = rows_of(batch, len(found.dims), rank)
+    chunk = -(-batch // len(found.dims))  # as rows_of, which would ask how large a batch is that compilers leave open
+    begin, end = (torch.sym_min(r * chunk, batch) for r in (rank, rank + 1))
     return indices.new_empty(end - begin, found.width, dtype=out_dtype)
 
 
@@ -284,11 +299,13 @@ def _step_fake(
 
 def _setup_context(ctx, inputs, output) -> None:
     tables, indices, offsets, weights, ctx.layout, ctx.batch, ctx.mean, _, ctx.group_name = inputs[:9]
-    ctx.kind, ctx.divide, states, ctx.rate, ctx.epsilon, _ = inputs[9:]
+    ctx.kind, ctx.divide, states, ctx.rate, ctx.epsilon, anchor = inputs[9:]
+    ctx.anchor_dtype = getattr(anchor, "dtype", None)
     ctx.count, ctx.weighted = len(tables), weights is not None
     kept = [indices, offsets, *([weights] if ctx.weighted else [])]
     if ctx.kind in KINDS[2:]:
         ctx.owned = (list(tables), list(states))  # steps change them: not versions of an input, but the tables themselves
+        ctx.versions = versions_of(tables)
     else:
         kept += tables
     ctx.save_for_backward(*kept)
@@ -303,10 +320,14 @@ def _backward(ctx, grad):
     needed = list(needed) if isinstance(needed, (list, tuple)) else [needed] * ctx.count
     if ctx.kind in KINDS[2:]:
         tables, states = ctx.owned
+        stale = need_weights and ctx.versions != versions_of(tables)
         gw = torch.ops.tileweave.embedding_bag_all_to_all_step(
             grad, [t.detach() for t in tables], states, *common, ctx.kind, ctx.divide, ctx.rate, ctx.epsilon, need_weights,
             needed,
         )  # fmt: skip
+        # Behind the call, which peers wait for.
+        asked = f"{OP}: gradients of per_sample_weights of tables that were changed since, by a step of another lookup, say"
+        require(not stale, asked, "tables as the lookup read them", "leave the step to an optimizer of torch's, or call once")
         grads = [None] * ctx.count
     else:
         grads, gw = torch.ops.tileweave.embedding_bag_all_to_all_backward(
@@ -314,11 +335,13 @@ def _backward(ctx, grad):
         )
         grads = [g if wanted else None for g, wanted in zip(grads, needed, strict=True)]
     states = [None] * len(ctx.owned[1]) if ctx.kind in KINDS[2:] else []
-    return grads, None, None, gw if need_weights else None, *[None] * 7, states, None, None, None
+    # Compilers, who pass tensors of their own, drop a call whose results nobody reads; peers wait for it, so the anchor reads.
+    read = gw[:0].to(ctx.anchor_dtype) if ctx.needs_input_grad[-1] and type(grad) is not torch.Tensor else None
+    return grads, None, None, gw if need_weights else None, *[None] * 7, states, None, None, read
 
 
 _ARGUMENTS = (
-    "Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, int[] layout, int batch, bool mean,"
+    "Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, int[] layout, SymInt batch, bool mean,"
     " ScalarType out_dtype, str group_name"
 )
 define(
@@ -332,14 +355,14 @@ define(
 define(f"embedding_bag_all_to_all.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out)
 define(
     "embedding_bag_all_to_all_backward(Tensor grad, Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights,"
-    " int[] layout, int batch, bool mean, str group_name, bool sparse, bool divide, bool need_weights)"
+    " int[] layout, SymInt batch, bool mean, str group_name, bool sparse, bool divide, bool need_weights)"
     " -> (Tensor[], Tensor)",
     _backward_implementation,
     _backward_fake,
 )
 define(
     "embedding_bag_all_to_all_step(Tensor grad, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor indices, Tensor offsets,"
-    " Tensor? weights, int[] layout, int batch, bool mean, str group_name, str kind, bool divide, Tensor rate,"
+    " Tensor? weights, int[] layout, SymInt batch, bool mean, str group_name, str kind, bool divide, Tensor rate,"
     " float epsilon, bool need_weights, bool[] trained) -> Tensor",
     _step_implementation,
     _step_fake,
@@ -353,6 +376,7 @@ def explain(
     group: dist.ProcessGroup | str | None = None,
 ) -> EmbeddingPlan:
     """Which path a call with these tensors takes, and why. Sends nothing."""
+    dims_of(tables)
     batch = (offsets.numel() - 1) // max(len(tables), 1)
     return plan(tables, indices, batch, dist.get_world_size(group_of(name_of(group))))
 

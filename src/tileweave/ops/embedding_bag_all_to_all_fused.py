@@ -49,7 +49,7 @@ def meta_of(
         words = [(t.data_ptr(), t.shape[0], t.shape[1], c) for t, c in zip(tables, columns, strict=True)] or [(0, 0, 0, 0)]
         if len(cache) >= _MOST_METAS:
             cache.pop(next(iter(cache)))
-        found = cache[key] = torch.tensor(words, dtype=torch.int64).to(device)
+        found = cache[key] = torch.tensor(words, dtype=torch.int64, device="cpu").to(device)
     keep_for_graphs(found)
     return found
 
@@ -270,4 +270,5 @@ def pieces_of(layout: EmbeddingLayout, rank: int, groups: int, own: bool) -> tup
     rows.sort(key=lambda row: row[-1])  # stable
     counts = Counter(row[-1] for row in rows)
     silent = sum(1 << group for group in range(groups) if not counts[group])
-    return torch.tensor([(*row, counts[row[-1]]) for row in rows], dtype=torch.int64).view(-1, 7), silent
+    words = [(*row, counts[row[-1]]) for row in rows]
+    return torch.tensor(words, dtype=torch.int64, device="cpu").view(-1, 7), silent

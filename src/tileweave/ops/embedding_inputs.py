@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -18,8 +20,8 @@ from tileweave.ops.registry import agree, group_of
 from tileweave.ops.table_gradient import KINDS
 from tileweave.sharding import EmbeddingLayout, rows_of
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_INDEX_DTYPES = (torch.int32, torch.int64)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,38 @@ class FusedOptimizer:
     epsilon: float = 1e-8
 
 
+def dims_of(tables: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The columns of each table; raises :class:`InputError` for what is no table."""
+    require(all(t.dim() == 2 for t in tables), lambda: _shapes(tables), "[rows, D] each", "reshape to two dimensions")
+    return tuple(int(t.shape[1]) for t in tables)
+
+
+def _shapes(tables: Sequence[torch.Tensor]) -> str:
+    return f"tables {[tuple(t.shape) for t in tables]}"
+
+
 def exchanged_layout(tables: Sequence[torch.Tensor], device: torch.device, name: str) -> EmbeddingLayout:
     """All ranks' tables in rank order. Collective, and the host waits: nothing local tells whether others' tables changed."""
-    dims = tuple(int(t.shape[1]) for t in tables)
+    dims = dims_of(tables)
     if not name:
         return EmbeddingLayout.in_rank_order([dims])
     asked = f"{OP} inside a compiler or a CUDA-graph capture without a layout"
     hidden = torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     require(not hidden, asked, "with one", "pass layout=tw.EmbeddingLayout.in_rank_order(dims of every rank)")
     return EmbeddingLayout.in_rank_order(reference.exchange_numbers(dims, device, group_of(name)))
+
+
+def refuse_shared(stepped: Sequence[torch.Tensor]) -> None:
+    """Tables and states of a fused step: what two of them share would take two, one behind the other."""
+    begins = sorted((t.data_ptr(), t.numel() * t.element_size()) for t in stepped if t.numel())
+    shared = any(begin + nbytes > following for (begin, nbytes), (following, _) in pairwise(begins))
+    remedy = "look the features of one table up as one table, or leave the step to an optimizer of torch's"
+    require(not shared, "a fused step of tables or states that share memory", "memory of its own for each", remedy)
+
+
+def versions_of(tables: Sequence[torch.Tensor]) -> list[int]:
+    """How often each that is trained was changed in place; a step counts for frozen ones, too, which it leaves as they are."""
+    return [t._version if t.requires_grad else 0 for t in tables]
 
 
 def check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) -> None:
@@ -61,6 +86,8 @@ def check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) -
         return f"a rate {tuple(optimizer.rate.shape)} {optimizer.rate.dtype}; it, states, tables on {sorted(map(str, devices))}"
 
     require(fits, numbers_asked, "a rate fp32 [1], all contiguous and beside the tables", "move or make them so")
+    epsilon = optimizer.epsilon
+    require(0 <= epsilon < math.inf, f"epsilon {epsilon}", "a finite number, 0 at least", "pass one like 1e-8")
 
 
 @functools.lru_cache(64)
@@ -83,9 +110,6 @@ def check_inputs(
 ) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
 
-    def shapes() -> str:
-        return f"tables {[tuple(t.shape) for t in tables]}"
-
     def kinds() -> str:
         return f"indices {indices.dtype} {tuple(indices.shape)}, offsets {offsets.dtype} {tuple(offsets.shape)}"
 
@@ -96,13 +120,14 @@ def check_inputs(
         return f"devices {sorted({str(t.device) for t in (*tables, *lists)})}"
 
     lists = [indices, offsets, *([] if weights is None else [weights])]
-    require(all(t.dim() == 2 for t in tables), shapes, "[rows, D] each", "reshape to two dimensions")
+    dims = dims_of(tables)
     used = {t.dtype for t in tables}
-    fits = len(used) <= 1 and out_dtype in _DTYPES and used.issubset(_DTYPES)
+    fits = len(used) <= 1 and out_dtype in DTYPES and used.issubset(DTYPES)
     require(fits, dtypes, "one of float32, float16, bfloat16 for all tables", "convert the tables")
-    require(all(t.is_contiguous() for t in tables), shapes, "contiguous tables", "call .contiguous() once, not each step")
+    contiguous = all(t.is_contiguous() for t in tables)
+    require(contiguous, lambda: _shapes(tables), "contiguous tables", "call .contiguous() once, not each step")
     require(all(t.device == indices.device for t in (*tables, *lists)), places, "one device", "move all to one device")
-    fits = indices.dim() == offsets.dim() == 1 and indices.dtype in _INDEX_DTYPES and offsets.dtype in _INDEX_DTYPES
+    fits = indices.dim() == offsets.dim() == 1 and indices.dtype in INDEX_DTYPES and offsets.dtype in INDEX_DTYPES
     require(fits, kinds, "one dimension, int32 or int64", "flatten or convert them")
     require(all(t.is_contiguous() for t in lists), kinds, "contiguous", "call .contiguous()")
     count = len(tables) * batch + 1
@@ -110,10 +135,9 @@ def check_inputs(
     require(offsets.numel() == count, kinds, allowed, "append the end")
     if weights is not None:
         asked = f"per_sample_weights {tuple(weights.shape)} {weights.dtype}, mean {mean}"
-        fits = weights.shape == indices.shape and weights.dtype in _DTYPES and not mean
-        require(fits, asked, 'one floating number for each index, mode "sum"', "fold a mean into the weights")
+        fits = weights.shape == indices.shape and weights.dtype in DTYPES and not mean
+        require(fits, asked, 'a float32, float16 or bfloat16 for each index, mode "sum"', "fold a mean into the weights")
     require(len(layout.dims) == size, f"a layout of {len(layout.dims)} ranks", f"{size} ranks", "make it for this group")
-    dims = tuple(t.shape[1] for t in tables)
     mine = layout.dims[rank]
     require(mine == dims, lambda: f"tables of dims {dims} where the layout has {mine}", "the layout's", "fix either")
     faults = _faults_of(layout)

@@ -207,7 +207,7 @@ def all_to_all_whole(whole: torch.Tensor, split: list[int], sizes: list[int], gr
 
 def _agree_on_parts(split: list[int], sizes: list[int], group: dist.ProcessGroup) -> None:
     """Raise the same error on every rank if one sends another what that does not expect: gloo would end the process."""
-    told = all_gather(torch.tensor([split, sizes]), group).view(len(split), 2, len(split)).tolist()
+    told = all_gather(torch.tensor([split, sizes], device="cpu"), group).view(len(split), 2, len(split)).tolist()
     for sender, receiver in product(range(len(split)), repeat=2):
         sent, expected = told[sender][0][receiver], told[receiver][1][sender]
         if sent != expected:

@@ -64,7 +64,7 @@ def on_device(words: tuple, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(128)
 def _on_device(words: tuple, device: torch.device) -> torch.Tensor:
-    return torch.tensor(words, dtype=torch.int64).to(device)
+    return torch.tensor(words, dtype=torch.int64, device="cpu").to(device)
 
 
 def keep_for_graphs(words: torch.Tensor) -> None:
