@@ -2,15 +2,18 @@
 
 Each rank is a process with a context of its own, and the device runs one context at a time, a millisecond or two each. So a
 kernel that waits for a peer holds the device until its slice ends, and then the peer's runs: everything takes long and no
-time means anything, but kernels, copy engines, signals, graphs and time-outs are the real ones.
+time means anything, but kernels, signals, graphs and time-outs are the real ones.
 
 What two ranks on one device cannot have is replaced: torch's symmetric memory, by memory that CUDA IPC maps; NCCL, by gloo.
+Copies inside a device are kernels, and a kernel of ours that fills the device and waits for them would wait for ever: so ranks
+take the device for one of fewer multiprocessors.
 """
 
 from __future__ import annotations
 
 import base64
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +24,7 @@ import tileweave.transport.cuda as cuda
 from tileweave.transport.rendezvous import Meeting
 
 BACKEND = "cpu:gloo,cuda:gloo"
+FREE = 8  # multiprocessors for copies
 
 
 class Mapped:
@@ -46,6 +50,8 @@ def rendezvous(self: Meeting, local: torch.Tensor) -> Mapped:
 
 def install() -> None:
     """In a rank, before it joins its world."""
+    describe = cuda.describe
+    cuda.describe = lambda index: replace(describe(index), num_sms=describe(index).num_sms - FREE)  # type: ignore[assignment]
     cuda.symm_mem = SimpleNamespace(empty=torch.empty)  # type: ignore[assignment]
     cuda.CudaTransport._require_peer_access = lambda self: None  # type: ignore[method-assign]
     Meeting.rendezvous = rendezvous  # type: ignore[method-assign]

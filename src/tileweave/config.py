@@ -23,6 +23,7 @@ from tileweave.topology import Machine
 TransportName = Literal["copy_engine", "sm"]
 KernelName = Literal["triton", "hopper", "library"]
 FUSED_WORLD_SIZES = range(2, 9)
+MOST_ELEMENTS = 2**31 - 2**22  # of a shard: programs take equal shares of it, rounded up to blocks
 MEASURED_ALL_REDUCE_ROWS = 512
 MEASURED_REDUCE_SCATTER_ROWS = 1024  # by stores of a kernel; above, 588 us against 550 at 4084 x 2500 x 20000
 UNFUSED_EXCHANGE_ROWS = 1024  # of matmul_all_to_all: 91.6 us against 74.0 at 1024 x 10240 x 4096
@@ -201,6 +202,8 @@ def _without_fusion(p: Problem, machine: Machine, interpreting: bool, purpose: s
     if p.world_size == 1:
         return Plan("local", f"a group of one rank has nothing to {purpose}")
     reason = why_unfused(p.world_size, (p.rows, p.cols, p.depth), machine, interpreting)
+    if reason is None and p.rows * p.depth > MOST_ELEMENTS:
+        reason = f"{p.rows} x {p.depth} elements of x: kernels count them in 32 bits"
     return None if reason is None else Plan("unfused", reason)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -12,10 +13,21 @@ import triton.language as tl
 from tests.worlds import Member, World, Worlds
 
 from tileweave.errors import PeerTimeout
+from tileweave.language import interpreted
 from tileweave.language.meet import meet
 from tileweave.language.remote import get, put, symm_at
-from tileweave.language.signal import clock, consume_token, faulted, fence, leave, load_epoch, notify, wait
-from tileweave.transport.base import EPOCH, FAULT, LEAVERS, MEETING_US, PUSHED_US, TIMEOUT_US
+from tileweave.language.signal import clock, consume_token, faulted, fence, leave, leave_early, load_epoch, notify, wait
+from tileweave.transport.base import (
+    EPOCH,
+    FAULT,
+    LEAVERS,
+    MEETING_US,
+    PUSHED_US,
+    TABLE_RANK,
+    TABLE_RANKS,
+    TABLES,
+    TIMEOUT_US,
+)
 from tileweave.transport.cpu import CpuTransport
 from tileweave.transport.workspace import MAX_SLICES, Instance
 
@@ -53,6 +65,15 @@ def wait_kernel(signals, control, report, seen, first, COUNT: tl.constexpr):
     tl.store(seen + 1, faulted(control))
     tl.store(seen + 2, (clock() >= began).to(tl.int32))
     leave(control, epoch, tl.num_programs(0))
+
+
+@triton.jit
+def leave_kernel(control, programs, EARLY: tl.constexpr):
+    epoch = load_epoch(control)
+    if EARLY:
+        leave_early(control, epoch, programs)
+    else:
+        leave(control, epoch, programs)
 
 
 @triton.jit
@@ -168,6 +189,23 @@ def the_last_program_advances_the_epoch(me: Member) -> None:
         launch_wait(instance, 0, 1, num_programs=count)
         assert int(instance.control[EPOCH]) == 2 + n, f"{count} programs are one call"
         assert int(instance.control[LEAVERS]) == 0
+
+
+def who_leaves_last_knows_of_a_fault(me: Member) -> None:
+    """Also if it has read FAULT before that was set: the count of who left says so."""
+    instance, table = one_rank(me), torch.zeros(2, dtype=torch.int64)
+    instance.control[TABLES : TABLES + 4] = torch.tensor([table.data_ptr()] * 2).view(torch.int32)
+    instance.control[TABLE_RANKS], instance.control[TABLE_RANK] = 2, 0
+    for call, (time_outs, early) in enumerate(product((0, 1), (False, True)), start=2):
+        table[0], table[1] = 5, 6
+        instance.control[LEAVERS] = 2 + time_outs * interpreted._LATE  # two have left, the third had read FAULT before
+        leave_kernel[(1,)](instance.control, 3, EARLY=early)
+        assert table.tolist() == [5, 5 if time_outs else 6]
+        assert (int(instance.control[LEAVERS]), int(instance.control[EPOCH])) == (0, call)
+
+
+def test_who_leaves_last_knows_of_a_fault(worlds: Worlds) -> None:
+    worlds("gloo", 1).run(who_leaves_last_knows_of_a_fault)
 
 
 def test_the_last_program_advances_the_epoch(worlds: Worlds) -> None:

@@ -32,7 +32,7 @@ from tileweave.kernels import embedding_gradient, exchange, matmul_all_reduce
 from tileweave.language import interpreted, marked
 from tileweave.ops.embedding_bag_all_to_all_fused import BACKWARD
 from tileweave.sharding import EmbeddingConfig
-from tileweave.transport.base import FAULT, MEETING_US, PUSHED_US, TIMEOUT_US
+from tileweave.transport.base import FAULT, LEAVERS, MEETING_US, PUSHED_US, TIMEOUT_US
 from tileweave.transport.workspace import COPIED, MAX_SLICES
 
 PATIENCE = 1000  # the limit of a meeting
@@ -106,8 +106,9 @@ class Clock:
 
     def expire(self, block: int, index: int) -> None:
         self.ran_out.append((self.tasks.current.name, index, self.now))
-        for word, value in ((FAULT, 1), (TIMEOUT_US, 0), (MEETING_US, 0)):
-            ctypes.c_int32.from_address(block + 4 * word).value = value
+        words = {word: ctypes.c_int32.from_address(block + 4 * word) for word in (LEAVERS, FAULT, TIMEOUT_US, MEETING_US)}
+        words[LEAVERS].value += 0 if words[FAULT].value else interpreted._LATE
+        words[FAULT].value, words[TIMEOUT_US].value, words[MEETING_US].value = 1, 0, 0
         for task, (_, its, limit) in self.due.items():
             if its == block and limit in (TIMEOUT_US, MEETING_US):  # waits that have begun read their limit again
                 self.give_up(task)

@@ -232,7 +232,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("notify_all forgets a peer", WORDS, "else 1, size)", "else 1, size - 1)", AG + "sm"),
     Mutant("the count of programs is not reset", WORDS, "    MEMORY.store(block + 4 * _LEAVERS, 0)\n", "", AG),
-    Mutant("the first to leave moves the epoch", WORDS, "1) == _value(num_programs) - 1", "1) == 0", AG),
+    Mutant("the first to leave moves the epoch", WORDS, "left == _value(num_programs) - 1", "left == 0", AG),
     Mutant(
         "leaving is not atomic",
         WORDS,

@@ -259,3 +259,10 @@ def test_few_rows_go_in_one_shot() -> None:
     above = plan_matmul_all_reduce(problem(rows=MEASURED_ALL_REDUCE_ROWS + 1), H200, False)
     assert above.path == "unfused" and str(MEASURED_ALL_REDUCE_ROWS) in above.reason
     assert [plan_matmul_all_reduce(problem(rows=rows), CPU, True).config.shots for rows in (16, 17)] == [1, 2]
+
+
+def test_shards_beyond_32_bits_go_unfused() -> None:
+    plans = [
+        plan_all_gather_matmul(problem(4, rows=rows, cols=512, depth=4096), H200, False) for rows in (2**19 - 2**10, 2**19)
+    ]
+    assert [plan.path for plan in plans] == ["fused", "unfused"] and "32 bits" in plans[1].reason

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tileweave.language import tile as _tile
-from tileweave.language.signal import EPOCH, EXPIRE, FAULT, LEAVERS, NUM_TABLES, TABLE_RANK, TABLE_RANKS, TABLES, TIMEOUT_US
+from tileweave.language.signal import EXPIRE, FAULT, LATE, LEAVERS, NUM_TABLES, TABLE_RANK, TABLE_RANKS, TABLES, TIMEOUT_US
 
 place, place_out, segment, cut, unit_count, unit_range, part_range = (gluon.jit(source) for source in _tile.SOURCES)
 
@@ -172,17 +172,17 @@ def leave(control, epoch, num_partitions):
     """End of a partition that has read the epoch; the last one of the grid advances it; see ``signal.leave``."""
     fault = gl.load(control + FAULT, volatile=True)
     block_barrier()
-    if gl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu") == num_partitions - 1:
-        if fault != 0:  # as ``signal.advance``
-            ranks = gl.load(control + TABLE_RANKS)
-            rank = gl.load(control + TABLE_RANK)
+    left = gl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu")
+    if left % LATE == num_partitions - 1:
+        if fault + left // LATE != 0:  # as ``signal.advance``
+            ranks, rank = gl.load(control + TABLE_RANKS), gl.load(control + TABLE_RANK)
             for i in gl.static_range(NUM_TABLES):
                 table = (control + TABLES + 2 * i).to(gl.pointer_type(gl.int64), bitcast=True)
                 table = gl.load(table).to(gl.pointer_type(gl.int64), bitcast=True)
                 for peer in range(0, ranks):
                     gl.store(table + peer, gl.load(table + rank))
         gl.store(control + LEAVERS, 0)
-        gl.store(control + EPOCH, epoch + 1)
+        gl.store(control, epoch + 1)
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ import triton.language as tl
 OBSERVERS: list[Callable[[str, dict[str, int]], None]] = []
 
 _EPOCH, _LEAVERS, _FAULT, _TIMEOUT_US, _MEETING_US = 0, 1, 2, 3, 4
+_LATE = 1 << 20
 _TABLE_RANKS, _TABLE_RANK, _TABLES, _NUM_TABLES = 6, 7, 8, 2
 
 
@@ -144,6 +145,7 @@ def _expire(report: int, control: int, signal: int, unit: int, expected: int, se
         MEMORY.store(report + 4 * offset, value)
     MEMORY.store(report, 1)
     MEMORY.store(control + 4 * _FAULT, 1)
+    MEMORY.add(control + 4 * _LEAVERS, _LATE)
     MEMORY.store(control + 4 * _TIMEOUT_US, 0)
     MEMORY.store(control + 4 * _MEETING_US, 0)
     raise WaitExpired(f"signal {signal}: expected {expected}, saw {seen}")
@@ -194,17 +196,20 @@ def faulted(control: object) -> object:
 
 
 def leave(control: object, epoch: object, num_programs: object) -> None:
-    fault = faulted(control)
-    if _last_to_leave(control, num_programs):
-        advance(control, epoch, fault)
+    fault = _value(faulted(control))
+    last, faults = _leave(control, num_programs)
+    if last:
+        advance(control, epoch, fault + faults)
 
 
-def _last_to_leave(control: object, num_programs: object) -> bool:
-    return MEMORY.add(_value(control) + 4 * _LEAVERS, 1) == _value(num_programs) - 1
+def _leave(control: object, num_programs: object) -> tuple[bool, int]:
+    """(whether all others have left, time-outs of this call)."""
+    faults, left = divmod(MEMORY.add(_value(control) + 4 * _LEAVERS, 1), _LATE)
+    return left == _value(num_programs) - 1, faults
 
 
 def last_to_leave(control: object, num_programs: object) -> object:
-    return _scalar(int(_last_to_leave(control, num_programs)))
+    return _scalar(int(_leave(control, num_programs)[0]))
 
 
 def advance(control: object, epoch: object, fault: object) -> None:

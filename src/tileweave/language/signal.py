@@ -163,12 +163,15 @@ def poison(target, size, BLOCK: tl.constexpr):
         tl.store(target + at, float("nan"), mask=at < size)
 
 
-# First FAULT, then the limits, 0, which is made of what FAULT was: who is told to stop waiting never reports.
+LATE = tl.constexpr(1 << 20)  # more than programs: the first time-out counts so much, for the last one to leave
+# First FAULT, then the limits, 0, which is made of what FAULT was: who is told to stop waiting never reports. And the count of
+# leavers, in front of the own leaving: who leaves last may have read FAULT before it was set.
 EXPIRE = tl.constexpr("""{
     .reg .pred first;
     .reg .b32 fault;
     atom.relaxed.gpu.global.exch.b32 fault, [$1], 1;
     setp.eq.s32 first, fault, 0;
+    @first red.relaxed.gpu.global.add.s32 [$1+-4], 1048576;
     @first st.relaxed.sys.global.b32 [$2+4], $3;
     @first st.relaxed.sys.global.b32 [$2+8], $4;
     @first st.relaxed.sys.global.b32 [$2+12], $5;
@@ -188,6 +191,7 @@ def expire(control, report, signal, unit, expected, seen):
     """
     if is_hip():
         if tl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
+            tl.atomic_add(control + LEAVERS, LATE, sem="relaxed", scope="gpu")
             tl.store(report + 1, signal)
             tl.store(report + 2, unit)
             tl.store(report + 3, expected)
@@ -324,16 +328,18 @@ def leave(control, epoch, num_programs):
 
     Stands after everything this program has to say to peers in this call.
     """
-    fault = faulted(control)  # here: beside the counting, and not behind it
-    if last_to_leave(control, num_programs):
-        advance(control, epoch, fault)
+    fault = faulted(control)  # of earlier calls; of this one the count says it, and the last to leave asks for nothing more
+    tl.debug_barrier()
+    left = tl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu")
+    if left % LATE == num_programs - 1:
+        advance(control, epoch, fault + left // LATE)
 
 
 @triton.jit
 def last_to_leave(control, num_programs):
     """Whether all other programs have left, and what they stored is visible; then this one must :func:`advance`."""
     tl.debug_barrier()
-    return tl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+    return tl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu") % LATE == num_programs - 1
 
 
 @triton.jit
@@ -366,8 +372,9 @@ def leave_early(control, epoch, num_programs):
     """
     fault = faulted(control)
     tl.debug_barrier()
-    if tl.atomic_add(control + LEAVERS, 1, sem="relaxed", scope="gpu") == num_programs - 1:
-        advance(control, epoch, fault)
+    left = tl.atomic_add(control + LEAVERS, 1, sem="relaxed", scope="gpu")
+    if left % LATE == num_programs - 1:
+        advance(control, epoch, fault + left // LATE)
 
 
 if INTERPRETED.value:
