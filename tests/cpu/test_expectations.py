@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.worlds import Member, World, Worlds, one_shot
+from tests.worlds import Member, World, Worlds, one_shot, unfused
 from torch.autograd import forward_ad
 
 import tileweave as tw
@@ -69,7 +68,7 @@ def experts_of_all_kinds(me: Member) -> list[bool]:
 def without_kernels(me: Member, function, *args):
     """The same, unfused."""
     tw.close()  # what was accepted is kept, its path with it
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="0"):
+    with unfused():
         found = function(me, *args)
     me.barrier()
     tw.close()

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.worlds import Member, Worlds, one_shot
+from tests.worlds import Member, Worlds, one_shot, unfused
 
 import tileweave as tw
 from tileweave.nn import ShardedEmbeddingBag
@@ -251,7 +251,7 @@ def unfused_calls_that_differ(me: Member) -> list[str]:
     x, ids = torch.ones(rows, 8), torch.zeros(rows, 2, dtype=torch.int32)
     group, split = dist.group.WORLD, [3, 3 + me.rank]
     tw.close()  # what was accepted is kept, its path with it
-    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "0"}):
+    with unfused():
         found = [
             refusal(tw.all_gather_matmul, x, w),
             refusal(tw.matmul_reduce_scatter, x, w),

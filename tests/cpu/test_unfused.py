@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 from tests import behaviour, combining, embedding, experts, moe
 from tests.parity import AG, AR, IN, OUT, RS, Case
-from tests.worlds import Member, Worlds
+from tests.worlds import Member, Worlds, unfused
 
 import tileweave as tw
 
@@ -51,10 +49,10 @@ CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
 }
 
 
-def unfused(me: Member, name: str) -> None:
+def unfused_call(me: Member, name: str) -> None:
     tw.close()  # what was accepted is kept, its path with it
     body, arguments = CALLS[name]
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="0"):
+    with unfused():
         body(me, *arguments)
     me.barrier()
     tw.close()
@@ -62,4 +60,4 @@ def unfused(me: Member, name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_unfused(worlds: Worlds, name: str) -> None:
-    worlds("gloo", 3).run(unfused, name)
+    worlds("gloo", 3).run(unfused_call, name)
