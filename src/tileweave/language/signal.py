@@ -163,7 +163,7 @@ def poison(target, size, BLOCK: tl.constexpr):
         tl.store(target + at, float("nan"), mask=at < size)
 
 
-LATE = tl.constexpr(1 << 20)  # more than programs: the first time-out counts so much, for the last one to leave
+LATE = tl.constexpr(1 << 20)  # 1048576, more than programs: the first time-out counts so much, for the last one to leave
 # First FAULT, then the limits, 0, which is made of what FAULT was: who is told to stop waiting never reports. And the count of
 # leavers, in front of the own leaving: who leaves last may have read FAULT before it was set.
 EXPIRE = tl.constexpr("""{
@@ -329,17 +329,23 @@ def leave(control, epoch, num_programs):
     Stands after everything this program has to say to peers in this call.
     """
     fault = faulted(control)  # of earlier calls; of this one the count says it, and the last to leave asks for nothing more
+    last, faults = _leave(control, num_programs, "acq_rel")
+    if last:
+        advance(control, epoch, fault + faults)
+
+
+@triton.jit
+def _leave(control, num_programs, SEM: tl.constexpr):
+    """(whether all other programs have left, time-outs of this call)."""
     tl.debug_barrier()
-    left = tl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu")
-    if left % LATE == num_programs - 1:
-        advance(control, epoch, fault + left // LATE)
+    left = tl.atomic_add(control + LEAVERS, 1, sem=SEM, scope="gpu")
+    return left % LATE == num_programs - 1, left // LATE
 
 
 @triton.jit
 def last_to_leave(control, num_programs):
     """Whether all other programs have left, and what they stored is visible; then this one must :func:`advance`."""
-    tl.debug_barrier()
-    return tl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu") % LATE == num_programs - 1
+    return _leave(control, num_programs, "acq_rel")[0]
 
 
 @triton.jit
@@ -371,10 +377,9 @@ def leave_early(control, epoch, num_programs):
     It may stand before a fault of this call: who leaves early asks for one at its begin, too, and then sends nothing.
     """
     fault = faulted(control)
-    tl.debug_barrier()
-    left = tl.atomic_add(control + LEAVERS, 1, sem="relaxed", scope="gpu")
-    if left % LATE == num_programs - 1:
-        advance(control, epoch, fault + left // LATE)
+    last, faults = _leave(control, num_programs, "relaxed")
+    if last:
+        advance(control, epoch, fault + faults)
 
 
 if INTERPRETED.value:

@@ -16,7 +16,7 @@ from tileweave.ops.distribute_indices import FLOATS, begin_distribute_indices
 from tileweave.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
 from tileweave.ops.embedding_inputs import DTYPES, INDEX_DTYPES, FusedOptimizer
 from tileweave.ops.reference import exchange_numbers
-from tileweave.ops.registry import group_of, name_of
+from tileweave.ops.registry import group_of, name_of, place_in
 from tileweave.sharding import ShardingPlan, TableSpec, plan_sharding
 
 
@@ -70,8 +70,7 @@ class ShardedEmbeddingBag(nn.Module):
         out_dtype = out_dtype or dtype
         _check_options(mode, dtype, out_dtype, optimizer, learning_rate, epsilon)
         self.group_name = name_of(group)
-        self.world_size = dist.get_world_size(group_of(self.group_name))
-        self.rank = dist.get_rank(group_of(self.group_name))
+        self.rank, self.world_size = place_in(self.group_name)
         self.plan = plan or plan_sharding(tables, self.world_size, dtype.itemsize)
         fits = self.plan.world_size == self.world_size and self.plan.tables == tuple(tables)
         require(fits, "a plan for other tables or ranks", "one made for these", "call tw.plan_sharding with them")

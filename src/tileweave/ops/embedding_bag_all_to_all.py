@@ -26,7 +26,6 @@ from tileweave.errors import InputError, require
 from tileweave.ops import reference
 from tileweave.ops.embedding_bag_all_to_all_fused import OP, begin_push, end_push, run_fused, run_lookup
 from tileweave.ops.embedding_inputs import (
-    DTYPES,
     FusedOptimizer,
     agree_on_call,
     check_inputs,
@@ -43,8 +42,8 @@ from tileweave.ops.registry import (
     interpreting,
     log_fallback,
     machine_of,
-    mark_of,
     name_of,
+    number_of,
     publish,
 )
 from tileweave.ops.table_gradient import KINDS, Lookups, sort_beside, sort_lookups, table_gradients, weight_gradients
@@ -52,7 +51,6 @@ from tileweave.sharding import EmbeddingLayout, EmbeddingPlan, plan_embedding
 
 _SAID: set[tuple[str, str]] = set()
 _METAS: dict = {}
-OP_MARK = mark_of(OP)
 _ANCHOR = torch.zeros(0, device="cpu", requires_grad=True)  # compilers cannot make a tensor that requires a gradient
 
 
@@ -181,7 +179,7 @@ def _forward(tables, indices, offsets, weights, numbers, batch, mean, out_dtype,
     check_inputs(tables, indices, offsets, weights, batch, mean, layout, out_dtype, out, size, rank)
     chosen = plan(tables, indices, batch, size)
     if chosen.path == "fused":
-        mark = hash((OP_MARK, batch, mean, DTYPES.index(out_dtype), *numbers)) or 1  # of integers: the same in every process
+        mark = hash((number_of(OP), number_of(out_dtype), batch, mean, *numbers)) or 1  # of integers: the same in every process
         return run_fused(
             tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, chosen.lookup, out, mark
         )

@@ -56,12 +56,13 @@ def the_odd(values: Sequence[T]) -> tuple[T, list[int]]:
 def agree(text: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """Collective: raise the same :class:`RankMismatchError` on every rank if their texts, ASCII, differ."""
     texts = gather_texts(text, group, device if dist.get_backend(group) != "gloo" else torch.device("cpu"))
-    common, odd = the_odd(["the first call of an operator" if text.startswith(_MEMORY) else text for text in texts])
+    texts = ["the first call of an operator" if text.startswith(_MEMORY) else text for text in texts]
+    common, odd = the_odd(texts)
     if odd:
-        differences = "; ".join(f"rank {rank}: {texts[rank]}" for rank in odd if not texts[rank].startswith(_MEMORY))
+        differences = "; ".join(f"rank {rank}: {texts[rank]}" for rank in odd)
         raise RankMismatchError(
-            f"asked: {differences or 'the first call of an operator'}, where the other ranks have {common}; allowed: the same "
-            f"operator, shapes, dtypes and options on every rank; remedy: look at what rank {odd[0]} passes"
+            f"asked: {differences}, where the other ranks have {common}; allowed: the same operator, shapes, dtypes "
+            f"and options on every rank; remedy: look at what rank {odd[0]} passes"
         )
 
 

@@ -261,7 +261,7 @@ class Registry:
 
     def belongs(self, group_name: str, group: object) -> None:
         """``group`` goes by this name now. If another one did (destroyed since), close what it left: its ranks may differ."""
-        if any(group is one for _, groups in self._of_parent for one in groups.values()):
+        if self._of_parent and any(group is one for _, groups in self._of_parent for one in groups.values()):
             raise InputError(
                 f"asked: an operator over group {group_name!r} in a process forked since; allowed: in the one that joined the "
                 "group; remedy: start processes that call operators by spawn, and initialise a group in them"
