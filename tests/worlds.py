@@ -20,21 +20,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from pkgutil import iter_modules
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-
-from tileweave import kernels
 
 ROOT = Path(__file__).parents[1]
 WAIT_SECONDS = {"gloo": "20", "nccl": "60"}  # what a wait of the library may last; on GPUs ranks also compile meanwhile
@@ -68,18 +63,6 @@ class Member:
 
 
 # --- In a rank ---
-
-
-@contextmanager
-def unfused() -> Iterator[None]:
-    """Calls inside go as on a CPU that interprets no kernels.
-
-    Triton decides when a kernel is made who runs it, and ranks serve many tests: so all kernels are made before.
-    """
-    for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
-        import_module(module.name)
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="0"):
-        yield
 
 
 def serve(descriptor: int, rank: int, world_size: int, backend: str, port: int) -> None:

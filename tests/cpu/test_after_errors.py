@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.worlds import Member, Worlds, unfused
+from tests.calling import unfused
+from tests.worlds import Member, Worlds
 
 import tileweave as tw
 from tileweave.nn import MoE, ShardedEmbeddingBag
@@ -120,11 +121,11 @@ def wrong_width(me: Member) -> str:
     try:
         torch.manual_seed(0)
         moe, x = MoE(16, 16, 4, 4, dtype=torch.float32), torch.randn(4, 16, dtype=torch.float32)
-        with unfused():
+        with unfused(me):
             sums = moe(x)
     finally:
         torch.set_default_dtype(torch.float32)
-    with unfused():
+    with unfused(me):
         return "" if torch.equal(sums, moe(x)) else "sums depend on the default dtype"
 
 

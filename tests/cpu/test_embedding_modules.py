@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from tests.worlds import Member, World, Worlds, unfused
+from tests.calling import refusal, run_either
+from tests.worlds import Member, World, Worlds
 
 import tileweave as tw
 from tileweave.nn import ShardedEmbeddingBag
@@ -28,28 +28,9 @@ def world(worlds: Worlds):
     return worlds("gloo", 2)
 
 
-def on_path(me: Member, body: Callable[..., Any], interpreted: str, *arguments: object) -> Any:
-    tw.close()
-    me.barrier()
-    with nullcontext() if interpreted == "1" else unfused():
-        found = body(me, *arguments)
-    me.barrier()
-    tw.close()
-    return found
-
-
 def on_both(world: World, body: Callable[..., object], *arguments: object) -> list:
     """Of the ranks, unfused and then with interpreted kernels."""
-    return [found for interpreted in "01" for found in world.run(on_path, body, interpreted, *arguments)]
-
-
-def refusal(function: Callable[..., object], *args: object, **kwargs: object) -> str:
-    """The name of the error and the error, "" if there is none."""
-    try:
-        function(*args, **kwargs)
-    except tw.TileweaveError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return [found for interpreted in (False, True) for found in run_either(world, interpreted, body, *arguments)]
 
 
 def batch_of(tables: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +77,7 @@ def batch_of_bags(bags: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_ranks_that_want_other_halves_all_raise(world) -> None:
-    for said in world.run(on_path, results_of_other_dtypes, "1"):
+    for said in world.run(results_of_other_dtypes):
         assert said.startswith("RankMismatchError")
 
 

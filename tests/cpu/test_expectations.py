@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.worlds import Member, World, Worlds, one_shot, unfused
+from tests.calling import refusal, run_either
+from tests.worlds import Member, World, Worlds, one_shot
 from torch.autograd import forward_ad
 
 import tileweave as tw
@@ -20,15 +21,6 @@ PATHS = pytest.mark.parametrize("interpreted", [True, False], ids=["fused", "unf
 @pytest.fixture
 def world(worlds: Worlds) -> World:
     return worlds("gloo", 2)
-
-
-def refusal(function, *args, **kwargs) -> str:
-    """The name of the error and the error, "" if there is none."""
-    try:
-        function(*args, **kwargs)
-    except tw.TileweaveError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # --- Experts ---
@@ -63,20 +55,6 @@ def experts_of_all_kinds(me: Member) -> list[bool]:
     nan = torch.tensor([[1.0, float("nan")], [float("nan"), float("inf")], [2.0, float("nan")]])
     cases = [(often, torch.full((3, 4), 0.25)), (none, nan), (large, torch.ones(3, 2))]
     return [torch.allclose(*run_experts(me, ids, weights, 1), rtol=1e-4, atol=1e-4) for ids, weights in cases]
-
-
-def without_kernels(me: Member, function, *args):
-    """The same, unfused."""
-    tw.close()  # what was accepted is kept, its path with it
-    with unfused():
-        found = function(me, *args)
-    me.barrier()
-    tw.close()
-    return found
-
-
-def run_either(world: World, interpreted: bool, function, *args):
-    return world.run(function, *args) if interpreted else world.run(without_kernels, function, *args)
 
 
 @PATHS

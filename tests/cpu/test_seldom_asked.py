@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.worlds import Member, Worlds, one_shot, unfused
+from tests.calling import refusal, unfused
+from tests.worlds import Member, Worlds, one_shot
 
 import tileweave as tw
 from tileweave.nn import ShardedEmbeddingBag
@@ -21,15 +22,6 @@ from tileweave.sharding import TableSpec
 @pytest.fixture
 def world(worlds: Worlds):
     return worlds("gloo", 2)
-
-
-def refusal(function, *args, **kwargs) -> str:
-    """The name of the error and the error, "" if there is none."""
-    try:
-        function(*args, **kwargs)
-    except tw.TileweaveError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def module_of(me: Member, **options) -> tuple[ShardedEmbeddingBag, torch.Tensor, torch.Tensor]:
@@ -250,8 +242,7 @@ def unfused_calls_that_differ(me: Member) -> list[str]:
     rows, w = 4 + 2 * me.rank, torch.ones(6, 8)
     x, ids = torch.ones(rows, 8), torch.zeros(rows, 2, dtype=torch.int32)
     group, split = dist.group.WORLD, [3, 3 + me.rank]
-    tw.close()  # what was accepted is kept, its path with it
-    with unfused():
+    with unfused(me):
         found = [
             refusal(tw.all_gather_matmul, x, w),
             refusal(tw.matmul_reduce_scatter, x, w),

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 from tests import behaviour, combining, embedding, experts, moe
+from tests.calling import call_unfused
 from tests.parity import AG, AR, IN, OUT, RS, Case
-from tests.worlds import Member, Worlds, unfused
-
-import tileweave as tw
+from tests.worlds import Worlds
 
 TABLES = [
     embedding.Case(((3, 8), (16,)), 7),
@@ -49,15 +48,7 @@ CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
 }
 
 
-def unfused_call(me: Member, name: str) -> None:
-    tw.close()  # what was accepted is kept, its path with it
-    body, arguments = CALLS[name]
-    with unfused():
-        body(me, *arguments)
-    me.barrier()
-    tw.close()
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_unfused(worlds: Worlds, name: str) -> None:
-    worlds("gloo", 3).run(unfused_call, name)
+    body, arguments = CALLS[name]
+    worlds("gloo", 3).run(call_unfused, body, *arguments)
