@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 from tests import experts
+from tests.calling import call_unfused
 from tests.disturbances import stall_in_the_kernel
 from tests.experts import ROUTINGS, Case
 from tests.worlds import Member, Worlds, one_shot
@@ -24,7 +26,8 @@ UNEVEN = [Case((5, 0, 9)), Case((0, 3), spare=2), Case((4,), topk=3, experts=1),
 
 
 def test_references(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(experts.references, [*CASES, *UNEVEN])
+    narrow = [replace(case, index_dtype=torch.int32) for case in UNEVEN]
+    worlds("gloo", 3).run(experts.references, [*CASES, *UNEVEN, *narrow])
 
 
 def test_plans_in_one_launch_and_sorted(worlds: Worlds) -> None:
@@ -48,7 +51,9 @@ def test_tiles_of_many_rows_and_half(worlds: Worlds) -> None:
 
 def test_public_calls(worlds: Worlds) -> None:
     worlds("gloo", 2).run(experts.public_calls, [UNEVEN[0], CASES[5]], "fused")
-    worlds("gloo", 1).run(experts.public_calls, [CASES[0]], "unfused")
+    narrow = replace(CASES[0], index_dtype=torch.int32)
+    worlds("gloo", 1).run(experts.public_calls, [CASES[0], narrow], "unfused")
+    worlds("gloo", 2).run(call_unfused, experts.public_calls, [CASES[0], narrow], "unfused")
 
 
 # --- Time ---

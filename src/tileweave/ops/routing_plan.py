@@ -110,7 +110,8 @@ def new_rows(like: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 def padded_ids(topk_ids: torch.Tensor, max_tokens: int) -> torch.Tensor:
     """topk_ids [T, k] as int32 [max_tokens, k], -1 past T and for what int32 does not hold."""
     ids = topk_ids.new_full((max_tokens, topk_ids.shape[1]), -1, dtype=torch.int32)
-    ids[: topk_ids.shape[0]] = torch.where((topk_ids >= 0) & (topk_ids < 1 << 31), topk_ids, -1)
+    wide = topk_ids.long()  # beside int32, torch makes an int32 of 2**31
+    ids[: topk_ids.shape[0]] = torch.where((wide >= 0) & (wide < 1 << 31), wide, -1)
     return ids
 
 
