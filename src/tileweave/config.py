@@ -92,12 +92,13 @@ class Problem:
 class Plan:
     """What a call will do. ``path``: "fused", "unfused" or "local"; ``config`` is None unless fused.
 
-    ``mark``: a checksum of what ranks must agree on, once the call was accepted."""
+    Once the call was accepted, ``mark``: a checksum of what ranks must agree on; ``world_size``: how many they are."""
 
     path: Literal["fused", "unfused", "local"]
     reason: str
     config: MatmulConfig | None = None
     mark: int = field(default=0, compare=False, repr=False)
+    world_size: int = field(default=0, compare=False, repr=False)
 
     def __str__(self) -> str:
         if self.config is None:

@@ -150,7 +150,7 @@ def test_few_maps_are_kept(notes: SimpleNamespace) -> None:
     found = prepared(every_kind())
     for n in range(3 * launch._MAX_MAPS):
         found((4096, n), (16 * n,))
-    assert len(found._maps[0]._known) <= launch._MAX_MAPS
+    assert len(found._maps[0].known) <= launch._MAX_MAPS
 
 
 def test_a_refused_launch_raises(notes: SimpleNamespace) -> None:

@@ -10,6 +10,7 @@ What a parameter block looks like is the compiler's affair; ``tests/compile`` ho
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -161,31 +162,44 @@ class Prepared:
         self._config = _Config((programs, 1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared, None, None, 0)
         # what the driver's function takes: addresses and a handle
         self._call = (ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._parameters), None)
-        self._launch = _launch_function()
+        self._launch, driver = _launch_function(), active.active
+        self._stream, self._device = driver.get_current_stream, driver.get_current_device()
         values, described = _expand(arguments), iter(metadata.tensordesc_meta or ())
-        self._all: dict[str, Any] = {}
+        self._words = ctypes.create_string_buffer(8 * len(kinds))
+        self._tables: dict[str, _Maps] = {}
+        # words stand side by side, those that change first: they are written at once
+        places = {name: place for place, name in enumerate(sorted(kinds, key=lambda name: _place(words, name)))}
         for index, (name, kind) in enumerate(kinds.items()):
             value = values.get(name)
             if kind == MAP:
-                self._all[name] = table = _Maps(self._parameters, index, value, next(described))
-                table.point(value.base.data_ptr())
+                self._tables[name] = table = _Maps(index, value, next(described))
+                self._parameters[index] = table.make(value.base.data_ptr())
             else:
-                self._all[name] = cell = WORDS[kind](value.data_ptr() if hasattr(value, "data_ptr") else value or 0)
-                self._parameters[index] = ctypes.addressof(cell)
-        self._words = [self._all[name] for name in words]
-        self._maps = [self._all[name] for name in maps]
+                at, value = 8 * places[name], value.data_ptr() if hasattr(value, "data_ptr") else value or 0
+                struct.pack_into(_format(kind), self._words, at, value)
+                self._parameters[index] = ctypes.addressof(self._words) + at
+        self._maps = [self._tables[name] for name in maps]
+        self._pack = struct.Struct("".join(_format(kinds[name]) for name in words)).pack_into
 
     def __call__(self, words: Sequence[int], addresses: Sequence[int] = ()) -> None:
         """Launch on the current stream: values of the changing words, base addresses of the changing descriptors."""
-        for cell, value in zip(self._words, words, strict=True):
-            cell.value = value
+        self._pack(self._words, 0, *words)
         for table, address in zip(self._maps, addresses, strict=True):
-            table.point(address)
-        driver = active.active
-        self._config.stream = driver.get_current_stream(driver.get_current_device())
+            self._parameters[table.index] = table.known.get(address) or table.make(address)
+        self._config.stream = self._stream(self._device)
         status = self._launch(*self._call)
         if status:
             raise RuntimeError(f"the driver refused to launch {self._compiled.name}: cuLaunchKernelEx returned {status}")
+
+
+def _place(words: Sequence[str], name: str) -> int:
+    return words.index(name) if name in words else len(words)
+
+
+def _format(kind: str) -> str:
+    """Of ``struct``: a word of this kind in 8 bytes."""
+    word = WORDS[kind]
+    return f"{word._type_}{8 - ctypes.sizeof(word)}x"
 
 
 def _expand(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,9 +213,9 @@ def _expand(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Maps:
-    """The tensor maps of one descriptor argument, by base address; the parameter block points at the one in use."""
+    """The tensor maps of one descriptor argument, by base address. ``known``: where they stand; ``index``: of the argument."""
 
-    def __init__(self, parameters: Any, index: int, descriptor: Any, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, index: int, descriptor: Any, metadata: Mapping[str, Any]) -> None:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
         utils = active.active.utils
@@ -209,14 +223,15 @@ class _Maps:
         self._fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
         self._before = (metadata["swizzle"], metadata["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]])
         self._after = (metadata["block_size"], descriptor.shape, descriptor.strides, int(descriptor.padding == "nan"))
-        self._parameters, self._index, self._offset = parameters, index, _map_offset() or 0
-        self._known: dict[int, object] = {}
+        self.index, self._offset = index, _map_offset() or 0
+        self.known: dict[int, int] = {}
+        self._made: list[object] = []
 
-    def point(self, address: int) -> None:
-        """Use the map of ``address``."""
-        found = self._known.get(address)
-        if found is None:
-            if len(self._known) >= _MAX_MAPS:
-                self._known.clear()
-            found = self._known[address] = self._fill(address, *self._before, *self._after)
-        self._parameters[self._index] = id(found) + self._offset
+    def make(self, address: int) -> int:
+        """The map of ``address``, which is not known yet."""
+        if len(self.known) >= _MAX_MAPS:
+            self.known.clear()
+            self._made.clear()
+        self._made.append(self._fill(address, *self._before, *self._after))
+        place = self.known[address] = id(self._made[-1]) + self._offset
+        return place

@@ -39,7 +39,7 @@ from tileweave.ops.matmul_inputs import (
     plan_for,
     refuse_alias,
 )
-from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish, workspace_of
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish
 
 _SAID: set[tuple[str, str]] = set()
 
@@ -111,7 +111,7 @@ def _forward(
     )  # fmt: skip
     if chosen.config is None:
         return _unfused(x, w, bias, group_name, out, keep, chosen)
-    rows = workspace_of(group_name, x.device).transport.world_size * x.shape[0]
+    rows = chosen.world_size * x.shape[0]
     y = x.new_empty(rows, w.shape[0]) if out is None else out
     gathered = x.new_empty(rows, x.shape[1]) if keep else None
     run_fused(x, w, bias, y, gathered, group_name, chosen)

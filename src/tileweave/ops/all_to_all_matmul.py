@@ -132,13 +132,12 @@ def _forward(
         lambda size: check_inputs(x, w, bias, how, out, size),
         lambda size: plan(x, w, how, size),
     )  # fmt: skip
-    group = group_of(group_name)
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
-        y, exchanged = reference.all_to_all_matmul(x, w, bias, group, how.scatter_dim, how.gather_dim)
+        y, exchanged = reference.all_to_all_matmul(x, w, bias, group_of(group_name), how.scatter_dim, how.gather_dim)
         exchanged = exchanged.clone() if exchanged is x else exchanged
         return (y if out is None else out.copy_(y)), exchanged if keep else x.new_empty(0)
-    rows, depth = how.result(x.shape[0], x.shape[1], dist.get_world_size(group))
+    rows, depth = how.result(x.shape[0], x.shape[1], chosen.world_size)
     y = x.new_empty(rows, w.shape[0]) if out is None else out
     kept = x.new_empty(rows, depth) if keep else None
     run_fused(x, w, bias, y, kept, group_name, chosen, how=how)

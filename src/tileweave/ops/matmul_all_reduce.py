@@ -30,6 +30,7 @@ import torch.distributed as dist
 from tileweave.config import Plan, plan_matmul_all_reduce
 from tileweave.errors import require
 from tileweave.ops import reference
+from tileweave.ops.matmul_all_reduce_fused import OP, run_fused
 from tileweave.ops.matmul_inputs import (
     accept,
     as_rows,
@@ -43,7 +44,6 @@ from tileweave.ops.matmul_inputs import (
 )
 from tileweave.ops.registry import define, group_of, log_fallback, name_of, publish
 
-OP = "matmul_all_reduce"
 EPS = 1e-6
 _SAID: set[tuple[str, str]] = set()
 
@@ -157,8 +157,6 @@ def _forward(
         if out is None:
             return y, kept
         return out.copy_(y), kept if kept is None or residual_out is None else residual_out.copy_(kept)
-    from tileweave.ops.matmul_all_reduce_fused import run_fused
-
     y = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
     kept = torch.empty_like(y) if residual_out is None and norm_weight is not None else residual_out
     run_fused(x, w, bias, residual, norm_weight, norm_eps, y, kept, group_name, chosen)

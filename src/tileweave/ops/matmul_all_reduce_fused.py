@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn.functional import rms_norm
 
 from tileweave.config import MatmulConfig, Plan
-from tileweave.kernels.matmul_all_reduce import Launcher
 from tileweave.ops.matmul_reduce_scatter_fused import run_fused as run_two_shots
 from tileweave.ops.registry import endpoint, workspace_of
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
+
+if TYPE_CHECKING:
+    from tileweave.kernels.matmul_all_reduce import Launcher
 
 OP = "matmul_all_reduce"
 ONE_SHOT = "one_shot"  # an instance of its own: its slots have another layout
@@ -51,6 +55,8 @@ def _one_shot(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: Ma
     key = (w.shape[0], x.dtype, id(config))  # the launcher keeps the config, so the id stays its own
     launch = instance.cache.get(key)
     if launch is None:
+        from tileweave.kernels.matmul_all_reduce import Launcher
+
         size, cols = workspace.transport.world_size, w.shape[0]
         elements = size * -(-cols // config.tile_n) * config.tile_n * config.tile_m
         instance.reserve(elements * x.element_size(), 2)

@@ -27,6 +27,7 @@ from tileweave.config import Plan, plan_matmul_all_to_all
 from tileweave.ops import reference
 from tileweave.ops.backward_products import exchange_and_multiply
 from tileweave.ops.exchange_inputs import as_exchange, check_divides
+from tileweave.ops.matmul_all_to_all_fused import OP, run_fused
 from tileweave.ops.matmul_inputs import (
     accept,
     as_rows,
@@ -40,7 +41,6 @@ from tileweave.ops.matmul_inputs import (
 from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish
 from tileweave.schedule_scatter import Exchange
 
-OP = "matmul_all_to_all"
 _SAID: set[tuple[str, str]] = set()
 
 
@@ -118,14 +118,11 @@ def _forward(
         lambda size: check_inputs(x, w, bias, how, out, size),
         lambda size: plan(x, w, how, size),
     )  # fmt: skip
-    group = group_of(group_name)
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
-        y = reference.matmul_all_to_all(x, w, bias, group, *options)
+        y = reference.matmul_all_to_all(x, w, bias, group_of(group_name), *options)
         return y if out is None else out.copy_(y)
-    from tileweave.ops.matmul_all_to_all_fused import run_fused
-
-    y = x.new_empty(how.result(x.shape[0], w.shape[0], dist.get_world_size(group))) if out is None else out
+    y = x.new_empty(how.result(x.shape[0], w.shape[0], chosen.world_size)) if out is None else out
     run_fused(x, w, bias, y, how, group_name, chosen)
     return y
 

@@ -84,16 +84,16 @@ def check_like_x(name: str, tensor: torch.Tensor, x: torch.Tensor, allowed: str)
 def check_out(out: torch.Tensor, x: torch.Tensor, allowed: str, *inputs: torch.Tensor | None) -> None:
     """What ``out=`` must be before it can be seen as rows; :func:`check_shape` does the rest."""
     check_like_x("out", out, x, allowed)
-    needed = x.requires_grad or out.requires_grad or any(t is not None and t.requires_grad for t in inputs)
-    tracked = needed and torch.is_grad_enabled()
-    require(not tracked, "out= with tensors that require gradients", "one of them", "drop out=, or call under torch.no_grad()")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, out, *inputs)):
+        require(False, "out= with tensors that require gradients", "one of them", "drop out=, or call under torch.no_grad()")
 
 
 def refuse_alias(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
     """A tile is stored while others are still read: the result needs memory of its own."""
     place = out.untyped_storage().data_ptr()
-    shared = out.numel() and any(t is not None and t.untyped_storage().data_ptr() == place for t in inputs)
-    require(not shared, "out= in the storage of an input", "memory of its own", "allocate out")
+    for t in inputs:
+        if t is not None and t.untyped_storage().data_ptr() == place and out.numel():
+            require(False, "out= in the storage of an input", "memory of its own", "allocate out")
 
 
 def plan_for(planner: Planner, x: torch.Tensor, rows: int, cols: int, size: int, depth: int | None = None) -> Plan:
@@ -145,7 +145,7 @@ def accept(
     chosen = plan(size)
     if chosen.config is not None:
         workspace = workspace_of(group_name, x.device)
-        chosen = workspace.accepted[signature] = replace(chosen, mark=mark_of(common))
+        chosen = workspace.accepted[signature] = replace(chosen, mark=mark_of(common), world_size=size)
     return chosen
 
 

@@ -34,9 +34,9 @@ from tileweave.ops.matmul_inputs import (
     plan_for,
     refuse_alias,
 )
-from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish, workspace_of
+from tileweave.ops.matmul_reduce_scatter_fused import OP, run_fused
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish
 
-OP = "matmul_reduce_scatter"
 _SAID: set[tuple[str, str]] = set()
 
 
@@ -117,9 +117,7 @@ def _forward(
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
         return reference.matmul_reduce_scatter(x, w, bias, group_of(group_name), out)
-    from tileweave.ops.matmul_reduce_scatter_fused import run_fused
-
-    rows = x.shape[0] // workspace_of(group_name, x.device).transport.world_size
+    rows = x.shape[0] // chosen.world_size
     y = x.new_empty(rows, w.shape[0]) if out is None else out
     run_fused(x, w, bias, y, group_name, chosen)
     return y

@@ -72,11 +72,8 @@ class _FusedCall:
     config: MatmulConfig
     all_reduce: bool
     copies: tuple[Copies, ...]  # of a copy-engine call, by slot
+    staging_elements: int  # of a copy-engine call: what peers get
     launchers: dict[tuple[object, ...], Callable[..., None]]
-
-    @property
-    def staging_elements(self) -> int:
-        return (self.schedule.world_size - 1) * self.schedule.place_elements
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
         """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
@@ -124,7 +121,8 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: 
         copies = ()
         if config.transport == "copy_engine":
             copies = tuple(_copies(instance, schedule, x.element_size(), slot) for slot in (0, 1))
-        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, all_reduce, copies, {})
+        staged = (size - 1) * schedule.place_elements
+        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, all_reduce, copies, staged, {})
         instance.cache[key] = call
     return call  # type: ignore[return-value]
 

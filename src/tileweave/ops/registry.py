@@ -166,12 +166,12 @@ def name_of(group: dist.ProcessGroup | str | None) -> str:
             REGISTRY.belongs(group, _resolved(group))
         return group
     if group is None:
-        if not dist.is_initialized():
+        group = dist.group.WORLD
+        if group is None:
             raise InputError(
                 "asked: an operator over the default group; allowed: after torch.distributed is initialised; "
                 "remedy: call torch.distributed.init_process_group, or pass group="
             )
-        group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):  # what new_group returns to who is not a member
         raise InputError(
             f"asked: group {group!r}; allowed: a ProcessGroup that contains this rank, or its name; "

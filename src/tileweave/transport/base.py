@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -85,6 +86,11 @@ class Copies(tuple[Copy, ...]):
     """Copies that serve many calls. ``prepared`` is the transport's: what it made of them at their first push."""
 
     prepared: Any = None
+
+    @cached_property
+    def pitched(self) -> bool:
+        """Whether one of them has several rows."""
+        return any(copy.rows > 1 for copy in self)
 
 
 Watcher = Callable[[Sequence[Copy], int, int], None]

@@ -235,7 +235,7 @@ class CopyEngine:
         if copies.prepared is None:
             copies.prepared = {}
         known: dict[int, _Graph | None] = copies.prepared
-        pitched = any(copy.rows > 1 for copy in copies)
+        pitched = copies.pitched
         key = source if pitched else 0
         if pitched and key not in known:
             if len(known) == _MOST_GRAPHS:

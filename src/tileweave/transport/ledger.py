@@ -29,12 +29,14 @@ class Ledger:
         self.opened = False
         self._rank = -1
         self._pages: list[Any] = []
+        self._peers: list[tuple[int, Any]] = []  # rank and page of each other one
         self._compared: list[int] = []  # calls compared, by rank
 
     def open(self, blocks: Sequence[Any], rank: int) -> None:
         """``blocks``: a writable buffer of ``NBYTES`` zeros of each rank."""
         self.opened, self._rank = True, rank
         self._pages = [memoryview(block).cast("B").cast("Q") for block in blocks]
+        self._peers = [(peer, page) for peer, page in enumerate(self._pages) if peer != rank]
         self._compared = [0] * len(blocks)
 
     def post(self, op: str, mark: int) -> None:
@@ -42,27 +44,33 @@ class Ledger:
         if not self._pages:
             return
         self.calls = number = self.calls + 1
-        self._pages[self._rank][number % PLACES] = (mark & _NUMBER) << 32 | number & _NUMBER
-        self.compare(op)
+        place = number % PLACES
+        self._pages[self._rank][place] = word = (mark & _NUMBER) << 32 | number & _NUMBER
+        for peer, page in self._peers:
+            if page[place] == word and self._compared[peer] == number - 1:  # most often, so first
+                self._compared[peer] = number
+            else:
+                self._compare(op, peer, page)
 
     def compare(self, op: str) -> None:
         """Look at what peers have written for the calls that this rank has made."""
+        for peer, page in self._peers:
+            self._compare(op, peer, page)
+
+    def _compare(self, op: str, peer: int, page: Any) -> None:
         last = self.calls
-        for peer, page in enumerate(self._pages):
-            if peer == self._rank:
-                continue
-            number = max(self._compared[peer] + 1, last - PLACES + 1)
-            while number <= last:
-                place = number % PLACES
-                theirs = page[place]
-                if theirs != self._pages[self._rank][place]:
-                    ahead = (theirs - number) & _NUMBER
-                    if ahead == 0:
-                        self._refuse(op, peer, last - number)
-                    if ahead >= _HALF:  # an older call stands there: the peer has not come so far
-                        break
-                number += 1  # the same, or overwritten by a peer that is far ahead
-            self._compared[peer] = number - 1
+        number = max(self._compared[peer] + 1, last - PLACES + 1)
+        while number <= last:
+            place = number % PLACES
+            theirs = page[place]
+            if theirs != self._pages[self._rank][place]:
+                ahead = (theirs - number) & _NUMBER
+                if ahead == 0:
+                    self._refuse(op, peer, last - number)
+                if ahead >= _HALF:  # an older call stands there: the peer has not come so far
+                    break
+            number += 1  # the same, or overwritten by a peer that is far ahead
+        self._compared[peer] = number - 1
 
     def _refuse(self, op: str, peer: int, ago: int) -> None:
         what = f"{op} on rank {self._rank}" if ago == 0 else f"a call on rank {self._rank}, {ago} before its last one,"
@@ -74,3 +82,4 @@ class Ledger:
 
     def close(self) -> None:
         self._pages.clear()
+        self._peers.clear()
