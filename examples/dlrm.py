@@ -20,6 +20,7 @@ from torch import nn
 
 import tileweave as tw
 from tileweave.bench.beforehand import file_for
+from tileweave.bench.environment import WITHOUT_GPUS
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch, under_torchrun
 from tileweave.nn import ShardedEmbeddingBag
@@ -135,9 +136,9 @@ def main() -> int:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--json", type=Path, help="write the times there")
     words = parser.parse_args()
+    require(not under_torchrun(), "a rank of torchrun", "a process that starts its worlds itself", "run it with python")
     kind = default_device_type()
     size = default_world_size(kind, words.ranks)
-    require(not under_torchrun(), "a rank of torchrun", "a process that starts its worlds itself", "run it with python")
     require(words.time or words.json is None, "--json without --time", "with it only", "add --time")
     file_for(words.json)
     small = (6, 40, 8, 16, 10) if kind == "cpu" else (64, 1000, 32, 64, 2)
@@ -154,6 +155,8 @@ def main() -> int:
 
         large = (16384, 1_000_000, 128, 512) if kind == "cuda" else (4, 40, 8, 16)
         found = launch(timed, *large, world_size=size, device_type=kind, seconds=300)
+        if kind == "cpu":
+            print(WITHOUT_GPUS)
         right = report(found) and right
         if words.json:
             words.json.write_text(json.dumps(found, indent=1), "utf-8")

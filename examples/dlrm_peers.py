@@ -31,9 +31,10 @@ from interaction import interaction
 from torch.nn.functional import linear
 
 import tileweave as tw
+from tileweave.bench.subjects import worst_of
 from tileweave.launcher import Member
 from tileweave.nn import ShardedEmbeddingBag
-from tileweave.ops.reference import all_reduce
+from tileweave.ops.reference import all_gather, all_reduce
 
 WHOLE = "whole step"
 PHASES = (
@@ -264,7 +265,7 @@ class PipelinedStep:
 
 
 def losses_of(member: Member, steps: dict[str, PipelinedStep], plain: Step, batches: list[Batch]) -> dict[str, list[float]]:
-    """Three steps of each from the same weights, and of the plain step; all have to lose alike."""
+    """Three steps of each from the same weights, and of the plain step, on every rank; all have to lose alike."""
     weights = plain.tables.weights()
     before = [w.detach().clone() for w in weights]
     found = {}
@@ -275,7 +276,7 @@ def losses_of(member: Member, steps: dict[str, PipelinedStep], plain: Step, batc
             step.prepare(batches)  # type: ignore[union-attr]
             losses = [step(batches[(i + 1) % 2], batches[i % 2]) for i in range(3)]  # type: ignore[call-arg]
         member.barrier()
-        found[name] = torch.stack(losses).tolist()
+        found[name] = all_gather(torch.stack(losses), member.group).tolist()
         for weight, old in zip(weights, before, strict=True):
             weight.detach().copy_(old)
         member.barrier()
@@ -337,8 +338,8 @@ def report(found: dict[str, Any]) -> bool:
     if exchange < fused[WHOLE]:
         bound = unfused[WHOLE] / (fused[WHOLE] - exchange)
         print(f"the fused step waits {exchange:.2f} ms for its exchanges; were they free, that would be {bound:.2f}")
-    worst = max(abs(a - b) / abs(a) for name in losses for a, b in zip(losses["plain"], losses[name], strict=True))
+    error = worst_of(abs(a - b) / abs(a) for name in losses for a, b in zip(losses["plain"], losses[name], strict=True))
     print(
-        f"losses of three steps differ by {worst:.1e} from those of the plain step" + ("" if worst < LOSS_ERROR else ": WRONG")
+        f"losses of three steps differ by {error:.1e} from those of the plain step" + ("" if error < LOSS_ERROR else ": WRONG")
     )
-    return worst < LOSS_ERROR
+    return error < LOSS_ERROR

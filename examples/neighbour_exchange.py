@@ -22,11 +22,11 @@ import sys
 import time
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 
 import tileweave as tw
+from tileweave.bench.subjects import worst
 from tileweave.errors import require
 from tileweave.language.remote import put, symm_at
 from tileweave.language.signal import faulted, leave, load_epoch, notify, wait
@@ -107,17 +107,16 @@ def simulate(member: Member) -> float:
         x, y = y, x
         torus += RATE * (sum(torus.roll(shift, dim) for dim in (0, 1) for shift in (-1, 1)) - 4 * torus)
     tw.synchronize(member.group)
-    error = (x.cpu().double() - torus.chunk(member.world_size)[member.rank]).abs().max().to(member.device)
-    dist.all_reduce(error, dist.ReduceOp.MAX)
+    error = (x.cpu().double() - torus.chunk(member.world_size)[member.rank]).abs().max().item()
     tw.close()
-    return error.item()
+    return worst(error, member.device, member.group)
 
 
 def main() -> int:
-    asked = sys.argv[1] if len(sys.argv) > 1 else "2"
-    require(asked.isdecimal(), f"{asked!r} ranks", "a number", "pass one")
+    asked = sys.argv[1] if len(sys.argv) > 1 else None
+    require(asked is None or asked.isdecimal(), f"{asked!r} ranks", "a number", "pass one")
     kind = default_device_type()
-    ranks = default_world_size(kind, int(asked))
+    ranks = default_world_size(kind, None if asked is None else int(asked), most=2)
     error = launch(simulate, world_size=ranks, device_type=kind)
     if error is None:  # under torchrun rank 0 has it
         return 0

@@ -22,6 +22,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 import tileweave as tw
+from tileweave.bench.environment import WITHOUT_GPUS
+from tileweave.bench.subjects import worst, worst_of
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
 from tileweave.nn import ColumnParallelLinear, RowParallelLinear
@@ -30,6 +32,8 @@ from tileweave.profile.timing import measure
 
 # Largest relative difference of a loss from that on one device. fp32 differs by the order of sums only.
 ALLOWED = {"float32": 1e-5, "bfloat16": 1e-2}
+# And of outputs and gradients from those of the unfused block: there, in bf16, both have rounded partial sums (1.4e-2 seen).
+APART = {"float32": 1e-5, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True)
@@ -254,16 +258,19 @@ def bench(member: Member, sizes: Sizes, repeats: int) -> dict[str, dict[str, flo
 
     results = {name: [t.clone() for t in step(block)] for name, block in variants.items()}
     right = results["nccl+cublas"]
-    differences = {
-        name: max(((a - b).float().norm() / b.float().norm()).item() for a, b in zip(found, right, strict=True))
-        for name, found in results.items()
-    }
+    differences = {name: difference(found, right, member) for name, found in results.items()}
     del results, right
     functions = {name: lambda block=block: step(block) for name, block in variants.items()}
     timings = measure(functions, member.group, member.device, repeats=repeats)
     tw.synchronize()
     tw.close()
     return {name: {"us": timing.median_us, "difference": differences[name]} for name, timing in timings.items()}
+
+
+def difference(found: list[torch.Tensor], right: list[torch.Tensor], member: Member) -> float:
+    """The largest relative difference of output and gradients, on any rank; collective."""
+    off = worst_of(((a - b).float().norm() / b.float().norm()).item() for a, b in zip(found, right, strict=True))
+    return worst(off, member.device, member.group)
 
 
 # --- The command ---
@@ -302,6 +309,17 @@ def sizes_of(given: argparse.Namespace, on_gpu: bool, ranks: int) -> Sizes:
     return sizes
 
 
+def report(found: dict[str, dict[str, float]], dtype: str) -> bool:
+    """A table; whether all variants agree."""
+    ours, right = found["tileweave"]["us"], True
+    for name, row in found.items():
+        agrees = row["difference"] < APART[dtype]
+        print(f"  {name:34} {row['us']:10.0f} us  {row['us'] / ours:6.3f}x  differs by {row['difference']:.1e}"
+              + ("" if agrees else ": WRONG"))  # fmt: skip
+        right &= agrees
+    return right
+
+
 def main() -> int:
     given, kind = arguments(), default_device_type()
     size = default_world_size(kind, given.ranks)
@@ -311,21 +329,20 @@ def main() -> int:
         found = launch(bench, sizes, given.repeats, world_size=size, device_type=kind)
         if found is None:  # under torchrun rank 0 has it
             return 0
-        ours = found["tileweave"]["us"]
         print(f"forward + backward, {place}")
-        for name, row in found.items():
-            print(f"  {name:34} {row['us']:10.0f} us  {row['us'] / ours:6.3f}x  differs by {row['difference']:.1e}")
-        return 0
+        if kind == "cpu":
+            print(WITHOUT_GPUS)
+        return 0 if report(found, sizes.dtype) else 1
     losses = launch(train, sizes, given.steps, world_size=size, device_type=kind)
     if losses is None:
         return 0
     print(f"losses, {place}")
     for number, (parallel, alone) in enumerate(losses):
         print(f"  step {number}: parallel {parallel:.6f}, one device {alone:.6f}, differ by {abs(parallel / alone - 1):.1e}")
-    worst = max(abs(parallel / alone - 1) for parallel, alone in losses)
+    largest = worst_of(abs(parallel / alone - 1) for parallel, alone in losses)
     fell = given.steps < 2 or losses[-1][0] < losses[0][0]
-    right = worst < ALLOWED[sizes.dtype] and fell and all(map(math.isfinite, losses[-1]))
-    print(f"largest difference {worst:.1e}, allowed {ALLOWED[sizes.dtype]:.0e}" + ("" if right else ": WRONG"))
+    right = largest < ALLOWED[sizes.dtype] and fell and all(map(math.isfinite, losses[-1]))
+    print(f"largest difference {largest:.1e}, allowed {ALLOWED[sizes.dtype]:.0e}" + ("" if right else ": WRONG"))
     return 0 if right else 1
 
 

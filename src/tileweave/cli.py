@@ -142,7 +142,7 @@ def check(
     ignored = [name for name, value in (("--seed", seed), ("--seconds", seconds), ("--json", json)) if value is not None]
     require(not ignored, f"{', '.join(ignored)} without --stress", "with it only", "add --stress, or drop the rest")
     from tileweave.check import check as run
-    from tileweave.check import table_of
+    from tileweave.check import note_on, table_of
 
     sizes = [size] if world is not None or under_torchrun() else [n for n in (2, 3, 4) if n <= size]
     screen, rows, failures = console(), [], []
@@ -154,6 +154,8 @@ def check(
             screen.print(failures[-1], markup=False, style="red")
     if rows:
         screen.print(table_of(rows))
+        for line in note_on(row.paths for row in rows):
+            screen.print(line)
     if failures or not all(row.right for row in rows):
         screen.print("[bold red]not right on this machine")
         raise typer.Exit(1)
@@ -166,6 +168,7 @@ def _stress(kind: DeviceType, size: int, calls: int, seed: int, seconds: float, 
     from os import environ
 
     from tileweave.bench.environment import environment
+    from tileweave.check import note_on
     from tileweave.stress import stress as run
 
     patience = {"TILEWEAVE_TIMEOUT": environ.get("TILEWEAVE_TIMEOUT", "60")}  # peers compile meanwhile
@@ -174,8 +177,11 @@ def _stress(kind: DeviceType, size: int, calls: int, seed: int, seconds: float, 
         return
     screen = console()
     for name, count in sorted(outcome.counts.items()):
-        screen.print(f"{name}: {count} on rank 0", markup=False)
+        path = f", by {outcome.paths[name]}" if name in outcome.paths else ""
+        screen.print(f"{name}: {count} on rank 0{path}", markup=False)
     screen.print(str(outcome), markup=False, soft_wrap=True)
+    for line in note_on(outcome.paths.values()):
+        screen.print(line)
     if json is not None:
         json.write_text(dumps({"environment": environment(), **asdict(outcome)}, indent=1) + "\n")
     if not outcome.moves:
@@ -200,7 +206,7 @@ def bench(
     """Time an operator against its unfused path, its rivals and the physical limit. Needs two GPUs or more."""
     from tileweave.bench.cases import CASES
     from tileweave.bench.peers import PEERS
-    from tileweave.bench.report import is_right, notes_of, tables_of
+    from tileweave.bench.report import is_right, notes_of, tables_of, why_nothing
     from tileweave.bench.run import Options
     from tileweave.bench.run import bench as run
 
@@ -230,8 +236,8 @@ def bench(
         from tileweave.bench.experts import tables_of
 
         allowed = experts.PEERS
-    named = tuple(name.strip() for name in peers.split(",")) if peers else allowed
-    if not set(named) <= set(allowed):
+    named = tuple(name.strip() for name in peers.split(",")) if peers else None
+    if not set(named or ()) <= set(allowed):
         raise InputError(f"asked: peers {peers}; allowed: {', '.join(allowed)}; remedy: pass some of these")
     options = Options(op, cases, quick, named, repeats, seconds, str(json) if file_for(json) else None, smoke)
     if not _found(options):
@@ -256,9 +262,10 @@ def bench(
             from tileweave.profile.plot import plot_bench
         plot_bench(report, plot)
         screen.print(f"picture: {plot}", markup=False)
-    if not report["cases"]:
-        screen.print("[bold red]nothing was timed: no time for any case")
-    if not is_right(report) or not report["cases"]:
+    nothing = why_nothing(report)
+    if nothing:
+        screen.print(f"[bold red]nothing was timed: {nothing}")
+    if nothing or not is_right(report):
         raise typer.Exit(1)
 
 
@@ -277,9 +284,9 @@ def trace(
     op: Annotated[
         str, typer.Argument(help=f"{STAMPED}, if fused; without GPUs, waits (no more) of {WATCHED}. Others have no stamps.")
     ] = STAMPED,
-    rows: Annotated[int, typer.Option(min=1, help="M, over all ranks.")] = 256,
-    cols: Annotated[int, typer.Option(min=1, help="N, over all ranks.")] = 512,
-    depth: Annotated[int, typer.Option(min=1, help="K.")] = 128,
+    rows: Annotated[int, typer.Option(min=1, help="M of the whole problem.")] = 256,
+    cols: Annotated[int, typer.Option(min=1, help="N of the whole problem.")] = 512,
+    depth: Annotated[int, typer.Option(min=1, help="K of the whole problem.")] = 128,
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "float16",
     out: Annotated[Path, typer.Option(help="Folder for the trace (JSON for ui.perfetto.dev) and the picture.")] = Path(
         "tileweave-trace"
@@ -288,18 +295,22 @@ def trace(
     device: Device = "auto",
 ) -> None:
     """Record one call from inside its kernels: who pushed, who waited for whom, who computed what."""
+    from tileweave.bench.cases import SHARED, Case
     from tileweave.demo import trace_one
 
     kind, size = _place(device, world)
-    require(min(rows, cols) >= size, f"--rows {rows}, --cols {cols}", f"{size} or more, one for each rank", "grow them")
-    _operator(op)
+    allowed, remedy = f"one of {', '.join(SHARED)}", "name such a one: the others' kernels have no stamps"
+    require(_operator(op) in SHARED, f"a trace of {op}", allowed, remedy)
+    few = [f"--{name} {value}" for name, value in (("rows", rows), ("cols", cols), ("depth", depth))
+           if name in SHARED[op] and value < size]  # fmt: skip
+    require(not few, ", ".join(few), f"{size} or more, one for each rank", "grow them")
     need_kernels("tileweave trace", kind)
     folder_for(out)
-    screen = console()
-    if rows % size or cols % size:
-        whole = f"--rows {rows - rows % size}, --cols {cols - cols % size}"
-        screen.print(f"note: runs {whole}, which {size} ranks share alike", markup=False)
-    result = launch(trace_one, op, rows // size, cols // size, depth, dtype, world_size=size, device_type=kind)
+    screen, case = console(), Case(op, "trace", rows, cols, depth, False, "smoke", dtype)
+    whole = case.whole(size)
+    rounded = "" if whole == (rows, cols, depth) else ", rounded to what ranks share alike"
+    screen.print(f"{op}, M, N, K: {', '.join(map(str, whole))}, over {size} ranks{rounded}", markup=False)
+    result = launch(trace_one, op, *case.shard(size), dtype, world_size=size, device_type=kind)
     if result is None:
         return
     found, plan = result

@@ -27,10 +27,12 @@ from tileweave.config import (
     plan_matmul_all_reduce,
     plan_matmul_all_to_all,
     plan_matmul_reduce_scatter,
+    why_no_kernel,
 )
 from tileweave.sharding import plan_embedding
 from tileweave.topology import CPU, Machine
 
+LEAST_TORCH, LEAST_TRITON = (2, 11), (3, 6)
 _TROUBLE = (RuntimeError, OSError, ImportError, AttributeError, ValueError, TypeError, AssertionError)
 _PLANS = {
     "all_gather_matmul": plan_all_gather_matmul,
@@ -112,10 +114,11 @@ def _software() -> list[Fact]:
     facts = [
         Fact("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}", True),
         Fact("tileweave", version_of("tileweave") or "not installed, run from its source"),
-        Fact("torch", torch.__version__, _at_least(torch.__version__, (2, 11))),
+        Fact("torch", torch.__version__, _at_least(torch.__version__, LEAST_TORCH)),
     ]
     triton = version_of("triton")
-    facts.append(Fact("triton", triton or "missing: no kernel can run", triton is not None and _at_least(triton, (3, 6))))
+    new_enough = triton is not None and _at_least(triton, LEAST_TRITON)
+    facts.append(Fact("triton", triton or "missing: no kernel can run", new_enough))
     facts.append(Fact("CUDA of torch", torch.version.cuda or "none: a CPU build"))
     facts.append(Fact("NCCL of torch", (nccl_version() if torch.version.cuda else None) or "none"))
     facts.append(Fact("distributed", "available" if dist.is_available() else "missing", dist.is_available()))
@@ -163,9 +166,10 @@ def _devices(count: int) -> list[Fact]:
 
 
 def _verdicts(count: int, linked: bool, machine: Machine) -> list[Fact]:
-    """What will run here, and why the rest will not."""
-    verdicts = [_interpreted(), _compiled(count, linked, machine)]
-    if count >= 2 and linked:
+    """What will run here, and why the rest will not. Plans only where there are compiled kernels to plan with."""
+    compiled = _compiled(count, linked, machine)
+    verdicts = [_interpreted(), compiled]
+    if compiled.good:
         for op in _PLANS:
             for m, n, k in _TYPICAL[op]:
                 size = min(count, 8)
@@ -199,6 +203,22 @@ def _compiled(count: int, linked: bool, machine: Machine) -> Fact:
         return Fact(name, "no: some GPUs cannot access each other's memory (see the matrix); unfused there", False)
     if machine.backend == "cuda" and machine.arch < 80:
         return Fact(name, f"no: sm_{machine.arch} is below sm_80", False)
+    lacking = _lacking()
+    if lacking:
+        return Fact(name, f"no: {lacking}", False)
+    unfused = why_no_kernel("bfloat16", machine)  # what the planners of all operators with matmuls ask
+    of_what = f"embeddings fused; matmuls and experts unfused: {unfused}" if unfused else "bf16 and fp16 fused, fp32 unfused"
+    return Fact(name, f"yes: worlds of 2 to {min(count, 8)} ranks, {of_what}", True)
+
+
+def _lacking() -> str:
+    """What software compiled kernels need and do not have here; empty where nothing is missing."""
+    for package, version, least in (("torch", torch.__version__, LEAST_TORCH), ("triton", version_of("triton"), LEAST_TRITON)):
+        wanted = ".".join(map(str, least))
+        if version is None:
+            return f"{package} is missing; remedy: pip install '{package}>={wanted}'"
+        if not _at_least(version, least):
+            return f"{package} {version} is older than {wanted}; remedy: pip install '{package}>={wanted}'"
     if not _guarded(lambda: __import__("torch.distributed._symmetric_memory") is not None, False):
-        return Fact(name, "no: this torch has no symmetric memory", False)
-    return Fact(name, f"yes: worlds of 2 to {min(count, 8)} ranks, bf16 and fp16 fused, fp32 unfused", True)
+        return "this torch has no symmetric memory"
+    return ""

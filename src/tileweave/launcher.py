@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tileweave.errors import InputError, TileweaveError
+from tileweave.errors import InputError, TileweaveError, require
 from tileweave.transport.workspace import timeout_seconds
 
 DeviceType = Literal["cuda", "cpu"]
@@ -86,21 +86,30 @@ def default_device_type() -> DeviceType:
 
 
 def default_world_size(device_type: DeviceType, wanted: int | None, most: int = 4) -> int:
-    """The world size to start: ``wanted``, or ``most`` as far as there are devices.
+    """How many ranks to run with: those that ``torchrun`` started, else ``wanted``, or ``most`` as far as there are devices.
 
     Raises
     ------
-    InputError for fewer than two ranks, or more than there are GPUs, or more than eight.
+    InputError for fewer than two ranks, or more than there are GPUs, or more than eight; for other ranks than torchrun started.
     """
+    given = given_world_size()
+    if given is not None:
+        _require_given(wanted, given)
+        wanted = given
     present = min(torch.cuda.device_count() if device_type == "cuda" else MAX_RANKS, MAX_RANKS)
     size = min(most, present) if wanted is None else wanted
     if not 2 <= size <= present:
         allowed = f"2 to {present} ranks here" if present >= 2 else "two GPUs or more, and there are fewer"
-        raise InputError(
-            f"asked: a world of {size} ranks on {device_type}; allowed: {allowed}; "
-            "remedy: ask for another number of ranks, or for the CPU"
-        )
+        remedy = "ask for another number of ranks" if given is None else "have torchrun start another number of ranks"
+        raise InputError(f"asked: a world of {size} ranks on {device_type}; allowed: {allowed}; remedy: {remedy}"
+                         + (", or ask for the CPU" if device_type == "cuda" else ""))  # fmt: skip
     return size
+
+
+def _require_given(wanted: int | None, given: int) -> None:
+    """Refuse a world of another size than the one that torchrun has started: no process is started here."""
+    allowed = f"{given}, its WORLD_SIZE"
+    require(wanted in (None, given), f"{wanted} ranks under torchrun", allowed, "name no number, or change torchrun's")
 
 
 def end_with(main: Callable[[], int | None]) -> NoReturn:
@@ -114,6 +123,16 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
 def under_torchrun() -> bool:
     """Whether this process is a rank of a world that somebody else started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def given_world_size() -> int | None:
+    """How many ranks ``torchrun`` has started; None where it has not."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+
+
+def tells() -> bool:
+    """Whether this process speaks for its world: every one but torchrun's other ranks."""
+    return not under_torchrun() or int(os.environ["RANK"]) == 0
 
 
 def launch(
@@ -135,7 +154,9 @@ def launch(
     Under ``torchrun`` no process is started: this process is a rank, and all but rank 0 get None.
     """
     timeout_seconds()  # what ranks could not read is told once, here
-    if under_torchrun():
+    given = given_world_size()
+    if given is not None:
+        _require_given(world_size, given)
         return _run_in_given_world(function, args, device_type)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="tileweave-") as folder:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import tileweave as tw
+from tileweave.bench.run import short
 from tileweave.bench.screen import Steps
 from tileweave.bench.subjects import SUBJECTS, TOLERANCE, Operands, Shape, Subject, poisoned, worst
 from tileweave.launcher import Member
@@ -111,7 +112,7 @@ class Outcome:
     """``moves``: calls that all ranks of a group make together, ``asked`` for so many. The other counts are of all ranks.
 
     ``wrong``: beyond the tolerance, or NaN; ``other_bits``: right, with other bits. ``prepared``: seconds until the first move.
-    ``counts``: by operator, on rank 0.
+    ``counts``: by operator, on rank 0. ``paths``: by operator, what its calls take there, one after the other by commas.
     """
 
     world_size: int
@@ -125,6 +126,7 @@ class Outcome:
     seconds: float
     prepared: float
     counts: dict[str, int]
+    paths: dict[str, str]
 
     @property
     def right(self) -> bool:
@@ -146,6 +148,7 @@ class Stress:
         self.member, self.seed = member, seed
         self.shared, self.own = random.Random(seed), random.Random(1000 * seed + member.rank)
         self.counts: Counter[str] = Counter()
+        self.paths: defaultdict[str, set[str]] = defaultdict(set)
         self.calls = self.replays = self.wrong = self.other_bits = 0
         self.suspects: list[tuple[torch.Tensor, torch.Tensor, Set]] = []  # differs?, what came out, of which set
         self.dtype = torch.bfloat16 if member.on_gpu else torch.float32
@@ -186,6 +189,7 @@ class Stress:
     def _set(self, lane: Lane, subject: Subject, shape: Shape, seed: int, bias: bool) -> Set:
         rank, size = dist.get_rank(lane.group), dist.get_world_size(lane.group)
         operands = subject.draw(shape, self.dtype, self.member.device, rank, size, seed, bias)
+        self.paths[subject.op].add(short(subject.explain(operands, lane.group)))
         got = subject.call(operands, lane.group, None)[0]
         share = subject.error(operands, got) / TOLERANCE[self.dtype]
         if not share <= 1.0:
@@ -334,6 +338,7 @@ class Stress:
             round(seconds, 1),
             round(prepared, 1),
             dict(self.counts),
+            {op: ", ".join(sorted(paths)) for op, paths in self.paths.items()},
         )
 
 

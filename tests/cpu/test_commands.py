@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tileweave.bench.environment import WITHOUT_GPUS
 from tileweave.launcher import Member, RankFailure, launch
 
 pytest.importorskip("typer")
@@ -121,3 +122,38 @@ def test_bench(tmp_path: Path, op: str, world: str) -> None:
     report = json.loads(path.read_text())
     assert all(case["right"] for case in report["cases"])
     assert all(case["times"]["tileweave"]["median_us"] > 0 for case in report["cases"])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="smoke cases are for machines without GPUs")
+@pytest.mark.parametrize(
+    ("op", "peers", "strangers", "code"),
+    [
+        ("matmul_all_reduce", "torch fused", ["torch fused"], 1),
+        ("all_to_all_matmul", "gemm,torch one-shot", ["torch one-shot"], 0),
+        ("grouped_matmul_combine", "routed,gathered", ["routed"], 0),
+        ("dispatch_grouped_matmul", "gathered", [], 0),
+        ("embedding_bag_all_to_all", "cat", [], 0),
+    ],
+)
+def test_a_bench_says_who_is_no_rival(op: str, peers: str, strangers: list[str], code: int) -> None:
+    output = invoke("bench", op, "--smoke", "--world", "2", "--repeats", "1", "--peers", peers, code=code)
+    told = [line for line in output.splitlines() if "not a rival" in line]
+    assert told == [f"{name} is missing: not a rival of {op}" for name in strangers]
+    assert ("nothing was timed" in output) == (code == 1)
+    assert WITHOUT_GPUS in output
+
+
+def paths_of_a_stress(me: Member) -> dict[str, str]:
+    from tileweave.stress import stress
+
+    with mock.patch("tileweave.OPERATORS", ("matmul_all_reduce", "embedding_bag_all_to_all")):
+        return stress(me, 2, 1, 60.0).paths
+
+
+@pytest.mark.parametrize(("interpreted", "path"), [("1", "triton sm 16x32"), ("0", "unfused")])
+def test_a_stress_knows_its_paths(interpreted: str, path: str) -> None:
+    """Where kernels are not interpreted, what ranks without GPUs call is torch."""
+    extra = {"TRITON_INTERPRET": interpreted}
+    paths = launch(paths_of_a_stress, world_size=2, device_type="cpu", seconds=60, extra=extra)
+    assert paths["matmul_all_reduce"] == path
+    assert paths["embedding_bag_all_to_all"] == ("unfused" if interpreted == "0" else "fused")

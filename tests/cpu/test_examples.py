@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,13 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.behaviour import run_example
 from tests.worlds import Member, Worlds
+
+from tileweave.bench.environment import WITHOUT_GPUS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -38,6 +43,7 @@ def test_the_block_as_a_benchmark() -> None:
     found = [float(line.rsplit(" ", 1)[1]) for line in output.splitlines() if "differs by" in line]
     assert len(found) == 3
     assert max(found) < 1e-5
+    assert WITHOUT_GPUS in output
 
 
 def test_a_wrong_block_fails(tmp_path: Path) -> None:
@@ -68,14 +74,65 @@ def test_moe_layer_bench(tmp_path: Path) -> None:
         "y", "x", "gate.weight", "experts.gate_up_proj", "experts.down_proj"
     }  # fmt: skip
     assert max(case["differences"].values()) < 1e-5 and "WRONG" not in output
+    assert WITHOUT_GPUS in output
+
+
+VERDICTS = """
+import math, sys
+sys.path[:0] = [sys.argv[1]]
+sys.argv[1:] = ["--bench"]
+import dlrm_peers, moe_layer, tensor_parallel_block
+
+both = ("tileweave", "unfused")
+us = {name: {"median_us": 2.0 + (name in both)} for name in (*both, *(f"{one}, forward" for one in both), "matmuls")}
+ms = {name: dict.fromkeys(dlrm_peers.PHASES, 1.0) for name in ("fused", "unfused", "torch")}
+for wrong in (0.0, math.nan, 0.5):
+    losses = {"plain": [3.0, 2.0], "fused": [3.0, 2.0 + wrong], "unfused": [3.0, 2.0]}
+    tensor_parallel_block.launch = lambda *_, **__: {name: {"us": 1.0, "difference": wrong} for name in ("tileweave", "other")}
+    for right in (
+        dlrm_peers.report({"ms": ms, "losses": losses}),
+        moe_layer.report([{"case": "c", "times": us, "differences": {"y": 0.0, "x": wrong, "w": 0.0}}], "float32"),
+        tensor_parallel_block.report({"tileweave": {"us": 1.0, "difference": wrong}}, "float32"),
+        tensor_parallel_block.main() == 0,
+    ):
+        print("verdict", right)
+"""
+
+
+def test_what_is_wrong_or_no_number_fails() -> None:
+    said = [line.split()[1] for line in output_of(VERDICTS).splitlines() if line.startswith("verdict")]
+    assert said == ["True"] * 4 + ["False"] * 8
+
+
+def differences_with_one_rank_wrong(me: Member, wrong: float) -> tuple[float, float]:
+    """What the examples find where the last rank alone is wrong: of the experts' layer, and of the block."""
+    sys.path.insert(0, str(EXAMPLES))
+    import moe_layer
+    import tensor_parallel_block
+
+    there = SimpleNamespace(device=me.device, group=dist.group.WORLD)
+    want = torch.ones(4)
+    got = want + (wrong if me.rank == me.world_size - 1 else 0.0)
+    layer = SimpleNamespace(member=there, fused=got, unfused=want, step=lambda result: {"y": want, "x": result, "w": want})
+    found = moe_layer.LayerBench.differences(layer)
+    return found["x"], tensor_parallel_block.difference([want, got, want], [want] * 3, there)
+
+
+@pytest.mark.parametrize(("wrong", "told"), [(0.5, 0.5), (math.nan, math.inf)])
+def test_every_rank_counts(worlds: Worlds, wrong: float, told: float) -> None:
+    assert worlds("gloo", 2).run(differences_with_one_rank_wrong, wrong) == [(told, told)] * 2
+
+
+def output_of(script: str) -> str:
+    """What a script prints that is given the folder of the examples; their kernels are interpreted."""
+    command = [sys.executable, "-c", script, str(EXAMPLES)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True).stdout
 
 
 def errors_of(script: str) -> list[float]:
-    """What a script prints that compares an example's kernels, interpreted, with torch."""
-    command = [sys.executable, "-c", script, str(EXAMPLES)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
-    return [float(line) for line in done.stdout.split()]
+    """What a script prints that compares an example's kernels with torch."""
+    return [float(line) for line in output_of(script).split()]
 
 
 INTERACTION = """

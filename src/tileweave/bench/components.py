@@ -30,7 +30,7 @@ from tileweave.bench.screen import Steps
 from tileweave.bench.subjects import worst
 from tileweave.config import MatmulConfig, Plan
 from tileweave.errors import require
-from tileweave.launcher import Member, default_device_type, default_world_size, launch
+from tileweave.launcher import Member, default_device_type, default_world_size, launch, tells, under_torchrun
 from tileweave.ops import matmul_all_reduce_fused, matmul_all_to_all_fused, matmul_reduce_scatter_fused, reference
 from tileweave.ops.registry import name_of
 from tileweave.profile.timing import measure
@@ -243,12 +243,15 @@ def main() -> None:
     groups = tuple(asked.groups.split(","))
     require(set(groups) <= set(GROUPS), f"--groups {asked.groups}", f"of {', '.join(GROUPS)}", "name some, by commas")
     kind = default_device_type()
-    worlds = [size for size in (2, 4) if size <= default_world_size(kind, None)]
+    most = default_world_size(kind, None)
+    worlds = [most] if under_torchrun() else [size for size in (2, 4) if size <= most]
     found: list[dict[str, Any]] = []
     for size in worlds:
         wanted, seconds = () if asked.smoke or kind == "cpu" else groups, asked.seconds / len(worlds)
         one = launch(run, wanted, asked.repeats, seconds, world_size=size, device_type=kind, seconds=seconds + 120)
         found += one or []
+    if not tells():  # rank 0 has it
+        return
     about = (
         "Component times by tileweave.bench.components: slowest rank, median of repeats; shapes as sim/predict.py reads them. "
         "again: each by itself, one call behind the other."

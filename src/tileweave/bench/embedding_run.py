@@ -27,8 +27,7 @@ def bench(member: Member, options: Options) -> dict[str, Any]:
 
 def _bench_case(member: Member, case: EmbeddingCase, options: Options, seed: int, steps: Steps) -> dict[str, Any]:
     steps.detail("draws tables")
-    names = tuple(name for name in PEERS if name in options.peers) or PEERS
-    peers = EmbeddingPeers(case, member, names, seed)
+    peers = EmbeddingPeers(case, member, options.peers or PEERS, seed)
     indices, offsets, _ = peers.sets[0]
     plan = tw.explain(OP, peers.tables, indices, offsets, group=member.group)
     steps.detail("compiles and checks")

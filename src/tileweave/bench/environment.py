@@ -13,6 +13,8 @@ import torch.cuda.nccl
 
 import tileweave as tw
 
+WITHOUT_GPUS = "without GPUs times mean nothing: kernels run interpreted, and rivals over gloo instead of NCCL"
+
 
 def environment() -> dict[str, str | int | None]:
     """Versions, device and commit, as strings for a report."""

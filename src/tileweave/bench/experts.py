@@ -5,6 +5,7 @@ tileweave   the public operator, with the routing plan given
 routed      the same from ids: the plan is made in the call (dispatch only)
 unfused     torch._grouped_mm and NCCL all_to_all_single with sizes known to the host, and what order asks for: rows taken
             by index on both sides, a top-k weighted sum behind a combine. In a graph sizes are bounds, so rows are padded
+gathered    the same on an NCCL all-gather of tokens, or on top-k sums of what is here and an NCCL reduce-scatter
 no order    the same without taking rows by index: not a right result, but what the best layout could at most save
 matmul      torch._grouped_mm alone
 ==========  ==========================================================================================================
@@ -26,9 +27,10 @@ from rich.table import Table
 
 import tileweave as tw
 from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
+from tileweave.bench.expert_gathered import Gathered, Order
 from tileweave.bench.run import Options, forget_case, run_cases
 from tileweave.bench.screen import Steps
-from tileweave.bench.subjects import TOLERANCE, worst
+from tileweave.bench.subjects import TOLERANCE, worst, worst_of
 from tileweave.launcher import Member
 from tileweave.ops import reference
 from tileweave.ops.routing_plan import RoutingPlan, reference_plan
@@ -36,7 +38,9 @@ from tileweave.profile.metrics import geometric_mean, speed_up
 from tileweave.profile.timing import measure
 
 OURS, ROUTED, UNFUSED, NO_ORDER, MATMUL = "tileweave", "routed", "unfused", "no order", "matmul"
-PEERS = (OURS, ROUTED, UNFUSED, NO_ORDER, MATMUL)
+GATHERED = "gathered"
+PEERS = (OURS, ROUTED, UNFUSED, GATHERED, NO_ORDER, MATMUL)
+_RATIOS = {"over_unfused": UNFUSED, "over_gathered": GATHERED, "over_no_order": NO_ORDER}
 LINK = 3.5e11
 _SAMPLES = 48
 
@@ -55,11 +59,13 @@ class ExpertPeers:
         self.sets = [_Routing(self, 31 * seed + n) for n in range(3 if case.graph else 1)]
         rows = self.sets[0].plan.bound if case.op == COMBINE else case.tokens
         self.x = torch.empty(rows, case.depth, dtype=self.dtype, device=self.device).normal_(generator=generator)
+        self.shared = Gathered(case, self.x, self.sets[0].plan.bound, self.group) if GATHERED in names else None
         self.turn = 0
-        makers = {OURS: self.fused, UNFUSED: lambda: self.unfused(True), MATMUL: self.matmul}
+        makers = {OURS: self.fused, UNFUSED: lambda: self.unfused(True), GATHERED: self.gathered, MATMUL: self.matmul}
         makers |= {ROUTED: lambda: self.fused(True)} if case.op == DISPATCH else {}
         makers |= {} if case.graph else {NO_ORDER: lambda: self.unfused(False)}
         self.functions: dict[str, Callable[[], object]] = {name: f for name, f in makers.items() if name in names}
+        self.missing = {NO_ORDER: "not in graphs, where sizes are bounds"} if case.graph and NO_ORDER in names else {}
 
     def _next(self) -> _Routing:
         self.turn = (self.turn + 1) % len(self.sets)
@@ -82,13 +88,23 @@ class ExpertPeers:
         r = self._next()
         return self._unfused_combine(r, ordered) if self.case.op == COMBINE else self._unfused_dispatch(r, ordered)
 
+    def gathered(self) -> torch.Tensor:
+        r, shared = self._next(), self.shared
+        assert shared is not None, "made where it is asked for"
+        if self.case.op == COMBINE:
+            return shared.combine(self._rows(r), self.experts, r.order)
+        return shared.dispatch(self.x, self.experts, r.order)
+
+    def _rows(self, r: _Routing) -> torch.Tensor:
+        """What a combine multiplies: the rows that there are, or in a graph as many as there can be."""
+        return self.x if self.case.graph else self.x[: r.rows]
+
     def _unfused_combine(self, r: _Routing, ordered: bool) -> torch.Tensor:
-        rows = reference.grouped_matmul(self.x if self.case.graph else self.x[: r.rows], self.experts, r.plan.offsets)
+        rows = reference.grouped_matmul(self._rows(r), self.experts, r.plan.offsets)
         sent = rows.index_select(0, r.leaving) if ordered else rows
         came = self._exchange(sent, r.there, r.here)
         parts = came.index_select(0, r.arriving) if ordered else came[: r.arriving.numel()]
-        weights = r.weights.masked_fill(r.ids[self.rank] < 0, 0.0).to(self.dtype)
-        return torch.bmm(weights[:, None], parts.view(*weights.shape, -1)).view(weights.shape[0], -1)
+        return torch.bmm(r.factors[:, None], parts.view(*r.factors.shape, -1)).view(r.factors.shape[0], -1)
 
     def _unfused_dispatch(self, r: _Routing, ordered: bool) -> torch.Tensor:
         choices = r.arriving.numel()
@@ -115,18 +131,18 @@ class ExpertPeers:
         return worst(busier * width * self.dtype.itemsize / LINK, self.device, self.group) * 1e6
 
     def error(self) -> float:
-        """Collective: worst relative error of sampled rows of this rank, ours and unfused, over every routing."""
+        """Collective: worst relative error of sampled rows of this rank, ours and of both rivals, over every routing."""
         found = []
-        for call in (self.fused, lambda: self.unfused(True)):
+        for call in (self.fused, lambda: self.unfused(True), *([self.gathered] if self.shared else [])):
             for _ in self.sets:
                 got = call()
                 want, pick = self.sets[self.turn].expected(self)
                 found.append(float((got[pick].float() - want).norm() / want.norm().clamp(min=1e-30)))
-        return max(math.inf if math.isnan(e) else e for e in found)
+        return worst_of(found)
 
 
 class _Routing:
-    """Ids of all ranks, this rank's plan and weights, and the indices that the unfused path takes rows by."""
+    """Ids of all ranks, this rank's plan and weights, and the indices that the unfused paths take rows by."""
 
     def __init__(self, peers: ExpertPeers, seed: int) -> None:
         case, size, rank, device = peers.case, peers.size, peers.rank, peers.device
@@ -136,9 +152,12 @@ class _Routing:
         if case.zipf:
             score -= torch.log1p(torch.randperm(case.experts, generator=generator, device=device).float())
         top = score.topk(case.topk, -1)
-        self.ids, self.weights = top.indices.int().contiguous(), torch.softmax(top.values[rank], -1).float().contiguous()
+        weights = torch.softmax(top.values, -1).float()
+        self.ids, self.weights = top.indices.int().contiguous(), weights[rank].contiguous()
+        self.factors = self.weights.to(peers.dtype)  # of the unfused sum; every choice is of an expert
         self.plan: RoutingPlan = reference_plan(self.ids, rank, case.experts)
         self.rows = int(self.plan.offsets[-1])
+        self.order = Order(case, self.plan, self.rows, weights, peers.dtype)
         owner = self.ids[rank].reshape(-1).long() // peers.local
         choices = case.tokens * case.topk
         entry = self.plan.row_entry[: self.rows].long()
@@ -203,7 +222,7 @@ def bench(member: Member, options: Options) -> dict[str, Any]:
 
 def _bench_case(member: Member, case: ExpertCase, options: Options, seed: int, steps: Steps) -> dict[str, Any]:
     steps.detail("draws operands")
-    peers = ExpertPeers(case, member, tuple(name for name in PEERS if name in options.peers) or PEERS, seed)
+    peers = ExpertPeers(case, member, options.peers or PEERS, seed)
     steps.detail("compiles and checks")
     plan = peers.sets[0].plan
     more = (plan,) if case.op == COMBINE else (case.topk,)
@@ -212,7 +231,7 @@ def _bench_case(member: Member, case: ExpertCase, options: Options, seed: int, s
     error = worst(peers.error(), member.device, member.group)
     entry: dict[str, Any] = {
         **asdict(case), "plan": path, "error": error, "right": error <= TOLERANCE[peers.dtype], "link_us": peers.link_us(),
-        "busiest_rows": worst(float(peers.sets[0].rows), member.device, member.group), "times": {}, "missing": {},
+        "busiest_rows": worst(float(peers.sets[0].rows), member.device, member.group), "times": {}, "missing": peers.missing,
     }  # fmt: skip
     if entry["right"]:
         timings = measure(
@@ -221,8 +240,8 @@ def _bench_case(member: Member, case: ExpertCase, options: Options, seed: int, s
         )  # fmt: skip
         entry["times"] = {name: timing.as_dict() for name, timing in timings.items()}
     ours = _of(entry, OURS)
-    entry |= {"over_unfused": speed_up(_of(entry, UNFUSED), ours), "over_no_order": speed_up(_of(entry, NO_ORDER), ours),
-              "of_limit": speed_up(max(entry["link_us"], _of(entry, MATMUL)), ours)}  # fmt: skip
+    entry |= {ratio: speed_up(_of(entry, rival), ours) for ratio, rival in _RATIOS.items()}
+    entry["of_limit"] = speed_up(max(entry["link_us"], _of(entry, MATMUL)), ours)
     del peers, plan, more
     forget_case(member)
     return entry
@@ -232,30 +251,40 @@ def _of(entry: dict[str, Any], name: str) -> float:
     return float(entry["times"].get(name, {}).get("median_us", math.nan))
 
 
+def _ratio(entry: dict[str, Any], name: str) -> float:
+    """NaN where a report has none: it was written before there was such a rival, or in JSON, which has no NaN."""
+    found = entry.get(name)
+    return math.nan if found is None else float(found)
+
+
 def tables_of(report: dict[str, Any], width: int) -> list[Table]:
     """One table; microseconds unless said."""
     title = (f"{report['op']}; world {report['world_size']}, {report['environment'].get('device', '')}; us, slowest rank, "
              "median of repeats; link: floor; limit: the larger of link and matmul, over ours")  # fmt: skip
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     times = [name for name in PEERS if any(name in c["times"] for c in report["cases"])]
-    for name in ("case", *times, "link", "limit", "/unfused", "bar", "/no order", "error"):
+    for name in ("case", *times, "link", "limit", "/unfused", "bar", "/gathered", "/no order", "error"):
         table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
     for case in report["cases"]:
         if not case["right"]:
             table.add_row(case["name"], "[bold red]WRONG[/]")
             continue
-        ratio = _number(case["over_unfused"], 2)
-        if case["over_unfused"] < max(case["bar"], 1.0):
-            ratio = f"[bold red]!{ratio}[/]"
         table.add_row(
             case["name"], *[_number(_of(case, name), 1) for name in times], _number(case["link_us"]),
-            _number(case["of_limit"], 2), ratio, _number(case["bar"], 2), _number(case["over_no_order"], 2),
+            _number(_ratio(case, "of_limit"), 2), _marked(_ratio(case, "over_unfused"), max(case["bar"], 1.0)),
+            _number(case["bar"], 2), _marked(_ratio(case, "over_gathered"), 1.0), _number(_ratio(case, "over_no_order"), 2),
             f"{case['error']:.0e}",
         )  # fmt: skip
-    ratios = [c["over_unfused"] for c in report["cases"] if c["right"] and math.isfinite(c["over_unfused"])]
+    means = [geometric_mean(_ratio(c, name) for c in report["cases"] if c["right"]) for name in _RATIOS]
+    unfused, gathered, no_order = (_number(mean, 2) for mean in means)
     table.add_section()
-    table.add_row("geometric mean", *[""] * (len(times) + 2), _number(geometric_mean(ratios), 2), style="bold")
+    table.add_row("geometric mean", *[""] * (len(times) + 2), unfused, "", gathered, no_order, style="bold")
     return [table]
+
+
+def _marked(ratio: float, least: float) -> str:
+    text = _number(ratio, 2)
+    return f"[bold red]!{text}[/]" if ratio < least else text
 
 
 def plot(report: dict[str, Any], path: Any) -> None:
@@ -265,9 +294,9 @@ def plot(report: dict[str, Any], path: Any) -> None:
     cases = [case for case in report["cases"] if case["right"]]
     figure = Figure(figsize=(max(7.0, 0.9 * len(cases)), 4.2), layout="constrained")
     axes = figure.subplots()
-    for number, name in enumerate((OURS, UNFUSED, MATMUL)):
+    for number, name in enumerate((OURS, UNFUSED, GATHERED, MATMUL)):
         heights = [_of(case, name) / _of(case, UNFUSED) for case in cases]
-        axes.bar([i + (number - 1) * 0.27 for i in range(len(cases))], heights, 0.26, label=name)
+        axes.bar([i + (number - 1.5) * 0.21 for i in range(len(cases))], heights, 0.2, label=name)
     axes.set_xticks(range(len(cases)), [case["name"] for case in cases], rotation=35, ha="right", fontsize=8)
     axes.set_ylabel("time over unfused")
     axes.set_title(f"{report['op']}, world {report['world_size']}", fontsize=10, loc="left")

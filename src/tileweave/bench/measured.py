@@ -5,14 +5,18 @@ python -m tileweave.bench.measured docs/results > docs/measured.md
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tileweave.bench.cases import CASES
 from tileweave.bench.report import BLOCKS
+from tileweave.errors import require
+from tileweave.launcher import end_with
 from tileweave.profile.metrics import geometric_mean
 
 MACHINE = "4xH200"
@@ -21,38 +25,72 @@ OPERATORS = (
     "dispatch_grouped_matmul", "grouped_matmul_combine",
 )  # fmt: skip
 RATIOS = {
-    "limit_ratio": "limit ratio", "over_unfused": "over unfused", "over_torch": "over torch", "over_no_order": "over no order",
-    "over_gemm_us": "above the matmul, us",
+    "limit_ratio": "limit ratio", "over_unfused": "over unfused", "over_gathered": "over gathered", "over_torch": "over torch",
+    "over_no_order": "over no order", "over_gemm_us": "above the matmul, us",
 }  # fmt: skip
 TITLES = {**BLOCKS, "prefill": "prefill, eager", "decode": "decode, in a CUDA graph"}
 HEAD = """# Measured
 
-Four NVIDIA H200 of one host, NVLink, multicast off, bf16, torch 2.11.0, triton 3.6.0, NCCL 2.28.9, 2026-11-21 and 22;
-microseconds, slowest rank, median of 7 repeats, all peers of a case interleaved; every repeat: [results](results). A table is
-one run, the last one that had all of its cases. M, N, K are global.
+{machine} of one host, NVLink, multicast off, bf16, torch {torch}, triton {triton}, NCCL {nccl}, {date};
+microseconds, slowest rank, median of {repeats} repeats, all peers of a case interleaved; every repeat: [results](results). A
+table is one run, the last one that had all of its cases. M, N, K are global.
 `limit ratio`: a bare matmul beside copies of the same size, over ours. `unfused`: NCCL and cuBLAS (`torch._grouped_mm` with
-both permutes for experts; `no order`: without them, which is faster and gives no right result). Bold: slower than a rival.
+both permutes for experts; `no order`: without them, which is faster and gives no right result; `gathered`, where it was
+measured: tokens all-gathered, sums reduce-scattered, instead of all-to-alls of choices). Bold: slower than a rival.
 Written by `python -m tileweave.bench.measured docs/results`.
 """
+Report = dict[str, Any]
 
 
 def markdown(folder: Path) -> str:
-    """The whole page."""
-    return "\n".join([HEAD, *(line for op in OPERATORS for line in _operator(op, folder))])
+    """The whole page.
+
+    Raises
+    ------
+    InputError where the folder has nothing to show.
+    """
+    used: dict[str, Report] = {}
+    lines = [line for op in OPERATORS for line in _operator(op, folder, used)]
+    allowed = f"a folder with what `tileweave bench --json` wrote, as OPERATOR-{MACHINE}-DATE.json, with all cases of a block"
+    require(bool(used), f"a page on {folder}", allowed, "pass docs/results")
+    return "\n".join([_head(used.values()), *lines])
 
 
-def _operator(op: str, folder: Path) -> Iterator[str]:
+def _head(reports: Iterable[Report]) -> str:
+    """Where and with what the runs on the page were made, all of them."""
+    places = [report["environment"] for report in reports]
+    repeats = {len(timing["repeats_us"]) for report in reports for case in report["cases"] for timing in case["times"].values()}
+    said = {
+        "machine": _and(f"{place['devices']} {place['device']}" for place in places),
+        "torch": _and(place["torch"].split("+")[0] for place in places),  # what follows is the build's CUDA
+        "date": _and(place["date"][:10] for place in places),
+        "repeats": _and(map(str, repeats)),
+        **{name: _and(str(place[name]) for place in places) for name in ("triton", "nccl")},
+    }
+    return HEAD.format(**said)
+
+
+def _and(values: Iterable[str]) -> str:
+    return " and ".join(sorted(set(values)))
+
+
+def _operator(op: str, folder: Path, used: dict[str, Report]) -> Iterator[str]:
+    """The tables of ``op``; what they show is put into ``used``, by name."""
     reports = {path.name: json.loads(path.read_text("utf-8")) for path in folder.glob(f"{op}-{MACHINE}-*.json")}
     in_turn = sorted(reports, key=lambda name: reports[name]["environment"]["date"], reverse=True)
     yield f"## {op}\n"
     for block, title in TITLES.items():
-        for name in in_turn:  # the last run that had the block
-            cases = [case for case in reports[name]["cases"] if case["block"] == block]
-            if cases:
-                yield f"{title[0].upper()}{title[1:]} ([run](results/{name})):\n"
-                yield from _table(cases)
-                yield ""
-                break
+        wanted = {case.name for case in CASES[op] if case.block == block}
+        found = {name: [case for case in reports[name]["cases"] if case["block"] == block] for name in in_turn}
+        whole = (name for name, cases in found.items() if cases and wanted <= {case["name"] for case in cases})
+        name, shown = next(whole, ""), f"{title[0].upper()}{title[1:]}"
+        if name:
+            used[name] = reports[name]
+            yield f"{shown} ([run](results/{name})):\n"
+            yield from _table(found[name])
+            yield ""
+        elif any(found.values()):
+            yield f"{shown}: no run had all of its {len(wanted)} cases.\n"
 
 
 def _table(cases: list[dict[str, Any]]) -> Iterator[str]:
@@ -63,7 +101,8 @@ def _table(cases: list[dict[str, Any]]) -> Iterator[str]:
     yield f"| {' | '.join(heads)} |"
     yield "|" + "---|" * len(heads)
     for case in cases:
-        cells = [case["name"], *([f"{case['rows']}, {case['cols']}, {case['depth']}"] if sized else [])]
+        verdict = "" if case["right"] else " **WRONG**"
+        cells = [case["name"] + verdict, *([f"{case['rows']}, {case['cols']}, {case['depth']}"] if sized else [])]
         cells += [_microseconds(case["times"].get(name, {}).get("median_us")) for name in subjects]
         yield f"| {' | '.join([*cells, *(_ratio(name, case.get(name)) for name in ratios)])} |"
     blank = [""] * (len(heads) - len(ratios) - 1)
@@ -98,5 +137,12 @@ def _ratio(name: str, value: Any) -> str:
     return f"**{found:.2f}**" if lost else f"{found:.2f}"
 
 
+def main() -> None:
+    """Entry point of ``python -m tileweave.bench.measured``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("folder", type=Path, help="docs/results")
+    sys.stdout.write(markdown(parser.parse_args().folder))
+
+
 if __name__ == "__main__":
-    sys.stdout.write(markdown(Path(sys.argv[1])))
+    end_with(main)

@@ -30,6 +30,7 @@ from tileweave.bench.cases import AG, AR, IN, OUT, RS, Case
 from tileweave.bench.subjects import SUBJECTS, Operands, Shape, normal, poisoned, worst_of
 from tileweave.launcher import Member
 from tileweave.ops import reference
+from tileweave.schedule_scatter import Exchange
 from tileweave.transport.collectives import all_gather_flat, reduce_scatter_flat
 
 OURS, UNFUSED, TORCH, GEMM, CORUN = "tileweave", "nccl+cublas", "torch fused", "gemm", "co-run bound"
@@ -190,7 +191,8 @@ class AllGatherMatmulPeers(Peers):
             return None
         shard.copy_(self.operands.x)
         ws, name = cycle([w.t() for w in self.weights]), self.group.group_name
-        return lambda: operator(shard, [next(ws)], 0, name)
+        # as our call, without the gathered input: returning it costs a copy of the own shard, and the path of one multicast
+        return lambda: operator(shard, [next(ws)], 0, name, return_A=False)
 
     def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         x = self.operands.x
@@ -275,32 +277,38 @@ class MatmulAllReducePeers(Peers):
 
 
 class ExchangePeers(Peers):
-    """A matmul and one all-to-all, with the permutation of columns that torch's needs before it or behind it."""
+    """A matmul and one all-to-all, with the permutation of columns that torch's needs.
+
+    Before it one product for each rank writes them where they must stand; behind it they are copied.
+    """
 
     def input(self) -> torch.Tensor:
         return self.operands.x if self.case.op == OUT else self.operands.rows
 
     def unfused(self) -> Call:
-        x, group, size, out = self.operands.x, self.group, self.size, torch.empty_like(self.out)
-        ws = cycle([w.t() for w in self.weights])
-        if not self.member.on_gpu:
-            operator, options = getattr(reference, self.case.op), self.subject.options
-            return lambda: operator(x, next(ws).t(), None, group, **options)
+        x, size, out, on_gpu = self.operands.x, self.size, torch.empty_like(self.out), self.member.on_gpu
+        ws = cycle(self.weights)
         rows, cols = (x.shape[0], self.out.shape[1]) if self.case.op == OUT else (self.out.shape[0], x.shape[1])
-        product = x.new_empty(x.shape[0], cols * size)
         moved = x.new_empty(size, rows, cols)
 
-        def project() -> None:
-            torch.mm(x, next(ws), out=product)
-            moved.copy_(product.view(rows, size, cols).transpose(0, 1))
-            dist.all_to_all_single(out.view(size, rows, cols), moved, group=group)
+        def exchange(to: torch.Tensor, parts: torch.Tensor) -> None:
+            if on_gpu:
+                dist.all_to_all_single(to, parts, group=self.group)
+            else:  # gloo has no halves
+                to.copy_(reference.exchange(parts.view(-1, cols), Exchange(0, 0), self.group).view_as(to))
+
+        def project() -> torch.Tensor:
+            by_rank = next(ws).view(size, cols, x.shape[1]).transpose(1, 2)
+            torch.bmm(x.expand(size, *x.shape), by_rank, out=moved)
+            exchange(out.view(size, rows, cols), moved)
+            return out
 
         exchanged = x.new_empty(rows, size * cols)
 
-        def collect() -> None:
-            dist.all_to_all_single(moved, x.view(size, rows, cols), group=group)
+        def collect() -> torch.Tensor:
+            exchange(moved, x.view(size, rows, cols))
             exchanged.view(rows, size, cols).copy_(moved.transpose(0, 1))
-            torch.mm(exchanged, next(ws), out=out)
+            return torch.mm(exchanged, next(ws).t(), out=out)
 
         return project if self.case.op == OUT else collect
 

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tileweave.bench.cases import AR, BARS, Bar
+from tileweave.bench.environment import WITHOUT_GPUS
 from tileweave.bench.peers import CORUN, GEMM, ONE_SHOT, OURS, TORCH, TORCHS, TWO_SHOT, UNFUSED
 from tileweave.profile.metrics import geometric_mean
 
@@ -111,17 +112,25 @@ def _verdict(bar: Bar | None, mean: float, extreme: float) -> str:
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
-    """What the table's marks stand for, and what is missing."""
+    """What the table's marks stand for, what is missing, and whether its times mean anything."""
     timings = [(name, timing["note"]) for case in report["cases"] for name, timing in case["times"].items()]
     notes = {f"* {name}: {note}" for name, note in timings if note}
     notes |= {f"{name} is missing: {why}" for case in report["cases"] for name, why in case["missing"].items()}
     wrong = [case["name"] for case in report["cases"] if not case["right"]]
-    lines = sorted(notes)
+    lines = [WITHOUT_GPUS] * (report.get("device_type") == "cpu") + sorted(notes)
     if wrong:
         lines.append(f"WRONG results, not timed: {', '.join(wrong)}")
     if report["skipped"]:
         lines.append(f"skipped, out of time: {', '.join(report['skipped'])}")
     return lines
+
+
+def why_nothing(report: dict[str, Any]) -> str:
+    """Why not a single time was taken; empty where one was, or where results were wrong, which is said elsewhere."""
+    if not report["cases"]:
+        return "no time for any case"
+    timed = any(case["times"] for case in report["cases"]) or not is_right(report)
+    return "" if timed else "nobody who was asked for can run here"
 
 
 def is_right(report: dict[str, Any]) -> bool:

@@ -36,12 +36,13 @@ _HOST_CALLS = 50
 
 @dataclass(frozen=True)
 class Options:
-    """What to bench. ``seconds``: no new case starts after that; ``smoke``: tiny cases, also without a GPU."""
+    """What to bench. ``peers``: None for all that are rivals; ``seconds``: no new case starts after that; ``smoke``: tiny
+    cases, also without a GPU."""
 
     op: str = "all_gather_matmul"
     pattern: str | None = None
     quick: bool = False
-    peers: tuple[str, ...] = PEERS
+    peers: tuple[str, ...] | None = None
     repeats: int = 7
     seconds: float = 900.0
     json_path: str | None = None
@@ -77,6 +78,7 @@ def run_cases(
     cases = options.cases()
     report: dict[str, Any] = {
         "op": options.op,
+        "device_type": member.device.type,
         "world_size": member.world_size,
         "environment": environment() if member.rank == 0 else {},
         "method": method,
@@ -92,6 +94,9 @@ def run_cases(
                 steps.done("skipped: out of time")
                 continue
             entry = bench_case(case, seed, steps)
+            for name in (options.peers or ()) if entry["right"] else ():
+                if name not in entry["times"]:
+                    entry["missing"].setdefault(name, f"not a rival of {options.op}")
             report["cases"].append(entry)
             steps.done(headline(entry))
             if member.rank == 0 and options.json_path:
@@ -116,7 +121,7 @@ def _bench_case(
     member: Member, case: Case, options: Options, seed: int, steps: Steps, uncapturable: dict[str, str]
 ) -> dict[str, Any]:
     steps.detail("draws operands")
-    peers = PEERS_OF[case.op](case, member, options.peers, seed)
+    peers = PEERS_OF[case.op](case, member, options.peers or PEERS, seed)
     plan = peers.subject.explain(peers.operands, member.group)
     steps.detail("compiles and checks")
     member.barrier()

@@ -8,14 +8,20 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from tileweave.launcher import tells
+
 _WIDTH_OF_A_FILE = 190
 _SILENCE = 10.0  # seconds between two lines in a file, at most
 
 
 def console() -> Console:
-    """A console on stdout; where that is no terminal, wide enough that tables keep their columns."""
-    made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, width=_WIDTH_OF_A_FILE)
+    """A console on stdout; where that is no terminal, wide enough that tables keep their columns.
+
+    Silent on torchrun's other ranks, so that what a command says stands there once.
+    """
+    quiet = not tells()
+    made = Console(highlight=False, quiet=quiet)
+    return made if made.is_terminal else Console(highlight=False, width=_WIDTH_OF_A_FILE, quiet=quiet)
 
 
 class Steps:
