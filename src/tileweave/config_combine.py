@@ -13,6 +13,7 @@ from tileweave.schedule import cdiv
 from tileweave.schedule_grouped import GroupedProblem
 from tileweave.topology import Machine
 
+MAX_ROWS = 255  # of a token on a rank that the Hopper kernel counts: LENGTH in ``kernels/grouped_combine_tasks.py``
 MAX_GROUPS = 31  # signals that a rank may send to a peer in a call: pairs of chunk and group
 
 
@@ -105,7 +106,13 @@ def plan_combine(shape: GroupedProblem, machine: Machine, interpreting: bool) ->
     reason = why_no_kernel(s.dtype, machine)
     if reason is not None:
         return CombinePlan("unfused", reason)
-    return CombinePlan("fused", f"{s.rows_per_expert:.0f} rows an expert if balanced", cut=_config_of(s))
+    config, reason = _config_of(s), f"{s.rows_per_expert:.0f} rows an expert if balanced"
+    if config.kernel == "hopper" and s.topk > MAX_ROWS:
+        config, reason = _PORTABLE, f"{reason}; the Hopper kernel counts {MAX_ROWS} rows of a token at most, k = {s.topk}"
+    return CombinePlan("fused", reason, cut=config)
+
+
+_PORTABLE = CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)  # for what TMA or the Hopper kernel lacks
 
 
 def _config_of(s: GroupedProblem) -> CombineConfig:
@@ -117,7 +124,7 @@ def _config_of(s: GroupedProblem) -> CombineConfig:
     if rows <= 16:
         return CombineConfig("triton", 32, 64, 128, 4, 4, 8, 4, 1, 1, 1024, 64, 64, 2)
     if s.depth * s.itemsize % 16 or s.cols * s.itemsize % 16:
-        return CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)
+        return _PORTABLE
     if rows <= 64:
         block_cols = 1024 if s.cols > 2048 else 512  # no wider than a chunk
         return CombineConfig("hopper", 64, 256, 64, 5, 4, 8, 4, 7, 4, block_cols)

@@ -37,6 +37,26 @@ def batch_of(tables: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(tables * 3, dtype=torch.int64), torch.arange(tables * 3) % 6
 
 
+# --- How tables start ---
+
+
+def started(me: Member) -> list[tuple[int, list[list[float]]]]:
+    """(table, weight) of this rank, all ranks seeded alike."""
+    torch.manual_seed(11)
+    module = ShardedEmbeddingBag(FOUR, device="cpu")
+    shards = module.plan.of_rank(me.rank)
+    return [(shard.table, weight.tolist()) for shard, weight in zip(shards, module.weights(), strict=True)]
+
+
+def test_ranks_seeded_alike_start_with_different_tables(worlds: Worlds) -> None:
+    two = dict(pair for found in worlds("gloo", 2).run(started) for pair in found)
+    one = dict(worlds("gloo", 1).run(started)[0])
+    assert len(two) == len(one) == 4
+    for table, weight in two.items():
+        assert weight == one[table], "whoever owns it"
+        assert all(weight != other for number, other in two.items() if number != table)
+
+
 # --- Ranks that pass other kinds ---
 
 KINDS = {

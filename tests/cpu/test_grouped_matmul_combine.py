@@ -12,7 +12,9 @@ from tests.experts import Case
 from tests.worlds import Member, World, Worlds, one_shot
 
 import tileweave as tw
-from tileweave.config_combine import CombineConfig
+from tileweave.config_combine import MAX_ROWS, CombineConfig, plan_combine
+from tileweave.schedule_grouped import GroupedProblem
+from tileweave.topology import H200
 
 CONFIG = CombineConfig(
     "triton", 16, 16, 32, 1, 4, 2, chunks=2, groups=2, block_tokens=4, block_cols=16, num_reduce=1, num_finish=1
@@ -89,6 +91,18 @@ def call_without(me: Member, absent: int) -> str | None:
         combining.fused(me, drawn[1], CONFIG)
     tw.close()
     return f"{caught.value.op} {caught.value.peer}"
+
+
+@pytest.mark.parametrize("tokens", [8, 64, 4096])
+def test_the_hopper_kernel_gets_no_more_choices_than_it_counts(tokens: int) -> None:
+    """It packs a token's rows on this rank into 8 bits, and with one more would sum none of them."""
+    most, beyond = (
+        plan_combine(GroupedProblem(8, tokens, topk, 32, 4096, 2048, 2, "bfloat16"), H200, False)
+        for topk in (MAX_ROWS, MAX_ROWS + 1)
+    )
+    assert MAX_ROWS == 255 and most.cut is not None and most.cut.kernel == "hopper" and "Hopper" not in most.reason
+    assert beyond.path == "fused" and beyond.cut is not None and beyond.cut.kernel == "triton"
+    assert "k = 256" in beyond.reason and "255 rows of a token" in beyond.reason
 
 
 def test_a_peer_that_stops_calling() -> None:

@@ -33,7 +33,7 @@ class Routing:
     cut: RoutingCut | None = None
     experts: int = 2
     topk: int = 2
-    op: str = "moe_routing"
+    op: str = "the routing of dispatch_grouped_matmul"
     programs: tuple[int, ...] = (1, 2, 3)
     resident: int = 1
 

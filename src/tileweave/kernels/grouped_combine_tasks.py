@@ -40,7 +40,7 @@ TICKETS = gl.constexpr(95)  # the early ones; late ones SLICES further
 COUNTER_WORDS = gl.constexpr(32 * 9)
 AHEAD = gl.constexpr(4)  # rows of a token that are asked for at once
 HELD = gl.constexpr(2)  # tokens that a thread sums at once
-LENGTH = gl.constexpr(255)  # of a token's entry in ``lengths``: its rows here
+LENGTH = gl.constexpr(255)  # of a token's entry in ``lengths``: its rows here, at most k; see ``config_combine.MAX_ROWS``
 OWNERS = gl.constexpr(8)  # and from this bit on the ranks that have rows of it
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tileweave.errors import require
+from tileweave.nn.linear import draw_seed, generator_of
 from tileweave.ops.distribute_indices import FLOATS, begin_distribute_indices
 from tileweave.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
 from tileweave.ops.embedding_inputs import DTYPES, INDEX_DTYPES, FusedOptimizer
@@ -146,10 +147,13 @@ class ShardedEmbeddingBag(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights as ``nn.EmbeddingBag`` draws them; the optimizer as it begins."""
+        """Weights as ``nn.EmbeddingBag`` draws them, seed all ranks alike; the optimizer as it begins."""
         self._refuse_parametrized("reset_parameters")
-        for weight in self.weights():
-            nn.init.normal_(weight)
+        weights = self.weights()
+        seed = draw_seed(weights[0]) if weights else None
+        for weight, shard in zip(weights, self.plan.of_rank(self.rank), strict=True):
+            number = (shard.table << 20) + shard.column  # the same wherever it stands
+            nn.init.normal_(weight, generator=generator_of(weight, seed, number))
         for name, start in self._numbers().items():
             getattr(self, name).fill_(start)
 

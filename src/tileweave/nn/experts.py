@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 from tileweave.errors import require
-from tileweave.nn.linear import under_autocast
+from tileweave.nn.linear import fill_shard, under_autocast
 from tileweave.ops.dispatch_grouped_matmul import dispatch_grouped_matmul
 from tileweave.ops.expert_swiglu import swiglu
 from tileweave.ops.grouped_matmul_combine import grouped_matmul_combine
@@ -21,7 +21,8 @@ from tileweave.ops.registry import group_of, name_of
 class SoftmaxTopK(nn.Module):
     """The stock router: softmax over all experts in fp32, the k largest, scaled to a sum of 1 if ``normalize``.
 
-    x [T, H] -> (weights [T, k] fp32, ids [T, k]). ``weight`` [E, H] is the same on every rank.
+    x [T, H] -> (weights [T, k] fp32, ids [T, k]). ``weight`` [E, H] is the same on every rank. Logits are computed in the wider
+    dtype of x and ``weight``: a gate kept in fp32 (``moe.gate.float()``) decides in fp32 for tokens in bf16.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class SoftmaxTopK(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, ids = linear(x, self.weight).float().softmax(-1).topk(self.top_k, -1)
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        logits = linear(x.to(dtype), self.weight.to(dtype))
+        weights, ids = logits.float().softmax(-1).topk(self.top_k, -1)
         return weights / weights.sum(-1, keepdim=True) if self.normalize else weights, ids
 
     def extra_repr(self) -> str:
@@ -65,18 +68,18 @@ class Experts(nn.Module):
     """This rank's experts, stacked: ``gate_up_proj`` [E / R, 2 I, H], gate rows before up rows, ``down_proj`` [E / R, H, I]."""
 
     def __init__(
-        self, count: int, hidden_size: int, intermediate_size: int, device: torch.device | str | None,
+        self, count: int, hidden_size: int, intermediate_size: int, group_name: str, device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.group_name = group_name
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * intermediate_size, hidden_size, device=device, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(count, hidden_size, intermediate_size, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for parameter in self.parameters():
-            bound = 1 / math.sqrt(parameter.shape[2])
-            nn.init.uniform_(parameter, -bound, bound)
+            fill_shard(parameter, 1 / math.sqrt(parameter.shape[2]), self.group_name)
 
 
 class MoE(nn.Module):
@@ -103,8 +106,14 @@ class MoE(nn.Module):
     max_tokens : the most tokens any rank may pass, the same on every rank; None: all ranks pass equally many.
     group : the ranks that share the experts; None is the default group.
 
+    Seed all ranks alike before making the layer: gate and shared expert, which are replicated, start equal then; experts draw
+    from a generator of their rank's own, and start different.
+
     Gradients of experts are those of all ranks' tokens, complete; those of gate and shared expert are of own tokens only, to
-    be summed over the group like any replicated parameter's.
+    be summed over the group like any replicated parameter's. All ranks run the backward or none does, and x requires a
+    gradient on every rank or on none, those without tokens included: see :func:`dispatch_grouped_matmul`.
+
+    Memory: between the two products each tensor of rows has R * max_tokens * k of them, however tokens are routed.
     """
 
     def __init__(
@@ -132,7 +141,8 @@ class MoE(nn.Module):
         if router is None:
             router = SoftmaxTopK(hidden_size, num_experts, top_k, normalize, device, dtype)
         self.gate = router
-        self.experts = Experts(num_experts // self.world_size, hidden_size, intermediate_size, device, dtype)
+        count = num_experts // self.world_size
+        self.experts = Experts(count, hidden_size, intermediate_size, self.group_name, device, dtype)
         self.shared_experts = None
         if shared_intermediate_size:
             self.shared_experts = GatedMLP(hidden_size, shared_intermediate_size, device, dtype)
@@ -141,16 +151,24 @@ class MoE(nn.Module):
         """Load the state_dict of the whole layer, all experts stacked; each rank takes its own."""
         first = dist.get_rank(group_of(self.group_name)) * (self.num_experts // self.world_size)
         mine = slice(first, first + self.num_experts // self.world_size)
-        self.load_state_dict({name: tensor[mine] if name.startswith("experts.") else tensor for name, tensor in state.items()})
+        stacked = {name: tensor for name, tensor in state.items() if name.startswith("experts.")}
+        for name, tensor in stacked.items():  # a shard, or another layer's, would be cut as well, on some ranks even to fit
+            require(
+                tensor.dim() > 0 and tensor.shape[0] == self.num_experts,
+                f"{name} {tuple(tensor.shape)}",
+                f"all {self.num_experts} experts of the layer, stacked",
+                "pass the state_dict of the whole layer, or this rank's own to load_state_dict",
+            )
+        self.load_state_dict({**state, **{name: tensor[mine] for name, tensor in stacked.items()}})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         fits = x.dim() > 0 and x.shape[-1] == self.hidden_size
         require(fits, lambda: f"x {tuple(x.shape)}", f"[..., {self.hidden_size}]", "pass tokens of hidden_size")
-        tokens = x.reshape(-1, self.hidden_size)
+        tokens = x.reshape(-1, self.hidden_size).contiguous()  # what has two dimensions stays a view, of any strides
         weights, ids = self.gate(tokens)
         rows, up, down = under_autocast(tokens, self.experts.gate_up_proj, self.experts.down_proj)
-        y, plan = dispatch_grouped_matmul(rows, up, ids, group=self.group_name, max_tokens=self.max_tokens)
-        z = grouped_matmul_combine(swiglu(y, plan), down, plan, weights, group=self.group_name)
+        y, plan = dispatch_grouped_matmul(rows, up, ids.contiguous(), group=self.group_name, max_tokens=self.max_tokens)
+        z = grouped_matmul_combine(swiglu(y, plan), down, plan, weights.contiguous(), group=self.group_name)
         if self.shared_experts is not None:
             z = z + self.shared_experts(tokens)
         return z.view(x.shape)

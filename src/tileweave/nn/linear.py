@@ -2,6 +2,8 @@
 
 A column-parallel layer, something elementwise, a row-parallel layer: the pair of a Megatron-style MLP or attention. Both
 start as a full ``nn.Linear`` would, and :meth:`from_linear` cuts one out of a full layer that every rank has.
+
+Seed all ranks alike before making layers: what is replicated starts equal then, and shards start different all the same.
 """
 
 from __future__ import annotations
@@ -29,11 +31,33 @@ def under_autocast(*operands: Any) -> tuple[Any, ...]:
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in operands)
 
 
+def draw_seed(like: torch.Tensor) -> int | None:
+    """A number from the generator of that device; None where a draw has no value, and nothing is filled."""
+    if like.is_meta or hasattr(like, "fake_mode"):
+        return None
+    return int(torch.empty((), dtype=torch.int64, device=like.device).random_()) >> 1  # room for what is added
+
+
+def generator_of(shard: torch.Tensor, seed: int | None, number: int) -> torch.Generator | None:
+    """For shard ``number`` of what is drawn from ``seed``.
+
+    From the device's own, ranks that were seeded alike would draw equal shards, whose gradients are equal too: for ever.
+    """
+    return None if seed is None else torch.Generator(shard.device).manual_seed(seed + number)
+
+
+def fill_shard(shard: torch.Tensor, bound: float, group_name: str) -> None:
+    """Uniform in [-bound, bound], other values on each rank."""
+    generator = generator_of(shard, draw_seed(shard), dist.get_rank(group_of(group_name)))
+    nn.init.uniform_(shard, -bound, bound, generator)
+
+
 class _ParallelLinear(nn.Module):
     """What both layers share: ``shape`` of this rank's weight, ``bias_size`` elements of bias (0: none)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    shards_bias: bool
 
     def __init__(self, in_features: int, out_features: int, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -60,9 +84,12 @@ class _ParallelLinear(nn.Module):
     def reset_parameters(self) -> None:
         """As ``nn.Linear.reset_parameters`` of the full layer: the bound comes from its ``in_features``."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
-        nn.init.uniform_(self.weight, -bound, bound)
+        fill_shard(self.weight, bound, self.group_name)
         if self.bias is not None:
-            nn.init.uniform_(self.bias, -bound, bound)
+            if self.shards_bias:
+                fill_shard(self.bias, bound, self.group_name)
+            else:
+                nn.init.uniform_(self.bias, -bound, bound)
 
     def _copy_from(self, linear: nn.Linear, dimension: int) -> None:
         """This rank's shard of the weight along ``dimension``; the bias goes with the rows, or stays whole."""
@@ -90,6 +117,8 @@ class ColumnParallelLinear(_ParallelLinear):
     in_features, out_features : of the full layer. group : the ranks that share it; None is the default group.
     save_gathered : keep gather(x) for backward (R times the memory of x) in place of gathering it again.
     """
+
+    shards_bias = True
 
     def __init__(
         self,
@@ -150,6 +179,8 @@ class RowParallelLinear(_ParallelLinear):
     A replicated bias has to start equal: seed all ranks alike before making the layer, load a state_dict, or use
     :meth:`from_linear`.
     """
+
+    shards_bias = False
 
     def __init__(
         self,

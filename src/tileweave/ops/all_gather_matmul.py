@@ -243,6 +243,7 @@ define(
 
 def explain(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str | None = None) -> Plan:
     """Which path a call with these tensors takes, and why. Sends nothing."""
+    x = as_rows(x)
     group = group_of(name_of(group))
     check_inputs(x, w, None, None, dist.get_world_size(group))
     return plan(x, w, dist.get_world_size(group))
@@ -263,4 +264,4 @@ def warmup(
     return plan(x, w, dist.get_world_size(group_of(name_of(group))))
 
 
-publish(OP, explain, warmup)
+publish(all_gather_matmul, explain, warmup)

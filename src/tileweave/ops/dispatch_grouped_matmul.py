@@ -8,8 +8,8 @@ y          [bound, N]              rows expert by expert; from row ``plan.offset
 =========  ======================  =====================================================================================
 
 forward : a routing plan (``kernels/moe_routing.py``), then one kernel that sends tokens and multiplies what has come
-          (``kernels/dispatch_grouped_matmul.py``). No capacity: bound = R * max_tokens * k. The host waits for
-          nothing, so a CUDA graph may capture it.
+          (``kernels/dispatch_grouped_matmul.py``). No capacity: bound = R * max_tokens * k, and tensors of rows are
+          bound-sized whatever is routed here. The host waits for nothing, so a CUDA graph may capture it.
 dx      : the dual operator: each token gets the sum over its rows of gy @ expert.
 dexperts: gy.T @ rows for each expert. Tokens that came are kept from the forward, [R-1, max_tokens, K], not sent again.
 
@@ -18,19 +18,21 @@ Sources: DeepEP and Comet (arXiv 2502.19811) for sending a token once to a rank,
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 from tileweave.config_combine import plan_combine
-from tileweave.errors import InputError, RankMismatchError, require
+from tileweave.errors import InputError, require
 from tileweave.ops import reference
 from tileweave.ops.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
+from tileweave.ops.expert_agreement import check_together, tell_peers
 from tileweave.ops.expert_gradients import gradient_of_experts
 from tileweave.ops.grouped_matmul_combine_fused import run_fused as run_combine
 from tileweave.ops.grouped_matmul_combine_fused import shape_of
 from tileweave.ops.matmul_inputs import DTYPES, refuse_alias
 from tileweave.ops.registry import (
-    agree,
     debugging,
     define,
     group_of,
@@ -41,7 +43,7 @@ from tileweave.ops.registry import (
     place_in,
     publish,
 )
-from tileweave.ops.routing_plan import RoutingPlan, layout_of, padded_ids, reference_plan
+from tileweave.ops.routing_plan import RoutingPlan, check_plan, layout_of, padded_ids, reference_plan
 from tileweave.schedule_grouped import DispatchPlan, GroupedProblem, plan_dispatch, routes_fused
 
 _SAID: set[tuple[str, str]] = set()
@@ -66,14 +68,21 @@ def dispatch_grouped_matmul(
         same shape on every rank.
     topk_ids : [T, k], contiguous; -1 is no expert, and so is what is not below E. Not with ``plan``.
     max_tokens : the most tokens that any rank has, the same number on every rank; None: T, which all ranks then share.
-    plan : of an earlier call with the same ids; saves making it again.
+    plan : of an earlier call with the same ids, in the same group; saves making it again.
     out : [bound, N], contiguous; not with gradients.
 
     Returns
     -------
     (y [bound, N], plan): y's rows are those of ``plan``, which ``tw.swiglu`` and ``tw.grouped_matmul_combine`` take.
 
+    Memory: y is bound-sized, R * max_tokens * k rows, and so is each tensor of rows that is made of it, and its gradient.
+
     bf16 and fp16 on CUDA, also fp32 on the CPU. fp32 accumulation, rounded once; gradients of x and experts.
+
+    All ranks bring the gradient of x home together: x requires one on every rank or on none, also where a rank has no tokens
+    (``torch.empty(0, K, requires_grad=True)``), and all ranks run the backward or none does; else those that do wait, and
+    raise PeerTimeout. The forward does not compare it: without a backward behind it ranks may differ, one of them under
+    ``torch.no_grad()`` for example.
 
     Raises
     ------
@@ -81,25 +90,15 @@ def dispatch_grouped_matmul(
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
-    _check_dimensions(x, experts)
+    try:
+        _check_call(x, experts, topk_ids, max_tokens, plan, out, name)
+    except InputError as error:
+        tell_peers(OP, name, error, x, experts)
+        raise
     if plan is None:
-        require(topk_ids is not None, "neither topk_ids nor plan", "one of them", "pass topk_ids [T, k]")
         plan = make_plan(topk_ids, experts.shape[0], x.shape[0] if max_tokens is None else max_tokens, name)  # type: ignore[arg-type]
-    else:
-        asked = "plan with topk_ids or max_tokens"
-        require(topk_ids is None and max_tokens is None, asked, "the plan alone, which has them", "drop them")
-        asked = f"{experts.shape[0]} local experts with a plan of {plan.local_experts}"
-        require(experts.shape[0] == plan.local_experts, asked, "the plan's", "pass all experts of this rank")
-    require(
-        x.shape[0] == plan.tokens,
-        lambda: f"x of {x.shape[0]} tokens with ids of {plan.tokens}",
-        "the tokens of these ids",
-        "pass x and ids, or the plan, of one batch",
-    )
     numbers = (plan.table, plan.max_tokens, plan.topk, name)
     if out is not None:
-        tracked = torch.is_grad_enabled() and (x.requires_grad or experts.requires_grad or out.requires_grad)
-        require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
         torch.ops.tileweave.dispatch_grouped_matmul.out(x, experts, *numbers, out=out)
         return out, plan
     keep = torch.is_grad_enabled() and experts.requires_grad
@@ -107,12 +106,43 @@ def dispatch_grouped_matmul(
     return y, plan
 
 
+def _check_call(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    topk_ids: torch.Tensor | None,
+    max_tokens: int | None,
+    plan: RoutingPlan | None,
+    out: torch.Tensor | None,
+    name: str,
+) -> None:
+    """Which arguments go together, and what only they say: operators get less."""
+    _check_dimensions(x, experts)
+    if plan is None:
+        require(topk_ids is not None, "neither topk_ids nor plan", "one of them", "pass topk_ids [T, k]")
+        assert topk_ids is not None, "see above"
+        require(topk_ids.dim() == 2, lambda: f"topk_ids {tuple(topk_ids.shape)}", "[T, k]", "add the dimension of choices")
+        tokens = topk_ids.shape[0]
+    else:
+        asked = "plan with topk_ids or max_tokens"
+        require(topk_ids is None and max_tokens is None, asked, "the plan alone, which has them", "drop them")
+        check_plan(plan, experts, name)
+        tokens = plan.tokens
+    require(
+        x.shape[0] == tokens,
+        lambda: f"x of {x.shape[0]} tokens with ids of {tokens}",
+        "the tokens of these ids",
+        "pass x and ids, or the plan, of one batch",
+    )
+    if out is not None:
+        tracked = torch.is_grad_enabled() and (x.requires_grad or experts.requires_grad or out.requires_grad)
+        require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
+
+
 def make_plan(topk_ids: torch.Tensor, experts: int, max_tokens: int, name: str) -> RoutingPlan:
-    """The plan of these ids, by the operator ``route_tokens``. ``experts``: of a rank."""
-    require(topk_ids.dim() == 2, lambda: f"topk_ids {tuple(topk_ids.shape)}", "[T, k]", "add the dimension of choices")
+    """The plan of these ids [T, k], by the operator ``route_tokens``. ``experts``: of a rank."""
     rank, size = place_in(name)
     table = torch.ops.tileweave.route_tokens(topk_ids, experts, max_tokens, name)
-    return RoutingPlan(table, topk_ids.shape[0], max_tokens, topk_ids.shape[1], experts, rank, size)
+    return RoutingPlan(table, topk_ids.shape[0], max_tokens, topk_ids.shape[1], experts, rank, size, name)
 
 
 # --- Routing ---
@@ -120,14 +150,12 @@ def make_plan(topk_ids: torch.Tensor, experts: int, max_tokens: int, name: str) 
 
 def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str) -> torch.Tensor:
     rank, size = place_in(group_name)
-    asked = f"topk_ids {tuple(topk_ids.shape)} {topk_ids.dtype}, max_tokens {max_tokens}"
-    require(topk_ids.dtype in _ID_DTYPES and topk_ids.is_contiguous(), asked, "contiguous int32 or int64", "convert them")
-    require(topk_ids.shape[0] <= max_tokens, asked, "at most max_tokens tokens", "raise max_tokens on every rank")
-    require(experts > 0 and topk_ids.shape[1] > 0, f"{asked}, {experts} experts", "one of each at least", "pass some")
-    entries = size * max_tokens * topk_ids.shape[1]
-    require(entries < 1 << 30, f"{asked} on {size} ranks", "fewer than 2**30 choices in all", "split the batch")
     if debugging():
-        _agree_on_routing(topk_ids, experts, max_tokens, group_name, size)
+        signature = {"max_tokens": max_tokens, "topk": topk_ids.shape[1], "experts": experts}
+        check = partial(_check_routing, topk_ids, experts, max_tokens, size, True)
+        check_together(OP, group_name, signature, (topk_ids,), check)
+    else:
+        _check_routing(topk_ids, experts, max_tokens, size, False)
     if routes_fused(size, machine_of(topk_ids.device), interpreting()) and max_tokens:
         return run_routing(topk_ids, size * experts, max_tokens, group_name).table
     ids = padded_ids(topk_ids, max_tokens)
@@ -135,21 +163,21 @@ def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: st
     return reference_plan(everyone, rank, size * experts).table
 
 
-def _agree_on_routing(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str, size: int) -> None:
-    """Debugging only, waits for the device: the ranks' arguments fit together, and every id exists; else all ranks raise."""
-    ids = topk_ids if topk_ids.numel() else topk_ids.new_zeros(1)
-    least, most = int(ids.min()), int(ids.max())
-    trouble = "" if least >= -1 and most < size * experts else f"experts {least} to {most}"
-    error: RankMismatchError | None = None
-    try:
-        signature = {"max_tokens": max_tokens, "topk": topk_ids.shape[1], "experts": experts, "trouble": trouble}
-        if size > 1:
-            agree(group_of(group_name), topk_ids.device, {"op": OP, **signature})
-    except RankMismatchError as found:
-        error = found
-    require(not trouble, trouble, f"-1 to {size * experts - 1}", "fix the ids")
-    if error is not None:
-        raise error
+def _check_routing(topk_ids: torch.Tensor, experts: int, max_tokens: int, size: int, wait: bool) -> None:
+    """Raise :class:`InputError`; if we may ``wait`` for the device, also for an expert that does not exist."""
+
+    def asked() -> str:
+        return f"topk_ids {tuple(topk_ids.shape)} {topk_ids.dtype}, max_tokens {max_tokens}, {experts} experts on {size} ranks"
+
+    require(topk_ids.dtype in _ID_DTYPES and topk_ids.is_contiguous(), asked, "contiguous int32 or int64", "convert them")
+    require(topk_ids.shape[0] <= max_tokens, asked, "at most max_tokens tokens", "raise max_tokens on every rank")
+    require(experts > 0 and topk_ids.shape[1] > 0, asked, "one of each at least", "pass some")
+    entries = size * max_tokens * topk_ids.shape[1]
+    require(entries < 1 << 30, asked, "fewer than 2**30 choices in all", "split the batch")
+    if wait and topk_ids.numel():
+        least, most = int(topk_ids.min()), int(topk_ids.max())
+        fits = least >= -1 and most < size * experts
+        require(fits, lambda: f"experts {least} to {most}", f"-1 to {size * experts - 1}", "fix the ids")
 
 
 def _route_fake(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str) -> torch.Tensor:
@@ -172,21 +200,31 @@ def _check_dimensions(x: torch.Tensor, experts: torch.Tensor) -> None:
 def check_inputs(x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out: torch.Tensor | None) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
     _check_dimensions(x, experts)
-    tensors = [t for t in (x, experts, out) if t is not None]
-    dtypes = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
-    require(x.dtype in DTYPES, dtypes, "float16, bfloat16, float32", "convert x and experts")
-    same = all(t.dtype == x.dtype and t.device == plan.table.device for t in tensors)
+    tensors = (x, experts) if out is None else (x, experts, out)
+    where = plan.table.device
+
+    def placed() -> str:
+        return ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
+
+    require(x.dtype in DTYPES, placed, "float16, bfloat16, float32", "convert x and experts")
     require(
-        same, f"{dtypes}, plan on {plan.table.device}", "one dtype and one device", "convert to x.dtype on the plan's device"
+        all(t.dtype == x.dtype and t.device == where for t in tensors),
+        lambda: f"{placed()}, plan on {where}",
+        "one dtype and one device",
+        "convert to x.dtype on the plan's device",
     )
-    require(x.is_contiguous(), f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
-    strides = f"experts with strides {experts.stride()}"
-    either = experts.stride(2) == 1 or experts.shape[2] <= 1 or experts.transpose(1, 2).is_contiguous()
-    require(either, strides, "contiguous rows, or the transpose of contiguous experts", "pass experts.contiguous()")
-    asked = f"x of {x.shape[0]} tokens, a plan of {plan.table.numel()} words"
-    fits = x.shape[0] <= plan.max_tokens and plan.table.dtype == torch.int32 and plan.table.numel() == _table_size(plan)
-    allowed = f"at most {plan.max_tokens} tokens, {_table_size(plan)} words"
-    require(fits, asked, allowed, "pass the ids of these tokens, or their plan")
+    require(x.is_contiguous(), lambda: f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
+    require(
+        experts.stride(2) == 1 or experts.shape[2] <= 1 or experts.transpose(1, 2).is_contiguous(),
+        lambda: f"experts with strides {experts.stride()}",
+        "contiguous rows, or the transpose of contiguous experts",
+        "pass experts.contiguous()",
+    )
+    words = _table_size(plan)
+    if not (x.shape[0] <= plan.max_tokens and plan.table.dtype == torch.int32 and plan.table.numel() == words):
+        asked = f"x of {x.shape[0]} tokens, a plan of {plan.table.numel()} words"
+        allowed = f"at most {plan.max_tokens} tokens, {words} words"
+        require(False, asked, allowed, "pass the ids of these tokens, or their plan")
     if out is not None:
         shape = (plan.bound, experts.shape[1])
         fits = tuple(out.shape) == shape and out.is_contiguous()
@@ -213,7 +251,11 @@ def _plan_of(x, experts, table, max_tokens, topk, group_name) -> RoutingPlan:
 
 def _forward(x, experts, table, max_tokens, topk, group_name, keep, out=None):
     routed = _plan_of(x, experts, table, max_tokens, topk, group_name)
-    check_inputs(x, experts, routed, out)
+    if debugging():
+        signature = {"experts": list(experts.shape), "dtype": str(x.dtype), "max_tokens": max_tokens, "topk": topk}
+        check_together(OP, group_name, signature, (x, experts, table), partial(check_inputs, x, experts, routed, out))
+    else:
+        check_inputs(x, experts, routed, out)
     chosen = plan_call(experts, routed)
     y = x.new_empty(routed.bound, experts.shape[1]) if out is None else out
     kept = x.new_empty(routed.world_size - 1, max_tokens, x.shape[1]) if keep else None
@@ -316,15 +358,21 @@ define(
 def explain(
     x: torch.Tensor,
     experts: torch.Tensor,
-    topk: int,
+    topk_ids: torch.Tensor | int | None = None,
     *,
     max_tokens: int | None = None,
+    plan: RoutingPlan | None = None,
     group: dist.ProcessGroup | str | None = None,
 ) -> DispatchPlan:
-    """Which path a call with these tensors takes, and why. Sends nothing."""
-    rank, size = place_in(name_of(group))
-    most = x.shape[0] if max_tokens is None else max_tokens
-    return plan_call(experts, RoutingPlan(x.new_empty(0), x.shape[0], most, topk, experts.shape[0], rank, size))
+    """Which path a call with these tensors takes, and why. Sends nothing. ``topk_ids``: them, or how many a token has."""
+    name = name_of(group)
+    if isinstance(topk_ids, int):
+        topk_ids = torch.empty(x.shape[0], topk_ids, device="meta")
+    _check_call(x, experts, topk_ids, max_tokens, plan, None, name)
+    if plan is None:
+        most, topk = x.shape[0] if max_tokens is None else max_tokens, topk_ids.shape[1]  # type: ignore[union-attr]
+        plan = RoutingPlan(x.new_empty(0), x.shape[0], most, topk, experts.shape[0], *place_in(name))
+    return plan_call(experts, plan)
 
 
 def warmup(
@@ -344,4 +392,4 @@ def warmup(
     return explain(x, experts, topk, group=group)
 
 
-publish(OP, explain, warmup)
+publish(dispatch_grouped_matmul, explain, warmup)

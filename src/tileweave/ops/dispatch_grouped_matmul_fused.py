@@ -17,7 +17,7 @@ from tileweave.schedule_grouped import DispatchConfig, RoutingCut, routing_cut
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 OP = "dispatch_grouped_matmul"
-ROUTING = "moe_routing"
+ROUTING = "the routing of dispatch_grouped_matmul"  # in errors
 
 
 def _workspace(group_name: str, device: torch.device) -> Workspace:
@@ -45,7 +45,7 @@ def run_routing(
     finally:
         if not topk_ids.is_cuda:
             instance.check()
-    return RoutingPlan(table, tokens, max_tokens, topk, experts, rank, size)
+    return RoutingPlan(table, tokens, max_tokens, topk, experts, rank, size, group_name)
 
 
 def _routing_launcher(
@@ -71,14 +71,15 @@ def run_fused(
     group_name: str,
     config: DispatchConfig,
     kept: torch.Tensor | None = None,
+    needs: int = 0,
 ) -> tuple[Endpoint, torch.Tensor | None]:
     """x [T, K], experts [E_local, N, K] -> y [bound, N]; ``kept`` [R - 1, max_tokens, K] takes the peers' tokens that have
     an expert here. They stand in the slot, too, of the endpoint that is returned, until the next call. With it, [bound, K]:
-    the token of each row, if the kernel has lined them up."""
+    the token of each row, if the kernel has lined them up. ``needs``: what else ranks must have alike in this call."""
     workspace = _workspace(group_name, x.device)
     transport = workspace.transport
     instance = workspace.instance(OP, "sm")
-    key = (x.shape, experts.shape, experts.stride(), x.dtype, plan.max_tokens, plan.topk, config)
+    key = (experts.shape, experts.stride(), x.dtype, plan.max_tokens, plan.topk, config)  # of tokens there may be any number
     found: Any = instance.cache.get(key)
     if found is None:
         instance.reserve(max((plan.world_size - 1) * plan.max_tokens * x.shape[1], 1) * x.element_size(), _counters())
@@ -88,7 +89,7 @@ def run_fused(
         )  # fmt: skip
         mark = hash((number_of(OP), number_of(x.dtype), *experts.shape, plan.max_tokens, plan.topk))
         found = instance.cache[key] = (launcher, mark)
-    instance.begin(found[1])
+    instance.begin(found[1] + needs)
     peers = endpoint(instance, x.dtype)
     try:
         rows = found[0](x, experts, y, plan.fields)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from tileweave.errors import InputError, require
+from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.embedding_bag_all_to_all_fused import OP, begin_push, end_push, run_fused, run_lookup
 from tileweave.ops.embedding_inputs import (
@@ -30,6 +30,7 @@ from tileweave.ops.embedding_inputs import (
     agree_on_call,
     check_inputs,
     check_optimizer,
+    count_bags,
     dims_of,
     exchanged_layout,
     refuse_shared,
@@ -46,6 +47,7 @@ from tileweave.ops.registry import (
     number_of,
     publish,
 )
+from tileweave.ops.registry import explain as explain_call
 from tileweave.ops.table_gradient import KINDS, Lookups, sort_beside, sort_lookups, table_gradients, weight_gradients
 from tileweave.sharding import EmbeddingLayout, EmbeddingPlan, plan_embedding
 
@@ -75,7 +77,9 @@ def embedding_bag_all_to_all(
 
     Parameters
     ----------
-    tables : of one dtype, contiguous [rows, D]; may be empty on some ranks. indices, offsets : see the module.
+    tables : of one dtype, contiguous [rows, D]; may be empty on some ranks.
+    indices : [N], int32 or int64, table by table, sample by sample. offsets : [T * B + 1], of T tables, int32 or int64: where
+        bags begin, and N at the end (torch's ``include_last_offset``).
     batch : B, samples of all ranks; needed where this rank has no tables. Rank r owns samples [r * c, (r+1) * c),
         c = ceil(B / R).
     mode : "sum" or "mean". An empty bag gives zeros. per_sample_weights : [N], only with "sum".
@@ -138,7 +142,7 @@ def _call(
     require(gradient in KINDS[:2], f"gradient {gradient!r}", '"dense" or "sparse"', "for a fused step pass optimizer=")
     if batch is None:
         require(len(tables) > 0, "no tables and no batch", "batch= where a rank has no tables", "pass batch=")
-        batch = (offsets.numel() - 1) // len(tables)
+        batch = count_bags(indices, offsets, len(tables))
     if out_dtype is None:
         require(len(tables) > 0, "no tables and no out_dtype", "out_dtype= where there are none", "pass it")
         out_dtype = tables[0].dtype
@@ -371,11 +375,12 @@ def explain(
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,
     offsets: torch.Tensor,
+    batch: int | None = None,
     group: dist.ProcessGroup | str | None = None,
 ) -> EmbeddingPlan:
     """Which path a call with these tensors takes, and why. Sends nothing."""
     dims_of(tables)
-    batch = (offsets.numel() - 1) // max(len(tables), 1)
+    batch = (offsets.numel() - 1) // max(len(tables), 1) if batch is None else batch
     return plan(tables, indices, batch, dist.get_world_size(group_of(name_of(group))))
 
 
@@ -388,10 +393,7 @@ def warmup(
     """Collective: one call with these tables and the largest batch, so that a capture may follow; arguments as the call's."""
     with torch.no_grad():
         embedding_bag_all_to_all(tables, indices, offsets, **options)  # type: ignore[arg-type]
-    group = options.get("group")
-    if group is not None and not isinstance(group, (str, dist.ProcessGroup)):
-        raise InputError(f"asked: group {group!r}; allowed: a ProcessGroup or its name; remedy: pass one of these")
-    return explain(tables, indices, offsets, group)
+    return explain_call(OP, tables, indices, offsets, **options)  # type: ignore[return-value]
 
 
-publish(OP, explain, warmup)
+publish(embedding_bag_all_to_all, explain, warmup)

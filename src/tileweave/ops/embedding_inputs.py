@@ -150,6 +150,20 @@ def check_inputs(
         refuse_alias(out, *tables, *lists)
 
 
+def count_bags(indices: torch.Tensor, offsets: torch.Tensor, tables: int) -> int:
+    """B of ``tables`` tables, from offsets alone. Of one table their number fits without an end, too, and a bag would be lost.
+
+    Of several, indices may be longer than their bags: a buffer of one size serves many batches, for graphs.
+    """
+    at_hand = not torch.compiler.is_compiling() and type(offsets) is torch.Tensor and offsets.device.type == "cpu"
+    if at_hand and tables == 1 and offsets.dim() == 1 and offsets.numel():  # elsewhere the host would wait for the device
+        asked = f"offsets {tuple(offsets.shape)} to {int(offsets[-1])} for {indices.numel()} indices"
+        require(
+            int(offsets[-1]) == indices.numel(), asked, "offsets that end with N", "append the end, or drop what is in no bag"
+        )
+    return (offsets.numel() - 1) // tables
+
+
 def find_trouble(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, batch: int) -> str:
     """Debugging only, waits for the device: what is wrong with the bags, empty if nothing."""
     if indices.numel() != (int(offsets[-1]) if offsets.numel() else 0) or int(offsets[0]) != 0:

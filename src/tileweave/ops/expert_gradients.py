@@ -41,7 +41,9 @@ def combine_gradients(
         g = reference.grouped_matmul(rows, experts.transpose(1, 2), plan.offsets)
         gy, right, dots = _weigh_rows(g, y, everyone, plan)
     else:
-        gy, right, dots, rows = _fused_rows(grad, y.contiguous(), experts, plan, everyone, group_name, config, need_experts)
+        gy, right, dots, rows = _fused_rows(
+            grad, y.contiguous(), experts, plan, everyone, group_name, config, need_experts, need_weights
+        )
     if need_weights:
         gw = _sums_to_owners(dots, plan, group)
     if need_experts:
@@ -74,13 +76,17 @@ def _fused_rows(
     group_name: str,
     config: DispatchConfig,
     keep: bool,
+    need_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(gy, y times the weights, dots by entry, rows of grad) by the dual operator; what experts want only if ``keep``."""
+    """(gy, y times the weights, dots by entry, rows of grad) by the dual operator; what experts want only if ``keep``.
+
+    Ranks must agree on ``need_weights``: those gradients are exchanged, and who needs none would leave the others waiting.
+    """
     from tileweave.kernels import expert_rows
     from tileweave.ops.dispatch_grouped_matmul_fused import run_fused
 
     g = new_rows(y, plan.bound, experts.shape[2])
-    peers, rows = run_fused(grad, experts.transpose(1, 2), plan, g, group_name, config)
+    peers, rows = run_fused(grad, experts.transpose(1, 2), plan, g, group_name, config, needs=int(need_weights))
     if rows is None and keep:  # before anybody calls again
         sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
         rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes)

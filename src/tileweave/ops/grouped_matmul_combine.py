@@ -19,12 +19,15 @@ are sent, as in DeepEP.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 from tileweave.config_combine import CombinePlan, plan_combine
-from tileweave.errors import require
+from tileweave.errors import InputError, require
 from tileweave.ops import reference
+from tileweave.ops.expert_agreement import check_together, tell_peers
 from tileweave.ops.expert_gradients import combine_gradients
 from tileweave.ops.grouped_matmul_combine_fused import OP, run_fused, shape_of
 from tileweave.ops.matmul_inputs import DTYPES, check_shape, refuse_alias
@@ -37,10 +40,11 @@ from tileweave.ops.registry import (
     log_fallback,
     machine_of,
     name_of,
+    place_in,
     publish,
     workspace_of,
 )
-from tileweave.ops.routing_plan import RoutingPlan, layout_of
+from tileweave.ops.routing_plan import RoutingPlan, check_plan, layout_of
 from tileweave.transport.workspace import REGISTRY
 
 _SAID: set[tuple[str, str]] = set()
@@ -62,7 +66,7 @@ def grouped_matmul_combine(
     y : [bound, I], rows contiguous; what :func:`dispatch_grouped_matmul` gave, behind an activation. Rows from
         ``plan.offsets[-1]`` on are not read.
     experts : [E_local, H, I], contiguous, or the transpose of contiguous [E_local, I, H].
-    plan : the routing plan that the dispatch gave.
+    plan : the routing plan that the dispatch gave, in the same group.
     topk_weights : [T, k], float32, contiguous; None weighs all with 1.
     group : the ranks that share the experts; None is the default group. A group's name is accepted too.
     out : where to put the result, [T, H], contiguous; not with gradients.
@@ -72,20 +76,47 @@ def grouped_matmul_combine(
     z [T, H]. Products are rounded to y's dtype; a rank adds a token's in fp32 in order of j and rounds; the token's rank adds
     those in fp32 in rank order, its own unrounded, and rounds once. A token with no expert gets 0.
 
-    Gradients: of y, experts and topk_weights, as if all ranks' tokens went into one loss.
+    Gradients: of y, experts and topk_weights, as if all ranks' tokens went into one loss. All ranks run the backward or none
+    does; those of topk_weights travel, so they require one on every rank or on none.
 
     Raises
     ------
     InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
+    name = name_of(group)
+    try:
+        _check_call(y, experts, plan, topk_weights, out, name)
+    except InputError as error:
+        tell_peers(OP, name, error, y, experts)
+        raise
     sizes = (plan.table, topk_weights, plan.tokens, plan.max_tokens, plan.topk)
     if out is not None:
-        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (y, experts, topk_weights, out))
-        require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
-        torch.ops.tileweave.grouped_matmul_combine.out(y, experts, *sizes, name_of(group), out=out)
+        torch.ops.tileweave.grouped_matmul_combine.out(y, experts, *sizes, name, out=out)
         return out
-    return torch.ops.tileweave.grouped_matmul_combine(y, experts, *sizes, name_of(group))
+    return torch.ops.tileweave.grouped_matmul_combine(y, experts, *sizes, name)
+
+
+def _check_call(
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    plan: RoutingPlan,
+    weights: torch.Tensor | None,
+    out: torch.Tensor | None,
+    name: str,
+) -> None:
+    """What the operator does not get to see."""
+    _check_experts(experts)
+    check_plan(plan, experts, name)
+    if out is not None:
+        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (y, experts, weights, out))
+        require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
+
+
+def _check_experts(experts: torch.Tensor) -> None:
+    require(
+        experts.dim() == 3, lambda: f"experts {tuple(experts.shape)}", "[E_local, H, I]", "stack the experts' Linear weights"
+    )
 
 
 def check_inputs(
@@ -101,7 +132,7 @@ def check_inputs(
     require(fits, shapes, "y [bound, I], experts [E_local, H, I]", "stack the experts' Linear weights")
     words = layout_of(plan.world_size, plan.max_tokens, plan.topk, plan.local_experts)[0][-1]
     sizes = f"a plan of {plan.max_tokens} tokens, k = {plan.topk}, with {plan.table.numel()} words, for {shapes}"
-    same = plan.table.numel() == words and plan.table.dtype == torch.int32 and 0 <= plan.tokens <= plan.max_tokens
+    same = plan.table.numel() == words and plan.table.dtype == torch.int32
     require(same, sizes, "the plan of the dispatch", "pass what dispatch_grouped_matmul returned")
     require(y.shape[0] == plan.bound, sizes, f"y of {plan.bound} rows", "pass y of the same dispatch as the plan")
     tensors = [t for t in (y, experts, out) if t is not None]
@@ -113,10 +144,23 @@ def check_inputs(
     require(y.stride(1) == 1 or y.shape[1] <= 1, f"y with strides {y.stride()}", "contiguous rows", "pass y.contiguous()")
     either = experts.is_contiguous() or experts.transpose(1, 2).is_contiguous()
     require(either, f"experts with strides {experts.stride()}", "contiguous, or its transpose", "pass experts.contiguous()")
-    check_shape("topk_weights", weights, (plan.tokens, plan.topk), "one weight for each choice of the plan")
     kind = None if weights is None else weights.dtype
     require(kind in (None, torch.float32), f"topk_weights {kind}", "float32", "pass topk_weights.float()")
-    check_shape("out", out, (plan.tokens, experts.shape[1]), "allocate out with that shape")
+    check_tokens(y, experts, plan, weights, out)
+
+
+def check_tokens(
+    y: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, weights: torch.Tensor | None, out: torch.Tensor | None
+) -> None:
+    """What is to be checked on every call: tokens of this rank, of which each batch may have others, and where memory is."""
+    tokens = plan.tokens
+    if not 0 <= tokens <= plan.max_tokens:
+        require(False, f"a plan of {tokens} tokens", f"0 to {plan.max_tokens}", "pass what dispatch_grouped_matmul returned")
+    if weights is not None and not (weights.shape == (tokens, plan.topk) and weights.is_contiguous()):
+        check_shape("topk_weights", weights, (tokens, plan.topk), "one weight for each choice of the plan")
+    if out is not None:
+        refuse_alias(out, y, experts, weights)
+        check_shape("out", out, (tokens, experts.shape[1]), "allocate out with that shape")
 
 
 def plan_of(plan: RoutingPlan, experts: torch.Tensor) -> CombinePlan:
@@ -125,20 +169,23 @@ def plan_of(plan: RoutingPlan, experts: torch.Tensor) -> CombinePlan:
 
 
 def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> CombinePlan:
-    """Check and plan, once for each signature of a fused call."""
+    """Check and plan, once for each signature of a fused call. Without T, of which there may be any number."""
     workspace = REGISTRY.find(group_name, y.device)
-    signature = (OP, plan.tokens, plan.max_tokens, plan.topk, plan.table.shape, *(
-        None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (y, experts, weights, out)
-    ))  # fmt: skip
+    signature = (
+        OP, plan.max_tokens, plan.topk, plan.table.shape, plan.table.dtype, plan.table.device,
+        y.shape, y.stride(), y.dtype, y.device, experts.shape, experts.stride(), experts.dtype, experts.device,
+        *(None if t is None else (t.dtype, t.device) for t in (weights, out)),
+    )  # fmt: skip
     found = None if workspace is None else workspace.accepted.get(signature)
     if isinstance(found, CombinePlan) and not debugging():
+        check_tokens(y, experts, plan, weights, out)
         return found
     if debugging():
         sizes = [*experts.shape, plan.max_tokens, plan.topk]
-        agree(
-            group_of(group_name), y.device, {"op": OP, "sizes": sizes, "dtype": str(y.dtype), "weighted": weights is not None}
-        )
-    check_inputs(y, experts, plan, weights, out)
+        common = {"sizes": sizes, "dtype": str(y.dtype), "weighted": weights is not None}
+        check_together(OP, group_name, common, (y, experts, plan.table), partial(check_inputs, y, experts, plan, weights, out))
+    else:
+        check_inputs(y, experts, plan, weights, out)
     chosen = plan_of(plan, experts)
     if chosen.cut is not None:
         workspace_of(group_name, y.device).accepted[signature] = chosen
@@ -147,15 +194,10 @@ def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Com
 
 def routing_plan(table, experts, tokens, max_tokens, topk, group_name: str) -> RoutingPlan:
     """The plan of an operator's arguments."""
-    group = group_of(group_name)
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    return RoutingPlan(table, tokens, max_tokens, topk, experts.shape[0], rank, size)
+    return RoutingPlan(table, tokens, max_tokens, topk, experts.shape[0], *place_in(group_name))
 
 
 def _forward(y, experts, table, weights, tokens, max_tokens, topk, group_name, out):
-    require(experts.dim() == 3, f"experts {tuple(experts.shape)}", "[E_local, H, I]", "stack the experts' Linear weights")
-    if out is not None:
-        refuse_alias(out, y, experts, weights)
     plan = routing_plan(table, experts, tokens, max_tokens, topk, group_name)
     chosen = _accept(y, experts, plan, weights, out, group_name)
     if chosen.cut is None:
@@ -187,6 +229,8 @@ def _backward_implementation(
     grad, y, experts, table, weights, tokens, max_tokens, topk, group_name, need_y, need_experts, need_weights
 ):
     plan = routing_plan(table, experts, tokens, max_tokens, topk, group_name)
+    if debugging():
+        agree(group_of(group_name), grad.device, {"op": f"gradient of {OP}", "of topk_weights": need_weights})
     return combine_gradients(grad.contiguous(), y, experts, plan, weights, group_name, need_y, need_experts, need_weights)
 
 
@@ -226,6 +270,8 @@ define(
 
 def explain(y: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan) -> CombinePlan:
     """Which path a call with these tensors takes, and why. Sends nothing."""
+    _check_experts(experts)
+    check_plan(plan, experts, plan.group_name)
     check_inputs(y, experts, plan, None, None)
     return plan_of(plan, experts)
 
@@ -244,4 +290,4 @@ def warmup(
     return explain(y, experts, plan)
 
 
-publish(OP, explain, warmup)
+publish(grouped_matmul_combine, explain, warmup)

@@ -241,6 +241,7 @@ define(
 
 def explain(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str | None = None) -> Plan:
     """Which path a call with these tensors takes, and why. Sends nothing."""
+    x = as_rows(x)
     check_operands(x, w, None)
     return plan(x, w, dist.get_world_size(group_of(name_of(group))))
 
@@ -265,4 +266,4 @@ def warmup(
     return plan(x, w, dist.get_world_size(group_of(name_of(group))))
 
 
-publish(OP, explain, warmup)
+publish(matmul_all_reduce, explain, warmup)

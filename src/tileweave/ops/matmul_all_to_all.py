@@ -201,6 +201,7 @@ def explain(
     x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str | None = None, *, scatter_dim: int, gather_dim: int
 ) -> Plan:
     """Which path a call with these tensors takes, and why. Sends nothing."""
+    x = as_rows(x)
     how, size = as_exchange(scatter_dim, gather_dim), dist.get_world_size(group_of(name_of(group)))
     check_inputs(x, w, None, how, None, size)
     return plan(x, w, how, size)
@@ -223,4 +224,4 @@ def warmup(
     return explain(x, w, group, scatter_dim=scatter_dim, gather_dim=gather_dim)
 
 
-publish(OP, explain, warmup)
+publish(matmul_all_to_all, explain, warmup)

@@ -153,8 +153,10 @@ def operands_for_warmup(
     rows: int, cols: int, depth: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, depth] and w [cols, depth] of zeros, on the current GPU unless ``device`` says otherwise."""
-    if rows < 0 or cols < 0 or depth < 0:
-        raise InputError(f"asked: warmup({rows}, {cols}, {depth}); allowed: sizes of 0 and more; remedy: pass a shard's sizes")
+    if not all(isinstance(size, int) and size >= 0 for size in (rows, cols, depth)):
+        raise InputError(
+            f"asked: warmup({rows!r}, {cols!r}, {depth!r}); allowed: whole numbers; remedy: pass sizes of this rank's x and w"
+        )
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     where = torch.device(device)

@@ -200,6 +200,7 @@ define(
 
 def explain(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str | None = None) -> Plan:
     """Which path a call with these tensors takes, and why. Sends nothing."""
+    x = as_rows(x)
     size = dist.get_world_size(group_of(name_of(group)))
     check_inputs(x, w, None, None, size)
     return plan(x, w, size)
@@ -220,4 +221,4 @@ def warmup(
     return plan(x, w, dist.get_world_size(group_of(name_of(group))))
 
 
-publish(OP, explain, warmup)
+publish(matmul_reduce_scatter, explain, warmup)

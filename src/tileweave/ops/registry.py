@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -132,6 +133,7 @@ def _first_derivative(name: str, backward: Callable[..., Any]) -> Callable[..., 
 class Operator:
     """The questions every public operator answers: which path a call takes, and what a capture needs first."""
 
+    call: Callable[..., Any]
     explain: Callable[..., Plan]
     warmup: Callable[..., Plan]
 
@@ -139,8 +141,9 @@ class Operator:
 _OPERATORS: dict[str, Operator] = {}
 
 
-def publish(op: str, explain: Callable[..., Plan], warmup: Callable[..., Plan]) -> None:
-    _OPERATORS[op] = Operator(explain, warmup)
+def publish(call: Callable[..., Any], explain: Callable[..., Plan], warmup: Callable[..., Plan]) -> None:
+    """``explain`` names what it needs as ``call`` does, which is public by its own name."""
+    _OPERATORS[call.__name__] = Operator(call, explain, warmup)
 
 
 def _operator(op: str) -> Operator:
@@ -150,12 +153,40 @@ def _operator(op: str) -> Operator:
 
 
 def explain(op: str, *args: object, **kwargs: object) -> Plan:
-    """Which path ``op`` takes with these arguments, and why; ``print`` it. Sends nothing."""
-    return _operator(op).explain(*args, **kwargs)
+    """Which path a call of ``op`` with these arguments takes, and why; ``print`` it. Sends nothing.
+
+    ``tw.explain("all_gather_matmul", x, w, bias, group=group)`` is about ``tw.all_gather_matmul(x, w, bias, group=group)``.
+    In place of topk_ids a number will do: how many experts a token has.
+
+    Raises
+    ------
+    InputError for what the call would refuse by shape, dtype or device, and for operators that do not exist.
+    """
+    operator = _operator(op)
+    given = signature(operator.call).bind_partial(*args, **kwargs).arguments
+    return operator.explain(**{name: given[name] for name in signature(operator.explain).parameters if name in given})
 
 
 def warmup(op: str, *args: object, **kwargs: object) -> Plan:
-    """Collective: reserve what ``op`` needs for the largest shapes, so that a CUDA graph may capture it afterwards."""
+    """Collective: reserve what ``op`` needs and compile its kernels, so that a CUDA graph may capture calls afterwards.
+
+    One call on zeros, of the largest sizes that will follow; returns the plan of calls of that size. Arguments by operator:
+
+    ==========================================  ===========================================================================
+    all_gather_matmul, matmul_reduce_scatter,   rows, cols, depth: of this rank's x [rows, depth] and w [cols, depth]
+    matmul_all_reduce                           (``norm=True``: with norm_weight, which is another kernel)
+    matmul_all_to_all, all_to_all_matmul        the same, and ``scatter_dim=``, ``gather_dim=``
+    dispatch_grouped_matmul                     tokens, experts [E/R, N, K] (a tensor), topk; tokens: max_tokens of calls
+    grouped_matmul_combine                      the call's: y, experts, plan, topk_weights
+    embedding_bag_all_to_all                    the call's, with the largest batch
+    ==========================================  ===========================================================================
+
+    The matmul operators also take ``dtype=`` (bfloat16) and ``device=`` (the current GPU, or the CPU); all take ``group=``.
+
+    Raises
+    ------
+    InputError for sizes that are none; PeerTimeout if a rank does not come: every rank calls it alike.
+    """
     return _operator(op).warmup(*args, **kwargs)
 
 
@@ -309,7 +340,11 @@ def log_fallback(op: str, plan: Plan, seen: set[tuple[str, str]]) -> None:
 
 
 def debugging() -> bool:
-    return os.environ.get("TILEWEAVE_DEBUG", "0") == "1"
+    """Whether ranks compare all of each call and wait for it: ``TILEWEAVE_DEBUG``."""
+    text = os.environ.get("TILEWEAVE_DEBUG", "0")
+    if text not in ("", "0", "1"):
+        raise InputError(f"asked: TILEWEAVE_DEBUG={text!r}; allowed: 0 or 1; remedy: set one of them, or unset it")
+    return text == "1"
 
 
 def agree(group: dist.ProcessGroup, device: torch.device, signature: dict[str, object]) -> None:

@@ -7,7 +7,8 @@ then j. So own tokens come first, and then what arrives first.
 
 All of it is one int32 tensor, *table*, since an operator returns tensors; the fields are views of it. There is no capacity
 and no dropped token: its size is the bound R * max_tokens * k, since a token may choose one expert k times, and how many rows
-there are is known on the device only (``offsets[-1]``).
+there are is known on the device only (``offsets[-1]``). So tensors of rows are bound-sized: a dispatch takes memory for
+R * max_tokens * k rows of y, whatever is routed here, and what follows it (an activation, gradients) as many each.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from dataclasses import dataclass
 
 import torch
 
+from tileweave.errors import require
+
 _WORDS = 4  # fields begin at multiples of 16 bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # to compare tables would be to wait for the device
 class RoutingPlan:
     """Where everything stands; made by ``dispatch_grouped_matmul`` (or :func:`reference_plan`).
 
     Sizes
     -----
     tokens : T of this rank, at most max_tokens, the bound of all ranks. topk : k. local_experts : E_local.
-    bound : rows that can be at most: all entries.
+    bound : rows that can be at most: all entries. group_name : of the ranks it was made over; "": not known.
 
     Fields, int32, views of ``table``
     ---------------------------------
@@ -46,6 +49,7 @@ class RoutingPlan:
     local_experts: int
     rank: int
     world_size: int
+    group_name: str = ""
 
     @property
     def bound(self) -> int:
@@ -102,6 +106,22 @@ def layout_of(world_size: int, max_tokens: int, topk: int, local_experts: int) -
     return tuple(begins), sizes
 
 
+def check_plan(plan: RoutingPlan, experts: torch.Tensor, group_name: str) -> None:
+    """``plan`` is one of these experts, in this group: nothing in its table says so, and results would be wrong in silence."""
+    require(
+        experts.shape[0] == plan.local_experts,
+        lambda: f"{experts.shape[0]} local experts with a plan of {plan.local_experts}",
+        "the plan's",
+        "pass all experts of this rank",
+    )
+    require(
+        plan.group_name == group_name or not plan.group_name,
+        lambda: f"group {group_name!r} with a plan made in group {plan.group_name!r}",
+        "the plan's group",
+        "pass the group= of the dispatch that made the plan",
+    )
+
+
 def new_rows(like: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     """Memory for [rows, cols] of which a plan's rows are written: zeros where torch looks for NaN in gradients."""
     return like.new_zeros(rows, cols) if torch.is_anomaly_enabled() else like.new_empty(rows, cols)
@@ -115,11 +135,13 @@ def padded_ids(topk_ids: torch.Tensor, max_tokens: int) -> torch.Tensor:
     return ids
 
 
-def reference_plan(everyone: torch.Tensor, rank: int, num_experts: int, tokens: int | None = None) -> RoutingPlan:
+def reference_plan(
+    everyone: torch.Tensor, rank: int, num_experts: int, tokens: int | None = None, group_name: str = ""
+) -> RoutingPlan:
     """The plan of ``rank`` from the ids of all ranks, ``everyone`` [R, max_tokens, k], -1 where there is none. Plain torch, no
     wait for the device.
 
-    ``tokens``: T of this rank; None: max_tokens.
+    ``tokens``: T of this rank; None: max_tokens. ``group_name``: of these ranks; "": any group takes the plan.
     """
     size, max_tokens, topk = everyone.shape
     local = num_experts // size
@@ -148,7 +170,7 @@ def reference_plan(everyone: torch.Tensor, rank: int, num_experts: int, tokens: 
     fields = (offsets, row_entry, entry_row, own, send_order, send_offsets)
     for begin, count, field in zip(begins[:-1], sizes, fields, strict=True):
         table[begin : begin + count] = field.reshape(-1)
-    return RoutingPlan(table, max_tokens if tokens is None else tokens, max_tokens, topk, local, rank, size)
+    return RoutingPlan(table, max_tokens if tokens is None else tokens, max_tokens, topk, local, rank, size, group_name)
 
 
 def _ends_below(expert: torch.Tensor, experts: int) -> torch.Tensor:
