@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.explore.mutants import Mutant
 
-DI, RO = "dispatch_grouped_matmul/", "moe_routing/"
+DI, RO = "dispatch_grouped_matmul/", "dispatch_grouped_matmul.routing/"
 KERNEL, ROUTING, SORT, ROWS = (
     "kernels/dispatch_grouped_matmul.py",
     "kernels/moe_routing.py",

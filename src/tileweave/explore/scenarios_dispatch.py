@@ -33,7 +33,7 @@ class Routing:
     cut: RoutingCut | None = None
     experts: int = 2
     topk: int = 2
-    op: str = "the routing of dispatch_grouped_matmul"
+    op: str = "dispatch_grouped_matmul.routing"
     programs: tuple[int, ...] = (1, 2, 3)
     resident: int = 1
 

@@ -17,7 +17,7 @@ from tileweave.schedule_grouped import DispatchConfig, RoutingCut, routing_cut
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 OP = "dispatch_grouped_matmul"
-ROUTING = "the routing of dispatch_grouped_matmul"  # in errors
+ROUTING = "dispatch_grouped_matmul.routing"  # in errors
 
 
 def _workspace(group_name: str, device: torch.device) -> Workspace:
