@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import tileweave.transport.cuda as cuda
-from tileweave.transport.rendezvous import Meeting
+from tileweave.transport.rendezvous import MAPPED, Meeting
 
 BACKEND = "cpu:gloo,cuda:gloo"
 FREE = 8  # multiprocessors for copies
@@ -44,7 +44,7 @@ class Mapped:
 def rendezvous(self: Meeting, local: torch.Tensor) -> Mapped:
     """In place of :meth:`Meeting.rendezvous`."""
     mine = base64.b85encode(pickle.dumps(local.untyped_storage()._share_cuda_())).decode()
-    texts = self.exchange(mine)
+    texts = [text.partition("|")[2] for text in self.exchange(f"{MAPPED}|{mine}")]
     return Mapped(self._group.rank(), local, [pickle.loads(base64.b85decode(text)) for text in texts])
 
 

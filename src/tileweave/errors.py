@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
+
+Waited = Literal["signal", "meeting", "closed"]
 
 
 class TileweaveError(Exception):
@@ -26,30 +29,38 @@ class UnsupportedError(TileweaveError, RuntimeError):
 
 
 class PeerTimeout(TileweaveError, RuntimeError):
-    """A peer's signal did not arrive within the configured time.
+    """A peer did not come within the configured time.
 
     Attributes
     ----------
-    op, rank, peer : which operator, who waited, and for whom (-1: a barrier or own copies, where it is not known for whom).
-    unit : the index of the waiting unit of work (a tile, or ``-1`` for a barrier).
-    expected, seen : the epoch that was awaited and the one that stood in the signal.
+    op, rank, peer : which operator, or what else was waited for; who waited, and for whom (-1: it is not known for whom).
+    at : where. "signal": in a kernel, for a peer's signal; "meeting": on the host, where memory is mapped and calls are
+        compared; "closed": there, too, but the peer has closed its workspace meanwhile.
+    unit : of a signal, the index of the waiting unit of work (a tile, or ``-1`` for a barrier).
+    expected, seen : of a signal, the epoch that was awaited and the one that stood there.
     """
 
-    def __init__(self, op: str, rank: int, peer: int, unit: int, expected: int, seen: int, seconds: float) -> None:
+    def __init__(
+        self, op: str, rank: int, peer: int, unit: int, expected: int, seen: int, seconds: float, at: Waited = "signal"
+    ) -> None:
         self.op, self.rank, self.peer, self.unit = op, rank, peer, unit
         self.expected, self.seen, self.seconds = expected, seen, seconds
+        self.at: Waited = at
         whom = f"rank {peer}" if peer >= 0 else "some rank of its group"
-        where = "at a barrier" if unit < 0 else f"in work unit {unit}"
-        super().__init__(
-            f"{op}: rank {rank} waited {seconds:g} s for {whom} {where} (expected epoch {expected}, saw {seen}), which "
-            "did not call the same operator in time: it died, raised, called something else, or is late. "
-            "Remedy: find out what that rank did; raise TILEWEAVE_TIMEOUT (seconds) if it is only late. "
-            "The workspace of this group is no longer usable: tileweave.close(group), then call again on every rank."
+        place = "at a barrier" if unit < 0 else f"in work unit {unit}"
+        where = f"{place} (expected epoch {expected}, saw {seen})" if at == "signal" else "on the host"
+        late = (
+            f"waited {seconds:g} s for {whom} {where}, which did not call the same operator in time: it died, raised, called "
+            "something else, or is late. Remedy: find out what that rank did; raise TILEWEAVE_TIMEOUT (seconds) if it is only "
+            "late."
         )
+        closed = f"met {whom}, which has closed its workspace since. Remedy: find out why that rank closed it."
+        after = "The workspace of this group is no longer usable: tileweave.close(group), then call again on every rank."
+        super().__init__(f"{op}: rank {rank} {closed if at == 'closed' else late} {after}")
 
-    def __reduce__(self) -> tuple[type[PeerTimeout], tuple[str, int, int, int, int, int, float]]:
+    def __reduce__(self) -> tuple[type[PeerTimeout], tuple[str, int, int, int, int, int, float, Waited]]:
         """Launchers and process pools pickle what a rank raised."""
-        return PeerTimeout, (self.op, self.rank, self.peer, self.unit, self.expected, self.seen, self.seconds)
+        return PeerTimeout, (self.op, self.rank, self.peer, self.unit, self.expected, self.seen, self.seconds, self.at)
 
 
 def require(condition: bool, asked: str | Callable[[], str], allowed: str, remedy: str) -> None:

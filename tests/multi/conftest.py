@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 from tests.worlds import World, Worlds, gpu_ranks
 
-LARGEST = max(2, min(4, gpu_ranks()))
+
+def most() -> int:
+    """Asked for when tests are collected: this file is read before pytest's options are."""
+    return max(2, min(4, gpu_ranks()))
 
 
-@pytest.fixture(params=range(2, LARGEST + 1), ids="world{}".format)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "world" in metafunc.fixturenames:
+        metafunc.parametrize("world", range(2, most() + 1), ids="world{}".format, indirect=True)
+
+
+@pytest.fixture
 def world(request: pytest.FixtureRequest, worlds: Worlds) -> World:
     return worlds("nccl", request.param)
 
@@ -16,4 +24,4 @@ def world(request: pytest.FixtureRequest, worlds: Worlds) -> World:
 @pytest.fixture
 def largest(worlds: Worlds) -> World:
     """One world of all ranks: for what takes long and does not depend on the size."""
-    return worlds("nccl", LARGEST)
+    return worlds("nccl", most())

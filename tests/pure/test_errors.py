@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tileweave as tw
-from tileweave.errors import PeerTimeout, require
+from tileweave.errors import PeerTimeout, Waited, require
 from tileweave.ops.all_gather_matmul import check_inputs
 
 
@@ -43,13 +43,23 @@ def test_a_time_out_at_a_barrier() -> None:
     assert "unit -1" not in text
 
 
-def test_a_time_out_survives_pickling() -> None:
+@pytest.mark.parametrize("at", ["meeting", "closed"])
+def test_a_time_out_on_the_host_has_no_epochs(at: Waited) -> None:
+    text = str(PeerTimeout("mapping symmetric memory", 0, 2, -1, 0, 0, 30.0, at))
+    assert "mapping symmetric memory" in text and "rank 2" in text and "Remedy: " in text and "tileweave.close" in text
+    assert "epoch" not in text and "barrier" not in text
+    assert ("has closed its workspace" in text) == (at == "closed") and ("30 s" in text) == (at == "meeting")
+    assert "some rank" in str(PeerTimeout("mapping symmetric memory", 0, -1, -1, 0, 0, 30.0, "meeting"))
+
+
+@pytest.mark.parametrize("at", ["signal", "meeting", "closed"])
+def test_a_time_out_survives_pickling(at: Waited) -> None:
     """Launchers and process pools hand exceptions from process to process."""
-    error = PeerTimeout("all_gather_matmul", 2, 1, 17, 40, 39, 2.5)
+    error = PeerTimeout("all_gather_matmul", 2, 1, 17, 40, 39, 2.5, at)
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is PeerTimeout
     assert str(back) == str(error)
-    assert (back.peer, back.seen, back.seconds) == (1, 39, 2.5)
+    assert (back.peer, back.seen, back.seconds, back.at) == (1, 39, 2.5, at)
 
 
 # --- Inputs that need no peers to be wrong ---

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import pairwise, permutations
+from typing import Any
 
 import pytest
 
 from tileweave.profile.metrics import e_overlap, geometric_mean, limit_ratio, speed_up
 from tileweave.profile.timing import turn
-from tileweave.profile.trace import OWN_CLOCKS, SEVERAL, SHARED_CLOCK, Event, chrome, decode, merge, summary
+from tileweave.profile.trace import OWN_CLOCKS, SEVERAL, SHARED_CLOCK, Event, Trace, chrome, decode, merge, summary
 from tileweave.schedule import TileSchedule
 
 
@@ -94,3 +95,41 @@ def test_each_function_follows_each_other_as_often(count: int) -> None:
     assert all(sorted(row) == list(range(count)) for row in rows)
     follows = Counter(pair for row in rows for pair in pairwise(row))
     assert follows == dict.fromkeys(permutations(range(count), 2), 2)
+
+
+# --- Pictures: what they say is there ---
+
+
+def picture_of(monkeypatch: pytest.MonkeyPatch, *traces: Trace) -> tuple[str, list[str], list[str], list[float]]:
+    """Heading, legend, titles of time lines, and the largest value of each scale of grey."""
+    plot = pytest.importorskip("tileweave.profile.plot")
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot.Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
+    plot.plot_traces(traces, "nowhere.png")
+    (figure,) = drawn
+    (legend,) = figure.legends
+    scales = [axes.images[0].get_clim()[1] for axes in figure.axes if axes.images]
+    cells = [text.get_text() for axes in figure.axes if axes.images for text in axes.texts]
+    titles = [axes.get_title(loc="left") for axes in figure.axes if not axes.images]
+    return figure.get_suptitle(), [text.get_text() for text in legend.get_texts()] + cells, titles, scales
+
+
+WAITS = merge("waits", [[Event(0, 0, "wait", 1, 0, 25_000)], [Event(1, 0, "wait", 0, 0, 494_000_000)]], True)
+ALL = [Event(0, -1, "push", 1, 0, 9), Event(0, 0, "compute", 0, 0, 9), Event(0, 0, "wait", 1, 9, 25_000)]
+
+
+def test_a_picture_of_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    heading, words, titles, _ = picture_of(monkeypatch, WAITS)
+    only = "waits only; the rest is not recorded"
+    assert heading == f"Who waited for whom ({only})" and titles == [f"waits   ({only})"]
+    assert not any("push" in word or "compute" in word for word in words)
+    assert "wait for that rank" in words and "blank: not recorded" in words
+
+
+def test_a_picture_names_all_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    heading, words, titles, scales = picture_of(monkeypatch, merge("all", [ALL, ALL[1:2]], True), WAITS)
+    assert heading == "Who pushed, who computed, who waited for whom" and titles[0] == "all" and "waits only" in titles[1]
+    assert any("copies" in word and "sender's colour" in word for word in words) and "push by the kernel" not in str(words)
+    assert "compute on rows of that rank" in words and "blank: not recorded" in words
+    assert {"25.0 us", "494 ms"} <= set(words), "a matrix has values of both units"
+    assert len(set(scales)) == 1, "one scale of grey"

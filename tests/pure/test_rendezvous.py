@@ -5,8 +5,10 @@ Where there are no GPUs nothing can be mapped; what torch's C++ sends through th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
 import tileweave as tw
-from tileweave.transport.rendezvous import Meeting, Messages
+from tileweave.transport import rendezvous
+from tileweave.transport.collectives import agree
+from tileweave.transport.rendezvous import Meeting, Messages, Texts, meet
 
 
 class Exchange:
@@ -61,7 +65,7 @@ def test_histories_do_not_matter(histories: tuple[int, ...], one_by_one: bool) -
         exchange = Exchange(histories[me], one_by_one)
         by_torch = dist.PrefixStore("torch", messages)  # calls our methods from C++, as a rendezvous does
         for n in range(3):
-            messages.start_round()
+            messages.start_round(n)
             seen.append(exchange.rendezvous(by_torch, me, size, bytes([n, me, 0, 255])))
             exchange.number += me  # in between this process met others
         return seen
@@ -73,20 +77,20 @@ def test_histories_do_not_matter(histories: tuple[int, ...], one_by_one: bool) -
 
 def test_other_keys_pass() -> None:
     messages = Messages(dist.HashStore(), "test", 0)
-    messages.start_round()
+    messages.start_round(1)
     keys = ["word", "topic/word/3", "topic/5", "topic/6/x"]
     for key in keys:
         messages.set(key, key)
     assert messages.multi_get(keys) == [key.encode() for key in keys]
     assert messages.check(["word"]) and messages.get("word") == b"word" and messages.add("count", 2) == 2
-    messages.start_round()
+    messages.start_round(2)
     assert not messages.check(["word"]), "a round does not see another's messages"
 
 
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.2")
     messages = Messages(dist.HashStore(), "test", 0)
-    messages.start_round()
+    messages.start_round(1)
     with pytest.raises(tw.PeerTimeout, match=r"waited 0\.2 s for some rank"):
         Exchange(0).all_gather(messages, 0, 2, b"")
 
@@ -117,9 +121,79 @@ def test_a_meeting_is_a_group_that_torch_finds(world: dist.ProcessGroup) -> None
 
 def test_texts_of_all_ranks(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting(world, torch.device("cpu"))
-    assert [meeting.exchange(text) for text in ("4096||", "8192|no memory|")] == [["4096||"], ["8192|no memory|"]]
+    texts = ("memory|4096||", "memory|8192|no memory|")
+    assert [meeting.exchange(text) for text in texts] == [[text] for text in texts]
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.2")
-    monkeypatch.setattr(dist.ProcessGroup, "size", lambda group: 2)
-    with pytest.raises(tw.PeerTimeout, match="mapping symmetric memory"):
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    with pytest.raises(tw.PeerTimeout, match=r"mapping symmetric memory: rank 0 waited 0\.2 s for rank 1"):
         meeting.exchange("the other rank does not come")
     meeting.close()
+
+
+# --- Several ranks in one process: groups that are no more than a rank, a size and the store ---
+
+
+@dataclass(eq=False)
+class Rank:
+    store: dist.Store
+    rank: int
+    size: int
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
+    monkeypatch.setenv("TILEWEAVE_TIMEOUT", "1")
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
+    monkeypatch.setattr(rendezvous, "_get_process_group_store", lambda group: group.store)
+    store = dist.HashStore()
+    return [Rank(store, rank, 3) for rank in range(3)]
+
+
+def said(function: Callable[..., object], *args: object) -> str:
+    try:
+        return str(function(*args))
+    except tw.TileweaveError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_meeting_that_was_given_up_is_not_taken_for_a_new_one(three: list[Rank]) -> None:
+    """Rank 1 gives up twice; then all come: with a number, and texts, of their own."""
+    for n in range(2):
+        assert "PeerTimeout: a call: rank 1 waited 1 s for rank 0" in said(meet, f"old {n}", three[1], "a call")
+    found = on_ranks(3, lambda rank: meet(f"new {rank}", three[rank], "a call"))
+    assert found == [(3, ["new 0", "new 1", "new 2"])] * 3
+
+
+def test_texts_do_not_pile_up(three: list[Rank]) -> None:
+    for n in range(4):
+        on_ranks(3, lambda rank, n=n: meet(f"{n}", three[rank], "a call"))
+    assert three[0].store.num_keys() <= 2 * 3 + 3, "counts, and texts of the last meetings"
+
+
+def test_who_closed_waits_for_those_who_have_not(three: list[Rank]) -> None:
+    texts = [Texts(rank) for rank in three]  # type: ignore[arg-type]
+    on_ranks(3, lambda rank: texts[rank].barrier())
+    texts[1].close()
+
+    def again(rank: int) -> list[str]:
+        found = [said(texts[rank].exchange, "memory|")]
+        if rank != 1:
+            texts[rank].close()
+            time.sleep(1.5)  # longer than a rank waits that has closed nothing
+            found.append(said(Texts(three[rank]).exchange, "memory|"))  # type: ignore[arg-type]
+        return found
+
+    right = str(["memory|"] * 3)
+    first, second, third = on_ranks(3, again)
+    assert second == [right]
+    for found in (first, third):
+        assert "PeerTimeout" in found[0] and "rank 1, which has closed its workspace" in found[0] and found[1] == right
+
+
+def test_who_memory_is_made_for_and_who_compares_calls_are_told_alike(three: list[Rank]) -> None:
+    texts = Texts(three[0])  # type: ignore[arg-type]
+    calls = [lambda: texts.exchange("memory|1||"), *[lambda rank=rank: agree("a call", three[rank]) for rank in (1, 2)]]  # type: ignore[arg-type,misc]
+    one, *others = on_ranks(3, lambda rank: said(calls[rank]))
+    assert one.startswith("RankMismatchError: asked: rank 0: the first call of an operator, where the other ranks have a call")
+    assert others == [one, one]

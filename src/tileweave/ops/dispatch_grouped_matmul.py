@@ -93,7 +93,7 @@ def dispatch_grouped_matmul(
     try:
         _check_call(x, experts, topk_ids, max_tokens, plan, out, name)
     except InputError as error:
-        tell_peers(OP, name, error, x, experts)
+        tell_peers(OP, name, error)
         raise
     if plan is None:
         plan = make_plan(topk_ids, experts.shape[0], x.shape[0] if max_tokens is None else max_tokens, name)  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: st
     if debugging():
         signature = {"max_tokens": max_tokens, "topk": topk_ids.shape[1], "experts": experts}
         check = partial(_check_routing, topk_ids, experts, max_tokens, size, True)
-        check_together(OP, group_name, signature, (topk_ids,), check)
+        check_together(OP, group_name, signature, check)
     else:
         _check_routing(topk_ids, experts, max_tokens, size, False)
     if routes_fused(size, machine_of(topk_ids.device), interpreting()) and max_tokens:
@@ -253,7 +253,7 @@ def _forward(x, experts, table, max_tokens, topk, group_name, keep, out=None):
     routed = _plan_of(x, experts, table, max_tokens, topk, group_name)
     if debugging():
         signature = {"experts": list(experts.shape), "dtype": str(x.dtype), "max_tokens": max_tokens, "topk": topk}
-        check_together(OP, group_name, signature, (x, experts, table), partial(check_inputs, x, experts, routed, out))
+        check_together(OP, group_name, signature, partial(check_inputs, x, experts, routed, out))
     else:
         check_inputs(x, experts, routed, out)
     chosen = plan_call(experts, routed)

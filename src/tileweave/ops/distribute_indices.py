@@ -87,7 +87,7 @@ def begin_distribute_indices(
     if debugging():  # before the checks: a rank whose input is refused must not leave the others waiting
         dtypes = [str(values.dtype), None if weights is None else str(weights.dtype)]
         common = {"features": list(map(list, features)), "lengths": lengths.numel(), "dtypes": dtypes}
-        agree(group, lengths.device, {"op": "distribute_indices", **common})
+        agree(group, {"op": "distribute_indices", **common})
     count = _check_inputs(lengths, values, features, weights, size)
     owned = tuple(map(tuple, features))
     where, samples = _layout(owned, count, rank, lengths.device), lengths.numel() // count

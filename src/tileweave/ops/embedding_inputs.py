@@ -197,7 +197,7 @@ def agree_on_call(
     error: RankMismatchError | None = None
     try:
         if size > 1 and group is not None:
-            agree(group, indices.device, {"op": OP, **signature})
+            agree(group, {"op": OP, **signature})
     except RankMismatchError as found:
         error = found
     require(not trouble, trouble, "offsets that rise from 0, indices of rows that exist", "fix the bags")

@@ -15,29 +15,20 @@ from tileweave.errors import InputError, PeerTimeout, RankMismatchError
 from tileweave.ops.registry import agree, debugging, group_of
 
 
-def check_together(
-    op: str, group_name: str, signature: Mapping[str, object], tensors: tuple[torch.Tensor, ...], check: Callable[[], None]
-) -> None:
+def check_together(op: str, group_name: str, signature: Mapping[str, object], check: Callable[[], None]) -> None:
     """Collective, for who debugs: ``check()``, which raises :class:`InputError`, must pass on every rank, and signatures be the
     same; else every rank raises, its own error or :class:`RankMismatchError`."""
     try:
         check()
     except InputError as error:
-        tell_peers(op, group_name, error, *tensors)
+        tell_peers(op, group_name, error)
         raise
-    agree(group_of(group_name), _device_of(tensors), {"op": op, **signature})
+    agree(group_of(group_name), {"op": op, **signature})
 
 
-def tell_peers(op: str, group_name: str, error: InputError, *tensors: torch.Tensor) -> None:
+def tell_peers(op: str, group_name: str, error: InputError) -> None:
     """What a rank does with its own error before it raises it: peers may be waiting to agree. Nothing while torch traces."""
     if torch.compiler.is_compiling() or not debugging():
         return
-    device = _device_of(tensors)
-    if device.type != "meta":
-        with suppress(RankMismatchError, PeerTimeout):  # the own one says more
-            agree(group_of(group_name), device, {"op": op, "refused": str(error)})
-
-
-def _device_of(tensors: tuple[torch.Tensor, ...]) -> torch.device:
-    """Where ranks exchange what they agree on: a GPU if any tensor is on one, since NCCL knows no other memory."""
-    return next((t.device for t in tensors if t.is_cuda), tensors[0].device)
+    with suppress(RankMismatchError, PeerTimeout):  # the own one says more
+        agree(group_of(group_name), {"op": op, "refused": str(error)})

@@ -88,7 +88,7 @@ def grouped_matmul_combine(
     try:
         _check_call(y, experts, plan, topk_weights, out, name)
     except InputError as error:
-        tell_peers(OP, name, error, y, experts)
+        tell_peers(OP, name, error)
         raise
     sizes = (plan.table, topk_weights, plan.tokens, plan.max_tokens, plan.topk)
     if out is not None:
@@ -183,7 +183,7 @@ def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Com
     if debugging():
         sizes = [*experts.shape, plan.max_tokens, plan.topk]
         common = {"sizes": sizes, "dtype": str(y.dtype), "weighted": weights is not None}
-        check_together(OP, group_name, common, (y, experts, plan.table), partial(check_inputs, y, experts, plan, weights, out))
+        check_together(OP, group_name, common, partial(check_inputs, y, experts, plan, weights, out))
     else:
         check_inputs(y, experts, plan, weights, out)
     chosen = plan_of(plan, experts)
@@ -230,7 +230,7 @@ def _backward_implementation(
 ):
     plan = routing_plan(table, experts, tokens, max_tokens, topk, group_name)
     if debugging():
-        agree(group_of(group_name), grad.device, {"op": f"gradient of {OP}", "of topk_weights": need_weights})
+        agree(group_of(group_name), {"op": f"gradient of {OP}", "of topk_weights": need_weights})
     return combine_gradients(grad.contiguous(), y, experts, plan, weights, group_name, need_y, need_experts, need_weights)
 
 

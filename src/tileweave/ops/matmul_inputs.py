@@ -139,7 +139,7 @@ def accept(
     shapes = [None if t is None else list(t.shape) for t in (x, w, *others)]
     common = {"op": op, "shapes": shapes, "dtype": str(x.dtype), "options": options}
     if debugging():  # before the checks: a rank whose input is refused must not leave the others waiting
-        agree(group, x.device, common)
+        agree(group, common)
     size = dist.get_world_size(group)
     check(size)
     chosen = plan(size)

@@ -54,7 +54,7 @@ def begin_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.T
     """As :func:`all_gather`, beside what is queued next: the result, and what to wait for."""
     in_line(x)
     if x.device.type == "cpu":
-        agree(f"a gather of {tuple(x.shape)} {x.dtype}", group, x.device)  # gloo ends the process where sizes differ
+        agree(f"a gather of {tuple(x.shape)} {x.dtype}", group)  # gloo ends the process where sizes differ
     gathered = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     return gathered, all_gather_flat(gathered, x.contiguous(), group=group, async_op=True)
 
@@ -193,7 +193,7 @@ def all_to_all_whole(whole: torch.Tensor, split: list[int], sizes: list[int], gr
     """:func:`all_to_all` of pieces that stand one behind the other, flat; so does what comes back."""
     in_line(whole)
     if whole.device.type == "cpu":
-        agree(f"an all-to-all of {whole.dtype}", group, whole.device)
+        agree(f"an all-to-all of {whole.dtype}", group)
         _agree_on_parts(split, sizes, group)
     got = whole.new_empty(sum(sizes))
     if whole.dtype.itemsize == 2:  # as bytes, since gloo knows no halves

@@ -347,6 +347,6 @@ def debugging() -> bool:
     return text == "1"
 
 
-def agree(group: dist.ProcessGroup, device: torch.device, signature: dict[str, object]) -> None:
+def agree(group: dist.ProcessGroup, signature: dict[str, object]) -> None:
     """Collective: raise the same :class:`RankMismatchError` on every rank if signatures differ."""
-    collectives.agree(json.dumps(signature, sort_keys=True), group, device)
+    collectives.agree(json.dumps(signature, sort_keys=True), group)

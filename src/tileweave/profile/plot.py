@@ -18,21 +18,35 @@ RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
 _SEVERAL_COLOUR = "#444444"
 _MOST_LANES = 4  # of programs, for each rank
 _DPI = 130
+_WAITS_ONLY = "waits only; the rest is not recorded"
 
 
 def plot_traces(traces: Sequence[Trace], path: Path | str) -> None:
     """One row for each trace: a time line of all ranks, and the matrix of who waited how long for whom."""
     heights = [max(2.2, 0.34 * len(_lanes(trace)) + 1.1) for trace in traces]
-    figure = Figure(figsize=(14, sum(heights) + 1.0), layout="constrained")
+    figure = Figure(figsize=(14, sum(heights) + 1.2), layout="constrained")
     grid = figure.subplots(len(traces), 2, squeeze=False, gridspec_kw={"width_ratios": [4.2, 1], "height_ratios": heights})
-    for (line, matrix), trace in zip(grid, traces, strict=True):
+    tables = [_waited(trace) for trace in traces]
+    longest = max((value for _, cells in tables for row in cells for value in row), default=0.0)
+    for (line, matrix), trace, table in zip(grid, traces, tables, strict=True):
         _draw_time_line(line, trace)
-        _draw_matrix(matrix, trace)
-    size = max((trace.world_size for trace in traces), default=0)
-    several = any(event.peer == SEVERAL and event.kind != "push" for trace in traces for event in trace.events)
-    figure.legend(handles=_legend(size, several), loc="outside lower center", ncols=size + 4, frameon=False, fontsize=9)
-    figure.suptitle("Who pushed, who computed, who waited for whom", fontsize=13, fontweight="bold")
+        _draw_matrix(matrix, *table, longest)
+    handles = _legend(traces)
+    figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // 2), frameon=False, fontsize=9)
+    figure.suptitle(_heading(traces), fontsize=13, fontweight="bold")
     figure.savefig(path, dpi=_DPI)
+
+
+def _kinds(traces: Sequence[Trace]) -> set[str]:
+    return {event.kind for trace in traces for event in trace.events}
+
+
+def _heading(traces: Sequence[Trace]) -> str:
+    """What can be seen, no more."""
+    words = {"push": "who pushed", "compute": "who computed", "wait": "who waited for whom"}
+    seen = _kinds(traces)
+    text = ", ".join(word for kind, word in words.items() if kind in seen).capitalize() or "Nothing was recorded"
+    return text + (f" ({_WAITS_ONLY})" if seen == {"wait"} else "")
 
 
 def _lanes(trace: Trace) -> list[tuple[int, int]]:
@@ -61,7 +75,8 @@ def _draw_time_line(axes: Axes, trace: Trace) -> None:
     axes.set_ylim(min(place.values()) - 0.6, 0.6)
     axes.set_xlim(0, trace.end_ns / scale or 1.0)
     axes.set_xlabel(f"time, {unit}   ({trace.clock})", fontsize=9)
-    axes.set_title(trace.title, fontsize=10, loc="left")
+    only = f"   ({_WAITS_ONLY})" if _kinds([trace]) == {"wait"} else ""
+    axes.set_title(trace.title + only, fontsize=10, loc="left")
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(axis="x", labelsize=8)
@@ -85,41 +100,60 @@ def _draw_event(axes: Axes, event: Event, y: float, scale: float) -> None:
     elif event.kind == "wait":
         axes.broken_barh([(begin, width)], (y - 0.30, 0.60), facecolor="white", edgecolor=colour, hatch="/////", linewidth=0.8)
     else:
-        axes.broken_barh([(begin, width)], (y - 0.20, 0.40), facecolor=colour, edgecolor="black", linewidth=0.9)
+        axes.broken_barh([(begin, width)], (y - 0.20, 0.40), facecolor=colour, edgecolor="black", linewidth=0.6)
 
 
-def _legend(size: int, several: bool) -> list[Patch]:
-    ranks = [Patch(facecolor=RANK_COLOURS[rank % len(RANK_COLOURS)], label=f"rank {rank}") for rank in range(size)]
-    if several:
-        ranks.append(Patch(facecolor=_SEVERAL_COLOUR, label="several ranks"))
-    kinds = [
-        Patch(facecolor="#bbbbbb", edgecolor="black", linewidth=1.0, label="push of own rows (black edge)"),
-        Patch(facecolor="#bbbbbb", edgecolor="white", label="compute on rows of that rank"),
-        Patch(facecolor="white", edgecolor="#777777", hatch="/////", label="wait for that rank"),
-    ]
-    return ranks + kinds
+def _legend(traces: Sequence[Trace]) -> list[Patch]:
+    """The ranks, and the kinds that are there."""
+    events = [event for trace in traces for event in trace.events]
+    size = max((trace.world_size for trace in traces), default=0)
+    entries = [Patch(facecolor=RANK_COLOURS[rank % len(RANK_COLOURS)], label=f"rank {rank}") for rank in range(size)]
+    if any(event.peer == SEVERAL and event.kind != "push" for event in events):
+        entries.append(Patch(facecolor=_SEVERAL_COLOUR, label="several ranks"))
+    pushers = {event.program == COPY_ENGINE for event in events if event.kind == "push"}
+    grey, kinds = "#bbbbbb", _kinds(traces)
+    if False in pushers:
+        entries.append(Patch(facecolor=grey, edgecolor="black", linewidth=0.6, label="push by the kernel, sender's colour"))
+    if True in pushers:
+        label = 'lanes "copies": push by a copy engine, sender\'s colour'
+        entries.append(Patch(facecolor=grey, edgecolor="black", linewidth=0.6, label=label))
+    if "compute" in kinds:
+        entries.append(Patch(facecolor=grey, edgecolor="white", label="compute on rows of that rank"))
+    if "wait" in kinds:
+        entries.append(Patch(facecolor="white", edgecolor="#777777", hatch="/////", label="wait for that rank"))
+    return [*entries, Patch(facecolor="white", edgecolor="#cccccc", linewidth=0.6, label="blank: not recorded")]
 
 
-def _draw_matrix(axes: Axes, trace: Trace) -> None:
-    """Rows: who waited; columns: for whom; milli- or microseconds, mean over programs."""
+def _waited(trace: Trace) -> tuple[list[int], list[list[float]]]:
+    """Columns (for whom), and rows (who waited) of nanoseconds, mean over programs."""
     figures = summary(trace)
     columns = [*range(trace.world_size)]
     if any(SEVERAL in rank.waited_ns for rank in figures):
         columns.append(SEVERAL)
-    cells = [[rank.waited_ns.get(c, 0) / max(rank.programs, 1) for c in columns] for rank in figures]
-    largest = max(map(max, cells), default=0.0)
-    scale, unit = (1e6, "ms") if largest > 1e6 else (1e3, "us")
-    axes.imshow(cells, cmap="Greys", vmin=0, vmax=largest * 1.6 or 1.0, aspect="auto")
+    return columns, [[rank.waited_ns.get(c, 0) / max(rank.programs, 1) for c in columns] for rank in figures]
+
+
+def _draw_matrix(axes: Axes, columns: list[int], cells: list[list[float]], longest: float) -> None:
+    """``longest``: of all matrices of the figure, so that greys can be compared."""
+    axes.imshow(cells, cmap="Greys", vmin=0, vmax=longest * 1.6 or 1.0, aspect="auto")
     for row, values in enumerate(cells):
         for column, value in enumerate(values):
-            text = "" if columns[column] == row else f"{value / scale:.1f}" if value else "0"
+            text = "" if columns[column] == row else _duration(value)
             axes.text(column, row, text, ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(columns)), ["several" if c == SEVERAL else str(c) for c in columns], fontsize=8)
-    axes.set_yticks(range(trace.world_size), [str(rank) for rank in range(trace.world_size)], fontsize=8)
+    axes.set_yticks(range(len(cells)), [str(rank) for rank in range(len(cells))], fontsize=8)
     axes.set_xlabel("for rank", fontsize=9)
     axes.set_ylabel("rank waited", fontsize=9)
-    axes.set_title(f"waited, {unit} a program", fontsize=9)
+    axes.set_title("waited, mean over programs", fontsize=9)
     axes.tick_params(length=0)
+
+
+def _duration(ns: float) -> str:
+    """Three digits or less, with the unit: a matrix may have both."""
+    if ns == 0:
+        return "0"
+    value, unit = (ns / 1e6, "ms") if ns >= 1e6 else (ns / 1e3, "us")
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
 
 
 # --- Bench ---

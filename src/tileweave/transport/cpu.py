@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from tileweave.topology import CPU
 from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
-from tileweave.transport.collectives import gather_texts, wait_bounded
 from tileweave.transport.host_memory import share
+from tileweave.transport.rendezvous import Texts
 
 
 class CpuTransport:
-    """Implements :class:`tileweave.transport.base.Transport` over shared host memory and a gloo group."""
+    """Implements :class:`tileweave.transport.base.Transport` over shared host memory and a group on the CPU."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -31,6 +31,7 @@ class CpuTransport:
         self._abandoned = threading.Event()  # the kernel whose counters copies wait for has raised
         self.watch: Watcher | None = None
         self._maps: list[mmap.mmap] = []
+        self._texts = Texts(group)
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         mapped = self.share(nbytes)
@@ -39,13 +40,10 @@ class CpuTransport:
         return SymmetricBuffer(views[self.rank], tuple(v.data_ptr() for v in views), views)
 
     def share(self, nbytes: int) -> list[mmap.mmap]:
-        return share(nbytes, self.rank, lambda text: gather_texts(text, self.group, self.device))
+        return share(nbytes, self.rank, self._texts.exchange)
 
     def barrier(self) -> None:
-        self._wait(dist.barrier(group=self.group, async_op=True))
-
-    def _wait(self, work: dist.Work | None) -> None:
-        wait_bounded(work, "barrier", self.rank)
+        self._texts.barrier()
 
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32)
@@ -93,3 +91,4 @@ class CpuTransport:
     def close(self) -> None:
         self._engine.shutdown(wait=True)
         self._maps.clear()
+        self._texts.close()

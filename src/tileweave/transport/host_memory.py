@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from tileweave.errors import UnsupportedError
 from tileweave.transport.collectives import agree_on_memory
+from tileweave.transport.rendezvous import MAPPED
 
 _TOKEN_BYTES = 24
 
@@ -39,19 +40,24 @@ def _open(place: str, nbytes: int) -> mmap.mmap:
     try:
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise UnsupportedError(
-            f"asked: memory of process {process} ({error.strerror}); allowed: ranks of one user on one host, which see each "
-            "other in /proc; remedy: start them in one container"
-        ) from error
+        raise _not_there(process, error.strerror or str(error)) from error
     try:
-        if not os.readlink(f"/proc/self/fd/{opened}").startswith(f"/memfd:tileweave-{token}"):
-            raise UnsupportedError(
-                f"asked: memory of process {process}; allowed: what that process made for this group; "
-                "remedy: run all ranks of the group on one host"
-            )
+        link = os.readlink(f"/proc/self/fd/{opened}")
+        if not link.startswith(f"/memfd:tileweave-{token}"):
+            raise _not_there(process, "something else stands there")
         return mmap.mmap(opened, nbytes)
     finally:
         os.close(opened)
+
+
+def _not_there(process: str, why: str) -> UnsupportedError:
+    """A rank that has given up has let go of its block; ranks that see other processes in /proc look at somebody else's."""
+    gone = os.path.exists(f"/proc/{int(process)}")
+    return UnsupportedError(
+        f"asked: memory of process {process} ({why}{', which may have given up this call' if gone else ''}); allowed: ranks of "
+        "one user on one host, which see each other in /proc, while they call; remedy: start them in one container"
+        + ("; if they are, tileweave.close(group), and call again on every rank" if gone else "")
+    )
 
 
 def share(nbytes: int, rank: int, exchange: Callable[[str], list[str]]) -> list[mmap.mmap]:
@@ -70,7 +76,8 @@ def share(nbytes: int, rank: int, exchange: Callable[[str], list[str]]) -> list[
             mapped = [mmap.mmap(descriptor, nbytes) if r == rank else _open(place, nbytes) for r, place in enumerate(places)]
         except UnsupportedError as error:
             failure = str(error)
-        failures = [text for text in exchange(failure[:180]) if text]  # all have mapped it: the descriptor may go
+        answers = exchange(f"{MAPPED}|{failure}")  # all have mapped it: the descriptor may go
+        failures = [text.partition("|")[2] for text in answers if text != f"{MAPPED}|"]
         if failures:
             raise UnsupportedError(failure or failures[0])
     finally:

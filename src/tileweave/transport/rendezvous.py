@@ -1,9 +1,12 @@
-"""Meetings of one group to map symmetric memory, whatever else its members did before.
+"""Meetings of one group on the host: texts of all ranks, and symmetric memory that is mapped; each bounded in time.
+
+Texts go through the group's store and not through a collective. A collective that a rank has given up stays in torch's group,
+where the next one meets it; gloo ends the process then. Of a meeting that a rank has given up the store keeps that it did, so
+whoever comes later goes on to the next one, and ranks that gave up at different times find each other again.
 
 torch (2.11 to 2.13) numbers the messages of a rendezvous by a counter of the process, not of the group. After a
 rendezvous that only some ranks of a group took part in, say for a sub-group, the next one of the whole group looks for
 messages under different numbers and waits for ever (pytorch issue 196082). It waits as long for a rank that never comes.
-
 So :class:`Meeting` hands torch a group of its own whose store counts messages from the first one of each rendezvous, and
 waits no longer than ``TILEWEAVE_TIMEOUT``.
 """
@@ -12,19 +15,110 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from tileweave.errors import PeerTimeout
+from tileweave.errors import PeerTimeout, RankMismatchError
 from tileweave.transport.workspace import timeout_seconds
 
+T = TypeVar("T", int, str)
 _NUMBERED = re.compile(r"(.*?/)(\d+)((?:/.*)?)$")  # topic/number, topic/number/...
+_GIVEN_UP = "\0given up"  # in place of a text: whoever reads it goes on to the next meeting
+_AWAY = "away|"  # how texts begin of ranks that have closed their workspace
+MAPPING = "mapping symmetric memory"
+MEMORY, HERE, MAPPED = "memory", "here", "mapped"  # what meetings of a workspace are about
+_SPOKEN = {
+    MEMORY: "the first call of an operator",
+    HERE: "an operator that needs more memory",
+    MAPPED: "an operator whose memory is mapped",
+}
+
+# Behind a fault, ranks come to the next meeting as far apart as waits inside a kernel may last, up to twice the time-out.
+LATE = 2.5
+_CLOSED: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose workspace this rank has closed, and not made again since
+
+
+def meet(text: str, group: dist.ProcessGroup, what: str) -> tuple[int, list[str]]:
+    """Collective: the number of this meeting of ``group``, the same on all ranks, and their texts. ``what`` it is for.
+
+    Where some ranks have closed their workspace and others have not, who has not is told, and who has waits for the others.
+    """
+    store = dist.PrefixStore("tileweave-meetings", _get_process_group_store(group))
+    rank, size, away = dist.get_rank(group), dist.get_world_size(group), group in _CLOSED
+    seconds = timeout_seconds() * (LATE if away else 1.0)
+    while True:
+        number = store.add(f"last-of-{rank}", 1)  # in the store: it may outlive the group, and serve the next one
+        keys = [f"{number}/{other}" for other in range(size)]
+        store.set(keys[rank], _AWAY + text if away else text)
+        try:
+            store.wait(keys, timedelta(seconds=seconds))
+            texts = [text.decode() for text in store.multi_get(keys)]
+        except RuntimeError as error:
+            raise PeerTimeout(what, rank, _give_up(store, keys, rank), -1, 0, 0, seconds, "meeting") from error
+        if number > 1:
+            store.delete_key(f"{number - 1}/{rank}")  # who came to this one has read that one
+        those_away = [other for other, theirs in enumerate(texts) if theirs.startswith(_AWAY)]
+        if _GIVEN_UP in texts or (away and len(those_away) < size):
+            continue
+        if those_away and not away:
+            raise PeerTimeout(what, rank, those_away[0], -1, 0, 0, 0.0, "closed")
+        return number, [text.removeprefix(_AWAY) for text in texts]
+
+
+def _give_up(store: dist.Store, keys: list[str], rank: int) -> int:
+    """The rank that did not come, -1 if that cannot be known."""
+    with suppress(RuntimeError):  # of a store that is gone
+        store.set(keys[rank], _GIVEN_UP)
+        return next((other for other, key in enumerate(keys) if not store.check([key])), -1)
+    return -1
+
+
+class Texts:
+    """What the ranks of ``group`` tell each other while they share one workspace."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.number = group, 0
+
+    def exchange(self, text: str) -> list[str]:
+        """Collective: the texts of all ranks, which begin alike: with what they are about, then ``|`` if there is more."""
+        number, texts = meet(text, self.group, MAPPING)
+        require_alike(texts)
+        self.number = number
+        _CLOSED.discard(self.group)
+        return texts
+
+    def barrier(self) -> None:
+        self.exchange(HERE)
+
+    def close(self) -> None:
+        """Not collective."""
+        if self.number:
+            _CLOSED.add(self.group)
+
+
+def the_odd(values: Sequence[T]) -> tuple[T, list[int]]:
+    """What most ranks have, and the ranks that have something else: alike on every rank, also where there is no majority."""
+    common = max(sorted(set(values)), key=values.count)
+    return common, [rank for rank, value in enumerate(values) if value != common]
+
+
+def require_alike(texts: Sequence[str]) -> None:
+    """Raise the same :class:`RankMismatchError` on every rank if texts differ: of workspaces, in what they are about."""
+    said = [_SPOKEN.get(text.partition("|")[0], text) for text in texts]
+    common, odd = the_odd(said)
+    if odd:
+        differences = "; ".join(f"rank {rank}: {said[rank]}" for rank in odd)
+        raise RankMismatchError(
+            f"asked: {differences}, where the other ranks have {common}; allowed: the same operator, shapes, dtypes "
+            f"and options on every rank; remedy: look at what rank {odd[0]} passes"
+        )
 
 
 class Messages(dist.Store):
@@ -37,9 +131,9 @@ class Messages(dist.Store):
         self._first: dict[str, int] = {}
         self._seconds = 0.0
 
-    def start_round(self) -> None:
-        """Before each rendezvous, on every rank."""
-        self._round += 1
+    def start_round(self, number: int) -> None:
+        """Before each rendezvous, on every rank: a number of its own, the same on all of them."""
+        self._round = number
         self._first.clear()
         self._seconds = timeout_seconds()
 
@@ -72,17 +166,17 @@ class Messages(dist.Store):
         try:
             self._store.wait([self._own(key) for key in keys], timedelta(seconds=self._seconds))
         except RuntimeError as error:
-            raise PeerTimeout(self._what, self._rank, -1, -1, 0, 0, self._seconds) from error
+            raise PeerTimeout(self._what, self._rank, -1, -1, 0, 0, self._seconds, "meeting") from error
 
 
-class Meeting:
-    """What maps symmetric memory between the ranks of ``group``. Collective to make, and in every rendezvous."""
+class Meeting(Texts):
+    """What maps symmetric memory between the ranks of ``group``."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group)
         rank, store = dist.get_rank(group), _get_process_group_store(group)
-        number = store.add(f"tileweave-meetings-{rank}", 1)  # in the group's own store: the same on all its ranks
-        self._name = f"tileweave-{group.group_name}-{number}"
-        self._messages = Messages(dist.PrefixStore(self._name, store), "mapping symmetric memory", rank)
+        self._name = f"tileweave-{group.group_name}-{store.add(f'tileweave-workspaces-{rank}', 1)}"
+        self._messages = Messages(dist.PrefixStore("tileweave-rendezvous", store), MAPPING, rank)
         self._group = dist.ProcessGroup(self._messages, rank, dist.get_world_size(group))
         if hasattr(dist.ProcessGroup, "use_pg_for_symm_mem_rendezvous"):  # torch 2.13 asks the group's backend about it
             kinds, backend = dist.ProcessGroup.BackendType, group._get_backend(device)
@@ -92,16 +186,16 @@ class Meeting:
             self._group._set_default_backend(kind)
         _register_process_group(self._name, self._group)  # type: ignore[arg-type]
 
-    def exchange(self, text: str) -> list[str]:
-        """The texts of all ranks. Through the store: a rank that never comes ends the wait in time, which NCCL might not."""
-        self._messages.start_round()
-        self._messages.set(f"text-of-{self._group.rank()}", text)
-        return [self._messages.get(f"text-of-{rank}").decode() for rank in range(self._group.size())]
-
     def rendezvous(self, local: torch.Tensor) -> Any:
-        """torch's handle on ``local`` (from ``symm_mem.empty``) of every rank; None where it cannot be mapped."""
-        self._messages.start_round()
+        """torch's handle on ``local`` (from ``symm_mem.empty``) of every rank; None where it cannot be mapped.
+
+        Behind an :meth:`exchange`, which says that all ranks are there, and has a number.
+        """
+        import torch.distributed._symmetric_memory as symm_mem
+
+        self._messages.start_round(self.number)
         return symm_mem.rendezvous(local, self._name)  # type: ignore[arg-type]
 
     def close(self) -> None:
+        super().close()
         _unregister_process_group(self._name)  # type: ignore[arg-type]
