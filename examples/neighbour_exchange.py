@@ -18,7 +18,7 @@ Why no slot is overwritten: I push to two ranks and wait for the same two, so wh
 ended n-1, the last reader of the slot that step n+1 writes.
 """
 
-import sys
+import argparse
 import time
 
 import torch
@@ -113,7 +113,9 @@ def simulate(member: Member) -> float:
 
 
 def main() -> int:
-    asked = sys.argv[1] if len(sys.argv) > 1 else None
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("ranks", nargs="?", help="2 to 8; default: two")
+    asked = parser.parse_args().ranks
     require(asked is None or asked.isdecimal(), f"{asked!r} ranks", "a number", "pass one")
     kind = default_device_type()
     ranks = default_world_size(kind, None if asked is None else int(asked), most=2)

@@ -333,7 +333,7 @@ def simulate(context: typer.Context) -> None:
 @app.command()
 def fuzz(
     runs: Annotated[int, typer.Option(min=1, help="Interleavings to explore, about.")] = 20_000,
-    only: Annotated[str, typer.Option(help="Only scenarios whose name contains this.")] = "",
+    only: Annotated[str, typer.Option(help="Only scenarios whose name contains this; of a seed, what is before its @.")] = "",
     first: Annotated[int, typer.Option(min=0, help="Number of the first seed: another one explores other interleavings.")] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="Stop after this long (0: when all is done).")] = 0.0,
     workers: Annotated[int, typer.Option(min=0, help="Processes (0: one a core).")] = 0,
@@ -354,7 +354,7 @@ def fuzz(
         told = explorer.replay(replay)
         screen.print(told or "nothing goes wrong", markup=False)
         raise typer.Exit(1 if told else 0)
-    report = explorer.fuzz(runs, only, workers or cpu_count() or 1, first, seconds)
+    report = explorer.fuzz(runs, only.partition("@")[0], workers or cpu_count() or 1, first, seconds)
     if json is not None:
         json.write_text(dumps({"environment": environment(), "first_seed": first, **report.as_json()}, indent=1) + "\n")
     if report.story:

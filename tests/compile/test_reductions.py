@@ -276,7 +276,7 @@ def test_what_tma_cannot_reach_takes_the_triton_kernel(push: bool) -> None:
     schedule = scatter_schedule_for(Problem(WORLD_SIZE, 256, COLS, DEPTH, 2, ""), config, RANK, H200)
     peers = endpoint(schedule.slot_elements(False), torch.bfloat16)
     copies = () if push else ((), ())
-    call = _FusedCall(None, peers, schedule, config, False, copies, {})  # type: ignore[arg-type] - launches nothing
+    call = _FusedCall(None, peers, schedule, config, False, copies, 0, {})  # type: ignore[arg-type] - launches nothing
     x, w, out = (torch.empty(rows, cols, dtype=torch.bfloat16) for rows, cols in ((1024, DEPTH), (COLS, DEPTH), (256, COLS)))
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
