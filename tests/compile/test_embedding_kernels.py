@@ -21,6 +21,7 @@ from tests.compile.ptx_lint import LOAD_AFTER_WAIT, STORE_BEFORE_SIGNAL, lint, o
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
     pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
 
+import triton
 from triton import knobs
 
 from tileweave.kernels import embedding_bag_all_to_all as fused
@@ -33,6 +34,7 @@ from tileweave.sharding import EmbeddingConfig
 
 WORLD_SIZE, RANK, BATCH = 4, 1, 64
 NVIDIA = tuple(target for target in TARGETS if target.startswith("sm_"))
+OLD = triton.__version__.startswith("3.6.")
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,9 @@ def test_lookups_fit_every_target(case: Case, is_fused: bool, target: str) -> No
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_gradients_fit_every_target(target: str) -> None:
+def test_gradients_fit_every_target(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if target not in NVIDIA and OLD:  # its pass for buffer loads fails on addresses made of integers
+        monkeypatch.setenv("AMDGCN_USE_BUFFER_OPS", "0")
     kernels = compile_gradient(target, torch.float32, sums.ADAGRAD)
     assert [k.name for k in kernels] == NAMES
     assert all(map(fits, kernels))
@@ -182,7 +186,10 @@ def test_gradients_keep_the_protocol() -> None:
             assert "st.global.v4.b32" in str(kernel.ptx)
         assert len(operations(push, guarded=()).waits) == 1 + WORLD_SIZE, "ready of a peer, and a group of each source"
         here = ("sys", "gpu")  # the watcher's word is this device's
-        assert len(operations(both, guarded=(), scopes=here).waits) == 2 + WORLD_SIZE
+        lines = str(both.ptx).splitlines()
+        waits = operations(both, guarded=(), scopes=here).waits
+        # Triton 3.6 hands a count round through shared memory, as it does the ticket that ends the loop: no wait, but a count
+        assert len([at for at in waits if ".add." not in lines[at - 1]]) == 2 + WORLD_SIZE
         assert lint(both, guarded=(), scopes=here, rules={LOAD_AFTER_WAIT}) == []
         assert len(re.findall(r"ld\.acquire\.gpu", str(both.ptx))) == 1, "sums ask for their table's group, once a group"
         for kernel in (rows, both):
