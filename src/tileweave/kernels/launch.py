@@ -168,7 +168,7 @@ class Prepared:
         self._words = ctypes.create_string_buffer(8 * len(kinds))
         self._tables: dict[str, _Maps] = {}
         # words stand side by side, those that change first: they are written at once
-        places = {name: place for place, name in enumerate(sorted(kinds, key=lambda name: _place(words, name)))}
+        places = {name: place for place, name in enumerate(dict.fromkeys((*words, *kinds)))}
         for index, (name, kind) in enumerate(kinds.items()):
             value = values.get(name)
             if kind == MAP:
@@ -190,10 +190,6 @@ class Prepared:
         status = self._launch(*self._call)
         if status:
             raise RuntimeError(f"the driver refused to launch {self._compiled.name}: cuLaunchKernelEx returned {status}")
-
-
-def _place(words: Sequence[str], name: str) -> int:
-    return words.index(name) if name in words else len(words)
 
 
 def _format(kind: str) -> str:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from tileweave.config_combine import plan_combine
 from tileweave.errors import InputError, require
 from tileweave.ops import reference
+from tileweave.ops.agreement import check_together, tell_peers
 from tileweave.ops.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
-from tileweave.ops.expert_agreement import check_together, tell_peers
 from tileweave.ops.expert_gradients import gradient_of_experts
 from tileweave.ops.grouped_matmul_combine_fused import run_fused as run_combine
 from tileweave.ops.grouped_matmul_combine_fused import shape_of

@@ -178,7 +178,7 @@ def _forward(tables, indices, offsets, weights, numbers, batch, mean, out_dtype,
     size, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     layout = EmbeddingLayout.unflatten(numbers)
     if debugging():
-        agree_on_call(tables, indices, offsets, layout.flat(), batch, mean, out_dtype, group, size)
+        agree_on_call(tables, indices, offsets, layout.flat(), batch, mean, out_dtype, group_name, size)
     refuse_shared(stepped)
     check_inputs(tables, indices, offsets, weights, batch, mean, layout, out_dtype, out, size, rank)
     chosen = plan(tables, indices, batch, size)

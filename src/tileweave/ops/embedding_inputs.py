@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 
-from tileweave.errors import RankMismatchError, require
+from tileweave.errors import require
 from tileweave.ops import reference
+from tileweave.ops.agreement import check_together
 from tileweave.ops.embedding_bag_all_to_all_fused import OP
 from tileweave.ops.matmul_inputs import refuse_alias
-from tileweave.ops.registry import agree, group_of
+from tileweave.ops.registry import group_of
 from tileweave.ops.table_gradient import KINDS
 from tileweave.sharding import EmbeddingLayout, rows_of
 
@@ -186,20 +186,19 @@ def agree_on_call(
     batch: int,
     mean: bool,
     out_dtype: torch.dtype,
-    group: dist.ProcessGroup | None,
+    group_name: str,
     size: int,
 ) -> None:
     """Debugging only: the ranks' arguments fit together, and no index is out of range; else all ranks raise."""
-    fits = offsets.numel() == len(tables) * batch + 1
-    trouble = find_trouble(tables, indices, offsets, batch) if fits else ""
+
+    def check() -> None:
+        fits = offsets.numel() == len(tables) * batch + 1
+        trouble = find_trouble(tables, indices, offsets, batch) if fits else ""
+        require(not trouble, trouble, "offsets that rise from 0, indices of rows that exist", "fix the bags")
+
+    if size == 1:
+        check()
+        return
     layout = zlib.crc32(repr(list(numbers)).encode())
-    signature = {"layout": layout, "batch": batch, "mean": mean, "dtype": str(out_dtype), "trouble": trouble}
-    error: RankMismatchError | None = None
-    try:
-        if size > 1 and group is not None:
-            agree(group, {"op": OP, **signature})
-    except RankMismatchError as found:
-        error = found
-    require(not trouble, trouble, "offsets that rise from 0, indices of rows that exist", "fix the bags")
-    if error is not None:
-        raise error
+    signature = {"layout": layout, "batch": batch, "mean": mean, "dtype": str(out_dtype)}
+    check_together(OP, group_name, signature, check)

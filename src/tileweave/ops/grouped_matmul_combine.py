@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tileweave.config_combine import CombinePlan, plan_combine
 from tileweave.errors import InputError, require
 from tileweave.ops import reference
-from tileweave.ops.expert_agreement import check_together, tell_peers
+from tileweave.ops.agreement import check_together, tell_peers
 from tileweave.ops.expert_gradients import combine_gradients
 from tileweave.ops.grouped_matmul_combine_fused import OP, run_fused, shape_of
 from tileweave.ops.matmul_inputs import DTYPES, check_shape, refuse_alias

@@ -348,5 +348,5 @@ def debugging() -> bool:
 
 
 def agree(group: dist.ProcessGroup, signature: dict[str, object]) -> None:
-    """Collective: raise the same :class:`RankMismatchError` on every rank if signatures differ."""
-    collectives.agree(json.dumps(signature, sort_keys=True), group)
+    """Collective: raise the same :class:`RankMismatchError` on every rank if signatures, which name an "op", differ."""
+    collectives.agree(json.dumps(signature, sort_keys=True), group, str(signature["op"]))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable
 
 import torch.distributed as dist
 
-from tileweave.errors import RankMismatchError, UnsupportedError
-from tileweave.transport.rendezvous import MEMORY, meet, require_alike, the_odd
+from tileweave.errors import UnsupportedError
+from tileweave.transport.rendezvous import MEMORY, meet, refuse_differences, require_alike
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -18,16 +17,17 @@ all_to_all_flat = dist.all_to_all_single
 _LONGEST = 512  # characters of a rank's text
 
 
-def agree(text: str, group: dist.ProcessGroup) -> None:
+def agree(text: str, group: dist.ProcessGroup, what: str = "") -> None:
     """Collective: raise the same :class:`RankMismatchError` on every rank if their texts differ.
+
+    ``what`` they are about; "": the text itself.
 
     Of a text that is too long the beginning and a checksum of all: texts that differ still do. A peer that does not come in
     time is a :class:`PeerTimeout`, and leaves nothing in torch's group.
     """
-    named = re.search(r'"op": "([^"]+)"', text)
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST - 20]}... crc32 {zlib.crc32(text.encode()):08x}"
-    require_alike(meet(text, group, named[1] if named else text)[1])
+    require_alike(meet(text, group, what or text)[1])
 
 
 def agree_on_memory(nbytes: int, failure: str, place: str, exchange: Callable[[str], list[str]]) -> list[str]:
@@ -43,12 +43,5 @@ def agree_on_memory(nbytes: int, failure: str, place: str, exchange: Callable[[s
             f"asked: memory that all ranks can map ({'; '.join(failed)}); allowed: what that rank has free; "
             "remedy: free some there, or call with smaller shapes"
         )
-    sizes = [int(row[0]) for row in rows]
-    common, odd = the_odd(sizes)
-    if odd:
-        asked = ", ".join(f"rank {rank}: {sizes[rank]} bytes" for rank in odd)
-        raise RankMismatchError(
-            f"asked: {asked}, where the other ranks reserve {common}; allowed: the same operator, shapes, dtypes and options "
-            f"on every rank; remedy: look at what rank {odd[0]} passes (TILEWEAVE_DEBUG=1 compares all of it)"
-        )
+    refuse_differences([f"{row[0]} bytes" for row in rows], " (TILEWEAVE_DEBUG=1 compares all of it)")
     return [row[2] for row in rows]

@@ -52,11 +52,11 @@ def _open(place: str, nbytes: int) -> mmap.mmap:
 
 def _not_there(process: str, why: str) -> UnsupportedError:
     """A rank that has given up has let go of its block; ranks that see other processes in /proc look at somebody else's."""
-    gone = os.path.exists(f"/proc/{int(process)}")
+    there = os.path.exists(f"/proc/{int(process)}")
     return UnsupportedError(
-        f"asked: memory of process {process} ({why}{', which may have given up this call' if gone else ''}); allowed: ranks of "
-        "one user on one host, which see each other in /proc, while they call; remedy: start them in one container"
-        + ("; if they are, tileweave.close(group), and call again on every rank" if gone else "")
+        f"asked: memory of process {process} ({why}{', which may have given up this call' if there else ''}); allowed: ranks "
+        "of one user on one host, which see each other in /proc, while they call; remedy: start them in one container"
+        + ("; if they are, tileweave.close(group), and call again on every rank" if there else "")
     )
 
 

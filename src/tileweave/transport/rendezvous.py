@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -28,7 +28,6 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from tileweave.errors import PeerTimeout, RankMismatchError
 from tileweave.transport.workspace import timeout_seconds
 
-T = TypeVar("T", int, str)
 _NUMBERED = re.compile(r"(.*?/)(\d+)((?:/.*)?)$")  # topic/number, topic/number/...
 _GIVEN_UP = "\0given up"  # in place of a text: whoever reads it goes on to the next meeting
 _AWAY = "away|"  # how texts begin of ranks that have closed their workspace
@@ -103,21 +102,20 @@ class Texts:
             _CLOSED.add(self.group)
 
 
-def the_odd(values: Sequence[T]) -> tuple[T, list[int]]:
-    """What most ranks have, and the ranks that have something else: alike on every rank, also where there is no majority."""
-    common = max(sorted(set(values)), key=values.count)
-    return common, [rank for rank, value in enumerate(values) if value != common]
-
-
 def require_alike(texts: Sequence[str]) -> None:
     """Raise the same :class:`RankMismatchError` on every rank if texts differ: of workspaces, in what they are about."""
-    said = [_SPOKEN.get(text.partition("|")[0], text) for text in texts]
-    common, odd = the_odd(said)
+    refuse_differences([_SPOKEN.get(text.partition("|")[0], text) for text in texts])
+
+
+def refuse_differences(said: Sequence[str], hint: str = "") -> None:
+    """Raise the same :class:`RankMismatchError` on every rank, majority or not, if what ranks ``said`` is not alike."""
+    common = max(sorted(set(said)), key=said.count)
+    odd = [rank for rank, text in enumerate(said) if text != common]
     if odd:
         differences = "; ".join(f"rank {rank}: {said[rank]}" for rank in odd)
         raise RankMismatchError(
             f"asked: {differences}, where the other ranks have {common}; allowed: the same operator, shapes, dtypes "
-            f"and options on every rank; remedy: look at what rank {odd[0]} passes"
+            f"and options on every rank; remedy: look at what rank {odd[0]} passes{hint}"
         )
 
 

@@ -1,4 +1,4 @@
-"""``TILEWEAVE_DEBUG=1``: the operators of experts compare their calls between ranks before anything is sent.
+"""``TILEWEAVE_DEBUG=1``: operators compare their calls between ranks before anything is sent.
 
 A rank that refuses its own arguments takes part, with its refusal: so all ranks raise at once, and nobody waits for a call
 that does not come.
