@@ -189,8 +189,6 @@ def _interpreted() -> Fact:
     if not triton or not numpy:
         missing = "triton" if not triton else "numpy"
         return Fact(name, f"no: {missing} is missing; remedy: pip install {missing}", False)
-    if not _at_least(triton, (3, 7)) and _at_least(numpy, (2, 4)):
-        return Fact(name, f"no: the interpreter of triton {triton} needs numpy below 2.4, here is {numpy}", False)
     return Fact(name, "yes, any number of ranks up to 8: tileweave demo --device cpu", True)
 
 

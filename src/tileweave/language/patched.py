@@ -60,7 +60,12 @@ def _patches_of_triton() -> list[tuple[Any, str, object]]:
     finally:
         triton_interpreter._LangPatchScope = usual
         writing.restore()
-    return [(where, name, _direct(value)) for where, name, value in writing.patches]
+    # Triton 3.6 takes int() of an array of one element here, which NumPy allows up to 2.3 only where it has dimensions
+    return [(where, name, _index if name == "__index__" else _direct(value)) for where, name, value in writing.patches]
+
+
+def _index(self: Any) -> int:
+    return int(self.handle.data.item())
 
 
 _GUARD = tl.core.builtin(lambda _semantic: None).__code__
