@@ -132,9 +132,9 @@ def train(member: Member, samples: int, rows: int, dim: int, hidden: int, scale:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ranks", nargs="?", type=int)
-    parser.add_argument("--time", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the times there")
+    parser.add_argument("ranks", nargs="?", type=int, help="default: the GPUs there are, up to 4, or 4 on the CPU")
+    parser.add_argument("--time", action="store_true", help="also time a step by phases, beside its rivals")
+    parser.add_argument("--json", type=Path, help="with --time: where to write the times")
     words = parser.parse_args()
     require(not under_torchrun(), "a rank of torchrun", "a process that starts its worlds itself", "run it with python")
     kind = default_device_type()

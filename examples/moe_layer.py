@@ -327,12 +327,12 @@ def bench_cases(on_gpu: bool) -> list[tuple[str, Style, int]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--style", choices=list(STYLES), default="qwen3")
+    parser.add_argument("--style", choices=list(STYLES), default="qwen3", help="whose layer to train; default: qwen3")
     parser.add_argument("--ranks", type=int, help="2 or 4, or 8 but for Mixtral; default: the GPUs there are, or 4 on the CPU")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4, help="steps to train; default: 4")
     parser.add_argument("--bench", action="store_true", help="time forward + backward instead of training")
     parser.add_argument("--kernels", action="store_true", help="with --bench: what the kernels of a step on rank 0 take")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, help="with --bench: timed repeats of each; default: 9")
     parser.add_argument("--json", type=Path, help="with --bench: where to write all times")
     words = parser.parse_args()
     kind = default_device_type()

@@ -279,22 +279,24 @@ def difference(found: list[torch.Tensor], right: list[torch.Tensor], member: Mem
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, help="default: 4, fewer where there are fewer GPUs")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help="steps to train; default: 8")
     parser.add_argument("--bench", action="store_true", help="time forward + backward instead of training")
     parser.add_argument("--tokens", type=int, help="sequence * batch; default: 8192 to bench on GPUs, else 64")
     parser.add_argument("--sequence", type=int, help="default: 4096 to bench on GPUs, else 32; at most the tokens")
     parser.add_argument("--hidden", type=int, help="default: 8192 to bench on GPUs, else 64")
     parser.add_argument("--dtype", choices=sorted(ALLOWED), help="default: bfloat16 on GPUs, float32 elsewhere")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, help="with --bench: timed repeats of each; default: 9")
     return parser.parse_args()
 
 
 def sizes_of(given: argparse.Namespace, on_gpu: bool, ranks: int) -> Sizes:
     """Small, or those of a Llama 70B block: 128 a head, 8 query heads for each of keys, 3.5 hidden in the MLP."""
     large = given.bench and on_gpu
-    hidden, tokens = given.hidden or (8192 if large else 64), given.tokens or (8192 if large else 64)
-    sequence = min(given.sequence or (4096 if large else 32), tokens)
+    usual = {"hidden": 8192, "tokens": 8192, "sequence": 4096} if large else {"hidden": 64, "tokens": 64, "sequence": 32}
+    hidden, tokens, sequence = (usual[name] if getattr(given, name) is None else getattr(given, name) for name in usual)
+    sequence = min(sequence, tokens)
     asked = f"{tokens} tokens in sequences of {sequence}, hidden {hidden}, {ranks} ranks"
+    require(min(hidden, tokens, sequence) > 0, asked, "one or more of each", "ask for some")
     require(tokens % sequence == 0 and tokens % ranks == 0, asked, "whole sequences, as many tokens a rank", "change tokens")
     require(hidden % (1024 if hidden >= 1024 else 64) == 0, asked, "hidden a multiple of 64, above 1024 of it", "change hidden")
     require(

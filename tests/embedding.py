@@ -91,6 +91,7 @@ def draw(case: Case, rank: int, device: torch.device, seed: int) -> Bags:
     if case.stray and indices.numel():
         indices[::3] = -1
         indices[1::5] = case.rows + 1000
+        indices[2::7] = torch.iinfo(case.index_dtype).max
     weights = torch.randn(indices.numel(), generator=generator) if case.weighted else None
     found = [indices.to(case.index_dtype), offsets.to(case.index_dtype)]
     return Bags([t.to(device) for t in tables], *[t.to(device) for t in found], None if weights is None else weights.to(device))
@@ -497,6 +498,8 @@ def bad_input(me: Member) -> None:
         ("layout", lambda: ask(layout=tw.EmbeddingLayout.in_rank_order([(8,)] * me.world_size))),
         ("each column once", lambda: ask(layout=replace(layout, columns=((0,),) * me.world_size))),
         ("per_sample_weights", lambda: ask(per_sample_weights=torch.zeros(3, device=me.device))),
+        ("strides \\[\\(2,\\), \\(1,\\)\\]; allowed: contiguous", lambda: ask(i=indices.repeat_interleave(2)[::2])),
+        ("a rate that is a float", lambda: ask(optimizer=tw.FusedOptimizer("sgd", 0.1))),  # type: ignore[arg-type]
         ("adagrad", lambda: ask(optimizer=tw.FusedOptimizer("adagrad", torch.ones(1, device=me.device)))),
         ("contiguous", lambda: ask(out=torch.zeros(9, 9, device=me.device))),
     ]

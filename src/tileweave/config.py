@@ -1,7 +1,7 @@
 """Which kernel, transport and tile shape a problem gets, as pure functions of sizes and machine facts.
 
-No torch, no triton. ``plan_all_gather_matmul`` is the single statement of what the fused operator can do and when the
-unfused one is faster; ``tw.explain`` prints what it says.
+No torch, no triton. ``plan_OPERATOR`` is the single statement of what that fused operator can do and when the unfused one is
+faster; ``tw.explain`` prints what it says.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MatmulConfig:
     split_tail : cut the tiles that do not fill a last wave along K.
     team : programs that share columns of w in the cut tiles.
     own_first : start with the own shard; without it the bands begin with it.
-    shots : of an all-reduce: 1, every rank sums all partials; 2, owners sum and pass the result on.
+    shots : of an all-reduce: 1, every rank sums all partials; 2 ("library" alone), owners sum and pass the result on.
     band_sources, cut_bands : how many sources follow the own one together, and whether each such band fills its own
         waves; see ``schedule.TileSchedule``.
     """
@@ -82,10 +82,6 @@ class Problem:
     depth: int
     itemsize: int
     dtype: str
-
-    @property
-    def gathered_bytes(self) -> int:
-        return self.world_size * self.rows * self.depth * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +374,7 @@ def plan_matmul_all_reduce(problem: Problem, machine: Machine, interpreting: boo
             return Plan(
                 "unfused", f"{p.rows} rows: no measurement shows the fused kernel ahead above {MEASURED_ALL_REDUCE_ROWS}"
             )
-        return _plan_gpu("matmul_all_reduce", p, machine, p.rows, lambda c: c.shots == 2 or p.rows <= c.tile_m)
-    shots = 1 if p.rows <= ONE_SHOT_ROWS else 2
-    config = MatmulConfig("triton", "sm", 16, 32, 64, 1, 4, shots=shots)
-    return Plan("fused", f"interpreted; {p.rows} rows, {'one shot' if shots == 1 else 'two shots'}", config)
+        return _plan_gpu("matmul_all_reduce", p, machine, p.rows, lambda c: c.kernel == "library" or p.rows <= c.tile_m)
+    if p.rows <= ONE_SHOT_ROWS:
+        return Plan("fused", f"interpreted; {p.rows} rows, one shot", MatmulConfig("triton", "sm", 16, 32, 64, 1, 4, shots=1))
+    return Plan("fused", f"interpreted; {p.rows} rows, two shots", MatmulConfig("library", "sm", 16, 32, 64, 1, 4))

@@ -124,11 +124,12 @@ def _matmul_all_reduce(on_gpu: bool, world_size: int) -> list[DemoCase]:
     scale = 1 if on_gpu else 32
     hidden, attention, mlp = 4096 // scale, 4096 // scale // world_size, 14336 // scale // world_size
     half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
+    many = 256 if on_gpu else 64
     return [
         DemoCase(op, "random, odd sizes, bias", Shape(5, 50, 100), torch.float16 if on_gpu else torch.float32, bias=True),
         DemoCase(op, f"Llama-3-8B down, 1 token{scaled}", Shape(1, hidden, mlp), half),
         DemoCase(op, f"Llama-3-8B attention out, 16 tokens, norm{scaled}", Shape(16, hidden, attention), half, second=True),
-        DemoCase(op, f"Llama-3-8B down, 256 tokens{scaled}", Shape(256 if on_gpu else 64, hidden, mlp), torch.bfloat16),
+        DemoCase(op, f"Llama-3-8B down, {many} tokens{scaled}", Shape(many, hidden, mlp), torch.bfloat16),
     ]
 
 

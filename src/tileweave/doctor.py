@@ -87,7 +87,7 @@ def diagnose() -> Diagnosis:
     found.devices = _devices(count)
     found.peer_access = [[i == j or _peer(i, j) for j in range(count)] for i in range(count)]
     linked = all(all(row) for row in found.peer_access)
-    machine = _guarded(lambda: _machine(0), CPU) if count else CPU
+    machine = _guarded(_machine, CPU) if count else CPU
     found.verdicts = _verdicts(count, linked, machine)
     return found
 
@@ -104,10 +104,10 @@ def _peer(one: int, other: int) -> bool:
     return bool(_guarded(lambda: torch.cuda.can_device_access_peer(one, other), False))
 
 
-def _machine(index: int) -> Machine:
+def _machine() -> Machine:
     from tileweave.transport.cuda import describe
 
-    return describe(index)
+    return describe(0)
 
 
 def _software() -> list[Fact]:

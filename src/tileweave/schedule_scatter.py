@@ -86,7 +86,7 @@ class ScatterSchedule(TileSchedule):
         """
         return self.per_source * self.tile_m * self.tile_n
 
-    def slot_elements(self, all_reduce: bool) -> int:
-        """Elements of a slot: a place for each peer, and for an all-reduce all tiles of the result behind them."""
-        results = self.num_tiles * self.tile_m * self.tile_n if all_reduce else 0
-        return (self.world_size - 1) * self.place_elements + results
+    @property
+    def slot_elements(self) -> int:
+        """Elements of a slot: a place for each peer."""
+        return (self.world_size - 1) * self.place_elements

@@ -29,7 +29,7 @@ try:
     from tileweave.sim.sensitivity import sensitivity
     from tileweave.sim.settle import UNSTEADY, settle
     from tileweave.sim.step import Result
-    from tileweave.sim.workload import Scenario, read_scenario, simulate_all
+    from tileweave.sim.workload import Scenario, cluster_notes, read_scenario, simulate_all
 except ModuleNotFoundError as error:
     if error.name not in ("simpy", "yaml", "google", "google.protobuf"):
         raise
@@ -37,7 +37,9 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"tileweave simulate needs {package}: pip install {package}") from None
 
 app = typer.Typer(
-    help="Predict what fusion brings on a cluster, from measured calibration; needs no GPU.", no_args_is_help=True
+    help="Predict what fusion brings on a cluster, from measured calibration; needs no GPU.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 Device = Annotated[str, typer.Option(help="a100-pcie, a100, h800, h100, h200, b200, mi210 or mi300x.")]
@@ -145,10 +147,10 @@ def sweep(scenario: Scenario, used: Calibration | None = None) -> list[tuple[int
         batch = work.global_batch * nodes if isinstance(work, training.Training) else 0
         if nodes < 1 or batch % scenario.cluster.nodes:  # as many samples a node at every point, or no point
             continue
-        cluster = replace(scenario.cluster, nodes=nodes, network=replace(scenario.cluster.network, dims=()))
         if isinstance(work, training.Training):
             work = replace(work, dp=0, global_batch=batch // scenario.cluster.nodes)
         try:
+            cluster = replace(scenario.cluster, nodes=nodes, network=replace(scenario.cluster.network, dims=()))
             found.append((nodes, simulate_all(replace(scenario, cluster=cluster, workload=work), used)))
         except InputError:
             continue
@@ -271,7 +273,7 @@ def replay(
     )
     for phase, time in timeline.phases().items():
         screen.print(f"  {phase}: {report.time_text(time)}")
-    for note in timeline.notes:
+    for note in (*timeline.notes, *cluster_notes(cluster)):
         screen.print(f"note: {note}", markup=False, style="dim")
     if out is not None:
         screen.print(f"wrote {perfetto.write(perfetto.timeline_events(timeline), out / 'replay.trace.json')}", markup=False)
@@ -311,7 +313,7 @@ def trust_command(
         from tileweave.sim import plots
 
         tables = [report.summary_table(f"## {side}", trust.summarise(judged, side), True) for side in ("fit", "held out")]
-        tables += [report.published_table(published, True), report.unsteady_table(unsteady, True)]
+        tables += [report.published_table(published, True), report.unsteady_table(unsteady)]
         tables.append(report.cell_table(judged, True))
         text = StringIO()
         Console(file=text, width=260, highlight=False).print(f"Rule: {RULE}.", *tables, sep="\n")

@@ -98,7 +98,7 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
         w = torch.empty(N, DEPTH, dtype=dtype)
         rows, cols = case.how.part(M, N, WORLD_SIZE)
         schedule = scatter_schedule_for(Problem(WORLD_SIZE, rows, cols, DEPTH, 2, ""), c, RANK, H200)
-        peers = endpoint(schedule.slot_elements(False), dtype)
+        peers = endpoint(schedule.slot_elements, dtype)
         common = (peers, schedule, c, case.how, rows)
         if c.kernel == "hopper":
             launcher = matmul_all_to_all_hopper.Launcher(*common, dtype, DEPTH, w.stride())

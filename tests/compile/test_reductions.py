@@ -47,9 +47,7 @@ class Case:
 
     config: MatmulConfig
     rows: int
-    all_reduce: bool = False
     bias: bool = False
-    residual: bool = False
     depth_first: bool = False
 
     @property
@@ -60,7 +58,7 @@ class Case:
         c = self.config
         parts = [c.kernel, c.transport, f"{c.tile_m}x{c.tile_n}x{c.tile_k}", f"{c.num_warps}w"]
         parts += ["cut"] * c.split_tail + ["spans"] * (self.rows < c.tile_m)
-        return "-".join([*parts, *(name for name in ("all_reduce", "bias", "residual", "depth_first") if getattr(self, name))])
+        return "-".join([*parts, *(name for name in ("bias", "depth_first") if getattr(self, name))])
 
 
 SMALL = MatmulConfig("triton", "sm", 64, 64, 32, num_stages=3, num_warps=4)
@@ -68,22 +66,19 @@ LIBRARY = MatmulConfig("library", "sm", 16, 128, 64, num_stages=1, num_warps=4)
 TRITON_CASES = (
     Case(SMALL, rows=256),
     Case(SMALL, rows=256, depth_first=True),
-    Case(SMALL, rows=16, all_reduce=True, bias=True, residual=True),
+    Case(SMALL, rows=16, bias=True),
     Case(replace(SMALL, transport="copy_engine"), rows=256, bias=True),
 )
 
 
 def tuned_cases() -> list[Case]:
-    """Both tuned tables, once for each Hopper kernel that differs: slices and teams are arguments, not code."""
+    """The tuned table, once for each Hopper kernel that differs: slices and teams are arguments, not code."""
 
-    def case(entry: Entry, all_reduce: bool) -> Case:
+    def case(entry: Entry) -> Case:
         rows = 32 if -(-entry.rows // WORLD_SIZE) < entry.config.tile_m else 256
-        return Case(replace(entry.config, num_slices=2, team=1), rows, all_reduce, bias=True, residual=all_reduce)
+        return Case(replace(entry.config, num_slices=2, team=1), rows, bias=True)
 
-    tables = (("matmul_reduce_scatter", False), ("matmul_all_reduce", True))
-    cases = [
-        case(entry, all_reduce) for op, all_reduce in tables for entry in tuned_entries(op) if entry.config.kernel == "hopper"
-    ]
+    cases = [case(entry) for entry in tuned_entries("matmul_reduce_scatter") if entry.config.kernel == "hopper"]
     turned = replace(next(case for case in cases if not case.push), depth_first=True)  # as backward runs it
     return [*dict.fromkeys(cases), turned]
 
@@ -95,20 +90,17 @@ HOPPER_CASES = tuned_cases()
 def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     c, dtype = case.config, torch.bfloat16
     schedule = scatter_schedule_for(Problem(WORLD_SIZE, case.rows, COLS, DEPTH, 2, ""), c, RANK, H200)
-    peers = endpoint(schedule.slot_elements(case.all_reduce), dtype)
+    peers = endpoint(schedule.slot_elements, dtype)
     rows = WORLD_SIZE * case.rows
     x, w = torch.empty(rows, DEPTH, dtype=dtype), weight(COLS, DEPTH, dtype, case.depth_first)
-    out = torch.empty(rows if case.all_reduce else case.rows, COLS, dtype=dtype)
+    out = torch.empty(case.rows, COLS, dtype=dtype)
     bias = torch.empty(COLS, dtype=dtype) if case.bias else None
-    residual = torch.empty_like(out) if case.residual else None
     staging = None if case.push else torch.empty((WORLD_SIZE - 1) * schedule.place_elements, dtype=dtype)
     if c.kernel == "hopper":
-        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(
-            peers, schedule, c, case.all_reduce, dtype, DEPTH, w.stride()
-        )
+        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(peers, schedule, c, dtype, DEPTH, w.stride())
     else:
-        launcher = plain.Launcher(peers, schedule, c, case.all_reduce)
-    return compile_one(lambda: launcher(x, w, bias, out, staging, 0, None, residual), target)
+        launcher = plain.Launcher(peers, schedule, c)
+    return compile_one(lambda: launcher(x, w, bias, out, staging, 0), target)
 
 
 @functools.cache
@@ -231,7 +223,7 @@ def check_counted(compiled: Compiled) -> None:
 def one_of_a_kind(cases: list[Case]) -> list[Case]:
     """The smallest case for each path through the kernel: tile sizes change how often instructions stand there, not which."""
     large_first = sorted(cases, key=lambda c: (c.config.tile_m * c.config.tile_n, not c.config.split_tail), reverse=True)
-    return list({(c.push, c.all_reduce, c.rows < c.config.tile_m): c for c in large_first}.values())
+    return list({(c.push, c.rows < c.config.tile_m): c for c in large_first}.values())
 
 
 LINTED = on_targets(TRITON_CASES, NVIDIA) + [(c, "sm_90") for c in one_of_a_kind(HOPPER_CASES)]
@@ -274,9 +266,9 @@ def test_the_checks_would_notice() -> None:
 def test_what_tma_cannot_reach_takes_the_triton_kernel(push: bool) -> None:
     config = next(case.config for case in HOPPER_CASES if case.push == push)
     schedule = scatter_schedule_for(Problem(WORLD_SIZE, 256, COLS, DEPTH, 2, ""), config, RANK, H200)
-    peers = endpoint(schedule.slot_elements(False), torch.bfloat16)
+    peers = endpoint(schedule.slot_elements, torch.bfloat16)
     copies = () if push else ((), ())
-    call = _FusedCall(None, peers, schedule, config, False, copies, 0, {})  # type: ignore[arg-type] - launches nothing
+    call = _FusedCall(None, peers, schedule, config, copies, 0, {})  # type: ignore[arg-type] - launches nothing
     x, w, out = (torch.empty(rows, cols, dtype=torch.bfloat16) for rows, cols in ((1024, DEPTH), (COLS, DEPTH), (256, COLS)))
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:

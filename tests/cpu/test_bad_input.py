@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import parity
-from tests.parity import Case
+from tests.calling import refusal
+from tests.parity import AG, AR, IN, OUT, RS, Case
 from tests.worlds import Member, World, Worlds, one_shot
 
 import tileweave as tw
@@ -152,7 +153,6 @@ ODD: dict[str, Callable[[], object]] = {
     "columns": lambda: tw.all_gather_matmul(x(), torch.zeros(N + 1, K)),
     "dtype": lambda: tw.all_gather_matmul(x().half(), w().half()),
     "gathered": lambda: tw.all_gather_matmul(x(), w(), return_gathered=True),
-    "wrong": lambda: tw.all_gather_matmul(x(), torch.zeros(N, K + 1)),
 }
 
 
@@ -174,6 +174,53 @@ def test_ranks_that_disagree(worlds: Worlds, name: str, odd: int) -> None:
     assert f"rank {odd}" in texts[0]
     assert all(f"rank {other}" not in texts[0] for other in range(3) if other != odd)
     assert all(part in texts[0] for part in ("asked: ", "allowed: ", "remedy: "))
+
+
+# --- One rank refuses its own arguments, with TILEWEAVE_DEBUG=1: all raise at once ---
+
+ROWS = {AG: 2 * M, RS: M // 2}  # of a result of two ranks; of others M
+WAYS: dict[str, dict[str, int]] = {op: {"scatter_dim": 0, "gather_dim": 0} for op in (OUT, IN)}
+ONE_BUFFER = torch.zeros(256)
+
+BROKEN: dict[str, Callable[[bool, int], dict[str, torch.Tensor]]] = {  # by whether this rank is the odd one
+    "x_is_a_slice": lambda odd, _: {"x": torch.zeros(M, 2 * K)[:, :K] if odd else x()},
+    "x_of_three_dimensions_is_a_slice": lambda odd, _: {
+        "x": torch.zeros(M, 3, 2 * K)[..., :K] if odd else torch.zeros(M, 3, K)
+    },
+    "w_of_another_depth": lambda odd, _: {"w": torch.zeros(N, K + odd)},
+    "w_in_another_dtype": lambda odd, _: {"w": w().half() if odd else w()},
+    "bias_is_strided": lambda odd, _: {"bias": torch.zeros(2 * N)[::2] if odd else torch.zeros(N)},
+    "out_of_another_shape": lambda odd, rows: {"out": torch.zeros(rows + odd, N)},
+    "out_of_another_number_of_dimensions": lambda odd, rows: {"out": torch.zeros((1, rows, N)[1 - odd :])},
+    "out_in_the_storage_of_x": lambda odd, rows: {
+        "x": ONE_BUFFER[: M * K].view(M, K) if odd else x(),
+        "out": ONE_BUFFER[-rows * N :].view(rows, N),
+    },
+}
+
+
+def refuse_together(me: Member, op: str) -> dict[str, str]:
+    """What each mistake of rank 1 alone is answered with here."""
+    said = {}
+    with mock.patch.dict(os.environ, TILEWEAVE_DEBUG="1", TILEWEAVE_TIMEOUT="3"):
+        for name, given in BROKEN.items():
+            odd, rows = me.rank == 1, ROWS.get(op, M)
+            said[name] = refusal(getattr(tw, op), **{"x": x(), "w": w(), **WAYS.get(op, {}), **given(odd, rows)})
+            if "PeerTimeout" in said[name]:
+                tw.close()
+            me.barrier()
+        assert not refusal(getattr(tw, op), torch.ones(M, K), torch.ones(N, K), **WAYS.get(op, {})), "behind all of them"
+    return said
+
+
+@pytest.mark.parametrize("op", [AG, RS, AR, OUT, IN])
+def test_all_raise_where_one_refuses(worlds: Worlds, op: str) -> None:
+    other, own = worlds("gloo", 2).run(refuse_together, op)
+    for name in BROKEN:
+        assert own[name].startswith("InputError"), (name, own[name])
+        assert other[name].startswith("RankMismatchError"), (name, other[name])
+        assert "rank 1" in other[name] and "refused" in other[name], (name, other[name])
+        assert all(part in text for part in ("asked: ", "allowed: ", "remedy: ") for text in (own[name], other[name]))
 
 
 # --- Peers that never come ---

@@ -150,7 +150,7 @@ def paths_of_a_stress(me: Member) -> dict[str, str]:
         return stress(me, 2, 1, 60.0).paths
 
 
-@pytest.mark.parametrize(("interpreted", "path"), [("1", "triton sm 16x32"), ("0", "unfused")])
+@pytest.mark.parametrize(("interpreted", "path"), [("1", "library sm 16x32, triton sm 16x32"), ("0", "unfused")])
 def test_a_stress_knows_its_paths(interpreted: str, path: str) -> None:
     """Where kernels are not interpreted, what ranks without GPUs call is torch."""
     extra = {"TRITON_INTERPRET": interpreted}

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from tests import experts
-from tests.calling import call_unfused
+from tests.calling import call_unfused, unfused
 from tests.disturbances import stall_in_the_kernel
 from tests.experts import ROUTINGS, Case
 from tests.worlds import Member, Worlds, one_shot
@@ -119,6 +119,36 @@ def test_gradients_on_one_rank(worlds: Worlds) -> None:
 
 def test_compiled_gradients(worlds: Worlds) -> None:
     worlds("gloo", 2).run(experts.gradients, [Case((4,), depth=16)], "aot_eager")
+
+
+def kept_by_the_other_path(me: Member) -> list[bool]:
+    """A graph with its backward, of a compiler's cache: neither says which path the process that made it took."""
+    found = []
+    for seed, case in enumerate((Case((4, 2), depth=16), Case((3,), topk=1, experts=1), CASES[4])):
+        o = experts.draw(case, me.rank, me.world_size, me.device, seed)
+        _, plan = tw.dispatch_grouped_matmul(o.x, o.experts, o.ids, max_tokens=case.max_tokens)
+        numbers = (plan.table, plan.max_tokens, plan.topk, name_of(None))
+        grad = torch.randn(plan.bound, case.cols)
+        op, backward = torch.ops.tileweave.dispatch_grouped_matmul, torch.ops.tileweave.dispatch_grouped_matmul_backward
+
+        def forward(keep=True, o=o, numbers=numbers, op=op):
+            return op(o.x, o.experts, *numbers, keep)[1]
+
+        def gradients(kept, o=o, numbers=numbers, grad=grad, backward=backward):
+            return backward(grad, o.x, kept, o.experts, *numbers, True, True)
+
+        kept = forward()
+        want = gradients(kept)
+        with unfused(me):
+            other = forward()
+            found += [forward(False).shape == (0, case.depth), other.shape == kept.shape]
+            found += [torch.allclose(*pair, atol=1e-5) for pair in zip(gradients(kept), want, strict=True)]
+        found += [torch.allclose(*pair, atol=1e-5) for pair in zip(gradients(other), want, strict=True)]
+    return found
+
+
+def test_what_is_kept_is_alike_on_both_paths(worlds: Worlds) -> None:
+    assert worlds("gloo", 3).run(kept_by_the_other_path) == [[True] * 18] * 3
 
 
 def test_swiglu(worlds: Worlds) -> None:

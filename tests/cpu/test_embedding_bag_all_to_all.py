@@ -27,7 +27,7 @@ CASES = {
     "mean": Case(((8,), (4,)), 9, mode="mean"),
     "weighted": Case(((8,), (4,)), 5, weighted=True),
     "giant": Case(((8,), (4,)), 6, giant=50),
-    "stray": Case(((8,), (4,)), 6, stray=True),
+    "stray": Case(((8, 4), (4, 4, 4)), 6, stray=True),
     "half": Case(((8,), (4,)), 6, dtype="float16", index_dtype=torch.int32),
     "narrow_wire": Case(((8, 8),), 6, out_dtype="bfloat16", shuffled=True),
     "few_samples": Case(((8,),), 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tests.calling import refusal, run_either
 from tests.worlds import Member, World, Worlds
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tileweave as tw
 from tileweave.nn import ShardedEmbeddingBag
@@ -136,15 +138,19 @@ def test_a_module_from_meta_trains_as_one_that_was_not(world, optimizer: str | N
 
 
 def converted(me: Member) -> list[object]:
-    """Tables of another dtype, and a checkpoint that brings one, which the rank without tables does not see."""
+    """Tables of another dtype, and a checkpoint that brings one, which the rank without tables does not see; then results."""
     module = ShardedEmbeddingBag(ONE).to(torch.bfloat16)
     other = ShardedEmbeddingBag(ONE, device="meta")
     other.load_state_dict(module.state_dict(), assign=True)
-    return [whole.dtype for of in (module, other) for whole in of.whole_tables()]
+    found = [whole.dtype for of in (module, other) for whole in of.whole_tables()]
+    given = ShardedEmbeddingBag(ONE, out_dtype=torch.float16).to(torch.bfloat16)
+    found += [of(*batch_of(1)).dtype for of in (module, other, given)]
+    return [*found, module.share_memory().float()(*batch_of(1)).dtype]
 
 
-def test_whole_tables_are_of_one_dtype_on_all_ranks(world) -> None:
-    assert world.run(converted) == [[torch.bfloat16] * 2] * 2
+def test_all_ranks_know_the_dtype_of_a_module_that_was_converted(world) -> None:
+    wanted = [torch.bfloat16] * 3 + [torch.float32, torch.float16, torch.float32]
+    assert on_both(world, converted) == [wanted] * 4
 
 
 # --- Options, tables, and modules that others changed ---
@@ -281,6 +287,22 @@ def test_a_default_device_is_not_where_numbers_for_the_host_go() -> None:
         offsets, told, *_ = InTorch.unpack(torch.ones(2, 4, dtype=torch.int64, device="cpu").view(-1), 1, where)
         assert pieces_of(layout, 0, 2, True)[0].device.type == "cpu"
     assert {t.device.type for t in (where.mine, where.owners, offsets, told)} == {"cpu"}
+
+
+def used_behind_fake_tensors(me: Member) -> None:
+    """The first call is of tensors that have no numbers; whatever becomes of it, later ones work."""
+    _on_device.cache_clear()
+    _layout.cache_clear()
+    module, batch = ShardedEmbeddingBag(FOUR), batch_of(4)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, suppress(RuntimeError):
+        module(*map(mode.from_tensor, batch))
+    y = module(*batch)
+    y.sum().backward()
+    assert type(y) is torch.Tensor and all(w.grad is not None for w in module.weights())
+
+
+def test_what_is_kept_is_no_fake_tensor(world) -> None:
+    on_both(world, used_behind_fake_tensors)
 
 
 # --- Compilers ---

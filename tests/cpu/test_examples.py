@@ -56,8 +56,12 @@ def test_a_wrong_block_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["tensor_parallel_block.py --hidden 63", "dlrm.py 0", "moe_layer.py --steps 0", "neighbour_exchange.py many"]
-)
+    "words",
+    [
+        "tensor_parallel_block.py --hidden 63", "tensor_parallel_block.py --tokens 0", "tensor_parallel_block.py --sequence 0",
+        "dlrm.py 0", "moe_layer.py --steps 0", "neighbour_exchange.py many",
+    ],
+)  # fmt: skip
 def test_wrong_words_are_answered_in_one_line(words: str) -> None:
     output = run_example(*words.split(), on_gpu=False, code=1)
     assert output.startswith("error: asked: ") and "remedy:" in output and len(output.splitlines()) == 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import behaviour, parity
+from tests.calling import refusal
 from tests.disturbances import stall_in_the_kernel
 from tests.parity import AR, EPS, Case, has_kernel, prepare
 from tests.worlds import Member, World, Worlds
@@ -184,6 +188,54 @@ def test_out_in_an_input(worlds: Worlds) -> None:
     worlds("gloo", 2).run(behaviour.refused_alias, AR, (8, 8), (4, 8), (8, 4))
 
 
+def results_in_one_place(me: Member) -> list[str]:
+    """What is said of two results with a norm, of which one lies in an input, or in the other."""
+    memory, (x, w, ones) = torch.zeros(256), (torch.zeros(4, 8), torch.zeros(6, 8), torch.ones(6))
+    y, z, own = memory[:24].view(4, 6), memory[24:48].view(4, 6), torch.zeros(4, 6)
+    calls: list[dict[str, torch.Tensor]] = [
+        {"out": own, "residual_out": y, "residual": z},
+        {"out": y, "residual_out": own, "residual": z},
+        {"out": y, "residual_out": z},
+    ]
+    return [refusal(tw.matmul_all_reduce, x, w, norm_weight=ones, **given) for given in calls]
+
+
+def test_results_in_one_place_are_named(worlds: Worlds) -> None:
+    wanted = [
+        "residual_out= in the storage of an input",
+        "out= in the storage of an input",
+        "residual_out= in the storage of out=",
+    ]
+    for said in worlds("gloo", 2).run(results_in_one_place):
+        for found, text in zip(said, wanted, strict=True):
+            assert found.startswith(f"InputError: asked: {text}"), found
+
+
+def what_eps_is(me: Member) -> dict[str, str]:
+    x, w, ones = torch.ones(4, 8), torch.ones(6, 8), torch.ones(6)
+    said = {
+        str(eps): refusal(tw.matmul_all_reduce, x, w, norm_weight=ones, norm_eps=eps)
+        for eps in (None, -1.0, math.nan, math.inf)
+    }
+    own = 1e-6 * (1 + me.rank)
+    with mock.patch.dict(os.environ, TILEWEAVE_DEBUG="1"):
+        said["of_no_norm"] = refusal(tw.matmul_all_reduce, x, w, norm_eps=own)
+        said["differs"] = refusal(tw.matmul_all_reduce, x, w, norm_weight=ones, norm_eps=own)
+        said["differs_from_a_mistake"] = refusal(
+            tw.matmul_all_reduce, x, w, norm_weight=ones, norm_eps=-1.0 if me.rank else EPS
+        )
+    return said
+
+
+def test_norm_eps_is_a_number_that_ranks_agree_on(worlds: Worlds) -> None:
+    first, second = worlds("gloo", 2).run(what_eps_is)
+    for said in (first, second):
+        assert not said.pop("of_no_norm") and said.pop("differs").startswith("RankMismatchError")
+    assert first.pop("differs_from_a_mistake").startswith("RankMismatchError")
+    for said in (first, second):
+        assert all(text.startswith("InputError: asked: norm_eps=") for text in said.values()), said
+
+
 def test_ranks_that_disagree(worlds: Worlds) -> None:
     texts = worlds("gloo", 3).run(behaviour.disagree, AR)
     assert len(set(texts)) == 1
@@ -193,8 +245,8 @@ def test_ranks_that_disagree(worlds: Worlds) -> None:
 # --- The protocol, with the fused kernels ---
 
 fused = pytest.mark.skipif(not has_kernel(AR), reason="the kernels of matmul_all_reduce are not there")
-CONFIG = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_producers=1)
-ONE_SHOT = replace(CONFIG, shots=1)
+CONFIG = MatmulConfig("library", "sm", 16, 32, 64, 1, 4)
+ONE_SHOT = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, shots=1)
 PROGRAMS = 5
 SHAPES = {
     "one_of_all": (1, 1, 1),
@@ -212,9 +264,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_parity(worlds: Worlds, size: int, shape: tuple[int, int, int]) -> None:
     cases = [case(*shape, bias=True, residual=True, norm=True), case(*shape, "float16", integers=True)]
-    # The interpreter runs programs in turn, which two shots survive only where tiles span shards.
-    in_turn = -(-shape[0] // size) >= CONFIG.tile_m
-    worlds("gloo", size).run(parity.parity, cases, CONFIG, None if size == 3 or in_turn else PROGRAMS)
+    worlds("gloo", size).run(parity.parity, cases, CONFIG, None if size == 3 else PROGRAMS)
 
 
 @fused
@@ -236,7 +286,7 @@ def test_dtypes(worlds: Worlds, dtype: str) -> None:
 def test_many_calls_with_late_ranks(world: World) -> None:
     cases = [case(5, 17, 24), case(1, 20, 33, residual=True, norm=True), case(70, 9, 60), case(18, 7, 20, bias=True)]
     count = {2: 20, 3: 12, 4: 8}[world.size]
-    world.run(parity.many_calls, cases, replace(CONFIG, tile_k=64), count, 0.004, None, stall_in_the_kernel)
+    world.run(parity.many_calls, cases, CONFIG, count, 0.004, None, stall_in_the_kernel)
 
 
 @fused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests import moe
 from tests.calling import refusal, run_either
 from tests.moe import Layer
@@ -11,6 +12,7 @@ from tests.worlds import Member, World, Worlds
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import tileweave as tw
 from tileweave.nn import ColumnParallelLinear, MoE, RowParallelLinear
 
 PATHS = pytest.mark.parametrize("interpreted", [True, False], ids=["fused", "unfused"])
@@ -137,3 +139,43 @@ def gates_in_fp32(me: Member) -> list[object]:
 def test_a_gate_may_be_wider_than_its_tokens(world: World) -> None:
     half = torch.bfloat16
     assert world.run(gates_in_fp32) == [[half, half, torch.float32, half, [[0, 2]] * 3]] * 2
+
+
+# --- Rows ---
+
+
+def biased(me: Member) -> list[bool]:
+    """A bias for each expert by row, as the docstring of a dispatch has it, where memory has been anything before."""
+    torch.manual_seed(me.rank)
+    found = []
+    for _ in range(4):
+        junk = [torch.full((20, 16), float("nan")) for _ in range(8)]
+        del junk
+        up, down = torch.randn(2, 16, 8), torch.randn(2, 8, 8)
+        bias = torch.randn(2, 16, requires_grad=True)
+        x, ids, upstream = torch.randn(5, 8), torch.randint(0, 4, (5, 2)), torch.randn(5, 8)
+        y, plan = tw.dispatch_grouped_matmul(x, up, ids)
+        rows = torch.arange(plan.bound, dtype=torch.int32)
+        expert = torch.searchsorted(plan.offsets[1:], rows, right=True)
+        y = y + torch.cat([bias, bias.new_zeros(1, 16)])[expert]
+        z = tw.grouped_matmul_combine(tw.swiglu(y, plan), down, plan)
+        (gradient,) = torch.autograd.grad(z, bias, upstream)
+
+        everyone = [[torch.empty_like(t) for _ in range(me.world_size)] for t in (x, ids, upstream)]
+        for into, t in zip(everyone, (x, ids, upstream), strict=True):
+            dist.all_gather(into, t)
+        own, wanted = bias.detach().double().requires_grad_(), 0
+        for tokens, choices, weights in zip(*everyone, strict=True):
+            for t in range(5):
+                for e in (choices[t] - 2 * me.rank).tolist():
+                    if e in (0, 1):
+                        gate, value = (up[e].double() @ tokens[t].double() + own[e]).chunk(2)
+                        wanted = wanted + (down[e].double() @ (nn.functional.silu(gate) * value)) @ weights[t].double()
+        (want,) = torch.autograd.grad(wanted, own) if torch.is_tensor(wanted) else (torch.zeros(2, 16),)
+        found.append(torch.allclose(gradient.double(), want.double(), rtol=1e-4, atol=1e-4))
+    return found
+
+
+@PATHS
+def test_a_bias_by_row_has_a_row_for_what_is_undefined(world: World, interpreted: bool) -> None:
+    assert run_either(world, interpreted, biased) == [[True] * 4] * 2

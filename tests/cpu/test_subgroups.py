@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests import behaviour, embedding, moe
+from tests.calling import run_either
 from tests.parity import AG, AR, IN, OUT, RS, Case
 from tests.worlds import Member, Worlds
 
@@ -94,3 +98,28 @@ def tables(me: Member, group: dist.ProcessGroup, rank: int, size: int) -> None:
 @pytest.mark.parametrize("body", [layers, experts, tables], ids=lambda body: body.__name__)
 def test_modules_in_a_subgroup(worlds: Worlds, body: Callable[..., None]) -> None:
     worlds("gloo", 3).run(in_the_group, body)
+
+
+def a_thread_a_group(me: Member) -> list[bool]:
+    """First calls, which meet on the host, and later ones."""
+    groups, w = [dist.new_group([0, 1]) for _ in range(2)], torch.ones(8, 16)
+
+    def rows(number: int) -> bool:
+        right = True
+        for n in range(6):
+            x = torch.full((4 + 4 * number, 16), me.rank + n + 10.0 * number)
+            y = tw.all_gather_matmul(x, w, group=groups[number])
+            right &= torch.equal(y, torch.cat([x - me.rank, x - me.rank + 1]) @ w.t())
+        return right
+
+    with ThreadPoolExecutor(2) as pool, mock.patch.dict(os.environ, TILEWEAVE_TIMEOUT="6"):
+        found = list(pool.map(rows, range(2)))
+    for group in groups:
+        tw.close(group)
+    return found
+
+
+@pytest.mark.parametrize("interpreted", [True, False], ids=["interpreted", "unfused"])
+def test_threads_with_a_group_each_do_not_wait_for_each_other(worlds: Worlds, interpreted: bool) -> None:
+    """Who waits holds the connection to the store."""
+    assert run_either(worlds("gloo", 2), interpreted, a_thread_a_group) == [[True, True]] * 2

@@ -282,7 +282,6 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("shards are taken before they have all come", MARKED, _EACH, _EACH.replace("max", "min"), AG + "library"),
     # --- matmul_reduce_scatter, matmul_all_reduce ---
     Mutant("one slot for marked tiles", REDUCE, "slot = epoch & 1", "slot = epoch & 0", RS + "sm"),
-    Mutant("one slot for an all-reduce", REDUCE, "slot = epoch & 1", "slot = epoch & 0", AR),
     Mutant(
         "partials into the neighbour's place",
         REDUCE,
@@ -333,20 +332,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "    tl.store(counters + words",
         "    0 and tl.store(counters + words",
         RS + "copy engine",
-    ),
-    Mutant(
-        "results skip the last peer",
-        REDUCE,
-        "    for i in tl.static_range(1, WORLD_SIZE):\n        target = symm_at(slot_table, (rank",
-        "    for i in tl.static_range(1, WORLD_SIZE - 1):\n        target = symm_at(slot_table, (rank",
-        AR,
-    ),
-    Mutant(
-        "all leave before results have come",
-        REDUCE,
-        "            if program == owner:\n                first_row",
-        "            if program > owner:\n                first_row",
-        AR,
     ),
     Mutant(
         "the first part is taken for all",

@@ -25,10 +25,14 @@ PUSH, SUMS = "kernels/embedding_gradient.py", "kernels/table_sums.py"
 _HERE = "                wait_here(counters, group + 1, ARRIVED, table, control, report, PUSHED_US)  # the watcher ends first\n"
 _OF_ALL = "        for source in tl.static_range(WORLD_SIZE):\n"
 _PEER = "            wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report, MEETING_US)\n"
+_FOR_ALL = "wait(signals, 1, epoch, peer * SLICES + READY, -1, control, report, MEETING_US)"
+ONE = TG + "of one rank"
 _ZERO = "        tl.store(counters + (1 - (epoch & 1)) * SET + tl.arange(0, SET), tl.zeros((SET,), tl.int32))\n"
 _SAYS = "    if stored + tickets == all_tickets:\n"
 _COUNT = "                count_group(signal_table, control, counters, rank, group, stored,"
-_TOLD = "        notify_all(signal_table, rank * SLICES + DONE + group, rank, call_done(control, epoch), WORLD_SIZE, True)"
+_TOLD = (
+    _SAYS + "        notify_all(signal_table, rank * SLICES + DONE + group, rank, call_done(control, epoch), WORLD_SIZE, True)"
+)
 BY_COPIES, COPIES = TG + "groups by copy engines", "ops/embedding_bag_all_to_all_fused.py"
 NINE = TG + "nine tables by copy engines"
 _GROUPS = "    for group in range(0, GROUPS):\n        for source"
@@ -55,6 +59,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a group is counted before its last ticket", PUSH, _COUNT, _COUNT.replace("stored,", "stored + 1,"), TG),
     Mutant("a ticket is counted for the next group", PUSH, "            stored = rank * 0\n", "            stored += 0\n", TG),
     Mutant("a group without tickets is not said to be there", PUSH, "& 1 == 1:", "& 1 == 2:", TG),
+    Mutant("who has no tickets waits for the next call", PUSH, _FOR_ALL, _FOR_ALL.replace("epoch", "epoch + 1"), ONE),
     Mutant("counts of groups are not cleared", PUSH, _ZERO, "        pass\n", TG),
     Mutant("counts of this call's groups are cleared", PUSH, _ZERO, _ZERO.replace("(1 - (epoch & 1))", "(epoch & 1)"), TG),
     Mutant("own gradients are not said to be there", PUSH, _TOLD, _TOLD.replace("True", "False"), TG),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,8 +84,19 @@ def test_replay() -> None:
         replay("all_gather_matmul/sm@2:walk")
     with pool(1) as processes:
         for wrong in ("no such scenario@2:walk:1", "all_gather_matmul/sm@2:luck:1"):
+            with pytest.raises(InputError, match="asked: seed") as caught:
+                processes.submit(_replay, wrong).result()
+            assert str(caught.value).count("asked: ") == 1, "one error, not one inside another"
+        for wrong in ("all_gather_matmul/sm@1:walk:1", "all_gather_matmul/sm@two:walk:1", "all_gather_matmul/sm@2:walk:-1"):
             with pytest.raises(InputError, match="asked: seed"):
                 processes.submit(_replay, wrong).result()
+
+
+def test_progress_ends_at_its_total(capsys: pytest.CaptureFixture[str]) -> None:
+    report = fuzz(20, "all_gather_matmul/sm", workers=1)
+    told = [tuple(map(int, found)) for found in re.findall(r"s +(\d+)/(\d+) ", capsys.readouterr().out)]
+    assert report.interleavings > 20, "each part of the work is rounded up"
+    assert told == [(number, told[-1][1]) for number in range(1, told[-1][1] + 1)]
 
 
 def test_unknown_scenarios_are_refused() -> None:

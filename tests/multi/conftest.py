@@ -1,14 +1,16 @@
-"""Worlds of GPUs of this host: 2, 3 and 4 ranks, as many as there are."""
+"""Worlds of GPUs of this host: 2, 3 and 4 ranks, as many as there are; on one that ranks share, as many as are asked for."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
-from tests.worlds import World, Worlds, gpu_ranks
+from tests.worlds import ON_ONE_GPU, World, Worlds, gpu_ranks
 
 
 def most() -> int:
     """Asked for when tests are collected: this file is read before pytest's options are."""
-    return max(2, min(4, gpu_ranks()))
+    return max(2, min(8 if ON_ONE_GPU in os.environ else 4, gpu_ranks()))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -140,6 +140,46 @@ def test_capture_without_warmup(largest: World) -> None:
     largest.run(device_behaviour.capture_without_warmup, Case(16, 32, 64, "bfloat16"), timeout=100)
 
 
+def backward_in_a_graph(me: Member, case: Case, replays: int) -> None:
+    """Forward and backward in one graph behind a warmup alone, replayed with fresh inputs, some ranks late."""
+    tw.close()
+    rows, cols, depth = case.x_rows(me.world_size), case.cols, case.depth
+    tw.warmup(case.op, rows, cols, depth, dtype=case.torch_dtype, backward=True)
+    held = parity.prepare(case, me.rank, me.world_size, me.device, 0).operands
+    c = torch.zeros(me.world_size * rows, cols, dtype=case.torch_dtype, device=me.device)
+    x, w = held.x.requires_grad_(), held.w.requires_grad_()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    me.barrier()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = torch.autograd.grad(tw.all_gather_matmul(x, w), (x, w), c)
+    for n in range(replays):
+        if n % me.world_size == me.rank:
+            parity.pause(me.device, 0.0005)
+        everyone = [parity.draw_operands(case, rank, me.world_size, me.device, 100 + n) for rank in range(me.world_size)]
+        weights = [parity.draw(c.shape, case, 1.0, me.device, 200 + n, rank) for rank in range(me.world_size)]
+        with torch.no_grad():
+            for into, fresh in zip((x, w, c), (everyone[me.rank].x, everyone[me.rank].w, weights[me.rank]), strict=True):
+                into.copy_(fresh)
+        graph.replay()
+        mine = slice(me.rank * rows, (me.rank + 1) * rows)
+        parts = [of.double() @ operands.w.double() for of, operands in zip(weights, everyone, strict=True)]
+        gathered = torch.cat([operands.x for operands in everyone]).double()
+        for got, want in zip(found, (torch.stack(parts).sum(0)[mine], weights[me.rank].double().t() @ gathered), strict=True):
+            error = float((got.double() - want).norm() / want.norm())
+            assert error < behaviour.GRADIENT_ERROR[case.dtype], f"rank {me.rank}, replay {n}: off by {error:.2e}"
+    tw.synchronize()
+    me.barrier()
+    del graph
+    tw.close()
+
+
+@pytest.mark.parametrize("rows", [64, 1024], ids=["small", "large"])
+def test_a_captured_backward(largest: World, rows: int) -> None:
+    """Its gather goes by copy engines beside dgrad, in memory that only a backward makes."""
+    largest.run(backward_in_a_graph, Case(rows, 512, 1024, "bfloat16"), 12, timeout=200)
+
+
 # --- Gradients, compilers, modules ---
 
 

@@ -54,6 +54,30 @@ def test_results_are_lent(largest: World) -> None:
     largest.run(embedding.results_are_lent, CASES["plain"], CONFIG, timeout=120)
 
 
+def on_two_streams(me: Member, case: Case) -> None:
+    """Lookups of one group on two streams in turn; what reads a result is still to come when the next lookup begins."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    drawn = [embedding.draw(case, me.rank, me.device, seed) for seed in (0, 1)]
+    found = [torch.empty_like(embedding.call(case, drawn[0], me.world_size)) for _ in range(16)]
+    torch.cuda.synchronize()
+    for n, into in enumerate(found):
+        with torch.cuda.stream(streams[n % 2]):
+            if n % 4 < 2:
+                y = embedding.call(case, drawn[n % 2], me.world_size)
+                embedding.pause(me.device, 0.002)
+                into.copy_(y)
+                del y
+            else:
+                embedding.call(case, drawn[n % 2], me.world_size, out=into)
+    torch.cuda.synchronize()
+    for n, got in enumerate(found):
+        embedding.verify(got, case, me.rank, me.world_size, n % 2, f"rank {me.rank}, call {n}")
+
+
+def test_lookups_on_two_streams(largest: World) -> None:
+    largest.run(on_two_streams, CASES["plain"], timeout=120)
+
+
 def replay(me: Member, case: Case, replays: int) -> None:
     """Two calls in a graph, replayed with fresh indices; eager results are held meanwhile and must stay as they are."""
     drawn = [embedding.draw(case, me.rank, me.device, seed) for seed in (0, 1)]

@@ -7,7 +7,6 @@ time here: variants are few on purpose. Kernels are those that the plan picks, u
 from __future__ import annotations
 
 import pytest
-import torch
 from tests import behaviour, device_behaviour, parity
 from tests.parity import AR, Case, has_kernel
 from tests.worlds import World, one_shot
@@ -16,18 +15,11 @@ from tileweave.config import MatmulConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 PATH = "fused" if has_kernel(AR) else "unfused"
 fused = pytest.mark.skipif(not has_kernel(AR), reason="the kernel of matmul_all_reduce is not there")
-on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="the Gluon kernel is Hopper's")
 
-TRITON = MatmulConfig("triton", "sm", 64, 128, 64, 3, 4)
-HOPPER = MatmulConfig("hopper", "sm", 128, 128, 64, 4, 8)
 LIBRARY = MatmulConfig("library", "sm", 16, 256, 64, 1, 8, split_tail=False)
 ONE_SHOT = MatmulConfig("triton", "sm", 16, 64, 128, 5, 4, shots=1)
-each_kernel = pytest.mark.parametrize(
-    "config", [TRITON, LIBRARY, pytest.param(HOPPER, marks=on_hopper)], ids=lambda config: config.kernel
-)
 
 
 def case(rows: int, cols: int, depth: int, dtype: str = "bfloat16", **more: bool) -> Case:
@@ -40,10 +32,9 @@ SHAPES = {"a_row": (1, 1024, 512), "sixteen": (16, 1024, 512), "two_shot": (256,
 
 
 @fused
-@each_kernel
-def test_parity(largest: World, config: MatmulConfig) -> None:
+def test_parity(largest: World) -> None:
     cases = [case(*shape, **FULL) for shape in SHAPES.values()] + [case(*shape, integers=True) for shape in SHAPES.values()]
-    largest.run(parity.parity, cases, config, timeout=200)
+    largest.run(parity.parity, cases, LIBRARY, timeout=200)
 
 
 @fused
@@ -57,7 +48,7 @@ def test_parity_of_one_shot(largest: World) -> None:
 @fused
 def test_parity_in_each_world(world: World) -> None:
     cases = [case(rows, 256, 256, "float16", integers=rows == 48) for rows in (4, 48)]
-    world.run(parity.parity, cases, HOPPER if IS_HOPPER else TRITON, timeout=120)
+    world.run(parity.parity, cases, LIBRARY, timeout=120)
 
 
 def test_public_calls(largest: World) -> None:
@@ -80,21 +71,20 @@ def test_dimensions(largest: World) -> None:
 
 
 @fused
-@each_kernel
-def test_many_calls_with_late_ranks(largest: World, config: MatmulConfig) -> None:
+def test_many_calls_with_late_ranks(largest: World) -> None:
     cases = [case(rows, 256, 128) for rows in (1, 7, 64, 128)]
-    largest.run(parity.many_calls, cases, config, 250, 0.0005, timeout=200)
+    largest.run(parity.many_calls, cases, LIBRARY, 250, 0.0005, timeout=200)
 
 
 @fused
 @pytest.mark.parametrize("rows", [1, 128])
 def test_the_epoch_wraps_around(largest: World, rows: int) -> None:
-    largest.run(parity.calls_around_the_wrap, case(rows, 256, 128), TRITON, timeout=120)
+    largest.run(parity.calls_around_the_wrap, case(rows, 256, 128), LIBRARY, timeout=120)
 
 
 @fused
 def test_two_groups_on_two_streams(largest: World) -> None:
-    largest.run(parity.two_groups, [0, 1], case(16, 256, 128), TRITON, 20, timeout=120)
+    largest.run(parity.two_groups, [0, 1], case(16, 256, 128), LIBRARY, 20, timeout=120)
 
 
 # --- Graphs ---
@@ -133,7 +123,7 @@ def test_row_parallel_linear(largest: World) -> None:
 @fused
 @pytest.mark.parametrize("rows", [1, 256])
 def test_a_peer_that_never_calls(rows: int) -> None:
-    ends = one_shot("nccl", 2, device_behaviour.call_without, case(rows, 512, 256), TRITON, 1, timeout=150)
+    ends = one_shot("nccl", 2, device_behaviour.call_without, case(rows, 512, 256), LIBRARY, 1, timeout=150)
     device_behaviour.check_timed_out(ends, AR)
 
 

@@ -30,8 +30,8 @@ LAYERS = (
     ("ops",),
     ("nn", "profile", "launcher"),
     ("__init__",),
-    ("tune", "bench"),
-    ("integrations", "demo", "check", "doctor", "simulate", "explore"),
+    ("bench",),
+    ("demo", "check", "doctor", "simulate", "explore"),
     ("stress",),
     ("cli",),
 )
@@ -228,6 +228,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def test_every_layer_is_there() -> None:
+    assert set(LEVEL) == {source.package for source in sources()} - {"__main__"}
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_package_keeps(rule: Rule) -> None:
     violations = [
@@ -245,14 +249,14 @@ BROKEN: tuple[tuple[Rule, str, str], ...] = (
     (imports_go_down, "language.signal", "import tileweave.transport.base"),
     (imports_go_down, "kernels.matmul_all_reduce", "from tileweave import transport"),
     (imports_go_down, "kernels.matmul_all_reduce", "from ..ops import registry"),
-    (imports_go_down, "kernels.matmul_all_reduce", "from ..tune import search"),
+    (imports_go_down, "kernels.matmul_all_reduce", "from ..bench import cases"),
     (imports_go_down, "errors", "from . import ops"),
     (imports_go_down, "ops.__init__", "from ..nn import linear"),
     (imports_go_down, "ops.registry", "def late():\n    from tileweave.bench import cases"),
     (imports_go_down, "ops.registry", "if TYPE_CHECKING:\n    import torch\nelse:\n    import tileweave.cli"),
     (imports_go_down, "ops.registry", "from tileweave import OPERATORS"),
     (imports_go_down, "nn.linear", "from tileweave.profile import timer"),
-    (imports_go_down, "tune.search", "from tileweave.shortcut import tune"),
+    (imports_go_down, "bench.run", "from tileweave.shortcut import cases"),
     (imports_go_down, "shortcut", ""),
     (facts_are_device_free, "schedule", "import torch"),
     (facts_are_device_free, "sim.model", "from triton import language"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 from pathlib import Path
 
@@ -94,6 +95,24 @@ def test_an_unknown_case_is_told_the_names(pattern: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("tileweave.cli.default_device_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert "odd-m4084" in refused("bench", "--cases", pattern)
+
+
+def test_a_demo_case_has_the_rows_that_its_name_says() -> None:
+    for on_gpu in (False, True):
+        cases = [case for case in DEMOS["matmul_all_reduce"](on_gpu, 4) if "token" in case.name]
+        assert [int(re.findall(r"(\d+) tokens?", case.name)[0]) for case in cases] == [case.shape.rows for case in cases]
+
+
+def test_the_simulators_options_have_limits_and_are_its_own() -> None:
+    simulator = pytest.importorskip("tileweave.simulate").app
+    assert "completion" not in runner.invoke(simulator, ["--help"]).output
+    for words, said in (
+        (("dlrm", "--nodes", "65537"), "65537 nodes of 8 GPUs"),
+        (("dlrm", "--nodes", "1", "--gpus-per-node", "1025"), "1 node of 1025 GPUs"),
+        (("train", "--gpus", str(8 * 65537)), "65537 nodes of 8 GPUs"),
+    ):
+        raised = runner.invoke(simulator, list(words)).exception
+        assert isinstance(raised, InputError) and f"{said}; allowed: 1 to 65536 nodes" in str(raised)
 
 
 # --- Places and packages ---

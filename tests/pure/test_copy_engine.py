@@ -70,8 +70,16 @@ def driver(monkeypatch):
 def engine(driver):
     found = object.__new__(copy_engine.CopyEngine)
     found._driver, found._index, found._start = driver, 0, 48
+    found._graphs = {}
     found._lanes = [SimpleNamespace(handle=32, done=40), SimpleNamespace(handle=33, done=41)]
     return found
+
+
+def push_again(line, copies, address, launch=None):
+    """The second time, which makes a graph of them."""
+    line.push(copies, address)
+    line._driver.calls.clear()
+    line.push(copies, address, launch)
 
 
 def scatter():
@@ -94,7 +102,7 @@ def test_structures_are_as_large_as_the_drivers():
 
 
 def test_signals_follow_data_and_lanes_do_not_wait_for_each_other(driver):
-    engine(driver).push(scatter(), 10_000)
+    push_again(engine(driver), scatter(), 10_000)
     by_target = {facts[2]: (node, facts[0]) for node, facts in driver.nodes.items()}
     for counter, data, signal in ((500, 1000, 2000), (504, 1100, 2100)):
         assert by_target[counter][1] == ()
@@ -114,7 +122,7 @@ def test_waits_and_what_stands_aside_hold_up_no_line(driver):
             Copy(3000, 7, 4),
         ]
     )
-    engine(driver).push(copies, 10_000)
+    push_again(engine(driver), copies, 10_000)
     node = {facts[2]: found for found, facts in driver.nodes.items()}
     behind = {facts[2]: set(facts[0]) for facts in driver.nodes.values()}
     assert behind[1000] == {node[500]}
@@ -126,7 +134,7 @@ def test_waits_and_what_stands_aside_hold_up_no_line(driver):
 
 def test_a_push_is_one_launch_and_moves_only_what_it_is_given(driver):
     copies, line = scatter(), engine(driver)
-    line.push(copies, 10_000)
+    push_again(line, copies, 10_000)
     fixed = {node: facts for node, facts in driver.nodes.items() if facts[2] in (500, 504, 2000, 2100, 3000)}
     driver.calls.clear()
     line.push(copies, 20_000)
@@ -137,11 +145,11 @@ def test_a_push_is_one_launch_and_moves_only_what_it_is_given(driver):
 
 def test_where_the_driver_cannot_move_a_graph_there_is_another(driver):
     copies, line = scatter(), engine(driver)
-    line.push(copies, 10_000)
-    (first,) = copies.prepared.values()
+    push_again(line, copies, 10_000)
+    ((_, first),) = line._graphs.values()
     driver.refuse_to_move = True
     line.push(copies, 20_000)
-    assert list(copies.prepared.values()) != [first]
+    assert list(line._graphs.values()) != [(copies, first)]
     assert driver.calls[-1] == "cuGraphLaunch" or driver.calls[-2:] == ["cuGraphExecDestroy", "cuGraphDestroy"]
     assert sorted(facts[3] for facts in list(driver.nodes.values())[-7:] if facts[2] in (1000, 1100)) == [20_008, 20_016]
 
@@ -156,9 +164,21 @@ def test_pitched_copies_have_a_graph_for_an_address_that_comes_again(driver):
         line.push(pitched, address)
         assert driver.calls[-1] == "cuGraphLaunch"
     assert sorted(facts[2] for facts in driver.nodes.values() if facts[1] == "copy") == [2000, 2000, 10_000, 20_000]
-    for address in range(30_000, 30_000 + 64 * copy_engine._MOST_GRAPHS, 64):
-        line.push(pitched, address)
-    assert len(pitched.prepared) <= copy_engine._MOST_GRAPHS, "addresses that do not come again are forgotten"
+
+
+def test_what_does_not_come_again_is_forgotten_and_has_no_graph(driver):
+    line, often = engine(driver), scatter()
+    push_again(line, often, 10_000)
+    for _ in range(3 * copy_engine._MOST_GRAPHS):
+        line.push(scatter(), 10_000)
+        line.push(often, 10_000)
+    assert driver.calls.count("cuGraphLaunch") == 1 + 3 * copy_engine._MOST_GRAPHS, "what is used stays"
+    assert len(line._graphs) == copy_engine._MOST_GRAPHS
+    assert [graph for _, graph in line._graphs.values() if graph] == [line._graphs[id(often), 0][1]]
+    fourth = [scatter() for _ in range(copy_engine._MOST_GRAPHS)]
+    for copies in fourth:
+        push_again(line, copies, 10_000)
+    assert set(line._graphs) == {(id(copies), 0) for copies in fourth}
 
 
 def test_captured_copies_go_one_by_one(driver, monkeypatch):
@@ -173,5 +193,5 @@ def test_captured_copies_go_one_by_one(driver, monkeypatch):
 
 
 def test_a_kernel_is_queued_before_copies_that_wait_for_it(driver):
-    engine(driver).push(scatter(), 10_000, lambda: driver.calls.append("kernel"))
+    push_again(engine(driver), scatter(), 10_000, lambda: driver.calls.append("kernel"))
     assert driver.calls.index("kernel") < driver.calls.index("cuGraphLaunch")

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 from tileweave.transport import cuda
+from tileweave.transport.regions import Regions
 
 
 class Stream:
@@ -59,6 +60,27 @@ def launches(steps: list[str], capturing: bool = False) -> list[str]:
 )
 def test_line(steps: list[str], found: list[str]) -> None:
     assert launches(steps) == found
+
+
+def test_a_region_is_written_again_behind_what_reads_it() -> None:
+    """The line lets a launch pass what follows the last one; not where peers write over what that still copies, or reads."""
+    notes: list[str] = []
+    a, b = Stream("a", notes), Stream("b", notes)
+    regions = Regions(3)
+    for stream in (a, a, b, b, a):
+        regions.order(0, stream)
+    regions.order(1, b)
+    assert notes == ["b behind all of a", "a behind all of b"]
+
+
+def test_a_line_tells_which_stream_is_current() -> None:
+    streams, lane = [Stream(name, []) for name in "ab"], cuda.Lane()
+    for number in (0, 0, 1):
+        with (
+            mock.patch.object(cuda.torch.cuda, "current_stream", return_value=streams[number]),
+            mock.patch.object(cuda.torch.cuda, "is_current_stream_capturing", return_value=False),
+        ):
+            assert lane.enter(number) is streams[number]
 
 
 def test_a_capture_waits_for_no_other_stream() -> None:

@@ -77,3 +77,48 @@ def test_numbers_wrap() -> None:
     first.post("op", 1)
     with pytest.raises(tw.RankMismatchError):
         second.post("op", 2)
+
+
+# --- Calls that break off ---
+
+
+@pytest.mark.parametrize("posted", [True, False], ids=["begun", "not begun"])
+@pytest.mark.parametrize("first", [0, 1], ids=["who breaks off comes first", "second"])
+def test_a_call_that_one_rank_made_and_another_broke_off_is_found(posted: bool, first: int) -> None:
+    """Whoever comes first; also by who had compared the call before it broke off."""
+    broken, made = found = ledgers(2)
+    for ledger in found:
+        ledger.post("op", 5)
+    if first == 1:
+        made.post("op", 6)
+    if posted:
+        broken.post("op", 6)
+    broken.break_off(posted)
+    if first == 0:
+        broken.post("op", 6)  # goes on, before anybody could know
+        with pytest.raises(tw.RankMismatchError, match=r"a call of rank 0 broke off that rank 1 made.*what rank 0 raised"):
+            made.post("op", 6)
+    with pytest.raises(tw.RankMismatchError, match="a call of rank 0 broke off that rank 1 made"):
+        broken.post("op", 6)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_call_that_breaks_off_on_every_rank_is_no_difference(ahead: int) -> None:
+    """Wherever in the call, and however far one rank is ahead of the other."""
+    found = ledgers(2)
+    for ledger, posted in zip(found, (True, False), strict=True):
+        ledger.post("op", 5)
+        if posted:
+            ledger.post("op", 6)
+        ledger.break_off(posted)
+        for number in range(ahead):
+            ledger.post("op", 7 + number)
+    for ledger in found:
+        ledger.post("op", 20)
+        ledger.compare("op")
+
+
+def test_breaking_off_without_memory_does_nothing() -> None:
+    alone = Ledger()
+    alone.break_off(False)
+    assert alone.calls == 0

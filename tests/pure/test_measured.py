@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tileweave.bench.measured import markdown
+from tileweave.bench.measured import HEAD, _ratio, markdown
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -17,3 +17,10 @@ def test_a_losing_case_is_bold() -> None:
     page = markdown(DOCS / "results")
     row = next(line for line in page.splitlines() if line.startswith("| gpt3-fc2-m1024 |"))
     assert "**0.93**" in row
+
+
+def test_what_bold_means_is_said() -> None:
+    assert "Bold: slower than a rival by half a\npercent or more." in HEAD
+    readme = (DOCS.parent / "README.md").read_text("utf-8")
+    assert "in bold what loses half a percent or more: [docs/measured.md]" in readme
+    assert [_ratio("over_torch", ratio) for ratio in (0.99, 0.9949, 0.9951)] == ["**0.99**", "**0.99**", "1.00"]

@@ -5,10 +5,12 @@ Where there are no GPUs nothing can be mapped; what torch's C++ sends through th
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 
 import pytest
 import torch
@@ -138,6 +140,7 @@ class Rank:
     store: dist.Store
     rank: int
     size: int
+    group_name: str = "three"
 
 
 @pytest.fixture
@@ -197,3 +200,52 @@ def test_who_memory_is_made_for_and_who_compares_calls_are_told_alike(three: lis
     one, *others = on_ranks(3, lambda rank: said(calls[rank]))
     assert one.startswith("RankMismatchError: asked: rank 0: the first call of an operator, where the other ranks have a call")
     assert others == [one, one]
+
+
+class Held:
+    """A store whose ``wait`` ends as ``rule`` says, once all that is waited for is there."""
+
+    def __init__(self, store: dist.Store, rule: Callable[[], None]) -> None:
+        self._store, self._rule = store, rule
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self._store.wait(keys, timeout)
+        self._rule()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("late", [True, False], ids=["behind the others", "before them"])
+def test_a_time_out_as_the_last_one_comes_is_one_for_all_or_for_none(three, monkeypatch, late: bool, error: type) -> None:
+    """Rank 2's wait runs out when all texts are there: of the others nobody goes on alone, into a collective."""
+    monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.3")
+    decided, real = threading.Event(), dist.PrefixStore
+
+    def given_up() -> None:
+        assert not late or decided.wait(10)
+        raise error
+
+    def rank_of(rank: int) -> str:
+        def held(prefix: str, store: dist.Store) -> Held:
+            return Held(real(prefix, store), given_up if rank == 2 else lambda: late or decided.wait(10))
+
+        stores.store = held
+        try:
+            return said(lambda: meet(f"{rank}", three[rank], "a call")[1])
+        except KeyboardInterrupt:
+            return "KeyboardInterrupt"
+        finally:
+            if (rank == 2) != late:
+                decided.set()
+
+    stores = threading.local()
+    monkeypatch.setattr(rendezvous.dist, "PrefixStore", lambda prefix, store: stores.store(prefix, store))
+    found = on_ranks(3, rank_of)
+    met = "['0', '1', '2']"
+    if late:  # somebody has gone on already
+        assert found == [met, met, met if error is RuntimeError else "KeyboardInterrupt"]
+    else:
+        assert [text.partition(":")[0] for text in found[:2]] == ["PeerTimeout"] * 2
+        assert found[2].startswith("PeerTimeout" if error is RuntimeError else "KeyboardInterrupt")

@@ -14,7 +14,7 @@ import torch
 
 from tileweave import doctor, launcher
 from tileweave.errors import InputError
-from tileweave.topology import H200, Machine, preset
+from tileweave.topology import H200, Machine
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -25,13 +25,13 @@ from rich.console import Console  # noqa: E402
 from tileweave import cli  # noqa: E402
 from tileweave.bench import experts, measured  # noqa: E402
 from tileweave.bench.environment import WITHOUT_GPUS  # noqa: E402
-from tileweave.bench.report import notes_of, why_nothing  # noqa: E402
+from tileweave.bench.report import notes_of, tables_of, why_nothing  # noqa: E402
 from tileweave.bench.screen import console  # noqa: E402
 from tileweave.check import note_on  # noqa: E402
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 OTHERS = [
-    preset("A100", "cuda", 80, 108, 166912), preset("B200", "cuda", 100, 148, 232448), preset("MI300X", "hip", 94, 304, 65536)
+    Machine("A100", "cuda", 80, 108), Machine("B200", "cuda", 100, 148), Machine("MI300X", "hip", 94, 304)
 ]  # fmt: skip
 
 
@@ -119,6 +119,18 @@ def test_other_ranks_of_torchrun_are_silent(monkeypatch: pytest.MonkeyPatch, tmp
         assert console().quiet is quiet
         code, said, _ = given(None, monkeypatch, "demo", "--device", "cpu", "--out", str(tmp_path))
         assert code == 0 and ("2 ranks on the CPU" in said) is not quiet
+
+
+# --- bench ---
+
+
+def test_every_bar_of_the_all_gather_is_shown() -> None:
+    report = json.loads((RESULTS / "all_gather_matmul-4xH200-2026-11-22-b.json").read_text("utf-8"))
+    text = StringIO()
+    Console(file=text, width=220).print(*tables_of(report, 220))
+    bars = [line.strip() for line in text.getvalue().splitlines() if line.strip().startswith("bar: ")]
+    assert len(bars) == 3, "large, odd and small"
+    assert [line.split()[3:] for line in bars] == [["0.97", "0.92", "1", "1"], ["1"], ["1.25", "0.98", "1"]]
 
 
 # --- trace ---

@@ -230,3 +230,10 @@ def test_a_network_has_an_npu_for_each_trace(tmp_path: Path) -> None:
     assert "the latency inside a node is the calibration's" in CliRunner().invoke(app, command).output
     done = CliRunner().invoke(app, [*command, "--gpus-per-node", "2"])
     assert isinstance(done.exception, InputError) and "one of both" in str(done.exception)
+
+
+def test_a_replay_says_what_was_not_measured(tmp_path: Path) -> None:
+    paths = [str(path) for path in written(tmp_path, [coll(0, [])], [coll(0, [])])]
+    assert "transferred" not in CliRunner().invoke(app, ["replay", *paths]).output
+    told = CliRunner().invoke(app, ["replay", *paths, "--device", "b200", "--gpus-per-node", "1"]).output
+    assert "b200: fractions of peak measured on H200, transferred" in told and "between nodes: rates" in told

@@ -12,7 +12,7 @@ from tileweave.config_combine import plan_combine
 from tileweave.profile.timing import _Lap, _timing
 from tileweave.schedule_grouped import GroupedProblem
 from tileweave.sharding import TableSpec, plan_embedding, plan_sharding
-from tileweave.topology import CPU, H200, preset
+from tileweave.topology import CPU, H200, Machine
 
 
 def test_largest_first_where_most_read_first_does_not_fit() -> None:
@@ -38,7 +38,7 @@ def test_paths_of_combine() -> None:
 
 
 def test_paths_of_lookups() -> None:
-    old = preset("old", "cuda", 75, 40, 65536)
+    old = Machine("old", "cuda", 75, 40)
     paths = [plan_embedding(size, 512, 8.0, machine, False).path for size, machine in ((4, H200), (1, H200))]
     assert paths == ["fused", "local"]
     for size, machine in ((9, H200), (4, CPU), (4, old)):

@@ -10,6 +10,7 @@ import torch
 import tileweave as tw
 from tileweave.schedule import TileSchedule
 from tileweave.topology import CPU
+from tileweave.transport import workspace
 from tileweave.transport.base import (
     EPOCH,
     FAULT,
@@ -220,6 +221,26 @@ def test_memory_of_a_graph_is_kept(instance: Instance, transport: NotingTranspor
     assert not instance.cache
 
 
+def test_calls_of_ever_new_sizes_are_forgotten(instance: Instance, transport: NotingTransport, monkeypatch) -> None:
+    monkeypatch.setattr(workspace, "MOST_KEPT", 4)
+    for size in range(4):
+        instance.keep(size, object())
+    transport.is_capturing = True
+    instance.keep("captured", object())
+    assert len(instance.cache) == 5 and not transport.events, "a capture cannot wait for the device"
+    transport.is_capturing = False
+    instance.keep("new", object())
+    assert list(instance.cache) == ["new"] and transport.events == ["synchronize"]
+    instance.captured, graphs = True, instance.cache
+    for size in range(4):
+        instance.keep(size, object())
+    assert any(kept is graphs for kept in instance._retired) and len(graphs) == 4, "a graph may read what stands there"
+    accepted = workspace.Recent()
+    for size in range(9):
+        accepted[size] = size
+    assert len(accepted) <= 4 and accepted[8] == 8
+
+
 def test_a_captured_call_is_remembered(instance: Instance, transport: NotingTransport) -> None:
     instance.begin()
     assert not instance.captured
@@ -228,7 +249,7 @@ def test_a_captured_call_is_remembered(instance: Instance, transport: NotingTran
     transport.is_capturing = False
     instance.begin()
     assert instance.captured, "from then on the host does not know the epoch"
-    assert instance.calls == 3
+    assert instance.calls == 1, "a call that is only begun takes no slot"
     assert transport.events == ["order"] * 3
 
 

@@ -102,10 +102,8 @@ def _small_matmuls(_: int) -> list[Component]:
 def _stores(_: int) -> list[Component]:
     shapes = [(m, n, k) for m in (64, 128, 256, 512, 1024) for n, k in ((4096, 7168), (8192, 4096), (8192, 14336))]
     found = [
-        Component(op, "fused", shape, True, next(config for rows, config in _STORES if shape[0] <= rows))
-        for op in ("matmul_reduce_scatter", "matmul_all_reduce")
+        Component("matmul_reduce_scatter", "fused", shape, True, next(config for rows, config in _STORES if shape[0] <= rows))
         for shape in shapes
-        if op == "matmul_reduce_scatter" or shape[0] <= 512
     ]
     return found + [
         Component("matmul_all_to_all", "fused", (m, n, k), True, _EXCHANGE)
@@ -136,9 +134,6 @@ def smoke(world: int) -> list[Component]:
         Component("grouped_matmul_combine", "reduce", (32, 64, 1, world, 2), False),
         *[Component("layer", what, (64, 64, 128, 4, 2, 1), False) for what in ("fused", "unfused")],
         *[Component(op, "fused", (16, 64, 64), False) for op in ("all_gather_matmul", "matmul_all_reduce")],
-        *[
-            Component(op, "fused", (16 * world, 64, 64), False, _SMOKE)
-            for op in ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all")
-        ],
+        *[Component(op, "fused", (16 * world, 64, 64), False, _SMOKE) for op in ("matmul_reduce_scatter", "matmul_all_to_all")],
         Component("embedding_bag_all_to_all", "fused", (8, world, 16, 3, 4), False),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +46,6 @@ def _bench_case(member: Member, case: EmbeddingCase, options: Options, seed: int
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Each case's times over the larger of its two floors, as bars. Needs matplotlib."""
-    from matplotlib.figure import Figure
+    from tileweave.profile.plot import plot_over
 
-    from tileweave.bench.embedding import OURS, TORCH, UNFUSED
-
-    cases = [case for case in report["cases"] if case["right"]]
-    figure = Figure(figsize=(max(7.0, 0.9 * len(cases)), 4.2), layout="constrained")
-    axes = figure.subplots()
-    for number, (name, colour) in enumerate(((OURS, "#1b7f79"), (UNFUSED, "#e0a458"), (TORCH, "#9a8c98"))):
-        heights = []
-        for case in cases:
-            floor = max(case["floor_read_us"], case["floor_sent_us"])
-            heights.append(case["times"].get(name, {}).get("median_us", math.nan) / floor)
-        places = [i + (number - 1) * 0.27 for i in range(len(cases))]
-        bars = axes.bar(places, heights, 0.26, label=name, color=colour)
-        axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(cases)), [case["name"] for case in cases], rotation=35, ha="right", fontsize=8)
-    axes.set_ylabel("time over the larger floor")
-    axes.set_title(f"{OP}, world {report['world_size']}, {report['environment'].get('device', '')}", fontsize=10, loc="left")
-    axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    plot_over(report, path, "the larger floor", lambda case: max(case["floor_read_us"], case["floor_sent_us"]))

@@ -288,20 +288,10 @@ def _marked(ratio: float, least: float) -> str:
 
 
 def plot(report: dict[str, Any], path: Any) -> None:
-    """Each case's times over ours, as bars. Needs matplotlib."""
-    from matplotlib.figure import Figure
+    """Each case's times over the unfused path's, as bars. Needs matplotlib."""
+    from tileweave.profile.plot import plot_over
 
-    cases = [case for case in report["cases"] if case["right"]]
-    figure = Figure(figsize=(max(7.0, 0.9 * len(cases)), 4.2), layout="constrained")
-    axes = figure.subplots()
-    for number, name in enumerate((OURS, UNFUSED, GATHERED, MATMUL)):
-        heights = [_of(case, name) / _of(case, UNFUSED) for case in cases]
-        axes.bar([i + (number - 1.5) * 0.21 for i in range(len(cases))], heights, 0.2, label=name)
-    axes.set_xticks(range(len(cases)), [case["name"] for case in cases], rotation=35, ha="right", fontsize=8)
-    axes.set_ylabel("time over unfused")
-    axes.set_title(f"{report['op']}, world {report['world_size']}", fontsize=10, loc="left")
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+    plot_over(report, path, UNFUSED, lambda case: _of(case, UNFUSED))
 
 
 def _number(value: float, digits: int = 0) -> str:

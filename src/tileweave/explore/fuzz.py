@@ -74,8 +74,8 @@ class Report:
         }  # fmt: skip
 
 
-def chunks(names: list[str], total: int, first: int) -> Iterator[tuple[str, int, str, range]]:
-    """Who runs what: ``total`` seeds over scenarios, worlds and strategies, numbers from ``first`` on."""
+def chunks(names: list[str], total: int, first: int) -> list[tuple[str, int, str, range]]:
+    """Who runs what: ``total`` seeds, or a few more, over scenarios, worlds and strategies, numbers from ``first`` on."""
     parts = len(names) * len(STRATEGIES) * sum(SHARES.values())
     work = [
         (name, world, strategy, range(start, min(start + _CHUNK, end)))
@@ -86,7 +86,7 @@ def chunks(names: list[str], total: int, first: int) -> Iterator[tuple[str, int,
         for start in range(first, end, _CHUNK)
     ]
     work.sort(key=lambda item: item[3].start)  # a run that is cut short has seen a part of everything
-    yield from work
+    return work
 
 
 def _work(scenario: str, world: int, strategy: str, numbers: range) -> Tried:
@@ -121,9 +121,9 @@ def _explorer():
 
 
 def _scenarios(pattern: str) -> list[str]:
-    from tileweave.explore.search import SCENARIOS
+    from tileweave.explore.search import by_name
 
-    names = [f"{s.op}/{s.name}" for s in SCENARIOS]
+    names = by_name()
     chosen = [name for name in names if pattern in name]
     if not chosen:
         allowed = ", ".join(map(repr, names))  # quoted, since names have commas
@@ -149,20 +149,22 @@ def fuzz(total: int, pattern: str = "", workers: int = 2, first: int = 0, second
     report, began = Report(), time.monotonic()
     with pool(workers) as processes:
         names = processes.submit(_scenarios, pattern).result()
-        work, part = chunks(names, total, first), max(total // 20, 1)
-        with Steps("fuzz", -(-total // part), show) as steps:
+        work, finished = chunks(names, total, first), 0
+        part = max(len(work) // 20, 1)  # chunks of a line
+        left = iter(work)
+        with Steps("fuzz", len(work) // part, show) as steps:
             running: set[Future[Tried]] = set()
             while not report.story:
                 late = seconds and time.monotonic() - began > seconds
-                while not late and len(running) < 2 * workers and (item := next(work, None)) is not None:
+                while not late and len(running) < 2 * workers and (item := next(left, None)) is not None:
                     running.add(processes.submit(_work, *item))
                 if not running:
                     break
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
-                    before = report.interleavings // part
+                    finished += 1
                     report.add(future.result())
-                    if report.interleavings // part > before:
+                    if finished % part == 0:
                         rate = report.interleavings / (time.monotonic() - began)
                         steps.now(f"{report.interleavings} interleavings")
                         steps.done(
@@ -184,11 +186,7 @@ def _replay(text: str) -> str:
     from tileweave.explore.search import Seed, run, shrink, story
 
     enter = _explorer()
-    try:
-        seed = Seed.parse(text)
-        found = run(seed, enter)
-    except (KeyError, ValueError) as error:
-        raise InputError(f"asked: seed {text!r} ({error}); allowed: scenario@world:strategy:number; remedy: copy one") from None
+    found = run(Seed.parse(text), enter)
     return story(shrink(found, enter)) if found.failure is not None else ""
 
 

@@ -14,7 +14,7 @@ import torch
 
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
-from tileweave.sharding import EmbeddingConfig, EmbeddingLayout
+from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
 from tileweave.transport.base import EPOCH
 
 ROWS, DIM, BAG = 5, 8, 2  # of a table; indices in a bag
@@ -83,7 +83,8 @@ def _bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any
 class TableGradient:
     """SGD steps in place. ``samples``: of each rank; ``tables``: of each rank, in as many groups. ``carrier``: of gradients.
 
-    ``alone``: the push is a launch of its own, as where weights' gradients want tables as they were.
+    ``alone``: the push is a launch of its own, as where weights' gradients want tables as they were. ``first_only``: only the
+    first rank has samples.
     """
 
     name: str
@@ -91,6 +92,7 @@ class TableGradient:
     tables: int
     carrier: str
     alone: bool = False
+    first_only: bool = False
     op: str = "embedding_bag_all_to_all_backward"
     programs: tuple[int, ...] = (1, 2, 3)  # that may push; one more watches, two or three sum
     resident: int = 1
@@ -102,16 +104,18 @@ class TableGradient:
         from tileweave.ops.embedding_bag_all_to_all_fused import begin_push, end_push
         from tileweave.ops.table_gradient import Lookups, sort_lookups, table_gradients
 
-        batch, seed = self.samples * world.size, (number + drawn.order) % POOL
+        assert self.samples == 1 or not self.first_only, "one sample is one rank's"
+        batch, seed = self.samples * (1 if self.first_only else world.size), (number + drawn.order) % POOL
+        rows = [rows_of(batch, world.size, peer) for peer in range(world.size)]
         tables, indices, offsets, _ = _bags(batch, self.tables, world.size, rank, seed)
         layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size)
-        grads = [whole_numbers((self.samples, layout.width), "gradient", r, seed) for r in range(world.size)]
+        grads = [whole_numbers((end - begin, layout.width), "gradient", r, seed) for r, (begin, end) in enumerate(rows)]
         grad, rate = grads[rank].clone(), torch.ones(1)
         lookups = Lookups(indices, offsets, None, batch, False)
         ordered = sort_lookups(tables, lookups, False)
         push = begin_push(grad, layout, batch, world.ranks[rank].group, self.alone, self.carrier)
         if self.alone and self.carrier == "copy_engine":
-            world.wrote(rank, push.slot[rank * self.samples : (rank + 1) * self.samples])  # own rows: by torch
+            world.wrote(rank, push.slot[slice(*rows[rank])])  # own rows: by torch
         push = replace(push, candidates=drawn.programs * (8 if self.alone else 1))
         known = (("gradient", grad), ("rate", rate), ("keys", ordered.keys), ("bags", ordered.bags), ("plan", push.plan))
         for name, tensor in known:
@@ -148,6 +152,7 @@ EMBEDDING = (
     TableGradient("nine tables by copy engines", 1, 9, "copy_engine"),
     TableGradient("alone", 1, 2, "sm", alone=True),
     TableGradient("alone by copy engines", 1, 2, "copy_engine", alone=True),
+    TableGradient("of one rank", 1, 2, "sm", first_only=True),
     EmbeddingBag("tickets", (6, 9), 1, _CUT),
     EmbeddingBag("held", (8,), 2, EmbeddingConfig(4, 2, 1, 1, 0), held=1),
 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tileweave.errors import require
 from tileweave.explore.memory import Violation
 from tileweave.explore.ranks import COMPONENTS, MAX_PROGRAMS, World
 from tileweave.explore.scenarios import SCENARIOS as MATMULS
@@ -21,6 +22,7 @@ from tileweave.explore.tasks import Decision, Event
 
 STRATEGIES = ("walk", "pct", "delay", "malice")
 DELAYS = 2000  # numbers of one systematic search
+MOST_RUNS, LINES = 150, 40  # to shrink one failure; steps that its story tells
 EPOCHS = (1, 2, 2**31 - 2, -1)  # the first call, the other parity, the wrap to negative numbers, the wrap to zero
 RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 SCENARIOS: tuple[Scenario, ...] = (*MATMULS, *EMBEDDING, *EXPERT_SCENARIOS, *DISPATCH, *EXCHANGES)
@@ -41,8 +43,15 @@ class Seed:
 
     @staticmethod
     def parse(text: str) -> Seed:
+        """The seed of a name; one that names nothing is an :class:`InputError`."""
         scenario, _, rest = text.rpartition("@")
-        world, strategy, number = rest.split(":")
+        world, strategy, number, *more = (*rest.split(":"), "", "")
+        remedy = "copy the seed that a failure printed"
+        names = by_name()
+        require(scenario in names, f"seed {text!r}, scenario {scenario!r}", ", ".join(map(repr, names)), remedy)
+        require(strategy in STRATEGIES, f"seed {text!r}, strategy {strategy!r}", ", ".join(STRATEGIES), remedy)
+        whole = world in ("2", "3", "4") and number.isdecimal() and not any(more)
+        require(whole, f"seed {text!r}", "scenario@world:strategy:number, of a world of 2, 3 or 4", remedy)
         return Seed(scenario, int(world), strategy, int(number))
 
 
@@ -60,11 +69,9 @@ class Found:
     describe: Callable[[int, int], str] = lambda low, high: ""
 
 
-def scenario_of(name: str) -> Scenario:
-    found = {f"{s.op}/{s.name}": s for s in SCENARIOS}
-    if name not in found:
-        raise KeyError(f"asked: scenario {name!r}; allowed: {', '.join(found)}; remedy: pass one of these")
-    return found[name]
+def by_name() -> dict[str, Scenario]:
+    """The scenarios there are, by what seeds call them."""
+    return {f"{s.op}/{s.name}": s for s in SCENARIOS}
 
 
 def draw(scenario: Scenario, seed: Seed) -> Drawn:
@@ -84,9 +91,7 @@ def strategy_of(seed: Seed, enter: Enter) -> Walk | Priorities | Delays | Malice
         return Priorities(seed.number)
     if seed.strategy == "delay":
         return delays_of(seed, enter)
-    if seed.strategy == "malice":
-        return malice_of(seed.number, seed.world)
-    raise KeyError(f"asked: strategy {seed.strategy!r}; allowed: walk, pct, delay, malice; remedy: pass one of these")
+    return malice_of(seed.number, seed.world)
 
 
 def delays_of(seed: Seed, enter: Enter) -> Delays:
@@ -140,7 +145,7 @@ def malice_of(number: int, world: int) -> Malice:
 
 def run(seed: Seed, enter: Enter, departures: dict[int, Decision] | None = None, recording: bool = False) -> Found:
     """One run; ``departures``: replay these in place of the seed's strategy."""
-    scenario = scenario_of(seed.scenario)
+    scenario = by_name()[seed.scenario]
     drawn = draw(scenario, seed)
     strategy = strategy_of(seed, enter) if departures is None else Written(departures)
     noting = Noting(strategy)
@@ -180,7 +185,7 @@ def _check_ends(world: World, scenario: Scenario, drawn: Drawn) -> None:
                 raise Violation("left over", f"rank {rank}: {name} {seen}, expected {expected}")
 
 
-def shrink(found: Found, enter: Enter, runs: int = 150) -> Found:
+def shrink(found: Found, enter: Enter) -> Found:
     """The same failure with fewer departures from the plain schedule: drop parts, ever smaller, while it stays.
 
     ``found`` itself, without events, if it does not come again.
@@ -190,7 +195,7 @@ def shrink(found: Found, enter: Enter, runs: int = 150) -> Found:
     if best.failure is None or best.failure.kind != found.failure.kind:
         again = run(found.seed, enter, recording=True)
         return again if again.failure is not None else found
-    part = max(len(best.departures) // 2, 1)
+    part, runs = max(len(best.departures) // 2, 1), MOST_RUNS
     while runs > 0 and best.departures:
         steps, shorter = sorted(best.departures), None
         for first in range(0, len(steps), part):
@@ -211,7 +216,7 @@ def shrink(found: Found, enter: Enter, runs: int = 150) -> Found:
     return best
 
 
-def story(found: Found, lines: int = 40) -> str:
+def story(found: Found) -> str:
     """What went wrong, how to see it again, and what happened before: steps, tasks, memory."""
     assert found.failure is not None, "there is something to tell"
     about = found.failure
@@ -226,9 +231,9 @@ def story(found: Found, lines: int = 40) -> str:
         f"{about.kind}: {about.text}",
         f"replay: tileweave fuzz --replay '{found.seed}'",
         f"shrunk to {len(found.departures)} departures from the plain schedule; "
-        f"the last {min(lines, len(told))} of {len(told)} steps:",
+        f"the last {min(LINES, len(told))} of {len(told)} steps:",
     ]
-    for event in told[-lines:]:
+    for event in told[-LINES:]:
         where = found.describe(event.low, event.high) if event.high else ""
         mark = "  <--" if event.low < about.high and about.low < event.high else ""
         text.append(f"{event.step:6}  {event.task:<18}  {event.what:<16} {where} {event.detail}{mark}".rstrip())

@@ -7,7 +7,7 @@
 Who writes, who reads. A rank sends each of its tokens once to each other rank that has an expert of it, to a place that needs
 no index: [i, t]. Nothing is permuted: the rows of a tile are gathered by their addresses, in x or in the slot. Tokens go
 out in the order in which the receiver's tiles need them: by the lowest expert there. Experts are cut into *blocks* of
-``BLOCK_EXPERTS``; behind the tokens whose lowest expert is in block b or before, the sender signals b.
+``block_experts``; behind the tokens whose lowest expert is in block b or before, the sender signals b.
 
 ==================  =====  ======================================  =========================================================
 signal (int32)      value  notifier                                waiter
@@ -164,12 +164,11 @@ def dispatch_grouped_matmul_kernel(
     slot_offset = (epoch & 1).to(tl.int64) * slot_size
     if program == 0:
         clear_counters(counters, epoch)
-    if WORLD_SIZE > 1:
-        if program < num_producers:
-            push_tokens(
-                x, send_order, send_offsets, slot_table, signal_table, counters, slot_offset, rank, max_tokens, depth, experts,
-                block_experts, blocks, program, num_producers, epoch, WORLD_SIZE, PUSH_ROWS, PUSH_WIDTH,
-            )  # fmt: skip
+    if program < num_producers:
+        push_tokens(
+            x, send_order, send_offsets, slot_table, signal_table, counters, slot_offset, rank, max_tokens, depth, experts,
+            block_experts, blocks, program, num_producers, epoch, WORLD_SIZE, PUSH_ROWS, PUSH_WIDTH,
+        )  # fmt: skip
     tickets = counters + (epoch & 1) * SET + TICKETS
     tile = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)

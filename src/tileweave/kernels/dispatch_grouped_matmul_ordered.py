@@ -93,7 +93,7 @@ def place_rows(
     total = gl.load(offsets + experts)
     expert = epoch * 0
     end = gl.load(offsets + 1)
-    arrived = WORLD_SIZE == 1  # everything is there, so look at no signal
+    arrived = False  # everything: then look at no signal
     unit = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while unit * UNIT < total:
         following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")

@@ -48,9 +48,8 @@ def wait_steps(
 @gluon.jit
 def await_all(signals, blocks, program, rank, epoch, control, report, WORLD_SIZE: gl.constexpr):
     """The last program: wait for the last block of all other ranks, without which a call may not end."""
-    if WORLD_SIZE > 1:
-        farthest = gl.where(program == gl.num_programs(0) - 1, WORLD_SIZE - 1, 0)  # the others wait for nobody
-        wait_steps(signals, blocks - 1, 1, farthest, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS)
+    farthest = gl.where(program == gl.num_programs(0) - 1, WORLD_SIZE - 1, 0)  # the others wait for nobody
+    wait_steps(signals, blocks - 1, 1, farthest, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS)
 
 
 @gluon.jit
@@ -60,9 +59,8 @@ def all_have(signals, block, rank, epoch, WORLD_SIZE: gl.constexpr, WARPS: gl.co
     A word for each lane, and the least over all lanes: every lane gets the same answer, though the words change meanwhile.
     Scalar loads would be one for each lane, and lanes that disagree part for ever at the next barrier.
     """
-    OTHERS: gl.constexpr = WORLD_SIZE - 1 if WORLD_SIZE > 1 else 1
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    source = (rank + 1 + gl.arange(0, 32 * WARPS, layout=lane) % OTHERS) % WORLD_SIZE
+    source = (rank + 1 + gl.arange(0, 32 * WARPS, layout=lane) % (WORLD_SIZE - 1)) % WORLD_SIZE
     return gl.min(gl.load(signals + source * MAX_BLOCKS + block, volatile=True) - epoch, axis=0) >= 0
 
 
@@ -161,20 +159,19 @@ def push_tokens(
     block_experts, blocks, program, num_producers, epoch, WORLD_SIZE: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """Producer, if this program is one: its share of the own tokens, block by block; who is the last in one signals it."""
-    if WORLD_SIZE > 1:
-        if program < num_producers:
-            for block in range(0, blocks):
-                first = block * block_experts
-                last = gl.minimum(first + block_experts, experts)
-                for i in gl.static_range(1, WORLD_SIZE):
-                    push_to(
-                        x, send_order, send_offsets, slot_table, slot_offset, (rank + i) % WORLD_SIZE, i - 1, first, last,
-                        max_tokens, experts, depth, program, num_producers, BLOCK,
-                    )  # fmt: skip
-                block_barrier()
-                pushed = counters + (epoch & 1) * SET + PUSHED + block
-                if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:
-                    notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
+    if program < num_producers:
+        for block in range(0, blocks):
+            first = block * block_experts
+            last = gl.minimum(first + block_experts, experts)
+            for i in gl.static_range(1, WORLD_SIZE):
+                push_to(
+                    x, send_order, send_offsets, slot_table, slot_offset, (rank + i) % WORLD_SIZE, i - 1, first, last,
+                    max_tokens, experts, depth, program, num_producers, BLOCK,
+                )  # fmt: skip
+            block_barrier()
+            pushed = counters + (epoch & 1) * SET + PUSHED + block
+            if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:
+                notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
 
 
 @gluon.jit

@@ -11,8 +11,8 @@ of every region; the owner's later kernels read it.
 signal (int32)        value  notifier                               waiter
 ====================  =====  =====================================  ===================================================
 [source, READY]       epoch  program 0 of ``source``, behind the    programs about to store to ``source`` for the first
-                             number of its region in [source,       time in this call
-                             REGION]
+                             number of its region in [source,       time in this call; a rank that stores nothing, before
+                             REGION]                                it says that it is done
 [source, DONE]        epoch  ``source``'s program that is the last  the last program, before it leaves
                              to have stored to peers
 ====================  =====  =====================================  ===================================================
@@ -144,6 +144,9 @@ def embedding_bag_all_to_all_kernel(
             out = symm_at(slot_table, peer, regions.dtype.element_ty, 16) + place.to(tl.int64) * region_size
             store_bags(acc, out, sample, count, width, column, dim, BLOCK_D, BAGS)
         ticket = following
+    if total == 0:  # no store finds out whether peers come, and who has given up is not done
+        for step in tl.static_range(1, WORLD_SIZE):
+            wait(signals, 1, epoch, (rank + step) % WORLD_SIZE * SLICES + READY, -1, control, report, MEETING_US)
     if passed == 0:
         count_passed(signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE)
     if program == num_programs - 1:

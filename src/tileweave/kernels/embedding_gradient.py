@@ -25,12 +25,14 @@ Who carries, two transports:
 word (int32)          value   written by                                waited for by
 ====================  ======  ========================================  ===========================================
 [source, READY]       epoch   "sm": program 0 of ``source``             pushers about to store to ``source`` for the
-                                                                        first time in this call
+                                                                        first time in this call; program 0 of a rank
+                                                                        with no ticket
 [met, source]         epoch   "copy_engine": the watcher of ``source``  the watchers of all, before copies go
 [source, DONE + g]    epoch   ``source``'s copy engine, or the pusher   the watcher, group by group
                               that counts the last ticket of group g;
                               own ones too. Of a group with no ticket,
-                              program 0
+                              program 0; where there is none at all, when
+                              it has met every peer
 counters[ARRIVED]     g + 1   the watcher: groups up to g of all        sums of tables of group g
                               sources are in this rank's slot
                       0       ``sum_runs``, behind all sums             (the next call begins so)
@@ -43,8 +45,8 @@ Counters of tickets dealt and stored are in two sets by parity of the epoch; pro
 One slot, at an address that the host knows: READY, or the meeting, of call n says that the kernels which read the slot of call
 n-1 have ended, since they stand before call n on the stream. Both are said before anybody is waited for.
 
-Nobody is stuck: pushers wait for READY alone, which waits for nothing; copies for the meeting; the watcher and the sums for
-lower programs, of which the ``LEAST`` lowest push whatever the others do, for own copies, and other ranks.
+Nobody is stuck: pushers and program 0 wait for READY alone, which waits for nothing; copies for the meeting; the watcher and
+the sums for lower programs, of which the ``LEAST`` lowest push whatever the others do, for own copies, and other ranks.
 
 Where there are no sums (no lookup here, or weights' gradients, which want tables as they were), carriers and watcher alone, and
 own rows go into the slot too; behind them ``poison_kernel``, and behind all that reads the slot ``refuse_kernel``.
@@ -182,9 +184,13 @@ def push_groups(
     if program == 0:
         tl.store(counters + (1 - (epoch & 1)) * SET + tl.arange(0, SET), tl.zeros((SET,), tl.int32))
         notify_all(signal_table, rank * SLICES + READY, rank, epoch, WORLD_SIZE, False)
+        if tickets == 0:  # no pusher finds out whether peers come, and who has given up is not done
+            for step in tl.static_range(1, WORLD_SIZE):
+                peer = (rank + step) % WORLD_SIZE
+                wait(signals, 1, epoch, peer * SLICES + READY, -1, control, report, MEETING_US)
         for group in range(0, GROUPS):
             if (silent >> group) & 1 == 1:
-                notify_all(signal_table, rank * SLICES + DONE + group, rank, epoch, WORLD_SIZE, True)
+                notify_all(signal_table, rank * SLICES + DONE + group, rank, call_done(control, epoch), WORLD_SIZE, True)
     if (program < LEAST) | (multiprocessor() % EVERY == 0):
         push_tickets(
             grad, plan, slot_table, signal_table, signals, control, report, counters,

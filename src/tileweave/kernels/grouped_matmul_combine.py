@@ -176,7 +176,7 @@ def sum_rows(
 
 @triton.jit
 def reduce_role(
-    products, entry_row, offsets, counts, slots, slot_table, signal_table, signals, control, report,
+    products, entry_row, offsets, counts, slot_table, signal_table, signals, control, report,
     program, programs, experts, cols, chunks, chunk_cols, max_tokens, groups, group_blocks, blocks,
     slot_offset, weights_offset, weights_place, rank, epoch,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr, TILE_M: tl.constexpr,
@@ -304,7 +304,7 @@ def grouped_matmul_combine_kernel(
         )  # fmt: skip
     elif program < num_multiply + num_reduce:
         reduce_role(
-            products, entry_row, offsets, counts, slots, slot_table, signal_table, signals, control, report,
+            products, entry_row, offsets, counts, slot_table, signal_table, signals, control, report,
             program - num_multiply, num_reduce, experts, cols, chunks, chunk_cols, max_tokens, groups, group_blocks,
             (max_tokens + TOKENS - 1) // TOKENS, slot_offset, weights_offset, weights_place, rank, epoch,
             WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS,

@@ -22,7 +22,7 @@ highest numbers and wait for lower ones. So programs need not be resident at onc
 
 With more programs than fit at once, early tiles travel while later ones stream.
 Limits: M <= TILE_M; x and w contiguous along K; partials travel in x's dtype. For more rows two shots are fewer bytes: see
-``matmul_reduce_scatter``. Source: GEMV + all-reduce fused in one kernel, arXiv 2305.06942.
+``exchange``. Source: GEMV + all-reduce fused in one kernel, arXiv 2305.06942.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 
 from tileweave.config import MatmulConfig
+from tileweave.errors import require
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.launch import Launches
 from tileweave.language.marked import expected_zero, put_marked, take_marked
@@ -45,7 +46,7 @@ NORM_BLOCK = 2048  # columns that a norm program reads at once
 
 
 @triton.jit
-def norm_row(row, y, weight, out, cols, eps, control, BLOCK: tl.constexpr):
+def norm_row(row, y, weight, out, cols, eps, BLOCK: tl.constexpr):
     """RMSNorm of one row of ``y`` as it was rounded, in fp32."""
     index = tl.arange(0, BLOCK)
     squares = tl.zeros((BLOCK,), tl.float32)
@@ -131,7 +132,7 @@ def matmul_all_reduce_kernel(
             leave(control, epoch, tl.num_programs(0))
     else:
         wait(counters, 1, epoch, 1, -1, control, report, PUSHED_US)  # behind a fault, too, until tiles are NaN
-        norm_row(program - num_tiles, kept, norm_weight, out, cols, eps, control, NORM_BLOCK)
+        norm_row(program - num_tiles, kept, norm_weight, out, cols, eps, NORM_BLOCK)
         leave(control, epoch, tl.num_programs(0))
 
 
@@ -166,6 +167,8 @@ class Launcher:
         (rows, depth), norm = x.shape, norm_weight is not None
 
         def arguments() -> tuple[object, ...]:
+            asked, remedy = f"one shot of {rows} rows", "a configuration of the library's matmul"
+            require(rows <= c.tile_m, asked, f"a tile's, {c.tile_m}", remedy)
             constants = (
                 self.world_size, c.tile_m, c.tile_n, c.tile_k, depth % c.tile_k == 0, bias is not None, residual is not None,
                 norm, NORM_BLOCK,

@@ -74,7 +74,7 @@ def announce_chunk(signal_table, peer, rank, slot, chunk, epoch, WORLD_SIZE: tl.
 
 @triton.jit
 def end_of_pulls(
-    signals, counters, out, slot, num_chunks, rank, epoch, out_size, control, report,
+    signals, out, slot, num_chunks, rank, epoch, out_size, control, report,
     WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The last program: every chunk has been announced, every pull is done, flags are zero; or else the result is NaN."""
@@ -148,7 +148,7 @@ def matmul_all_to_all_kernel(
             if HAS_BIAS:
                 acc += tl.load(bias + home * w_step + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
             acc = tl.where(faulted(control) != 0, float("nan"), acc)
-            at, _ = tile_place(first_row, home, line_rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, False)
+            at = tile_place(first_row, home, line_rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, False)
             inside = part_offsets(TILE_M, TILE_N)
             exists = (row < rows)[:, None] & (col >= 0)[None, :]  # all that is pushed is taken
             place = home - (home > rank).to(tl.int32)
@@ -176,7 +176,7 @@ def matmul_all_to_all_kernel(
                     announce_chunk(signal_table, home, rank, slot, chunk, epoch, WORLD_SIZE)
     if not PUSH:
         if program == num_programs - 1:
-            end_of_pulls(signals, counters, out, slot, num_chunks, rank, epoch, out_size, control, report, WORLD_SIZE, BLOCK)
+            end_of_pulls(signals, out, slot, num_chunks, rank, epoch, out_size, control, report, WORLD_SIZE, BLOCK)
     leave(control, epoch, num_programs)
 
 

@@ -48,10 +48,10 @@ class Launcher:
         )
         self.part_words = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
         self.integers = (
-            peers.slot_size, s.place_elements, s.rows, s.world_size * s.rows, s.cols,
+            peers.slot_size, s.place_elements, s.rows, s.cols,
             rows, x_step, w_step, out_pitch, out_step, s.world_size * rows * s.cols, s.chunks,
-            s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
-            s.world_size, self.push, False, False, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages, c.num_warps,
+            s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks,
+            s.world_size, self.push, False, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages, c.num_warps,
         )  # fmt: skip
         self.depth_first = lines(strides_w)[1]
         # registers as in matmul_reduce_scatter_hopper.py
@@ -69,14 +69,14 @@ class Launcher:
         bases = (x.data_ptr(), w.data_ptr(), to + self.shift, self.base + slot * self.slot_bytes)
         if self.push:
             bases = (*bases[:2], self.base, self.base)
-        words = (bias_at, to, to, partials.data_ptr(), peers.control.data_ptr(), slot)
+        words = (bias_at, to, partials.data_ptr(), slot)
 
         def arguments() -> tuple[object, ...]:
             x_desc, w_desc, out_desc, staging_desc = based(self.descriptors, bases, x.dtype)
             return (
-                x_desc, w_desc, *self.slots, out_desc, staging_desc, added, out, out, peers.slots, partials, peers.counters,
-                peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, peers.control,
-                s.rank, slot, *self.integers, bias is not None, False, s.split_tail, False, True, self.depth_first,
+                x_desc, w_desc, *self.slots, out_desc, staging_desc, added, out, peers.slots, partials, peers.counters,
+                peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
+                s.rank, slot, *self.integers, bias is not None, s.split_tail, True, self.depth_first,
             )  # fmt: skip
 
         self.launches(s.num_programs, variant, arguments, words, bases)

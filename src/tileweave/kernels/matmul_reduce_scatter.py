@@ -27,16 +27,10 @@ counter [peer, chunk] tiles  programs, a tile each; local           own copy eng
     link                        | to r+1 ......... | to r+2 ......... | to r+3 ......... |
                                 ^ all ranks meet: copies begin together (``language/meet.py``)
 
-``ALL_REDUCE`` (only ``"sm"``): owners push each finished tile on to all peers (two-shot), into the *result* part of their
-slots, marked as well; every program then takes the rows that are not its own of the tiles that it made.
-
 Why no slot is overwritten: own rows need data of every peer in every call, so when my call n ends, each peer has begun call
 n, hence ended n-1, the last reader of the slot (and writer of its zeros) that call n+1 writes. A captured copy-engine call
 has always the same slot: its copies go when all ranks have met in call n, hence ended n-1, too. So what copy engines signal is
 of this call exactly; a later one's is refused.
-
-All-reduce: M need not divide by R; the last owners may have fewer rows, or none. Then, too, whoever writes to a peer has
-heard from it: partials go to owners, whose result comes back; results go to all, whose partials came before.
 
 Why nobody is stuck: pushes of a tile come before any wait of that tile, and in the order of tiles remote ones come before
 own ones; tile 0, remote, waits only for tiles 0 of peers. A program waits for tiles that *any* program of a peer makes, so all
@@ -57,13 +51,12 @@ import triton.language as tl
 
 from tileweave.config import MatmulConfig
 from tileweave.kernels.endpoint import Endpoint, lines
-from tileweave.language.marked import expected_zero, put_marked, take_marked
+from tileweave.language.marked import put_marked, take_marked
 from tileweave.language.matmul import give_part, matmul_tile, part_offsets, take_parts
 from tileweave.language.meet import await_pushed, meet
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import count_in, faulted, leave, load_epoch, wait
 from tileweave.language.tile import cut, part_range, place_out, unit_count, unit_range
-from tileweave.language.trace import label, stamp
 from tileweave.schedule import MIN_SPAN as _MIN_SPAN
 from tileweave.schedule_scatter import ScatterSchedule
 
@@ -75,14 +68,9 @@ MIN_SPAN = tl.constexpr(_MIN_SPAN)
 def tile_place(
     first_row, home, rows, tile_rows, tile_cols, col, TILE_M: tl.constexpr, TILE_N: tl.constexpr, SPANS: tl.constexpr
 ):
-    """Where a tile stands in a place of a slot, and in its result part, elements; ``home``: owner of its first row."""
-    if SPANS:
-        at = first_row // TILE_M * tile_cols + col
-        result = at
-    else:
-        at = (first_row - home * rows) // TILE_M * tile_cols + col
-        result = home * tile_rows * tile_cols + at
-    return at.to(tl.int64) * (TILE_M * TILE_N), result.to(tl.int64) * (TILE_M * TILE_N)
+    """Where a tile stands in a place of a slot, elements; ``home``: owner of its first row."""
+    at = (first_row if SPANS else first_row - home * rows) // TILE_M * tile_cols + col
+    return at.to(tl.int64) * (TILE_M * TILE_N)
 
 
 @triton.jit
@@ -101,18 +89,6 @@ def push_partial(
             place = rank - (rank > owner).to(tl.int32)
             target = symm_at(slot_table, owner, dtype, 16) + slot_offset + place.to(tl.int64) * place_size + at
             put_marked(target + within, value, mine[:, None] & (tl.arange(0, TILE_N) >= 0)[None, :])
-
-
-@triton.jit
-def push_result(
-    value, slot_table, slot_offset, place_size, at, mask, rank,
-    WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
-    """Second shot: a finished tile into the result part of every peer's slot, marked."""
-    within = part_offsets(TILE_M, TILE_N)
-    for i in tl.static_range(1, WORLD_SIZE):
-        target = symm_at(slot_table, (rank + i) % WORLD_SIZE, value.dtype, 16)
-        put_marked(target + slot_offset + (WORLD_SIZE - 1) * place_size + at + within, value, mask)
 
 
 @triton.jit
@@ -143,17 +119,17 @@ def end_of_copies(signals, counters, epoch, control, report, WORLD_SIZE: tl.cons
     tl.store(counters + words, tl.zeros_like(words), mask=words < (WORLD_SIZE - 1) * MAX_SLICES)
 
 
-UNSPECIALIZED = ["rank", "slot", "num_tiles", "chunk_rows", "team", "tile_rows", "tile_cols", "k_blocks", "max_units"]
+UNSPECIALIZED = ["rank", "slot", "num_tiles", "chunk_rows", "team", "tile_rows", "tile_cols", "k_blocks"]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def matmul_reduce_scatter_kernel(
-    x, w, bias, residual, out, staging, slots, partials, counters, slot_table, signal_table, signals, control, report,
-    trace, rank, slot, slot_size, place_size, rows, total_rows, cols, depth, stride_x, stride_w,
-    num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
-    WORLD_SIZE: tl.constexpr, PUSH: tl.constexpr, SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr, ALL_REDUCE: tl.constexpr,
+    x, w, bias, out, staging, slots, partials, counters, slot_table, signal_table, signals, control, report,
+    rank, slot, slot_size, place_size, rows, cols, depth, stride_x, stride_w, num_tiles, chunk_rows, team, tile_rows,
+    tile_cols, k_blocks,
+    WORLD_SIZE: tl.constexpr, PUSH: tl.constexpr, SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRACE: tl.constexpr, DEPTH_FIRST: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DEPTH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Compute, push, add; see the module's docstring for the protocol."""
     program = tl.program_id(0)
@@ -163,7 +139,6 @@ def matmul_reduce_scatter_kernel(
         slot = epoch & 1
     slot_offset = tl.cast(slot, tl.int64) * slot_size
     dtype: tl.constexpr = out.dtype.element_ty
-    record = program * max_units
     whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
     tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
     for index in range(0, units):
@@ -171,16 +146,12 @@ def matmul_reduce_scatter_kernel(
         first_row, row_limit, tile_col = place_out(
             tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
         )
-        label(trace, record, tile + 1, TRACE)
-        stamp(trace, record, 0, TRACE)
-        row_limit = tl.minimum(row_limit, total_rows)
         row = first_row + tl.arange(0, TILE_M)
         col = tile_col * TILE_N + tl.arange(0, TILE_N)
-        a_rows = x + tl.minimum(row, total_rows - 1).to(tl.int64) * stride_x
+        a_rows = x + tl.minimum(row, row_limit - 1).to(tl.int64) * stride_x
         acc = matmul_tile(
             a_rows, w, stride_w, tile_col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K, DEPTH_FIRST=DEPTH_FIRST
         )
-        stamp(trace, record, 1, TRACE)
         owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
         if program != owner:
             give_part(acc, partials, counters, 0, program, tile - whole, TILE_M, TILE_N)
@@ -190,7 +161,7 @@ def matmul_reduce_scatter_kernel(
             home = first_row // rows
             within = row - rank * rows
             own = (within >= 0) & (within < rows) & (row < row_limit)
-            at, result_at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
+            at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
             if PUSH:
                 push_partial(
                     acc, slot_table, slot_offset, place_size, at, row, row_limit, rows, rank, WORLD_SIZE, TILE_M, TILE_N, dtype
@@ -215,68 +186,19 @@ def matmul_reduce_scatter_kernel(
                     acc = add_copied(acc, slots + slot_offset, within, rows, col, cols, tile_rows * TILE_M, rank, WORLD_SIZE)
                 if HAS_BIAS:
                     acc += tl.load(bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
-                if HAS_RESIDUAL:
-                    place = row.to(tl.int64)[:, None] * cols + col[None, :]
-                    acc += tl.load(residual + place, mask=own[:, None] & (col < cols)[None, :], other=0.0).to(tl.float32)
                 acc = tl.where(faulted(control) != 0, float("nan"), acc)
-                if ALL_REDUCE:
-                    value = expected_zero(acc.to(dtype))
-                    push_result(
-                        value, slot_table, slot_offset, place_size, result_at, own[:, None] & (col >= 0)[None, :], rank,
-                        WORLD_SIZE, TILE_M, TILE_N,
-                    )  # fmt: skip
-                    store_rows(value, out, row, col, cols, own)
-                else:
-                    store_rows(acc.to(dtype), out, within, col, cols, own)
-        stamp(trace, record, 2, TRACE)
-        record += 1
-    if ALL_REDUCE:
-        for index in range(0, units):
-            tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
-            owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
-            if program == owner:
-                first_row, row_limit, tile_col = place_out(
-                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
-                )
-                row_limit = tl.minimum(row_limit, total_rows)
-                take_result(
-                    slots + slot_offset + (WORLD_SIZE - 1) * place_size, out, first_row, row_limit, tile_col, rows, cols, rank,
-                    tile_rows, tile_cols, tile, epoch, control, report, WORLD_SIZE, SPANS, TILE_M, TILE_N,
-                )  # fmt: skip
+                store_rows(acc.to(dtype), out, within, col, cols, own)
     if not PUSH:
         if program == num_programs - 1:
             end_of_copies(signals, counters + num_programs, epoch, control, report, WORLD_SIZE)
     leave(control, epoch, num_programs)
 
 
-@triton.jit
-def take_result(
-    results, out, first_row, row_limit, tile_col, rows, cols, rank, tile_rows, tile_cols, tile, epoch, control, report,
-    WORLD_SIZE: tl.constexpr, SPANS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
-    """Second shot's end: the rows of a tile that peers own, from the result part of the slot to ``out``."""
-    row = first_row + tl.arange(0, TILE_M)
-    col = tile_col * TILE_N + tl.arange(0, TILE_N)
-    home = first_row // rows
-    inside = part_offsets(TILE_M, TILE_N)
-    at, result_at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
-    for i in tl.static_range(1, WORLD_SIZE):
-        owner = (rank + i) % WORLD_SIZE
-        mask = (row // rows == owner) & (row < row_limit)
-        if tl.max(mask.to(tl.int32), axis=0) > 0:
-            value = take_marked(
-                tl.zeros((TILE_M, TILE_N), tl.float32), results + result_at + inside, 0, mask[:, None] & (col >= 0)[None, :],
-                owner, WORLD_SIZE, tile, epoch, control, report, 1, MAX_SLICES,
-            )  # fmt: skip
-            value = tl.where(faulted(control) != 0, float("nan"), value)
-            store_rows(expected_zero(value.to(out.dtype.element_ty)), out, row, col, cols, mask)
-
-
 class Launcher:
     """One shape's launches of this kernel; ``ops`` keeps one for each shape, and checks the arguments."""
 
-    def __init__(self, peers: Endpoint, schedule: ScatterSchedule, config: MatmulConfig, all_reduce: bool) -> None:
-        self.peers, self.schedule, self.config, self.all_reduce = peers, schedule, config, all_reduce
+    def __init__(self, peers: Endpoint, schedule: ScatterSchedule, config: MatmulConfig) -> None:
+        self.peers, self.schedule, self.config = peers, schedule, config
 
     def __call__(
         self,
@@ -286,8 +208,6 @@ class Launcher:
         out: torch.Tensor,
         staging: torch.Tensor | None,
         slot: int,
-        trace: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
     ) -> None:
         """Launch on the current stream. ``slot``: which one a copy-engine call uses; a push reads it from the epoch."""
         peers, s, c = self.peers, self.schedule, self.config
@@ -296,13 +216,12 @@ class Launcher:
             partials = torch.empty(s.num_programs * c.tile_m * c.tile_n, dtype=torch.float32, device=x.device)
         stride_w, depth_first = lines(w.stride())
         matmul_reduce_scatter_kernel[(s.num_programs,)](
-            x, w, out if bias is None else bias, out if residual is None else residual, out,
+            x, w, out if bias is None else bias, out,
             out if staging is None else staging, peers.slots, partials, peers.counters, peers.slot_table, peers.signal_table,
-            peers.signals, peers.control, peers.report, peers.control if trace is None else trace,
-            s.rank, slot, peers.slot_size, s.place_elements, s.rows, x.shape[0], s.cols, s.depth, x.stride(0), stride_w,
-            s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
+            peers.signals, peers.control, peers.report,
+            s.rank, slot, peers.slot_size, s.place_elements, s.rows, s.cols, s.depth, x.stride(0), stride_w,
+            s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks,
             WORLD_SIZE=s.world_size, PUSH=c.transport == "sm", SPANS=s.spans_shards, SPLIT_TAIL=s.split_tail,
-            ALL_REDUCE=self.all_reduce, TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m,
-            EVEN_K=s.depth % c.tile_k == 0, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-            TRACE=trace is not None, DEPTH_FIRST=depth_first, num_warps=c.num_warps, num_stages=c.num_stages,
+            TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m, EVEN_K=s.depth % c.tile_k == 0,
+            HAS_BIAS=bias is not None, DEPTH_FIRST=depth_first, num_warps=c.num_warps, num_stages=c.num_stages,
         )  # fmt: skip

@@ -26,7 +26,7 @@ from tileweave.language.hopper import (
     unit_count,
     unit_range,
 )
-from tileweave.language.hopper_marked import expected_zero, push_piece, push_result, take_marked
+from tileweave.language.hopper_marked import push_piece, take_marked
 from tileweave.language.hopper_meet import await_pushed, meet
 from tileweave.language.hopper_pulled import announce_chunk, end_of_pulls
 from tileweave.schedule import MIN_SPAN as _MIN_SPAN
@@ -150,11 +150,10 @@ def add_arrived(
 
 @gluon.jit
 def finish_piece(
-    piece, first_col, sent, bias, residual, out, partials, boxes, free, full, slots, slot_table, control, report,
-    slot_offset, place_size, at, result_at, part_at, helpers, crew, tile, epoch,
-    rank, rows, cols, first_row, row_limit, home, col,
-    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    piece, first_col, sent, bias, out, partials, boxes, free, full, slots, slot_table, control, report,
+    slot_offset, place_size, at, part_at, helpers, crew, tile, epoch, rank, rows, cols, first_row, row_limit, home, col,
+    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+    WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Columns [first_col, first_col + 64) of a tile that this program owns. Returns the box turn."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
@@ -178,20 +177,7 @@ def finish_piece(
             )
             fault = gl.load(control + FAULT, volatile=True)
             piece = finish(piece, fault, bias, col + first_col, cols, HAS_BIAS)
-            if HAS_RESIDUAL:
-                index = col + first_col + gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout))
-                place = row.to(gl.int64)[:, None] * cols + index[None, :]
-                piece += gl.load(residual + place, mask=own & (index < cols)[None, :], other=0.0).to(gl.float32)
-            if ALL_REDUCE:
-                value = expected_zero(piece.to(dtype))
-                push_result(
-                    value, first_col, slot_table, slot_offset + (WORLD_SIZE - 1) * place_size + result_at, own, rank,
-                    WORLD_SIZE, TILE_N,
-                )  # fmt: skip
-                last = gl.minimum(rank * rows + rows, row_limit)
-                store_own(value, out, 0, first_row, rank * rows, last, col + first_col, cols)
-            else:
-                store_own(piece, out, rank * rows, first_row, rank * rows, rank * rows + rows, col + first_col, cols)
+            store_own(piece, out, rank * rows, first_row, rank * rows, rank * rows + rows, col + first_col, cols)
     else:
         if home == rank:
             fault = gl.load(control + FAULT, volatile=True)
@@ -240,39 +226,9 @@ def pieces_of(tile, TILE_N: gl.constexpr):
 def tile_place(
     first_row, home, rows, tile_rows, tile_cols, col, TILE_M: gl.constexpr, TILE_N: gl.constexpr, SPANS: gl.constexpr
 ):
-    """Where a tile stands in a place of a slot, and in its result part, elements; see the Triton kernel's."""
-    if SPANS:
-        at = first_row // TILE_M * tile_cols + col
-        result = at
-    else:
-        at = (first_row - home * rows) // TILE_M * tile_cols + col
-        result = home * tile_rows * tile_cols + at
-    return at.to(gl.int64) * (TILE_M * TILE_N), result.to(gl.int64) * (TILE_M * TILE_N)
-
-
-@gluon.jit
-def take_result(
-    results, out, first_row, row_limit, col, rows, cols, rank, result_at, tile, epoch, control, report,
-    WORLD_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Second shot's end: the rows of a tile that peers own, from the result part of the slot to ``out``."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
-    dtype: gl.constexpr = out.dtype.element_ty
-    row = first_row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
-    for i in gl.static_range(TILE_N // PIECE):
-        zeros = gl.zeros((TILE_M, PIECE), gl.float32, layout)
-        offsets = part_offsets(zeros, i * PIECE, TILE_N)
-        pointers = (results + result_at).to(gl.pointer_type(gl.int16), bitcast=True) + offsets
-        for step in gl.static_range(1, WORLD_SIZE):
-            owner = (rank + step) % WORLD_SIZE
-            begin, end = owner * rows, gl.minimum(owner * rows + rows, row_limit)
-            if (first_row < end) & (first_row + TILE_M > begin):
-                mask = ((row >= begin) & (row < end))[:, None] & (offsets >= 0)
-                value = take_marked(
-                    zeros, pointers, 0, mask, owner, WORLD_SIZE, tile, epoch, control, report, 1, MAX_SLICES, dtype
-                )
-                value = gl.where(gl.load(control + FAULT, volatile=True) != 0, float("nan"), value)
-                store_own(expected_zero(value.to(dtype)), out, 0, first_row, begin, end, col + i * PIECE, cols)
+    """Where a tile stands in a place of a slot, elements; see the Triton kernel's."""
+    at = (first_row if SPANS else first_row - home * rows) // TILE_M * tile_cols + col
+    return at.to(gl.int64) * (TILE_M * TILE_N)
 
 
 @gluon.jit

@@ -39,7 +39,6 @@ from tileweave.kernels.matmul_reduce_scatter_epilogue import (
     finish_piece,
     pieces_of,
     store_partition,
-    take_result,
     tile_place,
 )
 from tileweave.language.hopper import (
@@ -47,7 +46,6 @@ from tileweave.language.hopper import (
     await_parts,
     cut,
     give_part,
-    label,
     leave,
     load_async,
     load_slot,
@@ -57,7 +55,6 @@ from tileweave.language.hopper import (
     part_range,
     place_out,
     spin,
-    stamp,
     unit_count,
     unit_range,
 )
@@ -66,10 +63,10 @@ from tileweave.schedule_scatter import ScatterSchedule
 
 @gluon.jit
 def load_partition(
-    x_desc, w_desc, slot0_desc, slot1_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
-    slot, rank, rows, x_step, w_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions,
+    x_desc, w_desc, slot0_desc, slot1_desc, a_ring, b_ring, empty, ready, signals, control, report,
+    slot, rank, rows, x_step, w_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, num_partitions,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, EXCHANGE: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr, EXCHANGE: gl.constexpr,
     DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring full, with operands, then with the peers' pieces of own tiles."""
@@ -78,15 +75,12 @@ def load_partition(
     num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
     turn = 0
-    record = program * max_units
     arrived = 0  # bit c: chunk c of all peers is there
     whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
     tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
     for index in range(0, units):
         tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
         first_row, row_limit, col = place_out(tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows)
-        label(trace, record, tile + 1, TRACE)
-        stamp(trace, record, 0, epoch, TRACE)
         x_row, w_row = first_row, col * TILE_N
         if EXCHANGE:
             home = first_row // rows
@@ -120,20 +114,17 @@ def load_partition(
                         )  # fmt: skip
                         turn += 1
                 arrived = arrived | (1 << chunk)
-        stamp(trace, record, 1, epoch, TRACE)
-        record += 1
     leave(control, epoch, num_partitions)
 
 
 @gluon.jit
 def multiply_partition(
-    out, bias, residual, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table,
-    control, report, trace, slot, slot_size, place_size, rank, rows, total_rows, cols, part_rows, w_step, out_pitch, out_step,
-    num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions,
-    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, EXCHANGE: gl.constexpr,
-    DEPTH_FIRST: gl.constexpr,
+    out, bias, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table, control, report,
+    slot, slot_size, place_size, rank, rows, cols, part_rows, w_step, out_pitch, out_step,
+    num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, num_partitions,
+    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, SPLIT_TAIL: gl.constexpr,
+    EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each unit from the ring; send it, add what peers sent, or hand it to the tile's owner."""
     program = gl.program_id(0)
@@ -142,7 +133,6 @@ def multiply_partition(
     if PUSH:
         slot = epoch & 1
     slot_offset = slot.to(gl.int64) * slot_size
-    record = program * max_units
     turn = 0
     sent = 0
     whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
@@ -152,7 +142,6 @@ def multiply_partition(
         first_row, row_limit, tile_col = place_out(
             tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
         )
-        row_limit = gl.minimum(row_limit, total_rows)
         acc, turn, fault = multiply_tile(
             turn, k_end - k_begin, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS,
             DEPTH_FIRST=DEPTH_FIRST,
@@ -164,7 +153,7 @@ def multiply_partition(
             if helpers > 0:
                 await_parts(counters, tile - whole, helpers)
             home = first_row // rows
-            at, result_at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
+            at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
             col = tile_col * TILE_N
             pieces = pieces_of(acc, TILE_N)
             parts = helpers
@@ -184,49 +173,27 @@ def multiply_partition(
                     )  # fmt: skip
                 else:
                     sent = finish_piece(
-                        pieces[i], i * PIECE, sent, bias, residual, out, partials, boxes, free,
-                        full, slots, slot_table, control, report, slot_offset, place_size, at, result_at, program, parts,
-                        crew, tile, epoch, rank, rows, cols, first_row, row_limit, home, col,
-                        WORLD_SIZE, PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N, WARPS, HAS_BIAS, HAS_RESIDUAL,
+                        pieces[i], i * PIECE, sent, bias, out, partials, boxes, free, full, slots, slot_table, control, report,
+                        slot_offset, place_size, at, program, parts, crew, tile, epoch, rank, rows, cols,
+                        first_row, row_limit, home, col, WORLD_SIZE, PUSH, SPANS, TILE_M, TILE_N, WARPS, HAS_BIAS,
                     )  # fmt: skip
-        stamp(trace, record, 2, epoch, TRACE)
-        record += 1
-    if ALL_REDUCE:
-        for index in range(0, units):
-            tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
-            owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
-            if program == owner:
-                first_row, row_limit, tile_col = place_out(
-                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
-                )
-                at, result_at = tile_place(
-                    first_row, first_row // rows, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS
-                )
-                take_result(
-                    slots + slot_offset + (WORLD_SIZE - 1) * place_size, out, first_row, gl.minimum(row_limit, total_rows),
-                    tile_col * TILE_N, rows, cols, rank, result_at, tile, epoch, control, report,
-                    WORLD_SIZE, TILE_M, TILE_N, WARPS,
-                )  # fmt: skip
     leave(control, epoch, num_partitions)
 
 
 UNSPECIALIZED = [
-    "rank", "slot", "rows", "total_rows", "part_rows", "num_tiles", "chunk_rows", "num_chunks", "team", "tile_rows",
-    "tile_cols", "k_blocks", "max_units",
+    "rank", "slot", "rows", "part_rows", "num_tiles", "chunk_rows", "num_chunks", "team", "tile_rows", "tile_cols", "k_blocks",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def matmul_reduce_scatter_hopper_kernel(
-    x_desc, w_desc, slot0_desc, slot1_desc, out_desc, staging_desc, bias, residual, out, slots, partials, counters,
-    slot_table, signal_table, signals, control, report, trace,
-    rank, slot, slot_size, place_size, rows, total_rows, cols,
+    x_desc, w_desc, slot0_desc, slot1_desc, out_desc, staging_desc, bias, out, slots, partials, counters,
+    slot_table, signal_table, signals, control, report, rank, slot, slot_size, place_size, rows, cols,
     part_rows, x_step, w_step, out_pitch, out_step, out_size, num_chunks,
-    num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
-    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, ALL_REDUCE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr,
-    EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
+    num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks,
+    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+    TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SPLIT_TAIL: gl.constexpr, EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions; *store* ends at once where registers go straight to peers."""
     a_ring, b_ring, empty, ready = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
@@ -244,16 +211,15 @@ def matmul_reduce_scatter_hopper_kernel(
     gl.warp_specialize(
         [
             (multiply_partition, (
-                out, bias, residual, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table,
-                control, report, trace, slot, slot_size, place_size, rank, rows, total_rows, cols, part_rows, w_step, out_pitch,
-                out_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units, num_partitions, WORLD_SIZE,
-                PUSH, SPANS, ALL_REDUCE, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HAS_BIAS, HAS_RESIDUAL, SPLIT_TAIL, TRACE,
-                EXCHANGE, DEPTH_FIRST,
+                out, bias, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table,
+                control, report, slot, slot_size, place_size, rank, rows, cols, part_rows, w_step, out_pitch,
+                out_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, num_partitions, WORLD_SIZE, PUSH, SPANS,
+                TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HAS_BIAS, SPLIT_TAIL, EXCHANGE, DEPTH_FIRST,
             )),
             (load_partition, (
-                x_desc, w_desc, slot0_desc, slot1_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
-                slot, rank, rows, x_step, w_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, max_units,
-                num_partitions, WORLD_SIZE, PUSH, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, SPLIT_TAIL, TRACE, EXCHANGE,
+                x_desc, w_desc, slot0_desc, slot1_desc, a_ring, b_ring, empty, ready, signals, control, report,
+                slot, rank, rows, x_step, w_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks,
+                num_partitions, WORLD_SIZE, PUSH, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, SPLIT_TAIL, EXCHANGE,
                 DEPTH_FIRST,
             )),
             (store_partition, (
@@ -268,7 +234,7 @@ def matmul_reduce_scatter_hopper_kernel(
 
 
 # What changes between the launches of one shape: words, and the bases of descriptors.
-WORDS = ("bias", "residual", "out", "partials", "trace", "slot")
+WORDS = ("bias", "out", "partials", "slot")
 MAPS = ("x_desc", "w_desc", "out_desc", "staging_desc")
 NO_PARTS = (0,) * 7  # part_rows ... num_chunks, of an exchange
 
@@ -277,33 +243,34 @@ class Launcher:
     """One shape's launches: descriptors, integers and prepared kernels, kept between calls (``kernels/launch.py``)."""
 
     def __init__(
-        self, peers: Endpoint, schedule: ScatterSchedule, config: MatmulConfig, all_reduce: bool, dtype: torch.dtype,
-        stride_x: int, strides_w: Sequence[int],
+        self, peers: Endpoint, schedule: ScatterSchedule, config: MatmulConfig, dtype: torch.dtype, stride_x: int,
+        strides_w: Sequence[int],
     ) -> None:  # fmt: skip
         self.peers, self.schedule, self.config = peers, schedule, config
         s, c = schedule, config
         self.push = c.transport == "sm"
-        self.stride_x = stride_x
         self.base = base = peers.slots.data_ptr()
-        self.box = [c.tile_m, PIECE.value]
+        box = [c.tile_m, PIECE.value]
         place_rows = s.tile_rows * c.tile_m
         shape = [(s.world_size - 1) * place_rows, s.cols]
-        self.w_desc = weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k])
         self.depth_first = lines(strides_w)[1]
-        self.dtype = dtype
         slot_bytes = peers.slot_size * dtype.itemsize
-        unused = descriptor(base, dtype, [64, 64], 64, self.box)
+        unused = descriptor(base, dtype, [64, 64], 64, box)
         self.slots = tuple(
-            unused if self.push else descriptor(base + i * slot_bytes, dtype, shape, s.cols, self.box) for i in (0, 1)
+            unused if self.push else descriptor(base + i * slot_bytes, dtype, shape, s.cols, box) for i in (0, 1)
         )
-        self.out_desc = unused if self.push else descriptor(base, dtype, [s.rows, s.cols], s.cols, self.box)
-        self.staging_desc = unused if self.push else descriptor(base, dtype, shape, s.cols, self.box)
+        self.descriptors = (
+            descriptor(base, dtype, [s.world_size * s.rows, s.depth], stride_x, [c.tile_m, c.tile_k]),
+            weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k]),
+            unused if self.push else descriptor(base, dtype, [s.rows, s.cols], s.cols, box),
+            unused if self.push else descriptor(base, dtype, shape, s.cols, box),
+        )
         self.part_words = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
         self.integers = (
-            s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
+            s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks,
         )  # fmt: skip
         self.constants = (
-            s.world_size, self.push, s.spans_shards, all_reduce, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages,
+            s.world_size, self.push, s.spans_shards, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages,
             c.num_warps,
         )  # fmt: skip
         # 12 warps share the registers: 8 or 4, + 1 + 1, rounded up
@@ -317,33 +284,27 @@ class Launcher:
         out: torch.Tensor,
         staging: torch.Tensor | None,
         slot: int,
-        trace: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
     ) -> None:
         """Launch on the current stream; as ``matmul_reduce_scatter.Launcher``, for what ``descriptors.fits``."""
-        peers, s, c = self.peers, self.schedule, self.config
+        peers, s = self.peers, self.schedule
         partials = out
         if self.part_words:
             partials = torch.empty(self.part_words, dtype=torch.float32, device=x.device)
-        added, stamps, to = out if bias is None else bias, peers.control if trace is None else trace, out.data_ptr()
-        more = out if residual is None else residual
-        bias_at, more_at, total = added.data_ptr(), more.data_ptr(), x.shape[0]
-        variant = (to % 16 == 0, bias_at % 16 == 0, more_at % 16 == 0, bias is None, residual is None, trace is None, total)
+        added, to = out if bias is None else bias, out.data_ptr()
+        bias_at = added.data_ptr()
+        variant = (to % 16 == 0, bias_at % 16 == 0, bias is None)
         bases = (x.data_ptr(), w.data_ptr(), to, self.base if staging is None else staging.data_ptr())
         if self.push:
             bases = (*bases[:2], self.base, self.base)
-        words = (bias_at, more_at, to, partials.data_ptr(), stamps.data_ptr(), slot)
+        words = (bias_at, to, partials.data_ptr(), slot)
 
         def arguments() -> tuple[object, ...]:
-            x_desc = descriptor(self.base, self.dtype, [total, s.depth], self.stride_x, [c.tile_m, c.tile_k])
-            maps = (x_desc, self.w_desc, self.out_desc, self.staging_desc)
-            x_desc, w_desc, out_desc, staging_desc = based(maps, bases, x.dtype)
+            x_desc, w_desc, out_desc, staging_desc = based(self.descriptors, bases, x.dtype)
             return (
-                x_desc, w_desc, *self.slots, out_desc, staging_desc, added, more, out, peers.slots, partials, peers.counters,
-                peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, stamps,
-                s.rank, slot, peers.slot_size, s.place_elements, s.rows, total, s.cols, *NO_PARTS, *self.integers,
-                *self.constants, bias is not None, residual is not None, s.split_tail, trace is not None, False,
-                self.depth_first,
+                x_desc, w_desc, *self.slots, out_desc, staging_desc, added, out, peers.slots, partials, peers.counters,
+                peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
+                s.rank, slot, peers.slot_size, s.place_elements, s.rows, s.cols, *NO_PARTS, *self.integers,
+                *self.constants, bias is not None, s.split_tail, False, self.depth_first,
             )  # fmt: skip
 
         self.launches(s.num_programs, variant, arguments, words, bases)

@@ -117,7 +117,8 @@ def keys_kernel(indices, offsets, firsts, keys, bags, count, num_bags, batch, la
     table = bag // batch
     first = tl.load(firsts + table, mask=here, other=0)
     index = tl.load(indices + at, mask=inside, other=-1).to(tl.int64)
-    here = here & (index >= 0) & (first + index < tl.load(firsts + table + 1, mask=here, other=0))
+    # A difference, since an index may be the largest number that there is.
+    here = here & (index >= 0) & (index < tl.load(firsts + table + 1, mask=here, other=0) - first)
     tl.store(keys + at, tl.where(here, first + index, last_key).to(keys.dtype.element_ty), mask=inside)
     tl.store(bags + at, bag, mask=inside)
 

@@ -25,12 +25,6 @@ def put_marked(pointers, value, mask):
 
 
 @gluon.jit
-def expected_zero(value):
-    """``value`` with plus zero for minus zero."""
-    return gl.where(value == 0.0, 0.0, value.to(gl.float32)).to(value.dtype)
-
-
-@gluon.jit
 def _sum_marked(acc, pointers, stride, mask, overdue, COUNT: gl.constexpr, dtype: gl.constexpr):
     layout: gl.constexpr = acc.type.layout
     missing = gl.zeros(acc.shape, gl.int32, layout) + 2 * overdue
@@ -93,13 +87,3 @@ def push_piece(
         base = gl.load(slot_table + home) + 2 * (slot_offset + place.to(gl.int64) * place_size + at)
         pointers = gl.multiple_of(base.to(gl.pointer_type(gl.int16), bitcast=True) + within, [1, 16])
         put_marked(pointers, value, (row < row_limit)[:, None] & (within >= 0))
-
-
-@gluon.jit
-def push_result(piece, first_col, slot_table, offset, mask, rank, WORLD_SIZE: gl.constexpr, TILE_N: gl.constexpr):
-    """Columns of a finished tile into the result part of every peer's slot, which begins at element ``offset`` of a buffer."""
-    within = part_offsets(piece, first_col, TILE_N)
-    for i in gl.static_range(1, WORLD_SIZE):
-        base = gl.load(slot_table + (rank + i) % WORLD_SIZE) + 2 * offset
-        pointers = gl.multiple_of(base.to(gl.pointer_type(gl.int16), bitcast=True) + within, [1, 16])
-        put_marked(pointers, piece, mask)

@@ -37,9 +37,10 @@ class ShardedEmbeddingBag(nn.Module):
     tables : rows, dim and mean pooling of each table. plan : who owns what; None: :func:`tileweave.plan_sharding`.
     optimizer : None (gradients, for an optimizer of torch's), or "sgd" or "adagrad": backward takes the step in place. Row-wise
         Adagrad of a part takes the mean of squares over the part's columns. ``rate`` (fp32 [1]) may be changed at any time;
-        it is in no checkpoint, and ``reset_parameters`` makes it ``learning_rate`` again, and moments 0.
+        it is in no checkpoint, and ``reset_parameters`` makes it ``learning_rate`` again, and moments 0. Each backward steps at
+        once: a GradScaler, clipping of gradients and accumulation over batches want an optimizer of torch's.
     sparse : gradients as COO tensors. divide_gradient : over R, as for a loss that is a mean over ranks.
-    out_dtype : of what travels and of y; None: ``dtype``.
+    out_dtype : of what travels and of y; None: ``dtype``, or what the module is converted to.
 
     ``print(module.plan.explain())`` says why the tables are where they are. Weights start as ``nn.EmbeddingBag``'s.
 
@@ -68,8 +69,7 @@ class ShardedEmbeddingBag(nn.Module):
         divide_gradient: bool = False,
     ) -> None:
         super().__init__()
-        out_dtype = out_dtype or dtype
-        _check_options(mode, dtype, out_dtype, optimizer, learning_rate, epsilon)
+        _check_options(mode, dtype, out_dtype or dtype, optimizer, learning_rate, epsilon)
         self.group_name = name_of(group)
         self.rank, self.world_size = place_in(self.group_name)
         self.plan = plan or plan_sharding(tables, self.world_size, dtype.itemsize)
@@ -123,6 +123,7 @@ class ShardedEmbeddingBag(nn.Module):
         """As of every module, but that the optimizer's numbers only move: they stay fp32, and what they were."""
         before = {name: getattr(self, name) for name in self._numbers()}
         super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype  # the same where there are no tables
         for name, old in before.items():
             self._place_number(name, old, getattr(self, name).device)
         return self
@@ -205,7 +206,7 @@ class ShardedEmbeddingBag(nn.Module):
         """The lookup alone, from what ``tileweave.distribute_indices`` returned; a train pipeline may call them apart."""
         return embedding_bag_all_to_all(
             self.weights(), indices, offsets, batch=batch, mode=self.mode, per_sample_weights=weights, layout=self.layout,
-            out_dtype=self.out_dtype, gradient="sparse" if self.sparse else "dense", optimizer=self.optimizer,
+            out_dtype=self.out_dtype or self.dtype, gradient="sparse" if self.sparse else "dense", optimizer=self.optimizer,
             divide_gradient=self.divide_gradient, group=self.group_name, anchor=self.anchor,
         )  # fmt: skip
 

@@ -176,6 +176,12 @@ class RowParallelLinear(_ParallelLinear):
     scatter : True: ``matmul_reduce_scatter``, for sequence parallelism. False: ``matmul_all_reduce``; backward then takes
         the gradient of y to be the same on every rank.
 
+    With ``scatter=False`` all ranks have all rows, and a :class:`ColumnParallelLinear` does not stand before this layer: it
+    gathers rows that ranks share out. What does is a linear layer over this rank's output features, of the same x on every
+    rank (``torch.nn.Linear`` of a shard). Its gradient of x is then this rank's part of the sum over ranks, which nothing here
+    adds up: all-reduce it (an autograd function: identity forward, ``all_reduce`` backward) before whatever is replicated and
+    has parameters below. Gradients of this layer's x, weight and bias need nothing of the kind.
+
     A replicated bias has to start equal: seed all ranks alike before making the layer, load a state_dict, or use
     :meth:`from_linear`.
     """

@@ -24,22 +24,23 @@ import torch
 import torch.distributed as dist
 
 from tileweave.config import Plan, plan_all_gather_matmul
-from tileweave.errors import require
+from tileweave.errors import InputError, require
 from tileweave.ops import reference
+from tileweave.ops.agreement import tell_peers
 from tileweave.ops.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.backward_products import multiply_and_scatter, scatters_fused
-from tileweave.ops.gather_beside import begin_gather
+from tileweave.ops.gather_beside import begin_gather, too_large
 from tileweave.ops.matmul_inputs import (
     accept,
     as_rows,
     check_operands,
-    check_out,
     check_shape,
-    operands_for_warmup,
+    check_traced,
+    out_as_rows,
     plan_for,
-    refuse_alias,
+    publish_matmul,
 )
-from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in
 
 _SAID: set[tuple[str, str]] = set()
 
@@ -73,11 +74,15 @@ def all_gather_matmul(
     InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
-    rows, name = as_rows(x), name_of(group)
+    name = name_of(group)
+    try:
+        rows, flat = _as_called(x, w, bias, out, name)
+        require(out is None or not return_gathered, "out= with return_gathered=True", "one of them", "drop out=")
+    except InputError as error:
+        tell_peers(OP, name, error)
+        raise
     if out is not None:
-        require(not return_gathered, "out= with return_gathered=True", "one of them", "drop out=")
-        check_out(out, x, "[R * m, ..., n]", w, bias)
-        torch.ops.tileweave.all_gather_matmul.out(rows, w, bias, name, out=out if x.dim() == 2 else out.flatten(0, -2))
+        torch.ops.tileweave.all_gather_matmul.out(rows, w, bias, name, out=flat)
         return out
     y, gathered = torch.ops.tileweave.all_gather_matmul(rows, w, bias, name, return_gathered)
     if x.dim() > 2:
@@ -86,6 +91,13 @@ def all_gather_matmul(
         lead = (first, *x.shape[1:-1])
         y, gathered = y.view(*lead, y.shape[-1]), gathered.view(*lead, x.shape[-1]) if return_gathered else gathered
     return (y, gathered) if return_gathered else y
+
+
+def _as_called(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, _group_name: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x and out as rows; raises for what those do not show."""
+    return as_rows(x, w), out_as_rows(out, x, "[R * m, ..., n]", w, bias)
 
 
 def check_inputs(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, size: int) -> None:
@@ -102,8 +114,6 @@ def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan:
 def _forward(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, out: torch.Tensor | None, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if out is not None:
-        refuse_alias(out, x, w, bias)
     chosen = accept(
         OP, group_name, x, w, (bias,), (out,), "gathered" if keep else "",
         lambda size: check_inputs(x, w, bias, out, size),
@@ -143,18 +153,21 @@ def _implementation_out(x, w, bias, group_name, *, out):
 
 
 def _fake(x, w, bias, group_name, return_gathered=False):
-    rows = dist.get_world_size(group_of(group_name)) * x.shape[0]
+    size = dist.get_world_size(group_of(group_name))
+    check_traced(lambda: check_inputs(x, w, bias, None, size))
+    rows = size * x.shape[0]
     return x.new_empty(rows, w.shape[0]), x.new_empty(rows, x.shape[1]) if return_gathered else x.new_empty(0)
 
 
 def _fake_out(x, w, bias, group_name, *, out):
-    return None
+    check_traced(lambda: check_inputs(x, w, bias, out, dist.get_world_size(group_of(group_name))))
 
 
 def _backward_implementation(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, need_bias):
     """Gradients of x, w, bias (empty where not needed)."""
     grad = grad.contiguous()
-    fused = need_x and grad_gathered is None and scatters_fused(grad, w, group_name)
+    gathers = need_w and gathered is None
+    fused = need_x and grad_gathered is None and scatters_fused(grad, w, group_name) and not (gathers and too_large(x))
     products = _products_fused if fused else _products_overlapped
     gx, gw = products(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w)
     empty = grad.new_empty(0)
@@ -241,27 +254,4 @@ define(
 )
 
 
-def explain(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str | None = None) -> Plan:
-    """Which path a call with these tensors takes, and why. Sends nothing."""
-    x = as_rows(x)
-    group = group_of(name_of(group))
-    check_inputs(x, w, None, None, dist.get_world_size(group))
-    return plan(x, w, dist.get_world_size(group))
-
-
-def warmup(
-    rows: int,
-    cols: int,
-    depth: int,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str | None = None,
-    group: dist.ProcessGroup | str | None = None,
-) -> Plan:
-    """Collective: reserve memory and compile for x [rows, depth], w [cols, depth], so that a capture may follow."""
-    x, w = operands_for_warmup(rows, cols, depth, dtype, device)
-    all_gather_matmul(x, w, group=group)
-    return plan(x, w, dist.get_world_size(group_of(name_of(group))))
-
-
-publish(all_gather_matmul, explain, warmup)
+publish_matmul(all_gather_matmul, _as_called, check_inputs, plan)

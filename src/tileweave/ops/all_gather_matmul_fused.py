@@ -119,7 +119,7 @@ def _fused_call(
             gate = instance.counters.data_ptr() + 4 * schedule.num_segments * schedule.num_programs
             copies = tuple(_copies(instance, gate, schedule.rows, parts, x.element_size(), slot) for slot in (0, 1))
         call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, parts, config, copies, {})
-        instance.cache[key] = call
+        instance.keep(key, call)
     return call  # type: ignore[return-value]
 
 

@@ -25,23 +25,23 @@ import torch
 import torch.distributed as dist
 
 from tileweave.config import Plan, plan_all_to_all_matmul
-from tileweave.errors import require
+from tileweave.errors import InputError, require
 from tileweave.ops import reference
+from tileweave.ops.agreement import tell_peers
 from tileweave.ops.all_gather_matmul_fused import EXCHANGED as OP
 from tileweave.ops.all_gather_matmul_fused import run_fused
 from tileweave.ops.backward_products import multiply_and_exchange
-from tileweave.ops.exchange_inputs import as_exchange, check_divides
+from tileweave.ops.exchange_inputs import as_exchange, check_divides, publish_exchange
 from tileweave.ops.matmul_inputs import (
     accept,
     as_rows,
-    check_out,
     check_shape,
     check_tensors,
-    operands_for_warmup,
+    check_traced,
+    out_as_rows,
     plan_for,
-    refuse_alias,
 )
-from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in
 from tileweave.schedule_scatter import Exchange
 
 _SAID: set[tuple[str, str]] = set()
@@ -80,12 +80,14 @@ def all_to_all_matmul(
     InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
-    how, rows, name = as_exchange(scatter_dim, gather_dim), as_rows(x), name_of(group)
-    if x.dim() > 2:
-        check_divides(how, x.shape[0], x.shape[-1], place_in(name)[1], "x")
+    name = name_of(group)
+    try:
+        how = as_exchange(scatter_dim, gather_dim)
+        rows, flat = _as_called(x, w, bias, how, out, name)
+    except InputError as error:
+        tell_peers(OP, name, error)
+        raise
     if out is not None:
-        check_out(out, x, "[rows, ..., N] of the result", w, bias)
-        flat = out if x.dim() == 2 else out.flatten(0, -2)
         torch.ops.tileweave.all_to_all_matmul.out(rows, w, bias, scatter_dim, gather_dim, name, out=flat)
         return out
     keep = torch.is_grad_enabled() and w.requires_grad
@@ -96,15 +98,29 @@ def all_to_all_matmul(
     return y
 
 
+def _as_called(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, out: torch.Tensor | None, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x and out as rows; raises for what those do not show."""
+    rows = as_rows(x, w)
+    if x.dim() > 2:
+        check_divides(how, x.shape[0], x.shape[-1], place_in(group_name)[1], "x")
+    return rows, out_as_rows(out, x, "[rows, ..., N] of the result", w, bias)
+
+
 def check_inputs(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, out: torch.Tensor | None, size: int
 ) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
-    shapes = f"x {tuple(x.shape)}, w {tuple(w.shape)}"
+
+    def shapes() -> str:
+        return f"x {tuple(x.shape)}, w {tuple(w.shape)} over {size} ranks"
+
     require(x.dim() == 2 and w.dim() == 2, shapes, "x [M, K] and w [N, K']", "reshape to two dimensions")
     check_divides(how, x.shape[0], x.shape[1], size, "x")
     rows, depth = how.result(x.shape[0], x.shape[1], size)
-    require(w.shape[1] == depth, f"{shapes} over {size} ranks", f"w [N, {depth}]", "w has the columns of the exchanged x")
+    if w.shape[1] != depth:  # a text about sizes fixes them where torch traces
+        require(False, shapes, f"w [N, {depth}]", "w has the columns of the exchanged x")
     check_tensors(x, w, bias, out)
     check_shape("out", out, (rows, w.shape[0]), "allocate out with that shape")
 
@@ -124,8 +140,6 @@ def _forward(
     out: torch.Tensor | None,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if out is not None:
-        refuse_alias(out, x, w, bias)
     options = (how.scatter_dim, how.gather_dim, keep)
     chosen = accept(
         OP, group_name, x, w, (bias,), (out,), options,
@@ -153,13 +167,15 @@ def _implementation_out(x, w, bias, scatter_dim, gather_dim, group_name, *, out)
 
 
 def _fake(x, w, bias, scatter_dim, gather_dim, group_name, keep=False):
-    size = dist.get_world_size(group_of(group_name))
-    rows, depth = Exchange(scatter_dim, gather_dim).result(x.shape[0], x.shape[1], size)
+    how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group_of(group_name))
+    check_traced(lambda: check_inputs(x, w, bias, how, None, size))
+    rows, depth = how.result(x.shape[0], x.shape[1], size)
     return x.new_empty(rows, w.shape[0]), x.new_empty(rows, depth) if keep else x.new_empty(0)
 
 
 def _fake_out(x, w, bias, scatter_dim, gather_dim, group_name, *, out):
-    return None
+    how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group_of(group_name))
+    check_traced(lambda: check_inputs(x, w, bias, how, out, size))
 
 
 def _backward_implementation(grad, exchanged, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias):
@@ -218,33 +234,6 @@ define(
 )
 
 
-def explain(
-    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str | None = None, *, scatter_dim: int, gather_dim: int
-) -> Plan:
-    """Which path a call with these tensors takes, and why. Sends nothing."""
-    x = as_rows(x)
-    how, size = as_exchange(scatter_dim, gather_dim), dist.get_world_size(group_of(name_of(group)))
-    check_inputs(x, w, None, how, None, size)
-    return plan(x, w, how, size)
-
-
-def warmup(
-    rows: int,
-    cols: int,
-    depth: int,
-    *,
-    scatter_dim: int,
-    gather_dim: int,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str | None = None,
-    group: dist.ProcessGroup | str | None = None,
-) -> Plan:
-    """Collective: reserve memory and compile for x [rows, depth] and ``cols`` rows of w, so that a capture may follow."""
-    x, w = operands_for_warmup(rows, cols, depth, dtype, device)
-    how = as_exchange(scatter_dim, gather_dim)
-    w = w.new_zeros(cols, how.result(rows, depth, dist.get_world_size(group_of(name_of(group))))[1])
-    all_to_all_matmul(x, w, scatter_dim=scatter_dim, gather_dim=gather_dim, group=group)
-    return explain(x, w, group, scatter_dim=scatter_dim, gather_dim=gather_dim)
-
-
-publish(all_to_all_matmul, explain, warmup)
+publish_exchange(
+    all_to_all_matmul, _as_called, check_inputs, plan, lambda how, rows, depth, size: how.result(rows, depth, size)[1]
+)

@@ -11,7 +11,8 @@ forward : a routing plan (``kernels/moe_routing.py``), then one kernel that send
           (``kernels/dispatch_grouped_matmul.py``). No capacity: bound = R * max_tokens * k, and tensors of rows are
           bound-sized whatever is routed here. The host waits for nothing, so a CUDA graph may capture it.
 dx      : the dual operator: each token gets the sum over its rows of gy @ expert.
-dexperts: gy.T @ rows for each expert. Tokens that came are kept from the forward, [R-1, max_tokens, K], not sent again.
+dexperts: gy.T @ rows for each expert. Tokens that came are kept from the forward, not sent again: see
+          ``ops/expert_tokens.py``.
 
 Sources: DeepEP and Comet (arXiv 2502.19811) for sending a token once to a rank, and beginning with experts that are ready.
 """
@@ -29,8 +30,8 @@ from tileweave.ops import reference
 from tileweave.ops.agreement import check_together, tell_peers
 from tileweave.ops.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
 from tileweave.ops.expert_gradients import gradient_of_experts
+from tileweave.ops.expert_tokens import new_kept, receive, rows_of
 from tileweave.ops.grouped_matmul_combine_fused import run_fused as run_combine
-from tileweave.ops.grouped_matmul_combine_fused import shape_of
 from tileweave.ops.matmul_inputs import DTYPES, refuse_alias
 from tileweave.ops.registry import (
     debugging,
@@ -43,8 +44,8 @@ from tileweave.ops.registry import (
     place_in,
     publish,
 )
-from tileweave.ops.routing_plan import RoutingPlan, check_plan, layout_of, padded_ids, reference_plan
-from tileweave.schedule_grouped import DispatchPlan, GroupedProblem, plan_dispatch, routes_fused
+from tileweave.ops.routing_plan import RoutingPlan, check_plan, layout_of, padded_ids, reference_plan, routing_plan, shape_of
+from tileweave.schedule_grouped import DispatchPlan, plan_dispatch, routes_fused
 
 _SAID: set[tuple[str, str]] = set()
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -76,6 +77,10 @@ def dispatch_grouped_matmul(
     (y [bound, N], plan): y's rows are those of ``plan``, which ``tw.swiglu`` and ``tw.grouped_matmul_combine`` take.
 
     Memory: y is bound-sized, R * max_tokens * k rows, and so is each tensor of rows that is made of it, and its gradient.
+
+    Rows of y from ``plan.offsets[-1]`` on are undefined, and so are those rows of its gradient: what sums over rows must leave
+    them out. A bias [E_local, N] of experts is indexed as ``torch.cat([bias, zeros])``, so that they meet a row of their own,
+    by ``torch.searchsorted(plan.offsets[1:], torch.arange(plan.bound, dtype=torch.int32), right=True)``.
 
     bf16 and fp16 on CUDA, also fp32 on the CPU. fp32 accumulation, rounded once; gradients of x and experts.
 
@@ -169,7 +174,11 @@ def _check_routing(topk_ids: torch.Tensor, experts: int, max_tokens: int, size: 
     def asked() -> str:
         return f"topk_ids {tuple(topk_ids.shape)} {topk_ids.dtype}, max_tokens {max_tokens}, {experts} experts on {size} ranks"
 
-    require(topk_ids.dtype in _ID_DTYPES and topk_ids.is_contiguous(), asked, "contiguous int32 or int64", "convert them")
+    def strided() -> str:
+        return f"topk_ids {tuple(topk_ids.shape)} with strides {topk_ids.stride()}"
+
+    require(topk_ids.dtype in _ID_DTYPES, asked, "int32 or int64", "convert them")
+    require(topk_ids.is_contiguous(), strided, "contiguous int32 or int64", "pass topk_ids.contiguous()")
     require(topk_ids.shape[0] <= max_tokens, asked, "at most max_tokens tokens", "raise max_tokens on every rank")
     require(experts > 0 and topk_ids.shape[1] > 0, asked, "one of each at least", "pass some")
     entries = size * max_tokens * topk_ids.shape[1]
@@ -220,7 +229,7 @@ def check_inputs(x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out:
         "contiguous rows, or the transpose of contiguous experts",
         "pass experts.contiguous()",
     )
-    words = _table_size(plan)
+    words = plan.words
     if not (x.shape[0] <= plan.max_tokens and plan.table.dtype == torch.int32 and plan.table.numel() == words):
         asked = f"x of {x.shape[0]} tokens, a plan of {plan.table.numel()} words"
         allowed = f"at most {plan.max_tokens} tokens, {words} words"
@@ -229,28 +238,17 @@ def check_inputs(x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out:
         shape = (plan.bound, experts.shape[1])
         fits = tuple(out.shape) == shape and out.is_contiguous()
         require(fits, f"out {tuple(out.shape)}", f"{shape}, contiguous", "allocate out like that")
-        refuse_alias(out, x, experts, plan.table)
-
-
-def _table_size(plan: RoutingPlan) -> int:
-    return layout_of(plan.world_size, plan.max_tokens, plan.topk, plan.local_experts)[0][-1]
+        refuse_alias((out,), (x, experts, plan.table))
 
 
 def plan_call(experts: torch.Tensor, plan: RoutingPlan) -> DispatchPlan:
     """The path of this call, the same on every rank."""
-    problem = GroupedProblem(
-        plan.world_size, plan.max_tokens, plan.topk, plan.local_experts, experts.shape[1], experts.shape[2],
-        experts.element_size(), str(experts.dtype).removeprefix("torch."),
-    )  # fmt: skip
-    return plan_dispatch(problem, machine_of(experts.device), interpreting())
-
-
-def _plan_of(x, experts, table, max_tokens, topk, group_name) -> RoutingPlan:
-    return RoutingPlan(table, x.shape[0], max_tokens, topk, experts.shape[0], *place_in(group_name))
+    shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
+    return plan_dispatch(shape, machine_of(experts.device), interpreting())
 
 
 def _forward(x, experts, table, max_tokens, topk, group_name, keep, out=None):
-    routed = _plan_of(x, experts, table, max_tokens, topk, group_name)
+    routed = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
     if debugging():
         signature = {"experts": list(experts.shape), "dtype": str(x.dtype), "max_tokens": max_tokens, "topk": topk}
         check_together(OP, group_name, signature, partial(check_inputs, x, experts, routed, out))
@@ -258,15 +256,16 @@ def _forward(x, experts, table, max_tokens, topk, group_name, keep, out=None):
         check_inputs(x, experts, routed, out)
     chosen = plan_call(experts, routed)
     y = x.new_empty(routed.bound, experts.shape[1]) if out is None else out
-    kept = x.new_empty(routed.world_size - 1, max_tokens, x.shape[1]) if keep else None
     if chosen.cut is not None:
-        run_fused(x, experts, routed, y, group_name, chosen.cut, kept)
+        kept = new_kept(x, routed, keep)
+        places = kept.view(routed.world_size - 1, max_tokens, x.shape[1]) if keep else None
+        run_fused(x, experts, routed, y, group_name, chosen.cut, places)
     else:
         log_fallback(OP, chosen, _SAID)
-        rows = reference.gather_rows(x, routed, group_of(group_name))
-        y.copy_(reference.grouped_matmul(rows, experts, routed.offsets))
-        kept = rows if keep else None
-    return y, x.new_empty(0) if kept is None else kept
+        received = receive(x, routed, group_of(group_name))
+        y.copy_(reference.grouped_matmul(rows_of(x, received, routed), experts, routed.offsets))
+        kept = received if keep else new_kept(x, routed, False)
+    return y, kept
 
 
 def _implementation_out(x, experts, table, max_tokens, topk, group_name, *, out):
@@ -274,16 +273,8 @@ def _implementation_out(x, experts, table, max_tokens, topk, group_name, *, out)
 
 
 def _fake(x, experts, table, max_tokens, topk, group_name, keep):
-    routed = _plan_of(x, experts, table, max_tokens, topk, group_name)
-    kept = x.new_empty(0)
-    if keep:
-        fused = plan_call(experts, routed).cut is not None
-        kept = x.new_empty(routed.world_size - 1, max_tokens, x.shape[1]) if fused else x.new_empty(routed.bound, x.shape[1])
-    return x.new_empty(routed.bound, experts.shape[1]), kept
-
-
-def _fake_out(x, experts, table, max_tokens, topk, group_name, *, out):
-    return None
+    routed = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
+    return x.new_empty(routed.bound, experts.shape[1]), new_kept(x, routed, keep)
 
 
 # --- Gradients ---
@@ -308,14 +299,15 @@ def _backward(ctx, grad, _):
 
 
 def _backward_implementation(grad, x, kept, experts, table, max_tokens, topk, group_name, need_x, need_experts):
-    routed = _plan_of(x, experts, table, max_tokens, topk, group_name)
+    routed = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
     grad = grad.contiguous()
     empty = grad.new_empty(0)
     dx = _sum_over_rows(grad, experts, routed, group_name) if need_x else empty
     if not need_experts:
         return dx, empty
-    rows = kept
-    if plan_call(experts, routed).cut is not None:
+    if plan_call(experts, routed).cut is None:
+        rows = rows_of(x, kept, routed)
+    else:
         from tileweave.kernels.expert_rows import gather_rows
 
         rows = gather_rows(x, kept, routed.fields, routed.local_experts, max_tokens, topk, routed.rank, routed.world_size)
@@ -327,7 +319,8 @@ def _sum_over_rows(grad: torch.Tensor, experts: torch.Tensor, routed: RoutingPla
     turned = experts.transpose(1, 2)
     if not turned.is_contiguous():
         turned = experts.contiguous().transpose(1, 2)
-    chosen = plan_combine(shape_of(routed, turned), machine_of(grad.device), interpreting())
+    shape = shape_of(routed, turned.shape[1], turned.shape[2], turned.dtype)
+    chosen = plan_combine(shape, machine_of(grad.device), interpreting())
     if chosen.cut is None:
         return reference.grouped_matmul_combine(grad, turned, routed, None, group_of(group_name))
     dx = grad.new_empty(routed.tokens, experts.shape[2])
@@ -343,7 +336,7 @@ def _backward_fake(grad, x, kept, experts, table, max_tokens, topk, group_name, 
 define("route_tokens(Tensor topk_ids, int experts, SymInt max_tokens, str group_name) -> Tensor", _route, _route_fake)
 _ARGUMENTS = "Tensor x, Tensor experts, Tensor table, SymInt max_tokens, int topk, str group_name"
 define(f"{OP}({_ARGUMENTS}, bool keep) -> (Tensor, Tensor)", _forward, _fake, _backward, _setup_context)
-define(f"{OP}.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out)
+define(f"{OP}.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out)
 define(
     f"{OP}_backward(Tensor grad, Tensor x, Tensor kept, Tensor experts, Tensor table, SymInt max_tokens, int topk,"
     " str group_name, bool need_x, bool need_experts) -> (Tensor, Tensor)",

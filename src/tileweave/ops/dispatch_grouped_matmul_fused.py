@@ -36,10 +36,11 @@ def run_routing(
     key = (max_tokens, topk, experts, cut)
     found: Any = instance.cache.get(key)
     if found is None:
-        found = instance.cache[key] = _routing_launcher(instance, transport.machine.num_sms, rank, size, *key)
+        found = _routing_launcher(instance, transport.machine.num_sms, rank, size, *key)
+        instance.keep(key, found)
     launcher, words = found
-    instance.begin(hash((number_of(ROUTING), num_experts, max_tokens, topk)))  # of integers: the same in every process
     table = torch.empty(words, dtype=torch.int32, device=topk_ids.device)
+    instance.begin(hash((number_of(ROUTING), num_experts, max_tokens, topk)))  # of integers: the same in every process
     try:
         launcher(topk_ids, table, tokens)
     finally:
@@ -88,7 +89,8 @@ def run_fused(
             transport.machine.num_sms,
         )  # fmt: skip
         mark = hash((number_of(OP), number_of(x.dtype), *experts.shape, plan.max_tokens, plan.topk))
-        found = instance.cache[key] = (launcher, mark)
+        found = (launcher, mark)
+        instance.keep(key, found)
     instance.begin(found[1] + needs)
     peers = endpoint(instance, x.dtype)
     try:

@@ -91,6 +91,8 @@ def begin_distribute_indices(
     count = _check_inputs(lengths, values, features, weights, size)
     owned = tuple(map(tuple, features))
     where, samples = _layout(owned, count, rank, lengths.device), lengths.numel() // count
+    if type(where.mine) is not torch.Tensor:  # see on_device
+        _layout.cache_clear()
     sizes = [len(mine) * samples + count + 1 for mine in owned]  # of the messages
     steps: Any = InTorch
     if lengths.is_cuda or interpreting():

@@ -28,12 +28,13 @@ from tileweave.ops.embedding_bag_all_to_all_fused import OP, begin_push, end_pus
 from tileweave.ops.embedding_inputs import (
     FusedOptimizer,
     agree_on_call,
+    agree_on_gradient,
     check_inputs,
-    check_optimizer,
     count_bags,
     dims_of,
     exchanged_layout,
     refuse_shared,
+    step_of,
     versions_of,
 )
 from tileweave.ops.registry import (
@@ -146,11 +147,7 @@ def _call(
     if out_dtype is None:
         require(len(tables) > 0, "no tables and no out_dtype", "out_dtype= where there are none", "pass it")
         out_dtype = tables[0].dtype
-    kind, states, rate, epsilon = gradient, [], None, 0.0
-    if optimizer is not None:
-        check_optimizer(tables, optimizer)
-    if optimizer is not None and tables:  # without tables there is nothing to step, for compilers neither
-        kind, states, rate, epsilon = optimizer.kind, list(optimizer.states), optimizer.rate, optimizer.epsilon
+    kind, states, rate, epsilon = step_of(tables, gradient, optimizer)
     numbers = (exchanged_layout(tables, indices.device, name) if layout is None else layout).flat()
     common = (tables, indices, offsets, weights, numbers, batch, mode == "mean", out_dtype, name)
     if out is not None:
@@ -222,10 +219,6 @@ def _fake(
     return indices.new_empty(end - begin, found.width, dtype=out_dtype)
 
 
-def _fake_out(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, *, out):
-    return None
-
-
 # --- Gradients ---
 
 
@@ -235,6 +228,8 @@ def _take_gradient(
 ):  # fmt: skip
     """``stepped``: the tables with no rows in place of those that take no step; None: all as they are."""
     layout = EmbeddingLayout.unflatten(numbers)
+    if debugging():
+        agree_on_gradient(grad, numbers, batch, group_name)
     factor = 1.0 / len(layout.dims) if divide else 1.0
     path = plan(tables, indices, batch, len(layout.dims)).path
     compiled = path != "unfused" or indices.is_cuda
@@ -354,7 +349,7 @@ define(
     _backward,
     _setup_context,
 )
-define(f"embedding_bag_all_to_all.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out)
+define(f"embedding_bag_all_to_all.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out)
 define(
     "embedding_bag_all_to_all_backward(Tensor grad, Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights,"
     " int[] layout, SymInt batch, bool mean, str group_name, bool sparse, bool divide, bool need_weights)"

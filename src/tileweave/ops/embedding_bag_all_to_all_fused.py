@@ -16,7 +16,7 @@ import torch
 
 from tileweave.errors import CaptureError
 from tileweave.ops.reference import out_of_line
-from tileweave.ops.registry import endpoint, interpreting, push_beside, workspace_of
+from tileweave.ops.registry import endpoint, interpreting, number_of, push_beside, workspace_of
 from tileweave.ops.table_gradient import keep_for_graphs
 from tileweave.schedule import push_order
 from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, gradient_carrier, rows_of
@@ -84,6 +84,10 @@ def run_fused(
     region, lends = _region_of(instance, out), False
     if region is None:
         region, lends = instance.regions.choose(capturing)
+    if indices.is_cuda and not capturing:
+        from tileweave.transport.cuda import enter_line
+
+        instance.regions.order(region, enter_line(indices.device))
     peers = endpoint(instance, out_dtype)
     launch = _launcher(instance, peers, tables, indices, offsets, weights, columns, width, batch, mean, config)
     instance.begin(mark)
@@ -117,9 +121,8 @@ def _launcher(
     found: Any = instance.cache.get(key)
     if found is None:
         t = instance.transport
-        found = instance.cache[key] = Launcher(
-            peers, made, len(tables), batch, width, mean, t.rank, t.world_size, t.machine.num_sms, config
-        )
+        found = Launcher(peers, made, len(tables), batch, width, mean, t.rank, t.world_size, t.machine.num_sms, config)
+        instance.keep(key, found)
     return found
 
 
@@ -179,12 +182,15 @@ def begin_push(
     found: Any = instance.cache.get(key)
     if found is None:
         pieces, empty = pieces_of(layout, rank, kernel.GROUPS.value, own)
-        found = instance.cache[key] = pieces.to(grad.device), empty
-    plan, silent = found
+        found = pieces.to(grad.device), empty, hash(tuple(layout.flat()))
+        instance.keep(key, found)
+    plan, silent, columns_of_all = found
     elements = 16 // grad.element_size()
     numbers = [layout.width, *dims, *sum(layout.columns, ()), *sum(layout.dims, ())]
     aligned = elements if all(n % elements == 0 for n in numbers) and grad.data_ptr() % 16 == 0 else 1
-    capturing = instance.begin()
+    # Of integers: the same in every process. ``own`` is each rank's affair.
+    mark = hash((number_of(BACKWARD), number_of(grad.dtype), batch, carrier == "copy_engine", columns_of_all)) or 1
+    capturing = instance.begin(mark)
     peers, columns = endpoint(instance, grad.dtype), layout.columns[rank]
     slot = peers.slots[: batch * dims[rank]].view(batch, dims[rank])
     first, end = rows_of(batch, transport.world_size, rank)
@@ -224,7 +230,8 @@ def _copies(instance: Instance, layout: EmbeddingLayout, batch: int, itemsize: i
         copies.append(Copy(instance.signal_addresses[owner] + 4 * word, epoch, 4))
     copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))
     copies[0] = replace(copies[0], counter=instance.counters.data_ptr() + 4 * GATE.value, count=1)
-    found = instance.cache[key] = Copies(copies)
+    found = Copies(copies)
+    instance.keep(key, found)
     return found
 
 

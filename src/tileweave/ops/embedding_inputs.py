@@ -16,7 +16,7 @@ from tileweave.ops import reference
 from tileweave.ops.agreement import check_together
 from tileweave.ops.embedding_bag_all_to_all_fused import OP
 from tileweave.ops.matmul_inputs import refuse_alias
-from tileweave.ops.registry import group_of
+from tileweave.ops.registry import agree, group_of
 from tileweave.ops.table_gradient import KINDS
 from tileweave.sharding import EmbeddingLayout, rows_of
 
@@ -30,6 +30,9 @@ class FusedOptimizer:
 
     rate : fp32 [1] on the tables' device, so that a schedule may change it also under a CUDA graph.
     states : for "adagrad", fp32 [rows] for each local table, the sums of mean squares; else empty.
+
+    Each backward steps at once, with the gradient as it comes: what works on gradients between backward and a step sees none
+    (a GradScaler's unscaling, clipping by norm, accumulation). Leave the step to an optimizer of torch's for those.
     """
 
     kind: str
@@ -72,12 +75,29 @@ def versions_of(tables: Sequence[torch.Tensor]) -> list[int]:
     return [t._version if t.requires_grad else 0 for t in tables]
 
 
-def check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) -> None:
+def step_of(
+    tables: Sequence[torch.Tensor], gradient: str, optimizer: FusedOptimizer | None
+) -> tuple[str, list[torch.Tensor], torch.Tensor | None, float]:
+    """(kind, states, rate, epsilon) of what becomes of gradients, as the operator carries them."""
+    if optimizer is not None:
+        _check_optimizer(tables, optimizer)
+    if optimizer is None or not tables:  # without tables there is nothing to step, for compilers neither
+        return gradient, [], None, 0.0
+    return optimizer.kind, list(optimizer.states), optimizer.rate, optimizer.epsilon
+
+
+def _check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) -> None:
+    numbers = (optimizer.rate, *optimizer.states)
+
+    def kinds() -> str:
+        return f"a rate that is a {type(optimizer.rate).__name__}, states {[type(s).__name__ for s in optimizer.states]}"
+
+    fits = all(isinstance(t, torch.Tensor) for t in numbers)
+    require(fits, kinds, "tensors", "pass rate=torch.full((1,), 0.01, device=...)")
     states = [(tuple(s.shape), s.dtype) for s in optimizer.states]
     wanted = [((t.shape[0],), torch.float32) for t in tables] if optimizer.kind == "adagrad" else []
     asked = f"optimizer {optimizer.kind!r} with states {states}"
     require(optimizer.kind in KINDS[2:] and states == wanted, asked, f'"sgd", or "adagrad" with states {wanted}', "fix them")
-    numbers = (optimizer.rate, *optimizer.states)
     devices = {t.device for t in (*tables[:1], *numbers)}
     fits = len(devices) == 1 and all(t.is_contiguous() for t in numbers)
     fits = fits and optimizer.rate.dtype == torch.float32 and optimizer.rate.numel() == 1
@@ -119,6 +139,9 @@ def check_inputs(
     def places() -> str:
         return f"devices {sorted({str(t.device) for t in (*tables, *lists)})}"
 
+    def strides() -> str:
+        return f"{kinds()}, with strides {[t.stride() for t in lists]}"
+
     lists = [indices, offsets, *([] if weights is None else [weights])]
     dims = dims_of(tables)
     used = {t.dtype for t in tables}
@@ -129,10 +152,12 @@ def check_inputs(
     require(all(t.device == indices.device for t in (*tables, *lists)), places, "one device", "move all to one device")
     fits = indices.dim() == offsets.dim() == 1 and indices.dtype in INDEX_DTYPES and offsets.dtype in INDEX_DTYPES
     require(fits, kinds, "one dimension, int32 or int64", "flatten or convert them")
-    require(all(t.is_contiguous() for t in lists), kinds, "contiguous", "call .contiguous()")
+    require(all(t.is_contiguous() for t in lists), strides, "contiguous", "call .contiguous()")
     count = len(tables) * batch + 1
     allowed = f"{count} offsets: {len(tables)} tables x {batch} samples + 1"
     require(offsets.numel() == count, kinds, allowed, "append the end")
+    if offsets.device.type == "cpu":  # elsewhere the host would wait for the device
+        _check_rising(indices, offsets)
     if weights is not None:
         asked = f"per_sample_weights {tuple(weights.shape)} {weights.dtype}, mean {mean}"
         fits = weights.shape == indices.shape and weights.dtype in DTYPES and not mean
@@ -147,7 +172,17 @@ def check_inputs(
         shape = (end - begin, layout.width)
         fits = tuple(out.shape) == shape and out.is_contiguous() and out.dtype == out_dtype and out.device == indices.device
         require(fits, f"out {tuple(out.shape)} {out.dtype}", f"{shape} {out_dtype}, contiguous", "allocate out like that")
-        refuse_alias(out, *tables, *lists)
+        refuse_alias((out,), (*tables, *lists))
+
+
+def _check_rising(indices: torch.Tensor, offsets: torch.Tensor) -> None:
+    first, last = int(offsets[0]), int(offsets[-1])
+    fall = (offsets[1:] < offsets[:-1]).nonzero()
+    asked = f"offsets from {first} to {last} for {indices.numel()} indices"
+    if fall.numel():
+        asked = f"offsets that fall from {int(offsets[fall[0]])} to {int(offsets[fall[0] + 1])}"
+    fits = not fall.numel() and first >= 0 and last <= indices.numel()
+    require(fits, asked, "offsets that rise from 0 or later, to N at most", "cumulate lengths of bags, 0 at least")
 
 
 def count_bags(indices: torch.Tensor, offsets: torch.Tensor, tables: int) -> int:
@@ -199,6 +234,14 @@ def agree_on_call(
     if size == 1:
         check()
         return
-    layout = zlib.crc32(repr(list(numbers)).encode())
-    signature = {"layout": layout, "batch": batch, "mean": mean, "dtype": str(out_dtype)}
-    check_together(OP, group_name, signature, check)
+    check_together(OP, group_name, {**_alike(numbers, batch, out_dtype), "mean": mean}, check)
+
+
+def agree_on_gradient(grad: torch.Tensor, numbers: Sequence[int], batch: int, group_name: str) -> None:
+    """Debugging only: all ranks differentiate the same lookup; else all raise."""
+    if numbers[0] > 1:
+        agree(group_of(group_name), {"op": f"gradient of {OP}", **_alike(numbers, batch, grad.dtype)})
+
+
+def _alike(numbers: Sequence[int], batch: int, dtype: torch.dtype) -> dict[str, object]:
+    return {"layout": zlib.crc32(repr(list(numbers)).encode()), "batch": batch, "dtype": str(dtype)}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from tileweave.ops import reference
 from tileweave.ops.registry import group_of, interpreting, machine_of
-from tileweave.ops.routing_plan import RoutingPlan, new_rows
-from tileweave.schedule_grouped import DispatchConfig, GroupedProblem, plan_dispatch
+from tileweave.ops.routing_plan import RoutingPlan, new_rows, shape_of
+from tileweave.schedule_grouped import DispatchConfig, plan_dispatch
 
 
 def combine_gradients(
@@ -30,12 +30,8 @@ def combine_gradients(
     group = group_of(group_name)
     ge, gw = grad.new_empty(0), grad.new_empty(0)
     everyone = None if weights is None else reference.gather_weights(weights, plan, group)
-    cols, depth = experts.shape[2], experts.shape[1]
-    problem = GroupedProblem(
-        plan.world_size, plan.max_tokens, plan.topk, plan.local_experts, cols, depth, y.element_size(),
-        str(y.dtype).removeprefix("torch."),
-    )  # fmt: skip
-    config = plan_dispatch(problem, machine_of(y.device), interpreting()).cut
+    shape = shape_of(plan, experts.shape[2], experts.shape[1], y.dtype)
+    config = plan_dispatch(shape, machine_of(y.device), interpreting()).cut
     if config is None:
         rows = reference.gather_rows(grad, plan, group)
         g = reference.grouped_matmul(rows, experts.transpose(1, 2), plan.offsets)

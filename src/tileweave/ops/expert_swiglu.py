@@ -20,7 +20,8 @@ def swiglu(y: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
 
     Returns
     -------
-    [bound, I], computed in fp32 and rounded once. Rows from ``plan.offsets[-1]`` on are not read, and undefined.
+    [bound, I], computed in fp32 and rounded once. Rows from ``plan.offsets[-1]`` on are not read, and undefined,
+    and so are those rows of y's gradient: what sums over rows must leave them out (see :func:`dispatch_grouped_matmul`).
     """
     fits = y.dim() == 2 and y.shape[0] == plan.bound and y.device == plan.table.device
     require(

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from tileweave.config import MOST_ELEMENTS
+from tileweave.errors import CaptureError
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops.registry import await_frozen_slot, copy_slot, endpoint, mark_of, workspace_of
 from tileweave.schedule import push_order
 from tileweave.transport.base import EPOCH, Copies, Copy
-from tileweave.transport.workspace import GATHER, MAX_SLICES, Instance
+from tileweave.transport.workspace import CALL, GATHER, MAX_SLICES, Instance
 
 OP = "all_gather_matmul"
 LINE = 1  # of copies: those of the kernel beside us do not queue behind ours
@@ -56,20 +58,36 @@ class Gathering:
                 transport.join(LINE)
             if not self._whole.is_cuda:
                 instance.check()
+        CALL.posted = False  # it has been made: what breaks off from here on is what follows
         return self._whole
 
 
+def too_large(x: torch.Tensor) -> bool:
+    """Whether the kernel of a gather, which counts the elements of a shard in 32 bits, cannot take x."""
+    return x.numel() > MOST_ELEMENTS
+
+
 def begin_gather(x: torch.Tensor, group_name: str) -> Gathering:
-    """Send x [m, K], contiguous, the same shape on every rank, to all. One gather at a time, and each must be waited for."""
+    """Send x [m, K], contiguous, the same shape on every rank and not :func:`too_large`, to all.
+
+    One gather at a time, and each must be waited for.
+    """
     workspace = workspace_of(group_name, x.device)
     transport = workspace.transport
-    instance = workspace.instance(OP, GATHER)
-    call = instance.cache.get((x.shape, x.dtype)) or _prepare(instance, x)
+    try:
+        instance = workspace.instance(OP, GATHER)
+        call = instance.cache.get((x.shape, x.dtype)) or _prepare(instance, x)
+    except CaptureError as error:
+        raise CaptureError(
+            f"asked: the backward of {OP} under CUDA-graph capture, whose gather of x {tuple(x.shape)} has no memory yet; "
+            f"allowed: a capture behind a backward as large; remedy: call tw.warmup({OP!r}, ..., backward=True) before it"
+        ) from error
     assert isinstance(call, _Call), "its key has a shape, endpoints have a dtype alone"
     capturing = instance.begin(call.mark)
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)
     transport.push(call.copies[slot], x.data_ptr(), LINE)
+    instance.calls += 1
     return Gathering(instance, x, call, call.slots[slot], capturing)
 
 
@@ -90,5 +108,5 @@ def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
         pushes.append(Copies(copies))
     mark = mark_of({"op": "gather", "shapes": [list(x.shape)], "dtype": str(x.dtype)})
     call = _Call(endpoint(instance, x.dtype), tuple(slots), tuple(pushes), mark)
-    instance.cache[x.shape, x.dtype] = call
+    instance.keep((x.shape, x.dtype), call)
     return call

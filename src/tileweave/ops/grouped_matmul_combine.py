@@ -29,7 +29,7 @@ from tileweave.errors import InputError, require
 from tileweave.ops import reference
 from tileweave.ops.agreement import check_together, tell_peers
 from tileweave.ops.expert_gradients import combine_gradients
-from tileweave.ops.grouped_matmul_combine_fused import OP, run_fused, shape_of
+from tileweave.ops.grouped_matmul_combine_fused import OP, run_fused
 from tileweave.ops.matmul_inputs import DTYPES, check_shape, refuse_alias
 from tileweave.ops.registry import (
     agree,
@@ -40,11 +40,10 @@ from tileweave.ops.registry import (
     log_fallback,
     machine_of,
     name_of,
-    place_in,
     publish,
     workspace_of,
 )
-from tileweave.ops.routing_plan import RoutingPlan, check_plan, layout_of
+from tileweave.ops.routing_plan import RoutingPlan, check_plan, routing_plan, shape_of
 from tileweave.transport.workspace import REGISTRY
 
 _SAID: set[tuple[str, str]] = set()
@@ -130,7 +129,7 @@ def check_inputs(
     shapes = f"y {tuple(y.shape)}, experts {tuple(experts.shape)}"
     fits = y.dim() == 2 and experts.dim() == 3 and y.shape[1] == experts.shape[2]
     require(fits, shapes, "y [bound, I], experts [E_local, H, I]", "stack the experts' Linear weights")
-    words = layout_of(plan.world_size, plan.max_tokens, plan.topk, plan.local_experts)[0][-1]
+    words = plan.words
     sizes = f"a plan of {plan.max_tokens} tokens, k = {plan.topk}, with {plan.table.numel()} words, for {shapes}"
     same = plan.table.numel() == words and plan.table.dtype == torch.int32
     require(same, sizes, "the plan of the dispatch", "pass what dispatch_grouped_matmul returned")
@@ -159,13 +158,14 @@ def check_tokens(
     if weights is not None and not (weights.shape == (tokens, plan.topk) and weights.is_contiguous()):
         check_shape("topk_weights", weights, (tokens, plan.topk), "one weight for each choice of the plan")
     if out is not None:
-        refuse_alias(out, y, experts, weights)
+        refuse_alias((out,), (y, experts, weights))
         check_shape("out", out, (tokens, experts.shape[1]), "allocate out with that shape")
 
 
-def plan_of(plan: RoutingPlan, experts: torch.Tensor) -> CombinePlan:
+def plan_call(plan: RoutingPlan, experts: torch.Tensor) -> CombinePlan:
     """The path of this call, the same on every rank."""
-    return plan_combine(shape_of(plan, experts), machine_of(experts.device), interpreting())
+    shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
+    return plan_combine(shape, machine_of(experts.device), interpreting())
 
 
 def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> CombinePlan:
@@ -186,15 +186,10 @@ def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Com
         check_together(OP, group_name, common, partial(check_inputs, y, experts, plan, weights, out))
     else:
         check_inputs(y, experts, plan, weights, out)
-    chosen = plan_of(plan, experts)
+    chosen = plan_call(plan, experts)
     if chosen.cut is not None:
         workspace_of(group_name, y.device).accepted[signature] = chosen
     return chosen
-
-
-def routing_plan(table, experts, tokens, max_tokens, topk, group_name: str) -> RoutingPlan:
-    """The plan of an operator's arguments."""
-    return RoutingPlan(table, tokens, max_tokens, topk, experts.shape[0], *place_in(group_name))
 
 
 def _forward(y, experts, table, weights, tokens, max_tokens, topk, group_name, out):
@@ -219,10 +214,6 @@ def _implementation_out(y, experts, table, weights, tokens, max_tokens, topk, gr
 
 def _fake(y, experts, table, weights, tokens, max_tokens, topk, group_name):
     return y.new_empty(tokens, experts.shape[1])
-
-
-def _fake_out(y, experts, table, weights, tokens, max_tokens, topk, group_name, *, out):
-    return None
 
 
 def _backward_implementation(
@@ -259,7 +250,7 @@ _ARGUMENTS = (
     "Tensor y, Tensor experts, Tensor table, Tensor? weights, SymInt tokens, SymInt max_tokens, int topk, str group_name"
 )
 define(f"grouped_matmul_combine({_ARGUMENTS}) -> Tensor", _implementation, _fake, _backward, _setup_context)
-define(f"grouped_matmul_combine.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out)
+define(f"grouped_matmul_combine.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out)
 define(
     f"grouped_matmul_combine_backward(Tensor grad, {_ARGUMENTS}, bool need_y, bool need_experts, bool need_weights)"
     " -> (Tensor, Tensor, Tensor)",
@@ -273,7 +264,7 @@ def explain(y: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan) -> Combin
     _check_experts(experts)
     check_plan(plan, experts, plan.group_name)
     check_inputs(y, experts, plan, None, None)
-    return plan_of(plan, experts)
+    return plan_call(plan, experts)
 
 
 def warmup(

@@ -8,20 +8,11 @@ import torch
 
 from tileweave.config_combine import CombineConfig, slot_bytes
 from tileweave.ops.registry import endpoint, interpreting, number_of, workspace_of
-from tileweave.ops.routing_plan import RoutingPlan
+from tileweave.ops.routing_plan import RoutingPlan, shape_of
 from tileweave.schedule_grouped import GroupedProblem
 from tileweave.transport.workspace import REGISTRY, Instance
 
 OP = "grouped_matmul_combine"
-
-
-def shape_of(plan: RoutingPlan, experts: torch.Tensor) -> GroupedProblem:
-    """The sizes of a call; the same on every rank."""
-    dtype = experts.dtype
-    return GroupedProblem(
-        plan.world_size, plan.max_tokens, plan.topk, plan.local_experts, experts.shape[1], experts.shape[2], dtype.itemsize,
-        str(dtype).removeprefix("torch."),
-    )  # fmt: skip
 
 
 def run_fused(
@@ -38,13 +29,13 @@ def run_fused(
 
     workspace = REGISTRY.find(group_name, y.device) or workspace_of(group_name, y.device)
     transport = workspace.transport
-    shape = shape_of(plan, experts)
+    shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
     instance = workspace.instance(OP, "sm")
     instance.reserve(slot_bytes(shape), kernel.COUNTERS)
     called = (OP, y.dtype, weights is None)
+    products = torch.empty(y.shape[0], shape.cols, dtype=y.dtype, device=y.device)
     instance.begin(hash((*map(number_of, called), *experts.shape, plan.max_tokens, plan.topk)))  # the same in every process
     peers = endpoint(instance, y.dtype)
-    products = torch.empty(y.shape[0], shape.cols, dtype=y.dtype, device=y.device)
     tensors = (y, experts, plan.offsets, plan.entry_row, plan.topk_ids, weights, products, out)
     try:
         if config.kernel == "hopper" and _fits(y, experts, out, config):
@@ -77,8 +68,9 @@ def _launcher(
     found = instance.cache.get(key)
     if found is None:
         transport = instance.transport
-        found = instance.cache[key] = Launcher(
+        found = Launcher(
             endpoint(instance, y.dtype), shape, config, transport.rank, transport.machine.num_sms, y.dtype, depth_first,
             y.shape[0], y.stride(0),
         )  # fmt: skip
+        instance.keep(key, found)
     return found  # type: ignore[return-value]

@@ -71,8 +71,10 @@ def _exchange(
 ) -> None:
     instance = workspace.instance(op, INSTANCE)
     key = (x.shape, x.dtype, id(config))  # the launcher keeps the config, so the id stays its own
-    launch = instance.cache.get(key) or _launcher(workspace, instance, config, x, shard, reduce, gather)
-    instance.cache[key] = launch
+    launch = instance.cache.get(key)
+    if launch is None:
+        launch = _launcher(workspace, instance, config, x, shard, reduce, gather)
+        instance.keep(key, launch)
     instance.begin(mark)
     try:
         launch(x, out, bias, residual)  # type: ignore[operator]

@@ -24,25 +24,29 @@ Sources: GEMV + all-reduce in one kernel, arXiv 2305.06942; the contract of resi
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 import torch.distributed as dist
 
 from tileweave.config import Plan, plan_matmul_all_reduce
-from tileweave.errors import require
+from tileweave.errors import InputError, require
 from tileweave.ops import reference
+from tileweave.ops.agreement import tell_peers
 from tileweave.ops.matmul_all_reduce_fused import OP, run_fused
 from tileweave.ops.matmul_inputs import (
     accept,
     as_rows,
+    call_for_warmup,
     check_like_x,
     check_operands,
-    check_out,
     check_shape,
+    check_traced,
     operands_for_warmup,
+    out_as_rows,
     plan_for,
-    refuse_alias,
 )
-from tileweave.ops.registry import define, group_of, log_fallback, name_of, publish
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish
 
 EPS = 1e-6
 _SAID: set[tuple[str, str]] = set()
@@ -68,7 +72,7 @@ def matmul_all_reduce(
     w : [N, k], rows contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
     bias : [N], or None. residual : [M, N] or [..., N], contiguous, or None. norm_weight : [N], or None.
         These three have the same values on every rank; each is added, or applied, once.
-    norm_eps : what RMSNorm adds to the mean square.
+    norm_eps : what RMSNorm adds to the mean square, at least 0; the same on every rank.
     group : the ranks that share the sum; None is the default group. A group's name is accepted too.
     out, residual_out : where to put the first and the second result, contiguous; not with gradients.
 
@@ -78,32 +82,30 @@ def matmul_all_reduce(
     residual_out)``: residual_out is that y, the next layer's residual, and normed = RMSNorm(residual_out) * norm_weight,
     computed in fp32 from residual_out as it was rounded.
 
-    bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the CPU. Fused sums are fp32 in rank order, rounded once; for the
-    unfused path see ``ops/reference.py``. Gradients: see the module.
+    bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the CPU. Ranks' partials are rounded to x's dtype (of fp16, those above
+    65504 to infinity), added in fp32 in a fixed order, bias and residual with them, and rounded again; for the unfused path see
+    ``ops/reference.py``. Gradients: see the module.
 
     Raises
     ------
     InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
-    rows, name = as_rows(x), name_of(group)
-    given = residual
-    if residual is not None and x.dim() > 2:
-        check_like_x("residual", residual, x, "[..., N]")
-        given = residual.flatten(0, -2)
-    normed = norm_weight is not None
-    if out is not None or residual_out is not None:
-        results = [result for result in (out, residual_out) if result is not None]
-        if out is None or len(results) != 1 + normed:
-            asked = f"{len(results)} of out= and residual_out= {'with' if normed else 'without'} norm_weight"
-            require(False, asked, "both with norm_weight, out= alone without", "allocate what the call returns")
-        for result in results:
-            check_out(result, x, "[..., N]", w, bias, residual, norm_weight)
-        flat = results if x.dim() == 2 else [result.flatten(0, -2) for result in results]
+    name, normed = name_of(group), norm_weight is not None
+    try:
+        rows, given, flat, flat_residual = _as_called(x, w, bias, residual, norm_weight, out, residual_out)
+        if not normed:
+            norm_eps = EPS  # which ranks need not agree on
+        elif norm_eps is None or not 0 <= norm_eps < inf:
+            require(False, f"norm_eps={norm_eps}", "a number, at least 0 and finite", "pass what the model has, such as 1e-6")
+    except InputError as error:
+        tell_peers(OP, name, error)
+        raise
+    if out is not None:
         torch.ops.tileweave.matmul_all_reduce.out(
-            rows, w, bias, given, norm_weight, norm_eps, name, out=flat[0], residual_out=flat[1] if normed else None
+            rows, w, bias, given, norm_weight, norm_eps, name, out=flat, residual_out=flat_residual
         )
-        return (results[0], results[1]) if normed else results[0]
+        return out if residual_out is None else (out, residual_out)
     y, kept = torch.ops.tileweave.matmul_all_reduce(rows, w, bias, given, norm_weight, norm_eps, name)
     if x.dim() > 2:
         shape = (*x.shape[:-1], w.shape[0])
@@ -111,11 +113,36 @@ def matmul_all_reduce(
     return (y, kept) if normed else y
 
 
+def _as_called(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """x, residual, out and residual_out as rows; raises for what those do not show."""
+    rows = as_rows(x, w)
+    if residual is not None and x.dim() > 2:
+        check_like_x("residual", residual, x, "[..., N]")
+        residual = residual.flatten(0, -2)
+    if out is None and residual_out is None:
+        return rows, residual, None, None
+    normed, given = norm_weight is not None, (out is not None) + (residual_out is not None)
+    if out is None or given != 1 + normed:
+        asked = f"{given} of out= and residual_out= {'with' if normed else 'without'} norm_weight"
+        require(False, asked, "both with norm_weight, out= alone without", "allocate what the call returns")
+    inputs = (w, bias, residual, norm_weight)
+    flat = out_as_rows(out, x, "[..., N]", *inputs)
+    return rows, residual, flat, out_as_rows(residual_out, x, "[..., N]", *inputs, name="residual_out")
+
+
 def check_inputs(x, w, bias, residual, norm_weight, out, residual_out) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
     check_operands(x, w, bias, residual, norm_weight, out, residual_out)
-    strides = f"w with strides {w.stride()}"  # one shot streams rows
-    require(w.stride(1) == 1 or w.shape[1] <= 1, strides, "contiguous rows", "pass w.contiguous()")
+    streams = w.stride(1) == 1 or w.shape[1] <= 1  # as one shot does
+    require(streams, lambda: f"w with strides {w.stride()}", "contiguous rows", "pass w.contiguous()")
     paired = out is None or (residual_out is None) == (norm_weight is None)
     require(paired, "residual_out without norm_weight, or the reverse", "both or neither", "allocate what the call returns")
     shape = (x.shape[0], w.shape[0])
@@ -142,10 +169,6 @@ def _forward(
     residual_out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     inputs = (x, w, bias, residual, norm_weight)
-    if out is not None:
-        refuse_alias(out, *inputs, residual_out)
-        if residual_out is not None:
-            refuse_alias(residual_out, *inputs)
     chosen = accept(
         OP, group_name, x, w, (bias, residual, norm_weight), (out, residual_out), norm_eps,
         lambda size: check_inputs(*inputs, out, residual_out),
@@ -173,12 +196,13 @@ def _implementation_out(x, w, bias, residual, norm_weight, norm_eps, group_name,
 
 
 def _fake(x, w, bias, residual, norm_weight, norm_eps, group_name):
+    check_traced(lambda: check_inputs(x, w, bias, residual, norm_weight, None, None))
     y = x.new_empty(x.shape[0], w.shape[0])
     return y, x.new_empty(0) if norm_weight is None else torch.empty_like(y)
 
 
 def _fake_out(x, w, bias, residual, norm_weight, norm_eps, group_name, *, out, residual_out):
-    return None
+    check_traced(lambda: check_inputs(x, w, bias, residual, norm_weight, out, residual_out))
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -239,11 +263,20 @@ define(
 )
 
 
-def explain(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str | None = None) -> Plan:
+def explain(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    group: dist.ProcessGroup | str | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> Plan:
     """Which path a call with these tensors takes, and why. Sends nothing."""
-    x = as_rows(x)
-    check_operands(x, w, None)
-    return plan(x, w, dist.get_world_size(group_of(name_of(group))))
+    rows, given, flat, flat_residual = _as_called(x, w, bias, residual, norm_weight, out, residual_out)
+    check_inputs(rows, w, bias, given, norm_weight, flat, flat_residual)
+    return plan(rows, w, place_in(name_of(group))[1])
 
 
 def warmup(
@@ -252,18 +285,19 @@ def warmup(
     depth: int,
     *,
     norm: bool = False,
+    backward: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | str | None = None,
 ) -> Plan:
     """Collective: reserve memory and compile for x [rows, depth], w [cols, depth], so that a capture may follow.
 
-    ``norm``: for calls with residual and norm_weight, which are another kernel.
+    ``norm``: for calls with residual and norm_weight, which are another kernel. ``backward``: and the backward behind it.
     """
     x, w = operands_for_warmup(rows, cols, depth, dtype, device)
     residual, weight = (x.new_zeros(rows, cols), x.new_ones(cols)) if norm else (None, None)
-    matmul_all_reduce(x, w, residual=residual, norm_weight=weight, group=group)
-    return plan(x, w, dist.get_world_size(group_of(name_of(group))))
+    call_for_warmup(matmul_all_reduce, x, w, backward, residual=residual, norm_weight=weight, group=group)
+    return plan(x, w, place_in(name_of(group))[1])
 
 
 publish(matmul_all_reduce, explain, warmup)

@@ -1,4 +1,4 @@
-"""The fused call of matmul_all_reduce: one shot for few rows, else the two shots of the reduce-scatter kernel."""
+"""The fused call of matmul_all_reduce: one shot for few rows, else the library's matmul and two shots behind it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch.nn.functional import rms_norm
 
 from tileweave.config import MatmulConfig, Plan
-from tileweave.ops.matmul_reduce_scatter_fused import run_fused as run_two_shots
 from tileweave.ops.registry import endpoint, workspace_of
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
@@ -34,13 +33,15 @@ def run_fused(
     """The fused call itself. x [M, k], w [N, k], residual, out, residual_out [M, N]; see ``ops/matmul_all_reduce.py``."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
-    if config.shots == 2:
+    workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
+    if config.kernel == "library":
+        from tileweave.ops.library_matmul import multiply_then_reduce
+
         target = out if residual_out is None else residual_out
-        run_two_shots(x, w, bias, target, group_name, chosen, op=OP, residual=residual)
+        multiply_then_reduce(workspace, OP, x, w, bias, target, residual, config, chosen.mark)
         if norm_weight is not None:  # a kernel of its own: rows of many tiles, which no program has seen whole
             out.copy_(rms_norm(target.float(), norm_weight.shape, norm_weight.float(), norm_eps))
         return
-    workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
     instance, launch = _one_shot(workspace, x, w, config)
     instance.begin(chosen.mark)
     try:
@@ -61,5 +62,5 @@ def _one_shot(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: Ma
         elements = size * -(-cols // config.tile_n) * config.tile_n * config.tile_m
         instance.reserve(elements * x.element_size(), 2)
         launch = Launcher(endpoint(instance, x.dtype), size, workspace.transport.rank, cols, config)
-        instance.cache[key] = launch
+        instance.keep(key, launch)
     return instance, launch  # type: ignore[return-value]

@@ -8,7 +8,9 @@ y      [M/R, N] or [M, N/R] parts  of x @ w.T + bias, from all ranks, in rank or
 =====  ==========================  =======================================================================
 
 ``scatter_dim=1, gather_dim=0`` is the QKV projection of Ulysses-style sequence parallelism: x has this rank's tokens and w
-the heads of all; y has all tokens and this rank's heads, [R * M, N / R].
+the heads of all; y has all tokens and this rank's heads, [R * M, N / R]. A fused w_qkv of grouped queries stands rank by rank,
+each rank's heads of q, k and v together: ``torch.cat([p for all in zip(q.chunk(R), k.chunk(R), v.chunk(R)) for p in all])``,
+and so does its bias; then y on each rank is its q, k and v, side by side.
 
 forward : one fused kernel (``kernels/matmul_all_to_all.py``), or matmul, all-to-all and a permutation where that is faster.
 dgrad   : gx = exchange back(gy) @ w, which is ``all_to_all_matmul``, the dual operator, dimensions swapped.
@@ -24,21 +26,22 @@ import torch
 import torch.distributed as dist
 
 from tileweave.config import Plan, plan_matmul_all_to_all
+from tileweave.errors import InputError
 from tileweave.ops import reference
+from tileweave.ops.agreement import tell_peers
 from tileweave.ops.backward_products import exchange_and_multiply
-from tileweave.ops.exchange_inputs import as_exchange, check_divides
+from tileweave.ops.exchange_inputs import as_exchange, check_divides, publish_exchange
 from tileweave.ops.matmul_all_to_all_fused import OP, run_fused
 from tileweave.ops.matmul_inputs import (
     accept,
     as_rows,
     check_operands,
-    check_out,
     check_shape,
-    operands_for_warmup,
+    check_traced,
+    out_as_rows,
     plan_for,
-    refuse_alias,
 )
-from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in
 from tileweave.schedule_scatter import Exchange
 
 _SAID: set[tuple[str, str]] = set()
@@ -77,12 +80,14 @@ def matmul_all_to_all(
     InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
-    how, rows, name = as_exchange(scatter_dim, gather_dim), as_rows(x), name_of(group)
-    if x.dim() > 2 and w.dim() == 2:
-        check_divides(how, x.shape[0], w.shape[0], place_in(name)[1], "w")
+    name = name_of(group)
+    try:
+        how = as_exchange(scatter_dim, gather_dim)
+        rows, flat = _as_called(x, w, bias, how, out, name)
+    except InputError as error:
+        tell_peers(OP, name, error)
+        raise
     if out is not None:
-        check_out(out, x, "[rows, ..., columns] of the result", w, bias)
-        flat = out if x.dim() == 2 else out.flatten(0, -2)
         torch.ops.tileweave.matmul_all_to_all.out(rows, w, bias, scatter_dim, gather_dim, name, out=flat)
         return out
     y = torch.ops.tileweave.matmul_all_to_all(rows, w, bias, scatter_dim, gather_dim, name)
@@ -90,6 +95,16 @@ def matmul_all_to_all(
         lead, cols = how.result(x.shape[0], w.shape[0], place_in(name)[1])
         y = y.view(lead, *x.shape[1:-1], cols)
     return y
+
+
+def _as_called(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, out: torch.Tensor | None, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x and out as rows; raises for what those do not show."""
+    rows = as_rows(x, w)
+    if x.dim() > 2 and w.dim() == 2:
+        check_divides(how, x.shape[0], w.shape[0], place_in(group_name)[1], "w")
+    return rows, out_as_rows(out, x, "[rows, ..., columns] of the result", w, bias)
 
 
 def check_inputs(
@@ -110,8 +125,6 @@ def plan(x: torch.Tensor, w: torch.Tensor, how: Exchange, size: int) -> Plan:
 def _forward(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, group_name: str, out: torch.Tensor | None
 ) -> torch.Tensor:
-    if out is not None:
-        refuse_alias(out, x, w, bias)
     options = (how.scatter_dim, how.gather_dim)
     chosen = accept(
         OP, group_name, x, w, (bias,), (out,), options,
@@ -136,12 +149,14 @@ def _implementation_out(x, w, bias, scatter_dim, gather_dim, group_name, *, out)
 
 
 def _fake(x, w, bias, scatter_dim, gather_dim, group_name):
-    size = dist.get_world_size(group_of(group_name))
-    return x.new_empty(Exchange(scatter_dim, gather_dim).result(x.shape[0], w.shape[0], size))
+    how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group_of(group_name))
+    check_traced(lambda: check_inputs(x, w, bias, how, None, size))
+    return x.new_empty(how.result(x.shape[0], w.shape[0], size))
 
 
 def _fake_out(x, w, bias, scatter_dim, gather_dim, group_name, *, out):
-    return None
+    how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group_of(group_name))
+    check_traced(lambda: check_inputs(x, w, bias, how, out, size))
 
 
 def _backward_implementation(grad, x, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias):
@@ -197,31 +212,4 @@ define(
 )
 
 
-def explain(
-    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str | None = None, *, scatter_dim: int, gather_dim: int
-) -> Plan:
-    """Which path a call with these tensors takes, and why. Sends nothing."""
-    x = as_rows(x)
-    how, size = as_exchange(scatter_dim, gather_dim), dist.get_world_size(group_of(name_of(group)))
-    check_inputs(x, w, None, how, None, size)
-    return plan(x, w, how, size)
-
-
-def warmup(
-    rows: int,
-    cols: int,
-    depth: int,
-    *,
-    scatter_dim: int,
-    gather_dim: int,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str | None = None,
-    group: dist.ProcessGroup | str | None = None,
-) -> Plan:
-    """Collective: reserve memory and compile for x [rows, depth], w [cols, depth], so that a capture may follow."""
-    x, w = operands_for_warmup(rows, cols, depth, dtype, device)
-    matmul_all_to_all(x, w, scatter_dim=scatter_dim, gather_dim=gather_dim, group=group)
-    return explain(x, w, group, scatter_dim=scatter_dim, gather_dim=gather_dim)
-
-
-publish(matmul_all_to_all, explain, warmup)
+publish_exchange(matmul_all_to_all, _as_called, check_inputs, plan, lambda how, rows, depth, size: depth)

@@ -96,12 +96,12 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, how: Exc
         padded = cdiv(rows, config.tile_m) * config.tile_m
         problem = Problem(size, padded, cols, x.shape[1], itemsize, "")
         schedule = scatter_schedule_for(problem, config, transport.rank, transport.machine)
-        instance.reserve(schedule.slot_elements(False) * itemsize, schedule.num_programs + 8 * MAX_SLICES)
+        instance.reserve(schedule.slot_elements * itemsize, schedule.num_programs + 8 * MAX_SLICES)
         copies = ()
         if config.transport == "copy_engine":
             copies = tuple(_pulls(instance, schedule, how, rows, itemsize, slot) for slot in (0, 1))
         call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, how, rows, copies, {})
-        instance.cache[key] = call
+        instance.keep(key, call)
     return call  # type: ignore[return-value]
 
 

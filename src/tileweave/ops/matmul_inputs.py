@@ -1,4 +1,5 @@
-"""What the matmul operators share before their kernels run: checks of operands, and one plan for each signature.
+"""What the matmul operators share before their kernels run: checks of operands, one plan for each signature, and what they
+answer beside calls.
 
 Names of sizes are the operators' own: x [rows, K] of this rank, w [cols, K] in ``torch.nn.Linear`` layout, bias [cols].
 """
@@ -6,6 +7,7 @@ Names of sizes are the operators' own: x [rows, K] of this rank, w [cols, K] in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,14 +15,17 @@ import torch
 import torch.distributed as dist
 
 from tileweave.config import Plan, Problem
-from tileweave.errors import InputError, require
+from tileweave.errors import require
+from tileweave.ops.agreement import check_together
 from tileweave.ops.registry import (
-    agree,
     debugging,
     group_of,
     interpreting,
     machine_of,
     mark_of,
+    name_of,
+    place_in,
+    publish,
     workspace_of,
 )
 from tileweave.topology import Machine
@@ -29,10 +34,13 @@ from tileweave.transport.workspace import REGISTRY
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Planner = Callable[[Problem, Machine, bool], Plan]
 Tensors = tuple[torch.Tensor | None, ...]
+RESULTS = ("out", "residual_out")  # what results of an operator are called, in order
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x [..., K] as [rows, K], without a copy."""
+    if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor):
+        require(False, f"x of type {type(x).__name__}, w of type {type(w).__name__}", "tensors", "pass a torch.Tensor")
     if x.dim() == 2:
         return x
     require(x.dim() > 2, lambda: f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension")
@@ -45,7 +53,10 @@ def check_operands(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, 
 
     ``others`` share dtype and device with x; :func:`check_shape` is for their shapes.
     """
-    shapes = f"x {tuple(x.shape)}, w {tuple(w.shape)}"
+
+    def shapes() -> str:
+        return f"x {tuple(x.shape)}, w {tuple(w.shape)}"
+
     require(x.dim() == 2 and w.dim() == 2, shapes, "x [m, K] and w [n, K]", "reshape to two dimensions")
     require(x.shape[1] == w.shape[1], shapes, "equal K, the last dimension of both", "transpose w to Linear layout [n, K]")
     check_tensors(x, w, bias, *others)
@@ -54,14 +65,19 @@ def check_operands(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, 
 def check_tensors(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *others: torch.Tensor | None) -> None:
     """:func:`check_operands` but for the shapes of x and w."""
     tensors = [t for t in (x, w, bias, *others) if t is not None]
-    dtypes = f"x {x.dtype}, w {w.dtype}" + "".join(f", {t.dtype}" for t in tensors[2:])
+
+    def dtypes() -> str:
+        return f"x {x.dtype}, w {w.dtype}" + "".join(f", {t.dtype}" for t in tensors[2:])
+
+    def devices() -> str:
+        return ", ".join(str(t.device) for t in tensors)
+
     require(x.dtype in DTYPES, dtypes, "float16, bfloat16, float32", "convert x and w")
     require(all(t.dtype == x.dtype for t in tensors), dtypes, "one dtype for all tensors", "convert to x.dtype")
-    devices = ", ".join(str(t.device) for t in tensors)
     require(all(t.device == x.device for t in tensors), devices, "one device", "move all tensors to x.device")
-    require(x.is_contiguous(), f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
+    require(x.is_contiguous(), lambda: f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
     either = w.stride(1) == 1 or w.shape[1] <= 1 or (w.stride(0) == 1 and w.stride(1) >= w.shape[0])
-    require(either, f"w with strides {w.stride()}", "contiguous rows or columns", "pass w.contiguous()")
+    require(either, lambda: f"w with strides {w.stride()}", "contiguous rows or columns", "pass w.contiguous()")
     check_shape("bias", bias, (w.shape[0],), "one bias for each row of w")
 
 
@@ -69,7 +85,8 @@ def check_shape(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], 
     """``tensor``, if there is one, has this shape and is contiguous."""
     if tensor is not None:
         fits = tuple(tensor.shape) == shape and tensor.is_contiguous()
-        require(fits, f"{name} {tuple(tensor.shape)} with strides {tensor.stride()}", f"{shape}, contiguous", remedy)
+        if not fits:  # a text about sizes fixes them where torch traces
+            require(fits, f"{name} {tuple(tensor.shape)} with strides {tensor.stride()}", f"{shape}, contiguous", remedy)
 
 
 def check_like_x(name: str, tensor: torch.Tensor, x: torch.Tensor, allowed: str) -> None:
@@ -81,19 +98,40 @@ def check_like_x(name: str, tensor: torch.Tensor, x: torch.Tensor, allowed: str)
         require(fits, asked, f"{allowed}, contiguous", f"allocate {name} with that shape")
 
 
-def check_out(out: torch.Tensor, x: torch.Tensor, allowed: str, *inputs: torch.Tensor | None) -> None:
-    """What ``out=`` must be before it can be seen as rows; :func:`check_shape` does the rest."""
-    check_like_x("out", out, x, allowed)
+def out_as_rows(
+    out: torch.Tensor | None, x: torch.Tensor, allowed: str, *inputs: torch.Tensor | None, name: str = "out"
+) -> torch.Tensor | None:
+    """``out=`` as rows if there is one, checked as far as that takes; :func:`check_shape` does the rest."""
+    if out is None:
+        return None
+    check_like_x(name, out, x, allowed)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, out, *inputs)):
         require(False, "out= with tensors that require gradients", "one of them", "drop out=, or call under torch.no_grad()")
+    return out if x.dim() == 2 else out.flatten(0, -2)
 
 
-def refuse_alias(out: torch.Tensor, *inputs: torch.Tensor | None) -> None:
-    """A tile is stored while others are still read: the result needs memory of its own."""
-    place = out.untyped_storage().data_ptr()
-    for t in inputs:
-        if t is not None and t.untyped_storage().data_ptr() == place and out.numel():
-            require(False, "out= in the storage of an input", "memory of its own", "allocate out")
+def refuse_alias(results: Tensors, inputs: Tensors) -> None:
+    """A tile is stored while others are still read: what a caller gives for results needs memory of its own."""
+    if results[0] is None:
+        return
+    first = -1
+    for at, result in enumerate(results):
+        if result is not None:
+            place = result.untyped_storage().data_ptr()
+            for t in inputs:
+                if t is not None and t.untyped_storage().data_ptr() == place and result.numel():
+                    require(False, f"{RESULTS[at]}= in the storage of an input", "memory of its own", f"allocate {RESULTS[at]}")
+            if place == first and result.numel():
+                require(False, "residual_out= in the storage of out=", "memory of its own", "allocate both")
+            first = place
+
+
+def check_traced(check: Callable[[], None]) -> None:
+    """``check()`` for a fake: what depends on sizes that only the data will tell is left to the call."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    with suppress(GuardOnDataDependentSymNode):
+        check()
 
 
 def plan_for(planner: Planner, x: torch.Tensor, rows: int, cols: int, size: int, depth: int | None = None) -> Plan:
@@ -124,8 +162,10 @@ def accept(
     """Check the arguments and plan the call: once for each signature of a fused call, since host time counts.
 
     ``others``: what else is read; with x, w and ``options`` ranks must agree on it. ``results``: the caller's memory,
-    checked too. ``check(world_size)`` raises, ``plan(world_size)`` decides.
+    checked too; where it lies, which no signature has, at each call. ``check(world_size)`` raises, ``plan(world_size)``
+    decides.
     """
+    inputs = (x, w, *others)
     workspace = REGISTRY.find(group_name, x.device)
     signature = (
         op, options, x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype, w.device,
@@ -133,15 +173,22 @@ def accept(
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in results],
     )  # fmt: skip
     chosen = None if workspace is None else workspace.accepted.get(signature)
-    if chosen is not None and not debugging():
+    debug = debugging()
+    if chosen is not None and not debug:
+        refuse_alias(results, inputs)
         return chosen
-    group = group_of(group_name)
-    shapes = [None if t is None else list(t.shape) for t in (x, w, *others)]
-    common = {"op": op, "shapes": shapes, "dtype": str(x.dtype), "options": options}
-    if debugging():  # before the checks: a rank whose input is refused must not leave the others waiting
-        agree(group, common)
-    size = dist.get_world_size(group)
-    check(size)
+    size = dist.get_world_size(group_of(group_name))
+
+    def checked() -> None:
+        check(size)
+        refuse_alias(results, inputs)
+
+    shapes = [None if t is None else list(t.shape) for t in inputs]
+    common = {"op": op, "shapes": shapes, "dtype": str(x.dtype), "options": options}  # checked: x's dtype is that of all
+    if debug:
+        check_together(op, group_name, common, checked)
+    else:
+        checked()
     chosen = plan(size)
     if chosen.config is not None:
         workspace = workspace_of(group_name, x.device)
@@ -153,11 +200,69 @@ def operands_for_warmup(
     rows: int, cols: int, depth: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, depth] and w [cols, depth] of zeros, on the current GPU unless ``device`` says otherwise."""
-    if not all(isinstance(size, int) and size >= 0 for size in (rows, cols, depth)):
-        raise InputError(
-            f"asked: warmup({rows!r}, {cols!r}, {depth!r}); allowed: whole numbers; remedy: pass sizes of this rank's x and w"
-        )
+    sizes = (rows, cols, depth)
+    whole = all(isinstance(size, int) and size >= 0 for size in sizes)
+    require(whole, f"warmup{sizes!r}", "whole numbers", "pass sizes of this rank's x and w")
+    require(isinstance(dtype, torch.dtype), f"warmup with dtype={dtype!r}", "a torch.dtype", "pass the dtype of x and w")
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     where = torch.device(device)
-    return torch.zeros(rows, depth, dtype=dtype, device=where), torch.zeros(cols, depth, dtype=dtype, device=where)
+    there = where.type != "cuda" or torch.cuda.is_available()
+    require(there, f"warmup on {where}", "a device of this machine", "pass device='cpu', or look at tileweave doctor")
+    with torch.inference_mode(False):  # else they could not require gradients
+        return torch.zeros(rows, depth, dtype=dtype, device=where), torch.zeros(cols, depth, dtype=dtype, device=where)
+
+
+def call_for_warmup(call: Callable[..., object], x: torch.Tensor, w: torch.Tensor, backward: bool, **options: object) -> None:
+    """One call with these operands; with ``backward`` also the backward of both, which has kernels and memory of its own."""
+    if not backward:
+        call(x, w, **options)
+        return
+    with torch.inference_mode(False), torch.enable_grad():
+        y = call(x.requires_grad_(), w.requires_grad_(), **options)
+        y = y[0] if isinstance(y, tuple) else y
+        assert isinstance(y, torch.Tensor), "operators return a tensor, or two"
+        y.sum().backward()
+
+
+def publish_matmul(
+    call: Callable[..., object],
+    as_called: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    check: Callable[..., None],
+    plan: Callable[..., Plan],
+) -> None:
+    """:func:`registry.publish` of an operator over x, w and bias.
+
+    ``as_called(x, w, bias, out, group_name)`` gives x and out as rows, ``check(x, w, bias, out, size)`` raises,
+    ``plan(x, w, size)`` decides.
+    """
+
+    def explain(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        group: dist.ProcessGroup | str | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> Plan:
+        name = name_of(group)
+        size = place_in(name)[1]
+        rows, flat = as_called(x, w, bias, out, name)
+        check(rows, w, bias, flat, size)
+        return plan(rows, w, size)
+
+    def warmup(
+        rows: int,
+        cols: int,
+        depth: int,
+        *,
+        backward: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        group: dist.ProcessGroup | str | None = None,
+    ) -> Plan:
+        x, w = operands_for_warmup(rows, cols, depth, dtype, device)
+        call_for_warmup(call, x, w, backward, group=group)
+        return explain(x, w, group=group)
+
+    publish(call, explain, warmup)

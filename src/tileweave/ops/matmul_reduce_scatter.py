@@ -21,21 +21,22 @@ import torch
 import torch.distributed as dist
 
 from tileweave.config import Plan, plan_matmul_reduce_scatter
-from tileweave.errors import require
+from tileweave.errors import InputError, require
 from tileweave.ops import reference
+from tileweave.ops.agreement import tell_peers
 from tileweave.ops.backward_products import gather_and_multiply
 from tileweave.ops.matmul_inputs import (
     accept,
     as_rows,
     check_operands,
-    check_out,
     check_shape,
-    operands_for_warmup,
+    check_traced,
+    out_as_rows,
     plan_for,
-    refuse_alias,
+    publish_matmul,
 )
 from tileweave.ops.matmul_reduce_scatter_fused import OP, run_fused
-from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in, publish
+from tileweave.ops.registry import define, group_of, log_fallback, name_of, place_in
 
 _SAID: set[tuple[str, str]] = set()
 
@@ -60,8 +61,9 @@ def matmul_reduce_scatter(
 
     Returns
     -------
-    y [M / R, ..., N]: dimension 0 is scattered. bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the CPU. Fused sums
-    are fp32 in a fixed order, rounded once; for the unfused path see ``ops/reference.py``.
+    y [M / R, ..., N]: dimension 0 is scattered. bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the CPU. Ranks' partials are
+    rounded to x's dtype (of fp16, those above 65504 to infinity), added in fp32 in a fixed order, and rounded again; for the
+    own partial, and for the unfused path, see ``ops/reference.py``.
 
     Gradients: of x and w as if all ranks' rows went into one loss; that of ``bias`` is summed over the group.
 
@@ -70,17 +72,29 @@ def matmul_reduce_scatter(
     InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
-    rows, name = as_rows(x), name_of(group)
-    if x.dim() > 2:
-        _check_rows(x.shape[0], place_in(name)[1])
+    name = name_of(group)
+    try:
+        rows, flat = _as_called(x, w, bias, out, name)
+    except InputError as error:
+        tell_peers(OP, name, error)
+        raise
     if out is not None:
-        check_out(out, x, "[M / R, ..., N]", w, bias)
-        torch.ops.tileweave.matmul_reduce_scatter.out(rows, w, bias, name, out=out if x.dim() == 2 else out.flatten(0, -2))
+        torch.ops.tileweave.matmul_reduce_scatter.out(rows, w, bias, name, out=flat)
         return out
     y = torch.ops.tileweave.matmul_reduce_scatter(rows, w, bias, name)
     if x.dim() > 2:
         y = y.view(x.shape[0] // place_in(name)[1], *x.shape[1:-1], w.shape[0])
     return y
+
+
+def _as_called(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x and out as rows; raises for what those do not show."""
+    rows = as_rows(x, w)
+    if x.dim() > 2:
+        _check_rows(x.shape[0], place_in(group_name)[1])
+    return rows, out_as_rows(out, x, "[M / R, ..., N]", w, bias)
 
 
 def _check_rows(rows: int, size: int) -> None:
@@ -107,8 +121,6 @@ def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan:
 def _forward(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, out: torch.Tensor | None
 ) -> torch.Tensor:
-    if out is not None:
-        refuse_alias(out, x, w, bias)
     chosen = accept(
         OP, group_name, x, w, (bias,), (out,), "",
         lambda size: check_inputs(x, w, bias, out, size),
@@ -132,11 +144,13 @@ def _implementation_out(x, w, bias, group_name, *, out):
 
 
 def _fake(x, w, bias, group_name):
-    return x.new_empty(x.shape[0] // dist.get_world_size(group_of(group_name)), w.shape[0])
+    size = dist.get_world_size(group_of(group_name))
+    check_traced(lambda: check_inputs(x, w, bias, None, size))
+    return x.new_empty(x.shape[0] // size, w.shape[0])
 
 
 def _fake_out(x, w, bias, group_name, *, out):
-    return None
+    check_traced(lambda: check_inputs(x, w, bias, out, dist.get_world_size(group_of(group_name))))
 
 
 def _backward_implementation(grad, x, w, group_name, need_x, need_w, need_bias):
@@ -198,27 +212,4 @@ define(
 )
 
 
-def explain(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup | str | None = None) -> Plan:
-    """Which path a call with these tensors takes, and why. Sends nothing."""
-    x = as_rows(x)
-    size = dist.get_world_size(group_of(name_of(group)))
-    check_inputs(x, w, None, None, size)
-    return plan(x, w, size)
-
-
-def warmup(
-    rows: int,
-    cols: int,
-    depth: int,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str | None = None,
-    group: dist.ProcessGroup | str | None = None,
-) -> Plan:
-    """Collective: reserve memory and compile for x [rows, depth], w [cols, depth], so that a capture may follow."""
-    x, w = operands_for_warmup(rows, cols, depth, dtype, device)
-    matmul_reduce_scatter(x, w, group=group)
-    return plan(x, w, dist.get_world_size(group_of(name_of(group))))
-
-
-publish(matmul_reduce_scatter, explain, warmup)
+publish_matmul(matmul_reduce_scatter, _as_called, check_inputs, plan)

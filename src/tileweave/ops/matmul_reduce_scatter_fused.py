@@ -1,4 +1,4 @@
-"""The fused call of matmul_reduce_scatter, and of matmul_all_reduce in two shots: instance, slot, launch, pushes.
+"""The fused call of matmul_reduce_scatter: instance, slot, launch, pushes.
 
 What a shape needs is made once and kept. The operators' files check the arguments and plan; tests, the tuner and the
 tracer call :func:`run_fused` themselves.
@@ -32,33 +32,30 @@ def run_fused(
     out: torch.Tensor,
     group_name: str,
     chosen: Plan,
-    trace: torch.Tensor | None = None,
-    op: str = OP,
-    residual: torch.Tensor | None = None,
 ) -> None:
-    """The fused call itself. x [M, k], w [N, k]; out [M / R, N], or [M, N] for ``op`` "matmul_all_reduce"."""
+    """The fused call itself. x [M, k], w [N, k]; out [M / R, N]."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
     if config.kernel == "library":
         from tileweave.ops.library_matmul import multiply_then_reduce
 
-        multiply_then_reduce(workspace, op, x, w, bias, out, residual, config, chosen.mark)
+        multiply_then_reduce(workspace, OP, x, w, bias, out, None, config, chosen.mark)
         return
-    call = _fused_call(workspace, x, w, config, op)
+    call = _fused_call(workspace, x, w, config)
     instance = call.instance
+    staging = None if config.transport == "sm" else torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
     capturing = instance.begin(chosen.mark)
     launch = call.launcher(x, w, out)
-    if config.transport == "sm":
+    if staging is None:
         try:
-            launch(x, w, bias, out, None, 0, trace, residual)
+            launch(x, w, bias, out, None, 0)
         finally:
             if not x.is_cuda:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
                 instance.check()
         return
     slot = copy_slot(instance)
-    staging = torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
-    kernel = partial(launch, x, w, bias, out, staging, slot, trace, residual)
+    kernel = partial(launch, x, w, bias, out, staging, slot)
     push_beside(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
 
 
@@ -70,7 +67,6 @@ class _FusedCall:
     endpoint: Endpoint
     schedule: ScatterSchedule
     config: MatmulConfig
-    all_reduce: bool
     copies: tuple[Copies, ...]  # of a copy-engine call, by slot
     staging_elements: int  # of a copy-engine call: what peers get
     launchers: dict[tuple[object, ...], Callable[..., None]]
@@ -92,22 +88,20 @@ class _FusedCall:
             from tileweave.kernels.matmul_reduce_scatter_hopper import Launcher as HopperLauncher
 
             if fits(x, w, *((out,) if self.copies else ())):  # beside copy engines, tiles leave by TMA
-                return HopperLauncher(
-                    self.endpoint, self.schedule, self.config, self.all_reduce, x.dtype, x.stride(0), w.stride()
-                )
+                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, x.stride(0), w.stride())
         from tileweave.kernels.matmul_reduce_scatter import Launcher
 
-        return Launcher(self.endpoint, self.schedule, self.config, self.all_reduce)
+        return Launcher(self.endpoint, self.schedule, self.config)
 
 
-def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig, op: str) -> _FusedCall:
+def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig) -> _FusedCall:
     transport = workspace.transport
-    instance = workspace.instance(op, config.transport)
+    instance = workspace.instance(OP, config.transport)
     key = (x.shape, w.shape[0], x.dtype, id(config))  # the call keeps the config, so the id stays its own
     call = instance.cache.get(key)
     if call is None:
-        all_reduce, size = op != OP, transport.world_size
-        rows = -(-x.shape[0] // size)  # an all-reduce may leave the last owners less, or nothing
+        size = transport.world_size
+        rows = x.shape[0] // size
         problem = Problem(size, rows, w.shape[0], x.shape[1], x.element_size(), "")
         schedule = scatter_schedule_for(problem, config, transport.rank, transport.machine)
         if config.transport == "copy_engine":
@@ -117,13 +111,13 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: 
                 f"rows of a tile or more, at most {MAX_SLICES} chunks",
                 'transport "sm"',
             )
-        instance.reserve(schedule.slot_elements(all_reduce) * x.element_size(), schedule.num_programs + 8 * MAX_SLICES)
+        instance.reserve(schedule.slot_elements * x.element_size(), schedule.num_programs + 8 * MAX_SLICES)
         copies = ()
         if config.transport == "copy_engine":
             copies = tuple(_copies(instance, schedule, x.element_size(), slot) for slot in (0, 1))
         staged = (size - 1) * schedule.place_elements
-        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, all_reduce, copies, staged, {})
-        instance.cache[key] = call
+        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, copies, staged, {})
+        instance.keep(key, call)
     return call  # type: ignore[return-value]
 
 

@@ -1,9 +1,11 @@
 """Every operator unfused, in plain torch and torch.distributed: the specification, the oracle and the baseline.
 
-Rounding of sums over ranks. Fused kernels add fp32 numbers in a fixed order and round once. Here each rank's partial is
-rounded to its dtype when its matmul stores it; then the CPU adds in fp32 in rank order and rounds once more, and NCCL
-adds in an order and with roundings of its own. The bias enters one partial, in fp32, before that is rounded; a residual
-is added to the rounded sum, and the result rounded again.
+Rounding of sums over ranks. Partials travel in x's dtype on every path, so each is rounded to it before it is added; a partial
+of fp16 above 65504 becomes infinite even where the sum would not be. Fused kernels add in fp32 in a fixed order, bias and
+residual with them, and round once more; the own partial they do not round where the sum is made in the epilogue of a matmul
+of ours. Here the own one is rounded, too, when its matmul stores it; then the CPU adds in fp32 in rank order and rounds once
+more, and NCCL adds in an order and with roundings of its own. The bias enters one partial, in fp32, before that is rounded; a
+residual is added to the rounded sum, and the result rounded again. A table: ``docs/decisions/0051``.
 """
 
 from __future__ import annotations
@@ -53,10 +55,10 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def begin_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:
     """As :func:`all_gather`, beside what is queued next: the result, and what to wait for."""
     in_line(x)
-    if x.device.type == "cpu":
+    x, gathered = x.contiguous(), x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    if x.device.type == "cpu":  # last, so that who has no memory leaves nobody in the collective
         agree(f"a gather of {tuple(x.shape)} {x.dtype}", group)  # gloo ends the process where sizes differ
-    gathered = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    return gathered, all_gather_flat(gathered, x.contiguous(), group=group, async_op=True)
+    return gathered, all_gather_flat(gathered, x, group=group, async_op=True)
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -192,10 +194,10 @@ def all_to_all(sends: list[torch.Tensor], sizes: list[int], group: dist.ProcessG
 def all_to_all_whole(whole: torch.Tensor, split: list[int], sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """:func:`all_to_all` of pieces that stand one behind the other, flat; so does what comes back."""
     in_line(whole)
+    got = whole.new_empty(sum(sizes))
     if whole.device.type == "cpu":
         agree(f"an all-to-all of {whole.dtype}", group)
         _agree_on_parts(split, sizes, group)
-    got = whole.new_empty(sum(sizes))
     if whole.dtype.itemsize == 2:  # as bytes, since gloo knows no halves
         sizes_in_bytes, split_in_bytes = [2 * n for n in sizes], [2 * n for n in split]
         all_to_all_flat(got.view(torch.uint8), whole.view(torch.uint8), sizes_in_bytes, split_in_bytes, group=group)

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
 
 from tileweave.config import Plan
-from tileweave.errors import InputError, UnsupportedError
+from tileweave.errors import InputError, TileweaveError, UnsupportedError
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.topology import CPU, Machine
 from tileweave.transport import collectives
 from tileweave.transport.base import Copies, Transport
 from tileweave.transport.ledger import NBYTES
-from tileweave.transport.workspace import REGISTRY, Instance, Workspace
+from tileweave.transport.workspace import CALL, REGISTRY, Instance, Workspace
 
 LIBRARY = torch.library.Library("tileweave", "DEF")
 _LOG = logging.getLogger("tileweave")
@@ -36,17 +36,20 @@ _LOG = logging.getLogger("tileweave")
 def define(
     schema: str,
     implementation: Callable[..., Any],
-    fake: Callable[..., Any],
+    fake: Callable[..., Any] = lambda *_, **__: None,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
 ) -> None:
-    """Register one operator: schema, the implementation for CPU and CUDA, its fake, its gradient."""
+    """Register one operator: schema, the implementation for CPU and CUDA, its fake, its gradient.
+
+    An ``.out`` that returns nothing needs a fake only to check its arguments.
+    """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema)
     if "!)" in schema:
         implementation = _counting_versions(schema, implementation)
     for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, _as_given(name, key.lower(), implementation), key)
+        LIBRARY.impl(name, _as_given(schema, key.lower(), implementation), key)
     torch.library.register_fake(f"tileweave::{name}", _on_one_device(name, fake), lib=LIBRARY)
     if backward is not None:
         once = _first_derivative(name, backward)
@@ -55,8 +58,7 @@ def define(
 
 def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Autograd is told that arguments marked (a!) are others now: kernels that write to memory tell nobody."""
-    arguments = schema.split("(", 1)[1].rsplit(") ->", 1)[0].replace("*, ", "").split(", ")
-    changed = [(at, words.split()[1]) for at, words in enumerate(arguments) if "!)" in words]
+    changed = [(at, words[1]) for at, words in enumerate(_arguments(schema)) if "!)" in words[0]]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         result = implementation(*args, **kwargs)
@@ -68,6 +70,11 @@ def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Calla
         return result
 
     return call
+
+
+def _arguments(schema: str) -> list[list[str]]:
+    """Type and name (and default) of each argument."""
+    return [words.split() for words in schema.split("(", 1)[1].rsplit(") ->", 1)[0].replace("*, ", "").split(", ")]
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -93,8 +100,16 @@ def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _as_given(name: str, kind: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Dtypes as given, whether autocast is on or not, as the fake says; forward-mode derivatives would be lost, so no."""
+def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """``implementation`` for any caller: on the device of its tensors, in their dtypes (as the fake says, autocast or not).
+
+    Forward-mode derivatives would be lost, so no. Compiled code comes here first, so this is where its group is looked up;
+    and what breaks off here is told to peers, who wait for it (``transport/ledger.py``).
+    """
+    name, arguments = schema.split("(", 1)[0], _arguments(schema)
+    tensor_at = next(at for at, (of, *_) in enumerate(arguments) if of == "Tensor")
+    group_at = next((at for at, words in enumerate(arguments) if words[1] == "group_name"), None)
+    on_gpu = kind == "cuda"
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, _tensors((*args, *kwargs.values())))):
@@ -102,10 +117,28 @@ def _as_given(name: str, kind: str, implementation: Callable[..., Any]) -> Calla
                 f"asked: a forward-mode derivative of {name}; allowed: reverse mode (backward, torch.autograd.grad); "
                 "remedy: call on tensors without tangents"
             )
-        if not torch.is_autocast_enabled(kind):
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return call(*args, **kwargs)
+        if on_gpu and args[tensor_at].get_device() not in (-1, torch.cuda.current_device()):  # -1: a mistake, for the checks
+            with torch.cuda.device(args[tensor_at].device):
+                return call(*args, **kwargs)
+        group_name = group_at and args[group_at]
+        if not group_name:  # it has no peers
             return implementation(*args, **kwargs)
-        with torch.autocast(kind, enabled=False):
-            return implementation(*args, **kwargs)
+        if REGISTRY.group(group_name) not in _world.pg_map:  # 0.1 us, where to look the name up takes 0.4
+            REGISTRY.belongs(group_name, _resolved(group_name))
+        CALL.posted, done = False, False
+        try:
+            result = implementation(*args, **kwargs)
+            done = True
+        except TileweaveError:
+            done = True
+            raise
+        finally:
+            if not done:
+                REGISTRY.break_off(group_name, args[tensor_at].device, CALL.posted)
+        return result
 
     return call
 
@@ -142,7 +175,7 @@ _OPERATORS: dict[str, Operator] = {}
 
 
 def publish(call: Callable[..., Any], explain: Callable[..., Plan], warmup: Callable[..., Plan]) -> None:
-    """``explain`` names what it needs as ``call`` does, which is public by its own name."""
+    """``explain`` names what it needs as ``call`` does, which is public by its own name; it raises for what a call refuses."""
     _OPERATORS[call.__name__] = Operator(call, explain, warmup)
 
 
@@ -160,7 +193,8 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
 
     Raises
     ------
-    InputError for what the call would refuse by shape, dtype or device, and for operators that do not exist.
+    InputError for what the call would refuse by shape, dtype or device (of ``bias``, ``out`` and the like, too, if given), and
+    for operators that do not exist.
     """
     operator = _operator(op)
     given = signature(operator.call).bind_partial(*args, **kwargs).arguments
@@ -170,7 +204,9 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
 def warmup(op: str, *args: object, **kwargs: object) -> Plan:
     """Collective: reserve what ``op`` needs and compile its kernels, so that a CUDA graph may capture calls afterwards.
 
-    One call on zeros, of the largest sizes that will follow; returns the plan of calls of that size. Arguments by operator:
+    One call on zeros, of the largest sizes that will follow; returns the plan of calls of that size. A capture that also holds
+    the backward of a matmul operator needs ``backward=True``: operands then require gradients, and their backward follows.
+    Arguments by operator:
 
     ==========================================  ===========================================================================
     all_gather_matmul, matmul_reduce_scatter,   rows, cols, depth: of this rank's x [rows, depth] and w [cols, depth]
@@ -181,11 +217,12 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan:
     embedding_bag_all_to_all                    the call's, with the largest batch
     ==========================================  ===========================================================================
 
-    The matmul operators also take ``dtype=`` (bfloat16) and ``device=`` (the current GPU, or the CPU); all take ``group=``.
+    The matmul operators also take ``backward=`` (False), ``dtype=`` (bfloat16) and ``device=`` (the current GPU, or the CPU);
+    all take ``group=``.
 
     Raises
     ------
-    InputError for sizes that are none; PeerTimeout if a rank does not come: every rank calls it alike.
+    InputError for sizes, dtypes and devices that are none; PeerTimeout if a rank does not come: every rank calls it alike.
     """
     return _operator(op).warmup(*args, **kwargs)
 
@@ -271,6 +308,7 @@ def workspace_of(name: str, device: torch.device) -> Workspace:
     workspace = REGISTRY.get(name, device, make)
     if not workspace.ledger.opened:
         workspace.ledger.open(workspace.transport.share(NBYTES), workspace.transport.rank)
+        REGISTRY.opened(name, device)
     return workspace
 
 
@@ -303,7 +341,7 @@ def endpoint(instance: Instance, dtype: torch.dtype) -> Endpoint:
 
 
 def copy_slot(instance: Instance) -> int:
-    """The slot of a copy-engine call: that of its parity; a graph freezes it, so a captured call has slot 0."""
+    """The slot of the next copy-engine call: that of its parity; a graph freezes it, so a captured call has slot 0."""
     return 0 if instance.captured else instance.calls & 1
 
 
@@ -313,6 +351,8 @@ def push_beside(instance: Instance, launch: Callable[[], None], copies: Copies, 
     on_device = transport.device.type == "cuda"
     try:
         transport.push_beside(launch, copies, given)
+        instance.calls += 1
+        CALL.posted = False  # it has been made
         launched = on_device
     finally:
         # A kernel on a device ends behind our copies anyway, it waits for the signal behind the last of them; to wait for

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from tileweave.errors import require
+from tileweave.ops.registry import place_in
+from tileweave.schedule_grouped import GroupedProblem
 
 _WORDS = 4  # fields begin at multiples of 16 bytes
 
@@ -58,6 +60,11 @@ class RoutingPlan:
     @property
     def entries(self) -> int:
         return self.world_size * self.max_tokens * self.topk
+
+    @property
+    def words(self) -> int:
+        """Of the table."""
+        return layout_of(self.world_size, self.max_tokens, self.topk, self.local_experts)[0][-1]
 
     @property
     def fields(self) -> tuple[torch.Tensor, ...]:
@@ -104,6 +111,21 @@ def layout_of(world_size: int, max_tokens: int, topk: int, local_experts: int) -
     for size in sizes:
         begins.append(begins[-1] + -(-size // _WORDS) * _WORDS)
     return tuple(begins), sizes
+
+
+def routing_plan(
+    table: torch.Tensor, experts: torch.Tensor, tokens: int, max_tokens: int, topk: int, group_name: str
+) -> RoutingPlan:
+    """The plan of an operator's arguments."""
+    return RoutingPlan(table, tokens, max_tokens, topk, experts.shape[0], *place_in(group_name))
+
+
+def shape_of(plan: RoutingPlan, cols: int, depth: int, dtype: torch.dtype) -> GroupedProblem:
+    """The sizes of a call with weights [E_local, cols, depth]; the same on every rank."""
+    return GroupedProblem(
+        plan.world_size, plan.max_tokens, plan.topk, plan.local_experts, cols, depth, dtype.itemsize,
+        str(dtype).removeprefix("torch."),
+    )  # fmt: skip
 
 
 def check_plan(plan: RoutingPlan, experts: torch.Tensor, group_name: str) -> None:

@@ -46,7 +46,7 @@ class Lookups:
     def scales(self, bags: torch.Tensor) -> torch.Tensor | None:
         """[N] fp32: what a position's gradient is multiplied by; None if by nothing of its own."""
         found = None if self.weights is None else self.weights.float()
-        if self.mean:
+        if self.mean and self.offsets.numel() > 1:  # of no bags there are no lengths
             lengths = (self.offsets[1:] - self.offsets[:-1]).clamp(min=1)
             found = 1.0 / lengths.float()[bags.clamp(0, lengths.numel() - 1)]
         return found
@@ -58,6 +58,8 @@ _IN_GRAPHS: dict[int, torch.Tensor] = {}  # what captures were given, which read
 def on_device(words: tuple, device: torch.device) -> torch.Tensor:
     """``words`` as int64. Made once: a copy from the host makes the host wait for all that was queued before."""
     found = _on_device(words, device)
+    if type(found) is not torch.Tensor:  # without numbers, of who traces: for this call only
+        _on_device.cache_clear()
     keep_for_graphs(found)
     return found
 
@@ -86,9 +88,8 @@ def keys_in_torch(tables: Sequence[torch.Tensor], lookups: Lookups, first: list[
     here = (bags >= 0) & (bags < len(tables) * lookups.batch)
     table = bags.clamp(0, max(len(tables) * lookups.batch - 1, 0)) // max(lookups.batch, 1)
     begins = on_device(tuple(first), bags.device)
-    keys = begins[table] + lookups.indices
-    here &= (lookups.indices >= 0) & (keys < begins[table + 1])
-    return torch.where(here, keys, first[-1]), bags
+    here &= (lookups.indices >= 0) & (lookups.indices < begins[table + 1] - begins[table])
+    return torch.where(here, begins[table] + lookups.indices, first[-1]), bags
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,7 @@ def _in_torch(
             assert rate is not None, "a fused step has a rate"
             step = rate * total
             if kind == "adagrad":
-                states[number].index_add_(0, rows, total.square().mean(1))
+                states[number].index_add_(0, rows, total.square().sum(1) / max(table.shape[1], 1))
                 step = step / (states[number][rows].sqrt() + epsilon)[:, None]
             table.index_copy_(0, rows, (table[rows].float() - step).to(table.dtype))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +158,19 @@ def _duration(ns: float) -> str:
 
 # --- Bench ---
 
-_PEER_COLOURS = {
+# Who is drawn, from left to right, in every bench's picture: ours, unfused paths, others' fused ones, the bare matmul.
+PEER_COLOURS = {
     "tileweave": "#0072B2",
     "nccl+cublas": "#999999",
+    "unfused": "#999999",
+    "lookup+a2a+cat": "#999999",
     "torch fused": "#E69F00",
     "torch one-shot": "#E69F00",
     "torch two-shot": "#F0C060",
+    "torch": "#E69F00",
+    "gathered": "#E69F00",
     "gemm": "#d8d8d8",
+    "matmul": "#d8d8d8",
 }
 _BLOCKS = {False: "eager calls", True: "calls in a CUDA graph"}
 _HIGHEST = 3.0
@@ -175,7 +181,7 @@ def plot_bench(report: dict[str, Any], path: Path | str) -> None:
 
     Where the bound was not measured, over the bare matmul, and labelled so.
     """
-    blocks = [(title, [case for case in report["cases"] if case["graph"] == graph]) for graph, title in _BLOCKS.items()]
+    blocks = [(title, [case for case in report["cases"] if _captured(case) == graph]) for graph, title in _BLOCKS.items()]
     blocks = [(title, cases) for title, cases in blocks if cases]
     if not blocks:
         return
@@ -183,19 +189,53 @@ def plot_bench(report: dict[str, Any], path: Path | str) -> None:
     panels = figure.subplots(len(blocks), 1, squeeze=False)[:, 0]
     for axes, (title, cases) in zip(panels, blocks, strict=True):
         _draw_block(axes, title, cases)
-    device = report["environment"].get("device", "")
-    figure.suptitle(f"{report['op']}, world {report['world_size']}, {device}: lower is better", fontweight="bold")
+    figure.suptitle(_bench_heading(report), fontweight="bold")
     figure.savefig(path, dpi=_DPI)
 
 
+def plot_over(report: dict[str, Any], path: Path | str, base: str, base_of: Callable[[dict[str, Any]], float]) -> None:
+    """Bars: time over ``base``, which ``base_of`` gives in microseconds, by case and peer."""
+    cases = [case for case in report["cases"] if case["right"]]
+    names = _drawn(cases)
+    figure = Figure(figsize=(max(8.0, 1.1 * len(cases)), 4.4), layout="constrained")
+    axes = figure.subplots()
+    for index, name in enumerate(names):
+        heights = [case["times"].get(name, {}).get("median_us", math.nan) / base_of(case) for case in cases]
+        places = [number + (index - (len(names) - 1) / 2) * 0.8 / len(names) for number in range(len(cases))]
+        bars = axes.bar(places, heights, 0.75 / len(names), label=name, color=PEER_COLOURS[name])
+        axes.bar_label(bars, fmt="%.2g", fontsize=7, padding=1)
+    axes.axhline(1.0, color="black", linewidth=0.9, linestyle="--")
+    axes.set_xticks(range(len(cases)), [case["name"] for case in cases], rotation=35, ha="right", fontsize=8)
+    axes.set_ylabel(f"time / {base}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_title(_bench_heading(report), loc="left", fontsize=10)
+    axes.legend(ncols=len(names) or 1, frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.06))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=_DPI)
+
+
+def _bench_heading(report: dict[str, Any]) -> str:
+    where = f"{report['op']}, world {report['world_size']}, {report['environment'].get('device', '')}"
+    return f"{where}: {'interpreted: times mean nothing' if report.get('device_type') == 'cpu' else 'lower is better'}"
+
+
+def _drawn(cases: list[dict[str, Any]]) -> list[str]:
+    return [name for name in PEER_COLOURS if any(name in case["times"] for case in cases)]
+
+
+def _captured(case: dict[str, Any]) -> bool:
+    """Whether our calls were replayed from a graph: on the CPU none is, whatever the case asks for."""
+    return bool(case["times"].get("tileweave", case).get("graph", case["graph"]))
+
+
 def _draw_block(axes: Axes, title: str, cases: list[dict[str, Any]]) -> None:
-    names = [name for name in _PEER_COLOURS if any(name in case["times"] for case in cases)]
+    names = _drawn(cases)
     bar = 0.8 / max(len(names), 1)
     for index, name in enumerate(names):
         values = [_relative(case, name) for case in cases]
         at = [number + (index - (len(names) - 1) / 2) * bar for number in range(len(cases))]
         shown = [min(value, _HIGHEST) if math.isfinite(value) else 0.0 for value in values]
-        axes.bar(at, shown, bar * 0.92, color=_PEER_COLOURS[name], label=name)
+        axes.bar(at, shown, bar * 0.92, color=PEER_COLOURS[name], label=name)
         for x, value in zip(at, values, strict=True):
             if value > _HIGHEST:
                 axes.text(x, _HIGHEST, f"{value:.1f}", ha="center", va="bottom", fontsize=6)

@@ -75,7 +75,6 @@ def measure(
     graph: bool = False,
     on_capture_failure: Literal["nan", "eager"] = "nan",
     not_capturable: Mapping[str, str] | None = None,
-    before_repeat: Callable[[], object] | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> dict[str, Timing]:
     """Time ``functions`` against each other on all ranks of ``group``. Collective.
@@ -88,7 +87,6 @@ def measure(
     graph : capture calls in a CUDA graph and time its replay (GPUs only; ignored on the CPU).
     on_capture_failure : what becomes of a function that cannot be captured: no figure, or an eager one with a note.
     not_capturable : name -> reason; these are not even tried.
-    before_repeat : called before each timed region, outside of it: to flush a cache, or to refill inputs.
     progress : told the name of what is being prepared or timed.
     """
     clock = _CudaClock(device, group) if device.type == "cuda" else _HostClock(group)
@@ -117,8 +115,6 @@ def measure(
         for name in (names[place] for place in turn(len(names), number)):
             lap = laps[name]
             if lap is not None:
-                if before_repeat is not None:
-                    before_repeat()
                 seconds[name].append(clock.time(lap.run) / lap.calls)
     clock.barrier()
     return {name: _timing(laps[name], clock.everyone(seconds[name]), notes.get(name, "")) for name in names}

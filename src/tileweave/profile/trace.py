@@ -131,19 +131,9 @@ def merge(title: str, by_rank: Sequence[Iterable[Event]], shared_clock: bool) ->
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank's call in figures. Waits and computations are summed over programs.
+    """What one rank waited for: source -> time, summed over ``programs``; key -1 where one unit needed several ranks' rows."""
 
-    Attributes
-    ----------
-    waited_ns : source -> time; key -1 where one unit needed rows of several ranks.
-    pushed_bytes : bytes sent, as far as pushes left stamps. span_ns : first to last event.
-    """
-
-    rank: int
     waited_ns: dict[int, int]
-    computed_ns: int
-    pushed_bytes: int
-    span_ns: int
     programs: int
 
     @property
@@ -160,17 +150,8 @@ def summary(trace: Trace) -> list[RankSummary]:
         for event in events:
             if event.kind == "wait":
                 waited[event.peer] += event.duration_ns
-        span = max((e.end_ns for e in events), default=0) - min((e.begin_ns for e in events), default=0)
-        found.append(
-            RankSummary(
-                rank,
-                dict(sorted(waited.items())),
-                sum(event.duration_ns for event in events if event.kind == "compute"),
-                sum(event.nbytes for event in events if event.kind == "push"),
-                span,
-                len({event.program for event in events if event.kind == "compute"}),
-            )
-        )
+        programs = {event.program for event in events if event.kind == "compute"}
+        found.append(RankSummary(dict(waited), len(programs)))
     return found
 
 

@@ -103,7 +103,7 @@ def candidates(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
                 yield f"ep {ep}", replace(scenario, workload=replace(work, ep=ep))
     else:
         for slices in (1, 2, 4, 8, 16, 32):
-            yield f"{slices} slices", replace(scenario, workload=replace(work, slices=slices))
+            yield f"slices {slices}", replace(scenario, workload=replace(work, slices=slices))
 
 
 def _powers(most: int) -> Iterable[int]:

@@ -128,6 +128,5 @@ def read_network(path: Path, device: Device, costs: Costs) -> Cluster:
 def _device(device: Device, kind: str, count: int, rate: float) -> Device:
     """``device``, joined inside its node as the file says; ``rate``: of a link, which a mesh has for each peer."""
     mesh = kind == "FullyConnected"
-    return replace(
-        device, inside="mesh" if mesh else "switch", gpus_per_node=count, link_rate=rate * (max(count - 1, 1) if mesh else 1)
-    )
+    rate *= max(count - 1, 1) if mesh else 1
+    return replace(device, inside="mesh" if mesh else "switch", bridge_rate=0.0, gpus_per_node=count, link_rate=rate)

@@ -22,6 +22,7 @@ from typing import Any
 
 from tileweave.config import Entry, read_entries
 from tileweave.errors import InputError, require
+from tileweave.sim.document import text_of
 
 RULE = "held out where SHA-256 of the cell's global shape ('8192x28672x8192', or the message's bytes), as a number, is even"
 # Names of subjects in bench results -> the quantity that the model predicts.
@@ -38,11 +39,18 @@ class Tables:
         return self.entries[op]
 
 
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(text_of(path))
+    except json.JSONDecodeError as error:
+        raise InputError(f"asked: {path}, line {error.lineno}: {error.msg}; allowed: JSON; remedy: fix the file") from None
+
+
 @cache
 def read_tables(path: Path) -> Tables:
     """Tables kept beside the results that were measured with them."""
     require(path.is_file(), f"tables {path}", "a file beside the results", "keep it with them")
-    data = json.loads(path.read_text("utf-8"))
+    data = _read(path)
     return Tables({op: read_entries(json.dumps(table), f"{path.name}, {op}") for op, table in data["tables"].items()})
 
 
@@ -125,7 +133,7 @@ def alone(cell: Cell) -> Cell:
 
 def holds_cells(path: Path) -> bool:
     """Whether a results file is one of measured times, and not of interleavings or checked calls."""
-    data = json.loads(path.read_text("utf-8"))
+    data = _read(path)
     return isinstance(data, dict) and bool({"components", "sweeps", "cases"} & set(data))
 
 
@@ -134,10 +142,7 @@ def read_cells(paths: Iterable[Path]) -> list[Cell]:
     found: list[Cell] = []
     for path in paths:
         require(path.is_file(), f"results {path}", "files that exist", "pass --cells FILE...")
-        try:
-            data = json.loads(path.read_text("utf-8"))
-        except json.JSONDecodeError as error:
-            raise InputError(f"asked: {path}, line {error.lineno}: {error.msg}; allowed: JSON; remedy: fix the file") from None
+        data = _read(path)
         tables = read_tables(path.parent / data["tuned"]) if "tuned" in data else None
         first = len(found)
         if "components" in data:

@@ -253,16 +253,16 @@ class Costs:
         the same in front of it."""
         return seconds * (1.0 + max(seconds, before) / self.c.matmul_sustained) ** (self.c.matmul_power * busy)
 
-    def grouped_matmul(self, groups: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
-        """``groups`` matmuls [m, k] @ [n, k] in one launch."""
+    def grouped_matmul(self, groups: int, m: int, n: int, k: int) -> float:
+        """``groups`` matmuls [m, k] @ [n, k] in one launch, bf16."""
         if groups * m == 0:
             return 0.0
         sms, best = self.device.num_sms, float("inf")
         for tile_m, tile_n in _TILES:
             tiles = groups * cdiv(m, tile_m) * cdiv(n, tile_n)
-            one = self.block(tile_m, tile_n, k, min(sms, tiles), itemsize) + self.c.matmul_tile
+            one = self.block(tile_m, tile_n, k, min(sms, tiles)) + self.c.matmul_tile
             best = min(best, cdiv(tiles, sms) * one)
-        memory = groups * (m * k + n * k + m * n) * itemsize / self.memory_rate
+        memory = groups * (m * k + n * k + m * n) * 2 / self.memory_rate
         return self.c.matmul_launch + self.throttled(self._beside(best, memory))
 
     def stream(self, nbytes: float) -> float:
@@ -277,11 +277,11 @@ class Costs:
         """Fused attention of ``flops``."""
         return self.c.matmul_launch + flops / (self.c.attention * self.flops)
 
-    def reduce_rows(self, rows: int, terms: int, width: int, itemsize: int = 2) -> float:
-        """A library's sum of ``terms`` rows into each of ``rows``: a thread's time for each result, which few terms do not
+    def reduce_rows(self, rows: int, terms: int, width: int) -> float:
+        """A library's sum of ``terms`` bf16 rows into each of ``rows``: a thread's time for each result, which few terms do not
         shorten, or bytes of rows that lie apart, whichever is longer."""
         elements = float(rows * width)
-        memory = elements * (terms + 1) * itemsize / (self.c.reduce_memory * self.device.memory_rate)
+        memory = elements * (terms + 1) * 2 / (self.c.reduce_memory * self.device.memory_rate)
         scale = presets()["devices"][REFERENCE].num_sms / self.device.num_sms
         return self.c.matmul_launch + max(memory, self.c.reduce * elements * scale)
 

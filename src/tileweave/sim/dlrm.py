@@ -47,6 +47,9 @@ class Tables:
     compress: int = 0
     itemsize: int = 2
 
+    def __post_init__(self) -> None:
+        require(len(self.bottom) > 0, "bottom []", "a width for each of its layers, one at least", "write them, such as [128]")
+
     def count(self, world: int) -> int:
         return self.tables or self.tables_per_gpu * world
 

@@ -34,15 +34,26 @@ class Spot:
 
 def fail(spot: Spot, asked: str, allowed: str, remedy: str) -> InputError:
     """The error for one place in a file."""
-    where = f"{spot.file}, line {spot.node.start_mark.line + 1}, field {spot.path or '(top)'}" if spot.file else spot.path
-    return InputError(f"{where}: asked: {asked}; allowed: {allowed}; remedy: {remedy}")
+    return InputError(f"{_place(spot)}: asked: {asked}; allowed: {allowed}; remedy: {remedy}")
+
+
+def _place(spot: Spot) -> str:
+    return f"{spot.file}, line {spot.node.start_mark.line + 1}, field {spot.path or '(top)'}" if spot.file else spot.path
+
+
+def text_of(path: Path) -> str:
+    """What a file says, if it is text."""
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"asked: {path}: {error}; allowed: text in UTF-8; remedy: check which file it is") from None
 
 
 def open_document(path: Path) -> Spot:
     """The root of a YAML file."""
     if not path.is_file():
         raise InputError(f"asked: file {path}; allowed: a YAML file that exists; remedy: check the path")
-    return parse_document(path.read_text("utf-8"), str(path))
+    return parse_document(text_of(path), str(path))
 
 
 def parse_document(text: str, name: str) -> Spot:
@@ -54,6 +65,10 @@ def parse_document(text: str, name: str) -> Spot:
         raise InputError(
             f"{name}, line {line}: asked: {error.problem}; allowed: YAML; remedy: check indentation, colons and quotes there"
         ) from None
+    except yaml.reader.ReaderError as error:  # counts characters, not lines
+        line = text.count("\n", 0, error.position) + 1
+        asked = f"character #x{error.character:04x}, which YAML does not allow"
+        raise InputError(f"{name}, line {line}: asked: {asked}; allowed: YAML; remedy: remove it") from None
     if node is None:
         raise InputError(f"{name}, line 1: asked: an empty file; allowed: a mapping; remedy: see docs/simulator.md")
     return Spot(name, "", node)
@@ -144,7 +159,10 @@ def either(scalar: Reader, compound: Reader) -> Reader:
 
 @dataclass(frozen=True)
 class Record:
-    """A mapping with named fields: name -> (reader, default). A default of ``REQUIRED`` means it must be there."""
+    """A mapping with named fields: name -> (reader, default). A default of ``REQUIRED`` means it must be there.
+
+    ``make`` gets all fields; what it refuses is told with the mapping's place.
+    """
 
     fields: Mapping[str, tuple[Reader, Any]]
     make: Callable[..., Any] = dict
@@ -168,7 +186,10 @@ class Record:
                 if default is REQUIRED:
                     raise fail(spot, f"no field {name!r}", f"it must be there, beside {names}", f"add `{name}: ...`")
                 found[name] = default
-        return self.make(**found)
+        try:
+            return self.make(**found)
+        except InputError as error:  # fields that are right alone, and do not fit each other
+            raise InputError(f"{_place(spot)}: {error}") from None
 
 
 def checked(values: Mapping[str, Any], fields: Mapping[str, tuple[Reader, Any]]) -> dict[str, Any]:

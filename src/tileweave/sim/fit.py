@@ -116,16 +116,16 @@ BLOCKS = (
     Block(
         "lookup",
         ("lookup_made", "lookup_read", "lookup_memory"),
-        lambda cell: _is(cell, "embedding_bag_all_to_all", "compute"),
+        lambda cell: _of_lookups(cell, "compute"),
         150,
     ),
     Block(
-        "own lookup", ("own_memory", "own_bag"), lambda cell: _is(cell, "embedding_bag_all_to_all", "own"), 100
+        "own lookup", ("own_memory", "own_bag"), lambda cell: _of_lookups(cell, "own"), 100
     ),
     Block(
         "pooled",
         ("pooled_latency", "pooled_norm"),
-        lambda cell: _is(cell, "embedding_bag_all_to_all", "fused"),
+        lambda cell: _of_lookups(cell, "fused"),
         100,
     ),
     Block("corun", ("corun", "copy_one", "copy_queued"), lambda cell: cell.quantity == "bound", 60),
@@ -159,8 +159,8 @@ def _past_l2(cell: Cell) -> bool:
     return 2.0 * batch * tables / cell.world_size * dim * itemsize > presets()["devices"][REFERENCE].l2
 
 
-def _is(cell: Cell, op: str, quantity: str) -> bool:
-    return cell.op == op and cell.quantity == quantity
+def _of_lookups(cell: Cell, quantity: str) -> bool:
+    return cell.op == "embedding_bag_all_to_all" and cell.quantity == quantity
 
 
 def _is_fraction(name: str) -> bool:

@@ -29,6 +29,7 @@ from tileweave.sim.document import (
 
 Inside = Literal["switch", "mesh", "bridge"]
 Topology = Literal["fat_tree", "rail", "torus"]
+MOST_NODES, MOST_PER_NODE = 65536, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Device:
     """A GPU by its data sheet: peaks, which ``costs.Costs`` scales by measured fractions.
 
     flops : dense bf16, flop/s. memory_rate : bytes/s. memory : bytes. link_rate : bytes/s a device sends inside its node.
-    inside : what joins the devices of a node. bridge_rate : bytes/s that all devices of a node share (``"bridge"`` only).
+    inside : what joins the devices of a node. bridge_rate : bytes/s that all devices of a node share (``"bridge"``; else 0).
     l2 : bytes of the cache that all multiprocessors share.
     """
 
@@ -51,6 +52,12 @@ class Device:
     source: str
     bridge_rate: float = 0.0
     l2: float = 50e6
+
+    def __post_init__(self) -> None:
+        require(
+            (self.inside == "bridge") == (self.bridge_rate > 0.0), f"bridge_rate {self.bridge_rate:g} of a {self.inside}",
+            "above 0 for a bridge, 0 for anything else", "say how much goes over the bridge, or leave bridge_rate out",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,11 @@ class Cluster:
     network: Network
     nodes: int
     gpus_per_node: int
+
+    def __post_init__(self) -> None:
+        fits = 1 <= self.nodes <= MOST_NODES and 1 <= self.gpus_per_node <= MOST_PER_NODE
+        asked = f"{self.nodes} node{'s' * (self.nodes != 1)} of {self.gpus_per_node} GPUs"
+        require(fits, asked, f"1 to {MOST_NODES} nodes, of 1 to {MOST_PER_NODE}", "change them")
 
     @property
     def world_size(self) -> int:
@@ -116,7 +128,7 @@ _DEVICE_FIELDS: dict[str, tuple[Reader, Any]] = {
     "inside": (choice(("switch", "mesh", "bridge")), REQUIRED),
     "bridge_rate": (_RATE, 0.0),
     "l2": (number(1e5, 1e10), 50e6),
-    "gpus_per_node": (integer(1, 1024), REQUIRED),
+    "gpus_per_node": (integer(1, MOST_PER_NODE), REQUIRED),
     "source": (text, REQUIRED),
 }
 _NETWORK_FIELDS: dict[str, tuple[Reader, Any]] = {
@@ -167,8 +179,8 @@ def cluster_reader(spot: Spot) -> Cluster:
     fields = {
         "device": (device_reader, presets()["devices"]["h200"]),
         "network": (network_reader, presets()["networks"]["ib-400"]),
-        "nodes": (integer(1, 65536), 1),
-        "gpus_per_node": (integer(1, 1024), None),
+        "nodes": (integer(1, MOST_NODES), 1),
+        "gpus_per_node": (integer(1, MOST_PER_NODE), None),
     }
     return Record(fields, make_cluster)(spot)
 

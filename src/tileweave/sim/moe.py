@@ -14,7 +14,7 @@ from tileweave.sim.document import REQUIRED, Reader, Record, Spot, checked, choi
 from tileweave.sim.machine import Cluster
 from tileweave.sim.operators import Mode, Operators
 from tileweave.sim.step import Part, Step, Timeline
-from tileweave.sim.transformer import catalogue
+from tileweave.sim.transformer import catalogue, require_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,11 @@ class Experts:
     kv_heads: int
     source: str
     head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        columns = self.heads * self.head_dim or self.hidden
+        require_heads(columns, self.heads, self.kv_heads, "change one of both, or say head_dim")
+        require(self.top_k <= self.experts, f"top_k {self.top_k}", f"at most the {self.experts} experts", "lower top_k")
 
     @property
     def attended(self) -> int:

@@ -39,22 +39,17 @@ from tileweave.topology import Machine
 Table = tuple[Entry, ...]
 Mode = Literal["unfused", "fused", "bound"]
 MODES: tuple[Mode, ...] = ("unfused", "fused", "bound")
-FUSABLE = (
-    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "embedding_bag_all_to_all",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """Seconds of one operator call. ``compute`` and ``comm``: its two halves alone; ``bytes`` it receives from others."""
+    """Seconds of one operator call. ``compute`` and ``comm``: its two halves alone."""
 
     unfused: float
     fused: float
     bound: float
     compute: float
     comm: float
-    nbytes: float
-    pays: bool
 
     def of(self, mode: str, fuse: bool = True) -> float:
         """Time in ``mode``; ``fuse=False``: this operator stays unfused."""
@@ -64,7 +59,7 @@ class OpTime:
 
 
 class Operators:
-    """Times of operators on one cluster, for groups inside a node; memoised by shape.
+    """Times of operators on one cluster, in bf16, for groups inside a node; memoised by shape.
 
     graph : calls are replayed from a CUDA graph (decode), or launched eagerly.
     """
@@ -90,7 +85,7 @@ class Operators:
         unfused = self.in_turn(compute, comm) + extra
         bound = min(self.at_best(compute, self.wire(kind, nbytes, group, comm)), unfused)
         taken = min(fused, unfused)
-        return OpTime(unfused, taken, min(bound, taken), compute, comm + extra, nbytes, fused < unfused)
+        return OpTime(unfused, taken, min(bound, taken), compute, comm + extra)
 
     def in_turn(self, compute: float, comm: float) -> float:
         """One after the other."""
@@ -116,19 +111,19 @@ class Operators:
 
     def matmul(self, m: int, n: int, k: int) -> OpTime:
         time = self.costs.matmul(m, n, k)
-        return OpTime(time, time, time, time, 0.0, 0.0, False)
+        return OpTime(time, time, time, time, 0.0)
 
-    def all_gather_matmul(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> OpTime:
+    def all_gather_matmul(self, world: int, m: int, n: int, k: int) -> OpTime:
         """Gather x [m / world, k], times w [n, k]: ``m`` rows of all ranks, ``n`` local columns."""
         if world == 1:
             return self.matmul(m, n, k)
-        return self._once(("ag", world, m, n, k), lambda: self._all_gather_matmul(world, m, n, k, itemsize))
+        return self._once(("ag", world, m, n, k), lambda: self._all_gather_matmul(world, m, n, k))
 
-    def _all_gather_matmul(self, world: int, m: int, n: int, k: int, itemsize: int) -> OpTime:
-        compute = self.costs.matmul(m, n, k, itemsize)
-        comm = self.collective("all_gather", m * k * itemsize, Group(world))
-        fused = self.fused_all_gather_matmul(world, m, n, k, itemsize)
-        return self._join(compute, comm, fused, (world - 1) / world * m * k * itemsize, Group(world), "all_gather")
+    def _all_gather_matmul(self, world: int, m: int, n: int, k: int) -> OpTime:
+        nbytes = 2 * m * k
+        compute, comm = self.costs.matmul(m, n, k), self.collective("all_gather", nbytes, Group(world))
+        fused = self.fused_all_gather_matmul(world, m, n, k) if world in FUSED_WORLD_SIZES else math.inf
+        return self._join(compute, comm, fused, (world - 1) / world * nbytes, Group(world), "all_gather")
 
     def fused_all_gather_matmul(
         self, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
@@ -146,19 +141,20 @@ class Operators:
         """The links a group inside one node sees."""
         return replace(self.cluster, nodes=1, gpus_per_node=world)
 
-    def matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2) -> OpTime:
+    def matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int) -> OpTime:
         """x [m, k] @ w [n, k] (k local), then ``kind``: reduce_scatter, all_reduce or all_to_all over rows."""
         if world == 1:
             return self.matmul(m, n, k)
-        return self._once((kind, world, m, n, k), lambda: self._matmul_scatter(kind, world, m, n, k, itemsize))
+        return self._once((kind, world, m, n, k), lambda: self._matmul_scatter(kind, world, m, n, k))
 
-    def _matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int, itemsize: int) -> OpTime:
-        compute = self.costs.matmul(m, n, k, itemsize)
-        comm = self.collective(kind, m * n * itemsize, Group(world))
+    def _matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int) -> OpTime:
+        nbytes = 2 * m * n
+        compute, comm = self.costs.matmul(m, n, k), self.collective(kind, nbytes, Group(world))
         factor = 2 if kind == "all_reduce" else 1
-        planned = kind != "all_reduce" or m <= MEASURED_ALL_REDUCE_ROWS  # above, the library itself goes unfused
-        fused = self.fused_matmul_scatter(kind, world, m, n, k, itemsize) if planned else math.inf
-        return self._join(compute, comm, fused, factor * (world - 1) / world * m * n * itemsize, Group(world), kind)
+        few_rows = kind != "all_reduce" or m <= MEASURED_ALL_REDUCE_ROWS
+        planned = few_rows and world in FUSED_WORLD_SIZES  # else the library itself goes unfused
+        fused = self.fused_matmul_scatter(kind, world, m, n, k) if planned else math.inf
+        return self._join(compute, comm, fused, factor * (world - 1) / world * nbytes, Group(world), kind)
 
     def beside_the_library(self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
         """The vendor's matmul, and one launch of ours for what goes between ranks, before or behind it: nothing overlaps."""
@@ -234,7 +230,7 @@ class Operators:
         lookup = costs.lookup(bags * skew, bags * pooling * skew, row_bytes, itemsize)
         nbytes = bags * row_bytes * skew
         if group.size == 1:
-            return OpTime(lookup, lookup, lookup, lookup, 0.0, 0.0, False)
+            return OpTime(lookup, lookup, lookup, lookup, 0.0)
         comm = self.collective("all_to_all", nbytes, group)
         concat = costs.stream(2.0 * bags * row_bytes)
         if group.across == 1 and group.size in FUSED_WORLD_SIZES:
@@ -253,9 +249,9 @@ class Operators:
         sent = max(each * load / seen.capacities[link] for link, load in loads.items())
         return self.costs.pooled(bags, bags * pooling, row_bytes, sent)
 
-    def reduce_top_k(self, tokens: int, top_k: int, hidden: int, itemsize: int = 2) -> float:
+    def reduce_top_k(self, tokens: int, top_k: int, hidden: int) -> float:
         """The sum over a token's experts."""
-        return self.costs.reduce_rows(tokens, top_k, hidden, itemsize)
+        return self.costs.reduce_rows(tokens, top_k, hidden)
 
     def grouped_combine(
         self, group: Group, tokens: int, top_k: int, experts: int, hidden: int, inter: int, skew: float = 1.0, slices: int = 8
@@ -277,7 +273,7 @@ class Operators:
         total = self.reduce_top_k(tokens, top_k, hidden)
         if group.size == 1:
             alone = compute + total
-            return OpTime(alone, alone, alone, alone, 0.0, 0.0, False)
+            return OpTime(alone, alone, alone, alone, 0.0)
         nbytes = rows * hidden * 2.0
         comm = self.collective("all_to_all", nbytes, group)
         if _one_node(group, experts):
@@ -315,7 +311,7 @@ class Operators:
         rows, local = int(tokens * top_k * skew), max(experts // group.size, 1)
         compute = self.costs.grouped_matmul(local, cdiv(rows, local), cols, depth)
         if group.size == 1:
-            return OpTime(compute, compute, compute, compute, 0.0, 0.0, False)
+            return OpTime(compute, compute, compute, compute, 0.0)
         nbytes = rows * depth * 2.0
         comm = self.collective("all_to_all", nbytes, group)
         if _one_node(group, experts):
@@ -325,7 +321,10 @@ class Operators:
         return self._join(compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all")
 
     def _sliced(self, compute: float, nbytes: float, group: Group, slices: int) -> float:
-        """Computation in slices, each sent while the next is made."""
+        """Computation in slices, each sent while the next is made: through nodes. Inside one the library has its kernels or
+        goes unfused."""
+        if group.across == 1:
+            return math.inf
         one = self.collective("all_to_all", nbytes / slices, group)
         each = compute / slices
         late = protocol_of(self.c, "all_to_all", nbytes / slices, group.inside).latency

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from tileweave.sim.step import Timeline
-from tileweave.sim.tiles import KernelRun
 
 
 def timeline_events(timeline: Timeline) -> dict[str, Any]:
@@ -40,23 +39,6 @@ def timeline_events(timeline: Timeline) -> dict[str, Any]:
             )
             begin += span
     return {"displayTimeUnit": "ns", "otherData": {"title": timeline.title}, "traceEvents": rows}
-
-
-def kernel_events(run: KernelRun, title: str) -> dict[str, Any]:
-    """The tiles of one kernel: a thread a program, the copy engine first."""
-    rows = [
-        _slice(
-            f"{event.kind} {event.tile}",
-            event.kind,
-            0,
-            event.program + 1,
-            event.begin,
-            event.end - event.begin,
-            {"peer": event.peer},
-        )
-        for event in run.events
-    ]
-    return {"displayTimeUnit": "ns", "otherData": {"title": title}, "traceEvents": rows}
 
 
 def _slice(

@@ -24,8 +24,8 @@ def _clean(axes: Axes) -> None:
         axes.spines[side].set_visible(False)
 
 
-def plot_sweep(results: Sequence[tuple[int, Result]], path: Path, axis: str = "nodes") -> Path:
-    """Step time and exposed communication against ``axis``."""
+def plot_sweep(results: Sequence[tuple[int, Result]], path: Path) -> Path:
+    """Step time and exposed communication against nodes."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     numbers = [number for number, _ in results]
@@ -37,7 +37,7 @@ def plot_sweep(results: Sequence[tuple[int, Result]], path: Path, axis: str = "n
     for axes, label in ((left, "a step, ms"), (right, "exposed communication, % of a step")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(numbers, [str(number) for number in numbers])
-        axes.set_xlabel(axis)
+        axes.set_xlabel("nodes")
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         _clean(axes)

@@ -98,8 +98,8 @@ def cell_table(judged: Sequence[Judged], markdown: bool = False) -> Group:
     return _table("cells", ("cell", "side", "runs", "measured us, median", "model us", "error"), rows, markdown)
 
 
-def unsteady_table(cells: Sequence[Cell], markdown: bool = False) -> Group:
-    """What was left out before anything was predicted."""
+def unsteady_table(cells: Sequence[Cell]) -> Group:
+    """What was left out before anything was predicted, as Markdown."""
     rows = [
         (
             str(cell),
@@ -110,7 +110,7 @@ def unsteady_table(cells: Sequence[Cell], markdown: bool = False) -> Group:
         )
         for cell in cells
     ]
-    return _table(UNSTEADY, ("cell", "file", "side", "measured us", "repeats apart"), rows, markdown)
+    return _table(UNSTEADY, ("cell", "file", "side", "measured us", "repeats apart"), rows, True)
 
 
 def published_table(rows: Sequence[Published], markdown: bool = False) -> Group:
@@ -126,7 +126,7 @@ def published_table(rows: Sequence[Published], markdown: bool = False) -> Group:
     return _table("published, and the model", columns, texts, markdown)
 
 
-def crosscheck_table(rows: Sequence[Comparison], markdown: bool = False) -> Group:
+def crosscheck_table(rows: Sequence[Comparison]) -> Group:
     """Our network beside SimGrid's."""
     texts = [
         (
@@ -136,4 +136,4 @@ def crosscheck_table(rows: Sequence[Comparison], markdown: bool = False) -> Grou
         for row in rows
     ]  # fmt: skip
     columns = ("exchange", "ours", "SimGrid, max-min", "difference", "SimGrid, its TCP model")
-    return _table("cross-check", columns, texts, markdown)
+    return _table("cross-check", columns, texts, False)

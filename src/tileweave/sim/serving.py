@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tileweave.errors import require
@@ -42,7 +42,7 @@ def simulate(serving: Serving, cluster: Cluster, ops: Operators, mode: Mode, fus
     layer = Layer(model, ops, s.tp, mode, fuse)
     parts = _prefill(s, layer) if s.phase == "prefill" else _decode(s, layer)
     rows = s.batch
-    head = layer.local_column("head", rows, model.vocab, model.hidden, "head")
+    head = layer.local_column("head", rows, layer.words, model.hidden, "head")
     step = Step(f"{model.name}, {s.phase} of {s.batch} x {s.seq}, tp {s.tp}: {mode}")
     step.representative(0, s.tp, f"ranks 0 to {s.tp - 1}", {})
     for number in range(model.layers):
@@ -56,7 +56,7 @@ def _prefill(s: Serving, layer: Layer) -> list[Part]:
     scattered and gathered, whichever is faster."""
     rows = s.batch * s.seq
     reduced = layer.forward(rows, s.seq, sequence_parallel=False)
-    if layer.mode == "unfused":
+    if not layer.replans:
         return reduced
     scattered = layer.forward(rows, s.seq)
     return min(reduced, scattered, key=lambda parts: sum(part.seconds for part in parts))
@@ -76,8 +76,3 @@ def _decode(s: Serving, layer: Layer) -> list[Part]:
         layer.activation(m),
         layer.row("fc2", m, model.hidden, model.ffn, "all_reduce"),
     ]
-
-
-def with_degree(serving: Serving, tp: int) -> Serving:
-    """The same with another tensor-parallel degree."""
-    return replace(serving, tp=tp)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import simpy
@@ -70,7 +70,6 @@ class Timeline:
     replicas: dict[int, int]
     names: dict[int, str]
     notes: tuple[str, ...] = ()
-    events: int = 0
 
     @property
     def seconds(self) -> float:
@@ -157,7 +156,7 @@ class Step:
         require(
             not stuck and all(p.triggered for p in processes), f"a step where {stuck[:3]} never end", "no cycles", "fix `after`"
         )
-        return Timeline(self.title, self.tasks, self.replicas, self.names, tuple(self.notes), len(self.tasks))
+        return Timeline(self.title, self.tasks, self.replicas, self.names, tuple(self.notes))
 
 
 def _stream(
@@ -204,7 +203,6 @@ class Result:
     unit: str
     notes: tuple[str, ...] = ()
     wall: float = 0.0
-    facts: dict[str, str] = field(default_factory=dict)
 
     def seconds(self, mode: str) -> float:
         return self.timelines[mode].seconds
@@ -213,7 +211,3 @@ class Result:
     def saving(self) -> float:
         """Share of the unfused time that fusion takes away."""
         return 1.0 - self.seconds("fused") / self.seconds("unfused")
-
-    @property
-    def speed_up(self) -> float:
-        return self.seconds("unfused") / self.seconds("fused")

@@ -109,8 +109,8 @@ class _Builder:
         self.seen: View = view(cluster, self.protocol.fraction)
         rows = training.micro_batch * training.tokens
         self.forward, self.backward = self.layer.forward(rows, training.tokens), self.layer.backward(rows, training.tokens)
-        head = self.layer.column("head", rows, training.model.vocab, training.model.hidden, "head")
-        self.head = ([head], [*self.layer._column_backward("head", rows, training.model.vocab, training.model.hidden)])
+        head = self.layer.column("head", rows, self.layer.words, training.model.hidden, "head")
+        self.head = ([head], [*self.layer._column_backward("head", rows, self.layer.words, training.model.hidden)])
         self.message = rows * training.model.hidden * 2.0 / training.tp
         self.sent: dict[tuple[str, int, int], int] = {}
 

@@ -12,7 +12,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from tileweave.config import FUSED_WORLD_SIZES
 from tileweave.errors import require
+from tileweave.schedule import cdiv
 from tileweave.sim.document import (
     REQUIRED,
     Reader,
@@ -45,6 +47,9 @@ class Model:
     seq: int
     source: str
 
+    def __post_init__(self) -> None:
+        require_heads(self.hidden, self.heads, self.kv_heads)
+
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
@@ -66,6 +71,12 @@ class Model:
     @property
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + 2 * self.vocab * self.hidden
+
+
+def require_heads(hidden: int, heads: int, kv_heads: int, remedy: str = "change one of both") -> None:
+    """Refuse sizes of attention that no model can have."""
+    require(hidden % heads == 0, f"hidden {hidden} with {heads} heads", "a multiple of the heads", remedy)
+    require(heads % kv_heads == 0, f"kv_heads {kv_heads}", f"a divisor of the {heads} heads", "change one of both")
 
 
 _SIZE = integer(1, 10_000_000)
@@ -100,7 +111,8 @@ def known_model(name: str) -> Model:
 class Layer:
     """Times of one layer's operators as :class:`Part` objects, for one mode and one tensor-parallel degree.
 
-    fuse : names of the operators that may be fused (None: all).
+    fuse : names of the operators that may be fused (None: all). ``replans``: whether a layer may be laid out otherwise than
+    unfused, for the sake of fused operators.
     """
 
     def __init__(self, model: Model, ops: Operators, tp: int, mode: Mode, fuse: Iterable[str] | None = None) -> None:
@@ -109,7 +121,9 @@ class Layer:
             f"a divisor of its {model.heads} heads and {model.ffn} columns", "change tp",
         )  # fmt: skip
         self.model, self.ops, self.tp, self.mode = model, ops, tp, mode
+        self.words = cdiv(model.vocab, tp) * tp  # the vocabulary, padded to what ranks share
         self.fuse = None if fuse is None else set(fuse)
+        self.replans = mode == "bound" or (mode == "fused" and tp in (1, *FUSED_WORLD_SIZES))
 
     def part(self, name: str, phase: str, time: OpTime, op: str = "", collective: str = "", nbytes: float = 0.0) -> Part:
         """An operator as a part: what exceeds its computation alone is exposed communication."""
@@ -200,7 +214,7 @@ class Layer:
         gather = ops.all_gather_matmul(self.tp, m, local, depth).comm
         pair = ops.at_best(fused.compute, gather) + ops.at_best(wgrad.unfused, fused.comm)
         allowed = self.fuse is None or "matmul_reduce_scatter" in self.fuse
-        if self.mode != "unfused" and allowed:
+        if self.replans and allowed:
             pair = min(pair, fused.of(self.mode) + ops.at_best(wgrad.unfused, gather))
         compute = fused.compute + wgrad.unfused
         exposed = max(pair - compute, 0.0)

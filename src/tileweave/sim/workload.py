@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tileweave.config import FUSED_WORLD_SIZES
 from tileweave.sim import dlrm, moe, serving, training
 from tileweave.sim.costs import Calibration
 from tileweave.sim.document import REQUIRED, Reader, Record, Spot, choice, fail, open_document
@@ -113,12 +114,32 @@ def _samples(scenario: Scenario) -> tuple[float, str]:
     return work.model.batch_per_gpu * scenario.cluster.world_size, "samples"
 
 
+def _ranks(scenario: Scenario) -> int:
+    """Ranks that the operators of a workload go between."""
+    work = scenario.workload
+    if isinstance(work, moe.MoE):
+        return work.ep or scenario.cluster.world_size
+    return scenario.cluster.world_size if isinstance(work, dlrm.Dlrm) else work.tp
+
+
+def cluster_notes(cluster: Cluster) -> Iterable[str]:
+    """What was not measured of a cluster."""
+    if cluster.device.name != "h200":
+        yield f"{cluster.device.name}: fractions of peak measured on H200, transferred, not measured"
+    if cluster.nodes > 1:
+        yield "between nodes: rates and latency of data sheets, assumed or as given, not measured by us"
+
+
 def _notes(scenario: Scenario, ops: Operators) -> Iterable[str]:
     """What a reader of the figures must know."""
-    if scenario.cluster.device.name != "h200":
-        yield f"{scenario.cluster.device.name}: fractions of peak measured on H200, transferred, not measured"
-    if scenario.cluster.nodes > 1:
-        yield "between nodes: data-sheet rates and assumed latency, not measured by us; see the sensitivity"
+    cluster = scenario.cluster
+    if isinstance(scenario.workload, serving.Serving) and cluster.nodes > 1:
+        yield "one replica, inside one node: the other nodes change nothing"
+        cluster = replace(cluster, nodes=1)
+    yield from cluster_notes(cluster)
+    most = FUSED_WORLD_SIZES[-1]
+    if most < (ranks := _ranks(scenario)) <= cluster.gpus_per_node:
+        yield f"{ranks} ranks inside a node: unfused, since the library's kernels go between at most {most}"
     missing = [name for name in ops.calibration.not_fitted if name not in ("attention",)]
     if missing:
         yield f"coefficients that are not fitted to cells: {', '.join(missing)}"

@@ -83,9 +83,7 @@ class Copy:
 
 
 class Copies(tuple[Copy, ...]):
-    """Copies that serve many calls. ``prepared`` is the transport's: what it made of them at their first push."""
-
-    prepared: Any = None
+    """Copies that serve many calls: a transport may make something of them."""
 
     @cached_property
     def pitched(self) -> bool:

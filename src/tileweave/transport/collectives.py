@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tileweave.errors import UnsupportedError
 from tileweave.transport.rendezvous import MEMORY, meet, refuse_differences, require_alike
+from tileweave.transport.workspace import REGISTRY
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -23,8 +24,11 @@ def agree(text: str, group: dist.ProcessGroup, what: str = "") -> None:
     ``what`` they are about; "": the text itself.
 
     Of a text that is too long the beginning and a checksum of all: texts that differ still do. A peer that does not come in
-    time is a :class:`PeerTimeout`, and leaves nothing in torch's group.
+    time is a :class:`PeerTimeout`, and leaves nothing in torch's group. Calls that broke off on some ranks only differ.
     """
+    broken = REGISTRY.broken_off(group.group_name)
+    if broken:
+        what, text = what or text, f"{text} behind {broken} that broke off"
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST - 20]}... crc32 {zlib.crc32(text.encode()):08x}"
     require_alike(meet(text, group, what or text)[1])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from tileweave.errors import UnsupportedError
-from tileweave.topology import Machine, preset
+from tileweave.topology import Machine
 from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.collectives import agree_on_memory
 from tileweave.transport.copy_engine import CopyEngine, current_handle
@@ -30,14 +30,7 @@ def describe(index: int) -> Machine:
     """The :class:`Machine` of CUDA device ``index``."""
     properties = torch.cuda.get_device_properties(index)
     backend = "hip" if torch.version.hip else "cuda"
-    shared = getattr(properties, "shared_memory_per_block_optin", 0)
-    return preset(
-        properties.name,
-        backend,
-        properties.major * 10 + properties.minor,
-        properties.multi_processor_count,
-        int(shared),
-    )
+    return Machine(properties.name, backend, properties.major * 10 + properties.minor, properties.multi_processor_count)
 
 
 _LOG = logging.getLogger("tileweave")
@@ -55,15 +48,16 @@ class Lane:
         self.handle: int | None = None
         self.end: torch.cuda.Event | None = None  # of the last launch, where it is known
 
-    def enter(self, handle: int) -> None:
-        """``handle``: that of the current stream, which costs a tenth of asking for the stream itself."""
+    def enter(self, handle: int) -> torch.cuda.Stream:
+        """The current stream. ``handle``: its own, which costs a tenth of asking for the stream itself."""
         end, self.end = self.end, None
-        if handle == self.handle:
-            return
+        if self.stream is not None and handle == self.handle:
+            return self.stream
         current = torch.cuda.current_stream()
         if self.stream is not None and not torch.cuda.is_current_stream_capturing():
             current.wait_event(end) if end is not None else current.wait_stream(self.stream)
         self.stream, self.handle = current, handle
+        return current
 
     def leave(self) -> None:
         if not torch.cuda.is_current_stream_capturing():
@@ -74,10 +68,11 @@ class Lane:
 _LANES: dict[int, Lane] = {}
 
 
-def enter_line(device: torch.device) -> None:
-    """Order what is queued next behind our last launch on ``device``, and our next one behind it."""
+def enter_line(device: torch.device) -> torch.cuda.Stream:
+    """Order what is queued next on the current stream, which it returns, behind our last launch on ``device``, and our next one
+    behind it."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    _LANES.setdefault(index, Lane()).enter(current_handle(index))
+    return _LANES.setdefault(index, Lane()).enter(current_handle(index))
 
 
 def leave_line(device: torch.device) -> None:

@@ -6,6 +6,10 @@ it looks at what its peers wrote for the calls that it has not compared yet. Nob
 goes on, who comes later finds the difference before its kernel is launched, and who was first finds it at its next call, or
 when its kernel gives up waiting. One 8-byte word is both number and mark, so no order between words is needed.
 
+A call that breaks off for a reason of this rank alone (no memory, Ctrl-C) has been called by the others, who wait for it; if
+this rank then went on, its next call would stand for it, of other data and without a difference. So it is written down as
+broken, over the mark that it may have had: who finds that where its own call did not break is told (decision 0105).
+
 Host only: nothing of this is in a captured graph, and an eager call pays for R + 1 loads and stores.
 """
 
@@ -19,6 +23,7 @@ from tileweave.errors import RankMismatchError
 PLACES = 1024  # so many calls may a rank be ahead of another one until some of them are not compared
 NBYTES = 8 * PLACES
 _NUMBER, _HALF = 0xFFFFFFFF, 1 << 31
+_BROKEN = 0  # a mark that no call has
 
 
 class Ledger:
@@ -52,6 +57,14 @@ class Ledger:
             else:
                 self._compare(op, peer, page)
 
+    def break_off(self, posted: bool) -> None:
+        """This rank's last call, or one that it did not come to write down, was not made, for a reason of its own."""
+        if not self._pages:
+            return
+        self.calls = number = self.calls + (not posted)
+        self._pages[self._rank][number % PLACES] = _BROKEN << 32 | number & _NUMBER
+        self._compared = [min(compared, number - 1) for compared in self._compared]  # peers may have been there
+
     def compare(self, op: str) -> None:
         """Look at what peers have written for the calls that this rank has made."""
         for peer, page in self._peers:
@@ -66,18 +79,23 @@ class Ledger:
             if theirs != self._pages[self._rank][place]:
                 ahead = (theirs - number) & _NUMBER
                 if ahead == 0:
-                    self._refuse(op, peer, last - number)
+                    self._refuse(op, peer, number, theirs >> 32 == _BROKEN)
                 if ahead >= _HALF:  # an older call stands there: the peer has not come so far
                     break
             number += 1  # the same, or overwritten by a peer that is far ahead
         self._compared[peer] = number - 1
 
-    def _refuse(self, op: str, peer: int, ago: int) -> None:
+    def _refuse(self, op: str, peer: int, number: int, theirs_broke: bool) -> None:
+        ago = self.calls - number
         what = f"{op} on rank {self._rank}" if ago == 0 else f"a call on rank {self._rank}, {ago} before its last one,"
+        where, remedy = f"rank {peer} calls something else", f"look at what rank {peer} passes (TILEWEAVE_DEBUG=1 shows it)"
+        if theirs_broke or self._pages[self._rank][number % PLACES] >> 32 == _BROKEN:
+            broke, made = (peer, self._rank) if theirs_broke else (self._rank, peer)
+            what, where = f"{op} on rank {self._rank}", f"a call of rank {broke} broke off that rank {made} made"
+            remedy = f"look at what rank {broke} raised"
         raise RankMismatchError(
-            f"asked: {what} where rank {peer} calls something else; allowed: the same operators in the same order, with the "
-            f"same shapes, dtypes and options on every rank; remedy: look at what rank {peer} passes (TILEWEAVE_DEBUG=1 "
-            "shows it), then tileweave.close(group), and call again on every rank"
+            f"asked: {what} where {where}; allowed: the same operators in the same order, with the same shapes, dtypes and "
+            f"options on every rank; remedy: {remedy}, then tileweave.close(group), and call again on every rank"
         )
 
     def close(self) -> None:

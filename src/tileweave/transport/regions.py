@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.utils.dlpack import to_dlpack
@@ -19,12 +20,14 @@ from torch.utils.dlpack import to_dlpack
 class Regions:
     """The slots [0, count) of one allocation, from the side of who lends them.
 
-    ``held``: somebody has the result. ``captured``: a graph was captured with it.
+    ``held``: somebody has the result. ``captured``: a graph was captured with it. ``streams``: on which the last call of each
+    was made, and its result copied, or read until nobody held it.
     """
 
     count: int
     held: set[int] = field(default_factory=set)
     captured: set[int] = field(default_factory=set)
+    streams: dict[int, Any] = field(default_factory=dict)
 
     def choose(self, capturing: bool) -> tuple[int, bool]:
         """A region for the next result, and whether it may be lent; otherwise the result must be copied out of it.
@@ -37,6 +40,16 @@ class Regions:
         if lends and capturing:
             self.captured.add(free[0])
         return free[0] if lends else free[-1], lends
+
+    def order(self, region: int, stream: Any) -> None:
+        """Peers may write to ``region`` as soon as ``stream`` comes to what it is given next: behind all that reads it now.
+
+        The line of launches does not say so, it ends with a kernel; what reads its result may still run, on the stream of that.
+        """
+        last = self.streams.get(region, stream)
+        if last != stream:
+            stream.wait_stream(last)
+        self.streams[region] = stream
 
     def lend(self, region: int, place: torch.Tensor) -> torch.Tensor:
         """``place``, which is ``region``, as a tensor with a storage of its own; held until the last user lets go."""

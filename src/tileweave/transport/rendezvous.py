@@ -1,8 +1,9 @@
 """Meetings of one group on the host: texts of all ranks, and symmetric memory that is mapped; each bounded in time.
 
 Texts go through the group's store and not through a collective. A collective that a rank has given up stays in torch's group,
-where the next one meets it; gloo ends the process then. Of a meeting that a rank has given up the store keeps that it did, so
-whoever comes later goes on to the next one, and ranks that gave up at different times find each other again.
+where the next one meets it; gloo ends the process then. One word of the store says how a meeting ended, the first to write it
+decides, and the others obey: either all go on from it, or it was given up, and whoever comes later goes on to the next one. So
+ranks that gave up at different times find each other again.
 
 torch (2.11 to 2.13) numbers the messages of a rendezvous by a counter of the process, not of the group. After a
 rendezvous that only some ranks of a group took part in, say for a sub-group, the next one of the whole group looks for
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from tileweave.errors import PeerTimeout, RankMismatchError
 from tileweave.transport.workspace import timeout_seconds
 
 _NUMBERED = re.compile(r"(.*?/)(\d+)((?:/.*)?)$")  # topic/number, topic/number/...
-_GIVEN_UP = "\0given up"  # in place of a text: whoever reads it goes on to the next meeting
+_MET, _GIVEN_UP = "met", "given up"  # how a meeting ended
 _AWAY = "away|"  # how texts begin of ranks that have closed their workspace
 MAPPING = "mapping symmetric memory"
 MEMORY, HERE, MAPPED = "memory", "here", "mapped"  # what meetings of a workspace are about
@@ -41,7 +42,16 @@ _SPOKEN = {
 
 # Behind a fault, ranks come to the next meeting as far apart as waits inside a kernel may last, up to twice the time-out.
 LATE = 2.5
+_STORES: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 _CLOSED: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose workspace this rank has closed, and not made again since
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store of ``group``, through a connection of its own: who waits holds it, and threads with other groups would wait."""
+    found = _STORES.get(group)
+    if found is None:
+        found = _STORES[group] = _get_process_group_store(group).clone()  # type: ignore[attr-defined]
+    return found
 
 
 def meet(text: str, group: dist.ProcessGroup, what: str) -> tuple[int, list[str]]:
@@ -49,34 +59,48 @@ def meet(text: str, group: dist.ProcessGroup, what: str) -> tuple[int, list[str]
 
     Where some ranks have closed their workspace and others have not, who has not is told, and who has waits for the others.
     """
-    store = dist.PrefixStore("tileweave-meetings", _get_process_group_store(group))
+    store = dist.PrefixStore("tileweave-meetings", store_of(group))
     rank, size, away = dist.get_rank(group), dist.get_world_size(group), group in _CLOSED
     seconds = timeout_seconds() * (LATE if away else 1.0)
     while True:
         number = store.add(f"last-of-{rank}", 1)  # in the store: it may outlive the group, and serve the next one
         keys = [f"{number}/{other}" for other in range(size)]
         store.set(keys[rank], _AWAY + text if away else text)
+        end = ""
         try:
             store.wait(keys, timedelta(seconds=seconds))
-            texts = [text.decode() for text in store.multi_get(keys)]
+            end = _end(store, number, _MET)
         except RuntimeError as error:
-            raise PeerTimeout(what, rank, _give_up(store, keys, rank), -1, 0, 0, seconds, "meeting") from error
-        if number > 1:
-            store.delete_key(f"{number - 1}/{rank}")  # who came to this one has read that one
+            end, absent = _give_up(store, number, keys)
+            if end != _MET:  # else the last one came just now, and the others count on this rank
+                raise PeerTimeout(what, rank, absent, -1, 0, 0, seconds, "meeting") from error
+        finally:
+            if not end:  # Ctrl-C, say
+                _give_up(store, number, keys)
+        texts = [text.decode() for text in store.multi_get(keys)]
+        if number > 1:  # who came to this one has read that one
+            store.delete_key(f"{number - 1}/{rank}")
+            if rank == 0:
+                store.delete_key(f"{number - 1}/end")
         those_away = [other for other, theirs in enumerate(texts) if theirs.startswith(_AWAY)]
-        if _GIVEN_UP in texts or (away and len(those_away) < size):
+        if end == _GIVEN_UP or (away and len(those_away) < size):
             continue
         if those_away and not away:
             raise PeerTimeout(what, rank, those_away[0], -1, 0, 0, 0.0, "closed")
         return number, [text.removeprefix(_AWAY) for text in texts]
 
 
-def _give_up(store: dist.Store, keys: list[str], rank: int) -> int:
-    """The rank that did not come, -1 if that cannot be known."""
+def _end(store: dist.Store, number: int, wanted: str) -> str:
+    """How meeting ``number`` ended: as ``wanted``, unless somebody has said otherwise before."""
+    return store.compare_set(f"{number}/end", "", wanted).decode()
+
+
+def _give_up(store: dist.Store, number: int, keys: Sequence[str]) -> tuple[str, int]:
+    """How the meeting ended, and the rank that did not come, -1 if that cannot be known."""
     with suppress(RuntimeError):  # of a store that is gone
-        store.set(keys[rank], _GIVEN_UP)
-        return next((other for other, key in enumerate(keys) if not store.check([key])), -1)
-    return -1
+        absent = next((other for other, key in enumerate(keys) if not store.check([key])), -1)
+        return _end(store, number, _GIVEN_UP), absent
+    return _GIVEN_UP, -1
 
 
 class Texts:
@@ -172,7 +196,7 @@ class Meeting(Texts):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
-        rank, store = dist.get_rank(group), _get_process_group_store(group)
+        rank, store = dist.get_rank(group), store_of(group)
         self._name = f"tileweave-{group.group_name}-{store.add(f'tileweave-workspaces-{rank}', 1)}"
         self._messages = Messages(dist.PrefixStore("tileweave-rendezvous", store), MAPPING, rank)
         self._group = dist.ProcessGroup(self._messages, rank, dist.get_world_size(group))

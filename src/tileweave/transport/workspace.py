@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +28,17 @@ if TYPE_CHECKING:
 MAX_SLICES = 32
 GATHER = "gather"  # the kind of instance of a gather beside other kernels
 COPIED = ("copy_engine", GATHER)  # kinds whose data copy engines bring, by addresses of the host: tables do not hold them back
+MOST_KEPT = 1024  # sizes of calls for which something is kept
 _ALIGN = 1024
+
+
+class _Call(threading.local):
+    """The operator call that this thread is in. ``posted``: it stands in the ledger."""
+
+    posted = False
+
+
+CALL = _Call()
 
 
 def timeout_seconds() -> float:
@@ -52,6 +64,15 @@ def _first_words(seconds: float) -> list[int]:
     return [min(word, 2**31 - 1) for word in words]
 
 
+class Recent(dict[Any, Any]):
+    """What may be made again: all is forgotten where keys of ever new sizes would fill memory."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        if len(self) >= MOST_KEPT:
+            self.clear()
+        super().__setitem__(key, value)
+
+
 class Instance:
     """Slots, signals and epoch of one operator over one transport.
 
@@ -65,6 +86,7 @@ class Instance:
     regions : which slots are lent to callers as results; all but operators that announce regions leave it alone.
     counters : int32, local, zero between calls: how many parts of a tile have arrived; what copy engines wait for.
     captured : whether a CUDA graph holds a call, so that the host no longer knows the epoch.
+    calls : the number of the next call that has its copies pushed; outside of graphs its parity is the slot.
     """
 
     @torch.inference_mode(False)  # calls outside of it write to what is made here
@@ -87,7 +109,7 @@ class Instance:
         self.slot_bytes = self.num_slots = 0
         self.regions = Regions(0)
         self.captured = False
-        self.calls = 0
+        self.calls = 1
         self.cache: dict[object, object] = {}
 
     def _table(self, buffer: SymmetricBuffer) -> torch.Tensor:
@@ -143,6 +165,13 @@ class Instance:
             self.control[base.TABLES :] = tables.view(torch.int32).to(self.control.device)
             self.control[base.TABLE_RANK], self.control[base.TABLE_RANKS] = self.transport.rank, self.world_size
 
+    def keep(self, key: object, value: object) -> None:
+        """Into the cache, which a call looks into first. It is emptied where calls of ever new sizes fill it."""
+        if len(self.cache) >= MOST_KEPT and not self.transport.capturing():
+            self.transport.synchronize()  # kernels may still read tables that go with it
+            self._forget()
+        self.cache[key] = value
+
     def _forget(self) -> None:
         """A new cache, for what is about to stand elsewhere. A graph still reads tables that stand in the old one."""
         if self.captured:
@@ -172,11 +201,11 @@ class Instance:
         captured into a CUDA graph.
         """
         self.check()
-        if mark:
-            self.ledger.post(self.op, mark)
         capturing = self.transport.capturing()
         self.captured |= capturing
-        self.calls += 1
+        if mark:
+            CALL.posted = True
+            self.ledger.post(self.op, mark + self.captured)  # who has captured takes other slots than who has not
         self.transport.order()
         return capturing
 
@@ -211,7 +240,7 @@ class Workspace:
         self.transport = transport
         self.ledger = Ledger()
         self.instances: dict[tuple[str, str], Instance] = {}
-        self.accepted: dict[object, Plan] = {}  # signatures of calls whose arguments were checked, and their plans
+        self.accepted: dict[object, Plan] = Recent()  # signatures of calls whose arguments were checked, and their plans
 
     def instance(self, op: str, kind: str) -> Instance:
         """The instance of ``op`` over transport ``kind``; the first call for it is collective."""
@@ -250,6 +279,7 @@ class Registry:
     def __init__(self) -> None:
         self._workspaces: dict[tuple[str, torch.device], Workspace] = {}
         self._groups: dict[str, object] = {}
+        self._broken: Counter[tuple[str, torch.device]] = Counter()  # calls that broke off
         self._of_parent: list[tuple[dict[tuple[str, torch.device], Workspace], dict[str, object]]] = []  # of a forked process
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
@@ -271,6 +301,10 @@ class Registry:
             self.close(group_name)
             self._groups[group_name] = group
 
+    def group(self, group_name: str) -> object:
+        """Who went by this name when it was last looked up."""
+        return self._groups.get(group_name)
+
     def find(self, group_name: str, device: torch.device) -> Workspace | None:
         return self._workspaces.get((group_name, device))
 
@@ -281,10 +315,28 @@ class Registry:
             found = self._workspaces[key] = Workspace(make())
         return found
 
+    def break_off(self, group_name: str, device: torch.device, posted: bool) -> None:
+        """An operator of this rank has raised what its peers know nothing of; ``posted``: behind what stands in the ledger."""
+        self._broken[group_name, device] += 1
+        found = self.find(group_name, device)
+        if found is not None and found.ledger.opened:
+            found.ledger.break_off(posted)
+
+    def opened(self, group_name: str, device: torch.device) -> None:
+        """There is a ledger now: write down what broke off before."""
+        for _ in range(self._broken[group_name, device]):
+            self._workspaces[group_name, device].ledger.break_off(False)
+
+    def broken_off(self, group_name: str) -> int:
+        """How many calls of this rank broke off since the group was closed: peers had as many, or wait for some of them."""
+        return sum(count for (name, _), count in self._broken.items() if name == group_name) if self._broken else 0
+
     def close(self, group_name: str | None = None) -> None:
         """Close the workspaces of one group, or all. Groups are let go: a destroyed one has threads and sockets."""
         for key in [k for k in self._workspaces if group_name in (None, k[0])]:
             self._workspaces.pop(key).close()
+        for key in [k for k in self._broken if group_name in (None, k[0])]:
+            del self._broken[key]
         for name in [name for name in self._groups if group_name in (None, name)]:
             del self._groups[name]
 

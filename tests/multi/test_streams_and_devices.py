@@ -1,0 +1,58 @@
+"""Streams of the caller's that could be anybody's, and tensors that are not on the current device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.worlds import Member, World
+
+import tileweave as tw
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
+
+
+def whole(me: Member, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's x and w, and what the product of all rows must be: small integers."""
+    draw = torch.Generator().manual_seed(rows)
+    xs = [torch.randint(-2, 3, (rows, 64), generator=draw).bfloat16() for _ in range(me.world_size)]
+    w = torch.randint(-2, 3, (256, 64), generator=draw).bfloat16()
+    return xs[me.rank].to(me.device), w.to(me.device), (torch.cat(xs).float() @ w.float().t()).to(me.device)
+
+
+def on_urgent_streams(me: Member) -> list[bool]:
+    """torch hands out 32 streams of a priority in turns: copies on one of those would stand behind the kernel that waits."""
+    x, w, want = whole(me, 2048)
+    found = []
+    for _ in range(40):
+        stream = torch.cuda.Stream(priority=-1)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found.append(tw.all_gather_matmul(x, w))
+        torch.cuda.current_stream().wait_stream(stream)
+    plan = tw.explain("all_gather_matmul", x, w)
+    assert plan.config is None or plan.config.transport == "copy_engine", f"not what this is about: {plan}"
+    return [torch.equal(y.float(), want) for y in found]
+
+
+def test_no_stream_of_the_callers_is_that_of_the_copies(largest: World) -> None:
+    for found in largest.run(on_urgent_streams, timeout=120):
+        assert found == [True] * 40
+
+
+def beside_the_current_device(me: Member) -> list[bool]:
+    found = []
+    for rows in (64, 2048):
+        x, w, want = whole(me, rows)
+        right = tw.all_gather_matmul(x, w)
+        with torch.cuda.device((me.device.index + 1) % torch.cuda.device_count()):
+            y = tw.all_gather_matmul(x, w)
+            gradient = torch.autograd.grad(tw.matmul_all_reduce(x.requires_grad_(), w).float().sum(), x)[0]
+        torch.cuda.synchronize(me.device)
+        found += [torch.equal(y, right), torch.equal(y.float(), want), gradient.device == me.device]
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device is always the current one")
+def test_operators_run_where_their_tensors_are(largest: World) -> None:
+    for found in largest.run(beside_the_current_device, timeout=120):
+        assert all(found)

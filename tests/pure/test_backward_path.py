@@ -1,0 +1,34 @@
+"""Which way the backward of all_gather_matmul takes, for tensors without data."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from tileweave.config import MOST_ELEMENTS
+
+MODULE = importlib.import_module("tileweave.ops.all_gather_matmul")
+FUSED, OVERLAPPED = "_products_fused", "_products_overlapped"
+
+
+def path(monkeypatch: pytest.MonkeyPatch, elements: int, need_w: bool, kept: bool) -> str:
+    """Of x with so many elements, where dgrad is fused."""
+    taken: list[str] = []
+    monkeypatch.setattr(MODULE, "scatters_fused", lambda *_: True)
+    for name in (FUSED, OVERLAPPED):
+        monkeypatch.setattr(MODULE, name, lambda *_, name=name: taken.append(name) or (None, None))
+    x, w = torch.empty(elements // 256, 256, device="meta"), torch.empty(8, 256, device="meta")
+    grad = torch.empty(2 * x.shape[0], 8, device="meta")
+    gathered = torch.empty(2 * x.shape[0], 256, device="meta") if kept else None
+    MODULE._backward_implementation(grad, None, x, w, gathered, "", True, need_w, False)
+    return taken[0]
+
+
+@pytest.mark.parametrize(("need_w", "kept"), [(True, False), (True, True), (False, False)])
+def test_a_gather_counts_in_32_bits(monkeypatch: pytest.MonkeyPatch, need_w: bool, kept: bool) -> None:
+    """Programs step past the end of a shard, by a block each: above that number of elements they would begin again."""
+    gathers = need_w and not kept
+    assert path(monkeypatch, MOST_ELEMENTS, need_w, kept) == FUSED
+    assert path(monkeypatch, MOST_ELEMENTS + 256, need_w, kept) == (OVERLAPPED if gathers else FUSED)
