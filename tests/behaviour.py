@@ -8,14 +8,14 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parity import AG, AR, EPS, IN, PRIVATE, RS, Call, Case, Operands, draw, draw_operands, expected, prepare, verify
+from tests.matmul_cases import AG, AR, EPS, IN, RS, Call, Case, Operands, draw_operands, prepare, verify
+from tests.near import GRADIENT_ERROR, assert_norm_near
 from tests.worlds import ROOT, Member
 
 import tileweave as tw
@@ -23,10 +23,6 @@ from tileweave.nn import ColumnParallelLinear, RowParallelLinear
 from tileweave.ops import reference
 from tileweave.ops.registry import name_of
 from tileweave.transport.workspace import REGISTRY
-
-# Largest relative error (Frobenius norm) of a gradient: sums over all ranks, of products that were rounded before.
-GRADIENT_ERROR = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
-
 
 # --- The public call ---
 
@@ -189,152 +185,14 @@ def disagree(me: Member, op: str, options: dict[str, int] | None = None) -> str:
     return str(caught.value)
 
 
-# --- Gradients ---
-
-LETTERS = {"x": "x", "w": "w", "b": "bias", "r": "residual", "n": "norm_weight"}
-
-
-def _leaves(case: Case, rank: int, size: int, device: torch.device, wanted: str) -> Operands:
-    operands = draw_operands(case, rank, size, device, 77)
-    for letter, name in LETTERS.items():
-        tensor = getattr(operands, name)
-        if tensor is not None:
-            tensor.requires_grad_(letter in wanted)
-    return operands
-
-
-def _coefficients(case: Case, rank: int, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weights of each element of the results in this rank's loss: the same on every rank where results are."""
-    rows, who = case.out_rows(size), 0 if case.op == AR else rank
-    c = draw((rows, case.out_cols(size)), case, 1.0, device, 88, who)
-    width = case.depth if case.gathered else case.cols
-    return c, draw((rows, width), case, 1.0, device, 99, who) if case.gathered or case.norm else None
-
-
-def expected_gradients(case: Case, rank: int, size: int, device: torch.device) -> Operands:
-    """One process does what all ranks do together, in fp64. A replicated tensor is one leaf, a replicated loss one term."""
-    everyone = [draw_operands(case, r, size, device, 77) for r in range(size)]
-    for operands in everyone:
-        for name in operands.names():
-            shared = operands is not everyone[0] and case.op not in PRIVATE and name not in ("x", "w")
-            leaf = getattr(everyone[0], name) if shared else getattr(operands, name).double().requires_grad_()
-            setattr(operands, name, leaf)
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    for r in range(1 if case.op == AR else size):
-        c, d = _coefficients(case, r, size, device)
-        y, second = expected(case, everyone, r)
-        loss = loss + (y * c).sum()
-        if d is not None and second is not None:
-            loss = loss + (second * d).sum()
-    loss.backward()
-    return Operands(*(None if tensor is None else tensor.grad for tensor in vars(everyone[rank]).values()))
-
-
-def gradients(me: Member, cases: list[Case], wanted: str = "xwbrn", backend: str | None = None) -> None:
-    """Gradients of every operand, through every result; also compiled."""
-    for case in cases:
-        function: Callable[..., torch.Tensor] = weighted_sum
-        if backend is not None:
-            torch._dynamo.reset()
-            function = torch.compile(weighted_sum, fullgraph=True, backend=backend)
-        for again in range(2):
-            leaves = _leaves(case, me.rank, me.world_size, me.device, wanted)
-            c, d = _coefficients(case, me.rank, me.world_size, me.device)
-            options = {**leaves.options(), **case.options()}
-            function(case.op, leaves.x, leaves.w, leaves.bias, options, c, d).backward()
-            want = expected_gradients(case, me.rank, me.world_size, me.device)
-            for letter, name in LETTERS.items():
-                leaf, right = getattr(leaves, name), getattr(want, name)
-                what = f"rank {me.rank}, {case}, {wanted}, {backend}, call {again}: gradient of {name}"
-                if leaf is None or letter not in wanted:
-                    assert leaf is None or leaf.grad is None, f"{what} was not asked for"
-                    continue
-                assert leaf.grad.dtype == leaf.dtype, f"{what} has dtype {leaf.grad.dtype}"
-                error = float((leaf.grad.double() - right).norm() / right.norm())
-                assert error < GRADIENT_ERROR[case.dtype], f"{what} is off by {error:.2e}"
-
-
-def weighted_sum(
-    op: str,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    options: dict[str, object],
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-) -> torch.Tensor:
-    """A loss in which every element of y, and of the second result if ``d`` is given, has a weight of its own."""
-    if d is None:
-        return (getattr(tw, op)(x, w, bias, **options) * c).sum()
-    if op == AG:
-        y, second = tw.all_gather_matmul(x, w, bias, return_gathered=True)
-    else:
-        y, second = getattr(tw, op)(x, w, bias, **options)
-    return (y * c).sum() + (second * d).sum()
-
-
-def gradients_through_one_result(me: Member, case: Case) -> None:
-    """A loss that uses one of two results: the other one's gradient is not there, and nothing is sent for it."""
-    for which in (0, 1):
-        leaves = _leaves(case, me.rank, me.world_size, me.device, "xwbrn")
-        weights = _coefficients(case, me.rank, me.world_size, me.device)[which]
-        (invoke(case, leaves)[which] * weights).sum().backward()
-        everyone = [_leaves(case, r, me.world_size, me.device, "xwbrn") for r in range(me.world_size)]
-        losses = range(1 if case.op == AR else me.world_size)
-        terms = [
-            (expected(case, everyone, r)[which] * _coefficients(case, r, me.world_size, me.device)[which]).sum() for r in losses
-        ]
-        torch.stack(terms).sum().backward()
-        got, want = leaves.x.grad, everyone[me.rank].x.grad
-        error = float((got.double() - want.double()).norm() / want.double().norm())
-        assert error < GRADIENT_ERROR[case.dtype], f"rank {me.rank}, {case}, result {which}: off by {error:.2e}"
-
-
-def what_backward_sends(me: Member, case: Case, collectives: dict[str, int], limit: int) -> None:
-    """Collectives that backward makes, by name, and the elements it holds on to: ``limit`` beside the weight."""
-    names = ("begin_all_gather", "begin_reduce_scatter", "all_reduce")
-    sent: dict[str, int] = {}
-    under_way: list[str] = []  # on the CPU a sum gathers: one collective, not two
-    before = [(name, getattr(reference, name)) for name in names]
-
-    def counting(name: str, function: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
-            if not under_way:
-                sent[name] = sent.get(name, 0) + 1
-            under_way.append(name)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                under_way.pop()
-
-        return call
-
-    for name, function in before:
-        setattr(reference, name, counting(name, function))
-    try:
-        kept: list[torch.Tensor] = []
-        leaves = _leaves(case, me.rank, me.world_size, me.device, "xwbrn")
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-            y, _ = invoke(case, leaves)
-        held = sum(t.numel() for t in {t.data_ptr(): t for t in kept}.values())
-        limit += leaves.w.numel()
-        assert held <= limit, f"{case}: backward holds {held} elements, at most {limit} are needed"
-        sent.clear()
-        y.sum().backward()
-        assert sent == collectives, f"{case}: backward sent {sent}, expected {collectives}"
-    finally:
-        for name, function in before:
-            setattr(reference, name, function)
-
-
 # --- Tools that look inside an operator ---
 
 
 def opcheck(me: Member, case: Case) -> None:
     """torch's own checks: schema, fake, autograd registration, tracing with symbolic shapes."""
     op, name = getattr(torch.ops.tileweave, case.op), name_of(None)
-    leaves = _leaves(case, me.rank, me.world_size, me.device, "xwbrn")
-    x, w, bias, residual, norm_weight = vars(leaves).values()
+    operands = draw_operands(case, me.rank, me.world_size, me.device, 77)
+    x, w, bias, residual, norm_weight = (None if t is None else t.requires_grad_() for t in vars(operands).values())
     variants: list[tuple[object, ...]] = [(None,), (bias,)]
     tails: list[tuple[object, ...]] = [(name,)]
     if case.how is not None:
@@ -367,8 +225,12 @@ def compiled_with_changing_rows(me: Member, case: Case, backend: str) -> None:
         verify(function(call.x, call.w, call.bias), call.want.relu(), changed, f"rank {me.rank}, compiled, {changed}")
 
 
+# --- Modules ---
+
+
 def column_parallel_linear(me: Member, case: Case, save_gathered: bool) -> None:
     """The module against torch.nn.Linear over the whole weight: outputs, gradients, state_dict."""
+    limit = GRADIENT_ERROR[case.dtype]  # for outputs, too: the weights were rounded to the dtype, the whole ones were not
     features = case.cols * me.world_size
     whole = _whole_linear(me, case.depth, features, case.bias)
     rounded = _rounded(whole, case)
@@ -381,17 +243,17 @@ def column_parallel_linear(me: Member, case: Case, save_gathered: bool) -> None:
     y_whole = whole(torch.cat(leaves))
     x = shards[me.rank].clone().requires_grad_()
     y = part(x)
-    # relative to the largest: the weights were rounded to the dtype, the whole ones were not
-    assert_near(y, y_whole[:, mine], case, f"rank {me.rank}: output")
+    assert_norm_near(y, y_whole[:, mine], limit, f"rank {me.rank}: output")
     y_whole.square().mean().backward()
     (y.float().square().mean() / me.world_size).backward()  # the mean over all columns is the mean of the ranks' means
-    assert_near(x.grad, leaves[me.rank].grad, case, f"rank {me.rank}: gradient of x")
+    assert_norm_near(x.grad, leaves[me.rank].grad, limit, f"rank {me.rank}: gradient of x")
     for name, parameter in part.named_parameters():
-        assert_near(parameter.grad, whole.get_parameter(name).grad[mine], case, f"rank {me.rank}: gradient of {name}")
+        assert_norm_near(parameter.grad, whole.get_parameter(name).grad[mine], limit, f"rank {me.rank}: gradient of {name}")
 
 
 def row_parallel_linear(me: Member, case: Case) -> None:
     """The module against torch.nn.Linear over the whole weight, scattering rows (RS) or not (AR)."""
+    limit = GRADIENT_ERROR[case.dtype]
     size, features = me.world_size, case.depth * me.world_size
     whole = _whole_linear(me, features, case.cols, case.bias)
     rounded = _rounded(whole, case)
@@ -406,13 +268,13 @@ def row_parallel_linear(me: Member, case: Case) -> None:
     x = shards[me.rank].clone().requires_grad_()
     y = part(x)
     rows = slice(me.rank * case.rows, (me.rank + 1) * case.rows) if case.op == RS else slice(None)
-    assert_near(y, y_whole[rows], case, f"rank {me.rank}: output")
+    assert_norm_near(y, y_whole[rows], limit, f"rank {me.rank}: output")
     y_whole.square().mean().backward()
     (y.float().square().mean() / (size if case.op == RS else 1)).backward()
-    assert_near(x.grad, leaves[me.rank].grad, case, f"rank {me.rank}: gradient of x")
-    assert_near(part.weight.grad, whole.weight.grad[:, mine], case, f"rank {me.rank}: gradient of weight")
+    assert_norm_near(x.grad, leaves[me.rank].grad, limit, f"rank {me.rank}: gradient of x")
+    assert_norm_near(part.weight.grad, whole.weight.grad[:, mine], limit, f"rank {me.rank}: gradient of weight")
     if case.bias:
-        assert_near(part.bias.grad, whole.bias.grad, case, f"rank {me.rank}: gradient of bias")
+        assert_norm_near(part.bias.grad, whole.bias.grad, limit, f"rank {me.rank}: gradient of bias")
 
 
 def _whole_linear(me: Member, inputs: int, outputs: int, bias: bool) -> torch.nn.Linear:
@@ -431,11 +293,6 @@ def _check_state(part: torch.nn.Module, want: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(state[name], want[name]) for name in want)
     part.load_state_dict(want)
     assert all(torch.equal(state[name], tensor) for name, tensor in part.state_dict().items())
-
-
-def assert_near(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None:
-    error = float((got.detach().double() - want.detach()).norm() / want.detach().norm())
-    assert error < GRADIENT_ERROR[case.dtype], f"{what} is off by {error:.2e}"
 
 
 # --- Examples ---

@@ -15,8 +15,8 @@ import pytest
 import torch
 from tests import experts
 from tests.experts import Case
-from tests.near import assert_near
-from tests.parity import TOLERANCE, pause
+from tests.near import TOLERANCE, assert_near
+from tests.parity import pause
 from tests.worlds import Member
 
 import tileweave as tw

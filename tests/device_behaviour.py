@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests import parity
 from tests.behaviour import invoke
-from tests.parity import Case
+from tests.matmul_cases import Call, Case, prepare
 from tests.worlds import Member
 
 import tileweave as tw
@@ -29,14 +30,14 @@ def warm_up(case: Case, size: int) -> None:
 
 def replay_and_call(me: Member, case: Case, replays: int) -> None:
     """A graph with two calls, replayed with fresh inputs; eager calls in between, some ranks late."""
-    first, second = (parity.prepare(case, me.rank, me.world_size, me.device, n) for n in range(2))
+    first, second = (prepare(case, me.rank, me.world_size, me.device, n) for n in range(2))
     warm_up(case, me.world_size)
     first.verify("before the capture", *invoke(case, first.operands))
     graph = torch.cuda.CUDAGraph()
     me.barrier()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = [invoke(case, call.operands) for call in (first, second)]
-    kept: list[tuple[str, parity.Call, list[torch.Tensor | None]]] = []
+    kept: list[tuple[str, Call, list[torch.Tensor | None]]] = []
 
     def look() -> None:
         tw.synchronize()
@@ -47,7 +48,7 @@ def replay_and_call(me: Member, case: Case, replays: int) -> None:
     for n in range(replays):
         if n % me.world_size == me.rank:
             parity.pause(me.device, 0.0005)
-        fresh = [parity.prepare(case, me.rank, me.world_size, me.device, 100 + 2 * n + i) for i in range(2)]
+        fresh = [prepare(case, me.rank, me.world_size, me.device, 100 + 2 * n + i) for i in range(2)]
         for held, call in zip((first, second), fresh, strict=True):
             for name in held.operands.names():
                 getattr(held.operands, name).copy_(getattr(call.operands, name))
@@ -55,7 +56,7 @@ def replay_and_call(me: Member, case: Case, replays: int) -> None:
         for call, pair in zip(fresh, results, strict=True):
             kept.append((f"replay {n}", call, [None if t is None else t.clone() for t in pair]))
         if n % 3 == 0:
-            eager = parity.prepare(case, me.rank, me.world_size, me.device, 1000 + n)
+            eager = prepare(case, me.rank, me.world_size, me.device, 1000 + n)
             kept.append((f"eager after replay {n}", eager, list(invoke(case, eager.operands))))
         if len(kept) > 50:
             look()
@@ -68,8 +69,8 @@ def replay_and_call(me: Member, case: Case, replays: int) -> None:
 def capture_without_warmup(me: Member, case: Case) -> None:
     """Refused, with a remedy, for the first call and for a larger one; calls go on afterwards."""
     tw.close()
-    small = parity.prepare(case, me.rank, me.world_size, me.device, 9)
-    large = parity.prepare(replace(case, rows=16 * case.rows), me.rank, me.world_size, me.device, 9)
+    small = prepare(case, me.rank, me.world_size, me.device, 9)
+    large = prepare(replace(case, rows=16 * case.rows), me.rank, me.world_size, me.device, 9)
     for call in (small, large):
         torch.cuda.synchronize()
         me.barrier()
@@ -94,12 +95,12 @@ def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> d
         tw.close()
         os.environ["TILEWEAVE_TIMEOUT"] = str(seconds)
         for n in range(3):
-            call = parity.prepare(case, me.rank, me.world_size, me.device, n)
+            call = prepare(case, me.rank, me.world_size, me.device, n)
             parity.run(call, group, config)
         tw.synchronize()
         call.verify(f"rank {me.rank}, while all call")
     me.barrier()
-    calls = [parity.prepare(case, me.rank, me.world_size, me.device, 99 + n) for n in range(QUEUED)]
+    calls = [prepare(case, me.rank, me.world_size, me.device, 99 + n) for n in range(QUEUED)]
     for call in calls:
         call.out.zero_()
     torch.cuda.synchronize()
@@ -130,7 +131,7 @@ def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> d
     }
 
 
-def come_late(calls: list[parity.Call], group: dist.ProcessGroup, config: MatmulConfig) -> list[str]:
+def come_late(calls: list[Call], group: dist.ProcessGroup, config: MatmulConfig) -> list[str]:
     """Make calls that the others have given up, with further ones behind, until one raises. Of each: "right", "NaN", or what
     is wrong."""
     made = []
@@ -145,7 +146,7 @@ def come_late(calls: list[parity.Call], group: dist.ProcessGroup, config: Matmul
     return [_state(call) for call in made]
 
 
-def _state(call: parity.Call) -> str:
+def _state(call: Call) -> str:
     if call.out.isnan().any():
         return "NaN"
     try:
@@ -164,3 +165,25 @@ def check_timed_out(ends: list, op: str, absent: int = 1) -> None:
         assert found == (op, rank, absent, 1, True), seen
     late = ends[absent].value["late"]
     assert late and late[-1] == "NaN" and set(late) <= {"right", "NaN"}, late
+
+
+def lone_call(
+    me: Member, absent: int, call: Callable[[int], torch.Tensor], poisoned: Callable[[torch.Tensor], bool]
+) -> dict[str, object] | None:
+    """``call(0)`` of all, then ``call(1)`` that ``absent`` takes no part in: what each other rank sees, None on that one."""
+    for seconds in (60.0, SECONDS):  # the first round compiles, and may take its time
+        me.barrier()
+        tw.close()
+        os.environ["TILEWEAVE_TIMEOUT"] = str(seconds)
+        call(0)
+        tw.synchronize()
+    me.barrier()
+    if me.rank == absent:
+        time.sleep(SECONDS + 4.0)
+        return None
+    result = call(1)
+    with pytest.raises(tw.PeerTimeout) as caught:
+        tw.synchronize()
+    found = {"op": caught.value.op, "peer": caught.value.peer, "poisoned": poisoned(result)}
+    tw.close()
+    return found

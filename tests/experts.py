@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.near import assert_near
-from tests.parity import TOLERANCE, pause, poison_slots
+from tests.near import TOLERANCE, assert_near
+from tests.parity import pause, poison_slots
 from tests.worlds import Member
 
 import tileweave as tw

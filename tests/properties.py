@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.parity import AG, AR, EPS, RS
+from tests.matmul_cases import AG, AR, EPS, RS
 from tests.worlds import Member, World
 
 import tileweave as tw

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests import behaviour, parity
+from tests import backward, behaviour, parity
 from tests.disturbances import slow_copies, stall_in_the_copy_engine, stall_in_the_kernel
-from tests.parity import Case
+from tests.matmul_cases import RS, Case, has_kernel
 from tests.worlds import Member, World, Worlds
 
 import tileweave as tw
@@ -175,29 +175,29 @@ def differentiated(dtype: str) -> list[Case]:
 
 
 def test_gradients(world: World) -> None:
-    world.run(behaviour.gradients, differentiated("float32"))
+    world.run(backward.gradients, differentiated("float32"))
 
 
 def test_gradients_in_half_precision(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(behaviour.gradients, differentiated("float16"))
+    worlds("gloo", 3).run(backward.gradients, differentiated("float16"))
 
 
 @pytest.mark.parametrize("wanted", ["x", "w", "b", "xb", "wb"])
 def test_gradients_of_some(worlds: Worlds, wanted: str) -> None:
-    worlds("gloo", 3).run(behaviour.gradients, [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)], wanted)
+    worlds("gloo", 3).run(backward.gradients, [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)], wanted)
 
 
 def test_gradients_in_a_group_of_one(worlds: Worlds) -> None:
-    worlds("gloo", 1).run(behaviour.gradients, [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)])
+    worlds("gloo", 1).run(backward.gradients, [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)])
 
 
 def test_what_backward_sends(world: World) -> None:
     """The shard, and x is gathered again, by copy engines beside a fused dual; or the gathered input, and only gx is sent."""
     case = Case(7, 18, 40, bias=True)
-    fused = parity.has_kernel(parity.RS)
+    fused = has_kernel(RS)
     sums, gathers = ({}, {}) if fused else ({"begin_reduce_scatter": 1}, {"begin_all_gather": 1})
-    world.run(behaviour.what_backward_sends, case, {**gathers, **sums}, 7 * 40)
-    world.run(behaviour.what_backward_sends, replace(case, gathered=True), sums, 7 * 40 * (1 + world.size))
+    world.run(backward.what_backward_sends, case, {**gathers, **sums}, 7 * 40)
+    world.run(backward.what_backward_sends, replace(case, gathered=True), sums, 7 * 40 * (1 + world.size))
 
 
 def gathers_without_rank_0(me: Member) -> None:
@@ -221,7 +221,7 @@ def test_a_gather_beside_says_who_is_missing(worlds: Worlds) -> None:
 
 
 def test_gradients_through_one_result(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(behaviour.gradients_through_one_result, Case(7, 18, 40, bias=True, gathered=True))
+    worlds("gloo", 3).run(backward.gradients_through_one_result, Case(7, 18, 40, bias=True, gathered=True))
 
 
 def test_the_same_bits(worlds: Worlds) -> None:
@@ -231,7 +231,7 @@ def test_the_same_bits(worlds: Worlds) -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_gradients(worlds: Worlds, backend: str) -> None:
     cases = [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)]
-    worlds("gloo", 2).run(behaviour.gradients, cases, "xwb", backend)
+    worlds("gloo", 2).run(backward.gradients, cases, "xwb", backend)
 
 
 def test_compiled_with_changing_rows(worlds: Worlds) -> None:

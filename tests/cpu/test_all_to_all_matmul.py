@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import parity
-from tests.parity import IN, Case, prepare
+from tests.matmul_cases import IN, Case, prepare
 from tests.worlds import Member, Worlds
 
 from tileweave.config import MatmulConfig, Plan

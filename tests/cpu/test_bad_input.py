@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tests import parity
 from tests.calling import refusal
-from tests.parity import AG, AR, IN, OUT, RS, Case
+from tests.matmul_cases import AG, AR, IN, OUT, RS, Case, prepare
 from tests.worlds import Member, World, Worlds, one_shot
 
 import tileweave as tw
@@ -138,7 +138,7 @@ def still_usable(me: Member) -> None:
     """Errors of one rank leave nothing half done."""
     for name in ("k_differs", "out_is_strided", "float64"):
         ask(me, name)
-    behind = parity.prepare(CASE, me.rank, me.world_size, me.device, 1)
+    behind = prepare(CASE, me.rank, me.world_size, me.device, 1)
     behind.verify("after errors", tw.all_gather_matmul(behind.x, behind.w, behind.bias))
 
 
@@ -158,7 +158,7 @@ ODD: dict[str, Callable[[], object]] = {
 
 def disagree(me: Member, name: str, odd: int) -> str:
     with mock.patch.dict(os.environ, TILEWEAVE_DEBUG="1"):
-        agreed = parity.prepare(CASE, me.rank, me.world_size, me.device, 2)
+        agreed = prepare(CASE, me.rank, me.world_size, me.device, 2)
         agreed.verify("all agree", tw.all_gather_matmul(agreed.x, agreed.w, agreed.bias))
         with pytest.raises(tw.RankMismatchError) as caught:
             ODD[name]() if me.rank == odd else tw.all_gather_matmul(x(), w())
@@ -230,7 +230,7 @@ def call_after(me: Member, good_calls: int, absent: int, config: MatmulConfig | 
     """Some good calls, then one that ``absent`` takes no part in. What the others see, and after how long."""
     group = dist.group.WORLD
     for n in range(good_calls):
-        call = parity.prepare(CASE, me.rank, me.world_size, me.device, n)
+        call = prepare(CASE, me.rank, me.world_size, me.device, n)
         parity.run(call, group, config)
         call.verify(f"call {n}")
     me.barrier()
@@ -238,7 +238,7 @@ def call_after(me: Member, good_calls: int, absent: int, config: MatmulConfig | 
         time.sleep(SECONDS + SLACK)
         return None
     os.environ["TILEWEAVE_DEBUG"] = "1" if debug else "0"
-    call = parity.prepare(CASE, me.rank, me.world_size, me.device, 99)
+    call = prepare(CASE, me.rank, me.world_size, me.device, 99)
     started = time.monotonic()
 
     def ask() -> None:
@@ -295,13 +295,13 @@ def die_inside(me: Member, victim: int, event: str, config: MatmulConfig) -> str
 
     group = dist.group.WORLD
     for n in range(2):
-        parity.run(parity.prepare(CASE, me.rank, me.world_size, me.device, n), group, config)
+        parity.run(prepare(CASE, me.rank, me.world_size, me.device, n), group, config)
     me.barrier()
     if me.rank == victim:
         OBSERVERS.append(lambda seen, details: os.kill(os.getpid(), signal.SIGKILL) if seen == event else None)
     try:
         for n in range(2, 6):  # who was signalled before the end may finish that call, and no more than one after it
-            parity.run(parity.prepare(CASE, me.rank, me.world_size, me.device, n), group, config)
+            parity.run(prepare(CASE, me.rank, me.world_size, me.device, n), group, config)
     except tw.PeerTimeout as error:
         tw.close()
         return f"{error.peer}"
@@ -341,7 +341,7 @@ def shared_memory(me: Member) -> None:
         return descriptor
 
     with mock.patch.object(host_memory, "_make", looking):
-        call = parity.prepare(CASE, me.rank, me.world_size, me.device, 0)
+        call = prepare(CASE, me.rank, me.world_size, me.device, 0)
         parity.run(call, group, SM)
         call.verify("first call")
     assert len(seen) == 3, "ledger, signals and slots"
@@ -362,11 +362,11 @@ def close_and_call_again(me: Member, config: MatmulConfig) -> None:
     group = dist.group.WORLD
     part = me.group(0, 1)
     for n in range(6):
-        call = parity.prepare(CASE, me.rank, me.world_size, me.device, n)
+        call = prepare(CASE, me.rank, me.world_size, me.device, n)
         parity.run(call, group, config)
         call.verify(f"after {n} times close()")
         if part is not None:
-            inner = parity.prepare(CASE, me.rank, 2, me.device, 50 + n)
+            inner = prepare(CASE, me.rank, 2, me.device, 50 + n)
             parity.run(inner, part, config)
             inner.verify(f"sub-group after {n} times close()")
         if n % 3 == 0:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from tests import parity
 from tests.calling import refusal
-from tests.parity import Case
+from tests.matmul_cases import Case, prepare
 from tests.worlds import Member, one_shot
 
 import tileweave as tw
@@ -21,7 +20,7 @@ ALIVE = {"TILEWEAVE_TIMEOUT": str(SECONDS)}
 
 
 def call(me: Member, number: int, case: Case = CASE) -> None:
-    operands = parity.prepare(case, me.rank, me.world_size, me.device, number)
+    operands = prepare(case, me.rank, me.world_size, me.device, number)
     operands.verify(f"call {number}", tw.all_gather_matmul(operands.x, operands.w))
 
 

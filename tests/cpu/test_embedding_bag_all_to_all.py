@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests import embedding
+from tests import embedding, embedding_backward, sharded_embedding
 from tests.disturbances import stall_in_the_kernel
 from tests.embedding import Case
 from tests.worlds import Member, World, Worlds, one_shot
@@ -111,41 +111,41 @@ LEARNED = [CASES["mixed_dims"], replace(CASES["mean"], rows=3), CASES["weighted"
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_gradients(worlds: Worlds, sparse: bool) -> None:
-    worlds("gloo", 3).run(embedding.gradients, LEARNED, sparse)
+    worlds("gloo", 3).run(embedding_backward.gradients, LEARNED, sparse)
 
 
 def test_gradients_of_rows_that_many_bags_share(worlds: Worlds) -> None:
     """Runs of equal rows much longer than a tile: partial sums go over several tiles."""
     cases = [Case(((4,), (2,)), 24, longest=6, rows=rows) for rows in (1, 3)]
-    worlds("gloo", 2).run(embedding.gradients, cases)
+    worlds("gloo", 2).run(embedding_backward.gradients, cases)
 
 
 def test_sums_of_runs(worlds: Worlds) -> None:
-    worlds("gloo", 1).run(embedding.sums_of_runs, (0, 5))
+    worlds("gloo", 1).run(embedding_backward.sums_of_runs, (0, 5))
 
 
 def test_gradients_in_half(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(embedding.gradients, [CASES["half"]])
+    worlds("gloo", 2).run(embedding_backward.gradients, [CASES["half"]])
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_gradients_by_copy_engines(worlds: Worlds, sparse: bool) -> None:
-    worlds("gloo", 3).run(embedding.by_copy_engines, embedding.gradients, LEARNED, sparse)
+    worlds("gloo", 3).run(embedding_backward.by_copy_engines, embedding_backward.gradients, LEARNED, sparse)
 
 
 def test_gradients_on_one_rank(worlds: Worlds) -> None:
-    worlds("gloo", 1).run(embedding.gradients, [CASES["mixed_dims"], CASES["weighted"]])
+    worlds("gloo", 1).run(embedding_backward.gradients, [CASES["mixed_dims"], CASES["weighted"]])
 
 
 def test_compiled_gradients(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(embedding.gradients, [CASES["plain"]], False, "aot_eager")
+    worlds("gloo", 2).run(embedding_backward.gradients, [CASES["plain"]], False, "aot_eager")
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad"])
 def test_fused_steps(worlds: Worlds, kind: str) -> None:
     world, case = worlds("gloo", 2), Case(((8,), (4, 4)), 10, longest=3, rows=5)
-    world.run(embedding.fused_steps, case, kind)
-    world.run(embedding.by_copy_engines, embedding.fused_steps, case, kind)
+    world.run(embedding_backward.fused_steps, case, kind)
+    world.run(embedding_backward.by_copy_engines, embedding_backward.fused_steps, case, kind)
 
 
 def opcheck(me: Member) -> None:
@@ -170,12 +170,12 @@ def test_opcheck(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 def test_distribution(worlds: Worlds, weighted: bool) -> None:
-    worlds("gloo", 3).run(embedding.distribution, [[2, 0], [], [1, 2]], 3, 4, weighted)
+    worlds("gloo", 3).run(sharded_embedding.distribution, [[2, 0], [], [1, 2]], 3, 4, weighted)
 
 
 @pytest.mark.parametrize("optimizer", [None, "sgd", "adagrad"])
 def test_sharded_embedding_bag(worlds: Worlds, optimizer: str | None) -> None:
-    worlds("gloo", 3).run(embedding.sharded_embedding_bag, optimizer)
+    worlds("gloo", 3).run(sharded_embedding.sharded_embedding_bag, optimizer)
 
 
 def test_bad_input(worlds: Worlds) -> None:

@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import parity
-from tests.parity import Case
+from tests.matmul_cases import Case, prepare
 from tests.worlds import Member, one_shot
 
 import tileweave as tw
@@ -129,7 +129,7 @@ def test_what_stays_behind_would_be_seen(marked: str) -> None:
 
 
 def good_call(me: Member, group: dist.ProcessGroup, config: MatmulConfig, number: int = 0, case: Case = CASE) -> None:
-    call = parity.prepare(case, dist.get_rank(group), dist.get_world_size(group), me.device, number)
+    call = prepare(case, dist.get_rank(group), dist.get_world_size(group), me.device, number)
     parity.run(call, group, config)
     call.verify(f"rank {me.rank}, good call {number}")
 
@@ -165,7 +165,7 @@ def raises_before_the_call(me: Member) -> None:
 
 
 def has_no_memory_for_the_result(me: Member) -> None:
-    call = parity.prepare(CASE, me.rank, me.world_size, me.device, 0)
+    call = prepare(CASE, me.rank, me.world_size, me.device, 0)
     with mock.patch("tileweave.ops.all_gather_matmul.run_fused", side_effect=torch.OutOfMemoryError("planted")):
         tw.all_gather_matmul(call.x, call.w)
 

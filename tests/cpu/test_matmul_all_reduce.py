@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import behaviour, parity
+from tests import backward, behaviour, parity
 from tests.calling import refusal
 from tests.disturbances import stall_in_the_kernel
-from tests.parity import AR, EPS, Case, has_kernel, prepare
+from tests.matmul_cases import AR, EPS, Case, has_kernel, prepare
 from tests.worlds import Member, World, Worlds
 
 import tileweave as tw
@@ -93,21 +93,21 @@ def test_many_shapes(worlds: Worlds) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_gradients(world: World, dtype: str) -> None:
     cases = [case(7, 18, 40, bias=True), FULL, case(20, 18, 40, residual=True), case(3, 18, 40, norm=True)]
-    world.run(behaviour.gradients, [replace(each, dtype=dtype) for each in cases])
+    world.run(backward.gradients, [replace(each, dtype=dtype) for each in cases])
 
 
 @pytest.mark.parametrize("wanted", ["x", "w", "b", "r", "n", "xr", "wn", "bn"])
 def test_gradients_of_some(worlds: Worlds, wanted: str) -> None:
-    worlds("gloo", 3).run(behaviour.gradients, [FULL], wanted)
+    worlds("gloo", 3).run(backward.gradients, [FULL], wanted)
 
 
 def test_gradients_through_one_result(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(behaviour.gradients_through_one_result, FULL)
+    worlds("gloo", 3).run(backward.gradients_through_one_result, FULL)
 
 
 def test_backward_sends_nothing(worlds: Worlds) -> None:
     """It keeps x, the weight, and of the norm its weight and what went into it."""
-    worlds("gloo", 3).run(behaviour.what_backward_sends, FULL, {}, 7 * 40 + 7 * 18 + 18)
+    worlds("gloo", 3).run(backward.what_backward_sends, FULL, {}, 7 * 40 + 7 * 18 + 18)
 
 
 def finite_differences(me: Member) -> None:
@@ -143,7 +143,7 @@ def test_finite_differences(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_gradients(worlds: Worlds, backend: str) -> None:
-    worlds("gloo", 2).run(behaviour.gradients, [case(7, 18, 40, bias=True), FULL], "xwbrn", backend)
+    worlds("gloo", 2).run(backward.gradients, [case(7, 18, 40, bias=True), FULL], "xwbrn", backend)
 
 
 def test_compiled_with_changing_rows(worlds: Worlds) -> None:

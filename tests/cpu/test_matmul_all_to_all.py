@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import behaviour, parity
+from tests import backward, behaviour, parity
 from tests.disturbances import stall_in_the_kernel
-from tests.parity import IN, OUT, Case, prepare
+from tests.matmul_cases import IN, OUT, Case, prepare
 from tests.worlds import Member, Worlds
 
 import tileweave as tw
@@ -129,30 +129,30 @@ def test_gradients(worlds: Worlds, op: str, how: tuple[int, int]) -> None:
         case(op, rows, 18, 40, dtype, how=how, bias=bias)
         for rows, bias, dtype in ((7, True, "float32"), (20, False, "float16"))
     ]
-    worlds("gloo", 3).run(behaviour.gradients, cases)
+    worlds("gloo", 3).run(backward.gradients, cases)
 
 
 @both
 @pytest.mark.parametrize("wanted", ["x", "wb"])
 def test_gradients_of_some(worlds: Worlds, op: str, wanted: str) -> None:
-    worlds("gloo", 3).run(behaviour.gradients, [case(op, 7, 18, 40, bias=True)], wanted)
+    worlds("gloo", 3).run(backward.gradients, [case(op, 7, 18, 40, bias=True)], wanted)
 
 
 @both
 def test_gradients_in_a_group_of_one(worlds: Worlds, op: str) -> None:
-    worlds("gloo", 1).run(behaviour.gradients, [case(op, 7, 18, 40, bias=True)])
+    worlds("gloo", 1).run(backward.gradients, [case(op, 7, 18, 40, bias=True)])
 
 
 @both
 def test_backward_sends_nothing_but_the_fused_dual(worlds: Worlds, op: str) -> None:
     """What wgrad needs has been exchanged already: with dgrad, or in forward. Kept is as much as x."""
-    worlds("gloo", 3).run(behaviour.what_backward_sends, case(op, 7, 18, 40, bias=True), {}, 3 * 7 * 40)
+    worlds("gloo", 3).run(backward.what_backward_sends, case(op, 7, 18, 40, bias=True), {}, 3 * 7 * 40)
 
 
 @both
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_gradients(worlds: Worlds, op: str, backend: str) -> None:
-    worlds("gloo", 2).run(behaviour.gradients, [case(op, 7, 18, 40, bias=True)], "xwb", backend)
+    worlds("gloo", 2).run(backward.gradients, [case(op, 7, 18, 40, bias=True)], "xwb", backend)
 
 
 @both

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import behaviour, parity
+from tests import backward, behaviour, parity
 from tests.disturbances import stall_in_the_kernel
-from tests.parity import RS, Case, has_kernel, prepare
+from tests.matmul_cases import RS, Case, has_kernel, prepare
 from tests.worlds import Member, World, Worlds
 
 import tileweave as tw
@@ -87,25 +87,25 @@ def differentiated(dtype: str) -> list[Case]:
 
 
 def test_gradients(world: World) -> None:
-    world.run(behaviour.gradients, differentiated("float32"))
+    world.run(backward.gradients, differentiated("float32"))
 
 
 def test_gradients_in_half_precision(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(behaviour.gradients, differentiated("float16"))
+    worlds("gloo", 3).run(backward.gradients, differentiated("float16"))
 
 
 @pytest.mark.parametrize("wanted", ["x", "w", "b", "xb", "wb", "xw"])
 def test_gradients_of_some(worlds: Worlds, wanted: str) -> None:
-    worlds("gloo", 3).run(behaviour.gradients, [case(7, 18, 40, bias=True)], wanted)
+    worlds("gloo", 3).run(backward.gradients, [case(7, 18, 40, bias=True)], wanted)
 
 
 def test_gradients_in_a_group_of_one(worlds: Worlds) -> None:
-    worlds("gloo", 1).run(behaviour.gradients, [case(7, 18, 40, bias=True)])
+    worlds("gloo", 1).run(backward.gradients, [case(7, 18, 40, bias=True)])
 
 
 def test_backward_sends_nothing_but_the_fused_dual(worlds: Worlds) -> None:
     """dgrad hands the gathered gradient to wgrad and to the bias."""
-    worlds("gloo", 3).run(behaviour.what_backward_sends, case(7, 18, 40, bias=True), {}, 3 * 7 * 40)
+    worlds("gloo", 3).run(backward.what_backward_sends, case(7, 18, 40, bias=True), {}, 3 * 7 * 40)
 
 
 def finite_differences(me: Member) -> None:
@@ -141,7 +141,7 @@ def test_finite_differences(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_gradients(worlds: Worlds, backend: str) -> None:
-    worlds("gloo", 2).run(behaviour.gradients, [case(7, 18, 40, bias=True)], "xwb", backend)
+    worlds("gloo", 2).run(backward.gradients, [case(7, 18, 40, bias=True)], "xwb", backend)
 
 
 def test_compiled_with_changing_rows(worlds: Worlds) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parity import AG, AR, RS
+from tests.matmul_cases import AG, AR, RS
 from tests.worlds import Member, Worlds
 
 pytest.importorskip("hypothesis")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.calling import refusal
 from tests.cpu import test_bad_input, test_matmul_all_reduce, test_matmul_all_to_all, test_matmul_reduce_scatter
-from tests.parity import AG, AR, IN, OUT, RS
+from tests.matmul_cases import AG, AR, IN, OUT, RS
 from tests.worlds import Member, Worlds
 from torch._subclasses.fake_tensor import FakeTensorMode
 

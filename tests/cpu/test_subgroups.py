@@ -10,9 +10,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests import behaviour, embedding, moe
+from tests import backward, moe
 from tests.calling import run_either
-from tests.parity import AG, AR, IN, OUT, RS, Case
+from tests.matmul_cases import AG, AR, IN, OUT, RS, Case
+from tests.near import assert_norm_near
 from tests.worlds import Member, Worlds
 
 import tileweave as tw
@@ -31,15 +32,13 @@ def in_the_group(me: Member, body: Callable[..., None], *args: object) -> None:
 
 
 def gradients(me: Member, group: dist.ProcessGroup, rank: int, size: int, case: Case) -> None:
-    leaves = behaviour._leaves(case, rank, size, me.device, "xwbrn")
-    c, _ = behaviour._coefficients(case, rank, size, me.device)
+    leaves = backward.draw_leaves(case, rank, size, me.device, "xwbrn")
+    c, _ = backward.coefficients(case, rank, size, me.device)
     options = {**leaves.options(), **case.options(), "group": group}
-    behaviour.weighted_sum(case.op, leaves.x, leaves.w, leaves.bias, options, c, None).backward()
-    want = behaviour.expected_gradients(case, rank, size, me.device)
+    backward.weighted_sum(case.op, leaves.x, leaves.w, leaves.bias, options, c, None).backward()
+    want = backward.expected_gradients(case, rank, size, me.device)
     for name in ("x", "w", "bias"):
-        right = getattr(want, name)
-        error = float((getattr(leaves, name).grad.double() - right).norm() / right.norm())
-        assert error < 1e-5, f"rank {rank}, {case.op}: {name} off by {error}"
+        assert_norm_near(getattr(leaves, name).grad, getattr(want, name), 1e-5, f"rank {rank}, {case.op}: {name}")
 
 
 @pytest.mark.parametrize("case", [Case(7, 18, 40, bias=True, op=op, how=how) for op, how in DENSE], ids=lambda case: case.op)
@@ -89,10 +88,10 @@ def tables(me: Member, group: dist.ProcessGroup, rank: int, size: int) -> None:
     outs = [torch.cat([leaves[t][values[r][2 * t : 2 * t + 2]] for t in range(3)], 1) for r in range(size)]
     torch.stack([out.square().sum() for out in outs]).sum().backward()
     y.square().sum().backward()
-    embedding.near(y, outs[rank].detach(), 1e-6, "y")
+    assert_norm_near(y, outs[rank].detach(), 1e-6, "y")
     for shard, weight in zip(module.plan.of_rank(rank), module.weights(), strict=True):
         want = leaves[shard.table].grad[:, shard.column : shard.column + shard.dim]
-        embedding.near(weight.grad, want, 1e-5, f"gradient of table {shard.table}")
+        assert_norm_near(weight.grad, want, 1e-5, f"gradient of table {shard.table}")
 
 
 @pytest.mark.parametrize("body", [layers, experts, tables], ids=lambda body: body.__name__)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests import behaviour, combining, embedding, experts, moe
+from tests import backward, combining, embedding, embedding_backward, experts, moe, sharded_embedding
 from tests.calling import call_unfused
-from tests.parity import AG, AR, IN, OUT, RS, Case
+from tests.matmul_cases import AG, AR, IN, OUT, RS, Case
 from tests.worlds import Worlds
 
 TABLES = [
@@ -30,16 +30,16 @@ def dense(op: str, how: tuple[int, int] | None) -> list[Case]:
 
 
 CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
-    AG: (behaviour.gradients, (dense(AG, None),)),
-    RS: (behaviour.gradients, (dense(RS, None),)),
-    AR: (behaviour.gradients, (dense(AR, None),)),
-    OUT: (behaviour.gradients, (dense(OUT, (1, 0)),)),
-    IN: (behaviour.gradients, (dense(IN, (0, 1)),)),
-    "tables": (embedding.gradients, (TABLES, False)),
-    "tables, sparse": (embedding.gradients, (TABLES, True)),
-    "sgd": (embedding.fused_steps, (STEPS, "sgd")),
-    "adagrad": (embedding.fused_steps, (STEPS, "adagrad")),
-    "bags": (embedding.sharded_embedding_bag, ("adagrad",)),
+    AG: (backward.gradients, (dense(AG, None),)),
+    RS: (backward.gradients, (dense(RS, None),)),
+    AR: (backward.gradients, (dense(AR, None),)),
+    OUT: (backward.gradients, (dense(OUT, (1, 0)),)),
+    IN: (backward.gradients, (dense(IN, (0, 1)),)),
+    "tables": (embedding_backward.gradients, (TABLES, False)),
+    "tables, sparse": (embedding_backward.gradients, (TABLES, True)),
+    "sgd": (embedding_backward.fused_steps, (STEPS, "sgd")),
+    "adagrad": (embedding_backward.fused_steps, (STEPS, "adagrad")),
+    "bags": (sharded_embedding.sharded_embedding_bag, ("adagrad",)),
     "dispatch": (experts.public_calls, (DISPATCHED, "unfused")),
     "gradients of a dispatch": (experts.gradients, (ROUTED,)),
     "combine": (combining.public_calls, (SPARE, "unfused")),

@@ -56,8 +56,8 @@ _OPEN = "        count_in(counters + num_segments * num_programs)\n"
 _ALL_WAIT = "range(1, WORLD_SIZE):\n        wait"
 _NEVER = "            if 0: tl.store(counters + num_segments"
 _SIGNAL = "        copies.append(Copy(instance.signal_addresses[peer] + 4 * (rank * MAX_SLICES + chunk), epoch, 4))\n"
-_GIVE = "    tl.store(partials + (place + program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
-_COUNT = '    tl.atomic_add(counters + cut_tile, 1, sem="release", scope="gpu")\n'
+_GIVE = "    tl.store(partials + (base + share.program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
+_COUNT = '    tl.atomic_add(counters + (base + tile - share.whole), 1, sem="release", scope="gpu")\n'
 
 _OWNERS = "range(1, WORLD_SIZE):\n        owner"
 _PEERS = "range(1, WORLD_SIZE):\n        peer"
@@ -267,7 +267,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "(num_programs // team - 1 - program // team) * span",
         "(program // team) * span",
         AG + "sm, cut",
-        count=2,
     ),
     # --- what goes between ranks beside the library's matmul ---
     Mutant("one slot for shards", EXCHANGE, "(epoch & 1)", "(epoch & 0)", AR + "library"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests import behaviour
-from tests.parity import Case, prepare, verify
+from tests import backward, behaviour
+from tests.matmul_cases import Case, prepare, verify
 from tests.worlds import Member, World, Worlds
 
 import tileweave as tw
@@ -38,7 +38,7 @@ def test_empty_dimensions(world: World) -> None:
 
 @pytest.mark.parametrize("gathered", [False, True])
 def test_gradients(world: World, gathered: bool) -> None:
-    world.run(behaviour.gradients, [Case(64, 48, 96, "bfloat16", bias=True, gathered=gathered)])
+    world.run(backward.gradients, [Case(64, 48, 96, "bfloat16", bias=True, gathered=gathered)])
 
 
 def test_opcheck(world: World) -> None:
@@ -46,7 +46,7 @@ def test_opcheck(world: World) -> None:
 
 
 def test_compiled(world: World) -> None:
-    world.run(behaviour.gradients, [Case(64, 48, 96, "bfloat16", bias=True)], "xwb", "inductor", timeout=100)
+    world.run(backward.gradients, [Case(64, 48, 96, "bfloat16", bias=True)], "xwb", "inductor", timeout=100)
 
 
 def test_column_parallel_linear(world: World) -> None:

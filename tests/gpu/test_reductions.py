@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests import behaviour
-from tests.parity import AR, RS, Case
+from tests import backward, behaviour
+from tests.matmul_cases import AR, RS, Case
 from tests.worlds import World, Worlds
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ def test_public_calls(world: World, case: Case) -> None:
 
 @each
 def test_gradients(world: World, case: Case) -> None:
-    world.run(behaviour.gradients, [case])
+    world.run(backward.gradients, [case])
 
 
 @each

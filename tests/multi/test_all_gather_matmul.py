@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests import behaviour, device_behaviour, parity
-from tests.parity import Case
+from tests import backward, behaviour, device_behaviour, parity
+from tests.matmul_cases import AG, Case, draw, draw_operands, prepare
+from tests.near import GRADIENT_ERROR, assert_norm_near
 from tests.worlds import Member, World, one_shot
 
 import tileweave as tw
@@ -118,7 +119,7 @@ def call_after_a_rendezvous_of_its_own(me: Member, case: Case) -> None:
     alone = me.group(0)
     if alone is not None:  # rank 0: torch counts this, and the other ranks know nothing of it
         symm_mem.rendezvous(symm_mem.empty(64, device=me.device), alone)
-    call = parity.prepare(case, me.rank, me.world_size, me.device, 12)
+    call = prepare(case, me.rank, me.world_size, me.device, 12)
     call.verify(f"rank {me.rank}", tw.all_gather_matmul(call.x, call.w))
 
 
@@ -145,7 +146,7 @@ def backward_in_a_graph(me: Member, case: Case, replays: int) -> None:
     tw.close()
     rows, cols, depth = case.x_rows(me.world_size), case.cols, case.depth
     tw.warmup(case.op, rows, cols, depth, dtype=case.torch_dtype, backward=True)
-    held = parity.prepare(case, me.rank, me.world_size, me.device, 0).operands
+    held = prepare(case, me.rank, me.world_size, me.device, 0).operands
     c = torch.zeros(me.world_size * rows, cols, dtype=case.torch_dtype, device=me.device)
     x, w = held.x.requires_grad_(), held.w.requires_grad_()
     graph = torch.cuda.CUDAGraph()
@@ -156,8 +157,8 @@ def backward_in_a_graph(me: Member, case: Case, replays: int) -> None:
     for n in range(replays):
         if n % me.world_size == me.rank:
             parity.pause(me.device, 0.0005)
-        everyone = [parity.draw_operands(case, rank, me.world_size, me.device, 100 + n) for rank in range(me.world_size)]
-        weights = [parity.draw(c.shape, case, 1.0, me.device, 200 + n, rank) for rank in range(me.world_size)]
+        everyone = [draw_operands(case, rank, me.world_size, me.device, 100 + n) for rank in range(me.world_size)]
+        weights = [draw(c.shape, case, 1.0, me.device, 200 + n, rank) for rank in range(me.world_size)]
         with torch.no_grad():
             for into, fresh in zip((x, w, c), (everyone[me.rank].x, everyone[me.rank].w, weights[me.rank]), strict=True):
                 into.copy_(fresh)
@@ -166,8 +167,7 @@ def backward_in_a_graph(me: Member, case: Case, replays: int) -> None:
         parts = [of.double() @ operands.w.double() for of, operands in zip(weights, everyone, strict=True)]
         gathered = torch.cat([operands.x for operands in everyone]).double()
         for got, want in zip(found, (torch.stack(parts).sum(0)[mine], weights[me.rank].double().t() @ gathered), strict=True):
-            error = float((got.double() - want).norm() / want.norm())
-            assert error < behaviour.GRADIENT_ERROR[case.dtype], f"rank {me.rank}, replay {n}: off by {error:.2e}"
+            assert_norm_near(got, want, GRADIENT_ERROR[case.dtype], f"rank {me.rank}, replay {n}")
     tw.synchronize()
     me.barrier()
     del graph
@@ -185,8 +185,8 @@ def test_a_captured_backward(largest: World, rows: int) -> None:
 
 def test_gradients(largest: World) -> None:
     cases = [Case(64, 128, 256, "bfloat16", bias=True, gathered=gathered) for gathered in (False, True)]
-    largest.run(behaviour.gradients, cases, timeout=120)
-    largest.run(behaviour.gradients, cases, "xwb", "inductor", timeout=200)
+    largest.run(backward.gradients, cases, timeout=120)
+    largest.run(backward.gradients, cases, "xwb", "inductor", timeout=200)
 
 
 def test_opcheck(largest: World) -> None:
@@ -211,7 +211,7 @@ def first_call_without(me: Member, absent: int) -> float | None:
     if me.rank == absent:
         time.sleep(device_behaviour.SECONDS + 4.0)
         return None
-    call = parity.prepare(Case(64, 256, 512, "bfloat16"), me.rank, me.world_size, me.device, 99)
+    call = prepare(Case(64, 256, 512, "bfloat16"), me.rank, me.world_size, me.device, 99)
     started = time.monotonic()
     with pytest.raises(tw.PeerTimeout, match="mapping symmetric memory"):
         tw.all_gather_matmul(call.x, call.w)
@@ -226,7 +226,7 @@ def test_a_peer_that_never_comes_to_the_first_call() -> None:
 
 
 def test_ranks_that_disagree(largest: World) -> None:
-    texts = largest.run(behaviour.disagree, parity.AG)
+    texts = largest.run(behaviour.disagree, AG)
     assert len(set(texts)) == 1
     if largest.size > 2:  # of two, either may be called the odd one
         assert "rank 1" in texts[0]

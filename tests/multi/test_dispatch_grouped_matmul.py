@@ -5,17 +5,16 @@ Kernels compile for each dtype and cut, which is most of the time here: cases ar
 
 from __future__ import annotations
 
-import os
-import time
 from dataclasses import replace
 
 import pytest
 import torch
-from tests import experts
+from tests import device_behaviour, experts
 from tests.experts import Case
 from tests.worlds import Member, World, one_shot
 
 import tileweave as tw
+from tileweave.ops.routing_plan import RoutingPlan
 from tileweave.schedule_grouped import DispatchConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
@@ -118,23 +117,20 @@ def test_bad_input(largest: World) -> None:
 def call_without(me: Member, absent: int) -> dict | None:
     case = replace(PLAIN, tokens=(60,))
     o = experts.draw(case, me.rank, me.world_size, me.device, 0)
-    for seconds in (60.0, 3.0):  # the first round compiles
-        me.barrier()
-        tw.close()
-        os.environ["TILEWEAVE_TIMEOUT"] = str(seconds)
-        _, plan = tw.dispatch_grouped_matmul(o.x, o.experts, o.ids)
-        tw.synchronize()
-    me.barrier()
-    if me.rank == absent:
-        time.sleep(7)
-        return None
-    y, _ = tw.dispatch_grouped_matmul(o.x, o.experts, plan=plan)
-    with pytest.raises(tw.PeerTimeout) as caught:
-        tw.synchronize()
-    remote = plan.row_entry[: int(plan.offsets[-1])] // case.topk // case.max_tokens != me.rank
-    poisoned = bool(y[: len(remote)][remote].isnan().all())
-    tw.close()
-    return {"op": caught.value.op, "peer": caught.value.peer, "poisoned": poisoned}
+    plans: list[RoutingPlan] = []
+
+    def call(number: int) -> torch.Tensor:
+        how = {"plan": plans[-1]} if number else {"topk_ids": o.ids}
+        y, plan = tw.dispatch_grouped_matmul(o.x, o.experts, **how)
+        plans.append(plan)
+        return y
+
+    def poisoned(y: torch.Tensor) -> bool:
+        plan = plans[-1]
+        remote = plan.row_entry[: int(plan.offsets[-1])] // case.topk // case.max_tokens != me.rank
+        return bool(y[: len(remote)][remote].isnan().all())
+
+    return device_behaviour.lone_call(me, absent, call, poisoned)
 
 
 def test_a_peer_that_never_calls() -> None:

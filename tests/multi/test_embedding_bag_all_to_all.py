@@ -5,12 +5,9 @@ Kernels compile for each dtype and cut, which is most of the time here: cases ar
 
 from __future__ import annotations
 
-import os
-import time
-
 import pytest
 import torch
-from tests import embedding
+from tests import device_behaviour, embedding, embedding_backward, sharded_embedding
 from tests.embedding import Case
 from tests.near import assert_near
 from tests.worlds import Member, World, one_shot
@@ -130,36 +127,36 @@ def test_replays_with_changing_inputs(largest: World) -> None:
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_gradients(largest: World, sparse: bool) -> None:
     cases = [CASES["plain"], CASES["odd"], Case(((32,), (32,)), 64, longest=9, rows=3), CASES["no_tables_somewhere"]]
-    largest.run(embedding.gradients, cases, sparse, timeout=200)
-    largest.run(embedding.by_copy_engines, embedding.gradients, cases, sparse, timeout=200)
+    largest.run(embedding_backward.gradients, cases, sparse, timeout=200)
+    largest.run(embedding_backward.by_copy_engines, embedding_backward.gradients, cases, sparse, timeout=200)
 
 
 def test_sums_of_runs(largest: World) -> None:
-    largest.run(embedding.sums_of_runs, tuple(range(8)), timeout=120)
+    largest.run(embedding_backward.sums_of_runs, tuple(range(8)), timeout=120)
 
 
 def test_gradients_in_half(world: World) -> None:
-    world.run(embedding.gradients, [CASES["half"]], timeout=120)
+    world.run(embedding_backward.gradients, [CASES["half"]], timeout=120)
 
 
 def test_compiled_gradients(largest: World) -> None:
-    largest.run(embedding.gradients, [CASES["plain"]], False, "inductor", timeout=200)
+    largest.run(embedding_backward.gradients, [CASES["plain"]], False, "inductor", timeout=200)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad"])
 def test_fused_steps(largest: World, kind: str) -> None:
     case = Case(((32,), (32, 64)), 60, rows=5)
-    largest.run(embedding.fused_steps, case, kind, timeout=120)
-    largest.run(embedding.by_copy_engines, embedding.fused_steps, case, kind, timeout=120)
+    largest.run(embedding_backward.fused_steps, case, kind, timeout=120)
+    largest.run(embedding_backward.by_copy_engines, embedding_backward.fused_steps, case, kind, timeout=120)
 
 
 def test_distribution(largest: World) -> None:
     features = [*[[2, 0], [], [1, 2], [0]][: largest.size - 1], [0, 1, 2]]
-    largest.run(embedding.distribution, features, 3, 4, True)
+    largest.run(sharded_embedding.distribution, features, 3, 4, True)
 
 
 def test_sharded_embedding_bag(largest: World) -> None:
-    largest.run(embedding.sharded_embedding_bag, "adagrad", timeout=120)
+    largest.run(sharded_embedding.sharded_embedding_bag, "adagrad", timeout=120)
 
 
 def test_bad_input(largest: World) -> None:
@@ -168,22 +165,11 @@ def test_bad_input(largest: World) -> None:
 
 def call_without(me: Member, absent: int) -> dict | None:
     case = CASES["plain"]
-    for seconds in (60.0, 3.0):  # the first round compiles
-        me.barrier()
-        tw.close()
-        os.environ["TILEWEAVE_TIMEOUT"] = str(seconds)
-        embedding.call(case, embedding.draw(case, me.rank, me.device, 0), me.world_size)
-        tw.synchronize()
-    me.barrier()
-    if me.rank == absent:
-        time.sleep(7)
-        return None
-    y = embedding.call(case, embedding.draw(case, me.rank, me.device, 1), me.world_size)
-    with pytest.raises(tw.PeerTimeout) as caught:
-        tw.synchronize()
-    poisoned = bool(y.isnan().all())
-    tw.close()
-    return {"op": caught.value.op, "peer": caught.value.peer, "poisoned": poisoned}
+
+    def call(number: int) -> torch.Tensor:
+        return embedding.call(case, embedding.draw(case, me.rank, me.device, number), me.world_size)
+
+    return device_behaviour.lone_call(me, absent, call, lambda y: bool(y.isnan().all()))
 
 
 def test_a_peer_that_never_calls() -> None:

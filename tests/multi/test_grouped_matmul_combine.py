@@ -5,13 +5,11 @@ Kernels compile for each dtype and cut, which is most of the time here: cases ar
 
 from __future__ import annotations
 
-import os
-import time
 from dataclasses import replace
 
 import pytest
 import torch
-from tests import combining, moe
+from tests import combining, device_behaviour, moe
 from tests.experts import Case
 from tests.moe import Layer
 from tests.worlds import Member, World, one_shot
@@ -105,23 +103,12 @@ def test_moe(largest: World) -> None:
 
 
 def call_without(me: Member, absent: int) -> dict | None:
-    first, second = (combining.prepare(BASE, me.rank, me.world_size, me.device, seed) for seed in (0, 1))
-    for seconds in (60.0, 3.0):  # the first round compiles
-        me.barrier()
-        tw.close()
-        os.environ["TILEWEAVE_TIMEOUT"] = str(seconds)
-        combining.fused(me, first, FASTEST)
-        tw.synchronize()
-    me.barrier()
-    if me.rank == absent:
-        time.sleep(7)
-        return None
-    z = combining.fused(me, second, FASTEST)
-    with pytest.raises(tw.PeerTimeout) as caught:
-        tw.synchronize()
-    poisoned = bool(z.isnan().any())
-    tw.close()
-    return {"op": caught.value.op, "peer": caught.value.peer, "poisoned": poisoned}
+    calls = [combining.prepare(BASE, me.rank, me.world_size, me.device, seed) for seed in (0, 1)]
+
+    def call(number: int) -> torch.Tensor:
+        return combining.fused(me, calls[number], FASTEST)
+
+    return device_behaviour.lone_call(me, absent, call, lambda z: bool(z.isnan().any()))
 
 
 def test_a_peer_that_never_calls() -> None:

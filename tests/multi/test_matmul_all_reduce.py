@@ -7,8 +7,8 @@ time here: variants are few on purpose. Kernels are those that the plan picks, u
 from __future__ import annotations
 
 import pytest
-from tests import behaviour, device_behaviour, parity
-from tests.parity import AR, Case, has_kernel
+from tests import backward, behaviour, device_behaviour, parity
+from tests.matmul_cases import AR, Case, has_kernel
 from tests.worlds import World, one_shot
 
 from tileweave.config import MatmulConfig
@@ -105,8 +105,8 @@ def test_capture_without_warmup(largest: World) -> None:
 
 def test_gradients(largest: World) -> None:
     cases = [case(64, 256, 128, bias=True), case(64, 256, 128, **FULL)]
-    largest.run(behaviour.gradients, cases, timeout=120)
-    largest.run(behaviour.gradients, cases[1:], "xwbrn", "inductor", timeout=200)
+    largest.run(backward.gradients, cases, timeout=120)
+    largest.run(backward.gradients, cases[1:], "xwbrn", "inductor", timeout=200)
 
 
 def test_opcheck(largest: World) -> None:

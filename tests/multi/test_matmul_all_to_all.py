@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests import behaviour, device_behaviour, parity
-from tests.parity import IN, OUT, Case
+from tests import backward, behaviour, device_behaviour, parity
+from tests.matmul_cases import IN, OUT, Case
 from tests.worlds import World, one_shot
 
 from tileweave.config import UNFUSED_EXCHANGE_ROWS, MatmulConfig, Problem, plan_all_to_all_matmul, plan_matmul_all_to_all
@@ -110,8 +110,8 @@ def test_capture_without_warmup(largest: World, op: str) -> None:
 @both
 def test_gradients(largest: World, op: str) -> None:
     cases = [case(op, 64, 256, 128, how=how, bias=True) for how in HOWS]
-    largest.run(behaviour.gradients, cases, timeout=120)
-    largest.run(behaviour.gradients, cases[1:2], "xwb", "inductor", timeout=200)
+    largest.run(backward.gradients, cases, timeout=120)
+    largest.run(backward.gradients, cases[1:2], "xwb", "inductor", timeout=200)
 
 
 @both

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests import behaviour, device_behaviour, parity
-from tests.parity import RS, Case, has_kernel
+from tests import backward, behaviour, device_behaviour, parity
+from tests.matmul_cases import RS, Case, has_kernel
 from tests.worlds import World, gpu_ranks, one_shot
 
 from tileweave.config import MatmulConfig, Problem, plan_matmul_reduce_scatter
@@ -109,8 +109,8 @@ def test_capture_without_warmup(largest: World) -> None:
 
 def test_gradients(largest: World) -> None:
     cases = [case(64, 256, 128, bias=True)]
-    largest.run(behaviour.gradients, cases, timeout=120)
-    largest.run(behaviour.gradients, cases, "xwb", "inductor", timeout=200)
+    largest.run(backward.gradients, cases, timeout=120)
+    largest.run(backward.gradients, cases, "xwb", "inductor", timeout=200)
 
 
 def test_opcheck(largest: World) -> None:

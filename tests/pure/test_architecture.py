@@ -1,7 +1,7 @@
 """The rules of the house: who may import whom, how long things may get, and what is never written.
 
 A rule is a function from one source file to its violations. Each rule is run over the whole package, and over snippets
-which must break it, so that no rule can quietly stop working.
+which must break it, so that no rule can quietly stop working. Tests and examples keep the length of files alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
+PACKAGE = SRC / "tileweave"
+BESIDE = ("tests", "examples")  # whose files are short, too
 
 # Lowest first. A module imports from lower layers and from its own package; facts also import each other.
 # `__init__` is the public face of the package: who stands above it may write `import tileweave`.
@@ -52,7 +54,7 @@ Violation = tuple[int, str]
 
 @dataclass(frozen=True)
 class Source:
-    """One file: `module` is its dotted path inside the package, `ops.__init__` for a package's own file."""
+    """One file: `module` is its dotted path inside its folder, `ops.__init__` for a package's own file."""
 
     module: str
     text: str
@@ -72,11 +74,19 @@ class Source:
 Rule = Callable[[Source], Iterator[Violation]]
 
 
-def sources() -> list[Source]:
-    root = SRC / "tileweave"
+def sources(folder: Path) -> list[Source]:
     return [
-        Source(".".join(path.relative_to(root).with_suffix("").parts), path.read_text("utf-8"))
-        for path in sorted(root.rglob("*.py"))
+        Source(".".join(path.relative_to(folder).with_suffix("").parts), path.read_text("utf-8"))
+        for path in sorted(folder.rglob("*.py"))
+    ]
+
+
+def violations(rule: Rule, folder: Path) -> list[str]:
+    """Of every Python file in `folder`, as places that an editor finds."""
+    return [
+        f"{folder / source.module.replace('.', '/')}.py:{line}: {what}"
+        for source in sources(folder)
+        for line, what in rule(source)
     ]
 
 
@@ -229,17 +239,20 @@ RULES: tuple[Rule, ...] = (
 
 
 def test_every_layer_is_there() -> None:
-    assert set(LEVEL) == {source.package for source in sources()} - {"__main__"}
+    assert set(LEVEL) == {source.package for source in sources(PACKAGE)} - {"__main__"}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_package_keeps(rule: Rule) -> None:
-    violations = [
-        f"src/tileweave/{source.module.replace('.', '/')}.py:{line}: {what}"
-        for source in sources()
-        for line, what in rule(source)
-    ]
-    assert not violations, "\n".join(["", *violations])
+    found = violations(rule, PACKAGE)
+    assert not found, "\n".join(["", *found])
+
+
+@pytest.mark.parametrize("folder", BESIDE)
+def test_files_beside_the_package_are_short(folder: str) -> None:
+    assert sources(ROOT / folder), "there is something to look at"
+    found = violations(files_are_short, ROOT / folder)
+    assert not found, "\n".join(["", *found])
 
 
 # --- Each rule can fail, and does not fail for nothing ---
@@ -301,6 +314,14 @@ SOUND = {
 @pytest.mark.parametrize(("rule", "module", "text"), BROKEN, ids=[f"{rule.__name__}-{place}" for rule, place, _ in BROKEN])
 def test_a_rule_notices(rule: Rule, module: str, text: str) -> None:
     assert list(rule(Source(module, text)))
+
+
+def test_a_long_file_is_found_in_any_folder(tmp_path: Path) -> None:
+    for lines in (MAX_FILE_LINES, MAX_FILE_LINES + 1):
+        planted = tmp_path / "tests" / "cpu" / f"test_{lines}.py"
+        planted.parent.mkdir(parents=True, exist_ok=True)
+        planted.write_text("\n" * lines)
+    assert violations(files_are_short, tmp_path) == [f"{planted}:{lines}: {lines} lines, at most {MAX_FILE_LINES}"]
 
 
 def test_every_rule_is_proven() -> None:

@@ -1,4 +1,6 @@
-"""``tests/near.py`` lets nothing pass that ``torch.testing.assert_close`` does not, and refuses nothing that it does."""
+"""``tests/near.py`` lets nothing pass that ``torch.testing.assert_close`` does not, and refuses nothing that it does; in norms,
+nothing passes that is farther off than it may be.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import math
 
 import pytest
 import torch
-from tests.near import assert_near
+from tests.near import assert_near, assert_norm_near
 
 ONE = 1.0 + 2**-20
 VALUES = (0.0, -0.0, 1.0, ONE, -1.0, 1.1, 3.0, 1e-7, 1e300, math.inf, -math.inf, math.nan)
@@ -64,3 +66,22 @@ def test_the_worst_element_is_shown(odd: float, text: str) -> None:
     got[0, 1], got[2, 3] = 1.25, odd
     with pytest.raises(AssertionError, match=rf"it: 2 of 12 elements .* \(2, 3\): got {text}, expected 1 \+- 2e-05"):
         assert_near(got, want, 1e-5, 1e-5, "it")
+
+
+@pytest.mark.parametrize(
+    ("got", "text"),
+    [
+        (torch.tensor([3.0, 4.06]), "it: off by 6.00e-02 of 5.00e[+]00"),
+        (torch.tensor([3.0, math.nan]), "it: off by nan"),
+        (torch.tensor([3.0, 4.0, 0.0]), r"it: shape \(3,\), expected \(2,\)"),
+        (None, "it: there is none"),
+    ],
+    ids=["far", "NaN", "shape", "none"],
+)
+def test_norms_are_relative_to_what_is_expected(got: torch.Tensor | None, text: str) -> None:
+    want = torch.tensor([3.0, 4.0])
+    for near_enough in (torch.tensor([3.0, 4.04]), want.double()):
+        assert_norm_near(near_enough, want, 1e-2, "it")
+    assert_norm_near(torch.zeros(2), torch.zeros(2), 1e-2, "nothing off nothing")
+    with pytest.raises(AssertionError, match=text):
+        assert_norm_near(got, want, 1e-2, "it")

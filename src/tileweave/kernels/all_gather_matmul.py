@@ -54,13 +54,11 @@ from tileweave.language.matmul import give_part, matmul_tile, take_parts
 from tileweave.language.meet import await_pushed, meet
 from tileweave.language.remote import get, put_all
 from tileweave.language.signal import consume_token, count_in, faulted, leave, load_epoch, notify_all, wait
-from tileweave.language.tile import cut, part_range, place, segment, unit_count, unit_range
+from tileweave.language.tile import Tiles, part_range, place, segment, share_of, unit_range
 from tileweave.language.trace import label, stamp
-from tileweave.schedule import MIN_SPAN as _MIN_SPAN
 from tileweave.schedule import Parts, TileSchedule, slice_bounds
 
 MAX_SLICES = tl.constexpr(32)
-MIN_SPAN = tl.constexpr(_MIN_SPAN)
 PUSH_BLOCK = 2048  # elements that a producer moves at once: 16 bytes a thread with 8 warps
 
 
@@ -194,16 +192,16 @@ def all_gather_matmul_kernel(
     if EXCHANGE:
         own = x + rank.to(tl.int64) * x_step
     record = NUM_SLICES + program * max_units
+    tiles = Tiles(
+        0 if GATHER_K else rank, 1 if GATHER_K else WORLD_SIZE, rows, TILE_M, GROUP_M, num_tiles, num_segments, band_sources,
+        lead, team, tile_rows, tile_cols, k_blocks, SPLIT_TAIL,
+    )  # fmt: skip
     for part in range(0, num_segments):
-        first_tile, count = segment(part, num_segments, num_tiles, tile_rows * tile_cols, band_sources, lead)
-        whole, crew, span = cut(count, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
-        tiles, units = unit_count(program, num_programs, count, whole, crew, k_blocks, span)
-        for index in range(0, units):
-            tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, count, whole, crew, k_blocks, span)
-            first_row, row_limit, col = place(
-                first_tile + tile, 0 if GATHER_K else rank, 1 if GATHER_K else WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols,
-                GROUP_M, band_sources, lead,
-            )  # fmt: skip
+        first_tile, count = segment(tiles, part)
+        share = share_of(tiles, program, num_programs, count)
+        for index in range(0, share.units):
+            tile, k_begin, k_end = unit_range(share, index)
+            first_row, row_limit, col = place(tiles, first_tile + tile)
             label(trace, record, first_tile + tile + 1, TRACE)
             stamp(trace, record, 0, TRACE)
             if GATHER_K:
@@ -225,17 +223,12 @@ def all_gather_matmul_kernel(
                     a_rows, w, stride_w, col, cols, depth, consume_token(k_begin, token), k_end, TILE_M, TILE_N, TILE_K, EVEN_K,
                     DEPTH_FIRST=DEPTH_FIRST,
                 )  # fmt: skip
-            owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+            owner, helpers = part_range(share, tile)
             if program != owner:
-                give_part(
-                    acc, partials, counters, part * num_programs, program, part * num_programs + tile - whole, TILE_M, TILE_N
-                )
+                give_part(acc, partials, counters, part * num_programs, share, tile, TILE_M, TILE_N)
             else:
                 if helpers > 0:
-                    acc = take_parts(
-                        acc, partials, counters, part * num_programs, owner, helpers, crew,
-                        part * num_programs + tile - whole, TILE_M, TILE_N,
-                    )  # fmt: skip
+                    acc = take_parts(acc, partials, counters, part * num_programs, share, tile, helpers, TILE_M, TILE_N)
                 store_tile(acc, out, bias, first_row, row_limit, col, cols, control, TILE_M, TILE_N, HAS_BIAS)
             stamp(trace, record, 2, TRACE)
             record += 1

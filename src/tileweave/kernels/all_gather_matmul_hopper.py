@@ -22,74 +22,65 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tileweave.config import MatmulConfig
-from tileweave.kernels.all_gather_matmul_load import MIN_SPAN, load_partition
+from tileweave.kernels.all_gather_matmul_load import load_partition
 from tileweave.kernels.all_gather_matmul_move import move_partition
 from tileweave.kernels.descriptors import based, descriptor, weight
 from tileweave.kernels.endpoint import Endpoint, lines
 from tileweave.kernels.launch import Launches
-from tileweave.language.hopper import (
-    FAULT,
+from tileweave.language.hopper import FAULT, leave, stamp
+from tileweave.language.hopper_matmul import (
+    Helped,
     await_parts,
-    cut,
     give_part,
-    leave,
     make_ring,
     multiply_tile,
     part_range,
     place,
     segment,
-    stamp,
+    share_of,
     store_tile,
-    unit_count,
     unit_range,
 )
 from tileweave.language.hopper_meet import await_pushed
+from tileweave.language.tile import Tiles
 from tileweave.schedule import Parts, TileSchedule, slice_bounds
 
 
 @gluon.jit
 def multiply_partition(
-    out, out_desc, out_buffer, bias, partials, counters, a_ring, b_ring, empty, ready, signals, control, report, trace,
-    rank, rows, cols, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
+    out, out_desc, out_buffer, bias, partials, counters, ring, signals, control, report, trace, tiles, cols, max_units,
     num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    OUT_TMA: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, GATHER_K: gl.constexpr,
-    DEPTH_FIRST: gl.constexpr,
+    TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr,
+    OUT_TMA: gl.constexpr, TRACE: gl.constexpr, GATHER_K: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each unit from the ring, then store it or hand it to the tile's owner."""
-    line = band_sources  # where sources stand side by side rows have one: 1, but Triton 3.6 fails if it knows that
-    if not GATHER_K:
-        line = WORLD_SIZE
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
     record = NUM_SLICES + program * max_units
     turn = 0
-    for part in range(0, num_segments):
-        first_tile, count = segment(part, num_segments, num_tiles, tile_rows * tile_cols, band_sources, lead)
-        whole, crew, span = cut(count, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
-        tiles, units = unit_count(program, num_programs, count, whole, crew, k_blocks, span)
-        for index in range(0, units):
-            number, k_begin, k_end = unit_range(index, tiles, program, num_programs, count, whole, crew, k_blocks, span)
-            first_row, row_limit, col = place(
-                first_tile + number, rank % line, line, rows, TILE_M, tile_rows, tile_cols, GROUP_M, band_sources, lead
-            )
+    for part in range(0, tiles.num_segments):
+        base = part * num_programs
+        first_tile, count = segment(tiles, part)
+        share = share_of(tiles, program, num_programs, count)
+        for index in range(0, share.units):
+            number, k_begin, k_end = unit_range(share, index)
+            first_row, row_limit, col = place(tiles, first_tile + number)
             tile, turn, fault = multiply_tile(
-                turn, k_end - k_begin, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS,
+                turn, k_end - k_begin, ring, control, TILE_M, TILE_N, STAGES, WARPS,
                 DEPTH_FIRST=DEPTH_FIRST, LATE=GATHER_K,
             )  # fmt: skip
-            owner, helpers = part_range(number, program, whole, num_programs, crew, k_blocks, span)
-            at = part * num_programs + program
+            owner, helpers = part_range(share, number)
             if program != owner:
-                give_part(tile, partials, counters, at, part * num_programs + number - whole, TILE_M, TILE_N)
+                give_part(tile, partials, counters, base, share, number, TILE_M, TILE_N)
             else:
                 if helpers > 0:
-                    await_parts(counters, part * num_programs + number - whole, helpers)
+                    await_parts(counters, base, share, number, helpers)
                     fault = gl.load(control + FAULT, volatile=True)  # helpers waited for what this program did not need
+                helped = Helped(partials, base + program, helpers, share.team)
                 store_tile(
-                    tile, fault, bias, out, out_desc, out_buffer, partials, at, helpers, crew, first_row, row_limit,
-                    col * TILE_N, cols, rows * line, TILE_M, TILE_N, HALVES, HAS_BIAS, OUT_TMA,
+                    tile, fault, bias, out, out_desc, out_buffer, helped, first_row, row_limit, col * TILE_N, cols,
+                    tiles.rows * tiles.world_size, TILE_M, TILE_N, HALVES, HAS_BIAS, OUT_TMA,
                 )  # fmt: skip
             stamp(trace, record, 2, epoch, TRACE)
             record += 1
@@ -97,7 +88,7 @@ def multiply_partition(
     if not PUSH:  # the copy engine reads the epoch word: it must have pushed before the word moves
         if program == num_programs - 1:
             await_pushed(signals, epoch, control, report, WORLD_SIZE, WARPS)
-            gl.store(counters + num_segments * num_programs, 0)
+            gl.store(counters + tiles.num_segments * num_programs, 0)
     leave(control, epoch, num_partitions)
 
 
@@ -122,23 +113,28 @@ def all_gather_matmul_hopper_kernel(
 ):  # fmt: skip
     """Dispatch the partitions; *move* ends at once where there is nothing to move."""
     MOVE_WARPS: gl.constexpr = 4 if WARPS == 4 else 2  # what fits into 12 warps of 168 registers
-    a_ring, b_ring, empty, ready = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
+    ring = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
     out_buffer = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
     num_partitions = gl.num_programs(0) * 3
+    line = band_sources  # where sources stand side by side rows have one: 1, but Triton 3.6 fails if it knows that
+    if not GATHER_K:
+        line = WORLD_SIZE
+    tiles = Tiles(
+        rank % line, line, rows, TILE_M, GROUP_M, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols,
+        k_blocks, SPLIT_TAIL,
+    )  # fmt: skip
     gate = counters + num_segments * gl.num_programs(0)
     gl.warp_specialize(
         [
             (multiply_partition, (
-                out, out_desc, out_buffer, bias, partials, counters, a_ring, b_ring, empty, ready, signals, control,
-                report, trace, rank, rows, cols, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols,
-                k_blocks, max_units, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, GROUP_M, STAGES, WARPS,
-                HALVES, HAS_BIAS, OUT_TMA, SPLIT_TAIL, TRACE, GATHER_K, DEPTH_FIRST,
+                out, out_desc, out_buffer, bias, partials, counters, ring, signals, control,
+                report, trace, tiles, cols, max_units, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, STAGES,
+                WARPS, HALVES, HAS_BIAS, OUT_TMA, TRACE, GATHER_K, DEPTH_FIRST,
             )),
             (load_partition, (
-                x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
-                slot, rank, rows, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks,
-                max_units, chunk_rows, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, TILE_K, SPANS,
-                GROUP_M, STAGES, SPLIT_TAIL, TRACE, GATHER_K, DEPTH_FIRST,
+                x_desc, slot0_desc, slot1_desc, w_desc, ring, signals, control, report, trace,
+                slot, rank, tiles, max_units, chunk_rows, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N,
+                TILE_K, SPANS, STAGES, TRACE, GATHER_K, DEPTH_FIRST,
             )),
             (move_partition, (
                 x, gathered, slots, slot_table, signal_table, signals, gate, control, report, trace, slot, slot_size, rank,

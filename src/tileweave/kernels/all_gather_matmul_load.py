@@ -4,28 +4,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.kernels.all_gather_matmul_move import MAX_SLICES
-from tileweave.language.hopper import (
-    acquire,
-    are_there,
-    cut,
-    label,
-    leave,
-    load_async,
-    load_slot,
-    load_weight,
-    place,
-    segment,
-    spin,
-    stamp,
-    unit_count,
-    unit_range,
-)  # fmt: skip
-from tileweave.schedule import MIN_SPAN as _MIN_SPAN
-
-MIN_SPAN = gl.constexpr(_MIN_SPAN)
+from tileweave.language.hopper import acquire, are_there, label, leave, load_async, spin, stamp
+from tileweave.language.hopper_matmul import claim, load_slot, load_weight, place, segment, share_of, unit_range
 
 
 @gluon.jit
@@ -50,7 +32,7 @@ def load_rows(
 
 @gluon.jit
 def load_shards(
-    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
+    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, ring, signals, control, report, trace,
     record, slot, rank, rows, first_row, last_row, col, k_begin, k_end, tile, epoch,
     WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
     SPANS: gl.constexpr, STAGES: gl.constexpr, TRACE: gl.constexpr, DEPTH_FIRST: gl.constexpr, EXACT: gl.constexpr,
@@ -68,28 +50,26 @@ def load_shards(
         if not are_there(signals, first, last, MAX_SLICES, epoch, NUM_SLICES, SPREAD, 1, EXACT):
             ahead = gl.minimum(k_end - k_begin, STAGES)
             for step in range(0, ahead):
-                at = (turn + step) % STAGES
-                mbarrier.wait(empty.index(at), (((turn + step) // STAGES) & 1) ^ 1)
-                mbarrier.expect(ready.index(at), block_bytes)
-                load_weight(w_desc, col * TILE_N, (k_begin + step) * TILE_K, ready.index(at), b_ring.index(at), DEPTH_FIRST)
+                at = claim(ring, turn + step, block_bytes, STAGES)
+                load_weight(
+                    w_desc, col * TILE_N, (k_begin + step) * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST
+                )
             spin(signals, first, last, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, SPREAD, 1, EXACT=EXACT)
         acquire(epoch)
         arrived = arrived | needed
         for step in range(0, ahead):
             at = (turn + step) % STAGES
             load_rows(
-                x_desc, slot0_desc, slot1_desc, a_ring.index(at), ready.index(at), first_row,
+                x_desc, slot0_desc, slot1_desc, ring.a.index(at), ring.ready.index(at), first_row,
                 (k_begin + step) * TILE_K, rows, rank, slot, WORLD_SIZE, SPANS,
             )  # fmt: skip
     stamp(trace, record, 1, epoch, TRACE)
     turn += ahead
     for block in range(k_begin + ahead, k_end):
-        at = turn % STAGES
-        mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready.index(at), block_bytes)
-        load_weight(w_desc, col * TILE_N, block * TILE_K, ready.index(at), b_ring.index(at), DEPTH_FIRST)
+        at = claim(ring, turn, block_bytes, STAGES)
+        load_weight(w_desc, col * TILE_N, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST)
         load_rows(
-            x_desc, slot0_desc, slot1_desc, a_ring.index(at), ready.index(at), first_row,
+            x_desc, slot0_desc, slot1_desc, ring.a.index(at), ring.ready.index(at), first_row,
             block * TILE_K, rows, rank, slot, WORLD_SIZE, SPANS,
         )  # fmt: skip
         turn += 1
@@ -98,7 +78,7 @@ def load_shards(
 
 @gluon.jit
 def load_sources(
-    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report,
+    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, ring, signals, control, report,
     slot, rank, rows, first_row, col, k_begin, k_end, k_blocks, tile, epoch,
     WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
     STAGES: gl.constexpr, DEPTH_FIRST: gl.constexpr, EXACT: gl.constexpr,
@@ -110,35 +90,28 @@ def load_sources(
         step = block // blocks
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
         k = block % blocks * TILE_K
-        at = turn % STAGES
-        mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready.index(at), block_bytes)
-        load_weight(w_desc, col * TILE_N, source * blocks * TILE_K + k, ready.index(at), b_ring.index(at), DEPTH_FIRST)
+        at = claim(ring, turn, block_bytes, STAGES)
+        load_weight(w_desc, col * TILE_N, source * blocks * TILE_K + k, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST)
         if ((arrived >> source) & 1) == 0:
             spin(signals, source, source, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, 1, 1, EXACT=EXACT)
             acquire(epoch)
             arrived = arrived | (1 << source)
         if step == 0:
-            load_async(x_desc, [first_row, k], ready.index(at), a_ring.index(at))
+            load_async(x_desc, [first_row, k], ring.ready.index(at), ring.a.index(at))
         else:
-            load_slot(slot0_desc, slot1_desc, slot, (step - 1) * rows + first_row, k, ready.index(at), a_ring.index(at))
+            load_slot(slot0_desc, slot1_desc, slot, (step - 1) * rows + first_row, k, ring.ready.index(at), ring.a.index(at))
         turn += 1
     return turn, arrived
 
 
 @gluon.jit
 def load_partition(
-    x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control, report, trace,
-    slot, rank, rows, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
-    chunk_rows, num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, SPANS: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, GATHER_K: gl.constexpr,
-    DEPTH_FIRST: gl.constexpr,
+    x_desc, slot0_desc, slot1_desc, w_desc, ring, signals, control, report, trace,
+    slot, rank, tiles, max_units, chunk_rows, num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr,
+    PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, SPANS: gl.constexpr,
+    STAGES: gl.constexpr, TRACE: gl.constexpr, GATHER_K: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One warp: for each unit wait for its shards, then keep the ring full."""
-    line = band_sources  # where sources stand side by side rows have one: 1, but Triton 3.6 fails if it knows that
-    if not GATHER_K:
-        line = WORLD_SIZE
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
@@ -150,16 +123,13 @@ def load_partition(
     if not SPANS:
         arrived = 1 << rank
     chunk = -1  # of rows, whose arrivals are noted
-    for part in range(0, num_segments):
-        first_tile, count = segment(part, num_segments, num_tiles, tile_rows * tile_cols, band_sources, lead)
-        whole, crew, span = cut(count, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
-        tiles, units = unit_count(program, num_programs, count, whole, crew, k_blocks, span)
-        for index in range(0, units):
-            tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, count, whole, crew, k_blocks, span)
+    for part in range(0, tiles.num_segments):
+        first_tile, count = segment(tiles, part)
+        share = share_of(tiles, program, num_programs, count)
+        for index in range(0, share.units):
+            tile, k_begin, k_end = unit_range(share, index)
             tile += first_tile
-            first_row, row_limit, col = place(
-                tile, rank % line, line, rows, TILE_M, tile_rows, tile_cols, GROUP_M, band_sources, lead
-            )
+            first_row, row_limit, col = place(tiles, tile)
             label(trace, record, tile + 1, TRACE)
             stamp(trace, record, 0, epoch, TRACE)
             if GATHER_K:
@@ -167,15 +137,15 @@ def load_partition(
                     chunk = first_row // chunk_rows
                     arrived = 1 << rank
                 turn, arrived = load_sources(
-                    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals + chunk,
-                    control, report, slot, rank, rows, first_row, col, k_begin, k_end, k_blocks, tile, epoch,
+                    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, ring, signals + chunk,
+                    control, report, slot, rank, tiles.rows, first_row, col, k_begin, k_end, tiles.k_blocks, tile, epoch,
                     WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, STAGES, DEPTH_FIRST, not PUSH,
                 )  # fmt: skip
             else:
                 last_row = gl.minimum(first_row + TILE_M, row_limit) - 1
                 turn, arrived = load_shards(
-                    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, a_ring, b_ring, empty, ready, signals, control,
-                    report, trace, record, slot, rank, rows, first_row, last_row, col, k_begin, k_end, tile, epoch,
+                    turn, arrived, x_desc, slot0_desc, slot1_desc, w_desc, ring, signals, control,
+                    report, trace, record, slot, rank, tiles.rows, first_row, last_row, col, k_begin, k_end, tile, epoch,
                     WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, SPANS, STAGES, TRACE, DEPTH_FIRST, not PUSH,
                 )  # fmt: skip
             record += 1

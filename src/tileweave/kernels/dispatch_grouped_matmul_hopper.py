@@ -21,7 +21,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.kernels.descriptors import descriptor
 from tileweave.kernels.dispatch_grouped_matmul import Launcher as TritonLauncher
@@ -46,7 +45,8 @@ from tileweave.kernels.dispatch_roles_hopper import (
     walk_to,
 )
 from tileweave.kernels.endpoint import Endpoint
-from tileweave.language.hopper import acquire, leave, load_expert, make_ring
+from tileweave.language.hopper import acquire, leave
+from tileweave.language.hopper_matmul import claim, load_expert, make_ring
 from tileweave.schedule import cdiv
 from tileweave.schedule_grouped import DispatchConfig, dispatch_counts
 
@@ -72,7 +72,7 @@ def row_addresses(
 
 @gluon.jit
 def gather_partition(
-    x, w_desc, a_ring, b_ring, empty, ready, numbers, dealt, taken, counters, offsets, row_entry, slots, signals, control,
+    x, w_desc, ring, numbers, dealt, taken, counters, offsets, row_entry, slots, signals, control,
     report, slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks, num_partitions,
     WORLD_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, DEPTH_FIRST: gl.constexpr,
@@ -110,15 +110,13 @@ def gather_partition(
             )  # fmt: skip
         there = (first_row + place < end)[:, None]
         for block in range(0, k_blocks):
-            at = turn % STAGES
-            mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready.index(at), TILE_N * TILE_K * 2)
+            at = claim(ring, turn, TILE_N * TILE_K * 2, STAGES)
             load_expert(
-                w_desc, expert, cols, depth, col * TILE_N, block * TILE_K, ready.index(at), b_ring.index(at), DEPTH_FIRST
+                w_desc, expert, cols, depth, col * TILE_N, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST
             )
             source = gl.multiple_of(pointers[:, None] + (block * TILE_K + k)[None, :], [1, 16])
-            copy_async(a_ring.index(at), source, there)
-            async_copy.mbarrier_arrive(ready.index(at), increment_count=False)
+            copy_async(ring.a.index(at), source, there)
+            async_copy.mbarrier_arrive(ring.ready.index(at), increment_count=False)
             turn += 1
         count += 1
         tile = deal(tickets, count, numbers, dealt, taken, GATHER_WARPS)
@@ -158,18 +156,18 @@ def dispatch_grouped_matmul_hopper_kernel(
     GATHER_REGISTERS: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions."""
-    a_ring, b_ring, empty, ready = make_ring(w_desc, w_desc, TILE_M, TILE_K, STAGES, 32 * GATHER_WARPS + 1)
+    ring = make_ring(w_desc, w_desc, TILE_M, TILE_K, STAGES, 32 * GATHER_WARPS + 1)
     y_buffer = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
     numbers, dealt, taken = make_deal()
     num_partitions = gl.num_programs(0) * 3
     gl.warp_specialize(
         [
             (multiply_partition, (
-                y, y_desc, y_buffer, a_ring, b_ring, empty, ready, numbers, dealt, taken, offsets, control, experts, cols,
+                y, y_desc, y_buffer, ring, numbers, dealt, taken, offsets, control, experts, cols,
                 tile_cols, k_blocks, num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST, True,
             )),
             (gather_partition, (
-                x, w_desc, a_ring, b_ring, empty, ready, numbers, dealt, taken, counters, offsets, row_entry, slots, signals,
+                x, w_desc, ring, numbers, dealt, taken, counters, offsets, row_entry, slots, signals,
                 control, report, slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols,
                 k_blocks, num_partitions, WORLD_SIZE, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, DEPTH_FIRST,
             )),

@@ -29,7 +29,6 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.kernels.descriptors import descriptor
 from tileweave.kernels.dispatch_grouped_matmul_hopper import Launcher as HopperLauncher
@@ -52,7 +51,8 @@ from tileweave.kernels.dispatch_roles_hopper import (
     wait_steps,
     walk_to,
 )
-from tileweave.language.hopper import acquire, block_barrier, leave, load_async, load_expert, make_ring
+from tileweave.language.hopper import acquire, block_barrier, leave, load_async
+from tileweave.language.hopper_matmul import claim, load_expert, make_ring
 from tileweave.schedule import cdiv
 
 UNIT = gl.constexpr(16)  # rows that are placed, and said to be, at once
@@ -131,7 +131,7 @@ def await_placed(placed, first_row, end, epoch, TILE_M: gl.constexpr):
 
 @gluon.jit
 def load_partition(
-    rows_desc, w_desc, a_ring, b_ring, empty, ready, numbers, dealt, taken, counters, placed, offsets, control, experts, cols,
+    rows_desc, w_desc, ring, numbers, dealt, taken, counters, placed, offsets, control, experts, cols,
     depth, tile_cols, k_blocks, num_partitions,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     DEPTH_FIRST: gl.constexpr,
@@ -151,13 +151,11 @@ def load_partition(
         first_row, col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
         await_placed(placed, first_row, end, epoch, TILE_M)
         for block in range(0, k_blocks):
-            at = turn % STAGES
-            mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready.index(at), block_bytes)
+            at = claim(ring, turn, block_bytes, STAGES)
             load_expert(
-                w_desc, expert, cols, depth, col * TILE_N, block * TILE_K, ready.index(at), b_ring.index(at), DEPTH_FIRST
+                w_desc, expert, cols, depth, col * TILE_N, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST
             )
-            load_async(rows_desc, [first_row, block * TILE_K], ready.index(at), a_ring.index(at))
+            load_async(rows_desc, [first_row, block * TILE_K], ring.ready.index(at), ring.a.index(at))
             turn += 1
         count += 1
         tile = deal(tickets, count, numbers, dealt, taken, 1)
@@ -201,18 +199,18 @@ def dispatch_grouped_matmul_ordered_kernel(
     MOVE_REGISTERS: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions."""
-    a_ring, b_ring, empty, ready = make_ring(rows_desc, w_desc, TILE_M, TILE_K, STAGES)
+    ring = make_ring(rows_desc, w_desc, TILE_M, TILE_K, STAGES)
     y_buffer = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
     numbers, dealt, taken = make_deal()
     num_partitions = gl.num_programs(0) * 3
     gl.warp_specialize(
         [
             (multiply_partition, (
-                y, y_desc, y_buffer, a_ring, b_ring, empty, ready, numbers, dealt, taken, offsets, control, experts, cols,
+                y, y_desc, y_buffer, ring, numbers, dealt, taken, offsets, control, experts, cols,
                 tile_cols, k_blocks, num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST, False,
             )),
             (load_partition, (
-                rows_desc, w_desc, a_ring, b_ring, empty, ready, numbers, dealt, taken, counters, placed, offsets, control,
+                rows_desc, w_desc, ring, numbers, dealt, taken, counters, placed, offsets, control,
                 experts, cols, depth, tile_cols, k_blocks, num_partitions, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, DEPTH_FIRST,
             )),
             (move_partition, (

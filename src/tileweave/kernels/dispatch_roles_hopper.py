@@ -15,7 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tileweave.kernels.grouped_tiles import SOURCES
-from tileweave.language.hopper import acquire, block_barrier, leave, multiply_tile, notify_all, spin, store_tile, symm_at
+from tileweave.language.hopper import acquire, block_barrier, leave, notify_all, spin, symm_at
+from tileweave.language.hopper_matmul import Helped, multiply_tile, store_tile
 
 MAX_BLOCKS = gl.constexpr(32)  # signal words of a source
 # Counters of a call, as in the Triton kernel: tickets for tiles, pushed blocks, tickets for units of rows. There are two sets.
@@ -103,7 +104,7 @@ def take(count, numbers, dealt, taken, WARPS: gl.constexpr):
 
 @gluon.jit
 def multiply_partition(
-    y, y_desc, y_buffer, a_ring, b_ring, empty, ready, numbers, dealt, taken, offsets, control, experts, cols, tile_cols,
+    y, y_desc, y_buffer, ring, numbers, dealt, taken, offsets, control, experts, cols, tile_cols,
     k_blocks, num_partitions,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     HALVES: gl.constexpr, BY_TMA: gl.constexpr, DEPTH_FIRST: gl.constexpr, GATHERED: gl.constexpr,
@@ -119,11 +120,9 @@ def multiply_partition(
     )
     while expert < experts:
         first_row, col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
-        acc, turn, fault = multiply_tile(
-            turn, k_blocks, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS, GATHERED, DEPTH_FIRST
-        )
+        acc, turn, fault = multiply_tile(turn, k_blocks, ring, control, TILE_M, TILE_N, STAGES, WARPS, GATHERED, DEPTH_FIRST)
         store_tile(
-            acc, fault, y, y, y_desc, y_buffer, y, epoch * 0, 0, 1, first_row, end, col * TILE_N, cols, -1,
+            acc, fault, y, y, y_desc, y_buffer, Helped(y, epoch * 0, 0, 1), first_row, end, col * TILE_N, cols, -1,
             TILE_M, TILE_N, HALVES, False, BY_TMA,
         )  # fmt: skip
         count += 1

@@ -23,7 +23,6 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tileweave.config_combine import CombineConfig, CombineCut, partial_bytes
 from tileweave.kernels import grouped_tiles
@@ -40,18 +39,8 @@ from tileweave.kernels.grouped_combine_tasks import (
     serve_tickets,
 )
 from tileweave.kernels.launch import Launches
-from tileweave.language.hopper import (
-    block_barrier,
-    drain_tma_stores,
-    leave,
-    load_async,
-    load_expert,
-    make_ring,
-    multiply_tile,
-    store_masked,
-    store_tma,
-    wait,
-)
+from tileweave.language.hopper import block_barrier, drain_tma_stores, leave, load_async, wait
+from tileweave.language.hopper_matmul import claim, load_expert, make_ring, multiply_tile, store_masked, store_tma
 from tileweave.schedule_grouped import GroupedProblem
 
 first_expert, walk_to, place_in_expert = (gluon.jit(source) for source in grouped_tiles.SOURCES)
@@ -60,7 +49,7 @@ REDUCE_WARPS = 2
 
 @gluon.jit
 def load_partition(
-    y_desc, w_desc, a_ring, b_ring, empty, ready, offsets, experts, cols, depth, chunks, chunk_cols, k_blocks,
+    y_desc, w_desc, ring, offsets, experts, cols, depth, chunks, chunk_cols, k_blocks,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -80,11 +69,11 @@ def load_partition(
             first_row, tile_col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
             col = (tile_col + chunk * chunk_cols) * TILE_N
             for block in range(0, k_blocks):
-                at = turn % STAGES
-                mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
-                mbarrier.expect(ready.index(at), block_bytes)
-                load_expert(w_desc, expert, cols, depth, col, block * TILE_K, ready.index(at), b_ring.index(at), DEPTH_FIRST)
-                load_async(y_desc, [first_row, block * TILE_K], ready.index(at), a_ring.index(at))
+                at = claim(ring, turn, block_bytes, STAGES)
+                load_expert(
+                    w_desc, expert, cols, depth, col, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST
+                )
+                load_async(y_desc, [first_row, block * TILE_K], ring.ready.index(at), ring.a.index(at))
                 turn += 1
             tile += programs
             expert, first_tile, next_tile, begin, end = walk_to(
@@ -117,7 +106,7 @@ def store_products(tile, products, desc, box, first_row, end, col, cols, TILE_M:
 
 @gluon.jit
 def multiply_partition(
-    products_desc, box, a_ring, b_ring, empty, ready, products, rows, factors, lengths, offsets, out, counters, slots,
+    products_desc, box, ring, products, rows, factors, lengths, offsets, out, counters, slots,
     slot_table, signal_table, signals, control, report, slot_size, rank, experts, cols, chunks, chunk_cols, k_blocks, tokens,
     max_tokens, groups, group_blocks, blocks, num_partitions,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
@@ -140,9 +129,7 @@ def multiply_partition(
         )
         while expert < experts:
             first_row, tile_col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
-            acc, turn, fault = multiply_tile(
-                turn, k_blocks, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS, False, DEPTH_FIRST
-            )
+            acc, turn, fault = multiply_tile(turn, k_blocks, ring, control, TILE_M, TILE_N, STAGES, WARPS, False, DEPTH_FIRST)
             count_stored(counts, stored, epoch)
             col = (tile_col + chunk * chunk_cols) * TILE_N
             store_products(acc, products, products_desc, box, first_row, end, col, cols, TILE_M, TILE_N)
@@ -218,19 +205,19 @@ def grouped_matmul_combine_hopper_kernel(
     REDUCE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions."""
-    a_ring, b_ring, empty, ready = make_ring(y_desc, w_desc, TILE_M, TILE_K, STAGES)
+    ring = make_ring(y_desc, w_desc, TILE_M, TILE_K, STAGES)
     box = gl.allocate_shared_memory(products_desc.dtype, products_desc.block_type.shape, products_desc.layout)
     num_partitions = gl.num_programs(0) * 2
     gl.warp_specialize(
         [
             (multiply_partition, (
-                products_desc, box, a_ring, b_ring, empty, ready, products, rows, factors, lengths, offsets, out,
+                products_desc, box, ring, products, rows, factors, lengths, offsets, out,
                 counters, slots, slot_table, signal_table, signals, control, report, slot_size, rank, experts, cols, chunks,
                 chunk_cols, k_blocks, tokens, max_tokens, groups, group_blocks, blocks, num_partitions, WORLD_SIZE, TOPK,
                 WEIGHTED, EXPERTS, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, DEPTH_FIRST, TOKENS, LATE_COLS,
             )),
             (load_partition, (
-                y_desc, w_desc, a_ring, b_ring, empty, ready, offsets, experts, cols, depth, chunks, chunk_cols, k_blocks,
+                y_desc, w_desc, ring, offsets, experts, cols, depth, chunks, chunk_cols, k_blocks,
                 TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, DEPTH_FIRST,
             )),
             (reduce_partition, (

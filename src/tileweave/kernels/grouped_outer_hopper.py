@@ -32,7 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tileweave.kernels.descriptors import descriptor, fits
-from tileweave.language.hopper import block_barrier, load_async, store_tma
+from tileweave.language.hopper import block_barrier, load_async
+from tileweave.language.hopper_matmul import Ring, claim, store_tma
 
 TILE_M, TILE_N, TILE_R, STAGES, GROUP_M, WARPS = 128, 256, 32, 6, 8, 8
 
@@ -50,7 +51,7 @@ def place(tile, tile_rows, tile_cols, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def load_partition(
-    left_desc, right_desc, a_ring, b_ring, empty, ready, offsets, tiles, tile_rows, tile_cols,
+    left_desc, right_desc, ring, offsets, tiles, tile_rows, tile_cols,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_R: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring full."""
@@ -62,12 +63,10 @@ def load_partition(
         end = gl.load(offsets + expert + 1)
         last = gl.maximum(begin, end - TILE_R)
         for first in range(begin, end, TILE_R):
-            at = turn % STAGES
-            mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready.index(at), block_bytes)
+            at = claim(ring, turn, block_bytes, STAGES)
             start = gl.minimum(first, last)
-            load_async(left_desc, [start, row * TILE_M], ready.index(at), a_ring.index(at))
-            load_async(right_desc, [start, col * TILE_N], ready.index(at), b_ring.index(at))
+            load_async(left_desc, [start, row * TILE_M], ring.ready.index(at), ring.a.index(at))
+            load_async(right_desc, [start, col * TILE_N], ring.ready.index(at), ring.b.index(at))
             turn += 1
 
 
@@ -83,7 +82,7 @@ def keep_rows(buffer, low, high, TILE_R: gl.constexpr, WIDTH: gl.constexpr, WARP
 
 @gluon.jit
 def multiply_partition(
-    out_desc, box, a_ring, b_ring, empty, ready, offsets, tiles, tile_rows, tile_cols, cols,
+    out_desc, box, ring, offsets, tiles, tile_rows, tile_cols, cols,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_R: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -97,11 +96,11 @@ def multiply_partition(
         acc = warpgroup_mma_init(gl.zeros((TILE_M, TILE_N), gl.float32, layout))
         for block in range(0, blocks):
             at = turn % STAGES
-            mbarrier.wait(ready.index(at), (turn // STAGES) & 1)
+            mbarrier.wait(ring.ready.index(at), (turn // STAGES) & 1)
             if (block == blocks - 1) & (rows % TILE_R != 0):
                 few = rows < TILE_R
                 keep_rows(
-                    a_ring.index(at),
+                    ring.a.index(at),
                     gl.where(few, 0, TILE_R - rows % TILE_R),
                     gl.where(few, rows, TILE_R),
                     TILE_R,
@@ -109,15 +108,15 @@ def multiply_partition(
                     WARPS,
                 )
                 if few:
-                    keep_rows(b_ring.index(at), 0, rows, TILE_R, TILE_N, WARPS)
+                    keep_rows(ring.b.index(at), 0, rows, TILE_R, TILE_N, WARPS)
                 fence_async_shared()
                 block_barrier()
-            acc = warpgroup_mma(a_ring.index(at).permute((1, 0)), b_ring.index(at), acc, is_async=True)
+            acc = warpgroup_mma(ring.a.index(at).permute((1, 0)), ring.b.index(at), acc, is_async=True)
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
-            mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=block > 0)
+            mbarrier.arrive(ring.empty.index((turn + STAGES - 1) % STAGES), count=1, pred=block > 0)
             turn += 1
         product = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=blocks > 0)
+        mbarrier.arrive(ring.empty.index((turn + STAGES - 1) % STAGES), count=1, pred=blocks > 0)
         store_tma(product, out_desc, box, expert * cols + row * TILE_M, col * TILE_N)
     tma.store_wait(0)
 
@@ -137,14 +136,15 @@ def grouped_outer_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(ready.index(i), count=1)
+    ring = Ring(a_ring, b_ring, empty, ready)
     gl.warp_specialize(
         [
             (multiply_partition, (
-                out_desc, box, a_ring, b_ring, empty, ready, offsets, tiles, tile_rows, tile_cols, cols, TILE_M, TILE_N, TILE_R,
+                out_desc, box, ring, offsets, tiles, tile_rows, tile_cols, cols, TILE_M, TILE_N, TILE_R,
                 GROUP_M, STAGES, WARPS,
             )),
             (load_partition, (
-                left_desc, right_desc, a_ring, b_ring, empty, ready, offsets, tiles, tile_rows, tile_cols, TILE_M, TILE_N,
+                left_desc, right_desc, ring, offsets, tiles, tile_rows, tile_cols, TILE_M, TILE_N,
                 TILE_R, GROUP_M, STAGES,
             )),
         ],

@@ -54,12 +54,10 @@ from tileweave.language.matmul import give_part, matmul_tile, part_offsets, take
 from tileweave.language.meet import await_pushed
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import count_last, faulted, leave, load_epoch, notify, poison, wait
-from tileweave.language.tile import cut, part_range, place_out, unit_count, unit_range
-from tileweave.schedule import MIN_SPAN as _MIN_SPAN
+from tileweave.language.tile import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.schedule_scatter import Exchange, ScatterSchedule
 
 MAX_SLICES = tl.constexpr(32)
-MIN_SPAN = tl.constexpr(_MIN_SPAN)
 POISON_BLOCK = 1024
 
 
@@ -122,13 +120,13 @@ def matmul_all_to_all_kernel(
     slot_offset = tl.cast(slot, tl.int64) * slot_size
     dtype: tl.constexpr = out.dtype.element_ty
     line_rows = tile_rows * TILE_M  # of a part, padded
-    whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
-    tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
-    for index in range(0, units):
-        tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
-        first_row, row_limit, tile_col = place_out(
-            tile, rank, WORLD_SIZE, line_rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
-        )
+    tiles = OwnerTiles(
+        rank, WORLD_SIZE, line_rows, TILE_M, GROUP_M, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, SPLIT_TAIL
+    )
+    share = share_of(tiles, program, num_programs, num_tiles)
+    for index in range(0, share.units):
+        tile, k_begin, k_end = unit_range(share, index)
+        first_row, row_limit, tile_col = place_out(tiles, tile)
         home = first_row // line_rows
         first = first_row - home * line_rows
         row = first + tl.arange(0, TILE_M)
@@ -139,16 +137,16 @@ def matmul_all_to_all_kernel(
             a_rows, b_rows, stride_w, tile_col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K,
             DEPTH_FIRST=DEPTH_FIRST,
         )  # fmt: skip
-        owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+        owner, helpers = part_range(share, tile)
         if program != owner:
-            give_part(acc, partials, counters, 0, program, tile - whole, TILE_M, TILE_N)
+            give_part(acc, partials, counters, 0, share, tile, TILE_M, TILE_N)
         else:
             if helpers > 0:
-                acc = take_parts(acc, partials, counters, 0, owner, helpers, crew, tile - whole, TILE_M, TILE_N)
+                acc = take_parts(acc, partials, counters, 0, share, tile, helpers, TILE_M, TILE_N)
             if HAS_BIAS:
                 acc += tl.load(bias + home * w_step + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
             acc = tl.where(faulted(control) != 0, float("nan"), acc)
-            at = tile_place(first_row, home, line_rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, False)
+            at = tile_place(first_row, home, tiles, tile_col, TILE_N, False)
             inside = part_offsets(TILE_M, TILE_N)
             exists = (row < rows)[:, None] & (col >= 0)[None, :]  # all that is pushed is taken
             place = home - (home > rank).to(tl.int32)

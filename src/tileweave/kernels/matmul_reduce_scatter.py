@@ -56,21 +56,17 @@ from tileweave.language.matmul import give_part, matmul_tile, part_offsets, take
 from tileweave.language.meet import await_pushed, meet
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import count_in, faulted, leave, load_epoch, wait
-from tileweave.language.tile import cut, part_range, place_out, unit_count, unit_range
-from tileweave.schedule import MIN_SPAN as _MIN_SPAN
+from tileweave.language.tile import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.schedule_scatter import ScatterSchedule
 
 MAX_SLICES = tl.constexpr(32)
-MIN_SPAN = tl.constexpr(_MIN_SPAN)
 
 
 @triton.jit
-def tile_place(
-    first_row, home, rows, tile_rows, tile_cols, col, TILE_M: tl.constexpr, TILE_N: tl.constexpr, SPANS: tl.constexpr
-):
+def tile_place(first_row, home, tiles, col, TILE_N: tl.constexpr, SPANS: tl.constexpr):
     """Where a tile stands in a place of a slot, elements; ``home``: owner of its first row."""
-    at = (first_row if SPANS else first_row - home * rows) // TILE_M * tile_cols + col
-    return at.to(tl.int64) * (TILE_M * TILE_N)
+    at = (first_row if SPANS else first_row - home * tiles.rows) // tiles.tile_m * tiles.tile_cols + col
+    return at.to(tl.int64) * (tiles.tile_m * TILE_N)
 
 
 @triton.jit
@@ -139,29 +135,29 @@ def matmul_reduce_scatter_kernel(
         slot = epoch & 1
     slot_offset = tl.cast(slot, tl.int64) * slot_size
     dtype: tl.constexpr = out.dtype.element_ty
-    whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
-    tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
-    for index in range(0, units):
-        tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
-        first_row, row_limit, tile_col = place_out(
-            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
-        )
+    tiles = OwnerTiles(
+        rank, WORLD_SIZE, rows, TILE_M, GROUP_M, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, SPLIT_TAIL
+    )
+    share = share_of(tiles, program, num_programs, num_tiles)
+    for index in range(0, share.units):
+        tile, k_begin, k_end = unit_range(share, index)
+        first_row, row_limit, tile_col = place_out(tiles, tile)
         row = first_row + tl.arange(0, TILE_M)
         col = tile_col * TILE_N + tl.arange(0, TILE_N)
         a_rows = x + tl.minimum(row, row_limit - 1).to(tl.int64) * stride_x
         acc = matmul_tile(
             a_rows, w, stride_w, tile_col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K, DEPTH_FIRST=DEPTH_FIRST
         )
-        owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+        owner, helpers = part_range(share, tile)
         if program != owner:
-            give_part(acc, partials, counters, 0, program, tile - whole, TILE_M, TILE_N)
+            give_part(acc, partials, counters, 0, share, tile, TILE_M, TILE_N)
         else:
             if helpers > 0:
-                acc = take_parts(acc, partials, counters, 0, owner, helpers, crew, tile - whole, TILE_M, TILE_N)
+                acc = take_parts(acc, partials, counters, 0, share, tile, helpers, TILE_M, TILE_N)
             home = first_row // rows
             within = row - rank * rows
             own = (within >= 0) & (within < rows) & (row < row_limit)
-            at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
+            at = tile_place(first_row, home, tiles, tile_col, TILE_N, SPANS)
             if PUSH:
                 push_partial(
                     acc, slot_table, slot_offset, place_size, at, row, row_limit, rows, rank, WORLD_SIZE, TILE_M, TILE_N, dtype

@@ -6,84 +6,95 @@ A tile is handled in *pieces* of 64 columns, which bounds the registers an epilo
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tileweave.language.hopper import (
-    FAULT,
-    add_parts,
-    count_in,
-    count_last,
-    cut,
-    drain_tma_stores,
-    finish,
-    leave,
-    part_offsets,
-    part_range,
-    place_out,
-    store_async,
-    unit_count,
-    unit_range,
-)
+from tileweave.language.hopper import FAULT, count_in, count_last, drain_tma_stores, leave, store_async
 from tileweave.language.hopper_marked import push_piece, take_marked
+from tileweave.language.hopper_matmul import add_parts, finish, part_offsets, part_range, place_out, share_of, unit_range
 from tileweave.language.hopper_meet import await_pushed, meet
 from tileweave.language.hopper_pulled import announce_chunk, end_of_pulls
-from tileweave.schedule import MIN_SPAN as _MIN_SPAN
 
 MAX_SLICES = gl.constexpr(32)
-MIN_SPAN = gl.constexpr(_MIN_SPAN)
 PIECE = gl.constexpr(64)  # columns that the epilogue handles at once: one swizzled row of shared memory
 BOXES = gl.constexpr(2)  # pieces on their way from *multiply* to *store*
 
 
+class Boxes(NamedTuple):
+    """Pieces in shared memory on their way from *multiply* to *store*; barriers say which is ``free``, and which ``full``."""
+
+    pieces: Any
+    free: Any
+    full: Any
+
+
+class Slots(NamedTuple):
+    """Where pushed tiles go: a slot of this rank, those of all, the call's offset in each, elements from place to place."""
+
+    own: Any
+    table: Any
+    offset: Any
+    place_size: Any
+
+
+class Spot(NamedTuple):
+    """A finished tile: its number, where it stands in a place, its rows and first column, and who owns the first row."""
+
+    tile: Any
+    at: Any
+    first_row: Any
+    row_limit: Any
+    col: Any
+    home: Any
+
+
 @gluon.jit
 def store_partition(
-    out, out_desc, staging_desc, boxes, free, full, counters, signal_table, signals, control, report, slot,
-    rank, rows, num_tiles, chunk_rows, num_chunks, out_size, team, tile_rows, tile_cols, k_blocks, num_partitions,
-    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr,
-    SPLIT_TAIL: gl.constexpr, EXCHANGE: gl.constexpr,
+    out, out_desc, staging_desc, boxes, counters, signal_table, signals, control, report, slot,
+    tiles, num_chunks, out_size, num_partitions,
+    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, EXCHANGE: gl.constexpr,
 ):  # fmt: skip
     """One warp: pieces from shared memory to ``staging``, counted in by tiles, or to ``out``."""
     PIECES: gl.constexpr = TILE_N // PIECE
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
+    rank, rows, chunk_rows, tile_rows = tiles.rank, tiles.rows, tiles.chunk_rows, tiles.tile_rows
     epoch = gl.load(control, volatile=True)
     if not PUSH:
         turn = 0
-        whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
-        tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
-        for index in range(0, units):
-            tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
-            owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+        share = share_of(tiles, program, num_programs, tiles.num_tiles)
+        for index in range(0, share.units):
+            tile, k_begin, k_end = unit_range(share, index)
+            owner, helpers = part_range(share, tile)
             if program == owner:
-                first_row, row_limit, col = place_out(
-                    tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
-                )
+                first_row, row_limit, col = place_out(tiles, tile)
                 home = first_row // rows
                 row = first_row - home * rows
                 place = home - (home > rank).to(gl.int32)
                 for piece in gl.static_range(PIECES):
-                    mbarrier.wait(full.index(turn % BOXES), (turn // BOXES) & 1)
+                    mbarrier.wait(boxes.full.index(turn % BOXES), (turn // BOXES) & 1)
                     if home == rank:
-                        store_async(out_desc, [row, col * TILE_N + piece * PIECE], boxes.index(turn % BOXES))
+                        store_async(out_desc, [row, col * TILE_N + piece * PIECE], boxes.pieces.index(turn % BOXES))
                     else:
                         store_async(
                             staging_desc, [place * tile_rows * TILE_M + row, col * TILE_N + piece * PIECE],
-                            boxes.index(turn % BOXES),
+                            boxes.pieces.index(turn % BOXES),
                         )  # fmt: skip
                     if piece > 0:
                         tma.store_wait(1)
-                        mbarrier.arrive(free.index((turn - 1) % BOXES), count=1)
+                        mbarrier.arrive(boxes.free.index((turn - 1) % BOXES), count=1)
                     turn += 1
                 tma.store_wait(0)
-                mbarrier.arrive(free.index((turn - 1) % BOXES), count=1)
+                mbarrier.arrive(boxes.free.index((turn - 1) % BOXES), count=1)
                 if home != rank:
                     drain_tma_stores(epoch)
                     chunk = row // TILE_M // chunk_rows
                     counter = counters + num_programs + place * MAX_SLICES + chunk
                     if EXCHANGE:
-                        if count_last(counter, gl.minimum(tile_rows - chunk * chunk_rows, chunk_rows) * tile_cols):
+                        if count_last(counter, gl.minimum(tile_rows - chunk * chunk_rows, chunk_rows) * tiles.tile_cols):
                             announce_chunk(signal_table, home, rank, slot, chunk, epoch, WORLD_SIZE)
                     else:
                         if tile == 0:
@@ -102,18 +113,18 @@ def store_partition(
 
 
 @gluon.jit
-def add_piece(piece, turn, a_ring, empty, ready, STAGES: gl.constexpr):
+def add_piece(piece, turn, ring, STAGES: gl.constexpr):
     """``piece`` plus what stands in the ring. Returns (piece, ring turn)."""
     index = turn % STAGES
-    mbarrier.wait(ready.index(index), (turn // STAGES) & 1)
-    piece += a_ring.index(index).load(piece.type.layout).to(gl.float32)
-    mbarrier.arrive(empty.index(index), count=1)
+    mbarrier.wait(ring.ready.index(index), (turn // STAGES) & 1)
+    piece += ring.a.index(index).load(piece.type.layout).to(gl.float32)
+    mbarrier.arrive(ring.empty.index(index), count=1)
     return piece, turn + 1
 
 
 @gluon.jit
 def add_arrived(
-    pieces, turn, peers, a_ring, empty, ready, partials, part_at, helpers, crew,
+    pieces, turn, peers, ring, helped,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """A tile's pieces, plus what helpers made of it, plus what ``peers`` peers sent, all of one and then of the next.
@@ -123,70 +134,77 @@ def add_arrived(
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
     if TILE_N == 256:
         a, b, c, d = pieces
-        a = add_parts(gl.convert_layout(a, layout), 0, partials, part_at, helpers, crew, TILE_M, TILE_N)
-        b = add_parts(gl.convert_layout(b, layout), PIECE, partials, part_at, helpers, crew, TILE_M, TILE_N)
-        c = add_parts(gl.convert_layout(c, layout), 2 * PIECE, partials, part_at, helpers, crew, TILE_M, TILE_N)
-        d = add_parts(gl.convert_layout(d, layout), 3 * PIECE, partials, part_at, helpers, crew, TILE_M, TILE_N)
+        a = add_parts(gl.convert_layout(a, layout), 0, helped, TILE_M, TILE_N)
+        b = add_parts(gl.convert_layout(b, layout), PIECE, helped, TILE_M, TILE_N)
+        c = add_parts(gl.convert_layout(c, layout), 2 * PIECE, helped, TILE_M, TILE_N)
+        d = add_parts(gl.convert_layout(d, layout), 3 * PIECE, helped, TILE_M, TILE_N)
         for _ in range(0, peers):
-            a, turn = add_piece(a, turn, a_ring, empty, ready, STAGES)
-            b, turn = add_piece(b, turn, a_ring, empty, ready, STAGES)
-            c, turn = add_piece(c, turn, a_ring, empty, ready, STAGES)
-            d, turn = add_piece(d, turn, a_ring, empty, ready, STAGES)
+            a, turn = add_piece(a, turn, ring, STAGES)
+            b, turn = add_piece(b, turn, ring, STAGES)
+            c, turn = add_piece(c, turn, ring, STAGES)
+            d, turn = add_piece(d, turn, ring, STAGES)
         return (a, b, c, d), turn
     elif TILE_N == 128:
         a, b = pieces
-        a = add_parts(gl.convert_layout(a, layout), 0, partials, part_at, helpers, crew, TILE_M, TILE_N)
-        b = add_parts(gl.convert_layout(b, layout), PIECE, partials, part_at, helpers, crew, TILE_M, TILE_N)
+        a = add_parts(gl.convert_layout(a, layout), 0, helped, TILE_M, TILE_N)
+        b = add_parts(gl.convert_layout(b, layout), PIECE, helped, TILE_M, TILE_N)
         for _ in range(0, peers):
-            a, turn = add_piece(a, turn, a_ring, empty, ready, STAGES)
-            b, turn = add_piece(b, turn, a_ring, empty, ready, STAGES)
+            a, turn = add_piece(a, turn, ring, STAGES)
+            b, turn = add_piece(b, turn, ring, STAGES)
         return (a, b), turn
     else:
-        a = add_parts(gl.convert_layout(pieces[0], layout), 0, partials, part_at, helpers, crew, TILE_M, TILE_N)
+        a = add_parts(gl.convert_layout(pieces[0], layout), 0, helped, TILE_M, TILE_N)
         for _ in range(0, peers):
-            a, turn = add_piece(a, turn, a_ring, empty, ready, STAGES)
+            a, turn = add_piece(a, turn, ring, STAGES)
         return (a,), turn
 
 
 @gluon.jit
+def hand_over(piece, sent, boxes, dtype: gl.constexpr):
+    """Put a piece where *store* takes it. Returns the box turn."""
+    mbarrier.wait(boxes.free.index(sent % BOXES), ((sent // BOXES) & 1) ^ 1)
+    boxes.pieces.index(sent % BOXES).store(piece.to(dtype))
+    fence_async_shared()
+    mbarrier.arrive(boxes.full.index(sent % BOXES), count=1)
+    return sent + 1
+
+
+@gluon.jit
 def finish_piece(
-    piece, first_col, sent, bias, out, partials, boxes, free, full, slots, slot_table, control, report,
-    slot_offset, place_size, at, part_at, helpers, crew, tile, epoch, rank, rows, cols, first_row, row_limit, home, col,
+    piece, first_col, sent, spot, helped, bias, out, boxes, slots, tiles, cols, epoch, control, report,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
     WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Columns [first_col, first_col + 64) of a tile that this program owns. Returns the box turn."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
     dtype: gl.constexpr = out.dtype.element_ty
+    begin, end = tiles.rank * tiles.rows, tiles.rank * tiles.rows + tiles.rows  # own rows
     piece = gl.convert_layout(piece, layout)
-    piece = add_parts(piece, first_col, partials, part_at, helpers, crew, TILE_M, TILE_N)
+    piece = add_parts(piece, first_col, helped, TILE_M, TILE_N)
     if PUSH:
-        row = first_row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
-        if SPANS or home != rank:
+        row = spot.first_row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
+        if SPANS or spot.home != tiles.rank:
             push_piece(
-                piece, first_col, slot_table, slot_offset, place_size, at, first_row, row_limit, rows, rank, home,
-                WORLD_SIZE, TILE_N, SPANS, dtype,
+                piece, first_col, slots.table, slots.offset, slots.place_size, spot.at, spot.first_row, spot.row_limit,
+                tiles.rows, tiles.rank, spot.home, WORLD_SIZE, TILE_N, SPANS, dtype,
             )  # fmt: skip
-        last_row = gl.minimum(first_row + TILE_M, row_limit) - 1
-        if (first_row < rank * rows + rows) & (last_row >= rank * rows):
+        last_row = gl.minimum(spot.first_row + TILE_M, spot.row_limit) - 1
+        if (spot.first_row < end) & (last_row >= begin):
             offsets = part_offsets(piece, first_col, TILE_N)
-            own = ((row >= rank * rows) & (row < rank * rows + rows) & (row < row_limit))[:, None] & (offsets >= 0)
-            mine = (slots + slot_offset + at).to(gl.pointer_type(gl.int16), bitcast=True) + offsets
+            own = ((row >= begin) & (row < end) & (row < spot.row_limit))[:, None] & (offsets >= 0)
+            mine = (slots.own + slots.offset + spot.at).to(gl.pointer_type(gl.int16), bitcast=True) + offsets
             piece = take_marked(
-                piece, mine, place_size, own, 0, rank, tile, epoch, control, report, WORLD_SIZE - 1, MAX_SLICES, dtype
-            )
+                piece, mine, slots.place_size, own, 0, tiles.rank, spot.tile, epoch, control, report,
+                WORLD_SIZE - 1, MAX_SLICES, dtype,
+            )  # fmt: skip
             fault = gl.load(control + FAULT, volatile=True)
-            piece = finish(piece, fault, bias, col + first_col, cols, HAS_BIAS)
-            store_own(piece, out, rank * rows, first_row, rank * rows, rank * rows + rows, col + first_col, cols)
+            piece = finish(piece, fault, bias, spot.col + first_col, cols, HAS_BIAS)
+            store_own(piece, out, begin, spot.first_row, begin, end, spot.col + first_col, cols)
     else:
-        if home == rank:
+        if spot.home == tiles.rank:
             fault = gl.load(control + FAULT, volatile=True)
-            piece = finish(piece, fault, bias, col + first_col, cols, HAS_BIAS)
-        mbarrier.wait(free.index(sent % BOXES), ((sent // BOXES) & 1) ^ 1)
-        boxes.index(sent % BOXES).store(piece.to(dtype))
-        fence_async_shared()
-        mbarrier.arrive(full.index(sent % BOXES), count=1)
-        sent += 1
+            piece = finish(piece, fault, bias, spot.col + first_col, cols, HAS_BIAS)
+        sent = hand_over(piece, sent, boxes, dtype)
     return sent
 
 
@@ -223,60 +241,56 @@ def pieces_of(tile, TILE_N: gl.constexpr):
 
 
 @gluon.jit
-def tile_place(
-    first_row, home, rows, tile_rows, tile_cols, col, TILE_M: gl.constexpr, TILE_N: gl.constexpr, SPANS: gl.constexpr
-):
+def tile_place(first_row, home, tiles, col, TILE_N: gl.constexpr, SPANS: gl.constexpr):
     """Where a tile stands in a place of a slot, elements; see the Triton kernel's."""
-    at = (first_row if SPANS else first_row - home * rows) // TILE_M * tile_cols + col
-    return at.to(gl.int64) * (TILE_M * TILE_N)
+    at = (first_row if SPANS else first_row - home * tiles.rows) // tiles.tile_m * tiles.tile_cols + col
+    return at.to(gl.int64) * (tiles.tile_m * TILE_N)
 
 
 @gluon.jit
 def finish_part(
-    piece, first_col, sent, bias, out, partials, boxes, free, full, slots, slot_table, control, report,
-    slot_offset, place_size, at, part_at, helpers, crew, tile, epoch, rank, part_rows, cols,
-    row, home, col, w_step, out_pitch, out_step,
+    piece, first_col, sent, spot, helped, bias, out, boxes, slots, tiles, cols, epoch, control, report,
+    part_rows, w_step, out_pitch, out_step,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, WARPS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`finish_piece`, of an exchange: rows from ``row`` on of the part of ``home``. Returns box turn.
+    """As :func:`finish_piece`, of an exchange: rows of the part of ``spot.home``. Returns the box turn.
 
     ``PUSH``: a peer's goes to its slot; behind an own one, those of all peers at its place are taken.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
     dtype: gl.constexpr = out.dtype.element_ty
+    row = spot.first_row - spot.home * tiles.rows
+    col = spot.col + first_col
     piece = gl.convert_layout(piece, layout)
-    piece = add_parts(piece, first_col, partials, part_at, helpers, crew, TILE_M, TILE_N)
+    piece = add_parts(piece, first_col, helped, TILE_M, TILE_N)
     fault = gl.load(control + FAULT, volatile=True)
-    piece = finish(piece, fault, bias + home * w_step, col + first_col, cols, HAS_BIAS)
+    piece = finish(piece, fault, bias + spot.home * w_step, col, cols, HAS_BIAS)
     if PUSH:
-        if home != rank:
+        if spot.home != tiles.rank:
             push_piece(
-                piece, first_col, slot_table, slot_offset, place_size, at, row, part_rows, part_rows, rank, home,
-                WORLD_SIZE, TILE_N, False, dtype,
+                piece, first_col, slots.table, slots.offset, slots.place_size, spot.at, row, part_rows, part_rows, tiles.rank,
+                spot.home, WORLD_SIZE, TILE_N, False, dtype,
             )  # fmt: skip
         else:
-            store_part(piece, out + rank.to(gl.int64) * out_step, row, part_rows, col + first_col, cols, out_pitch)
+            store_part(piece, out + tiles.rank.to(gl.int64) * out_step, row, part_rows, col, cols, out_pitch)
             zeros = gl.zeros((TILE_M, PIECE), gl.float32, layout)
             offsets = part_offsets(zeros, first_col, TILE_N)
             exists = (row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout)) < part_rows)[:, None] & (offsets >= 0)
             for step in gl.static_range(1, WORLD_SIZE):
-                source = (rank + WORLD_SIZE - step) % WORLD_SIZE
-                place = source - (source > rank).to(gl.int32)
-                theirs = (slots + slot_offset + place.to(gl.int64) * place_size + at).to(
+                source = (tiles.rank + WORLD_SIZE - step) % WORLD_SIZE
+                place = source - (source > tiles.rank).to(gl.int32)
+                theirs = (slots.own + slots.offset + place.to(gl.int64) * slots.place_size + spot.at).to(
                     gl.pointer_type(gl.int16), bitcast=True
                 )
                 value = take_marked(
-                    zeros, theirs + offsets, 0, exists, source, WORLD_SIZE, tile, epoch, control, report, 1, MAX_SLICES, dtype
-                )
+                    zeros, theirs + offsets, 0, exists, source, WORLD_SIZE, spot.tile, epoch, control, report,
+                    1, MAX_SLICES, dtype,
+                )  # fmt: skip
                 value = gl.where(gl.load(control + FAULT, volatile=True) != 0, float("nan"), value)
-                store_part(value, out + source.to(gl.int64) * out_step, row, part_rows, col + first_col, cols, out_pitch)
+                store_part(value, out + source.to(gl.int64) * out_step, row, part_rows, col, cols, out_pitch)
     else:
-        mbarrier.wait(free.index(sent % BOXES), ((sent // BOXES) & 1) ^ 1)
-        boxes.index(sent % BOXES).store(piece.to(dtype))
-        fence_async_shared()
-        mbarrier.arrive(full.index(sent % BOXES), count=1)
-        sent += 1
+        sent = hand_over(piece, sent, boxes, dtype)
     return sent
 
 

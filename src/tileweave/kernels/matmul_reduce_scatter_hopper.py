@@ -32,8 +32,10 @@ from tileweave.kernels.launch import Launches
 from tileweave.kernels.matmul_reduce_scatter_epilogue import (
     BOXES,
     MAX_SLICES,
-    MIN_SPAN,
     PIECE,
+    Boxes,
+    Slots,
+    Spot,
     add_arrived,
     finish_part,
     finish_piece,
@@ -41,63 +43,57 @@ from tileweave.kernels.matmul_reduce_scatter_epilogue import (
     store_partition,
     tile_place,
 )
-from tileweave.language.hopper import (
-    acquire,
+from tileweave.language.hopper import acquire, leave, load_async, spin
+from tileweave.language.hopper_matmul import (
+    Helped,
     await_parts,
-    cut,
+    claim,
     give_part,
-    leave,
-    load_async,
     load_slot,
     load_weight,
     make_ring,
     multiply_tile,
     part_range,
     place_out,
-    spin,
-    unit_count,
+    share_of,
     unit_range,
 )
+from tileweave.language.tile import OwnerTiles
 from tileweave.schedule_scatter import ScatterSchedule
 
 
 @gluon.jit
 def load_partition(
-    x_desc, w_desc, slot0_desc, slot1_desc, a_ring, b_ring, empty, ready, signals, control, report,
-    slot, rank, rows, x_step, w_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, num_partitions,
+    x_desc, w_desc, slot0_desc, slot1_desc, ring, signals, control, report, slot, tiles, x_step, w_step, num_partitions,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, SPLIT_TAIL: gl.constexpr, EXCHANGE: gl.constexpr,
-    DEPTH_FIRST: gl.constexpr,
+    STAGES: gl.constexpr, EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring full, with operands, then with the peers' pieces of own tiles."""
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
     program = gl.program_id(0)
-    num_programs = gl.num_programs(0)
+    rank, rows = tiles.rank, tiles.rows
     epoch = gl.load(control, volatile=True)
     turn = 0
     arrived = 0  # bit c: chunk c of all peers is there
-    whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
-    tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
-    for index in range(0, units):
-        tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
-        first_row, row_limit, col = place_out(tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows)
+    share = share_of(tiles, program, gl.num_programs(0), tiles.num_tiles)
+    for index in range(0, share.units):
+        tile, k_begin, k_end = unit_range(share, index)
+        first_row, row_limit, col = place_out(tiles, tile)
         x_row, w_row = first_row, col * TILE_N
         if EXCHANGE:
             home = first_row // rows
             x_row = first_row - home * rows + home * x_step
             w_row = home * w_step + col * TILE_N
         for block in range(k_begin, k_end):
-            at = turn % STAGES
-            mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready.index(at), block_bytes)
-            load_weight(w_desc, w_row, block * TILE_K, ready.index(at), b_ring.index(at), DEPTH_FIRST)
-            load_async(x_desc, [x_row, block * TILE_K], ready.index(at), a_ring.index(at))
+            at = claim(ring, turn, block_bytes, STAGES)
+            load_weight(w_desc, w_row, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST)
+            load_async(x_desc, [x_row, block * TILE_K], ring.ready.index(at), ring.a.index(at))
             turn += 1
         if not PUSH and not EXCHANGE:
-            owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+            owner, helpers = part_range(share, tile)
             if (program == owner) & (first_row // rows == rank):
                 row = first_row - rank * rows
-                chunk = row // TILE_M // chunk_rows
+                chunk = row // TILE_M // tiles.chunk_rows
                 for step in gl.static_range(1, WORLD_SIZE):  # in the order in which they come
                     source = (rank + WORLD_SIZE - step) % WORLD_SIZE
                     if ((arrived >> chunk) & 1) == 0:
@@ -105,12 +101,10 @@ def load_partition(
                         acquire(epoch)
                     place = source - (source > rank).to(gl.int32)
                     for piece in gl.static_range(TILE_N // PIECE):
-                        at = turn % STAGES
-                        mbarrier.wait(empty.index(at), ((turn // STAGES) & 1) ^ 1)
-                        mbarrier.expect(ready.index(at), TILE_M * PIECE * 2)
+                        at = claim(ring, turn, TILE_M * PIECE * 2, STAGES)
                         load_slot(
-                            slot0_desc, slot1_desc, slot, place * tile_rows * TILE_M + row, col * TILE_N + piece * PIECE,
-                            ready.index(at), a_ring.index(at),
+                            slot0_desc, slot1_desc, slot, place * tiles.tile_rows * TILE_M + row, col * TILE_N + piece * PIECE,
+                            ring.ready.index(at), ring.a.index(at),
                         )  # fmt: skip
                         turn += 1
                 arrived = arrived | (1 << chunk)
@@ -119,63 +113,53 @@ def load_partition(
 
 @gluon.jit
 def multiply_partition(
-    out, bias, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table, control, report,
-    slot, slot_size, place_size, rank, rows, cols, part_rows, w_step, out_pitch, out_step,
-    num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, num_partitions,
+    out, bias, partials, counters, ring, boxes, slots, slot_table, control, report,
+    slot, slot_size, place_size, tiles, cols, part_rows, w_step, out_pitch, out_step, num_partitions,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, SPLIT_TAIL: gl.constexpr,
-    EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each unit from the ring; send it, add what peers sent, or hand it to the tile's owner."""
     program = gl.program_id(0)
-    num_programs = gl.num_programs(0)
     epoch = gl.load(control, volatile=True)
     if PUSH:
         slot = epoch & 1
-    slot_offset = slot.to(gl.int64) * slot_size
+    places = Slots(slots, slot_table, slot.to(gl.int64) * slot_size, place_size)
     turn = 0
     sent = 0
-    whole, crew, span = cut(num_tiles, num_programs, team, k_blocks, SPLIT_TAIL, MIN_SPAN)
-    tiles, units = unit_count(program, num_programs, num_tiles, whole, crew, k_blocks, span)
-    for index in range(0, units):
-        tile, k_begin, k_end = unit_range(index, tiles, program, num_programs, num_tiles, whole, crew, k_blocks, span)
-        first_row, row_limit, tile_col = place_out(
-            tile, rank, WORLD_SIZE, rows, TILE_M, tile_rows, tile_cols, GROUP_M, chunk_rows
-        )
+    share = share_of(tiles, program, gl.num_programs(0), tiles.num_tiles)
+    for index in range(0, share.units):
+        tile, k_begin, k_end = unit_range(share, index)
+        first_row, row_limit, tile_col = place_out(tiles, tile)
         acc, turn, fault = multiply_tile(
-            turn, k_end - k_begin, a_ring, b_ring, empty, ready, control, TILE_M, TILE_N, STAGES, WARPS,
-            DEPTH_FIRST=DEPTH_FIRST,
-        )  # fmt: skip
-        owner, helpers = part_range(tile, program, whole, num_programs, crew, k_blocks, span)
+            turn, k_end - k_begin, ring, control, TILE_M, TILE_N, STAGES, WARPS, DEPTH_FIRST=DEPTH_FIRST
+        )
+        owner, helpers = part_range(share, tile)
         if program != owner:
-            give_part(acc, partials, counters, program, tile - whole, TILE_M, TILE_N)
+            give_part(acc, partials, counters, 0, share, tile, TILE_M, TILE_N)
         else:
             if helpers > 0:
-                await_parts(counters, tile - whole, helpers)
-            home = first_row // rows
-            at = tile_place(first_row, home, rows, tile_rows, tile_cols, tile_col, TILE_M, TILE_N, SPANS)
-            col = tile_col * TILE_N
+                await_parts(counters, 0, share, tile, helpers)
+            home = first_row // tiles.rows
+            at = tile_place(first_row, home, tiles, tile_col, TILE_N, SPANS)
+            spot = Spot(tile, at, first_row, row_limit, tile_col * TILE_N, home)
             pieces = pieces_of(acc, TILE_N)
             parts = helpers
             if not PUSH and not EXCHANGE:
-                peers = (home == rank).to(gl.int32) * (WORLD_SIZE - 1)
-                pieces, turn = add_arrived(
-                    pieces, turn, peers, a_ring, empty, ready, partials, program, helpers, crew, TILE_M, TILE_N, STAGES, WARPS
-                )
+                peers = (home == tiles.rank).to(gl.int32) * (WORLD_SIZE - 1)
+                helped = Helped(partials, program, helpers, share.team)
+                pieces, turn = add_arrived(pieces, turn, peers, ring, helped, TILE_M, TILE_N, STAGES, WARPS)
                 parts = helpers * 0
+            rest = Helped(partials, program, parts, share.team)
             for i in gl.static_range(TILE_N // PIECE):
                 if EXCHANGE:
                     sent = finish_part(
-                        pieces[i], i * PIECE, sent, bias, out, partials, boxes, free, full, slots, slot_table, control, report,
-                        slot_offset, place_size, at, program, helpers, crew, tile, epoch, rank, part_rows, cols,
-                        first_row - home * rows, home, col, w_step, out_pitch, out_step,
-                        WORLD_SIZE, PUSH, TILE_M, TILE_N, WARPS, HAS_BIAS,
+                        pieces[i], i * PIECE, sent, spot, rest, bias, out, boxes, places, tiles, cols, epoch, control, report,
+                        part_rows, w_step, out_pitch, out_step, WORLD_SIZE, PUSH, TILE_M, TILE_N, WARPS, HAS_BIAS,
                     )  # fmt: skip
                 else:
                     sent = finish_piece(
-                        pieces[i], i * PIECE, sent, bias, out, partials, boxes, free, full, slots, slot_table, control, report,
-                        slot_offset, place_size, at, program, parts, crew, tile, epoch, rank, rows, cols,
-                        first_row, row_limit, home, col, WORLD_SIZE, PUSH, SPANS, TILE_M, TILE_N, WARPS, HAS_BIAS,
+                        pieces[i], i * PIECE, sent, spot, rest, bias, out, boxes, places, tiles, cols, epoch, control, report,
+                        WORLD_SIZE, PUSH, SPANS, TILE_M, TILE_N, WARPS, HAS_BIAS,
                     )  # fmt: skip
     leave(control, epoch, num_partitions)
 
@@ -196,36 +180,37 @@ def matmul_reduce_scatter_hopper_kernel(
     SPLIT_TAIL: gl.constexpr, EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions; *store* ends at once where registers go straight to peers."""
-    a_ring, b_ring, empty, ready = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
+    ring = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
     NUM_BOXES: gl.constexpr = 1 if PUSH else BOXES
     BOX_ROWS: gl.constexpr = 8 if PUSH else TILE_M  # a push needs none
     box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX_ROWS, PIECE], x_desc.dtype)
-    boxes = gl.allocate_shared_memory(x_desc.dtype, [NUM_BOXES, BOX_ROWS, PIECE], box_layout)
+    pieces = gl.allocate_shared_memory(x_desc.dtype, [NUM_BOXES, BOX_ROWS, PIECE], box_layout)
     free = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
+    boxes = Boxes(pieces, free, full)
     if not PUSH:  # what nobody uses is memory for sums, and a barrier that a device switches back in overwrites those
         for i in gl.static_range(BOXES):
             mbarrier.init(free.index(i), count=1)
             mbarrier.init(full.index(i), count=1)
     num_partitions = gl.num_programs(0) * 3
+    tiles = OwnerTiles(
+        rank, WORLD_SIZE, rows, TILE_M, GROUP_M, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, SPLIT_TAIL
+    )
     gl.warp_specialize(
         [
             (multiply_partition, (
-                out, bias, partials, counters, a_ring, b_ring, empty, ready, boxes, free, full, slots, slot_table,
-                control, report, slot, slot_size, place_size, rank, rows, cols, part_rows, w_step, out_pitch,
-                out_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, num_partitions, WORLD_SIZE, PUSH, SPANS,
-                TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HAS_BIAS, SPLIT_TAIL, EXCHANGE, DEPTH_FIRST,
+                out, bias, partials, counters, ring, boxes, slots, slot_table, control, report,
+                slot, slot_size, place_size, tiles, cols, part_rows, w_step, out_pitch, out_step, num_partitions,
+                WORLD_SIZE, PUSH, SPANS, TILE_M, TILE_N, STAGES, WARPS, HAS_BIAS, EXCHANGE, DEPTH_FIRST,
             )),
             (load_partition, (
-                x_desc, w_desc, slot0_desc, slot1_desc, a_ring, b_ring, empty, ready, signals, control, report,
-                slot, rank, rows, x_step, w_step, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks,
-                num_partitions, WORLD_SIZE, PUSH, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, SPLIT_TAIL, EXCHANGE,
+                x_desc, w_desc, slot0_desc, slot1_desc, ring, signals, control, report,
+                slot, tiles, x_step, w_step, num_partitions, WORLD_SIZE, PUSH, TILE_M, TILE_N, TILE_K, STAGES, EXCHANGE,
                 DEPTH_FIRST,
             )),
             (store_partition, (
-                out, out_desc, staging_desc, boxes, free, full, counters, signal_table, signals, control, report, slot,
-                rank, rows, num_tiles, chunk_rows, num_chunks, out_size, team, tile_rows, tile_cols, k_blocks, num_partitions,
-                WORLD_SIZE, PUSH, TILE_M, TILE_N, GROUP_M, SPLIT_TAIL, EXCHANGE,
+                out, out_desc, staging_desc, boxes, counters, signal_table, signals, control, report, slot,
+                tiles, num_chunks, out_size, num_partitions, WORLD_SIZE, PUSH, TILE_M, TILE_N, EXCHANGE,
             )),
         ],
         [1, 1],

@@ -9,7 +9,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileweave.language.hopper import TIMEOUT_US, clock, expire, part_offsets
+from tileweave.language.hopper import TIMEOUT_US, clock, expire
+from tileweave.language.hopper_matmul import part_offsets
 
 MINUS_ZERO = gl.constexpr(-(2**15))
 

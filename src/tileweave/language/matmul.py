@@ -71,36 +71,37 @@ def matmul_tile(
 
 @triton.jit
 def part_offsets(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Where a tile's elements stand in a slot: in 8 x 8 blocks, as warps of tensor cores hold them; see ``hopper.py``."""
+    """Where a tile's elements stand in a slot: in 8 x 8 blocks, as warps of tensor cores hold them (``hopper_matmul.py``)."""
     row = tl.arange(0, TILE_M)
     col = tl.arange(0, TILE_N)
     return (row // 8 * (8 * TILE_N) + row % 8 * 8)[:, None] + (col // 8 * 64 + col % 8)[None, :]
 
 
 @triton.jit
-def give_part(acc, partials, counters, place, program, cut_tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Helper's end of a cut tile: put the part where the owner finds it, and count it in.
+def give_part(acc, partials, counters, base, share, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Helper's end of a cut tile, ``tile`` of a segment: put the part where the owner finds it, and count it in.
 
     ``partials`` is fp32, one tile for each program of a segment: a program helps at most once in a segment, with the
-    first unit of its span. ``counters`` is int32, zero between calls.
+    first unit of its span. ``counters`` is int32, zero between calls. ``base``: programs of the segments before this one.
     """
     within = tl.arange(0, TILE_M)[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
-    tl.store(partials + (place + program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)
+    tl.store(partials + (base + share.program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)
     tl.debug_barrier()
-    tl.atomic_add(counters + cut_tile, 1, sem="release", scope="gpu")
+    tl.atomic_add(counters + (base + tile - share.whole), 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def take_parts(acc, partials, counters, place, owner, helpers, team, cut_tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+def take_parts(acc, partials, counters, base, share, tile, helpers, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """Owner's end: wait for all helpers, add their parts in program order, downwards, so results never depend on timing.
 
     Helpers are lower programs, which began this tile's parts before the owner began its own: this ends without a bound.
     """
+    cut_tile = base + tile - share.whole
     while tl.atomic_add(counters + cut_tile, 0, sem="acquire", scope="gpu") < helpers:
         pass
     tl.debug_barrier()
     tl.store(counters + cut_tile, 0)
     within = tl.arange(0, TILE_M)[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
     for below in range(1, helpers + 1):
-        acc += tl.load(partials + (place + owner - below * team).to(tl.int64) * (TILE_M * TILE_N) + within)
+        acc += tl.load(partials + (base + share.program - below * share.team).to(tl.int64) * (TILE_M * TILE_N) + within)
     return acc

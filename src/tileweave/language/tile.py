@@ -1,106 +1,170 @@
 """Device twins of ``schedule.py``: which tile, which rows, which share of K. Tested equal to it, element by element.
 
 Integer arithmetic only, with no word of Triton's, so that the same source serves Triton and Gluon: ``SOURCES`` are the
-undecorated functions, which ``language/hopper.py`` compiles as Gluon.
+undecorated functions, which ``language/hopper_matmul.py`` compiles as Gluon.
+
+A kernel makes one :class:`Tiles` (or :class:`OwnerTiles`) of its arguments and hands it around. Named tuples cost nothing:
+their fields are the arguments themselves. But Triton makes numbers of the constants in one that gets a name: folded, but
+neither a shape nor the bound of an unrolled loop.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
-import triton.language as tl  # noqa: F401 - the interpreter wants it in sight of every jitted function
+import triton.language as tl
+
+from tileweave.schedule import MIN_SPAN as _MIN_SPAN
+
+MIN_SPAN = tl.constexpr(_MIN_SPAN)
 
 
-def place(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, band_sources, lead):
+class Tiles(NamedTuple):
+    """What the device needs of a ``TileSchedule``, whose fields these are."""
+
+    rank: Any
+    world_size: Any
+    rows: Any
+    tile_m: Any
+    group_m: Any
+    num_tiles: Any
+    num_segments: Any
+    band_sources: Any
+    lead: Any
+    team: Any
+    tile_rows: Any
+    tile_cols: Any
+    k_blocks: Any
+    split_tail: Any
+
+
+class OwnerTiles(NamedTuple):
+    """The same of a ``ScatterSchedule``; ``chunk_rows`` at most ``tile_rows``."""
+
+    rank: Any
+    world_size: Any
+    rows: Any
+    tile_m: Any
+    group_m: Any
+    num_tiles: Any
+    chunk_rows: Any
+    team: Any
+    tile_rows: Any
+    tile_cols: Any
+    k_blocks: Any
+    split_tail: Any
+
+
+class Share(NamedTuple):
+    """One program's part of a segment: ``tiles`` whole ones in turn, then parts of those that are cut; ``units`` in all.
+
+    Tiles of the segment from number ``whole`` on are cut along K: a team of ``team`` programs takes K blocks [begin, end) of
+    ``team`` tiles at once, ``span`` of them.
+    """
+
+    program: Any
+    num_programs: Any
+    tiles: Any
+    units: Any
+    whole: Any
+    team: Any
+    k_blocks: Any
+    span: Any
+    begin: Any
+    end: Any
+
+
+def place(tiles, tile):
     """Tile number -> (first row, row limit, tile column); see ``TileSchedule.place``."""
-    per_source = tile_rows * tile_cols
+    rows, tile_rows = tiles.rows, tiles.tile_rows
+    per_source = tile_rows * tiles.tile_cols
     step = 0
     height = tile_rows
     within = tile
-    if rows >= tile_m and tile >= per_source * lead:
-        band = (tile - per_source * lead) // (per_source * band_sources)
-        within = (tile - per_source * lead) % (per_source * band_sources)
-        step = lead + band * band_sources
-        height = (world_size - step) * tile_rows
-        if height > band_sources * tile_rows:
-            height = band_sources * tile_rows
-    group = within // (group_m * tile_cols)
-    rest = within % (group_m * tile_cols)
-    tall = height - group * group_m
-    if tall > group_m:
-        tall = group_m
-    row = group * group_m + rest % tall
+    if rows >= tiles.tile_m and tile >= per_source * tiles.lead:
+        band = (tile - per_source * tiles.lead) // (per_source * tiles.band_sources)
+        within = (tile - per_source * tiles.lead) % (per_source * tiles.band_sources)
+        step = tiles.lead + band * tiles.band_sources
+        height = (tiles.world_size - step) * tile_rows
+        if height > tiles.band_sources * tile_rows:
+            height = tiles.band_sources * tile_rows
+    group = within // (tiles.group_m * tiles.tile_cols)
+    rest = within % (tiles.group_m * tiles.tile_cols)
+    tall = height - group * tiles.group_m
+    if tall > tiles.group_m:
+        tall = tiles.group_m
+    row = group * tiles.group_m + rest % tall
     col = rest // tall
-    source = (rank + 2 * world_size - step - row // tile_rows) % world_size
-    first_row = source * rows + row % tile_rows * tile_m
+    source = (tiles.rank + 2 * tiles.world_size - step - row // tile_rows) % tiles.world_size
+    first_row = source * rows + row % tile_rows * tiles.tile_m
     row_limit = source * rows + rows
-    if rows < tile_m:
-        first_row = row * tile_m
-        row_limit = rows * world_size
+    if rows < tiles.tile_m:
+        first_row = row * tiles.tile_m
+        row_limit = rows * tiles.world_size
     return first_row, row_limit, col
 
 
-def place_out(tile, rank, world_size, rows, tile_m, tile_rows, tile_cols, group_m, chunk_rows):
+def place_out(tiles, tile):
     """Tile number -> (first row, row limit, tile column), remote owners first; see ``ScatterSchedule.place``."""
-    per_owner = tile_rows * tile_cols
+    rows, tile_rows, chunk_rows = tiles.rows, tiles.tile_rows, tiles.chunk_rows
+    per_owner = tile_rows * tiles.tile_cols
     step = tile // per_owner
     within = tile % per_owner
-    chunk = within // (chunk_rows * tile_cols)
-    rest = within % (chunk_rows * tile_cols)
+    chunk = within // (chunk_rows * tiles.tile_cols)
+    rest = within % (chunk_rows * tiles.tile_cols)
     height = tile_rows - chunk * chunk_rows
     if height > chunk_rows:
         height = chunk_rows
-    if rows < tile_m:
+    if rows < tiles.tile_m:
         chunk = 0 * tile
         rest = tile + 0
         height = tile_rows + 0
-    group = rest // (group_m * tile_cols)
-    rest = rest % (group_m * tile_cols)
-    tall = height - group * group_m
-    if tall > group_m:
-        tall = group_m
-    row = chunk * chunk_rows + group * group_m + rest % tall
+    group = rest // (tiles.group_m * tiles.tile_cols)
+    rest = rest % (tiles.group_m * tiles.tile_cols)
+    tall = height - group * tiles.group_m
+    if tall > tiles.group_m:
+        tall = tiles.group_m
+    row = chunk * chunk_rows + group * tiles.group_m + rest % tall
     col = rest // tall
-    owner = (rank + 1 + step) % world_size
-    first_row = owner * rows + row * tile_m
+    owner = (tiles.rank + 1 + step) % tiles.world_size
+    first_row = owner * rows + row * tiles.tile_m
     row_limit = owner * rows + rows
-    if rows < tile_m:
-        first_row = row * tile_m
-        row_limit = rows * world_size
+    if rows < tiles.tile_m:
+        first_row = row * tiles.tile_m
+        row_limit = rows * tiles.world_size
     return first_row, row_limit, col
 
 
-def segment(index, num_segments, num_tiles, per_source, band_sources, lead):
+def segment(tiles, index):
     """Segment -> (first tile, number of tiles); see ``TileSchedule.segment``."""
+    per_source = tiles.tile_rows * tiles.tile_cols
     first = 0
-    count = num_tiles
-    if num_segments > 1:
+    count = tiles.num_tiles
+    if tiles.num_segments > 1:
         count = per_source
-        if index >= lead:
-            first = (lead + (index - lead) * band_sources) * per_source
-            count = per_source * band_sources
-            if count > num_tiles - first:
-                count = num_tiles - first
+        if index >= tiles.lead:
+            first = (tiles.lead + (index - tiles.lead) * tiles.band_sources) * per_source
+            count = per_source * tiles.band_sources
+            if count > tiles.num_tiles - first:
+                count = tiles.num_tiles - first
     return first, count
 
 
-def cut(count, num_programs, team, k_blocks, split_tail, min_span):
-    """Tiles of a segment -> (tiles done whole, team, span of a team in k blocks); see ``TileSchedule.cut``."""
+def share_of(tiles, program, num_programs, count):
+    """A program's :class:`Share` of a segment of ``count`` tiles; see ``TileSchedule.cut``."""
+    team, k_blocks = tiles.team, tiles.k_blocks
     whole = count
-    if split_tail:
+    if tiles.split_tail:
         whole = count // num_programs * num_programs
     if count % team != 0 or num_programs % team != 0:
         team = team * 0 + 1
     span = ((count - whole) * k_blocks + num_programs - 1) // num_programs
-    if span < min_span:
-        span = min_span
-    return whole, team, span
-
-
-def unit_count(program, num_programs, count, whole, team, k_blocks, span):
-    """Units of a program in a segment -> (whole tiles, all units)."""
-    tiles = (whole - program + num_programs - 1) // num_programs
+    if span < MIN_SPAN:
+        span = MIN_SPAN
+    own = (whole - program + num_programs - 1) // num_programs
     if program >= whole:
-        tiles = 0
+        own = 0
     total = (count - whole) // team * k_blocks
     begin = (num_programs // team - 1 - program // team) * span
     end = begin + span
@@ -109,46 +173,43 @@ def unit_count(program, num_programs, count, whole, team, k_blocks, span):
     parts = 0
     if begin < end:
         parts = (end - 1) // k_blocks - begin // k_blocks + 1
-    return tiles, tiles + parts
+    return Share(program, num_programs, own, own + parts, whole, team, k_blocks, span, begin, end)
 
 
-def unit_range(index, tiles, program, num_programs, count, whole, team, k_blocks, span):
+def unit_range(share, index):
     """Unit number of a program in a segment -> (tile in the segment, k begin, k end)."""
-    tile = program + index * num_programs
+    k_blocks = share.k_blocks
+    tile = share.program + index * share.num_programs
     k_begin = 0
     k_end = k_blocks
-    if index >= tiles:
-        begin = (num_programs // team - 1 - program // team) * span
-        end = begin + span
-        if end > (count - whole) // team * k_blocks:
-            end = (count - whole) // team * k_blocks
-        bundle = begin // k_blocks + index - tiles
-        if begin > bundle * k_blocks:
-            k_begin = begin - bundle * k_blocks
-        if end < bundle * k_blocks + k_blocks:
-            k_end = end - bundle * k_blocks
-        tile = whole + bundle * team + program % team
+    if index >= share.tiles:
+        bundle = share.begin // k_blocks + index - share.tiles
+        if share.begin > bundle * k_blocks:
+            k_begin = share.begin - bundle * k_blocks
+        if share.end < bundle * k_blocks + k_blocks:
+            k_end = share.end - bundle * k_blocks
+        tile = share.whole + bundle * share.team + share.program % share.team
     return tile, k_begin, k_end
 
 
-def part_range(tile, program, whole, num_programs, team, k_blocks, span):
+def part_range(share, tile):
     """Tile of a segment -> (its owner's program, how many helpers below it, ``team`` apart, hand it a part)."""
-    owner = program
+    team, k_blocks = share.team, share.k_blocks
+    owner = share.program
     helpers = 0
-    if tile >= whole:
-        start = (tile - whole) // team * k_blocks
-        top = start // span
-        owner = (num_programs // team - 1 - top) * team + program % team
-        helpers = (start + k_blocks - 1) // span - top
+    if tile >= share.whole:
+        start = (tile - share.whole) // team * k_blocks
+        top = start // share.span
+        owner = (share.num_programs // team - 1 - top) * team + share.program % team
+        helpers = (start + k_blocks - 1) // share.span - top
     return owner, helpers
 
 
-SOURCES = (place, place_out, segment, cut, unit_count, unit_range, part_range)
+SOURCES = (place, place_out, segment, share_of, unit_range, part_range)
 
 place = triton.jit(place)
 place_out = triton.jit(place_out)
 segment = triton.jit(segment)
-cut = triton.jit(cut)
-unit_count = triton.jit(unit_count)
+share_of = triton.jit(share_of)
 unit_range = triton.jit(unit_range)
 part_range = triton.jit(part_range)

@@ -1,0 +1,35 @@
+"""Numbers as the device has them, for its integer functions run on the host."""
+
+from __future__ import annotations
+
+
+class Word(int):
+    """An int32 of the device: it must not overflow, and division of negative numbers would round the other way."""
+
+    def _make(self, value: int) -> Word:
+        assert -(2**31) <= value < 2**31, "int32 overflows"
+        return Word(value)
+
+    def __add__(self, other: int) -> Word:
+        return self._make(int(self) + int(other))
+
+    def __sub__(self, other: int) -> Word:
+        return self._make(int(self) - int(other))
+
+    def __mul__(self, other: int) -> Word:
+        return self._make(int(self) * int(other))
+
+    def __rsub__(self, other: int) -> Word:
+        return self._make(int(other) - int(self))
+
+    def __floordiv__(self, other: int) -> Word:
+        assert self >= 0, "a negative number is divided"
+        assert other > 0, "a number is divided by one that is not positive"
+        return self._make(int(self) // int(other))
+
+    def __mod__(self, other: int) -> Word:
+        assert self >= 0, "a negative number is divided"
+        assert other > 0, "a number is divided by one that is not positive"
+        return self._make(int(self) % int(other))
+
+    __radd__, __rmul__ = __add__, __mul__
