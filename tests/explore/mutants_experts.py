@@ -41,7 +41,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("combine: partials into another rank's place", COMBINE, "place = rank - (rank > peer).to(tl.int32)",
            "place = 0 * rank", GC),
     Mutant("combine: a stale partial of a rank without an expert of the token", COMBINE, "mask = (there & (", "mask = ((", GC),
-    Mutant("combine: the next expert's rows are overwritten", COMBINE, "(row < end)[:, None]", "(row <= end)[:, None]", GC),
+    Mutant("combine: the next expert's rows are overwritten", COMBINE, "(row < walk.end)[:", "(row <= walk.end)[:", GC),
     # --- partitions, and the order of their tickets ---
     Mutant("tickets: late ones do not wait for tiles", TASKS, _MADE, _MADE.replace(":", " - 9 * late:"), PARTITIONS),
     Mutant("tickets: only the tiles of their chunk", TASKS, _TILES, "                made = chunk + 0\n" + _TILES, PARTITIONS),

@@ -44,15 +44,14 @@ def test_device_walk_equals_the_hosts(seed: int, stride: int) -> None:
     experts, want = len(offsets) - 1, list(walk(offsets, 40, 16, 16, group))
     with mock.patch.object(tiles, "tl", SimpleNamespace(load=offsets.__getitem__)):
         for program in range(stride):
-            state, found = first_expert(0, 3, 16), []
+            at, found = first_expert(0, 3, 16), []
             tile = program
             while True:
-                state = walk_to(tile, *state, 0, experts, 3, 16)
-                expert, first_tile, _, begin, end = state
-                if expert == experts:
+                at = walk_to(at, tile, 0, experts, 3, 16)
+                if at.expert == experts:
                     break
-                row, col = place_in_expert(tile - first_tile, begin, end, 3, 16, group)
-                found.append((expert, row, end, col))
+                row, col = place_in_expert(at, tile, 3, 16, group)
+                found.append((at.expert, row, at.end, col))
                 tile += stride
             assert found == want[program::stride]
 

@@ -17,21 +17,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 import tileweave as tw
 from tileweave.bench.embedding_cases import OP, EmbeddingCase
+from tileweave.bench.report import marked, median, new_table, number
 from tileweave.bench.subjects import worst
 from tileweave.launcher import Member
 from tileweave.ops import reference
 from tileweave.ops.registry import name_of, workspace_of
 from tileweave.profile.metrics import geometric_mean, speed_up
-from tileweave.profile.timing import Timing
 from tileweave.sharding import EmbeddingLayout, Shard, TableSpec, rows_of
 from tileweave.transport.collectives import all_to_all_flat
 
@@ -216,10 +216,7 @@ def entry_of(case: EmbeddingCase, peers: EmbeddingPeers, error: float, plan: str
 
 def judge(entry: dict[str, Any]) -> dict[str, float]:
     """Ratios and the parts of the gain, NaN where a time is missing."""
-
-    def of(name: str) -> float:
-        return float(entry["times"].get(name, {}).get("median_us", math.nan))
-
+    of = partial(median, entry)
     return {
         "over_torch": speed_up(of(TORCH), of(OURS)),
         "over_unfused": speed_up(of(UNFUSED), of(OURS)),
@@ -229,12 +226,6 @@ def judge(entry: dict[str, Any]) -> dict[str, float]:
         "lookup_share": entry["floor_read_us"] * HBM / 4.8e12 / of(LOOKUP) if of(LOOKUP) > 0 else math.nan,
         "over_floor": of(OURS) / max(entry["floor_read_us"], entry["floor_sent_us"]),
     }
-
-
-def headline(entry: dict[str, Any]) -> str:
-    if not entry["right"]:
-        return f"[bold red]WRONG[/]: error {entry['error']:.1e}"
-    return "  ".join(f"{name} {Timing(**timing).median_us:.1f}" for name, timing in entry["times"].items()) + " us"
 
 
 _RATIOS = {"/torch": "over_torch", "/unfused": "over_unfused"}
@@ -249,34 +240,23 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
         f"{OP}; world {report['world_size']}, {device}; us, slowest rank, median of repeats; peak: bytes read by our "
         "lookup over 4.8 TB/s; read, link: floors; +: parts of the gain"
     )
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     times = [name for name in PEERS if any(name in c["times"] for c in report["cases"])]
     columns = ["case", *times, "peak", "read", "link", *_DERIVED, *_RATIOS, "error"]
-    for name in columns:
-        table.add_column(_HEADINGS.get(name, name), justify="left" if name == "case" else "right", no_wrap=True)
+    table = new_table(title, columns, _HEADINGS)
     for case in report["cases"]:
         if not case["right"]:
             table.add_row(case["name"], "[bold red]WRONG[/]")
             continue
         cells = [case["name"]]
-        cells += [_number(case["times"].get(name, {}).get("median_us", math.nan)) for name in times]
-        cells += [_number(case["lookup_share"], 2), _number(case["floor_read_us"]), _number(case["floor_sent_us"])]
-        cells += [_number(case[key]) for key in _DERIVED.values()]
-        cells += [_marked(case[key]) for key in _RATIOS.values()] + [f"{case['error']:.0e}"]
+        cells += [number(median(case, name)) for name in times]
+        cells += [number(case["lookup_share"], 2), number(case["floor_read_us"]), number(case["floor_sent_us"])]
+        cells += [number(case[key]) for key in _DERIVED.values()]
+        cells += [marked(case[key], 1.0) for key in _RATIOS.values()] + [f"{case['error']:.0e}"]
         table.add_row(*cells)
     table.add_section()
     blanks = [""] * (len(columns) - 4)
     right = [c for c in report["cases"] if c["right"]]
     for name, summarise in (("geometric mean", geometric_mean), ("worst", lambda v: min(v, default=math.nan))):
         values = [summarise([c[key] for c in right if math.isfinite(c[key])]) for key in _RATIOS.values()]
-        table.add_row(name, *blanks, *[_number(v, 2) for v in values], "", style="bold")
+        table.add_row(name, *blanks, *[number(v, 2) for v in values], "", style="bold")
     return [table]
-
-
-def _number(value: float | None, digits: int = 0) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
-def _marked(value: float) -> str:
-    text = _number(value, 2)
-    return f"[bold red]!{text}[/]" if value < 1.0 else text

@@ -22,20 +22,19 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 import tileweave as tw
 from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
 from tileweave.bench.expert_gathered import Gathered, Order
-from tileweave.bench.run import Options, forget_case, run_cases
+from tileweave.bench.report import marked, median, new_table, number
+from tileweave.bench.run import Options, run_cases, time_all
 from tileweave.bench.screen import Steps
 from tileweave.bench.subjects import TOLERANCE, worst, worst_of
 from tileweave.launcher import Member
 from tileweave.ops import reference
 from tileweave.ops.routing_plan import RoutingPlan, reference_plan
 from tileweave.profile.metrics import geometric_mean, speed_up
-from tileweave.profile.timing import measure
 
 OURS, ROUTED, UNFUSED, NO_ORDER, MATMUL = "tileweave", "routed", "unfused", "no order", "matmul"
 GATHERED = "gathered"
@@ -213,11 +212,7 @@ class _Routing:
 
 def bench(member: Member, options: Options) -> dict[str, Any]:
     """Collective; the report is complete on rank 0 only."""
-    return run_cases(
-        member, options, "max over ranks, median of repeats, interleaved, random routing and data",
-        lambda case, seed, steps: _bench_case(member, case, options, seed, steps),
-        lambda entry: "  ".join(f"{name} {_of(entry, name):.1f}" for name in entry["times"]) + " us",
-    )  # fmt: skip
+    return run_cases(member, options, "max over ranks, median of repeats, interleaved, random routing and data", _bench_case)
 
 
 def _bench_case(member: Member, case: ExpertCase, options: Options, seed: int, steps: Steps) -> dict[str, Any]:
@@ -234,21 +229,11 @@ def _bench_case(member: Member, case: ExpertCase, options: Options, seed: int, s
         "busiest_rows": worst(float(peers.sets[0].rows), member.device, member.group), "times": {}, "missing": peers.missing,
     }  # fmt: skip
     if entry["right"]:
-        timings = measure(
-            peers.functions, member.group, member.device, repeats=options.repeats, graph=case.graph,
-            on_capture_failure="eager", progress=steps.detail,
-        )  # fmt: skip
-        entry["times"] = {name: timing.as_dict() for name, timing in timings.items()}
-    ours = _of(entry, OURS)
-    entry |= {ratio: speed_up(_of(entry, rival), ours) for ratio, rival in _RATIOS.items()}
-    entry["of_limit"] = speed_up(max(entry["link_us"], _of(entry, MATMUL)), ours)
-    del peers, plan, more
-    forget_case(member)
+        entry["times"] = time_all(peers.functions, member, options, case.graph, steps)
+    ours = median(entry, OURS)
+    entry |= {ratio: speed_up(median(entry, rival), ours) for ratio, rival in _RATIOS.items()}
+    entry["of_limit"] = speed_up(max(entry["link_us"], median(entry, MATMUL)), ours)
     return entry
-
-
-def _of(entry: dict[str, Any], name: str) -> float:
-    return float(entry["times"].get(name, {}).get("median_us", math.nan))
 
 
 def _ratio(entry: dict[str, Any], name: str) -> float:
@@ -261,38 +246,28 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
     """One table; microseconds unless said."""
     title = (f"{report['op']}; world {report['world_size']}, {report['environment'].get('device', '')}; us, slowest rank, "
              "median of repeats; link: floor; limit: the larger of link and matmul, over ours")  # fmt: skip
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     times = [name for name in PEERS if any(name in c["times"] for c in report["cases"])]
-    for name in ("case", *times, "link", "limit", "/unfused", "bar", "/gathered", "/no order", "error"):
-        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
+    columns = ("case", *times, "link", "limit", "/unfused", "bar", "/gathered", "/no order", "error")
+    table = new_table(title, columns, {})
     for case in report["cases"]:
         if not case["right"]:
             table.add_row(case["name"], "[bold red]WRONG[/]")
             continue
         table.add_row(
-            case["name"], *[_number(_of(case, name), 1) for name in times], _number(case["link_us"]),
-            _number(_ratio(case, "of_limit"), 2), _marked(_ratio(case, "over_unfused"), max(case["bar"], 1.0)),
-            _number(case["bar"], 2), _marked(_ratio(case, "over_gathered"), 1.0), _number(_ratio(case, "over_no_order"), 2),
+            case["name"], *[number(median(case, name), 1) for name in times], number(case["link_us"]),
+            number(_ratio(case, "of_limit"), 2), marked(_ratio(case, "over_unfused"), max(case["bar"], 1.0)),
+            number(case["bar"], 2), marked(_ratio(case, "over_gathered"), 1.0), number(_ratio(case, "over_no_order"), 2),
             f"{case['error']:.0e}",
         )  # fmt: skip
     means = [geometric_mean(_ratio(c, name) for c in report["cases"] if c["right"]) for name in _RATIOS]
-    unfused, gathered, no_order = (_number(mean, 2) for mean in means)
+    unfused, gathered, no_order = (number(mean, 2) for mean in means)
     table.add_section()
     table.add_row("geometric mean", *[""] * (len(times) + 2), unfused, "", gathered, no_order, style="bold")
     return [table]
-
-
-def _marked(ratio: float, least: float) -> str:
-    text = _number(ratio, 2)
-    return f"[bold red]!{text}[/]" if ratio < least else text
 
 
 def plot(report: dict[str, Any], path: Any) -> None:
     """Each case's times over the unfused path's, as bars. Needs matplotlib."""
     from tileweave.profile.plot import plot_over
 
-    plot_over(report, path, UNFUSED, lambda case: _of(case, UNFUSED))
-
-
-def _number(value: float, digits: int = 0) -> str:
-    return "-" if not math.isfinite(value) else f"{value:.{digits}f}"
+    plot_over(report, path, UNFUSED, lambda case: median(case, UNFUSED))

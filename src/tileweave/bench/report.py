@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -42,10 +43,8 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
         if cases:
             device = report["environment"].get("device", "")
             heading = f"{report['op']}, {title}; world {report['world_size']}, {device}; us, slowest rank, median of repeats"
-            table = Table(title=heading, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
             columns = _columns(report["op"], width)
-            for name in columns:
-                table.add_column(_HEADINGS.get(name, name), justify="left" if name in _TEXTS else "right", no_wrap=True)
+            table = new_table(heading, columns, _HEADINGS, _TEXTS)
             bars = BARS.get((report["op"], block), {})
             for case in cases:
                 cells = _cells(case, bars)
@@ -53,6 +52,14 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
             _add_summary(table, cases, columns, bars)
             tables.append(table)
     return tables
+
+
+def new_table(title: str, columns: Sequence[str], headings: Mapping[str, str], texts: Sequence[str] = ("case",)) -> Table:
+    """One without rows. ``headings``: what columns are called there, if not by their name. ``texts``: columns of words."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in columns:
+        table.add_column(headings.get(name, name), justify="left" if name in texts else "right", no_wrap=True)
+    return table
 
 
 def _columns(op: str, width: int) -> list[str]:
@@ -68,21 +75,21 @@ def _cells(case: dict[str, Any], bars: dict[str, Bar]) -> dict[str, str]:
     cells["error"] = f"{case['error']:.1e}"
     if not case["right"]:
         return cells | {OURS: "[bold red]WRONG[/]"}
-    ours = _median(case, OURS)
-    cells[OURS] = f"[bold]{_number(ours)}[/]"
+    ours = median(case, OURS)
+    cells[OURS] = f"[bold]{_time(ours)}[/]"
     for name in (*_RIVALS, GEMM, CORUN):
-        time = _median(case, name)
+        time = median(case, name)
         mark = "*" if case["times"].get(name, {}).get("note") and not math.isnan(time) else ""
-        text = _number(time) + mark
+        text = _time(time) + mark
         cells[name] = f"[bold red]{text}[/]" if name in _RIVALS and time < ours else text
-    cells["E_overlap"] = _number(case["e_overlap"], 2)
+    cells["E_overlap"] = number(case["e_overlap"], 2)
     for column, key in _RATIOS.items():
         worst = bars.get(key, Bar()).worst
-        cells[column] = _ratio(case[key], worst if worst is not None else 0.0 if key == "limit_ratio" else 1.0)
+        cells[column] = marked(case[key], worst if worst is not None else 0.0 if key == "limit_ratio" else 1.0, 3)
     most = bars.get("over_gemm_us", Bar()).most
-    text = _number(case["over_gemm_us"])
+    text = _time(case["over_gemm_us"])
     cells["-gemm"] = f"[bold red]!{text}[/]" if most is not None and case["over_gemm_us"] > most else text
-    cells["host us"] = _number(case["host_us"], 0)
+    cells["host us"] = number(case["host_us"])
     return cells
 
 
@@ -93,7 +100,7 @@ def _add_summary(table: Table, cases: list[dict[str, Any]], columns: list[str], 
         values = [case[key] for case in cases if math.isfinite(case[key])]
         extreme = max if key == "over_gemm_us" else min
         found = math.nan if key == "over_gemm_us" else geometric_mean(values), extreme(values, default=math.nan)
-        mean[column], worst[column] = (_number(value, 1 if key == "over_gemm_us" else 3) for value in found)
+        mean[column], worst[column] = (_time(value) if key == "over_gemm_us" else number(value, 3) for value in found)
         bar[column] = _verdict(bars.get(key), *found)
     table.add_section()
     for cells in (mean, worst, bar) if bars else (mean, worst):
@@ -138,17 +145,20 @@ def is_right(report: dict[str, Any]) -> bool:
     return all(case["right"] for case in report["cases"])
 
 
-def _median(case: dict[str, Any], name: str) -> float:
+def median(case: dict[str, Any], name: str) -> float:
+    """Microseconds of a rival; NaN where there is no time of it."""
     return float(case["times"].get(name, {}).get("median_us", math.nan))
 
 
-def _number(value: float, digits: int = 1) -> str:
-    if not math.isfinite(value):
-        return "-"
-    return f"{value:.0f}" if digits == 1 and value >= 1000 else f"{value:.{digits}f}"
+def number(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
-def _ratio(value: float, bar: float) -> str:
-    if not math.isfinite(value):
-        return "-"
-    return f"[bold red]!{value:.3f}[/]" if value < bar else f"{value:.3f}"
+def marked(ratio: float, least: float, digits: int = 2) -> str:
+    """A ratio in a table, which stands out below ``least``."""
+    text = number(ratio, digits)
+    return f"[bold red]!{text}[/]" if ratio < least else text
+
+
+def _time(value: float) -> str:
+    return number(value, 0 if value >= 1000 else 1)

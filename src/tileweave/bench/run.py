@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tileweave.bench.subjects import TOLERANCE, worst
 from tileweave.config import Plan
 from tileweave.launcher import Member
 from tileweave.profile.metrics import e_overlap, limit_ratio, speed_up
-from tileweave.profile.timing import Timing, measure
+from tileweave.profile.timing import measure
 
 _HOST_CALLS = 50
 
@@ -56,24 +57,21 @@ class Options:
 
 def bench(member: Member, options: Options) -> dict[str, Any]:
     """Bench on every rank of the world; the report is complete on rank 0 only. Collective."""
-    uncapturable: dict[str, str] = {}
-    return run_cases(
-        member, options, "max over ranks, median of repeats, interleaved, weights rotated past the L2, random data",
-        lambda case, seed, steps: _bench_case(member, case, options, seed, steps, uncapturable),
-        _headline,
-    )  # fmt: skip
+    method = "max over ranks, median of repeats, interleaved, weights rotated past the L2, random data"
+    return run_cases(member, options, method, partial(_bench_case, uncapturable={}), lambda entry: f", {entry['plan']}")
 
 
 def run_cases(
     member: Member,
     options: Options,
     method: str,
-    bench_case: Callable[[Any, int, Steps], dict[str, Any]],
-    headline: Callable[[dict[str, Any]], str],
+    bench_case: Callable[[Member, Any, Options, int, Steps], dict[str, Any]],
+    more: Callable[[dict[str, Any]], str] = lambda _: "",
 ) -> dict[str, Any]:
     """What the bench of every operator does: its cases in turn while there is time, a report that is written after each.
 
-    ``bench_case(case, seed, steps)``: one case, as an entry of the report. ``headline``: an entry in a line.
+    ``bench_case(member, case, options, seed, steps)``: one case, as an entry of the report. ``more``: what to say of it behind
+    its times.
     """
     cases = options.cases()
     report: dict[str, Any] = {
@@ -93,12 +91,14 @@ def run_cases(
                 report["skipped"].append(case.name)
                 steps.done("skipped: out of time")
                 continue
-            entry = bench_case(case, seed, steps)
+            entry = bench_case(member, case, options, seed, steps)
+            forget_case(member)
             for name in (options.peers or ()) if entry["right"] else ():
                 if name not in entry["times"]:
                     entry["missing"].setdefault(name, f"not a rival of {options.op}")
             report["cases"].append(entry)
-            steps.done(headline(entry))
+            times = "  ".join(f"{name} {timing['median_us']:.1f}" for name, timing in entry["times"].items())
+            steps.done(f"{times} us{more(entry)}" if entry["right"] else f"[bold red]WRONG[/]: error {entry['error']:.1e}")
             if member.rank == 0 and options.json_path:
                 _write(report, options.json_path)
     report["seconds"] = round(time.monotonic() - started, 1)
@@ -115,6 +115,22 @@ def forget_case(member: Member) -> None:
     if member.on_gpu:
         torch.cuda.empty_cache()
     member.barrier()
+
+
+def time_all(
+    functions: dict[str, Callable[[], object]],
+    member: Member,
+    options: Options,
+    graph: bool,
+    steps: Steps,
+    not_capturable: dict[str, str] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Each rival's :class:`Timing` for an entry of the report, all interleaved. Collective."""
+    timings = measure(
+        functions, member.group, member.device, repeats=options.repeats, graph=graph, on_capture_failure="eager",
+        not_capturable=not_capturable, progress=steps.detail,
+    )  # fmt: skip
+    return {name: timing.as_dict() for name, timing in timings.items()}
 
 
 def _bench_case(
@@ -135,26 +151,13 @@ def _bench_case(
         "host_us": math.nan, "times": {}, "missing": dict(peers.missing),
     }  # fmt: skip
     if right:
-        timings = measure(
-            peers.functions,
-            member.group,
-            member.device,
-            repeats=options.repeats,
-            graph=case.graph,
-            on_capture_failure="eager",
-            not_capturable=uncapturable,
-            progress=steps.detail,
-        )
-        for name, timing in timings.items():
-            entry["times"][name] = timing.as_dict()
-            if "cannot be captured: " in timing.note:  # once is enough: a failed capture leaves traces in a process
-                uncapturable.setdefault(name, timing.note.split("cannot be captured: ", 1)[1])
+        entry["times"] = time_all(peers.functions, member, options, case.graph, steps, uncapturable)
+        for name, timing in entry["times"].items():
+            if "cannot be captured: " in timing["note"]:  # once is enough: a failed capture leaves traces in a process
+                uncapturable.setdefault(name, timing["note"].split("cannot be captured: ", 1)[1])
         if OURS in peers.functions and member.on_gpu:
             entry["host_us"] = worst(_host_seconds(member, peers.functions[OURS]), member.device, member.group) * 1e6
-    entry.update(judge(entry["times"]))
-    del peers
-    forget_case(member)
-    return entry
+    return entry | judge(entry["times"])
 
 
 def _host_seconds(member: Member, function: Any) -> float:
@@ -195,13 +198,6 @@ def short(plan: Plan) -> str:
     if c is None:
         return plan.path
     return f"{c.kernel} {c.transport} {c.tile_m}x{c.tile_n}"
-
-
-def _headline(entry: dict[str, Any]) -> str:
-    if not entry["right"]:
-        return f"[bold red]WRONG[/]: error {entry['error']:.1e}"
-    times = "  ".join(f"{name} {Timing(**timing).median_us:.1f}" for name, timing in entry["times"].items())
-    return f"{times} us, {entry['plan']}"
 
 
 def _agree(member: Member, mine: bool) -> bool:

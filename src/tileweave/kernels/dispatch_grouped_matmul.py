@@ -171,26 +171,23 @@ def dispatch_grouped_matmul_kernel(
         )  # fmt: skip
     tickets = counters + (epoch & 1) * SET + TICKETS
     tile = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
-    expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
-    expert, first_tile, next_tile, begin, end = walk_to(
-        tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-    )
-    while expert < experts:
+    walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+    while walk.expert < experts:
         following = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
-        first_row, col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
+        first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
         a_rows, nearest, farthest = gather_rows(
-            x, slots + slot_offset, row_entry, first_row, end, max_tokens, topk, depth, rank, WORLD_SIZE, TILE_M, ALIGNED
+            x, slots + slot_offset, row_entry, first_row, walk.end, max_tokens, topk, depth, rank, WORLD_SIZE, TILE_M, ALIGNED
         )
-        token = wait_steps(signals, expert // block_experts, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE)
+        token = wait_steps(
+            signals, walk.expert // block_experts, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE
+        )
         acc = matmul_tile(
-            a_rows, w + expert.to(tl.int64) * stride_expert, stride_w, col, cols, depth, consume_token(0, token), k_blocks,
-            TILE_M, TILE_N, TILE_K, EVEN_K, end - first_row, FEW_ROWS, DEPTH_FIRST,
+            a_rows, w + walk.expert.to(tl.int64) * stride_expert, stride_w, col, cols, depth, consume_token(0, token), k_blocks,
+            TILE_M, TILE_N, TILE_K, EVEN_K, walk.end - first_row, FEW_ROWS, DEPTH_FIRST,
         )  # fmt: skip
-        store_rows(acc, y, first_row, end, col, cols, control, TILE_M, TILE_N)
+        store_rows(acc, y, first_row, walk.end, col, cols, control, TILE_M, TILE_N)
         tile = following
-        expert, first_tile, next_tile, begin, end = walk_to(
-            tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-        )
+        walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
     if program == num_programs - 1:
         wait_steps(signals, blocks - 1, 1, WORLD_SIZE - 1, rank, epoch, -1, control, report, WORLD_SIZE)
     leave(control, epoch, num_programs)

@@ -91,38 +91,34 @@ def gather_partition(
     tickets = counters + (epoch & 1) * SET + TICKETS
     count = 0
     tile = deal(tickets, count, numbers, dealt, taken, GATHER_WARPS)
-    expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
-    expert, first_tile, next_tile, begin, end = walk_to(
-        tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-    )
-    while expert < experts:
-        first_row, col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
+    walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+    while walk.expert < experts:
+        first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
         pointers = row_addresses(
-            x, slot, row_entry, first_row, end, max_tokens, topk, depth, rank, row_layout, WORLD_SIZE, TILE_M
+            x, slot, row_entry, first_row, walk.end, max_tokens, topk, depth, rank, row_layout, WORLD_SIZE, TILE_M
         )
         if not arrived:
             arrived = all_have(signals, blocks - 1, rank, epoch, WORLD_SIZE, GATHER_WARPS)
             nearest = row_steps(row_entry, first_row, max_tokens, topk, rank, WORLD_SIZE)
-            farthest = row_steps(row_entry, gl.minimum(first_row + TILE_M, end) - 1, max_tokens, topk, rank, WORLD_SIZE)
+            farthest = row_steps(row_entry, gl.minimum(first_row + TILE_M, walk.end) - 1, max_tokens, topk, rank, WORLD_SIZE)
             wait_steps(
-                signals, expert // block_experts, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE,
+                signals, walk.expert // block_experts, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE,
                 GATHER_WARPS,
             )  # fmt: skip
-        there = (first_row + place < end)[:, None]
+        there = (first_row + place < walk.end)[:, None]
         for block in range(0, k_blocks):
             at = claim(ring, turn, TILE_N * TILE_K * 2, STAGES)
             load_expert(
-                w_desc, expert, cols, depth, col * TILE_N, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST
-            )
+                w_desc, walk.expert, cols, depth, col * TILE_N, block * TILE_K, ring.ready.index(at), ring.b.index(at),
+                DEPTH_FIRST,
+            )  # fmt: skip
             source = gl.multiple_of(pointers[:, None] + (block * TILE_K + k)[None, :], [1, 16])
             copy_async(ring.a.index(at), source, there)
             async_copy.mbarrier_arrive(ring.ready.index(at), increment_count=False)
             turn += 1
         count += 1
         tile = deal(tickets, count, numbers, dealt, taken, GATHER_WARPS)
-        expert, first_tile, next_tile, begin, end = walk_to(
-            tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-        )
+        walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
     async_copy.commit_group()
     async_copy.wait_group(0)
     leave(control, epoch, num_partitions)

@@ -143,25 +143,21 @@ def load_partition(
     turn = 0
     count = 0
     tile = deal(tickets, count, numbers, dealt, taken, 1)
-    expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
-    expert, first_tile, next_tile, begin, end = walk_to(
-        tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-    )
-    while expert < experts:
-        first_row, col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
-        await_placed(placed, first_row, end, epoch, TILE_M)
+    walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+    while walk.expert < experts:
+        first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
+        await_placed(placed, first_row, walk.end, epoch, TILE_M)
         for block in range(0, k_blocks):
             at = claim(ring, turn, block_bytes, STAGES)
             load_expert(
-                w_desc, expert, cols, depth, col * TILE_N, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST
-            )
+                w_desc, walk.expert, cols, depth, col * TILE_N, block * TILE_K, ring.ready.index(at), ring.b.index(at),
+                DEPTH_FIRST,
+            )  # fmt: skip
             load_async(rows_desc, [first_row, block * TILE_K], ring.ready.index(at), ring.a.index(at))
             turn += 1
         count += 1
         tile = deal(tickets, count, numbers, dealt, taken, 1)
-        expert, first_tile, next_tile, begin, end = walk_to(
-            tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-        )
+        walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
     leave(control, epoch, num_partitions)
 
 

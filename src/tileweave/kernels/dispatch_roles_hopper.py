@@ -114,22 +114,17 @@ def multiply_partition(
     turn = 0
     count = 0
     tile = take(count, numbers, dealt, taken, WARPS)
-    expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
-    expert, first_tile, next_tile, begin, end = walk_to(
-        tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-    )
-    while expert < experts:
-        first_row, col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
+    walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+    while walk.expert < experts:
+        first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
         acc, turn, fault = multiply_tile(turn, k_blocks, ring, control, TILE_M, TILE_N, STAGES, WARPS, GATHERED, DEPTH_FIRST)
         store_tile(
-            acc, fault, y, y, y_desc, y_buffer, Helped(y, epoch * 0, 0, 1), first_row, end, col * TILE_N, cols, -1,
+            acc, fault, y, y, y_desc, y_buffer, Helped(y, epoch * 0, 0, 1), first_row, walk.end, col * TILE_N, cols, -1,
             TILE_M, TILE_N, HALVES, False, BY_TMA,
         )  # fmt: skip
         count += 1
         tile = take(count, numbers, dealt, taken, WARPS)
-        expert, first_tile, next_tile, begin, end = walk_to(
-            tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-        )
+        walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
     tma.store_wait(0)
     leave(control, epoch, num_partitions)
 

@@ -124,29 +124,24 @@ def multiply_role(
     tile = program
     for chunk in range(0, chunks):
         tile_cols = chunk_columns(chunk, cols, chunk_cols, TILE_N)
-        expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
-        expert, first_tile, next_tile, begin, end = walk_to(
-            tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-        )
-        while expert < experts:
-            first_row, tile_col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
+        walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+        while walk.expert < experts:
+            first_row, tile_col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
             tile_col += chunk * chunk_cols
             row = first_row + tl.arange(0, TILE_M)
-            a_rows = y + tl.minimum(row, end - 1).to(tl.int64) * stride_y
+            a_rows = y + tl.minimum(row, walk.end - 1).to(tl.int64) * stride_y
             acc = matmul_tile(
-                a_rows, w + expert.to(tl.int64) * stride_e, stride_w, tile_col, cols, depth, 0, tl.cdiv(depth, TILE_K),
+                a_rows, w + walk.expert.to(tl.int64) * stride_e, stride_w, tile_col, cols, depth, 0, tl.cdiv(depth, TILE_K),
                 TILE_M, TILE_N, TILE_K, EVEN_K, DEPTH_FIRST=DEPTH_FIRST,
             )  # fmt: skip
             col = tile_col * TILE_N + tl.arange(0, TILE_N)
             place = products + row.to(tl.int64)[:, None] * cols + col[None, :]
-            tl.store(place, acc.to(products.dtype.element_ty), mask=(row < end)[:, None] & (col < cols)[None, :])
+            tl.store(place, acc.to(products.dtype.element_ty), mask=(row < walk.end)[:, None] & (col < cols)[None, :])
             tl.debug_barrier()
             tl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")
             tile += programs
-            expert, first_tile, next_tile, begin, end = walk_to(
-                tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-            )
-        tile -= next_tile  # of all experts
+            walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
+        tile -= walk.next_tile  # of all experts
 
 
 @triton.jit

@@ -61,25 +61,20 @@ def load_partition(
     tile = gl.program_id(0)
     for chunk in range(0, chunks):
         tile_cols = gl.minimum(tile_limit - chunk * chunk_cols, chunk_cols)
-        expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
-        expert, first_tile, next_tile, begin, end = walk_to(
-            tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-        )
-        while expert < experts:
-            first_row, tile_col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
+        walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+        while walk.expert < experts:
+            first_row, tile_col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
             col = (tile_col + chunk * chunk_cols) * TILE_N
             for block in range(0, k_blocks):
                 at = claim(ring, turn, block_bytes, STAGES)
                 load_expert(
-                    w_desc, expert, cols, depth, col, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST
+                    w_desc, walk.expert, cols, depth, col, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST
                 )
                 load_async(y_desc, [first_row, block * TILE_K], ring.ready.index(at), ring.a.index(at))
                 turn += 1
             tile += programs
-            expert, first_tile, next_tile, begin, end = walk_to(
-                tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-            )
-        tile -= next_tile  # of all experts
+            walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
+        tile -= walk.next_tile  # of all experts
 
 
 @gluon.jit
@@ -123,22 +118,17 @@ def multiply_partition(
     tile = gl.program_id(0)
     for chunk in range(0, chunks):
         tile_cols = gl.minimum(tile_limit - chunk * chunk_cols, chunk_cols)
-        expert, first_tile, next_tile, begin, end = first_expert(offsets, tile_cols, TILE_M)
-        expert, first_tile, next_tile, begin, end = walk_to(
-            tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-        )
-        while expert < experts:
-            first_row, tile_col = place_in_expert(tile - first_tile, begin, end, tile_cols, TILE_M, GROUP_M)
+        walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+        while walk.expert < experts:
+            first_row, tile_col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
             acc, turn, fault = multiply_tile(turn, k_blocks, ring, control, TILE_M, TILE_N, STAGES, WARPS, False, DEPTH_FIRST)
             count_stored(counts, stored, epoch)
             col = (tile_col + chunk * chunk_cols) * TILE_N
-            store_products(acc, products, products_desc, box, first_row, end, col, cols, TILE_M, TILE_N)
+            store_products(acc, products, products_desc, box, first_row, walk.end, col, cols, TILE_M, TILE_N)
             stored = epoch * 0 + chunk
             tile += programs
-            expert, first_tile, next_tile, begin, end = walk_to(
-                tile, expert, first_tile, next_tile, begin, end, offsets, experts, tile_cols, TILE_M
-            )
-        tile -= next_tile  # of all experts
+            walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
+        tile -= walk.next_tile  # of all experts
     count_stored(counts, stored, epoch)
     serve_tickets(
         products, rows, factors, lengths, offsets, out, counts, slots, slot_table, signal_table, signals, control,

@@ -129,34 +129,19 @@ def add_arrived(
 ):  # fmt: skip
     """A tile's pieces, plus what helpers made of it, plus what ``peers`` peers sent, all of one and then of the next.
 
-    Returns (pieces, ring turn). Pieces have names: a loop carries tensors, and no tuples.
+    Returns (pieces, ring turn).
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
-    if TILE_N == 256:
-        a, b, c, d = pieces
-        a = add_parts(gl.convert_layout(a, layout), 0, helped, TILE_M, TILE_N)
-        b = add_parts(gl.convert_layout(b, layout), PIECE, helped, TILE_M, TILE_N)
-        c = add_parts(gl.convert_layout(c, layout), 2 * PIECE, helped, TILE_M, TILE_N)
-        d = add_parts(gl.convert_layout(d, layout), 3 * PIECE, helped, TILE_M, TILE_N)
-        for _ in range(0, peers):
-            a, turn = add_piece(a, turn, ring, STAGES)
-            b, turn = add_piece(b, turn, ring, STAGES)
-            c, turn = add_piece(c, turn, ring, STAGES)
-            d, turn = add_piece(d, turn, ring, STAGES)
-        return (a, b, c, d), turn
-    elif TILE_N == 128:
-        a, b = pieces
-        a = add_parts(gl.convert_layout(a, layout), 0, helped, TILE_M, TILE_N)
-        b = add_parts(gl.convert_layout(b, layout), PIECE, helped, TILE_M, TILE_N)
-        for _ in range(0, peers):
-            a, turn = add_piece(a, turn, ring, STAGES)
-            b, turn = add_piece(b, turn, ring, STAGES)
-        return (a, b), turn
-    else:
-        a = add_parts(gl.convert_layout(pieces[0], layout), 0, helped, TILE_M, TILE_N)
-        for _ in range(0, peers):
-            a, turn = add_piece(a, turn, ring, STAGES)
-        return (a,), turn
+    summed = ()
+    for i in gl.static_range(TILE_N // PIECE):
+        summed = summed + (add_parts(gl.convert_layout(pieces[i], layout), i * PIECE, helped, TILE_M, TILE_N),)
+    for _ in range(0, peers):
+        before = summed
+        summed = ()
+        for i in gl.static_range(TILE_N // PIECE):
+            piece, turn = add_piece(before[i], turn, ring, STAGES)
+            summed = summed + (piece,)
+    return summed, turn
 
 
 @gluon.jit

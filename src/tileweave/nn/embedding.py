@@ -42,7 +42,9 @@ class ShardedEmbeddingBag(nn.Module):
     sparse : gradients as COO tensors. divide_gradient : over R, as for a loss that is a mean over ranks.
     out_dtype : of what travels and of y; None: ``dtype``, or what the module is converted to.
 
-    ``print(module.plan.explain())`` says why the tables are where they are. Weights start as ``nn.EmbeddingBag``'s.
+    ``print(module.plan.explain())`` says why the tables are where they are. Weights start as ``nn.EmbeddingBag``'s. Compilers
+    leave the way of ids alone, so a compiled module is no full graph; Inductor wants ``reorder_for_peak_memory`` False where
+    ranks have different tables (README, limits).
 
     Raises
     ------
@@ -151,7 +153,7 @@ class ShardedEmbeddingBag(nn.Module):
         """Weights as ``nn.EmbeddingBag`` draws them, seed all ranks alike; the optimizer as it begins."""
         self._refuse_parametrized("reset_parameters")
         weights = self.weights()
-        seed = draw_seed(weights[0]) if weights else None
+        seed = draw_seed(next(self.parameters(recurse=False)))  # without tables, too: what ranks draw behind it is alike
         for weight, shard in zip(weights, self.plan.of_rank(self.rank), strict=True):
             number = (shard.table << 20) + shard.column  # the same wherever it stands
             nn.init.normal_(weight, generator=generator_of(weight, seed, number))

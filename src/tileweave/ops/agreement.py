@@ -8,27 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import TypeVar
 
 import torch
 
 from tileweave.errors import InputError, PeerTimeout, RankMismatchError
 from tileweave.ops.registry import agree, debugging, group_of
 
+T = TypeVar("T")
+
 
 def check_together(op: str, group_name: str, signature: Mapping[str, object], check: Callable[[], None]) -> None:
     """Collective, for who debugs: ``check()``, which raises :class:`InputError`, must pass on every rank, and signatures be the
     same; else every rank raises, its own error or :class:`RankMismatchError`."""
-    try:
-        check()
-    except InputError as error:
-        tell_peers(op, group_name, error)
-        raise
+    check_own(op, group_name, check)
     agree(group_of(group_name), {"op": op, **signature})
 
 
-def tell_peers(op: str, group_name: str, error: InputError) -> None:
-    """What a rank does with its own error before it raises it: peers may be waiting to agree. Nothing while torch traces."""
-    if torch.compiler.is_compiling() or not debugging():
-        return
-    with suppress(RankMismatchError, PeerTimeout):  # the own one says more
-        agree(group_of(group_name), {"op": op, "refused": str(error)})
+def check_own(op: str, group_name: str, check: Callable[..., T], *args: object) -> T:
+    """``check(*args)``, of this rank's arguments. Its :class:`InputError` is told to peers first, who may be waiting to agree;
+    nobody waits while torch traces."""
+    try:
+        return check(*args)
+    except InputError as error:
+        if not torch.compiler.is_compiling() and debugging():
+            with suppress(RankMismatchError, PeerTimeout):  # the own one says more
+                agree(group_of(group_name), {"op": op, "refused": str(error)})
+        raise

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from tileweave.config import Plan, plan_all_gather_matmul
-from tileweave.errors import InputError, require
+from tileweave.errors import require
 from tileweave.ops import reference
-from tileweave.ops.agreement import tell_peers
+from tileweave.ops.agreement import check_own
 from tileweave.ops.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.backward_products import multiply_and_scatter, scatters_fused
 from tileweave.ops.gather_beside import begin_gather, too_large
@@ -75,12 +75,7 @@ def all_gather_matmul(
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
-    try:
-        rows, flat = _as_called(x, w, bias, out, name)
-        require(out is None or not return_gathered, "out= with return_gathered=True", "one of them", "drop out=")
-    except InputError as error:
-        tell_peers(OP, name, error)
-        raise
+    rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name, return_gathered)
     if out is not None:
         torch.ops.tileweave.all_gather_matmul.out(rows, w, bias, name, out=flat)
         return out
@@ -94,10 +89,18 @@ def all_gather_matmul(
 
 
 def _as_called(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, _group_name: str
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    _group_name: str,
+    return_gathered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x and out as rows; raises for what those do not show."""
-    return as_rows(x, w), out_as_rows(out, x, "[R * m, ..., n]", w, bias)
+    rows, flat = as_rows(x, w), out_as_rows(out, x, "[R * m, ..., n]", w, bias)
+    if return_gathered:
+        require(out is None, "out= with return_gathered=True", "one of them", "drop out=")
+    return rows, flat
 
 
 def check_inputs(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, size: int) -> None:

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from tileweave.config import Plan, plan_all_to_all_matmul
-from tileweave.errors import InputError, require
+from tileweave.errors import require
 from tileweave.ops import reference
-from tileweave.ops.agreement import tell_peers
+from tileweave.ops.agreement import check_own
 from tileweave.ops.all_gather_matmul_fused import EXCHANGED as OP
 from tileweave.ops.all_gather_matmul_fused import run_fused
 from tileweave.ops.backward_products import multiply_and_exchange
@@ -81,12 +81,7 @@ def all_to_all_matmul(
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
-    try:
-        how = as_exchange(scatter_dim, gather_dim)
-        rows, flat = _as_called(x, w, bias, how, out, name)
-    except InputError as error:
-        tell_peers(OP, name, error)
-        raise
+    how, rows, flat = check_own(OP, name, _as_called, x, w, bias, scatter_dim, gather_dim, out, name)
     if out is not None:
         torch.ops.tileweave.all_to_all_matmul.out(rows, w, bias, scatter_dim, gather_dim, name, out=flat)
         return out
@@ -99,13 +94,19 @@ def all_to_all_matmul(
 
 
 def _as_called(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, out: torch.Tensor | None, group_name: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x and out as rows; raises for what those do not show."""
-    rows = as_rows(x, w)
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    scatter_dim: int,
+    gather_dim: int,
+    out: torch.Tensor | None,
+    group_name: str,
+) -> tuple[Exchange, torch.Tensor, torch.Tensor | None]:
+    """The two dimensions, x and out as rows; raises for what those do not show."""
+    how, rows = as_exchange(scatter_dim, gather_dim), as_rows(x, w)
     if x.dim() > 2:
         check_divides(how, x.shape[0], x.shape[-1], place_in(group_name)[1], "x")
-    return rows, out_as_rows(out, x, "[rows, ..., N] of the result", w, bias)
+    return how, rows, out_as_rows(out, x, "[rows, ..., N] of the result", w, bias)
 
 
 def check_inputs(

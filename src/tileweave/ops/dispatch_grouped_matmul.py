@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tileweave.config_combine import plan_combine
 from tileweave.errors import InputError, require
 from tileweave.ops import reference
-from tileweave.ops.agreement import check_together, tell_peers
+from tileweave.ops.agreement import check_own, check_together
 from tileweave.ops.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
 from tileweave.ops.expert_gradients import gradient_of_experts
 from tileweave.ops.expert_tokens import new_kept, receive, rows_of
@@ -95,11 +95,7 @@ def dispatch_grouped_matmul(
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
-    try:
-        _check_call(x, experts, topk_ids, max_tokens, plan, out, name)
-    except InputError as error:
-        tell_peers(OP, name, error)
-        raise
+    check_own(OP, name, _check_call, x, experts, topk_ids, max_tokens, plan, out, name)
     if plan is None:
         plan = make_plan(topk_ids, experts.shape[0], x.shape[0] if max_tokens is None else max_tokens, name)  # type: ignore[arg-type]
     numbers = (plan.table, plan.max_tokens, plan.topk, name)

@@ -44,8 +44,7 @@ def run_routing(
     try:
         launcher(topk_ids, table, tokens)
     finally:
-        if not topk_ids.is_cuda:
-            instance.check()
+        instance.launched()
     return RoutingPlan(table, tokens, max_tokens, topk, experts, rank, size, group_name)
 
 
@@ -100,8 +99,7 @@ def run_fused(
 
             keep_tokens(peers, kept, plan.entry_row, plan.topk, plan.rank)
     finally:
-        if not x.is_cuda:
-            instance.check()
+        instance.launched()
     return peers, rows
 
 

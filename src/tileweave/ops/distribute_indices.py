@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
 
 from tileweave.errors import RankMismatchError, require
 from tileweave.ops.reference import all_to_all_whole
@@ -69,6 +70,7 @@ def distribute_indices(
     return begin_distribute_indices(lengths, values, features, weights=weights, group=group).finish()
 
 
+@_disable_dynamo
 def begin_distribute_indices(
     lengths: torch.Tensor,
     values: torch.Tensor,
@@ -80,7 +82,7 @@ def begin_distribute_indices(
     """The first half of :func:`distribute_indices`, which never waits for the device; ``finish()`` of the result is the other.
 
     Arguments as there; what the host can see is checked here, the rest by ``finish()``. Both halves are collective. The stream
-    that is current here should be so there, or that one ordered behind it.
+    that is current here should be so there, or that one ordered behind it. Compilers leave both halves alone: sizes are data.
     """
     group = group_of(name_of(group))
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -142,6 +144,7 @@ class IndicesOnTheirWay:
     arriving: torch.Tensor
     ready: torch.cuda.Event | None
 
+    @_disable_dynamo
     def finish(self, allowed: Sequence[torch.dtype] = INTEGERS) -> Distributed:
         """Wait for ``told``, send the values: (indices, offsets, weights), as :func:`distribute_indices` returns them.
 

@@ -16,7 +16,7 @@ import torch
 
 from tileweave.errors import CaptureError
 from tileweave.ops.reference import out_of_line
-from tileweave.ops.registry import endpoint, interpreting, number_of, push_beside, workspace_of
+from tileweave.ops.registry import endpoint, number_of, push_beside, workspace_of
 from tileweave.ops.table_gradient import keep_for_graphs
 from tileweave.schedule import push_order
 from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, gradient_carrier, rows_of
@@ -84,18 +84,13 @@ def run_fused(
     region, lends = _region_of(instance, out), False
     if region is None:
         region, lends = instance.regions.choose(capturing)
-    if indices.is_cuda and not capturing:
-        from tileweave.transport.cuda import enter_line
-
-        instance.regions.order(region, enter_line(indices.device))
     peers = endpoint(instance, out_dtype)
     launch = _launcher(instance, peers, tables, indices, offsets, weights, columns, width, batch, mean, config)
-    instance.begin(mark)
+    instance.begin(mark, region)
     try:
         launch(meta, indices, offsets, weights, region)
     finally:
-        if interpreting():
-            instance.check()
+        instance.launched()
     out_of_line(indices)
     first = region * peers.slot_size
     place = peers.slots[first : first + (end - begin) * width].view(end - begin, width)
@@ -261,7 +256,7 @@ def spans_of(layout: EmbeddingLayout, owner: int, group: int, groups: int) -> li
 
 def end_push(push: Push, group_name: str) -> None:
     """Behind the launch: what is queued from here on waits for no peer; under the interpreter, report what ran out of time."""
-    if interpreting() and push.beside is None:  # beside copies the launch has looked
+    if not push.grad.is_cuda and push.beside is None:  # beside copies the launch has looked
         workspace_of(group_name, push.grad.device).instance(BACKWARD, "sm").check()
     out_of_line(push.grad)
 

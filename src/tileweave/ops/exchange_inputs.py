@@ -34,15 +34,16 @@ def check_divides(how: Exchange, rows: int, cols: int, size: int, columns_of: st
 
 def publish_exchange(
     call: Callable[..., object],
-    as_called: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    as_called: Callable[..., tuple[Exchange, torch.Tensor, torch.Tensor | None]],
     check: Callable[..., None],
     plan: Callable[..., Plan],
     depth_of: Callable[[Exchange, int, int, int], int],
 ) -> None:
     """As :func:`matmul_inputs.publish_matmul`, with the two dimensions.
 
-    ``as_called(x, w, bias, how, out, group_name)`` gives x and out as rows, ``check(x, w, bias, how, out, size)`` raises,
-    ``plan(x, w, how, size)`` decides, ``depth_of(how, rows, depth, size)`` is that of w for x [rows, depth].
+    ``as_called(x, w, bias, scatter_dim, gather_dim, out, group_name)`` gives the exchange, and x and out as
+    rows, ``check(x, w, bias, how, out, size)`` raises, ``plan(x, w, how, size)`` decides, and
+    ``depth_of(how, rows, depth, size)`` is that of w for x [rows, depth].
     """
 
     def explain(
@@ -55,9 +56,9 @@ def publish_exchange(
         gather_dim: int,
         out: torch.Tensor | None = None,
     ) -> Plan:
-        how, name = as_exchange(scatter_dim, gather_dim), name_of(group)
+        name = name_of(group)
         size = place_in(name)[1]
-        rows, flat = as_called(x, w, bias, how, out, name)
+        how, rows, flat = as_called(x, w, bias, scatter_dim, gather_dim, out, name)
         check(rows, w, bias, how, flat, size)
         return plan(rows, w, how, size)
 

@@ -56,8 +56,7 @@ class Gathering:
             # As in push_beside: the kernel on a device ends behind our pushes anyway.
             if self._capturing or not self._whole.is_cuda:
                 transport.join(LINE)
-            if not self._whole.is_cuda:
-                instance.check()
+            instance.launched()
         CALL.posted = False  # it has been made: what breaks off from here on is what follows
         return self._whole
 

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from tileweave.config_combine import CombinePlan, plan_combine
-from tileweave.errors import InputError, require
+from tileweave.errors import require
 from tileweave.ops import reference
-from tileweave.ops.agreement import check_together, tell_peers
+from tileweave.ops.agreement import check_own, check_together
 from tileweave.ops.expert_gradients import combine_gradients
 from tileweave.ops.grouped_matmul_combine_fused import OP, run_fused
 from tileweave.ops.matmul_inputs import DTYPES, check_shape, refuse_alias
@@ -84,11 +84,7 @@ def grouped_matmul_combine(
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
-    try:
-        _check_call(y, experts, plan, topk_weights, out, name)
-    except InputError as error:
-        tell_peers(OP, name, error)
-        raise
+    check_own(OP, name, _check_call, y, experts, plan, topk_weights, out, name)
     sizes = (plan.table, topk_weights, plan.tokens, plan.max_tokens, plan.topk)
     if out is not None:
         torch.ops.tileweave.grouped_matmul_combine.out(y, experts, *sizes, name, out=out)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tileweave.config_combine import CombineConfig, slot_bytes
-from tileweave.ops.registry import endpoint, interpreting, number_of, workspace_of
+from tileweave.ops.registry import endpoint, number_of, workspace_of
 from tileweave.ops.routing_plan import RoutingPlan, shape_of
 from tileweave.schedule_grouped import GroupedProblem
 from tileweave.transport.workspace import REGISTRY, Instance
@@ -43,8 +43,7 @@ def run_fused(
         else:
             kernel.launch(peers, *tensors, shape, config, transport.rank, transport.machine.num_sms)
     finally:
-        if interpreting():
-            instance.check()
+        instance.launched()
 
 
 def _fits(y: torch.Tensor, experts: torch.Tensor, out: torch.Tensor, config: CombineConfig) -> bool:

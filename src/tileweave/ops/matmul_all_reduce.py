@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 
 from tileweave.config import Plan, plan_matmul_all_reduce
-from tileweave.errors import InputError, require
+from tileweave.errors import require
 from tileweave.ops import reference
-from tileweave.ops.agreement import tell_peers
+from tileweave.ops.agreement import check_own
 from tileweave.ops.matmul_all_reduce_fused import OP, run_fused
 from tileweave.ops.matmul_inputs import (
     accept,
@@ -92,15 +92,11 @@ def matmul_all_reduce(
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name, normed = name_of(group), norm_weight is not None
-    try:
-        rows, given, flat, flat_residual = _as_called(x, w, bias, residual, norm_weight, out, residual_out)
-        if not normed:
-            norm_eps = EPS  # which ranks need not agree on
-        elif norm_eps is None or not 0 <= norm_eps < inf:
-            require(False, f"norm_eps={norm_eps}", "a number, at least 0 and finite", "pass what the model has, such as 1e-6")
-    except InputError as error:
-        tell_peers(OP, name, error)
-        raise
+    rows, given, flat, flat_residual = check_own(
+        OP, name, _as_called, x, w, bias, residual, norm_weight, out, residual_out, norm_eps
+    )
+    if not normed:
+        norm_eps = EPS  # which ranks need not agree on
     if out is not None:
         torch.ops.tileweave.matmul_all_reduce.out(
             rows, w, bias, given, norm_weight, norm_eps, name, out=flat, residual_out=flat_residual
@@ -121,12 +117,15 @@ def _as_called(
     norm_weight: torch.Tensor | None,
     out: torch.Tensor | None,
     residual_out: torch.Tensor | None,
+    norm_eps: float = EPS,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """x, residual, out and residual_out as rows; raises for what those do not show."""
     rows = as_rows(x, w)
     if residual is not None and x.dim() > 2:
         check_like_x("residual", residual, x, "[..., N]")
         residual = residual.flatten(0, -2)
+    if norm_weight is not None and (norm_eps is None or not 0 <= norm_eps < inf):
+        require(False, f"norm_eps={norm_eps}", "a number, at least 0 and finite", "pass what the model has, such as 1e-6")
     if out is None and residual_out is None:
         return rows, residual, None, None
     normed, given = norm_weight is not None, (out is not None) + (residual_out is not None)

@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 
 from tileweave.config import Plan, plan_matmul_all_to_all
-from tileweave.errors import InputError
 from tileweave.ops import reference
-from tileweave.ops.agreement import tell_peers
+from tileweave.ops.agreement import check_own
 from tileweave.ops.backward_products import exchange_and_multiply
 from tileweave.ops.exchange_inputs import as_exchange, check_divides, publish_exchange
 from tileweave.ops.matmul_all_to_all_fused import OP, run_fused
@@ -81,12 +80,7 @@ def matmul_all_to_all(
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
-    try:
-        how = as_exchange(scatter_dim, gather_dim)
-        rows, flat = _as_called(x, w, bias, how, out, name)
-    except InputError as error:
-        tell_peers(OP, name, error)
-        raise
+    how, rows, flat = check_own(OP, name, _as_called, x, w, bias, scatter_dim, gather_dim, out, name)
     if out is not None:
         torch.ops.tileweave.matmul_all_to_all.out(rows, w, bias, scatter_dim, gather_dim, name, out=flat)
         return out
@@ -98,13 +92,19 @@ def matmul_all_to_all(
 
 
 def _as_called(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, out: torch.Tensor | None, group_name: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x and out as rows; raises for what those do not show."""
-    rows = as_rows(x, w)
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    scatter_dim: int,
+    gather_dim: int,
+    out: torch.Tensor | None,
+    group_name: str,
+) -> tuple[Exchange, torch.Tensor, torch.Tensor | None]:
+    """The two dimensions, x and out as rows; raises for what those do not show."""
+    how, rows = as_exchange(scatter_dim, gather_dim), as_rows(x, w)
     if x.dim() > 2 and w.dim() == 2:
         check_divides(how, x.shape[0], w.shape[0], place_in(group_name)[1], "w")
-    return rows, out_as_rows(out, x, "[rows, ..., columns] of the result", w, bias)
+    return how, rows, out_as_rows(out, x, "[rows, ..., columns] of the result", w, bias)
 
 
 def check_inputs(

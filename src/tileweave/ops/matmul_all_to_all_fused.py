@@ -43,8 +43,7 @@ def run_fused(
         try:
             launch(x, w, bias, out, 0)
         finally:
-            if not x.is_cuda:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
-                instance.check()
+            instance.launched()
         return
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from tileweave.config import Plan, plan_matmul_reduce_scatter
-from tileweave.errors import InputError, require
+from tileweave.errors import require
 from tileweave.ops import reference
-from tileweave.ops.agreement import tell_peers
+from tileweave.ops.agreement import check_own
 from tileweave.ops.backward_products import gather_and_multiply
 from tileweave.ops.matmul_inputs import (
     accept,
@@ -73,11 +73,7 @@ def matmul_reduce_scatter(
     CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
-    try:
-        rows, flat = _as_called(x, w, bias, out, name)
-    except InputError as error:
-        tell_peers(OP, name, error)
-        raise
+    rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name)
     if out is not None:
         torch.ops.tileweave.matmul_reduce_scatter.out(rows, w, bias, name, out=flat)
         return out

@@ -383,3 +383,10 @@ def swiglu(y: torch.Tensor) -> torch.Tensor:
     """[n, 2 I], rows [gate, up] -> silu(gate) * up [n, I], in fp32, rounded once."""
     gate, up = y.float().chunk(2, -1)
     return (silu(gate) * up).to(y.dtype)
+
+
+def swiglu_gradient(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Gradient of :func:`swiglu`'s result [n, I] -> of y [n, 2 I]; written out, since below autograd nothing is recorded."""
+    gate, up = y.float().chunk(2, -1)
+    share, grad = gate.sigmoid(), grad.float()
+    return torch.cat([grad * up * share * (1 + gate * (1 - share)), grad * gate * share], -1).to(y.dtype)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
-from torch.distributed.distributed_c10d import _resolve_process_group, _world
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tileweave.config import Plan
 from tileweave.errors import InputError, TileweaveError, UnsupportedError
@@ -126,8 +126,7 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
         group_name = group_at and args[group_at]
         if not group_name:  # it has no peers
             return implementation(*args, **kwargs)
-        if REGISTRY.group(group_name) not in _world.pg_map:  # 0.1 us, where to look the name up takes 0.4
-            REGISTRY.belongs(group_name, _resolved(group_name))
+        REGISTRY.look_up(group_name, _resolved)
         CALL.posted, done = False, False
         try:
             result = implementation(*args, **kwargs)
@@ -231,7 +230,7 @@ def name_of(group: dist.ProcessGroup | str | None) -> str:
     """The name that operators carry in place of a group (None: the default group)."""
     if isinstance(group, str):
         if not torch.compiler.is_compiling():  # modules keep names, and names come again for other groups
-            REGISTRY.belongs(group, _resolved(group))
+            REGISTRY.look_up(group, _resolved)
         return group
     if group is None:
         group = dist.group.WORLD
@@ -240,7 +239,7 @@ def name_of(group: dist.ProcessGroup | str | None) -> str:
                 "asked: an operator over the default group; allowed: after torch.distributed is initialised; "
                 "remedy: call torch.distributed.init_process_group, or pass group="
             )
-    if not isinstance(group, dist.ProcessGroup):  # what new_group returns to who is not a member
+    elif not isinstance(group, dist.ProcessGroup):  # what new_group returns to who is not a member
         raise InputError(
             f"asked: group {group!r}; allowed: a ProcessGroup that contains this rank, or its name; "
             "remedy: call on members only; of a DeviceMesh pass mesh.get_group(dimension)"
@@ -348,19 +347,17 @@ def copy_slot(instance: Instance) -> int:
 def push_beside(instance: Instance, launch: Callable[[], None], copies: Copies, given: int, capturing: bool) -> None:
     """``launch`` a kernel, and ``copies`` beside it, which take the address ``given``; ``capturing``: into a CUDA graph."""
     transport, launched = instance.transport, False
-    on_device = transport.device.type == "cuda"
     try:
         transport.push_beside(launch, copies, given)
         instance.calls += 1
         CALL.posted = False  # it has been made
-        launched = on_device
+        launched = transport.device.type == "cuda"
     finally:
         # A kernel on a device ends behind our copies anyway, it waits for the signal behind the last of them; to wait for
         # an event as well would cost the host 5 us. A capture wants every stream joined that it forked.
         if capturing or not launched:
             transport.join()
-        if not on_device:  # a wait that ran out of time has ended the kernel with an error of the interpreter's
-            instance.check()
+        instance.launched()
 
 
 def await_frozen_slot(instance: Instance, peers: Endpoint) -> None:

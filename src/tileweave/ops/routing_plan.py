@@ -157,13 +157,11 @@ def padded_ids(topk_ids: torch.Tensor, max_tokens: int) -> torch.Tensor:
     return ids
 
 
-def reference_plan(
-    everyone: torch.Tensor, rank: int, num_experts: int, tokens: int | None = None, group_name: str = ""
-) -> RoutingPlan:
+def reference_plan(everyone: torch.Tensor, rank: int, num_experts: int, tokens: int | None = None) -> RoutingPlan:
     """The plan of ``rank`` from the ids of all ranks, ``everyone`` [R, max_tokens, k], -1 where there is none. Plain torch, no
     wait for the device.
 
-    ``tokens``: T of this rank; None: max_tokens. ``group_name``: of these ranks; "": any group takes the plan.
+    ``tokens``: T of this rank; None: max_tokens. Any group takes the plan.
     """
     size, max_tokens, topk = everyone.shape
     local = num_experts // size
@@ -192,7 +190,7 @@ def reference_plan(
     fields = (offsets, row_entry, entry_row, own, send_order, send_offsets)
     for begin, count, field in zip(begins[:-1], sizes, fields, strict=True):
         table[begin : begin + count] = field.reshape(-1)
-    return RoutingPlan(table, max_tokens if tokens is None else tokens, max_tokens, topk, local, rank, size, group_name)
+    return RoutingPlan(table, max_tokens if tokens is None else tokens, max_tokens, topk, local, rank, size)
 
 
 def _ends_below(expert: torch.Tensor, experts: int) -> torch.Tensor:

@@ -136,8 +136,8 @@ class Transport(Protocol):
         """Order what is queued later behind the last :meth:`push` of ``line``."""
         ...
 
-    def order(self) -> None:
-        """Order this call behind the last one on this device, also if that was on another stream."""
+    def order(self) -> torch.cuda.Stream | None:
+        """Order this call behind the last one on this device, also if that was on another stream; the stream of this one."""
         ...
 
     def capturing(self) -> bool:

@@ -68,11 +68,10 @@ class Lane:
 _LANES: dict[int, Lane] = {}
 
 
-def enter_line(device: torch.device) -> torch.cuda.Stream:
-    """Order what is queued next on the current stream, which it returns, behind our last launch on ``device``, and our next one
-    behind it."""
+def enter_line(device: torch.device) -> None:
+    """Order what is queued next on the current stream behind our last launch on ``device``, and our next one behind it."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _LANES.setdefault(index, Lane()).enter(current_handle(index))
+    _LANES.setdefault(index, Lane()).enter(current_handle(index))
 
 
 def leave_line(device: torch.device) -> None:
@@ -151,8 +150,8 @@ class CudaTransport:
     def join(self, line: int = 0) -> None:
         self._engines[line].join()
 
-    def order(self) -> None:
-        self._lane.enter(current_handle(self._index))
+    def order(self) -> torch.cuda.Stream:
+        return self._lane.enter(current_handle(self._index))
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
