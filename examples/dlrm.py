@@ -3,7 +3,8 @@
     python examples/dlrm.py [ranks]            # trains; the losses must be those of one device. GPUs if there are two
     python examples/dlrm.py [ranks] --time     # also times a step by phases; see dlrm_peers.py
 
-Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100 rows a sample); tables are scaled to fit. A step:
+Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100 rows a sample) over 2, over 10 on CPUs; tables are scaled to
+fit. A step:
 
     ids -> owners of tables | lookup to owners of samples | bottom MLP | interaction, top MLP, loss
     | backward; tables take an SGD step in place | all-reduce of the MLPs' gradients | MLPs' SGD step
@@ -20,7 +21,7 @@ from torch import nn
 
 import tileweave as tw
 from tileweave.bench.beforehand import file_for
-from tileweave.bench.environment import WITHOUT_GPUS
+from tileweave.bench.environment import WITHOUT_GPUS, environment
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch, under_torchrun
 from tileweave.nn import ShardedEmbeddingBag
@@ -159,7 +160,8 @@ def main() -> int:
             print(WITHOUT_GPUS)
         right = report(found) and right
         if words.json:
-            words.json.write_text(json.dumps(found, indent=1), "utf-8")
+            about = {"world_size": size, "environment": environment()}
+            words.json.write_text(json.dumps(about | found, indent=1), "utf-8")
     return 0 if right else 1
 
 

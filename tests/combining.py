@@ -118,7 +118,7 @@ def parity(me: Member, cases: list[Case], config: CombineConfig, depth_first: bo
         c = prepare(case, me.rank, me.world_size, me.device, seed, depth_first)
         experts.poison(me, OP)
         z = fused(me, c, config, weighted)
-        what = f"rank {me.rank}, call {seed}, {case}, {config}"
+        what = f"rank {me.rank}, call {seed}, {case}, {config!r}"
         verify(z, expected(case, me.rank, me.world_size, seed, weighted), case, what)
 
 

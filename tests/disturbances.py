@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,10 +38,10 @@ def slow_copies(seconds: float, n: int) -> Iterator[None]:
 
     copy_all = CpuTransport._copy_all
 
-    def slowly(transport: CpuTransport, copies: Sequence[Copy], source: int) -> None:
+    def slowly(transport: CpuTransport, copies: Sequence[Copy], source: int, abandoned: threading.Event) -> None:
         for copy in copies:
             time.sleep(seconds)
-            copy_all(transport, [copy], source)
+            copy_all(transport, [copy], source, abandoned)
 
     with mock.patch.object(CpuTransport, "_copy_all", slowly):
         yield

@@ -163,7 +163,7 @@ def parity(me: Member, cases: list[Case], config: EmbeddingConfig) -> None:
             poison_slots(instance, False)
         bags = draw(case, me.rank, me.device, number)
         y = run(case, bags, group, config)
-        verify(y, case, me.rank, me.world_size, number, f"rank {me.rank}, call {number}, {case}, {config}")
+        verify(y, case, me.rank, me.world_size, number, f"rank {me.rank}, call {number}, {case}, {config!r}")
         del y
 
 

@@ -199,7 +199,7 @@ def parity(me: Member, cases: list[Case], config: DispatchConfig) -> None:
         poison(me, OP)
         poison(me, ROUTING)
         y, plan = fused(me, case, o, config, (None, SORTED)[seed % 2])
-        what = f"rank {me.rank}, call {seed}, {case}, {config}"
+        what = f"rank {me.rank}, call {seed}, {case}, {config!r}"
         verify_plan(plan, case, me.rank, me.world_size, seed, what)
         verify_y(y, case, me.rank, me.world_size, seed, what)
 

@@ -108,7 +108,7 @@ def parity(me: Member, cases: list[Case], config: MatmulConfig, num_programs: in
                 poison_slots(instance_of(group, me.device, case.op, config), marked)
             call = prepare(case.fit(config), me.rank, me.world_size, me.device, number)
             run(call, group, config)
-            call.verify(f"rank {me.rank}, {config}, programs {num_programs}, call {number}")
+            call.verify(f"rank {me.rank}, {config!r}, programs {num_programs}, call {number}")
             instance = instance_of(group, me.device, case.op, config)
             gate = int(config.shots == 1 and case.op == AR)  # of a one-shot norm: the word behind the count is an epoch
             assert not instance.counters[: instance.counters.numel() - gate].any(), "counters are zero between calls"

@@ -123,7 +123,10 @@ def _write_traces(traces: list[Any], out: Path) -> None:
 @app.command()
 def check(
     world: Annotated[int | None, typer.Option("--world", help="Only this world size (default: 2, 3 and 4).")] = None,
-    calls: Annotated[int | None, typer.Option(min=1, help="Calls with late ranks (default: 500; 15 without GPUs).")] = None,
+    calls: Annotated[
+        int | None,
+        typer.Option(min=1, help="Calls with late ranks (default: 500; 15 without GPUs); --stress: of all (100000; 40)."),
+    ] = None,
     stress: Annotated[
         bool, typer.Option("--stress", help="Calls in disorder instead: two groups and streams, graphs.")
     ] = False,
@@ -299,8 +302,9 @@ def trace(
     from tileweave.demo import trace_one
 
     kind, size = _place(device, world)
-    allowed, remedy = f"one of {', '.join(SHARED)}", "name such a one: the others' kernels have no stamps"
-    require(_operator(op) in SHARED, f"a trace of {op}", allowed, remedy)
+    seen = (STAMPED, *(word for word in WATCHED.replace(",", "").split() if word in OPERATORS))
+    allowed, remedy = f"one of {', '.join(seen)}", "name such a one: the others' kernels have no stamps"
+    require(_operator(op) in seen, f"a trace of {op}", allowed, remedy)
     few = [f"--{name} {value}" for name, value in (("rows", rows), ("cols", cols), ("depth", depth))
            if name in SHARED[op] and value < size]  # fmt: skip
     require(not few, ", ".join(few), f"{size} or more, one for each rank", "grow them")
@@ -316,8 +320,8 @@ def trace(
     found, plan = result
     screen.print(f"{found.title}; {found.clock}", markup=False)
     if not found.events:
-        seen = f"this kernel has no stamps: what can be traced is {STAMPED}; without GPUs, waits of {WATCHED}"
-        screen.print(seen if plan.path == "fused" else f"no fused kernel ran: nothing to see ({plan.path}: {plan.reason})")
+        none = f"this kernel has no stamps: what can be traced is {STAMPED}; without GPUs, waits of {WATCHED}"
+        screen.print(none if plan.path == "fused" else f"no fused kernel ran: nothing to see ({plan.path}: {plan.reason})")
         raise typer.Exit(1)
     _write_traces([found], out)
 

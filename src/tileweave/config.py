@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, replace
 from dataclasses import fields as fields_of
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from tileweave.errors import InputError, require
 from tileweave.schedule import Parts, TileSchedule, cdiv
@@ -22,6 +22,7 @@ from tileweave.topology import Machine
 
 TransportName = Literal["copy_engine", "sm"]
 KernelName = Literal["triton", "hopper", "library"]
+C = TypeVar("C")  # how an operator is cut up
 FUSED_WORLD_SIZES = range(2, 9)
 MOST_ELEMENTS = 2**31 - 2**22  # of a shard: programs take equal shares of it, rounded up to blocks
 MEASURED_ALL_REDUCE_ROWS = 512
@@ -71,6 +72,13 @@ class MatmulConfig:
         """Whether its transport takes shards of that many rows: copy engines need a tile of them or more."""
         return self.transport == "sm" or rows >= self.tile_m
 
+    def __str__(self) -> str:
+        """What a plan says of it; repr has all of it."""
+        if self.kernel == "library":
+            return f"library matmul, then one launch by tiles of {self.tile_m}x{self.tile_n}"
+        tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"
+        return f"{self.kernel} kernel, {self.transport} transport, {tile}, {self.num_stages} stages"
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -85,27 +93,23 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What a call will do. ``path``: "fused", "unfused" or "local"; ``config`` is None unless fused.
+class Plan(Generic[C]):
+    """What a call will do.
 
-    Once the call was accepted, ``mark``: a checksum of what ranks must agree on; ``world_size``: how many they are."""
+    path : "fused", "unfused" or "local". config : how the operator's own kernel is cut up, None where it does not run:
+        :class:`MatmulConfig`, ``DispatchConfig``, ``CombineConfig`` or ``EmbeddingConfig``.
+    Once the call was accepted, ``mark``: a checksum of what ranks must agree on; ``world_size``: how many they are.
+    """
 
     path: Literal["fused", "unfused", "local"]
     reason: str
-    config: MatmulConfig | None = None
+    config: C | None = None
     mark: int = field(default=0, compare=False, repr=False)
     world_size: int = field(default=0, compare=False, repr=False)
 
     def __str__(self) -> str:
-        if self.config is None:
-            return f"{self.path}: {self.reason}"
-        c = self.config
-        if c.kernel == "library":
-            return f"{self.path}, library matmul, then one launch by tiles of {c.tile_m}x{c.tile_n}: {self.reason}"
-        return (
-            f"{self.path}, {c.kernel} kernel, {c.transport} transport, tile {c.tile_m}x{c.tile_n}x{c.tile_k}, "
-            f"{c.num_stages} stages: {self.reason}"
-        )
+        cut = "" if self.config is None else f", {self.config}"
+        return f"{self.path}{cut}: {self.reason}"
 
 
 def schedule_for(problem: Problem, config: MatmulConfig, rank: int, machine: Machine) -> TileSchedule:
@@ -150,7 +154,7 @@ def exchange_schedule_for(
     return schedule, Parts(rank, size, depth, p.depth, step, True, True, chunk_rows, chunks)
 
 
-def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan[MatmulConfig]:
     """The path of an all_gather_matmul: what can run, then what is fastest."""
     p = problem
     settled = _before_measured(p, machine, interpreting, "gather", "a shard")
@@ -194,7 +198,7 @@ def why_no_kernel(dtype: str, machine: Machine) -> str | None:
     return None
 
 
-def _without_fusion(p: Problem, machine: Machine, interpreting: bool, purpose: str) -> Plan | None:
+def _without_fusion(p: Problem, machine: Machine, interpreting: bool, purpose: str) -> Plan[MatmulConfig] | None:
     """The path of what no fused operator can do, or does slower; None where a fused one can."""
     if p.world_size == 1:
         return Plan("local", f"a group of one rank has nothing to {purpose}")
@@ -204,7 +208,7 @@ def _without_fusion(p: Problem, machine: Machine, interpreting: bool, purpose: s
     return None if reason is None else Plan("unfused", reason)
 
 
-def _before_measured(p: Problem, machine: Machine, interpreting: bool, purpose: str, of_what: str) -> Plan | None:
+def _before_measured(p: Problem, machine: Machine, interpreting: bool, purpose: str, of_what: str) -> Plan[MatmulConfig] | None:
     """The path of what is not planned by measurement: no fusion, or the interpreter; else None."""
     refused = _without_fusion(p, machine, interpreting, purpose)
     if refused is not None or machine.backend != "cpu":
@@ -212,14 +216,14 @@ def _before_measured(p: Problem, machine: Machine, interpreting: bool, purpose: 
     return _plan_cpu(p, of_what)
 
 
-def _plan_cpu(p: Problem, of_what: str) -> Plan:
+def _plan_cpu(p: Problem, of_what: str) -> Plan[MatmulConfig]:
     tile = 16 if min(p.rows * p.world_size, p.cols) < 64 else 32
     transport: TransportName = "copy_engine" if p.rows >= 64 else "sm"
     config = MatmulConfig("triton", transport, tile, 2 * tile, 64, 1, 4, num_slices=4, num_producers=1)
     return Plan("fused", f"interpreted; {p.rows} rows of {of_what}", config)
 
 
-def _plan_gpu(op: str, p: Problem, machine: Machine, rows: int, can_run: Callable[[MatmulConfig], bool]) -> Plan:
+def _plan_gpu(op: str, p: Problem, machine: Machine, rows: int, can_run: Callable[[MatmulConfig], bool]) -> Plan[MatmulConfig]:
     """The measured configuration of ``op`` nearest to M = ``rows`` that ``can_run``.
 
     The fused kernel that pays is the Hopper one, so what it cannot run goes unfused: nobody should lose.
@@ -323,7 +327,7 @@ def nearest(
     return min((e for e in known if can_run(e.config)), key=lambda e: e.distance(rows, cols, depth))
 
 
-def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting: bool) -> Plan[MatmulConfig]:
     """The path of a matmul_reduce_scatter. ``rows`` = M/R, of one rank's result; ``cols`` = N; ``depth`` = K/R."""
     p = problem
     settled = _before_measured(p, machine, interpreting, "reduce", "a rank's result")
@@ -337,7 +341,7 @@ def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting:
     return _plan_gpu("matmul_reduce_scatter", p, machine, p.rows * p.world_size, lambda c: c.takes(copied_rows))
 
 
-def plan_matmul_all_to_all(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+def plan_matmul_all_to_all(problem: Problem, machine: Machine, interpreting: bool) -> Plan[MatmulConfig]:
     """The path of a matmul_all_to_all. ``rows``, ``cols``: of the part for one rank; ``depth`` = K."""
     p = problem
     settled = _before_measured(p, machine, interpreting, "exchange", "a part")
@@ -351,7 +355,7 @@ def plan_matmul_all_to_all(problem: Problem, machine: Machine, interpreting: boo
     return _plan_gpu("matmul_all_to_all", p, machine, rows, lambda c: True)
 
 
-def plan_all_to_all_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+def plan_all_to_all_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan[MatmulConfig]:
     """The path of an all_to_all_matmul. ``rows``, ``depth``: of the part of x for one rank; ``cols`` = N."""
     p = problem
     settled = _before_measured(p, machine, interpreting, "exchange", "a part")
@@ -363,7 +367,7 @@ def plan_all_to_all_matmul(problem: Problem, machine: Machine, interpreting: boo
     )  # fmt: skip
 
 
-def plan_matmul_all_reduce(problem: Problem, machine: Machine, interpreting: bool) -> Plan:
+def plan_matmul_all_reduce(problem: Problem, machine: Machine, interpreting: bool) -> Plan[MatmulConfig]:
     """The path of a matmul_all_reduce. ``rows`` = M, of the whole result; ``cols`` = N; ``depth`` = K/R."""
     p = problem
     refused = _without_fusion(p, machine, interpreting, "reduce")

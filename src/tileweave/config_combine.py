@@ -43,6 +43,11 @@ class CombineConfig:
     num_finish: int = 8
     programs_per_sm: int = 1
 
+    def __str__(self) -> str:
+        """What a plan says of it; repr has all of it."""
+        tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"
+        return f"{self.kernel} kernel, {tile}, {self.num_stages} stages, {self.chunks} chunks"
+
 
 def partial_bytes(p: GroupedProblem) -> int:
     """Of a slot: the peers' partials, up to a multiple of 16."""
@@ -76,40 +81,24 @@ class CombineCut:
         return CombineCut(tile_cols, chunks, chunk_cols, blocks, cdiv(blocks, group_blocks), group_blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class CombinePlan(Plan):
-    """What a call of grouped_matmul_combine will do; ``cut`` is None unless fused."""
-
-    cut: CombineConfig | None = None
-
-    def __str__(self) -> str:
-        c = self.cut
-        if c is None:
-            return f"{self.path}: {self.reason}"
-        return (
-            f"{self.path}, {c.kernel} kernel, tile {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.num_stages} stages, "
-            f"{c.chunks} chunks: {self.reason}"
-        )
-
-
-def plan_combine(shape: GroupedProblem, machine: Machine, interpreting: bool) -> CombinePlan:
+def plan_combine(shape: GroupedProblem, machine: Machine, interpreting: bool) -> Plan[CombineConfig]:
     """The path of a grouped_matmul_combine: what can run, then what is fastest. The same on every rank."""
     s = shape
     if s.world_size == 1:
-        return CombinePlan("local", "a group of one rank has nobody to send to")
+        return Plan("local", "a group of one rank has nobody to send to")
     reason = why_unfused(s.world_size, (s.max_tokens, s.topk, s.cols, s.depth), machine, interpreting)
     if reason is not None:
-        return CombinePlan("unfused", reason)
+        return Plan("unfused", reason)
     if machine.backend == "cpu":
         config = CombineConfig("triton", 16, 32, 64, 1, 4, 2, 2, 2, 8, 32, 1, 1)
-        return CombinePlan("fused", f"interpreted; {s.rows_per_expert:.0f} rows an expert", cut=config)
+        return Plan("fused", f"interpreted; {s.rows_per_expert:.0f} rows an expert", config)
     reason = why_no_kernel(s.dtype, machine)
     if reason is not None:
-        return CombinePlan("unfused", reason)
+        return Plan("unfused", reason)
     config, reason = _config_of(s), f"{s.rows_per_expert:.0f} rows an expert if balanced"
     if config.kernel == "hopper" and s.topk > MAX_ROWS:
         config, reason = _PORTABLE, f"{reason}; the Hopper kernel counts {MAX_ROWS} rows of a token at most, k = {s.topk}"
-    return CombinePlan("fused", reason, cut=config)
+    return Plan("fused", reason, config)
 
 
 _PORTABLE = CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)  # for what TMA or the Hopper kernel lacks

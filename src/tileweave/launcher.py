@@ -101,7 +101,7 @@ def default_world_size(device_type: DeviceType, wanted: int | None, most: int = 
     if not 2 <= size <= present:
         allowed = f"2 to {present} ranks here" if present >= 2 else "two GPUs or more, and there are fewer"
         remedy = "ask for another number of ranks" if given is None else "have torchrun start another number of ranks"
-        asked = f"a world on {device_type}" if wanted is None else f"a world of {size} ranks on {device_type}"
+        asked = f"a world on {device_type}" if wanted is None else f"world size {size} on {device_type}"
         raise InputError(f"asked: {asked}; allowed: {allowed}; remedy: {remedy}"
                          + (", or ask for the CPU" if device_type == "cuda" else ""))  # fmt: skip
     return size

@@ -36,6 +36,10 @@ class DispatchConfig:
     signal_blocks: int = 8
     ordered: bool = False
 
+    def __str__(self) -> str:
+        """What a plan says of it; repr has all of it."""
+        return f"{self.kernel} kernel, tile {self.tile_m}x{self.tile_n}x{self.tile_k}, {self.num_stages} stages"
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedProblem:
@@ -54,19 +58,6 @@ class GroupedProblem:
     def rows_per_expert(self) -> float:
         """What an expert gets if routing is balanced: its share of the choices of all ranks."""
         return self.max_tokens * self.topk / self.experts
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchPlan(Plan):
-    """What a call of dispatch_grouped_matmul will do; ``cut`` is None unless fused."""
-
-    cut: DispatchConfig | None = None
-
-    def __str__(self) -> str:
-        if self.cut is None:
-            return f"{self.path}: {self.reason}"
-        c = self.cut
-        return f"{self.path}, {c.kernel} kernel, tile {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.num_stages} stages: {self.reason}"
 
 
 ONE_LAUNCH = 8192  # choices of all ranks up to which a routing plan takes one launch
@@ -151,21 +142,21 @@ def routes_fused(world_size: int, machine: Machine, interpreting: bool) -> bool:
     return world_size in FUSED_WORLD_SIZES and (machine.backend != "cpu" or interpreting)
 
 
-def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> DispatchPlan:
+def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Plan[DispatchConfig]:
     """The path of a dispatch_grouped_matmul: what can run, then what is fastest."""
     if p.world_size == 1:
-        return DispatchPlan("unfused", "a group of one rank has nothing to send")
+        return Plan("unfused", "a group of one rank has nothing to send")
     reason = why_unfused(p.world_size, (p.max_tokens, p.topk, p.cols, p.depth), machine, interpreting)
     if reason is not None:
-        return DispatchPlan("unfused", reason)
+        return Plan("unfused", reason)
     if machine.backend == "cpu":
-        return DispatchPlan("fused", "interpreted", cut=DispatchConfig("triton", 16, 32, 64, 1, 4, 4, 1, 4, 4))
+        return Plan("fused", "interpreted", DispatchConfig("triton", 16, 32, 64, 1, 4, 4, 1, 4, 4))
     reason = why_no_kernel(p.dtype, machine)
     if reason is not None:
-        return DispatchPlan("unfused", reason)
+        return Plan("unfused", reason)
     if p.depth * p.itemsize % 16:
-        return DispatchPlan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes")
-    return DispatchPlan("fused", f"{p.rows_per_expert:.0f} rows an expert if balanced", cut=dispatch_config(p))
+        return Plan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes")
+    return Plan("fused", f"{p.rows_per_expert:.0f} rows an expert if balanced", dispatch_config(p))
 
 
 def dispatch_config(p: GroupedProblem) -> DispatchConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from numbers import Integral, Real
 
 from tileweave.config import FUSED_WORLD_SIZES, Plan
@@ -98,6 +99,7 @@ class EmbeddingConfig:
         return max(min(self.run or blocks, blocks), 1)
 
     def __str__(self) -> str:
+        """What a plan says of it; repr has all of it."""
         return f"{self.bags} bags x {self.unroll} rows, {self.num_warps} warps"
 
 
@@ -117,36 +119,29 @@ def config_for(row_bytes: int, pooling: float, interpreting: bool = False) -> Em
     return EmbeddingConfig(1 << (bags.bit_length() - 1), unroll, num_warps=2, programs_per_sm=12)
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingPlan(Plan):
-    """What a call of embedding_bag_all_to_all will do; ``lookup`` says how lookups are cut."""
-
-    lookup: EmbeddingConfig = EmbeddingConfig()
-
-    def __str__(self) -> str:
-        cut = "" if self.path == "unfused" else f", {self.lookup}"
-        return f"{self.path}{cut}: {self.reason}"
-
-
-def plan_embedding(world_size: int, row_bytes: int, pooling: float, machine: Machine, interpreting: bool) -> EmbeddingPlan:
+def plan_embedding(
+    world_size: int, row_bytes: int, pooling: float, machine: Machine, interpreting: bool
+) -> Plan[EmbeddingConfig]:
     """The path of a call: what can run, then what is fastest.
 
     It depends on facts that all ranks share but for ``row_bytes`` and ``pooling``, which only choose the cut.
     """
-    lookup = config_for(row_bytes, pooling, machine.backend == "cpu")
+    config = config_for(row_bytes, pooling, machine.backend == "cpu")
     if machine.backend == "cpu" and not interpreting:
-        reason = "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)"
-        return EmbeddingPlan("unfused", reason, lookup=lookup)
+        return Plan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
     if world_size == 1:
-        return EmbeddingPlan("local", "a group of one rank keeps what it pools", lookup=lookup)
+        return Plan("local", "a group of one rank keeps what it pools", config)
     if world_size not in FUSED_WORLD_SIZES:
-        return EmbeddingPlan("unfused", f"world size {world_size} is above {FUSED_WORLD_SIZES[-1]}", lookup=lookup)
+        return Plan("unfused", f"world size {world_size} is above {FUSED_WORLD_SIZES[-1]}")
     if machine.backend == "cuda" and machine.arch < 80:
-        return EmbeddingPlan("unfused", f"{machine.name} is below sm_80", lookup=lookup)
-    # Tables side by side, since one that reads much leaves the links idle, and one that reads little the memory.
-    return EmbeddingPlan(
-        "fused", f"stores to the samples' owners, {row_bytes} bytes a row", lookup=replace(lookup, run=lookup.run or 64)
-    )
+        return Plan("unfused", f"{machine.name} is below sm_80")
+    return Plan("fused", f"stores to the samples' owners, {row_bytes} bytes a row", _side_by_side(config))
+
+
+@cache
+def _side_by_side(config: EmbeddingConfig) -> EmbeddingConfig:
+    """``config`` with tables in turns: one that reads much leaves the links idle, and one that reads little the memory."""
+    return replace(config, run=config.run or 64)
 
 
 def gradient_carrier(layout: EmbeddingLayout, batch: int, itemsize: int) -> str:

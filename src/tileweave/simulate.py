@@ -33,8 +33,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("simpy", "yaml", "google", "google.protobuf"):
         raise
-    package = {"simpy": "simpy", "yaml": "pyyaml"}.get(error.name, "protobuf")
-    raise SystemExit(f"tileweave simulate needs {package}: pip install {package}") from None
+    raise SystemExit("tileweave simulate needs simpy, pyyaml and protobuf: pip install simpy pyyaml protobuf") from None
 
 app = typer.Typer(
     help="Predict what fusion brings on a cluster, from measured calibration; needs no GPU.",

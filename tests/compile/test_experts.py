@@ -87,7 +87,7 @@ def test_routing_fits_every_target(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("config", TRITON_CASES, ids=str)
+@pytest.mark.parametrize("config", TRITON_CASES, ids=repr)
 def test_dispatch_fits_every_target(config: DispatchConfig, target: str) -> None:
     compiled = compile_dispatch(config, target)
     assert compiled.fits_shared and compiled.spills is not None and compiled.spills <= 16
@@ -96,14 +96,14 @@ def test_dispatch_fits_every_target(config: DispatchConfig, target: str) -> None
 EITHER_WAY = [(HOPPER_CASES[0], True), (ORDERED_CASES[0], True)]
 
 
-@pytest.mark.parametrize(("config", "turned"), [*((c, False) for c in HOPPER_CASES + ORDERED_CASES), *EITHER_WAY], ids=str)
+@pytest.mark.parametrize(("config", "turned"), [*((c, False) for c in HOPPER_CASES + ORDERED_CASES), *EITHER_WAY], ids=repr)
 def test_hopper_fits(config: DispatchConfig, turned: bool) -> None:
     compiled = compile_dispatch(config, "sm_90", turned=turned)
     assert compiled.name == f"dispatch_grouped_matmul_{'ordered' if config.ordered else 'hopper'}_kernel"
     assert compiled.registers == 168 and compiled.spills is not None and compiled.spills <= 32 and compiled.fits_shared
 
 
-@pytest.mark.parametrize("config", [*TRITON_CASES, *HOPPER_CASES], ids=str)
+@pytest.mark.parametrize("config", [*TRITON_CASES, *HOPPER_CASES], ids=repr)
 def test_rows_are_gathered_16_bytes_at_once(config: DispatchConfig) -> None:
     """Weights, too, in the Triton kernel; nothing goes by single elements, and tokens travel in 16 bytes."""
     ptx = str(compile_dispatch(config, "sm_90").ptx)
@@ -118,7 +118,7 @@ def test_rows_are_gathered_16_bytes_at_once(config: DispatchConfig) -> None:
         assert f", {threads + 1};" in "".join(re.findall(r"mbarrier\.init[^;]*;", ptx))
 
 
-@pytest.mark.parametrize("config", ORDERED_CASES, ids=str)
+@pytest.mark.parametrize("config", ORDERED_CASES, ids=repr)
 def test_rows_in_order_come_by_tma(config: DispatchConfig) -> None:
     """Rows and weights, by one load each; what lines rows up moves 16 bytes at once, and releases what it has placed."""
     ptx = str(compile_dispatch(config, "sm_90").ptx)
@@ -147,7 +147,7 @@ def test_plain_kernels_keep_the_protocol(target: str) -> None:
         assert lint(compiled, guarded=("slots",)) == []
 
 
-@pytest.mark.parametrize("config", HOPPER_CASES + ORDERED_CASES, ids=str)
+@pytest.mark.parametrize("config", HOPPER_CASES + ORDERED_CASES, ids=repr)
 def test_hopper_keeps_the_protocol(config: DispatchConfig) -> None:
     compiled = compile_dispatch(config, "sm_90")
     assert operations(compiled, guarded=("slots",)).signals

@@ -100,8 +100,8 @@ def test_the_hopper_kernel_gets_no_more_choices_than_it_counts(tokens: int) -> N
         plan_combine(GroupedProblem(8, tokens, topk, 32, 4096, 2048, 2, "bfloat16"), H200, False)
         for topk in (MAX_ROWS, MAX_ROWS + 1)
     )
-    assert MAX_ROWS == 255 and most.cut is not None and most.cut.kernel == "hopper" and "Hopper" not in most.reason
-    assert beyond.path == "fused" and beyond.cut is not None and beyond.cut.kernel == "triton"
+    assert MAX_ROWS == 255 and most.config is not None and most.config.kernel == "hopper" and "Hopper" not in most.reason
+    assert beyond.path == "fused" and beyond.config is not None and beyond.config.kernel == "triton"
     assert "k = 256" in beyond.reason and "255 rows of a token" in beyond.reason
 
 

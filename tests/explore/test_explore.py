@@ -36,6 +36,12 @@ def test_there_are_enough_mutants() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 30
 
 
+@pytest.mark.parametrize("name", ["docs/testing.md", "docs/reliability.md", "CHANGELOG.md"])
+def test_documents_say_how_many_there_are(name: str) -> None:
+    said = re.findall(r"(\d+) planted faults", (ROOT / name).read_text("utf-8"))
+    assert said == [str(len(MUTANTS))]
+
+
 def test_triton_and_blocks_agree(worker: Executor) -> None:
     assert worker.submit(triton_and_blocks_agree).result() == []
 

@@ -54,7 +54,7 @@ def power_of_two(number: int) -> bool:
 def check_config(config: MatmulConfig) -> None:
     """What kernels take for granted."""
     for size in (config.tile_m, config.tile_n, config.tile_k, config.num_slices, config.num_warps):
-        assert power_of_two(size), f"{config}: {size}"
+        assert power_of_two(size), f"{config!r}: {size}"
     assert min(config.tile_m, config.tile_n, config.tile_k) >= 16, "tl.dot's least"
     assert config.num_slices <= MAX_SLICES
     assert config.num_producers >= 1
@@ -73,7 +73,7 @@ def test_a_gpu_plan_can_run(p: Problem, machine: Machine) -> None:
         config = plan.config
         check_config(config)
         ring = (config.tile_m + config.tile_n) * config.tile_k * p.itemsize * config.num_stages
-        assert ring <= SHARED_BYTES[machine], f"{config}: {ring} bytes of shared memory"
+        assert ring <= SHARED_BYTES[machine], f"{config!r}: {ring} bytes of shared memory"
         assert config.kernel == "triton" or machine.arch == 90, "the Gluon kernel is Hopper's"
         schedule = schedule_for(p, config, p.world_size - 1, machine)
         assert 1 <= schedule.num_programs <= machine.num_sms, "programs must all be resident"
@@ -207,7 +207,7 @@ def test_a_plan_of_a_reduction_can_run(plan_for: Callable[..., Plan], p: Problem
     assert 1 <= schedule.num_programs <= machine.num_sms, "programs must all be resident"
     if machine.backend == "cuda":
         ring = (config.tile_m + config.tile_n) * config.tile_k * p.itemsize * config.num_stages
-        assert ring <= SHARED_BYTES[machine], f"{config}: {ring} bytes of shared memory"
+        assert ring <= SHARED_BYTES[machine], f"{config!r}: {ring} bytes of shared memory"
     if config.transport == "copy_engine":
         assert plan_for is plan_matmul_reduce_scatter, "the second shot is marked data"
         assert not schedule.spans_shards, "a copy engine takes whole tiles"

@@ -129,10 +129,10 @@ def test_paths_of_dispatch() -> None:
     assert plan_dispatch(problem, CPU, True).path == "fused"
     assert plan_dispatch(problem, CPU, False).path == "unfused"
     for tokens in (1, 8, 32, 128, 1024, 4096, 65536):
-        cut = plan_dispatch(GroupedProblem(4, tokens, 8, 32, 3072, 4096, 2, "bfloat16"), H200, False).cut
+        cut = plan_dispatch(GroupedProblem(4, tokens, 8, 32, 3072, 4096, 2, "bfloat16"), H200, False).config
         assert cut is not None and cut.signal_blocks <= 32
     mixtral = GroupedProblem(4, 4096, 2, 2, 28672, 4096, 2, "bfloat16")  # as many rows an expert as tokens a rank
-    cuts = [plan_dispatch(replace(mixtral, max_tokens=tokens), H200, False).cut for tokens in (2, 64, 65, 4096)]
+    cuts = [plan_dispatch(replace(mixtral, max_tokens=tokens), H200, False).config for tokens in (2, 64, 65, 4096)]
     assert [(cut.kernel, cut.ordered) for cut in cuts if cut] == [
         ("triton", False), ("hopper", False), ("hopper", True), ("hopper", True)
     ]  # fmt: skip

@@ -46,7 +46,7 @@ def dispatch(tokens: int, cluster: Cluster = FOUR, skew: float = 1.0) -> float:
 
 def combine(tokens: int, cluster: Cluster = FOUR, skew: float = 1.0) -> float:
     p = combine_of(tokens)
-    cut = plan_combine(p, H200, False).cut
+    cut = plan_combine(p, H200, False).config
     assert cut is not None
     return matmul_combine(p, cut, COSTS, cluster, True, skew)
 

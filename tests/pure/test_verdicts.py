@@ -10,7 +10,7 @@ from tileweave.bench.peers import CORUN, GEMM, OURS, TORCHS, UNFUSED
 from tileweave.bench.run import judge
 from tileweave.config_combine import plan_combine
 from tileweave.profile.timing import _Lap, _timing
-from tileweave.schedule_grouped import GroupedProblem
+from tileweave.schedule_grouped import GroupedProblem, plan_dispatch
 from tileweave.sharding import TableSpec, plan_embedding, plan_sharding
 from tileweave.topology import CPU, H200, Machine
 
@@ -33,7 +33,7 @@ def test_paths_of_combine() -> None:
     assert plan_combine(replace(p, world_size=1), H200, False).path == "local"
     for odd in (replace(p, world_size=9), replace(p, max_tokens=0), replace(p, dtype="float32", itemsize=4)):
         assert plan_combine(odd, H200, False).path == "unfused", odd
-    cut = plan_combine(replace(p, depth=1535), H200, False).cut
+    cut = plan_combine(replace(p, depth=1535), H200, False).config
     assert cut is not None and cut.kernel == "triton"
 
 
@@ -43,6 +43,16 @@ def test_paths_of_lookups() -> None:
     assert paths == ["fused", "local"]
     for size, machine in ((9, H200), (4, CPU), (4, old)):
         assert plan_embedding(size, 512, 8.0, machine, False).path == "unfused"
+
+
+def test_plans_of_experts_and_of_lookups_read_well() -> None:
+    p = GroupedProblem(4, 4096, 8, 32, 4096, 1536, 2, "bfloat16")
+    balanced = "1024 rows an expert if balanced"
+    assert str(plan_combine(p, H200, False)) == f"fused, hopper kernel, tile 128x256x64, 4 stages, 4 chunks: {balanced}"
+    assert str(plan_dispatch(p, H200, False)) == f"fused, hopper kernel, tile 128x256x64, 4 stages: {balanced}"
+    alone, many = (plan_embedding(size, 512, 8.0, H200, False) for size in (1, 9))
+    assert str(alone) == "local, 8 bags x 4 rows, 2 warps: a group of one rank keeps what it pools"
+    assert str(many) == "unfused: world size 9 is above 8" and many.config is None
 
 
 def test_the_best_rival_and_the_slowest_rank_count() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ class NotingTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32)
 
-    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0) -> None:
+    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0, launch: Callable[[], None] | None = None) -> None:
         self.events.append("push")
 
     def join(self, line: int = 0) -> None:

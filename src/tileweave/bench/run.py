@@ -27,7 +27,7 @@ from tileweave.bench.environment import environment
 from tileweave.bench.peers import CORUN, GEMM, OURS, PEERS, PEERS_OF, TORCHS, UNFUSED
 from tileweave.bench.screen import Steps
 from tileweave.bench.subjects import TOLERANCE, worst
-from tileweave.config import Plan
+from tileweave.config import MatmulConfig, Plan
 from tileweave.launcher import Member
 from tileweave.profile.metrics import e_overlap, limit_ratio, speed_up
 from tileweave.profile.timing import measure
@@ -195,7 +195,7 @@ def judge(times: dict[str, dict[str, Any]]) -> dict[str, float]:
 def short(plan: Plan) -> str:
     """A plan in a table's cell."""
     c = plan.config
-    if c is None:
+    if not isinstance(c, MatmulConfig):
         return plan.path
     return f"{c.kernel} {c.transport} {c.tile_m}x{c.tile_n}"
 

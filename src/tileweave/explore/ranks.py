@@ -276,12 +276,10 @@ class ModelTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32)
 
-    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0) -> None:
+    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0, launch: Callable[[], None] | None = None) -> None:
         self._world.push(self._world.ranks[self.rank], copies, source)
-
-    def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
-        self.push(copies, source)
-        launch()
+        if launch is not None:
+            launch()
 
     def join(self, line: int = 0) -> None:
         self._world.join(self._world.ranks[self.rank])

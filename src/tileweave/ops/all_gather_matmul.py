@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tileweave.config import Plan, plan_all_gather_matmul
+from tileweave.config import MatmulConfig, Plan, plan_all_gather_matmul
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.agreement import check_own
@@ -109,7 +109,7 @@ def check_inputs(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, ou
     check_shape("out", out, (size * x.shape[0], w.shape[0]), "allocate out with that shape")
 
 
-def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan:
+def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
     """The path of this call, the same on every rank."""
     return plan_for(plan_all_gather_matmul, x, x.shape[0], w.shape[0], size)
 

@@ -32,7 +32,7 @@ def run_fused(
     out: torch.Tensor,
     gathered: torch.Tensor | None,
     group_name: str,
-    chosen: Plan,
+    chosen: Plan[MatmulConfig],
     trace: torch.Tensor | None = None,
     how: Exchange | None = None,
 ) -> None:

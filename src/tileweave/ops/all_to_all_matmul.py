@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tileweave.config import Plan, plan_all_to_all_matmul
+from tileweave.config import MatmulConfig, Plan, plan_all_to_all_matmul
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.agreement import check_own
@@ -126,7 +126,7 @@ def check_inputs(
     check_shape("out", out, (rows, w.shape[0]), "allocate out with that shape")
 
 
-def plan(x: torch.Tensor, w: torch.Tensor, how: Exchange, size: int) -> Plan:
+def plan(x: torch.Tensor, w: torch.Tensor, how: Exchange, size: int) -> Plan[MatmulConfig]:
     """The path of this call, the same on every rank."""
     rows, depth = how.part(x.shape[0], x.shape[1], size)
     return plan_for(plan_all_to_all_matmul, x, rows, w.shape[0], size, depth)

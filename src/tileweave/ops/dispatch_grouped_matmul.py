@@ -24,6 +24,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from tileweave.config import Plan
 from tileweave.config_combine import plan_combine
 from tileweave.errors import InputError, require
 from tileweave.ops import reference
@@ -45,7 +46,7 @@ from tileweave.ops.registry import (
     publish,
 )
 from tileweave.ops.routing_plan import RoutingPlan, check_plan, layout_of, padded_ids, reference_plan, routing_plan, shape_of
-from tileweave.schedule_grouped import DispatchPlan, plan_dispatch, routes_fused
+from tileweave.schedule_grouped import DispatchConfig, plan_dispatch, routes_fused
 
 _SAID: set[tuple[str, str]] = set()
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -237,7 +238,7 @@ def check_inputs(x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out:
         refuse_alias((out,), (x, experts, plan.table))
 
 
-def plan_call(experts: torch.Tensor, plan: RoutingPlan) -> DispatchPlan:
+def plan_call(experts: torch.Tensor, plan: RoutingPlan) -> Plan[DispatchConfig]:
     """The path of this call, the same on every rank."""
     shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
     return plan_dispatch(shape, machine_of(experts.device), interpreting())
@@ -252,10 +253,10 @@ def _forward(x, experts, table, max_tokens, topk, group_name, keep, out=None):
         check_inputs(x, experts, routed, out)
     chosen = plan_call(experts, routed)
     y = x.new_empty(routed.bound, experts.shape[1]) if out is None else out
-    if chosen.cut is not None:
+    if chosen.config is not None:
         kept = new_kept(x, routed, keep)
         places = kept.view(routed.world_size - 1, max_tokens, x.shape[1]) if keep else None
-        run_fused(x, experts, routed, y, group_name, chosen.cut, places)
+        run_fused(x, experts, routed, y, group_name, chosen.config, places)
     else:
         log_fallback(OP, chosen, _SAID)
         received = receive(x, routed, group_of(group_name))
@@ -301,7 +302,7 @@ def _backward_implementation(grad, x, kept, experts, table, max_tokens, topk, gr
     dx = _sum_over_rows(grad, experts, routed, group_name) if need_x else empty
     if not need_experts:
         return dx, empty
-    if plan_call(experts, routed).cut is None:
+    if plan_call(experts, routed).config is None:
         rows = rows_of(x, kept, routed)
     else:
         from tileweave.kernels.expert_rows import gather_rows
@@ -317,10 +318,10 @@ def _sum_over_rows(grad: torch.Tensor, experts: torch.Tensor, routed: RoutingPla
         turned = experts.contiguous().transpose(1, 2)
     shape = shape_of(routed, turned.shape[1], turned.shape[2], turned.dtype)
     chosen = plan_combine(shape, machine_of(grad.device), interpreting())
-    if chosen.cut is None:
+    if chosen.config is None:
         return reference.grouped_matmul_combine(grad, turned, routed, None, group_of(group_name))
     dx = grad.new_empty(routed.tokens, experts.shape[2])
-    run_combine(grad, turned, routed, None, dx, group_name, chosen.cut)
+    run_combine(grad, turned, routed, None, dx, group_name, chosen.config)
     return dx
 
 
@@ -352,7 +353,7 @@ def explain(
     max_tokens: int | None = None,
     plan: RoutingPlan | None = None,
     group: dist.ProcessGroup | str | None = None,
-) -> DispatchPlan:
+) -> Plan[DispatchConfig]:
     """Which path a call with these tensors takes, and why. Sends nothing. ``topk_ids``: them, or how many a token has."""
     name = name_of(group)
     if isinstance(topk_ids, int):
@@ -370,7 +371,7 @@ def warmup(
     topk: int,
     *,
     group: dist.ProcessGroup | str | None = None,
-) -> DispatchPlan:
+) -> Plan[DispatchConfig]:
     """Collective: one call of ``tokens`` tokens a rank (max_tokens) with these experts, so that a capture may follow."""
     if tokens < 0 or topk < 1:
         raise InputError(f"asked: warmup({tokens}, topk={topk}); allowed: tokens >= 0, topk >= 1; remedy: pass a rank's sizes")

@@ -1,4 +1,4 @@
-"""What embedding_bag_all_to_all asks of its arguments: checks, the agreement between ranks, and the layout they share."""
+"""What a call of embedding_bag_all_to_all is, which path it takes, and what it asks of its arguments and of other ranks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
+from tileweave.config import Plan
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.agreement import check_together
 from tileweave.ops.embedding_bag_all_to_all_fused import OP
 from tileweave.ops.matmul_inputs import refuse_alias
-from tileweave.ops.registry import agree, group_of
+from tileweave.ops.registry import agree, group_of, interpreting, machine_of
 from tileweave.ops.table_gradient import KINDS
-from tileweave.sharding import EmbeddingLayout, rows_of
+from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, plan_embedding, rows_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -39,6 +41,27 @@ class FusedOptimizer:
     rate: torch.Tensor
     states: list[torch.Tensor] = field(default_factory=list)
     epsilon: float = 1e-8
+
+
+class Call(NamedTuple):
+    """One lookup and exchange, in the order in which functions take it; ``layout`` travels flat in the operators."""
+
+    tables: Sequence[torch.Tensor]
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None
+    layout: EmbeddingLayout
+    batch: int
+    mean: bool
+    out_dtype: torch.dtype
+    group_name: str
+
+
+def plan(tables: Sequence[torch.Tensor], indices: torch.Tensor, batch: int, size: int) -> Plan[EmbeddingConfig]:
+    """The path of a call, the same on every rank; the cut of its lookups is this rank's own."""
+    row_bytes = max((t.shape[1] * t.element_size() for t in tables), default=16)
+    pooling = indices.numel() / max(len(tables) * batch, 1)
+    return plan_embedding(size, row_bytes, pooling, machine_of(indices.device), interpreting())
 
 
 def dims_of(tables: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -115,20 +138,9 @@ def _faults_of(layout: EmbeddingLayout) -> str:
     return layout.faults()
 
 
-def check_inputs(
-    tables: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-    batch: int,
-    mean: bool,
-    layout: EmbeddingLayout,
-    out_dtype: torch.dtype,
-    out: torch.Tensor | None,
-    size: int,
-    rank: int,
-) -> None:
+def check_inputs(call: Call, out: torch.Tensor | None, size: int, rank: int) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
+    tables, indices, offsets, weights, layout, batch, mean, out_dtype, _ = call
 
     def kinds() -> str:
         return f"indices {indices.dtype} {tuple(indices.shape)}, offsets {offsets.dtype} {tuple(offsets.shape)}"
@@ -213,18 +225,9 @@ def find_trouble(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets:
     return ""
 
 
-def agree_on_call(
-    tables: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    numbers: Sequence[int],
-    batch: int,
-    mean: bool,
-    out_dtype: torch.dtype,
-    group_name: str,
-    size: int,
-) -> None:
+def agree_on_call(call: Call, size: int) -> None:
     """Debugging only: the ranks' arguments fit together, and no index is out of range; else all ranks raise."""
+    tables, indices, offsets, batch = call.tables, call.indices, call.offsets, call.batch
 
     def check() -> None:
         fits = offsets.numel() == len(tables) * batch + 1
@@ -234,14 +237,14 @@ def agree_on_call(
     if size == 1:
         check()
         return
-    check_together(OP, group_name, {**_alike(numbers, batch, out_dtype), "mean": mean}, check)
+    check_together(OP, call.group_name, {**_alike(call), "mean": call.mean}, check)
 
 
-def agree_on_gradient(grad: torch.Tensor, numbers: Sequence[int], batch: int, group_name: str) -> None:
+def agree_on_gradient(call: Call) -> None:
     """Debugging only: all ranks differentiate the same lookup; else all raise."""
-    if numbers[0] > 1:
-        agree(group_of(group_name), {"op": f"gradient of {OP}", **_alike(numbers, batch, grad.dtype)})
+    if len(call.layout.dims) > 1:
+        agree(group_of(call.group_name), {"op": f"gradient of {OP}", **_alike(call)})
 
 
-def _alike(numbers: Sequence[int], batch: int, dtype: torch.dtype) -> dict[str, object]:
-    return {"layout": zlib.crc32(repr(list(numbers)).encode()), "batch": batch, "dtype": str(dtype)}
+def _alike(call: Call) -> dict[str, object]:
+    return {"layout": zlib.crc32(repr(call.layout.flat()).encode()), "batch": call.batch, "dtype": str(call.out_dtype)}

@@ -31,7 +31,7 @@ def combine_gradients(
     ge, gw = grad.new_empty(0), grad.new_empty(0)
     everyone = None if weights is None else reference.gather_weights(weights, plan, group)
     shape = shape_of(plan, experts.shape[2], experts.shape[1], y.dtype)
-    config = plan_dispatch(shape, machine_of(y.device), interpreting()).cut
+    config = plan_dispatch(shape, machine_of(y.device), interpreting()).config
     if config is None:
         rows = reference.gather_rows(grad, plan, group)
         g = reference.grouped_matmul(rows, experts.transpose(1, 2), plan.offsets)

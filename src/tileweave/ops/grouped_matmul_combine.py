@@ -24,7 +24,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from tileweave.config_combine import CombinePlan, plan_combine
+from tileweave.config import Plan
+from tileweave.config_combine import CombineConfig, plan_combine
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.agreement import check_own, check_together
@@ -158,13 +159,13 @@ def check_tokens(
         check_shape("out", out, (tokens, experts.shape[1]), "allocate out with that shape")
 
 
-def plan_call(plan: RoutingPlan, experts: torch.Tensor) -> CombinePlan:
+def plan_call(plan: RoutingPlan, experts: torch.Tensor) -> Plan[CombineConfig]:
     """The path of this call, the same on every rank."""
     shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
     return plan_combine(shape, machine_of(experts.device), interpreting())
 
 
-def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> CombinePlan:
+def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Plan[CombineConfig]:
     """Check and plan, once for each signature of a fused call. Without T, of which there may be any number."""
     workspace = REGISTRY.find(group_name, y.device)
     signature = (
@@ -173,7 +174,7 @@ def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Com
         *(None if t is None else (t.dtype, t.device) for t in (weights, out)),
     )  # fmt: skip
     found = None if workspace is None else workspace.accepted.get(signature)
-    if isinstance(found, CombinePlan) and not debugging():
+    if found is not None and not debugging():
         check_tokens(y, experts, plan, weights, out)
         return found
     if debugging():
@@ -183,7 +184,7 @@ def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Com
     else:
         check_inputs(y, experts, plan, weights, out)
     chosen = plan_call(plan, experts)
-    if chosen.cut is not None:
+    if chosen.config is not None:
         workspace_of(group_name, y.device).accepted[signature] = chosen
     return chosen
 
@@ -191,12 +192,12 @@ def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Com
 def _forward(y, experts, table, weights, tokens, max_tokens, topk, group_name, out):
     plan = routing_plan(table, experts, tokens, max_tokens, topk, group_name)
     chosen = _accept(y, experts, plan, weights, out, group_name)
-    if chosen.cut is None:
+    if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
         z = reference.grouped_matmul_combine(y, experts, plan, weights, group_of(group_name))
         return z if out is None else out.copy_(z)
     z = y.new_empty(tokens, experts.shape[1]) if out is None else out
-    run_fused(y, experts, plan, weights, z, group_name, chosen.cut)
+    run_fused(y, experts, plan, weights, z, group_name, chosen.config)
     return z
 
 
@@ -255,7 +256,7 @@ define(
 )
 
 
-def explain(y: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan) -> CombinePlan:
+def explain(y: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan) -> Plan[CombineConfig]:
     """Which path a call with these tensors takes, and why. Sends nothing."""
     _check_experts(experts)
     check_plan(plan, experts, plan.group_name)
@@ -270,7 +271,7 @@ def warmup(
     topk_weights: torch.Tensor | None = None,
     *,
     group: dist.ProcessGroup | str | None = None,
-) -> CombinePlan:
+) -> Plan[CombineConfig]:
     """Collective: one call with the largest shapes, so that a capture may follow; arguments as the call's."""
     with torch.no_grad():
         grouped_matmul_combine(y, experts, plan, topk_weights, group=group)

@@ -29,7 +29,7 @@ from math import inf
 import torch
 import torch.distributed as dist
 
-from tileweave.config import Plan, plan_matmul_all_reduce
+from tileweave.config import MatmulConfig, Plan, plan_matmul_all_reduce
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.agreement import check_own
@@ -151,7 +151,7 @@ def check_inputs(x, w, bias, residual, norm_weight, out, residual_out) -> None:
     check_shape("residual_out", residual_out, shape, "allocate residual_out with that shape")
 
 
-def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan:
+def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
     """The path of this call, the same on every rank."""
     return plan_for(plan_matmul_all_reduce, x, x.shape[0], w.shape[0], size)
 

@@ -28,7 +28,7 @@ def run_fused(
     out: torch.Tensor,
     residual_out: torch.Tensor | None,
     group_name: str,
-    chosen: Plan,
+    chosen: Plan[MatmulConfig],
 ) -> None:
     """The fused call itself. x [M, k], w [N, k], residual, out, residual_out [M, N]; see ``ops/matmul_all_reduce.py``."""
     config = chosen.config

@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tileweave.config import Plan, plan_matmul_all_to_all
+from tileweave.config import MatmulConfig, Plan, plan_matmul_all_to_all
 from tileweave.ops import reference
 from tileweave.ops.agreement import check_own
 from tileweave.ops.backward_products import exchange_and_multiply
@@ -116,7 +116,7 @@ def check_inputs(
     check_shape("out", out, how.result(x.shape[0], w.shape[0], size), "allocate out with that shape")
 
 
-def plan(x: torch.Tensor, w: torch.Tensor, how: Exchange, size: int) -> Plan:
+def plan(x: torch.Tensor, w: torch.Tensor, how: Exchange, size: int) -> Plan[MatmulConfig]:
     """The path of this call, the same on every rank."""
     rows, cols = how.part(x.shape[0], w.shape[0], size)
     return plan_for(plan_matmul_all_to_all, x, rows, cols, size)

@@ -29,7 +29,7 @@ def run_fused(
     out: torch.Tensor,
     how: Exchange,
     group_name: str,
-    chosen: Plan,
+    chosen: Plan[MatmulConfig],
 ) -> None:
     """The fused call itself. x [M, K], w [N, K]; out as ``how`` says."""
     config = chosen.config

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from tileweave.config import Plan, Problem
+from tileweave.config import MatmulConfig, Plan, Problem
 from tileweave.errors import require
 from tileweave.ops.agreement import check_together
 from tileweave.ops.registry import (
@@ -32,7 +32,7 @@ from tileweave.topology import Machine
 from tileweave.transport.workspace import REGISTRY
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-Planner = Callable[[Problem, Machine, bool], Plan]
+Planner = Callable[[Problem, Machine, bool], Plan[MatmulConfig]]
 Tensors = tuple[torch.Tensor | None, ...]
 RESULTS = ("out", "residual_out")  # what results of an operator are called, in order
 
@@ -134,7 +134,9 @@ def check_traced(check: Callable[[], None]) -> None:
         check()
 
 
-def plan_for(planner: Planner, x: torch.Tensor, rows: int, cols: int, size: int, depth: int | None = None) -> Plan:
+def plan_for(
+    planner: Planner, x: torch.Tensor, rows: int, cols: int, size: int, depth: int | None = None
+) -> Plan[MatmulConfig]:
     """What ``planner`` says of this call, the same on every rank. ``rows``: as :class:`Problem` counts them; ``depth``: x's."""
     depth = x.shape[1] if depth is None else depth
     return _plan(planner, size, rows, cols, depth, x.dtype, machine_of(x.device), interpreting())

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tileweave.config import Plan, plan_matmul_reduce_scatter
+from tileweave.config import MatmulConfig, Plan, plan_matmul_reduce_scatter
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.agreement import check_own
@@ -109,7 +109,7 @@ def check_inputs(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, ou
     check_shape("out", out, (x.shape[0] // size, w.shape[0]), "allocate out with that shape")
 
 
-def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan:
+def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
     """The path of this call, the same on every rank."""
     return plan_for(plan_matmul_reduce_scatter, x, x.shape[0] // size, w.shape[0], size)
 

@@ -31,7 +31,7 @@ def run_fused(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     group_name: str,
-    chosen: Plan,
+    chosen: Plan[MatmulConfig],
 ) -> None:
     """The fused call itself. x [M, k], w [N, k]; out [M / R, N]."""
     config = chosen.config

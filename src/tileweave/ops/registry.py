@@ -203,8 +203,9 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
 def warmup(op: str, *args: object, **kwargs: object) -> Plan:
     """Collective: reserve what ``op`` needs and compile its kernels, so that a CUDA graph may capture calls afterwards.
 
-    One call on zeros, of the largest sizes that will follow; returns the plan of calls of that size. A capture that also holds
-    the backward of a matmul operator needs ``backward=True``: operands then require gradients, and their backward follows.
+    One call on zeros, of one size; returns the plan of calls of that size. Another row count may go another way, with memory of
+    its own: warm up each size to come. A capture that also holds the backward of a matmul operator needs ``backward=True``:
+    operands then require gradients, and their backward follows.
     Arguments by operator:
 
     ==========================================  ===========================================================================
@@ -348,7 +349,7 @@ def push_beside(instance: Instance, launch: Callable[[], None], copies: Copies, 
     """``launch`` a kernel, and ``copies`` beside it, which take the address ``given``; ``capturing``: into a CUDA graph."""
     transport, launched = instance.transport, False
     try:
-        transport.push_beside(launch, copies, given)
+        transport.push(copies, given, launch=launch)
         instance.calls += 1
         CALL.posted = False  # it has been made
         launched = transport.device.type == "cuda"

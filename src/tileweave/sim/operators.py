@@ -287,9 +287,9 @@ class Operators:
     ) -> float:  # fmt: skip
         """Seconds of the fused second matmul and combine inside a node, as the library cuts it."""
         problem = GroupedProblem(world, tokens, top_k, experts // world, hidden, inter, itemsize, "bfloat16")
-        cut = plan_combine(problem, machine_of(self.cluster), False).cut
-        assert cut is not None, "a plan for CUDA"
-        return matmul_combine(problem, cut, self.costs, self._node(world), self.graph, skew)
+        config = plan_combine(problem, machine_of(self.cluster), False).config
+        assert config is not None, "a plan for CUDA"
+        return matmul_combine(problem, config, self.costs, self._node(world), self.graph, skew)
 
     def fused_dispatch_grouped(
         self, world: int, tokens: int, top_k: int, experts: int, cols: int, depth: int, itemsize: int = 2, skew: float = 1.0

@@ -119,17 +119,14 @@ class Transport(Protocol):
         """Zeroed int32 words that kernels can write and the host can read without synchronising."""
         ...
 
-    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0) -> None:
+    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0, launch: Callable[[], None] | None = None) -> None:
         """Copy engine: do ``copies`` in order, behind what is queued now and beside what is queued later.
 
         The same copies serve many calls, from (or to) another ``source`` each time; :class:`Copies` cost the host least.
         Pushes of one ``line`` follow each other, those of another do not wait for them. Inside one device only single words:
         larger copies there may need its multiprocessors, which a waiting kernel holds.
+        ``launch`` queues a kernel, beside which the copies run and for whose counters they may wait. If it raises, none waits.
         """
-        ...
-
-    def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
-        """:meth:`push` copies that wait for counters of the kernel that ``launch`` queues, beside that kernel."""
         ...
 
     def join(self, line: int = 0) -> None:

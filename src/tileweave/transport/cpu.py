@@ -28,7 +28,6 @@ class CpuTransport:
         self.machine = CPU
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="tileweave-copy-engine")
         self._pushed: Future[None] | None = None
-        self._abandoned = threading.Event()  # the kernel whose counters copies wait for has raised
         self.watch: Watcher | None = None
         self._maps: list[mmap.mmap] = []
         self._texts = Texts(group)
@@ -48,25 +47,24 @@ class CpuTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32)
 
-    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0) -> None:
-        self._pushed = self._engine.submit(self._copy_all, copies, source)
-
-    def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
-        self._abandoned.clear()
-        self.push(copies, source)  # first: the interpreter's launch returns when the kernel has ended
+    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0, launch: Callable[[], None] | None = None) -> None:
+        abandoned = threading.Event()  # the kernel whose counters copies wait for has raised
+        self._pushed = self._engine.submit(self._copy_all, copies, source, abandoned)
+        if launch is None:
+            return
         launched = False
         try:
-            launch()
+            launch()  # behind the copies: the interpreter's launch returns when the kernel has ended
             launched = True
         finally:
             if not launched:
-                self._abandoned.set()
+                abandoned.set()
 
-    def _copy_all(self, copies: Sequence[Copy], source: int) -> None:
+    def _copy_all(self, copies: Sequence[Copy], source: int, abandoned: threading.Event) -> None:
         begin = 0
         for copy in copies:
             while copy.counter and ctypes.c_int32.from_address(copy.counter).value < copy.count:
-                if self._abandoned.wait(2e-4):
+                if abandoned.wait(2e-4):
                     return
             begin = begin or time.perf_counter_ns()
             for to, at in copy.pieces(source):

@@ -134,13 +134,7 @@ class CudaTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
 
-    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0) -> None:
-        self._push(copies, source, line)
-
-    def push_beside(self, launch: Callable[[], None], copies: Sequence[Copy], source: int = 0) -> None:
-        self._push(copies, source, 0, launch)
-
-    def _push(self, copies: Sequence[Copy], source: int, line: int, launch: Callable[[], None] | None = None) -> None:
+    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0, launch: Callable[[], None] | None = None) -> None:
         while len(self._engines) <= line:
             self._engines.append(CopyEngine(self.device))
         self._engines[line].push(copies, source, launch)

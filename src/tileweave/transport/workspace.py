@@ -192,7 +192,7 @@ class Instance:
         if self.transport.capturing():
             raise CaptureError(
                 f"asked: {self.op} under CUDA-graph capture, which needs {what}; allowed: calls that fit the memory "
-                "reserved before the capture; remedy: call tw.warmup(...) with the largest shapes before capturing"
+                "reserved before the capture; remedy: call tw.warmup(...) with each shape that will be captured, before"
             )
 
     def begin(self, mark: int = 0, region: int | None = None) -> bool:
@@ -258,7 +258,7 @@ class Workspace:
             if self.transport.capturing():
                 raise CaptureError(
                     f"asked: the first call of {op} under CUDA-graph capture; allowed: capture after the workspace "
-                    "exists; remedy: call tw.warmup(...) before capturing"
+                    "exists; remedy: call tw.warmup(...) with each shape that will be captured, before"
                 )
             found = self.instances[op, kind] = Instance(op, self.transport, self.ledger, kind in COPIED)
         return found
