@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -334,3 +335,25 @@ def test_a_first_call_beside_another_one_is_told() -> None:
     ends = one_shot("gloo", 2, first_call_of_one, extra={"TILEWEAVE_TIMEOUT": "5", "WORLD_ENDS_WELL": "0"})
     for end in ends:
         assert str(end.value).startswith("RankMismatchError") and "memory|" not in str(end.value), ends
+
+
+# --- Lookups ---
+
+
+def results_and_kinds_that_are_none(me: Member) -> list[str]:
+    layout = tw.EmbeddingLayout.in_rank_order([(4,)] * 2)
+    bags, table = (torch.arange(4), torch.arange(5)), torch.ones(4, 4)
+    lookup = partial(tw.embedding_bag_all_to_all, layout=layout)
+    said = [refusal(lookup, [table], *bags, out=torch.zeros(2, 8, dtype=dtype)) for dtype in (torch.float16, torch.int32)]
+    said += [refusal(lookup, [table], *bags, out=torch.zeros(shape)) for shape in ((3, 8), (2, 9))]
+    said.append(refusal(lookup, [table], *bags, out=torch.zeros(8, 2).t()))
+    for kind in ("adam", "dense", ""):  # without a step of that name, gradients would go nowhere
+        optimizer = tw.FusedOptimizer(kind, torch.ones(1))
+        said.append(refusal(lookup, [table.clone().requires_grad_()], *bags, optimizer=optimizer))
+    return said
+
+
+def test_lookups_refuse_results_and_steps_that_do_not_fit(world: World) -> None:
+    for said in world.run(results_and_kinds_that_are_none):
+        assert all(text.startswith("InputError: asked: out (") for text in said[:5]), said
+        assert all(text.startswith("InputError: asked: optimizer ") for text in said[5:]), said

@@ -1,6 +1,7 @@
 """Copies as a graph of the driver's: what follows what, and what a push changes. The driver is one that takes notes."""
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tileweave.errors import UnsupportedError  # noqa: E402
 from tileweave.transport import copy_engine  # noqa: E402
 from tileweave.transport.base import Copies, Copy  # noqa: E402
 
@@ -195,3 +197,41 @@ def test_captured_copies_go_one_by_one(driver, monkeypatch):
 def test_a_kernel_is_queued_before_copies_that_wait_for_it(driver):
     push_again(engine(driver), scatter(), 10_000, lambda: driver.calls.append("kernel"))
     assert driver.calls.index("kernel") < driver.calls.index("cuGraphLaunch")
+
+
+class Refusing:
+    """A driver that refuses calls of one name, and does the others."""
+
+    def __init__(self, refused: str) -> None:
+        self.refused = refused
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        return lambda *_: 700 if name == self.refused else 0
+
+
+class Lane:
+    handle, done = 32, 40
+
+
+@pytest.mark.parametrize(
+    "refused",
+    ["cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoDAsync_v2", "cuMemcpy2DAsync_v2", "cuStreamWaitValue32_v2"],
+)
+def test_what_the_driver_refuses_is_told(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that was not queued is data that nobody sent."""
+    monkeypatch.setattr(copy_engine, "current_handle", lambda index: 64)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    line = object.__new__(copy_engine.CopyEngine)
+    line._driver, line._index, line._start, line._graphs = Refusing(refused), 0, 48, {}
+    line._lanes = [Lane(), Lane()]
+    flat, waits = Copy(1000, 2000, 64), Copy(1000, 2000, 64, counter=500, count=3)
+    pitched = Copy(1000, 2000, 64, rows=3, target_pitch=128, source_pitch=64)
+    with pytest.raises(UnsupportedError, match=r"asked: .*it returned 700.*remedy: "):
+        line.push([{"cuMemcpy2DAsync_v2": pitched, "cuStreamWaitValue32_v2": waits}.get(refused, flat), flat])
+    if refused in ("cuEventRecord", "cuStreamWaitEvent"):
+        with pytest.raises(UnsupportedError):
+            line.join()
+        with pytest.raises(UnsupportedError):
+            line._gather(2)

@@ -122,3 +122,14 @@ def test_breaking_off_without_memory_does_nothing() -> None:
     alone = Ledger()
     alone.break_off(False)
     assert alone.calls == 0
+
+
+def test_who_was_first_is_told_even_if_the_other_goes_on() -> None:
+    """The second was told, and called again all the same: a call that fits hides none before it that did not."""
+    first, second = ledgers(2)
+    first.post("op", 10)
+    for mark in (11, 12):
+        with pytest.raises(tw.RankMismatchError):
+            second.post("op", mark)
+    with pytest.raises(tw.RankMismatchError, match="rank 0, 1 before its last one, where rank 1"):
+        first.post("op", 12)

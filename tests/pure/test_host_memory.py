@@ -1,0 +1,61 @@
+"""A block of shared host memory: nobody makes it smaller under its readers, and nothing else passes for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+import tileweave as tw
+
+pytest.importorskip("fcntl")
+
+from tileweave.transport import host_memory
+
+if not hasattr(os, "memfd_create"):
+    pytest.skip("no anonymous memory here", allow_module_level=True)
+
+NBYTES = 8192
+
+
+@pytest.fixture
+def block() -> Iterator[int]:
+    descriptor = host_memory._make("a-token", NBYTES)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("nbytes", [0, NBYTES - 1, NBYTES + 1, 2 * NBYTES])
+def test_a_block_keeps_its_size(block: int, nbytes: int) -> None:
+    """A rank that maps it would get a SIGBUS where it ends early."""
+    with pytest.raises(PermissionError):
+        os.ftruncate(block, nbytes)
+    assert os.fstat(block).st_size == NBYTES
+
+
+def test_a_block_is_there_when_it_is_made(block: int) -> None:
+    assert os.fstat(block).st_blocks * 512 >= NBYTES
+
+
+@pytest.mark.parametrize("token", ["another", "b-token"])
+def test_another_block_does_not_pass_for_a_peers(block: int, token: str) -> None:
+    """Its number may have been given to something else since, whose bytes would be taken for a peer's."""
+    with pytest.raises(tw.UnsupportedError, match="something else stands there"):
+        host_memory._open(f"{os.getpid()} {block} {token}", NBYTES)
+
+
+def test_a_file_does_not_pass_for_a_peers(tmp_path) -> None:
+    place = tmp_path / "tileweave-a-token"
+    place.write_bytes(bytes(NBYTES))
+    with place.open("r+b") as file, pytest.raises(tw.UnsupportedError, match="something else stands there"):
+        host_memory._open(f"{os.getpid()} {file.fileno()} a-token", NBYTES)
+
+
+def test_what_one_writes_the_other_reads(block: int) -> None:
+    with host_memory._open(f"{os.getpid()} {block} a-token", NBYTES) as there, host_memory._open(
+        f"{os.getpid()} {block} a-token", NBYTES
+    ) as here:  # fmt: skip
+        assert here[:] == bytes(NBYTES)
+        there[NBYTES - 1] = 7
+        assert here[NBYTES - 1] == 7

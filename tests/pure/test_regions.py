@@ -1,0 +1,35 @@
+"""Regions of symmetric memory: who gets which, and when one is free again."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from tileweave.transport.regions import Regions
+
+
+def test_regions_are_lent_while_one_stays_free() -> None:
+    regions = Regions(3)
+    assert regions.choose(False) == (0, True)
+    assert not regions.captured, "beside captures nothing is reserved"
+    assert [regions.choose(True) for _ in range(2)] == [(0, True), (1, True)], "a capture gets none that another one had"
+    assert regions.choose(True) == regions.choose(False) == (2, False), "one is never lent, nor a capture's"
+    assert regions.captured == {0, 1}
+    regions = Regions(2)
+    regions.held.add(0)
+    assert regions.choose(False) == (1, False)
+    regions.held.clear()
+    assert regions.choose(False) == (0, True)
+
+
+def test_a_lent_region_is_free_when_the_last_tensor_on_it_is_gone() -> None:
+    regions, memory = Regions(2), torch.zeros(8)
+    lent = regions.lend(1, memory[4:])
+    part = lent[1:3]
+    del lent
+    gc.collect()
+    assert regions.held == {1} and part.data_ptr() == memory[5:].data_ptr()
+    del part
+    gc.collect()
+    assert not regions.held
