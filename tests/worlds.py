@@ -112,6 +112,8 @@ def _join(rank: int, world_size: int, backend: str, device: torch.device, port: 
             backend = one_gpu.BACKEND
         else:
             options["device_id"] = device
+    if os.environ.get("TRITON_INTERPRET") == "1":  # a first call's imports would make ranks late where waits are short
+        import_module("tileweave.kernels.all_gather_matmul")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     dist.barrier()
 

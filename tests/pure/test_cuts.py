@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tileweave.config_combine import plan_combine
-from tileweave.schedule_grouped import GroupedProblem, plan_dispatch
+from tileweave.schedule_grouped import GroupedProblem, plan_dispatch, routes_fused
 from tileweave.sharding import config_for
-from tileweave.topology import H200
+from tileweave.topology import CPU, H200
 
 SHARED_BYTES = 232448  # that one program of Hopper may use
 MIXTURE = GroupedProblem(4, 4096, 8, 32, 4096, 1536, 2, "bfloat16")
@@ -49,3 +49,9 @@ def test_a_cut_of_lookups_can_run(row_bytes: int, pooling: float) -> None:
     assert 2 <= cut.bags <= 64 and cut.unroll in (1, 2, 4), cut
     in_flight = cut.bags * cut.unroll * -(-row_bytes // 16)
     assert cut.bags in (2, 4) or in_flight <= 16 * 32 * cut.num_warps, "16-byte loads of a thread"
+
+
+def test_where_plans_of_rows_are_made_by_the_kernel() -> None:
+    """Interpreted, too: else no test on a CPU would run it, and none would say so."""
+    assert [routes_fused(size, H200, False) for size in (1, 2, 8, 9)] == [False, True, True, False]
+    assert routes_fused(2, CPU, True) and not routes_fused(2, CPU, False)
