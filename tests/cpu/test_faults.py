@@ -33,7 +33,7 @@ import tileweave as tw
 from tileweave.config import MatmulConfig
 from tileweave.transport.host_memory import _make
 
-SECONDS, SLACK = 3.0, 2.0  # TILEWEAVE_TIMEOUT here (of calls that end well, too: ranks share few cores), and how late an error may be
+SECONDS, SLACK = 3.0, 2.0  # TILEWEAVE_TIMEOUT, of good calls on busy cores too; and how much later an error may come
 STUCK = 2.5 * SECONDS
 VICTIM = 1
 CASE, LARGER = Case(18, 18, 40), Case(90, 18, 40)
