@@ -35,7 +35,8 @@ app = typer.Typer(
 )
 
 # What ``trace`` sees inside; of the others' kernels, which have no stamps, waits where they are interpreted.
-STAMPED, WATCHED = "all_gather_matmul", "matmul_reduce_scatter, all_to_all_matmul, matmul_all_to_all by copy engines"
+STAMPED, WATCHED = "all_gather_matmul", ("matmul_reduce_scatter", "all_to_all_matmul", "matmul_all_to_all")
+WAITS = f"waits of {', '.join(WATCHED)} by copy engines"
 World = Annotated[int | None, typer.Option("--world", help="Ranks to start (default: up to 4).")]
 Device = Annotated[Literal["auto", "cuda", "cpu"], typer.Option(help="auto: GPUs if there are two; cpu: interpreted kernels.")]
 
@@ -285,7 +286,7 @@ def _found(options: Any) -> bool:
 @app.command()
 def trace(
     op: Annotated[
-        str, typer.Argument(help=f"{STAMPED}, if fused; without GPUs, waits (no more) of {WATCHED}. Others have no stamps.")
+        str, typer.Argument(help=f"{STAMPED}, if fused; without GPUs, {WAITS}, no more. Others have no stamps.")
     ] = STAMPED,
     rows: Annotated[int, typer.Option(min=1, help="M of the whole problem.")] = 256,
     cols: Annotated[int, typer.Option(min=1, help="N of the whole problem.")] = 512,
@@ -302,9 +303,8 @@ def trace(
     from tileweave.demo import trace_one
 
     kind, size = _place(device, world)
-    seen = (STAMPED, *(word for word in WATCHED.replace(",", "").split() if word in OPERATORS))
-    allowed, remedy = f"one of {', '.join(seen)}", "name such a one: the others' kernels have no stamps"
-    require(_operator(op) in seen, f"a trace of {op}", allowed, remedy)
+    allowed, remedy = f"one of {', '.join((STAMPED, *WATCHED))}", "name such a one: the others' kernels have no stamps"
+    require(_operator(op) in (STAMPED, *WATCHED), f"a trace of {op}", allowed, remedy)
     few = [f"--{name} {value}" for name, value in (("rows", rows), ("cols", cols), ("depth", depth))
            if name in SHARED[op] and value < size]  # fmt: skip
     require(not few, ", ".join(few), f"{size} or more, one for each rank", "grow them")
@@ -320,7 +320,7 @@ def trace(
     found, plan = result
     screen.print(f"{found.title}; {found.clock}", markup=False)
     if not found.events:
-        none = f"this kernel has no stamps: what can be traced is {STAMPED}; without GPUs, waits of {WATCHED}"
+        none = f"this kernel has no stamps: what can be traced is {STAMPED}; without GPUs, {WAITS}"
         screen.print(none if plan.path == "fused" else f"no fused kernel ran: nothing to see ({plan.path}: {plan.reason})")
         raise typer.Exit(1)
     _write_traces([found], out)

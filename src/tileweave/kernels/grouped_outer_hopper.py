@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tileweave.kernels.descriptors import descriptor, fits
 from tileweave.language.hopper import block_barrier, load_async
-from tileweave.language.hopper_matmul import Ring, claim, store_tma
+from tileweave.language.hopper_matmul import claim, make_ring, store_tma
 
 TILE_M, TILE_N, TILE_R, STAGES, GROUP_M, WARPS = 128, 256, 32, 6, 8, 8
 
@@ -128,15 +128,8 @@ def grouped_outer_hopper_kernel(
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions."""
-    a_ring = gl.allocate_shared_memory(left_desc.dtype, [STAGES] + left_desc.block_type.shape, left_desc.layout)
-    b_ring = gl.allocate_shared_memory(right_desc.dtype, [STAGES] + right_desc.block_type.shape, right_desc.layout)
+    ring = make_ring(left_desc, right_desc, TILE_R, TILE_M, STAGES)
     box = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(empty.index(i), count=1)
-        mbarrier.init(ready.index(i), count=1)
-    ring = Ring(a_ring, b_ring, empty, ready)
     gl.warp_specialize(
         [
             (multiply_partition, (
