@@ -10,8 +10,8 @@ from torch import nn
 
 import tileweave as tw
 from tileweave.nn import ShardedEmbeddingBag
+from tileweave.ops.collectives import all_to_all_whole
 from tileweave.ops.embedding_bag_all_to_all_fused import begin_push, end_push
-from tileweave.ops.reference import all_to_all_whole
 from tileweave.ops.table_gradient import Lookups, SortedLookups, sort_lookups, table_gradients
 from tileweave.sharding import EmbeddingLayout, rows_of
 

@@ -35,7 +35,7 @@ from tileweave.bench.subjects import worst, worst_of
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
 from tileweave.nn import MoE, SoftmaxTopK
-from tileweave.ops import reference
+from tileweave.ops import collectives, reference
 from tileweave.ops.routing_plan import reference_plan
 from tileweave.profile.timing import measure
 
@@ -158,7 +158,7 @@ class Routes:
     def __init__(self, ids: torch.Tensor, rank: int, size: int, experts: int, group: dist.ProcessGroup) -> None:
         (tokens, topk), device = ids.shape, ids.device
         self.group, self.local = group, experts // size
-        everyone = reference.all_gather(ids.int().contiguous(), group).view(size, tokens, topk)
+        everyone = collectives.all_gather(ids.int().contiguous(), group).view(size, tokens, topk)
         plan = reference_plan(everyone, rank, experts)
         self.offsets, self.rows = plan.offsets, int(plan.offsets[-1])
         entry = plan.row_entry[: self.rows].long()
@@ -182,7 +182,7 @@ class Routes:
     def _exchange(self, rows: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
         width = rows.shape[1]
         sizes = ([n * width for n in counts] for counts in (sends, receives))
-        return reference.all_to_all_whole(rows.view(-1), *sizes, self.group).view(-1, width)
+        return collectives.all_to_all_whole(rows.view(-1), *sizes, self.group).view(-1, width)
 
 
 class _UnfusedExperts(torch.autograd.Function):

@@ -27,7 +27,7 @@ from tileweave.bench.subjects import worst, worst_of
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
 from tileweave.nn import ColumnParallelLinear, RowParallelLinear
-from tileweave.ops import reference
+from tileweave.ops import collectives
 from tileweave.profile.timing import measure
 
 # Largest relative difference of a loss from that on one device. fp32 differs by the order of sums only.
@@ -102,7 +102,7 @@ class ParallelBlock(nn.Module):
     def sum_replicated_gradients(self) -> None:
         """A norm's weight saw this rank's tokens only; its gradient is the sum over ranks."""
         for weight in (self.norm1.weight, self.norm2.weight):
-            weight.grad = reference.all_reduce(weight.grad, self.group)
+            weight.grad = collectives.all_reduce(weight.grad, self.group)
 
 
 def interleaved(size: int, *layers: nn.Linear) -> nn.Linear:
@@ -170,18 +170,18 @@ class _GatherMatmul(torch.autograd.Function):
     def forward(ctx, x, w, group, overlap):
         ctx.save_for_backward(x, w)
         ctx.group, ctx.overlap = group, overlap
-        return reference.all_gather(x, group) @ w.t()
+        return collectives.all_gather(x, group) @ w.t()
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
         if not ctx.overlap:
-            gx = reference.reduce_scatter(grad @ w, ctx.group)
-            return gx, grad.t() @ reference.all_gather(x, ctx.group), None, None
-        gathered, gathering = reference.begin_all_gather(x, ctx.group)
+            gx = collectives.reduce_scatter(grad @ w, ctx.group)
+            return gx, grad.t() @ collectives.all_gather(x, ctx.group), None, None
+        gathered, gathering = collectives.begin_all_gather(x, ctx.group)
         gx, scattering = grad @ w, None
         wait(gathering)
-        gx, scattering = reference.begin_reduce_scatter(gx, ctx.group)
+        gx, scattering = collectives.begin_reduce_scatter(gx, ctx.group)
         gw = grad.t() @ gathered
         wait(scattering)
         return gx, gw, None, None
@@ -194,12 +194,12 @@ class _MatmulScatter(torch.autograd.Function):
     def forward(ctx, x, w, group):
         ctx.save_for_backward(x, w)
         ctx.group = group
-        return reference.reduce_scatter(x @ w.t(), group)
+        return collectives.reduce_scatter(x @ w.t(), group)
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        gathered = reference.all_gather(grad.contiguous(), ctx.group)
+        gathered = collectives.all_gather(grad.contiguous(), ctx.group)
         return gathered @ w, gathered.t() @ x, None
 
 

@@ -11,7 +11,7 @@ from tests.near import GRADIENT_ERROR, assert_norm_near
 from tests.worlds import Member
 
 import tileweave as tw
-from tileweave.ops import reference
+from tileweave.ops import collectives
 
 LETTERS = {"x": "x", "w": "w", "b": "bias", "r": "residual", "n": "norm_weight"}
 
@@ -110,12 +110,12 @@ def gradients_through_one_result(me: Member, case: Case) -> None:
         assert_norm_near(leaves.x.grad, want, GRADIENT_ERROR[case.dtype], f"rank {me.rank}, {case}, result {which}")
 
 
-def what_backward_sends(me: Member, case: Case, collectives: dict[str, int], limit: int) -> None:
+def what_backward_sends(me: Member, case: Case, wanted: dict[str, int], limit: int) -> None:
     """Collectives that backward makes, by name, and the elements it holds on to: ``limit`` beside the weight."""
     names = ("begin_all_gather", "begin_reduce_scatter", "all_reduce")
     sent: dict[str, int] = {}
     under_way: list[str] = []  # on the CPU a sum gathers: one collective, not two
-    before = [(name, getattr(reference, name)) for name in names]
+    before = [(name, getattr(collectives, name)) for name in names]
 
     def counting(name: str, function: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
@@ -130,7 +130,7 @@ def what_backward_sends(me: Member, case: Case, collectives: dict[str, int], lim
         return call
 
     for name, function in before:
-        setattr(reference, name, counting(name, function))
+        setattr(collectives, name, counting(name, function))
     try:
         kept: list[torch.Tensor] = []
         leaves = draw_leaves(case, me.rank, me.world_size, me.device, "xwbrn")
@@ -141,7 +141,7 @@ def what_backward_sends(me: Member, case: Case, collectives: dict[str, int], lim
         assert held <= limit, f"{case}: backward holds {held} elements, at most {limit} are needed"
         sent.clear()
         y.sum().backward()
-        assert sent == collectives, f"{case}: backward sent {sent}, expected {collectives}"
+        assert sent == wanted, f"{case}: backward sent {sent}, expected {wanted}"
     finally:
         for name, function in before:
-            setattr(reference, name, function)
+            setattr(collectives, name, function)

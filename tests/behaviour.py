@@ -20,7 +20,7 @@ from tests.worlds import ROOT, Member
 
 import tileweave as tw
 from tileweave.nn import ColumnParallelLinear, RowParallelLinear
-from tileweave.ops import reference
+from tileweave.ops import collectives, reference
 from tileweave.ops.registry import name_of
 from tileweave.transport.workspace import REGISTRY
 
@@ -70,7 +70,7 @@ def the_same_bits(me: Member, case: Case) -> None:
         assert torch.equal(first, again), f"rank {me.rank}: other bits the second time"
         assert second is None or torch.equal(second, again_second), f"rank {me.rank}: other bits in the second result"
     if case.op == AR:
-        everyone = reference.all_gather(first, dist.group.WORLD).view(me.world_size, *first.shape)
+        everyone = collectives.all_gather(first, dist.group.WORLD).view(me.world_size, *first.shape)
         assert all(torch.equal(everyone[0], other) for other in everyone), "ranks hold different bits of one result"
 
 

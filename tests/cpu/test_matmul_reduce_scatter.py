@@ -16,7 +16,7 @@ from tests.worlds import Member, World, Worlds
 
 import tileweave as tw
 from tileweave.config import MatmulConfig
-from tileweave.ops import reference
+from tileweave.ops import collectives, reference
 
 PATH = "fused" if has_kernel(RS) else "unfused"
 
@@ -115,7 +115,7 @@ def finite_differences(me: Member) -> None:
 
     def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = reference.matmul_reduce_scatter(x, w, call.bias.double(), dist.group.WORLD)
-        return reference.all_reduce((y * weights).sum().view(1), dist.group.WORLD)
+        return collectives.all_reduce((y * weights).sum().view(1), dist.group.WORLD)
 
     x, w = call.x.double(), call.w.double()
     leaves = [call.x.clone().requires_grad_(), call.w.clone().requires_grad_()]

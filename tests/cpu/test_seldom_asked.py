@@ -14,7 +14,7 @@ from tests.worlds import Member, Worlds, one_shot
 
 import tileweave as tw
 from tileweave.nn import ShardedEmbeddingBag
-from tileweave.ops import reference
+from tileweave.ops import collectives
 from tileweave.ops.embedding_inputs import FusedOptimizer
 from tileweave.sharding import TableSpec
 
@@ -251,7 +251,7 @@ def unfused_calls_that_differ(me: Member) -> list[str]:
             refusal(tw.matmul_all_to_all, x, w, scatter_dim=0, gather_dim=1),
             refusal(tw.dispatch_grouped_matmul, x, torch.ones(2, 6, 8), ids),
             refusal(tw.all_gather_matmul if me.rank else tw.matmul_all_reduce, x[:4], w),
-            refusal(reference.all_to_all_whole, torch.ones(sum(split)), split, [3, 3], group),
+            refusal(collectives.all_to_all_whole, torch.ones(sum(split)), split, [3, 3], group),
         ]
         right = tw.all_gather_matmul(x[:4], w)
     return [*found, "" if bool((right == 8).all()) and right.shape[0] == 8 else "the group is of no more use"]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import tileweave as tw
 from tileweave.bench.expert_cases import COMBINE
-from tileweave.ops import reference
+from tileweave.ops import collectives, reference
 from tileweave.transport.collectives import all_gather_flat, reduce_scatter_flat
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Gathered:
                 [next(pieces)], order.rows, order.begins, per_sample_weights=order.weights, out=next(pieces)
             ).view_as(self.partial)
         if not x.is_cuda:
-            return reference.reduce_scatter(sums, self.group)
+            return collectives.reduce_scatter(sums, self.group)
         reduce_scatter_flat(self.out, sums, group=self.group)
         return self.out
 

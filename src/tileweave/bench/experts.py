@@ -32,7 +32,7 @@ from tileweave.bench.run import Options, run_cases, time_all
 from tileweave.bench.screen import Steps
 from tileweave.bench.subjects import TOLERANCE, worst, worst_of
 from tileweave.launcher import Member
-from tileweave.ops import reference
+from tileweave.ops import collectives, reference
 from tileweave.ops.routing_plan import RoutingPlan, reference_plan
 from tileweave.profile.metrics import geometric_mean, speed_up
 
@@ -115,7 +115,7 @@ class ExpertPeers:
     def _exchange(self, rows: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
         width = rows.shape[1]
         split, sizes = [n * width for n in sends], [n * width for n in receives]
-        return reference.all_to_all_whole(rows.reshape(-1), split, sizes, self.group).view(-1, width)
+        return collectives.all_to_all_whole(rows.reshape(-1), split, sizes, self.group).view(-1, width)
 
     def link_us(self) -> float:
         """The most that any rank sends or receives, at the link's rate."""
@@ -192,7 +192,7 @@ class _Routing:
         """Collective: (fp32 rows, which) of this rank's result, sampled."""
         case, tokens = peers.case, peers.case.tokens
         if case.op == DISPATCH:
-            everyone = reference.all_gather(peers.x, peers.group)
+            everyone = collectives.all_gather(peers.x, peers.group)
             pick = torch.arange(0, self.rows, max(1, self.rows // _SAMPLES), device=peers.device)
             expert = torch.searchsorted(self.plan.offsets[1:].long(), pick, right=True)
             rows = everyone[self.plan.row_entry[pick].long() // case.topk].float()
@@ -200,14 +200,14 @@ class _Routing:
             return torch.stack(want) if want else torch.zeros(0, case.cols, device=peers.device), pick
         pick = torch.arange(0, tokens, max(1, tokens // _SAMPLES), device=peers.device)
         row = self.plan.entry_row.view(peers.size, tokens, case.topk)[:, pick].long()
-        factors = reference.all_gather(self.weights, peers.group).view(peers.size, tokens, case.topk)[:, pick]
+        factors = collectives.all_gather(self.weights, peers.group).view(peers.size, tokens, case.topk)[:, pick]
         total = torch.zeros(peers.size, len(pick), case.cols, device=peers.device)
         ends = self.plan.offsets.tolist()
         for expert in range(peers.local):
             hit = ((row >= ends[expert]) & (row < ends[expert + 1])).nonzero(as_tuple=True)
             values = peers.x[row[hit]].float() @ peers.experts[expert].float().t() * factors[hit][:, None]
             total.index_put_(hit[:2], values, accumulate=True)
-        return reference.reduce_scatter(total.view(-1, case.cols), peers.group), pick
+        return collectives.reduce_scatter(total.view(-1, case.cols), peers.group), pick
 
 
 def bench(member: Member, options: Options) -> dict[str, Any]:

@@ -29,7 +29,7 @@ import tileweave as tw
 from tileweave.bench.cases import AG, AR, IN, OUT, RS, Case
 from tileweave.bench.subjects import SUBJECTS, Operands, Shape, normal, poisoned, worst_of
 from tileweave.launcher import Member
-from tileweave.ops import reference
+from tileweave.ops import collectives, reference
 from tileweave.schedule_scatter import Exchange
 from tileweave.transport.collectives import all_gather_flat, reduce_scatter_flat
 
@@ -211,7 +211,7 @@ class MatmulReduceScatterPeers(Peers):
         x, group, out, ws = self.operands.x, self.group, torch.empty_like(self.out), cycle([w.t() for w in self.weights])
         partial = x.new_empty(x.shape[0], self.operands.w.shape[0])
         if not self.member.on_gpu:
-            return lambda: out.copy_(reference.reduce_scatter(torch.mm(x, next(ws), out=partial), group))
+            return lambda: out.copy_(collectives.reduce_scatter(torch.mm(x, next(ws), out=partial), group))
 
         def call() -> None:
             torch.mm(x, next(ws), out=partial)
@@ -241,7 +241,7 @@ class MatmulAllReducePeers(Peers):
     def unfused(self) -> Call:
         x, group, out, ws = self.operands.x, self.group, torch.empty_like(self.out), cycle([w.t() for w in self.weights])
         if not self.member.on_gpu:
-            return lambda: reference.all_reduce(torch.mm(x, next(ws), out=out), group)
+            return lambda: collectives.all_reduce(torch.mm(x, next(ws), out=out), group)
 
         def call() -> None:
             torch.mm(x, next(ws), out=out)

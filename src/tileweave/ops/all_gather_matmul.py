@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from tileweave.config import MatmulConfig, Plan, plan_all_gather_matmul
 from tileweave.errors import require
-from tileweave.ops import reference
+from tileweave.ops import collectives, reference
 from tileweave.ops.agreement import check_own
 from tileweave.ops.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.backward_products import multiply_and_scatter, scatters_fused
@@ -141,9 +141,7 @@ def _unfused(
     chosen: Plan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     log_fallback(OP, chosen, _SAID)
-    y, gathered = reference.all_gather_matmul(x, w, bias, group_of(group_name))
-    if out is not None:
-        y = out.copy_(y)
+    y, gathered = reference.all_gather_matmul(x, w, bias, group_of(group_name), out)
     return y, (gathered.clone() if gathered is x else gathered) if keep else x.new_empty(0)
 
 
@@ -193,12 +191,12 @@ def _products_overlapped(grad, grad_gathered, x, w, gathered, group_name, need_x
     group = group_of(group_name)
     gathering = scattering = gx = gw = None
     if need_w and gathered is None:
-        gathered, gathering = reference.begin_all_gather(x, group)
+        gathered, gathering = collectives.begin_all_gather(x, group)
     if need_x:
         full = grad @ w
         if grad_gathered is not None:
             full += grad_gathered
-        gx, scattering = reference.begin_reduce_scatter(full, group)
+        gx, scattering = collectives.begin_reduce_scatter(full, group)
     if gathering is not None:
         gathering.wait()
     if need_w:

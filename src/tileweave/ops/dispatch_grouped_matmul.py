@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tileweave.config import Plan
 from tileweave.config_combine import plan_combine
 from tileweave.errors import InputError, require
-from tileweave.ops import reference
+from tileweave.ops import collectives, reference
 from tileweave.ops.agreement import check_own, check_together
 from tileweave.ops.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
 from tileweave.ops.expert_gradients import gradient_of_experts
@@ -161,7 +161,7 @@ def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: st
     if routes_fused(size, machine_of(topk_ids.device), interpreting()) and max_tokens:
         return run_routing(topk_ids, size * experts, max_tokens, group_name).table
     ids = padded_ids(topk_ids, max_tokens)
-    everyone = ids[None] if size == 1 else reference.all_gather(ids, group_of(group_name)).view(size, *ids.shape)
+    everyone = ids[None] if size == 1 else collectives.all_gather(ids, group_of(group_name)).view(size, *ids.shape)
     return reference_plan(everyone, rank, size * experts).table
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dynamo at once
 
 from tileweave.errors import RankMismatchError, require
-from tileweave.ops.reference import all_to_all_whole
+from tileweave.ops.collectives import all_to_all_whole
 from tileweave.ops.registry import agree, debugging, group_of, interpreting, name_of
 from tileweave.ops.table_gradient import on_device, used_on
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tileweave.errors import CaptureError
-from tileweave.ops.reference import out_of_line
+from tileweave.ops.collectives import out_of_line
 from tileweave.ops.registry import endpoint, number_of, push_beside, workspace_of
 from tileweave.ops.table_gradient import keep_for_graphs
 from tileweave.schedule import push_order

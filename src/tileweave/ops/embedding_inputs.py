@@ -14,7 +14,7 @@ import torch
 
 from tileweave.config import Plan
 from tileweave.errors import require
-from tileweave.ops import reference
+from tileweave.ops import collectives
 from tileweave.ops.agreement import check_together
 from tileweave.ops.embedding_bag_all_to_all_fused import OP
 from tileweave.ops.matmul_inputs import refuse_alias
@@ -82,7 +82,7 @@ def exchanged_layout(tables: Sequence[torch.Tensor], device: torch.device, name:
     asked = f"{OP} inside a compiler or a CUDA-graph capture without a layout"
     hidden = torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     require(not hidden, asked, "with one", "pass layout=tw.EmbeddingLayout.in_rank_order(dims of every rank)")
-    return EmbeddingLayout.in_rank_order(reference.exchange_numbers(dims, device, group_of(name)))
+    return EmbeddingLayout.in_rank_order(collectives.exchange_numbers(dims, device, group_of(name)))
 
 
 def refuse_shared(stepped: Sequence[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tileweave.ops import reference
+from tileweave.ops import collectives, reference
 from tileweave.ops.registry import group_of, interpreting, machine_of
 from tileweave.ops.routing_plan import RoutingPlan, new_rows, shape_of
 from tileweave.schedule_grouped import DispatchConfig, plan_dispatch
@@ -105,4 +105,4 @@ def _weigh_rows(
 
 def _sums_to_owners(dots: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
     """A number for each entry -> [T, k] of own tokens: from the rank of the entry's expert; the others have 0."""
-    return reference.reduce_scatter(dots.view(-1, plan.topk), group)[: plan.tokens].contiguous()
+    return collectives.reduce_scatter(dots.view(-1, plan.topk), group)[: plan.tokens].contiguous()

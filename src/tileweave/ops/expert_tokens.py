@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from tileweave.ops import reference
+from tileweave.ops import collectives
 from tileweave.ops.routing_plan import RoutingPlan
 
 
@@ -23,7 +23,7 @@ def receive(x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> tor
     """x [T, K] of own tokens -> the tokens of all others, by a library's all-gather."""
     if plan.world_size == 1:
         return new_kept(x, plan, True)
-    everyone = reference.all_gather(_padded(x, plan), group).view(plan.world_size, plan.max_tokens, x.shape[1])
+    everyone = collectives.all_gather(_padded(x, plan), group).view(plan.world_size, plan.max_tokens, x.shape[1])
     return torch.cat([everyone[plan.rank - step] for step in range(1, plan.world_size)])
 
 

@@ -175,10 +175,7 @@ def _forward(
     )  # fmt: skip
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
-        y, kept = reference.matmul_all_reduce(x, w, bias, group_of(group_name), residual, norm_weight, norm_eps)
-        if out is None:
-            return y, kept
-        return out.copy_(y), kept if kept is None or residual_out is None else residual_out.copy_(kept)
+        return reference.matmul_all_reduce(x, w, bias, group_of(group_name), residual, norm_weight, norm_eps, out, residual_out)
     y = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
     kept = torch.empty_like(y) if residual_out is None and norm_weight is not None else residual_out
     run_fused(x, w, bias, residual, norm_weight, norm_eps, y, kept, group_name, chosen)

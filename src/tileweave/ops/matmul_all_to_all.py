@@ -133,8 +133,7 @@ def _forward(
     )  # fmt: skip
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
-        y = reference.matmul_all_to_all(x, w, bias, group_of(group_name), *options)
-        return y if out is None else out.copy_(y)
+        return reference.matmul_all_to_all(x, w, bias, group_of(group_name), *options, out)
     y = x.new_empty(how.result(x.shape[0], w.shape[0], chosen.world_size)) if out is None else out
     run_fused(x, w, bias, y, how, group_name, chosen)
     return y

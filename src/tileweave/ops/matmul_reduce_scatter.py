@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from tileweave.config import MatmulConfig, Plan, plan_matmul_reduce_scatter
 from tileweave.errors import require
-from tileweave.ops import reference
+from tileweave.ops import collectives, reference
 from tileweave.ops.agreement import check_own
 from tileweave.ops.backward_products import gather_and_multiply
 from tileweave.ops.matmul_inputs import (
@@ -158,11 +158,11 @@ def _backward_implementation(grad, x, w, group_name, need_x, need_w, need_bias):
     if need_x:
         gx, gathered = gather_and_multiply(grad, w, group_name, keep=need_w or need_bias)
     elif need_w:
-        gathered = reference.all_gather(grad, group)
+        gathered = collectives.all_gather(grad, group)
     if need_w and gathered is not None:
         gw = gathered.t() @ x
     if need_bias:
-        gb = reference.all_reduce(grad.sum(0), group) if gathered is None else gathered.sum(0)
+        gb = collectives.all_reduce(grad.sum(0), group) if gathered is None else gathered.sum(0)
     return gx, gw, gb
 
 

@@ -11,115 +11,36 @@ residual is added to the rounded sum, and the result rounded again. A table: ``d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
-from tileweave.errors import RankMismatchError
+from tileweave.ops import collectives
 from tileweave.ops.routing_plan import RoutingPlan
 from tileweave.schedule_scatter import Exchange
 from tileweave.sharding import EmbeddingLayout, rows_of
-from tileweave.transport.collectives import agree, all_gather_flat, all_to_all_flat, reduce_scatter_flat
-
-
-def in_line(x: torch.Tensor) -> None:
-    """Put the collective that follows in the line of our launches on x's device.
-
-    NCCL's kernels wait for peers and need multiprocessors, as ours do: side by side, in different orders on different ranks,
-    they would wait for each other for ever.
-    """
-    if x.is_cuda:
-        from tileweave.transport.cuda import enter_line
-
-        enter_line(x.device)
-
-
-def out_of_line(x: torch.Tensor) -> None:
-    """What follows on this stream waits for no peer, so a collective or launch of ours on another stream may run beside it."""
-    if x.is_cuda:
-        from tileweave.transport.cuda import leave_line
-
-        leave_line(x.device)
-
-
-def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[m, ...] on each rank -> [R * m, ...], shards in rank order."""
-    gathered, work = begin_all_gather(x, group)
-    if work is not None:
-        work.wait()
-    return gathered
-
-
-def begin_all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:
-    """As :func:`all_gather`, beside what is queued next: the result, and what to wait for."""
-    in_line(x)
-    x, gathered = x.contiguous(), x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    if x.device.type == "cpu":  # last, so that who has no memory leaves nobody in the collective
-        agree(f"a gather of {tuple(x.shape)} {x.dtype}", group)  # gloo ends the process where sizes differ
-    return gathered, all_gather_flat(gathered, x, group=group, async_op=True)
-
-
-def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[R * m, ...] on each rank -> [m, ...]: this rank's rows of the sum over ranks, in ``out`` if given."""
-    y, work = begin_reduce_scatter(x, group, out)
-    if work is not None:
-        work.wait()
-    return y
-
-
-def begin_reduce_scatter(
-    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, dist.Work | None]:
-    """As :func:`reduce_scatter`, beside what is queued next where there is a GPU: the result, and what to wait for."""
-    size = dist.get_world_size(group)
-    if size == 1 or x.device.type == "cpu":
-        rows = x.shape[0] // size
-        own = slice(dist.get_rank(group) * rows, (dist.get_rank(group) + 1) * rows)
-        y = x if size == 1 else _sum_of_all(x, group, own)
-        return y if out is None else out.copy_(y), None
-    in_line(x)
-    if out is None:
-        out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    return out, reduce_scatter_flat(out, x.contiguous(), group=group, async_op=True)
-
-
-def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks, on every rank; x may be overwritten."""
-    if dist.get_world_size(group) == 1:
-        return x
-    if x.device.type == "cpu":
-        return _sum_of_all(x, group, slice(None))
-    in_line(x)
-    x = x.contiguous()
-    dist.all_reduce(x, group=group)
-    out_of_line(x)
-    return x
-
-
-def _sum_of_all(x: torch.Tensor, group: dist.ProcessGroup, rows: slice) -> torch.Tensor:
-    """These rows of the sum over ranks, in fp32 (fp64 stays) and in rank order: gloo's own way differs between releases."""
-    everyone = all_gather(x, group).view(dist.get_world_size(group), *x.shape)[:, rows]
-    total = everyone[0].to(torch.promote_types(x.dtype, torch.float32))
-    for part in everyone[1:]:
-        total = total + part
-    return total.to(x.dtype)
 
 
 def all_gather_matmul(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [m, K], w [n, K], bias [n] -> (gather(x) @ w.T + bias [R * m, n], gather(x) [R * m, K])."""
-    gathered = x if dist.get_world_size(group) == 1 else all_gather(x, group)
-    return linear(gathered, w, bias), gathered
+    """x [m, K], w [n, K], bias [n] -> (gather(x) @ w.T + bias [R * m, n], in ``out`` if given, gather(x) [R * m, K])."""
+    gathered = x if dist.get_world_size(group) == 1 else collectives.all_gather(x, group)
+    return _multiply(gathered, w, bias, out), gathered
+
+
+def _multiply(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+    """x @ w.T + bias."""
+    return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
 
 
 def matmul_reduce_scatter(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [M, k], w [N, k], bias [N] -> this rank's rows of the sum over ranks of x @ w.T, plus bias: [M / R, N], or ``out``."""
-    return reduce_scatter(_partial(x, w, bias, group), group, out)
+    return collectives.reduce_scatter(_partial(x, w, bias, group), group, out)
 
 
 def matmul_all_reduce(
@@ -130,102 +51,96 @@ def matmul_all_reduce(
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x [M, k], w [N, k], bias [N], residual [M, N], norm_weight [N] -> (y or its norm, y), [M, N] on every rank.
 
     y is the sum over ranks of x @ w.T, plus bias, plus residual; its norm is RMSNorm(y) * norm_weight of y as rounded.
-    Without ``norm_weight`` the second is None.
+    Without ``norm_weight`` the second is None. ``out`` and ``residual_out`` get the results, if given.
     """
-    y = all_reduce(_partial(x, w, bias, group), group)
+    to = out if norm_weight is None else residual_out
+    y = collectives.all_reduce(_partial(x, w, bias, group, to), group)
     if residual is not None:
-        y = y + residual
+        y = torch.add(y, residual, out=to)
+    if to is not None and y is not to:
+        y = to.copy_(y)
     if norm_weight is None:
         return y, None
-    return rms_norm(y, (y.shape[-1],), norm_weight, norm_eps), y
+    normed = rms_norm(y, (y.shape[-1],), norm_weight, norm_eps)
+    return normed if out is None else out.copy_(normed), y
 
 
-def _partial(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup) -> torch.Tensor:
+def _partial(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """This rank's part of the sum; rank 0's has the bias, so that it is added once."""
-    return linear(x, w, bias if dist.get_rank(group) == 0 else None)
+    return _multiply(x, w, bias if dist.get_rank(group) == 0 else None, out)
 
 
 # --- Exchanges ---
 
 
-def exchange(x: torch.Tensor, how: Exchange, group: dist.ProcessGroup) -> torch.Tensor:
+def exchange(x: torch.Tensor, how: Exchange, group: dist.ProcessGroup, out: torch.Tensor | None = None) -> torch.Tensor:
     """All-to-all of [rows, cols]: part p along ``scatter_dim`` to rank p; what came stands along ``gather_dim``, by rank."""
     size = dist.get_world_size(group)
     if size == 1:
-        return x
+        return x if out is None else out.copy_(x)
     rows, cols = how.part(x.shape[0], x.shape[1], size)
-    parts = x if how.scatter_dim == 0 else x.view(rows, size, cols).transpose(0, 1)
-    counts = [rows * cols] * size
-    got = all_to_all_whole(parts.reshape(-1), counts, counts, group).view(size, rows, cols)
-    y = x.new_empty(size * rows, cols) if how.gather_dim == 0 else x.new_empty(rows, size * cols)
-    # a tensor of its own: autograd refuses to let a view that an operator returns be changed
-    y.view(size, rows, cols).copy_(got) if how.gather_dim == 0 else y.view(rows, size, cols).copy_(got.transpose(0, 1))
-    return y
+    parts = x.view(size, rows, cols) if how.scatter_dim == 0 else x.view(rows, size, cols).transpose(0, 1).contiguous()
+    return _exchange_parts(parts, how, group, out)
+
+
+def _exchange_parts(parts: torch.Tensor, how: Exchange, group: dist.ProcessGroup, out: torch.Tensor | None) -> torch.Tensor:
+    """:func:`exchange` of what stands part by part already, [R, rows, cols]."""
+    size, rows, cols = parts.shape
+    if out is None:  # a tensor of its own: autograd refuses to let a view that an operator returns be changed
+        out = parts.new_empty((size * rows, cols) if how.gather_dim == 0 else (rows, size * cols))
+    got = out.view(parts.shape) if how.gather_dim == 0 else torch.empty_like(parts)
+    collectives.all_to_all_alike(got, parts, group)
+    if how.gather_dim == 1:
+        out.view(rows, size, cols).copy_(got.transpose(0, 1))
+    return out
 
 
 def matmul_all_to_all(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    scatter_dim: int,
+    gather_dim: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K], w [N, K], bias [N] -> the exchanged x @ w.T + bias."""
-    return exchange(linear(x, w, bias), Exchange(scatter_dim, gather_dim), group)
+    """x [M, K], w [N, K], bias [N] -> the exchanged x @ w.T + bias.
+
+    Where columns are scattered, one product for each rank writes its part where the all-to-all takes it from.
+    """
+    how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group)
+    if size == 1:
+        return _multiply(x, w, bias, out)
+    if scatter_dim == 0:
+        return exchange(_multiply(x, w, bias, None), how, group, out)
+    xs, ws = x.expand(size, *x.shape), w.view(size, w.shape[0] // size, w.shape[1]).transpose(1, 2)
+    parts = torch.bmm(xs, ws) if bias is None else torch.baddbmm(bias.view(size, 1, ws.shape[2]), xs, ws)
+    return _exchange_parts(parts, how, group, out)
 
 
 def all_to_all_matmul(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    scatter_dim: int,
+    gather_dim: int,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K], w, bias -> (exchanged x @ w.T + bias, the exchanged x)."""
     exchanged = exchange(x, Exchange(scatter_dim, gather_dim), group)
-    return linear(exchanged, w, bias), exchanged
+    return _multiply(exchanged, w, bias, out), exchanged
 
 
 # --- Embeddings ---
-
-
-def all_to_all(sends: list[torch.Tensor], sizes: list[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Flat ``sends[p]`` to rank p; what each rank sent here, flat, of ``sizes`` elements. Any dtype."""
-    whole = torch.cat([t.reshape(-1) for t in sends])
-    return list(all_to_all_whole(whole, [t.numel() for t in sends], sizes, group).split(sizes))
-
-
-def all_to_all_whole(whole: torch.Tensor, split: list[int], sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """:func:`all_to_all` of pieces that stand one behind the other, flat; so does what comes back."""
-    in_line(whole)
-    got = whole.new_empty(sum(sizes))
-    if whole.device.type == "cpu":
-        agree(f"an all-to-all of {whole.dtype}", group)
-        _agree_on_parts(split, sizes, group)
-    if whole.dtype.itemsize == 2:  # as bytes, since gloo knows no halves
-        sizes_in_bytes, split_in_bytes = [2 * n for n in sizes], [2 * n for n in split]
-        all_to_all_flat(got.view(torch.uint8), whole.view(torch.uint8), sizes_in_bytes, split_in_bytes, group=group)
-    else:
-        all_to_all_flat(got, whole, sizes, split, group=group)
-    out_of_line(whole)
-    return got
-
-
-def _agree_on_parts(split: list[int], sizes: list[int], group: dist.ProcessGroup) -> None:
-    """Raise the same error on every rank if one sends another what that does not expect: gloo would end the process."""
-    told = all_gather(torch.tensor([split, sizes], device="cpu"), group).view(len(split), 2, len(split)).tolist()
-    for sender, receiver in product(range(len(split)), repeat=2):
-        sent, expected = told[sender][0][receiver], told[receiver][1][sender]
-        if sent != expected:
-            raise RankMismatchError(
-                f"asked: rank {sender} sends {sent} elements to rank {receiver}, which expects {expected}; allowed: the same "
-                "operator and sizes that fit on every rank; remedy: look at what these ranks pass"
-            )
-
-
-def exchange_numbers(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup) -> list[tuple[int, ...]]:
-    """A list of integers of each rank, by rank. Waits for the device."""
-    where = device if dist.get_backend(group) != "gloo" else torch.device("cpu")
-    counts = all_gather(torch.tensor([len(mine)], device=where), group).tolist()
-    padded = torch.tensor([*mine, *[0] * (max(counts) - len(mine))], dtype=torch.int64, device=where)
-    rows = all_gather(padded, group).view(len(counts), -1).tolist() if max(counts) else [[] for _ in counts]
-    return [tuple(row[:count]) for row, count in zip(rows, counts, strict=True)]
 
 
 def embedding_bag(
@@ -271,7 +186,7 @@ def embedding_bag_all_to_all(
     empty = torch.empty(0, dtype=out_dtype, device=indices.device)
     sends = [torch.cat([empty, *(p[b:e].reshape(-1) for p in pooled)]) for b, e in rows]
     sizes = [(end - begin) * sum(dims) for dims in layout.dims]
-    blocks = sends if group is None else all_to_all(sends, sizes, group)
+    blocks = sends if group is None else collectives.all_to_all(sends, sizes, group)
     y = torch.empty(end - begin, layout.width, dtype=out_dtype, device=indices.device)
     for block, columns, dims in zip(blocks, layout.columns, layout.dims, strict=True):
         parts = block.split([(end - begin) * dim for dim in dims]) if dims else ()
@@ -294,7 +209,7 @@ def gradient_to_owners(
     if group is None:
         return sends[0].contiguous()
     sizes = [(e - b) * width for b, e in (rows_of(batch, size, peer) for peer in range(size))]
-    return torch.cat(all_to_all(sends, sizes, group)).view(batch, width)
+    return torch.cat(collectives.all_to_all(sends, sizes, group)).view(batch, width)
 
 
 # --- Experts. No host sync where torch._grouped_mm takes the operands, so that a graph may capture it; sizes are bounds. ---
@@ -335,7 +250,7 @@ def gather_rows(x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) ->
     if plan.tokens < plan.max_tokens:
         padded = x.new_zeros(plan.max_tokens, *x.shape[1:])
         padded[: plan.tokens] = x
-    everyone = padded if plan.world_size == 1 else all_gather(padded, group)
+    everyone = padded if plan.world_size == 1 else collectives.all_gather(padded, group)
     entry = plan.row_entry.long().clamp(0, max(plan.entries - 1, 0))
     return everyone[torch.div(entry, max(plan.topk, 1), rounding_mode="floor")]
 
@@ -346,7 +261,7 @@ def gather_weights(weights: torch.Tensor, plan: RoutingPlan, group: dist.Process
     if plan.tokens < plan.max_tokens:
         padded = weights.new_zeros(plan.max_tokens, plan.topk, dtype=torch.float32)
         padded[: plan.tokens] = weights
-    return (padded if plan.world_size == 1 else all_gather(padded, group)).reshape(-1)
+    return (padded if plan.world_size == 1 else collectives.all_gather(padded, group)).reshape(-1)
 
 
 def grouped_matmul_combine(
@@ -369,7 +284,7 @@ def grouped_matmul_combine(
         value = products[rows[:, j].clamp(min=0).long()].float()
         value = value if everyone is None else value * everyone[:, j, None]
         partial += torch.where(here, value, 0.0)  # last: what has no expert counts for nothing, whatever its weight
-    return reduce_scatter(partial.to(y.dtype), group)[: plan.tokens].clone()
+    return collectives.reduce_scatter(partial.to(y.dtype), group)[: plan.tokens].clone()
 
 
 def dispatch_grouped_matmul(
