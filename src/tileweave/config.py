@@ -26,7 +26,6 @@ C = TypeVar("C")  # how an operator is cut up
 FUSED_WORLD_SIZES = range(2, 9)
 MOST_ELEMENTS = 2**31 - 2**22  # of a shard: programs take equal shares of it, rounded up to blocks
 MEASURED_ALL_REDUCE_ROWS = 512
-MEASURED_REDUCE_SCATTER_ROWS = 1024  # by stores of a kernel; above, 588 us against 550 at 4084 x 2500 x 20000
 UNFUSED_EXCHANGE_ROWS = 1024  # of matmul_all_to_all: 91.6 us against 74.0 at 1024 x 10240 x 4096
 ONE_SHOT_ROWS = 16  # up to these the partials of all ranks are fewer bytes than weights by far
 _POWERS = (16, 32, 64, 128, 256, 512)
@@ -333,12 +332,7 @@ def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting:
     settled = _before_measured(p, machine, interpreting, "reduce", "a rank's result")
     if settled is not None:
         return settled
-    copied_rows = 0 if p.cols * p.itemsize % 16 else p.rows  # tiles for copy engines leave by TMA, which needs whole rows
-    if copied_rows == 0 and p.rows * p.world_size > MEASURED_REDUCE_SCATTER_ROWS:
-        return Plan(
-            "unfused", f"rows of N = {p.cols} are no multiple of 16 bytes, and {p.rows * p.world_size} are many to push"
-        )
-    return _plan_gpu("matmul_reduce_scatter", p, machine, p.rows * p.world_size, lambda c: c.takes(copied_rows))
+    return _plan_gpu("matmul_reduce_scatter", p, machine, p.rows * p.world_size, lambda c: c.takes(p.rows))
 
 
 def plan_matmul_all_to_all(problem: Problem, machine: Machine, interpreting: bool) -> Plan[MatmulConfig]:

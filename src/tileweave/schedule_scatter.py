@@ -79,6 +79,11 @@ class ScatterSchedule(TileSchedule):
         return chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.tile_rows)
 
     @property
+    def pitch(self) -> int:
+        """Elements from row to row of what copy engines take: ``cols``, up to a multiple of 16 bytes of halves for TMA."""
+        return cdiv(self.cols, 8) * 8
+
+    @property
     def place_elements(self) -> int:
         """Elements of one peer's partials in a slot, and of ``staging`` for one peer: whole tiles, all that it can own.
 

@@ -34,6 +34,7 @@ from tileweave.kernels import exchange
 from tileweave.kernels import matmul_all_reduce as one_shot
 from tileweave.kernels import matmul_reduce_scatter as plain
 from tileweave.kernels import matmul_reduce_scatter_hopper as hopper
+from tileweave.kernels.descriptors import fits
 from tileweave.ops.matmul_reduce_scatter_fused import _FusedCall
 from tileweave.topology import H200
 
@@ -43,12 +44,13 @@ WORDS = re.compile(r"st\.global(\.v\d)?\.b(32|64|128)")  # at least 4 bytes at o
 
 @dataclass(frozen=True)
 class Case:
-    """One variant of matmul_reduce_scatter. ``rows`` of an owner decide whether tiles span owners."""
+    """One variant of matmul_reduce_scatter. ``rows`` of an owner: do tiles span owners; ``cols``: can TMA store."""
 
     config: MatmulConfig
     rows: int
     bias: bool = False
     depth_first: bool = False
+    cols: int = COLS
 
     @property
     def push(self) -> bool:
@@ -57,7 +59,7 @@ class Case:
     def __str__(self) -> str:
         c = self.config
         parts = [c.kernel, c.transport, f"{c.tile_m}x{c.tile_n}x{c.tile_k}", f"{c.num_warps}w"]
-        parts += ["cut"] * c.split_tail + ["spans"] * (self.rows < c.tile_m)
+        parts += ["cut"] * c.split_tail + ["spans"] * (self.rows < c.tile_m) + ["odd"] * (self.cols % 8 > 0)
         return "-".join([*parts, *(name for name in ("bias", "depth_first") if getattr(self, name))])
 
 
@@ -79,8 +81,10 @@ def tuned_cases() -> list[Case]:
         return Case(replace(entry.config, num_slices=2, team=1), rows, bias=True)
 
     cases = [case(entry) for entry in tuned_entries("matmul_reduce_scatter") if entry.config.kernel == "hopper"]
-    turned = replace(next(case for case in cases if not case.push), depth_first=True)  # as backward runs it
-    return [*dict.fromkeys(cases), turned]
+    copied = [case for case in cases if not case.push]
+    odd = [replace(case, cols=COLS - 4) for case in dict.fromkeys(copied)]
+    turned = replace(copied[0], depth_first=True)  # as backward runs it
+    return [*dict.fromkeys(cases), *odd, turned]
 
 
 HOPPER_CASES = tuned_cases()
@@ -89,15 +93,16 @@ HOPPER_CASES = tuned_cases()
 @functools.cache
 def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     c, dtype = case.config, torch.bfloat16
-    schedule = scatter_schedule_for(Problem(WORLD_SIZE, case.rows, COLS, DEPTH, 2, ""), c, RANK, H200)
+    schedule = scatter_schedule_for(Problem(WORLD_SIZE, case.rows, case.cols, DEPTH, 2, ""), c, RANK, H200)
     peers = endpoint(schedule.slot_elements, dtype)
     rows = WORLD_SIZE * case.rows
-    x, w = torch.empty(rows, DEPTH, dtype=dtype), weight(COLS, DEPTH, dtype, case.depth_first)
-    out = torch.empty(case.rows, COLS, dtype=dtype)
-    bias = torch.empty(COLS, dtype=dtype) if case.bias else None
+    x, w = torch.empty(rows, DEPTH, dtype=dtype), weight(case.cols, DEPTH, dtype, case.depth_first)
+    out = torch.empty(case.rows, case.cols, dtype=dtype)
+    bias = torch.empty(case.cols, dtype=dtype) if case.bias else None
     staging = None if case.push else torch.empty((WORLD_SIZE - 1) * schedule.place_elements, dtype=dtype)
     if c.kernel == "hopper":
-        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(peers, schedule, c, dtype, DEPTH, w.stride())
+        whole = fits(out)
+        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(peers, schedule, c, dtype, DEPTH, w.stride(), whole)
     else:
         launcher = plain.Launcher(peers, schedule, c)
     return compile_one(lambda: launcher(x, w, bias, out, staging, 0), target)
@@ -223,7 +228,7 @@ def check_counted(compiled: Compiled) -> None:
 def one_of_a_kind(cases: list[Case]) -> list[Case]:
     """The smallest case for each path through the kernel: tile sizes change how often instructions stand there, not which."""
     large_first = sorted(cases, key=lambda c: (c.config.tile_m * c.config.tile_n, not c.config.split_tail), reverse=True)
-    return list({(c.push, c.rows < c.config.tile_m): c for c in large_first}.values())
+    return list({(c.push, c.rows < c.config.tile_m, c.cols): c for c in large_first}.values())
 
 
 LINTED = on_targets(TRITON_CASES, NVIDIA) + [(c, "sm_90") for c in one_of_a_kind(HOPPER_CASES)]
@@ -278,5 +283,6 @@ def test_what_tma_cannot_reach_takes_the_triton_kernel(push: bool) -> None:
     assert isinstance(call.launcher(x, w, out), hopper.Launcher)
     assert isinstance(call.launcher(moved(x), w, out), plain.Launcher)
     assert isinstance(call.launcher(x, moved(w), out), plain.Launcher)
-    assert isinstance(call.launcher(x, w, moved(out)), hopper.Launcher if push else plain.Launcher)
-    assert isinstance(call.launcher(x, w, out), hopper.Launcher), "each choice is kept under its own key"
+    whole, parts = call.launcher(x, w, out), call.launcher(x, w, moved(out))
+    assert isinstance(whole, hopper.Launcher) and isinstance(parts, hopper.Launcher), "each choice is kept under its own key"
+    assert whole.whole and parts.whole == push, "what no TMA can store is stored by the warps that multiply"

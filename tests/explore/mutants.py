@@ -66,10 +66,7 @@ _CLEANED = "    tl.store(pointers, tl.zeros(value.shape, value.dtype), mask=mask
 _ANY = "return acc, tl.max(tl.max(missing, axis=1), axis=0)"
 _EACH = "missing = tl.max(_missing(value, mask) + 2 * overdue, axis=1)"
 
-_STAGE = (
-    "                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, "
-    "row < row_limit)\n"
-)
+_STAGE = "                store_rows(acc.to(dtype), staging, line, col, cols, row < row_limit, pitch)\n"
 _MET = (
     "                if tile == 0:\n"
     "                    meet(signal_table, signals, rank, epoch, tile, control, report, WORLD_SIZE)\n"

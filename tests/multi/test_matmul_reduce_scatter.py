@@ -39,8 +39,8 @@ def case(rows: int, cols: int, depth: int, dtype: str = "bfloat16", **more: bool
     return Case(rows, cols, depth, dtype, op=RS, **more)
 
 
-# Rows of a shard, columns, K of a rank. With 4 ranks M is 252, 4096 and 4 x 1021.
-SHAPES = {"odd_rows": (63, 320, 256), "large": (1024, 1280, 1024), "all_odd": (1021, 100, 200)}
+# Rows of a shard, columns, K of a rank. With 4 ranks M is 252, 4096, 2080 and 4 x 1021.
+SHAPES = {"odd_rows": (63, 320, 256), "large": (1024, 1280, 1024), "odd_cols": (520, 1276, 256), "all_odd": (1021, 100, 200)}
 
 
 @fused

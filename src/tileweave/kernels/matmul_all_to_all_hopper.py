@@ -76,7 +76,7 @@ class Launcher:
             return (
                 x_desc, w_desc, *self.slots, out_desc, staging_desc, added, out, peers.slots, partials, peers.counters,
                 peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
-                s.rank, slot, *self.integers, bias is not None, s.split_tail, True, self.depth_first,
+                s.rank, slot, *self.integers, bias is not None, s.split_tail, True, self.depth_first, True,
             )  # fmt: skip
 
         self.launches(s.num_programs, variant, arguments, words, bases)

@@ -10,7 +10,7 @@ and in a fixed order (pushes: by rank; copies: as they come, rank-1, rank-2, ...
 transports:
 
 ``"copy_engine"``  tiles are stored in ``staging`` and counted in; a copy engine that waits for a chunk's count takes the
-    chunk to its owner (rows padded to whole tiles, row-major), a signal behind it. Own tiles wait for their chunk.
+    chunk to its owner (row-major, padded to whole tiles and to rows of ``pitch``), a signal behind it. Own tiles wait for it.
 ``"sm"``  tiles are stored straight into the slot (tile by tile, whole, in 8 x 8 blocks), and announce themselves: see
     ``language/marked.py``. No signal, no fence.
 
@@ -96,13 +96,13 @@ def store_rows(value, target, row, col, cols, mask, pitch=None):
 
 
 @triton.jit
-def add_copied(acc, slot, row, row_limit, col, cols, place_rows, rank, WORLD_SIZE: tl.constexpr):
+def add_copied(acc, slot, row, row_limit, col, cols, pitch, place_rows, rank, WORLD_SIZE: tl.constexpr):
     """``acc`` plus what copy engines brought of these rows (within their owner), in the order in which it comes."""
     mask = (row < row_limit)[:, None] & (col < cols)[None, :]
     for step in tl.static_range(1, WORLD_SIZE):
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
         place = source - (source > rank).to(tl.int32)
-        pointers = slot + (place * place_rows + row).to(tl.int64)[:, None] * cols + col[None, :]
+        pointers = slot + (place * place_rows + row).to(tl.int64)[:, None] * pitch + col[None, :]
         acc += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     return acc
 
@@ -121,7 +121,7 @@ UNSPECIALIZED = ["rank", "slot", "num_tiles", "chunk_rows", "team", "tile_rows",
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def matmul_reduce_scatter_kernel(
     x, w, bias, out, staging, slots, partials, counters, slot_table, signal_table, signals, control, report,
-    rank, slot, slot_size, place_size, rows, cols, depth, stride_x, stride_w, num_tiles, chunk_rows, team, tile_rows,
+    rank, slot, slot_size, place_size, rows, cols, pitch, depth, stride_x, stride_w, num_tiles, chunk_rows, team, tile_rows,
     tile_cols, k_blocks,
     WORLD_SIZE: tl.constexpr, PUSH: tl.constexpr, SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
@@ -164,7 +164,8 @@ def matmul_reduce_scatter_kernel(
                 )
             if (not PUSH) and (home != rank):
                 place = home - (home > rank).to(tl.int32)
-                store_rows(acc.to(dtype), staging, place * (tile_rows * TILE_M) + row - home * rows, col, cols, row < row_limit)
+                line = place * (tile_rows * TILE_M) + row - home * rows
+                store_rows(acc.to(dtype), staging, line, col, cols, row < row_limit, pitch)
                 chunk = (first_row - home * rows) // TILE_M // chunk_rows
                 if tile == 0:
                     meet(signal_table, signals, rank, epoch, tile, control, report, WORLD_SIZE)
@@ -179,7 +180,9 @@ def matmul_reduce_scatter_kernel(
                     chunk = (first_row - rank * rows) // TILE_M // chunk_rows
                     for i in tl.static_range(1, WORLD_SIZE):
                         wait(signals + chunk, 1, epoch, (rank + i) % WORLD_SIZE * MAX_SLICES, tile, control, report, EXACT=True)
-                    acc = add_copied(acc, slots + slot_offset, within, rows, col, cols, tile_rows * TILE_M, rank, WORLD_SIZE)
+                    acc = add_copied(
+                        acc, slots + slot_offset, within, rows, col, cols, pitch, tile_rows * TILE_M, rank, WORLD_SIZE
+                    )
                 if HAS_BIAS:
                     acc += tl.load(bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
                 acc = tl.where(faulted(control) != 0, float("nan"), acc)
@@ -215,7 +218,7 @@ class Launcher:
             x, w, out if bias is None else bias, out,
             out if staging is None else staging, peers.slots, partials, peers.counters, peers.slot_table, peers.signal_table,
             peers.signals, peers.control, peers.report,
-            s.rank, slot, peers.slot_size, s.place_elements, s.rows, s.cols, s.depth, x.stride(0), stride_w,
+            s.rank, slot, peers.slot_size, s.place_elements, s.rows, s.cols, s.pitch, s.depth, x.stride(0), stride_w,
             s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks,
             WORLD_SIZE=s.world_size, PUSH=c.transport == "sm", SPANS=s.spans_shards, SPLIT_TAIL=s.split_tail,
             TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m, EVEN_K=s.depth % c.tile_k == 0,

@@ -56,8 +56,9 @@ def store_partition(
     out, out_desc, staging_desc, boxes, counters, signal_table, signals, control, report, slot,
     tiles, num_chunks, out_size, num_partitions,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, EXCHANGE: gl.constexpr,
+    WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """One warp: pieces from shared memory to ``staging``, counted in by tiles, or to ``out``."""
+    """One warp: pieces from shared memory to ``staging``, counted in by tiles, or, if ``WHOLE``, to ``out``."""
     PIECES: gl.constexpr = TILE_N // PIECE
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
@@ -69,9 +70,12 @@ def store_partition(
         for index in range(0, share.units):
             tile, k_begin, k_end = unit_range(share, index)
             owner, helpers = part_range(share, tile)
-            if program == owner:
-                first_row, row_limit, col = place_out(tiles, tile)
-                home = first_row // rows
+            first_row, row_limit, col = place_out(tiles, tile)
+            home = first_row // rows
+            stores = program == owner
+            if not WHOLE:
+                stores = stores & (home != rank)
+            if stores:
                 row = first_row - home * rows
                 place = home - (home > rank).to(gl.int32)
                 for piece in gl.static_range(PIECES):
@@ -158,7 +162,7 @@ def hand_over(piece, sent, boxes, dtype: gl.constexpr):
 def finish_piece(
     piece, first_col, sent, spot, helped, bias, out, boxes, slots, tiles, cols, epoch, control, report,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-    WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Columns [first_col, first_col + 64) of a tile that this program owns. Returns the box turn."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
@@ -189,7 +193,12 @@ def finish_piece(
         if spot.home == tiles.rank:
             fault = gl.load(control + FAULT, volatile=True)
             piece = finish(piece, fault, bias, spot.col + first_col, cols, HAS_BIAS)
-        sent = hand_over(piece, sent, boxes, dtype)
+        if WHOLE:
+            sent = hand_over(piece, sent, boxes, dtype)
+        elif spot.home == tiles.rank:
+            store_own(piece, out, begin, spot.first_row, begin, end, spot.col + first_col, cols)
+        else:
+            sent = hand_over(piece, sent, boxes, dtype)
     return sent
 
 

@@ -12,8 +12,9 @@ Read ``kernels/matmul_reduce_scatter.py`` first: equation, signals, timeline and
 - ``EXCHANGE`` (``matmul_all_to_all.py``, whose protocol it is then): nothing is added. ``rows`` are those of a part, padded to
   whole tiles; *store* announces chunks to their owners, who pull them, and the last one ends the call.
 
-Limits: rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16 bytes; ``"copy_engine"``: rows of out
-too, and ``tile_k`` 64.
+- Where TMA cannot store to out (``WHOLE`` is False: its rows are no multiples of 16 bytes), *multiply* stores own tiles itself.
+
+Limits: rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16 bytes; ``"copy_engine"``: ``tile_k`` 64.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ def multiply_partition(
     slot, slot_size, place_size, tiles, cols, part_rows, w_step, out_pitch, out_step, num_partitions,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
+    WHOLE: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each unit from the ring; send it, add what peers sent, or hand it to the tile's owner."""
     program = gl.program_id(0)
@@ -159,7 +161,7 @@ def multiply_partition(
                 else:
                     sent = finish_piece(
                         pieces[i], i * PIECE, sent, spot, rest, bias, out, boxes, places, tiles, cols, epoch, control, report,
-                        WORLD_SIZE, PUSH, SPANS, TILE_M, TILE_N, WARPS, HAS_BIAS,
+                        WORLD_SIZE, PUSH, SPANS, TILE_M, TILE_N, WARPS, HAS_BIAS, WHOLE,
                     )  # fmt: skip
     leave(control, epoch, num_partitions)
 
@@ -177,7 +179,7 @@ def matmul_reduce_scatter_hopper_kernel(
     num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks,
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
     TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    SPLIT_TAIL: gl.constexpr, EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
+    SPLIT_TAIL: gl.constexpr, EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Dispatch the partitions; *store* ends at once where registers go straight to peers."""
     ring = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
@@ -201,7 +203,7 @@ def matmul_reduce_scatter_hopper_kernel(
             (multiply_partition, (
                 out, bias, partials, counters, ring, boxes, slots, slot_table, control, report,
                 slot, slot_size, place_size, tiles, cols, part_rows, w_step, out_pitch, out_step, num_partitions,
-                WORLD_SIZE, PUSH, SPANS, TILE_M, TILE_N, STAGES, WARPS, HAS_BIAS, EXCHANGE, DEPTH_FIRST,
+                WORLD_SIZE, PUSH, SPANS, TILE_M, TILE_N, STAGES, WARPS, HAS_BIAS, EXCHANGE, DEPTH_FIRST, WHOLE,
             )),
             (load_partition, (
                 x_desc, w_desc, slot0_desc, slot1_desc, ring, signals, control, report,
@@ -210,7 +212,7 @@ def matmul_reduce_scatter_hopper_kernel(
             )),
             (store_partition, (
                 out, out_desc, staging_desc, boxes, counters, signal_table, signals, control, report, slot,
-                tiles, num_chunks, out_size, num_partitions, WORLD_SIZE, PUSH, TILE_M, TILE_N, EXCHANGE,
+                tiles, num_chunks, out_size, num_partitions, WORLD_SIZE, PUSH, TILE_M, TILE_N, EXCHANGE, WHOLE,
             )),
         ],
         [1, 1],
@@ -229,11 +231,12 @@ class Launcher:
 
     def __init__(
         self, peers: Endpoint, schedule: ScatterSchedule, config: MatmulConfig, dtype: torch.dtype, stride_x: int,
-        strides_w: Sequence[int],
+        strides_w: Sequence[int], whole: bool,
     ) -> None:  # fmt: skip
         self.peers, self.schedule, self.config = peers, schedule, config
         s, c = schedule, config
         self.push = c.transport == "sm"
+        self.whole = whole or self.push  # a push has no use for it
         self.base = base = peers.slots.data_ptr()
         box = [c.tile_m, PIECE.value]
         place_rows = s.tile_rows * c.tile_m
@@ -242,13 +245,13 @@ class Launcher:
         slot_bytes = peers.slot_size * dtype.itemsize
         unused = descriptor(base, dtype, [64, 64], 64, box)
         self.slots = tuple(
-            unused if self.push else descriptor(base + i * slot_bytes, dtype, shape, s.cols, box) for i in (0, 1)
+            unused if self.push else descriptor(base + i * slot_bytes, dtype, shape, s.pitch, box) for i in (0, 1)
         )
         self.descriptors = (
             descriptor(base, dtype, [s.world_size * s.rows, s.depth], stride_x, [c.tile_m, c.tile_k]),
             weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k]),
-            unused if self.push else descriptor(base, dtype, [s.rows, s.cols], s.cols, box),
-            unused if self.push else descriptor(base, dtype, shape, s.cols, box),
+            unused if self.push or not whole else descriptor(base, dtype, [s.rows, s.cols], s.cols, box),
+            unused if self.push else descriptor(base, dtype, shape, s.pitch, box),
         )
         self.part_words = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
         self.integers = (
@@ -278,9 +281,8 @@ class Launcher:
         added, to = out if bias is None else bias, out.data_ptr()
         bias_at = added.data_ptr()
         variant = (to % 16 == 0, bias_at % 16 == 0, bias is None)
-        bases = (x.data_ptr(), w.data_ptr(), to, self.base if staging is None else staging.data_ptr())
-        if self.push:
-            bases = (*bases[:2], self.base, self.base)
+        stored = self.base if self.push or not self.whole else to
+        bases = (x.data_ptr(), w.data_ptr(), stored, self.base if staging is None else staging.data_ptr())
         words = (bias_at, to, partials.data_ptr(), slot)
 
         def arguments() -> tuple[object, ...]:
@@ -289,7 +291,7 @@ class Launcher:
                 x_desc, w_desc, *self.slots, out_desc, staging_desc, added, out, peers.slots, partials, peers.counters,
                 peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
                 s.rank, slot, peers.slot_size, s.place_elements, s.rows, s.cols, *NO_PARTS, *self.integers,
-                *self.constants, bias is not None, s.split_tail, False, self.depth_first,
+                *self.constants, bias is not None, s.split_tail, False, self.depth_first, self.whole,
             )  # fmt: skip
 
         self.launches(s.num_programs, variant, arguments, words, bases)

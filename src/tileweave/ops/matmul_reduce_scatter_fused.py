@@ -72,10 +72,7 @@ class _FusedCall:
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
         """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
-        addresses = x.data_ptr() | w.data_ptr()
-        if self.copies:
-            addresses |= out.data_ptr()
-        key = (addresses & 15 == 0, x.stride(0), w.stride())
+        key = ((x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0, x.stride(0), w.stride())
         found = self.launchers.get(key)
         if found is None:
             found = self.launchers[key] = self._make(x, w, out)
@@ -86,8 +83,9 @@ class _FusedCall:
             from tileweave.kernels.descriptors import fits
             from tileweave.kernels.matmul_reduce_scatter_hopper import Launcher as HopperLauncher
 
-            if fits(x, w, *((out,) if self.copies else ())):  # beside copy engines, tiles leave by TMA
-                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, x.stride(0), w.stride())
+            if fits(x, w):
+                whole = fits(out)  # otherwise TMA cannot store it
+                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, x.stride(0), w.stride(), whole)
         from tileweave.kernels.matmul_reduce_scatter import Launcher
 
         return Launcher(self.endpoint, self.schedule, self.config)
@@ -126,12 +124,13 @@ def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) ->
     One behind the other, as they are made: beside each other, a receiver has two senders (decision 0091).
     """
     epoch = instance.control.data_ptr() + 4 * EPOCH
-    place_bytes = s.tile_rows * s.tile_m * s.cols * itemsize
+    row_bytes = s.pitch * itemsize
+    place_bytes = s.tile_rows * s.tile_m * row_bytes
     copies = []
     for owner, chunk in product(push_order(s.rank, s.world_size), range(s.chunks)):
         from_place, to_place = owner - (owner > s.rank), s.rank - (s.rank > owner)
         first, end = s.chunk_bounds(chunk)
-        begin, stop = (min(tile * s.tile_m, s.rows) * s.cols * itemsize for tile in (first, end))
+        begin, stop = (min(tile * s.tile_m, s.rows) * row_bytes for tile in (first, end))
         counter = instance.counters.data_ptr() + 4 * (s.num_programs + from_place * MAX_SLICES + chunk)
         target = instance.slot_addresses[owner] + slot * instance.slot_bytes + to_place * place_bytes + begin
         signal = instance.signal_addresses[owner] + 4 * (s.rank * MAX_SLICES + chunk)
