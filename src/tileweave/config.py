@@ -26,7 +26,6 @@ C = TypeVar("C")  # how an operator is cut up
 FUSED_WORLD_SIZES = range(2, 9)
 MOST_ELEMENTS = 2**31 - 2**22  # of a shard: programs take equal shares of it, rounded up to blocks
 MEASURED_ALL_REDUCE_ROWS = 512
-UNFUSED_EXCHANGE_ROWS = 1024  # of matmul_all_to_all: 91.6 us against 74.0 at 1024 x 10240 x 4096
 ONE_SHOT_ROWS = 16  # up to these the partials of all ranks are fewer bytes than weights by far
 _POWERS = (16, 32, 64, 128, 256, 512)
 
@@ -341,12 +340,9 @@ def plan_matmul_all_to_all(problem: Problem, machine: Machine, interpreting: boo
     settled = _before_measured(p, machine, interpreting, "exchange", "a part")
     if settled is not None:
         return settled
-    rows = p.rows * p.world_size
-    if rows <= UNFUSED_EXCHANGE_ROWS:
-        return Plan("unfused", f"{rows} rows: measured slower than a matmul and NCCL up to {UNFUSED_EXCHANGE_ROWS}")
     if p.cols * p.itemsize % 16:  # tiles leave by TMA
         return Plan("unfused", f"parts of {p.cols} columns are no multiple of 16 bytes, which the copy hardware needs")
-    return _plan_gpu("matmul_all_to_all", p, machine, rows, lambda c: True)
+    return _plan_gpu("matmul_all_to_all", p, machine, p.rows * p.world_size, lambda c: True)
 
 
 def plan_all_to_all_matmul(problem: Problem, machine: Machine, interpreting: bool) -> Plan[MatmulConfig]:

@@ -126,7 +126,7 @@ def compile_one_shot(norm: bool, target: str = "sm_90") -> Compiled:
 
 @functools.cache
 def compile_exchange(reduce: bool, gather: bool, target: str = "sm_90") -> Compiled:
-    """With bias and residual where something is reduced."""
+    """With bias and residual where something is reduced; neither is an all-to-all."""
     shard, dtype = 16 * COLS, torch.bfloat16
     x, out = (torch.empty(WORLD_SIZE * 16, COLS, dtype=dtype) for _ in range(2))
     peers = endpoint(exchange.slot_elements(shard, WORLD_SIZE, reduce, gather), dtype)
@@ -140,7 +140,9 @@ def compile_exchange(reduce: bool, gather: bool, target: str = "sm_90") -> Compi
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("reduce", "gather"), [(True, False), (False, True), (True, True)], ids=["rs", "ag", "ar"])
+@pytest.mark.parametrize(
+    ("reduce", "gather"), [(True, False), (False, True), (True, True), (False, False)], ids=["rs", "ag", "ar", "a2a"]
+)
 def test_the_exchange_fits_every_target(reduce: bool, gather: bool, target: str) -> None:
     compiled = compile_exchange(reduce, gather, target)
     assert compiled.name == "exchange_kernel"

@@ -205,7 +205,12 @@ def test_ranks_that_disagree(worlds: Worlds, op: str) -> None:
 
 SM = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
 COPY_ENGINE = replace(SM, transport="copy_engine")
+LIBRARY = replace(SM, kernel="library")
 transports = pytest.mark.parametrize("config", [SM, COPY_ENGINE], ids=lambda config: config.transport)
+each_kernel = pytest.mark.parametrize(
+    ("op", "config"), [(OUT, SM), (OUT, COPY_ENGINE), (OUT, LIBRARY), (IN, SM), (IN, COPY_ENGINE)],
+    ids=lambda value: value if isinstance(value, str) else f"{value.kernel}-{value.transport}",
+)  # fmt: skip
 
 SHAPES = {
     "one_of_all": (1, 1, 1),
@@ -216,8 +221,7 @@ SHAPES = {
 }
 
 
-@both
-@transports
+@each_kernel
 @ways
 def test_parity(worlds: Worlds, op: str, config: MatmulConfig, how: tuple[int, int]) -> None:
     cases = [case(op, *shape, how=how, bias=n % 2 == 0, integers=n % 2 == 1) for n, shape in enumerate(SHAPES.values())]
@@ -231,28 +235,24 @@ def test_parity_with_few_programs(worlds: Worlds, op: str) -> None:
     worlds("gloo", 2).run(parity.parity, cases, replace(COPY_ENGINE, tile_k=8), 5)
 
 
-@both
-@transports
+@each_kernel
 def test_dtypes_and_four_ranks(worlds: Worlds, op: str, config: MatmulConfig) -> None:
     cases = [case(op, 9, 20, 24, "bfloat16", bias=True), case(op, 18, 9, 20, "float16", integers=True)]
     worlds("gloo", 4).run(parity.parity, cases, config)
 
 
-@both
-@transports
+@each_kernel
 def test_many_calls_with_late_ranks(worlds: Worlds, op: str, config: MatmulConfig) -> None:
     cases = [case(op, 5, 17, 24), case(op, 1, 20, 33, how=(1, 1)), case(op, 12, 9, 20, how=(0, 0)), case(op, 18, 7, 20)]
     worlds("gloo", 3).run(parity.many_calls, cases, replace(config, tile_k=64), 18, 0.004, None, stall_in_the_kernel)
 
 
-@both
-@transports
+@each_kernel
 def test_the_epoch_wraps_around(worlds: Worlds, op: str, config: MatmulConfig) -> None:
     worlds("gloo", 2).run(parity.calls_around_the_wrap, case(op, 18, 9, 20), config)
 
 
-@both
-@transports
+@each_kernel
 def test_two_groups_at_once(worlds: Worlds, op: str, config: MatmulConfig) -> None:
     worlds("gloo", 3).run(parity.two_groups, [0, 2], case(op, 7, 18, 20, bias=True), config, 4)
 
@@ -275,8 +275,7 @@ def absent(me: Member, op: str, config: MatmulConfig) -> tuple[str, int] | None:
     return None if error is None else (error.op, error.peer)
 
 
-@both
-@transports
+@each_kernel
 def test_a_peer_that_never_calls(worlds: Worlds, op: str, config: MatmulConfig) -> None:
     """The bounded wait names it; copies that wait for its flags are let go, or the thread that makes them would stay."""
     seen = worlds("gloo", 3).run(absent, op, config)

@@ -13,7 +13,7 @@ from tests import backward, behaviour, device_behaviour, parity
 from tests.matmul_cases import IN, OUT, Case
 from tests.worlds import World, one_shot
 
-from tileweave.config import UNFUSED_EXCHANGE_ROWS, MatmulConfig, Problem, plan_all_to_all_matmul, plan_matmul_all_to_all
+from tileweave.config import MatmulConfig, Problem, plan_all_to_all_matmul, plan_matmul_all_to_all
 from tileweave.topology import H200
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
@@ -27,10 +27,15 @@ TRITON = MatmulConfig("triton", "sm", 64, 128, 64, 3, 4)
 TRITON_COPIED = replace(TRITON, transport="copy_engine", num_slices=2)
 HOPPER = MatmulConfig("hopper", "sm", 128, 128, 64, 4, 8)
 COPIED = replace(HOPPER, transport="copy_engine", num_slices=4)
+LIBRARY = MatmulConfig("library", "sm", 16, 128, 64, 1, 8)
 each_kernel = pytest.mark.parametrize(
-    "config",
-    [TRITON, TRITON_COPIED, pytest.param(HOPPER, marks=on_hopper), pytest.param(COPIED, marks=on_hopper)],
-    ids=lambda config: f"{config.kernel}-{config.transport}",
+    ("op", "config"),
+    [
+        *((op, config) for op in (OUT, IN) for config in (TRITON, TRITON_COPIED)),
+        *(pytest.param(op, config, marks=on_hopper) for op in (OUT, IN) for config in (HOPPER, COPIED)),
+        (OUT, LIBRARY),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.kernel}-{value.transport}",
 )
 both = pytest.mark.parametrize("op", [OUT, IN])
 HOWS = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -43,7 +48,6 @@ def case(
     return Case(rows, cols, depth, dtype, op=op, how=how or ULYSSES[op], **more)
 
 
-@both
 @each_kernel
 def test_parity(largest: World, op: str, config: MatmulConfig) -> None:
     """Odd rows, large parts, and columns that tiles do not divide; integers must come out exact."""
@@ -60,9 +64,8 @@ def test_parity_in_each_world(world: World, op: str) -> None:
 
 @both
 def test_public_calls(largest: World, op: str) -> None:
-    few = "unfused" if op == OUT else PATHS[op]  # up to UNFUSED_EXCHANGE_ROWS, as measured
-    largest.run(behaviour.public_calls, [case(op, 16, 512, 256, bias=True)], few, timeout=120)
-    largest.run(behaviour.public_calls, [case(op, 520, 512, 256, "float16", bias=True)], PATHS[op], timeout=120)
+    cases = [case(op, 16, 512, 256, bias=True), case(op, 520, 512, 256, "float16", bias=True)]
+    largest.run(behaviour.public_calls, cases, PATHS[op], timeout=120)
     largest.run(behaviour.public_calls, [case(op, 16, 64, 100, "float32", bias=True)], "unfused")
 
 
@@ -77,7 +80,6 @@ def test_the_same_bits(largest: World, op: str) -> None:
     largest.run(behaviour.the_same_bits, case(op, 520, 512, 256), timeout=120)
 
 
-@both
 @each_kernel
 def test_many_calls_with_late_ranks(largest: World, op: str, config: MatmulConfig) -> None:
     cases = [case(op, rows, 256, 128, how=how) for rows, how in ((16, (1, 0)), (64, (0, 1)), (160, (0, 0)), (128, (1, 1)))]
@@ -96,14 +98,14 @@ def test_two_groups_on_two_streams(largest: World, op: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("rows", [pytest.param(16, id="small", marks=pytest.mark.own_gpu), pytest.param(1024, id="large")])
+@pytest.mark.parametrize("rows", [16, 1024], ids=["small", "large"])
 def test_replays_with_changing_inputs(largest: World, op: str, rows: int) -> None:
     largest.run(device_behaviour.replay_and_call, case(op, rows, 256, 128, bias=True), 60, timeout=200)
 
 
 @both
 def test_capture_without_warmup(largest: World, op: str) -> None:
-    rows = UNFUSED_EXCHANGE_ROWS // 2 + 16  # of two parts: fewer are captured as a matmul and NCCL
+    rows = {OUT: 16, IN: 528}[op]  # fewer of an exchanged x have no tiles that fit, and are captured as NCCL and a matmul
     largest.run(device_behaviour.capture_without_warmup, case(op, rows, 64, 64), timeout=100)
 
 
@@ -119,7 +121,6 @@ def test_opcheck(largest: World, op: str) -> None:
     largest.run(behaviour.opcheck, case(op, 16, 128, 64, bias=True), timeout=200)
 
 
-@both
 @each_kernel
 def test_a_peer_that_never_calls(op: str, config: MatmulConfig) -> None:
     ends = one_shot("nccl", 2, device_behaviour.call_without, case(op, 128, 512, 256), config, 1, timeout=150)

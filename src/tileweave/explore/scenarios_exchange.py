@@ -10,7 +10,7 @@ import torch
 
 from tileweave.config import MatmulConfig, Plan
 from tileweave.explore.ranks import World
-from tileweave.explore.scenarios import POOL, Drawn, begin_instance, end_instance, triton_config, whole_numbers
+from tileweave.explore.scenarios import POOL, Drawn, begin_instance, end_instance, instance_of, triton_config, whole_numbers
 from tileweave.schedule_scatter import Exchange
 
 OUT, IN = "matmul_all_to_all", "all_to_all_matmul"
@@ -31,12 +31,16 @@ class Exchanged:
 
     @property
     def resident(self) -> int:
-        if self.op == IN:
+        if self.op == IN or self.config.kernel == "library":
             return 1
         return max(self.programs) if self.config.transport == "sm" else 1  # where a program waits for any of a peer's
 
+    @property
+    def kind(self) -> str:
+        return instance_of(self.config)
+
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        begin_instance(world, rank, self.op, self.config.transport, drawn.epoch)
+        begin_instance(world, rank, self.op, self.kind, drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.all_gather_matmul_fused import run_fused as run_in
@@ -58,8 +62,8 @@ class Exchanged:
         yield "out", out, want
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        yield from end_instance(world, rank, self.op, self.config.transport, drawn)
-        yield "flags not at zero", int(world.workspace(rank).instance(self.op, self.config.transport).flags.count_nonzero()), 0
+        yield from end_instance(world, rank, self.op, self.kind, drawn)
+        yield "flags not at zero", int(world.workspace(rank).instance(self.op, self.kind).flags.count_nonzero()), 0
 
 
 @lru_cache(maxsize=4096)
@@ -87,6 +91,7 @@ _QKV, _PROJECTION = Exchange(1, 0), Exchange(0, 1)
 SCENARIOS = (
     Exchanged("sm", OUT, triton_config("sm"), ((16, 16, 16), (18, 16, 16)), _WAYS, (1, 2, 3)),
     Exchanged("sm, cut", OUT, triton_config("sm", tile_k=8), ((16, 16, 48),), (_QKV,), (2, 3)),
+    Exchanged("library", OUT, triton_config("sm", kernel="library"), ((16, 16, 16), (5, 8, 16)), _WAYS, (1, 2, 3)),
     Exchanged("copy engine", OUT, triton_config("copy_engine"), ((32, 24, 16), (17, 8, 16)), _WAYS, (1, 2, 3)),
     Exchanged(
         "copy engine, captured", OUT, triton_config("copy_engine"), ((17, 16, 16),), (_QKV, _PROJECTION), (1, 2), captured=True

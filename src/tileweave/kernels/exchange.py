@@ -1,15 +1,17 @@
-"""exchange: an all-gather, reduce-scatter or all-reduce of what stands in memory, in one launch; beside a library's matmul.
+"""exchange: an all-gather, reduce-scatter, all-reduce or all-to-all of what stands in memory, in one launch; beside a
+library's matmul.
 
     x      local: the own shard (gather only), or all R shards in a row
-    out    local: all R shards; the own one if nothing is gathered
+    out    local: all R shards; the own one of a reduce-scatter
     slot   one of two, by parity of the epoch: [R-1, size] partials of the own shard, then [R-1, size] finished shards of
            the peers; place i belongs to the i-th peer in order of ranks
 
 A shard is ``size`` elements in a row, the last ones may be shorter, or empty: of rows for a reduce-scatter, of anything for
 an all-reduce. Who writes, who reads: a program has the same blocks of every shard. ``REDUCE``: it stores its blocks of a
 peer's shard in that peer's slot; of the own shard it takes what peers stored, adds it to its own in fp32 and in rank order,
-and rounds once. ``GATHER``: it stores the own shard's finished blocks in every peer's slot, and takes theirs. There is no
-signal and no fence: data announces itself (``language/marked.py``).
+and rounds once. ``GATHER``: it stores the own shard's finished blocks in every peer's slot, and takes theirs. Neither is an
+all-to-all: blocks of a peer's shard go to that peer, and what peers stored for this rank is taken as it is. There is no signal
+and no fence: data announces itself (``language/marked.py``).
 
     program p | REDUCE: push blocks of r+1, r+2, r+3 | take, add, store: own blocks; GATHER: push them to all | take theirs |
 
@@ -18,7 +20,7 @@ n, hence ended n-1, the last reader of the slot (and writer of its zeros) that c
 nothing comes for it, but finished shards do; a peer that has an empty one waits for mine.
 Why nobody is stuck: a program pushes before it waits, and waits for the same program of peers.
 
-Limits: x and out contiguous, of one dtype, in which partials travel; of an all-reduce and a gather, minus zero comes out as
+Limits: x and out contiguous, of one dtype, in which partials travel; of all but a reduce-scatter, minus zero comes out as
 zero, so that all ranks have the same bits. Sources: NCCL's LL protocol; two-shot all-reduce.
 """
 
@@ -75,6 +77,8 @@ def exchange_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """``total``: elements of all shards. ``cols``: of a row, for the bias. ``PEERS``: a power of two, R-1 or more."""
+    SCATTER: tl.constexpr = REDUCE or not GATHER  # x has all shards
+    EACH: tl.constexpr = GATHER or not REDUCE  # out has
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
     epoch = load_epoch(control)
     fault = faulted(control)  # of an earlier call: then nothing is pushed, see ``matmul_all_reduce.exchange``
@@ -83,7 +87,7 @@ def exchange_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     own = tl.cast(rank, tl.int64) * size
     lane = tl.arange(0, BLOCK)
-    if REDUCE:
+    if SCATTER:
         for begin in range(program * BLOCK, size, step):
             push_partials(x, slot_table, slot_offset, begin + lane, size, total, rank, fault, WORLD_SIZE, dtype)
         leave_early(control, epoch, tl.num_programs(0))
@@ -103,16 +107,20 @@ def exchange_kernel(
             if HAS_RESIDUAL:
                 acc += tl.load(residual + own + at, mask=mask, other=0.0).to(tl.float32)
             value = acc.to(dtype)
+        elif SCATTER:
+            value = tl.load(x + own + at, mask=mask)
         else:
             value = tl.load(x + at, mask=mask)
-        if GATHER:
+        if EACH:
             value = expected_zero(value)
+        if GATHER:
             push_finished(value, slot_table, finished, at, mask & (at < tl.where(fault == 0, size, 0)), size, rank, WORLD_SIZE)
+        if EACH:
             tl.store(out + own + at, value, mask=mask)
         else:
             tl.store(out + at, value, mask=mask)
-    if GATHER:
-        if not REDUCE:
+    if EACH:
+        if not SCATTER:
             leave_early(control, epoch, tl.num_programs(0))
         peer = tl.arange(0, PEERS)
         source = (peer + (peer >= rank).to(tl.int32)).to(tl.int64)[:, None] * size
@@ -131,7 +139,7 @@ ALIGN = 8  # elements: where a shard of an all-reduce may begin
 
 def slot_elements(size: int, world_size: int, reduce: bool, gather: bool) -> int:
     """Elements of a slot for shards of ``size`` elements."""
-    return (world_size - 1) * size * (reduce + gather)
+    return (world_size - 1) * size * max(1, reduce + gather)
 
 
 class Launcher:

@@ -10,8 +10,10 @@ import torch
 
 from tileweave.config import MatmulConfig
 from tileweave.kernels.exchange import ALIGN, Launcher, slot_elements
+from tileweave.ops import reference
 from tileweave.ops.registry import endpoint
 from tileweave.schedule import cdiv
+from tileweave.schedule_scatter import Exchange
 from tileweave.transport.workspace import Instance, Workspace
 
 INSTANCE = "library"  # of its own: its slots have another layout than a fused kernel's
@@ -56,6 +58,26 @@ def multiply_then_reduce(
     _exchange(workspace, op, config, partial, out, shard, True, everywhere, bias, residual, mark)
 
 
+def multiply_then_exchange(
+    workspace: Workspace,
+    op: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    how: Exchange,
+    config: MatmulConfig,
+    mark: int = 0,
+) -> None:
+    """out = x [M, K] @ w [N, K].T + bias, its parts exchanged."""
+    parts = reference.product_in_parts(x, w, bias, how, workspace.transport.world_size)
+    size, rows, cols = parts.shape
+    got = out if how.gather_dim == 0 else torch.empty_like(parts)
+    _exchange(workspace, op, config, parts, got, rows * cols, False, False, mark=mark)
+    if how.gather_dim == 1:
+        out.view(rows, size, cols).copy_(got.transpose(0, 1))
+
+
 def _exchange(
     workspace: Workspace,
     op: str,
@@ -88,8 +110,8 @@ def _launcher(
     transport = workspace.transport
     size = transport.world_size
     instance.reserve(slot_elements(shard, size, reduce, gather) * x.element_size())
-    total = x.numel() if reduce else size * x.numel()
+    total = size * x.numel() if gather and not reduce else x.numel()
     return Launcher(
-        endpoint(instance, x.dtype), size, transport.rank, total, shard, x.shape[1], transport.machine.num_sms, config, reduce,
+        endpoint(instance, x.dtype), size, transport.rank, total, shard, x.shape[-1], transport.machine.num_sms, config, reduce,
         gather,
     )  # fmt: skip

@@ -35,6 +35,11 @@ def run_fused(
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
+    if config.kernel == "library":
+        from tileweave.ops.library_matmul import multiply_then_exchange
+
+        multiply_then_exchange(workspace, OP, x, w, bias, out, how, config, chosen.mark)
+        return
     call = _fused_call(workspace, x, w, how, config)
     instance = call.instance
     capturing = instance.begin(chosen.mark)

@@ -112,18 +112,20 @@ def matmul_all_to_all(
     gather_dim: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K], w [N, K], bias [N] -> the exchanged x @ w.T + bias.
-
-    Where columns are scattered, one product for each rank writes its part where the all-to-all takes it from.
-    """
+    """x [M, K], w [N, K], bias [N] -> the exchanged x @ w.T + bias."""
     how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group)
     if size == 1:
         return _multiply(x, w, bias, out)
-    if scatter_dim == 0:
-        return exchange(_multiply(x, w, bias, None), how, group, out)
-    xs, ws = x.expand(size, *x.shape), w.view(size, w.shape[0] // size, w.shape[1]).transpose(1, 2)
-    parts = torch.bmm(xs, ws) if bias is None else torch.baddbmm(bias.view(size, 1, ws.shape[2]), xs, ws)
-    return _exchange_parts(parts, how, group, out)
+    return _exchange_parts(product_in_parts(x, w, bias, how, size), how, group, out)
+
+
+def product_in_parts(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, size: int) -> torch.Tensor:
+    """x @ w.T + bias as [R, rows, cols], the part for each rank in a row; columns by a product for each rank."""
+    rows, cols = how.part(x.shape[0], w.shape[0], size)
+    if how.scatter_dim == 0:
+        return _multiply(x, w, bias, None).view(size, rows, cols)
+    xs, ws = x.expand(size, *x.shape), w.view(size, cols, w.shape[1]).transpose(1, 2)
+    return torch.bmm(xs, ws) if bias is None else torch.baddbmm(bias.view(size, 1, cols), xs, ws)
 
 
 def all_to_all_matmul(

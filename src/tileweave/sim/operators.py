@@ -174,6 +174,8 @@ class Operators:
         """Seconds of the fused x [m, k] @ w [n, k].T whose parts along ``how.scatter_dim`` go to their ranks."""
         rows, cols = how.part(m, n, world)
         config = before_exchange_config(how, world, m, n, k, entries)
+        if config.kernel == "library":
+            return self.beside_the_library("all_to_all", world, m, n, k, itemsize)
         problem = Problem(world, cdiv(rows, config.tile_m) * config.tile_m, cols, k, itemsize, "bfloat16")
         schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
         return scatter_matmul(
