@@ -164,6 +164,7 @@ def refused(
         text = str(caught.value)
         parts = [text.index(part) for part in ("asked: ", "allowed: ", "remedy: ")]
         assert parts == sorted(parts), text
+    tw.close()  # peers would be told that this rank was refused
 
 
 def refused_alias(
@@ -175,6 +176,7 @@ def refused_alias(
         inputs = [memory[: torch.Size(shape).numel()].view(shape) for shape in (x, w)]
         with pytest.raises(tw.InputError, match="memory of its own"):
             getattr(tw, op)(*inputs, out=memory[512 : 512 + torch.Size(out).numel()].view(out), **(options or {}))
+    tw.close()
 
 
 def disagree(me: Member, op: str, options: dict[str, int] | None = None) -> str:

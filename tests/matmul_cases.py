@@ -17,7 +17,7 @@ from tests.near import TOLERANCE, assert_near
 from tileweave.config import MatmulConfig
 
 PARTIALS = 2.5  # times that absolute difference, where ranks' partial results are rounded before they are added
-EPS = 1e-6
+EPS = 0.05  # not the default
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 OUT, IN = "matmul_all_to_all", "all_to_all_matmul"
 PRIVATE = (AG, OUT, IN)  # whose weight, bias and result are each rank's own

@@ -57,7 +57,8 @@ OPERATORS = (
 def close(group: _dist.ProcessGroup | str | None = None) -> None:
     """Release the workspaces of ``group`` (None: all groups). Not collective: usable after a peer died.
 
-    A later call makes a new workspace, which is collective.
+    A later call makes a new workspace, which is collective. CUDA graphs captured before must not be replayed any more: what
+    they write to is gone. Capture them again.
     """
     _REGISTRY.close(_named(group))
 

@@ -142,9 +142,10 @@ def exchange_schedule_for(
     if how.gather_dim == 0:
         schedule = schedule_for(replace(p, rows=rows, depth=depth), c, rank, machine)
         return schedule, Parts(rank, size, depth, p.depth, step, True)
-    one = replace(c, band_sources=1, own_first=True, cut_bands=False)  # all sources are one, in rows
     blocks = size * cdiv(depth, c.tile_k)
-    schedule = schedule_for(replace(p, world_size=1, rows=rows, depth=blocks * c.tile_k), one, 0, machine)
+    schedule = schedule_for(
+        replace(p, world_size=1, rows=rows, depth=blocks * c.tile_k), c, 0, machine
+    )  # all sources are one, in rows
     chunk_rows, chunks = 1 << 30, 1
     if c.transport == "copy_engine":
         chunk_rows = cdiv(schedule.tile_rows, c.num_slices) * c.tile_m
@@ -162,7 +163,7 @@ def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: boo
     if plan.config is None or p.depth * p.itemsize % 32 == 0:
         return plan
     config = _for_rows_between_sectors(plan.config)
-    if config is plan.config:
+    if config == plan.config:
         return plan
     return replace(plan, config=config, reason=f"{plan.reason}; wider tiles, for rows at odd multiples of 16 bytes")
 
@@ -202,7 +203,7 @@ def _without_fusion(p: Problem, machine: Machine, interpreting: bool, purpose: s
         return Plan("local", f"a group of one rank has nothing to {purpose}")
     reason = why_unfused(p.world_size, (p.rows, p.cols, p.depth), machine, interpreting)
     if reason is None and p.rows * p.depth > MOST_ELEMENTS:
-        reason = f"{p.rows} x {p.depth} elements of x: kernels count them in 32 bits"
+        reason = f"more than {MOST_ELEMENTS} elements of x: kernels count them in 32 bits"
     return None if reason is None else Plan("unfused", reason)
 
 
@@ -232,7 +233,7 @@ def _plan_gpu(op: str, p: Problem, machine: Machine, rows: int, can_run: Callabl
     if p.depth * p.itemsize % 16:
         return Plan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes, which the copy hardware needs")
     if not any(can_run(e.config) for e in tuned_entries(op)):
-        return Plan("unfused", f"{p.rows} rows of K = {p.depth}: no measured configuration has tiles that fit")
+        return Plan("unfused", f"K = {p.depth}, or so few rows: no measured configuration has tiles that fit")
     entry = nearest(op, rows, p.cols, p.depth, can_run)
     return Plan("fused", f"as measured for M={entry.rows}, {entry.cols} local columns, K={entry.depth}", entry.config)
 
@@ -365,9 +366,7 @@ def plan_matmul_all_reduce(problem: Problem, machine: Machine, interpreting: boo
         return refused
     if machine.backend != "cpu":
         if p.rows > MEASURED_ALL_REDUCE_ROWS:
-            return Plan(
-                "unfused", f"{p.rows} rows: no measurement shows the fused kernel ahead above {MEASURED_ALL_REDUCE_ROWS}"
-            )
+            return Plan("unfused", f"above {MEASURED_ALL_REDUCE_ROWS} rows no measurement shows the fused kernel ahead")
         return _plan_gpu("matmul_all_reduce", p, machine, p.rows, lambda c: c.kernel == "library" or p.rows <= c.tile_m)
     if p.rows <= ONE_SHOT_ROWS:
         return Plan("fused", f"interpreted; {p.rows} rows, one shot", MatmulConfig("triton", "sm", 16, 32, 64, 1, 4, shots=1))

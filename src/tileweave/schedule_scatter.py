@@ -46,13 +46,6 @@ class ScatterSchedule(TileSchedule):
     chunk_rows: int = 1 << 20
 
     @property
-    def num_segments(self) -> int:
-        return 1
-
-    def segment(self, index: int) -> tuple[int, int]:
-        return 0, self.num_tiles
-
-    @property
     def chunks(self) -> int:
         """Chunks of one owner."""
         return cdiv(self.tile_rows, self.chunk_rows)
@@ -72,7 +65,7 @@ class ScatterSchedule(TileSchedule):
     def turn(self, tile: int) -> tuple[int, int, int]:
         """Tile number -> (how far behind rank + 1 its owner is, chunk of that owner, tile of that chunk)."""
         step, rest = divmod(tile, self.per_source)
-        return step, *divmod(rest, min(self.chunk_rows, self.tile_rows) * self.tile_cols)
+        return step, *divmod(rest, self.chunk_rows * self.tile_cols)
 
     def chunk_bounds(self, chunk: int) -> tuple[int, int]:
         """Chunk -> its tile rows [first, end) within an owner."""

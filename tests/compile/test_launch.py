@@ -15,6 +15,7 @@ import triton.language as tl
 from tests.compile.harness import Compiled, compile_kernel, offline
 from tests.compile.test_kernels import HOPPER_CASES, TRITON_CASES, compile_case
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -36,7 +37,7 @@ def every_kind_kernel(desc, x, flag, count, one, large, scale, SIZE: tl.constexp
 
 
 def every_kind() -> list[Any]:
-    desc = TensorDescriptor(torch.empty(64, 32), [64, 32], [32, 1], [16, 32])
+    desc = TensorDescriptor(torch.empty(64, 32), [64, 32], [32, 1], [16, 32], padding="nan")
     return [desc, torch.empty(64), True, 7, 1, 1 << 40, 0.5, 16]
 
 
@@ -96,7 +97,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     with offline("sm_90"):
         driver = launch.active.active
         monkeypatch.setattr(driver.utils, "fill_tma_descriptor_tiled", fill, raising=False)
-        monkeypatch.setattr(driver, "get_current_stream", lambda device: STREAM)
+        monkeypatch.setattr(driver, "get_current_stream", lambda device: STREAM + len(found.launches))
         monkeypatch.setattr(launch, "_launch_function", lambda: note)
         monkeypatch.setattr(launch, "_map_offset", lambda: 128)
         monkeypatch.setattr(nvidia, "TMA_DTYPE_DEVICE_TO_HOST", dict(enumerate(range(16))))
@@ -138,9 +139,14 @@ def test_a_launch_writes_what_changed(notes: SimpleNamespace) -> None:
     sizes = [seen[f"desc.{what}"] for what in ("shape0", "shape1", "stride0", "stride1")]
     assert sizes == [64, 32, 32, 1] and (seen["global_scratch"], seen["profile_scratch"]) == (0, 0)
     assert [address for address, _ in notes.maps] == [arguments[0].base.data_ptr(), 8192]
+    (meta,) = found._compiled.metadata.tensordesc_meta
+    kind = (meta["swizzle"], meta["elem_size"], meta["elem_type"])
+    assert notes.maps[-1][1] == (*kind, meta["block_size"], [64, 32], [32, 1], 1), "padded with NaN"
     first = seen["desc"]
+    assert first == id(found._maps[0]._made[-1]) + 128, "behind the header"
     found((4096, 10), (16384,))
     assert parameters(found, at)["count"] == 10 and parameters(found, at)["desc"] != first
+    assert notes.launches[-1][0].stream == STREAM + 1, "the current one"
     found((4096, 11), (8192,))
     assert parameters(found, at)["desc"] == first, "the map of an address is kept"
     assert len(notes.maps) == 3
@@ -150,7 +156,21 @@ def test_few_maps_are_kept(notes: SimpleNamespace) -> None:
     found = prepared(every_kind())
     for n in range(3 * launch._MAX_MAPS):
         found((4096, n), (16 * n,))
-    assert len(found._maps[0].known) <= launch._MAX_MAPS
+        assert len(found._maps[0].known) == len(found._maps[0]._made) <= launch._MAX_MAPS
+
+
+def test_maps_of_a_triton_that_knows_one_kind(notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = launch.active.active.utils
+    monkeypatch.setattr(utils, "fill_tma_descriptor", utils.fill_tma_descriptor_tiled, raising=False)
+    monkeypatch.delattr(utils, "fill_tma_descriptor_tiled")
+    prepared(every_kind())
+    assert notes.maps
+
+
+@pytest.mark.parametrize(("size", "offset"), [(192, 64), (256, 128), (136, None)])
+def test_maps_are_where_they_are_known_to_be(size: int, offset: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvidia, "PyCUtensorMap", SimpleNamespace(__basicsize__=size), raising=False)
+    assert launch._map_offset.__wrapped__() == offset
 
 
 def test_a_refused_launch_raises(notes: SimpleNamespace) -> None:
@@ -164,13 +184,16 @@ def test_what_is_not_plain_is_left_to_triton(notes: SimpleNamespace, monkeypatch
     arguments = every_kind()
     compiled = compiled_by_a_device(arguments)
     assert launch.prepare(None, 3, arguments, ["x"]) is None, "the interpreter compiles nothing"
-    for change in ({"num_ctas": 2}, {"launch_pdl": True}, {"global_scratch_size": 8}, {"tensordesc_meta": None}):
+    changes = ({"num_ctas": 2}, {"launch_cooperative_grid": True}, {"launch_pdl": True}, {"tensordesc_meta": None})
+    scratch = ({"global_scratch_size": 8}, {"profile_scratch_size": 8})
+    for change in (*changes, *scratch, {"target": GPUTarget("hip", "gfx942", 64)}):
         changed = SimpleNamespace(src=compiled.src, function=FUNCTION, metadata=compiled.metadata._replace(**change))
         assert launch.prepare(changed, 3, arguments, ["x"]) is None, change
+    assert launch.prepare(compiled, 3, arguments, ["x"]) is not None
+    no_device = SimpleNamespace(src=compiled.src, function=None, metadata=compiled.metadata)
+    assert launch.prepare(no_device, 3, arguments, ["x"]) is None
     monkeypatch.setattr(launch, "_map_offset", lambda: None)
     assert launch.prepare(compiled, 3, arguments, ["x"]) is None, "Triton keeps its maps elsewhere"
-    compiled.function = None
-    assert launch.prepare(compiled, 3, arguments, ["x"]) is None, "no device"
 
 
 def test_listeners_of_triton_are_noticed() -> None:
@@ -181,6 +204,31 @@ def test_listeners_of_triton_are_noticed() -> None:
         assert launch.hooked()
     finally:
         knobs.runtime.launch_enter_hook.remove(listener)
+
+
+def test_what_is_listened_to_is_launched_by_triton(notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, made, listener = every_kind(), [], lambda metadata: None
+    found = prepared(arguments)
+    monkeypatch.setattr(launch, "prepare", lambda *rest: made.append(rest) or found)
+    launches = launch.Launches(every_kind_kernel, ["x", "count"], ["desc"])
+    for listening, seen in ((False, 0), (False, 1), (True, 1), (False, 2)):
+        if listening:
+            knobs.runtime.launch_enter_hook.add(listener)
+        try:
+            launches(3, "one", lambda: arguments, (4096, 9), (8192,))
+        finally:
+            if listening:
+                knobs.runtime.launch_enter_hook.remove(listener)
+        assert (len(notes.launches), len(made)) == (seen, 1)
+
+
+def test_registers_are_limited_where_a_compiler_can() -> None:
+    for target, options in (("sm_90", {"maxnreg": 96}), ("gfx942", {})):
+        with offline(target):
+            assert launch.limit_registers(96) == options
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = True
+        assert launch.limit_registers(96) == {}
 
 
 def test_lookups_are_launched_again_with_what_changed(notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

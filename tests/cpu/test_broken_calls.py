@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
 import torch
-from tests.calling import unfused
+from tests.calling import refusal, unfused
 from tests.worlds import Member, Worlds
 
 import tileweave as tw
@@ -52,6 +53,8 @@ def breaks_off(op: str, where: str) -> Iterator[None]:
     with ExitStack() as patches:
         if where == "no memory for the result":
             patches.enter_context(mock.patch.object(HOSTS[op], "run_fused", side_effect=torch.OutOfMemoryError))
+        elif where in REFUSES:
+            patches.enter_context(mock.patch.object(HOSTS[op], REFUSES[where], side_effect=tw.InputError))
         elif where == "no memory behind begin":
             patches.enter_context(mock.patch.object(CpuTransport, "order", side_effect=torch.OutOfMemoryError))
         else:
@@ -65,7 +68,8 @@ def breaks_off(op: str, where: str) -> Iterator[None]:
         yield
 
 
-WHERE = ("no memory for the result", "no memory behind begin", "interrupted")
+REFUSES = {"refused": "_as_called", "refused in the operator": "accept"}
+WHERE = ("no memory for the result", "no memory behind begin", "interrupted", *REFUSES)
 
 
 def within_a_second(me: Member, body: Callable[..., list[str]], *arguments: object) -> list[str]:
@@ -163,3 +167,19 @@ def test_ranks_capture_alike(world, op: str) -> None:
     for rank, found in enumerate(world.run(within_a_second, one_rank_captures, op)):
         assert "WRONG" not in found and found[-1] == "right", (rank, found)
         assert "RankMismatchError" in found or "PeerTimeout" in found, (rank, found)
+
+
+def refuse_alone(me: Member, debug: str, tracing: bool) -> float:
+    """The other rank does not call, and is told in vain, if at all."""
+    x = torch.zeros(2, 16)[:, :8]  # not contiguous
+    patches, began = mock.patch.dict(os.environ, TILEWEAVE_DEBUG=debug, TILEWEAVE_TIMEOUT="2"), time.monotonic()
+    with patches, mock.patch.object(torch.compiler, "is_compiling", return_value=tracing):
+        assert not me.rank or refusal(tw.all_gather_matmul, x, torch.zeros(4, 8)).startswith("InputError")
+    waited = time.monotonic() - began
+    tw.close()
+    return waited
+
+
+@pytest.mark.parametrize(("debug", "tracing", "waits"), [("0", False, False), ("1", True, False), ("1", False, True)])
+def test_who_refuses_alone_waits_if_debugging(world, debug: str, tracing: bool, waits: bool) -> None:
+    assert (world.run(refuse_alone, debug, tracing)[1] > 1) == waits

@@ -116,6 +116,12 @@ def test_plans_are_compared_as_things() -> None:
     assert one == one and one != other and len({one, other}) == 2
 
 
+def test_fields_of_a_plan_begin_at_16_bytes() -> None:
+    """As kernels are compiled for."""
+    plan = reference_plan(torch.zeros(3, 5, 3, dtype=torch.int64), 1, 18)
+    assert all(field.storage_offset() % 4 == 0 for field in plan.fields)
+
+
 # --- Debugging ---
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import combining, experts
+from tests.calling import refusal, run_either
 from tests.worlds import Member, Worlds, one_shot
 
 import tileweave as tw
@@ -20,6 +21,24 @@ from tileweave.ops.registry import name_of
 @pytest.fixture
 def world(worlds: Worlds):
     return worlds("gloo", 2)
+
+
+def inference_results(me: Member) -> list[str]:
+    """Whether ``out=`` made under inference_mode is taken does not depend on the path of a call."""
+    x, w = torch.ones(4, 8), torch.ones(6, 8)
+    with torch.inference_mode():
+        out, wide = torch.empty(4, 6), torch.empty(4 * me.world_size, 6)
+        taken = tw.matmul_all_reduce(x, w, out=out)
+    assert torch.equal(taken, torch.full((4, 6), 8.0 * me.world_size))
+    calls = (lambda: tw.matmul_all_reduce(x, w, out=out), lambda: tw.all_gather_matmul(x, w, out=wide))
+    with torch.no_grad():
+        return [refusal(call) for call in calls]
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_results_made_under_inference_mode(world, interpreted: bool) -> None:
+    for said in run_either(world, interpreted, inference_results):
+        assert all(text.startswith("InputError: asked:") and "inference_mode" in text for text in said), said
 
 
 # --- Layers ---

@@ -105,6 +105,14 @@ def test_whole_tables_have_one_dtype(world) -> None:
     assert world.run(dtype_of_whole_tables) == [[torch.bfloat16]] * 2
 
 
+def whole_tables_of_none(me: Member) -> list[torch.Tensor]:
+    return ShardedEmbeddingBag([]).whole_tables()
+
+
+def test_there_may_be_no_tables(world) -> None:
+    assert world.run(whole_tables_of_none) == [[]] * 2
+
+
 # --- Ids ---
 
 
@@ -141,6 +149,19 @@ def plans_refused(me: Member) -> list[str]:
 def test_a_plan_of_other_tokens_and_a_result_in_its_input_are_refused(world) -> None:
     for tokens, rows, alias in world.run(plans_refused):
         assert "2 tokens with ids of 4" in tokens and "plan" in rows and "storage of an input" in alias
+
+
+def changed_in_place(me: Member) -> float:
+    y, plan = tw.dispatch_grouped_matmul(torch.ones(4, 4), torch.ones(2, 8, 4), torch.zeros(4, 1, dtype=torch.int64))
+    down = torch.ones(2, 4, 8, requires_grad=True)
+    with unfused(me):
+        tw.grouped_matmul_combine(y, down, plan).add_(1).sum().backward()
+    return float(down.grad.abs().sum())
+
+
+def test_unfused_sums_of_experts_may_be_changed(world) -> None:
+    first, second = world.run(changed_in_place)
+    assert first > 0 == second
 
 
 # --- All operators ---
@@ -243,6 +264,7 @@ def unfused_calls_that_differ(me: Member) -> list[str]:
     rows, w = 4 + 2 * me.rank, torch.ones(6, 8)
     x, ids = torch.ones(rows, 8), torch.zeros(rows, 2, dtype=torch.int32)
     group, split = dist.group.WORLD, [3, 3 + me.rank]
+    numbers = torch.ones(6, dtype=torch.int32 if me.rank else torch.float32)
     with unfused(me):
         found = [
             refusal(tw.all_gather_matmul, x, w),
@@ -251,6 +273,7 @@ def unfused_calls_that_differ(me: Member) -> list[str]:
             refusal(tw.matmul_all_to_all, x, w, scatter_dim=0, gather_dim=1),
             refusal(tw.dispatch_grouped_matmul, x, torch.ones(2, 6, 8), ids),
             refusal(tw.all_gather_matmul if me.rank else tw.matmul_all_reduce, x[:4], w),
+            refusal(collectives.all_to_all_whole, numbers, [3, 3], [3, 3], group),
             refusal(collectives.all_to_all_whole, torch.ones(sum(split)), split, [3, 3], group),
         ]
         right = tw.all_gather_matmul(x[:4], w)
@@ -263,3 +286,15 @@ def test_unfused_calls_that_do_not_match_raise_on_every_rank(world) -> None:
     *refused, after = first
     assert after == "" and all(text.startswith("RankMismatchError: asked: rank") for text in refused), refused
     assert "sends 4 elements to rank 1, which expects 3" in refused[-1]
+
+
+SUMS = {torch.float16: (2048, 1, 1), torch.float32: (1e8, 1, -1e8), torch.float64: (1 + 2**-40, 1, 0)}  # one of each rank
+
+
+def sums_of_all(me: Member) -> list[float]:
+    mine = [torch.tensor([parts[me.rank]], dtype=dtype) for dtype, parts in SUMS.items()]
+    return [float(collectives.all_reduce(x, dist.group.WORLD)) for x in mine]
+
+
+def test_sums_are_in_rank_order_and_rounded_once(worlds: Worlds) -> None:
+    assert worlds("gloo", 3).run(sums_of_all) == [[2050.0, 0.0, 2 + 2**-40]] * 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests import backward, combining, embedding, embedding_backward, experts, moe, sharded_embedding
+from tests import backward, behaviour, combining, embedding, embedding_backward, experts, moe, sharded_embedding
 from tests.calling import call_unfused
 from tests.matmul_cases import AG, AR, IN, OUT, RS, Case
 from tests.worlds import Worlds
@@ -17,12 +17,14 @@ TABLES = [
     embedding.Case(((8,), (4,)), 6, stray=True),
     embedding.Case(((4,), ()), 6),
 ]
+LOOKED_UP = [*TABLES, embedding.Case(((8,), (4,)), 6, stray=True, weighted=True)]
 STEPS = embedding.Case(((8,), (4, 4)), 10, longest=3, rows=5)
 ROUTED = [experts.Case((4, 0, 5), depth=16), experts.Case((3,), routing="holes")]
 DISPATCHED = [experts.Case((5, 0, 9)), experts.Case((5,), depth=16, routing="holes")]
 COMBINED = [experts.Case((3, 0, 6), experts=2, depth=16, cols=24)]
 SPARE = [experts.Case((3, 0, 6), experts=2, depth=16, cols=24, spare=2)]
 LAYERS = [moe.Layer((5,), shared=8), moe.Layer((3, 0, 4), topk=3, normalize=False)]
+NORMED = Case(7, 18, 40, bias=True, residual=True, norm=True, op=AR)
 
 
 def dense(op: str, how: tuple[int, int] | None) -> list[Case]:
@@ -35,6 +37,12 @@ CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
     AR: (backward.gradients, (dense(AR, None),)),
     OUT: (backward.gradients, (dense(OUT, (1, 0)),)),
     IN: (backward.gradients, (dense(IN, (0, 1)),)),
+    "results of a gather": (behaviour.public_calls, (dense(AG, None), "unfused")),
+    "results of a reduction": (behaviour.public_calls, (dense(RS, None), "unfused")),
+    "results of an all-reduce": (behaviour.public_calls, ([*dense(AR, None), NORMED], "unfused")),
+    "results of an exchange": (behaviour.public_calls, ([*dense(OUT, (1, 0)), *dense(OUT, (0, 1))], "unfused")),
+    "results behind an exchange": (behaviour.public_calls, ([*dense(IN, (0, 1)), *dense(IN, (1, 0))], "unfused")),
+    "lookups": (embedding.public_calls, (LOOKED_UP, "unfused")),
     "tables": (embedding_backward.gradients, (TABLES, False)),
     "tables, sparse": (embedding_backward.gradients, (TABLES, True)),
     "sgd": (embedding_backward.fused_steps, (STEPS, "sgd")),

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from tileweave.config import (
     MEASURED_ALL_REDUCE_ROWS,
+    Entry,
     MatmulConfig,
     Plan,
     Problem,
+    nearest,
     plan_all_gather_matmul,
     plan_all_to_all_matmul,
     plan_matmul_all_reduce,
@@ -148,6 +150,9 @@ def test_rows_between_sectors_get_wider_tiles() -> None:
         and few.config.transport == "sm"
         and few.config in [e.config for e in tuned_entries("all_gather_matmul")]
     )
+    for cols in (2560, 7168):  # measured with wide tiles, and configured alike
+        wide = plan_all_gather_matmul(problem(rows=2048, cols=cols, depth=8200), H200, False)
+        assert wide.config in [e.config for e in tuned_entries("all_gather_matmul")] and "odd multiples" not in wide.reason
 
 
 def test_float32_is_unfused_on_gpus_only() -> None:
@@ -208,10 +213,11 @@ def test_a_plan_of_a_reduction_can_run(plan_for: Callable[..., Plan], p: Problem
     if machine.backend == "cuda":
         ring = (config.tile_m + config.tile_n) * config.tile_k * p.itemsize * config.num_stages
         assert ring <= SHARED_BYTES[machine], f"{config!r}: {ring} bytes of shared memory"
+    assert config.transport == "copy_engine" or schedule.chunks == 1
     if config.transport == "copy_engine":
         assert plan_for is plan_matmul_reduce_scatter, "the second shot is marked data"
         assert not schedule.spans_shards, "a copy engine takes whole tiles"
-        assert schedule.chunks <= MAX_SLICES
+        assert schedule.chunks <= config.num_slices
         assert 0 <= schedule.pitch - p.cols < 8 and schedule.pitch % 8 == 0, "rows begin where TMA can write"
 
 
@@ -235,7 +241,7 @@ def test_what_no_reduction_fuses(plan_for: Callable[..., Plan]) -> None:
         (problem(9), "world size 9"),
         (problem(rows=0), "zero"),
         (problem(dtype="float32"), "float32"),
-        (problem(depth=8191), "16 bytes"),
+        (problem(depth=8188), "16 bytes"),
     ):
         plan = plan_for(p, H200, False)
         assert plan == Plan("unfused", plan.reason)
@@ -250,13 +256,50 @@ def test_many_rows_go_by_copy_engine(cols: int) -> None:
     assert [plan.config.transport for plan in plans] == ["sm", "copy_engine"]
 
 
+def test_shards_lower_than_a_tile_do_not_go_by_copy_engine() -> None:
+    """Where the nearest measured shape does."""
+    plans = [plan_matmul_reduce_scatter(problem(8, rows=rows, cols=1024, depth=2**16), H200, False) for rows in (127, 128)]
+    assert [plan.config.transport for plan in plans] == ["sm", "copy_engine"]
+
+
 def test_few_rows_go_in_one_shot() -> None:
     plans = [plan_matmul_all_reduce(problem(rows=rows, cols=8192), H200, False) for rows in (1, 16, 256, 512)]
     assert [plan.config.shots for plan in plans] == [1, 1, 2, 2]
     assert [plan.config.kernel for plan in plans] == ["triton", "triton", "library", "library"]
     above = plan_matmul_all_reduce(problem(rows=MEASURED_ALL_REDUCE_ROWS + 1), H200, False)
     assert above.path == "unfused" and str(MEASURED_ALL_REDUCE_ROWS) in above.reason
+    assert plan_matmul_all_reduce(problem(rows=17, cols=64, depth=64), H200, False).config.tile_m == 32, "one tile of rows"
     assert [plan_matmul_all_reduce(problem(rows=rows), CPU, True).config.shots for rows in (16, 17)] == [1, 2]
+
+
+# --- Exchanges ---
+
+
+def test_parts_of_ragged_columns_go_unfused() -> None:
+    plans = [plan_matmul_all_to_all(problem(rows=512, cols=cols), H200, False) for cols in (2560, 2564)]
+    assert [plan.path for plan in plans] == ["fused", "unfused"] and "16 bytes" in plans[1].reason
+
+
+def test_parts_lower_than_the_tiles_that_fit_go_unfused() -> None:
+    plans = [plan_all_to_all_matmul(problem(8, rows=rows, depth=192), H200, False) for rows in (127, 128)]
+    assert [plan.path for plan in plans] == ["unfused", "fused"]
+
+
+# --- Measured shapes ---
+
+LARGE = (plan_all_gather_matmul, plan_matmul_reduce_scatter, plan_matmul_all_to_all, plan_all_to_all_matmul)
+
+
+@pytest.mark.parametrize("plan_for", LARGE, ids=lambda plan_for: plan_for.__name__)
+def test_what_was_measured_are_the_rows_of_all_ranks(plan_for: Callable[..., Plan]) -> None:
+    assert "M=16384" in plan_for(problem(rows=4096), H200, False).reason
+
+
+def test_rows_decide_most_about_which_shape_is_near() -> None:
+    config = tuned_entries("all_gather_matmul")[0].config
+    far, near, farther = (Entry(*sizes, None, config) for sizes in ((2048, 512, 512), (1024, 1536, 512), (1024, 512, 2560)))
+    for shapes, nearer in (((far, near, farther), near), ((farther, far), far)):
+        assert nearest("", 1024, 512, 512, entries=shapes) is nearer
 
 
 def test_shards_beyond_32_bits_go_unfused() -> None:

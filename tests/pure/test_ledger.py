@@ -102,6 +102,22 @@ def test_a_call_that_one_rank_made_and_another_broke_off_is_found(posted: bool, 
         broken.post("op", 6)
 
 
+def test_who_is_told_of_an_earlier_call_has_not_announced_the_next() -> None:
+    """Or a peer that broke off there, too, a moment later, would wait for it."""
+    told, late = ledgers(2)
+    told.post("op", 5)
+    told.break_off(True)
+    late._pages[1][1] = 5 << 32 | 1  # in that call still
+    late.calls = 1
+    with pytest.raises(tw.RankMismatchError):
+        told.post("op", 6)
+    assert told.calls == 1
+    told.break_off(False)
+    late.break_off(True)
+    with pytest.raises(tw.RankMismatchError, match="a call of rank 0 broke off"):
+        late.post("op", 6)
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_a_call_that_breaks_off_on_every_rank_is_no_difference(ahead: int) -> None:
     """Wherever in the call, and however far one rank is ahead of the other."""

@@ -147,7 +147,7 @@ def test_counters_are_zero_and_grow_alone(instance: Instance, transport: NotingT
     instance.reserve(1000, counters=4)
     transport.events.clear()
     instance.reserve(1000, counters=132)
-    assert transport.events == [], "counters are local: growing them is not collective"
+    assert transport.events == ["synchronize"], "counters are local: growing them is not collective"
     assert instance.counters.numel() >= 132
     assert not instance.counters.any()
 
@@ -213,12 +213,29 @@ def test_memory_of_a_graph_is_kept(instance: Instance, transport: NotingTranspor
     instance.cache["plan of a push"] = torch.zeros(3)
     transport.buffers.clear()
     instance.reserve(100_000, counters=132)
-    retired = [kept for kept in instance._retired if kept is not None]
+    retired = [kept for kept in instance._held if kept is not None]
     assert any(isinstance(kept, SymmetricBuffer) and kept.local.data_ptr() == held[0] for kept in retired)
     assert any(isinstance(kept, torch.Tensor) and kept.data_ptr() == held[1] for kept in retired)
     assert any(kept is table for kept in retired), "kernels look peers up there"
     assert any(isinstance(kept, dict) and "plan of a push" in kept for kept in retired)
     assert not instance.cache
+
+
+def test_what_no_graph_has_seen_is_let_go(instance: Instance, transport: NotingTransport, monkeypatch) -> None:
+    """Who captured once, and serves ever new sizes, holds what that graph needs and no more."""
+    monkeypatch.setattr(workspace, "MOST_KEPT", 4)
+    instance.reserve(1000, counters=4)
+    transport.is_capturing = True
+    instance.begin()
+    instance.begin()
+    transport.is_capturing = False
+    held = list(instance._held)
+    assert len(held) == 4
+    for size in range(2, 20):
+        instance.reserve(1000 * size, counters=4 * size)
+        instance.keep(size, object())
+    assert all(any(kept is one for one in held) for kept in instance._held) and len(instance._held) == 4
+    assert len(instance.cache) <= 4
 
 
 def test_calls_of_ever_new_sizes_are_forgotten(instance: Instance, transport: NotingTransport, monkeypatch) -> None:
@@ -231,10 +248,12 @@ def test_calls_of_ever_new_sizes_are_forgotten(instance: Instance, transport: No
     transport.is_capturing = False
     instance.keep("new", object())
     assert list(instance.cache) == ["new"] and transport.events == ["synchronize"]
-    instance.captured, graphs = True, instance.cache
+    transport.is_capturing = True
+    instance.begin()
+    transport.is_capturing, graphs = False, instance.cache
     for size in range(4):
         instance.keep(size, object())
-    assert any(kept is graphs for kept in instance._retired) and len(graphs) == 4, "a graph may read what stands there"
+    assert any(kept is graphs for kept in instance._held) and len(graphs) == 4, "a graph may read what stands there"
     accepted = workspace.Recent()
     for size in range(9):
         accepted[size] = size

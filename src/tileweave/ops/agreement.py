@@ -14,6 +14,7 @@ import torch
 
 from tileweave.errors import InputError, PeerTimeout, RankMismatchError
 from tileweave.ops.registry import agree, debugging, group_of
+from tileweave.transport.workspace import REGISTRY
 
 T = TypeVar("T")
 
@@ -26,12 +27,17 @@ def check_together(op: str, group_name: str, signature: Mapping[str, object], ch
 
 
 def check_own(op: str, group_name: str, check: Callable[..., T], *args: object) -> T:
-    """``check(*args)``, of this rank's arguments. Its :class:`InputError` is told to peers first, who may be waiting to agree;
-    nobody waits while torch traces."""
+    """``check(*args)``, of this rank's arguments. Its :class:`InputError` is written down, as what breaks off, and told to
+    peers first where somebody debugs, since they may be waiting to agree. Not while torch traces."""
     try:
         return check(*args)
     except InputError as error:
-        if not torch.compiler.is_compiling() and debugging():
+        if torch.compiler.is_compiling():
+            raise
+        if debugging():
             with suppress(RankMismatchError, PeerTimeout):  # the own one says more
                 agree(group_of(group_name), {"op": op, "refused": str(error)})
+        if args:  # else an operator's own, which sees to it
+            devices = [a.device for a in args if isinstance(a, torch.Tensor)]
+            REGISTRY.break_off(group_name, devices[0] if devices else torch.device("cpu"), False)
         raise

@@ -81,14 +81,14 @@ def _partial(
 # --- Exchanges ---
 
 
-def exchange(x: torch.Tensor, how: Exchange, group: dist.ProcessGroup, out: torch.Tensor | None = None) -> torch.Tensor:
+def exchange(x: torch.Tensor, how: Exchange, group: dist.ProcessGroup) -> torch.Tensor:
     """All-to-all of [rows, cols]: part p along ``scatter_dim`` to rank p; what came stands along ``gather_dim``, by rank."""
     size = dist.get_world_size(group)
     if size == 1:
-        return x if out is None else out.copy_(x)
+        return x
     rows, cols = how.part(x.shape[0], x.shape[1], size)
     parts = x.view(size, rows, cols) if how.scatter_dim == 0 else x.view(rows, size, cols).transpose(0, 1).contiguous()
-    return _exchange_parts(parts, how, group, out)
+    return _exchange_parts(parts, how, group, None)
 
 
 def _exchange_parts(parts: torch.Tensor, how: Exchange, group: dist.ProcessGroup, out: torch.Tensor | None) -> torch.Tensor:

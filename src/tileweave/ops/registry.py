@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tileweave.config import Plan
-from tileweave.errors import InputError, TileweaveError, UnsupportedError
+from tileweave.errors import InputError, RankMismatchError, TileweaveError, UnsupportedError
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.topology import CPU, Machine
 from tileweave.transport import collectives
@@ -61,12 +61,16 @@ def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Calla
     changed = [(at, words[1]) for at, words in enumerate(_arguments(schema)) if "!)" in words[0]]
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        written = [t for at, name in changed for t in _tensors([kwargs[name] if name in kwargs else args[at]])]
+        if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in written):
+            raise InputError(
+                f"asked: {schema.split('(', 1)[0]} into a tensor made under inference_mode, outside of it; allowed: under "
+                "torch.inference_mode(), or a tensor made outside; remedy: one of them"
+            )
         result = implementation(*args, **kwargs)
-        for at, name in changed:
-            value = kwargs[name] if name in kwargs else args[at]
-            for t in value if isinstance(value, (list, tuple)) else (value,):
-                if t is not None and not t.is_inference():
-                    torch.autograd.graph.increment_version(t)
+        for t in written:
+            if not t.is_inference():
+                torch.autograd.graph.increment_version(t)
         return result
 
     return call
@@ -131,8 +135,9 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
         try:
             result = implementation(*args, **kwargs)
             done = True
-        except TileweaveError:
-            done = True
+        except TileweaveError as error:
+            # all ranks have others, or wait no more; and what is written differently there stays for peers to find
+            done = not isinstance(error, InputError) or (CALL.posted and isinstance(error, RankMismatchError))
             raise
         finally:
             if not done:

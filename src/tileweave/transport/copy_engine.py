@@ -14,7 +14,6 @@ from functools import lru_cache
 
 import torch
 
-from tileweave.errors import UnsupportedError
 from tileweave.transport.base import Copies, Copy
 
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
@@ -112,10 +111,7 @@ def driver() -> ctypes.CDLL:
 
 def _checked(status: int, what: str) -> None:
     if status:
-        raise UnsupportedError(
-            f"asked: {what}; allowed: what the CUDA driver can do between these devices (it returned {status}); "
-            "remedy: check peer access with `tileweave doctor`"
-        )
+        raise RuntimeError(f"the driver refused {what}: it returned {status}; `tileweave doctor` checks peer access")
 
 
 class _Graph:

@@ -45,9 +45,15 @@ class Ledger:
         self._compared = [0] * len(blocks)
 
     def post(self, op: str, mark: int) -> None:
-        """Write down that ``op`` is called next, with ``mark``; raise :class:`RankMismatchError` if a peer calls another."""
+        """Write down that ``op`` is called next, with ``mark``; raise :class:`RankMismatchError` if a peer calls another.
+
+        Earlier calls are compared before: who is told of one of those does not make this one, so peers must not find it.
+        """
         if not self._pages:
             return
+        for peer, page in self._peers:
+            if self._compared[peer] < self.calls:
+                self._compare(op, peer, page, self.calls + 1)
         self.calls = number = self.calls + 1
         place = number % PLACES
         self._pages[self._rank][place] = word = (mark & _NUMBER) << 32 | number & _NUMBER
@@ -55,7 +61,7 @@ class Ledger:
             if page[place] == word and self._compared[peer] == number - 1:  # most often, so first
                 self._compared[peer] = number
             else:
-                self._compare(op, peer, page)
+                self._compare(op, peer, page, number)
 
     def break_off(self, posted: bool) -> None:
         """This rank's last call, or one that it did not come to write down, was not made, for a reason of its own."""
@@ -68,9 +74,10 @@ class Ledger:
     def compare(self, op: str) -> None:
         """Look at what peers have written for the calls that this rank has made."""
         for peer, page in self._peers:
-            self._compare(op, peer, page)
+            self._compare(op, peer, page, self.calls)
 
-    def _compare(self, op: str, peer: int, page: Any) -> None:
+    def _compare(self, op: str, peer: int, page: Any, current: int) -> None:
+        """``current``: the number of the call that this rank is in."""
         last = self.calls
         number = max(self._compared[peer] + 1, last - PLACES + 1)
         while number <= last:
@@ -79,14 +86,13 @@ class Ledger:
             if theirs != self._pages[self._rank][place]:
                 ahead = (theirs - number) & _NUMBER
                 if ahead == 0:
-                    self._refuse(op, peer, number, theirs >> 32 == _BROKEN)
+                    self._refuse(op, peer, number, theirs >> 32 == _BROKEN, current - number)
                 if ahead >= _HALF:  # an older call stands there: the peer has not come so far
                     break
             number += 1  # the same, or overwritten by a peer that is far ahead
         self._compared[peer] = number - 1
 
-    def _refuse(self, op: str, peer: int, number: int, theirs_broke: bool) -> None:
-        ago = self.calls - number
+    def _refuse(self, op: str, peer: int, number: int, theirs_broke: bool, ago: int) -> None:
         what = f"{op} on rank {self._rank}" if ago == 0 else f"a call on rank {self._rank}, {ago} before its last one,"
         where, remedy = f"rank {peer} calls something else", f"look at what rank {peer} passes (TILEWEAVE_DEBUG=1 shows it)"
         if theirs_broke or self._pages[self._rank][number % PLACES] >> 32 == _BROKEN:

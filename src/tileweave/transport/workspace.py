@@ -105,7 +105,7 @@ class Instance:
         self.control = torch.tensor(_first_words(self.seconds), dtype=torch.int32, device=transport.device)
         self.counters = torch.zeros(0, dtype=torch.int32, device=transport.device)
         self._slots: SymmetricBuffer | None = None
-        self._retired: list[object] = []
+        self._held: list[object] = []  # what graphs read and write
         self.slot_table = torch.zeros(0)
         self.slot_bytes = self.num_slots = 0
         self.regions = Regions(0)
@@ -143,7 +143,7 @@ class Instance:
     def _grow(self, slot_bytes: int, counters: int, slots: int) -> None:
         if counters > self.counters.numel():
             self._refuse_capture("more tile counters")
-            self._retired.append(self.counters)
+            self.transport.synchronize()  # copies may still wait for these
             self.counters = torch.zeros(counters, dtype=torch.int32, device=self.transport.device)
             self._forget()
         if slot_bytes <= self.slot_bytes and slots <= self.num_slots:
@@ -152,8 +152,6 @@ class Instance:
         self._refuse_capture(f"{slots} slots of {slot_bytes} bytes where {self.num_slots} of {self.slot_bytes} exist")
         self.transport.synchronize()
         self.transport.barrier()
-        if self.captured:  # a graph still points there
-            self._retired += [self._slots, self.slot_table]
         self._slots, self.slot_bytes, self.num_slots = None, 0, 0  # if this fails, the next call makes room again
         self._forget()
         size = -(-slot_bytes // _ALIGN) * _ALIGN
@@ -174,19 +172,24 @@ class Instance:
         self.cache[key] = value
 
     def _forget(self) -> None:
-        """A new cache, for what is about to stand elsewhere. A graph still reads tables that stand in the old one."""
-        if self.captured:
-            self._retired.append(self.cache)
+        """An empty cache, for what is about to stand elsewhere."""
+        if any(self.cache is one for one in self._held):
             self.cache = {}
         else:
             self.cache.clear()
 
+    def _hold(self) -> None:
+        """A graph is captured: it will read and write where things stand now, so that must outlive what takes its place."""
+        for part in (self.cache, self._slots, self.slot_table, self.counters):
+            if not any(part is one for one in self._held):
+                self._held.append(part)
+
     def close(self) -> None:
         """Let go of everything: what is cached refers to this instance, so memory would stay until Python collects garbage."""
-        for cache in (self.cache, *self._retired):
+        for cache in (self.cache, *self._held):
             if isinstance(cache, dict):
                 cache.clear()
-        self._retired.clear()
+        self._held.clear()
 
     def _refuse_capture(self, what: str) -> None:
         if self.transport.capturing():
@@ -203,10 +206,15 @@ class Instance:
         """
         self.check()
         capturing = self.transport.capturing()
-        self.captured |= capturing
+        if capturing:
+            self.captured = True
+            self._hold()
         if mark:
-            CALL.posted = True
-            self.ledger.post(self.op, mark + self.captured)  # who has captured takes other slots than who has not
+            calls = self.ledger.calls
+            try:
+                self.ledger.post(self.op, mark + self.captured)  # who has captured takes other slots than who has not
+            finally:
+                CALL.posted = self.ledger.calls > calls
         stream = self.transport.order()
         if region is not None and not capturing:
             self.regions.order(region, stream)
