@@ -70,7 +70,9 @@ def test_parity_of_the_kernel_that_steps_in(largest: World) -> None:
 
 
 def test_public_calls(largest: World) -> None:
-    cases = [Case(16, 256, 512, "bfloat16", bias=True), Case(520, 256, 512, "float16", bias=True)]
+    cases = [
+        Case(rows, cols, 512, dtype, bias=True) for rows, dtype in ((16, "bfloat16"), (520, "float16")) for cols in (256, 252)
+    ]
     largest.run(behaviour.public_calls, cases, "fused", timeout=120)
     largest.run(behaviour.public_calls, [Case(16, 64, 100, "float32", bias=True)], "unfused")
 

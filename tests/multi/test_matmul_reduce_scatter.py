@@ -57,7 +57,9 @@ def test_parity_in_each_world(world: World) -> None:
 
 
 def test_public_calls(largest: World) -> None:
-    cases = [case(16, 512, 256, bias=True), case(520, 512, 256, "float16", bias=True)]
+    cases = [
+        case(rows, cols, 256, dtype, bias=True) for rows, dtype in ((16, "bfloat16"), (520, "float16")) for cols in (512, 508)
+    ]
     largest.run(behaviour.public_calls, cases, PATH, timeout=120)
     largest.run(behaviour.public_calls, [case(16, 64, 100, "float32", bias=True)], "unfused")
 

@@ -256,6 +256,16 @@ def test_many_rows_go_by_copy_engine(cols: int) -> None:
     assert [plan.config.transport for plan in plans] == ["sm", "copy_engine"]
 
 
+@pytest.mark.parametrize(
+    "plan_for", [plan_all_gather_matmul, plan_matmul_reduce_scatter], ids=lambda plan_for: plan_for.__name__
+)
+def test_the_library_multiplies_where_rows_of_its_result_are_whole(plan_for: Callable[..., Plan]) -> None:
+    """Of 16 bytes: it takes 2 to 3 times as long elsewhere (decision 0110)."""
+    for rows in (32, 64, 128):
+        plans = [plan_for(problem(rows=rows, cols=cols), H200, False) for cols in (7168, 7164)]
+        assert [plan.config.kernel for plan in plans] == ["library", "hopper"]
+
+
 def test_shards_lower_than_a_tile_do_not_go_by_copy_engine() -> None:
     """Where the nearest measured shape does."""
     plans = [plan_matmul_reduce_scatter(problem(8, rows=rows, cols=1024, depth=2**16), H200, False) for rows in (127, 128)]
