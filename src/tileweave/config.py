@@ -143,9 +143,8 @@ def exchange_schedule_for(
         schedule = schedule_for(replace(p, rows=rows, depth=depth), c, rank, machine)
         return schedule, Parts(rank, size, depth, p.depth, step, True)
     blocks = size * cdiv(depth, c.tile_k)
-    schedule = schedule_for(
-        replace(p, world_size=1, rows=rows, depth=blocks * c.tile_k), c, 0, machine
-    )  # all sources are one, in rows
+    whole = replace(p, world_size=1, rows=rows, depth=blocks * c.tile_k)  # all sources are one, in rows
+    schedule = schedule_for(whole, c, 0, machine)
     chunk_rows, chunks = 1 << 30, 1
     if c.transport == "copy_engine":
         chunk_rows = cdiv(schedule.tile_rows, c.num_slices) * c.tile_m

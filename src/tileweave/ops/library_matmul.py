@@ -71,11 +71,10 @@ def multiply_then_exchange(
 ) -> None:
     """out = x [M, K] @ w [N, K].T + bias, its parts exchanged."""
     parts = reference.product_in_parts(x, w, bias, how, workspace.transport.world_size)
-    size, rows, cols = parts.shape
-    got = out if how.gather_dim == 0 else torch.empty_like(parts)
-    _exchange(workspace, op, config, parts, got, rows * cols, False, False, mark=mark)
-    if how.gather_dim == 1:
-        out.view(rows, size, cols).copy_(got.transpose(0, 1))
+    part = parts[0].numel()
+    reference.exchange_parts(
+        parts, how, out, lambda got: _exchange(workspace, op, config, parts, got, part, False, False, mark=mark)
+    )
 
 
 def _exchange(

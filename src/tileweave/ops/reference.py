@@ -10,7 +10,7 @@ residual is added to the rounded sum, and the result rounded again. A table: ``d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -88,16 +88,18 @@ def exchange(x: torch.Tensor, how: Exchange, group: dist.ProcessGroup) -> torch.
         return x
     rows, cols = how.part(x.shape[0], x.shape[1], size)
     parts = x.view(size, rows, cols) if how.scatter_dim == 0 else x.view(rows, size, cols).transpose(0, 1).contiguous()
-    return _exchange_parts(parts, how, group, None)
+    return exchange_parts(parts, how, None, lambda got: collectives.all_to_all_alike(got, parts, group))
 
 
-def _exchange_parts(parts: torch.Tensor, how: Exchange, group: dist.ProcessGroup, out: torch.Tensor | None) -> torch.Tensor:
-    """:func:`exchange` of what stands part by part already, [R, rows, cols]."""
+def exchange_parts(
+    parts: torch.Tensor, how: Exchange, out: torch.Tensor | None, swap: Callable[[torch.Tensor], None]
+) -> torch.Tensor:
+    """:func:`exchange` of what stands part by part already, [R, rows, cols]; ``swap`` stores the others' parts, as large."""
     size, rows, cols = parts.shape
     if out is None:  # a tensor of its own: autograd refuses to let a view that an operator returns be changed
         out = parts.new_empty((size * rows, cols) if how.gather_dim == 0 else (rows, size * cols))
     got = out.view(parts.shape) if how.gather_dim == 0 else torch.empty_like(parts)
-    collectives.all_to_all_alike(got, parts, group)
+    swap(got)
     if how.gather_dim == 1:
         out.view(rows, size, cols).copy_(got.transpose(0, 1))
     return out
@@ -116,7 +118,8 @@ def matmul_all_to_all(
     how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group)
     if size == 1:
         return _multiply(x, w, bias, out)
-    return _exchange_parts(product_in_parts(x, w, bias, how, size), how, group, out)
+    parts = product_in_parts(x, w, bias, how, size)
+    return exchange_parts(parts, how, out, lambda got: collectives.all_to_all_alike(got, parts, group))
 
 
 def product_in_parts(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, size: int) -> torch.Tensor:

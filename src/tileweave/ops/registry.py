@@ -61,16 +61,20 @@ def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Calla
     changed = [(at, words[1]) for at, words in enumerate(_arguments(schema)) if "!)" in words[0]]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        written = [t for at, name in changed for t in _tensors([kwargs[name] if name in kwargs else args[at]])]
-        if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in written):
-            raise InputError(
-                f"asked: {schema.split('(', 1)[0]} into a tensor made under inference_mode, outside of it; allowed: under "
-                "torch.inference_mode(), or a tensor made outside; remedy: one of them"
-            )
+        counted = []
+        for at, name in changed:
+            value = kwargs[name] if name in kwargs else args[at]
+            for t in value if isinstance(value, (list, tuple)) else (value,):
+                if t is not None and not t.is_inference():
+                    counted.append(t)
+                elif t is not None and not torch.is_inference_mode_enabled():
+                    raise InputError(
+                        f"asked: {schema.split('(', 1)[0]} into a tensor made under inference_mode, outside of it; allowed: "
+                        "under torch.inference_mode(), or a tensor made outside; remedy: one of them"
+                    )
         result = implementation(*args, **kwargs)
-        for t in written:
-            if not t.is_inference():
-                torch.autograd.graph.increment_version(t)
+        for t in counted:
+            torch.autograd.graph.increment_version(t)
         return result
 
     return call
