@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MIN_SPAN = 4
+MIN_SPAN = 4  # K blocks: spans of cut tiles are as long at least, but for the last one in line
 
 
 def arrival_order(rank: int, world_size: int) -> list[int]:
@@ -64,8 +64,9 @@ class Parts:
     """How the inputs of an all-gather, or of an all-to-all, stand in memory: R parts of ``depth`` columns.
 
     step, pitch : elements of the input from one peer's part to the next one's (0: all get the same), and from row to row.
-    side_by_side : parts follow each other along K, and not along rows; the schedule then has one source, of all K.
-    chunk_rows, chunks : rows that a copy engine sends, and signals, at once.
+    exchange : an all-to-all. side_by_side : parts follow each other along K, and not along rows; the schedule then has one
+        source, of all K.
+    chunk_rows, chunks : rows that a copy engine sends, and signals, at once; how many such chunks a part has.
     """
 
     rank: int
@@ -86,8 +87,8 @@ class TileSchedule:
     Tiles stand in one line: those of the own shard (``own_first``), then *bands* of ``band_sources`` sources by order of
     arrival. The line is cut into *segments*: all of it (``cut_bands=False``), or the own shard and each band by itself, so
     that every program works on what is there. In a segment program p takes tiles p, p+P, p+2P ... as long as they fill
-    whole waves; the rest is cut along K, so that every program gets the same number of k blocks of it (stream-K, arXiv
-    2301.03598).
+    whole waves; the rest is cut along K (``split_tail``), so that every program gets about the same number of k blocks of it
+    (stream-K, arXiv 2301.03598).
 
     Programs that share columns of w should read them at the same time, or L2 cannot serve them: ``team`` programs in a row
     take a bundle of ``team`` tiles, which stand in one column, over one K range.
@@ -95,7 +96,8 @@ class TileSchedule:
     Spans of the cut tiles are dealt from the last team down. So a tile that several programs share is begun by the
     highest of them, as the last thing in its span; that one is its *owner*, and it waits for lower programs only.
 
-    rows : rows of a shard (m). tile_rows : tiles along m of one shard, or along M if tiles span shards.
+    rows : rows of a shard (m). cols, depth : N/R, K. tile_rows : tiles along m of one shard, or along M if tiles span shards.
+    group_m : tile rows of an L2 band, see :func:`grouped`. num_programs : P. own_first : see :attr:`lead`.
     """
 
     rank: int

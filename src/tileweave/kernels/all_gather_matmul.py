@@ -4,18 +4,21 @@
     slot  [R-1, m, K]  one of two, by parity of the epoch; place i holds the shard of rank-1-i
     w     [N/R, K]     out [M, N/R]     gathered [M, K] if asked for
 
-Who writes, who reads. Rank r's shard goes into the slots of the R-1 peers, and nobody else writes there. Either the copy
+Who writes, who reads. Rank r's shard goes into its own place of each peer's slot, where nobody else writes. Either the copy
 engines push it (``transport="copy_engine"``: one chunk, one signal for each peer), or the first ``num_producers``
 programs of this kernel do (``"sm"``: ``NUM_SLICES`` slices, one signal each). A tile waits for the shards its rows are in.
 
-==================  =====  ====================================  ==========================================
-signal (int32)      value  notifier                              waiter
-==================  =====  ====================================  ==========================================
-[source, slice]     epoch  rank ``source``, behind that slice    tiles with rows of that source
-[met, source]       epoch  program 0 of ``source``               program 0 of every rank ("copy_engine")
-counter [gate]      1      program 0, when all ranks have met    own copy engine, before its first push
-[pushed] (own)      epoch  own copy engine, behind its last push last program to leave, before gate and epoch move
-==================  =====  ====================================  ==========================================
+==================  =====  =====================================  ==========================================
+signal (int32)      value  notifier                               waiter
+==================  =====  =====================================  ==========================================
+[source, slice]     epoch  rank ``source``, behind that slice     tiles with rows of that source
+[met, source]       epoch  program 0 of ``source``                program 0 of every rank ("copy_engine")
+counter [gate]      1      program 0, when all ranks have met     own copy engine, before its first push
+[pushed] (own)      epoch  own copy engine, behind its last push  the last program, before gate and epoch move
+==================  =====  =====================================  ==========================================
+
+[source, slice] is word ``source * MAX_SLICES + slice``; [met] and [pushed] follow all of these (``language/meet.py``). The gate
+is the counter behind those of cut tiles.
 
     rank r   | push to r+1 | push to r+2 | push to r+3 |             (copy engines begin together: ``language/meet.py``)
     tiles    | own shard ......... | rank r-1 ......... | rank r-2 ......... | rank r-3 ......... | cut tiles |
@@ -23,12 +26,14 @@ counter [gate]      1      program 0, when all ranks have met    own copy engine
 
 Why no slot is overwritten: every rank signals every peer in every call and each source's rows are in some tile, so when
 my call n ends I have call n's signals of all peers: each has begun call n, hence ended n-1, the last reader of the slot
-that call n+1 writes. It leans on stream order. A captured copy-engine call has always the same slot: its copies go when all
-ranks have met in call n, hence ended n-1, too. So what copy engines signal is of this call exactly; a later one's is refused.
+that call n+1 writes. It leans on stream order. Once an instance was captured in a CUDA graph, its copy-engine calls all use
+slot 0: the copies of call n go when all ranks have met in it, hence ended n-1, which read that slot last. Since ranks meet, a
+copy engine's signal is of this very call; one of a later call says that its rank gave this one up: a time-out (``EXACT``).
 
-Why nobody is stuck: a producer pushes before it waits, producers are the lowest programs (they start first), and waits
-are for other ranks' producers only; who meets has waited for nobody before. Under the interpreter one program is the
-producer and runs first.
+Why nobody is stuck: producers push before they wait, and are the lowest programs (they start first). Copy engines wait for the
+gate only, which program 0 opens before it waits for a tile. Tiles wait for producers or copy engines of other ranks (where
+``SPANS``, for own producers, too), owners of cut tiles for lower programs, the last program for the own copy engine. Under the
+interpreter one program is the producer and runs first.
 
 Waves: programs take whole tiles in turn; tiles that do not fill a last wave are cut along K (``language/tile.py``).
 Small shards: where a tile is taller than a shard (``SPANS``, only ``"sm"``) a slot has all R shards in rank order, the own
@@ -58,7 +63,7 @@ from tileweave.language.tile import Tiles, part_range, place, segment, share_of,
 from tileweave.language.trace import label, stamp
 from tileweave.schedule import Parts, TileSchedule, slice_bounds
 
-MAX_SLICES = tl.constexpr(32)
+MAX_SLICES = tl.constexpr(32)  # signal words of each source, as in ``transport/workspace.py``
 PUSH_BLOCK = 2048  # elements that a producer moves at once: 16 bytes a thread with 8 warps
 
 
@@ -166,7 +171,13 @@ def all_gather_matmul_kernel(
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATHERED: tl.constexpr, TRACE: tl.constexpr,
     EXCHANGE: tl.constexpr, GATHER_K: tl.constexpr, DEPTH_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Dispatch the roles; see the module's docstring for the protocol, and ``all_to_all_matmul.py`` for ``EXCHANGE``."""
+    """Dispatch the roles; see the module's docstring for the protocol, ``all_to_all_matmul.py`` for ``EXCHANGE``, ``GATHER_K``.
+
+    ``slot``: the one that copy engines write; a push (``PUSH``) takes it from the epoch. In elements: ``slot_size``;
+    ``stride_w``, from line to line of w; ``slice_size``, which a producer pushes between two signals; ``share_size``, which
+    each program copies of each shard into ``gathered``. ``num_tiles`` to ``k_blocks``: of ``TileSchedule``; ``x_step`` to
+    ``num_chunks``: of ``Parts``. ``max_units``: rows of ``trace`` that a program has.
+    """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     epoch = load_epoch(control)

@@ -2,14 +2,17 @@
 
 Read ``kernels/all_gather_matmul.py`` first: equation, signals, timeline and proof are there and hold here. What differs:
 
-- Three partitions instead of one program: *load* waits and feeds TMA, *multiply* runs wgmma and the epilogue, *move* pushes
-  the own shard (``"sm"``) and copies the gathered input out, beside the other two. Only *load* waits for tiles.
+- Three partitions in each program: *load* waits for the shards of a tile and feeds TMA, *multiply* runs wgmma and the epilogue.
+  *move*, beside them, pushes the own shard (``"sm"``), or meets the other ranks and opens the gate (``"copy_engine"``), and
+  copies the gathered input out. *multiply* of the last program waits for [pushed]. Each partition leaves by itself.
 - While it waits for a shard, *load* has already asked for the weights of that tile: they depend on nobody.
-- ``EXCHANGE`` (``all_to_all_matmul.py``): the descriptor of x is one of the own part; *load* waits for a source of ``GATHER_K``
-  behind its weights, block by block, and asks for each chunk of rows once.
-- Stores go by TMA where the tile is whole and the pitch allows it, else as plain masked stores. No signal follows them.
+- ``EXCHANGE`` (``all_to_all_matmul.py``): the descriptor of x is one of the own part. Where parts stand side by side
+  (``GATHER_K``), *load* asks for a K block's weights, then waits for its source, once for each chunk of rows.
+- Stores go by TMA where the tile has all its rows, or ends where ``out`` does (TMA clips), and rows of ``out`` are at multiples
+  of 16 bytes; else they are plain masked stores. No signal follows them.
 
-Limits: rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16 bytes.
+Limits: 2 bytes an element; rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16 bytes; ``GATHER_K``: the depth
+of a part a multiple of ``tile_k``, which ``config.py`` sees to.
 """
 
 from __future__ import annotations
@@ -116,7 +119,7 @@ def all_gather_matmul_hopper_kernel(
     ring = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
     out_buffer = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
     num_partitions = gl.num_programs(0) * 3
-    line = band_sources  # where sources stand side by side rows have one: 1, but Triton 3.6 fails if it knows that
+    line = band_sources  # sources in the line of tiles. GATHER_K: 1, which band_sources is: Triton 3.6 fails on the constant
     if not GATHER_K:
         line = WORLD_SIZE
     tiles = Tiles(

@@ -1,4 +1,9 @@
-"""The *load* partition of the Hopper ``all_gather_matmul`` and ``all_to_all_matmul``: it waits for shards and feeds TMA."""
+"""The *load* partition of the Hopper ``all_gather_matmul`` and ``all_to_all_matmul``: it waits for shards and feeds TMA.
+
+Read ``all_gather_matmul.py`` for the protocol and ``all_gather_matmul_hopper.py`` for the partitions. ``turn`` counts buffers
+of the ring that were filled (``language/hopper_matmul.py``). Rows past a shard's end are the next one's, or zeros: what they
+make is not stored.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +45,12 @@ def load_shards(
     """Wait for the shards a unit's rows are in, then load its K blocks. Returns (ring turn, sources that have arrived).
 
     Weights go ahead only where there is something to wait for: to fill the ring with them, the last tile must have left it.
+    ``SPREAD``: how many sources a poll has room for, a power of two; one where no tile spans shards.
     """
     SPREAD: gl.constexpr = (8 if WORLD_SIZE > 4 else 4) if SPANS else 1
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
     first, last = first_row // rows, last_row // rows
-    needed = (2 << last) - (1 << first)
+    needed = (2 << last) - (1 << first)  # bits first to last
     ahead = 0
     if (needed & arrived) != needed:
         if not are_there(signals, first, last, MAX_SLICES, epoch, NUM_SLICES, SPREAD, 1, EXACT):
@@ -83,7 +89,10 @@ def load_sources(
     WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
     STAGES: gl.constexpr, DEPTH_FIRST: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
-    """Load a unit's K blocks, which go through parts by order of arrival; wait before the first block of each."""
+    """``GATHER_K``: load a unit's K blocks, which go through parts by order of arrival; wait for each part once.
+
+    ``signals``: from the word of this tile's chunk on. Bits of ``arrived`` are for this chunk.
+    """
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
     blocks = k_blocks // WORLD_SIZE  # of a source
     for block in range(k_begin, k_end):
@@ -122,7 +131,7 @@ def load_partition(
     arrived = 0  # bit s: the shard of rank s is where it will be read
     if not SPANS:
         arrived = 1 << rank
-    chunk = -1  # of rows, whose arrivals are noted
+    chunk = -1  # GATHER_K: the chunk of rows that arrived is about
     for part in range(0, tiles.num_segments):
         first_tile, count = segment(tiles, part)
         share = share_of(tiles, program, num_programs, count)

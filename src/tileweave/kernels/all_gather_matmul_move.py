@@ -1,4 +1,7 @@
-"""The *move* partition of the Hopper ``all_gather_matmul`` and ``all_to_all_matmul``: pushes, copies of what came."""
+"""The *move* partition of the Hopper ``all_gather_matmul`` and ``all_to_all_matmul``: pushes, copies of what came.
+
+Read ``all_gather_matmul.py`` for the protocol and ``all_gather_matmul_hopper.py`` for the partitions.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,11 @@ def move_partition(
     SPANS: gl.constexpr, BLOCK: gl.constexpr, MOVE_WARPS: gl.constexpr, TRACE: gl.constexpr, EXCHANGE: gl.constexpr,
     GATHER_K: gl.constexpr,
 ):  # fmt: skip
-    """Two or four warps beside the matmul: push slices of the own shard and signal each, or let the copy engines push; copy
-    the gathered input out."""
+    """Two or four warps beside the matmul: push slices of the own shard and signal each, or, in program 0, open the gate for
+    the copy engine when all ranks have met; then copy the gathered input out.
+
+    Elements: ``size`` of a shard or part, ``slice_size`` of a slice, ``share_size`` of a program's share of each shard.
+    """
     program = gl.program_id(0)
     epoch = gl.load(control, volatile=True)
     if PUSH:

@@ -5,11 +5,11 @@
     y        parts below each other (``gather_dim`` 0): [R * rows, N], w [N, depth]
              parts side by side (``gather_dim`` 1): [rows, N], w [N, R * depth]
 
-It is ``all_gather_matmul`` but for addresses, so its kernels run it: read that file for signals, slots and the proof, which
-hold here word for word. This file has what differs:
+It is ``all_gather_matmul`` but for addresses, so its kernels run it (``EXCHANGE``): read that file for signals, slots and the
+proof, which hold here, too. This file has what differs:
 
-- The own part is read in x where it stands, at ``x_step`` elements a rank, rows ``x_pitch`` apart; a producer or a copy engine
-  sends each peer the part that is its.
+- The own part is read where it stands in x: part p begins at element ``p * x_step``, its rows are ``x_pitch`` elements apart. A
+  producer or a copy engine sends each peer the part that is its.
 - Parts below each other: tiles go by sources, as in an all-gather.
 - Parts side by side (``GATHER_K``): every tile needs every source. Its K loop goes over sources by order of arrival, the own
   one first, and waits before each. Copy engines send *chunks* of tile rows, a signal each, to all peers in turn, and tiles
@@ -20,10 +20,10 @@ hold here word for word. This file has what differs:
                                          ^ wait, once a source
 
 ==================  =====  =====================================  =========================================
-signal (int32)      value  notifier                               waiter
+signal (int32)      value  notifier                               waiter (``GATHER_K``)
 ==================  =====  =====================================  =========================================
 [source, chunk]     epoch  copy engine of ``source``              tiles with rows of that chunk
-[source, slice]     epoch  producers of ``source`` (``"sm"``)     tiles with rows of that source: all slices
+[source, slice]     epoch  producers of ``source`` (``"sm"``)     every tile, for all slices
 ==================  =====  =====================================  =========================================
 
 Every chunk of every source is waited for by some tile, so a call still ends behind a signal of each peer.
@@ -67,7 +67,8 @@ def multiply_sources(
     WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     EVEN_K: tl.constexpr, DEPTH_FIRST: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """``matmul_tile`` over parts side by side, by order of arrival. ``x``: the own part; K blocks count through all parts."""
+    """``matmul_tile`` over parts side by side, by order of arrival. ``x``: the own part. K blocks [k_begin, k_end) count
+    through all parts in that order, each of them rounded up to whole blocks."""
     row = tl.minimum(first_row + tl.arange(0, TILE_M), rows - 1).to(tl.int64)
     blocks = (depth + TILE_K - 1) // TILE_K
     acc = tl.zeros((TILE_M, TILE_N), tl.float32)

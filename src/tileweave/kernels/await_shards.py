@@ -18,10 +18,12 @@ signal (int32)                  value  notifier                              wai
     side stream  └▶ shard ▶ r+1, signal | ▶ r+2, signal | ▶ r+3, signal, [pushed]
 
 Why no slot is overwritten: what reads the slot of my call n stands before call n+1 on the main stream, hence before my signals
-of call n+1. A peer ends its call n+1 behind those, and only then pushes for call n+2, the next one with that slot.
+of call n+1. A peer ends its call n+1 behind those, and only then pushes for call n+2, the next one with that slot. So a signal
+of n+2 in call n says that its rank gave this one up: a time-out. Once the instance was captured in a CUDA graph, its calls all
+use slot 0, each with a barrier in front of its copies (``kernels/barrier.py``).
 
-Programs copy a share each, and the first one waits, for other ranks only. Where its wait ran out of time, a row of NaN in the
-own shard, which nobody else stores to, makes each product over rows NaN.
+Programs copy a share each; the first one waits, for other ranks and the own copy engine only. After a time-out a row of NaN in
+the own shard, which nobody else stores to, makes each product over rows NaN.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from tileweave.language.meet import await_pushed
 from tileweave.language.signal import advance, faulted, last_to_leave, load_epoch, poison, refuse_later, wait
 from tileweave.schedule import cdiv
 
-MAX_SLICES = tl.constexpr(32)
+MAX_SLICES = tl.constexpr(32)  # signal words of each source, as in ``transport/workspace.py``
 BLOCK = 4096
 
 
@@ -43,7 +45,7 @@ BLOCK = 4096
 def await_shards_kernel(
     x, slot, signals, control, report, rank, size, width, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """``size``: elements of a shard, ``width``: of its rows."""
+    """``size``: elements of a shard, ``width``: of one of its rows."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = load_epoch(control)
     lane = tl.arange(0, BLOCK)
@@ -59,13 +61,13 @@ def await_shards_kernel(
         await_pushed(signals, epoch, control, report, WORLD_SIZE)
     if last_to_leave(control, programs):
         fault = faulted(control)
-        if fault != 0:  # an own row, when all are here: what peers still push lands in other places
+        if fault != 0:  # when all own rows have been stored; what peers still push lands in other places
             poison(own, width, BLOCK)
         advance(control, epoch, fault)
 
 
 def await_shards(peers: Endpoint, x: torch.Tensor, whole: torch.Tensor, world_size: int, rank: int, programs: int) -> None:
-    """Launch on the current stream. x: the own shard [m, K]; ``whole``: the slot of this call, [R m, K]."""
+    """Launch at most ``programs`` on the current stream. x: the own shard [m, K]; ``whole``: this call's slot, [R m, K]."""
     await_shards_kernel[(min(programs, cdiv(x.numel(), BLOCK)),)](
         x, whole, peers.signals, peers.control, peers.report, rank, x.numel(), x.shape[1], WORLD_SIZE=world_size, BLOCK=BLOCK,
         num_warps=8,

@@ -1,10 +1,11 @@
 """barrier: no rank passes before every rank of the group has come, on the device, in stream order.
 
 Needed only where a slot's address is frozen, in a CUDA graph, and its copies wait for nobody: a gather beside another kernel,
-and what copy engines pull. It is the meeting of ``language/meet.py``, by itself.
+and what copy engines pull. It is the meeting of ``language/meet.py``, by itself: all ranks have begun this call, hence ended
+the one before, which read that slot last.
 
-It reads the epoch of the call that follows and leaves it as it is. One program; stands in front of the call on the same
-stream and must have ended before a kernel that fills the device starts, since it needs a multiprocessor of its own.
+It reads the epoch of the call that it stands in front of, and leaves it as it is. One program, on the same stream as the call:
+beside a kernel that fills the device it might never start.
 """
 
 from __future__ import annotations

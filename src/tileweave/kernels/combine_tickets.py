@@ -1,7 +1,7 @@
 """Which block a ticket of the Hopper ``grouped_matmul_combine`` is; see ``grouped_combine_tasks.py`` for the order and why.
 
-Blocks of a chunk: ``sends`` for peers, at least one, and ``own`` ones that are finished. ``late``: 1 for tickets of the late
-counter, 0 for those of the early one. Integer arithmetic only, so that the same source serves Triton and Gluon, as in
+Blocks of a chunk: ``sends`` for peers, at least one, and ``own`` ones that are finished, maybe none. ``late``: 1 for tickets of
+the late counter, 0 for those of the early one. Integer arithmetic only, so that the same source serves Triton and Gluon, as in
 ``language/tile.py``; the host's twin is ``schedule_grouped.tickets``.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl  # noqa: F401 - the interpreter wants it in sight o
 
 
 def count_tickets(late, chunks, sends, own):
-    """How many there are."""
+    """How many tickets a counter has."""
     count = (chunks - 1) * sends
     if chunks > 2:
         count += (chunks - 2) * own
@@ -26,8 +26,9 @@ def count_tickets(late, chunks, sends, own):
 def place_ticket(ticket, late, chunks, sends, own):
     """Ticket -> (whether it is for a peer, chunk, block of that chunk).
 
-    Late: ceil(n * sends / mixed) of the first n tickets are for peers. That rises by 0 or 1 a ticket, from 0 to all at
-    ``mixed``. Where it would pass 31 bits, sends stand in front instead.
+    Late: ``mixed`` tickets of the last chunk's sends and own blocks of the chunk before, then own blocks of the last chunk. Of
+    the first n, ceil(n * sends / mixed) are sends. That rises by 0 or 1 a ticket, from 0 to all at ``mixed``. Where the product
+    would pass 31 bits, sends stand in front instead.
     """
     is_send = ticket < sends
     chunk = 0

@@ -3,6 +3,8 @@
     x        [T, K]              own tokens; read where they are
     slot     [R-1, max_tokens, K]  one of two, by parity of the epoch; place i holds tokens of rank-1-i, token t at [i, t]
     experts  [E_local, N, K]     y [bound, N], rows expert by expert as the plan says (``ops/routing_plan.py``)
+    plan     row_entry [bound]: row -> entry, (rank * max_tokens + t) * k + j; offsets [E_local + 1]: first row of each expert;
+             send_order, send_offsets: for each destination the own tokens by lowest expert there, and where each expert begins
 
 Who writes, who reads. A rank sends each of its tokens once to each other rank that has an expert of it, to a place that needs
 no index: [i, t]. Nothing is permuted: the rows of a tile are gathered by their addresses, in x or in the slot. Tokens go
@@ -16,9 +18,9 @@ signal (int32)      value  notifier                                waiter
                            to have pushed its share of the block   last program, for the last block, before it leaves
 ==================  =====  ======================================  =========================================================
 
-    rank r        | push block 0 | push block 1 | ... | tiles ...
-    other programs| tiles of expert 0, own rows | expert 0, rows of r-1 ... | expert 1 ...
-                                                 ^ wait, once a tile; long arrived
+    producers      | push block 0 | push block 1 | ... | tiles ...
+    other programs | tiles of expert 0, own rows | expert 0, rows of rank-1 ... | expert 1 ...
+                                                 ^ wait, once a tile: long there, if ranks are in step
 
 Rows of an expert begin with the own ones, then follow those of rank-1, rank-2, ...; so a tile has rows of few sources.
 Tiles are handed out one by one (``counters``), in the order of experts: weights are shared by who works side by side, and
@@ -30,9 +32,9 @@ ended n-1, the last reader of the slot that call n+1 writes. The counters are tw
 the next call.
 
 Why nobody is stuck: pushing waits for nobody and precedes multiplying in every program that does both; waits are for other
-ranks' pushes only.
+ranks' pushes only. Producers are the lowest programs and there are no more programs than multiprocessors, so all of them run.
 
-Limits: x contiguous along K, experts along K or (``DEPTH_FIRST``, as backward reads them) along N; fp32
+Limits: x contiguous, experts along K or (``DEPTH_FIRST``, as backward reads them) along N; fp32
 accumulation. Rows of y from ``offsets[-1]`` on are not written.
 Sources: the expert layout of torch._grouped_mm; tokens once a rank and not once an expert, as DeepEP's dispatch.
 """
@@ -53,7 +55,8 @@ from tileweave.schedule_grouped import DispatchConfig, dispatch_counts
 
 MAX_BLOCKS = tl.constexpr(32)  # signal words of a source
 TICKETS, PUSHED = tl.constexpr(0), tl.constexpr(1)  # counters of a call: [PUSHED + block]
-SET = tl.constexpr(MAX_BLOCKS + 2)  # counters of a call; there are two sets; the last is the ordered Hopper kernel's
+# Counters of a call; there are two sets. The last word is for ``dispatch_grouped_matmul_ordered.py``.
+SET = tl.constexpr(MAX_BLOCKS + 2)
 COUNTERS = 2 * 34
 
 
@@ -105,7 +108,8 @@ def gather_rows(
 ):  # fmt: skip
     """(pointers to a tile's rows in x or the slot, how far down the ranks its first and its last row come from).
 
-    Rows past the end repeat the last. ``ALIGNED``: rows are at multiples of 16 bytes, which a choice of bases hides.
+    ``step`` ranks down: of rank - step, 0: own. Rows past the end repeat the last. ``ALIGNED``: rows are at multiples of 16
+    bytes, which the compiler does not see behind a choice of bases.
     """
     row = tl.minimum(first_row + tl.arange(0, TILE_M), end - 1)
     token = tl.load(row_entry + row) // topk

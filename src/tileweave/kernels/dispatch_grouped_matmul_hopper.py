@@ -4,10 +4,10 @@ Read ``kernels/dispatch_grouped_matmul.py`` first: equation, signals, timeline a
 
 - Three partitions: *gather* waits, brings the rows of a tile from where they are, 16 bytes a lane by ``cp.async``, and asks
   TMA for weights; *multiply* runs wgmma and the epilogue; *push* sends own tokens, in the first programs, beside the other two.
-- *gather* draws the number of a tile and hands it to *multiply* through shared memory; pushing takes nothing from either.
+- *gather* draws the number of a tile (``counters``) and hands it to *multiply* through shared memory; *push* draws none.
 - A buffer of the ring is full when TMA has brought the weights and every lane of *gather* its part of the rows: each lane's
   arrival is asked for behind its copies (``cp.async.mbarrier.arrive``), so *gather* never waits for what it asked for.
-- Once every peer has signalled its last block, *gather* looks at no signal any more.
+- Once every peer has signalled its last block, behind which all its tokens are here, *gather* looks at no signal any more.
 
 Limits: K a multiple of ``tile_k``; experts one behind the other, rows at multiples of 16 bytes. ``DEPTH_FIRST``: they are
 [E_local, K, N] in memory, as backward reads them; a buffer of the ring is then [TILE_K, TILE_N], which wgmma reads as well.
@@ -51,7 +51,7 @@ from tileweave.schedule import cdiv
 from tileweave.schedule_grouped import DispatchConfig, dispatch_counts
 
 GATHER_WARPS = gl.constexpr(2)
-PUSH_BLOCK = 4096  # elements of a token that *push* has in flight: 64 a lane
+PUSH_BLOCK = 4096  # elements of a token that *push* has in flight: 64 a thread
 
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
@@ -87,7 +87,7 @@ def gather_partition(
     place = gl.arange(0, TILE_M, layout=row_layout)
     turn = 0
     acquire(epoch)
-    arrived = False  # everything: then look at no signal
+    arrived = False  # everything, and acquired by the ``wait_steps`` of the tile that found it so
     tickets = counters + (epoch & 1) * SET + TICKETS
     count = 0
     tile = deal(tickets, count, numbers, dealt, taken, GATHER_WARPS)
@@ -224,7 +224,10 @@ class Launcher:
         return self.plain(x, w, y, fields)
 
     def maps(self, w: torch.Tensor, y: torch.Tensor) -> tuple[Any, Any, bool, bool]:
-        """(descriptors of w and y, whether TMA can store y, whether experts are depth first)."""
+        """(descriptors of w and y, whether TMA can store y, whether experts are depth first).
+
+        Where it cannot, y's is of w: a descriptor must be of something, and the kernel does not use it.
+        """
         c, (experts, cols, depth) = self.config, w.shape
         by_tma = cols * y.element_size() % 16 == 0 and y.data_ptr() % 16 == 0
         turned = depth_first(w)

@@ -4,7 +4,7 @@ Read ``kernels/dispatch_grouped_matmul.py`` first: equation, signals, timeline a
 pushing are those of ``dispatch_grouped_matmul_hopper.py``. What differs:
 
     rows    [bound, K]   local: the token of each row of the plan, row by row; what TMA loads, and what a caller may keep
-    placed  [units]      local, zero before the call: 1 where all ``UNIT`` rows of a unit are in ``rows``
+    placed  [units]      local, zero before the call: 1 where all ``UNIT`` rows of a unit, or all there are, are in ``rows``
 
 - *move* (two warps of every program): the first programs push own tokens; then all take units of rows, one by one in rising
   order (tickets), wait for the tokens of each, and copy them from x or the slot.
@@ -20,8 +20,9 @@ or not: they make no row that is stored.
 Why nobody is stuck: units are taken in rising order by programs that run, and who took one waits for other ranks' pushes only,
 which wait for nobody and precede tickets in every program; *load* waits for units only.
 
-Why the copy: a row is read once more and written once, beside a matmul that reads it N / TILE_N times. The main loop fed by
-TMA is as fast as that of a dense matmul; the one that gathers by ``cp.async`` has 0.87 of it (decision 0075).
+Why the copy: a row is read once more and written once, beside a matmul that reads it N / TILE_N times. For Mixtral's experts
+the main loop fed by TMA is as fast as ``torch._grouped_mm`` on rows in order; the one that gathers by ``cp.async`` has 0.87 of
+that (decision 0075).
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def place_rows(
     total = gl.load(offsets + experts)
     expert = epoch * 0
     end = gl.load(offsets + 1)
-    arrived = False  # everything: then look at no signal
+    arrived = False  # everything, and acquired by the ``wait_steps`` of the unit that found it so
     unit = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while unit * UNIT < total:
         following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
@@ -101,7 +102,7 @@ def place_rows(
         last = gl.minimum(first + UNIT, total) - 1
         if not arrived:
             arrived = all_have(signals, blocks - 1, rank, epoch, WORLD_SIZE, PUSH_WARPS)
-            while end <= last:
+            while end <= last:  # the last row's expert: a source signals its block behind those before it
                 expert += 1
                 end = gl.load(offsets + expert + 1)
             row = gl.minimum(first + gl.arange(0, UNIT, layout=lane), last)

@@ -3,9 +3,10 @@
 See ``dispatch_grouped_matmul_hopper.py`` and ``dispatch_grouped_matmul_ordered.py`` for the partitions they make up, and
 ``dispatch_grouped_matmul.py`` for the protocol.
 
-Tiles are tickets. Whoever feeds the ring draws the number of its next tile when it has asked for all of the last one, and
-hands it to *multiply* through shared memory. So tiles with numbers that follow each other, which share weights, begin at
-almost the same time, also after some have waited for a peer (decision 0076).
+Tiles are tickets. Whoever feeds the ring (*gather* in one kernel, *load* in the other; called *load* below) draws the number of
+its next tile when it has asked for all of the last one, and hands it to *multiply* through shared memory. So tiles with numbers
+that follow each other, which share weights, begin at almost the same time, also after some have waited for a peer (decision
+0076).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from tileweave.kernels.grouped_tiles import SOURCES
 from tileweave.language.hopper import acquire, block_barrier, leave, notify_all, spin, symm_at
 from tileweave.language.hopper_matmul import Helped, multiply_tile, store_tile
 
+# These are those of ``dispatch_grouped_matmul.py``, whose kernel runs on the same instance: they must be alike.
 MAX_BLOCKS = gl.constexpr(32)  # signal words of a source
-# Counters of a call, as in the Triton kernel: tickets for tiles, pushed blocks, tickets for units of rows. There are two sets.
+# Counters of a call: tickets for tiles, pushed blocks, tickets for units of rows. There are two sets, by parity of the epoch.
 TICKETS, PUSHED, UNITS, SET = gl.constexpr(0), gl.constexpr(1), gl.constexpr(33), gl.constexpr(34)
 PUSH_WARPS = gl.constexpr(2)
 UNSPECIALIZED = [
@@ -39,7 +41,7 @@ def row_steps(row_entry, row, max_tokens, topk, rank, WORLD_SIZE: gl.constexpr):
 def wait_steps(
     signals, block, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Wait for ``block`` from the ranks ``nearest`` to ``farthest`` steps down, but for this rank."""
+    """Wait for ``block`` from the ranks ``nearest`` to ``farthest`` steps down, but for this rank. ``tile``: for the report."""
     for step in range(gl.maximum(nearest, 1), farthest + 1):
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
         spin(signals + block, source, source, MAX_BLOCKS, epoch, tile, control, report, 1, 1, WARPS)
@@ -118,7 +120,7 @@ def multiply_partition(
     while walk.expert < experts:
         first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
         acc, turn, fault = multiply_tile(turn, k_blocks, ring, control, TILE_M, TILE_N, STAGES, WARPS, GATHERED, DEPTH_FIRST)
-        store_tile(
+        store_tile(  # no bias, no helpers; -1: a tile that reaches past its expert never goes by TMA
             acc, fault, y, y, y_desc, y_buffer, Helped(y, epoch * 0, 0, 1), first_row, walk.end, col * TILE_N, cols, -1,
             TILE_M, TILE_N, HALVES, False, BY_TMA,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
     tables, indices, offsets   this rank's tables, the bags of the global batch B; see ``embedding_lookup.py``
     regions  [count, b, width] symmetric; a call's result is one of them and is handed to the user as it stands
+    b                          samples of a rank: ceil(B / R), the last ranks fewer or none (``sharding.rows_of``)
 
 Who writes, who reads. A program pools bags and stores the vectors straight into the rows of their samples and the columns of
 their table, in the *region* that the owner of the samples has announced for this call. Every rank writes its own columns
@@ -19,10 +20,12 @@ signal (int32)        value  notifier                               waiter
 
     rank r    | announce | pool | ready? store to r+1 | r+2 | r+3 | own | r+1 | r+2 | ... | done | own | done of all? | leave
 
+After a fault DONE carries the epoch before, so that nobody takes what was not stored for done (``call_done``).
+
 Why nothing is overwritten: a rank announces a region in call n that is in nobody's hands, behind all that was queued
-before call n, hence behind the last reader of the region; peers store to it only after they saw that. [REGION] is
-rewritten in call n+1, which begins after [source, DONE] of call n came from each peer, hence after its last use. So a
-result may be held for as long as one likes, and a captured graph may have its region frozen.
+before call n, hence behind the last reader of the region (``transport/regions.py``); peers store to it only after they saw
+that. [REGION] at a peer is rewritten in call n+1, which begins after DONE of call n came from that peer, hence after its last
+use. So a result may be held for as long as one likes, and a captured graph may have its region frozen.
 
 Why nobody is stuck: program 0 announces before it waits for anybody; all waits are for other ranks, and READY depends on no
 wait. DONE of a rank needs all its programs to have passed their last store, and only the last one waits for DONE.
@@ -31,7 +34,7 @@ Order: tickets are handed out one by one, so long bags are balanced; they altern
 ``lag`` rounds later, so that links and memory work all the time and the last stores travel beside own work.
 
 After a time-out the last program to leave writes NaN over the result: a fault ends all waits, so others may still store own
-blocks when the last program has heard it. Columns of a peer that came, and was not waited for, may land on top.
+blocks when the last program has heard it. Columns of a peer that comes when it is no longer waited for may land on top.
 
 Limits: one dtype for all tables.
 Sources: fused operators (arXiv 2305.06942) for remote-first stores into place; a ticket counter as in stream-ordered queues.
@@ -82,7 +85,7 @@ def announce(signal_table, counters, rank, region, epoch, WORLD_SIZE: tl.constex
 
 @triton.jit
 def count_passed(signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE: tl.constexpr):
-    """This program stores nothing to peers any more; the last of all to say so tells the peers, unless some was not stored."""
+    """This program stores nothing to peers any more; the last of all to say so signals DONE (``call_done``)."""
     tl.debug_barrier()
     if tl.atomic_add(counters + (epoch & 1) * 2 + PASSED, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
         notify_all(signal_table, rank * SLICES + DONE, rank, call_done(control, epoch), WORLD_SIZE, False)
@@ -98,7 +101,11 @@ def embedding_bag_all_to_all_kernel(
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr,
     UNROLL: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Take tickets, pool, store; see the module's docstring for the protocol."""
+    """Take tickets, pool, store; see the module's docstring for the protocol.
+
+    ``chunk``: samples of a rank but for the last ones, in ``blocks`` of BAGS. ``run``: see ``block_at``. ``lag``: rounds by
+    which own blocks are later; a *round* is a ticket for each rank. ``rows_here``: own samples. ``region_size``: elements.
+    """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     epoch = load_epoch(control)
@@ -107,7 +114,7 @@ def embedding_bag_all_to_all_kernel(
     tickets = counters + (epoch & 1) * 2 + TICKETS
     rounds = tables * blocks
     total = (rounds + lag) * WORLD_SIZE
-    awaited = tl.cast(0, tl.int32)  # bit p: peer p is ready
+    awaited = tl.cast(0, tl.int32)  # bit p: peer p is ready; bit 30: a wait ran out of time
     passed = tl.cast(0, tl.int32)
     ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while ticket < total:

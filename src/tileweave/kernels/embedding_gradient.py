@@ -4,6 +4,7 @@ Rank r stores the columns of owner p's tables, for its own samples, straight int
 there, and those of their own rank's samples where they were made:
 
     grad  [b, width]   gradient of the result, own samples          slot [B, D_p]  p's tables side by side, all samples
+    slot of p [first sample of r + s, columns of table t there] = grad of r [s, columns of t in the result]
 
 One launch. An owner's tables travel in ``GROUPS`` groups, in the order in which sorted positions name them, the first table by
 itself. One program *watches* what comes; all others *sum*, some tiles of positions each, when their table's group is there:
@@ -15,11 +16,11 @@ itself. One program *watches* what comes; all others *sum*, some tiles of positi
 Who carries, two transports:
 
 ``"copy_engine"``  columns of a table, or of several that stand side by side, row after row; a signal behind each group. The
-    copies take no multiprocessor, and hardly any time from sums: 530 us for 485 of sums and 335 of copies (decision 0096).
-``"sm"``  lower programs, *candidates*: those that find themselves on one of ``EVERY`` multiprocessors, and the lowest ones
-    wherever they are; the others leave at once. Stores to peers that wait for a link hold up all loads and stores of their
-    multiprocessor: pushed from everywhere, gradients took as long beside the sums as before them. Tickets are dealt, so any
-    number of candidates may push. For pieces too small or too narrow for copy engines.
+    copies take no multiprocessor, and little time from sums: 485 us of sums take 530 beside 335 of copies (decision 0096).
+``"sm"``  lower programs, *candidates*: those push that find themselves on one of ``EVERY`` multiprocessors, and the ``LEAST``
+    lowest wherever they are; the others leave at once. Stores to peers that wait for a link hold up all loads and stores of
+    their multiprocessor: pushed from everywhere, gradients took as long beside the sums as before them. Tickets are dealt, so
+    any number of candidates may push. For pieces too small or too narrow for copy engines.
 
 ====================  ======  ========================================  ===========================================
 word (int32)          value   written by                                waited for by
@@ -28,11 +29,11 @@ word (int32)          value   written by                                waited f
                                                                         first time in this call; program 0 of a rank
                                                                         with no ticket
 [met, source]         epoch   "copy_engine": the watcher of ``source``  the watchers of all, before copies go
-[source, DONE + g]    epoch   ``source``'s copy engine, or the pusher   the watcher, group by group
-                              that counts the last ticket of group g;
-                              own ones too. Of a group with no ticket,
-                              program 0; where there is none at all, when
-                              it has met every peer
+[source, DONE + g]    epoch   ``source``'s copy engine; "sm": the       the watcher, group by group
+                              pusher that counts the last ticket of
+                              group g, also to its own rank. Of a group
+                              with no ticket, program 0; where there is
+                              none at all, when every peer is READY
 counters[ARRIVED]     g + 1   the watcher: groups up to g of all        sums of tables of group g
                               sources are in this rank's slot
                       0       ``sum_runs``, behind all sums             (the next call begins so)
@@ -86,11 +87,11 @@ from tileweave.language.signal import (
 SLICES = tl.constexpr(32)
 READY, DONE = tl.constexpr(0), tl.constexpr(1)
 GROUPS = tl.constexpr(8)
-# For each parity of the epoch, tickets stored of each group, and tickets dealt; and what the sums look at.
+# Counters. SET words for each parity of the epoch: tickets stored of each group, tickets dealt. Behind them those of the table.
 DEALT, SET = tl.constexpr(8), tl.constexpr(16)
 ARRIVED, GATE, COUNTERS = tl.constexpr(32), tl.constexpr(33), 34
-ROWS, COLS = 8, 128  # of a block that a warp moves at once: its ticket
-CANDIDATES = 32  # programs a multiprocessor that may push: as many as fit, and again as many
+ROWS, COLS = 8, 128  # a ticket is ROWS rows of a piece; COLS columns for each warp are moved at once
+CANDIDATES = 32  # programs a multiprocessor that may push, where one has one warp: as many as fit, and again as many
 EVERY = 16  # of that many multiprocessors one pushes, where sums want the others
 PIECE = tl.constexpr(7)  # words of a piece
 LEAST = tl.constexpr(4)  # programs that push wherever they are
@@ -141,7 +142,7 @@ def push_tickets(
     rank, rows_here, first_sample, width, tickets, blocks, epoch,
     WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """A pusher: tickets as they come, group by group, peers' pieces first."""
+    """A pusher: tickets as they come, group by group, peers' pieces first. ``blocks``: tickets of a piece."""
     dealt = counters + (epoch & 1) * SET + DEALT
     awaited = 1 << rank  # bit p: peer p is ready
     group = rank * 0
@@ -291,7 +292,8 @@ class Push:
     """A gradient that is about to leave: all that a launch needs but for the sums.
 
     grad : here. plan : pieces of all owners, by group, see :func:`push_block`; silent : bits of groups that have none.
-    slot : [B, sum of own dims], where peers' gradients arrive. columns : of this rank's tables in ``grad``.
+    slot : [B, sum of own dims], where peers' gradients arrive. columns : first one in ``grad`` of each of this rank's tables.
+    first_sample : of this rank, among all. aligned : elements that columns and dims are multiples of (16 bytes), else 1.
     candidates : programs that may push; none by copy engines, which ``beside`` sets off around a launch.
     """
 
@@ -339,7 +341,7 @@ class Push:
         silent = self.silent if tickets else (1 << GROUPS.value) - 1
         candidates = 0
         if self.beside is None:
-            candidates = max(1, min(tickets, self.candidates if summing else self.candidates // 8))  # else of four warps
+            candidates = max(1, min(tickets, self.candidates if summing else self.candidates // 8))  # alone: of four warps
         common = (
             self.grad, self.plan, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
             peers.counters, self.rank, rows, self.first_sample, width, tickets, max(blocks, 1), silent, candidates,

@@ -20,7 +20,8 @@ class Endpoint:
     """Addresses, signals and epoch of one protocol instance; see ``transport/base.py``.
 
     ``slots``: this rank's two slots in the operator's dtype, ``slot_size`` elements each. ``slot_table``,
-    ``signal_table``: int64 ``[R]``. ``signals``, ``control``, ``report``, ``counters``: int32.
+    ``signal_table``: int64 ``[R]``, where each rank's slots and signals are mapped here. ``signals``, ``control``, ``report``,
+    ``counters``: int32.
     """
 
     slots: torch.Tensor

@@ -1,23 +1,24 @@
 """exchange: an all-gather, reduce-scatter, all-reduce or all-to-all of what stands in memory, in one launch; beside a
 library's matmul.
 
-    x      local: the own shard (gather only), or all R shards in a row
+    x      local: the own shard (all-gather), or all R shards in a row
     out    local: all R shards; the own one of a reduce-scatter
-    slot   one of two, by parity of the epoch: [R-1, size] partials of the own shard, then [R-1, size] finished shards of
-           the peers; place i belongs to the i-th peer in order of ranks
+    slot   one of two, by parity of the epoch: [R-1, size] partials of the own shard, or finished shards of the peers; an
+           all-reduce has both, in that order; place i belongs to the i-th peer in order of ranks
 
-A shard is ``size`` elements in a row, the last ones may be shorter, or empty: of rows for a reduce-scatter, of anything for
-an all-reduce. Who writes, who reads: a program has the same blocks of every shard. ``REDUCE``: it stores its blocks of a
-peer's shard in that peer's slot; of the own shard it takes what peers stored, adds it to its own in fp32 and in rank order,
-and rounds once. ``GATHER``: it stores the own shard's finished blocks in every peer's slot, and takes theirs. Neither is an
-all-to-all: blocks of a peer's shard go to that peer, and what peers stored for this rank is taken as it is. There is no signal
-and no fence: data announces itself (``language/marked.py``).
+A shard is ``size`` elements in a row. Those of an all-reduce may begin within a row of x, and the last ones may be shorter, or
+empty. Who writes, who reads: a program has the same blocks of every shard. ``REDUCE``: it stores its blocks of a peer's shard
+in that peer's slot; of the own shard it takes what peers stored, adds it to its own in fp32, in order of ranks, then bias and
+residual if there are any, and rounds once. ``GATHER``: it stores the own shard's finished blocks in every peer's slot, and
+takes theirs. Both are an all-reduce, neither is an all-to-all: blocks of a peer's shard go to that peer, and what peers stored
+for this rank is taken as it is. There is no signal and no fence: data announces itself (``language/marked.py``).
 
     program p | REDUCE: push blocks of r+1, r+2, r+3 | take, add, store: own blocks; GATHER: push them to all | take theirs |
 
 Why no slot is overwritten: every rank needs data of every peer in every call, so when my call n ends each peer has begun call
 n, hence ended n-1, the last reader of the slot (and writer of its zeros) that call n+1 writes. Where the own shard is empty,
-nothing comes for it, but finished shards do; a peer that has an empty one waits for mine.
+nothing comes for it, but finished shards do; a peer that has an empty one waits for mine. Two that are empty send each other
+nothing.
 Why nobody is stuck: a program pushes before it waits, and waits for the same program of peers.
 
 Limits: x and out contiguous, of one dtype, in which partials travel; of all but a reduce-scatter, minus zero comes out as
@@ -39,7 +40,7 @@ from tileweave.language.remote import symm_at
 from tileweave.language.signal import faulted, leave_early, load_epoch
 from tileweave.schedule import cdiv
 
-MAX_SLICES = tl.constexpr(32)
+MAX_SLICES = tl.constexpr(32)  # signal words of each rank: here only the report, which names a peer by one, needs them
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def place_of(source, reader):
 def push_partials(
     x, slot_table, slot_offset, at, size, total, rank, fault, WORLD_SIZE: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
-    """A block of every peer's shard into that peer's slot."""
+    """Elements ``at`` of every peer's shard into that peer's slot. ``fault``: as it was at the begin; then none are sent."""
     for i in tl.static_range(1, WORLD_SIZE):
         owner = (rank + i) % WORLD_SIZE
         begin = owner.to(tl.int64) * size
@@ -76,7 +77,7 @@ def exchange_kernel(
     WORLD_SIZE: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, REDUCE: tl.constexpr, GATHER: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """``total``: elements of all shards. ``cols``: of a row, for the bias. ``PEERS``: a power of two, R-1 or more."""
+    """``size``: elements of a shard; ``total``: of all; ``cols``: of a row, for the bias. ``PEERS``: a power of two >= R-1."""
     SCATTER: tl.constexpr = REDUCE or not GATHER  # x has all shards
     EACH: tl.constexpr = GATHER or not REDUCE  # out has
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK

@@ -1,7 +1,11 @@
-"""What works on rows that experts have, locally: how many there are is known on the device only, as ``offsets[-1]``.
+"""Local kernels on the rows of a routing plan (``ops/routing_plan.py``); only the device knows how many: ``offsets[-1]``.
 
 Programs take blocks of rows in turn until there are none, so a plan's bound costs nothing. Rows behind the last are not read
 and not written.
+
+Two of them read tokens out of the slot of the dispatch that has just ended, call n; ``load_epoch`` says n + 1 by then. Nobody
+writes there meanwhile: they stand on the stream in front of this rank's call n + 1, no peer ends its call n + 1 before it has
+a signal of ours, and only its call n + 2 writes the same slot.
 
 =================  ===================================================================================================
 ``keep_tokens``    copy what the peers sent in the call that just ended, before a later call overwrites it
@@ -35,7 +39,7 @@ def keep_tokens_kernel(
     slots, kept, entry_row, control, slot_size, max_tokens, topk, rank, depth,
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Copy the tokens that have an expert here out of the slot of the call that the epoch has just left behind."""
+    """Copy the tokens that have an expert here out of the slot of the call that has just ended, each to the same place."""
     slot = slots + ((load_epoch(control) - 1) & 1).to(tl.int64) * slot_size
     tokens = (WORLD_SIZE - 1) * max_tokens
     choice = tl.arange(0, TOPK)
@@ -69,7 +73,7 @@ def gather_rows_kernel(
 ):  # fmt: skip
     """Tokens of rows, own ones from x, those of rank-1-i from place i of ``kept``.
 
-    ``FROM_SLOT``: ``kept`` is both slots, and the one of the call that the epoch has just left behind is read.
+    ``FROM_SLOT``: ``kept`` is both slots, and the one of the call that has just ended is read.
     """
     if FROM_SLOT:
         kept += ((load_epoch(control) - 1) & 1).to(tl.int64) * slot_size

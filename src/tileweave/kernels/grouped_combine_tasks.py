@@ -1,7 +1,8 @@
 """The Hopper ``grouped_matmul_combine`` beside its matmul, in Gluon: lists of rows, blocks that are reduced or finished.
 
-See ``grouped_matmul_combine_hopper.py`` for the partitions and ``grouped_matmul_combine.py`` for the protocol. Blocks are
-*tickets*, handed out one by one, by a counter for early and one for late ones, to whoever has time. With C chunks:
+See ``grouped_matmul_combine_hopper.py`` for the partitions and ``grouped_matmul_combine.py`` for the protocol. Blocks of tokens
+are *tickets*, handed out one by one, by a counter for early and one for late ones, to whoever has time: peers' blocks to be
+reduced and sent, own ones to be reduced and finished. With C chunks, a bar between *stretches*:
 
     early  peers' blocks of chunk 0 | of chunk 1, own blocks of chunk 0 | ... | of C - 2, own of C - 3    *reduce*, then all
     late   peers' blocks of chunk C - 1 evenly among own blocks of chunk C - 2 | own blocks of chunk C - 1    *multiply*,
@@ -11,9 +12,9 @@ So what peers wait for goes first, and own blocks are finished when peers have l
 memory work at the same time, and what is left is dealt to those who take a quarter of the time for a ticket: else the
 call would wait for two warps that took one of the last.
 
-Why nobody is stuck: peers' blocks wait for own tiles only, and own blocks of a chunk for peers' blocks of that chunk, which are
-in an earlier line of this order, here and elsewhere. Whoever holds two tickets works off the earlier one first, so of all that
-are not done those of the earliest line are at work, and wait for no other.
+Why nobody is stuck: peers' blocks wait for own tiles only, and own blocks of a chunk for the peers' tickets that send blocks of
+that chunk here, which are in an earlier stretch, here and elsewhere. Whoever holds two tickets works off the earlier one first,
+so of all that are not done those of the earliest stretch are at work, and wait for no other.
 
 Sums wait for memory, so what is needed is asked for before any of it is used: four rows of each token that a thread holds
 (decision 0087).
@@ -30,12 +31,12 @@ from tileweave.language.hopper import FAULT, acquire, block_barrier, notify, not
 count_tickets, place_ticket = (gluon.jit(source) for source in combine_tickets.SOURCES)
 
 SLICES = gl.constexpr(32)  # signal words of a source
-# Counters of a call, as in ``grouped_matmul_combine.py``. A peer's 32 words in [SENT] have a last one that no group uses,
-# since there are at most 31 pairs of chunk and group: the first three of these are this file's.
+# Counters of a call, as in ``grouped_matmul_combine.py``. Of the 32 words that each rank has in [SENT] no group uses the last,
+# since there are at most 31 pairs of chunk and group: those of ranks 0, 1 and 2 are this file's three counters below.
 WEIGHTS = gl.constexpr(0)
 TILES = gl.constexpr(1)
 SENT = gl.constexpr(32)
-LISTED = gl.constexpr(63)
+LISTED = gl.constexpr(63)  # programs whose share of the lists is made
 TICKETS = gl.constexpr(95)  # the early ones; late ones SLICES further
 COUNTER_WORDS = gl.constexpr(32 * 9)
 AHEAD = gl.constexpr(4)  # rows of a token that are asked for at once
@@ -93,7 +94,7 @@ def list_rows(
 ):  # fmt: skip
     """For each token of all ranks: its rows here, in order of j and without gaps, their weights, and how many there are.
 
-    Of own tokens also which ranks have a row: bit OWNERS + r of the length.
+    Of own tokens also which ranks have a row: bit OWNERS + r of the length. Counts in at [LISTED], which tickets wait for.
     """
     BLOCK: gl.constexpr = 32 * WARPS
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -119,7 +120,7 @@ def list_rows(
             owners = owners | gl.where(expert >= 0, 1 << (gl.maximum(expert, 0) // experts), 0)
         gl.store(lengths + token, length + (owners << OWNERS), mask=token < total)
         if WEIGHTED:
-            for j in gl.static_range(TOPK):  # what no row is multiplied by must still be a number: 0 * NaN is none
+            for j in gl.static_range(TOPK):  # behind a list's end: rows read there are zeros, and 0 * NaN would be NaN
                 gl.store(factors + token * TOPK + j, length * 0.0, mask=(j >= length) & (token < total))
     block_barrier()
     gl.atomic_add(counts + LISTED, 1, sem="release", scope="gpu")
@@ -209,7 +210,7 @@ def reduce_block(
 
     ``FINISH``: they are own tokens; peers' partials, in ``slots``, are added in rank order, and tokens without a row are zero.
     """
-    fault = gl.load(control + FAULT, volatile=True)  # weights that never came: what was made with old ones is not right, either
+    fault = gl.load(control + FAULT, volatile=True)  # also where weights never came: sums with old ones must not pass for right
     first = source * max_tokens
     end = gl.minimum((block + 1) * TOKENS, limit)
     token = block * TOKENS + gl.arange(0, SUB, layout=gl.SliceLayout(1, layout))
@@ -256,7 +257,10 @@ def serve_tickets(
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Reduce and finish blocks until there are none. ``PARTS``: 1 for the early tickets, 2 for the late ones as well."""
+    """Reduce and finish blocks until there are none. ``PARTS``: 1 for the early tickets, 2 for the late ones as well.
+
+    ``blocks``: of a peer's tokens, max_tokens of them. The last block of a (chunk, group) that is stored for a peer signals it.
+    """
     ACROSS: gl.constexpr = WARPS if COLS // 256 > WARPS else COLS // 256
     SUB: gl.constexpr = HELD * (WARPS // ACROSS)
     layout: gl.constexpr = gl.BlockedLayout([HELD, 8], [1, 32], [WARPS // ACROSS, ACROSS], [1, 0])
@@ -270,7 +274,7 @@ def serve_tickets(
     own_blocks = (tokens + TOKENS - 1) // TOKENS
     peer_blocks = (WORLD_SIZE - 1) * blocks
     made = 0  # all chunks before this one are known to be made
-    heard = 0  # word of the group of a chunk that peers are known to have sent, and 1: own blocks come in order of words
+    heard = 0  # 1 + the last word (chunk, group) that all peers are known to have sent; own blocks come in order of words
     await_count(counts + LISTED, programs)
     for late in range(0, PARTS):
         tickets = counts + TICKETS + late * SLICES
@@ -279,7 +283,7 @@ def serve_tickets(
         while ticket < count:
             following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
             is_send, chunk, step = place_ticket(ticket, late, chunks, peer_blocks, own_blocks)
-            while made <= chunk:  # one by one: who has no tile of the last may still be at one of those before
+            while made <= chunk:  # each: one of fewer tiles than programs may be complete before the one in front of it
                 await_count(counts + TILES + made, tile_rows * gl.minimum(tile_cols - made * chunk_cols, chunk_cols))
                 made += 1
             first_col = chunk * chunk_cols * TILE_N

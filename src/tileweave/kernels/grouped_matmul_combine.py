@@ -5,6 +5,8 @@
     weights  [T, k] fp32         of own tokens, or none (1)      z [T, H] own tokens
     slot     [R-1, max_tokens, H]  one of two, by parity of the epoch: place i holds the i-th peer's *partials*, the sums over
                                  its experts of own tokens; behind them weights [R, max_tokens * k] fp32 of the peers' tokens
+    plan     entry_row [R * max_tokens * k]: the row of choice j of token t of a rank, at (rank * max_tokens + t) * k + j; -1:
+             not here. offsets [E_local + 1]: first row of each expert. topk_ids [max_tokens, k]: own choices
 
 Who writes, who reads. H is cut into *chunks* of columns; tokens into *blocks*, and blocks into a few *groups*. Three roles,
 by program id, each waiting for lower ids and other ranks only:
@@ -15,7 +17,7 @@ by program id, each waiting for lower ids and other ranks only:
             block of its tokens: gather a token's rows (at most k), times weights, add in fp32 in order of j, round once,
             store in the peer's slot. A token with no expert here is skipped. The last block of a group to be stored signals.
 *finish*    the last F programs: blocks of own tokens: own rows are reduced on the spot, peers' partials are added in rank
-            order in fp32, the sum is rounded once into z. Which ranks have a partial of a token is known from its own ids.
+            order in fp32, the sum is rounded once into z. Which ranks have a partial of a token ``topk_ids`` says.
 
 ==========================  =====  ======================================  =========================================
 signal (int32)              value  notifier                                waiter
@@ -38,7 +40,8 @@ Counters (local): one set for each parity of the epoch. Program 0 clears the oth
 ended, its next has not begun. So the counts of a call start from zero with no launch of their own.
 
 Why nobody is stuck: *multiply* waits for nobody. *reduce* waits for own *multiply* and for weights, which *multiply* of a
-peer pushes. *finish* waits for *reduce* of the peers. Each step waits for roles below it only, here and elsewhere.
+peer pushes. *finish* waits for own *multiply* and for *reduce* of the peers. Each role waits for those above it only, here and
+elsewhere, and they are lower programs.
 
 Limits: at most 31 pairs of chunk and group; y's rows contiguous; fp32 accumulation; partials travel in y's dtype.
 Sources: Triton-distributed and Comet (arXiv 2502.19811) order a MoE's tiles by columns so that the combine may begin early;
@@ -188,7 +191,7 @@ def reduce_role(
             peer = (rank + 1 + task // blocks) % WORLD_SIZE
             block = task % blocks
             if WEIGHTED:
-                if chunk == 0:
+                if chunk == 0:  # later chunks give this program the same tasks
                     wait(signals, 1, epoch, peer * SLICES + WEIGHTS, task, control, report)
             weights = symm_at(slot_table, rank, tl.float32, 16) + weights_offset + peer * weights_place
             place = rank - (rank > peer).to(tl.int32)

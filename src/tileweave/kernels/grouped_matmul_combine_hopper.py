@@ -3,12 +3,15 @@
 Read ``kernels/grouped_matmul_combine.py`` first: equation, signals and proof are there and hold here. What differs:
 
 - No multiprocessor is given away. Every program has three partitions: *load* feeds TMA, *multiply* runs wgmma and stores tiles,
-  *reduce* (two warps) pushes weights, then sends blocks of tokens (``grouped_combine_tasks.py``) beside the other two. When
-  *multiply* is out of tiles it takes blocks too: first what *reduce* has left, then the last chunk's and all that are finished.
+  *reduce* (two warps) pushes weights, then takes *early* tickets (``grouped_combine_tasks.py``) beside the other two. When
+  *multiply* is out of tiles it takes those that *reduce* has left, then the *late* ones: the last chunk, and own blocks of the
+  one before.
 - At the beginning *reduce* lists the rows of each token that are here, without gaps, with their weights: k choices are
   mostly elsewhere, and lists are read once for every chunk.
 - A tile that lies in one expert leaves by TMA; one that would reach into the next expert's rows, by masked stores. It is
   counted in behind the next tile's matmul, when TMA's stores have long drained.
+- Lists wait for all ranks' weights, own blocks for the signals of their group. *reduce* of the last program also waits for each
+  peer's signal of the last group: so a call that has no own block in some groups, or none at all, still hears from every peer.
 
 All programs are resident, so a program may wait for any other one: *reduce* waits for *multiply*, lists and peers; *multiply*
 waits for nobody before it has stored its last tile; tickets are taken in one order, and need only tickets before them, here
@@ -197,7 +200,7 @@ def grouped_matmul_combine_hopper_kernel(
     """Dispatch the partitions."""
     ring = make_ring(y_desc, w_desc, TILE_M, TILE_K, STAGES)
     box = gl.allocate_shared_memory(products_desc.dtype, products_desc.block_type.shape, products_desc.layout)
-    num_partitions = gl.num_programs(0) * 2
+    num_partitions = gl.num_programs(0) * 2  # that leave; *load* does not read the epoch
     gl.warp_specialize(
         [
             (multiply_partition, (
@@ -258,7 +261,7 @@ class Launcher:
             triton.next_power_of_2(max(s.experts, 32 * c.num_warps)), c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages,
             c.num_warps, depth_first, c.block_tokens, c.block_cols, late_cols(c), REDUCE_WARPS, 152,
         )  # fmt: skip
-        # 12 warps share the registers: 8 or 4, + 1 + 2, rounded up
+        # 12 warps share 65536 registers: 8 that multiply, 1 that loads, 2 that reduce, rounded up to warpgroups
         self.launches = Launches(grouped_matmul_combine_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168)
 
     def __call__(

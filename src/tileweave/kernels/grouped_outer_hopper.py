@@ -1,10 +1,10 @@
-"""Gradient of experts: out[e] = left[rows of e].T @ right[rows of e], fp32 accumulated, rounded once; Hopper, local.
+"""Gradient of experts: out[e] = left[rows of e].T @ right[rows of e], summed in fp32, rounded once; Hopper, no communication.
 
     left     [bound, N]       right    [bound, K]       rows expert by expert, those of e at [offsets[e], offsets[e + 1])
     out      [E, N, K]        zeros where an expert has no rows
 
-A grouped product whose depth is ragged and short: at 4096 tokens and 64 experts here a tile of out has some 17 blocks of 32
-rows, and then 64 KB to write. Two partitions: *load* (one warp) keeps a ring of [TILE_R, TILE_M] of left and
+A grouped product whose depth is ragged and short: in DeepSeek-V3 (64 experts here, 4096 tokens a rank) a tile of out has some
+17 blocks of 32 rows, and then 64 KB to write. Two partitions: *load* (one warp) keeps a ring of [TILE_R, TILE_M] of left and
 [TILE_R, TILE_N] of right full by TMA; *multiply* runs wgmma on both as they are, depth first, and hands a tile to TMA in
 one piece, which writes it behind the next tile's matmul. A program takes every ``num_programs``-th tile; an expert's tiles
 go in bands, so that who works side by side shares rows.
@@ -14,7 +14,7 @@ shared memory, of left, and right's are the expert's own, so nothing of another 
 Only an expert with fewer than TILE_R rows is read past its end; then both are zeroed there. An infinite value of right's in
 rows met twice is multiplied by such a zero: its expert's gradient, infinite anyway, may say NaN instead.
 
-Limits: N a multiple of TILE_M, rows at multiples of 16 bytes.
+Limits: bf16 or fp16, contiguous; N a multiple of TILE_M; rows at multiples of 16 bytes.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Walk(NamedTuple):
 
 
 def first_expert(offsets, tile_cols, tile_m):
-    """A walk's beginning."""
+    """A walk's beginning, at expert 0. ``offsets`` int32 [experts + 1]: first row of each; ``tile_cols``: tiles across."""
     begin = tl.load(offsets)
     end = tl.load(offsets + 1)
     tiles = (end - begin + tile_m - 1) // tile_m * tile_cols

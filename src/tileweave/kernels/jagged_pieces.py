@@ -1,15 +1,15 @@
 """The device's part of ``distribute_indices``: lengths and values into the order in which they leave, and in which they stay.
 
     lengths [F * b], values [N]   feature after feature, own samples; F features
-    message to an owner of T tables, int64 [T * b + F + 1]: lengths of its tables' features | values of each feature, BELOW for
-        one that has a length below 0 | what the rank says of all its values: a word, which nothing here reads
+    message to an owner of T tables, int64 [T * b + F + 1]: lengths of its tables' features | how many values each feature has,
+        BELOW where a length is below 0 | ``passed``, what the rank says of all its values: a word that nothing here reads
 
     pack_kernel     lengths -> messages to all owners                                    | all-to-all |
-    unpack_kernel   messages from all sources -> offsets, what the host has to know, and where pieces of values begin and end
+    unpack_kernel   messages from all sources -> offsets, ``told`` (all that the host has to know), and pieces of values
     move_kernel     values -> pieces, owner after owner   | all-to-all |   pieces, source after source -> table after table
 
-A *piece* is what one rank has of one table, (begin in what is read, begin in what is written, elements). Whoever gets lengths
-gets the sums of all features, so nobody has to add up what it is told.
+A *piece* is what one rank has of one table, (begin in what is read, begin in what is written, elements). A message has the sums
+of all of its sender's features, so where a piece begins nobody has to find by adding up lengths.
 
 One launch each: these run beside a training step, and what they cost is host time (decision 0095).
 """
@@ -33,7 +33,7 @@ class Layout:
     """Who owns what, on the device, all int64. It depends on features alone.
 
     mine : [T] features of this rank's tables. wanted : [P] those of all ranks' tables, rank after rank. owners : [P] of those.
-    tables : [R] of this rank and all before it.
+    tables : [R] how many tables each rank and all before it have. features : F.
     """
 
     mine: torch.Tensor
@@ -54,7 +54,7 @@ def pack_piece(row, place, samples, BLOCK: tl.constexpr):
 
 @triton.jit
 def pack_sum(row, feature, until, whole, passed, samples, world_size, features, BLOCK: tl.constexpr, OWNERS: tl.constexpr):
-    """The sum of one feature's lengths into all messages; and what all lists end with, if it is the first."""
+    """The sum of one feature's lengths into all messages; and ``passed``, their last word, if it is the first feature."""
     total = tl.zeros((BLOCK,), tl.int64)
     least = tl.zeros((BLOCK,), tl.int64)
     for begin in range(0, samples, BLOCK):
@@ -105,7 +105,10 @@ def store_piece(pieces, number, source, target, count):
 def unpack_piece(
     number, got, stride, sums, mine, offsets, arriving, samples, tables, world_size, BLOCK: tl.constexpr, ARRIVING: tl.constexpr
 ):
-    """Piece ``number`` of those that come, table after table: where it goes, and the offsets of its bags."""
+    """Piece ``number``, table after table, of those that come: where it goes, and the offsets of its bags.
+
+    Values come source after source, and go table after table. ``sums``: where the sums begin in a message.
+    """
     table, source = number // world_size, number % world_size
     each = tl.arange(0, ARRIVING)
     here = each < tables * world_size
@@ -136,7 +139,7 @@ def leaving_piece(number, own, wanted, leaving, features, pieces, LEAVING: tl.co
 
 @triton.jit
 def tell(tails, stride, told, world_size, features, FEATURES: tl.constexpr):
-    """The ends of all messages, one behind the other."""
+    """The ends of all messages, from their sums on, one behind the other."""
     word = tl.arange(0, FEATURES)
     for source in range(0, world_size):
         end = tl.load(tails + source * stride + word, mask=word <= features, other=0)
@@ -169,7 +172,7 @@ def unpack_kernel(
 
 @triton.jit
 def move_kernel(data, out, pieces, BLOCK: tl.constexpr):
-    """Program (block, piece)."""
+    """Program (block, piece): BLOCK elements of a piece from ``data`` to ``out``."""
     piece = pieces + tl.program_id(1) * PIECE
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < tl.load(piece + 2)

@@ -1,4 +1,5 @@
-"""matmul_all_reduce in one shot: out[M, N] = sum over ranks of x[M, k] @ w[N, k].T, for few rows, in one launch.
+"""matmul_all_reduce in one shot: out[M, N] = sum over ranks of x[M, k] @ w[N, k].T, for few rows, in one launch; then, if
+asked for, + bias, + residual, and an RMSNorm of each row.
 
     x [M, k]  w [N, k]  k = K/R, M at most a tile    slot [R, tiles, tile]  one of two, by parity of the epoch; a place a rank
 
@@ -7,22 +8,25 @@ place in every rank's slot, its own too, and polls for the same tile of all rank
 order, in fp32, and rounds once: results are equal on all ranks, bit by bit. There is no signal and no fence: data announces
 itself (``language/marked.py``).
 
-=========================  =====  =================================  ================================
-word (int32, local)        value  notifier                           waiter
-=========================  =====  =================================  ================================
-counters[0], [1] (``NORM``)  epoch  last tile program to finish       norm programs, behind all tiles
-=========================  =====  =================================  ================================
+======================  =====  ===========================  =============================================
+word (int32, local)     value  notifier                     waiter
+======================  =====  ===========================  =============================================
+counters[0] (``NORM``)  tiles  tile programs, one each      none: the last of them sets it to zero again
+counters[1] (``NORM``)  epoch  the last of them             norm programs, behind all tiles
+======================  =====  ===========================  =============================================
 
     program t | stream w | push to all | poll, sum, bias, residual | (NORM: round, store, count in)
     norm programs                                                    | a row each: RMSNorm |
 
-Why no slot is overwritten: every rank needs data of every peer in every call; see ``matmul_reduce_scatter``.
+Why no slot is overwritten: every tile needs data of every peer, so when my call n ends each peer has begun call n, hence ended
+n-1, the last reader of the slot (and writer of its zeros) that call n+1 writes. The epoch may move while programs still poll:
+the next call starts when this one has ended (``leave_early``).
 Why nobody is stuck: a program pushes before it waits, and waits for the same program of peers; norm programs have the
 highest numbers and wait for lower ones. So programs need not be resident at once, and the interpreter may run them in turn.
 
 With more programs than fit at once, early tiles travel while later ones stream.
 Limits: M <= TILE_M; x and w contiguous along K; partials travel in x's dtype. For more rows two shots are fewer bytes: see
-``exchange``. Source: GEMV + all-reduce fused in one kernel, arXiv 2305.06942.
+``exchange.py``. Source: GEMV + all-reduce fused in one kernel, arXiv 2305.06942.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ from tileweave.language.matmul import matmul_tile
 from tileweave.language.remote import symm_at
 from tileweave.language.signal import PUSHED_US, faulted, leave, leave_early, load_epoch, notify, wait
 
-MAX_SLICES = tl.constexpr(32)
-AT_THE_END = tl.constexpr(64)  # rows of a tile from which a program leaves behind its result: 19.8 us against 21.3
+MAX_SLICES = tl.constexpr(32)  # signal words of each rank: here only the report, which names a peer by one, needs them
+AT_THE_END = tl.constexpr(64)  # rows of a tile from which programs leave behind the result: early was slower (decision 0086)
 NORM_BLOCK = 2048  # columns that a norm program reads at once
 
 
@@ -69,8 +73,8 @@ def exchange(
 ):  # fmt: skip
     """Push this rank's partial to all, itself too, and sum what all pushed, in rank order.
 
-    ``fault``: as it was at the begin. A rank that an earlier call's time-out holds no more pushes nothing: it may be two calls
-    ahead of one that still polls this slot.
+    ``place_size``: elements of a slot for one rank. ``fault``: as it was at the begin. After a time-out of an earlier call no
+    wait holds this rank, and it may be two calls ahead of one that still polls this slot: so it pushes nothing.
     """
     within = tile.to(tl.int64) * (TILE_M * TILE_N) + (row * TILE_N)[:, None] + tl.arange(0, TILE_N)[None, :]
     mask = (row < rows)[:, None] & (col >= 0)[None, :]
@@ -131,7 +135,7 @@ def matmul_all_reduce_kernel(
         if TILE_M >= AT_THE_END:
             leave(control, epoch, tl.num_programs(0))
     else:
-        wait(counters, 1, epoch, 1, -1, control, report, PUSHED_US)  # behind a fault, too, until tiles are NaN
+        wait(counters, 1, epoch, 1, -1, control, report, PUSHED_US)  # a limit that no fault cuts short: tiles come, NaN then
         norm_row(program - num_tiles, kept, norm_weight, out, cols, eps, NORM_BLOCK)
         leave(control, epoch, tl.num_programs(0))
 

@@ -2,7 +2,8 @@
 
     part     [rows, cols]  (M/R, N) where rows are scattered, (M, N/R) where columns are
     out      [R * rows, cols] or [rows, R * cols]: parts of all ranks, in rank order; memory of the caller's own
-    slot     one of two, by parity of the epoch; place i holds what goes to (or came from) the i-th other rank
+    slot     [R-1, ...]    one of two, by parity of the epoch; place i holds what goes to ("copy_engine"), or came from ("sm"),
+                           the i-th other rank
 
 It is a reduce-scatter without the sum: tiles of peers' parts come first, own ones last (``schedule_scatter.py``), and an own
 tile goes straight into ``out``. Parts stand in one line of rows, each padded to whole tiles. Two transports:
@@ -27,10 +28,11 @@ flag [slot, src, chunk]  1      ``src``, who completed the chunk        own copy
 
 Why there are flags beside signals: a copy engine can wait for a fixed value only, in a graph too, where epochs go on.
 
-Why no slot is overwritten: my call ends when it has pulled all parts, so a peer that signals call n+1 has ended call n, hence
-read my slot of call n, which I write again in call n+2; by then I have heard of its call n+1. Flags: a peer sets one of
-slot n & 1 again in its call n+2, hence behind its n+1, which needed my n+1, hence behind my call n, which zeroed it. A
-captured copy-engine call, whose slot a graph freezes, has a barrier.
+Why no slot is overwritten ("copy_engine"): my call ends when it has pulled all parts, so a peer that signals call n+1 has ended
+call n, hence read my slot of call n, which I write again in call n+2; by then I have heard of its call n+1. Flags: a peer sets
+one of slot n & 1 again in its call n+2, hence behind its n+1, which needed my n+1, hence behind my call n, which zeroed it. A
+captured call, whose slot a graph freezes, has a barrier in front (``kernels/barrier.py``). ("sm"): as in
+``matmul_reduce_scatter.py``, since own tiles need data of every peer in every call.
 
 Why nobody is stuck ("copy_engine"): only the last program waits, behind all its tiles; copies wait for kernels of peers, which
 wait for nobody before their last tile. A wait that runs out of time sets the flags itself, so that copies go and the kernel
@@ -57,13 +59,16 @@ from tileweave.language.signal import count_last, faulted, leave, load_epoch, no
 from tileweave.language.tile import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.schedule_scatter import Exchange, ScatterSchedule
 
-MAX_SLICES = tl.constexpr(32)
+MAX_SLICES = tl.constexpr(32)  # signal words of each source, as in ``transport/workspace.py``
 POISON_BLOCK = 1024
 
 
 @triton.jit
 def announce_chunk(signal_table, peer, rank, slot, chunk, epoch, WORLD_SIZE: tl.constexpr):
-    """Tell ``peer`` that a chunk of its part stands in the slot: the flag its copy engine waits for, then the signal."""
+    """Tell ``peer`` that a chunk of its part stands in the slot: the flag its copy engine waits for, then the signal.
+
+    Flags [slot, source, chunk] stand behind all signals, which are [source, chunk], R words to meet by and [pushed].
+    """
     signals = symm_at(signal_table, peer, tl.int32, 4)
     mine = rank * MAX_SLICES + chunk
     notify(signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)
@@ -110,7 +115,8 @@ def matmul_all_to_all_kernel(
     """Compute, announce or push, take; see the module's docstring for the protocol.
 
     ``x_step``, ``w_step``: rows of x and of w from one owner's part to the next one's; one of them is 0. ``out_step``,
-    ``out_pitch``: elements of ``out`` from one source's part to the next one's, and from row to row.
+    ``out_pitch``: elements of ``out`` from one source's part to the next one's, and from row to row. ``rows``, ``cols``: of a
+    part; ``total_rows``: of x; ``chunk_rows``: tile rows of a chunk; ``place_size``: elements of a slot for one peer.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)

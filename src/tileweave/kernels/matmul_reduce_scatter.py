@@ -6,8 +6,8 @@
 
 Who writes, who reads. A partial tile of rows of a peer goes into that peer's slot, into this rank's place, and nobody else
 writes there; own tiles are never sent: the program that computed one adds the peers' partials to its accumulator, in fp32
-and in a fixed order (pushes: by rank; copies: as they come, rank-1, rank-2, ...), rounds once and stores the result. Two
-transports:
+and in a fixed order (pushes: by rank; copies: by order of arrival, rank-1, rank-2, ...), adds the bias, rounds once and stores
+the result. Two transports:
 
 ``"copy_engine"``  tiles are stored in ``staging`` and counted in; a copy engine that waits for a chunk's count takes the
     chunk to its owner (row-major, padded to whole tiles and to rows of ``pitch``), a signal behind it. Own tiles wait for it.
@@ -19,7 +19,7 @@ signal (int32)        value  notifier                               waiter ("cop
 ====================  =====  =====================================  =============================================
 [source, chunk]       epoch  copy engine of ``source``              own tiles of that chunk
 [met, source]         epoch  who has stored tile 0 of ``source``    the same of every rank, before it counts that tile in
-[pushed] (own)        epoch  own copy engine, behind its last push  last program to leave, before the epoch moves
+[pushed] (own)        epoch  own copy engine, behind its last push  the last program, before counters and epoch move
 counter [peer, chunk] tiles  programs, a tile each; local           own copy engine; zero between calls
 ====================  =====  =====================================  =============================================
 
@@ -28,14 +28,15 @@ counter [peer, chunk] tiles  programs, a tile each; local           own copy eng
                                 ^ all ranks meet: copies begin together (``language/meet.py``)
 
 Why no slot is overwritten: own rows need data of every peer in every call, so when my call n ends, each peer has begun call
-n, hence ended n-1, the last reader of the slot (and writer of its zeros) that call n+1 writes. A captured copy-engine call
-has always the same slot: its copies go when all ranks have met in call n, hence ended n-1, too. So what copy engines signal is
-of this call exactly; a later one's is refused.
+n, hence ended n-1, the last reader of the slot (and writer of its zeros) that call n+1 writes. Once an instance was captured
+in a CUDA graph, its copy-engine calls all use slot 0: the copies of call n go when all ranks have met in it, hence ended n-1,
+which read that slot last. Since ranks meet, a copy engine's signal is of this very call; one of a later call says that its rank
+gave this one up: a time-out (``EXACT``). ``staging`` is of one call, which ends behind [pushed], hence behind the copies.
 
 Why nobody is stuck: pushes of a tile come before any wait of that tile, and in the order of tiles remote ones come before
-own ones; tile 0, remote, waits only for tiles 0 of peers. A program waits for tiles that *any* program of a peer makes, so all
-programs must be resident at once: as many as the device has multiprocessors, no more. Under the interpreter, where programs
-run in turn: one program, or tiles that span shards (then the same program of the peer made it).
+own ones; tile 0, a remote one, waits only for tiles 0 of peers. A program waits for tiles that *any* program of a peer makes,
+so all programs must be resident at once: as many as the device has multiprocessors, no more. Under the interpreter, where
+programs run in turn: one program, or tiles that span shards (then the same program of the peer made it).
 
 Tiles that do not fill a last wave are cut along K, as in ``all_gather_matmul``.
 Limits: x contiguous along K, w along K or (``DEPTH_FIRST``, as backward reads it) along N; fp32 accumulation;
@@ -59,12 +60,12 @@ from tileweave.language.signal import count_in, faulted, leave, load_epoch, wait
 from tileweave.language.tile import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.schedule_scatter import ScatterSchedule
 
-MAX_SLICES = tl.constexpr(32)
+MAX_SLICES = tl.constexpr(32)  # signal words of each source, as in ``transport/workspace.py``
 
 
 @triton.jit
 def tile_place(first_row, home, tiles, col, TILE_N: tl.constexpr, SPANS: tl.constexpr):
-    """Where a tile stands in a place of a slot, elements; ``home``: owner of its first row."""
+    """``"sm"``: the first element of a tile in a place of a slot; ``home``: owner of its first row."""
     at = (first_row if SPANS else first_row - home * tiles.rows) // tiles.tile_m * tiles.tile_cols + col
     return at.to(tl.int64) * (tiles.tile_m * TILE_N)
 
@@ -127,7 +128,12 @@ def matmul_reduce_scatter_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, DEPTH_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Compute, push, add; see the module's docstring for the protocol."""
+    """Compute, push, add; see the module's docstring for the protocol.
+
+    ``slot``: the one that copy engines write; a push (``PUSH``) takes it from the epoch. In elements: ``slot_size``;
+    ``place_size``, of a slot for one peer; ``pitch``, from row to row of staging and of what was copied. ``chunk_rows``: tile
+    rows of a chunk. ``SPANS``: a tile is taller than a shard. ``num_tiles`` to ``k_blocks``: of ``ScatterSchedule``.
+    """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     epoch = load_epoch(control)

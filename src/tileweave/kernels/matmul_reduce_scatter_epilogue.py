@@ -24,7 +24,10 @@ BOXES = gl.constexpr(2)  # pieces on their way from *multiply* to *store*
 
 
 class Boxes(NamedTuple):
-    """Pieces in shared memory on their way from *multiply* to *store*; barriers say which is ``free``, and which ``full``."""
+    """Pieces in shared memory on their way from *multiply* to *store*; barriers say which is ``free``, and which ``full``.
+
+    ``sent`` (*multiply*) and ``turn`` (*store*) count those that went through: the *box turn*.
+    """
 
     pieces: Any
     free: Any
@@ -58,7 +61,11 @@ def store_partition(
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, EXCHANGE: gl.constexpr,
     WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """One warp: pieces from shared memory to ``staging``, counted in by tiles, or, if ``WHOLE``, to ``out``."""
+    """One warp: pieces of peers' tiles from shared memory to ``staging``, counted in by tiles; if ``WHOLE``, own ones to out.
+
+    That of the last program ends the call: it waits for [pushed] and puts the counters back to zero. A push has none of this.
+    ``EXCHANGE``: ``staging_desc`` is of an own slot; who completes a chunk announces it, and the last program ends the pulls.
+    """
     PIECES: gl.constexpr = TILE_N // PIECE
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
@@ -118,7 +125,7 @@ def store_partition(
 
 @gluon.jit
 def add_piece(piece, turn, ring, STAGES: gl.constexpr):
-    """``piece`` plus what stands in the ring. Returns (piece, ring turn)."""
+    """``piece`` plus what a peer sent for it, from the next buffer of the ring. Returns (piece, ring turn)."""
     index = turn % STAGES
     mbarrier.wait(ring.ready.index(index), (turn // STAGES) & 1)
     piece += ring.a.index(index).load(piece.type.layout).to(gl.float32)
@@ -204,7 +211,7 @@ def finish_piece(
 
 @gluon.jit
 def store_own(piece, out, shift, first_row, row_begin, row_end, col, cols):
-    """Rows [row_begin, row_end) of a piece, at rows ``shift`` less of ``out``."""
+    """Store rows [row_begin, row_end) of a piece; row r goes to row r - ``shift`` of ``out``."""
     rows: gl.constexpr = gl.SliceLayout(1, piece.type.layout)
     columns: gl.constexpr = gl.SliceLayout(0, piece.type.layout)
     row = first_row + gl.arange(0, piece.shape[0], layout=rows)
@@ -248,9 +255,11 @@ def finish_part(
     WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, WARPS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`finish_piece`, of an exchange: rows of the part of ``spot.home``. Returns the box turn.
+    """As :func:`finish_piece`, of an exchange (``matmul_all_to_all.py``): rows of the part of ``spot.home``.
 
-    ``PUSH``: a peer's goes to its slot; behind an own one, those of all peers at its place are taken.
+    ``PUSH``: a peer's piece goes to its slot; behind an own one, what peers sent for the same place of their parts is taken out
+    of the slot and stored. ``part_rows``: rows that a part really has; ``w_step``, ``out_pitch``, ``out_step``: as there.
+    Returns the box turn.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
     dtype: gl.constexpr = out.dtype.element_ty
@@ -290,7 +299,7 @@ def finish_part(
 
 @gluon.jit
 def store_part(piece, target, first_row, rows, col, cols, pitch):
-    """A piece of a part [rows, cols], whose rows stand ``pitch`` apart."""
+    """Store a piece of a part [rows, cols], whose rows stand ``pitch`` apart."""
     r: gl.constexpr = gl.SliceLayout(1, piece.type.layout)
     c: gl.constexpr = gl.SliceLayout(0, piece.type.layout)
     row = first_row + gl.arange(0, piece.shape[0], layout=r)

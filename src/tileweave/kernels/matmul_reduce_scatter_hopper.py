@@ -11,10 +11,10 @@ Read ``kernels/matmul_reduce_scatter.py`` first: equation, signals, timeline and
 - ``"sm"``: *multiply* pushes registers and polls for registers, and *store* has nothing to do.
 - ``EXCHANGE`` (``matmul_all_to_all.py``, whose protocol it is then): nothing is added. ``rows`` are those of a part, padded to
   whole tiles; *store* announces chunks to their owners, who pull them, and the last one ends the call.
+- Where TMA cannot store to out (``WHOLE`` is False: its rows are not at multiples of 16 bytes), *multiply* stores own tiles.
 
-- Where TMA cannot store to out (``WHOLE`` is False: its rows are no multiples of 16 bytes), *multiply* stores own tiles itself.
-
-Limits: rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16 bytes; ``"copy_engine"``: ``tile_k`` 64.
+Limits: 2 bytes an element; rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16 bytes; ``"copy_engine"``:
+``tile_k`` 64, as a piece has columns.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def load_partition(
     rank, rows = tiles.rank, tiles.rows
     epoch = gl.load(control, volatile=True)
     turn = 0
-    arrived = 0  # bit c: chunk c of all peers is there
+    arrived = 0  # bit c: chunk c of own tiles is there from all peers
     share = share_of(tiles, program, gl.num_programs(0), tiles.num_tiles)
     for index in range(0, share.units):
         tile, k_begin, k_end = unit_range(share, index)
@@ -190,7 +190,7 @@ def matmul_reduce_scatter_hopper_kernel(
     free = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     boxes = Boxes(pieces, free, full)
-    if not PUSH:  # what nobody uses is memory for sums, and a barrier that a device switches back in overwrites those
+    if not PUSH:  # the compiler gives memory of unused barriers to sums, and they may come back over those: decision 0103
         for i in gl.static_range(BOXES):
             mbarrier.init(free.index(i), count=1)
             mbarrier.init(full.index(i), count=1)
@@ -261,7 +261,7 @@ class Launcher:
             s.world_size, self.push, s.spans_shards, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages,
             c.num_warps,
         )  # fmt: skip
-        # 12 warps share the registers: 8 or 4, + 1 + 1, rounded up
+        # 12 warps share the registers, or 8: 8 or 4, + 1 + 1, rounded up to whole warpgroups
         self.launches = Launches(matmul_reduce_scatter_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168)
 
     def __call__(

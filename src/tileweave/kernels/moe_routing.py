@@ -2,6 +2,8 @@
 
     topk_ids  [T, k]                  own choices, -1: none
     slot      [R, max_tokens * k]     one of two, by parity of the epoch: the ids of every rank, -1 past their T
+    entry     (source * max_tokens + t) * k + j: choice j of token t of a rank, hence a place in the slot
+    row       an entry whose expert is on this rank, sorted: row_entry [row] = entry, entry_row [entry] = row
     fields    see ``ops/routing_plan.py``: offsets, row_entry, entry_row, topk_ids, send_order, send_offsets
 
 Few tokens take one launch, the kernel below; many take the two of ``moe_sort.py``. Both write the same fields, by the same
@@ -16,15 +18,19 @@ signal (int32)      value  notifier                     waiter
 [source, 0]         epoch  the first program of source  every program, before it sorts
 ==================  =====  ===========================  ============================
 
-    rank r   | push ids | send lists (own ids only) | wait for all | count, place |
+    program 0  | push ids | send lists (own ids only) | wait for all | count, place |
+    others                | send lists (own ids only) | wait for all | count, place |
 
 Why no slot is overwritten: every rank signals every peer in every call and every program waits for all of them, so when my call
 n ends each peer has begun call n, hence ended n-1, the last reader of the slot that call n+1 writes.
 
 Why nobody is stuck: pushing waits for nobody, and it is the lowest program that pushes.
 
+After a time-out the sort goes on with what the slot holds, maybe ids of an earlier call, and no NaN shows it in integers: the
+host raises ``PeerTimeout`` when this instance is next called, or in ``tw.synchronize`` (on the CPU at once).
+
 One launch has no histogram: who places the entries of one expert in one part of the entries counts by itself what stands before
-them, with one pass over all ids. That reads more (E_local + parts passes over R * max_tokens * k ids, from L2), and saves
+them, with one pass over all ids. That reads more (E_local * (parts + 1) passes over R * max_tokens * k ids, from L2), and saves
 launches, which is what counts when few tokens are decoded.
 """
 
@@ -53,7 +59,8 @@ def sort_expert(
 ):  # fmt: skip
     """Place the entries of a local expert that stand in one part of all entries. ``ids`` [R, size], of every rank.
 
-    Entries are looked at in the order of rows, source by source from the own rank down. A part is a number of blocks.
+    Entries are looked at in the order of rows, source by source from the own rank down: R * size of them in blocks of BLOCK,
+    dealt evenly to ``parts`` parts. ``bound``, all entries, is only met where ids change under the sort, after a time-out.
     """
     per_source = tl.cdiv(size, BLOCK)
     blocks = per_source * WORLD_SIZE
@@ -114,7 +121,7 @@ def moe_routing_kernel(
     rank, max_tokens, topk, experts, bound, parts,
     WORLD_SIZE: tl.constexpr, SLICES: tl.constexpr, EXPERTS: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Push, list, wait, sort; see the module's docstring. The same arguments as those of ``moe_sort.py``."""
+    """Push, list, wait, sort; see the module's docstring. Arguments as those of ``moe_sort.py``: some are not used here."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     epoch = load_epoch(control)
@@ -140,13 +147,14 @@ def moe_routing_kernel(
     leave(control, epoch, num_programs)
 
 
-WORDS = ("topk_ids", "offsets", "row_entry", "entry_row", "own_ids", "send_order", "send_offsets", "tokens")  # change
+WORDS = ("topk_ids", "offsets", "row_entry", "entry_row", "own_ids", "send_order", "send_offsets", "tokens")  # change by call
 
 
 class Launcher:
     """Launches for one shape; ``ops`` keeps one for each.
 
-    ``begins``: where the fields begin in a plan's table. ``experts``: of a rank.
+    ``begins``: where the fields begin in a plan's table, int32 words. ``experts``: of a rank. ``divided``, the last integer of
+    the kernels: the parts of one launch, or the span of two. ``peers.counters`` is the histogram.
     """
 
     def __init__(

@@ -1,15 +1,16 @@
 """Sums of pooled vectors' gradients for each table row, applied once: deterministic, with no atomics.
 
     grad [B, slot width]   gradients in columns of this rank's tables        keys, bags [N]   positions of all bags by table row
+    sum of a table row = factor * sum over its positions p, in order: scales[p] * grad[sample of bags[p], its table's columns]
 
-``keys_kernel`` finds the table row and the bag of each position; the host sorts. Equal keys then make *runs*, and
+``keys_kernel`` finds the table row and the bag of each position; ``torch.sort`` sorts. Equal keys then make *runs*, and
 ``sum_rows`` has a *tile* for each ``TILE`` positions: it sums the runs that open there, in order, the last one to its end in
 the next tile, and applies each sum: as a gradient's row, or as a step of SGD or of row-wise Adagrad in place. Only a run
 that goes on behind the next tile leaves partial sums, which ``sum_runs`` adds in order of tiles. Nothing depends on timing, so
 the same bits each time, also for a row that is looked up a million times.
 
-One warp has a tile: its rows, and the weights that its steps change, are loaded at once, 16 bytes a thread, and added from
-registers; keys and bags are scalars of the warp.
+One warp has a tile (more above 128 columns): its rows, and the weights that its steps change, are loaded at once, 16 bytes a
+thread of fp32, and added from registers; keys and bags are scalars of the warp.
 
 Limits: sums in fp32. Out-of-range indices sort last and are left out.
 """
@@ -73,7 +74,10 @@ def columns(dim, here, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr):
 def target_of(
     target, state, places, at, row, values, dim, here, BLOCK_D: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr
 ):
-    """(row of the target, weights [BLOCK_D], moment) of a run that will be applied; asked for before its sum is there."""
+    """(row of the target, weights [BLOCK_D], moment) of a run that will be applied; asked for before its sum is there.
+
+    ``KIND``: DENSE, SPARSE, SGD or ADAGRAD, here and below by its number.
+    """
     col = tl.arange(0, BLOCK_D)
     if KIND == 1:
         row = tl.load(places + at, mask=here, other=0).to(tl.int64) - values
@@ -157,7 +161,8 @@ def sum_tile(
     A run that goes on behind the next tile is *long*: of it each tile leaves a partial sum in a row of ``partials``
     [tiles + tiles / 2, BLOCK_D]: row ``tile`` where it goes on, row ``tiles + tile / 2`` where it opens; where one opens, none
     opens in the next tile. ``GROUPS`` > 0: tables' gradients come in so many, see ``embedding_gradient.py``; ``seen`` of them
-    this program knows to be here, and returns how many then. It asks no more than it must: an acquire empties the L1. Sums
+    this program knows to be here, and returns how many then. It asks no more than it must: an acquire empties the L1. Its
+    limit is the longest: the watcher's waits run out before, and it says that groups are here all the same. Sums
     of groups that did not come in time are NaN, and of all behind them: ``factor``, which is returned, too.
     """
     first = tile.to(tl.int64) * TILE
@@ -357,7 +362,7 @@ def sum_rows(
     grad : [B, slot width], the result's gradient in columns of this rank's tables.
     keys, bags (int32), scales : [N], by table row: its number over all tables (``last_key``: out of range), the bag, a
         factor of its own. factor : of all sums.
-    places : [N], with SPARSE the row of the values; else None. meta : see :func:`apply`.
+    places : [N], with SPARSE the row of the values; else None. meta : see :func:`table_of`. rate : a word on the device.
     tile : positions of a tile. steps : tiles of a program. Both as measured (decision 0047).
     aligned : elements that all addresses, dims and columns are multiples of (16 bytes), else 1.
     """

@@ -1,6 +1,6 @@
-"""The device words in Gluon for Hopper: ``language/signal.py`` once more. The one file that follows Gluon's drift.
+"""The device words in Gluon for Hopper: ``language/signal.py`` once more.
 
-The integer maps are those of ``language/tile.py``, compiled as Gluon.
+The integer maps, compiled as Gluon, are in ``hopper_matmul.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def clock(anything):
 
 @gluon.jit
 def drain_tma_stores(anything):
-    """Wait until this thread's TMA stores are visible, not only read; see ``signal.drain_tma_stores``."""
+    """Wait until this thread's TMA stores are visible, not only read; see ``signal.drain_tma_stores``, and :func:`clock`."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [anything], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -84,7 +84,7 @@ def expire(control, report, signal, unit, expected, seen):
 
 @gluon.jit
 def words_of(first, last, stride, COUNT: gl.constexpr, SPREAD: gl.constexpr, WARPS: gl.constexpr):
-    """Where the signals stand that :func:`spin` polls, some of them twice."""
+    """Where the signals stand that :func:`spin` polls, one a lane at least: what is left over polls the last source again."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     WORDS: gl.constexpr = SPREAD * COUNT if SPREAD * COUNT > 32 else 32
     number = gl.arange(0, WORDS, layout=lane)
@@ -133,10 +133,10 @@ def spin(
 
 @gluon.jit
 def acquire(epoch):
-    """Behind :func:`spin`: later loads, TMA's too, see what was stored before the signals seen.
+    """Behind :func:`spin`: later loads, TMA's too, see what was stored before the signals seen. ``epoch``: any int32.
 
     Both fences are the narrow ones. ``fence.acq_rel`` and ``fence.proxy.async`` without a state space wait for all that the
-    multiprocessor has under way: 3 us in front of a tile, 7 beside pushes (decision 0089).
+    multiprocessor has under way: 3 us in front of a tile, 7 beside copies (decision 0089).
     """
     gl.inline_asm_elementwise(
         "fence.acquire.sys; fence.proxy.async.global; mov.u32 $0, 0;", "=r,r", [epoch], dtype=gl.int32, is_pure=False, pack=1

@@ -1,7 +1,7 @@
 """Data that announces itself, in Gluon: the twin of ``marked.py``; read that first.
 
-A tile stands in a slot as its warps hold it, in 8 x 8 blocks (:func:`tileweave.language.hopper.part_offsets`), so that
-registers go to a peer, and come from a slot, in whole 128-byte lines.
+A tile stands in a slot as its warps hold it, in 8 x 8 blocks (``hopper_matmul.part_offsets``), so that registers go to a
+peer, and come from a slot, in whole 128-byte lines.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def take_marked(
     acc, pointers, stride, mask, first_peer, skip, unit, epoch, control, report,
     COUNT: gl.constexpr, SIGNALS: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """``acc`` plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, in that order; see ``marked.take_marked``."""
+    """``acc`` plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, in that order; see ``marked.take_marked``.
+
+    But a part that does not come makes no NaN: behind this, callers look at the fault. ``pointers``: int16.
+    """
     limit = gl.load(control + TIMEOUT_US, volatile=True).to(gl.int64) * 1000
     total, missing = _sum_marked(acc, pointers, stride, mask, 0, COUNT, dtype)
     if missing > 0:
@@ -72,7 +75,10 @@ def push_piece(
     piece, first_col, slot_table, slot_offset, place_size, at, first_row, row_limit, rows, rank, home,
     WORLD_SIZE: gl.constexpr, TILE_N: gl.constexpr, SPANS: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Columns of a partial tile into the slots of those who own its rows, but for this rank's."""
+    """Columns of a partial tile into the slots of those who own its rows, but for this rank's. ``rows``: of one owner.
+
+    ``SPANS``: rows may have several owners; else all are of ``home``, a peer.
+    """
     slices: gl.constexpr = gl.SliceLayout(1, piece.type.layout)
     row = first_row + gl.arange(0, piece.shape[0], layout=slices)
     within = part_offsets(piece, first_col, TILE_N)

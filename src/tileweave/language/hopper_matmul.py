@@ -1,7 +1,7 @@
 """The warp-specialised main loop for Hopper, in Gluon: ``language/matmul.py`` once more.
 
 A kernel here has partitions, each a set of warps with its own program: *load* (one warp: waits for signals, feeds TMA),
-*multiply* (one or two warpgroups: wgmma, epilogue) and, where there is something to move, *move* (two warps: pushes, copies).
+*multiply* (one or two warpgroups: wgmma, epilogue) and one or more beside them, such as *move* (pushes, copies) or *store*.
 Load and multiply share a :class:`Ring` of ``STAGES`` buffers; ``ready[i]`` tells that buffer i is full, ``empty[i]`` that it
 was read. ``turn`` counts the buffers that a partition has filled, or read.
 """
@@ -211,7 +211,7 @@ class Helped(NamedTuple):
 
 @gluon.jit
 def add_parts(tile, first_col, helped, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
-    """Add the helpers' parts of these columns, in program order."""
+    """Add the helpers' parts of these columns, from the highest program down; behind :func:`await_parts`."""
     offsets = part_offsets(tile, first_col, TILE_N)
     for below in range(1, helped.helpers + 1):
         tile += gl.load(helped.partials + (helped.at - below * helped.team).to(gl.int64) * (TILE_M * TILE_N) + offsets)

@@ -1,4 +1,4 @@
-"""Ranks that begin to send at the same time, and their ends, in Gluon: twins of words in ``language/meet.py``."""
+"""Ranks that begin to send at the same time, and the end of their copies, in Gluon: twins of words in ``language/meet.py``."""
 
 from __future__ import annotations
 

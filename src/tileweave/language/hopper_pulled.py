@@ -13,7 +13,7 @@ MAX_SLICES = gl.constexpr(32)
 
 @gluon.jit
 def announce_chunk(signal_table, peer, rank, slot, chunk, epoch, WORLD_SIZE: gl.constexpr):
-    """The flag that the peer's copy engine waits for, then the signal."""
+    """The flag that the peer's copy engine waits for, then the signal; see ``matmul_all_to_all.announce_chunk``."""
     signals = symm_at(signal_table, peer, gl.int32)
     mine = rank * MAX_SLICES + chunk
     notify(signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)

@@ -40,7 +40,8 @@ def copy_flat(target, source, begin, end, BLOCK: gl.constexpr, WARPS: gl.constex
 
 @gluon.jit
 def _rows(start, width, pitch, V: gl.constexpr, WARPS: gl.constexpr):
-    """(number, offset) [V, 1], [V, 8] of the 16-byte words from element ``start`` on of a matrix ``width`` wide."""
+    """Of V words of 8 elements, from element ``start`` on of a matrix ``width`` wide: the number of each one's first element
+    [V, 1], and where elements stand [V, 8], rows ``pitch`` apart. ``start``, ``width`` and ``pitch``: multiples of 8."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
     word = start // 8 + gl.arange(0, V, layout=gl.SliceLayout(1, layout))
     at = (word * 8 // width).to(gl.int64) * pitch + word * 8 % width

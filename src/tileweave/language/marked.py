@@ -30,7 +30,7 @@ from tileweave.language.signal import TIMEOUT_US, clock, expire, pause
 
 @triton.jit
 def mark(value):
-    """``value`` as integers of its width, never zero."""
+    """The bits of ``value`` as integers of its width, never zero: plus zero becomes minus zero."""
     if value.dtype.primitive_bitwidth == 16:
         bits = value.to(tl.int16, bitcast=True)
         return tl.where(bits == 0, tl.full([], -(2**15), tl.int16), bits)
@@ -64,7 +64,7 @@ def _missing(value, mask):
 
 @triton.jit
 def _is_overdue(started, limit):
-    """Each thread's own clock says so: a program goes by what the maximum over all of it is, since it meets at barriers."""
+    """By each thread's own clock. A program goes by the maximum over its threads: all must take the same way to barriers."""
     return (clock() - started >= limit).to(tl.int32)
 
 
@@ -88,12 +88,13 @@ def take_marked(
 ):  # fmt: skip
     """``acc`` (fp32, 2-D) plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, added in that order.
 
-    ``mask``: the elements that are sent. Part i comes from peer ``first_peer + i``, one more from ``skip`` on; a part
-    that is not there in time is reported as that peer's (``SIGNALS`` signal words a peer), sets the fault, and makes the
-    sum NaN: nobody need look at the fault behind it, which would be a load on the way of small messages.
+    ``mask``: the elements that are sent. Part i comes from rank ``first_peer + i``, or from the next one if that is ``skip``
+    or more: the rank that sends none (R: no such rank). A part that is not there in time is reported as that rank's
+    (``SIGNALS`` signal words each), sets the fault, and makes the sum NaN: nobody need look at the fault behind it, which
+    would be a load on the way of small messages.
     """
     limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000  # here: on its way beside the data
-    gave_up = (limit == 0).to(tl.int32)  # before this call: then what stands here is of no call, or of an older one
+    gave_up = (limit == 0).to(tl.int32)  # this rank has a fault: what stands here may be of no call, or of an older one
     total, missing = _sum_marked(acc, pointers, stride, mask, gave_up, COUNT)
     if missing > 0:
         started = clock()

@@ -1,9 +1,7 @@
 """The matmul main loop in plain Triton, and the two ends of a tile that several programs share.
 
-Every operator's kernel is built on these.
-
-An operator differs in what happens before (which rows, what to wait for: its prologue hands over row pointers) and after
-(where the accumulator goes: its epilogue receives it). The loop is the same.
+The Triton kernels of operators that multiply are built on these. An operator differs in what happens before (which rows, what
+to wait for: its prologue hands over row pointers) and after (where the accumulator goes: its epilogue receives it).
 """
 
 from __future__ import annotations
@@ -36,9 +34,10 @@ def matmul_tile(
     """fp32 ``[TILE_M, TILE_N]``: rows at ``a_rows`` (pointers ``[TILE_M]``) times rows of ``w [N, K]`` over K blocks
     [k_begin, k_end).
 
-    Rows and columns out of range must point at something readable: what they compute is not stored. ``FEW_ROWS``: only the
-    first ``rows`` are read, which saves the way to them where most of a tile is none. ``DEPTH_FIRST``: ``w`` is [K, N], its
-    rows ``stride_w`` apart: a weight as backward reads it. ``start``: what the sum begins with.
+    Rows out of range must point at something readable, columns out of range wrap around: what they compute is not stored.
+    ``EVEN_K``: ``depth`` is a multiple of TILE_K, so loads need no mask along K. ``FEW_ROWS``, of ``EVEN_K`` only: just the
+    first ``rows`` are read, which saves the way to the rest of a tile. ``DEPTH_FIRST``: ``w`` is [K, N], its rows ``stride_w``
+    apart: a weight as backward reads it. ``start``: what the sum begins with.
     """
     n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
     k = tl.arange(0, TILE_K)
@@ -82,7 +81,8 @@ def give_part(acc, partials, counters, base, share, tile, TILE_M: tl.constexpr, 
     """Helper's end of a cut tile, ``tile`` of a segment: put the part where the owner finds it, and count it in.
 
     ``partials`` is fp32, one tile for each program of a segment: a program helps at most once in a segment, with the
-    first unit of its span. ``counters`` is int32, zero between calls. ``base``: programs of the segments before this one.
+    first unit of its span. ``counters`` is int32, zero between calls. ``base``: programs of the segments before this one, so
+    segments share neither parts nor counters.
     """
     within = tl.arange(0, TILE_M)[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
     tl.store(partials + (base + share.program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)
@@ -94,7 +94,8 @@ def give_part(acc, partials, counters, base, share, tile, TILE_M: tl.constexpr, 
 def take_parts(acc, partials, counters, base, share, tile, helpers, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """Owner's end: wait for all helpers, add their parts in program order, downwards, so results never depend on timing.
 
-    Helpers are lower programs, which began this tile's parts before the owner began its own: this ends without a bound.
+    Needs no bound: helpers are lower programs, and each gives its part before it takes any in this segment. What they wait for
+    from other ranks is bounded.
     """
     cut_tile = base + tile - share.whole
     while tl.atomic_add(counters + cut_tile, 0, sem="acquire", scope="gpu") < helpers:

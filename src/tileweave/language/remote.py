@@ -19,9 +19,9 @@ def symm_at(table, peer, dtype: tl.constexpr, alignment: tl.constexpr):
 
 @triton.jit
 def put(target, source, begin, end, BLOCK: tl.constexpr):
-    """Store elements [begin, end) of ``source`` (local) at the same places of ``target`` (a peer's).
+    """Store elements [begin, end) of ``source`` at the same places of ``target``.
 
-    Plain stores: a ``notify`` must follow before the peer may read.
+    Plain stores: where ``target`` is a peer's, a ``notify`` must follow before the peer may read.
     """
     for offset in range(begin, end, BLOCK):
         index = offset + tl.arange(0, BLOCK)
@@ -31,7 +31,7 @@ def put(target, source, begin, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def get(target, source, begin, end, BLOCK: tl.constexpr):
-    """Load elements [begin, end) of ``source`` (a peer's, behind a ``wait``) into ``target`` (local)."""
+    """:func:`put` with a local ``target``. Where peers wrote ``source``, it stands behind a ``wait``."""
     put(target, source, begin, end, BLOCK)
 
 
@@ -40,8 +40,9 @@ def put_all(table, rank, WORLD_SIZE: tl.constexpr, offset, size, source, begin, 
     """Store elements [begin, end) of the own shard ``source`` into a slot of every peer, each block to all in turn.
 
     The slot starts at element ``offset`` of each peer's buffer and holds shards of ``size`` elements; the own shard's place
-    there is that of ``schedule.slot_place``. ``OWN``: the slot has all shards in rank order, the own one too. Alternating
-    peers block by block keeps all links busy and no receiver with two senders in step.
+    there is that of ``schedule.slot_place``. ``OWN``: the slot has all shards in rank order, the own one too. ``begin``: a
+    multiple of ``BLOCK``. Alternating peers block by block keeps all links busy; while ranks are in step no receiver has two
+    senders.
     """
     for block in range(begin // BLOCK, (end + BLOCK - 1) // BLOCK):
         index = block * BLOCK + tl.arange(0, BLOCK)
@@ -58,7 +59,7 @@ def put_all(table, rank, WORLD_SIZE: tl.constexpr, offset, size, source, begin, 
 
 @triton.jit
 def put_rows(target, source, begin, end, width, target_pitch, source_pitch, BLOCK: tl.constexpr):
-    """Elements [begin, end) of a matrix ``width`` wide, whose rows stand at different pitches here and there."""
+    """Copy elements [begin, end) of a matrix ``width`` wide, whose rows stand at other pitches in ``target`` and ``source``."""
     for offset in range(begin, end, BLOCK):
         index = offset + tl.arange(0, BLOCK)
         row, col = (index // width).to(tl.int64), index % width
@@ -71,7 +72,8 @@ def put_parts(
     table, rank, WORLD_SIZE: tl.constexpr, offset, size, source, step, pitch, width, begin, end, OWN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`put_all`, but each peer gets a part of its own: at ``peer * step``, rows of ``width``, ``pitch`` apart."""
+    """As :func:`put_all`, but each peer gets its own part: at element ``peer * step`` of ``source``, rows of ``width``
+    elements, ``pitch`` apart. Parts are stored without gaps."""
     for block in range(begin // BLOCK, (end + BLOCK - 1) // BLOCK):
         index = block * BLOCK + tl.arange(0, BLOCK)
         mask = index < end

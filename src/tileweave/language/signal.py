@@ -5,32 +5,32 @@ never reset, and waiting is ``signal - epoch >= 0`` in 32-bit arithmetic, hence 
 
 Which word, when:
 
-==================  =====================================================================================
-``notify``, ``notify_all``  after plain stores: all of this program's stores are visible to who sees the signal
-``drain_tma_stores``  before ``notify``, where the stores went through ``tensor_descriptor.store``
-``wait``            before loads of what was notified; returns a *token*
-``wait_here``       the same for a word that programs of this device wrote with release
-``consume_token``   where the loads stand in a pipelined loop that contains the wait: makes their offset
-                    depend on it, since the software pipeliner moves loads over a wait it sees no use of
-``fence``           a full fence over all GPUs of the host; ``wait`` and ``notify`` contain what they need
-``acquire``         the half of it that orders loads: in ``wait``; behind polls of your own
-``load_epoch``      the number of this call, once at the start of a program
-``leave``           once at the end of a program: the last one advances the epoch for the next call
+==============================  =====================================================================================
+``notify``, ``notify_all``      after plain stores: all of this program's stores are visible to who sees the signal
+``drain_tma_stores``            before ``notify``, where the stores went through ``tensor_descriptor.store``
+``wait``                        before loads of what was notified; returns a *token*
+``wait_here``                   the same for a word that programs of this device wrote with release
+``refuse_later``                behind a wait, where a signal of a later call means that its rank gave this one up
+``consume_token``               for loads in a loop that contains the wait: the software pipeliner would move them over it
+``fence``                       a full fence over all GPUs of the host; ``wait`` and ``notify`` contain what they need
+``acquire``                     the half of it that orders loads: in ``wait``; behind polls of your own
+``load_epoch``                  the number of this call, once at the start of a program
+``leave``, ``leave_early``      once at the end of a program (in its middle): the last one advances the epoch for the next call
 ``last_to_leave``, ``advance``  its halves, for what only the last of all may do: ``poison`` over what others store
-``count_in``        after plain stores that this device's copy engine takes further
-``count_last``      after plain stores of one of several programs: the last of them may say so with ``notify``
-``poison``          over a result that nobody may take for right
-``pause``, ``expire``  in loops that poll data instead of signals (``marked.py``)
-``multiprocessor``  where a program runs: for roles that a few multiprocessors should have to themselves
-``faulted``         whether a wait of this rank ran out of time, so that a result must be poisoned
-``call_done``       what a rank says that it has done: after a fault the call before
-==================  =====================================================================================
+``count_in``                    after plain stores that this device's copy engine takes further
+``count_last``                  after plain stores of one of several programs: the last of them may say so with ``notify``
+``poison``                      over a result that nobody may take for right
+``pause``, ``expire``           in loops that poll data instead of signals (``marked.py``)
+``multiprocessor``              where a program runs: for roles that a few multiprocessors should have to themselves
+``faulted``                     whether a wait of this rank ran out of time, so that a result must be poisoned
+``call_done``                   what a rank says that it has done: after a fault the call before
+==============================  =====================================================================================
 
 The *control block* (int32, local) is ``[epoch, leavers, fault, time-out in us, ...]``; the *report* (int32, host
 memory) is ``[set, signal, unit, expected, seen, ...]``: see ``transport/base.py``.
 
-Every wait is bounded. One that runs out of time writes the report, sets ``fault`` and sets the time-out to zero, so
-that later waits of this rank return at once; the kernel ends, its results are NaN, and the host raises ``PeerTimeout``.
+Every wait is bounded. One that runs out of time writes the report, sets ``fault`` and sets the limits for data and meetings
+to zero, so that waits for other ranks return at once; the kernel ends, its results are NaN, the host raises ``PeerTimeout``.
 
 Verified in the PTX of Triton 3.6 to 3.9 (``tests/compile``): a release atomic is *not* preceded by a CTA barrier, so
 ``notify`` has its own.
@@ -45,7 +45,7 @@ from triton.language.target_info import cuda_capability_geq, is_hip
 EPOCH = tl.constexpr(0)
 LEAVERS = tl.constexpr(1)
 FAULT = tl.constexpr(2)
-TIMEOUT_US = tl.constexpr(3)  # the limit of a wait; see ``transport/base.py``
+TIMEOUT_US = tl.constexpr(3)  # limits of waits: for data, for ranks to meet, for own copies; see ``transport/base.py``
 MEETING_US = tl.constexpr(4)
 PUSHED_US = tl.constexpr(5)
 TABLE_RANKS = tl.constexpr(6)  # see :func:`advance`
@@ -123,7 +123,7 @@ def notify(signal, epoch):
 def notify_all(table, offset, rank, epoch, WORLD_SIZE: tl.constexpr, OWN: tl.constexpr):
     """:func:`notify` every peer at word ``offset`` of its signals (``OWN``: this rank too), all at once.
 
-    One lane a peer: the fence that a release implies is paid once in time, not R - 1 times. ``table``: as for ``symm_at``.
+    One lane a peer, at most 8: the fence of a release is paid once in time, not R - 1 times. ``table``: as for ``symm_at``.
     """
     lane = tl.arange(0, 8)
     count: tl.constexpr = WORLD_SIZE if OWN else WORLD_SIZE - 1
@@ -163,9 +163,9 @@ def poison(target, size, BLOCK: tl.constexpr):
         tl.store(target + at, float("nan"), mask=at < size)
 
 
-LATE = tl.constexpr(1 << 20)  # 1048576, more than programs: the first time-out counts so much, for the last one to leave
-# First FAULT, then the limits, 0, which is made of what FAULT was: who is told to stop waiting never reports. And the count of
-# leavers, in front of the own leaving: who leaves last may have read FAULT before it was set.
+LATE = tl.constexpr(1 << 20)  # 1048576, more than programs: what the first time-out adds to LEAVERS, for the last one to leave
+# $1: control + FAULT; $2: report. FAULT is set first, then two limits to a 0 computed from what it was: who stops for such a
+# limit finds FAULT set, and reports nothing. LEAVERS has it before this program leaves: the last may have read FAULT already.
 EXPIRE = tl.constexpr("""{
     .reg .pred first;
     .reg .b32 fault;
@@ -209,7 +209,7 @@ def expire(control, report, signal, unit, expected, seen):
 
 @triton.jit
 def _wait_one(signal, epoch):
-    """Spin with scalar acquire atomics, without a bound: the portable poll, for targets with no clock word."""
+    """Spin with scalar acquire atomics, at most 2**27 times: the portable poll, for targets with no clock word."""
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     polls = 0
     while (seen - epoch < 0) & (polls < 1 << 27):
@@ -250,10 +250,10 @@ def wait(
     """Wait until ``signals[first : first + count]`` have all reached ``epoch``. Returns a token, always 0.
 
     Afterwards this program's loads see what was stored before each of those signals. ``count`` is a power of two, at
-    most 32. ``unit`` names the waiting unit of work in the report, ``LIMIT`` the word of ``control`` with the time it has.
-    ``EXACT``: data of a later call will not do. For what copy engines bring behind a meeting of all ranks: a rank that is
-    further has given up on this one, and its copies go, since they use addresses of the host (:func:`advance`).
-    Stand it once per tile, outside the loop over K; inside a pipelined loop pass the loads' offset through
+    most 32. ``unit``: the waiting unit of work, for the report; ``LIMIT``: the word of ``control`` with the time it has.
+    ``EXACT``: data of a later call will not do. For what copy engines bring behind a meeting of all ranks: a rank in a later
+    call has given this one up, and its copies still come, since :func:`advance` cannot change addresses that the host holds.
+    It belongs outside the loop over K, once a tile; inside a pipelined loop pass the loads' offset through
     :func:`consume_token`.
     """
     token = tl.cast(0, tl.int32)
@@ -274,7 +274,7 @@ def wait(
 
 @triton.jit
 def refuse_later(signals, epoch, index, unit, control, report):
-    """A time-out if ``signals[index]`` is of a later call: where nobody could have got there, a peer has given this one up."""
+    """A time-out if ``signals[index]`` is of a call later than ``epoch``, which a peer reaches only if it gave this rank up."""
     seen = tl.load(signals + index, volatile=True)
     if seen - epoch > 0:
         expire(control, report, index, unit, epoch, seen)
@@ -318,7 +318,7 @@ def faulted(control):
 
 @triton.jit
 def call_done(control, epoch):
-    """The call that a rank says it has done: this one, or the one before if something was not stored for a fault."""
+    """The call that a rank says it has done: this one, or after a fault, which may have kept stores back, the one before."""
     return epoch - (faulted(control) != 0).to(tl.int32)
 
 
@@ -328,7 +328,7 @@ def leave(control, epoch, num_programs):
 
     Stands after everything this program has to say to peers in this call.
     """
-    fault = faulted(control)  # of earlier calls; of this one the count says it, and the last to leave asks for nothing more
+    fault = faulted(control)  # of earlier calls at least; of this one LEAVERS tells, so the last to leave need not load again
     last, faults = _leave(control, num_programs, "acq_rel")
     if last:
         advance(control, epoch, fault + faults)
@@ -374,7 +374,7 @@ def leave_early(control, epoch, num_programs):
 
     Stands behind stores whose addresses were made with ``epoch``, of all threads: then no load of it is on its way, and
     nothing need be released. The next call is ordered by its stream. Not for kernels whose copy engines read the word.
-    It may stand before a fault of this call: who leaves early asks for one at its begin, too, and then sends nothing.
+    A fault of this call may come after it: so a kernel that leaves early reads FAULT at its begin, too, and then sends nothing.
     """
     fault = faulted(control)
     last, faults = _leave(control, num_programs, "relaxed")

@@ -4,8 +4,8 @@ Integer arithmetic only, with no word of Triton's, so that the same source serve
 undecorated functions, which ``language/hopper_matmul.py`` compiles as Gluon.
 
 A kernel makes one :class:`Tiles` (or :class:`OwnerTiles`) of its arguments and hands it around. Named tuples cost nothing:
-their fields are the arguments themselves. But Triton makes numbers of the constants in one that gets a name: folded, but
-neither a shape nor the bound of an unrolled loop.
+their fields are the arguments themselves. But in a tuple that is assigned to a name Triton makes numbers of constants: they
+are folded, but can be no shape and no bound of ``static_range``, so those are handed around beside it (decision 0108).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tiles(NamedTuple):
 
 
 class OwnerTiles(NamedTuple):
-    """The same of a ``ScatterSchedule``; ``chunk_rows`` at most ``tile_rows``."""
+    """The same of a ``ScatterSchedule``; ``chunk_rows``, tile rows of a chunk, at most ``tile_rows``."""
 
     rank: Any
     world_size: Any
@@ -59,8 +59,8 @@ class OwnerTiles(NamedTuple):
 class Share(NamedTuple):
     """One program's part of a segment: ``tiles`` whole ones in turn, then parts of those that are cut; ``units`` in all.
 
-    Tiles of the segment from number ``whole`` on are cut along K: a team of ``team`` programs takes K blocks [begin, end) of
-    ``team`` tiles at once, ``span`` of them.
+    Tiles of the segment from number ``whole`` on are cut along K. They stand in bundles of ``team`` tiles, one for each program
+    of a team; this program takes K blocks [begin, end) of the line of bundles, ``k_blocks`` in each, at most ``span`` of them.
     """
 
     program: Any

@@ -42,7 +42,10 @@ REPORT_WORDS = 8
 
 @dataclass(frozen=True, slots=True)
 class SymmetricBuffer:
-    """``local``: this rank's bytes (uint8). ``addresses``: where each rank's copy is mapped here, by group rank."""
+    """``local``: this rank's bytes (uint8). ``addresses``: where each rank's copy is mapped here, by group rank.
+
+    ``handle``: what keeps the peers' bytes mapped.
+    """
 
     local: torch.Tensor
     addresses: tuple[int, ...]
@@ -53,7 +56,8 @@ class SymmetricBuffer:
 class Copy:
     """One copy of ``nbytes`` from ``source`` to ``target``, addresses mapped on this rank: a push, or a pull.
 
-    Copies of one ``lane`` follow each other; lanes run beside each other, but for the last copy of a push, which follows all.
+    Copies of one ``lane`` follow each other; lanes run beside each other, but for the last copy of a push, which follows all
+    and is of lane 0.
     ``source`` or ``target`` 0: what a push is given, ``offset`` bytes into it. ``counter``, an address on this device, if not
     0: not before the int32 there has reached ``count``. ``rows``: so many pieces of ``nbytes``, pitches apart, in bytes.
     ``aside``: only the last copy of a push need follow it, so the next one of its lane may pass it.
@@ -120,7 +124,7 @@ class Transport(Protocol):
         ...
 
     def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0, launch: Callable[[], None] | None = None) -> None:
-        """Copy engine: do ``copies`` in order, behind what is queued now and beside what is queued later.
+        """Copy engine: do ``copies``, lane by lane in order, behind what is queued now and beside what is queued later.
 
         The same copies serve many calls, from (or to) another ``source`` each time; :class:`Copies` cost the host least.
         Pushes of one ``line`` follow each other, those of another do not wait for them. Inside one device only single words:

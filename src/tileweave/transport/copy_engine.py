@@ -117,8 +117,8 @@ def _checked(status: int, what: str) -> None:
 class _Graph:
     """``copies`` as a graph of the driver's: lanes beside each other, the last copy behind all of them.
 
-    What a lane waits for, and what nothing in it waits for, stands beside it: a wait, even for what is there, takes 2.5 us in
-    line, a signal 2 (decisions 0090, 0091).
+    A wait for a counter stands beside its lane, in front of its own copy alone, and so does a copy ``aside``, which only the
+    last one follows: in line a wait, even for what is there, takes 2.5 us, and a signal 2 (decisions 0090, 0091).
 
     ``given``: the address that a push gives; :meth:`point` moves it.
     """
@@ -268,6 +268,7 @@ class CopyEngine:
         _checked(status, "one stream behind another")
 
     def _submit(self, copies: Sequence[Copy], source: int, lanes: int) -> None:
+        """One by one: waits and copies ``aside`` stand in line here."""
         submit, await_value = self._driver.cuMemcpyDtoDAsync_v2, self._driver.cuStreamWaitValue32_v2
         handles = [lane.handle for lane in self._lanes]
         for number, copy in enumerate(copies, start=1):
@@ -292,7 +293,7 @@ class CopyEngine:
         return self._driver.cuMemcpy2DAsync_v2(about, side)
 
     def _gather(self, lanes: int) -> None:
-        """Order lane 0 behind the others."""
+        """Order lane 0, which has the last copy, behind the others."""
         first = self._lanes[0]
         for lane in self._lanes[1:lanes]:
             status = self._driver.cuEventRecord(lane.done, lane.handle)

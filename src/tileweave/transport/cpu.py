@@ -1,4 +1,7 @@
-"""Symmetric memory on one host without a GPU: shared host memory (``host_memory.py``). The copy engine is a thread."""
+"""Symmetric memory on one host without a GPU: shared host memory (``host_memory.py``). The copy engine is a thread.
+
+It does all copies one after another, in the order of their list, whatever their lanes and lines.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Symmetric memory on GPUs: torch's symmetric memory; ``copy_engine.py`` has the copies.
 
-Only this file and ``rendezvous.py`` touch ``torch.distributed._symmetric_memory``, a private API that changes from
-release to release. We use it to allocate, to exchange handles and to learn peers' addresses; signals, epochs and waits
-are ours (torch's signal pad is shared by everything on a handle, and two streams on it can dead-lock).
+Of what operators stand on, only this file and ``rendezvous.py`` touch ``torch.distributed._symmetric_memory``, a private API
+that changes from release to release. We use it to allocate, to exchange handles and to learn peers' addresses; signals,
+epochs and waits are ours (torch's signal pad is shared by everything on a handle, and two streams on it can dead-lock).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOG = logging.getLogger("tileweave")
 
 
 class Lane:
-    """The order of our launches on one device: the stream of the last one.
+    """The order of our launches on one device: the stream of the last one. Not a lane of copies (``base.Copy``).
 
     Two kernels that each fill a device and wait for peers must not run side by side in different orders on
     different ranks. So all our launches on a device form one line, across streams and groups.
@@ -75,7 +75,7 @@ def enter_line(device: torch.device) -> None:
 
 
 def leave_line(device: torch.device) -> None:
-    """A launch of another stream need not wait for what this stream is given from here on: it waits for no peer."""
+    """Behind a launch: ours on other streams need not wait for what this one is given from here on, which waits for no peer."""
     lane = _LANES.get(torch.cuda.current_device() if device.index is None else device.index)
     if lane is not None:
         lane.leave()

@@ -1,7 +1,7 @@
 """Symmetric memory lent to callers: which slot of an instance holds a result that somebody still has.
 
 A result that peers store into is handed out as it stands. Its tensor has a storage of its own (through DLPack), and when
-the last tensor on that storage is gone the region is free again, in the order of the stream on which it was made: other than
+the last tensor on that storage is gone the region is free again, in the order of the stream on which it was made: unlike
 torch's allocator we are not told of ``record_stream``, so who reads a result on another stream keeps it until that one is done.
 A region that a CUDA graph was captured with is that capture's for ever: the graph will write there again.
 """
@@ -20,8 +20,8 @@ from torch.utils.dlpack import to_dlpack
 class Regions:
     """The slots [0, count) of one allocation, from the side of who lends them.
 
-    ``held``: somebody has the result. ``captured``: a graph was captured with it. ``streams``: on which the last call of each
-    was made, and its result copied, or read until nobody held it.
+    ``held``: somebody has the result. ``captured``: a graph was captured with it. ``streams``: by region, that of the last
+    call that had it, on which its result was copied, or read for as long as somebody held it.
     """
 
     count: int

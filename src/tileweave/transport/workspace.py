@@ -1,8 +1,8 @@
 """Workspace: the state that operators keep between calls, one per (group, device).
 
-An :class:`Instance` is one protocol instance: two slots, signals, and a control block whose first word is the
-epoch. An operator has one per transport, so that copy-engine calls (whose addresses a graph freezes) and
-in-kernel pushes never share a slot.
+An :class:`Instance` is one protocol instance: slots (two, or as many as an operator asks for), signals, and a control block
+whose first word is the epoch. An operator has one per transport, so that copy-engine calls (whose addresses a graph freezes)
+and in-kernel pushes never share a slot.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Instance:
     control : int32, local: epoch of the next call, programs that left, fault flag, limits of waits in microseconds, tables.
     report : int32, readable by the host while kernels run: the first wait that ran out of time.
     regions : which slots are lent to callers as results; all but operators that announce regions leave it alone.
-    counters : int32, local, zero between calls: how many parts of a tile have arrived; what copy engines wait for.
+    counters : int32, local, zero at first: what programs of this device count, and copy engines wait for. What stands where,
+        and who sets it to zero again, the operator's kernel says; some have a set for each parity of the epoch.
     captured : whether a CUDA graph holds a call, so that the host no longer knows the epoch.
     calls : the number of the next call that has its copies pushed; outside of graphs its parity is the slot.
     """
