@@ -34,9 +34,7 @@ from tileweave.kernels.dispatch_roles_hopper import (
     all_have,
     await_all,
     clear_counters,
-    deal,
     first_expert,
-    make_deal,
     multiply_partition,
     place_in_expert,
     push_tokens,
@@ -47,6 +45,7 @@ from tileweave.kernels.dispatch_roles_hopper import (
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.language.hopper import acquire, leave
 from tileweave.language.hopper_matmul import claim, load_expert, make_ring
+from tileweave.language.hopper_tickets import deal, make_deal
 from tileweave.schedule import cdiv
 from tileweave.schedule_grouped import DispatchConfig, dispatch_counts
 
@@ -72,7 +71,7 @@ def row_addresses(
 
 @gluon.jit
 def gather_partition(
-    x, w_desc, ring, numbers, dealt, taken, counters, offsets, row_entry, slots, signals, control,
+    x, w_desc, ring, line, counters, offsets, row_entry, slots, signals, control,
     report, slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols, k_blocks, num_partitions,
     WORLD_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, DEPTH_FIRST: gl.constexpr,
@@ -90,7 +89,7 @@ def gather_partition(
     arrived = False  # everything, and acquired by the ``wait_steps`` of the tile that found it so
     tickets = counters + (epoch & 1) * SET + TICKETS
     count = 0
-    tile = deal(tickets, count, numbers, dealt, taken, GATHER_WARPS)
+    tile = deal(tickets, count, line, GATHER_WARPS)
     walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
     while walk.expert < experts:
         first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
@@ -117,7 +116,7 @@ def gather_partition(
             async_copy.mbarrier_arrive(ring.ready.index(at), increment_count=False)
             turn += 1
         count += 1
-        tile = deal(tickets, count, numbers, dealt, taken, GATHER_WARPS)
+        tile = deal(tickets, count, line, GATHER_WARPS)
         walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
     async_copy.commit_group()
     async_copy.wait_group(0)
@@ -154,16 +153,16 @@ def dispatch_grouped_matmul_hopper_kernel(
     """Dispatch the partitions."""
     ring = make_ring(w_desc, w_desc, TILE_M, TILE_K, STAGES, 32 * GATHER_WARPS + 1)
     y_buffer = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
-    numbers, dealt, taken = make_deal()
+    line = make_deal()
     num_partitions = gl.num_programs(0) * 3
     gl.warp_specialize(
         [
             (multiply_partition, (
-                y, y_desc, y_buffer, ring, numbers, dealt, taken, offsets, control, experts, cols,
+                y, y_desc, y_buffer, ring, line, offsets, control, experts, cols,
                 tile_cols, k_blocks, num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST, True,
             )),
             (gather_partition, (
-                x, w_desc, ring, numbers, dealt, taken, counters, offsets, row_entry, slots, signals,
+                x, w_desc, ring, line, counters, offsets, row_entry, slots, signals,
                 control, report, slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, tile_cols,
                 k_blocks, num_partitions, WORLD_SIZE, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, DEPTH_FIRST,
             )),

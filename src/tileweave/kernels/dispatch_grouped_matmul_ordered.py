@@ -42,9 +42,7 @@ from tileweave.kernels.dispatch_roles_hopper import (
     all_have,
     await_all,
     clear_counters,
-    deal,
     first_expert,
-    make_deal,
     multiply_partition,
     place_in_expert,
     push_tokens,
@@ -54,6 +52,7 @@ from tileweave.kernels.dispatch_roles_hopper import (
 )
 from tileweave.language.hopper import acquire, block_barrier, leave, load_async
 from tileweave.language.hopper_matmul import claim, load_expert, make_ring
+from tileweave.language.hopper_tickets import deal, make_deal
 from tileweave.schedule import cdiv
 
 UNIT = gl.constexpr(16)  # rows that are placed, and said to be, at once
@@ -132,7 +131,7 @@ def await_placed(placed, first_row, end, epoch, TILE_M: gl.constexpr):
 
 @gluon.jit
 def load_partition(
-    rows_desc, w_desc, ring, numbers, dealt, taken, counters, placed, offsets, control, experts, cols,
+    rows_desc, w_desc, ring, line, counters, placed, offsets, control, experts, cols,
     depth, tile_cols, k_blocks, num_partitions,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     DEPTH_FIRST: gl.constexpr,
@@ -143,7 +142,7 @@ def load_partition(
     tickets = counters + (epoch & 1) * SET + TICKETS
     turn = 0
     count = 0
-    tile = deal(tickets, count, numbers, dealt, taken, 1)
+    tile = deal(tickets, count, line, 1)
     walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
     while walk.expert < experts:
         first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
@@ -157,7 +156,7 @@ def load_partition(
             load_async(rows_desc, [first_row, block * TILE_K], ring.ready.index(at), ring.a.index(at))
             turn += 1
         count += 1
-        tile = deal(tickets, count, numbers, dealt, taken, 1)
+        tile = deal(tickets, count, line, 1)
         walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
     leave(control, epoch, num_partitions)
 
@@ -198,16 +197,16 @@ def dispatch_grouped_matmul_ordered_kernel(
     """Dispatch the partitions."""
     ring = make_ring(rows_desc, w_desc, TILE_M, TILE_K, STAGES)
     y_buffer = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
-    numbers, dealt, taken = make_deal()
+    line = make_deal()
     num_partitions = gl.num_programs(0) * 3
     gl.warp_specialize(
         [
             (multiply_partition, (
-                y, y_desc, y_buffer, ring, numbers, dealt, taken, offsets, control, experts, cols,
+                y, y_desc, y_buffer, ring, line, offsets, control, experts, cols,
                 tile_cols, k_blocks, num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST, False,
             )),
             (load_partition, (
-                rows_desc, w_desc, ring, numbers, dealt, taken, counters, placed, offsets, control,
+                rows_desc, w_desc, ring, line, counters, placed, offsets, control,
                 experts, cols, depth, tile_cols, k_blocks, num_partitions, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, DEPTH_FIRST,
             )),
             (move_partition, (

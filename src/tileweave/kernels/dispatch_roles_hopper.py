@@ -1,23 +1,22 @@
-"""Roles that both Hopper kernels of ``dispatch_grouped_matmul`` have: dealing tiles, multiplying, pushing, waiting, in Gluon.
+"""Roles that both Hopper kernels of ``dispatch_grouped_matmul`` have: multiplying, pushing, waiting, in Gluon.
 
 See ``dispatch_grouped_matmul_hopper.py`` and ``dispatch_grouped_matmul_ordered.py`` for the partitions they make up, and
 ``dispatch_grouped_matmul.py`` for the protocol.
 
-Tiles are tickets. Whoever feeds the ring (*gather* in one kernel, *load* in the other; called *load* below) draws the number of
-its next tile when it has asked for all of the last one, and hands it to *multiply* through shared memory. So tiles with numbers
-that follow each other, which share weights, begin at almost the same time, also after some have waited for a peer (decision
-0076).
+Tiles are tickets (``language/hopper_tickets.py``): whoever feeds the ring, *gather* in one kernel, *load* in the other, draws
+them. So tiles that share weights begin at almost the same time, also after some have waited for a peer (decision 0076).
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tileweave.kernels.grouped_tiles import SOURCES
 from tileweave.language.hopper import acquire, block_barrier, leave, notify_all, spin, symm_at
 from tileweave.language.hopper_matmul import Helped, multiply_tile, store_tile
+from tileweave.language.hopper_tickets import take
 
 # These are those of ``dispatch_grouped_matmul.py``, whose kernel runs on the same instance: they must be alike.
 MAX_BLOCKS = gl.constexpr(32)  # signal words of a source
@@ -68,45 +67,8 @@ def all_have(signals, block, rank, epoch, WORLD_SIZE: gl.constexpr, WARPS: gl.co
 
 
 @gluon.jit
-def make_deal():
-    """Shared memory by which *load* hands the numbers of tiles to *multiply*, two in flight: (numbers, dealt, taken)."""
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    dealt = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(dealt.index(i), count=1)
-        mbarrier.init(taken.index(i), count=1)
-    return numbers, dealt, taken
-
-
-@gluon.jit
-def deal(tickets, count, numbers, dealt, taken, WARPS: gl.constexpr):
-    """*load*: draw the number of a tile and hand it on, as the ``count``-th. Returns it."""
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    tile = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
-    at = count % 2
-    mbarrier.wait(taken.index(at), ((count // 2) & 1) ^ 1)
-    numbers.index(at).store(gl.full([32], 0, gl.int32, lane) + tile)
-    block_barrier()
-    mbarrier.arrive(dealt.index(at), count=1)
-    return tile
-
-
-@gluon.jit
-def take(count, numbers, dealt, taken, WARPS: gl.constexpr):
-    """*multiply*: the ``count``-th number that was dealt."""
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    at = count % 2
-    mbarrier.wait(dealt.index(at), (count // 2) & 1)
-    tile = gl.max(numbers.index(at).load(lane), axis=0)
-    block_barrier()
-    mbarrier.arrive(taken.index(at), count=1)
-    return tile
-
-
-@gluon.jit
 def multiply_partition(
-    y, y_desc, y_buffer, ring, numbers, dealt, taken, offsets, control, experts, cols, tile_cols,
+    y, y_desc, y_buffer, ring, line, offsets, control, experts, cols, tile_cols,
     k_blocks, num_partitions,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     HALVES: gl.constexpr, BY_TMA: gl.constexpr, DEPTH_FIRST: gl.constexpr, GATHERED: gl.constexpr,
@@ -115,7 +77,7 @@ def multiply_partition(
     epoch = gl.load(control, volatile=True)
     turn = 0
     count = 0
-    tile = take(count, numbers, dealt, taken, WARPS)
+    tile = take(count, line, WARPS)
     walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
     while walk.expert < experts:
         first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
@@ -125,7 +87,7 @@ def multiply_partition(
             TILE_M, TILE_N, HALVES, False, BY_TMA,
         )  # fmt: skip
         count += 1
-        tile = take(count, numbers, dealt, taken, WARPS)
+        tile = take(count, line, WARPS)
         walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
     tma.store_wait(0)
     leave(control, epoch, num_partitions)

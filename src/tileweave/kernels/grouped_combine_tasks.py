@@ -32,12 +32,13 @@ count_tickets, place_ticket = (gluon.jit(source) for source in combine_tickets.S
 
 SLICES = gl.constexpr(32)  # signal words of a source
 # Counters of a call, as in ``grouped_matmul_combine.py``. Of the 32 words that each rank has in [SENT] no group uses the last,
-# since there are at most 31 pairs of chunk and group: those of ranks 0, 1 and 2 are this file's three counters below.
+# since there are at most 31 pairs of chunk and group: those of ranks 0 to 3 are the Hopper kernel's four counters below.
 WEIGHTS = gl.constexpr(0)
 TILES = gl.constexpr(1)
 SENT = gl.constexpr(32)
 LISTED = gl.constexpr(63)  # programs whose share of the lists is made
 TICKETS = gl.constexpr(95)  # the early ones; late ones SLICES further
+DRAWN = gl.constexpr(159)  # tiles that were drawn
 COUNTER_WORDS = gl.constexpr(32 * 9)
 AHEAD = gl.constexpr(4)  # rows of a token that are asked for at once
 HELD = gl.constexpr(2)  # tokens that a thread sums at once

@@ -8,6 +8,7 @@ Read ``kernels/grouped_matmul_combine.py`` first: equation, signals and proof ar
   one before.
 - At the beginning *reduce* lists the rows of each token that are here, without gaps, with their weights: k choices are
   mostly elsewhere, and lists are read once for every chunk.
+- Tiles are tickets (``language/hopper_tickets.py``), chunk after chunk: who shares weights reads them together.
 - A tile that lies in one expert leaves by TMA; one that would reach into the next expert's rows, by masked stores. It is
   counted in behind the next tile's matmul, when TMA's stores have long drained.
 - Lists wait for all ranks' weights, own blocks for the signals of their group. *reduce* of the last program also waits for each
@@ -33,6 +34,7 @@ from tileweave.kernels.descriptors import based, descriptor
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.kernels.grouped_combine_tasks import (
     COUNTER_WORDS,
+    DRAWN,
     HELD,
     SLICES,
     TILES,
@@ -44,6 +46,7 @@ from tileweave.kernels.grouped_combine_tasks import (
 from tileweave.kernels.launch import Launches
 from tileweave.language.hopper import block_barrier, drain_tma_stores, leave, load_async, wait
 from tileweave.language.hopper_matmul import claim, load_expert, make_ring, multiply_tile, store_masked, store_tma
+from tileweave.language.hopper_tickets import deal, make_deal, take
 from tileweave.schedule_grouped import GroupedProblem
 
 first_expert, walk_to, place_in_expert = (gluon.jit(source) for source in grouped_tiles.SOURCES)
@@ -52,21 +55,23 @@ REDUCE_WARPS = 2
 
 @gluon.jit
 def load_partition(
-    y_desc, w_desc, ring, offsets, experts, cols, depth, chunks, chunk_cols, k_blocks,
+    y_desc, w_desc, ring, line, offsets, counters, control, experts, cols, depth, chunks, chunk_cols, k_blocks,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     DEPTH_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """One warp: keep the ring full."""
+    """One warp: draw tiles, keep the ring full. It has read the epoch before *multiply* gets a number, and leaves."""
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
-    programs = gl.num_programs(0)
+    tickets = counters + (gl.load(control, volatile=True) & 1) * COUNTER_WORDS + DRAWN
     tile_limit = (cols + TILE_N - 1) // TILE_N
     turn = 0
-    tile = gl.program_id(0)
+    count = 0
+    before = 0  # tiles of the chunks before this one
+    tile = deal(tickets, count, line, 1)
     for chunk in range(0, chunks):
         tile_cols = gl.minimum(tile_limit - chunk * chunk_cols, chunk_cols)
-        walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+        walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile - before, offsets, experts, tile_cols, TILE_M)
         while walk.expert < experts:
-            first_row, tile_col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
+            first_row, tile_col = place_in_expert(walk, tile - before, tile_cols, TILE_M, GROUP_M)
             col = (tile_col + chunk * chunk_cols) * TILE_N
             for block in range(0, k_blocks):
                 at = claim(ring, turn, block_bytes, STAGES)
@@ -75,9 +80,10 @@ def load_partition(
                 )
                 load_async(y_desc, [first_row, block * TILE_K], ring.ready.index(at), ring.a.index(at))
                 turn += 1
-            tile += programs
-            walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
-        tile -= walk.next_tile  # of all experts
+            count += 1
+            tile = deal(tickets, count, line, 1)
+            walk = walk_to(walk, tile - before, offsets, experts, tile_cols, TILE_M)
+        before += walk.next_tile  # of all experts
 
 
 @gluon.jit
@@ -104,39 +110,42 @@ def store_products(tile, products, desc, box, first_row, end, col, cols, TILE_M:
 
 @gluon.jit
 def multiply_partition(
-    products_desc, box, ring, products, rows, factors, lengths, offsets, out, counters, slots,
+    products_desc, box, ring, line, products, rows, factors, lengths, offsets, out, counters, slots,
     slot_table, signal_table, signals, control, report, slot_size, rank, experts, cols, chunks, chunk_cols, k_blocks, tokens,
     max_tokens, groups, group_blocks, blocks, num_partitions,
     WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, DEPTH_FIRST: gl.constexpr,
     TOKENS: gl.constexpr, COLS: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroups: every ``num_programs``-th tile, then blocks of tokens."""
-    programs = gl.num_programs(0)
+    """The warpgroups: tiles, then blocks of tokens."""
     epoch = gl.load(control, volatile=True)
     counts = counters + (epoch & 1) * COUNTER_WORDS
     tile_limit = (cols + TILE_N - 1) // TILE_N
     turn = 0
+    drawn = 0
+    before = 0
     stored = epoch * 0 - 1
-    tile = gl.program_id(0)
+    tile = take(drawn, line, WARPS)
     for chunk in range(0, chunks):
         tile_cols = gl.minimum(tile_limit - chunk * chunk_cols, chunk_cols)
-        walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+        walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile - before, offsets, experts, tile_cols, TILE_M)
         while walk.expert < experts:
-            first_row, tile_col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
+            first_row, tile_col = place_in_expert(walk, tile - before, tile_cols, TILE_M, GROUP_M)
             acc, turn, fault = multiply_tile(turn, k_blocks, ring, control, TILE_M, TILE_N, STAGES, WARPS, False, DEPTH_FIRST)
             count_stored(counts, stored, epoch)
             col = (tile_col + chunk * chunk_cols) * TILE_N
             store_products(acc, products, products_desc, box, first_row, walk.end, col, cols, TILE_M, TILE_N)
             stored = epoch * 0 + chunk
-            tile += programs
-            walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
-        tile -= walk.next_tile  # of all experts
+            drawn += 1
+            tile = take(drawn, line, WARPS)
+            walk = walk_to(walk, tile - before, offsets, experts, tile_cols, TILE_M)
+        before += walk.next_tile  # of all experts
     count_stored(counts, stored, epoch)
     serve_tickets(
         products, rows, factors, lengths, offsets, out, counts, slots, slot_table, signal_table, signals, control,
         report, (epoch & 1).to(gl.int64) * slot_size, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens,
-        groups, group_blocks, blocks, programs, WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS, WARPS, 2,
+        groups, group_blocks, blocks, gl.num_programs(0), WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS,
+        WARPS, 2,
     )  # fmt: skip
     leave(control, epoch, num_partitions)
 
@@ -200,17 +209,18 @@ def grouped_matmul_combine_hopper_kernel(
     """Dispatch the partitions."""
     ring = make_ring(y_desc, w_desc, TILE_M, TILE_K, STAGES)
     box = gl.allocate_shared_memory(products_desc.dtype, products_desc.block_type.shape, products_desc.layout)
-    num_partitions = gl.num_programs(0) * 2  # that leave; *load* does not read the epoch
+    line = make_deal()
+    num_partitions = gl.num_programs(0) * 2  # that leave; *load* is done with the epoch before *multiply* is
     gl.warp_specialize(
         [
             (multiply_partition, (
-                products_desc, box, ring, products, rows, factors, lengths, offsets, out,
+                products_desc, box, ring, line, products, rows, factors, lengths, offsets, out,
                 counters, slots, slot_table, signal_table, signals, control, report, slot_size, rank, experts, cols, chunks,
                 chunk_cols, k_blocks, tokens, max_tokens, groups, group_blocks, blocks, num_partitions, WORLD_SIZE, TOPK,
                 WEIGHTED, EXPERTS, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, DEPTH_FIRST, TOKENS, LATE_COLS,
             )),
             (load_partition, (
-                y_desc, w_desc, ring, offsets, experts, cols, depth, chunks, chunk_cols, k_blocks,
+                y_desc, w_desc, ring, line, offsets, counters, control, experts, cols, depth, chunks, chunk_cols, k_blocks,
                 TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, DEPTH_FIRST,
             )),
             (reduce_partition, (
