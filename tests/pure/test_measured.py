@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tileweave.bench.measured import HEAD, _ratio, markdown
+import pytest
+
+from tileweave.bench.measured import HEAD, MACHINE, _ratio, markdown
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_is_what_the_results_say() -> None:
-    assert (DOCS / "measured.md").read_text("utf-8") == markdown(DOCS / "results")
+@pytest.mark.parametrize(("name", "machine"), [("measured.md", MACHINE), ("measured-2xH100.md", "2xH100")])
+def test_the_page_is_what_the_results_say(name: str, machine: str) -> None:
+    assert (DOCS / name).read_text("utf-8") == markdown(DOCS / "results", machine)
 
 
 def test_a_losing_case_is_bold() -> None:

@@ -1,6 +1,7 @@
 """docs/measured.md: every cell of the benches in docs/results as Markdown, losing ones in bold. A test holds it to them.
 
 python -m tileweave.bench.measured docs/results > docs/measured.md
+python -m tileweave.bench.measured docs/results --machine 2xH100 > docs/measured-2xH100.md
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ table is one run, the last one that had all of its cases. M, N, K are global.
 both permutes for experts; `no order`: without them, which is faster and gives no right result; `gathered`, where it was
 measured: tokens all-gathered, sums reduce-scattered, instead of all-to-alls of choices). Bold: slower than a rival by half a
 percent or more.
-Written by `python -m tileweave.bench.measured docs/results`.
+Written by `python -m tileweave.bench.measured docs/results{option}`.
 """
 Report = dict[str, Any]
 
 
-def markdown(folder: Path) -> str:
-    """The whole page.
+def markdown(folder: Path, machine: str = MACHINE) -> str:
+    """The whole page of one ``machine``, as names of results have it.
 
     Raises
     ------
     InputError where the folder has nothing to show.
     """
     used: dict[str, Report] = {}
-    lines = [line for op in OPERATORS for line in _operator(op, folder, used)]
-    allowed = f"a folder with what `tileweave bench --json` wrote, as OPERATOR-{MACHINE}-DATE.json, with all cases of a block"
+    lines = [line for op in OPERATORS for line in _operator(op, folder, machine, used)]
+    allowed = f"a folder with what `tileweave bench --json` wrote, as OPERATOR-{machine}-DATE.json, with all cases of a block"
     require(bool(used), f"a page on {folder}", allowed, "pass docs/results")
-    return "\n".join([_head(used.values()), *lines])
+    return "\n".join([_head(used.values(), machine), *lines])
 
 
-def _head(reports: Iterable[Report]) -> str:
+def _head(reports: Iterable[Report], machine: str) -> str:
     """Where and with what the runs on the page were made, all of them."""
     places = [report["environment"] for report in reports]
     repeats = {len(timing["repeats_us"]) for report in reports for case in report["cases"] for timing in case["times"].values()}
@@ -66,6 +67,7 @@ def _head(reports: Iterable[Report]) -> str:
         "torch": _and(place["torch"].split("+")[0] for place in places),  # what follows is the build's CUDA
         "date": _and(place["date"][:10] for place in places),
         "repeats": _and(map(str, repeats)),
+        "option": "" if machine == MACHINE else f" --machine {machine}",
         **{name: _and(str(place[name]) for place in places) for name in ("triton", "nccl")},
     }
     return HEAD.format(**said)
@@ -75,9 +77,10 @@ def _and(values: Iterable[str]) -> str:
     return " and ".join(sorted(set(values)))
 
 
-def _operator(op: str, folder: Path, used: dict[str, Report]) -> Iterator[str]:
+def _operator(op: str, folder: Path, machine: str, used: dict[str, Report]) -> Iterator[str]:
     """The tables of ``op``; what they show is put into ``used``, by name."""
-    reports = {path.name: json.loads(path.read_text("utf-8")) for path in folder.glob(f"{op}-{MACHINE}-*.json")}
+    paths = folder.rglob(f"{op}-{machine}-*.json")
+    reports = {path.relative_to(folder).as_posix(): json.loads(path.read_text("utf-8")) for path in paths}
     in_turn = sorted(reports, key=lambda name: reports[name]["environment"]["date"], reverse=True)
     yield f"## {op}\n"
     for block, title in TITLES.items():
@@ -142,7 +145,9 @@ def main() -> None:
     """Entry point of ``python -m tileweave.bench.measured``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("folder", type=Path, help="docs/results")
-    sys.stdout.write(markdown(parser.parse_args().folder))
+    parser.add_argument("--machine", default=MACHINE, help=f"as names of results have it; default: {MACHINE}")
+    given = parser.parse_args()
+    sys.stdout.write(markdown(given.folder, given.machine))
 
 
 if __name__ == "__main__":
