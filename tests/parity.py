@@ -67,7 +67,7 @@ def run(call: Call, group: dist.ProcessGroup, config: MatmulConfig) -> None:
 def instance_of(group: dist.ProcessGroup, device: torch.device, op: str, config: MatmulConfig) -> Instance:
     kind = "one_shot" if op == AR and config.shots == 1 else config.transport
     if config.kernel == "library":
-        kind = "library"
+        kind = "library" if config.transport == "sm" else "gather"
     return workspace_of(name_of(group), device).instance(op, kind)
 
 
@@ -104,7 +104,7 @@ def parity(me: Member, cases: list[Case], config: MatmulConfig, num_programs: in
     with programs(group, me.device, num_programs):
         for number, case in enumerate((cases[0], *cases)):
             if number > 0:
-                marked = config.kernel == "library" or (case.op not in (AG, IN) and config.transport == "sm")
+                marked = config.transport == "sm" and (config.kernel == "library" or case.op not in (AG, IN))
                 poison_slots(instance_of(group, me.device, case.op, config), marked)
             call = prepare(case.fit(config), me.rank, me.world_size, me.device, number)
             run(call, group, config)

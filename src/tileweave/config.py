@@ -34,7 +34,8 @@ _POWERS = (16, 32, 64, 128, 256, 512)
 class MatmulConfig:
     """How one fused matmul is cut up.
 
-    kernel : whose main loop. "library": the vendor's matmul as a launch of its own, tiles of its result are sent by ours.
+    kernel : whose main loop. "library": the vendor's matmul as launches of its own; ours send or gather before or behind it
+        (``"sm"``), or copy engines bring the shards, each of which has a matmul of its own (``"copy_engine"``, all-gather).
     tile_m, tile_n, tile_k : the tile a program computes at once, elements.
     num_stages : tiles of K in flight. num_warps : warps that multiply. group_m : tile rows in an L2 band.
     transport : who pushes.
@@ -72,6 +73,8 @@ class MatmulConfig:
 
     def __str__(self) -> str:
         """What a plan says of it; repr has all of it."""
+        if self.kernel == "library" and self.transport == "copy_engine":
+            return "library matmul of each shard as copy engines bring it"
         if self.kernel == "library":
             return f"library matmul, then one launch by tiles of {self.tile_m}x{self.tile_n}"
         tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"
@@ -161,17 +164,29 @@ def plan_all_gather_matmul(problem: Problem, machine: Machine, interpreting: boo
     plan = _plan_gpu("all_gather_matmul", p, machine, p.rows * p.world_size, lambda c: c.takes(p.rows) and _suits(c, p))
     if plan.config is None or p.depth * p.itemsize % 32 == 0:
         return plan
-    config = _for_rows_between_sectors(plan.config)
-    if config == plan.config:
-        return plan
-    return replace(plan, config=config, reason=f"{plan.reason}; wider tiles, for rows at odd multiples of 16 bytes")
+    config, how = _for_rows_between_sectors(plan.config, p)
+    return plan if config == plan.config else replace(plan, config=config, reason=f"{plan.reason}; {how}, {_BETWEEN_SECTORS}")
+
+
+_BETWEEN_SECTORS = "for rows at odd multiples of 16 bytes"
+_BY_SHARDS = MatmulConfig("library", "copy_engine", 128, 256, 64, 4, 8)
+_WORTH_A_LAUNCH = 1 << 35  # products of a shard: some 100 us, which hide what the host does for each
+
+
+def _for_rows_between_sectors(config: MatmulConfig, p: Problem) -> tuple[MatmulConfig, str]:
+    """Where a block of 128 bytes begins between sectors of L2 it is five of them in two lines, which holds up our main loop and
+    not the library's: that one multiplies shards that are large (decision 0114). Else wider tiles, which load a quarter less
+    (decision 0102)."""
+    if config.transport == "sm" or config.kernel != "hopper":
+        return config, ""
+    if p.rows * p.cols * p.depth >= _WORTH_A_LAUNCH and _suits(_BY_SHARDS, p):
+        return _BY_SHARDS, "the library's matmul"
+    return _widened(config), "wider tiles"
 
 
 @cache  # calls are kept by the identity of their configuration
-def _for_rows_between_sectors(config: MatmulConfig) -> MatmulConfig:
-    """Where a block of 128 bytes begins between sectors of L2 it is five of them in two lines: 128x128 tiles then take 525 us,
-    128x256 ones 422, which load a quarter less (decision 0102)."""
-    if config.transport == "sm" or config.kernel != "hopper" or config.tile_n != 128:
+def _widened(config: MatmulConfig) -> MatmulConfig:
+    if config.tile_n != 128:
         return config
     return replace(config, tile_n=256, num_stages=4, group_m=8, band_sources=1, cut_bands=False, team=4, split_tail=True)
 
@@ -233,8 +248,9 @@ def _plan_gpu(op: str, p: Problem, machine: Machine, rows: int, can_run: Callabl
         return Plan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes, which the copy hardware needs")
     if not any(can_run(e.config) for e in tuned_entries(op)):
         return Plan("unfused", f"K = {p.depth}, or so few rows: no measured configuration has tiles that fit")
-    entry = nearest(op, rows, p.cols, p.depth, can_run)
-    return Plan("fused", f"as measured for M={entry.rows}, {entry.cols} local columns, K={entry.depth}", entry.config)
+    entry = nearest(op, p.world_size, rows, p.cols, p.depth, can_run)
+    where = f"M={entry.rows}, {entry.cols} local columns, K={entry.depth} on {entry.world_size} GPUs"
+    return Plan("fused", f"as measured for {where}", entry.config)
 
 
 def _suits(config: MatmulConfig, p: Problem) -> bool:
@@ -244,17 +260,20 @@ def _suits(config: MatmulConfig, p: Problem) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A measured shape: ``rows`` of all ranks, local ``cols``, ``depth``; ``us`` is None where it was not timed itself."""
+    """A measured shape: ``rows`` of all ranks, local ``cols``, ``depth``, in a world of ``world_size``; ``us`` is None where it
+    was not timed itself."""
 
     rows: int
     cols: int
     depth: int
     us: float | None
     config: MatmulConfig
+    world_size: int = 4
 
-    def distance(self, rows: int, cols: int, depth: int) -> float:
-        """How far this shape is from another: octaves of rows, columns and depth. Rows decide most, so they count double."""
-        return math.hypot(2 * math.log2(rows / self.rows), math.log2(cols / self.cols), math.log2(depth / self.depth))
+    def distance(self, rows: int, cols: int, depth: int, world_size: int) -> float:
+        """How far this shape is from another: octaves of rows, columns, depth, ranks. Rows decide most: they count double."""
+        sizes = ((cols, self.cols), (depth, self.depth), (world_size, self.world_size))
+        return math.hypot(2 * math.log2(rows / self.rows), *(math.log2(there / here) for there, here in sizes))
 
 
 @cache
@@ -309,6 +328,8 @@ def _checked(raw: object, kind: type, where: str) -> dict[str, Any]:
             good = type(value) in (int, str) and value in _ALLOWED[name]
         elif name in _SIZES:
             good = type(value) is int and 0 < value < 2**31
+        elif name == "world_size":
+            good = type(value) is int and value in FUSED_WORLD_SIZES
         elif name == "us":
             good = value is None or (type(value) in (int, float) and 0 < value < math.inf)
         else:
@@ -319,6 +340,7 @@ def _checked(raw: object, kind: type, where: str) -> dict[str, Any]:
 
 def nearest(
     op: str,
+    world_size: int,
     rows: int,
     cols: int,
     depth: int,
@@ -327,7 +349,7 @@ def nearest(
 ) -> Entry:
     """The measured entry of ``op`` nearest to a shape, of those whose configuration ``can_run``. ``entries``: another table."""
     known = tuned_entries(op) if entries is None else entries
-    return min((e for e in known if can_run(e.config)), key=lambda e: e.distance(rows, cols, depth))
+    return min((e for e in known if can_run(e.config)), key=lambda e: e.distance(rows, cols, depth, world_size))
 
 
 def plan_matmul_reduce_scatter(problem: Problem, machine: Machine, interpreting: bool) -> Plan[MatmulConfig]:

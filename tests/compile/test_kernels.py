@@ -29,7 +29,7 @@ from triton import knobs
 from tileweave.config import Entry, MatmulConfig, Problem, schedule_for, tuned_entries
 from tileweave.kernels import all_gather_matmul as plain
 from tileweave.kernels import all_gather_matmul_hopper as hopper
-from tileweave.kernels.await_shards import await_shards
+from tileweave.kernels.await_shards import ShardLaunches, await_shards
 from tileweave.kernels.barrier import barrier
 from tileweave.kernels.descriptors import fits
 from tileweave.kernels.endpoint import Endpoint
@@ -166,6 +166,11 @@ def compile_barrier(target: str) -> Compiled:
 def compile_await(target: str) -> Compiled:
     x, whole = torch.empty(64, DEPTH, dtype=torch.bfloat16), torch.empty(WORLD_SIZE * 64, DEPTH, dtype=torch.bfloat16)
     return compile_one(lambda: await_shards(endpoint(64, x.dtype), x, whole, WORLD_SIZE, RANK, 132), target)
+
+
+def compile_by_shards(target: str, ends: bool) -> Compiled:
+    launches, out = ShardLaunches(endpoint(64, torch.bfloat16), WORLD_SIZE, RANK), torch.empty(64, DEPTH, dtype=torch.bfloat16)
+    return compile_one(lambda: launches.end_gather((out, out)) if ends else launches.await_shard(RANK + 1), target)
 
 
 @functools.cache
@@ -309,6 +314,15 @@ def test_the_gather_of_backward_awaits_every_peer_and_its_own_pushes() -> None:
         compiled = compile_await(target)
         if target in NVIDIA:
             assert len(seen_in(compiled, ()).waits) == WORLD_SIZE
+            assert compiled.spills == 0 and broken(compiled, ()) == []
+
+
+@pytest.mark.parametrize(("ends", "waits"), [(False, 1), (True, WORLD_SIZE)], ids=["a shard", "the end"])
+def test_an_all_gather_by_shards_awaits_each_and_its_own_pushes(ends: bool, waits: int) -> None:
+    for target in TARGETS:
+        compiled = compile_by_shards(target, ends)
+        if target in NVIDIA:
+            assert len(seen_in(compiled, ()).waits) == waits
             assert compiled.spills == 0 and broken(compiled, ()) == []
 
 

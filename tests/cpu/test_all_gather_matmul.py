@@ -14,6 +14,7 @@ from tests.worlds import Member, World, Worlds
 import tileweave as tw
 from tileweave.config import MatmulConfig
 from tileweave.ops.gather_beside import begin_gather
+from tileweave.ops.library_matmul import multiply_shards
 from tileweave.ops.registry import name_of, workspace_of
 from tileweave.transport.base import TIMEOUT_US
 
@@ -63,8 +64,10 @@ def test_dtypes(world: World, config: MatmulConfig, dtype: str) -> None:
 
 
 LIBRARY = MatmulConfig("library", "sm", 16, 32, 64, 1, 4)
+BY_SHARDS = MatmulConfig("library", "copy_engine", 16, 32, 64, 1, 4)
 OTHERS = {
     "library": LIBRARY,
+    "by_shards": BY_SHARDS,
     "one_slice": MatmulConfig("triton", "sm", 32, 64, 64, 1, 4, group_m=8, num_slices=1, num_producers=1),
     "all_slices": MatmulConfig("triton", "sm", 64, 16, 32, 1, 4, group_m=1, num_slices=32, num_producers=1),
     "no_split": MatmulConfig("triton", "copy_engine", 16, 32, 128, 1, 4, group_m=3, split_tail=False),
@@ -94,20 +97,22 @@ COPIED = [Case(16, 17, 24), Case(17, 20, 33), Case(20, 9, 50, gathered=True), Ca
         (SM, PUSHED, stall_in_the_kernel),
         (COPY_ENGINE, COPIED, stall_in_the_copy_engine),
         (LIBRARY, PUSHED, stall_in_the_kernel),
+        (BY_SHARDS, COPIED, stall_in_the_copy_engine),
     ],
-    ids=["sm", "copy_engine", "library"],
+    ids=["sm", "copy_engine", "library", "by_shards"],
 )
 def test_many_calls_with_late_ranks(world: World, config: MatmulConfig, cases: list[Case], stall: object) -> None:
     count = {2: 20, 3: 12, 4: 8}[world.size]
     world.run(parity.many_calls, cases, replace(config, tile_k=64), count, 0.004, 2, stall)
 
 
-def test_a_slow_copy_engine(world: World) -> None:
+@pytest.mark.parametrize("config", [COPY_ENGINE, BY_SHARDS], ids=lambda config: config.kernel)
+def test_a_slow_copy_engine(world: World, config: MatmulConfig) -> None:
     """Copies that take much longer than the kernel: it must not move the epoch that they still have to send."""
-    world.run(parity.many_calls, [Case(1, 3, 16), Case(2, 5, 16)], COPY_ENGINE, 10, 0.1, None, slow_copies)
+    world.run(parity.many_calls, [Case(1, 3, 16), Case(2, 5, 16)], config, 10, 0.1, None, slow_copies)
 
 
-@transports
+@pytest.mark.parametrize("config", [SM, COPY_ENGINE, BY_SHARDS], ids=lambda config: f"{config.kernel}-{config.transport}")
 def test_the_epoch_wraps_around(world: World, config: MatmulConfig) -> None:
     world.run(parity.calls_around_the_wrap, Case(18, 20, 40), config)
 
@@ -200,24 +205,33 @@ def test_what_backward_sends(world: World) -> None:
     world.run(backward.what_backward_sends, replace(case, gathered=True), sums, 7 * 40 * (1 + world.size))
 
 
-def gathers_without_rank_0(me: Member) -> None:
-    """The gather of backward: right twice, then one rank stays away, and the others say so."""
+def gathers_without_rank_0(me: Member, by_shards: bool) -> None:
+    """A gather beside other work: right twice, then one rank stays away, and the others say so."""
     shards = [torch.full((3, 8), float(rank)) for rank in range(me.world_size)]
+
+    def gather(scale: int) -> torch.Tensor:
+        mine, name = scale * shards[me.rank], name_of(None)
+        if not by_shards:
+            return begin_gather(mine, name).wait()
+        gathered = torch.empty(3 * me.world_size, 8)
+        multiply_shards(mine, torch.ones(2, 8), None, torch.empty(3 * me.world_size, 2), gathered, name)
+        return gathered
+
     for scale in (1, 2):
-        whole = begin_gather(scale * shards[me.rank], name_of(None)).wait()
-        assert torch.equal(whole, scale * torch.cat(shards))
+        assert torch.equal(gather(scale), scale * torch.cat(shards))
     me.barrier()
     if me.rank > 0:
         instance = workspace_of(name_of(None), me.device).instance("all_gather_matmul", "gather")
         instance.control[TIMEOUT_US] = 200_000
         with pytest.raises(tw.PeerTimeout, match="rank 0"):
-            begin_gather(shards[me.rank], name_of(None)).wait()
+            gather(1)
     me.barrier()
     tw.close()
 
 
-def test_a_gather_beside_says_who_is_missing(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(gathers_without_rank_0)
+@pytest.mark.parametrize("by_shards", [False, True], ids=["whole", "by_shards"])
+def test_a_gather_beside_says_who_is_missing(worlds: Worlds, by_shards: bool) -> None:
+    worlds("gloo", 3).run(gathers_without_rank_0, by_shards)
 
 
 def test_gradients_through_one_result(worlds: Worlds) -> None:

@@ -23,8 +23,9 @@ from tests.explore.mutants_embedding import MUTANTS as EMBEDDING
 from tests.explore.mutants_exchange import MUTANTS as EXCHANGES
 from tests.explore.mutants_experts import MUTANTS as EXPERTS
 from tests.explore.mutants_experts import PARTITIONS
+from tests.explore.mutants_gather import MUTANTS as GATHERS
 
-MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS, *DISPATCH, *EXCHANGES)
+MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS, *DISPATCH, *EXCHANGES, *GATHERS)
 
 SOURCE = Path(__file__).parents[2] / "src" / "tileweave"
 RUNS = 400  # at most so many interleavings for one mutant

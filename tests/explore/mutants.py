@@ -33,7 +33,6 @@ ONE_SHOT = "kernels/matmul_all_reduce.py"
 RS, AR = "matmul_reduce_scatter/", "matmul_all_reduce/"
 REDUCE, REDUCED, MARKED = "kernels/matmul_reduce_scatter.py", "ops/matmul_reduce_scatter_fused.py", "language/marked.py"
 EXCHANGE = "kernels/exchange.py"
-AWAITED, BESIDE = "kernels/await_shards.py", "ops/gather_beside.py"
 REGISTRY = "ops/registry.py"
 MEET = "language/meet.py"
 
@@ -122,45 +121,6 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("one program leaves twice", KERNEL, _LEAVE, _LEAVE + "    if program == 0:\n    " + _LEAVE, AG),
     Mutant("the epoch stands still", KERNEL, _LEAVE, _LEAVE.replace("num_programs", "num_programs + 1"), AG),
-    # --- all_gather_matmul: the gather of backward ---
-    Mutant(
-        "gathered without a wait",
-        AWAITED,
-        "            wait(signals, 1, epoch, source, -1, control, report)\n",
-        "",
-        AG + "gather beside",
-    ),
-    Mutant("a gather that refuses who is a call ahead", AWAITED, "epoch + 1, source", "epoch, source", AG + "gather beside"),
-    Mutant(
-        "the epoch may move before the last push of a gather",
-        AWAITED,
-        "        await_pushed(signals, epoch, control, report, WORLD_SIZE)\n",
-        "",
-        AG + "gather beside",
-    ),
-    Mutant(
-        "the own shard of a gather in another place",
-        AWAITED,
-        "own = slot + tl.cast(rank, tl.int64) * size",
-        "own = slot + tl.cast((rank + 1) % WORLD_SIZE, tl.int64) * size",
-        AG + "gather beside",
-    ),
-    Mutant("gathers of all calls in one slot", REGISTRY, PARITY, "return 0", AG + "gather beside"),
-    Mutant("captured gathers without a barrier", REGISTRY, BARRIER, "", AG + "gather beside, captured"),
-    Mutant(
-        "a gathered shard is signalled to the wrong word",
-        BESIDE,
-        "+ 4 * rank * MAX_SLICES",
-        "+ 4 * peer * MAX_SLICES",
-        AG + "gather beside",
-    ),
-    Mutant(
-        "a gathered shard in the place of its reader",
-        BESIDE,
-        "[peer] + begin + rank * nbytes",
-        "[peer] + begin + peer * nbytes",
-        AG + "gather beside",
-    ),
     # --- all_gather_matmul: copy engines ---
     Mutant("a copied shard is signalled before it is copied", FUSED, _DATA + _SIGNAL, _SIGNAL + _DATA, AG + "copy engine"),
     Mutant("a copied shard is not signalled", FUSED, _SIGNAL, "", AG + "copy engine"),

@@ -30,6 +30,7 @@ TRITON = MatmulConfig("triton", "sm", 64, 128, 64, 3, 4)
 HOPPER = MatmulConfig("hopper", "sm", 128, 128, 64, 4, 8)
 HOPPER_SMALL = MatmulConfig("hopper", "sm", 64, 128, 64, 4, 4)
 LIBRARY = MatmulConfig("library", "sm", 16, 128, 64, 1, 4)
+BY_SHARDS = replace(LIBRARY, transport="copy_engine")
 TRITON_COPIES, HOPPER_COPIES = replace(TRITON, transport="copy_engine"), replace(HOPPER, transport="copy_engine")
 
 
@@ -42,7 +43,7 @@ def configs(*found: MatmulConfig) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("config", marked, ids=name_of)
 
 
-each_kernel_and_transport = configs(TRITON, TRITON_COPIES, HOPPER, HOPPER_COPIES, LIBRARY)
+each_kernel_and_transport = configs(TRITON, TRITON_COPIES, HOPPER, HOPPER_COPIES, LIBRARY, BY_SHARDS)
 each_transport = configs(TRITON, HOPPER_COPIES) if IS_HOPPER else configs(TRITON, TRITON_COPIES)
 
 # Rows of a shard, columns of a rank, K. With 4 ranks M is 4, 252, 4096 and 4 x 1021.

@@ -135,14 +135,20 @@ def test_an_empty_dimension_is_unfused(machine: Machine, which: str) -> None:
     assert "zero" in plan.reason
 
 
-def test_rows_between_sectors_get_wider_tiles() -> None:
+def test_rows_between_sectors_are_the_librarys_or_get_wider_tiles() -> None:
     """5000 bf16 are 16 bytes more than whole sectors; 5056 are whole lines."""
-    odd, even = (
-        plan_all_gather_matmul(problem(2, rows=2042, cols=5000, depth=k, dtype="bfloat16"), H200, False) for k in (5000, 5056)
+    by_shards, even, odd, few_tiles = (
+        plan_all_gather_matmul(problem(4, rows=rows, cols=cols, depth=k, dtype="bfloat16"), H200, False)
+        for rows, cols, k in ((2042, 5000, 5000), (2042, 5000, 5056), (1021, 5004, 5000), (1021, 2504, 5000))
     )
-    assert odd.config is not None and even.config is not None
-    assert (odd.config.tile_n, even.config.tile_n) == (256, 128) and "odd multiples" in odd.reason
-    again = plan_all_gather_matmul(problem(2, rows=2042, cols=5000, depth=5000, dtype="bfloat16"), H200, False)
+    assert by_shards.config is not None and even.config is not None and odd.config is not None
+    assert (by_shards.config.kernel, by_shards.config.transport) == ("library", "copy_engine")
+    assert "odd multiples" in by_shards.reason and "each shard" in str(by_shards)
+    assert even.config.kernel == "hopper" and "odd multiples" not in even.reason
+    for wide in (odd, few_tiles):  # rows of the result that the library is slow with; shards with little work
+        assert wide.config is not None and (wide.config.kernel, wide.config.tile_n) == ("hopper", 256)
+        assert "wider tiles, for rows at odd multiples" in wide.reason
+    again = plan_all_gather_matmul(problem(4, rows=1021, cols=5004, depth=5000, dtype="bfloat16"), H200, False)
     assert again.config is odd.config, "calls are kept by the identity of their configuration"
     few = plan_all_gather_matmul(problem(2, rows=8, cols=5000, depth=5000, dtype="bfloat16"), H200, False)
     assert (
@@ -150,9 +156,8 @@ def test_rows_between_sectors_get_wider_tiles() -> None:
         and few.config.transport == "sm"
         and few.config in [e.config for e in tuned_entries("all_gather_matmul")]
     )
-    for cols in (2560, 7168):  # measured with wide tiles, and configured alike
-        wide = plan_all_gather_matmul(problem(rows=2048, cols=cols, depth=8200), H200, False)
-        assert wide.config in [e.config for e in tuned_entries("all_gather_matmul")] and "odd multiples" not in wide.reason
+    wide = plan_all_gather_matmul(problem(rows=2048, cols=2564, depth=8200), H200, False)  # measured with wide tiles
+    assert wide.config in [e.config for e in tuned_entries("all_gather_matmul")] and "odd multiples" not in wide.reason
 
 
 def test_float32_is_unfused_on_gpus_only() -> None:
@@ -305,11 +310,18 @@ def test_what_was_measured_are_the_rows_of_all_ranks(plan_for: Callable[..., Pla
     assert "M=16384" in plan_for(problem(rows=4096), H200, False).reason
 
 
+def test_a_world_of_as_many_ranks_decides_between_equal_shapes() -> None:
+    config = tuned_entries("all_gather_matmul")[0].config
+    two, four = (Entry(1024, 512, 512, None, config, size) for size in (2, 4))
+    for size, near in ((2, two), (3, four), (4, four), (8, four)):
+        assert nearest("", size, 1024, 512, 512, entries=(two, four)) is near
+
+
 def test_rows_decide_most_about_which_shape_is_near() -> None:
     config = tuned_entries("all_gather_matmul")[0].config
     far, near, farther = (Entry(*sizes, None, config) for sizes in ((2048, 512, 512), (1024, 1536, 512), (1024, 512, 2560)))
     for shapes, nearer in (((far, near, farther), near), ((farther, far), far)):
-        assert nearest("", 1024, 512, 512, entries=shapes) is nearer
+        assert nearest("", 4, 1024, 512, 512, entries=shapes) is nearer
 
 
 def test_shards_beyond_32_bits_go_unfused() -> None:

@@ -33,7 +33,8 @@ def test_shipped_tables_are_sound() -> None:
 def test_a_good_table() -> None:
     (entry,) = read_entries(table(us=3.5), "here")
     assert isinstance(entry, Entry)
-    assert (entry.us, entry.config.tile_m, entry.config.num_slices) == (3.5, 64, 32)
+    assert (entry.us, entry.config.tile_m, entry.config.num_slices, entry.world_size) == (3.5, 64, 32, 4)
+    assert read_entries(table(world_size=2), "here")[0].world_size == 2
 
 
 WRONG = {
@@ -50,6 +51,8 @@ WRONG = {
     "an_unknown_flag": table(extra=True),
     "rows_are_zero": table(rows=0),
     "rows_are_negative": table(rows=-1),
+    "a_world_of_one": table(world_size=1),
+    "a_world_that_is_true": table(world_size=True),
     "rows_are_true": table(rows=True),
     "time_is_not_a_number": table(us=float("nan")),
     "time_is_without_end": table(us=float("inf")),

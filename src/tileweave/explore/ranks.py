@@ -77,8 +77,7 @@ class World:
     @property
     def rank(self) -> Rank:
         """The rank whose task runs."""
-        assert self.tasks.current is not None, "some task runs"
-        return self.ranks[self.tasks.current.rank]
+        return self.ranks[self.tasks.running().rank]
 
     # --- Launches ---
 

@@ -94,7 +94,9 @@ def whole_numbers(shape: tuple[int, ...], *seed: object) -> torch.Tensor:
 
 def instance_of(config: MatmulConfig) -> str:
     """The name of the protocol instance that calls with ``config`` use."""
-    return "library" if config.kernel == "library" else config.transport
+    if config.kernel == "library":
+        return "library" if config.transport == "sm" else "gather"
+    return config.transport
 
 
 # --- all_gather_matmul ---
@@ -284,6 +286,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     AllGatherMatmul("copy engine", triton_config("copy_engine"), ((16, 16, 16), (17, 16, 16)), (1, 2)),
     AllGatherMatmul("copy engine, captured", triton_config("copy_engine"), ((16, 16, 16),), (1, 2), captured=True),
     AllGatherMatmul("library", triton_config("sm", kernel="library"), ((18, 16, 16), (33, 8, 16)), (1, 2, 3), gathered=True),
+    AllGatherMatmul("by shards", triton_config("copy_engine", kernel="library"), ((2, 8, 16), (3, 16, 8)), (1,), gathered=True),
+    AllGatherMatmul("by shards, captured", triton_config("copy_engine", kernel="library"), ((2, 8, 16),), (1,), captured=True),
     GatherBeside("gather beside", ((2, 16), (3, 8))),
     GatherBeside("gather beside, captured", ((2, 16),), captured=True),
     MatmulReduce("sm", "matmul_reduce_scatter", triton_config("sm"), ((48, 16, 16), (68, 16, 16)), (1, 2, 3)),

@@ -132,7 +132,7 @@ class Tasks:
 
     def point(self) -> None:
         """A scheduling point of the current task: anything may happen here."""
-        me = self._running()
+        me = self.running()
         following = self._next()
         if following is not me:
             if following is None:
@@ -161,7 +161,7 @@ class Tasks:
     # --- Switching ---
 
     def _leave(self, state: str, watched: tuple[tuple[int, int], ...]) -> None:
-        me = self._running()
+        me = self.running()
         me.state, me.watched = state, watched
         following = self._next()
         if following is not None and following is not me:
@@ -170,7 +170,8 @@ class Tasks:
             self._hub.switch()
         self._entered(me)
 
-    def _running(self) -> Task:
+    def running(self) -> Task:
+        """The task that runs."""
         if self.failure is not None:  # on the way out, through somebody's finally
             raise greenlet.GreenletExit
         assert self.current is not None, "only tasks come here"

@@ -29,7 +29,7 @@ from tileweave.ops import collectives, reference
 from tileweave.ops.agreement import check_own
 from tileweave.ops.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.backward_products import multiply_and_scatter, scatters_fused
-from tileweave.ops.gather_beside import begin_gather, too_large
+from tileweave.ops.gather_beside import begin_gather_of_backward, too_large
 from tileweave.ops.matmul_inputs import (
     accept,
     as_rows,
@@ -177,7 +177,7 @@ def _backward_implementation(grad, grad_gathered, x, w, gathered, group_name, ne
 
 def _products_fused(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w):
     """dgrad in one kernel, x gathered by copy engines beside it: no other kernel may run beside one that waits for peers."""
-    gathering = begin_gather(x, group_name) if need_w and gathered is None else None
+    gathering = begin_gather_of_backward(x, group_name) if need_w and gathered is None else None
     try:
         gx = multiply_and_scatter(grad, w, group_name)
     finally:  # also when memory runs out: a gather that nobody waits for leaves its signals to the next one

@@ -44,9 +44,12 @@ def run_fused(
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
     if config.kernel == "library":
-        from tileweave.ops.library_matmul import gather_then_multiply
+        from tileweave.ops.library_matmul import gather_then_multiply, multiply_shards
 
-        gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config, chosen.mark)
+        if config.transport == "sm":
+            gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config, chosen.mark)
+        else:
+            multiply_shards(x, w, bias, out, gathered, group_name, chosen.mark)
         return
     call = _fused_call(workspace, x, w, config, how)
     instance = call.instance

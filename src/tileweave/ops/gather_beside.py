@@ -1,12 +1,15 @@
-"""An all-gather by copy engines beside whatever runs meanwhile, for backward: x is gathered while the input gradient is made.
+"""An all-gather by copy engines beside whatever runs meanwhile: in backward x is gathered while the input gradient is made, in
+forward the library multiplies shard after shard.
 
 NCCL's kernels need multiprocessors, so they may not run beside a kernel that fills the device and waits for peers (decision
-0052); copy engines may. What arrives stays in symmetric memory, where the weight gradient reads it: decision 0058.
+0052); copy engines may. What arrives stays in symmetric memory, where matmuls read it: decisions 0058, 0114.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +17,12 @@ from tileweave.config import MOST_ELEMENTS
 from tileweave.errors import CaptureError
 from tileweave.kernels.endpoint import Endpoint
 from tileweave.ops.registry import await_frozen_slot, copy_slot, endpoint, mark_of, workspace_of
-from tileweave.schedule import push_order
+from tileweave.schedule import arrival_order, push_order
 from tileweave.transport.base import EPOCH, Copies, Copy
 from tileweave.transport.workspace import CALL, GATHER, MAX_SLICES, Instance
+
+if TYPE_CHECKING:
+    from tileweave.kernels.await_shards import ShardLaunches
 
 OP = "all_gather_matmul"
 LINE = 1  # of copies: those of the kernel beside us do not queue behind ours
@@ -30,6 +36,7 @@ class _Call:
     slots: tuple[torch.Tensor, ...]  # [R m, K] each
     copies: tuple[Copies, ...]
     mark: int
+    launches: ShardLaunches
 
 
 @dataclass(slots=True)
@@ -46,19 +53,36 @@ class Gathering:
         """gather(x) [R m, K], until the next gather on this device: read it on this stream, and keep no view of it."""
         from tileweave.kernels.await_shards import await_shards
 
-        instance = self._instance
-        transport = instance.transport
-        try:
-            await_shards(
+        transport = self._instance.transport
+        self._end(
+            lambda: await_shards(
                 self._call.endpoint, self._x, self._whole, transport.world_size, transport.rank, transport.machine.num_sms
             )
+        )
+        return self._whole
+
+    def shards(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(rank, its shard [m, K]) by order of arrival, own one first: what is queued next finds it there. Then :meth:`end`."""
+        rank, size, rows = self._instance.transport.rank, self._instance.transport.world_size, self._x.shape[0]
+        yield rank, self._x
+        for source in arrival_order(rank, size)[1:]:
+            self._call.launches.await_shard(source)
+            yield source, self._whole[source * rows : (source + 1) * rows]
+
+    def end(self, *made: torch.Tensor) -> None:
+        """Behind all that reads :meth:`shards`, in place of :meth:`wait`; what was ``made`` of them is NaN after a time-out."""
+        self._end(lambda: self._call.launches.end_gather(made))
+
+    def _end(self, launch: Callable[[], None]) -> None:
+        instance = self._instance
+        try:
+            launch()
         finally:
             # As in push_beside: the kernel on a device ends behind our pushes anyway.
             if self._capturing or not self._whole.is_cuda:
-                transport.join(LINE)
+                instance.transport.join(LINE)
             instance.launched()
         CALL.posted = False  # it has been made: what breaks off from here on is what follows
-        return self._whole
 
 
 def too_large(x: torch.Tensor) -> bool:
@@ -66,23 +90,21 @@ def too_large(x: torch.Tensor) -> bool:
     return x.numel() > MOST_ELEMENTS
 
 
-def begin_gather(x: torch.Tensor, group_name: str) -> Gathering:
+def begin_gather(x: torch.Tensor, group_name: str, mark: int = 0) -> Gathering:
     """Send x [m, K], contiguous, the same shape on every rank and not :func:`too_large`, to all.
 
-    One gather at a time, and each must be waited for.
+    One gather at a time, and each must be waited for, or ended. ``mark``: a checksum of what ranks must agree on, if not of x.
+
+    Raises
+    ------
+    CaptureError under a capture that no call as large went before.
     """
     workspace = workspace_of(group_name, x.device)
     transport = workspace.transport
-    try:
-        instance = workspace.instance(OP, GATHER)
-        call = instance.cache.get((x.shape, x.dtype)) or _prepare(instance, x)
-    except CaptureError as error:
-        raise CaptureError(
-            f"asked: the backward of {OP} under CUDA-graph capture, whose gather of x {tuple(x.shape)} has no memory yet; "
-            f"allowed: a capture behind a backward as large; remedy: call tw.warmup({OP!r}, ..., backward=True) before it"
-        ) from error
+    instance = workspace.instance(OP, GATHER)
+    call = instance.cache.get((x.shape, x.dtype)) or _prepare(instance, x)
     assert isinstance(call, _Call), "its key has a shape, endpoints have a dtype alone"
-    capturing = instance.begin(call.mark)
+    capturing = instance.begin(mark or call.mark)
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)
     transport.push(call.copies[slot], x.data_ptr(), LINE)
@@ -90,7 +112,20 @@ def begin_gather(x: torch.Tensor, group_name: str) -> Gathering:
     return Gathering(instance, x, call, call.slots[slot], capturing)
 
 
+def begin_gather_of_backward(x: torch.Tensor, group_name: str) -> Gathering:
+    """:func:`begin_gather`, whose CaptureError says what a capture of backward needs."""
+    try:
+        return begin_gather(x, group_name)
+    except CaptureError as error:
+        raise CaptureError(
+            f"asked: the backward of {OP} under CUDA-graph capture, whose gather of x {tuple(x.shape)} has no memory yet; "
+            f"allowed: a capture behind a backward as large; remedy: call tw.warmup({OP!r}, ..., backward=True) before it"
+        ) from error
+
+
 def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
+    from tileweave.kernels.await_shards import ShardLaunches
+
     transport, nbytes = instance.transport, x.numel() * x.element_size()
     rank, size = transport.rank, transport.world_size
     instance.reserve(size * nbytes)
@@ -106,6 +141,7 @@ def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
         copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))
         pushes.append(Copies(copies))
     mark = mark_of({"op": "gather", "shapes": [list(x.shape)], "dtype": str(x.dtype)})
-    call = _Call(endpoint(instance, x.dtype), tuple(slots), tuple(pushes), mark)
+    peers = endpoint(instance, x.dtype)
+    call = _Call(peers, tuple(slots), tuple(pushes), mark, ShardLaunches(peers, size, rank))
     instance.keep((x.shape, x.dtype), call)
     return call

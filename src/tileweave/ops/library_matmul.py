@@ -1,7 +1,9 @@
-"""Operators whose matmul is the vendor library's: that, and one launch of ours for what goes between ranks.
+"""Operators whose matmul is the vendor library's.
 
-For sizes where data is short of time to travel and cuBLAS is faster than a matmul that waits for peers as it goes:
-decisions 0011 and 0056. The tables choose (``MatmulConfig.kernel == "library"``).
+One launch of ours for what goes between ranks, before it or behind it: for sizes where data is short of time to travel and
+cuBLAS is faster than a matmul that waits for peers as it goes (decisions 0011 and 0056). Or, of an all-gather, a matmul for
+each shard as copy engines bring it: where our main loop is slower (decision 0114). Tables and planners choose
+(``MatmulConfig.kernel == "library"``, and its transport).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import torch
 from tileweave.config import MatmulConfig
 from tileweave.kernels.exchange import ALIGN, Launcher, slot_elements
 from tileweave.ops import reference
+from tileweave.ops.gather_beside import begin_gather
 from tileweave.ops.registry import endpoint
 from tileweave.schedule import cdiv
 from tileweave.schedule_scatter import Exchange
@@ -34,10 +37,36 @@ def gather_then_multiply(
     size = workspace.transport.world_size
     whole = x.new_empty(size * x.shape[0], x.shape[1]) if gathered is None else gathered
     _exchange(workspace, op, config, x.contiguous(), whole, x.numel(), False, True, mark=mark)
+    _multiply(whole, w, bias, out)
+
+
+def multiply_shards(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    gathered: torch.Tensor | None,
+    group_name: str,
+    mark: int = 0,
+) -> None:
+    """As :func:`gather_then_multiply`, shard after shard, while copy engines bring the next."""
+    rows = x.shape[0]
+    gathering = begin_gather(x, group_name, mark)
+    try:
+        for source, shard in gathering.shards():
+            part = slice(source * rows, (source + 1) * rows)
+            _multiply(shard, w, bias, out[part])
+            if gathered is not None:
+                gathered[part].copy_(shard)
+    finally:  # also when memory runs out: a gather that nobody ends leaves its signals to the next one
+        gathering.end(out, *(() if gathered is None else (gathered,)))
+
+
+def _multiply(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     if bias is None:
-        torch.mm(whole, w.t(), out=out)
+        torch.mm(x, w.t(), out=out)
     else:
-        torch.addmm(bias, whole, w.t(), out=out)
+        torch.addmm(bias, x, w.t(), out=out)
 
 
 def multiply_then_reduce(

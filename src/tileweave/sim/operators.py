@@ -133,6 +133,8 @@ class Operators:
         problem = Problem(world, rows, n, k, itemsize, "bfloat16")
         config = gather_config(world, m, n, k, entries)
         if config.kernel == "library":
+            if config.transport == "copy_engine":
+                return self.by_shards(world, m, n, k, itemsize)
             return self.beside_the_library("all_gather", world, m, n, k, itemsize)
         schedule = schedule_for(problem, config, 0, machine_of(self.cluster))
         return gather_matmul(schedule, config, self.costs, self._node(world), self.graph, itemsize).seconds
@@ -167,6 +169,17 @@ class Operators:
         one = c.exchange_latency + max(nbytes * load / seen.capacities[link] for link, load in loads.items())
         eager = 0.0 if self.graph else c.scatter_eager - c.one_shot_launch
         return self.costs.matmul(m, n, k, itemsize) + c.gap + one * (2.0 if kind == "all_reduce" else 1.0) + eager
+
+    def by_shards(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
+        """The vendor's matmul of each rank's rows, as copy engines bring them; launches between them, and one behind all."""
+        seen = view(self._node(world), self.c.copy_fraction)
+        loads = seen.loads(inside_hops(seen.cluster, 1), 1.0)
+        each = max(m / world * k * itemsize * load / seen.capacities[link] for link, load in loads.items())
+        product = self.costs.matmul(max(m // world, 1), n, k, itemsize) * (1.0 + self.c.corun)
+        done = product
+        for step in range(1, world):
+            done = max(done, self.c.copy_latency + step * each + self.c.signal) + self.c.gap + product
+        return done + self.c.gap + (0.0 if self.graph else self.c.scatter_eager - self.c.one_shot_launch)
 
     def fused_matmul_all_to_all(
         self, how: Exchange, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
@@ -342,7 +355,7 @@ def _one_node(group: Group, experts: int) -> bool:
 def gather_config(world: int, m: int, n: int, k: int, entries: Table | None = None) -> MatmulConfig:
     """What the library's planner takes for an all-gather + matmul, or took by ``entries``."""
     rows = max(m // world, 1)
-    return nearest("all_gather_matmul", rows * world, n, k, lambda c: c.takes(rows), entries).config
+    return nearest("all_gather_matmul", world, rows * world, n, k, lambda c: c.takes(rows), entries).config
 
 
 def before_exchange_config(
@@ -350,7 +363,7 @@ def before_exchange_config(
 ) -> MatmulConfig:  # fmt: skip
     """Likewise for x [m, k] @ w [n, k].T with an exchange behind it."""
     rows, cols = how.part(m, n, world)
-    return nearest("matmul_all_to_all", rows * world, cols, k, lambda _: True, entries).config
+    return nearest("matmul_all_to_all", world, rows * world, cols, k, lambda _: True, entries).config
 
 
 def behind_exchange_config(
@@ -359,15 +372,15 @@ def behind_exchange_config(
     """Likewise for an exchange of x [m, k], times w of ``n`` rows."""
     rows, depth = how.part(m, k, world)
     can_run: Callable[[MatmulConfig], bool] = lambda c: c.takes(rows) and depth % c.tile_k == 0  # noqa: E731
-    return nearest("all_to_all_matmul", rows * world, n, depth, can_run, entries).config
+    return nearest("all_to_all_matmul", world, rows * world, n, depth, can_run, entries).config
 
 
 def scatter_config(kind: str, world: int, m: int, n: int, k: int, entries: Table | None = None) -> MatmulConfig:
     """What the library's planner takes for a reduce-scatter or an all-reduce, or took by ``entries``."""
     if kind == "all_reduce":
-        return nearest("matmul_all_reduce", m, n, k, lambda c: c.shots == 2 or m <= c.tile_m, entries).config
+        return nearest("matmul_all_reduce", world, m, n, k, lambda c: c.shots == 2 or m <= c.tile_m, entries).config
     rows = cdiv(m, world)
-    return nearest("matmul_reduce_scatter", m, n, k, lambda c: c.takes(rows), entries).config
+    return nearest("matmul_reduce_scatter", world, m, n, k, lambda c: c.takes(rows), entries).config
 
 
 def machine_of(cluster: Cluster) -> Machine:

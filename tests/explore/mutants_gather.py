@@ -1,0 +1,57 @@
+"""Faults planted in gathers beside other kernels: of backward, and under a matmul for each shard; see ``mutants.py``."""
+
+from __future__ import annotations
+
+from tests.explore.mutants import AG, BARRIER, PARITY, REGISTRY, Mutant
+
+AWAITED, BESIDE = "kernels/await_shards.py", "ops/gather_beside.py"
+_SHARD = "    await_source(signals, control, report, load_epoch(control), source * MAX_SLICES)\n"
+_END = "\n    if last_to_leave(control, 1)"
+_ENDS = "\n    await_pushed(signals, epoch, control, report, WORLD_SIZE)" + _END
+
+MUTANTS: tuple[Mutant, ...] = (
+    # --- of backward ---
+    Mutant(
+        "gathered without a wait",
+        AWAITED,
+        "    wait(signals, 1, epoch, word, -1, control, report)\n",
+        "",
+        AG + "gather beside",
+    ),
+    Mutant("a gather that refuses who is a call ahead", AWAITED, "epoch + 1, word", "epoch, word", AG + "gather beside"),
+    Mutant(
+        "the epoch may move before the last push of a gather",
+        AWAITED,
+        "        await_pushed(signals, epoch, control, report, WORLD_SIZE)\n",
+        "",
+        AG + "gather beside",
+    ),
+    Mutant(
+        "the own shard of a gather in another place",
+        AWAITED,
+        "own = slot + tl.cast(rank, tl.int64) * size",
+        "own = slot + tl.cast((rank + 1) % WORLD_SIZE, tl.int64) * size",
+        AG + "gather beside",
+    ),
+    Mutant("gathers of all calls in one slot", REGISTRY, PARITY, "return 0", AG + "gather beside"),
+    Mutant("captured gathers without a barrier", REGISTRY, BARRIER, "", AG + "gather beside, captured"),
+    Mutant(
+        "a gathered shard is signalled to the wrong word",
+        BESIDE,
+        "+ 4 * rank * MAX_SLICES",
+        "+ 4 * peer * MAX_SLICES",
+        AG + "gather beside",
+    ),
+    Mutant(
+        "a gathered shard in the place of its reader",
+        BESIDE,
+        "[peer] + begin + rank * nbytes",
+        "[peer] + begin + peer * nbytes",
+        AG + "gather beside",
+    ),
+    # --- under a matmul for each shard ---
+    Mutant("a shard is multiplied before it is there", AWAITED, _SHARD, "    pass\n", AG + "by shards"),
+    Mutant("the last push of a call by shards is not awaited", AWAITED, _ENDS, _END, AG + "by shards"),
+    Mutant("a product in the next place", BESIDE, "yield source, self", "yield (source + 1) % size, self", AG + "by shards"),
+    Mutant("captured calls by shards without a barrier", REGISTRY, BARRIER, "", AG + "by shards, captured"),
+)
