@@ -54,7 +54,7 @@ Sense = Annotated[bool, typer.Option("--sensitivity/--no-sensitivity", help="Wha
 Export = Annotated[Path | None, typer.Option(help="Folder for Chakra traces (.et) and ASTRA-sim's network and system files.")]
 Detail = Annotated[Literal["operators", "tasks"], typer.Option(help="How finely --export writes.")]
 Calib = Annotated[Path | None, typer.Option(help="A calibration file (default: the one measured on H200).")]
-Cells = Annotated[list[Path] | None, typer.Option(help="Results of measurements (default: docs/results/*.json).")]
+Cells = Annotated[list[Path] | None, typer.Option(help="Results of measurements, files or folders (default: docs/results).")]
 
 
 @contextmanager
@@ -283,6 +283,7 @@ def trust_command(
     cells: Cells = None, calibration: Calib = None,
     out: Annotated[Path | None, typer.Option(help="Folder for a picture and all tables in Markdown.")] = None,
     every: Annotated[bool, typer.Option("--every", help="Every cell, not only groups.")] = False,
+    device: Annotated[str, typer.Option(help="What the cells were measured on; the calibration is of H200.")] = "h200",
 ) -> None:  # fmt: skip
     """Errors against measured cells, fitted and held out apart; published tables beside the model."""
     screen, used = console(), _calibration(calibration)
@@ -292,7 +293,7 @@ def trust_command(
     settled, unsteady = settle(measured)
     with _progress(screen) as say:
         say(f"predicts {len(settled)} cells")
-        judged, unknown = trust.judge(settled, used)
+        judged, unknown = trust.judge(settled, used, device)
         say("published tables")
         published = trust.published(used)
     screen.print(f"rule: {RULE}", markup=False)
@@ -301,7 +302,9 @@ def trust_command(
         if rows:
             screen.print(report.summary_table(side, rows))
     pairs, mean, worst = trust.repeatability(measured)
-    screen.print(f"the same quantity measured in two runs: {pairs} pairs, {mean:.1%} apart (geometric mean), worst {worst:.1%}")
+    if pairs:
+        apart = f"{mean:.1%} apart (geometric mean), worst {worst:.1%}"
+        screen.print(f"the same quantity measured in two runs: {pairs} pairs, {apart}")
     screen.print(f"{len(measured)} times, {len(unsteady)} {UNSTEADY}; the others are {len(settled)} quantities", markup=False)
     if every:
         screen.print(report.cell_table(judged))
@@ -366,7 +369,9 @@ def machines() -> None:
 
 
 def _cell_files(cells: list[Path] | None) -> list[Path]:
-    found = cells or [path for path in sorted(Path("docs/results").glob("*.json")) if holds_cells(path)]
+    given = cells or [Path("docs/results")]
+    folders = [path for folder in given if folder.is_dir() for path in sorted(folder.glob("*.json")) if holds_cells(path)]
+    found = [path for path in cells or [] if not path.is_dir()] + folders
     if not found:
         raise InputError("asked: measured cells; allowed: results files; remedy: pass --cells FILE, or run in the repository")
     return found

@@ -50,6 +50,18 @@ def test_the_shipped_calibration_holds_the_bar() -> None:
     assert recorded in text, f"docs/simulator.md does not say: {recorded}"
 
 
+def test_another_device_is_predicted_by_its_data_sheet() -> None:
+    """Two H100, which no fit has seen, by H200's fractions of their peaks; figures as docs/simulator.md has them."""
+    cells, _ = settle(read_cells(sorted((ROOT / "docs" / "results" / "h100").glob("*_*-2xH100-2026-11-25.json"))))
+    judged, unknown = judge(cells, device="h100")
+    whole = [one for one in judged if one.side in ("fit", "held out")]
+    errors = [abs(math.log(1.0 + one.error)) for one in whole]
+    mean, over = math.exp(sum(errors) / len(errors)) - 1.0, sum(error > math.log(1.0 + GOOD_WORST) for error in errors)
+    assert not unknown and (len(whole), f"{mean:.1%}", over) == (558, "4.5%", 5)
+    taken_for_h200 = [abs(math.log(1.0 + one.error)) for one in judge(cells)[0]]
+    assert sum(taken_for_h200) / len(taken_for_h200) > 3 * sum(errors) / len(errors), "the data sheet makes the difference"
+
+
 def test_the_rule_parts_cells_evenly_and_by_shape_alone() -> None:
     sides = {cell.key: cell.held_out for cell in CELLS if not cell.primitive}
     assert 0.35 < sum(sides.values()) / len(sides) < 0.65

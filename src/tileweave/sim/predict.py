@@ -27,11 +27,11 @@ _SCATTERS = {"matmul_reduce_scatter": "reduce_scatter", "matmul_all_reduce": "al
 
 
 class Predictor:
-    """Predictions for cells measured on H200; operators are kept by world size and launch mode."""
+    """Predictions for cells measured on ``device``; operators are kept by world size and launch mode."""
 
-    def __init__(self, calibration: Calibration) -> None:
+    def __init__(self, calibration: Calibration, device: str = "h200") -> None:
         self.calibration = calibration
-        self.cluster = make_cluster("h200")
+        self.cluster = make_cluster(device)
         self._operators: dict[tuple[int, bool], Operators] = {}
 
     def operators(self, world: int, graph: bool) -> Operators:

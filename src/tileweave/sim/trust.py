@@ -42,9 +42,11 @@ class Summary:
     worst_cell: str
 
 
-def judge(cells: Iterable[Cell], calibration: Calibration | None = None) -> tuple[list[Judged], list[Cell]]:
-    """Every cell that the model knows, judged; and those it has no model for."""
-    predictor = Predictor(calibration or load_calibration())
+def judge(
+    cells: Iterable[Cell], calibration: Calibration | None = None, device: str = "h200"
+) -> tuple[list[Judged], list[Cell]]:
+    """Every cell, measured on ``device``, that the model knows, judged; and those it has no model for."""
+    predictor = Predictor(calibration or load_calibration(), device)
     found, unknown = [], []
     for cell in cells:
         predicted = predictor.seconds(cell)
