@@ -64,9 +64,9 @@ def load_partition(
     tickets = counters + (gl.load(control, volatile=True) & 1) * COUNTER_WORDS + DRAWN
     tile_limit = (cols + TILE_N - 1) // TILE_N
     turn = 0
-    count = 0
+    drawn = 0
     before = 0  # tiles of the chunks before this one
-    tile = deal(tickets, count, line, 1)
+    tile = deal(tickets, drawn, line, 1)
     for chunk in range(0, chunks):
         tile_cols = gl.minimum(tile_limit - chunk * chunk_cols, chunk_cols)
         walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile - before, offsets, experts, tile_cols, TILE_M)
@@ -80,8 +80,8 @@ def load_partition(
                 )
                 load_async(y_desc, [first_row, block * TILE_K], ring.ready.index(at), ring.a.index(at))
                 turn += 1
-            count += 1
-            tile = deal(tickets, count, line, 1)
+            drawn += 1
+            tile = deal(tickets, drawn, line, 1)
             walk = walk_to(walk, tile - before, offsets, experts, tile_cols, TILE_M)
         before += walk.next_tile  # of all experts
 

@@ -167,8 +167,7 @@ class Operators:
         if seen.cluster.device.inside == "mesh":
             loads["pair1"] /= world - 1.0
         one = c.exchange_latency + max(nbytes * load / seen.capacities[link] for link, load in loads.items())
-        eager = 0.0 if self.graph else c.scatter_eager - c.one_shot_launch
-        return self.costs.matmul(m, n, k, itemsize) + c.gap + one * (2.0 if kind == "all_reduce" else 1.0) + eager
+        return self.costs.matmul(m, n, k, itemsize) + c.gap + one * (2.0 if kind == "all_reduce" else 1.0) + self._queued()
 
     def by_shards(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
         """The vendor's matmul of each rank's rows, as copy engines bring them; launches between them, and one behind all."""
@@ -179,7 +178,11 @@ class Operators:
         done = product
         for step in range(1, world):
             done = max(done, self.c.copy_latency + step * each + self.c.signal) + self.c.gap + product
-        return done + self.c.gap + (0.0 if self.graph else self.c.scatter_eager - self.c.one_shot_launch)
+        return done + self.c.gap + self._queued()
+
+    def _queued(self) -> float:
+        """What an eager call of the vendor's matmul and launches of ours takes beyond a captured one."""
+        return 0.0 if self.graph else self.c.scatter_eager - self.c.one_shot_launch
 
     def fused_matmul_all_to_all(
         self, how: Exchange, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
