@@ -20,12 +20,12 @@ from interaction import interaction, width_of
 from torch import nn
 
 import tileweave as tw
-from tileweave.bench.beforehand import file_for
 from tileweave.bench.environment import WITHOUT_GPUS, environment
+from tileweave.bench.prerequisites import file_for
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch, under_torchrun
 from tileweave.nn import ShardedEmbeddingBag
-from tileweave.ops.collectives import all_reduce
+from tileweave.ops.core.collectives import all_reduce
 
 MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 DENSE, RATE, STEPS, TOLERANCE = 13, 0.05, 5, 1e-4

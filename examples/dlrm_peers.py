@@ -34,7 +34,7 @@ import tileweave as tw
 from tileweave.bench.subjects import worst_of
 from tileweave.launcher import Member
 from tileweave.nn import ShardedEmbeddingBag
-from tileweave.ops.collectives import all_gather, all_reduce
+from tileweave.ops.core.collectives import all_gather, all_reduce
 
 WHOLE = "whole step"
 PHASES = (

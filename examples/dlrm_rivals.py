@@ -10,10 +10,10 @@ from torch import nn
 
 import tileweave as tw
 from tileweave.nn import ShardedEmbeddingBag
-from tileweave.ops.collectives import all_to_all_whole
-from tileweave.ops.embedding_bag_all_to_all_fused import begin_push, end_push
-from tileweave.ops.table_gradient import Lookups, SortedLookups, sort_lookups, table_gradients
-from tileweave.sharding import EmbeddingLayout, rows_of
+from tileweave.ops.core.collectives import all_to_all_whole
+from tileweave.ops.embedding.bag_all_to_all_fused import begin_push, end_push
+from tileweave.ops.embedding.table_gradient import Lookups, SortedLookups, sort_lookups, table_gradients
+from tileweave.planning.sharding import EmbeddingLayout, rows_of
 
 LOOKUP, TO_SAMPLES, TO_TABLES, SUMS = "lookup", "to samples' owners", "to tables' owners", "sums, step of tables"
 BOTH, BOTH_BACK = f"{LOOKUP}, {TO_SAMPLES}", f"{TO_TABLES}, {SUMS}"

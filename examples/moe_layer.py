@@ -27,16 +27,17 @@ from torch import nn
 from torch.nn.functional import linear, mse_loss, silu
 
 import tileweave as tw
-from tileweave.bench.beforehand import file_for
 from tileweave.bench.environment import WITHOUT_GPUS, environment
 from tileweave.bench.expert_cases import MODELS
+from tileweave.bench.prerequisites import file_for
 from tileweave.bench.run import forget_case
 from tileweave.bench.subjects import worst, worst_of
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
 from tileweave.nn import MoE, SoftmaxTopK
-from tileweave.ops import collectives, reference
-from tileweave.ops.routing_plan import reference_plan
+from tileweave.ops import reference
+from tileweave.ops.core import collectives
+from tileweave.ops.experts.routing_plan import reference_plan
 from tileweave.profile.timing import measure
 
 # Largest relative difference of a loss from that on one device. fp32 differs by the order of sums only; in bf16 a partial

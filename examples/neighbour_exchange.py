@@ -27,11 +27,11 @@ import triton.language as tl
 
 import tileweave as tw
 from tileweave.bench.subjects import worst
+from tileweave.device.triton.remote import put, symm_at
+from tileweave.device.triton.signal import faulted, leave, load_epoch, notify, wait
 from tileweave.errors import require
-from tileweave.language.remote import put, symm_at
-from tileweave.language.signal import faulted, leave, load_epoch, notify, wait
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
-from tileweave.ops.registry import endpoint, name_of, workspace_of
+from tileweave.ops.core.registry import endpoint, name_of, workspace_of
 from tileweave.transport.workspace import MAX_SLICES, Instance
 
 WORDS = tl.constexpr(MAX_SLICES)  # signals that each source has at each rank

@@ -27,7 +27,7 @@ from tileweave.bench.subjects import worst, worst_of
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
 from tileweave.nn import ColumnParallelLinear, RowParallelLinear
-from tileweave.ops import collectives
+from tileweave.ops.core import collectives
 from tileweave.profile.timing import measure
 
 # Largest relative difference of a loss from that on one device. fp32 differs by the order of sums only.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.worlds import ON_ONE_GPU, Worlds, gpu_ranks
+from tests.support.worlds import ON_ONE_GPU, Worlds, gpu_ranks
 
 GPUS_NEEDED = {"gpu": 1, "multi": 2}
 

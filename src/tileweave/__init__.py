@@ -24,21 +24,21 @@ from tileweave.errors import (
     TileweaveError,
     UnsupportedError,
 )
-from tileweave.ops.all_gather_matmul import all_gather_matmul
-from tileweave.ops.all_to_all_matmul import all_to_all_matmul
-from tileweave.ops.dispatch_grouped_matmul import dispatch_grouped_matmul
-from tileweave.ops.distribute_indices import IndicesOnTheirWay, begin_distribute_indices, distribute_indices
-from tileweave.ops.embedding_bag_all_to_all import embedding_bag, embedding_bag_all_to_all
-from tileweave.ops.embedding_inputs import FusedOptimizer
-from tileweave.ops.expert_swiglu import swiglu
-from tileweave.ops.grouped_matmul_combine import grouped_matmul_combine
-from tileweave.ops.matmul_all_reduce import matmul_all_reduce
-from tileweave.ops.matmul_all_to_all import matmul_all_to_all
-from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from tileweave.ops.registry import explain, warmup
-from tileweave.ops.registry import name_of as _name_of
-from tileweave.ops.routing_plan import RoutingPlan
-from tileweave.sharding import EmbeddingLayout, ShardingPlan, TableSpec, plan_sharding
+from tileweave.ops.core.registry import explain, warmup
+from tileweave.ops.core.registry import name_of as _name_of
+from tileweave.ops.embedding.bag_all_to_all import embedding_bag, embedding_bag_all_to_all
+from tileweave.ops.embedding.distribute_indices import IndicesOnTheirWay, begin_distribute_indices, distribute_indices
+from tileweave.ops.embedding.inputs import FusedOptimizer
+from tileweave.ops.experts.dispatch_grouped_matmul import dispatch_grouped_matmul
+from tileweave.ops.experts.grouped_matmul_combine import grouped_matmul_combine
+from tileweave.ops.experts.routing_plan import RoutingPlan
+from tileweave.ops.experts.swiglu import swiglu
+from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
+from tileweave.ops.matmul.all_to_all_matmul import all_to_all_matmul
+from tileweave.ops.matmul.matmul_all_reduce import matmul_all_reduce
+from tileweave.ops.matmul.matmul_all_to_all import matmul_all_to_all
+from tileweave.ops.matmul.matmul_reduce_scatter import matmul_reduce_scatter
+from tileweave.planning.sharding import EmbeddingLayout, ShardingPlan, TableSpec, plan_sharding
 from tileweave.transport.workspace import REGISTRY as _REGISTRY
 
 __version__ = "0.1.0"

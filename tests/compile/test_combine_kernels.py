@@ -1,6 +1,6 @@
 """The kernels of grouped_matmul_combine, compiled without a GPU: do they fit, do they keep the protocol?
 
-As `test_kernels.py`, whose tools these tests use.
+As `test_all_gather_kernels.py`, whose tools these tests use.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pytest
 import torch
 from tests.compile.harness import TARGETS, Compiled
 from tests.compile.ptx_lint import STORE_BEFORE_SIGNAL, lint, operations
-from tests.compile.test_kernels import NVIDIA, RANK, TENSOR_CORE, WORLD_SIZE, compile_one, endpoint, writes_to_peers
+from tests.compile.test_all_gather_kernels import NVIDIA, RANK, TENSOR_CORE, WORLD_SIZE, compile_one, endpoint, writes_to_peers
 
-from tileweave.config_combine import CombineConfig, slot_bytes
-from tileweave.kernels import grouped_matmul_combine as plain
-from tileweave.kernels import grouped_matmul_combine_hopper as hopper
-from tileweave.schedule_grouped import GroupedProblem
+from tileweave.kernels.experts import combine_hopper as hopper
+from tileweave.kernels.experts import combine_triton as plain
+from tileweave.planning.combine import CombineConfig, slot_bytes
+from tileweave.planning.schedules.grouped import GroupedProblem
 
 PROBLEM = GroupedProblem(WORLD_SIZE, 64, 4, 4, 512, 256, 2, "bfloat16")
 

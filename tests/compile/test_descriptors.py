@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tileweave.kernels.descriptors import based, fits, weight
+from tileweave.kernels.runtime.descriptors import based, fits, weight
 
 WHOLE = torch.zeros(8, 64, dtype=torch.bfloat16)
 FLAT = WHOLE.view(-1)

@@ -24,13 +24,12 @@ if os.environ.get("TRITON_INTERPRET", "0") == "1":
 import triton
 from triton import knobs
 
-from tileweave.kernels import embedding_bag_all_to_all as fused
-from tileweave.kernels import embedding_gradient as gradient
-from tileweave.kernels import embedding_lookup as lookup
-from tileweave.kernels import jagged_pieces as pieces
-from tileweave.kernels import table_sums as sums
-from tileweave.kernels.endpoint import Endpoint
-from tileweave.sharding import EmbeddingConfig
+from tileweave.kernels.embedding import bag_all_to_all as fused
+from tileweave.kernels.embedding import gradient, lookup
+from tileweave.kernels.embedding import jagged as pieces
+from tileweave.kernels.embedding import table_sums as sums
+from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.planning.sharding import EmbeddingConfig
 
 WORLD_SIZE, RANK, BATCH = 4, 1, 64
 NVIDIA = tuple(target for target in TARGETS if target.startswith("sm_"))

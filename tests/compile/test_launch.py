@@ -13,17 +13,17 @@ import torch
 import triton
 import triton.language as tl
 from tests.compile.harness import Compiled, compile_kernel, offline
-from tests.compile.test_kernels import HOPPER_CASES, TRITON_CASES, compile_case
+from tests.compile.test_all_gather_kernels import HOPPER_CASES, TRITON_CASES, compile_case
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tileweave.kernels import embedding_bag_all_to_all as lookups
-from tileweave.kernels import launch
-from tileweave.kernels.embedding_lookup import constants
-from tileweave.kernels.endpoint import Endpoint
-from tileweave.sharding import EmbeddingConfig
+from tileweave.kernels.embedding import bag_all_to_all as lookups
+from tileweave.kernels.embedding.lookup import constants
+from tileweave.kernels.runtime import launch
+from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.planning.sharding import EmbeddingConfig
 
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)(?:\s+\.ptr[^,\n]*?)?\s+\w+(?:\[(\d+)\])?")
 STREAM, FUNCTION = 77, 4242

@@ -10,8 +10,8 @@ from tests.compile.harness import compile_kernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileweave.language import hopper
-from tileweave.language.signal import wait
+from tileweave.device.gluon import signal as hopper
+from tileweave.device.triton.signal import wait
 
 
 @triton.jit

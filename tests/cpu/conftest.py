@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
-from tests.worlds import World, Worlds
+from tests.support.worlds import World, Worlds
 
 collect_ignore_glob = [] if find_spec("triton") and find_spec("numpy") else ["test_*.py"]
 

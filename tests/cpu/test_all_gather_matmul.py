@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests import backward, behaviour, parity
-from tests.disturbances import slow_copies, stall_in_the_copy_engine, stall_in_the_kernel
-from tests.matmul_cases import RS, Case, has_kernel
-from tests.worlds import Member, World, Worlds
+from tests.support import backward, behaviour, parity
+from tests.support.delays import slow_copies, stall_in_the_copy_engine, stall_in_the_kernel
+from tests.support.matmul_cases import RS, Case, has_kernel
+from tests.support.worlds import Member, World, Worlds
 
 import tileweave as tw
-from tileweave.config import MatmulConfig
-from tileweave.ops.gather_beside import begin_gather
-from tileweave.ops.library_matmul import multiply_shards
-from tileweave.ops.registry import name_of, workspace_of
-from tileweave.transport.base import TIMEOUT_US
+from tileweave.ops.core.registry import name_of, workspace_of
+from tileweave.ops.matmul.concurrent_gather import begin_gather
+from tileweave.ops.matmul.cublas import multiply_shards
+from tileweave.planning.matmul import MatmulConfig
+from tileweave.transport.interface import TIMEOUT_US
 
 SM = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
 COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)

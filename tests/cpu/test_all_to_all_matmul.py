@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from tests import parity
-from tests.matmul_cases import IN, Case, prepare
-from tests.worlds import Member, Worlds
+from tests.support import parity
+from tests.support.matmul_cases import IN, Case, prepare
+from tests.support.worlds import Member, Worlds
 
-from tileweave.config import MatmulConfig, Plan
 from tileweave.ops import reference
-from tileweave.ops.all_gather_matmul_fused import run_fused
-from tileweave.ops.registry import name_of
-from tileweave.schedule_scatter import Exchange
+from tileweave.ops.core.registry import name_of
+from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
+from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.schedules.scatter import Exchange
 
 
 def kept(me: Member, how: tuple[int, int], config: MatmulConfig, scale: int = 1, dtype: str = "float32") -> None:

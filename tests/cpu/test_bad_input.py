@@ -12,14 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests import parity
-from tests.calling import refusal
-from tests.matmul_cases import AG, AR, IN, OUT, RS, Case, prepare
-from tests.worlds import Member, World, Worlds, one_shot
+from tests.support import parity
+from tests.support.calls import refusal
+from tests.support.matmul_cases import AG, AR, IN, OUT, RS, Case, prepare
+from tests.support.worlds import Member, World, Worlds, one_shot
 
 import tileweave as tw
-from tileweave.config import MatmulConfig
-from tileweave.ops.registry import name_of
+from tileweave.ops.core.registry import name_of
+from tileweave.planning.matmul import MatmulConfig
 from tileweave.transport import host_memory
 
 SECONDS = 2.0  # TILEWEAVE_TIMEOUT of the worlds that end in a time-out
@@ -139,7 +139,7 @@ def test_a_group_this_rank_is_not_in(worlds: Worlds) -> None:
 
 
 def still_usable(me: Member) -> None:
-    """Errors that all ranks have leave nothing half done; those of one alone are told (``test_broken_calls.py``)."""
+    """Errors that all ranks have leave nothing half done; those of one alone are told (``test_call_breaks_off.py``)."""
     for name in ("k_differs", "out_is_strided", "float64"):
         ask(me, name)
     behind = prepare(CASE, me.rank, me.world_size, me.device, 1)
@@ -295,7 +295,7 @@ def test_a_peer_that_never_calls(debug: bool) -> None:
 
 def die_inside(me: Member, victim: int, event: str, config: MatmulConfig) -> str | None:
     """After two good calls ``victim`` is killed inside a call, at ``event``; the others must come to an end."""
-    from tileweave.language.interpreted import OBSERVERS
+    from tileweave.device.interpreter.words import OBSERVERS
 
     group = dist.group.WORLD
     for n in range(2):

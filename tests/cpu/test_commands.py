@@ -44,7 +44,7 @@ def sleep_on_one(me: Member) -> None:
 
 
 def invoke(*words: str, code: int = 0) -> str:
-    from tileweave.cli import app
+    from tileweave.commands.app import app
 
     result = runner.invoke(app, list(words))
     assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
@@ -65,7 +65,7 @@ def test_a_failing_rank_fails_the_world(body, said: str) -> None:
 
 def check_with_one_that_lies(me: Member, liar: int) -> list[object]:
     from tileweave.bench.subjects import SUBJECTS
-    from tileweave.check import check
+    from tileweave.commands.check import check
 
     kind, made = type(SUBJECTS["all_gather_matmul"]), [0]
     call = kind.call
@@ -82,7 +82,7 @@ def check_with_one_that_lies(me: Member, liar: int) -> list[object]:
 
 
 def test_a_check_says_that_one_rank_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tileweave import cli
+    from tileweave.commands import app as cli
 
     rows = launch(check_with_one_that_lies, 1, world_size=2, device_type="cpu", seconds=60)
     assert [row.right for row in rows] == [False, True, True]
@@ -144,7 +144,7 @@ def test_a_bench_says_who_is_no_rival(op: str, peers: str, strangers: list[str],
 
 
 def paths_of_a_stress(me: Member) -> dict[str, str]:
-    from tileweave.stress import stress
+    from tileweave.commands.stress import stress
 
     with mock.patch("tileweave.OPERATORS", ("matmul_all_reduce", "embedding_bag_all_to_all")):
         return stress(me, 2, 1, 60.0).paths

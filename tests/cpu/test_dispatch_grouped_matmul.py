@@ -9,15 +9,15 @@ from unittest import mock
 
 import pytest
 import torch
-from tests import experts
-from tests.calling import call_unfused, unfused
-from tests.disturbances import stall_in_the_kernel
-from tests.experts import ROUTINGS, Case
-from tests.worlds import Member, Worlds, one_shot
+from tests.support import experts
+from tests.support.calls import call_unfused, unfused
+from tests.support.delays import stall_in_the_kernel
+from tests.support.experts import ROUTINGS, Case
+from tests.support.worlds import Member, Worlds, one_shot
 
 import tileweave as tw
-from tileweave.ops.registry import name_of, workspace_of
-from tileweave.schedule_grouped import DispatchConfig
+from tileweave.ops.core.registry import name_of, workspace_of
+from tileweave.planning.schedules.grouped import DispatchConfig
 
 CONFIG = DispatchConfig("triton", 16, 32, 64, 1, 4, 2, 1, 4, 2)
 

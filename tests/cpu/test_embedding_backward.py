@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.calling import refusal, run_either
-from tests.worlds import Member, World, Worlds
+from tests.support.calls import refusal, run_either
+from tests.support.worlds import Member, World, Worlds
 
 import tileweave as tw
-from tileweave.transport.ledger import Ledger
+from tileweave.transport.call_ledger import Ledger
 
 PATHS = pytest.mark.parametrize("interpreted", [True, False], ids=["fused", "unfused"])
 IN_ORDER = tw.EmbeddingLayout.in_rank_order

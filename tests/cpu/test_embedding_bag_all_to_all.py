@@ -10,13 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
-from tests import embedding, embedding_backward, sharded_embedding
-from tests.disturbances import stall_in_the_kernel
-from tests.embedding import Case
-from tests.worlds import Member, World, Worlds, one_shot
+from tests.support import embedding, embedding_backward, sharded_embedding
+from tests.support.delays import stall_in_the_kernel
+from tests.support.embedding import Case
+from tests.support.worlds import Member, World, Worlds, one_shot
 
 import tileweave as tw
-from tileweave.sharding import EmbeddingConfig
+from tileweave.planning.sharding import EmbeddingConfig
 
 CONFIG = EmbeddingConfig(4, 2, 1, 2, 1)
 

@@ -10,16 +10,16 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.calling import refusal, run_either
-from tests.worlds import Member, World, Worlds
+from tests.support.calls import refusal, run_either
+from tests.support.worlds import Member, World, Worlds
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tileweave as tw
 from tileweave.nn import ShardedEmbeddingBag
-from tileweave.ops.distribute_indices import InTorch, _layout
-from tileweave.ops.embedding_bag_all_to_all_fused import pieces_of
-from tileweave.ops.table_gradient import _on_device
-from tileweave.sharding import TableSpec
+from tileweave.ops.embedding.bag_all_to_all_fused import pieces_of
+from tileweave.ops.embedding.distribute_indices import InTorch, _layout
+from tileweave.ops.embedding.table_gradient import _on_device
+from tileweave.planning.sharding import TableSpec
 
 FOUR = [TableSpec(f"t{i}", 6, 4, 1.0) for i in range(4)]
 ONE = FOUR[:1]  # so that one rank of two has none

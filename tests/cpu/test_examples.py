@@ -18,8 +18,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.behaviour import run_example
-from tests.worlds import Member, Worlds
+from tests.support.behaviour import run_example
+from tests.support.worlds import Member, Worlds
 
 from tileweave.bench.environment import WITHOUT_GPUS
 

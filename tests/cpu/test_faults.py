@@ -25,12 +25,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests import parity
-from tests.matmul_cases import Case, prepare
-from tests.worlds import Member, one_shot
+from tests.support import parity
+from tests.support.matmul_cases import Case, prepare
+from tests.support.worlds import Member, one_shot
 
 import tileweave as tw
-from tileweave.config import MatmulConfig
+from tileweave.planning.matmul import MatmulConfig
 from tileweave.transport.host_memory import _make
 
 SECONDS, SLACK = 3.0, 2.0  # TILEWEAVE_TIMEOUT, of good calls on busy cores too; and how much later an error may come
@@ -141,7 +141,7 @@ def world_call(me: Member, case: Case = CASE) -> None:
 @contextmanager
 def at_event(event: str, action: Callable[[], None]) -> Iterator[None]:
     """``action`` once, when this rank's kernel comes to ``event``."""
-    from tileweave.language.interpreted import OBSERVERS
+    from tileweave.device.interpreter.words import OBSERVERS
 
     armed = [True]
 
@@ -166,7 +166,7 @@ def raises_before_the_call(me: Member) -> None:
 
 def has_no_memory_for_the_result(me: Member) -> None:
     call = prepare(CASE, me.rank, me.world_size, me.device, 0)
-    with mock.patch("tileweave.ops.all_gather_matmul.run_fused", side_effect=torch.OutOfMemoryError("planted")):
+    with mock.patch("tileweave.ops.matmul.all_gather_matmul.run_fused", side_effect=torch.OutOfMemoryError("planted")):
         tw.all_gather_matmul(call.x, call.w)
 
 

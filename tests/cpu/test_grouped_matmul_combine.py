@@ -6,15 +6,15 @@ import time
 from dataclasses import replace
 
 import pytest
-from tests import combining
-from tests.disturbances import stall_in_the_kernel
-from tests.experts import Case
-from tests.worlds import Member, World, Worlds, one_shot
+from tests.support import combine as combining
+from tests.support.delays import stall_in_the_kernel
+from tests.support.experts import Case
+from tests.support.worlds import Member, World, Worlds, one_shot
 
 import tileweave as tw
-from tileweave.config_combine import MAX_ROWS, CombineConfig, plan_combine
-from tileweave.schedule_grouped import GroupedProblem
-from tileweave.topology import H200
+from tileweave.planning.combine import MAX_ROWS, CombineConfig, plan_combine
+from tileweave.planning.machine import H200
+from tileweave.planning.schedules.grouped import GroupedProblem
 
 CONFIG = CombineConfig(
     "triton", 16, 16, 32, 1, 4, 2, chunks=2, groups=2, block_tokens=4, block_cols=16, num_reduce=1, num_finish=1

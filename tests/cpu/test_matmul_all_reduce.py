@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import backward, behaviour, parity
-from tests.calling import refusal
-from tests.disturbances import stall_in_the_kernel
-from tests.matmul_cases import AR, EPS, Case, has_kernel, prepare
-from tests.worlds import Member, World, Worlds
+from tests.support import backward, behaviour, parity
+from tests.support.calls import refusal
+from tests.support.delays import stall_in_the_kernel
+from tests.support.matmul_cases import AR, EPS, Case, has_kernel, prepare
+from tests.support.worlds import Member, World, Worlds
 
 import tileweave as tw
-from tileweave.config import MatmulConfig
 from tileweave.ops import reference
+from tileweave.planning.matmul import MatmulConfig
 
 PATH = "fused" if has_kernel(AR) else "unfused"
 

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import backward, behaviour, parity
-from tests.disturbances import stall_in_the_kernel
-from tests.matmul_cases import IN, OUT, Case, prepare
-from tests.worlds import Member, Worlds
+from tests.support import backward, behaviour, parity
+from tests.support.delays import stall_in_the_kernel
+from tests.support.matmul_cases import IN, OUT, Case, prepare
+from tests.support.worlds import Member, Worlds
 
 import tileweave as tw
-from tileweave.config import MatmulConfig
 from tileweave.ops import reference
-from tileweave.schedule_scatter import Exchange
+from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.schedules.scatter import Exchange
 
 HOWS = [(0, 0), (0, 1), (1, 0), (1, 1)]
 ULYSSES = {OUT: (1, 0), IN: (0, 1)}

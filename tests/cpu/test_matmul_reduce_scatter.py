@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import backward, behaviour, parity
-from tests.disturbances import stall_in_the_kernel
-from tests.matmul_cases import RS, Case, has_kernel, prepare
-from tests.worlds import Member, World, Worlds
+from tests.support import backward, behaviour, parity
+from tests.support.delays import stall_in_the_kernel
+from tests.support.matmul_cases import RS, Case, has_kernel, prepare
+from tests.support.worlds import Member, World, Worlds
 
 import tileweave as tw
-from tileweave.config import MatmulConfig
-from tileweave.ops import collectives, reference
+from tileweave.ops import reference
+from tileweave.ops.core import collectives
+from tileweave.planning.matmul import MatmulConfig
 
 PATH = "fused" if has_kernel(RS) else "unfused"
 

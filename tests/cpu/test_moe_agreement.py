@@ -12,14 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.calling import refusal, run_either
-from tests.worlds import Member, World, Worlds, one_shot
+from tests.support.calls import refusal, run_either
+from tests.support.worlds import Member, World, Worlds, one_shot
 from torch.utils.checkpoint import checkpoint
 
 import tileweave as tw
 from tileweave.nn import MoE
-from tileweave.ops.registry import name_of, workspace_of
-from tileweave.ops.routing_plan import RoutingPlan, reference_plan
+from tileweave.ops.core.registry import name_of, workspace_of
+from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 
 PATHS = pytest.mark.parametrize("interpreted", [True, False], ids=["fused", "unfused"])
 

@@ -1,6 +1,6 @@
 """Any shape, stride, dtype and alignment, and what is not finite: the public call equals fp64, or says what is wrong.
 
-``tests/properties.py`` has the strategies and the judge.
+``tests/support/properties.py`` has the strategies and the judge.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from tests.matmul_cases import AG, AR, RS
-from tests.worlds import Member, Worlds
+from tests.support.matmul_cases import AG, AR, RS
+from tests.support.worlds import Member, Worlds
 
 pytest.importorskip("hypothesis")
 
 from hypothesis import strategies as st
-from tests import properties
-from tests.properties import for_any, in_world
+from tests.support import properties
+from tests.support.properties import for_any, in_world
 
 import tileweave as tw
 

@@ -1,6 +1,6 @@
 """Any tables, bags and jagged lists: pooled vectors equal fp64, what is distributed arrives, or an error says what is wrong.
 
-``tests/properties.py`` has the strategies and the judge, ``tests/embedding.py`` the oracle.
+``tests/support/properties.py`` has the strategies and the judge, ``tests/support/embedding.py`` the oracle.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from unittest import mock
 
 import pytest
 import torch
-from tests import embedding
-from tests.embedding import Bags, Case
-from tests.worlds import Member, Worlds
+from tests.support import embedding
+from tests.support.embedding import Bags, Case
+from tests.support.worlds import Member, Worlds
 
 pytest.importorskip("hypothesis")
 
 from hypothesis import strategies as st
-from tests.properties import Planted, dtypes, for_any, in_world, judge, offsets, placed, plant, planted, scale_of
+from tests.support.properties import Planted, dtypes, for_any, in_world, judge, offsets, placed, plant, planted, scale_of
 
 import tileweave as tw
-from tileweave.sharding import rows_of
+from tileweave.planning.sharding import rows_of
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ def test_any_lists(worlds: Worlds) -> None:
 
 def pieces_agree(me: Member) -> None:
     """The kernels and plain torch: the same messages, offsets, sums and pieces, for every rank of worlds of one to four."""
-    from tileweave.kernels import jagged_pieces
-    from tileweave.ops.distribute_indices import InTorch
+    from tileweave.kernels.embedding import jagged as jagged_pieces
+    from tileweave.ops.embedding.distribute_indices import InTorch
 
     draw = random.Random(me.rank)
     for case in range(40):
@@ -242,7 +242,7 @@ def pieces_agree(me: Member) -> None:
 
 def _all_ranks(steps, features, count, samples, lengths):  # type: ignore[no-untyped-def]
     """Of each rank: its messages, and what it makes of those that come, exchanged here."""
-    from tileweave.ops.distribute_indices import _layout
+    from tileweave.ops.embedding.distribute_indices import _layout
 
     made = []
     for rank, of in enumerate(lengths):

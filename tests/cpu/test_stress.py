@@ -16,7 +16,7 @@ from tileweave.launcher import Member, launch
 
 def everything(member: Member) -> tuple[tuple[int, int], set[str], list[int]]:
     """All operators, beyond both wraps of the epochs: (wrong, moves), operators, where epochs stand then."""
-    from tileweave import stress
+    from tileweave.commands import stress
 
     quick = {"_DATA": 1, "_BELOW_WRAP": 3, "_BATCH": 20, "_POISONED": 1.0}
     with ExitStack() as stack:
@@ -31,8 +31,8 @@ def everything(member: Member) -> tuple[tuple[int, int], set[str], list[int]]:
 
 
 def one_that_lies(member: Member, wrong_rank: int) -> tuple[int, int, int]:
-    from tileweave import stress
     from tileweave.bench.subjects import SUBJECTS
+    from tileweave.commands import stress
 
     subject = SUBJECTS["all_gather_matmul"]
     call, made = type(subject).call, [0]
@@ -68,8 +68,8 @@ def test_every_operator_in_disorder_and_a_rank_that_lies() -> None:
 
 @pytest.mark.parametrize("wrap", [2**31, 2**32])
 def test_epochs_are_moved_to_the_wrap_and_keep_their_slot(wrap: int) -> None:
-    from tileweave.stress import _near_the_wrap
-    from tileweave.transport.base import EPOCH
+    from tileweave.commands.stress import _near_the_wrap
+    from tileweave.transport.interface import EPOCH
 
     for epoch in (5, 6, -7, -8):
         instance = mock.Mock(

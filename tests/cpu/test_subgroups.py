@@ -10,11 +10,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests import backward, moe
-from tests.calling import run_either
-from tests.matmul_cases import AG, AR, IN, OUT, RS, Case
-from tests.near import assert_norm_near
-from tests.worlds import Member, Worlds
+from tests.support import backward
+from tests.support import moe_layer as moe
+from tests.support.calls import run_either
+from tests.support.matmul_cases import AG, AR, IN, OUT, RS, Case
+from tests.support.tolerances import assert_norm_near
+from tests.support.worlds import Member, Worlds
 
 import tileweave as tw
 from tileweave.nn import ColumnParallelLinear, MoE, RowParallelLinear, ShardedEmbeddingBag

@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from tests.worlds import Member, World, Worlds
+from tests.support.worlds import Member, World, Worlds
 
-from tileweave.topology import CPU
-from tileweave.transport.base import Copy, SymmetricBuffer
+from tileweave.planning.machine import CPU
 from tileweave.transport.cpu import CpuTransport
+from tileweave.transport.interface import Copy, SymmetricBuffer
 
 
 def word(address: int) -> ctypes.c_int32:

@@ -1,6 +1,6 @@
 """Ulysses: attention of grouped queries with tokens sharded before and behind it, heads in between, beside one device.
 
-The module docstring of ``ops/matmul_all_to_all.py`` says how a fused w_qkv stands; here it is made, used and trained.
+The module docstring of ``ops/matmul/matmul_all_to_all.py`` says how a fused w_qkv stands; here it is made, used and trained.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from tests.calling import run_either
-from tests.near import assert_near
-from tests.worlds import Member, Worlds
+from tests.support.calls import run_either
+from tests.support.tolerances import assert_near
+from tests.support.worlds import Member, Worlds
 from torch.nn.functional import scaled_dot_product_attention
 
 import tileweave as tw

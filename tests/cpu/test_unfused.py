@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests import backward, behaviour, combining, embedding, embedding_backward, experts, moe, sharded_embedding
-from tests.calling import call_unfused
-from tests.matmul_cases import AG, AR, IN, OUT, RS, Case
-from tests.worlds import Worlds
+from tests.support import backward, behaviour, embedding, embedding_backward, experts, sharded_embedding
+from tests.support import combine as combining
+from tests.support import moe_layer as moe
+from tests.support.calls import call_unfused
+from tests.support.matmul_cases import AG, AR, IN, OUT, RS, Case
+from tests.support.worlds import Worlds
 
 TABLES = [
     embedding.Case(((3, 8), (16,)), 7),

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from tests.worlds import Member, World, one_shot
+from tests.support.worlds import Member, World, one_shot
 
 
 def who(me: Member, add: int) -> tuple[int, int, int]:

@@ -26,15 +26,24 @@ class Mutant:
 
 
 AG = "all_gather_matmul/"
-KERNEL, FUSED = "kernels/all_gather_matmul.py", "ops/all_gather_matmul_fused.py"
-WORDS, REMOTE, MATMUL, TILE = "language/interpreted.py", "language/remote.py", "language/matmul.py", "language/tile.py"
+KERNEL, FUSED = "kernels/all_gather/triton.py", "ops/matmul/all_gather_matmul_fused.py"
+WORDS, REMOTE, MATMUL, TILE = (
+    "device/interpreter/words.py",
+    "device/triton/remote.py",
+    "device/triton/matmul.py",
+    "device/triton/tiles.py",
+)
 
-ONE_SHOT = "kernels/matmul_all_reduce.py"
+ONE_SHOT = "kernels/all_reduce/one_shot.py"
 RS, AR = "matmul_reduce_scatter/", "matmul_all_reduce/"
-REDUCE, REDUCED, MARKED = "kernels/matmul_reduce_scatter.py", "ops/matmul_reduce_scatter_fused.py", "language/marked.py"
-EXCHANGE = "kernels/exchange.py"
-REGISTRY = "ops/registry.py"
-MEET = "language/meet.py"
+REDUCE, REDUCED, MARKED = (
+    "kernels/reduce_scatter/triton.py",
+    "ops/matmul/matmul_reduce_scatter_fused.py",
+    "device/triton/self_signaling.py",
+)
+EXCHANGE = "kernels/all_reduce/collective.py"
+REGISTRY = "ops/core/registry.py"
+MEET = "device/triton/meet.py"
 
 PARITY = "return 0 if instance.captured else instance.calls & 1"
 BARRIER = "    barrier(peers, instance.transport.world_size, instance.transport.rank)\n"
@@ -156,7 +165,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a signal to the wrong word", FUSED, "4 * (rank * MAX_SLICES", "4 * (peer * MAX_SLICES", AG + "copy engine"),
     Mutant(
         "a barrier that does nothing",
-        "kernels/barrier.py",
+        "kernels/runtime/barrier.py",
         "    meet(sig",
         "    0 and meet(sig",
         AG + "gather beside, captured",

@@ -6,10 +6,10 @@ from tests.explore.mutants import Mutant
 
 DI, RO = "dispatch_grouped_matmul/", "dispatch_grouped_matmul.routing/"
 KERNEL, ROUTING, SORT, ROWS = (
-    "kernels/dispatch_grouped_matmul.py",
-    "kernels/moe_routing.py",
-    "kernels/moe_sort.py",
-    "kernels/expert_rows.py",
+    "kernels/experts/dispatch_triton.py",
+    "kernels/experts/routing.py",
+    "kernels/experts/sort.py",
+    "kernels/experts/rows.py",
 )
 
 _WAIT = "        token = wait(signals, 1, epoch, source * MAX_BLOCKS + block, tile, control, report)\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.explore.mutants import Mutant
 
 EB = "embedding_bag_all_to_all/"
-KERNEL, REGIONS = "kernels/embedding_bag_all_to_all.py", "transport/regions.py"
+KERNEL, REGIONS = "kernels/embedding/bag_all_to_all.py", "transport/regions.py"
 
 _ANNOUNCE = (
     "    for step in tl.static_range(1, WORLD_SIZE):\n"
@@ -21,7 +21,7 @@ _LAST = "== num_programs - 1:\n        notify"
 _PASS = "    count_passed(signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE)\n    passed += 1\n"
 
 TG = "embedding_bag_all_to_all_backward/"
-PUSH, SUMS = "kernels/embedding_gradient.py", "kernels/table_sums.py"
+PUSH, SUMS = "kernels/embedding/gradient.py", "kernels/embedding/table_sums.py"
 _HERE = "                wait_here(counters, group + 1, ARRIVED, table, control, report, PUSHED_US)  # the watcher ends first\n"
 _OF_ALL = "        for source in tl.static_range(WORLD_SIZE):\n"
 _PEER = "            wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report, MEETING_US)\n"
@@ -33,7 +33,7 @@ _COUNT = "                count_group(signal_table, control, counters, rank, gro
 _TOLD = (
     _SAYS + "        notify_all(signal_table, rank * SLICES + DONE + group, rank, call_done(control, epoch), WORLD_SIZE, True)"
 )
-BY_COPIES, COPIES = TG + "groups by copy engines", "ops/embedding_bag_all_to_all_fused.py"
+BY_COPIES, COPIES = TG + "groups by copy engines", "ops/embedding/bag_all_to_all_fused.py"
 NINE = TG + "nine tables by copy engines"
 _GROUPS = "    for group in range(0, GROUPS):\n        for source"
 _MET = "        await_all(signals, rank, epoch, -1, control, report, WORLD_SIZE)\n"

@@ -5,9 +5,13 @@ from __future__ import annotations
 from tests.explore.mutants import BARRIER, PARITY, REGISTRY, Mutant
 
 OUT, IN = "matmul_all_to_all/", "all_to_all_matmul/"
-PULLED, PULLS = "kernels/matmul_all_to_all.py", "ops/matmul_all_to_all_fused.py"
-SOURCES, PUSHES, REMOTE = "kernels/all_to_all_matmul.py", "ops/all_gather_matmul_fused.py", "language/remote.py"
-WORDS = "language/signal.py"
+PULLED, PULLS = "kernels/all_to_all/scatter_triton.py", "ops/matmul/matmul_all_to_all_fused.py"
+SOURCES, PUSHES, REMOTE = (
+    "kernels/all_to_all/gather_triton.py",
+    "ops/matmul/all_gather_matmul_fused.py",
+    "device/triton/remote.py",
+)
+WORDS = "device/triton/signal.py"
 
 _FLAG = "    notify(signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)\n"
 _DONE = "    await_pushed(signals, epoch, control, report, WORLD_SIZE)\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.explore.mutants import Mutant
 
 GC = "grouped_matmul_combine/"
-COMBINE = "kernels/grouped_matmul_combine.py"
+COMBINE = "kernels/experts/combine_triton.py"
 PARTITIONS = GC + "partitions"  # of the Hopper kernel, as ``partitions.py`` runs them
-TASKS, ORDER = "kernels/grouped_combine_tasks.py", "kernels/combine_tickets.py"
+TASKS, ORDER = "kernels/experts/combine_hopper_tasks.py", "kernels/experts/combine_hopper_tickets.py"
 
 _NOTIFY = "notify(symm_at(signal_table, peer, tl.int32, 4) + rank * SLICES + 1 + chunk * groups + group, epoch)"
 _WAIT = "                wait(signals, 1, epoch, word, group, control, report)\n"

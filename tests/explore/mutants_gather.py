@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.explore.mutants import AG, BARRIER, PARITY, REGISTRY, Mutant
 
-AWAITED, BESIDE = "kernels/await_shards.py", "ops/gather_beside.py"
+AWAITED, BESIDE = "kernels/all_gather/await_shards.py", "ops/matmul/concurrent_gather.py"
 _SHARD = "    await_source(signals, control, report, load_epoch(control), source * MAX_SLICES)\n"
 _END = "\n    if last_to_leave(control, 1)"
 _ENDS = "\n    await_pushed(signals, epoch, control, report, WORLD_SIZE)" + _END

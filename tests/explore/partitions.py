@@ -1,6 +1,6 @@
 """Partitions of the Hopper ``grouped_matmul_combine`` beside each other, explored: its Gluon source read as Triton.
 
-``tests/twins.py`` has the kernel: two programs for each multiprocessor, *reduce* and *multiply*. A mutated copy of the package
+``tests/support/gluon_as_triton.py`` has the kernel: two programs for each multiprocessor, *reduce* and *multiply*. A mutated copy of the package
 is read where there is one, since the twin is made from the file that is imported.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests import twins
+from tests.support import gluon_as_triton as twins
 
-from tileweave.config_combine import CombineConfig
 from tileweave.explore import search
 from tileweave.explore.ranks import MAX_PROGRAMS
 from tileweave.explore.scenarios_experts import Combine
-from tileweave.kernels import grouped_matmul_combine as plain
+from tileweave.kernels.experts import combine_triton as plain
+from tileweave.planning.combine import CombineConfig
 
 # num_reduce 0: the twin. Four chunks of one tile column: three are early, two are finished among the tickets of the last one.
 _CUT = CombineConfig(

@@ -12,9 +12,9 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
-from tests.explore.agreement import found_while_clocks_leap, told_of_what_does_not_come_again, triton_and_blocks_agree
-from tests.explore.hunt import MUTANTS
-from tests.explore.lateness import found_where_a_rank_stands_still, found_where_ranks_never_come
+from tests.explore.absent_ranks import found_where_a_rank_stands_still, found_where_ranks_never_come
+from tests.explore.find_mutants import MUTANTS
+from tests.explore.numpy_blocks_agree import found_while_clocks_leap, told_of_what_does_not_come_again, triton_and_blocks_agree
 from tests.explore.partitions import found_in_partitions
 
 from tileweave.errors import InputError
@@ -127,7 +127,7 @@ def test_interleavings() -> None:
 @pytest.mark.timeout(600)
 def test_every_mutant_is_found() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.explore.hunt"]
+    command = [sys.executable, "-m", "tests.explore.find_mutants"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     results = {line["mutant"]: line for line in lines if "mutant" in line}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests import backward, behaviour
-from tests.matmul_cases import Case, prepare, verify
-from tests.worlds import Member, World, Worlds
+from tests.support import backward, behaviour
+from tests.support.matmul_cases import Case, prepare, verify
+from tests.support.worlds import Member, World, Worlds
 
 import tileweave as tw
 

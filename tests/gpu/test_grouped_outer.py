@@ -19,7 +19,7 @@ def hopper() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_against_loops(rows: list[int], dtype: torch.dtype) -> None:
-    from tileweave.kernels.grouped_outer_hopper import grouped_outer, takes
+    from tileweave.kernels.experts.weight_gradient_hopper import grouped_outer, takes
 
     torch.manual_seed(1)
     total, cols, depth = sum(rows), 384, 328  # depth: a tile column and a part
@@ -35,7 +35,7 @@ def test_against_loops(rows: list[int], dtype: torch.dtype) -> None:
 
 
 def test_infinite_rows_stay_with_their_expert() -> None:
-    from tileweave.kernels.grouped_outer_hopper import grouped_outer
+    from tileweave.kernels.experts.weight_gradient_hopper import grouped_outer
 
     rows = [40, 20, 50]  # the expert between has fewer rows than a block, the first ends within one
     left, right = (torch.ones(sum(rows), 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tileweave.transport import base
+from tileweave.transport import interface as base
 
 pytestmark = pytest.mark.gpu
 
@@ -29,11 +29,11 @@ class Step:
     """SGD steps of 13 tables in place, by the push that brings the gradient (``push``) or of one that is there."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        from tileweave.kernels.embedding_gradient import COUNTERS, GROUPS, Push
-        from tileweave.kernels.endpoint import Endpoint
-        from tileweave.ops.embedding_bag_all_to_all_fused import pieces_of
-        from tileweave.ops.table_gradient import Lookups, sort_lookups
-        from tileweave.sharding import EmbeddingLayout
+        from tileweave.kernels.embedding.gradient import COUNTERS, GROUPS, Push
+        from tileweave.kernels.runtime.endpoint import Endpoint
+        from tileweave.ops.embedding.bag_all_to_all_fused import pieces_of
+        from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups
+        from tileweave.planning.sharding import EmbeddingLayout
 
         torch.manual_seed(0)
         gpu = torch.device("cuda")
@@ -68,7 +68,7 @@ class Step:
         )  # fmt: skip
 
     def __call__(self, fused: bool) -> None:
-        from tileweave.ops.table_gradient import table_gradients
+        from tileweave.ops.embedding.table_gradient import table_gradients
 
         grad, push = (self.push.slot, self.push) if fused else (self.grad, None)
         table_gradients(grad, self.tables, self.lookups, self.ordered, 0.5, "sgd", (), self.rate, push=push)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests import backward, behaviour
-from tests.matmul_cases import AR, RS, Case
-from tests.worlds import World, Worlds
+from tests.support import backward, behaviour
+from tests.support.matmul_cases import AR, RS, Case
+from tests.support.worlds import World, Worlds
 
 pytestmark = pytest.mark.gpu
 

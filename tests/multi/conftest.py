@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from tests.worlds import ON_ONE_GPU, World, Worlds, gpu_ranks
+from tests.support.worlds import ON_ONE_GPU, World, Worlds, gpu_ranks
 
 
 def most() -> int:

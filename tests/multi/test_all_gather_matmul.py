@@ -13,13 +13,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests import backward, behaviour, device_behaviour, parity
-from tests.matmul_cases import AG, Case, draw, draw_operands, prepare
-from tests.near import GRADIENT_ERROR, assert_norm_near
-from tests.worlds import Member, World, one_shot
+from tests.support import backward, behaviour, parity
+from tests.support import gpu_behaviour as device_behaviour
+from tests.support.matmul_cases import AG, Case, draw, draw_operands, prepare
+from tests.support.tolerances import GRADIENT_ERROR, assert_norm_near
+from tests.support.worlds import Member, World, one_shot
 
 import tileweave as tw
-from tileweave.config import MatmulConfig
+from tileweave.planning.matmul import MatmulConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 

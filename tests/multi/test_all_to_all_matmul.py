@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from tests.cpu.test_all_to_all_matmul import kept
 from tests.multi.test_matmul_all_to_all import COPIED, HOPPER, HOWS, TRITON, on_hopper
-from tests.worlds import World
+from tests.support.worlds import World
 
-from tileweave.config import MatmulConfig
+from tileweave.planning.matmul import MatmulConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 

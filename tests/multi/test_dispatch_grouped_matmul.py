@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests import device_behaviour, experts
-from tests.experts import Case
-from tests.worlds import Member, World, one_shot
+from tests.support import experts
+from tests.support import gpu_behaviour as device_behaviour
+from tests.support.experts import Case
+from tests.support.worlds import Member, World, one_shot
 
 import tileweave as tw
-from tileweave.ops.routing_plan import RoutingPlan
-from tileweave.schedule_grouped import DispatchConfig
+from tileweave.ops.experts.routing_plan import RoutingPlan
+from tileweave.planning.schedules.grouped import DispatchConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 

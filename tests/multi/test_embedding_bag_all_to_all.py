@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests import device_behaviour, embedding, embedding_backward, sharded_embedding
-from tests.embedding import Case
-from tests.near import assert_near
-from tests.worlds import Member, World, one_shot
+from tests.support import embedding, embedding_backward, sharded_embedding
+from tests.support import gpu_behaviour as device_behaviour
+from tests.support.embedding import Case
+from tests.support.tolerances import assert_near
+from tests.support.worlds import Member, World, one_shot
 
 import tileweave as tw
-from tileweave.sharding import EmbeddingConfig
+from tileweave.planning.sharding import EmbeddingConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 

@@ -9,13 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests import combining, device_behaviour, moe
-from tests.experts import Case
-from tests.moe import Layer
-from tests.worlds import Member, World, one_shot
+from tests.support import combine as combining
+from tests.support import gpu_behaviour as device_behaviour
+from tests.support import moe_layer as moe
+from tests.support.experts import Case
+from tests.support.moe_layer import Layer
+from tests.support.worlds import Member, World, one_shot
 
 import tileweave as tw
-from tileweave.config_combine import CombineConfig
+from tileweave.planning.combine import CombineConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 

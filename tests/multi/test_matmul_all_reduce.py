@@ -7,11 +7,12 @@ time here: variants are few on purpose. Kernels are those that the plan picks, u
 from __future__ import annotations
 
 import pytest
-from tests import backward, behaviour, device_behaviour, parity
-from tests.matmul_cases import AR, Case, has_kernel
-from tests.worlds import World, one_shot
+from tests.support import backward, behaviour, parity
+from tests.support import gpu_behaviour as device_behaviour
+from tests.support.matmul_cases import AR, Case, has_kernel
+from tests.support.worlds import World, one_shot
 
-from tileweave.config import MatmulConfig
+from tileweave.planning.matmul import MatmulConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 

@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests import backward, behaviour, device_behaviour, parity
-from tests.matmul_cases import IN, OUT, Case
-from tests.worlds import World, one_shot
+from tests.support import backward, behaviour, parity
+from tests.support import gpu_behaviour as device_behaviour
+from tests.support.matmul_cases import IN, OUT, Case
+from tests.support.worlds import World, one_shot
 
-from tileweave.config import MatmulConfig, Problem, plan_all_to_all_matmul, plan_matmul_all_to_all
-from tileweave.topology import H200
+from tileweave.planning.machine import H200
+from tileweave.planning.matmul import MatmulConfig, Problem, plan_all_to_all_matmul, plan_matmul_all_to_all
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 

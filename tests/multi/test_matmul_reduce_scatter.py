@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests import backward, behaviour, device_behaviour, parity
-from tests.matmul_cases import RS, Case, has_kernel
-from tests.worlds import World, gpu_ranks, one_shot
+from tests.support import backward, behaviour, parity
+from tests.support import gpu_behaviour as device_behaviour
+from tests.support.matmul_cases import RS, Case, has_kernel
+from tests.support.worlds import World, gpu_ranks, one_shot
 
-from tileweave.config import MatmulConfig, Problem, plan_matmul_reduce_scatter
-from tileweave.topology import H200
+from tileweave.planning.machine import H200
+from tileweave.planning.matmul import MatmulConfig, Problem, plan_matmul_reduce_scatter
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 

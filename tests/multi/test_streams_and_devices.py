@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.worlds import Member, World
+from tests.support.worlds import Member, World
 
 import tileweave as tw
 

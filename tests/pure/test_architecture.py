@@ -26,23 +26,22 @@ BESIDE = ("tests", "examples")  # whose files are short, too
 # Lowest first. A module imports from lower layers and from its own package; facts also import each other.
 # `__init__` is the public face of the package: who stands above it may write `import tileweave`.
 LAYERS = (
-    ("errors", "topology", "schedule", "schedule_scatter", "schedule_grouped", "config", "config_combine", "sharding"),
-    ("transport", "language", "sim"),
+    ("errors", "planning"),
+    ("transport", "device", "sim"),
     ("kernels",),
     ("ops",),
     ("nn", "profile", "launcher"),
     ("__init__",),
     ("bench",),
-    ("demo", "check", "doctor", "simulate", "explore"),
-    ("stress",),
-    ("cli",),
+    ("explore",),
+    ("commands",),
 )
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 FACTS = LAYERS[0]
 EXEMPT = ("__init__", "__main__")
 STRANGERS = {("kernels", "transport")}  # a kernel gets pointers; it does not know where memory comes from
-DEVICE_FREE = (*FACTS, "sim", "transport.base")
-TALKATIVE = ("cli", "bench", "demo", "doctor", "check", "simulate")
+DEVICE_FREE = (*FACTS, "sim", "transport.interface")
+TALKATIVE = ("commands", "bench")
 
 MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 100
@@ -216,11 +215,11 @@ def names_mean_something(source: Source) -> Iterator[Violation]:
             yield node.lineno, f"{node.name}: name what it is about"
 
 
-def only_language_has_assembly(source: Source) -> Iterator[Violation]:
-    if not source.is_in(("language",)):
+def only_device_has_assembly(source: Source) -> Iterator[Violation]:
+    if not source.is_in(("device",)):
         for node in ast.walk(source.tree):
             if isinstance(node, (ast.Attribute, ast.Name, ast.alias)) and "inline_asm" in ast.unparse(node):
-                yield node.lineno, "inline assembly belongs in tileweave.language"
+                yield node.lineno, "inline assembly belongs in tileweave.device"
 
 
 RULES: tuple[Rule, ...] = (
@@ -234,7 +233,7 @@ RULES: tuple[Rule, ...] = (
     imports_are_named,
     nothing_is_global,
     names_mean_something,
-    only_language_has_assembly,
+    only_device_has_assembly,
 )
 
 
@@ -258,27 +257,27 @@ def test_files_beside_the_package_are_short(folder: str) -> None:
 # --- Each rule can fail, and does not fail for nothing ---
 
 BROKEN: tuple[tuple[Rule, str, str], ...] = (
-    (imports_go_down, "transport.cuda", "from tileweave.language import signal"),
-    (imports_go_down, "language.signal", "import tileweave.transport.base"),
+    (imports_go_down, "transport.cuda", "from tileweave.device import signal"),
+    (imports_go_down, "device.signal", "import tileweave.transport.interface"),
     (imports_go_down, "kernels.matmul_all_reduce", "from tileweave import transport"),
     (imports_go_down, "kernels.matmul_all_reduce", "from ..ops import registry"),
     (imports_go_down, "kernels.matmul_all_reduce", "from ..bench import cases"),
     (imports_go_down, "errors", "from . import ops"),
     (imports_go_down, "ops.__init__", "from ..nn import linear"),
     (imports_go_down, "ops.registry", "def late():\n    from tileweave.bench import cases"),
-    (imports_go_down, "ops.registry", "if TYPE_CHECKING:\n    import torch\nelse:\n    import tileweave.cli"),
+    (imports_go_down, "ops.registry", "if TYPE_CHECKING:\n    import torch\nelse:\n    import tileweave.commands.app"),
     (imports_go_down, "ops.registry", "from tileweave import OPERATORS"),
     (imports_go_down, "nn.linear", "from tileweave.profile import timer"),
     (imports_go_down, "bench.run", "from tileweave.shortcut import cases"),
     (imports_go_down, "shortcut", ""),
-    (facts_are_device_free, "schedule", "import torch"),
+    (facts_are_device_free, "planning.schedules.gather", "import torch"),
     (facts_are_device_free, "sim.model", "from triton import language"),
-    (facts_are_device_free, "transport.base", "try:\n    from torch import Tensor\nexcept ImportError:\n    pass"),
-    (facts_are_device_free, "config", "class Config:\n    import torch.cuda"),
+    (facts_are_device_free, "transport.interface", "try:\n    from torch import Tensor\nexcept ImportError:\n    pass"),
+    (facts_are_device_free, "planning.matmul", "class Config:\n    import torch.cuda"),
     (files_are_short, "ops.registry", "\n" * (MAX_FILE_LINES + 1)),
     (functions_are_short, "ops.registry", "def long():\n" + "    pass\n" * MAX_FUNCTION_LINES),
     (only_commands_print, "ops.registry", "def f():\n    print(1)"),
-    (only_commands_print, "clients", "print(1)"),
+    (only_commands_print, "commandments", "print(1)"),
     (asserts_say_why, "ops.registry", "assert x"),
     (excepts_are_narrow, "ops.registry", "try:\n    f()\nexcept:\n    pass"),
     (excepts_are_narrow, "ops.registry", "try:\n    f()\nexcept Exception as error:\n    pass"),
@@ -291,23 +290,23 @@ BROKEN: tuple[tuple[Rule, str, str], ...] = (
     (names_mean_something, "ops.registry", "def _matmul_v3(): ..."),
     (names_mean_something, "ops.registry", "def shape_helper(): ..."),
     (names_mean_something, "ops.registry", "class Misc: ..."),
-    (only_language_has_assembly, "kernels.matmul_all_reduce", "x = tl.inline_asm_elementwise('', '', [])"),
+    (only_device_has_assembly, "kernels.matmul_all_reduce", "x = tl.inline_asm_elementwise('', '', [])"),
     (
-        only_language_has_assembly,
+        only_device_has_assembly,
         "kernels.matmul_all_reduce",
         "from triton.language import inline_asm_elementwise as asm",
     ),
 )
 
 SOUND = {
-    "config": "from tileweave.errors import InputError\ndef f():\n    import torch",
-    "transport.base": "import typing\nif typing.TYPE_CHECKING:\n    import torch\n    from ..ops import registry",
-    "language.signal": "from . import remote\ntl.inline_asm_elementwise('', '', [])",
-    "kernels.matmul_all_reduce": "import torch\nfrom ..language import signal\nassert x, 'why'\ntl.device_print(x)",
+    "planning.matmul": "from tileweave.errors import InputError\ndef f():\n    import torch",
+    "transport.interface": "import typing\nif typing.TYPE_CHECKING:\n    import torch\n    from ..ops import registry",
+    "device.signal": "from . import remote\ntl.inline_asm_elementwise('', '', [])",
+    "kernels.matmul_all_reduce": "import torch\nfrom ..device import signal\nassert x, 'why'\ntl.device_print(x)",
     "ops.registry": "from tileweave import kernels, transport\ntry:\n    f()\nexcept (OSError, ValueError):\n    raise",
     "bench.run": "import tileweave as tw\nfrom tileweave import OPERATORS, ops\nprint(tw)",
-    "cli": "from tileweave import __version__, demo\ndef breakfast(): ...\ndef init_conv2d(): ...",
-    "__init__": "from tileweave.cli import main",
+    "commands.app": "from tileweave import __version__, bench\ndef breakfast(): ...\ndef init_conv2d(): ...",
+    "__init__": "from tileweave.commands.app import main",
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tileweave.bench import beforehand
+from tileweave.bench import prerequisites as beforehand
 from tileweave.errors import InputError
 
 pytest.importorskip("typer")
@@ -19,8 +19,8 @@ runner = pytest.importorskip("typer.testing").CliRunner()
 from rich.console import Console  # noqa: E402
 
 from tileweave.bench.subjects import Shape  # noqa: E402
-from tileweave.cli import app  # noqa: E402
-from tileweave.demo import DEMOS, DemoCase, DemoResult, DemoRow, closing, table_of  # noqa: E402
+from tileweave.commands.app import app  # noqa: E402
+from tileweave.commands.demo import DEMOS, DemoCase, DemoResult, DemoRow, closing, table_of  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_refused_at_once(command: str, said: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["zzz", "["])
 def test_an_unknown_case_is_told_the_names(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tileweave.cli.default_device_type", lambda: "cuda")
+    monkeypatch.setattr("tileweave.commands.app.default_device_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert "odd-m4084" in refused("bench", "--cases", pattern)
 
@@ -104,7 +104,7 @@ def test_a_demo_case_has_the_rows_that_its_name_says() -> None:
 
 
 def test_the_simulators_options_have_limits_and_are_its_own() -> None:
-    simulator = pytest.importorskip("tileweave.simulate").app
+    simulator = pytest.importorskip("tileweave.commands.simulate").app
     assert "completion" not in runner.invoke(simulator, ["--help"]).output
     for words, said in (
         (("dlrm", "--nodes", "65537"), "65537 nodes of 8 GPUs"),

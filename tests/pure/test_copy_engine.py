@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from tileweave.errors import TileweaveError  # noqa: E402
 from tileweave.transport import copy_engine  # noqa: E402
-from tileweave.transport.base import Copies, Copy  # noqa: E402
+from tileweave.transport.interface import Copies, Copy  # noqa: E402
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 
 import tileweave as tw
 from tileweave.errors import PeerTimeout, Waited, require
-from tileweave.ops.all_gather_matmul import check_inputs
+from tileweave.ops.matmul.all_gather_matmul import check_inputs
 
 
 def test_what_a_caller_catches() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from tileweave.planning.schedules.gather import TileSchedule
 from tileweave.profile.metrics import e_overlap, geometric_mean, limit_ratio, speed_up
 from tileweave.profile.timing import turn
 from tileweave.profile.trace import OWN_CLOCKS, SEVERAL, SHARED_CLOCK, Event, Trace, chrome, decode, merge, summary
-from tileweave.schedule import TileSchedule
 
 
 def schedule(rank: int = 0, rows: int = 32, programs: int = 2) -> TileSchedule:

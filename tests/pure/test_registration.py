@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tileweave.ops import registry  # noqa: E402
+from tileweave.ops.core import registry  # noqa: E402
 
 SCHEMA = "op(Tensor[] tables, Tensor x, int[] sizes, str group_name, *, Tensor(a!) out) -> ()"
 

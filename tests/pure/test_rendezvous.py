@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 import tileweave as tw
 from tileweave.transport import rendezvous
-from tileweave.transport.collectives import agree
 from tileweave.transport.rendezvous import Meeting, Messages, Texts, meet
+from tileweave.transport.torch_collectives import agree
 
 
 class Exchange:

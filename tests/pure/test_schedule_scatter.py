@@ -9,10 +9,10 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.int32 import Word
+from tests.support.device_int32 import Word
 
-from tileweave.schedule import push_order
-from tileweave.schedule_scatter import ScatterSchedule
+from tileweave.planning.schedules.gather import push_order
+from tileweave.planning.schedules.scatter import ScatterSchedule
 
 thorough = settings(max_examples=200, deadline=None, derandomize=True)
 
@@ -109,7 +109,7 @@ def test_each_k_block_of_each_partial_is_done_once(schedule: ScatterSchedule) ->
 
 def device_place_out(s: ScatterSchedule, tile: int) -> tuple[int, int, int]:
     """What the kernels make of ``language/tile.place_out``; they get ``chunk_rows`` cut to ``tile_rows``."""
-    from tileweave.language import tile as device
+    from tileweave.device.triton import tiles as device
 
     place_out = next(source for source in device.SOURCES if source.__name__ == "place_out")
     numbers = (
@@ -119,7 +119,7 @@ def device_place_out(s: ScatterSchedule, tile: int) -> tuple[int, int, int]:
     return place_out(device.OwnerTiles(*map(Word, numbers), s.split_tail), Word(tile))
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="language/tile.py needs triton")
+@pytest.mark.skipif(find_spec("triton") is None, reason="device/triton/tiles.py needs triton")
 @thorough
 @given(scatter_schedules())
 def test_the_device_places_tiles_of_owners_alike(schedule: ScatterSchedule) -> None:
@@ -127,7 +127,7 @@ def test_the_device_places_tiles_of_owners_alike(schedule: ScatterSchedule) -> N
         assert device_place_out(schedule, tile) == schedule.place(tile)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="language/tile.py needs triton")
+@pytest.mark.skipif(find_spec("triton") is None, reason="device/triton/tiles.py needs triton")
 def test_the_largest_scatter_fits_int32() -> None:
     schedule = ScatterSchedule(7, 8, 32768, 131072, 65536, 64, 64, 32, 8, 132, True, team=2, chunk_rows=16)
     for tile in (0, 1, schedule.num_tiles // 2, schedule.num_tiles - 1):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tileweave as tw
-from tileweave.ops.embedding_bag_all_to_all_fused import group_of, spans_of
-from tileweave.sharding import EmbeddingLayout, TableSpec, gradient_carrier, plan_sharding
+from tileweave.ops.embedding.bag_all_to_all_fused import group_of, spans_of
+from tileweave.planning.sharding import EmbeddingLayout, TableSpec, gradient_carrier, plan_sharding
 
 MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)  # MLPerf's DLRM-v2
 

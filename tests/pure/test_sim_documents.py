@@ -9,13 +9,13 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from tileweave.commands.simulate import app, sweep
 from tileweave.errors import InputError
 from tileweave.sim import astra, replay
 from tileweave.sim.costs import Costs
 from tileweave.sim.document import parse_document
 from tileweave.sim.machine import make_cluster, presets
 from tileweave.sim.workload import read_scenario, scenario_of, simulate_all
-from tileweave.simulate import app, sweep
 
 GOOD = """\
 workload: train

@@ -8,16 +8,16 @@ from itertools import pairwise
 
 import pytest
 
-from tileweave.config import MatmulConfig, Problem, exchange_schedule_for, scatter_schedule_for, schedule_for
-from tileweave.schedule import Parts, TileSchedule
-from tileweave.schedule_scatter import Exchange
+from tileweave.planning.machine import Machine
+from tileweave.planning.matmul import MatmulConfig, Problem, exchange_schedule_for, scatter_schedule_for, schedule_for
+from tileweave.planning.schedules.gather import Parts, TileSchedule
+from tileweave.planning.schedules.scatter import Exchange
 from tileweave.sim.collectives import Group, collective_time, protocol_of
 from tileweave.sim.costs import Costs, Curve
 from tileweave.sim.machine import Cluster, make_cluster, with_gpus
 from tileweave.sim.operators import Operators
 from tileweave.sim.tiles import KernelRun, gather_matmul, scatter_matmul
 from tileweave.sim.tiles_exchange import exchange_matmul
-from tileweave.topology import Machine
 
 FOUR = with_gpus(make_cluster("h200"), 4)
 COSTS = Costs(FOUR.device)

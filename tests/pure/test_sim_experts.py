@@ -9,8 +9,9 @@ from math import isclose
 
 import pytest
 
-from tileweave.config_combine import plan_combine
-from tileweave.schedule_grouped import GroupedProblem, dispatch_config
+from tileweave.planning.combine import plan_combine
+from tileweave.planning.machine import Machine
+from tileweave.planning.schedules.grouped import GroupedProblem, dispatch_config
 from tileweave.sim import moe
 from tileweave.sim.advise import advise, memory_of
 from tileweave.sim.collectives import Group
@@ -20,7 +21,6 @@ from tileweave.sim.moe import known_experts
 from tileweave.sim.operators import Operators
 from tileweave.sim.tiles_grouped import Routing, dispatch_matmul, matmul_combine
 from tileweave.sim.workload import Scenario, simulate_all
-from tileweave.topology import Machine
 
 FOUR = with_gpus(make_cluster("h200"), 4)
 COSTS = Costs(FOUR.device)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tileweave.commands.simulate import app
 from tileweave.errors import InputError
 from tileweave.sim import astra, chakra, training
 from tileweave.sim.chakra import COLL, COMP, RECV, SEND, Node
@@ -18,7 +19,6 @@ from tileweave.sim.machine import Cluster, Network, make_cluster, with_gpus
 from tileweave.sim.replay import cluster_for, replay
 from tileweave.sim.step import Timeline
 from tileweave.sim.workload import Scenario, simulate
-from tileweave.simulate import app
 
 C = load_calibration().coefficients
 MEM_LOAD = 2

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from tileweave.config import MatmulConfig, Problem, nearest, scatter_schedule_for, schedule_for
 from tileweave.errors import InputError
-from tileweave.schedule import push_order
-from tileweave.schedule_scatter import ScatterSchedule
+from tileweave.planning.machine import Machine
+from tileweave.planning.matmul import MatmulConfig, Problem, nearest, scatter_schedule_for, schedule_for
+from tileweave.planning.schedules.gather import push_order
+from tileweave.planning.schedules.scatter import ScatterSchedule
 from tileweave.sim import chakra, dlrm, moe, perfetto, replay, serving, training
 from tileweave.sim.advise import advise
 from tileweave.sim.costs import Costs, load_calibration
@@ -27,7 +28,6 @@ from tileweave.sim.step import Part, Step, Timeline
 from tileweave.sim.tiles import gather_matmul, scatter_matmul
 from tileweave.sim.training import one_f_one_b
 from tileweave.sim.workload import Scenario, simulate, simulate_all
-from tileweave.topology import Machine
 
 FOUR = with_gpus(make_cluster("h200"), 4)
 COSTS = Costs(FOUR.device)

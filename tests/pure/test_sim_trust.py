@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tileweave.commands.simulate import app
 from tileweave.errors import InputError, UnsupportedError
 from tileweave.sim import crosscheck
 from tileweave.sim.cells import Cell, alone, holds_cells, read_cells
 from tileweave.sim.costs import load_calibration
 from tileweave.sim.fit import BLOCKS, START, fit, nelder_mead
+from tileweave.sim.measurements import STEADY, quantity_of, settle, unsteadiness
 from tileweave.sim.predict import planned
-from tileweave.sim.settle import STEADY, quantity_of, settle, unsteadiness
 from tileweave.sim.trust import GOOD_MEAN, GOOD_WORST, judge, published, repeatability, summarise
-from tileweave.simulate import app
 
 ROOT = Path(__file__).parents[2]
 RESULTS = [path for path in sorted((ROOT / "docs" / "results").glob("*.json")) if holds_cells(path)]

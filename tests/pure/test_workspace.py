@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import tileweave as tw
-from tileweave.schedule import TileSchedule
-from tileweave.topology import CPU
+from tileweave.planning.machine import CPU
+from tileweave.planning.schedules.gather import TileSchedule
 from tileweave.transport import workspace
-from tileweave.transport.base import (
+from tileweave.transport.interface import (
     EPOCH,
     FAULT,
     LEAVERS,
@@ -154,7 +154,7 @@ def test_counters_are_zero_and_grow_alone(instance: Instance, transport: NotingT
 
 def test_endpoints_follow_growth_of_counters(instance: Instance) -> None:
     """The pointers that a kernel gets are kept between calls: they must not be those of the small counters."""
-    from tileweave.ops.registry import endpoint
+    from tileweave.ops.core.registry import endpoint
 
     instance.reserve(1000, counters=4)
     before = endpoint(instance, torch.float16)

@@ -25,17 +25,18 @@ import torch.nn.functional as F
 
 import tileweave as tw
 from tileweave.bench.component_cells import GROUPS, Component, components, smoke
+from tileweave.bench.console import Steps
 from tileweave.bench.environment import environment
-from tileweave.bench.screen import Steps
 from tileweave.bench.subjects import worst
-from tileweave.config import MatmulConfig, Plan
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, launch, tells, under_torchrun
-from tileweave.ops import matmul_all_to_all_fused, matmul_reduce_scatter_fused, reference
-from tileweave.ops.registry import name_of
+from tileweave.ops import reference
+from tileweave.ops.core.registry import name_of
+from tileweave.ops.matmul import matmul_all_to_all_fused, matmul_reduce_scatter_fused
+from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.schedules.scatter import Exchange
 from tileweave.profile.timing import measure
-from tileweave.schedule_scatter import Exchange
-from tileweave.transport.collectives import all_gather_flat, reduce_scatter_flat
+from tileweave.transport.torch_collectives import all_gather_flat, reduce_scatter_flat
 
 _OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 _COPIES_BYTES = 160 << 20  # operands rotate through so many bytes, past any L2

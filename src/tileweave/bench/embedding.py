@@ -30,10 +30,10 @@ from tileweave.bench.report import marked, median, new_table, number
 from tileweave.bench.subjects import worst
 from tileweave.launcher import Member
 from tileweave.ops import reference
-from tileweave.ops.registry import name_of, workspace_of
+from tileweave.ops.core.registry import name_of, workspace_of
+from tileweave.planning.sharding import EmbeddingLayout, Shard, TableSpec, rows_of
 from tileweave.profile.metrics import geometric_mean, speed_up
-from tileweave.sharding import EmbeddingLayout, Shard, TableSpec, rows_of
-from tileweave.transport.collectives import all_to_all_flat
+from tileweave.transport.torch_collectives import all_to_all_flat
 
 OURS, TORCH, UNFUSED, NO_CAT = "tileweave", "torch", "lookup+a2a+cat", "lookup+a2a"
 LOOKUP, EMBEDDING_BAG, ALL_TO_ALL, CAT = "lookup", "F.embedding_bag", "a2a", "cat"

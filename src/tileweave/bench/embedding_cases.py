@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tileweave.sharding import TableSpec
+from tileweave.planning.sharding import TableSpec
 
 OP = "embedding_bag_all_to_all"
 MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)  # MLPerf DLRM-v2

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import tileweave as tw
+from tileweave.bench.console import Steps
 from tileweave.bench.embedding import PEERS, EmbeddingPeers, entry_of, judge
 from tileweave.bench.embedding_cases import OP, EmbeddingCase
 from tileweave.bench.run import Options, run_cases, time_all
-from tileweave.bench.screen import Steps
 from tileweave.bench.subjects import worst
 from tileweave.launcher import Member
 

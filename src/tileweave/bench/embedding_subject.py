@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 import tileweave as tw
-from tileweave.config import Plan
 from tileweave.ops import reference
+from tileweave.planning.matmul import Plan
+from tileweave.planning.sharding import EmbeddingLayout, rows_of
 from tileweave.profile.record import Recording
-from tileweave.sharding import EmbeddingLayout, rows_of
 
 if TYPE_CHECKING:
     from tileweave.bench.subjects import Shape

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import tileweave as tw
-from tileweave.config import Plan
-from tileweave.ops.routing_plan import RoutingPlan, reference_plan
+from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
+from tileweave.planning.matmul import Plan
 from tileweave.profile.record import Recording
 
 if TYPE_CHECKING:

@@ -25,15 +25,16 @@ import torch
 from rich.table import Table
 
 import tileweave as tw
+from tileweave.bench.console import Steps
 from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
-from tileweave.bench.expert_gathered import Gathered, Order
+from tileweave.bench.expert_rivals import Gathered, Order
 from tileweave.bench.report import marked, median, new_table, number
 from tileweave.bench.run import Options, run_cases, time_all
-from tileweave.bench.screen import Steps
 from tileweave.bench.subjects import TOLERANCE, worst, worst_of
 from tileweave.launcher import Member
-from tileweave.ops import collectives, reference
-from tileweave.ops.routing_plan import RoutingPlan, reference_plan
+from tileweave.ops import reference
+from tileweave.ops.core import collectives
+from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.profile.metrics import geometric_mean, speed_up
 
 OURS, ROUTED, UNFUSED, NO_ORDER, MATMUL = "tileweave", "routed", "unfused", "no order", "matmul"

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tileweave.bench.cases import AR, BARS, Bar
 from tileweave.bench.environment import WITHOUT_GPUS
-from tileweave.bench.peers import CORUN, GEMM, ONE_SHOT, OURS, TORCH, TORCHS, TWO_SHOT, UNFUSED
+from tileweave.bench.rivals import CORUN, GEMM, ONE_SHOT, OURS, TORCH, TORCHS, TWO_SHOT, UNFUSED
 from tileweave.profile.metrics import geometric_mean
 
 BLOCKS = {

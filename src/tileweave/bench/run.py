@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 import tileweave as tw
 from tileweave.bench.cases import SMOKE, Case, select
+from tileweave.bench.console import Steps
 from tileweave.bench.environment import environment
-from tileweave.bench.peers import CORUN, GEMM, OURS, PEERS, PEERS_OF, TORCHS, UNFUSED
-from tileweave.bench.screen import Steps
+from tileweave.bench.rivals import CORUN, GEMM, OURS, PEERS, PEERS_OF, TORCHS, UNFUSED
 from tileweave.bench.subjects import TOLERANCE, worst
-from tileweave.config import MatmulConfig, Plan
 from tileweave.launcher import Member
+from tileweave.planning.matmul import MatmulConfig, Plan
 from tileweave.profile.metrics import e_overlap, limit_ratio, speed_up
 from tileweave.profile.timing import measure
 

@@ -13,8 +13,8 @@ from multiprocessing import get_context
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tileweave.bench.beforehand import need
-from tileweave.bench.screen import Steps
+from tileweave.bench.console import Steps
+from tileweave.bench.prerequisites import need
 from tileweave.errors import InputError
 from tileweave.launcher import changed_environment
 

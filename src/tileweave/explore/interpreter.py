@@ -1,6 +1,6 @@
 """Puts a model world under Triton's interpreter: launches become tasks, loads and stores become scheduling points.
 
-Private parts of the interpreter are touched here and in ``language/patched.py`` only; they are the same in Triton 3.6 and 3.9.
+Private parts of the interpreter are touched here and in ``device/interpreter/speedups.py`` only; they are the same in Triton 3.6 and 3.9.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.jit import _normalize_ty
 
+from tileweave.device.interpreter import words as interpreted
+from tileweave.device.interpreter.speedups import LANGUAGE
+from tileweave.device.triton.signal import INTERPRETED
 from tileweave.explore import blocks
 from tileweave.explore.blocks import Block
 from tileweave.explore.memory import CELL, Region, Store
@@ -27,9 +30,6 @@ from tileweave.explore.ranks import World
 from tileweave.explore.scalars import KEPT, Scalar, ScalarTransformer, kept
 from tileweave.explore.scenarios import SMALLER
 from tileweave.explore.tasks import Task
-from tileweave.language import interpreted
-from tileweave.language.patched import LANGUAGE
-from tileweave.language.signal import INTERPRETED
 
 TORN = 3  # every third store to shared memory arrives in two parts, one of them a single element
 _BUILDER = triton_interpreter.interpreter_builder
@@ -290,7 +290,7 @@ class Hooks(interpreted.HostMemory):
                 self.world.tasks.park(*me.polled.values())
         me.polled[key] = (low, high)
 
-    # --- Words: what the bodies in ``language/interpreted.py`` do ---
+    # --- Words: what the bodies in ``device/interpreter/words.py`` do ---
 
     def load(self, address: int) -> int:
         me, memory = self._me(), self.world.memory

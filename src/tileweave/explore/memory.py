@@ -4,7 +4,7 @@ What a GPU may do, done on purpose: a plain store becomes visible to others at a
 different places become visible in any order. Only a release orders them: what its program stored before is visible first.
 Copies of one copy engine stay in order. Loads see what has arrived; a program sees its own stores.
 
-Words that carry an epoch order data by release and acquire. Data that announces itself (``language/marked.py``) is polled
+Words that carry an epoch order data by release and acquire. Data that announces itself (``device/triton/self_signaling.py``) is polled
 by volatile loads, which order nothing: who sees such an element knows only that all kernels before the one that stored it
 have ended on that rank, and may write the very same element.
 

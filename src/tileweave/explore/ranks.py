@@ -11,8 +11,8 @@ import torch
 
 from tileweave.explore.memory import CELL, Memory, Region, Store
 from tileweave.explore.tasks import Strategy, Task, Tasks
-from tileweave.topology import CPU, Machine
-from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
+from tileweave.planning.machine import CPU, Machine
+from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.workspace import REGISTRY, Workspace
 
 MAX_PROGRAMS = 6
@@ -253,7 +253,7 @@ def _cells(region: Region, low: int, high: int) -> slice:
 
 
 class ModelTransport:
-    """:class:`tileweave.transport.base.Transport` of one rank of a :class:`World`."""
+    """:class:`tileweave.transport.interface.Transport` of one rank of a :class:`World`."""
 
     def __init__(self, world: World, rank: Rank) -> None:
         self.device = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 Triton's interpreter wraps every integer into an array and checks types at every operation, 30 us each. Here scalars are a
 kind of ``int``, with Triton's rules where they differ from Python's: division truncates. They do not wrap at 32 bits;
-epochs, the only numbers that get there, are wrapped where they are stored (``language/interpreted.py``).
+epochs, the only numbers that get there, are wrapped where they are stored (``device/interpreter/words.py``).
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ from zlib import crc32
 
 import torch
 
-from tileweave.config import MatmulConfig, Plan
 from tileweave.explore.ranks import World
-from tileweave.transport.base import EPOCH
+from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.transport.interface import EPOCH
 
 # Constants of kernels that are sized for GPUs, made small: a shard of 256 elements has several slices then.
 SMALLER: tuple[tuple[str, str, object], ...] = (
-    ("tileweave.kernels.all_gather_matmul", "PUSH_BLOCK", 128),
-    ("tileweave.kernels.matmul_all_reduce", "NORM_BLOCK", 16),
+    ("tileweave.kernels.all_gather.triton", "PUSH_BLOCK", 128),
+    ("tileweave.kernels.all_reduce.one_shot", "NORM_BLOCK", 16),
 )
 POOL = 7  # sets of operands of one shape; a prime, so that calls, slots and sets do not move in step
 
@@ -122,7 +122,7 @@ class AllGatherMatmul:
         begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        from tileweave.ops.all_gather_matmul_fused import run_fused
+        from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
 
         shape = self.shapes[(number + drawn.order) % len(self.shapes)]
         everyone, w, want = _gather_operands(shape, world.size, rank, (number + drawn.order) % POOL)
@@ -154,7 +154,7 @@ class GatherBeside:
         begin_instance(world, rank, self.op, "gather", drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        from tileweave.ops.gather_beside import begin_gather
+        from tileweave.ops.matmul.concurrent_gather import begin_gather
 
         rows, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
         everyone = whole_numbers((world.size * rows, depth), "x", (number + drawn.order) % POOL)
@@ -205,7 +205,7 @@ class MatmulReduce:
         begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        from tileweave.ops import matmul_all_reduce_fused, matmul_reduce_scatter_fused
+        from tileweave.ops.matmul import matmul_all_reduce_fused, matmul_reduce_scatter_fused
 
         rows, cols, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
         shape = (rows // world.size * world.size if self.op == "matmul_reduce_scatter" else rows, cols, depth)
@@ -253,7 +253,7 @@ class OneShot:
         begin_instance(world, rank, self.op, "one_shot", self._epoch(drawn))
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        from tileweave.ops.matmul_all_reduce_fused import run_fused
+        from tileweave.ops.matmul.matmul_all_reduce_fused import run_fused
 
         shape = self.shapes[(number + drawn.order) % len(self.shapes)]
         x, w, total = _reduce_operands(shape, world.size, rank, (number + drawn.order) % POOL)

@@ -10,9 +10,9 @@ import torch
 
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
-from tileweave.ops.routing_plan import RoutingPlan, reference_plan
-from tileweave.schedule_grouped import DispatchConfig, RoutingCut
-from tileweave.transport.base import EPOCH
+from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
+from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut
+from tileweave.transport.interface import EPOCH
 
 
 def _ends(world: World, rank: int, op: str, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
@@ -41,7 +41,7 @@ class Routing:
         begin_instance(world, rank, self.op, "sm", drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        from tileweave.ops.dispatch_grouped_matmul_fused import run_routing
+        from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_routing
 
         most = self.tokens[(number + drawn.order) % len(self.tokens)]
         ids = _ids(most, self.topk, self.experts, world.size, (number + drawn.order) % POOL)
@@ -83,7 +83,7 @@ class Dispatch:
         begin_instance(world, rank, self.op, "sm", drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        from tileweave.ops.dispatch_grouped_matmul_fused import run_fused
+        from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_fused
 
         most = self.tokens[(number + drawn.order) % len(self.tokens)]
         seed = (number + drawn.order) % POOL

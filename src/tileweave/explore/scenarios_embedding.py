@@ -14,8 +14,8 @@ import torch
 
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
-from tileweave.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
-from tileweave.transport.base import EPOCH
+from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
+from tileweave.transport.interface import EPOCH
 
 ROWS, DIM, BAG = 5, 8, 2  # of a table; indices in a bag
 
@@ -40,7 +40,7 @@ class EmbeddingBag:
         begin_instance(world, rank, self.op, "sm", drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        from tileweave.ops.embedding_bag_all_to_all_fused import run_fused
+        from tileweave.ops.embedding.bag_all_to_all_fused import run_fused
 
         batch = self.batches[(number + drawn.order) % len(self.batches)]
         tables, indices, offsets, want = _bags(batch, self.tables, world.size, rank, (number + drawn.order) % POOL)
@@ -101,8 +101,8 @@ class TableGradient:
         begin_instance(world, rank, self.op, self.carrier, drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        from tileweave.ops.embedding_bag_all_to_all_fused import begin_push, end_push
-        from tileweave.ops.table_gradient import Lookups, sort_lookups, table_gradients
+        from tileweave.ops.embedding.bag_all_to_all_fused import begin_push, end_push
+        from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups, table_gradients
 
         assert self.samples == 1 or not self.first_only, "one sample is one rank's"
         batch, seed = self.samples * (1 if self.first_only else world.size), (number + drawn.order) % POOL
@@ -136,7 +136,7 @@ class TableGradient:
             yield f"table {t}", table, old.index_add(0, chosen[t].reshape(-1), mine, alpha=-1)
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        from tileweave.kernels.embedding_gradient import ARRIVED
+        from tileweave.kernels.embedding.gradient import ARRIVED
 
         instance = world.workspace(rank).instance(self.op, self.carrier)
         yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)

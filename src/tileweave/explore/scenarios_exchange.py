@@ -8,10 +8,10 @@ from functools import lru_cache
 
 import torch
 
-from tileweave.config import MatmulConfig, Plan
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import POOL, Drawn, begin_instance, end_instance, instance_of, triton_config, whole_numbers
-from tileweave.schedule_scatter import Exchange
+from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.schedules.scatter import Exchange
 
 OUT, IN = "matmul_all_to_all", "all_to_all_matmul"
 
@@ -43,8 +43,8 @@ class Exchanged:
         begin_instance(world, rank, self.op, self.kind, drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        from tileweave.ops.all_gather_matmul_fused import run_fused as run_in
-        from tileweave.ops.matmul_all_to_all_fused import run_fused as run_out
+        from tileweave.ops.matmul.all_gather_matmul_fused import run_fused as run_in
+        from tileweave.ops.matmul.matmul_all_to_all_fused import run_fused as run_out
 
         turn = number + drawn.order
         how, shape = self.ways[turn % len(self.ways)], self.shapes[turn % len(self.shapes)]

@@ -8,11 +8,11 @@ from functools import lru_cache
 
 import torch
 
-from tileweave.config_combine import CombineConfig
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
-from tileweave.ops.routing_plan import RoutingPlan, reference_plan
-from tileweave.transport.base import EPOCH
+from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
+from tileweave.planning.combine import CombineConfig
+from tileweave.transport.interface import EPOCH
 
 EXPERTS, DEPTH, COLS = 2, 8, 16  # experts of a rank
 
@@ -34,7 +34,7 @@ class Combine:
         begin_instance(world, rank, self.op, "sm", drawn.epoch)
 
     def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        from tileweave.ops.grouped_matmul_combine_fused import run_fused
+        from tileweave.ops.experts.grouped_matmul_combine_fused import run_fused
 
         tokens = self.tokens[(number + drawn.order) % len(self.tokens)]
         seed = (number + drawn.order) % POOL

@@ -1,4 +1,4 @@
-"""One file for each fused operator: the protocol as a docstring, device functions by role, kernel, launch.
+"""Kernels by family. A family's main file has the protocol as its docstring, device functions by role, the kernel, its launcher.
 
-A kernel gets pointers and integers; it allocates nothing and knows no process group.
+``all_gather/`` | ``reduce_scatter/`` | ``all_reduce/`` | ``all_to_all/`` | ``experts/`` | ``embedding/``; ``runtime/`` launches all of them.
 """

@@ -13,12 +13,12 @@ from torch import nn
 
 from tileweave.errors import require
 from tileweave.nn.linear import draw_seed, generator_of
-from tileweave.ops.collectives import exchange_numbers
-from tileweave.ops.distribute_indices import FLOATS, begin_distribute_indices
-from tileweave.ops.embedding_bag_all_to_all import embedding_bag_all_to_all
-from tileweave.ops.embedding_inputs import DTYPES, INDEX_DTYPES, FusedOptimizer
-from tileweave.ops.registry import group_of, name_of, place_in
-from tileweave.sharding import ShardingPlan, TableSpec, plan_sharding
+from tileweave.ops.core.collectives import exchange_numbers
+from tileweave.ops.core.registry import group_of, name_of, place_in
+from tileweave.ops.embedding.bag_all_to_all import embedding_bag_all_to_all
+from tileweave.ops.embedding.distribute_indices import FLOATS, begin_distribute_indices
+from tileweave.ops.embedding.inputs import DTYPES, INDEX_DTYPES, FusedOptimizer
+from tileweave.planning.sharding import ShardingPlan, TableSpec, plan_sharding
 
 
 class ShardedEmbeddingBag(nn.Module):

@@ -12,10 +12,10 @@ from torch.nn.functional import linear, silu
 
 from tileweave.errors import require
 from tileweave.nn.linear import fill_shard, under_autocast
-from tileweave.ops.dispatch_grouped_matmul import dispatch_grouped_matmul
-from tileweave.ops.expert_swiglu import swiglu
-from tileweave.ops.grouped_matmul_combine import grouped_matmul_combine
-from tileweave.ops.registry import group_of, name_of
+from tileweave.ops.core.registry import group_of, name_of
+from tileweave.ops.experts.dispatch_grouped_matmul import dispatch_grouped_matmul
+from tileweave.ops.experts.grouped_matmul_combine import grouped_matmul_combine
+from tileweave.ops.experts.swiglu import swiglu
 
 
 class SoftmaxTopK(nn.Module):

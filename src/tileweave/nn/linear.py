@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tileweave.errors import require
-from tileweave.ops.all_gather_matmul import all_gather_matmul
-from tileweave.ops.matmul_all_reduce import matmul_all_reduce
-from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from tileweave.ops.registry import group_of, name_of
+from tileweave.ops.core.registry import group_of, name_of
+from tileweave.ops.matmul.all_gather_matmul import all_gather_matmul
+from tileweave.ops.matmul.matmul_all_reduce import matmul_all_reduce
+from tileweave.ops.matmul.matmul_reduce_scatter import matmul_reduce_scatter
 
 
 def under_autocast(*operands: Any) -> tuple[Any, ...]:

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import rms_norm, silu
 
-from tileweave.ops import collectives
-from tileweave.ops.routing_plan import RoutingPlan
-from tileweave.schedule_scatter import Exchange
-from tileweave.sharding import EmbeddingLayout, rows_of
+from tileweave.ops.core import collectives
+from tileweave.ops.experts.routing_plan import RoutingPlan
+from tileweave.planning.schedules.scatter import Exchange
+from tileweave.planning.sharding import EmbeddingLayout, rows_of
 
 
 def all_gather_matmul(

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tileweave.config import Plan, Problem, schedule_for
-from tileweave.ops import all_gather_matmul as ag
-from tileweave.ops.registry import group_of, interpreting, name_of, workspace_of
+from tileweave.ops.core.registry import group_of, interpreting, name_of, workspace_of
+from tileweave.ops.matmul import all_gather_matmul as ag
+from tileweave.planning.matmul import Plan, Problem, schedule_for
+from tileweave.planning.schedules.gather import push_order
 from tileweave.profile.trace import COPY_ENGINE, Event, Trace, decode, merge
-from tileweave.schedule import push_order
-from tileweave.transport.base import Copy, Transport
+from tileweave.transport.interface import Copy, Transport
 from tileweave.transport.workspace import MAX_SLICES
 
 _SIGNAL_BYTES = 4
@@ -128,7 +128,7 @@ def _watching(transport: Transport) -> Iterator[_Watched]:
     transport.watch = watched.pushed
     try:
         if interpreting():
-            from tileweave.language.interpreted import OBSERVERS
+            from tileweave.device.interpreter.words import OBSERVERS
 
             OBSERVERS.append(watched.observe)
         yield watched

@@ -1,6 +1,6 @@
 """From stamps of kernels to events that can be read: who pushed, who waited for whom, who computed what.
 
-``language/trace.py`` says what a kernel stamps. :func:`decode` turns one rank's stamps into :class:`Event` objects with
+``device/triton/trace.py`` says what a kernel stamps. :func:`decode` turns one rank's stamps into :class:`Event` objects with
 the help of the tile schedule, :func:`merge` puts the ranks on one axis, and what is left is plain data: :func:`summary`
 adds it up, :func:`chrome` makes the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tileweave.schedule import TileSchedule, Unit
+from tileweave.planning.schedules.gather import TileSchedule, Unit
 
 Kind = Literal["push", "wait", "compute"]
 SEVERAL = -1
@@ -76,7 +76,7 @@ def decode(
 
     Parameters
     ----------
-    stamps : rows of four, as ``language/trace.py`` describes: ``num_slices`` of pushes, then for each program
+    stamps : rows of four, as ``device/triton/trace.py`` describes: ``num_slices`` of pushes, then for each program
         ``schedule.max_units()`` rows.
     num_producers : programs that push; slice i is pushed by program ``i % num_producers``.
     pushed_bytes : bytes that the stamped pushes sent together, to all peers.

@@ -20,8 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tileweave.config import Entry, read_entries
 from tileweave.errors import InputError, require
+from tileweave.planning.matmul import Entry, read_entries
 from tileweave.sim.document import text_of
 
 RULE = "held out where SHA-256 of the cell's global shape ('8192x28672x8192', or the message's bytes), as a number, is even"
@@ -31,7 +31,7 @@ QUANTITIES = {"gemm": "compute", "nccl+cublas": "unfused", "tileweave": "fused",
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Measured configurations by operator, as ``tuned/*.json`` had them at some time."""
+    """Measured configurations by operator, as ``planning/tables/*.json`` had them at some time."""
 
     entries: dict[str, tuple[Entry, ...]]
 

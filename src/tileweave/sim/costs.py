@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tileweave.errors import InputError, require
-from tileweave.schedule import cdiv
+from tileweave.planning.schedules.gather import cdiv
 from tileweave.sim.machine import Device, presets
 
 REFERENCE = "h200"

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tileweave.config import (
+from tileweave.planning.combine import plan_combine
+from tileweave.planning.machine import Machine
+from tileweave.planning.matmul import (
     FUSED_WORLD_SIZES,
     MEASURED_ALL_REDUCE_ROWS,
     Entry,
@@ -23,10 +25,9 @@ from tileweave.config import (
     scatter_schedule_for,
     schedule_for,
 )
-from tileweave.config_combine import plan_combine
-from tileweave.schedule import cdiv
-from tileweave.schedule_grouped import GroupedProblem, dispatch_config
-from tileweave.schedule_scatter import Exchange
+from tileweave.planning.schedules.gather import cdiv
+from tileweave.planning.schedules.grouped import GroupedProblem, dispatch_config
+from tileweave.planning.schedules.scatter import Exchange
 from tileweave.sim.collectives import Group, collective_time, protocol_of
 from tileweave.sim.costs import Calibration, Costs, load_calibration
 from tileweave.sim.machine import Cluster
@@ -34,7 +35,6 @@ from tileweave.sim.network import inside_hops, view
 from tileweave.sim.tiles import Combine, gather_matmul, scatter_matmul
 from tileweave.sim.tiles_exchange import exchange_matmul
 from tileweave.sim.tiles_grouped import dispatch_matmul, matmul_combine
-from tileweave.topology import Machine
 
 Table = tuple[Entry, ...]
 Mode = Literal["unfused", "fused", "bound"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from tileweave.config import MatmulConfig
-from tileweave.schedule_scatter import Exchange
+from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.schedules.scatter import Exchange
 from tileweave.sim.cells import Cell, alone
 from tileweave.sim.collectives import Group
 from tileweave.sim.costs import SHORT, Calibration

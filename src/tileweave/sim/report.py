@@ -12,8 +12,8 @@ from rich.text import Text
 from tileweave.sim.advise import Advice
 from tileweave.sim.cells import Cell
 from tileweave.sim.crosscheck import Comparison
+from tileweave.sim.measurements import UNSTEADY, unsteadiness
 from tileweave.sim.sensitivity import Variant
-from tileweave.sim.settle import UNSTEADY, unsteadiness
 from tileweave.sim.step import Result
 from tileweave.sim.trust import Judged, Published, Summary
 

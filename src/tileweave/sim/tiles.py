@@ -1,5 +1,5 @@
-"""Fused kernels, tile by tile, on SimPy: programs, tiles, pushes, signals, driven by the kernels' own maps: ``schedule.py``
-and ``schedule_scatter.py``.
+"""Fused kernels, tile by tile, on SimPy: programs, tiles, pushes, signals, driven by the kernels' own maps: ``planning/schedules/gather.py``
+and ``planning/schedules/scatter.py``.
 
 One rank is simulated. Its peers do the same at the same time with their rank in place of its own, so what it sends at some
 time arrives, at that time, from who stands as far behind it: that is how arrivals are known without simulating peers.
@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import simpy
 
-from tileweave.config import MatmulConfig
-from tileweave.schedule import TileSchedule, Unit, push_order
-from tileweave.schedule_scatter import ScatterSchedule
+from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.schedules.gather import TileSchedule, Unit, push_order
+from tileweave.planning.schedules.scatter import ScatterSchedule
 from tileweave.sim.costs import Costs
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import Flow, Links, inside_hops, view

@@ -13,8 +13,8 @@ from typing import Any
 
 import simpy
 
-from tileweave.config import MatmulConfig
-from tileweave.schedule import Parts, TileSchedule, Unit, cdiv
+from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.schedules.gather import Parts, TileSchedule, Unit, cdiv
 from tileweave.sim.costs import Costs
 from tileweave.sim.machine import Cluster
 from tileweave.sim.tiles import SEVERAL, Kernel, KernelRun

@@ -1,4 +1,4 @@
-"""Fused expert operators tile by tile, by the maps of ``schedule_grouped.py`` and ``config_combine.py``.
+"""Fused expert operators tile by tile, by the maps of ``planning/schedules/grouped.py`` and ``planning/combine.py``.
 
 *dispatch*: own tokens leave for every rank that has an expert of theirs, in the order of the receiver's experts, a block of
 them at a time; tiles go expert by expert and wait for the block of theirs. *combine*: tiles go column chunk by column chunk;
@@ -17,9 +17,9 @@ from typing import Any
 
 import simpy
 
-from tileweave.config_combine import CombineConfig, CombineCut
-from tileweave.schedule import cdiv
-from tileweave.schedule_grouped import DispatchConfig, GroupedProblem, dispatch_counts, walk
+from tileweave.planning.combine import CombineConfig, CombineCut
+from tileweave.planning.schedules.gather import cdiv
+from tileweave.planning.schedules.grouped import DispatchConfig, GroupedProblem, dispatch_counts, walk
 from tileweave.sim.costs import Costs
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import Flow, Links, inside_hops, view

@@ -12,9 +12,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from tileweave.config import FUSED_WORLD_SIZES
 from tileweave.errors import require
-from tileweave.schedule import cdiv
+from tileweave.planning.matmul import FUSED_WORLD_SIZES
+from tileweave.planning.schedules.gather import cdiv
 from tileweave.sim.document import (
     REQUIRED,
     Reader,

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from tileweave.transport.base import Copies, Copy
+from tileweave.transport.interface import Copies, Copy
 
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WAIT_VALUE = 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32

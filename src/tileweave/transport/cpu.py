@@ -15,14 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from tileweave.topology import CPU
-from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
+from tileweave.planning.machine import CPU
 from tileweave.transport.host_memory import share
+from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.rendezvous import Texts
 
 
 class CpuTransport:
-    """Implements :class:`tileweave.transport.base.Transport` over shared host memory and a group on the CPU."""
+    """Implements :class:`tileweave.transport.interface.Transport` over shared host memory and a group on the CPU."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -17,12 +17,12 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from tileweave.errors import UnsupportedError
-from tileweave.topology import Machine
-from tileweave.transport.base import Copy, SymmetricBuffer, Watcher
-from tileweave.transport.collectives import agree_on_memory
+from tileweave.planning.machine import Machine
 from tileweave.transport.copy_engine import CopyEngine, current_handle
 from tileweave.transport.host_memory import share
+from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.rendezvous import Meeting
+from tileweave.transport.torch_collectives import agree_on_memory
 
 
 @lru_cache(maxsize=8)
@@ -82,7 +82,7 @@ def leave_line(device: torch.device) -> None:
 
 
 class CudaTransport:
-    """Implements :class:`tileweave.transport.base.Transport` over NVLink (or PCIe) peer memory."""
+    """Implements :class:`tileweave.transport.interface.Transport` over NVLink (or PCIe) peer memory."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device

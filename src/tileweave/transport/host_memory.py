@@ -14,8 +14,8 @@ import secrets
 from collections.abc import Callable
 
 from tileweave.errors import UnsupportedError
-from tileweave.transport.collectives import agree_on_memory
 from tileweave.transport.rendezvous import MAPPED
+from tileweave.transport.torch_collectives import agree_on_memory
 
 _TOKEN_BYTES = 24
 

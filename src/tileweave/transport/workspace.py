@@ -18,13 +18,13 @@ import torch
 from torch.distributed.distributed_c10d import _world
 
 from tileweave.errors import CaptureError, InputError, PeerTimeout
-from tileweave.transport import base
-from tileweave.transport.ledger import Ledger
+from tileweave.transport import interface as base
+from tileweave.transport.call_ledger import Ledger
 from tileweave.transport.regions import Regions
 
 if TYPE_CHECKING:
-    from tileweave.config import Plan
-    from tileweave.transport.base import SymmetricBuffer, Transport
+    from tileweave.planning.matmul import Plan
+    from tileweave.transport.interface import SymmetricBuffer, Transport
 
 MAX_SLICES = 32
 GATHER = "gather"  # the kind of instance of a gather beside other kernels

@@ -1,0 +1,154 @@
+"""docs/measured.md: every cell of the benches in docs/results as Markdown, losing ones in bold. A test holds it to them.
+
+python -m tileweave.bench.measured_page docs/results > docs/measured.md
+python -m tileweave.bench.measured_page docs/results --machine 2xH100 > docs/measured-2xH100.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tileweave.bench.cases import CASES
+from tileweave.bench.report import BLOCKS
+from tileweave.errors import require
+from tileweave.launcher import end_with
+from tileweave.profile.metrics import geometric_mean
+
+MACHINE = "4xH200"
+OPERATORS = (
+    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "all_to_all_matmul",
+    "dispatch_grouped_matmul", "grouped_matmul_combine",
+)  # fmt: skip
+RATIOS = {
+    "limit_ratio": "limit ratio", "over_unfused": "over unfused", "over_gathered": "over gathered", "over_torch": "over torch",
+    "over_no_order": "over no order", "over_gemm_us": "above the matmul, us",
+}  # fmt: skip
+TITLES = {**BLOCKS, "prefill": "prefill, eager", "decode": "decode, in a CUDA graph"}
+HEAD = """# Measured
+
+{machine} of one host, NVLink, multicast off, bf16, torch {torch}, triton {triton}, NCCL {nccl}, {date};
+microseconds, slowest rank, median of {repeats} repeats, all peers of a case interleaved; every repeat: [results](results). A
+table is one run, the last one that had all of its cases. M, N, K are global.
+`limit ratio`: a bare matmul beside copies of the same size, over ours. `unfused`: NCCL and cuBLAS (`torch._grouped_mm` with
+both permutes for experts; `no order`: without them, which is faster and gives no right result; `gathered`, where it was
+measured: tokens all-gathered, sums reduce-scattered, instead of all-to-alls of choices). Bold: slower than a rival by half a
+percent or more.
+Written by `python -m tileweave.bench.measured_page docs/results{option}`.
+"""
+Report = dict[str, Any]
+
+
+def markdown(folder: Path, machine: str = MACHINE) -> str:
+    """The whole page of one ``machine``, as names of results have it.
+
+    Raises
+    ------
+    InputError where the folder has nothing to show.
+    """
+    used: dict[str, Report] = {}
+    lines = [line for op in OPERATORS for line in _operator(op, folder, machine, used)]
+    allowed = f"a folder with what `tileweave bench --json` wrote, as OPERATOR-{machine}-DATE.json, with all cases of a block"
+    require(bool(used), f"a page on {folder}", allowed, "pass docs/results")
+    return "\n".join([_head(used.values(), machine), *lines])
+
+
+def _head(reports: Iterable[Report], machine: str) -> str:
+    """Where and with what the runs on the page were made, all of them."""
+    places = [report["environment"] for report in reports]
+    repeats = {len(timing["repeats_us"]) for report in reports for case in report["cases"] for timing in case["times"].values()}
+    said = {
+        "machine": _and(f"{place['devices']} {place['device']}" for place in places),
+        "torch": _and(place["torch"].split("+")[0] for place in places),  # what follows is the build's CUDA
+        "date": _and(place["date"][:10] for place in places),
+        "repeats": _and(map(str, repeats)),
+        "option": "" if machine == MACHINE else f" --machine {machine}",
+        **{name: _and(str(place[name]) for place in places) for name in ("triton", "nccl")},
+    }
+    return HEAD.format(**said)
+
+
+def _and(values: Iterable[str]) -> str:
+    return " and ".join(sorted(set(values)))
+
+
+def _operator(op: str, folder: Path, machine: str, used: dict[str, Report]) -> Iterator[str]:
+    """The tables of ``op``; what they show is put into ``used``, by name."""
+    paths = folder.rglob(f"{op}-{machine}-*.json")
+    reports = {path.relative_to(folder).as_posix(): json.loads(path.read_text("utf-8")) for path in paths}
+    in_turn = sorted(reports, key=lambda name: reports[name]["environment"]["date"], reverse=True)
+    yield f"## {op}\n"
+    for block, title in TITLES.items():
+        wanted = {case.name for case in CASES[op] if case.block == block}
+        found = {name: [case for case in reports[name]["cases"] if case["block"] == block] for name in in_turn}
+        whole = (name for name, cases in found.items() if cases and wanted <= {case["name"] for case in cases})
+        name, shown = next(whole, ""), f"{title[0].upper()}{title[1:]}"
+        if name:
+            used[name] = reports[name]
+            yield f"{shown} ([run](results/{name})):\n"
+            yield from _table(found[name])
+            yield ""
+        elif any(found.values()):
+            yield f"{shown}: no run had all of its {len(wanted)} cases.\n"
+
+
+def _table(cases: list[dict[str, Any]]) -> Iterator[str]:
+    subjects = list(dict.fromkeys(name for case in cases for name in case["times"]))
+    ratios = [name for name in RATIOS if any(_value(case.get(name)) is not None for case in cases)]
+    sized = "rows" in cases[0]
+    heads = ["case", *(["M, N, K"] if sized else []), *subjects, *(RATIOS[name] for name in ratios)]
+    yield f"| {' | '.join(heads)} |"
+    yield "|" + "---|" * len(heads)
+    for case in cases:
+        verdict = "" if case["right"] else " **WRONG**"
+        cells = [case["name"] + verdict, *([f"{case['rows']}, {case['cols']}, {case['depth']}"] if sized else [])]
+        cells += [_microseconds(case["times"].get(name, {}).get("median_us")) for name in subjects]
+        yield f"| {' | '.join([*cells, *(_ratio(name, case.get(name)) for name in ratios)])} |"
+    blank = [""] * (len(heads) - len(ratios) - 1)
+    for what, of in (("geometric mean", geometric_mean), ("worst", min)):
+        found = [[v for case in cases if (v := _value(case.get(name))) is not None] for name in ratios]
+        figures = [_summary(name, what, of, values) for name, values in zip(ratios, found, strict=True)]
+        yield f"| {' | '.join([what, *blank, *figures])} |"
+
+
+def _summary(name: str, what: str, of: Any, values: list[float]) -> str:
+    if name == "over_gemm_us":
+        return f"{max(values):.1f}" if what == "worst" else f"{sum(values) / len(values):.1f} (mean)"
+    return f"{of(values):.3f}" if what == "geometric mean" else _ratio(name, of(values))
+
+
+def _value(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _microseconds(value: Any) -> str:
+    found = _value(value)
+    return "" if found is None else f"{found:.1f}" if found < 100 else f"{found:.0f}"
+
+
+def _ratio(name: str, value: Any) -> str:
+    found = _value(value)
+    if found is None:
+        return ""
+    if name == "over_gemm_us":
+        return f"{found:.1f}"
+    lost = name.startswith("over") and found < 0.995  # what HEAD says of bold figures: below it, two digits are below 1.00
+    return f"**{found:.2f}**" if lost else f"{found:.2f}"
+
+
+def main() -> None:
+    """Entry point of ``python -m tileweave.bench.measured_page``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("folder", type=Path, help="docs/results")
+    parser.add_argument("--machine", default=MACHINE, help=f"as names of results have it; default: {MACHINE}")
+    given = parser.parse_args()
+    sys.stdout.write(markdown(given.folder, given.machine))
+
+
+if __name__ == "__main__":
+    end_with(main)

@@ -1,0 +1,326 @@
+"""Who is measured beside us, on one rank and for one case: callables over the same operands.
+
+==============  ==================================================================================================
+tileweave       the public operator, result into memory that is there
+nccl+cublas     the collective and one matmul, one after the other (over gloo and torch where there is no GPU)
+torch fused     ``torch.ops.symm_mem.fused_all_gather_matmul`` or ``fused_matmul_reduce_scatter``
+torch one-shot  one matmul into symmetric memory, then torch's all-reduce over it in which every rank reads all others
+torch two-shot  the same with torch's all-reduce in two steps: every rank sums a share, then all read the shares
+gemm            that matmul alone, no communication
+co-run bound    the same matmul while copy engines push what the operator must send, with no dependence: the limit
+==============  ==================================================================================================
+
+The only file besides ``transport/cuda.py`` that touches torch's private symmetric memory, for torch's and the last.
+Weights rotate through copies past the L2, for all peers alike; each call takes the next one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tileweave as tw
+from tileweave.bench.cases import AG, AR, IN, OUT, RS, Case
+from tileweave.bench.subjects import SUBJECTS, Operands, Shape, normal, poisoned, worst_of
+from tileweave.launcher import Member
+from tileweave.ops import reference
+from tileweave.ops.core import collectives
+from tileweave.planning.schedules.scatter import Exchange
+from tileweave.transport.torch_collectives import all_gather_flat, reduce_scatter_flat
+
+OURS, UNFUSED, TORCH, GEMM, CORUN = "tileweave", "nccl+cublas", "torch fused", "gemm", "co-run bound"
+ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
+PEERS = (OURS, UNFUSED, TORCH, ONE_SHOT, TWO_SHOT, GEMM, CORUN)
+TORCHS = (TORCH, ONE_SHOT, TWO_SHOT)
+_ON_GPU_ONLY = (*TORCHS, CORUN)
+_MAX_WEIGHTS = 8
+_L2_TIMES = 2.5
+Call = Callable[[], object]
+
+
+class Peers(ABC):
+    """The callables of one case. Collective to make (symmetric memory).
+
+    ``functions``: name -> one call. ``missing``: name -> why it cannot run here. An operator says what its matmul reads,
+    what its unfused path does, which of torch's operators are its rivals, and what it must push.
+    """
+
+    def __init__(self, case: Case, member: Member, names: tuple[str, ...], seed: int) -> None:
+        self.case, self.member = case, member
+        self.group, self.device, self.rank, self.size = member.group, member.device, member.rank, member.world_size
+        self.dtype = getattr(torch, case.dtype)
+        self.subject = SUBJECTS[case.op]
+        self.operands = self._draw(seed)
+        self.weights = self._weights()
+        self.out = poisoned(self.operands.out_shape, self.dtype, self.device)
+        self.missing: dict[str, str] = {}
+        self._held: list[object] = []
+        makers = self.makers()
+        made = {name: self._make(name, makers[name]) for name in PEERS if name in names and name in makers}
+        self.functions = {name: function for name, function in made.items() if function is not None}
+
+    def makers(self) -> dict[str, Callable[[], Call | None]]:
+        """Name -> what makes the callable."""
+        return {OURS: self.ours, UNFUSED: self.unfused, GEMM: self.gemm, CORUN: self.corun}
+
+    def _make(self, name: str, maker: Callable[[], Call | None]) -> Call | None:
+        if name in _ON_GPU_ONLY and not self.member.on_gpu:
+            self.missing[name] = "needs GPUs"
+            return None
+        return maker()
+
+    def _draw(self, seed: int) -> Operands:
+        shape = Shape(*self.case.shard(self.size))
+        return self.subject.draw(shape, self.dtype, self.device, self.rank, self.size, seed, False)
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The weight and enough others that together they do not fit the L2."""
+        w = self.operands.w
+        if not self.member.on_gpu:
+            return [w]
+        l2 = getattr(torch.cuda.get_device_properties(self.device), "L2_cache_size", 60 << 20)
+        count = min(_MAX_WEIGHTS, max(1, round(_L2_TIMES * l2 / (w.numel() * w.element_size()) + 0.5)))
+        shape, scale = (w.shape[0], w.shape[1]), w.shape[1] ** -0.5
+        return [w] + [normal(shape, scale, self.dtype, self.device, 77, self.rank, i) for i in range(count - 1)]
+
+    def input(self) -> torch.Tensor:
+        """What the bare matmul multiplies."""
+        return self.operands.x
+
+    def ours(self) -> Call:
+        x, group, out, ws = self.operands.x, self.group, self.out, cycle(self.weights)
+        operator, options = getattr(tw, self.case.op), self.subject.options
+        return lambda: operator(x, next(ws), group=group, out=out, **options)
+
+    @abstractmethod
+    def unfused(self) -> Call:
+        """The operator as collectives and matmuls of torch."""
+
+    @abstractmethod
+    def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(source here, target at a peer) of everything that this rank must send, for the bound."""
+
+    def gemm(self) -> Call:
+        x, ws = self.input(), cycle([w.t() for w in self.weights])
+        out = x.new_empty(x.shape[0], self.operands.w.shape[0])
+        return lambda: torch.mm(x, next(ws), out=out)
+
+    def corun(self) -> Call:
+        pushes, side, gemm = self.pushes(), torch.cuda.Stream(self.device, priority=-1), self.gemm()
+
+        def call() -> None:
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for source, target in pushes:
+                    target.copy_(source, non_blocking=True)
+            gemm()
+            current.wait_stream(side)
+
+        return call
+
+    def torch_operator(self, name: str, peer: str) -> Any:
+        """``torch.ops.symm_mem.<name>``, or None and a note where this torch has none. Symmetric memory comes first."""
+        if not hasattr(torch.ops.symm_mem, name):
+            self.missing[peer] = f"this torch has no torch.ops.symm_mem.{name}"
+            return None
+        return getattr(torch.ops.symm_mem, name)
+
+    def symmetric(self, *shape: int) -> tuple[torch.Tensor, Any]:
+        """Collective: symmetric memory of ``shape``, and torch's handle on it. Registers torch's operators."""
+        import torch.distributed._symmetric_memory as symm_mem
+
+        with warnings.catch_warnings():  # deprecated where it is not needed any more
+            warnings.simplefilter("ignore")
+            symm_mem.enable_symm_mem_for_group(self.group.group_name)
+        tensor = symm_mem.empty(*shape, dtype=self.dtype, device=self.device)
+        handle = symm_mem.rendezvous(tensor, self.group.group_name)
+        self._held += [tensor, handle]  # peers copy into it for as long as this object lives
+        return tensor, handle
+
+    def others(self, handle: Any, shape: tuple[int, ...]) -> list[torch.Tensor]:
+        """Each peer's memory behind ``handle``, starting with the next rank."""
+        return [handle.get_buffer((self.rank + i) % self.size, shape, self.dtype) for i in range(1, self.size)]
+
+    def errors(self) -> tuple[float, float]:
+        """Collective use of the operator, twice: worst error on this rank against fp32, and against the unfused path.
+
+        Outputs are full of NaN before; the second call has other data.
+        """
+        against_fp32, against_unfused = [], []
+        for attempt in range(2):
+            operands = self.operands if attempt == 0 else self._draw(4242)
+            self.out.fill_(float("nan"))
+            self.subject.call(operands, self.group, out=self.out)
+            tw.synchronize(self.group)
+            against_fp32.append(self.subject.error(operands, self.out))
+            want = getattr(reference, self.case.op)(operands.x, operands.w, None, self.group, **self.subject.options)
+            want = want[0] if isinstance(want, tuple) else want
+            against_unfused.append(((self.out - want).float().norm() / want.float().norm()).item())
+        return worst_of(against_fp32), worst_of(against_unfused)
+
+
+class AllGatherMatmulPeers(Peers):
+    """The gathered input times the weight; every rank pushes its shard to all others."""
+
+    def makers(self) -> dict[str, Callable[[], Call | None]]:
+        return {**super().makers(), TORCH: self.torch_fused}
+
+    def input(self) -> torch.Tensor:
+        return self.operands.rows
+
+    def unfused(self) -> Call:
+        x, group, out = self.operands.x, self.group, torch.empty_like(self.out)
+        gathered, ws = torch.empty_like(self.operands.rows), cycle([w.t() for w in self.weights])
+
+        def call() -> None:
+            all_gather_flat(gathered, x, group=group)
+            torch.mm(gathered, next(ws), out=out)
+
+        return call
+
+    def torch_fused(self) -> Call | None:
+        shard, _ = self.symmetric(*self.operands.x.shape)
+        operator = self.torch_operator("fused_all_gather_matmul", TORCH)
+        if operator is None:
+            return None
+        shard.copy_(self.operands.x)
+        ws, name = cycle([w.t() for w in self.weights]), self.group.group_name
+        # as our call, without the gathered input: returning it costs a copy of the own shard, and the path of one multicast
+        return lambda: operator(shard, [next(ws)], 0, name, return_A=False)
+
+    def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        x = self.operands.x
+        local, handle = self.symmetric(*self.operands.rows.shape)
+        rows = slice(self.rank * x.shape[0], (self.rank + 1) * x.shape[0])
+        return [(x, target[rows]) for target in self.others(handle, local.shape)]
+
+
+class MatmulReduceScatterPeers(Peers):
+    """The partial product; every rank pushes to each other rank the rows that this one owns."""
+
+    def makers(self) -> dict[str, Callable[[], Call | None]]:
+        return {**super().makers(), TORCH: self.torch_fused}
+
+    def unfused(self) -> Call:
+        x, group, out, ws = self.operands.x, self.group, torch.empty_like(self.out), cycle([w.t() for w in self.weights])
+        partial = x.new_empty(x.shape[0], self.operands.w.shape[0])
+        if not self.member.on_gpu:
+            return lambda: out.copy_(collectives.reduce_scatter(torch.mm(x, next(ws), out=partial), group))
+
+        def call() -> None:
+            torch.mm(x, next(ws), out=partial)
+            reduce_scatter_flat(out, partial, group=group)
+
+        return call
+
+    def torch_fused(self) -> Call | None:
+        self.symmetric(1)  # the operator has its own workspace; this registers it
+        operator = self.torch_operator("fused_matmul_reduce_scatter", TORCH)
+        if operator is None:
+            return None
+        x, ws, name = self.operands.x, cycle([w.t() for w in self.weights]), self.group.group_name
+        return lambda: operator(x, next(ws), "sum", 0, name)
+
+    def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        local, handle = self.symmetric(self.size, *self.out.shape)
+        return [(self.out, target[self.rank]) for target in self.others(handle, local.shape)]
+
+
+class MatmulAllReducePeers(Peers):
+    """The partial product; a rank sends at least what a reduce-scatter and an all-gather send, 2 (R-1) / R of the result."""
+
+    def makers(self) -> dict[str, Callable[[], Call | None]]:
+        return {**super().makers(), ONE_SHOT: self.one_shot, TWO_SHOT: self.two_shot}
+
+    def unfused(self) -> Call:
+        x, group, out, ws = self.operands.x, self.group, torch.empty_like(self.out), cycle([w.t() for w in self.weights])
+        if not self.member.on_gpu:
+            return lambda: collectives.all_reduce(torch.mm(x, next(ws), out=out), group)
+
+        def call() -> None:
+            torch.mm(x, next(ws), out=out)
+            dist.all_reduce(out, group=group)
+
+        return call
+
+    def one_shot(self) -> Call | None:
+        return self._then("one_shot_all_reduce", ONE_SHOT)
+
+    def two_shot(self) -> Call | None:
+        return self._then("two_shot_all_reduce_", TWO_SHOT)
+
+    def _then(self, name: str, peer: str) -> Call | None:
+        """A matmul into symmetric memory, then torch's all-reduce ``name`` over it."""
+        partial, _ = self.symmetric(*self.out.shape)
+        operator = self.torch_operator(name, peer)
+        if operator is None:
+            return None
+        x, ws, group = self.operands.x, cycle([w.t() for w in self.weights]), self.group.group_name
+
+        def call() -> None:
+            torch.mm(x, next(ws), out=partial)
+            operator(partial, "sum", group)
+
+        return call
+
+    def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        share = -(-2 * self.out.numel() // self.size)
+        local, handle = self.symmetric(self.size, share)
+        source = torch.empty(share, dtype=self.dtype, device=self.device)
+        return [(source, target[self.rank]) for target in self.others(handle, local.shape)]
+
+
+class ExchangePeers(Peers):
+    """A matmul and one all-to-all, with the permutation of columns that torch's needs.
+
+    Before it one product for each rank writes them where they must stand; behind it they are copied.
+    """
+
+    def input(self) -> torch.Tensor:
+        return self.operands.x if self.case.op == OUT else self.operands.rows
+
+    def unfused(self) -> Call:
+        x, size, out, on_gpu = self.operands.x, self.size, torch.empty_like(self.out), self.member.on_gpu
+        ws = cycle(self.weights)
+        rows, cols = (x.shape[0], self.out.shape[1]) if self.case.op == OUT else (self.out.shape[0], x.shape[1])
+        moved = x.new_empty(size, rows, cols)
+
+        def exchange(to: torch.Tensor, parts: torch.Tensor) -> None:
+            if on_gpu:
+                dist.all_to_all_single(to, parts, group=self.group)
+            else:  # gloo has no halves
+                to.copy_(reference.exchange(parts.view(-1, cols), Exchange(0, 0), self.group).view_as(to))
+
+        def project() -> torch.Tensor:
+            by_rank = next(ws).view(size, cols, x.shape[1]).transpose(1, 2)
+            torch.bmm(x.expand(size, *x.shape), by_rank, out=moved)
+            exchange(out.view(size, rows, cols), moved)
+            return out
+
+        exchanged = x.new_empty(rows, size * cols)
+
+        def collect() -> torch.Tensor:
+            exchange(moved, x.view(size, rows, cols))
+            exchanged.view(rows, size, cols).copy_(moved.transpose(0, 1))
+            return torch.mm(exchanged, next(ws).t(), out=out)
+
+        return project if self.case.op == OUT else collect
+
+    def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        x = self.operands.x
+        shape = (x.shape[0], self.out.shape[1]) if self.case.op == OUT else (self.out.shape[0], x.shape[1])
+        local, handle = self.symmetric(self.size, *shape)
+        source = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return [(source, target[self.rank]) for target in self.others(handle, local.shape)]
+
+
+PEERS_OF: dict[str, type[Peers]] = {
+    AG: AllGatherMatmulPeers, RS: MatmulReduceScatterPeers, AR: MatmulAllReducePeers, OUT: ExchangePeers, IN: ExchangePeers
+}  # fmt: skip

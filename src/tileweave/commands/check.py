@@ -1,0 +1,302 @@
+"""``tileweave check``: are the operators right on the devices of this machine?
+
+Four kinds of check for each operator, in worlds of 2, 3 and 4 ranks as devices allow: shapes (odd ones, every dtype,
+bias, gathered, ``out=``), hundreds of calls of changing size with each rank late in turn and nobody waiting in between,
+two groups at once, and CUDA graphs replayed with changing inputs. Data is fresh in each call and outputs are full of
+NaN before, so a stale slot or a signal that came too early cannot hide. Without GPUs the kernels run interpreted, and
+counts are small.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+import tileweave as tw
+from tileweave.bench.console import Steps
+from tileweave.bench.run import short
+from tileweave.bench.subjects import SUBJECTS, TOLERANCE, Operands, Shape, Subject, poisoned, worst, worst_of
+from tileweave.launcher import Member
+
+_BATCH = 50  # calls that are queued before any is looked at
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an operator is checked with: ``shapes`` once each, ``changing`` in random order many times."""
+
+    shapes: tuple[Shape, ...]
+    changing: tuple[Shape, ...]
+    captured: tuple[Shape, ...]
+
+
+# Tokens a rank, columns and K of an expert; few rows an expert and many.
+_EXPERTS_ON_GPU = Sizes(
+    tuple(Shape(*s) for s in ((1, 256, 512), (37, 328, 200), (300, 520, 384), (1021, 1000, 1024))),
+    tuple(Shape(rows, 384, 256) for rows in (1, 16, 37, 200, 777)),
+    (Shape(4, 1024, 512), Shape(600, 1024, 512)),
+)
+_EXPERTS_ON_CPU = Sizes((Shape(3, 24, 20),), tuple(Shape(rows, 16, 16) for rows in (1, 2, 4)), ())
+# (m, n, K) of one rank. Rows of 1 and of odd counts, tiles that span shards, both transports, K that no tile divides.
+ON_GPU = {
+    "all_gather_matmul": Sizes(
+        tuple(Shape(*s) for s in ((1, 256, 512), (16, 384, 1024), (37, 200, 328), (256, 2560, 4096), (1021, 2500, 5000))),
+        tuple(Shape(rows, 384, 512) for rows in (1, 16, 37, 64, 128, 200, 256, 512, 777, 1024)),
+        (Shape(16, 1024, 2048), Shape(128, 1024, 2048), Shape(1024, 2048, 2048)),
+    ),
+    "matmul_reduce_scatter": Sizes(
+        tuple(Shape(*s) for s in ((1, 256, 512), (16, 1024, 384), (37, 328, 200), (256, 4096, 2560), (1021, 2504, 1000))),
+        tuple(Shape(rows, 512, 384) for rows in (1, 16, 37, 64, 128, 200, 256, 777)),
+        (Shape(16, 2048, 1024), Shape(1024, 2048, 2048)),
+    ),
+    "matmul_all_reduce": Sizes(
+        tuple(Shape(*s) for s in ((1, 4096, 1024), (5, 328, 200), (16, 1024, 384), (64, 2504, 1000), (512, 4096, 2560))),
+        tuple(Shape(rows, 1024, 384) for rows in (1, 2, 7, 16, 17, 64, 200, 512)),
+        (Shape(1, 4096, 2048), Shape(16, 4096, 2048), Shape(256, 2048, 1024)),
+    ),
+    "matmul_all_to_all": Sizes(  # rows of x, columns of the result, K
+        tuple(Shape(*s) for s in ((1, 64, 512), (16, 384, 1024), (37, 200, 328), (256, 1280, 4096), (1021, 1000, 1000))),
+        tuple(Shape(rows, 128, 384) for rows in (1, 16, 37, 128, 256, 777)),
+        (Shape(16, 512, 1024), Shape(1024, 512, 2048)),
+    ),
+    "all_to_all_matmul": Sizes(  # rows and columns of the result, K of a part
+        tuple(Shape(*s) for s in ((1, 256, 128), (16, 384, 256), (37, 200, 328), (256, 2560, 1024), (1021, 1000, 1000))),
+        tuple(Shape(rows, 384, 128) for rows in (1, 16, 37, 128, 256, 777)),
+        (Shape(16, 1024, 512), Shape(1024, 2048, 512)),
+    ),
+    "embedding_bag_all_to_all": Sizes(  # samples a rank, tables a rank, columns of a table
+        tuple(Shape(*s) for s in ((1, 1, 128), (37, 3, 64), (512, 8, 128), (100, 2, 13))),
+        tuple(Shape(rows, 4, 64) for rows in (1, 16, 37, 200, 512)),
+        (Shape(16, 4, 128), Shape(1024, 8, 128)),
+    ),
+    "dispatch_grouped_matmul": _EXPERTS_ON_GPU,
+    "grouped_matmul_combine": _EXPERTS_ON_GPU,
+}
+ON_CPU = {
+    "all_gather_matmul": Sizes(
+        tuple(Shape(*s) for s in ((1, 32, 64), (17, 50, 100), (64, 48, 96))),
+        tuple(Shape(rows, 32, 64) for rows in (1, 8, 17, 32, 64)),
+        (),
+    ),
+    "matmul_reduce_scatter": Sizes(
+        tuple(Shape(*s) for s in ((1, 32, 64), (17, 50, 100))), tuple(Shape(rows, 64, 32) for rows in (1, 8, 17, 32)), ()
+    ),
+    "matmul_all_reduce": Sizes(
+        tuple(Shape(*s) for s in ((1, 64, 32), (65, 50, 100))), tuple(Shape(rows, 64, 32) for rows in (1, 2, 17, 64)), ()
+    ),
+    "matmul_all_to_all": Sizes(
+        tuple(Shape(*s) for s in ((1, 16, 32), (17, 25, 50))), tuple(Shape(rows, 16, 32) for rows in (1, 8, 17, 64)), ()
+    ),
+    "all_to_all_matmul": Sizes(
+        tuple(Shape(*s) for s in ((1, 32, 16), (17, 50, 25))), tuple(Shape(rows, 32, 16) for rows in (1, 8, 17, 64)), ()
+    ),
+    "embedding_bag_all_to_all": Sizes(
+        tuple(Shape(*s) for s in ((1, 1, 8), (3, 2, 5))), tuple(Shape(rows, 2, 4) for rows in (1, 2, 4)), ()
+    ),
+    "dispatch_grouped_matmul": _EXPERTS_ON_CPU,
+    "grouped_matmul_combine": _EXPERTS_ON_CPU,
+}
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """One check: the worst error over all its calls and ranks, relative to what its dtype allows (1 is the limit)."""
+
+    op: str
+    world_size: int
+    name: str
+    calls: int
+    share: float
+    paths: str
+    seconds: float
+
+    @property
+    def right(self) -> bool:
+        return self.share <= 1.0
+
+
+@dataclass
+class _Pending:
+    """A call that was made; ``verify`` compares it once it is done."""
+
+    subject: Subject
+    operands: Operands
+    out: torch.Tensor
+    second: torch.Tensor | None = None
+
+    def share(self) -> float:
+        return self.subject.error(self.operands, self.out, self.second) / TOLERANCE[self.operands.x.dtype]
+
+
+class Checker:
+    """The checks of one operator on one rank. Every method is collective."""
+
+    def __init__(self, member: Member, op: str, calls: int) -> None:
+        self.member, self.op, self.calls = member, op, calls
+        self.subject = SUBJECTS[op]
+        self.sizes = (ON_GPU if member.on_gpu else ON_CPU)[op]
+        self.dtypes = (torch.bfloat16, torch.float16) if member.on_gpu else (torch.float32, torch.float16)
+        self.paths: set[str] = set()
+
+    def names(self) -> list[str]:
+        graphs = ["graph replayed"] if self.member.on_gpu else []
+        return ["shapes", "late ranks", "two groups", *graphs]
+
+    def run(self, name: str) -> CheckRow:
+        started = time.monotonic()
+        self.paths = set()
+        checks = {
+            "shapes": self.shapes, "late ranks": self.late_ranks, "two groups": self.two_groups,
+            "graph replayed": self.graph_replayed,
+        }  # fmt: skip
+        shares = list(checks[name]())
+        tw.synchronize()
+        share = worst(worst_of(shares), self.member.device, self.member.group)
+        paths = ", ".join(sorted(self.paths))
+        return CheckRow(self.op, self.member.world_size, name, len(shares), share, paths, time.monotonic() - started)
+
+    def _draw(self, shape: Shape, dtype: torch.dtype, seed: int, group: dist.ProcessGroup, bias: bool) -> Operands:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        operands = self.subject.draw(shape, dtype, self.member.device, rank, size, seed, bias)
+        self.paths.add(short(self.subject.explain(operands, group)))
+        return operands
+
+    def _call(self, operands: Operands, group: dist.ProcessGroup, into: bool, second: bool = False) -> _Pending:
+        place = poisoned(operands.out_shape, operands.x.dtype, self.member.device) if into else None
+        return _Pending(self.subject, operands, *self.subject.call(operands, group, place, second))
+
+    def shapes(self) -> Iterator[float]:
+        """Every shape: plain; with bias into ``out=``; in the other dtype with bias and the second result; in fp32."""
+        group, (first, second) = self.member.group, self.dtypes
+        # dtype, bias, out=, second result: few enough that compiling them does not take longer than running them
+        variants = [(first, False, False, False), (first, True, True, False), (second, True, False, True)]
+        if self.member.on_gpu:
+            variants.append((torch.float32, True, True, False))
+        for number, (shape, variant) in enumerate(product(self.sizes.shapes, variants)):
+            dtype, bias, into, second = variant
+            for again in range(2):  # both slots
+                operands = self._draw(shape, dtype, 2 * number + again, group, bias)
+                yield self._call(operands, group, into, second).share()
+
+    def late_ranks(self) -> Iterator[float]:
+        """Calls of changing size; one rank comes late to each, in turn, and nobody looks at results in between."""
+        group, order = self.member.group, random.Random(7)
+        shapes = [order.choice(self.sizes.changing) for _ in range(self.calls)]
+        for first in range(0, self.calls, _BATCH):
+            batch = [
+                self._draw(shape, self.dtypes[0], 5000 + first + n, group, bias=False)
+                for n, shape in enumerate(shapes[first : first + _BATCH])
+            ]
+            pending = []
+            for n, operands in enumerate(batch):
+                if (first + n) % self.member.world_size == self.member.rank:
+                    self.member.pause(1e-3 if self.member.on_gpu else 2e-2)
+                pending.append(self._call(operands, group, into=True))
+            yield from [call.share() for call in pending]
+
+    def two_groups(self) -> Iterator[float]:
+        """The world and a part of it in turns, each with an epoch of its own; on GPUs from two streams."""
+        members = [0, 1]
+        part: Any = dist.new_group(members)  # a marker on ranks that are not in it
+        mine = [self.member.group] + ([part] if self.member.rank in members else [])
+        streams = [torch.cuda.Stream() for _ in mine] if self.member.on_gpu else None
+        pending = []
+        for n in range(max(self.calls // 5, 6)):
+            for which, group in enumerate(mine):
+                if which == 1 and n % 3 == 2:  # the part has fewer calls than the world
+                    continue
+                shape = self.sizes.changing[(n + which) % len(self.sizes.changing)]
+                operands = self._draw(shape, self.dtypes[0], 9000 + 2 * n + which, group, bias=True)
+                if (n + self.member.rank) % 4 == 0:
+                    self.member.pause(1e-3)
+                if streams is None:
+                    pending.append(self._call(operands, group, into=True))
+                    continue
+                streams[which].wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(streams[which]):
+                    pending.append(self._call(operands, group, into=True))
+        self.member.barrier()
+        yield from [call.share() for call in pending]
+        if self.member.rank in members:
+            tw.close(part)
+        self.member.barrier()
+
+    def graph_replayed(self) -> Iterator[float]:
+        """Two calls in one CUDA graph, replayed with other inputs each time; now and then an eager call between."""
+        group = self.member.group
+        for shape in self.sizes.captured:
+            operands = self._draw(shape, self.dtypes[0], 1, group, bias=False)
+            outs = [poisoned(operands.out_shape, self.dtypes[0], self.member.device) for _ in range(2)]
+            self._call(operands, group, into=True)  # makes the workspace, compiles
+            self.member.barrier()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for out in outs:
+                    self.subject.call(operands, group, out)
+            pending = []
+            for n in range(max(self.calls // 5, 10)):
+                fresh = self._draw(shape, self.dtypes[0], 20000 + n, group, bias=False)
+                operands.x.copy_(fresh.x)
+                operands.w.copy_(fresh.w)
+                for out in outs:
+                    out.fill_(math.nan)
+                if n % self.member.world_size == self.member.rank:
+                    self.member.pause(5e-4)
+                graph.replay()
+                pending += [_Pending(self.subject, fresh, out.clone()) for out in outs]
+                if n % 7 == 3:
+                    pending.append(self._call(fresh, group, into=True))
+                if len(pending) >= _BATCH:
+                    yield from [call.share() for call in pending]
+                    pending = []
+            yield from [call.share() for call in pending]
+            self.member.barrier()
+            del graph
+
+
+def check(member: Member, calls: int) -> list[CheckRow]:
+    """Every check of every operator in this world; collective. Only rank 0 shows progress."""
+    checkers = [Checker(member, op, calls) for op in tw.OPERATORS]
+    rows = []
+    total = sum(len(checker.names()) for checker in checkers)
+    with Steps(f"check, world {member.world_size}", total, show=member.rank == 0) as steps:
+        for checker in checkers:
+            for name in checker.names():
+                steps.now(f"world {member.world_size}, {checker.op}: {name}")
+                rows.append(checker.run(name))
+                verdict = "ok" if rows[-1].right else "[bold red]WRONG[/]"
+                steps.done(f"{verdict}, {rows[-1].calls} calls, worst error {rows[-1].share:.2g} of what is allowed")
+    member.barrier()
+    tw.close()
+    return rows
+
+
+def table_of(rows: list[CheckRow]) -> Table:
+    """The rows as a table."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in ("operator", "world", "check", "calls of a rank", "error / allowed", "seconds", "", "paths taken"):
+        numeric = name in ("world", "calls of a rank", "error / allowed", "seconds")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=name != "paths taken")
+    for row in rows:
+        verdict = "[green]ok[/]" if row.right else "[bold red]WRONG[/]"
+        table.add_row(
+            row.op, str(row.world_size), row.name, str(row.calls), f"{row.share:.2g}", f"{row.seconds:.1f}", verdict,
+            row.paths,
+        )  # fmt: skip
+    return table
+
+
+def note_on(paths: Iterable[str]) -> list[str]:
+    """A line where no kernel of ours was checked: every path, of one case or several by commas, is unfused."""
+    taken = {path for several in paths for path in several.split(", ")}
+    return ["note: every path taken is unfused: torch and its collectives were checked, no kernel"] * (taken == {"unfused"})

@@ -1,0 +1,222 @@
+"""``tileweave doctor``: what this machine has, what will run on it, and why the rest will not.
+
+Starts no process and no process group, and never fails: what cannot be found out is reported as such.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tileweave.bench.cases import Case
+from tileweave.bench.environment import nccl_version, version_of
+from tileweave.planning.machine import CPU, Machine
+from tileweave.planning.matmul import (
+    Problem,
+    plan_all_gather_matmul,
+    plan_all_to_all_matmul,
+    plan_matmul_all_reduce,
+    plan_matmul_all_to_all,
+    plan_matmul_reduce_scatter,
+    why_no_kernel,
+)
+from tileweave.planning.sharding import plan_embedding
+
+LEAST_TORCH, LEAST_TRITON = (2, 11), (3, 6)
+_TROUBLE = (RuntimeError, OSError, ImportError, AttributeError, ValueError, TypeError, AssertionError)
+_PLANS = {
+    "all_gather_matmul": plan_all_gather_matmul,
+    "matmul_reduce_scatter": plan_matmul_reduce_scatter,
+    "matmul_all_reduce": plan_matmul_all_reduce,
+    "matmul_all_to_all": plan_matmul_all_to_all,
+    "all_to_all_matmul": plan_all_to_all_matmul,
+}
+_TYPICAL = {  # global M, N, K
+    "all_gather_matmul": ((64, 28672, 8192), (1024, 28672, 8192), (8192, 28672, 8192)),
+    "matmul_reduce_scatter": ((64, 8192, 28672), (1024, 8192, 28672), (8192, 8192, 28672)),
+    "matmul_all_reduce": ((1, 8192, 28672), (16, 8192, 28672), (256, 8192, 28672)),
+    "matmul_all_to_all": ((1024, 10240, 4096), (16384, 10240, 4096)),
+    "all_to_all_matmul": ((1024, 4096, 8192), (16384, 4096, 8192)),
+}
+_OPTIONAL = {
+    "typer": "the commands",
+    "rich": "the commands",
+    "matplotlib": "pictures",
+    "numpy": "interpreted kernels, hence the demo without GPUs",
+    "greenlet": "tileweave fuzz",
+    "simpy": "tileweave simulate",
+    "pyyaml": "tileweave simulate",
+    "protobuf": "traces of tileweave simulate",
+}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line: ``good`` is None where a value is neither good nor bad."""
+
+    name: str
+    value: str
+    good: bool | None = None
+
+
+@dataclass
+class Diagnosis:
+    """Facts by section, the peer-access matrix (empty without GPUs), and what will run."""
+
+    software: list[Fact] = field(default_factory=list)
+    devices: list[Fact] = field(default_factory=list)
+    peer_access: list[list[bool]] = field(default_factory=list)
+    verdicts: list[Fact] = field(default_factory=list)
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine."""
+    found = Diagnosis()
+    found.software = _software()
+    count = _guarded(torch.cuda.device_count, 0)
+    found.devices = _devices(count)
+    found.peer_access = [[i == j or _peer(i, j) for j in range(count)] for i in range(count)]
+    linked = all(all(row) for row in found.peer_access)
+    machine = _guarded(_machine, CPU) if count else CPU
+    found.verdicts = _verdicts(count, linked, machine)
+    return found
+
+
+def _guarded(question: Callable[[], Any], otherwise: Any) -> Any:
+    """The answer, or ``otherwise`` where asking fails in one of the ways in which drivers and builds fail."""
+    try:
+        return question()
+    except _TROUBLE:
+        return otherwise
+
+
+def _peer(one: int, other: int) -> bool:
+    return bool(_guarded(lambda: torch.cuda.can_device_access_peer(one, other), False))
+
+
+def _machine() -> Machine:
+    from tileweave.transport.cuda import describe
+
+    return describe(0)
+
+
+def _software() -> list[Fact]:
+    facts = [
+        Fact("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}", True),
+        Fact("tileweave", version_of("tileweave") or "not installed, run from its source"),
+        Fact("torch", torch.__version__, _at_least(torch.__version__, LEAST_TORCH)),
+    ]
+    triton = version_of("triton")
+    new_enough = triton is not None and _at_least(triton, LEAST_TRITON)
+    facts.append(Fact("triton", triton or "missing: no kernel can run", new_enough))
+    facts.append(Fact("CUDA of torch", torch.version.cuda or "none: a CPU build"))
+    facts.append(Fact("NCCL of torch", (nccl_version() if torch.version.cuda else None) or "none"))
+    facts.append(Fact("distributed", "available" if dist.is_available() else "missing", dist.is_available()))
+    for name, purpose in _OPTIONAL.items():
+        version = version_of(name)
+        facts.append(Fact(name, version or f"missing; needed for {purpose}", None if version else False))
+    return facts
+
+
+def _at_least(version: str, least: tuple[int, int]) -> bool:
+    parts = version.split("+")[0].split(".")[:2]
+    return all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= least
+
+
+def _devices(count: int) -> list[Fact]:
+    facts = []
+    driver = _guarded(lambda: ctypes.CDLL("libcuda.so.1") is not None, False)
+    facts.append(Fact("NVIDIA driver", "found" if driver else "none (libcuda.so.1 cannot be loaded)", driver or None))
+    for index in range(count):
+        properties = _guarded(lambda index=index: torch.cuda.get_device_properties(index), None)
+        if properties is None:
+            facts.append(Fact(f"GPU {index}", "cannot be queried", False))
+            continue
+        facts.append(
+            Fact(
+                f"GPU {index}",
+                f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} "
+                f"multiprocessors, {properties.total_memory / 2**30:.0f} GiB",
+                properties.major >= 8,
+            )
+        )
+    if not count:
+        facts.append(Fact("GPUs", "none"))
+    facts.append(Fact("CPU cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())))
+    shm = Path("/dev/shm")
+    free = _guarded(lambda: shutil.disk_usage(shm).free, 0)
+    usable = shm.is_dir() and os.access(shm, os.W_OK)
+    text = f"/dev/shm, {free / 2**20:.0f} MiB free" if usable else "no /dev/shm: the temporary folder is used, slower"
+    facts.append(Fact("shared host memory", text, usable))
+    facts.append(Fact("NVLink multicast", "not needed"))
+    for name in sorted(os.environ):
+        if name.startswith("TILEWEAVE_") or name == "TRITON_INTERPRET":
+            facts.append(Fact(name, os.environ[name]))
+    return facts
+
+
+def _verdicts(count: int, linked: bool, machine: Machine) -> list[Fact]:
+    """What will run here, and why the rest will not. Plans only where there are compiled kernels to plan with."""
+    compiled = _compiled(count, linked, machine)
+    verdicts = [_interpreted(), compiled]
+    if compiled.good:
+        for op in _PLANS:
+            for m, n, k in _TYPICAL[op]:
+                size = min(count, 8)
+                problem = Problem(size, *Case(op, "", m, n, k, False, "large").shard(size), 2, "bfloat16")
+                plan = _guarded(lambda op=op, problem=problem: str(_PLANS[op](problem, machine, False)), "unknown")
+                verdicts.append(Fact(f"{op} {m}, {n}, {k}", str(plan)))
+        lookups = str(plan_embedding(min(count, 8), 512, 8.0, machine, False))
+        verdicts.append(Fact("embedding_bag_all_to_all, 128 columns of fp32, 8 rows a bag", lookups))
+    return verdicts
+
+
+def _interpreted() -> Fact:
+    name = "interpreted kernels (demo, tests)"
+    triton, numpy = version_of("triton"), version_of("numpy")
+    if sys.platform == "win32":
+        return Fact(name, "no: ranks share memory by POSIX means", False)
+    if not triton or not numpy:
+        missing = "triton" if not triton else "numpy"
+        return Fact(name, f"no: {missing} is missing; remedy: pip install {missing}", False)
+    return Fact(name, "yes, any number of ranks up to 8: tileweave demo --device cpu", True)
+
+
+def _compiled(count: int, linked: bool, machine: Machine) -> Fact:
+    name = "compiled kernels"
+    if count < 2:
+        reason = "one GPU, and a group needs one for each rank" if count else "no GPU"
+        return Fact(name, f"no: {reason}; operators on CPU tensors run unfused", False)
+    if not linked:
+        return Fact(name, "no: some GPUs cannot access each other's memory (see the matrix); unfused there", False)
+    if machine.backend == "cuda" and machine.arch < 80:
+        return Fact(name, f"no: sm_{machine.arch} is below sm_80", False)
+    lacking = _lacking()
+    if lacking:
+        return Fact(name, f"no: {lacking}", False)
+    unfused = why_no_kernel("bfloat16", machine)  # what the planners of all operators with matmuls ask
+    of_what = f"embeddings fused; matmuls and experts unfused: {unfused}" if unfused else "bf16 and fp16 fused, fp32 unfused"
+    return Fact(name, f"yes: worlds of 2 to {min(count, 8)} ranks, {of_what}", True)
+
+
+def _lacking() -> str:
+    """What software compiled kernels need and do not have here; empty where nothing is missing."""
+    for package, version, least in (("torch", torch.__version__, LEAST_TORCH), ("triton", version_of("triton"), LEAST_TRITON)):
+        wanted = ".".join(map(str, least))
+        if version is None:
+            return f"{package} is missing; remedy: pip install '{package}>={wanted}'"
+        if not _at_least(version, least):
+            return f"{package} {version} is older than {wanted}; remedy: pip install '{package}>={wanted}'"
+    if not _guarded(lambda: __import__("torch.distributed._symmetric_memory") is not None, False):
+        return "this torch has no symmetric memory"
+    return ""

@@ -1,0 +1,366 @@
+"""``tileweave check --stress``: thousands of calls in disorder, every result checked.
+
+All ranks follow one random list of moves: operator, shape, operands, group (the world, or a part of it), eager call or
+replay of a CUDA graph. Each group has a stream of its own. Each rank sleeps at moments of its own, before a call or behind
+it, on its stream or its host, so that ranks drift apart as far as the protocol lets them. Epochs start just below 2**31, where
+they become negative; half-way they are moved just below 2**32, where they become zero. Now and then slots are filled with NaN,
+where the protocol does not count on zeros. Shapes are few, one for each kernel that plans choose, so that compiling them does
+not take longer than calling them.
+
+The oracle: the first result of each set of operands is compared with fp32; every later one must have the same bits, which is
+what the library promises, and costs one comparison on the device, looked at once in a batch. Outputs are full of NaN before.
+Bits that differ within the tolerance are counted apart from wrong results.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tileweave as tw
+from tileweave.bench.console import Steps
+from tileweave.bench.run import short
+from tileweave.bench.subjects import SUBJECTS, TOLERANCE, Operands, Shape, Subject, poisoned, worst
+from tileweave.launcher import Member
+from tileweave.ops.core.registry import name_of
+from tileweave.transport.interface import EPOCH
+from tileweave.transport.workspace import REGISTRY, Workspace
+
+_DATA = 3  # sets of operands of each operator and shape
+_BATCH = 64  # moves between two looks at what has gone wrong
+_BELOW_WRAP = 150  # calls of an instance until its epoch wraps
+_SLEEPY, _LONGEST = 0.06, 2e-3  # share of moves at which a rank sleeps, and how long at most, seconds
+_REPLAYED = 0.25  # share of moves that replay a graph, where there are any
+_POISONED = 0.02  # share of batches after which slots are filled with NaN
+_HOST_SLEEPY = 0.01  # share of moves at which its host does
+# Operators whose signals announce data, so that slots may hold anything before. The others' data announces itself.
+SIGNALLED = ("all_gather_matmul", "all_to_all_matmul", "embedding_bag_all_to_all")
+
+
+def _shapes(*sizes: tuple[int, int, int]) -> tuple[Shape, ...]:
+    return tuple(Shape(*size) for size in sizes)
+
+
+# By operator: what the world calls, and what the part of two calls. Odd ones have a bias.
+ON_GPU = {
+    "all_gather_matmul": (
+        _shapes((16, 384, 512), (37, 384, 512), (200, 384, 512), (777, 384, 512)), _shapes((16, 384, 512), (777, 384, 512))
+    ),
+    "matmul_reduce_scatter": (
+        _shapes((16, 512, 384), (200, 512, 384), (777, 512, 384)), _shapes((200, 512, 384), (777, 512, 384))
+    ),
+    "matmul_all_reduce": (
+        _shapes((2, 1024, 384), (17, 1024, 384), (64, 1024, 384), (200, 1024, 384)), _shapes((7, 1024, 384), (200, 1024, 384))
+    ),
+    "matmul_all_to_all": (_shapes((16, 128, 384), (256, 128, 384)), _shapes((37, 128, 384))),
+    "all_to_all_matmul": (_shapes((16, 384, 128), (777, 384, 128)), _shapes((128, 384, 128))),
+    "dispatch_grouped_matmul": (_shapes((16, 384, 256), (200, 384, 256)), _shapes((37, 384, 256))),
+    "grouped_matmul_combine": (_shapes((16, 384, 256), (200, 384, 256)), _shapes((37, 384, 256))),
+    "embedding_bag_all_to_all": (_shapes((1, 4, 64), (37, 4, 64), (512, 4, 64)), _shapes((16, 4, 64))),
+}  # fmt: skip
+ON_CPU = {
+    "all_gather_matmul": (_shapes((1, 32, 64), (17, 32, 64), (64, 32, 64)), _shapes((17, 32, 64))),
+    "matmul_reduce_scatter": (_shapes((1, 64, 32), (17, 64, 32)), _shapes((17, 64, 32))),
+    "matmul_all_reduce": (_shapes((1, 64, 32), (17, 64, 32)), _shapes((2, 64, 32))),
+    "matmul_all_to_all": (_shapes((17, 16, 32)), _shapes((8, 16, 32))),
+    "all_to_all_matmul": (_shapes((17, 32, 16)), _shapes((8, 32, 16))),
+    "dispatch_grouped_matmul": (_shapes((4, 16, 16)), _shapes((2, 16, 16))),
+    "grouped_matmul_combine": (_shapes((4, 16, 16)), _shapes((2, 16, 16))),
+    "embedding_bag_all_to_all": (_shapes((1, 2, 4), (4, 2, 4)), _shapes((2, 2, 4))),
+}
+
+
+@dataclass
+class Set:
+    """Operands of one call, and the result that all calls with them must have."""
+
+    subject: Subject
+    operands: Operands
+    group: dist.ProcessGroup
+    golden: torch.Tensor
+
+
+@dataclass
+class Graph:
+    """A captured call over operands that are overwritten before each replay, from sets of the same shape."""
+
+    graph: Any
+    operands: Operands
+    out: torch.Tensor
+    sets: list[Set]
+
+
+@dataclass
+class Lane:
+    """A group, its stream, and what can be called there."""
+
+    group: dist.ProcessGroup
+    stream: Any
+    sets: list[list[Set]] = field(default_factory=list)  # by operator and shape: sets that differ in data only
+    graphs: list[Graph] = field(default_factory=list)
+
+
+@dataclass
+class Outcome:
+    """``moves``: calls that all ranks of a group make together, ``asked`` for so many. The other counts are of all ranks.
+
+    ``wrong``: beyond the tolerance, or NaN; ``other_bits``: right, with other bits. ``prepared``: seconds until the first move.
+    ``counts``: by operator, on rank 0. ``paths``: by operator, what its calls take there, one after the other by commas.
+    """
+
+    world_size: int
+    seed: int
+    asked: int
+    moves: int
+    calls: int
+    replays: int
+    wrong: int
+    other_bits: int
+    seconds: float
+    prepared: float
+    counts: dict[str, int]
+    paths: dict[str, str]
+
+    @property
+    def right(self) -> bool:
+        return self.wrong == 0 and self.other_bits == 0
+
+    def __str__(self) -> str:
+        early = "" if self.moves == self.asked else f" (of {self.asked}: time ran out)"
+        return (
+            f"world {self.world_size}, seed {self.seed}: {self.moves} calls{early}, {self.calls + self.replays} results of all "
+            f"ranks checked, {self.replays} of them replays, {self.seconds:.0f} s, {self.prepared:.0f} of them to prepare: "
+            f"{self.wrong} wrong, {self.other_bits} right with other bits"
+        )
+
+
+class Stress:
+    """One rank's part. Every method is collective."""
+
+    def __init__(self, member: Member, seed: int) -> None:
+        self.member, self.seed = member, seed
+        self.shared, self.own = random.Random(seed), random.Random(1000 * seed + member.rank)
+        self.counts: Counter[str] = Counter()
+        self.paths: defaultdict[str, set[str]] = defaultdict(set)
+        self.calls = self.replays = self.wrong = self.other_bits = 0
+        self.suspects: list[tuple[torch.Tensor, torch.Tensor, Set]] = []  # differs?, what came out, of which set
+        self.dtype = torch.bfloat16 if member.on_gpu else torch.float32
+        self.lanes = self._lanes()
+
+    def _lanes(self) -> list[Lane]:
+        part: Any = dist.new_group([0, 1])
+        groups: list[Any] = [self.member.group, part if self.member.rank < 2 else None]
+        streams = [torch.cuda.Stream() if self.member.on_gpu else None for _ in groups]
+        return [Lane(group, stream) for group, stream in zip(groups, streams, strict=True)]
+
+    # --- Before ---
+
+    def prepare(self) -> None:
+        """Draw operands, make the results that all others must equal, capture graphs, move the epochs to the wrap."""
+        sizes = ON_GPU if self.member.on_gpu else ON_CPU
+        for number, lane in enumerate(self.lanes):
+            for op in tw.OPERATORS if lane.group is not None else ():
+                for which, shape in enumerate(sizes[op][number]):
+                    seeds = [100 * self.seed + 10 * number + n for n in range(_DATA)]
+                    lane.sets.append([self._set(lane, SUBJECTS[op], shape, seed, which % 2 == 1) for seed in seeds])
+            self.member.barrier()
+        if self.member.on_gpu:
+            for lane in self.lanes:
+                if lane.group is not None:
+                    lane.graphs = [self._capture(lane, sets) for sets in lane.sets[:: 2 - self.seed % 2]]
+                self.member.barrier()
+        self.move_epochs(2**31)
+
+    def move_epochs(self, wrap: int) -> None:
+        """Every instance goes on as if it had made almost ``wrap`` calls."""
+        for lane in self.lanes:
+            self.member.barrier()
+            for workspace in self._workspaces(lane):
+                _near_the_wrap(workspace, wrap)
+            self.member.barrier()
+
+    def _set(self, lane: Lane, subject: Subject, shape: Shape, seed: int, bias: bool) -> Set:
+        rank, size = dist.get_rank(lane.group), dist.get_world_size(lane.group)
+        operands = subject.draw(shape, self.dtype, self.member.device, rank, size, seed, bias)
+        self.paths[subject.op].add(short(subject.explain(operands, lane.group)))
+        got = subject.call(operands, lane.group, None)[0]
+        share = subject.error(operands, got) / TOLERANCE[self.dtype]
+        if not share <= 1.0:
+            self.wrong += 1
+        return Set(subject, operands, lane.group, got.clone())
+
+    def _capture(self, lane: Lane, sets: list[Set]) -> Graph:
+        first = sets[0]
+        fields = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in vars(first.operands).items()}
+        operands = type(first.operands)(**fields)
+        out = torch.empty_like(first.golden)
+        first.subject.call(operands, lane.group, out)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            first.subject.call(operands, lane.group, out)
+        return Graph(graph, operands, out, sets)
+
+    def _workspaces(self, lane: Lane) -> list[Workspace]:
+        found = REGISTRY.find(name_of(lane.group), self.member.device) if lane.group is not None else None
+        return [] if found is None else [found]
+
+    # --- Moves ---
+
+    def run(self, calls: int, seconds: float) -> Outcome:
+        """``calls`` moves, unless time runs out. Every rank sees all moves, also those of a group that it is not in."""
+        began, step, done = time.monotonic(), max(_BATCH, calls // 20), 0
+        with Steps(f"stress, world {self.member.world_size}", -(-calls // step), show=self.member.rank == 0) as steps:
+            steps.now("compiling, and making the results that all others must equal")
+            self.prepare()
+            prepared = time.monotonic() - began
+            while done < calls and not self._late(began, seconds):
+                for _ in range(min(_BATCH, calls - done)):
+                    self.move()
+                    done += 1
+                self.look()
+                if self.shared.random() < _POISONED:
+                    self.poison()
+                if done >= calls // 2 > done - _BATCH:
+                    self.move_epochs(2**32)
+                outcome = f"{self.wrong} wrong, {self.other_bits} with other bits on rank 0"
+                steps.now(f"{done} calls")
+                steps.detail(outcome)
+                if done % step < _BATCH or done == calls:
+                    steps.done(outcome)
+        return self._outcome(calls, done, time.monotonic() - began, prepared)
+
+    def move(self) -> None:
+        """One call, the same on all ranks of its group; a rank that is not in the group only draws the numbers."""
+        choice = self.shared
+        lane = self.lanes[choice.random() < 0.4]
+        which, data, replayed = choice.random(), choice.randrange(_DATA), choice.random() < _REPLAYED
+        into = choice.random() < 0.7
+        if lane.group is None:
+            return
+        self._sleep(lane)
+        if replayed and lane.graphs:
+            self._replay(lane, lane.graphs[int(which * len(lane.graphs))], data)
+        else:
+            self._call(lane, lane.sets[int(which * len(lane.sets))][data], into)
+        self._sleep(lane)
+
+    def _call(self, lane: Lane, chosen: Set, into: bool) -> None:
+        place = poisoned(tuple(chosen.golden.shape), self.dtype, self.member.device) if into else None
+        with _on(lane.stream):
+            if place is not None and lane.stream is not None:
+                lane.stream.wait_stream(torch.cuda.default_stream())
+            got = chosen.subject.call(chosen.operands, lane.group, place)[0]
+            self._compare(got, chosen)
+        self.counts[chosen.subject.op] += 1
+        self.calls += 1
+
+    def _replay(self, lane: Lane, graph: Graph, data: int) -> None:
+        """Graphs stand in the line of launches only as far as streams are ordered: so order them."""
+        chosen = graph.sets[data % len(graph.sets)]
+        others = [other.stream for other in self.lanes if other is not lane]
+        with _on(lane.stream):
+            for stream in others:
+                lane.stream.wait_stream(stream)
+            for name, value in vars(chosen.operands).items():
+                if isinstance(value, torch.Tensor):
+                    getattr(graph.operands, name).copy_(value)
+            graph.out.fill_(math.nan)
+            graph.graph.replay()
+            self._compare(graph.out.clone(), chosen)
+            for stream in others:
+                stream.wait_stream(lane.stream)
+        self.counts[f"{chosen.subject.op} replayed"] += 1
+        self.replays += 1
+
+    def _compare(self, got: torch.Tensor, chosen: Set) -> None:
+        self.suspects.append(((got != chosen.golden).any(), got, chosen))
+
+    def _sleep(self, lane: Lane) -> None:
+        where, length = self.own.random(), self.own.random() * _LONGEST
+        if where < _SLEEPY:
+            with _on(lane.stream):
+                self.member.pause(length)
+        elif where > 1.0 - _HOST_SLEEPY:
+            time.sleep(length)
+
+    # --- Between ---
+
+    def look(self) -> None:
+        """Wait for what is queued; look closely at results that are not what they were."""
+        self.member.synchronize()
+        tw.synchronize()
+        differ = torch.stack([differs for differs, _, _ in self.suspects]).tolist() if self.suspects else []
+        for differs, (_, got, chosen) in zip(differ, self.suspects, strict=True):
+            if differs:
+                share = chosen.subject.error(chosen.operands, got) / TOLERANCE[self.dtype]
+                if share <= 1.0:
+                    self.other_bits += 1
+                else:
+                    self.wrong += 1
+        self.suspects.clear()
+
+    def poison(self) -> None:
+        """Fill slots with NaN, between calls: those that hold no result that somebody has."""
+        for lane in self.lanes:
+            self.member.barrier()
+            for workspace in self._workspaces(lane):
+                for (op, kind), instance in workspace.instances.items():
+                    if op in SIGNALLED and kind in ("sm", "copy_engine") and instance.slot_bytes and not instance.regions.held:
+                        instance.slots.fill_(255)
+            self.member.barrier()
+
+    def _late(self, began: float, seconds: float) -> bool:
+        """Whether time has run out on any rank."""
+        return worst(float(time.monotonic() - began > seconds), self.member.device, self.member.group) > 0
+
+    def _outcome(self, asked: int, moves: int, seconds: float, prepared: float) -> Outcome:
+        mine = torch.tensor([self.calls, self.replays, self.wrong, self.other_bits], device=self.member.device)
+        dist.all_reduce(mine, group=self.member.group)
+        calls, replays, wrong, other_bits = map(int, mine.tolist())
+        size = self.member.world_size
+        return Outcome(
+            size,
+            self.seed,
+            asked,
+            moves,
+            calls,
+            replays,
+            wrong,
+            other_bits,
+            round(seconds, 1),
+            round(prepared, 1),
+            dict(self.counts),
+            {op: ", ".join(sorted(paths)) for op, paths in self.paths.items()},
+        )
+
+
+def _near_the_wrap(workspace: Workspace, wrap: int) -> None:
+    """Let every instance go on as after almost ``wrap`` calls. Between calls, on all ranks."""
+    for instance in workspace.instances.values():
+        instance.transport.synchronize()
+        epoch = wrap - _BELOW_WRAP
+        epoch += (int(instance.control[EPOCH]) ^ epoch) & 1  # the slot whose turn it is stays the same
+        epoch -= 2**32 if epoch >= 2**31 else 0  # as an int32
+        instance.control[EPOCH] = epoch
+        instance.signals.fill_(epoch - 1)
+        instance.transport.synchronize()
+
+
+def _on(stream: Any) -> Any:
+    return torch.cuda.stream(stream)  # None: a context that does nothing
+
+
+def stress(member: Member, calls: int, seed: int, seconds: float) -> Outcome:
+    """Collective: ``calls`` moves in this world, for at most ``seconds``."""
+    outcome = Stress(member, seed).run(calls, seconds)
+    member.barrier()
+    tw.close()
+    return outcome

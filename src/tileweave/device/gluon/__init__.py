@@ -1,0 +1,1 @@
+"""Device functions in Gluon for Hopper: the counterparts of ``device/triton``, and the warp-specialised main loop (``matmul.py``)."""

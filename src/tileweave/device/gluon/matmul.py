@@ -1,0 +1,257 @@
+"""The warp-specialised main loop for Hopper, in Gluon: ``device/triton/matmul.py`` once more.
+
+A kernel here has partitions, each a set of warps with its own program: *load* (one warp: waits for signals, feeds TMA),
+*multiply* (one or two warpgroups: wgmma, epilogue) and one or more beside them, such as *move* (pushes, copies) or *store*.
+Load and multiply share a :class:`Ring` of ``STAGES`` buffers; ``ready[i]`` tells that buffer i is full, ``empty[i]`` that it
+was read. ``turn`` counts the buffers that a partition has filled, or read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from tileweave.device.gluon.signal import block_barrier, load_async, store_async
+from tileweave.device.triton.signal import FAULT
+from tileweave.device.triton.tiles import SOURCES
+
+place, place_out, segment, share_of, unit_range, part_range = (gluon.jit(source) for source in SOURCES)
+
+
+class Ring(NamedTuple):
+    """Buffers of operands [STAGES, ...], and their barriers; see the module's docstring."""
+
+    a: Any
+    b: Any
+    empty: Any
+    ready: Any
+
+
+@gluon.jit
+def make_ring(
+    a_desc, b_desc, TILE_M: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr = 1
+):  # fmt: skip
+    """Shared memory of a :class:`Ring`. ``ARRIVALS``: how often a buffer is said to be full."""
+    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_M, TILE_K], a_desc.dtype)
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE_M, TILE_K], a_layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(ready.index(i), count=ARRIVALS)
+    return Ring(a_ring, b_ring, empty, ready)
+
+
+@gluon.jit
+def claim(ring, turn, BYTES: gl.constexpr, STAGES: gl.constexpr):
+    """*load*: wait until the buffer of this turn was read, and expect ``BYTES`` in it. Returns its number."""
+    at = turn % STAGES
+    mbarrier.wait(ring.empty.index(at), ((turn // STAGES) & 1) ^ 1)
+    mbarrier.expect(ring.ready.index(at), BYTES)
+    return at
+
+
+@gluon.jit
+def load_weight(desc, col, k, bar, buffer, DEPTH_FIRST: gl.constexpr):
+    """Ask TMA for a K block of b from column ``col`` on; ``desc`` is of [N, K], or of [K, N] where ``DEPTH_FIRST``."""
+    if DEPTH_FIRST:
+        load_async(desc, [k, col], bar, buffer)
+    else:
+        load_async(desc, [col, k], bar, buffer)
+
+
+@gluon.jit
+def load_expert(desc, expert, cols, depth, col, k, bar, buffer, DEPTH_FIRST: gl.constexpr):
+    """:func:`load_weight` from the weight of ``expert``: experts stand one behind the other in ``desc``."""
+    if DEPTH_FIRST:
+        load_weight(desc, col, expert * depth + k, bar, buffer, DEPTH_FIRST)
+    else:
+        load_weight(desc, expert * cols + col, k, bar, buffer, DEPTH_FIRST)
+
+
+@gluon.jit
+def load_slot(slot0_desc, slot1_desc, slot, row, col, bar, buffer):
+    """Ask TMA for a block of the slot that is used: there is a descriptor of each, and no choice between descriptors."""
+    if slot == 0:
+        load_async(slot0_desc, [row, col], bar, buffer)
+    else:
+        load_async(slot1_desc, [row, col], bar, buffer)
+
+
+@gluon.jit
+def depth_by_cols(buffer, DEPTH_FIRST: gl.constexpr):
+    """A buffer of b as wgmma takes it, [TILE_K, TILE_N]."""
+    if DEPTH_FIRST:
+        return buffer
+    else:
+        return buffer.permute((1, 0))
+
+
+@gluon.jit
+def multiply_tile(
+    turn, num_blocks, ring, control,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, GATHERED: gl.constexpr = False,
+    DEPTH_FIRST: gl.constexpr = False, LATE: gl.constexpr = False,
+):  # fmt: skip
+    """Multiply ``num_blocks`` >= 1 K blocks from the ring. Returns (fp32 tile, turn, fault).
+
+    ``GATHERED``: rows of a came by ``cp.async``, through the generic proxy, so wgmma reads them behind a proxy fence.
+    ``DEPTH_FIRST``: buffers of b are [TILE_K, TILE_N] and not [TILE_N, TILE_K].
+
+    One wgmma stays in flight: buffer i is released when block i+1 is under way. ``fault`` is read behind the first full
+    buffer, so it is set if this tile's wait ran out of time, and the load costs nothing. ``LATE``: behind the last one, since
+    *load* waits in front of later blocks, too.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, TILE_N, 16])
+    zero = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
+    index = turn % STAGES
+    mbarrier.wait(ring.ready.index(index), (turn // STAGES) & 1)
+    if GATHERED:
+        fence_async_shared()
+    fault = gl.load(control + FAULT, volatile=True)
+    acc = warpgroup_mma(
+        ring.a.index(index), depth_by_cols(ring.b.index(index), DEPTH_FIRST), zero, use_acc=False, is_async=True
+    )
+    turn += 1
+    for _ in range(1, num_blocks):
+        index = turn % STAGES
+        mbarrier.wait(ring.ready.index(index), (turn // STAGES) & 1)
+        if GATHERED:
+            fence_async_shared()
+        acc = warpgroup_mma(ring.a.index(index), depth_by_cols(ring.b.index(index), DEPTH_FIRST), acc, is_async=True)
+        acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
+        mbarrier.arrive(ring.empty.index((turn - 1) % STAGES), count=1)
+        turn += 1
+    if LATE:
+        fault = gl.load(control + FAULT, volatile=True)
+    tile = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(ring.empty.index((turn - 1) % STAGES), count=1)
+    return tile, turn, fault
+
+
+@gluon.jit
+def finish(tile, fault, bias, col, cols, HAS_BIAS: gl.constexpr):
+    """Epilogue on registers: bias in fp32, NaN where a wait ran out of time. ``col``: first column of ``tile``."""
+    if HAS_BIAS:
+        column: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
+        index = col + gl.arange(0, tile.shape[1], layout=column)
+        tile += gl.load(bias + index, mask=index < cols, other=0.0).to(gl.float32)[None, :]
+    return gl.where(fault != 0, float("nan"), tile)
+
+
+@gluon.jit
+def store_masked(tile, out, row, row_limit, col, cols):
+    """Plain stores of the rows and columns that exist: ragged tiles, and pitches that TMA cannot have."""
+    rows: gl.constexpr = gl.SliceLayout(1, tile.type.layout)
+    columns: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
+    r = row + gl.arange(0, tile.shape[0], layout=rows)
+    c = col + gl.arange(0, tile.shape[1], layout=columns)
+    mask = (r < row_limit)[:, None] & (c < cols)[None, :]
+    pointers = out + r.to(gl.int64)[:, None] * cols + c[None, :]
+    gl.store(pointers, tile.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def store_tma(tile, desc, buffer, row, col):
+    """Store through shared memory by TMA; returns while the store is under way. Before a signal, drain it fully."""
+    tma.store_wait(0)
+    buffer.store(tile.to(desc.dtype))
+    fence_async_shared()
+    store_async(desc, [row, col], buffer)
+
+
+@gluon.jit
+def part_offsets(tile, first_col, TILE_N: gl.constexpr):
+    """Where a tile's elements stand in ``partials``: 8 x 8 blocks, since a warp holds those, so that a warp's access is
+    256 contiguous bytes. ``tile``: [TILE_M, any width] whose first column is ``first_col`` of the whole."""
+    rows: gl.constexpr = gl.SliceLayout(1, tile.type.layout)
+    columns: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
+    r = gl.arange(0, tile.shape[0], layout=rows)
+    c = first_col + gl.arange(0, tile.shape[1], layout=columns)
+    return (r // 8 * (8 * TILE_N) + r % 8 * 8)[:, None] + (c // 8 * 64 + c % 8)[None, :]
+
+
+@gluon.jit
+def give_part(tile, partials, counters, base, share, number, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+    """Helper's end of a cut tile: put the part (fp32) where the owner finds it and count it in; see ``matmul.give_part``."""
+    gl.store(partials + (base + share.program).to(gl.int64) * (TILE_M * TILE_N) + part_offsets(tile, 0, TILE_N), tile)
+    block_barrier()
+    gl.atomic_add(counters + (base + number - share.whole), 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def await_parts(counters, base, share, number, helpers):
+    """Owner's wait for its helpers, lower programs of this grid; leaves the counter at zero for the next call."""
+    cut_tile = base + number - share.whole
+    while gl.atomic_add(counters + cut_tile, 0, sem="acquire", scope="gpu") < helpers:
+        pass
+    block_barrier()
+    gl.store(counters + cut_tile, 0)
+
+
+class Helped(NamedTuple):
+    """Of a tile's helpers: ``helpers`` parts in ``partials``, downwards from the owner's place ``at``, ``team`` apart."""
+
+    partials: Any
+    at: Any
+    helpers: Any
+    team: Any
+
+
+@gluon.jit
+def add_parts(tile, first_col, helped, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+    """Add the helpers' parts of these columns, from the highest program down; behind :func:`await_parts`."""
+    offsets = part_offsets(tile, first_col, TILE_N)
+    for below in range(1, helped.helpers + 1):
+        tile += gl.load(helped.partials + (helped.at - below * helped.team).to(gl.int64) * (TILE_M * TILE_N) + offsets)
+    return tile
+
+
+@gluon.jit
+def store_half(
+    half, first_col, fault, bias, out, out_desc, buffer, helped, first_row, row_limit, col, cols, by_tma,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Columns [first_col, ...) of a finished tile: add helpers' parts, bias, round once, store."""
+    half = add_parts(half, first_col, helped, TILE_M, TILE_N)
+    half = finish(half, fault, bias, col + first_col, cols, HAS_BIAS)
+    if by_tma:
+        store_tma(half, out_desc, buffer, first_row, col + first_col)
+    else:
+        store_masked(half, out, first_row, row_limit, col + first_col, cols)
+
+
+@gluon.jit
+def store_tile(
+    tile, fault, bias, out, out_desc, buffer, helped, first_row, row_limit, col, cols, total_rows,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr, OUT_TMA: gl.constexpr,
+):  # fmt: skip
+    """Epilogue of the program that owns a tile, in two halves where its shared-memory image would be too large."""
+    width: gl.constexpr = TILE_N // HALVES
+    by_tma = OUT_TMA and ((first_row + TILE_M <= row_limit) | (row_limit == total_rows))
+    if HALVES == 2:
+        low, high = tile.reshape((TILE_M, 2, width)).permute((0, 2, 1)).split()
+        store_half(
+            low, 0, fault, bias, out, out_desc, buffer, helped, first_row, row_limit, col, cols, by_tma, TILE_M, TILE_N,
+            HAS_BIAS,
+        )  # fmt: skip
+        store_half(
+            high, width, fault, bias, out, out_desc, buffer, helped, first_row, row_limit, col, cols, by_tma, TILE_M, TILE_N,
+            HAS_BIAS,
+        )  # fmt: skip
+    else:
+        store_half(
+            tile, 0, fault, bias, out, out_desc, buffer, helped, first_row, row_limit, col, cols, by_tma, TILE_M, TILE_N,
+            HAS_BIAS,
+        )  # fmt: skip

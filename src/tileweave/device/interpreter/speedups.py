@@ -1,0 +1,236 @@
+"""Triton's interpreter without what it does over and over: four fifths of its time in our kernels.
+
+It looks through its whole language and patches it anew at every call of every device function, 3 ms each; it makes the same
+table of types, the same tuple of a shape, the same name and sizes of a type at every operation; it seeks what two operands have
+in common where they are alike; it does sums and products of integers again in 64 bits, to compare, and then ignores the outcome
+(``device_assert`` does nothing without ``debug``). Here the language is patched once a launch, from a list; types and shapes
+are kept; what is alike is left alone; nothing is compared in vain. What kernels compute, and every check of it, is Triton's.
+
+Private parts of the interpreter are touched here and in ``explore/interpreter.py``; they are the same in Triton 3.6 to 3.9,
+and ``device/triton/signal.py`` leaves other versions as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import replace
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as triton_interpreter
+
+_ABSENT = object()
+_patch_as_triton_does = triton_interpreter._patch_lang
+_call_as_triton_does = triton_interpreter.InterpretedFunction.__call__
+_numpy_type_as_triton_does = triton_interpreter._get_np_dtype
+_unwrapped_as_triton_does = tl.core._unwrap_if_constexpr
+_convert_as_triton_does = triton_interpreter._convert_float
+_block_type_as_triton_does = tl.block_type.__init__
+_types_equal_as_triton_does = tl.dtype.__eq__
+_broadcast_as_triton_does = TritonSemantic.broadcast_impl_value
+_operands_as_triton_does = TritonSemantic.binary_op_type_checking_impl
+
+
+class _Writing(triton_interpreter._LangPatchScope):
+    """Writes down what is patched, while it is patched: (where, name, value)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches: list[tuple[Any, str, object]] = []
+
+    def set_attr(self, obj: object, name: str, value: object) -> None:
+        self.patches.append((obj, name, value))
+        super().set_attr(obj, name, value)
+
+
+def _patches_of_triton() -> list[tuple[Any, str, object]]:
+    """For a function that sees all of the language, as our kernels and Triton's own standard library do."""
+
+    def sees_both() -> None: ...
+
+    writing = _Writing()
+    usual, triton_interpreter._LangPatchScope = triton_interpreter._LangPatchScope, lambda: writing
+    try:
+        _patch_as_triton_does(FunctionType(sees_both.__code__, {"tl": tl, "core": tl.core}))
+    finally:
+        triton_interpreter._LangPatchScope = usual
+        writing.restore()
+    # Triton 3.6 takes int() of an array of one element here, which NumPy allows up to 2.3 only where it has dimensions
+    return [(where, name, _index if name == "__index__" else _direct(value)) for where, name, value in writing.patches]
+
+
+def _index(self: Any) -> int:
+    return int(self.handle.data.item())
+
+
+_GUARD = tl.core.builtin(lambda _semantic: None).__code__
+
+
+def _direct(patch: Any) -> object:
+    """A word of the language without the two functions around it: one says where it runs, one checks that somebody did."""
+    member = (getattr(patch, "__kwdefaults__", None) or {}).get("member")
+    if getattr(member, "__code__", None) is not _GUARD:
+        return patch
+    word = member.__wrapped__
+
+    def run(*args: object, **kwargs: object) -> object:
+        kwargs["_semantic"] = triton_interpreter.interpreter_semantic
+        return word(*args, **kwargs)
+
+    return run
+
+
+class Language:
+    """Triton's language in this process: patched while somebody runs a kernel, from whichever thread."""
+
+    def __init__(self) -> None:
+        self._patches: list[tuple[Any, str, object]] = []
+        self._before: list[tuple[Any, str, object]] = []
+        self._users = 0
+        self._lock = threading.Lock()
+
+    def patch(self) -> Language:
+        """Stands for Triton's ``_patch_lang``; as many ``restore`` as there were ``patch`` end it."""
+        with self._lock:
+            if self._users == 0:
+                self._patches = self._patches or _patches_of_triton()
+                for where, name, value in self._patches:
+                    self._before.append((where, name, getattr(where, name, _ABSENT)))
+                    setattr(where, name, value)
+            self._users += 1
+        return self
+
+    def restore(self) -> None:
+        with self._lock:
+            self._users -= 1
+            while self._users == 0 and self._before:
+                where, name, value = self._before.pop()
+                if value is _ABSENT:
+                    delattr(where, name)
+                else:
+                    setattr(where, name, value)
+
+
+LANGUAGE = Language()
+_NUMPY_TYPES: dict[int, tuple[object, object]] = {}  # by identity: hashing one of Triton's types is slow
+
+
+def _numpy_type(dtype: Any) -> object:
+    scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+    found = _NUMPY_TYPES.get(id(scalar))
+    if found is None:
+        found = (scalar, _numpy_type_as_triton_does(scalar))
+        if len(_NUMPY_TYPES) < 1000:  # pointer types are made anew; none is forgotten, so no identity comes back
+            _NUMPY_TYPES[id(scalar)] = found
+    return found[1]
+
+
+@lru_cache(maxsize=4096)
+def _shape(*sizes: int) -> tuple[object, object]:
+    return tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
+
+
+def _tensor(self: Any, handle: object, type: Any) -> None:
+    """``tl.tensor.__init__``, with the tuple of a shape made once."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = _shape(*(type.shape.values if type.is_block() else ()))
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _block(element: str, *sizes: object) -> dict[str, object]:
+    """What Triton's block types of these sizes, of elements of this name, have but the type of their elements."""
+    made = object.__new__(tl.block_type)
+    _block_type_as_triton_does(made, element, list(sizes))  # raises where it does
+    return {name: value for name, value in vars(made).items() if name != "element_ty"}
+
+
+def _block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """``tl.block_type.__init__``, with sizes looked at, and the name written, once."""
+    self.element_ty = element_ty
+    sizes = shape.values if isinstance(shape, tl.tuple) else shape
+    try:
+        known = _block(element_ty.name, *sizes) if isinstance(sizes, list) else None
+    except TypeError:  # no sizes: Triton says so
+        known = None
+    if known is None:
+        _block_type_as_triton_does(self, element_ty, shape)
+    else:
+        vars(self).update(known)
+
+
+_PLAIN = frozenset((tl.tensor, tl.dtype, int, bool, float, str, type(None)))
+
+
+def _unwrapped(value: Any) -> Any:
+    """``_unwrap_if_constexpr``, which asks four questions of everything."""
+    kind = type(value)
+    if kind is tl.constexpr:
+        return value.value
+    return value if kind in _PLAIN else _unwrapped_as_triton_does(value)
+
+
+def _types_equal(self: object, other: object) -> bool:
+    """``tl.dtype.__eq__``: nearly always asked of a type and itself."""
+    return self is other or _types_equal_as_triton_does(self, other)
+
+
+def _broadcast(self: Any, lhs: Any, rhs: Any) -> object:
+    """``TritonSemantic.broadcast_impl_value``: two of one shape are as they should be."""
+    left, right = lhs.type, rhs.type
+    if left.is_block():
+        alike = right.is_block() and left.shape.values == right.shape.values
+    else:
+        alike = not right.is_block()
+    return (lhs, rhs) if alike else _broadcast_as_triton_does(self, lhs, rhs)
+
+
+def _operands(
+    self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> object:  # fmt: skip
+    """``TritonSemantic.binary_op_type_checking_impl``: tensors of one type, not pointers, need no cast (but to divide)."""
+    if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and not div_or_mod and not lhs.dtype.is_ptr():
+        return self.broadcast_impl_value(lhs, rhs)
+    return _operands_as_triton_does(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def _convert(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+    """``_convert_float``: fp32 and bf16 differ in 16 bits of the mantissa, but Triton has its own way with subnormals."""
+    widens = source is tl.bfloat16 and target is tl.float32
+    if rounding_mode is None and (widens or (source is tl.float32 and target is tl.bfloat16)):
+        bits = values.view(np.uint16 if widens else np.uint32)
+        magnitude = bits & (0x7FFF if widens else 0x7FFFFFFF)
+        if not ((magnitude != 0) & (magnitude < (0x80 if widens else 0x800000))).any():
+            moved = bits.astype(np.uint32) << 16 if widens else (bits >> 16).astype(np.uint16)
+            return np.asarray(moved)  # of no dimension it is a number
+    return _convert_as_triton_does(values, source, target, rounding_mode)
+
+
+def _call(self: Any, *args: object, **kwargs: object) -> object:
+    """``InterpretedFunction.__call__``: a kernel, or the host, calls a device function."""
+    try:
+        return _call_as_triton_does(self, *args, **kwargs)  # patches the language first, and would leave it so
+    finally:
+        LANGUAGE.restore()
+
+
+def patch_once() -> None:
+    """Take this process's interpreter over, for good."""
+    triton_interpreter._patch_lang = lambda fn: LANGUAGE.patch()
+    triton_interpreter.InterpretedFunction.__call__ = _call
+    triton_interpreter._get_np_dtype = _numpy_type
+    tl.tensor.__init__ = _tensor
+    tl.block_type.__init__ = _block_type
+    tl.core._unwrap_if_constexpr = _unwrapped
+    tl.dtype.__eq__ = _types_equal
+    triton_interpreter._convert_float = _convert
+    TritonSemantic.broadcast_impl_value = _broadcast
+    TritonSemantic.binary_op_type_checking_impl = _operands
+    builder = triton_interpreter.interpreter_builder
+    if not builder.options.debug:  # each sum is done again in 64 bits, compared, and nobody asked for the outcome
+        builder.options = replace(builder.options, sanitize_overflow=False)

@@ -1,0 +1,108 @@
+"""The matmul main loop in plain Triton, and the two ends of a tile that several programs share.
+
+The Triton kernels of operators that multiply are built on these. An operator differs in what happens before (which rows, what
+to wait for: its prologue hands over row pointers) and after (where the accumulator goes: its epilogue receives it).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tileweave.device.triton.signal import INTERPRETED
+
+
+@triton.jit
+def matmul_tile(
+    a_rows,
+    w,
+    stride_w,
+    tile_col,
+    cols,
+    depth,
+    k_begin,
+    k_end,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    rows=0,
+    FEW_ROWS: tl.constexpr = False,
+    DEPTH_FIRST: tl.constexpr = False,
+    start=None,
+):
+    """fp32 ``[TILE_M, TILE_N]``: rows at ``a_rows`` (pointers ``[TILE_M]``) times rows of ``w [N, K]`` over K blocks
+    [k_begin, k_end).
+
+    Rows out of range must point at something readable, columns out of range wrap around: what they compute is not stored.
+    ``EVEN_K``: ``depth`` is a multiple of TILE_K, so loads need no mask along K. ``FEW_ROWS``, of ``EVEN_K`` only: just the
+    first ``rows`` are read, which saves the way to the rest of a tile. ``DEPTH_FIRST``: ``w`` is [K, N], its rows ``stride_w``
+    apart: a weight as backward reads it. ``start``: what the sum begins with.
+    """
+    n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
+    k = tl.arange(0, TILE_K)
+    w_rows = w + n if DEPTH_FIRST else w + n.to(tl.int64) * stride_w
+    if start is None:
+        acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+    else:
+        acc = start
+    for block in range(k_begin, k_end):
+        index = block * TILE_K + k
+        if DEPTH_FIRST:
+            a = tl.load(a_rows[:, None] + index[None, :], mask=(index < depth)[None, :], other=0.0)
+            b = tl.load(w_rows[:, None] + index.to(tl.int64)[None, :] * stride_w, mask=(index < depth)[None, :], other=0.0)
+        elif EVEN_K and FEW_ROWS:
+            a = tl.load(a_rows[:, None] + index[None, :], mask=(tl.arange(0, TILE_M) < rows)[:, None], other=0.0)
+            b = tl.load(w_rows[:, None] + index[None, :])
+        elif EVEN_K:
+            a = tl.load(a_rows[:, None] + index[None, :])
+            b = tl.load(w_rows[:, None] + index[None, :])
+        else:
+            inside = (index < depth)[None, :]
+            a = tl.load(a_rows[:, None] + index[None, :], mask=inside, other=0.0)
+            b = tl.load(w_rows[:, None] + index[None, :], mask=inside, other=0.0)
+        if INTERPRETED:  # the interpreter multiplies bf16 as bit patterns
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        acc = tl.dot(a, b.trans(1, 0), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def part_offsets(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Where a tile's elements stand in a slot: in 8 x 8 blocks, as warps of tensor cores hold them (``device/gluon/matmul.py``)."""
+    row = tl.arange(0, TILE_M)
+    col = tl.arange(0, TILE_N)
+    return (row // 8 * (8 * TILE_N) + row % 8 * 8)[:, None] + (col // 8 * 64 + col % 8)[None, :]
+
+
+@triton.jit
+def give_part(acc, partials, counters, base, share, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Helper's end of a cut tile, ``tile`` of a segment: put the part where the owner finds it, and count it in.
+
+    ``partials`` is fp32, one tile for each program of a segment: a program helps at most once in a segment, with the
+    first unit of its span. ``counters`` is int32, zero between calls. ``base``: programs of the segments before this one, so
+    segments share neither parts nor counters.
+    """
+    within = tl.arange(0, TILE_M)[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
+    tl.store(partials + (base + share.program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)
+    tl.debug_barrier()
+    tl.atomic_add(counters + (base + tile - share.whole), 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def take_parts(acc, partials, counters, base, share, tile, helpers, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Owner's end: wait for all helpers, add their parts in program order, downwards, so results never depend on timing.
+
+    Needs no bound: helpers are lower programs, and each gives its part before it takes any in this segment. What they wait for
+    from other ranks is bounded.
+    """
+    cut_tile = base + tile - share.whole
+    while tl.atomic_add(counters + cut_tile, 0, sem="acquire", scope="gpu") < helpers:
+        pass
+    tl.debug_barrier()
+    tl.store(counters + cut_tile, 0)
+    within = tl.arange(0, TILE_M)[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
+    for below in range(1, helpers + 1):
+        acc += tl.load(partials + (base + share.program - below * share.team).to(tl.int64) * (TILE_M * TILE_N) + within)
+    return acc

@@ -1,0 +1,159 @@
+"""Data that announces itself: an element of zero bits has not arrived, and a zero travels as minus zero.
+
+For small messages a fence and a signal behind the data cost more than the data. So each element is its own signal: the
+reader polls the elements themselves, and needs no order between them. Whoever takes elements writes zeros back at once,
+so that the place is clean when its turn comes again, two calls later (see *slots* in ``transport/interface.py``: fresh slots
+are zero).
+
+==================  ===============================================================================================
+``mark``            bits of a value as they travel
+``put_marked``      store them in a peer's slot; nothing follows
+``take_marked``     poll ``COUNT`` parts until all elements have come, add them in order, write zeros back
+``take_each``       poll a row of elements from each peer until all have come, write zeros back
+``expected_zero``   what a sum is allowed to be: a result that must be the same on all ranks has one zero only
+==================  ===============================================================================================
+
+Why it is safe: each element is written once a call by one rank, stores of 2 or 4 bytes are not torn, and the reader's
+zeros are behind its own loads of the same addresses. The writer's next store there comes two calls later, when it has
+data of this rank's next call, which was sent behind the end of the call that wrote the zeros.
+
+Source of the idea: NCCL's LL protocol (data and flag in one word); "Lamport" buffers of TensorRT-LLM's all-reduce.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tileweave.device.triton.signal import TIMEOUT_US, clock, expire, pause
+
+
+@triton.jit
+def mark(value):
+    """The bits of ``value`` as integers of its width, never zero: plus zero becomes minus zero."""
+    if value.dtype.primitive_bitwidth == 16:
+        bits = value.to(tl.int16, bitcast=True)
+        return tl.where(bits == 0, tl.full([], -(2**15), tl.int16), bits)
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        return tl.where(bits == 0, tl.full([], -(2**31), tl.int32), bits)
+
+
+@triton.jit
+def expected_zero(value):
+    """``value`` with plus zero for minus zero."""
+    return tl.where(value == 0, tl.zeros_like(value), value)
+
+
+@triton.jit
+def put_marked(pointers, value, mask):
+    """Store ``value`` (rounded to the slot's dtype already) where a peer polls for it. ``pointers``: in that dtype."""
+    bits = mark(value)
+    tl.store(pointers.to(tl.pointer_type(bits.dtype), bitcast=True), bits, mask=mask)
+
+
+@triton.jit
+def _missing(value, mask):
+    """1 for each element that has not come."""
+    if value.dtype.primitive_bitwidth == 16:
+        bits = value.to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+    return tl.where((bits == 0) & mask, 1, 0)
+
+
+@triton.jit
+def _is_overdue(started, limit):
+    """By each thread's own clock. A program goes by the maximum over its threads: all must take the same way to barriers."""
+    return (clock() - started >= limit).to(tl.int32)
+
+
+@triton.jit
+def _sum_marked(acc, pointers, stride, mask, overdue, COUNT: tl.constexpr):
+    """``acc`` plus ``COUNT`` parts, and whether one is missing: 0 no, 1 yes, 2 somebody's time is up.
+
+    All loads are under way before the first is used.
+    """
+    missing = tl.zeros(acc.shape, tl.int32) + 2 * overdue
+    for i in tl.static_range(COUNT):
+        value = tl.load(pointers + i * stride, mask=mask, volatile=True)
+        missing = tl.maximum(missing, _missing(value, mask))
+        acc += tl.where(mask, value.to(tl.float32), 0.0)
+    return acc, tl.max(tl.max(missing, axis=1), axis=0)
+
+
+@triton.jit
+def take_marked(
+    acc, pointers, stride, mask, first_peer, skip, unit, epoch, control, report, COUNT: tl.constexpr, SIGNALS: tl.constexpr
+):  # fmt: skip
+    """``acc`` (fp32, 2-D) plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, added in that order.
+
+    ``mask``: the elements that are sent. Part i comes from rank ``first_peer + i``, or from the next one if that is ``skip``
+    or more: the rank that sends none (R: no such rank). A part that is not there in time is reported as that rank's
+    (``SIGNALS`` signal words each), sets the fault, and makes the sum NaN: nobody need look at the fault behind it, which
+    would be a load on the way of small messages.
+    """
+    limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000  # here: on its way beside the data
+    gave_up = (limit == 0).to(tl.int32)  # this rank has a fault: what stands here may be of no call, or of an older one
+    total, missing = _sum_marked(acc, pointers, stride, mask, gave_up, COUNT)
+    if missing > 0:
+        started = clock()
+        polls = 0
+        while (missing == 1) & (polls < 1 << 30):
+            pause()
+            overdue = _is_overdue(started, limit)
+            limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000  # a fault ends waits that have begun, too
+            total, missing = _sum_marked(acc, pointers, stride, mask, overdue, COUNT)
+            polls += 1
+        if missing > 0:
+            total, missing = _sum_marked(acc, pointers, stride, mask, gave_up, COUNT)
+        if missing > 0:
+            late = tl.cast(first_peer, tl.int32)
+            for i in tl.static_range(COUNT):
+                value = tl.load(pointers + i * stride, mask=mask, volatile=True)
+                if tl.max(tl.max(_missing(value, mask), axis=1), axis=0) > 0:
+                    late = tl.cast(first_peer, tl.int32) + i
+                    if late >= skip:
+                        late += 1
+            expire(control, report, late * SIGNALS, unit, epoch, epoch - 1)
+            total += float("nan")
+    for i in tl.static_range(COUNT):
+        tl.store(pointers + i * stride, tl.zeros(acc.shape, pointers.dtype.element_ty), mask=mask)
+    return total
+
+
+@triton.jit
+def _load_each(pointers, mask, overdue):
+    """Rows of elements, which of them are missing, and whether any is, as in :func:`_sum_marked`."""
+    value = tl.load(pointers, mask=mask, volatile=True)
+    missing = tl.max(_missing(value, mask) + 2 * overdue, axis=1)
+    return value, missing, tl.max(missing, axis=0)
+
+
+@triton.jit
+def take_each(pointers, mask, rank, unit, epoch, control, report, SIGNALS: tl.constexpr):
+    """What has come to ``pointers`` [peers, n]: row i from the i-th of the other ranks, in order of ranks.
+
+    ``mask``: the elements that are sent. Who is late is reported as in :func:`take_marked`.
+    """
+    limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
+    gave_up = (limit == 0).to(tl.int32)
+    value, missing, any_missing = _load_each(pointers, mask, gave_up)
+    if any_missing > 0:
+        started = clock()
+        polls = 0
+        while (any_missing == 1) & (polls < 1 << 30):
+            pause()
+            overdue = _is_overdue(started, limit)
+            limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
+            value, missing, any_missing = _load_each(pointers, mask, overdue)
+            polls += 1
+        if any_missing > 0:
+            value, missing, any_missing = _load_each(pointers, mask, gave_up)
+        if any_missing > 0:
+            late = tl.max(tl.where(missing > 0, tl.arange(0, missing.shape[0]), -1), axis=0)
+            late += (late >= rank).to(tl.int32)
+            expire(control, report, late * SIGNALS, unit, epoch, epoch - 1)
+            value = tl.full(value.shape, float("nan"), value.dtype)
+    tl.store(pointers, tl.zeros(value.shape, value.dtype), mask=mask)
+    return value

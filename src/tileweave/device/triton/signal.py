@@ -1,0 +1,399 @@
+"""Signals, waits and epochs in Triton: the words that order one rank's data before another rank's reads.
+
+A *signal* is an int32 in symmetric memory; its value is an *epoch*, the number of a call. Epochs only grow, signals are
+never reset, and waiting is ``signal - epoch >= 0`` in 32-bit arithmetic, hence safe when the count wraps.
+
+Which word, when:
+
+==============================  =====================================================================================
+``notify``, ``notify_all``      after plain stores: all of this program's stores are visible to who sees the signal
+``drain_tma_stores``            before ``notify``, where the stores went through ``tensor_descriptor.store``
+``wait``                        before loads of what was notified; returns a *token*
+``wait_here``                   the same for a word that programs of this device wrote with release
+``refuse_later``                behind a wait, where a signal of a later call means that its rank gave this one up
+``consume_token``               for loads in a loop that contains the wait: the software pipeliner would move them over it
+``fence``                       a full fence over all GPUs of the host; ``wait`` and ``notify`` contain what they need
+``acquire``                     the half of it that orders loads: in ``wait``; behind polls of your own
+``load_epoch``                  the number of this call, once at the start of a program
+``leave``, ``leave_early``      once at the end of a program (in its middle): the last one advances the epoch for the next call
+``last_to_leave``, ``advance``  its halves, for what only the last of all may do: ``poison`` over what others store
+``count_in``                    after plain stores that this device's copy engine takes further
+``count_last``                  after plain stores of one of several programs: the last of them may say so with ``notify``
+``poison``                      over a result that nobody may take for right
+``pause``, ``expire``           in loops that poll data instead of signals (``self_signaling.py``)
+``multiprocessor``              where a program runs: for roles that a few multiprocessors should have to themselves
+``faulted``                     whether a wait of this rank ran out of time, so that a result must be poisoned
+``call_done``                   what a rank says that it has done: after a fault the call before
+==============================  =====================================================================================
+
+The *control block* (int32, local) is ``[epoch, leavers, fault, time-out in us, ...]``; the *report* (int32, host
+memory) is ``[set, signal, unit, expected, seen, ...]``: see ``transport/interface.py``.
+
+Every wait is bounded. One that runs out of time writes the report, sets ``fault`` and sets the limits for data and meetings
+to zero, so that waits for other ranks return at once; the kernel ends, its results are NaN, the host raises ``PeerTimeout``.
+
+Verified in the PTX of Triton 3.6 to 3.9 (``tests/compile``): a release atomic is *not* preceded by a CTA barrier, so
+``notify`` has its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.target_info import cuda_capability_geq, is_hip
+
+EPOCH = tl.constexpr(0)
+LEAVERS = tl.constexpr(1)
+FAULT = tl.constexpr(2)
+TIMEOUT_US = tl.constexpr(3)  # limits of waits: for data, for ranks to meet, for own copies; see ``transport/interface.py``
+MEETING_US = tl.constexpr(4)
+PUSHED_US = tl.constexpr(5)
+TABLE_RANKS = tl.constexpr(6)  # see :func:`advance`
+TABLE_RANK = tl.constexpr(7)
+TABLES = tl.constexpr(8)
+NUM_TABLES = tl.constexpr(2)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def clock():
+    """Nanoseconds of a clock that all programs of a device share (``%globaltimer``; 0 where there is none)."""
+    if is_hip():
+        return tl.cast(0, tl.int64)
+    else:
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def multiprocessor():
+    """The number of the multiprocessor that this program runs on (0 where there is none). For roles that anybody may take."""
+    if is_hip():
+        return tl.cast(0, tl.int32)
+    else:
+        return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def fence():
+    """Order all memory operations of each thread before all later ones, for every GPU of the host.
+
+    Returns a 0 that the compiler cannot know to be one: what depends on it stays behind the fence.
+    """
+    if is_hip():
+        tl.debug_barrier()
+        return tl.cast(0, tl.int32)
+    else:
+        return tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def acquire():
+    """Order loads of words that signal before all later loads: the half of :func:`fence` that a wait needs.
+
+    From Hopper on it waits for no store, as a full fence does: that costs 3 to 7 us where the multiprocessor has much under
+    way. Below, ptxas takes the narrow fence without a word and makes an illegal instruction of it.
+    """
+    if cuda_capability_geq(9, 0):
+        return tl.inline_asm_elementwise("fence.acquire.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return fence()
+
+
+@triton.jit
+def drain_tma_stores():
+    """Wait until this program's ``tensor_descriptor`` stores are visible, not only read.
+
+    What ``store`` emits itself ends in ``wait_group.read``: the source may be overwritten, the data may be under way.
+    """
+    if not is_hip():
+        tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def notify(signal, epoch):
+    """Store ``epoch`` in ``signal`` (int32 pointer, usually a peer's), after all stores of this program.
+
+    The barrier makes every thread's stores precede the release of the one thread that signals.
+    """
+    tl.debug_barrier()
+    tl.atomic_xchg(signal, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def notify_all(table, offset, rank, epoch, WORLD_SIZE: tl.constexpr, OWN: tl.constexpr):
+    """:func:`notify` every peer at word ``offset`` of its signals (``OWN``: this rank too), all at once.
+
+    One lane a peer, at most 8: the fence of a release is paid once in time, not R - 1 times. ``table``: as for ``symm_at``.
+    """
+    lane = tl.arange(0, 8)
+    count: tl.constexpr = WORLD_SIZE if OWN else WORLD_SIZE - 1
+    peer = (rank + (0 if OWN else 1) + lane) % WORLD_SIZE
+    signals = tl.load(table + peer).to(tl.pointer_type(tl.int32), bitcast=True) + offset
+    tl.debug_barrier()
+    tl.atomic_xchg(signals, tl.zeros_like(lane) + epoch, mask=lane < count, sem="release", scope="sys")
+
+
+@triton.jit
+def pause():
+    """Between two polls of a loop that waits: nothing on a GPU; the interpreter lets other ranks run."""
+
+
+@triton.jit
+def count_in(counter):
+    """Count this program's stores in at ``counter``, for a copy engine of this device that waits for a number of them."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def count_last(counter, total):
+    """Count this program's stores in at ``counter``. Whether all ``total`` are in: it is 0 again, ``notify`` may follow."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == total - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def poison(target, size, BLOCK: tl.constexpr):
+    """After a time-out: nothing of these elements may pass for right."""
+    for begin in range(0, size, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(target + at, float("nan"), mask=at < size)
+
+
+LATE = tl.constexpr(1 << 20)  # 1048576, more than programs: what the first time-out adds to LEAVERS, for the last one to leave
+# $1: control + FAULT; $2: report. FAULT is set first, then two limits to a 0 computed from what it was: who stops for such a
+# limit finds FAULT set, and reports nothing. LEAVERS has it before this program leaves: the last may have read FAULT already.
+EXPIRE = tl.constexpr("""{
+    .reg .pred first;
+    .reg .b32 fault;
+    atom.relaxed.gpu.global.exch.b32 fault, [$1], 1;
+    setp.eq.s32 first, fault, 0;
+    @first red.relaxed.gpu.global.add.s32 [$1+-4], 1048576;
+    @first st.relaxed.sys.global.b32 [$2+4], $3;
+    @first st.relaxed.sys.global.b32 [$2+8], $4;
+    @first st.relaxed.sys.global.b32 [$2+12], $5;
+    @first st.relaxed.sys.global.b32 [$2+16], $6;
+    @first st.release.sys.global.b32 [$2], 1;
+    shr.u32 $0, fault, 1;
+    st.global.b32 [$1+4], $0;
+    st.global.b32 [$1+8], $0;
+}""")
+
+
+@triton.jit
+def expire(control, report, signal, unit, expected, seen):
+    """Report a wait that ran out of time, the first one only, and let later ones pass (but for ``PUSHED_US``).
+
+    Each thread by itself and without a barrier: warps poll one by one, so what is late for one may have come for the next.
+    """
+    if is_hip():
+        if tl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
+            tl.atomic_add(control + LEAVERS, LATE, sem="relaxed", scope="gpu")
+            tl.store(report + 1, signal)
+            tl.store(report + 2, unit)
+            tl.store(report + 3, expected)
+            tl.store(report + 4, seen)
+            tl.debug_barrier()
+            tl.atomic_xchg(report, 1, sem="release", scope="sys")
+        tl.store(control + TIMEOUT_US, 0)
+        tl.store(control + MEETING_US, 0)
+    else:
+        tl.inline_asm_elementwise(
+            EXPIRE, "=r,l,l,r,r,r,r", [control + FAULT, report, expected * 0 + signal, expected * 0 + unit, expected, seen],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _wait_one(signal, epoch):
+    """Spin with scalar acquire atomics, at most 2**27 times: the portable poll, for targets with no clock word."""
+    seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+    polls = 0
+    while (seen - epoch < 0) & (polls < 1 << 27):
+        seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+        polls += 1
+    return seen
+
+
+@triton.jit
+def _lag(seen, epoch, EXACT: tl.constexpr):
+    """Below zero where a wait must go on: for what is behind, and ``EXACT`` for what is ahead, too."""
+    return tl.minimum(seen - epoch, epoch - seen) if EXACT else seen - epoch
+
+
+@triton.jit
+def _poll(signals, count: tl.constexpr, epoch, first, unit, control, report, LIMIT: tl.constexpr, EXACT: tl.constexpr):
+    """Until :func:`wait` may go on, or its time is up. Orders nothing; each warp by itself, without a barrier."""
+    lane = tl.arange(0, count)
+    words = signals + first + lane
+    lag = tl.min(_lag(tl.load(words, volatile=True), epoch, EXACT), axis=0)
+    if lag < 0:
+        limit = tl.load(control + LIMIT, volatile=True).to(tl.int64) * 1000
+        started = clock()
+        while (lag < 0) & (clock() - started <= limit):
+            limit = tl.load(control + LIMIT, volatile=True).to(tl.int64) * 1000  # a fault ends waits that have begun, too
+            lag = tl.min(_lag(tl.load(words, volatile=True), epoch, EXACT), axis=0)
+        if lag < 0:
+            seen = tl.load(words, volatile=True)
+            late = tl.argmin(_lag(seen, epoch, EXACT), axis=0)
+            expire(control, report, first + late, unit, epoch, tl.sum(tl.where(lane == late, seen, 0), axis=0))
+
+
+@triton.jit
+def wait(
+    signals, count: tl.constexpr, epoch, first, unit, control, report, LIMIT: tl.constexpr = TIMEOUT_US,
+    EXACT: tl.constexpr = False,
+):  # fmt: skip
+    """Wait until ``signals[first : first + count]`` have all reached ``epoch``. Returns a token, always 0.
+
+    Afterwards this program's loads see what was stored before each of those signals. ``count`` is a power of two, at
+    most 32. ``unit``: the waiting unit of work, for the report; ``LIMIT``: the word of ``control`` with the time it has.
+    ``EXACT``: data of a later call will not do. For what copy engines bring behind a meeting of all ranks: a rank in a later
+    call has given this one up, and its copies still come, since :func:`advance` cannot change addresses that the host holds.
+    It belongs outside the loop over K, once a tile; inside a pipelined loop pass the loads' offset through
+    :func:`consume_token`.
+    """
+    token = tl.cast(0, tl.int32)
+    if is_hip():
+        late, seen = token - 1, token
+        for i in tl.static_range(count):
+            word = _wait_one(signals + first + i, epoch)
+            if _lag(word, epoch, EXACT) < 0:
+                late, seen = token + first + i, word
+        if late >= 0:
+            expire(control, report, late, unit, epoch, seen)
+    else:
+        _poll(signals, count, epoch, first, unit, control, report, LIMIT, EXACT)
+        token = acquire()
+        tl.debug_barrier()
+    return token
+
+
+@triton.jit
+def refuse_later(signals, epoch, index, unit, control, report):
+    """A time-out if ``signals[index]`` is of a call later than ``epoch``, which a peer reaches only if it gave this rank up."""
+    seen = tl.load(signals + index, volatile=True)
+    if seen - epoch > 0:
+        expire(control, report, index, unit, epoch, seen)
+
+
+@triton.jit
+def wait_here(words, value, index, unit, control, report, LIMIT: tl.constexpr = TIMEOUT_US):
+    """:func:`wait` for ``words[index]``, which only this device's programs write, with release: one load if it is there.
+
+    Warps ask one after the other and may be told different things, so no barrier stands where only some of them come.
+    """
+    if is_hip():
+        wait(words, 1, value, index, unit, control, report, LIMIT)
+    else:
+        seen = tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [words + index], dtype=tl.int32, is_pure=False, pack=1
+        )
+        if seen - value < 0:
+            _poll(words, 1, value, index, unit, control, report, LIMIT, False)
+            acquire()
+        tl.debug_barrier()
+
+
+@triton.jit
+def consume_token(value, token):
+    """``value``, made to depend on a wait's token: an edge that keeps loads at ``value`` behind the wait."""
+    return value + token
+
+
+@triton.jit
+def load_epoch(control):
+    """The number of this call. All programs read the same one: it advances only when the last has left."""
+    return tl.load(control + EPOCH, volatile=True)
+
+
+@triton.jit
+def faulted(control):
+    """Non-zero once a wait of this rank has run out of time."""
+    return tl.load(control + FAULT, volatile=True)
+
+
+@triton.jit
+def call_done(control, epoch):
+    """The call that a rank says it has done: this one, or after a fault, which may have kept stores back, the one before."""
+    return epoch - (faulted(control) != 0).to(tl.int32)
+
+
+@triton.jit
+def leave(control, epoch, num_programs):
+    """End of a program; the last of ``num_programs`` advances the epoch for the next call.
+
+    Stands after everything this program has to say to peers in this call.
+    """
+    fault = faulted(control)  # of earlier calls at least; of this one LEAVERS tells, so the last to leave need not load again
+    last, faults = _leave(control, num_programs, "acq_rel")
+    if last:
+        advance(control, epoch, fault + faults)
+
+
+@triton.jit
+def _leave(control, num_programs, SEM: tl.constexpr):
+    """(whether all other programs have left, time-outs of this call)."""
+    tl.debug_barrier()
+    left = tl.atomic_add(control + LEAVERS, 1, sem=SEM, scope="gpu")
+    return left % LATE == num_programs - 1, left // LATE
+
+
+@triton.jit
+def last_to_leave(control, num_programs):
+    """Whether all other programs have left, and what they stored is visible; then this one must :func:`advance`."""
+    return _leave(control, num_programs, "acq_rel")[0]
+
+
+@triton.jit
+def advance(control, epoch, fault):
+    """The end of the call that :func:`last_to_leave` found. ``fault``: what :func:`faulted` said in it.
+
+    After a fault no wait holds this rank. What it sends two calls later would land in the slot that somebody late still
+    reads, who would take it for right. So from here on it sends to itself only: who is late waits for it in vain, and says
+    so. Within a call nothing changes, or a signal might go where its data did not.
+    """
+    if fault != 0:
+        ranks = tl.load(control + TABLE_RANKS)
+        rank = tl.load(control + TABLE_RANK)
+        for i in tl.static_range(NUM_TABLES):
+            table = (control + TABLES + 2 * i).to(tl.pointer_type(tl.int64), bitcast=True)
+            table = tl.load(table).to(tl.pointer_type(tl.int64), bitcast=True)
+            for peer in range(0, ranks):
+                tl.store(table + peer, tl.load(table + rank))
+    tl.store(control + LEAVERS, 0)
+    tl.store(control + EPOCH, epoch + 1)
+
+
+@triton.jit
+def leave_early(control, epoch, num_programs):
+    """:func:`leave` in the middle of a program, where waiting for peers hides what it takes (a microsecond at the end).
+
+    Stands behind stores whose addresses were made with ``epoch``, of all threads: then no load of it is on its way, and
+    nothing need be released. The next call is ordered by its stream. Not for kernels whose copy engines read the word.
+    A fault of this call may come after it: so a kernel that leaves early reads FAULT at its begin, too, and then sends nothing.
+    """
+    fault = faulted(control)
+    last, faults = _leave(control, num_programs, "relaxed")
+    if last:
+        advance(control, epoch, fault + faults)
+
+
+if INTERPRETED.value:
+    from tileweave.device.interpreter import words as bodies
+
+    if triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9.")):  # others are as right without, and slower
+        from tileweave.device.interpreter import speedups as patched
+
+        patched.patch_once()
+    clock, drain_tma_stores = bodies.clock, bodies.drain_tma_stores
+    fence = acquire = bodies.fence
+    multiprocessor = bodies.multiprocessor
+    notify, notify_all, wait, consume_token = bodies.notify, bodies.notify_all, bodies.wait, bodies.consume_token
+    load_epoch, faulted, leave = bodies.load_epoch, bodies.faulted, bodies.leave
+    leave_early, wait_here = bodies.leave, bodies.wait_here
+    last_to_leave, advance = bodies.last_to_leave, bodies.advance
+    pause, count_in, expire, refuse_later = bodies.pause, bodies.count_in, bodies.expire, bodies.refuse_later

@@ -1,0 +1,63 @@
+"""Which rows and columns a tile of a grouped matmul covers, from the offsets of the experts, on the device.
+
+Tiles are numbered expert by expert; in an expert by bands of ``group_m`` tile rows, in a band column by column, so that
+programs that work side by side share weights and rows. An expert without rows has no tile. Programs take rising tile
+numbers, so they *walk*: they know the expert they are at and the number of its first tile, and a step costs one load.
+
+Integer arithmetic and loads of words only: the same source serves Triton and Gluon (``SOURCES``), as in
+``device/triton/tiles.py``. The host's twin, for tests, is ``schedule_grouped.walk``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Walk(NamedTuple):
+    """Where a program stands: an expert, its first tile and the next one's, its rows [begin, end)."""
+
+    expert: Any
+    first_tile: Any
+    next_tile: Any
+    begin: Any
+    end: Any
+
+
+def first_expert(offsets, tile_cols, tile_m):
+    """A walk's beginning, at expert 0. ``offsets`` int32 [experts + 1]: first row of each; ``tile_cols``: tiles across."""
+    begin = tl.load(offsets)
+    end = tl.load(offsets + 1)
+    tiles = (end - begin + tile_m - 1) // tile_m * tile_cols
+    return Walk(begin * 0, begin * 0, tiles, begin, end)
+
+
+def walk_to(walk, tile, offsets, experts, tile_cols, tile_m):
+    """The walk at ``tile``, which may not be before that of the last call. ``expert == experts``: there is no such tile."""
+    expert, first_tile, next_tile, begin, end = walk
+    while (expert < experts) & (tile >= next_tile):
+        expert += 1
+        first_tile = next_tile
+        begin = end
+        if expert < experts:
+            end = tl.load(offsets + expert + 1)
+            next_tile = first_tile + (end - begin + tile_m - 1) // tile_m * tile_cols
+    return Walk(expert, first_tile, next_tile, begin, end)
+
+
+def place_in_expert(walk, tile, tile_cols, tile_m, group_m):
+    """A tile of the walk's expert -> (first row, tile column); its rows end at ``walk.end`` at most."""
+    tile_rows = (walk.end - walk.begin + tile_m - 1) // tile_m
+    within = tile - walk.first_tile
+    group = within // (group_m * tile_cols)
+    rest = within % (group_m * tile_cols)
+    tall = tile_rows - group * group_m
+    if tall > group_m:
+        tall = group_m
+    return walk.begin + (group * group_m + rest % tall) * tile_m, rest // tall
+
+
+SOURCES = (first_expert, walk_to, place_in_expert)
+first_expert, walk_to, place_in_expert = (triton.jit(source) for source in SOURCES)

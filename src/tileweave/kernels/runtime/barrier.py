@@ -1,0 +1,30 @@
+"""barrier: no rank passes before every rank of the group has come, on the device, in stream order.
+
+Needed only where a slot's address is frozen, in a CUDA graph, and its copies wait for nobody: a gather beside another kernel,
+and what copy engines pull. It is the meeting of ``device/triton/meet.py``, by itself: all ranks have begun this call, hence ended
+the one before, which read that slot last.
+
+It reads the epoch of the call that it stands in front of, and leaves it as it is. One program, on the same stream as the call:
+beside a kernel that fills the device it might never start.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tileweave.device.triton.meet import meet
+from tileweave.device.triton.signal import load_epoch
+from tileweave.kernels.runtime.endpoint import Endpoint
+
+
+@triton.jit(do_not_specialize=["rank"])
+def barrier_kernel(signal_table, signals, control, report, rank, WORLD_SIZE: tl.constexpr):
+    meet(signal_table, signals, rank, load_epoch(control), -1, control, report, WORLD_SIZE)
+
+
+def barrier(peers: Endpoint, world_size: int, rank: int) -> None:
+    """Launch on the current stream."""
+    barrier_kernel[(1,)](
+        peers.signal_table, peers.signals, peers.control, peers.report, rank, WORLD_SIZE=world_size, num_warps=1
+    )

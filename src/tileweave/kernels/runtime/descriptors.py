@@ -1,0 +1,49 @@
+"""Tensor descriptors that the Hopper kernels keep between launches, and which tensors TMA can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tileweave.kernels.runtime.endpoint import lines
+
+
+def fits(*tensors: torch.Tensor) -> bool:
+    """Whether TMA can reach these tensors (rows at multiples of 16 bytes); if not, the Triton kernel runs."""
+    return all(t.data_ptr() % 16 == 0 and lines(t.stride())[0] * t.element_size() % 16 == 0 for t in tensors)
+
+
+def weight(
+    address: int, dtype: torch.dtype, cols: int, depth: int, strides: Sequence[int], tile: list[int]
+) -> TensorDescriptor:
+    """A weight [cols, depth], loaded by the ``tile`` of those; both the other way round where its lines run along N."""
+    stride, depth_first = lines(strides)
+    if depth_first:
+        return descriptor(address, dtype, [depth, cols], stride, tile[::-1])
+    return descriptor(address, dtype, [cols, depth], stride, tile)
+
+
+class Pointer:
+    """Stands for a tensor in a cached descriptor, so that the cache keeps no memory alive."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self._address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def descriptor(address: int, dtype: torch.dtype, shape: list[int], stride: int, tile: list[int]) -> TensorDescriptor:
+    """A matrix of ``shape`` at ``address``, rows ``stride`` elements apart, loaded or stored by the ``tile``."""
+    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(tile, kind)
+    return TensorDescriptor(Pointer(address, dtype), shape, [stride, 1], tile, layout)
+
+
+def based(held: Sequence[TensorDescriptor], addresses: Sequence[int], dtype: torch.dtype) -> tuple[TensorDescriptor, ...]:
+    """``held``, each at its address."""
+    return tuple(replace(one, base=Pointer(at, dtype)) for one, at in zip(held, addresses, strict=True))

@@ -1,0 +1,1 @@
+"""What all operators share: registration with torch, groups and workspaces, agreement between ranks, collectives."""

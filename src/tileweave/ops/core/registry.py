@@ -1,0 +1,399 @@
+"""What all operators share: registration with torch, groups by name, workspaces, agreement between ranks.
+
+``torch.library.Library`` and not ``@custom_op``: half the dispatch time, and 7 us a call matter at decode.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from tileweave.errors import InputError, RankMismatchError, TileweaveError, UnsupportedError
+from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.planning.machine import CPU, Machine
+from tileweave.planning.matmul import Plan
+from tileweave.transport import torch_collectives as collectives
+from tileweave.transport.call_ledger import NBYTES
+from tileweave.transport.interface import Copies, Transport
+from tileweave.transport.workspace import CALL, REGISTRY, Instance, Workspace
+
+LIBRARY = torch.library.Library("tileweave", "DEF")
+_LOG = logging.getLogger("tileweave")
+
+
+def define(
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any] = lambda *_, **__: None,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+) -> None:
+    """Register one operator: schema, the implementation for CPU and CUDA, its fake, its gradient.
+
+    An ``.out`` that returns nothing needs a fake only to check its arguments.
+    """
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema)
+    if "!)" in schema:
+        implementation = _counting_versions(schema, implementation)
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(name, _as_given(schema, key.lower(), implementation), key)
+    torch.library.register_fake(f"tileweave::{name}", _on_one_device(name, fake), lib=LIBRARY)
+    if backward is not None:
+        once = _first_derivative(name, backward)
+        torch.library.register_autograd(f"tileweave::{name}", once, setup_context=setup_context, lib=LIBRARY)
+
+
+def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Autograd is told that arguments marked (a!) are others now: kernels that write to memory tell nobody."""
+    changed = [(at, words[1]) for at, words in enumerate(_arguments(schema)) if "!)" in words[0]]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counted = []
+        for at, name in changed:
+            value = kwargs[name] if name in kwargs else args[at]
+            for t in value if isinstance(value, (list, tuple)) else (value,):
+                if t is not None and not t.is_inference():
+                    counted.append(t)
+                elif t is not None and not torch.is_inference_mode_enabled():
+                    raise InputError(
+                        f"asked: {schema.split('(', 1)[0]} into a tensor made under inference_mode, outside of it; allowed: "
+                        "under torch.inference_mode(), or a tensor made outside; remedy: one of them"
+                    )
+        result = implementation(*args, **kwargs)
+        for t in counted:
+            torch.autograd.graph.increment_version(t)
+        return result
+
+    return call
+
+
+def _arguments(schema: str) -> list[list[str]]:
+    """Type and name (and default) of each argument."""
+    return [words.split() for words in schema.split("(", 1)[1].rsplit(") ->", 1)[0].replace("*, ", "").split(", ")]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """torch takes the fake where any tensor is on meta; with others on a device, results would be memory that nobody wrote."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        devices = {t.device for t in _tensors((*args, *kwargs.values()))}
+        if len(devices) > 1:
+            raise InputError(
+                f"asked: {name} of tensors on {', '.join(sorted(map(str, devices)))}; allowed: one device; "
+                "remedy: move them to one, or load what is still on meta"
+            )
+        return fake(*args, **kwargs)
+
+    return call
+
+
+def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """``implementation`` for any caller: on the device of its tensors, in their dtypes (as the fake says, autocast or not).
+
+    Forward-mode derivatives would be lost, so no. Compiled code comes here first, so this is where its group is looked up;
+    and what breaks off here is told to peers, who wait for it (``transport/call_ledger.py``).
+    """
+    name, arguments = schema.split("(", 1)[0], _arguments(schema)
+    tensor_at = next(at for at, (of, *_) in enumerate(arguments) if of == "Tensor")
+    group_at = next((at for at, words in enumerate(arguments) if words[1] == "group_name"), None)
+    on_gpu = kind == "cuda"
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, _tensors((*args, *kwargs.values())))):
+            raise UnsupportedError(
+                f"asked: a forward-mode derivative of {name}; allowed: reverse mode (backward, torch.autograd.grad); "
+                "remedy: call on tensors without tangents"
+            )
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return call(*args, **kwargs)
+        if on_gpu and args[tensor_at].get_device() not in (-1, torch.cuda.current_device()):  # -1: a mistake, for the checks
+            with torch.cuda.device(args[tensor_at].device):
+                return call(*args, **kwargs)
+        group_name = group_at and args[group_at]
+        if not group_name:  # it has no peers
+            return implementation(*args, **kwargs)
+        REGISTRY.look_up(group_name, _resolved)
+        CALL.posted, done = False, False
+        try:
+            result = implementation(*args, **kwargs)
+            done = True
+        except TileweaveError as error:
+            # all ranks have others, or wait no more; and what is written differently there stays for peers to find
+            done = not isinstance(error, InputError) or (CALL.posted and isinstance(error, RankMismatchError))
+            raise
+        finally:
+            if not done:
+                REGISTRY.break_off(group_name, args[tensor_at].device, CALL.posted)
+        return result
+
+    return call
+
+
+def _has_tangent(t: torch.Tensor) -> bool:
+    with forward_ad._set_fwd_grad_enabled(True):  # torch's wrapper for the backward switches it off
+        return forward_ad.unpack_dual(t).tangent is not None
+
+
+def _first_derivative(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A gradient that is not differentiated: what it sends, and its kernels, have none of their own."""
+
+    def call(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise UnsupportedError(
+                f"asked: the gradient of {name} as something to differentiate (create_graph=True); allowed: first derivatives; "
+                "remedy: leave create_graph out, or use torch's own operators for that part"
+            )
+        return backward(ctx, *grads)
+
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """The questions every public operator answers: which path a call takes, and what a capture needs first."""
+
+    call: Callable[..., Any]
+    explain: Callable[..., Plan]
+    warmup: Callable[..., Plan]
+
+
+_OPERATORS: dict[str, Operator] = {}
+
+
+def publish(call: Callable[..., Any], explain: Callable[..., Plan], warmup: Callable[..., Plan]) -> None:
+    """``explain`` names what it needs as ``call`` does, which is public by its own name; it raises for what a call refuses."""
+    _OPERATORS[call.__name__] = Operator(call, explain, warmup)
+
+
+def _operator(op: str) -> Operator:
+    if op not in _OPERATORS:
+        raise InputError(f"asked: operator {op!r}; allowed: {', '.join(sorted(_OPERATORS))}; remedy: pass one of these names")
+    return _OPERATORS[op]
+
+
+def explain(op: str, *args: object, **kwargs: object) -> Plan:
+    """Which path a call of ``op`` with these arguments takes, and why; ``print`` it. Sends nothing.
+
+    ``tw.explain("all_gather_matmul", x, w, bias, group=group)`` is about ``tw.all_gather_matmul(x, w, bias, group=group)``.
+    In place of topk_ids a number will do: how many experts a token has.
+
+    Raises
+    ------
+    InputError for what the call would refuse by shape, dtype or device (of ``bias``, ``out`` and the like, too, if given), and
+    for operators that do not exist.
+    """
+    operator = _operator(op)
+    given = signature(operator.call).bind_partial(*args, **kwargs).arguments
+    return operator.explain(**{name: given[name] for name in signature(operator.explain).parameters if name in given})
+
+
+def warmup(op: str, *args: object, **kwargs: object) -> Plan:
+    """Collective: reserve what ``op`` needs and compile its kernels, so that a CUDA graph may capture calls afterwards.
+
+    One call on zeros, of one size; returns the plan of calls of that size. Another row count may go another way, with memory of
+    its own: warm up each size to come. A capture that also holds the backward of a matmul operator needs ``backward=True``:
+    operands then require gradients, and their backward follows.
+    Arguments by operator:
+
+    ==========================================  ===========================================================================
+    all_gather_matmul, matmul_reduce_scatter,   rows, cols, depth: of this rank's x [rows, depth] and w [cols, depth]
+    matmul_all_reduce                           (``norm=True``: with norm_weight, which is another kernel)
+    matmul_all_to_all, all_to_all_matmul        the same, and ``scatter_dim=``, ``gather_dim=``
+    dispatch_grouped_matmul                     tokens, experts [E/R, N, K] (a tensor), topk; tokens: max_tokens of calls
+    grouped_matmul_combine                      the call's: y, experts, plan, topk_weights
+    embedding_bag_all_to_all                    the call's, with the largest batch
+    ==========================================  ===========================================================================
+
+    The matmul operators also take ``backward=`` (False), ``dtype=`` (bfloat16) and ``device=`` (the current GPU, or the CPU);
+    all take ``group=``.
+
+    Raises
+    ------
+    InputError for sizes, dtypes and devices that are none; PeerTimeout if a rank does not come: every rank calls it alike.
+    """
+    return _operator(op).warmup(*args, **kwargs)
+
+
+def name_of(group: dist.ProcessGroup | str | None) -> str:
+    """The name that operators carry in place of a group (None: the default group)."""
+    if isinstance(group, str):
+        if not torch.compiler.is_compiling():  # modules keep names, and names come again for other groups
+            REGISTRY.look_up(group, _resolved)
+        return group
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise InputError(
+                "asked: an operator over the default group; allowed: after torch.distributed is initialised; "
+                "remedy: call torch.distributed.init_process_group, or pass group="
+            )
+    elif not isinstance(group, dist.ProcessGroup):  # what new_group returns to who is not a member
+        raise InputError(
+            f"asked: group {group!r}; allowed: a ProcessGroup that contains this rank, or its name; "
+            "remedy: call on members only; of a DeviceMesh pass mesh.get_group(dimension)"
+        )
+    name = group.group_name
+    REGISTRY.belongs(name, group)
+    return name
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The group behind a name; raises :class:`InputError` for a group this rank is not in."""
+    group = _resolved(name)
+    if dist.get_rank(group) < 0:
+        raise InputError(f"asked: group {name!r}; allowed: groups that contain this rank; remedy: call on members only")
+    return group
+
+
+def _resolved(name: str) -> dist.ProcessGroup:
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"asked: group {name!r}; allowed: a group of this process that still exists; "
+            "remedy: pass a ProcessGroup that this rank is a member of"
+        ) from error
+
+
+def place_in(name: str) -> tuple[int, int]:
+    """(rank, size) of the group; a compiler need not look inside."""
+    group = group_of(name)
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+# What torch.compiler.assume_constant_result does; that imports the compiler, and the compiler triton.
+place_in._dynamo_marked_constant = True
+
+
+def machine_of(device: torch.device) -> Machine:
+    """The facts about ``device`` that plans are made from."""
+    if device.type != "cuda":
+        return CPU
+    from tileweave.transport.cuda import describe
+
+    return describe(device.index)
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter in this process, hence on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def workspace_of(name: str, device: torch.device) -> Workspace:
+    """The workspace of (group, device); the first call for a pair is collective."""
+
+    def make() -> Transport:
+        group = group_of(name)
+        if device.type == "cuda":
+            from tileweave.transport.cuda import CudaTransport
+
+            return CudaTransport(group, device)
+        from tileweave.transport.cpu import CpuTransport
+
+        return CpuTransport(group)
+
+    workspace = REGISTRY.get(name, device, make)
+    if not workspace.ledger.opened:
+        workspace.ledger.open(workspace.transport.share(NBYTES), workspace.transport.rank)
+        REGISTRY.opened(name, device)
+    return workspace
+
+
+def mark_of(common: object) -> int:
+    """A checksum, not 0, of what ranks must agree on: the same in every process."""
+    return zlib.crc32(json.dumps(common, sort_keys=True).encode()) or 1
+
+
+@lru_cache(maxsize=64)
+def number_of(what: object) -> int:
+    """A number for a name, a dtype, an option, to hash with sizes: the same in every process."""
+    return mark_of(str(what))
+
+
+def endpoint(instance: Instance, dtype: torch.dtype) -> Endpoint:
+    """The pointers of ``instance`` for a kernel over ``dtype``; made once, since making views takes microseconds."""
+    found = instance.cache.get(dtype)
+    if found is None:
+        found = instance.cache[dtype] = Endpoint(
+            instance.slots.view(dtype),
+            instance.slot_bytes // dtype.itemsize,
+            instance.slot_table,
+            instance.signal_table,
+            instance.signals,
+            instance.control,
+            instance.report,
+            instance.counters,
+        )
+    return found  # type: ignore[return-value]
+
+
+def copy_slot(instance: Instance) -> int:
+    """The slot of the next copy-engine call: that of its parity; a graph freezes it, so a captured call has slot 0."""
+    return 0 if instance.captured else instance.calls & 1
+
+
+def push_beside(instance: Instance, launch: Callable[[], None], copies: Copies, given: int, capturing: bool) -> None:
+    """``launch`` a kernel, and ``copies`` beside it, which take the address ``given``; ``capturing``: into a CUDA graph."""
+    transport, launched = instance.transport, False
+    try:
+        transport.push(copies, given, launch=launch)
+        instance.calls += 1
+        CALL.posted = False  # it has been made
+        launched = transport.device.type == "cuda"
+    finally:
+        # A kernel on a device ends behind our copies anyway, it waits for the signal behind the last of them; to wait for
+        # an event as well would cost the host 5 us. A capture wants every stream joined that it forked.
+        if capturing or not launched:
+            transport.join()
+        instance.launched()
+
+
+def await_frozen_slot(instance: Instance, peers: Endpoint) -> None:
+    """Where copies write to peers as soon as the call is queued: a captured call, which has one slot, must await its reader."""
+    if instance.captured:
+        from tileweave.kernels.runtime.barrier import barrier
+
+        barrier(peers, instance.transport.world_size, instance.transport.rank)
+
+
+def log_fallback(op: str, plan: Plan, seen: set[tuple[str, str]]) -> None:
+    """Say once per reason that a call takes another path than the fused one."""
+    key = (op, plan.reason)
+    if plan.path == "unfused" and key not in seen:
+        seen.add(key)
+        _LOG.info("%s runs unfused: %s", op, plan.reason)
+
+
+def debugging() -> bool:
+    """Whether ranks compare all of each call and wait for it: ``TILEWEAVE_DEBUG``."""
+    text = os.environ.get("TILEWEAVE_DEBUG", "0")
+    if text not in ("", "0", "1"):
+        raise InputError(f"asked: TILEWEAVE_DEBUG={text!r}; allowed: 0 or 1; remedy: set one of them, or unset it")
+    return text == "1"
+
+
+def agree(group: dist.ProcessGroup, signature: dict[str, object]) -> None:
+    """Collective: raise the same :class:`RankMismatchError` on every rank if signatures, which name an "op", differ."""
+    collectives.agree(json.dumps(signature, sort_keys=True), group, str(signature["op"]))

@@ -1,0 +1,270 @@
+"""What becomes of pooled vectors' gradients on the rank that owns the tables: a gradient for each table, or a step.
+
+``grad`` [B, sum of local dims] has the gradient of this rank's columns for all samples. Positions of all bags are sorted by
+table row (a stable sort), runs of equal rows summed in order (``kernels/embedding/table_sums.py``), and each sum applied once:
+
+========  ===================================================================================
+dense     a tensor of the table's shape
+sparse    a coalesced COO tensor; its size depends on the data, so the host waits for the device
+sgd       ``w -= rate * g`` in place, for rows that were looked up
+adagrad   row-wise: ``m += mean(g * g)``; ``w -= rate * g / (sqrt(m) + epsilon)``, m fp32 [rows]
+========  ===================================================================================
+
+The fused steps are those of FBGEMM's EXACT_SGD and EXACT_ROWWISE_ADAGRAD: duplicates are summed before the step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tileweave.kernels.embedding.gradient import Push
+
+KINDS = ("dense", "sparse", "sgd", "adagrad")
+
+
+@dataclass(frozen=True, slots=True)
+class Lookups:
+    """The bags of this rank's tables: what a lookup read, and how it weighed it."""
+
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None
+    batch: int
+    mean: bool
+
+    def bags(self) -> torch.Tensor:
+        """[N] int64: the bag of each position, -1 or past the last for positions in no bag."""
+        positions = torch.arange(self.indices.numel(), device=self.indices.device, dtype=self.offsets.dtype)
+        return torch.searchsorted(self.offsets, positions, right=True) - 1
+
+    def scales(self, bags: torch.Tensor) -> torch.Tensor | None:
+        """[N] fp32: what a position's gradient is multiplied by; None if by nothing of its own."""
+        found = None if self.weights is None else self.weights.float()
+        if self.mean and self.offsets.numel() > 1:  # of no bags there are no lengths
+            lengths = (self.offsets[1:] - self.offsets[:-1]).clamp(min=1)
+            found = 1.0 / lengths.float()[bags.clamp(0, lengths.numel() - 1)]
+        return found
+
+
+_IN_GRAPHS: dict[int, torch.Tensor] = {}  # what captures were given, which read it for as long as the process lives
+
+
+def on_device(words: tuple, device: torch.device) -> torch.Tensor:
+    """``words`` as int64. Made once: a copy from the host makes the host wait for all that was queued before."""
+    found = _on_device(words, device)
+    if type(found) is not torch.Tensor:  # without numbers, of who traces: for this call only
+        _on_device.cache_clear()
+    keep_for_graphs(found)
+    return found
+
+
+@functools.lru_cache(128)
+def _on_device(words: tuple, device: torch.device) -> torch.Tensor:
+    return torch.tensor(words, dtype=torch.int64, device="cpu").to(device)
+
+
+def keep_for_graphs(words: torch.Tensor) -> None:
+    """Words that a cache may forget, but not a graph that is being captured."""
+    if words.is_cuda and torch.cuda.is_current_stream_capturing():
+        _IN_GRAPHS[id(words)] = words
+
+
+def used_on(stream: torch.cuda.Stream, *tensors: torch.Tensor | None) -> None:
+    """Memory of another stream that this one reads: not to be given away before it has."""
+    for t in tensors:
+        if t is not None:
+            t.record_stream(stream)
+
+
+def keys_in_torch(tables: Sequence[torch.Tensor], lookups: Lookups, first: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keys, bags) of each position in plain torch; see ``kernels/embedding/table_sums.py``."""
+    bags = lookups.bags()
+    here = (bags >= 0) & (bags < len(tables) * lookups.batch)
+    table = bags.clamp(0, max(len(tables) * lookups.batch - 1, 0)) // max(lookups.batch, 1)
+    begins = on_device(tuple(first), bags.device)
+    here &= (lookups.indices >= 0) & (lookups.indices < begins[table + 1] - begins[table])
+    return torch.where(here, begins[table] + lookups.indices, first[-1]), bags
+
+
+@dataclass(frozen=True, slots=True)
+class SortedLookups:
+    """Positions by table row: what sums of gradients need to know of a batch, and can know before there is a gradient.
+
+    keys [N] : table row over all tables, ascending; ``first[-1]`` where there is none. bags [N] : of the same positions.
+    scales [N] fp32 or None. first : the first key of each table, and the end. ready : recorded behind them, on another stream.
+    """
+
+    keys: torch.Tensor
+    bags: torch.Tensor
+    scales: torch.Tensor | None
+    first: list[int]
+    ready: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Order the current stream behind the sort."""
+        if self.ready is not None:
+            torch.cuda.current_stream().wait_event(self.ready)
+            used_on(torch.cuda.current_stream(), self.keys, self.bags, self.scales)
+
+
+def sort_lookups(tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool) -> SortedLookups:
+    """Positions by table row, in a stable order; on the current stream."""
+    if not tables:
+        nothing = lookups.indices.new_empty(0)
+        return SortedLookups(nothing, nothing, None, [0])
+    first = [0]
+    for table in tables:
+        first.append(first[-1] + table.shape[0])
+    if compiled:
+        from tileweave.kernels.embedding.table_sums import find_keys
+
+        firsts = on_device(tuple(first), lookups.indices.device)
+        keys, bags = find_keys(lookups.indices, lookups.offsets, firsts, first[-1], lookups.batch)
+    else:
+        keys, bags = keys_in_torch(tables, lookups, first)
+    keys, order = torch.sort(keys, stable=True)
+    scales = lookups.scales(bags)
+    return SortedLookups(keys, bags[order], None if scales is None else scales[order], first)
+
+
+@functools.lru_cache(32)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def sort_beside(tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool) -> SortedLookups:
+    """:func:`sort_lookups` beside what the current stream is given next: gradients on their way, say, which fill links."""
+    if not lookups.indices.is_cuda or not tables:
+        return sort_lookups(tables, lookups, compiled)
+    stream = _side_stream(lookups.indices.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = sort_lookups(tables, lookups, compiled)
+        ready = torch.cuda.Event()
+        ready.record()
+    used_on(stream, lookups.indices, lookups.offsets, lookups.weights)
+    return replace(found, ready=ready)
+
+
+def table_gradients(
+    grad: torch.Tensor,
+    tables: Sequence[torch.Tensor],
+    lookups: Lookups,
+    ordered: SortedLookups,
+    factor: float,
+    kind: str,
+    states: Sequence[torch.Tensor] = (),
+    rate: torch.Tensor | None = None,
+    epsilon: float = 0.0,
+    compiled: bool = True,
+    push: Push | None = None,
+) -> list[torch.Tensor]:
+    """The gradients of ``tables`` (dense, sparse), or none: the step was taken in place (sgd, adagrad).
+
+    ``ordered``: the lookups by table row, from :func:`sort_beside`. ``compiled``: by the Triton kernels, else in plain torch,
+    which is faster on the CPU. ``push``: brings ``grad``, launched with the sums.
+    """
+    if not tables:
+        return []
+    ordered.wait()
+    keys, bags, scales, first = ordered.keys, ordered.bags, ordered.scales, ordered.first
+    columns = [0]
+    for table in tables:
+        columns.append(columns[-1] + table.shape[1])
+    if not compiled:
+        return _in_torch(grad, tables, keys, bags, scales, first, columns, lookups.batch, kind, states, rate, epsilon, factor)
+    from tileweave.kernels.embedding.table_sums import ADAGRAD, DENSE, SGD, SPARSE, sum_rows
+
+    number = {"dense": DENSE, "sparse": SPARSE, "sgd": SGD, "adagrad": ADAGRAD}[kind]
+    places, rows, ends = None, None, [0] * (len(tables) + 1)
+    targets: list[torch.Tensor] = list(tables)
+    if kind == "dense":
+        targets = [torch.zeros_like(table) for table in tables]
+    elif kind == "sparse":
+        opens = torch.ones_like(keys, dtype=torch.bool)
+        opens[1:] = keys[1:] != keys[:-1]
+        opens &= keys < first[-1]
+        places = torch.cumsum(opens, 0) - 1
+        rows = keys[opens].long()
+        ends = torch.searchsorted(rows, on_device(tuple(first), keys.device)).tolist()
+        targets = [t.new_empty(ends[i + 1] - ends[i], t.shape[1]) for i, t in enumerate(tables)]
+    addresses = [state.data_ptr() for state in states] or [0] * len(tables)
+    own = [0] * len(tables) if push is None else push.columns
+    words = [
+        (t.data_ptr(), first[i], tables[i].shape[1], columns[i], own[i], addresses[i], ends[i]) for i, t in enumerate(targets)
+    ]
+    meta = on_device(tuple(words), grad.device)
+    widest = max(table.shape[1] for table in tables)
+    elements = 16 // min(tables[0].element_size(), grad.element_size())
+    whole = all(t.shape[1] % elements == 0 for t in tables) and all(t.data_ptr() % 16 == 0 for t in (grad, *targets))
+    whole = whole and (push is None or push.aligned > 1)
+    sum_rows(
+        grad, keys, bags, scales, places, meta, rate, epsilon, factor, first[-1], lookups.batch, tables[0].dtype, widest,
+        number, elements if whole else 1, push=push,
+    )  # fmt: skip
+    if kind == "sparse" and rows is not None:
+        return [_coo(rows[ends[i] : ends[i + 1]] - first[i], targets[i], t) for i, t in enumerate(tables)]
+    return targets if kind == "dense" else []
+
+
+def _coo(rows: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(rows[None], values, table.shape, is_coalesced=True, check_invariants=False)
+
+
+def _in_torch(
+    grad: torch.Tensor,
+    tables: Sequence[torch.Tensor],
+    keys: torch.Tensor,
+    bags: torch.Tensor,
+    scales: torch.Tensor | None,
+    first: list[int],
+    columns: list[int],
+    batch: int,
+    kind: str,
+    states: Sequence[torch.Tensor],
+    rate: torch.Tensor | None,
+    epsilon: float,
+    factor: float,
+) -> list[torch.Tensor]:
+    """The same in plain torch, in order of positions, so deterministic on the CPU."""
+    found = []
+    for number, table in enumerate(tables):
+        mine = (keys >= first[number]) & (keys < first[number + 1])
+        values = grad[bags[mine] % batch, columns[number] : columns[number + 1]].float()
+        if scales is not None:
+            values = values * scales[mine][:, None]
+        rows, where = torch.unique_consecutive(keys[mine] - first[number], return_inverse=True)
+        total = values.new_zeros(rows.numel(), table.shape[1]).index_add_(0, where, values) * factor
+        if kind == "dense":
+            found.append(torch.zeros_like(table).index_copy_(0, rows, total.to(table.dtype)))
+        elif kind == "sparse":
+            found.append(_coo(rows, total.to(table.dtype), table))
+        else:
+            assert rate is not None, "a fused step has a rate"
+            step = rate * total
+            if kind == "adagrad":
+                states[number].index_add_(0, rows, total.square().sum(1) / max(table.shape[1], 1))
+                step = step / (states[number][rows].sqrt() + epsilon)[:, None]
+            table.index_copy_(0, rows, (table[rows].float() - step).to(table.dtype))
+    return found
+
+
+def weight_gradients(grad: torch.Tensor, tables: Sequence[torch.Tensor], lookups: Lookups, factor: float) -> torch.Tensor:
+    """[N]: the gradient of per-sample weights, row by row the product of vector and gradient; zero where out of range."""
+    assert lookups.weights is not None, "only asked for where there are weights"
+    found = torch.zeros(lookups.indices.numel(), dtype=torch.float32, device=grad.device)
+    bags, column, chunk = lookups.bags(), 0, 1 << 16
+    for number, table in enumerate(tables):
+        here = (bags // max(lookups.batch, 1) == number) & (lookups.indices >= 0) & (lookups.indices < table.shape[0])
+        for positions in here.nonzero().flatten().split(chunk):
+            vectors = table[lookups.indices[positions].long()].float()
+            slices = grad[bags[positions] % lookups.batch, column : column + table.shape[1]].float()
+            found[positions] = (vectors * slices).sum(1) * factor
+        column += table.shape[1]
+    return found.to(lookups.weights.dtype)

@@ -1,0 +1,109 @@
+"""Gradients of grouped_matmul_combine: the dual operator for rows, a grouped product for weights, dots for combine weights.
+
+Where the dual operator is fused, so is everything here: rows behind the plan's last are neither read nor written, and the
+host waits for nothing. Two small exchanges go by torch.distributed: weights to the experts' ranks, their gradients back.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tileweave.ops import reference
+from tileweave.ops.core import collectives
+from tileweave.ops.core.registry import group_of, interpreting, machine_of
+from tileweave.ops.experts.routing_plan import RoutingPlan, new_rows, shape_of
+from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch
+
+
+def combine_gradients(
+    grad: torch.Tensor,
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    plan: RoutingPlan,
+    weights: torch.Tensor | None,
+    group_name: str,
+    need_y: bool,
+    need_experts: bool,
+    need_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For z's gradient [T, H]: gradients of y, experts and weights; empty where not needed."""
+    group = group_of(group_name)
+    ge, gw = grad.new_empty(0), grad.new_empty(0)
+    everyone = None if weights is None else reference.gather_weights(weights, plan, group)
+    shape = shape_of(plan, experts.shape[2], experts.shape[1], y.dtype)
+    config = plan_dispatch(shape, machine_of(y.device), interpreting()).config
+    if config is None:
+        rows = reference.gather_rows(grad, plan, group)
+        g = reference.grouped_matmul(rows, experts.transpose(1, 2), plan.offsets)
+        gy, right, dots = _weigh_rows(g, y, everyone, plan)
+    else:
+        gy, right, dots, rows = _fused_rows(
+            grad, y.contiguous(), experts, plan, everyone, group_name, config, need_experts, need_weights
+        )
+    if need_weights:
+        gw = _sums_to_owners(dots, plan, group)
+    if need_experts:
+        ge = gradient_of_experts(rows, right, plan.offsets)
+    return gy if need_y else grad.new_empty(0), ge, gw
+
+
+def gradient_of_experts(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """left [n, N], right [n, K], offsets [E + 1] -> [E, N, K]: left.T @ right over each expert's rows; 0 where it has none."""
+    machine = machine_of(left.device)
+    if machine.arch == 90:
+        from tileweave.kernels.experts import weight_gradient_hopper as grouped_outer_hopper
+
+        if grouped_outer_hopper.takes(left, right):
+            return grouped_outer_hopper.grouped_outer(left, right, offsets, machine.num_sms)
+    product = reference.grouped_outer(left, right, offsets).contiguous()
+    if left.is_cuda or interpreting():  # a library's grouped product may leave these undefined
+        from tileweave.kernels.experts.rows import zero_unused
+
+        zero_unused(product, offsets)
+    return product
+
+
+def _fused_rows(
+    grad: torch.Tensor,
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    plan: RoutingPlan,
+    everyone: torch.Tensor | None,
+    group_name: str,
+    config: DispatchConfig,
+    keep: bool,
+    need_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(gy, y times the weights, dots by entry, rows of grad) by the dual operator; what experts want only if ``keep``.
+
+    Ranks must agree on ``need_weights``: those gradients are exchanged, and who needs none would leave the others waiting.
+    """
+    from tileweave.kernels.experts import rows as expert_rows
+    from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_fused
+
+    g = new_rows(y, plan.bound, experts.shape[2])
+    peers, rows = run_fused(grad, experts.transpose(1, 2), plan, g, group_name, config, needs=int(need_weights))
+    if rows is None and keep:  # before anybody calls again
+        sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
+        rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes)
+    weighted = torch.empty_like(y) if keep and everyone is not None else None
+    dots = expert_rows.weigh_rows(g, y, everyone, weighted, plan.fields, plan.local_experts)
+    return g, y if weighted is None else weighted, dots, g if rows is None else rows
+
+
+def _weigh_rows(
+    g: torch.Tensor, y: torch.Tensor, everyone: torch.Tensor | None, plan: RoutingPlan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """g, y [bound, I], weights of all entries -> (weight * g, weight * y, dots of g and y, fp32, by entry; 0 without a row)."""
+    row = plan.entry_row.long()
+    dots = torch.where(row >= 0, (g.float() * y.float()).sum(1)[row.clamp(min=0)], 0.0)
+    if everyone is None:
+        return g, y, dots
+    factor = everyone[plan.row_entry.long().clamp(0, plan.entries - 1)][:, None]
+    return (g.float() * factor).to(g.dtype), (y.float() * factor).to(y.dtype), dots
+
+
+def _sums_to_owners(dots: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
+    """A number for each entry -> [T, k] of own tokens: from the rank of the entry's expert; the others have 0."""
+    return collectives.reduce_scatter(dots.view(-1, plan.topk), group)[: plan.tokens].contiguous()

@@ -1,0 +1,75 @@
+"""The fused call of grouped_matmul_combine: instance, memory, launch. The operator's file checks the arguments and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tileweave.ops.core.registry import endpoint, number_of, workspace_of
+from tileweave.ops.experts.routing_plan import RoutingPlan, shape_of
+from tileweave.planning.combine import CombineConfig, slot_bytes
+from tileweave.planning.schedules.grouped import GroupedProblem
+from tileweave.transport.workspace import REGISTRY, Instance
+
+OP = "grouped_matmul_combine"
+
+
+def run_fused(
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    plan: RoutingPlan,
+    weights: torch.Tensor | None,
+    out: torch.Tensor,
+    group_name: str,
+    config: CombineConfig,
+) -> None:
+    """The fused call itself. y [bound, I], experts [E_local, H, I], weights [T, k] fp32; out [T, H]."""
+    from tileweave.kernels.experts import combine_triton as kernel
+
+    workspace = REGISTRY.find(group_name, y.device) or workspace_of(group_name, y.device)
+    transport = workspace.transport
+    shape = shape_of(plan, experts.shape[1], experts.shape[2], experts.dtype)
+    instance = workspace.instance(OP, "sm")
+    instance.reserve(slot_bytes(shape), kernel.COUNTERS)
+    called = (OP, y.dtype, weights is None)
+    products = torch.empty(y.shape[0], shape.cols, dtype=y.dtype, device=y.device)
+    instance.begin(hash((*map(number_of, called), *experts.shape, plan.max_tokens, plan.topk)))  # the same in every process
+    peers = endpoint(instance, y.dtype)
+    tensors = (y, experts, plan.offsets, plan.entry_row, plan.topk_ids, weights, products, out)
+    try:
+        if config.kernel == "hopper" and _fits(y, experts, out, config):
+            _launcher(instance, y, experts, shape, config)(*tensors)
+        else:
+            kernel.launch(peers, *tensors, shape, config, transport.rank, transport.machine.num_sms)
+    finally:
+        instance.launched()
+
+
+def _fits(y: torch.Tensor, experts: torch.Tensor, out: torch.Tensor, config: CombineConfig) -> bool:
+    """Whether TMA can reach the operands; if not, the Triton kernel runs, which speaks the same protocol."""
+    from tileweave.kernels.runtime.descriptors import fits
+
+    along_depth = experts.stride(2) == 1
+    whole = experts if along_depth else experts.transpose(1, 2)
+    divides = along_depth or experts.shape[2] % config.tile_k == 0
+    return divides and whole.is_contiguous() and fits(y, out, whole.flatten(0, 1))
+
+
+def _launcher(
+    instance: Instance, y: torch.Tensor, experts: torch.Tensor, shape: GroupedProblem, config: CombineConfig
+) -> Callable[..., None]:
+    """The Hopper kernel's launches of one shape, made once."""
+    from tileweave.kernels.experts.combine_hopper import Launcher
+
+    depth_first = experts.stride(2) != 1
+    key = (shape, config, depth_first, y.shape[0], y.stride(0))
+    found = instance.cache.get(key)
+    if found is None:
+        transport = instance.transport
+        found = Launcher(
+            endpoint(instance, y.dtype), shape, config, transport.rank, transport.machine.num_sms, y.dtype, depth_first,
+            y.shape[0], y.stride(0),
+        )  # fmt: skip
+        instance.keep(key, found)
+    return found  # type: ignore[return-value]

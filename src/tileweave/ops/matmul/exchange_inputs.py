@@ -1,0 +1,84 @@
+"""What the two dense all-to-all operators share: their dimensions as arguments, divisibility, and answers beside calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from tileweave.errors import require
+from tileweave.ops.core.registry import name_of, place_in, publish
+from tileweave.ops.matmul.inputs import call_for_warmup, operands_for_warmup
+from tileweave.planning.matmul import Plan
+from tileweave.planning.schedules.scatter import Exchange
+
+
+def as_exchange(scatter_dim: int, gather_dim: int) -> Exchange:
+    """The two arguments, checked."""
+    require(
+        scatter_dim in (0, 1) and gather_dim in (0, 1),
+        lambda: f"scatter_dim={scatter_dim}, gather_dim={gather_dim}",
+        "0 (rows) or 1 (columns) each",
+        "flatten the other dimensions into rows",
+    )
+    return Exchange(scatter_dim, gather_dim)
+
+
+def check_divides(how: Exchange, rows: int, cols: int, size: int, columns_of: str) -> None:
+    """What is scattered comes out even; of x of several dimensions rows are dimension 0."""
+    what, count = ("rows", rows) if how.scatter_dim == 0 else (f"columns ({columns_of})", cols)
+    allowed, remedy = "a multiple of the group's size", "pad them, or scatter the other"
+    require(count % size == 0, lambda: f"{count} {what} over {size} ranks", allowed, remedy)
+
+
+def publish_exchange(
+    call: Callable[..., object],
+    as_called: Callable[..., tuple[Exchange, torch.Tensor, torch.Tensor | None]],
+    check: Callable[..., None],
+    plan: Callable[..., Plan],
+    depth_of: Callable[[Exchange, int, int, int], int],
+) -> None:
+    """As :func:`matmul_inputs.publish_matmul`, with the two dimensions.
+
+    ``as_called(x, w, bias, scatter_dim, gather_dim, out, group_name)`` gives the exchange, and x and out as
+    rows, ``check(x, w, bias, how, out, size)`` raises, ``plan(x, w, how, size)`` decides, and
+    ``depth_of(how, rows, depth, size)`` is that of w for x [rows, depth].
+    """
+
+    def explain(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        group: dist.ProcessGroup | str | None = None,
+        *,
+        scatter_dim: int,
+        gather_dim: int,
+        out: torch.Tensor | None = None,
+    ) -> Plan:
+        name = name_of(group)
+        size = place_in(name)[1]
+        how, rows, flat = as_called(x, w, bias, scatter_dim, gather_dim, out, name)
+        check(rows, w, bias, how, flat, size)
+        return plan(rows, w, how, size)
+
+    def warmup(
+        rows: int,
+        cols: int,
+        depth: int,
+        *,
+        scatter_dim: int,
+        gather_dim: int,
+        backward: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        group: dist.ProcessGroup | str | None = None,
+    ) -> Plan:
+        x, w = operands_for_warmup(rows, cols, depth, dtype, device)
+        of_w = depth_of(as_exchange(scatter_dim, gather_dim), rows, depth, place_in(name_of(group))[1])
+        if of_w != depth:
+            _, w = operands_for_warmup(0, cols, of_w, dtype, device)
+        call_for_warmup(call, x, w, backward, scatter_dim=scatter_dim, gather_dim=gather_dim, group=group)
+        return explain(x, w, group=group, scatter_dim=scatter_dim, gather_dim=gather_dim)
+
+    publish(call, explain, warmup)

@@ -1,0 +1,65 @@
+"""The fused call of matmul_all_reduce: one shot for few rows, else the library's matmul and two shots behind it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import rms_norm
+
+from tileweave.ops.core.registry import endpoint, workspace_of
+from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.transport.workspace import REGISTRY, Instance, Workspace
+
+if TYPE_CHECKING:
+    from tileweave.kernels.all_reduce.one_shot import Launcher
+
+OP = "matmul_all_reduce"
+ONE_SHOT = "one_shot"  # an instance of its own: its slots have another layout
+
+
+def run_fused(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+) -> None:
+    """The fused call itself. x [M, k], w [N, k], residual, out, residual_out [M, N]; see ``ops/matmul/matmul_all_reduce.py``."""
+    config = chosen.config
+    assert config is not None, "run_fused needs a fused plan"
+    workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
+    if config.kernel == "library":
+        from tileweave.ops.matmul.cublas import multiply_then_reduce
+
+        target = out if residual_out is None else residual_out
+        multiply_then_reduce(workspace, OP, x, w, bias, target, residual, config, chosen.mark)
+        if norm_weight is not None:  # a kernel of its own: rows of many tiles, which no program has seen whole
+            out.copy_(rms_norm(target.float(), norm_weight.shape, norm_weight.float(), norm_eps))
+        return
+    instance, launch = _one_shot(workspace, x, w, config)
+    instance.begin(chosen.mark)
+    try:
+        launch(x, w, bias, residual, norm_weight, norm_eps, out, residual_out)
+    finally:
+        instance.launched()
+
+
+def _one_shot(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig) -> tuple[Instance, Launcher]:
+    instance = workspace.instance(OP, ONE_SHOT)
+    key = (w.shape[0], x.dtype, id(config))  # the launcher keeps the config, so the id stays its own
+    launch = instance.cache.get(key)
+    if launch is None:
+        from tileweave.kernels.all_reduce.one_shot import Launcher
+
+        size, cols = workspace.transport.world_size, w.shape[0]
+        elements = size * -(-cols // config.tile_n) * config.tile_n * config.tile_m
+        instance.reserve(elements * x.element_size(), 2)
+        launch = Launcher(endpoint(instance, x.dtype), size, workspace.transport.rank, cols, config)
+        instance.keep(key, launch)
+    return instance, launch  # type: ignore[return-value]

@@ -1,0 +1,132 @@
+"""The fused call of matmul_all_to_all: instance, slot, launch, pulls. What a shape needs is made once and kept.
+
+``matmul_all_to_all.py`` checks the arguments and plans; tests and the tuner call :func:`run_fused` themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.ops.core.registry import await_frozen_slot, copy_slot, endpoint, push_beside, workspace_of
+from tileweave.planning.matmul import MatmulConfig, Plan, Problem, scatter_schedule_for
+from tileweave.planning.schedules.gather import arrival_order, cdiv
+from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
+from tileweave.transport.interface import EPOCH, Copies, Copy
+from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
+
+OP = "matmul_all_to_all"
+
+
+def run_fused(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    how: Exchange,
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+) -> None:
+    """The fused call itself. x [M, K], w [N, K]; out as ``how`` says."""
+    config = chosen.config
+    assert config is not None, "run_fused needs a fused plan"
+    workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
+    if config.kernel == "library":
+        from tileweave.ops.matmul.cublas import multiply_then_exchange
+
+        multiply_then_exchange(workspace, OP, x, w, bias, out, how, config, chosen.mark)
+        return
+    call = _fused_call(workspace, x, w, how, config)
+    instance = call.instance
+    capturing = instance.begin(chosen.mark)
+    launch = call.launcher(x, w, out)
+    if config.transport == "sm":
+        try:
+            launch(x, w, bias, out, 0)
+        finally:
+            instance.launched()
+        return
+    slot = copy_slot(instance)
+    await_frozen_slot(instance, call.endpoint)
+    push_beside(instance, partial(launch, x, w, bias, out, slot), call.copies[slot], out.data_ptr(), capturing)
+
+
+@dataclass(slots=True)
+class _FusedCall:
+    """What calls of one shape share: made once, since host time counts. ``rows``: of a part, before it was padded."""
+
+    instance: Instance
+    endpoint: Endpoint
+    schedule: ScatterSchedule
+    config: MatmulConfig
+    how: Exchange
+    rows: int
+    copies: tuple[Copies, ...]  # of a copy-engine call, by slot
+    launchers: dict[tuple[object, ...], Callable[..., None]]
+
+    def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
+        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
+        key = ((x.data_ptr() | w.data_ptr() | out.data_ptr()) & 15 == 0, x.stride(0), w.stride())
+        found = self.launchers.get(key)
+        if found is None:
+            found = self.launchers[key] = self._make(x, w, out)
+        return found
+
+    def _make(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
+        common = (self.endpoint, self.schedule, self.config, self.how, self.rows)
+        if self.config.kernel == "hopper":
+            from tileweave.kernels.all_to_all.scatter_hopper import Launcher as HopperLauncher
+            from tileweave.kernels.runtime.descriptors import fits
+
+            if fits(x, w, out) and self.schedule.cols * x.element_size() % 16 == 0:
+                return HopperLauncher(*common, x.dtype, x.stride(0), w.stride())
+        from tileweave.kernels.all_to_all.scatter_triton import Launcher
+
+        return Launcher(*common)
+
+
+def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, how: Exchange, config: MatmulConfig) -> _FusedCall:
+    transport = workspace.transport
+    instance = workspace.instance(OP, config.transport)
+    key = (x.shape, w.shape[0], x.dtype, how, id(config))  # the call keeps the config, so the id stays its own
+    call = instance.cache.get(key)
+    if call is None:
+        size, itemsize = transport.world_size, x.element_size()
+        rows, cols = how.part(x.shape[0], w.shape[0], size)
+        padded = cdiv(rows, config.tile_m) * config.tile_m
+        problem = Problem(size, padded, cols, x.shape[1], itemsize, "")
+        schedule = scatter_schedule_for(problem, config, transport.rank, transport.machine)
+        instance.reserve(schedule.slot_elements * itemsize, schedule.num_programs + 8 * MAX_SLICES)
+        copies = ()
+        if config.transport == "copy_engine":
+            copies = tuple(_pulls(instance, schedule, how, rows, itemsize, slot) for slot in (0, 1))
+        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, how, rows, copies, {})
+        instance.keep(key, call)
+    return call  # type: ignore[return-value]
+
+
+def _pulls(instance: Instance, s: ScatterSchedule, how: Exchange, rows: int, itemsize: int, slot: int) -> Copies:
+    """Each chunk of each peer once it is there, peers by order of arrival beside each other; then a signal to ourselves."""
+    width = s.cols * itemsize
+    pitch = width if how.gather_dim == 0 else width * s.world_size
+    flags = instance.flags.data_ptr() + 4 * slot * s.world_size * MAX_SLICES
+    copies = []
+    for lane, source in enumerate(arrival_order(s.rank, s.world_size)[1:]):
+        place = s.rank - (s.rank > source)
+        base = instance.slot_addresses[source] + slot * instance.slot_bytes + place * s.tile_rows * s.tile_m * width
+        target = source * (rows * width if how.gather_dim == 0 else width)
+        for chunk in range(s.chunks):
+            begin, end = (min(tile * s.tile_m, rows) for tile in s.chunk_bounds(chunk))
+            flag = flags + 4 * (source * MAX_SLICES + chunk)
+            at, offset = base + begin * width, target + begin * pitch
+            if how.gather_dim == 0:
+                copies.append(Copy(0, at, (end - begin) * width, offset, flag, 1, lane))
+            else:
+                copies.append(Copy(0, at, width, offset, flag, 1, lane, end - begin, pitch, width))
+    epoch = instance.control.data_ptr() + 4 * EPOCH
+    copies.append(Copy(instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size), epoch, 4))
+    return Copies(copies)

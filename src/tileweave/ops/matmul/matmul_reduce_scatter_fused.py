@@ -1,0 +1,141 @@
+"""The fused call of matmul_reduce_scatter: instance, slot, launch, pushes.
+
+What a shape needs is made once and kept. The operators' files check the arguments and plan; tests, the tuner and the
+tracer call :func:`run_fused` themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+
+from tileweave.errors import require
+from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.ops.core.registry import copy_slot, endpoint, push_beside, workspace_of
+from tileweave.planning.matmul import MatmulConfig, Plan, Problem, scatter_schedule_for
+from tileweave.planning.schedules.gather import push_order
+from tileweave.planning.schedules.scatter import ScatterSchedule
+from tileweave.transport.interface import EPOCH, Copies, Copy
+from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
+
+OP = "matmul_reduce_scatter"
+
+
+def run_fused(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    group_name: str,
+    chosen: Plan[MatmulConfig],
+) -> None:
+    """The fused call itself. x [M, k], w [N, k]; out [M / R, N]."""
+    config = chosen.config
+    assert config is not None, "run_fused needs a fused plan"
+    workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
+    if config.kernel == "library":
+        from tileweave.ops.matmul.cublas import multiply_then_reduce
+
+        multiply_then_reduce(workspace, OP, x, w, bias, out, None, config, chosen.mark)
+        return
+    call = _fused_call(workspace, x, w, config)
+    instance = call.instance
+    staging = None if config.transport == "sm" else torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
+    capturing = instance.begin(chosen.mark)
+    launch = call.launcher(x, w, out)
+    if staging is None:
+        try:
+            launch(x, w, bias, out, None, 0)
+        finally:
+            instance.launched()
+        return
+    slot = copy_slot(instance)
+    kernel = partial(launch, x, w, bias, out, staging, slot)
+    push_beside(instance, kernel, call.copies[slot], staging.data_ptr(), capturing)
+
+
+@dataclass(slots=True)
+class _FusedCall:
+    """What calls of one shape share: made once, since host time counts."""
+
+    instance: Instance
+    endpoint: Endpoint
+    schedule: ScatterSchedule
+    config: MatmulConfig
+    copies: tuple[Copies, ...]  # of a copy-engine call, by slot
+    staging_elements: int  # of a copy-engine call: what peers get
+    launchers: dict[tuple[object, ...], Callable[..., None]]
+
+    def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
+        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
+        key = ((x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0, x.stride(0), w.stride())
+        found = self.launchers.get(key)
+        if found is None:
+            found = self.launchers[key] = self._make(x, w, out)
+        return found
+
+    def _make(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
+        if self.config.kernel == "hopper":
+            from tileweave.kernels.reduce_scatter.hopper import Launcher as HopperLauncher
+            from tileweave.kernels.runtime.descriptors import fits
+
+            if fits(x, w):
+                whole = fits(out)  # otherwise TMA cannot store it
+                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, x.stride(0), w.stride(), whole)
+        from tileweave.kernels.reduce_scatter.triton import Launcher
+
+        return Launcher(self.endpoint, self.schedule, self.config)
+
+
+def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig) -> _FusedCall:
+    transport = workspace.transport
+    instance = workspace.instance(OP, config.transport)
+    key = (x.shape, w.shape[0], x.dtype, id(config))  # the call keeps the config, so the id stays its own
+    call = instance.cache.get(key)
+    if call is None:
+        size = transport.world_size
+        rows = x.shape[0] // size
+        problem = Problem(size, rows, w.shape[0], x.shape[1], x.element_size(), "")
+        schedule = scatter_schedule_for(problem, config, transport.rank, transport.machine)
+        if config.transport == "copy_engine":
+            require(
+                not schedule.spans_shards and schedule.chunks <= MAX_SLICES,
+                f"copy_engine with {rows} rows a rank, tiles of {config.tile_m}, {schedule.chunks} chunks",
+                f"rows of a tile or more, at most {MAX_SLICES} chunks",
+                'transport "sm"',
+            )
+        instance.reserve(schedule.slot_elements * x.element_size(), schedule.num_programs + 8 * MAX_SLICES)
+        copies = ()
+        if config.transport == "copy_engine":
+            copies = tuple(_copies(instance, schedule, x.element_size(), slot) for slot in (0, 1))
+        staged = (size - 1) * schedule.place_elements
+        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, copies, staged, {})
+        instance.keep(key, call)
+    return call  # type: ignore[return-value]
+
+
+def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) -> Copies:
+    """Each chunk to its owner once its tiles are counted in, a signal behind it, and one to ourselves behind the last.
+
+    One behind the other, as they are made: beside each other, a receiver has two senders (decision 0091).
+    """
+    epoch = instance.control.data_ptr() + 4 * EPOCH
+    row_bytes = s.pitch * itemsize
+    place_bytes = s.tile_rows * s.tile_m * row_bytes
+    copies = []
+    for owner, chunk in product(push_order(s.rank, s.world_size), range(s.chunks)):
+        from_place, to_place = owner - (owner > s.rank), s.rank - (s.rank > owner)
+        first, end = s.chunk_bounds(chunk)
+        begin, stop = (min(tile * s.tile_m, s.rows) * row_bytes for tile in (first, end))
+        counter = instance.counters.data_ptr() + 4 * (s.num_programs + from_place * MAX_SLICES + chunk)
+        target = instance.slot_addresses[owner] + slot * instance.slot_bytes + to_place * place_bytes + begin
+        signal = instance.signal_addresses[owner] + 4 * (s.rank * MAX_SLICES + chunk)
+        count = (end - first) * s.tile_cols
+        copies.append(Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, count))
+        copies.append(Copy(signal, epoch, 4, aside=True))
+    copies.append(Copy(instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size), epoch, 4))
+    return Copies(copies)

@@ -1,0 +1,325 @@
+"""Which rank owns which embedding table, or which columns of it, and how its lookups are cut: integers and names only.
+
+No torch, no triton. ``plan_sharding`` balances what a sample reads from tables, and what travels; ``plan_embedding`` says
+which path a call takes. ``tw.explain`` and ``ShardingPlan.explain`` print what they say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from numbers import Integral, Real
+
+from tileweave.errors import InputError, require
+from tileweave.planning.machine import Machine
+from tileweave.planning.matmul import FUSED_WORLD_SIZES, Plan
+
+ALIGNMENT = 16  # bytes that one thread loads and stores at once
+NARROWEST_COPY, LEAST_COPY = 256, 1 << 20  # bytes: of a row, and of a table's part, that copy engines take
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingLayout:
+    """Where each rank's vectors stand in a row of the result.
+
+    ``columns[rank][i]``, ``dims[rank][i]``: first column and number of columns of the rank's i-th local table (or part).
+    """
+
+    columns: tuple[tuple[int, ...], ...]
+    dims: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def in_rank_order(cls, dims: Sequence[Sequence[int]]) -> EmbeddingLayout:
+        """Tables one after the other, rank by rank: the row is the concatenation of all ranks' pooled vectors."""
+        columns, at = [], 0
+        for mine in dims:
+            columns.append(tuple(at + sum(mine[:i]) for i in range(len(mine))))
+            at += sum(mine)
+        return cls(tuple(columns), tuple(tuple(mine) for mine in dims))
+
+    @property
+    def width(self) -> int:
+        """Columns of a row of the result."""
+        pairs = zip(self.columns, self.dims, strict=True)
+        return max((c + d for cs, ds in pairs for c, d in zip(cs, ds, strict=True)), default=0)
+
+    def flat(self) -> list[int]:
+        """As the integers that an operator carries; :meth:`unflatten` reads them back."""
+        numbers = [len(self.dims)]
+        for columns, dims in zip(self.columns, self.dims, strict=True):
+            numbers += [len(dims), *columns, *dims]
+        return numbers
+
+    @classmethod
+    def unflatten(cls, numbers: Sequence[int]) -> EmbeddingLayout:
+        columns, dims, at = [], [], 1
+        for _ in range(numbers[0]):
+            count = numbers[at]
+            columns.append(tuple(numbers[at + 1 : at + 1 + count]))
+            dims.append(tuple(numbers[at + 1 + count : at + 1 + 2 * count]))
+            at += 1 + 2 * count
+        return cls(tuple(columns), tuple(dims))
+
+    def faults(self) -> str:
+        """What is wrong with it, in words; empty if each column of a row is written exactly once."""
+        spans = sorted((c, c + d) for cs, ds in zip(self.columns, self.dims, strict=True) for c, d in zip(cs, ds, strict=True))
+        ends = [0, *(end for _, end in spans)]
+        wrong = [begin for (begin, _), end in zip(spans, ends, strict=False) if begin != end]
+        return f"columns overlap or leave a gap at {wrong[0]}" if wrong else ""
+
+
+def rows_of(batch: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The samples [begin, end) of the global batch that ``rank`` owns; as even as whole chunks allow."""
+    chunk = -(-batch // world_size)
+    return min(rank * chunk, batch), min((rank + 1) * chunk, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingConfig:
+    """How lookups are cut up.
+
+    bags : bags that a program pools at once. unroll : rows of each bag in flight. num_warps : warps of a program.
+    programs_per_sm : programs of the fused kernel for each multiprocessor.
+    run : blocks of bags of one table, then as many of the next, and so on, before the next blocks of the first; 0: table after
+        table. 1 writes rows of the result whole.
+    lag : rounds by which own bags come behind those of the peers, so that the last stores to peers are hidden.
+    """
+
+    bags: int = 16
+    unroll: int = 2
+    num_warps: int = 4
+    programs_per_sm: int = 6
+    lag: int = 8
+    run: int = 0
+
+    def run_of(self, blocks: int) -> int:
+        """``run`` for tables of that many blocks."""
+        return max(min(self.run or blocks, blocks), 1)
+
+    def __str__(self) -> str:
+        """What a plan says of it; repr has all of it."""
+        return f"{self.bags} bags x {self.unroll} rows, {self.num_warps} warps"
+
+
+def config_for(row_bytes: int, pooling: float, interpreting: bool = False) -> EmbeddingConfig:
+    """Four 16-byte loads in flight a thread where bags have one row, else up to 16: no more bags than give that (measured).
+
+    Programs of more than one row a bag are small: where lengths differ, all bags of a program last as long as its longest.
+    """
+    if interpreting:
+        return EmbeddingConfig(8, 2, 1, 2, 1)
+    vectors = max(row_bytes // ALIGNMENT, 1)
+    if pooling < 2:
+        bags = min(max(4 * 128 // vectors, 4), 64)
+        return EmbeddingConfig(1 << (bags.bit_length() - 1), 1, run=1)
+    unroll = 2 if pooling < 4 else 4
+    bags = min(max(16 * 64 // (vectors * unroll), 2), 8)
+    return EmbeddingConfig(1 << (bags.bit_length() - 1), unroll, num_warps=2, programs_per_sm=12)
+
+
+def plan_embedding(
+    world_size: int, row_bytes: int, pooling: float, machine: Machine, interpreting: bool
+) -> Plan[EmbeddingConfig]:
+    """The path of a call: what can run, then what is fastest.
+
+    It depends on facts that all ranks share but for ``row_bytes`` and ``pooling``, which only choose the cut.
+    """
+    config = config_for(row_bytes, pooling, machine.backend == "cpu")
+    if machine.backend == "cpu" and not interpreting:
+        return Plan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
+    if world_size == 1:
+        return Plan("local", "a group of one rank keeps what it pools", config)
+    if world_size not in FUSED_WORLD_SIZES:
+        return Plan("unfused", f"world size {world_size} is above {FUSED_WORLD_SIZES[-1]}")
+    if machine.backend == "cuda" and machine.arch < 80:
+        return Plan("unfused", f"{machine.name} is below sm_80")
+    return Plan("fused", f"stores to the samples' owners, {row_bytes} bytes a row", _side_by_side(config))
+
+
+@cache
+def _side_by_side(config: EmbeddingConfig) -> EmbeddingConfig:
+    """``config`` with tables in turns: one that reads much leaves the links idle, and one that reads little the memory."""
+    return replace(config, run=config.run or 64)
+
+
+def gradient_carrier(layout: EmbeddingLayout, batch: int, itemsize: int) -> str:
+    """Who takes gradients to the tables' owners: "copy_engine" for rows and pieces that are worth a copy each, else "sm"."""
+    dims = [dim for mine in layout.dims for dim in mine]
+    rows = batch // len(layout.dims)
+    worth = min(dims) * itemsize >= NARROWEST_COPY and sum(dims) * itemsize * rows >= LEAST_COPY * len(dims) if dims else False
+    return "copy_engine" if worth else "sm"
+
+
+# --- The planner ---
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """One embedding table: ``rows`` x ``dim``, and how many rows a sample reads from it on average."""
+
+    name: str
+    rows: int
+    dim: int
+    pooling: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Columns [column, column + dim) of table number ``table``, on ``rank``."""
+
+    table: int
+    column: int
+    dim: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingPlan:
+    """Who owns what. ``shards`` are in order of rank, then most read first: gradients go back, and are summed, in that order,
+    so that tables of many lookups are summed while those of few are on their way."""
+
+    tables: tuple[TableSpec, ...]
+    shards: tuple[Shard, ...]
+    world_size: int
+    itemsize: int
+
+    def of_rank(self, rank: int) -> tuple[Shard, ...]:
+        return tuple(shard for shard in self.shards if shard.rank == rank)
+
+    def layout(self) -> EmbeddingLayout:
+        """Result rows have the tables in the order in which they were given, whoever owns them."""
+        first = [sum(spec.dim for spec in self.tables[:i]) for i in range(len(self.tables))]
+        ranks = [self.of_rank(rank) for rank in range(self.world_size)]
+        columns = tuple(tuple(first[s.table] + s.column for s in shards) for shards in ranks)
+        return EmbeddingLayout(columns, tuple(tuple(s.dim for s in shards) for shards in ranks))
+
+    def bytes_read(self, rank: int) -> float:
+        """Bytes that one sample reads on ``rank``."""
+        return sum(self.tables[s.table].pooling * s.dim * self.itemsize for s in self.of_rank(rank))
+
+    def bytes_sent(self, rank: int) -> int:
+        """Bytes of pooled vectors that ``rank`` makes of one sample; its gradient brings as many back."""
+        return sum(s.dim for s in self.of_rank(rank)) * self.itemsize
+
+    def memory(self, rank: int) -> int:
+        """Bytes of the tables on ``rank``."""
+        return sum(self.tables[s.table].rows * s.dim * self.itemsize for s in self.of_rank(rank))
+
+    def explain(self) -> str:
+        """The plan in a few lines: each rank's tables, memory, and bytes read and pooled a sample beside the mean."""
+        ranks = range(self.world_size)
+        read, pooled = [self.bytes_read(rank) for rank in ranks], [self.bytes_sent(rank) for rank in ranks]
+        lines = []
+        for rank in ranks:
+            names = [self._name(s) for s in self.of_rank(rank)]
+            lines.append(
+                f"rank {rank}: reads {read[rank]:.0f} bytes a sample ({_share(read, rank):.2f} of the mean), "
+                f"pools {pooled[rank]} ({_share(pooled, rank):.2f}), {self.memory(rank) / 2**20:.1f} MiB, "
+                f"{len(names)} tables: {', '.join(names) or 'none'}"
+            )
+        split = sorted({self.tables[s.table].name for s in self.shards if s.dim != self.tables[s.table].dim})
+        lines.append(f"cut by columns, more than a rank's share or room alone: {', '.join(split) or 'none'}")
+        return "\n".join(lines)
+
+    def _name(self, shard: Shard) -> str:
+        spec = self.tables[shard.table]
+        whole = shard.dim == spec.dim
+        return spec.name if whole else f"{spec.name}[:, {shard.column}:{shard.column + shard.dim}]"
+
+
+def _share(numbers: Sequence[float], rank: int) -> float:
+    mean = sum(numbers) / len(numbers)
+    return numbers[rank] / mean if mean else 1.0
+
+
+def plan_sharding(tables: Sequence[TableSpec], world_size: int, itemsize: int = 4, memory: int | None = None) -> ShardingPlan:
+    """Give every table to a rank so that all read about as many bytes a sample, and send as many; cut what is too large alone.
+
+    Most read first, each to the rank where the larger of two shares stays least: of all bytes read, which memory serves, and of
+    all columns, which links carry (ties: the other share, memory, lowest rank). Tables of one lookup a sample are nothing to
+    read, but as much to send as any. A table that reads more than a rank's even share, or does not fit ``memory`` bytes, is cut
+    by columns into equal parts of at least 16 bytes a row.
+
+    Where that does not fit ``memory``: largest first, to the rank that holds least; then both ways again with tables cut as
+    finely as they may be.
+
+    Raises
+    ------
+    InputError for sizes that are none, and if the tables do not fit ``memory`` bytes on each rank, by any of these.
+    """
+    _check_sizes(tables, world_size, itemsize)
+    share = sum(t.pooling * t.dim * itemsize for t in tables) / world_size
+    refused: InputError | None = None
+    for finely, largest_first in ((False, False), (False, True), (True, False), (True, True)):
+        pieces: list[Piece] = []
+        for number, table in enumerate(tables):
+            parts = _parts(table, share, world_size, itemsize, memory, finely)
+            dim = table.dim // parts
+            cost, nbytes = -table.pooling * dim * itemsize, table.rows * dim * itemsize
+            pieces += [(cost, number, part * dim, dim, nbytes) for part in range(parts)]
+        try:
+            shards = _deal(tables, pieces, share, world_size, memory, largest_first)
+        except InputError as error:
+            refused = refused or error
+        else:
+            return ShardingPlan(tuple(tables), tuple(shards), world_size, itemsize)
+    assert refused is not None, "the last way ended in an error, too"
+    raise refused
+
+
+def _check_sizes(tables: Sequence[TableSpec], world_size: int, itemsize: int) -> None:
+    def counts(*numbers: object) -> bool:
+        return all(isinstance(number, Integral) and int(number) >= 1 for number in numbers)
+
+    fits = counts(world_size, itemsize)
+    require(fits, f"{world_size} ranks, {itemsize} bytes an element", "whole numbers, 1 at least", "pass such ones")
+    for table in tables:
+        fits = isinstance(table, TableSpec) and counts(table.rows, table.dim)
+        fits = fits and isinstance(table.pooling, Real) and 0 <= table.pooling < math.inf
+        allowed = "TableSpec(name, rows, dim, pooling): whole rows and dim, 1 at least; finite pooling, 0 at least"
+        require(fits, lambda table=table: f"{table}", allowed, "correct the table")
+
+
+Piece = tuple[float, int, int, int, int]  # -bytes read, table, column, dim, memory
+
+
+def _deal(
+    tables: Sequence[TableSpec], pieces: list[Piece], share: float, world_size: int, memory: int | None, largest_first: bool
+) -> list[Shard]:
+    """Which rank gets each piece, one after the other; see :func:`plan_sharding`."""
+    read, wide, held, shards = [0.0] * world_size, [0.0] * world_size, [0] * world_size, []
+    all_read, all_wide = max(share * world_size, 1e-9), max(sum(t.dim for t in tables), 1)
+    for cost, number, column, dim, nbytes in sorted(pieces, key=(lambda p: (-p[4], p)) if largest_first else None):
+        fitting = [rank for rank in range(world_size) if memory is None or held[rank] + nbytes <= memory]
+        if not fitting:
+            raise InputError(
+                f"asked: {tables[number].name} of {nbytes} bytes on a rank beside {min(held)} bytes of others; "
+                f"allowed: {memory} bytes a rank; remedy: more ranks, a narrower dtype, or more memory"
+            )
+        reading, sending = -cost / all_read, dim / all_wide
+
+        def shares(r: int, reading: float = reading, sending: float = sending) -> tuple[float, ...]:
+            both = read[r] + reading, wide[r] + sending
+            return (held[r], *sorted(both), r) if largest_first else (max(both), min(both), held[r], r)
+
+        rank = min(fitting, key=shares)
+        read[rank] += reading
+        wide[rank] += sending
+        held[rank] += nbytes
+        shards.append(Shard(number, column, dim, rank))
+    shards.sort(key=lambda s: (s.rank, -tables[s.table].pooling * s.dim, s.table, s.column))
+    return shards
+
+
+def _parts(table: TableSpec, share: float, world_size: int, itemsize: int, memory: int | None, finely: bool) -> int:
+    """Into how many equal parts a table is cut: as few as keep each under a rank's share and memory, or ``finely``."""
+    grain = max(ALIGNMENT // itemsize, 1)
+    allowed = [n for n in range(1, world_size + 1) if table.dim % n == 0 and (n == 1 or table.dim // n % grain == 0)]
+    for parts in () if finely else allowed:
+        reads = table.pooling * table.dim * itemsize / parts
+        holds = table.rows * table.dim * itemsize / parts
+        if reads <= share * (1 + 1e-9) and (memory is None or holds <= memory):
+            return parts
+    return allowed[-1]

@@ -1,0 +1,126 @@
+"""Rivals of the benches give right results, too: what is measured beside us does the same work."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.worlds import Member, World, Worlds
+
+from tileweave.bench import experts
+from tileweave.bench import rivals as peers
+from tileweave.bench.cases import IN, OUT, Case
+from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
+from tileweave.bench.subjects import worst_of
+from tileweave.launcher import Member as Rank
+from tileweave.ops import reference
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).float().norm() / want.float().norm())
+
+
+# --- The exchanges of Ulysses ---
+
+
+def of_an_exchange(me: Member, op: str, dtype: str) -> float:
+    """How far the unfused rival is from the operator's specification, called twice."""
+    made = peers.ExchangePeers(
+        Case(op, "", 12 * me.world_size, 8 * me.world_size, 24 * me.world_size, False, "smoke", dtype),
+        Rank(me.rank, me.world_size, me.device), (peers.UNFUSED,), 3,
+    )  # fmt: skip
+    o = made.operands
+    want = getattr(reference, op)(o.x, o.w, None, made.group, **made.subject.options)
+    want = want[0] if isinstance(want, tuple) else want
+    made.functions[peers.UNFUSED]()
+    got = made.functions[peers.UNFUSED]()
+    assert isinstance(got, torch.Tensor) and got.shape == want.shape
+    return distance(got, want)
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-6), ("float16", 1e-3)])
+@pytest.mark.parametrize("op", [OUT, IN])
+def test_an_exchange_beside_a_matmul_lands_in_order(world: World, op: str, dtype: str, allowed: float) -> None:
+    assert worst_of(world.run(of_an_exchange, op, dtype)) < allowed
+
+
+# --- torch's own ---
+
+
+def test_torchs_fused_matmul_does_not_return_what_ours_does_not() -> None:
+    """Its default copies the own shard into a gathered result, which nobody asks our call for."""
+    rival, symmetric = mock.Mock(), torch.zeros(4, 8)
+    made = mock.Mock(
+        operands=mock.Mock(x=torch.ones(4, 8)), weights=[torch.ones(6, 8)], symmetric=lambda *_: (symmetric, None),
+        torch_operator=lambda *_: rival,
+    )  # fmt: skip
+    peers.AllGatherMatmulPeers.torch_fused(made)()
+    assert rival.call_args.kwargs == {"return_A": False}
+    assert torch.equal(symmetric, torch.ones(4, 8))
+
+
+def test_this_torch_knows_how_to_be_asked() -> None:
+    import torch.distributed._symmetric_memory  # registers it
+
+    schema = str(torch.ops.symm_mem.fused_all_gather_matmul.default._schema)
+    assert "return_A" in schema
+
+
+# --- Experts by an all-gather and a reduce-scatter ---
+
+
+def undefined_behind(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """A grouped matmul whose rows behind the last one are NaN: on a GPU they are whatever stood there."""
+    out = torch.full((rows.shape[0], weights.shape[1]), math.nan)
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        out[begin:end] = rows[begin:end] @ weights[expert].t()
+    return out
+
+
+def gathered(me: Member, case: ExpertCase) -> tuple[float, int]:
+    """How far the rival is from the operator's specification, over every routing; how many routings."""
+    case, group = replace(case, experts=case.experts * me.world_size), dist.group.WORLD
+    made = experts.ExpertPeers(case, Rank(me.rank, me.world_size, me.device), (experts.GATHERED,), 5)
+    assert list(made.functions) == [experts.GATHERED] and group is not None
+    found = []
+    with mock.patch.object(reference, "grouped_matmul", undefined_behind):
+        for _ in made.sets:
+            got = made.gathered()
+            r = made.sets[made.turn]
+            if case.op == COMBINE:
+                want = reference.grouped_matmul_combine(made.x, made.experts, r.plan, r.weights, group)
+            else:
+                got, want = got[: r.rows], reference.dispatch_grouped_matmul(made.x, made.experts, r.plan, group)[: r.rows]
+            assert got.shape == want.shape
+            found.append(distance(got, want))
+    return worst_of(found), len(found)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "bounds"])
+@pytest.mark.parametrize(("cols", "zipf"), [(24, True), (512, False)])
+@pytest.mark.parametrize("op", [DISPATCH, COMBINE])
+def test_gathered_experts_are_right(world: World, op: str, graph: bool, cols: int, zipf: bool) -> None:
+    width, hidden = (cols // 2, 16) if op == DISPATCH else (16, cols)
+    case = ExpertCase(op, "", 5, hidden, width, 2, 3, 0.0, zipf=zipf, graph=graph, block="smoke", dtype="float32")
+    for error, routings in world.run(gathered, case):
+        assert error < 1e-5 and routings == (3 if graph else 1)
+
+
+def a_wrong_rival(me: Member, op: str) -> float:
+    """What a case's check finds where the rival alone is wrong, by a row that is not the token's."""
+    case = ExpertCase(op, "", 5, 16, 16, 2 * me.world_size, 2, 0.0, block="smoke", dtype="float32")
+    made = experts.ExpertPeers(case, Rank(me.rank, me.world_size, me.device), experts.PEERS, 5)
+    with torch.no_grad():
+        rows = made.sets[0].order.rows if op == COMBINE else made.sets[0].order.tokens
+        rows.copy_(rows.roll(1))
+    return made.error()
+
+
+@pytest.mark.parametrize("op", [DISPATCH, COMBINE])
+def test_a_case_is_wrong_where_a_rival_is(worlds: Worlds, op: str) -> None:
+    assert max(worlds("gloo", 2).run(a_wrong_rival, op)) > 0.1

@@ -1,0 +1,157 @@
+"""The natural way on behind a fault: `except: tw.close()`, and the same call again, on every rank, whenever each gets there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from tests.support.calls import refusal
+from tests.support.matmul_cases import Case, prepare
+from tests.support.worlds import Member, one_shot
+
+import tileweave as tw
+
+SECONDS, SLACK = 2.0, 2.0
+CASE, LARGER = Case(18, 18, 40), Case(90, 18, 40)
+VICTIM = 1
+ALIVE = {"TILEWEAVE_TIMEOUT": str(SECONDS)}
+
+
+def call(me: Member, number: int, case: Case = CASE) -> None:
+    operands = prepare(case, me.rank, me.world_size, me.device, number)
+    operands.verify(f"call {number}", tw.all_gather_matmul(operands.x, operands.w))
+
+
+def called_until_right(me: Member, attempts: int, attempt: Callable[[int], None]) -> list[str]:
+    """What each attempt said, to the first that said nothing."""
+    said: list[str] = []
+    while len(said) < attempts and (not said or said[-1]):
+        said.append(refusal(attempt, len(said)))
+        if said[-1]:
+            tw.close()
+    return said
+
+
+def raises_once(me: Member, what: str) -> dict[str, object]:
+    """Rank 1 raises in the first attempt, before its call; every rank closes and calls again."""
+    if what != "first call":
+        call(me, 0)
+        me.barrier()
+    started = time.monotonic()
+
+    def attempt(number: int) -> None:
+        if me.rank == VICTIM and number == 0:
+            raise tw.TileweaveError("planted")
+        call(me, 1, LARGER if what == "growth" else CASE)
+
+    said = called_until_right(me, 2, attempt)
+    taken = time.monotonic() - started
+    if said[-1]:
+        return {"said": said, "taken": taken}
+    for number in range(2, 5):
+        call(me, number)
+    me.barrier()
+    tw.close()
+    return {"said": said, "taken": taken}
+
+
+def check_raised_once(what: str, others: tuple[str, ...], extra: dict[str, str] = ALIVE) -> list[str]:
+    ends = one_shot("gloo", 3, raises_once, what, extra={**ALIVE, **extra}, timeout=60)
+    assert [end.exit_code for end in ends] == [0, 0, 0], [end.answer for end in ends]
+    found = [end.value for end in ends]
+    for rank, each in enumerate(found):
+        first, *rest = each["said"]
+        assert rest in ([""], []), f"rank {rank}: {each['said']}"
+        assert first.startswith("TileweaveError: planted" if rank == VICTIM else others), f"rank {rank}: {first}"
+        assert each["taken"] < SECONDS * 9 / 8 + SLACK, f"rank {rank}: {each['taken']:.1f} s"
+    return [each["said"][0] for each in found]
+
+
+def test_behind_a_fault_in_a_kernel() -> None:
+    """Rank 1 makes memory again at once; its peers come when their waits for data have run out."""
+    for rank, text in enumerate(check_raised_once("kernel", ("PeerTimeout: all_gather_matmul",))):
+        assert rank == VICTIM or "epoch" in text
+
+
+def test_where_memory_grows() -> None:
+    """Rank 1 makes a workspace where its peers wait for it in theirs: they are told at once, it goes on waiting."""
+    said = check_raised_once("growth", ("PeerTimeout: mapping symmetric memory",))
+    assert all(f"rank {VICTIM}, which has closed its workspace" in text for rank, text in enumerate(said) if rank != VICTIM)
+
+
+def test_before_the_first_call() -> None:
+    """Who raised has left nothing: called again in time, it is late, and no more."""
+    check_raised_once("first call", ("",))
+
+
+def test_where_calls_are_compared() -> None:
+    check_raised_once("kernel", ("PeerTimeout: all_gather_matmul",), {"TILEWEAVE_DEBUG": "1"})
+
+
+def test_unfused() -> None:
+    """A collective that was given up would stay in torch's group, and end the process when the next one comes."""
+    check_raised_once("unfused", ("",), {"TRITON_INTERPRET": "0"})
+
+
+def comes_late(me: Member, interpreted: bool) -> list[str]:
+    """Rank 1 goes its way for longer than anybody waits; then all call again as soon as they can."""
+    call(me, 0)
+    me.barrier()
+
+    def attempt(number: int) -> None:
+        if number == 0 and me.rank == VICTIM:
+            time.sleep(3 * SECONDS if interpreted else 1.5 * SECONDS)
+            raise tw.TileweaveError("planted")
+        call(me, 1)
+
+    said = called_until_right(me, 6, attempt)
+    if said[-1]:
+        return said
+    for number in range(2, 5):
+        call(me, number)
+    me.barrier()
+    return said
+
+
+def check_late(interpreted: bool) -> list[list[str]]:
+    extra = {**ALIVE, "TRITON_INTERPRET": str(int(interpreted))}
+    ends = one_shot("gloo", 3, comes_late, interpreted, extra=extra, timeout=60)
+    assert [end.exit_code for end in ends] == [0, 0, 0], [end.answer for end in ends]
+    said = [end.value for end in ends]
+    assert said[VICTIM] == ["TileweaveError: planted", ""], "who comes late goes on to where its peers are"
+    return [said[rank] for rank in range(3) if rank != VICTIM]
+
+
+def test_ranks_that_gave_up_before_the_last_one_came() -> None:
+    for *failed, right in check_late(True):
+        assert right == "" and all(text.startswith("PeerTimeout: ") for text in failed), failed
+
+
+def test_unfused_calls_given_up_before_the_last_one_came() -> None:
+    for *failed, right in check_late(False):
+        assert right == "" and failed
+        for text in failed:
+            assert text.startswith("PeerTimeout: a gather of (18, 40) torch.float32: rank ") and f"for rank {VICTIM}" in text
+            assert "epoch" not in text and "tileweave.close(group)" in text
+
+
+def meets_alone(me: Member) -> list[str]:
+    """Several meetings that rank 1 gave up, one behind the other; then the others come, once."""
+    group, x, w = dist.group.WORLD, torch.ones(4, 8), torch.ones(4, 8)
+    call(me, 0)
+    me.barrier()
+    tw.close()
+    if me.rank != VICTIM:
+        time.sleep(6 * SECONDS)
+        return [refusal(tw.all_gather_matmul, x, w, group=group)]
+    return called_until_right(me, 6, lambda number: tw.all_gather_matmul(x, w, group=group))
+
+
+def test_texts_of_who_gave_up_are_not_taken_for_new() -> None:
+    ends = one_shot("gloo", 3, meets_alone, extra=ALIVE, timeout=60)
+    first, *others = [ends[rank].value for rank in (VICTIM, 0, 2)]
+    assert others == [[""], [""]], others
+    *failed, right = first
+    assert right == "" and len(failed) == 2 and all(text.startswith("PeerTimeout: mapping") for text in failed), first

@@ -1,0 +1,37 @@
+"""The sums of the Hopper kernel of grouped_matmul_combine, its Gluon source interpreted as Triton; see ``tests/support/gluon_as_triton.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.support import gluon_as_triton as twins
+from tests.support.experts import Case
+from tests.support.worlds import Worlds
+
+from tileweave.planning.combine import CombineConfig
+
+TWO_WARPS = CombineConfig("triton", 16, 32, 32, 1, 2, 2, chunks=2, groups=2, block_tokens=16, block_cols=256)
+EIGHT_WARPS = replace(TWO_WARPS, num_warps=8, chunks=1, groups=3, block_tokens=4, block_cols=1024)
+SMALL = Case((5,), experts=2, depth=16, cols=40)
+ROUTINGS = ("even", "skewed", "one_expert", "one_rank", "empty_experts", "holes", "nobody", "repeated")
+CASES = [replace(SMALL, routing=routing) for routing in ROUTINGS]
+LONG = replace(SMALL, tokens=(11, 0, 3), experts=4, topk=7)  # more rows of a token than are asked for at once
+
+
+def test_sums_of_two_warps(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(twins.parity, [*CASES, LONG], [TWO_WARPS])
+
+
+def test_sums_of_eight_warps(worlds: Worlds) -> None:
+    worlds("gloo", 3).run(twins.parity, [LONG, replace(SMALL, tokens=(3, 6))], [EIGHT_WARPS])
+
+
+def test_sums_of_many_chunks(worlds: Worlds) -> None:
+    """Own blocks among those for peers, behind them, or none."""
+    few, many = (replace(TWO_WARPS, chunks=chunks, block_tokens=2, tile_n=16) for chunks in (3, 5))
+    cases = [replace(SMALL, tokens=(11, 0, 3), cols=70), replace(SMALL, tokens=(4, 5), cols=90)]
+    worlds("gloo", 3).run(twins.parity, cases, [few, many])
+
+
+def test_sums_without_weights(worlds: Worlds) -> None:
+    worlds("gloo", 2).run(twins.parity, [SMALL, LONG], [TWO_WARPS], False)

@@ -1,0 +1,291 @@
+"""The interpreter without what it does over and over (``device/interpreter/speedups.py``) does what Triton's own does."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from tests.support.worlds import ROOT, environment_for
+
+
+@triton.jit
+def weighted(values, weight):
+    return tl.sum(values * weight, axis=0) + tl.max(values, axis=0)
+
+
+@triton.jit
+def kernel(x, out, n, SIZE: tl.constexpr):
+    rows = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    values = tl.load(x + rows[:, None] * SIZE + tl.arange(0, SIZE)[None, :], mask=rows[:, None] < n, other=1.0)
+    narrow = values.to(tl.bfloat16).to(tl.float32)
+    tl.store(out + rows, weighted(tl.dot(narrow, values.trans()), 2.0) + narrow.shape[0] * n, mask=rows < n)
+
+
+@triton.jit
+def faulty(x, n):
+    tl.store(x + tl.arange(0, 8), tl.arange(0, 4) + n)
+
+
+@triton.jit
+def turns(out, n):
+    for turn in range(n):
+        tl.store(out + turn, turn + 1)
+
+
+def said(value: object) -> str:
+    """What ``value`` is, whole: the type and the elements of a tensor, all that a type knows."""
+    if isinstance(value, tl.tensor):
+        data = value.handle.data
+        return f"{value.type} of {value.handle.dtype}, shape {value.shape}, {value.numel}: {data.dtype} {data.tolist()}"
+    if isinstance(value, tl.block_type):
+        return f"{ {name: (type(member), str(member)) for name, member in sorted(vars(value).items())} }"
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__} {[said(part) for part in value]}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    return f"{type(value).__name__} {value}"
+
+
+def tell(function: Callable[..., object], *args: object) -> str:
+    try:
+        return said(function(*args))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+ELEMENTS = (
+    tl.int1,
+    tl.int8,
+    tl.uint8,
+    tl.int32,
+    tl.uint32,
+    tl.int64,
+    tl.float8e5,
+    tl.float16,
+    tl.bfloat16,
+    tl.float32,
+    tl.float64,
+)
+POINTERS = (
+    tl.pointer_type(tl.float32),
+    tl.pointer_type(tl.float32),
+    tl.pointer_type(tl.int8),
+    tl.pointer_type(tl.float32, const=True),
+)
+SHAPES = ([], [1], [4], [1, 4], [2, 1], [2, 4], [4, 4], [1, 1, 4])
+
+
+def about_types() -> list[str]:
+    """Sizes that are right, and wrong ones that equal right ones."""
+    four, two = tl.constexpr(4), tl.constexpr(2)
+    right = [[4], [1, 4], [4, 1], [four, 2], [4, two], tl.tuple([4, 2]), tl.tuple([four, two]), [True, 4]]
+    wrong = [
+        [4.0],
+        [tl.constexpr(4.0)],
+        [np.int64(4)],
+        [3],
+        [0],
+        [-4],
+        [1 << 21],
+        [1 << 11] * 2,
+        [[4]],
+        ["4"],
+        [None],
+        [None, 4],
+    ]
+    odd = [[], (4,), (), None, 4, "44", {4}, tl.tuple([])]
+    found = [tell(tl.block_type, e, shape) for _ in range(2) for e in ELEMENTS + POINTERS for shape in right + wrong + odd]
+    blocks = [tl.block_type(e, [4]) for e in (tl.int32, tl.int32, tl.float32)] + [tl.block_type(tl.int32, [2, 2])]
+    everything = [*ELEMENTS, *POINTERS, *blocks, tl.void, tl.constexpr(tl.int32), tl.dtype("int32"), 4, None, "int32"]
+    found += [tell(lambda a, b: (a == b, a != b), a, b) for a, b in itertools.product(everything, everything)]
+    return found + [tell(block.with_element_ty, e) for block in blocks for e in ELEMENTS]
+
+
+def tensor_of(element: tl.dtype, shape: list[int]) -> tl.tensor:
+    from triton.runtime import interpreter
+
+    data = np.arange(1, 1 + int(np.prod(shape))).reshape(shape or [1]).astype(interpreter._get_np_dtype(element))
+    return tl.tensor(interpreter.TensorHandle(data, element), tl.block_type(element, shape) if shape else element)
+
+
+def about_operands() -> list[str]:
+    """Operands of each pair of types, of each pair of shapes, and numbers, for each kind of operation."""
+    from triton.runtime.interpreter import interpreter_semantic as semantic
+
+    def together(a: object, b: object, *flags: bool) -> object:
+        left, right = semantic.binary_op_type_checking_impl(a, b, *flags)
+        return left, right, left is a, right is b
+
+    kinds = [(), (True, True), (True, False), (False, False, True, True), (False, False, False, True), (True, True, False)]
+    each = [tensor_of(element, [4]) for element in ELEMENTS + POINTERS] + [
+        tensor_of(tl.int32, []),
+        3,
+        -3,
+        1 << 40,
+        2.5,
+        True,
+        None,
+    ]
+    found = [tell(together, a, b, *kind) for a, b in itertools.product(each, each) for kind in kinds]
+    shaped = [tensor_of(element, shape) for element in (tl.int32, tl.float32, POINTERS[0]) for shape in SHAPES]
+    found += [tell(together, a, b, True, True) for a, b in itertools.product(shaped, shaped)]
+    found += [tell(semantic.broadcast_impl_value, a, b) for a, b in itertools.product(shaped, [*shaped, None])]
+    same = tensor_of(tl.int32, [4])
+    named = [{"div_or_mod": True}, {"arithmetic_check": False}, {"allow_lhs_ptr": True, "allow_rhs_ptr": True}]
+    for a, options in itertools.product(each, named):
+        found.append(tell(partial(semantic.binary_op_type_checking_impl, a, same, **options)))
+    return found
+
+
+def about_conversions() -> list[str]:
+    """All of bf16 and much of fp32, each exponent by itself and with others."""
+    from triton.runtime import interpreter
+
+    half = np.arange(1 << 16, dtype=np.uint16).reshape(512, 128)
+    mantissas = np.r_[0, 1, 0x7FFFFF, 0x400000, 0x8000, 0x7FFF, 0x10000, np.random.default_rng(2).integers(0, 1 << 23, 57)]
+    single = ((np.arange(512, dtype=np.uint32) << 23)[:, None] | mantissas.astype(np.uint32)).view(np.float32)
+    found = []
+    for mode in (None, interpreter._ir.ROUNDING_MODE.RTNE):
+        for values, source, target in ((half, tl.bfloat16, tl.float32), (single, tl.float32, tl.bfloat16)):
+            parts = [
+                *values,
+                values,
+                values[1:255].T,
+                values[2:9, ::3],
+                values[:0],
+                values[300, 5:6].reshape(()),
+                values[3:4, :1],
+            ]
+            found += [tell(interpreter._convert_float, part, source, target, mode) for part in parts]
+            found.append(tell(interpreter._convert_float, values, source, tl.float16, mode))
+    return found
+
+
+def about_words() -> list[str]:
+    """Words of the language called well and badly, as functions and as methods; what is unwrapped."""
+    from triton.runtime import interpreter
+
+    one, four = tl.constexpr(1), tensor_of(tl.int32, [4])
+    values = [
+        1,
+        True,
+        1.5,
+        None,
+        "x",
+        one,
+        tl.constexpr(one),
+        [one, [one]],
+        (one, 2),
+        tl.tuple([one, four]),
+        np.int64(3),
+        tl.int32,
+        four,
+    ]
+    found = [tell(tl.core._unwrap_if_constexpr, value) for value in values]
+    scope = interpreter._patch_lang(weighted.fn)
+    try:
+        calls = [
+            lambda: tl.arange(0, 4), lambda: tl.arange(0, 3), lambda: tl.arange(), lambda: tl.arange(0, 4, nonsense=1),
+            lambda: tl.zeros([4], tl.int32), lambda: tl.full([4], 2.5, tl.float32, _semantic=None), lambda: 3 - four,
+            lambda: four.to(tl.float32), lambda: four.to(tl.float32, _semantic=None), lambda: four.to(), lambda: four[None, :],
+            lambda: four / four, lambda: four // 2, lambda: four % four, lambda: four * 2.5, lambda: four < four, lambda: -four,
+            lambda: tl.where(four > 2, four, 0), lambda: tl.load(four), lambda: four + "x", lambda: tl.sum(four, axis=0),
+            lambda: four.reshape([2, 2]).trans(), lambda: tl.maximum(four, 2), lambda: four & one, lambda: four[0],
+        ]  # fmt: skip
+        return found + [tell(call) for call in calls]
+    finally:
+        scope.restore()
+
+
+TOPICS = (about_types, about_operands, about_conversions, about_words)
+
+
+def run(patched: bool) -> dict[str, object]:
+    """In a process of its own: what a kernel computes, what is left of the language, how often Triton patched it."""
+    from triton.runtime import interpreter
+
+    patches = 0
+    patch = interpreter._patch_lang
+
+    def counting(fn: object) -> object:
+        nonlocal patches
+        patches += 1
+        return patch(fn)
+
+    interpreter._patch_lang = counting
+    if patched:
+        from tileweave.device.interpreter import speedups as module
+
+        module.patch_once()
+    places = (tl, tl.core, tl.math, tl.tensor)
+    before = [(place, name, member) for place in places for name, member in vars(place).items()]
+    x = torch.from_numpy(np.random.default_rng(1).standard_normal((37, 16)).astype(np.float32))
+    out = torch.zeros(37)
+    for _ in range(2):
+        kernel[(3,)](x, out, 37, SIZE=16)
+    counted = torch.zeros(4, dtype=torch.int32)
+    if patched:  # Triton 3.6 alone makes no number of what NumPy 2.4 holds
+        turns[(1,)](counted, 3)
+    told = ""
+    try:
+        faulty[(1,)](out, 3)
+    except interpreter.InterpreterError as error:
+        told = str(error)
+    changed = [name for place, name, member in before if vars(place)[name] is not member]
+    answers = {topic.__name__: topic() for topic in TOPICS}
+    return {"out": out.tolist(), "counted": counted.tolist(), "told": told, "patches": patches, "changed": changed, **answers}
+
+
+@pytest.fixture(scope="module")
+def both() -> list[dict]:
+    found = []
+    for patched in (True, False):
+        code = f"import json; from tests.cpu.test_interpreter_speedups import run; print(json.dumps(run({patched})))"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment_for("gloo", {}), cwd=ROOT, capture_output=True, text=True, check=True,
+            timeout=60,
+        )  # fmt: skip
+        found.append(json.loads(done.stdout))
+    return found
+
+
+def test_kernels_compute_the_same(both: list[dict]) -> None:
+    ours, tritons = both
+    assert ours["out"] == tritons["out"] and any(ours["out"])
+
+
+def test_numbers_count_turns(both: list[dict]) -> None:
+    """Triton 3.6 with NumPy 2.4, which makes no number of an array of one element, needs :func:`patched._index` for it."""
+    assert both[0]["counted"] == [1, 2, 3, 0]
+
+
+def test_errors_are_the_same(both: list[dict]) -> None:
+    ours, tritons = both
+    assert ours["told"] == tritons["told"] != ""
+
+
+def test_the_language_is_as_before(both: list[dict]) -> None:
+    """Triton looks it through at each call; here that happens once."""
+    ours, tritons = both
+    assert not ours["changed"]
+    assert ours["patches"] == 1 < 3 * 2 * 2 < tritons["patches"]
+
+
+@pytest.mark.parametrize("topic", [topic.__name__ for topic in TOPICS])
+def test_each_part_says_what_tritons_own_says(both: list[dict], topic: str) -> None:
+    ours, tritons = both
+    assert len(ours[topic]) == len(tritons[topic]) > 10
+    for number, (mine, own) in enumerate(zip(ours[topic], tritons[topic], strict=True)):
+        assert mine == own, f"{topic}, {number}"
+    failed = sum("Error: " in own for own in tritons[topic])
+    assert topic == "about_conversions" or 0 < failed < len(tritons[topic]), "of each kind"

@@ -1,0 +1,127 @@
+"""Runs every mutant in a process of its own until exploration finds it: ``python -m tests.explore.find_mutants [name ...]``.
+
+This process has imported torch and triton and forks; each child puts a mutated copy of the package first in its path.
+Prints one JSON line a mutant, with ``--story`` also the shrunk trace. Needs TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.explore.mutants import MUTANTS as MATMULS
+from tests.explore.mutants import Mutant
+from tests.explore.mutants_dispatch import MUTANTS as DISPATCH
+from tests.explore.mutants_embedding import MUTANTS as EMBEDDING
+from tests.explore.mutants_exchange import MUTANTS as EXCHANGES
+from tests.explore.mutants_experts import MUTANTS as EXPERTS
+from tests.explore.mutants_experts import PARTITIONS
+from tests.explore.mutants_gather import MUTANTS as GATHERS
+
+MUTANTS = (*MATMULS, *EMBEDDING, *EXPERTS, *DISPATCH, *EXCHANGES, *GATHERS)
+
+SOURCE = Path(__file__).parents[2] / "src" / "tileweave"
+RUNS = 400  # at most so many interleavings for one mutant
+SECONDS = 100
+
+
+def hunt(mutant: Mutant, runs: int = RUNS) -> dict[str, object]:
+    """In a child: explore the scenarios of ``mutant``, all strategies in turn, until something is wrong."""
+    with tempfile.TemporaryDirectory(prefix="tileweave-mutant-") as folder:
+        package = Path(folder) / "tileweave"
+        shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        path = package / mutant.file
+        path.write_text(mutant.apply(path.read_text("utf-8")), "utf-8")
+        sys.path.insert(0, folder)
+        tempfile.tempdir = folder  # what a child leaves behind goes with it
+        from tileweave.explore import search
+        from tileweave.explore.interpreter import exploring
+        from tileweave.explore.search import Seed, run, shrink, story
+
+        if mutant.scenarios.startswith(PARTITIONS):
+            from tests.explore.partitions import register
+
+            register()
+        names = [f"{s.op}/{s.name}" for s in search.SCENARIOS if f"{s.op}/{s.name}".startswith(mutant.scenarios)]
+        tried, began = 0, time.process_time()
+        with exploring() as enter:
+            for number in range(runs):
+                for strategy in ("walk", "pct", "delay", "malice"):
+                    for name in names:
+                        tried += 1
+                        found = run(Seed(name, 2 + tried % 2, strategy, number), enter)
+                        if found.failure is not None and "--story" in sys.argv:
+                            print(f"--- {mutant.name}", story(shrink(found, enter)), sep="\n", flush=True)
+                        if found.failure is not None:
+                            return {
+                                "mutant": mutant.name, "found": True, "kind": found.failure.kind, "text": found.failure.text,
+                                "seed": str(found.seed), "tried": tried, "seconds": round(time.process_time() - began, 2),
+                            }  # fmt: skip
+                        if tried >= runs:
+                            return {"mutant": mutant.name, "found": False, "tried": tried}
+    return {"mutant": mutant.name, "found": False, "tried": tried}
+
+
+def _child(mutant: Mutant, descriptor: int) -> None:
+    signal.alarm(SECONDS)
+    with os.fdopen(descriptor, "w") as pipe:
+        pipe.write(json.dumps(hunt(mutant)))
+
+
+def hunt_all(mutants: list[Mutant], workers: int = 2) -> list[dict[str, object]]:
+    """Every mutant in a fork of this process, ``workers`` at a time."""
+    waiting, results, running = list(mutants), [], {}
+    while waiting or running:
+        while waiting and len(running) < workers:
+            mutant = waiting.pop(0)
+            out, into = os.pipe()
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    os.close(out)
+                    _child(mutant, into)
+                    code = 0
+                finally:
+                    sys.stderr.flush()
+                    os._exit(code)
+            os.close(into)
+            running[out] = (child, mutant, [])
+        for descriptor in select.select(list(running), [], [])[0]:
+            child, mutant, parts = running[descriptor]
+            data = os.read(descriptor, 65536)
+            parts.append(data)
+            if data:
+                continue
+            os.close(descriptor)
+            status = os.waitpid(child, 0)[1]
+            del running[descriptor]
+            text = b"".join(parts).decode()
+            ended = f"ended with status {status}"
+            results.append(json.loads(text) if text else {"mutant": mutant.name, "found": False, "text": ended})
+            print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def main(wanted: list[str]) -> None:
+    import greenlet  # noqa: F401 - children have it from here
+    import torch
+    import triton  # noqa: F401
+
+    torch.set_num_threads(1)
+    assert "tileweave" not in sys.modules, "children import their own"
+    chosen = [m for m in MUTANTS if not wanted or any(text in m.name for text in wanted)]
+    results = hunt_all(chosen)
+    survivors = [r["mutant"] for r in results if not r["found"]]
+    print(json.dumps({"mutants": len(results), "survivors": survivors}))
+
+
+if __name__ == "__main__":
+    main([word for word in sys.argv[1:] if not word.startswith("--")])

@@ -1,0 +1,151 @@
+"""The ledger of calls between two and three ranks in one process: who is first, who is late, who is far ahead."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import tileweave as tw
+from tileweave.transport.call_ledger import NBYTES, PLACES, Ledger
+
+
+def ledgers(size: int) -> list[Ledger]:
+    blocks = [bytearray(NBYTES) for _ in range(size)]
+    found = [Ledger() for _ in range(size)]
+    for rank, ledger in enumerate(found):
+        ledger.open(blocks, rank)
+    return found
+
+
+def test_without_memory_nothing_is_compared() -> None:
+    alone, closed = Ledger(), ledgers(2)[0]
+    closed.close()
+    for ledger in (alone, closed):
+        ledger.post("op", 7)
+        ledger.compare("op")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_equal_calls_in_any_order(seed: int) -> None:
+    order, found = random.Random(seed), ledgers(3)
+    left = [3 * PLACES] * 3
+    while any(left):
+        rank = order.choice([r for r in range(3) if left[r]])
+        for _ in range(min(left[rank], order.choice([1, 2, 50, 2 * PLACES]))):  # also further ahead than there are places
+            left[rank] -= 1
+            found[rank].post("op", 3 * PLACES - left[rank])
+    for ledger in found:
+        ledger.compare("op")
+
+
+@pytest.mark.parametrize("before", [0, 1, PLACES - 1, PLACES, 5 * PLACES + 3])
+def test_who_comes_second_is_refused_at_once_and_who_was_first_at_the_next_look(before: int) -> None:
+    first, second = ledgers(2)
+    for number in range(before):
+        first.post("op", number)
+        second.post("op", number)
+    first.post("op", 10)
+    with pytest.raises(tw.RankMismatchError, match=r"asked: an_op on rank 1 where rank 0 .*allowed: .*remedy: "):
+        second.post("an_op", 11)
+    for _ in range(2):  # and it stays so
+        with pytest.raises(tw.RankMismatchError, match="rank 0 where rank 1"):
+            first.compare("op")
+
+
+def test_a_difference_is_found_also_some_calls_later() -> None:
+    first, second = ledgers(2)
+    for number in range(20):
+        first.post("op", number)
+    for number in range(12):
+        second.post("op", number)
+    with pytest.raises(tw.RankMismatchError):
+        second.post("op", 99)
+    with pytest.raises(tw.RankMismatchError, match="7 before its last"):
+        first.compare("op")
+
+
+def test_numbers_wrap() -> None:
+    first, second = ledgers(2)
+    for ledger in (first, second):
+        ledger.calls = 2**32 - PLACES - 3
+        ledger._compared = [ledger.calls] * 2
+    for mark in range(PLACES + 6):
+        first.post("op", mark)
+        second.post("op", mark)
+    assert first.calls > 2**32
+    first.post("op", 1)
+    with pytest.raises(tw.RankMismatchError):
+        second.post("op", 2)
+
+
+# --- Calls that break off ---
+
+
+@pytest.mark.parametrize("posted", [True, False], ids=["begun", "not begun"])
+@pytest.mark.parametrize("first", [0, 1], ids=["who breaks off comes first", "second"])
+def test_a_call_that_one_rank_made_and_another_broke_off_is_found(posted: bool, first: int) -> None:
+    """Whoever comes first; also by who had compared the call before it broke off."""
+    broken, made = found = ledgers(2)
+    for ledger in found:
+        ledger.post("op", 5)
+    if first == 1:
+        made.post("op", 6)
+    if posted:
+        broken.post("op", 6)
+    broken.break_off(posted)
+    if first == 0:
+        broken.post("op", 6)  # goes on, before anybody could know
+        with pytest.raises(tw.RankMismatchError, match=r"a call of rank 0 broke off that rank 1 made.*what rank 0 raised"):
+            made.post("op", 6)
+    with pytest.raises(tw.RankMismatchError, match="a call of rank 0 broke off that rank 1 made"):
+        broken.post("op", 6)
+
+
+def test_who_is_told_of_an_earlier_call_has_not_announced_the_next() -> None:
+    """Or a peer that broke off there, too, a moment later, would wait for it."""
+    told, late = ledgers(2)
+    told.post("op", 5)
+    told.break_off(True)
+    late._pages[1][1] = 5 << 32 | 1  # in that call still
+    late.calls = 1
+    with pytest.raises(tw.RankMismatchError):
+        told.post("op", 6)
+    assert told.calls == 1
+    told.break_off(False)
+    late.break_off(True)
+    with pytest.raises(tw.RankMismatchError, match="a call of rank 0 broke off"):
+        late.post("op", 6)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_call_that_breaks_off_on_every_rank_is_no_difference(ahead: int) -> None:
+    """Wherever in the call, and however far one rank is ahead of the other."""
+    found = ledgers(2)
+    for ledger, posted in zip(found, (True, False), strict=True):
+        ledger.post("op", 5)
+        if posted:
+            ledger.post("op", 6)
+        ledger.break_off(posted)
+        for number in range(ahead):
+            ledger.post("op", 7 + number)
+    for ledger in found:
+        ledger.post("op", 20)
+        ledger.compare("op")
+
+
+def test_breaking_off_without_memory_does_nothing() -> None:
+    alone = Ledger()
+    alone.break_off(False)
+    assert alone.calls == 0
+
+
+def test_who_was_first_is_told_even_if_the_other_goes_on() -> None:
+    """The second was told, and called again all the same: a call that fits hides none before it that did not."""
+    first, second = ledgers(2)
+    first.post("op", 10)
+    for mark in (11, 12):
+        with pytest.raises(tw.RankMismatchError):
+            second.post("op", mark)
+    with pytest.raises(tw.RankMismatchError, match="rank 0, 1 before its last one, where rank 1"):
+        first.post("op", 12)

@@ -1,0 +1,93 @@
+"""Measured tables are data: whatever stands in one is a table, or an InputError that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from importlib import resources
+
+import pytest
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tileweave.errors import InputError
+from tileweave.planning.matmul import Entry, read_entries, tuned_entries
+
+CONFIG = {"kernel": "triton", "transport": "sm", "tile_m": 64, "tile_n": 64, "tile_k": 64, "num_stages": 3, "num_warps": 4}
+ENTRY = {"rows": 64, "cols": 64, "depth": 64, "us": None, "config": CONFIG}
+
+
+def table(**changes: object) -> str:
+    return json.dumps({"entries": [{**ENTRY, **changes}]})
+
+
+def test_shipped_tables_are_sound() -> None:
+    for path in (resources.files("tileweave") / "planning" / "tables").iterdir():
+        if path.name.endswith(".json"):
+            assert read_entries(path.read_text(), path.name)
+
+
+def test_a_good_table() -> None:
+    (entry,) = read_entries(table(us=3.5), "here")
+    assert isinstance(entry, Entry)
+    assert (entry.us, entry.config.tile_m, entry.config.num_slices, entry.world_size) == (3.5, 64, 32, 4)
+    assert read_entries(table(world_size=2), "here")[0].world_size == 2
+
+
+WRONG = {
+    "not_json": "{",
+    "code": "__import__('os').system('true')",
+    "a_list": "[]",
+    "no_entries": "{}",
+    "empty": json.dumps({"entries": []}),
+    "an_entry_that_is_none": json.dumps({"entries": [3]}),
+    "a_field_is_missing": json.dumps({"entries": [{"rows": 64}]}),
+    "an_unknown_field": table(extra=1),
+    "rows_are_text": table(rows="64"),
+    "rows_are_huge": table(rows=2**40),
+    "an_unknown_flag": table(extra=True),
+    "rows_are_zero": table(rows=0),
+    "rows_are_negative": table(rows=-1),
+    "a_world_of_one": table(world_size=1),
+    "a_world_that_is_true": table(world_size=True),
+    "rows_are_true": table(rows=True),
+    "time_is_not_a_number": table(us=float("nan")),
+    "time_is_without_end": table(us=float("inf")),
+    "stages_are_true": table(config={**CONFIG, "num_stages": True}),
+    "a_tile_that_is_no_power": table(config={**CONFIG, "tile_m": 48}),
+    "an_unknown_kernel": table(config={**CONFIG, "kernel": "../../kernel"}),
+    "a_flag_that_is_text": table(config={**CONFIG, "split_tail": "yes"}),
+    "config_is_a_list": table(config=[]),
+    "config_misses_a_field": table(config={"kernel": "triton"}),
+    "config_has_a_dunder": table(config={**CONFIG, "__class__": "x"}),
+}
+
+
+@pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
+def test_a_wrong_table(text: str) -> None:
+    with pytest.raises(InputError, match=r"asked: .*allowed: .*remedy: "):
+        read_entries(text, "here")
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*ENTRY, *CONFIG, "entries"]), inner, max_size=6)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.one_of(ANYTHING, st.fixed_dictionaries({"entries": st.lists(ANYTHING, max_size=3)})))
+def test_whatever_stands_there(data: object) -> None:
+    with suppress(InputError):
+        assert all(isinstance(entry, Entry) for entry in read_entries(json.dumps(data), "here"))
+
+
+@pytest.mark.parametrize("name", ["../config", "/etc/passwd", "..", "a/b", "all_gather_matmul.json/..", "C:\\x", ""])
+def test_tables_are_named_after_operators(name: str) -> None:
+    with pytest.raises(InputError, match="the name of an operator"):
+        tuned_entries(name)

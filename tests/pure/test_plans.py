@@ -1,0 +1,331 @@
+"""Plans: what runs where, with a reason for everything that does not run fused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tileweave.planning.machine import CPU, H200, Machine
+from tileweave.planning.matmul import (
+    MEASURED_ALL_REDUCE_ROWS,
+    Entry,
+    MatmulConfig,
+    Plan,
+    Problem,
+    nearest,
+    plan_all_gather_matmul,
+    plan_all_to_all_matmul,
+    plan_matmul_all_reduce,
+    plan_matmul_all_to_all,
+    plan_matmul_reduce_scatter,
+    scatter_schedule_for,
+    schedule_for,
+    tuned_entries,
+)
+
+WORLD_SIZES = range(2, 9)
+SMALL_GPU = Machine("some GPU", "cuda", 80, 108)
+SHARED_BYTES = {H200: 232448, SMALL_GPU: 167936}  # that one program may use
+MAX_SLICES = 32  # signals that a source has in each peer
+
+thorough = settings(max_examples=300, deadline=None, derandomize=True)
+problems = st.builds(
+    Problem,
+    world_size=st.sampled_from(WORLD_SIZES),
+    rows=st.integers(1, 8192),
+    cols=st.integers(1, 60_000),
+    depth=st.integers(1, 16_384),
+    itemsize=st.just(2),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+)
+
+
+def problem(size: int = 4, rows: int = 512, cols: int = 2560, depth: int = 8192, dtype: str = "bfloat16") -> Problem:
+    return Problem(size, rows, cols, depth, 4 if dtype == "float32" else 2, dtype)
+
+
+def power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def check_config(config: MatmulConfig) -> None:
+    """What kernels take for granted."""
+    for size in (config.tile_m, config.tile_n, config.tile_k, config.num_slices, config.num_warps):
+        assert power_of_two(size), f"{config!r}: {size}"
+    assert min(config.tile_m, config.tile_n, config.tile_k) >= 16, "tl.dot's least"
+    assert config.num_slices <= MAX_SLICES
+    assert config.num_producers >= 1
+    assert config.num_stages >= 1
+    assert config.group_m >= 1
+
+
+@thorough
+@given(problems, st.sampled_from([H200, SMALL_GPU]))
+def test_a_gpu_plan_can_run(p: Problem, machine: Machine) -> None:
+    plan = plan_all_gather_matmul(p, machine, interpreting=False)
+    assert plan.reason
+    assert plan.path in ("fused", "unfused")
+    assert (plan.config is not None) == (plan.path == "fused")
+    if plan.config is not None:
+        config = plan.config
+        check_config(config)
+        ring = (config.tile_m + config.tile_n) * config.tile_k * p.itemsize * config.num_stages
+        assert ring <= SHARED_BYTES[machine], f"{config!r}: {ring} bytes of shared memory"
+        assert config.kernel == "triton" or machine.arch == 90, "the Gluon kernel is Hopper's"
+        schedule = schedule_for(p, config, p.world_size - 1, machine)
+        assert 1 <= schedule.num_programs <= machine.num_sms, "programs must all be resident"
+
+
+@thorough
+@given(problems)
+def test_a_cpu_plan_can_run(p: Problem) -> None:
+    plan = plan_all_gather_matmul(p, CPU, interpreting=True)
+    assert plan.path == "fused"
+    check_config(plan.config)
+    assert plan.config.kernel == "triton"
+    assert plan.config.num_producers == 1, "interpreted programs run one after another: the first must push everything"
+
+
+@thorough
+@given(problems, st.sampled_from([H200, CPU]))
+def test_ranks_plan_alike(p: Problem, machine: Machine) -> None:
+    """Transport, slices and the number of programs are part of the protocol: they may not depend on the rank."""
+    assert "rank" not in inspect.signature(plan_all_gather_matmul).parameters
+    plans = {plan_all_gather_matmul(replace(p), machine, interpreting=True) for _ in range(3)}
+    assert len(plans) == 1
+    config = plans.pop().config
+    if config is not None:
+        schedules = [schedule_for(p, config, rank, machine) for rank in range(p.world_size)]
+        assert len({replace(schedule, rank=0) for schedule in schedules}) == 1
+        assert [schedule.rank for schedule in schedules] == list(range(p.world_size))
+
+
+@thorough
+@given(problems, st.sampled_from([plan_all_to_all_matmul, plan_matmul_all_to_all]), st.sampled_from([H200, SMALL_GPU, CPU]))
+def test_every_exchange_has_a_plan(p: Problem, plan_for: Callable[..., Plan], machine: Machine) -> None:
+    """K of a part that no tile divides goes unfused, and says so."""
+    plan = plan_for(p, machine, interpreting=False)
+    assert plan.reason
+    assert (plan.config is not None) == (plan.path == "fused")
+    if plan.config is not None and plan_for is plan_all_to_all_matmul:
+        assert p.depth % plan.config.tile_k == 0
+
+
+@pytest.mark.parametrize("machine", [H200, CPU], ids=lambda machine: machine.backend)
+def test_world_sizes(machine: Machine) -> None:
+    assert plan_all_gather_matmul(problem(1), machine, True).path == "local"
+    for size in WORLD_SIZES:
+        assert plan_all_gather_matmul(problem(size, rows=4096), machine, True).path == "fused"
+    for size in (9, 16, 64):
+        plan = plan_all_gather_matmul(problem(size), machine, True)
+        assert plan.path == "unfused"
+        assert str(size) in plan.reason
+
+
+@pytest.mark.parametrize("machine", [H200, CPU], ids=lambda machine: machine.backend)
+@pytest.mark.parametrize("which", ["rows", "cols", "depth"])
+def test_an_empty_dimension_is_unfused(machine: Machine, which: str) -> None:
+    plan = plan_all_gather_matmul(problem(**{which: 0}), machine, True)
+    assert plan == Plan("unfused", plan.reason)
+    assert "zero" in plan.reason
+
+
+def test_rows_between_sectors_are_the_librarys_or_get_wider_tiles() -> None:
+    """5000 bf16 are 16 bytes more than whole sectors; 5056 are whole lines."""
+    by_shards, even, odd, few_tiles = (
+        plan_all_gather_matmul(problem(4, rows=rows, cols=cols, depth=k, dtype="bfloat16"), H200, False)
+        for rows, cols, k in ((2042, 5000, 5000), (2042, 5000, 5056), (1021, 5004, 5000), (1021, 2504, 5000))
+    )
+    assert by_shards.config is not None and even.config is not None and odd.config is not None
+    assert (by_shards.config.kernel, by_shards.config.transport) == ("library", "copy_engine")
+    assert "odd multiples" in by_shards.reason and "each shard" in str(by_shards)
+    assert even.config.kernel == "hopper" and "odd multiples" not in even.reason
+    for wide in (odd, few_tiles):  # rows of the result that the library is slow with; shards with little work
+        assert wide.config is not None and (wide.config.kernel, wide.config.tile_n) == ("hopper", 256)
+        assert "wider tiles, for rows at odd multiples" in wide.reason
+    again = plan_all_gather_matmul(problem(4, rows=1021, cols=5004, depth=5000, dtype="bfloat16"), H200, False)
+    assert again.config is odd.config, "calls are kept by the identity of their configuration"
+    few = plan_all_gather_matmul(problem(2, rows=8, cols=5000, depth=5000, dtype="bfloat16"), H200, False)
+    assert (
+        few.config is not None
+        and few.config.transport == "sm"
+        and few.config in [e.config for e in tuned_entries("all_gather_matmul")]
+    )
+    wide = plan_all_gather_matmul(problem(rows=2048, cols=2564, depth=8200), H200, False)  # measured with wide tiles
+    assert wide.config in [e.config for e in tuned_entries("all_gather_matmul")] and "odd multiples" not in wide.reason
+
+
+def test_float32_is_unfused_on_gpus_only() -> None:
+    plan = plan_all_gather_matmul(problem(dtype="float32"), H200, False)
+    assert plan.path == "unfused"
+    assert "float32" in plan.reason
+    assert plan_all_gather_matmul(problem(dtype="float32"), CPU, True).path == "fused"
+
+
+def test_the_cpu_is_unfused_unless_interpreting() -> None:
+    plan = plan_all_gather_matmul(problem(), CPU, False)
+    assert plan.path == "unfused"
+    assert "TRITON_INTERPRET=1" in plan.reason
+
+
+def test_large_shards_go_by_copy_engine_and_small_ones_by_sm() -> None:
+    for machine in (H200, CPU):
+        large = plan_all_gather_matmul(problem(rows=4096, cols=10240), machine, True)
+        small = plan_all_gather_matmul(problem(rows=16, cols=10240), machine, True)
+        assert (large.config.transport, small.config.transport) == ("copy_engine", "sm")
+
+
+def test_a_plan_reads_well() -> None:
+    fused = plan_all_gather_matmul(problem(rows=16), CPU, True)
+    for word in ("fused", "triton", fused.config.transport, "tile", fused.reason):
+        assert word in str(fused)
+    assert str(Plan("unfused", "a dimension is zero")) == "unfused: a dimension is zero"
+
+
+# --- Matmuls whose result is reduced ---
+
+REDUCTIONS = (plan_matmul_reduce_scatter, plan_matmul_all_reduce)
+each_reduction = pytest.mark.parametrize("plan_for", REDUCTIONS, ids=lambda plan_for: plan_for.__name__)
+
+
+def owned(p: Problem, plan_for: object) -> Problem:
+    """The problem with the rows of one owner: a reduce-scatter is asked with those, an all-reduce with all."""
+    return p if plan_for is plan_matmul_reduce_scatter else replace(p, rows=-(-p.rows // p.world_size))
+
+
+@each_reduction
+@thorough
+@given(p=problems, machine=st.sampled_from([H200, SMALL_GPU, CPU]))
+def test_a_plan_of_a_reduction_can_run(plan_for: Callable[..., Plan], p: Problem, machine: Machine) -> None:
+    plan = plan_for(p, machine, interpreting=True)
+    assert plan.reason
+    assert (plan.config is not None) == (plan.path == "fused")
+    if plan.config is None:
+        return
+    config, mine = plan.config, owned(p, plan_for)
+    check_config(config)
+    assert config.kernel != "hopper" or machine.arch == 90, "the Gluon kernel is Hopper's"
+    if plan_for is plan_matmul_all_reduce:
+        assert config.kernel == ("triton" if config.shots == 1 else "library"), "two shots follow the library's matmul"
+    assert config.shots == 2 or p.rows <= config.tile_m, "one shot is one tile of rows"
+    schedule = scatter_schedule_for(mine, config, p.world_size - 1, machine)
+    assert 1 <= schedule.num_programs <= machine.num_sms, "programs must all be resident"
+    if machine.backend == "cuda":
+        ring = (config.tile_m + config.tile_n) * config.tile_k * p.itemsize * config.num_stages
+        assert ring <= SHARED_BYTES[machine], f"{config!r}: {ring} bytes of shared memory"
+    assert config.transport == "copy_engine" or schedule.chunks == 1
+    if config.transport == "copy_engine":
+        assert plan_for is plan_matmul_reduce_scatter, "the second shot is marked data"
+        assert not schedule.spans_shards, "a copy engine takes whole tiles"
+        assert schedule.chunks <= config.num_slices
+        assert 0 <= schedule.pitch - p.cols < 8 and schedule.pitch % 8 == 0, "rows begin where TMA can write"
+
+
+@each_reduction
+@thorough
+@given(p=problems, machine=st.sampled_from([H200, CPU]))
+def test_ranks_plan_reductions_alike(plan_for: Callable[..., Plan], p: Problem, machine: Machine) -> None:
+    assert "rank" not in inspect.signature(plan_for).parameters
+    plans = {plan_for(replace(p), machine, interpreting=True) for _ in range(3)}
+    assert len(plans) == 1
+    config = plans.pop().config
+    if config is not None:
+        schedules = [scatter_schedule_for(owned(p, plan_for), config, rank, machine) for rank in range(p.world_size)]
+        assert len({replace(schedule, rank=0) for schedule in schedules}) == 1
+
+
+@each_reduction
+def test_what_no_reduction_fuses(plan_for: Callable[..., Plan]) -> None:
+    assert plan_for(problem(1), H200, False).path == "local"
+    for p, word in (
+        (problem(9), "world size 9"),
+        (problem(rows=0), "zero"),
+        (problem(dtype="float32"), "float32"),
+        (problem(depth=8188), "16 bytes"),
+    ):
+        plan = plan_for(p, H200, False)
+        assert plan == Plan("unfused", plan.reason)
+        assert word in plan.reason
+    assert "no measurement" in plan_for(problem(), SMALL_GPU, False).reason
+    assert "TRITON_INTERPRET=1" in plan_for(problem(), CPU, False).reason
+
+
+@pytest.mark.parametrize("cols", [2560, 2561])
+def test_many_rows_go_by_copy_engine(cols: int) -> None:
+    plans = [plan_matmul_reduce_scatter(problem(rows=rows, cols=cols), H200, False) for rows in (16, 2048)]
+    assert [plan.config.transport for plan in plans] == ["sm", "copy_engine"]
+
+
+@pytest.mark.parametrize(
+    "plan_for", [plan_all_gather_matmul, plan_matmul_reduce_scatter], ids=lambda plan_for: plan_for.__name__
+)
+def test_the_library_multiplies_where_rows_of_its_result_are_whole(plan_for: Callable[..., Plan]) -> None:
+    """Of 16 bytes: it takes 2 to 3 times as long elsewhere (decision 0110)."""
+    for rows in (32, 64, 128):
+        plans = [plan_for(problem(rows=rows, cols=cols), H200, False) for cols in (7168, 7164)]
+        assert [plan.config.kernel for plan in plans] == ["library", "hopper"]
+
+
+def test_shards_lower_than_a_tile_do_not_go_by_copy_engine() -> None:
+    """Where the nearest measured shape does."""
+    plans = [plan_matmul_reduce_scatter(problem(8, rows=rows, cols=1024, depth=2**16), H200, False) for rows in (127, 128)]
+    assert [plan.config.transport for plan in plans] == ["sm", "copy_engine"]
+
+
+def test_few_rows_go_in_one_shot() -> None:
+    plans = [plan_matmul_all_reduce(problem(rows=rows, cols=8192), H200, False) for rows in (1, 16, 256, 512)]
+    assert [plan.config.shots for plan in plans] == [1, 1, 2, 2]
+    assert [plan.config.kernel for plan in plans] == ["triton", "triton", "library", "library"]
+    above = plan_matmul_all_reduce(problem(rows=MEASURED_ALL_REDUCE_ROWS + 1), H200, False)
+    assert above.path == "unfused" and str(MEASURED_ALL_REDUCE_ROWS) in above.reason
+    assert plan_matmul_all_reduce(problem(rows=17, cols=64, depth=64), H200, False).config.tile_m == 32, "one tile of rows"
+    assert [plan_matmul_all_reduce(problem(rows=rows), CPU, True).config.shots for rows in (16, 17)] == [1, 2]
+
+
+# --- Exchanges ---
+
+
+def test_parts_of_ragged_columns_go_unfused() -> None:
+    plans = [plan_matmul_all_to_all(problem(rows=512, cols=cols), H200, False) for cols in (2560, 2564)]
+    assert [plan.path for plan in plans] == ["fused", "unfused"] and "16 bytes" in plans[1].reason
+
+
+def test_parts_lower_than_the_tiles_that_fit_go_unfused() -> None:
+    plans = [plan_all_to_all_matmul(problem(8, rows=rows, depth=192), H200, False) for rows in (127, 128)]
+    assert [plan.path for plan in plans] == ["unfused", "fused"]
+
+
+# --- Measured shapes ---
+
+LARGE = (plan_all_gather_matmul, plan_matmul_reduce_scatter, plan_matmul_all_to_all, plan_all_to_all_matmul)
+
+
+@pytest.mark.parametrize("plan_for", LARGE, ids=lambda plan_for: plan_for.__name__)
+def test_what_was_measured_are_the_rows_of_all_ranks(plan_for: Callable[..., Plan]) -> None:
+    assert "M=16384" in plan_for(problem(rows=4096), H200, False).reason
+
+
+def test_a_world_of_as_many_ranks_decides_between_equal_shapes() -> None:
+    config = tuned_entries("all_gather_matmul")[0].config
+    two, four = (Entry(1024, 512, 512, None, config, size) for size in (2, 4))
+    for size, near in ((2, two), (3, four), (4, four), (8, four)):
+        assert nearest("", size, 1024, 512, 512, entries=(two, four)) is near
+
+
+def test_rows_decide_most_about_which_shape_is_near() -> None:
+    config = tuned_entries("all_gather_matmul")[0].config
+    far, near, farther = (Entry(*sizes, None, config) for sizes in ((2048, 512, 512), (1024, 1536, 512), (1024, 512, 2560)))
+    for shapes, nearer in (((far, near, farther), near), ((farther, far), far)):
+        assert nearest("", 4, 1024, 512, 512, entries=shapes) is nearer
+
+
+def test_shards_beyond_32_bits_go_unfused() -> None:
+    plans = [
+        plan_all_gather_matmul(problem(4, rows=rows, cols=512, depth=4096), H200, False) for rows in (2**19 - 2**10, 2**19)
+    ]
+    assert [plan.path for plan in plans] == ["fused", "unfused"] and "32 bits" in plans[1].reason
