@@ -1,10 +1,11 @@
-"""DLRM on synthetic Criteo-shaped data: 26 embedding tables shared out over the ranks, MLPs on every rank.
+"""DLRM on synthetic Criteo-shaped data: 26 embedding tables shared out over the ranks, MLPs on
+every rank.
 
     python examples/dlrm.py [ranks]            # trains; the losses must be those of one device. GPUs if there are two
     python examples/dlrm.py [ranks] --time     # also times a step by phases; see dlrm_peers.py
 
-Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100 rows a sample) over 2, over 10 on CPUs; tables are scaled to
-fit. A step:
+Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100 rows a sample) over 2, over 10 on
+CPUs; tables are scaled to fit. A step:
 
     ids -> owners of tables | lookup to owners of samples | bottom MLP | interaction, top MLP, loss
     | backward; tables take an SGD step in place | all-reduce of the MLPs' gradients | MLPs' SGD step
@@ -23,7 +24,14 @@ import tileweave as tw
 from tileweave.bench.environment import WITHOUT_GPUS, environment
 from tileweave.bench.prerequisites import file_for
 from tileweave.errors import require
-from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch, under_torchrun
+from tileweave.launcher import (
+    Member,
+    default_device_type,
+    default_world_size,
+    end_with,
+    launch,
+    under_torchrun,
+)
 from tileweave.nn import ShardedEmbeddingBag
 from tileweave.ops.core.collectives import all_reduce
 
@@ -37,8 +45,12 @@ class Towers(nn.Module):
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.bottom = nn.Sequential(nn.Linear(DENSE, hidden), nn.ReLU(), nn.Linear(hidden, dim), nn.ReLU())
-        self.top = nn.Sequential(nn.Linear(width_of(len(MULTI_HOT) + 1, dim), hidden), nn.ReLU(), nn.Linear(hidden, 1))
+        self.bottom = nn.Sequential(
+            nn.Linear(DENSE, hidden), nn.ReLU(), nn.Linear(hidden, dim), nn.ReLU()
+        )
+        self.top = nn.Sequential(
+            nn.Linear(width_of(len(MULTI_HOT) + 1, dim), hidden), nn.ReLU(), nn.Linear(hidden, 1)
+        )
 
     def forward(self, x: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
         """x [b, dim] from the bottom MLP, pooled [b, 26 * dim] -> logits [b]."""
@@ -55,10 +67,19 @@ def specs(rows: int, dim: int) -> list[tw.TableSpec]:
 
 
 def draw(step: int, rank: int, samples: int, rows: int, scale: int, device: torch.device) -> Batch:
-    """(dense, labels, lengths, values) of one rank: bags of about the multi-hot sizes over ``scale``, some empty."""
+    """(dense, labels, lengths, values) of one rank: bags of about the multi-hot sizes over
+    ``scale``, some empty."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    dense, labels = torch.randn(samples, DENSE, generator=generator), torch.rand(samples, generator=generator).round()
-    lengths = torch.stack([torch.randint(0, 2 * max(n // scale, 1) + 1, (samples,), generator=generator) for n in MULTI_HOT])
+    dense, labels = (
+        torch.randn(samples, DENSE, generator=generator),
+        torch.rand(samples, generator=generator).round(),
+    )
+    lengths = torch.stack(
+        [
+            torch.randint(0, 2 * max(n // scale, 1) + 1, (samples,), generator=generator)
+            for n in MULTI_HOT
+        ]
+    )
     values = torch.randint(0, rows, (int(lengths.sum()),), generator=generator)
     return dense.to(device), labels.to(device), lengths.view(-1).to(device), values.to(device)
 
@@ -68,11 +89,16 @@ def whole_tables(rows: int, dim: int) -> list[torch.Tensor]:
     return [torch.randn(rows, dim, generator=generator) * 0.3 for _ in MULTI_HOT]
 
 
-def on_one_device(size: int, samples: int, rows: int, dim: int, hidden: int, scale: int) -> list[float]:
+def on_one_device(
+    size: int, samples: int, rows: int, dim: int, hidden: int, scale: int
+) -> list[float]:
     """The same training in plain torch: all tables, the global batch."""
     device = torch.device("cpu")
     towers = towers_from_seed(dim, hidden)
-    tables = [nn.EmbeddingBag.from_pretrained(t, freeze=False, mode="sum") for t in whole_tables(rows, dim)]
+    tables = [
+        nn.EmbeddingBag.from_pretrained(t, freeze=False, mode="sum")
+        for t in whole_tables(rows, dim)
+    ]
     optimizer = torch.optim.SGD([*towers.parameters(), *(t.weight for t in tables)], lr=RATE)
     losses = []
     for step in range(STEPS):
@@ -95,13 +121,18 @@ def on_one_device(size: int, samples: int, rows: int, dim: int, hidden: int, sca
 
 
 class Step:
-    """A training step on one rank, one thing after the other; ``dlrm_peers.py`` overlaps what can be."""
+    """A training step on one rank, one thing after the other; ``dlrm_peers.py`` overlaps what can
+    be."""
 
     def __init__(self, member: Member, rows: int, dim: int, hidden: int) -> None:
         self.member = member
         self.towers = towers_from_seed(dim, hidden).to(member.device)
         self.tables = ShardedEmbeddingBag(
-            specs(rows, dim), device=member.device, optimizer="sgd", learning_rate=RATE, divide_gradient=True
+            specs(rows, dim),
+            device=member.device,
+            optimizer="sgd",
+            learning_rate=RATE,
+            divide_gradient=True,
         )
         self.optimizer = torch.optim.SGD(self.towers.parameters(), lr=RATE)
 
@@ -109,7 +140,9 @@ class Step:
         """The loss on this rank's samples."""
         dense, labels, lengths, values = batch
         pooled = self.tables(lengths, values)
-        loss = nn.functional.binary_cross_entropy_with_logits(self.towers(self.towers.bottom(dense), pooled), labels)
+        loss = nn.functional.binary_cross_entropy_with_logits(
+            self.towers(self.towers.bottom(dense), pooled), labels
+        )
         self.optimizer.zero_grad()
         loss.backward()  # the tables take their step in it
         for parameter in self.towers.parameters():
@@ -118,7 +151,9 @@ class Step:
         return loss.detach()
 
 
-def train(member: Member, samples: int, rows: int, dim: int, hidden: int, scale: int) -> tuple[list[float], str]:
+def train(
+    member: Member, samples: int, rows: int, dim: int, hidden: int, scale: int
+) -> tuple[list[float], str]:
     """Losses over all ranks, and the plan's explanation."""
     step = Step(member, rows, dim, hidden)
     step.tables.load_tables([t.to(member.device) for t in whole_tables(rows, dim)])
@@ -132,24 +167,39 @@ def train(member: Member, samples: int, rows: int, dim: int, hidden: int, scale:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ranks", nargs="?", type=int, help="default: the GPUs there are, up to 4, or 4 on the CPU")
-    parser.add_argument("--time", action="store_true", help="also time a step by phases, beside its rivals")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "ranks", nargs="?", type=int, help="default: the GPUs there are, up to 4, or 4 on the CPU"
+    )
+    parser.add_argument(
+        "--time", action="store_true", help="also time a step by phases, beside its rivals"
+    )
     parser.add_argument("--json", type=Path, help="with --time: where to write the times")
     words = parser.parse_args()
-    require(not under_torchrun(), "a rank of torchrun", "a process that starts its worlds itself", "run it with python")
+    require(
+        not under_torchrun(),
+        "a rank of torchrun",
+        "a process that starts its worlds itself",
+        "run it with python",
+    )
     kind = default_device_type()
     size = default_world_size(kind, words.ranks)
     require(words.time or words.json is None, "--json without --time", "with it only", "add --time")
     file_for(words.json)
     small = (6, 40, 8, 16, 10) if kind == "cpu" else (64, 1000, 32, 64, 2)
-    print(f"{size} ranks on {kind}, {size * small[0]} samples, 26 tables of {small[1]} x {small[2]}")
+    print(
+        f"{size} ranks on {kind}, {size * small[0]} samples, 26 tables of {small[1]} x {small[2]}"
+    )
     losses, plan = launch(train, *small, world_size=size, device_type=kind, seconds=300)
     wanted = on_one_device(size, *small)
     print(plan)
     for step, (loss, want) in enumerate(zip(losses, wanted, strict=True)):
         print(f"step {step}: loss {loss:.6f}, on one device {want:.6f}")
-    right = all(abs(loss - want) <= TOLERANCE * abs(want) for loss, want in zip(losses, wanted, strict=True))
+    right = all(
+        abs(loss - want) <= TOLERANCE * abs(want) for loss, want in zip(losses, wanted, strict=True)
+    )
     print("the same losses" if right else "the losses DIFFER")
     if words.time:
         from dlrm_peers import report, timed

@@ -5,8 +5,9 @@
 ``last_layer``     ReLU, a layer with one output and the binary cross entropy, forward and backward: z is read once
 =================  ================================================================================================
 
-As torch runs them these are 30 kernels and 160 us of a step of 16384 samples, half of it in kernels of 1 to 4 us that follow
-one another. Sums over samples are partial sums of programs, added by one reduction: the same bits each time.
+As torch runs them these are 30 kernels and 160 us of a step of 16384 samples, half of it in kernels
+of 1 to 4 us that follow one another. Sums over samples are partial sums of programs, added by one
+reduction: the same bits each time.
 """
 
 import torch
@@ -18,14 +19,20 @@ PROGRAMS, ROWS = 528, 4  # four programs a multiprocessor of an H200; samples th
 
 
 @triton.jit
-def relu_backward_kernel(g, y, masked, sums, samples, width, ROWS: tl.constexpr, COLS: tl.constexpr):
+def relu_backward_kernel(
+    g, y, masked, sums, samples, width, ROWS: tl.constexpr, COLS: tl.constexpr
+):
     """masked = g where y > 0, and of each program the sum over its samples."""
     col = tl.arange(0, COLS)[None, :]
     total = tl.zeros((ROWS, COLS), tl.float32)
     for begin in range(tl.program_id(0) * ROWS, samples, tl.num_programs(0) * ROWS):
         row = begin + tl.arange(0, ROWS)[:, None]
         here, place = (row < samples) & (col < width), row * width + col
-        value = tl.where(tl.load(y + place, mask=here, other=0.0) > 0, tl.load(g + place, mask=here, other=0.0), 0.0)
+        value = tl.where(
+            tl.load(y + place, mask=here, other=0.0) > 0,
+            tl.load(g + place, mask=here, other=0.0),
+            0.0,
+        )
         tl.store(masked + place, value, mask=here)
         total += value
     column = tl.arange(0, COLS)
@@ -34,11 +41,23 @@ def relu_backward_kernel(g, y, masked, sums, samples, width, ROWS: tl.constexpr,
 
 @triton.jit
 def last_layer_kernel(
-    z, bias, weight, last_bias, labels, gz, sums, samples, width, ROWS: tl.constexpr, COLS: tl.constexpr
-):  # fmt: skip
-    """h = relu(z + bias), logit = h . weight + last_bias, the mean loss over samples, and gradients of all of these.
+    z,
+    bias,
+    weight,
+    last_bias,
+    labels,
+    gz,
+    sums,
+    samples,
+    width,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """h = relu(z + bias), logit = h . weight + last_bias, the mean loss over samples, and gradients
+    of all of these.
 
-    ``sums`` [programs, 2 * width + 2]: gradients of bias, weight and last bias, and the loss, of each program's samples.
+    ``sums`` [programs, 2 * width + 2]: gradients of bias, weight and last bias, and the loss, of
+    each program's samples.
     """
     col = tl.arange(0, COLS)[None, :]
     b = tl.load(bias + col, mask=col < width, other=0.0)
@@ -68,33 +87,51 @@ def last_layer_kernel(
     tl.store(line + 2 * width + 1, tl.sum(loss, axis=0) / samples)
 
 
-def relu_backward(g: torch.Tensor, y: torch.Tensor, compiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(g where y > 0 [b, n], its sum over samples [n]), fp32; ``compiled``: by the kernel, else in torch."""
+def relu_backward(
+    g: torch.Tensor, y: torch.Tensor, compiled: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(g where y > 0 [b, n], its sum over samples [n]), fp32; ``compiled``: by the kernel, else in
+    torch."""
     if not compiled:
         masked = g * (y > 0)
         return masked, masked.sum(0)
     samples, width = y.shape
     masked, sums = torch.empty_like(y), y.new_empty(programs_for(samples), width)
     cols = triton.next_power_of_2(width)
-    relu_backward_kernel[(sums.shape[0],)](g, y, masked, sums, samples, width, ROWS=ROWS, COLS=cols, num_warps=4)
+    relu_backward_kernel[(sums.shape[0],)](
+        g, y, masked, sums, samples, width, ROWS=ROWS, COLS=cols, num_warps=4
+    )
     return masked, sums.sum(0)
 
 
 def last_layer(
     z: torch.Tensor, bias: torch.Tensor, last: torch.nn.Linear, labels: torch.Tensor, compiled: bool
 ) -> tuple[torch.Tensor, ...]:
-    """z [b, n] -> (mean loss of relu(z + bias) through ``last``, gradients of z, bias, ``last``'s weight and bias)."""
+    """z [b, n] -> (mean loss of relu(z + bias) through ``last``, gradients of z, bias, ``last``'s
+    weight and bias)."""
     if not compiled:
         leaves = [t.detach().requires_grad_() for t in (z, bias, last.weight, last.bias)]
         hidden = torch.relu(leaves[0] + leaves[1])
-        loss = binary_cross_entropy_with_logits((hidden @ leaves[2].T + leaves[3]).squeeze(1), labels)
+        loss = binary_cross_entropy_with_logits(
+            (hidden @ leaves[2].T + leaves[3]).squeeze(1), labels
+        )
         return loss.detach(), *torch.autograd.grad(loss, leaves)
     samples, width = z.shape
     gz, sums = torch.empty_like(z), z.new_empty(programs_for(samples), 2 * width + 2)
     last_layer_kernel[(sums.shape[0],)](
-        z, bias, last.weight, last.bias, labels, gz, sums, samples, width,
-        ROWS=ROWS, COLS=triton.next_power_of_2(width), num_warps=4,
-    )  # fmt: skip
+        z,
+        bias,
+        last.weight,
+        last.bias,
+        labels,
+        gz,
+        sums,
+        samples,
+        width,
+        ROWS=ROWS,
+        COLS=triton.next_power_of_2(width),
+        num_warps=4,
+    )
     of_bias, of_weight, of_last, loss = sums.sum(0).split([width, width, 1, 1])
     return loss[0], gz, of_bias, of_weight.view_as(last.weight), of_last
 

@@ -6,8 +6,9 @@ unfused   the same lookups, sums and step, but NCCL all-to-alls and one copy int
 torch     a call of ``embedding_bag`` for each table, sparse gradients, ``torch.optim.SGD``, NCCL all-to-alls
 ========  ===================================================================================================
 
-All else is the same code for all three, but that torch's SGD step cannot be captured. MLPs, interaction and what the gradient
-does are replayed from CUDA graphs, in TF32; what is not data of this batch's tables runs beside, on a second stream:
+All else is the same code for all three, but that torch's SGD step cannot be captured. MLPs,
+interaction and what the gradient does are replayed from CUDA graphs, in TF32; what is not data of
+this batch's tables runs beside, on a second stream:
 
     main   | lookup | to samples' owners | interaction, top MLP, backward  | to tables' owners | sums, step of the tables
     beside |                             | ids of batch n + 1 to owners,   | bottom MLP's backward, all-reduce, MLPs' step,
@@ -26,7 +27,19 @@ import torch
 import torch.distributed as dist
 from dlrm import RATE, Batch, Step, draw, towers_from_seed
 from dlrm_layers import last_layer, relu_backward
-from dlrm_rivals import BOTH, BOTH_BACK, LOOKUP, SUMS, TO_SAMPLES, TO_TABLES, Fused, Phase, Torch, Unfused, quiet
+from dlrm_rivals import (
+    BOTH,
+    BOTH_BACK,
+    LOOKUP,
+    SUMS,
+    TO_SAMPLES,
+    TO_TABLES,
+    Fused,
+    Phase,
+    Torch,
+    Unfused,
+    quiet,
+)
 from interaction import interaction
 from torch.nn.functional import linear
 
@@ -38,9 +51,19 @@ from tileweave.ops.core.collectives import all_gather, all_reduce
 
 WHOLE = "whole step"
 PHASES = (
-    LOOKUP, TO_SAMPLES, BOTH, "interaction, top MLP, backward", TO_TABLES, SUMS, BOTH_BACK, "backward of bottom MLP",
-    "all-reduce, MLPs' step", "ids to owners, sort", "bottom MLP", WHOLE,
-)  # fmt: skip
+    LOOKUP,
+    TO_SAMPLES,
+    BOTH,
+    "interaction, top MLP, backward",
+    TO_TABLES,
+    SUMS,
+    BOTH_BACK,
+    "backward of bottom MLP",
+    "all-reduce, MLPs' step",
+    "ids to owners, sort",
+    "bottom MLP",
+    WHOLE,
+)
 LOSS_ERROR = 1e-3
 
 
@@ -48,14 +71,18 @@ LOSS_ERROR = 1e-3
 
 
 class Replayed:
-    """A function of tensors that stay where they are, replayed from a CUDA graph; on the CPU called as it stands.
+    """A function of tensors that stay where they are, replayed from a CUDA graph; on the CPU called
+    as it stands.
 
-    beside : its kernels go before those that wait on other streams; graphs keep the priority of their capture. What the driver
-    runs for memsets and copies in a graph has none, and waits until the kernel beside has no program left to start (decision
-    0098): a function that has large ones, as a sort has, should not come here.
+    beside : its kernels go before those that wait on other streams; graphs keep the priority of
+        their capture. What the driver runs for memsets and copies in a graph has none, and waits
+        until the kernel beside has no program left to start (decision 0098): a function that has
+        large ones, as a sort has, should not come here.
     """
 
-    def __init__(self, function: Callable[[], Any], device: torch.device, beside: bool = False) -> None:
+    def __init__(
+        self, function: Callable[[], Any], device: torch.device, beside: bool = False
+    ) -> None:
         self.function, self.graph = function, None
         if device.type == "cuda":
             side = torch.cuda.Stream(device, priority=-int(beside))
@@ -79,7 +106,8 @@ class Replayed:
 
 
 class Beside:
-    """A second stream, whose kernels go before those that wait on the first; on the CPU one thing after the other."""
+    """A second stream, whose kernels go before those that wait on the first; on the CPU one thing
+    after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -105,22 +133,34 @@ class Beside:
 
 
 class PipelinedStep:
-    """Training steps on one rank, each beside what the next batches need; ``phase`` is told where each part begins."""
+    """Training steps on one rank, each beside what the next batches need; ``phase`` is told where
+    each part begins."""
 
-    def __init__(self, member: Member, tables: ShardedEmbeddingBag, kind: type[Any], hidden: int, batch: Batch) -> None:
+    def __init__(
+        self,
+        member: Member,
+        tables: ShardedEmbeddingBag,
+        kind: type[Any],
+        hidden: int,
+        batch: Batch,
+    ) -> None:
         self.member, self.features, self.beside = member, tables.features, Beside(member.device)
         dim, on_gpu = tables.plan.tables[0].dim, member.device.type == "cuda"
         self.towers = towers_from_seed(dim, hidden).to(member.device)
         self.dense, self.labels = torch.empty_like(batch[0]), torch.empty_like(batch[1])
         self.exchange = kind(tables, batch[0].shape[0] * member.world_size)
         indices, offsets, _ = tw.distribute_indices(batch[2], batch[3], self.features)
-        self.exchange.lookup(indices, offsets, self.exchange.arriving(offsets), quiet)  # so that the result has a place
+        # so that the result has a place
+        self.exchange.lookup(indices, offsets, self.exchange.arriving(offsets), quiet)
         member.barrier()
         self.bottom = Replayed(self._bottom, member.device, beside=True)
         self.middle = Replayed(self._middle, member.device)
         self.backward = Replayed(self._backward, member.device, beside=True)
-        self.descend = Replayed(self._descend, member.device, beside=True) if on_gpu else self._descend
-        self.towers.load_state_dict(towers_from_seed(dim, hidden).state_dict())  # warming up took steps
+        self.descend = (
+            Replayed(self._descend, member.device, beside=True) if on_gpu else self._descend
+        )
+        # warming up took steps
+        self.towers.load_state_dict(towers_from_seed(dim, hidden).state_dict())
         member.barrier()
         self.look = self.update = self.ordered = self.reduced = None
         if kind.captured:
@@ -130,11 +170,14 @@ class PipelinedStep:
     def _capture(self, indices: torch.Tensor, offsets: torch.Tensor) -> None:
         """The lookup and the update as graphs, of ids and of an order that stand at one place."""
         device = self.member.device
-        self.ids, self.ends = indices.new_zeros(indices.numel() * 9 // 8 + 512), offsets.clone()  # room for longer bags
+        # room for longer bags
+        self.ids, self.ends = indices.new_zeros(indices.numel() * 9 // 8 + 512), offsets.clone()
         self.ordered = self.exchange.sort(self.ids, self.ends)
         self.middle.result[2].zero_()  # so that tables stay as they are
         self.look = Replayed(lambda: self.exchange.lookup(self.ids, self.ends, None, quiet), device)
-        self.update = Replayed(lambda: self.exchange.update(self.middle.result[2], self.ordered, quiet), device)
+        self.update = Replayed(
+            lambda: self.exchange.update(self.middle.result[2], self.ordered, quiet), device
+        )
 
     @torch.no_grad()
     def _bottom(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,11 +187,17 @@ class PipelinedStep:
         return y, linear(y, second.weight, second.bias).relu_()
 
     def _middle(self) -> tuple[torch.Tensor, ...]:
-        """(loss, gradients of the bottom MLP's output, of pooled vectors, of the top MLP's parameters)"""
+        """(loss, gradients of the bottom MLP's output, of pooled vectors, of the top MLP's
+        parameters)"""
         first, last = self.towers.top[0], self.towers.top[2]
-        leaves = [t.detach().requires_grad_() for t in (self.bottom.result[1], self.exchange.pooled, first.weight)]
+        leaves = [
+            t.detach().requires_grad_()
+            for t in (self.bottom.result[1], self.exchange.pooled, first.weight)
+        ]
         z = linear(interaction(*leaves[:2]), leaves[2])
-        loss, gz, *others = last_layer(z.detach(), first.bias.detach(), last, self.labels, z.is_cuda)
+        loss, gz, *others = last_layer(
+            z.detach(), first.bias.detach(), last, self.labels, z.is_cuda
+        )
         x, pooled, weight = torch.autograd.grad(z, leaves, gz)
         return loss, x, pooled, weight, *others
 
@@ -159,7 +208,9 @@ class PipelinedStep:
         g, of_second = relu_backward(gx, x, x.is_cuda)
         weight = g.T @ y
         g, of_first = relu_backward(g @ self.towers.bottom[2].weight, y, x.is_cuda)
-        return torch.cat([t.reshape(-1) for t in (g.T @ self.dense, of_first, weight, of_second, *top)])
+        return torch.cat(
+            [t.reshape(-1) for t in (g.T @ self.dense, of_first, weight, of_second, *top)]
+        )
 
     @torch.no_grad()
     def _descend(self) -> None:
@@ -186,25 +237,30 @@ class PipelinedStep:
             self.coming.append((pending, self.exchange.arriving(pending.offsets)))
 
     def finish(self, behind: torch.cuda.Event | None = None) -> None:
-        """Ids of the batch whose lengths left first, on the second stream; the host waits for those lengths."""
+        """Ids of the batch whose lengths left first, on the second stream; the host waits for those
+        lengths."""
         with self.beside(behind):
             pending, known = self.coming.popleft()
             indices, offsets, _ = pending.finish()
             if self.look is not None:
                 count = indices.numel()
-                assert count <= self.ids.numel(), f"{count} ids and room for {self.ids.numel()}: begin with a larger batch"
+                assert count <= self.ids.numel(), (
+                    f"{count} ids and room for {self.ids.numel()}: begin with a larger batch"
+                )
                 self.ids[:count].copy_(indices)  # what follows them is in no bag
                 self.ends.copy_(offsets)
             self.ahead = indices, offsets, known
 
     def sort(self) -> None:
-        """The order by table row of the ids that came last, on the second stream; steps wait for what stands there before."""
+        """The order by table row of the ids that came last, on the second stream; steps wait for
+        what stands there before."""
         with self.beside(None):
             self.exchanged = self.beside.mark()
             self.sorted = self.exchange.sort(*self.ahead[:2])
 
     def settle(self, behind: torch.cuda.Event | None) -> None:
-        """That order to where the update looks for it, on the second stream and behind the update before."""
+        """That order to where the update looks for it, on the second stream and behind the update
+        before."""
         if self.ordered is not None:
             with self.beside(behind):
                 fixed, count = self.ordered, self.sorted.keys.numel()
@@ -222,7 +278,8 @@ class PipelinedStep:
             self.multiplied = self.beside.mark()
 
     def __call__(self, following: Batch, third: Batch, phase: Phase = quiet) -> torch.Tensor:
-        """The loss of the batch that was made ready last; ``following`` and the ``third`` are made ready beside."""
+        """The loss of the batch that was made ready last; ``following`` and the ``third`` are made
+        ready beside."""
         indices, offsets, known = self.ahead
         self.beside.join(self.exchanged, indices, offsets)
         self.beside.join(self.reduced)
@@ -250,8 +307,9 @@ class PipelinedStep:
             phase("backward of bottom MLP")
             flat = self.backward()
             phase("all-reduce, MLPs' step")
-            # Beside the update, though both wait for peers: what an update waits for are the lowest programs of its launch and
-            # copy engines, on every rank, and NCCL's few blocks leave room for those whichever of the two comes first.
+            # Beside the update, though both wait for peers: what an update waits for are the lowest
+            # programs of its launch and copy engines, on every rank, and NCCL's few blocks leave
+            # room for those whichever of the two comes first.
             flat.copy_(all_reduce(flat, dist.group.WORLD))
             self.reduced = self.beside.mark()
             self.descend()
@@ -264,8 +322,11 @@ class PipelinedStep:
 # --- Time ---
 
 
-def losses_of(member: Member, steps: dict[str, PipelinedStep], plain: Step, batches: list[Batch]) -> dict[str, list[float]]:
-    """Three steps of each from the same weights, and of the plain step, on every rank; all have to lose alike."""
+def losses_of(
+    member: Member, steps: dict[str, PipelinedStep], plain: Step, batches: list[Batch]
+) -> dict[str, list[float]]:
+    """Three steps of each from the same weights, and of the plain step, on every rank; all have to
+    lose alike."""
     weights = plain.tables.weights()
     before = [w.detach().clone() for w in weights]
     found = {}
@@ -284,14 +345,20 @@ def losses_of(member: Member, steps: dict[str, PipelinedStep], plain: Step, batc
 
 
 def timed(member: Member, samples: int, rows: int, dim: int, hidden: int) -> dict[str, Any]:
-    """Milliseconds of each phase and of a step, on rank 0, medians over repeats, the three steps in turn; and their losses."""
+    """Milliseconds of each phase and of a step, on rank 0, medians over repeats, the three steps in
+    turn; and their losses."""
     torch.set_float32_matmul_precision("high")
     batches = [draw(number, member.rank, samples, rows, 2, member.device) for number in range(2)]
     plain = Step(member, rows, dim, hidden)
     kinds = {"fused": Fused, "unfused": Unfused, "torch": Torch}
     before = [w.detach().clone() for w in plain.tables.weights()]
-    steps = {name: PipelinedStep(member, plain.tables, kind, hidden, batches[0]) for name, kind in kinds.items()}
-    assert all(torch.equal(w, old) for w, old in zip(plain.tables.weights(), before, strict=True)), "making steps takes none"
+    steps = {
+        name: PipelinedStep(member, plain.tables, kind, hidden, batches[0])
+        for name, kind in kinds.items()
+    }
+    assert all(
+        torch.equal(w, old) for w, old in zip(plain.tables.weights(), before, strict=True)
+    ), "making steps takes none"
     losses = losses_of(member, steps, plain, batches)
     repeats, calls = (9, 16) if member.device.type == "cuda" else (1, 2)
     found: dict[str, dict[str, list[float]]] = {name: {} for name in steps}
@@ -307,12 +374,23 @@ def timed(member: Member, samples: int, rows: int, dim: int, hidden: int) -> dic
             member.barrier()
             found[name].setdefault(WHOLE, []).append((time.perf_counter() - begin) * 1e3 / calls)
     tw.close()
-    times = {name: {k: sorted(v)[len(v) // 2] for k, v in phases.items()} for name, phases in found.items()}
-    return {"ms": times, "losses": losses, "samples": samples * member.world_size, "rows": rows, "dim": dim, "hidden": hidden}
+    times = {
+        name: {k: sorted(v)[len(v) // 2] for k, v in phases.items()}
+        for name, phases in found.items()
+    }
+    return {
+        "ms": times,
+        "losses": losses,
+        "samples": samples * member.world_size,
+        "rows": rows,
+        "dim": dim,
+        "hidden": hidden,
+    }
 
 
 class PhaseClock:
-    """Phases begin together on all ranks and none runs beside another, so their sum is far above a whole step."""
+    """Phases begin together on all ranks and none runs beside another, so their sum is far above a
+    whole step."""
 
     def __init__(self, member: Member, found: dict[str, list[float]]) -> None:
         self.member, self.found, self.label, self.begin = member, found, "", 0.0
@@ -330,16 +408,28 @@ def report(found: dict[str, Any]) -> bool:
     times, losses = found["ms"], found["losses"]
     print(f"{'ms':46}" + "".join(f"{name:>10}" for name in times))
     for label in PHASES:
-        print(f"{label:46}" + "".join(f"{of[label]:10.3f}" if label in of else f"{'-':>10}" for of in times.values()))
+        print(
+            f"{label:46}"
+            + "".join(
+                f"{of[label]:10.3f}" if label in of else f"{'-':>10}" for of in times.values()
+            )
+        )
     fused, unfused = times["fused"], times["unfused"]
     for name in ("unfused", "torch"):
         print(f"the {name} step takes {times[name][WHOLE] / fused[WHOLE]:.2f} times as long")
     exchange = max(fused[BOTH] - unfused[LOOKUP], 0.0) + max(fused[BOTH_BACK] - unfused[SUMS], 0.0)
     if exchange < fused[WHOLE]:
         bound = unfused[WHOLE] / (fused[WHOLE] - exchange)
-        print(f"the fused step waits {exchange:.2f} ms for its exchanges; were they free, that would be {bound:.2f}")
-    error = worst_of(abs(a - b) / abs(a) for name in losses for a, b in zip(losses["plain"], losses[name], strict=True))
+        print(
+            f"the fused step waits {exchange:.2f} ms for its exchanges; were they free, that would be {bound:.2f}"
+        )
+    error = worst_of(
+        abs(a - b) / abs(a)
+        for name in losses
+        for a, b in zip(losses["plain"], losses[name], strict=True)
+    )
     print(
-        f"losses of three steps differ by {error:.1e} from those of the plain step" + ("" if error < LOSS_ERROR else ": WRONG")
+        f"losses of three steps differ by {error:.1e} from those of the plain step"
+        + ("" if error < LOSS_ERROR else ": WRONG")
     )
     return error < LOSS_ERROR

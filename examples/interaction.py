@@ -1,10 +1,13 @@
-"""DLRM's interaction: all dot products of a sample's features, in one kernel each way; see ``dlrm.py``.
+"""DLRM's interaction: all dot products of a sample's features, in one kernel each way; see
+``dlrm.py``.
 
-    x [b, D] from the bottom MLP, pooled [b, (F - 1) * D] -> y [b, D + pairs, zeros to a multiple of 8]: x, then the
-    products of features r > c, row after row of the triangle, F features with x the first of them
+    x [b, D] from the bottom MLP, pooled [b, (F - 1) * D] -> y [b, D + pairs, zeros to a multiple of
+    8]: x, then the products of features r > c, row after row of the triangle, F features with x the
+    first of them
 
-As torch writes it (``cat``, ``bmm``, ``index_select``) the pooled vectors are copied, multiplied and picked apart in eight
-kernels, backward included; here they are read once forward, and read and written once backward.
+As torch writes it (``cat``, ``bmm``, ``index_select``) the pooled vectors are copied, multiplied
+and picked apart in eight kernels, backward included; here they are read once forward, and read and
+written once backward.
 """
 
 import torch
@@ -19,9 +22,12 @@ def width_of(features: int, dim: int) -> int:
 
 @triton.jit
 def features_at(x, pooled, sample, FEATURES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """([ROWS, DIM] addresses of x's row and of the pooled vectors behind it, which of them there are)"""
+    """([ROWS, DIM] addresses of x's row and of the pooled vectors behind it, which of them there
+    are)"""
     row = tl.arange(0, ROWS)
-    begin = tl.where(row == 0, x + sample * DIM + row * 0, pooled + (sample * (FEATURES - 1) + row - 1) * DIM)
+    begin = tl.where(
+        row == 0, x + sample * DIM + row * 0, pooled + (sample * (FEATURES - 1) + row - 1) * DIM
+    )
     return begin[:, None] + tl.arange(0, DIM)[None, :], (row < FEATURES)[:, None]
 
 
@@ -35,9 +41,15 @@ def pair_of(ROWS: tl.constexpr):
 
 @triton.jit
 def interact(
-    x, pooled, y,
-    FEATURES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x,
+    pooled,
+    y,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """One sample a program."""
     sample = tl.program_id(0).to(tl.int64)
     row, col = tl.arange(0, ROWS), tl.arange(0, DIM)
@@ -54,10 +66,19 @@ def interact(
 
 @triton.jit
 def interact_backward(
-    x, pooled, gy, gx, gpooled,
-    FEATURES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The gradient of feature r is the sum over the others of the pair's gradient times the other."""
+    x,
+    pooled,
+    gy,
+    gx,
+    gpooled,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradient of feature r is the sum over the others of the pair's gradient times the
+    other."""
     sample = tl.program_id(0).to(tl.int64)
     row, col = tl.arange(0, ROWS), tl.arange(0, DIM)
     places, here = features_at(x, pooled, sample, FEATURES, ROWS, DIM)
@@ -66,13 +87,16 @@ def interact_backward(
     pairs = (row[:, None] != row[None, :]) & (row < FEATURES)[:, None] & (row < FEATURES)[None, :]
     weights = tl.load(line + DIM + pair_of(ROWS), mask=pairs, other=0.0)
     gradient = tl.dot(weights, features, input_precision=PRECISION)
-    gradient += tl.load(line + (row * 0)[:, None] + col[None, :], mask=(row == 0)[:, None], other=0.0)
+    gradient += tl.load(
+        line + (row * 0)[:, None] + col[None, :], mask=(row == 0)[:, None], other=0.0
+    )
     places, here = features_at(gx, gpooled, sample, FEATURES, ROWS, DIM)
     tl.store(places, gradient, mask=here)
 
 
 class Interaction(torch.autograd.Function):
-    """The kernels, fp32; D a power of two from 16 on. In TF32 where torch is told to (``set_float32_matmul_precision``)."""
+    """The kernels, fp32; D a power of two from 16 on. In TF32 where torch is told to
+    (``set_float32_matmul_precision``)."""
 
     @staticmethod
     def forward(ctx, x, pooled):
@@ -94,9 +118,16 @@ def _run(kernel, x, pooled, *others):
     (samples, dim), features = x.shape, pooled.shape[1] // x.shape[1] + 1
     precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     kernel[(samples,)](
-        x, pooled, *others, FEATURES=features, ROWS=max(triton.next_power_of_2(features), 16), DIM=dim,
-        WIDTH=width_of(features, dim), PRECISION=precision, num_warps=4,
-    )  # fmt: skip
+        x,
+        pooled,
+        *others,
+        FEATURES=features,
+        ROWS=max(triton.next_power_of_2(features), 16),
+        DIM=dim,
+        WIDTH=width_of(features, dim),
+        PRECISION=precision,
+        num_warps=4,
+    )
 
 
 def interaction(x: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:

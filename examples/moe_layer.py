@@ -1,4 +1,5 @@
-"""A mixture-of-experts layer with its experts sharded over ranks, trained beside the same layer on one device.
+"""A mixture-of-experts layer with its experts sharded over ranks, trained beside the same layer on
+one device.
 
     python examples/moe_layer.py                        # 4 ranks, a Qwen3-MoE-style layer: the same losses as on one device?
     python examples/moe_layer.py --style deepseek       # sigmoid router with a correction bias, a shared expert
@@ -10,8 +11,8 @@ A layer is ``tw.nn.MoE``; a step is
     router | tokens to the ranks of their experts, gate and up projections | silu(gate) * up
            | down projection, weighted sums back to the tokens' ranks | loss, backward: the same two operators, swapped
 
-Each rank has tokens of its own, and ranks have different numbers of them. Gradients of experts are complete; those of router
-and shared expert, which every rank has, are summed over ranks.
+Each rank has tokens of its own, and ranks have different numbers of them. Gradients of experts are
+complete; those of router and shared expert, which every rank has, are summed over ranks.
 """
 
 import argparse
@@ -40,8 +41,8 @@ from tileweave.ops.core import collectives
 from tileweave.ops.experts.routing_plan import reference_plan
 from tileweave.profile.timing import measure
 
-# Largest relative difference of a loss from that on one device. fp32 differs by the order of sums only; in bf16 a partial
-# sum is rounded once a rank.
+# Largest relative difference of a loss from that on one device. fp32 differs by the order of sums
+# only; in bf16 a partial sum is rounded once a rank.
 ALLOWED = {"float32": 1e-5, "bfloat16": 2e-2}
 TOKENS, RATE = 6, 1.0
 
@@ -66,7 +67,8 @@ STYLES = {
 
 
 class SigmoidTopK(nn.Module):
-    """DeepSeek-V3's router without groups: a bias corrects who is chosen, not how much it weighs."""
+    """DeepSeek-V3's router without groups: a bias corrects who is chosen, not how much it
+    weighs."""
 
     def __init__(self, s: Style, scale: float = 2.5) -> None:
         super().__init__()
@@ -82,7 +84,8 @@ class SigmoidTopK(nn.Module):
 
 
 class WholeMoE(nn.Module):
-    """The layer on one device in plain torch, expert by expert, with the names of transformers' blocks."""
+    """The layer on one device in plain torch, expert by expert, with the names of transformers'
+    blocks."""
 
     def __init__(self, s: Style) -> None:
         super().__init__()
@@ -124,9 +127,16 @@ def train(member: Member, style: str, steps: int, dtype: str) -> list[tuple[floa
     counts = [max(TOKENS - rank, 0) for rank in range(member.world_size)]
     x, target = (torch.randn(sum(counts), s.hidden).to(member.device, kind) for _ in range(2))
     part = MoE(
-        s.hidden, s.width, s.experts, s.topk, shared_intermediate_size=s.shared, router=router(s).to(member.device, kind),
-        max_tokens=TOKENS, device=member.device, dtype=kind,
-    )  # fmt: skip
+        s.hidden,
+        s.width,
+        s.experts,
+        s.topk,
+        shared_intermediate_size=s.shared,
+        router=router(s).to(member.device, kind),
+        max_tokens=TOKENS,
+        device=member.device,
+        dtype=kind,
+    )
     part.load_whole_state_dict(whole.state_dict())
     mine = [t.split(counts)[member.rank] for t in (x, target)]
     optimizers = [torch.optim.SGD(layer.parameters(), lr=RATE) for layer in (part, whole)]
@@ -154,9 +164,12 @@ def train(member: Member, style: str, steps: int, dtype: str) -> list[tuple[floa
 
 
 class Routes:
-    """What the unfused layer is told for free: how many rows go where, and the indices that bring them into order."""
+    """What the unfused layer is told for free: how many rows go where, and the indices that bring
+    them into order."""
 
-    def __init__(self, ids: torch.Tensor, rank: int, size: int, experts: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, ids: torch.Tensor, rank: int, size: int, experts: int, group: dist.ProcessGroup
+    ) -> None:
         (tokens, topk), device = ids.shape, ids.device
         self.group, self.local = group, experts // size
         everyone = collectives.all_gather(ids.int().contiguous(), group).view(size, tokens, topk)
@@ -166,7 +179,9 @@ class Routes:
         owner = ids.reshape(-1) // self.local
         self.order = torch.argsort(owner, stable=True)  # of own choices: by destination, then token
         self.tokens = self.order // topk
-        self.here, self.there = (torch.bincount(n, minlength=size).tolist() for n in (owner, entry // (tokens * topk)))
+        self.here, self.there = (
+            torch.bincount(n, minlength=size).tolist() for n in (owner, entry // (tokens * topk))
+        )
         self.leaving = torch.argsort(entry)  # of rows: by source, then token
         self.by_expert = torch.argsort(self.leaving)
         self.arriving = torch.empty_like(self.order)
@@ -178,7 +193,9 @@ class Routes:
 
     def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of this rank's experts -> [T k, H], choices of own tokens."""
-        return self._exchange(rows.index_select(0, self.leaving), self.there, self.here).index_select(0, self.arriving)
+        return self._exchange(
+            rows.index_select(0, self.leaving), self.there, self.here
+        ).index_select(0, self.arriving)
 
     def _exchange(self, rows: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
         width = rows.shape[1]
@@ -187,7 +204,8 @@ class Routes:
 
 
 class _UnfusedExperts(torch.autograd.Function):
-    """Forward and backward with four exchanges, six grouped products and a top-k weighted sum; keeps rows, sends none again."""
+    """Forward and backward with four exchanges, six grouped products and a top-k weighted sum;
+    keeps rows, sends none again."""
 
     @staticmethod
     def forward(ctx, x, gate_up, down, weights, routes):
@@ -216,16 +234,33 @@ class _UnfusedExperts(torch.autograd.Function):
 
 
 class LayerBench:
-    """One layer and the same layer unfused, with the same parameters, tokens and incoming gradient."""
+    """One layer and the same layer unfused, with the same parameters, tokens and incoming
+    gradient."""
 
     def __init__(self, member: Member, s: Style, tokens: int, dtype: torch.dtype) -> None:
         self.member = member
         generator = torch.Generator(member.device)
-        self.layer = MoE(s.hidden, s.width, s.experts, s.topk, group=member.group, device=member.device, dtype=dtype)
-        for parameter, seed in zip(self.layer.parameters(), (0, 10 + member.rank, 30 + member.rank), strict=True):
-            parameter.data.normal_(0, parameter.shape[-1] ** -0.5, generator=generator.manual_seed(seed))
+        self.layer = MoE(
+            s.hidden,
+            s.width,
+            s.experts,
+            s.topk,
+            group=member.group,
+            device=member.device,
+            dtype=dtype,
+        )
+        for parameter, seed in zip(
+            self.layer.parameters(), (0, 10 + member.rank, 30 + member.rank), strict=True
+        ):
+            parameter.data.normal_(
+                0, parameter.shape[-1] ** -0.5, generator=generator.manual_seed(seed)
+            )
         shape = (2, tokens, s.hidden)
-        drawn = torch.empty(shape, device=member.device).normal_(generator=generator.manual_seed(50 + member.rank)).to(dtype)
+        drawn = (
+            torch.empty(shape, device=member.device)
+            .normal_(generator=generator.manual_seed(50 + member.rank))
+            .to(dtype)
+        )
         self.x, self.grad = drawn[0].clone().requires_grad_(), drawn[1].clone()
         with torch.no_grad():
             ids = self.layer.gate(self.x)[1]
@@ -237,22 +272,37 @@ class LayerBench:
     def unfused(self) -> torch.Tensor:
         experts = self.layer.experts
         weights, _ = self.layer.gate(self.x)
-        return _UnfusedExperts.apply(self.x, experts.gate_up_proj, experts.down_proj, weights, self.routes)
+        return _UnfusedExperts.apply(
+            self.x, experts.gate_up_proj, experts.down_proj, weights, self.routes
+        )
 
     def step(self, forward: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
         """The output and all gradients."""
         y, named = forward(), {"x": self.x, **dict(self.layer.named_parameters())}
-        return {"y": y.detach(), **dict(zip(named, torch.autograd.grad(y, list(named.values()), self.grad), strict=True))}
+        return {
+            "y": y.detach(),
+            **dict(
+                zip(named, torch.autograd.grad(y, list(named.values()), self.grad), strict=True)
+            ),
+        }
 
     def matmuls(self) -> Callable[[], None]:
         """The six grouped products of a step alone, on operands of their own."""
         experts, offsets = self.layer.experts, self.routes.offsets
         gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
         widths = (gate_up.shape[2], gate_up.shape[1], down.shape[2])
-        rows, h, a = (torch.randn(self.routes.rows, width, device=gate_up.device).to(gate_up.dtype) for width in widths)
+        rows, h, a = (
+            torch.randn(self.routes.rows, width, device=gate_up.device).to(gate_up.dtype)
+            for width in widths
+        )
 
         def run() -> None:
-            for left, weight in ((rows, gate_up), (a, down), (rows, down.transpose(1, 2)), (h, gate_up.transpose(1, 2))):
+            for left, weight in (
+                (rows, gate_up),
+                (a, down),
+                (rows, down.transpose(1, 2)),
+                (h, gate_up.transpose(1, 2)),
+            ):
                 reference.grouped_matmul(left, weight, offsets)
             reference.grouped_outer(h, rows, offsets)
             reference.grouped_outer(rows, a, offsets)
@@ -262,7 +312,10 @@ class LayerBench:
     def differences(self) -> dict[str, float]:
         """How far output and gradients are from those unfused, the largest of the ranks."""
         got, want = self.step(self.fused), self.step(self.unfused)
-        off = {n: float((got[n].float() - w.float()).norm() / w.float().norm()) for n, w in want.items()}
+        off = {
+            n: float((got[n].float() - w.float()).norm() / w.float().norm())
+            for n, w in want.items()
+        }
         return {n: worst(one, self.member.device, self.member.group) for n, one in off.items()}
 
     def kernels(self) -> list[tuple[str, float, int]]:
@@ -271,16 +324,27 @@ class LayerBench:
         with torch.profiler.profile() as profile:
             self.step(self.fused)
             torch.cuda.synchronize()
-        found = [(e.key, e.self_device_time_total, e.count) for e in profile.key_averages() if e.self_device_time_total > 0]
+        found = [
+            (e.key, e.self_device_time_total, e.count)
+            for e in profile.key_averages()
+            if e.self_device_time_total > 0
+        ]
         return sorted(found, key=lambda kernel: -kernel[1])
 
 
-def bench(member: Member, cases: list[tuple[str, Style, int]], dtype: str, repeats: int, kernels: bool) -> list[dict[str, Any]]:
+def bench(
+    member: Member, cases: list[tuple[str, Style, int]], dtype: str, repeats: int, kernels: bool
+) -> list[dict[str, Any]]:
     """Each case's differences, and its times: slowest rank, median, interleaved."""
     found: list[dict[str, Any]] = []
     for name, style, tokens in cases:
         case = LayerBench(member, style, tokens, getattr(torch, dtype))
-        entry: dict[str, Any] = {"case": name, "tokens": tokens, **asdict(style), "differences": case.differences()}
+        entry: dict[str, Any] = {
+            "case": name,
+            "tokens": tokens,
+            **asdict(style),
+            "differences": case.differences(),
+        }
         functions: dict[str, Callable[[], object]] = {
             "tileweave": lambda case=case: case.step(case.fused),
             "unfused": lambda case=case: case.step(case.unfused),
@@ -303,16 +367,29 @@ def bench(member: Member, cases: list[tuple[str, Style, int]], dtype: str, repea
 def report(found: list[dict[str, Any]], dtype: str) -> bool:
     """A table; whether all results were right."""
     names = list(found[0]["times"])
-    print("  ".join([f"{'us':20}", *(f"{name:>18}" for name in names), " /unfused  forward  backward  differs"]))
+    print(
+        "  ".join(
+            [
+                f"{'us':20}",
+                *(f"{name:>18}" for name in names),
+                " /unfused  forward  backward  differs",
+            ]
+        )
+    )
     right = True
     for entry in found:
         us = {name: entry["times"][name]["median_us"] for name in names}
-        ours, theirs = ([us[who], us[f"{who}, forward"], us[who] - us[f"{who}, forward"]] for who in ("tileweave", "unfused"))
+        ours, theirs = (
+            [us[who], us[f"{who}, forward"], us[who] - us[f"{who}, forward"]]
+            for who in ("tileweave", "unfused")
+        )
         ratios = "  ".join(f"{b / a:8.2f}x" for a, b in zip(ours, theirs, strict=True))
         largest = worst_of(entry["differences"].values())
         right &= largest < ALLOWED[dtype]
         numbers = "  ".join(f"{us[name]:18.0f}" for name in names)
-        print(f"{entry['case']:20}  {numbers}  {ratios}  {largest:.1e}{'' if largest < ALLOWED[dtype] else ': WRONG'}")
+        print(
+            f"{entry['case']:20}  {numbers}  {ratios}  {largest:.1e}{'' if largest < ALLOWED[dtype] else ': WRONG'}"
+        )
         for kernel, time, calls in entry.get("kernels", [])[:24]:
             print(f"    {time:8.0f} us  {calls:3}  {kernel[:120]}")
     return right
@@ -328,28 +405,62 @@ def bench_cases(on_gpu: bool) -> list[tuple[str, Style, int]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--style", choices=list(STYLES), default="qwen3", help="whose layer to train; default: qwen3")
-    parser.add_argument("--ranks", type=int, help="2 or 4, or 8 but for Mixtral; default: the GPUs there are, or 4 on the CPU")
+    parser.add_argument(
+        "--style",
+        choices=list(STYLES),
+        default="qwen3",
+        help="whose layer to train; default: qwen3",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="2 or 4, or 8 but for Mixtral; default: the GPUs there are, or 4 on the CPU",
+    )
     parser.add_argument("--steps", type=int, default=4, help="steps to train; default: 4")
-    parser.add_argument("--bench", action="store_true", help="time forward + backward instead of training")
-    parser.add_argument("--kernels", action="store_true", help="with --bench: what the kernels of a step on rank 0 take")
-    parser.add_argument("--repeats", type=int, default=9, help="with --bench: timed repeats of each; default: 9")
+    parser.add_argument(
+        "--bench", action="store_true", help="time forward + backward instead of training"
+    )
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="with --bench: what the kernels of a step on rank 0 take",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="with --bench: timed repeats of each; default: 9"
+    )
     parser.add_argument("--json", type=Path, help="with --bench: where to write all times")
     words = parser.parse_args()
     kind = default_device_type()
     size, dtype = default_world_size(kind, words.ranks), "bfloat16" if kind == "cuda" else "float32"
     require(
-        words.steps > 0 and words.repeats > 0, f"{words.steps} steps, {words.repeats} repeats", "one or more", "ask for some"
+        words.steps > 0 and words.repeats > 0,
+        f"{words.steps} steps, {words.repeats} repeats",
+        "one or more",
+        "ask for some",
     )
     only = words.json is not None or words.kernels
-    require(words.bench or not only, "--json or --kernels without --bench", "with it only", "add --bench")
     require(
-        STYLES[words.style].experts % size == 0, f"{words.style} over {size} ranks", "as many experts a rank", "change ranks"
+        words.bench or not only,
+        "--json or --kernels without --bench",
+        "with it only",
+        "add --bench",
+    )
+    require(
+        STYLES[words.style].experts % size == 0,
+        f"{words.style} over {size} ranks",
+        "as many experts a rank",
+        "change ranks",
     )
     file_for(words.json)
     if words.bench:
         found = launch(
-            bench, bench_cases(kind == "cuda"), dtype, words.repeats, words.kernels, world_size=size, device_type=kind
+            bench,
+            bench_cases(kind == "cuda"),
+            dtype,
+            words.repeats,
+            words.kernels,
+            world_size=size,
+            device_type=kind,
         )
         if found is None:  # under torchrun rank 0 has it
             return 0
@@ -357,20 +468,27 @@ def main() -> int:
         if kind == "cpu":
             print(WITHOUT_GPUS)
         if words.json:
-            text = json.dumps({"world_size": size, "environment": environment(), "cases": found}, indent=1)
+            text = json.dumps(
+                {"world_size": size, "environment": environment(), "cases": found}, indent=1
+            )
             words.json.write_text(text, "utf-8")
         return 0 if report(found, dtype) else 1
     losses = launch(train, words.style, words.steps, dtype, world_size=size, device_type=kind)
     if losses is None:
         return 0
-    print(f"losses, {words.style}, {size} ranks on {'GPUs' if kind == 'cuda' else 'the CPU'}, {STYLES[words.style]}")
+    print(
+        f"losses, {words.style}, {size} ranks on {'GPUs' if kind == 'cuda' else 'the CPU'}, {STYLES[words.style]}"
+    )
     for number, (over_ranks, alone) in enumerate(losses):
         print(
             f"  step {number}: over ranks {over_ranks:.6f}, one device {alone:.6f}, differ by {abs(over_ranks / alone - 1):.1e}"
         )
     largest = worst_of(abs(over_ranks / alone - 1) for over_ranks, alone in losses)
     right = largest < ALLOWED[dtype] and (words.steps < 2 or losses[-1][0] < losses[0][0])
-    print(f"largest difference {largest:.1e}, allowed {ALLOWED[dtype]:.0e}" + ("" if right else ": WRONG"))
+    print(
+        f"largest difference {largest:.1e}, allowed {ALLOWED[dtype]:.0e}"
+        + ("" if right else ": WRONG")
+    )
     return 0 if right else 1
 
 

@@ -1,9 +1,11 @@
-"""Heat flowing over a torus that is cut into bands of rows, one a rank: a kernel of your own, in tileweave's words.
+"""Heat flowing over a torus that is cut into bands of rows, one a rank: a kernel of your own, in
+tileweave's words.
 
     python examples/neighbour_exchange.py [ranks]     # on GPUs if there are two, else in Triton's interpreter
 
-A step needs the four neighbours of each point, hence one row of the rank above and one of the rank below. The first two
-programs push those rows, the rows in between need nobody and hide the way they travel, the last two programs wait.
+A step needs the four neighbours of each point, hence one row of the rank above and one of the rank
+below. The first two programs push those rows, the rows in between need nobody and hide the way they
+travel, the last two programs wait.
 
     x, y  [rows, WIDTH]  own band before and after the step
     slot  [2, WIDTH]     one of two, by parity of the epoch: the row above the band, the row below it
@@ -14,8 +16,8 @@ signal (int32)  value  notifier                                         waiter
 [source, side]  epoch  the rank above (side 0) or below (1), behind it  the program of the first (last) row
 ==============  =====  ===============================================  ===================================
 
-Why no slot is overwritten: I push to two ranks and wait for the same two, so when my step n ends both have begun n and
-ended n-1, the last reader of the slot that step n+1 writes.
+Why no slot is overwritten: I push to two ranks and wait for the same two, so when my step n ends
+both have begun n and ended n-1, the last reader of the slot that step n+1 writes.
 """
 
 import argparse
@@ -39,8 +41,20 @@ ROWS, COLS, STEPS, RATE = 8, 256, 20, 0.2
 
 
 @triton.jit
-def push_border(x, slot_table, signal_table, slot, side, rank, rows, epoch, WORLD_SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Producer: the first row to the rank above, whose row below it is (side 1); the last row to the rank below."""
+def push_border(
+    x,
+    slot_table,
+    signal_table,
+    slot,
+    side,
+    rank,
+    rows,
+    epoch,
+    WORLD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Producer: the first row to the rank above, whose row below it is (side 1); the last row to
+    the rank below."""
     peer = (rank + WORLD_SIZE + 1 - 2 * side) % WORLD_SIZE
     target = symm_at(slot_table, peer, x.dtype.element_ty, 16) + slot + side * WIDTH
     put(target, x + (1 - side) * (rows - 1) * WIDTH, 0, WIDTH, WIDTH)
@@ -49,15 +63,29 @@ def push_border(x, slot_table, signal_table, slot, side, rank, rows, epoch, WORL
 
 @triton.jit
 def diffuse_kernel(
-    x, y, slots, slot_size, slot_table, signal_table, signals, control, report, rank, rows, rate,
-    WORLD_SIZE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    slots,
+    slot_size,
+    slot_table,
+    signal_table,
+    signals,
+    control,
+    report,
+    rank,
+    rows,
+    rate,
+    WORLD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """y = x + rate * (the four neighbours - 4 x), one row a program, the border rows last."""
     program = tl.program_id(0)
     epoch = load_epoch(control)
     slot = (epoch & 1) * slot_size
     if program < 2:
-        push_border(x, slot_table, signal_table, slot, program, rank, rows, epoch, WORLD_SIZE, WIDTH)
+        push_border(
+            x, slot_table, signal_table, slot, program, rank, rows, epoch, WORLD_SIZE, WIDTH
+        )
     row, side = program + 1, -1
     col = tl.arange(0, WIDTH)
     halo = tl.zeros((WIDTH,), x.dtype.element_ty)
@@ -79,22 +107,36 @@ def diffuse_kernel(
 
 
 def diffuse(x: torch.Tensor, y: torch.Tensor, instance: Instance) -> None:
-    """One step from ``x`` to ``y`` (two rows or more). No barrier, no host synchronisation; a graph may capture it."""
+    """One step from ``x`` to ``y`` (two rows or more). No barrier, no host synchronisation; a graph
+    may capture it."""
     (rows, width), transport = x.shape, instance.transport
     instance.reserve(2 * width * x.element_size())
     instance.begin()
     peers = endpoint(instance, x.dtype)
     try:
         diffuse_kernel[(rows,)](
-            x, y, peers.slots, peers.slot_size, peers.slot_table, peers.signal_table, peers.signals, peers.control,
-            peers.report, transport.rank, rows, RATE, WORLD_SIZE=transport.world_size, WIDTH=width,
-        )  # fmt: skip
+            x,
+            y,
+            peers.slots,
+            peers.slot_size,
+            peers.slot_table,
+            peers.signal_table,
+            peers.signals,
+            peers.control,
+            peers.report,
+            transport.rank,
+            rows,
+            RATE,
+            WORLD_SIZE=transport.world_size,
+            WIDTH=width,
+        )
     finally:
         instance.check()  # PeerTimeout, if a neighbour did not come
 
 
 def simulate(member: Member) -> float:
-    """Many steps on this rank's band; returns the largest difference, over all ranks, from the whole torus in fp64."""
+    """Many steps on this rank's band; returns the largest difference, over all ranks, from the
+    whole torus in fp64."""
     torch.manual_seed(0)  # all ranks draw the same torus
     torus = torch.randn(member.world_size * ROWS, COLS, dtype=torch.float64)
     x = torus.chunk(member.world_size)[member.rank].to(member.device, torch.float32).contiguous()
@@ -102,10 +144,13 @@ def simulate(member: Member) -> float:
     instance = workspace_of(name_of(member.group), member.device).instance("diffuse", "sm")
     for step in range(STEPS):
         if step % member.world_size == member.rank:
-            time.sleep(0.02)  # each rank is late in turn: a wait that is missing shows in the result
+            # each rank is late in turn: a wait that is missing shows in the result
+            time.sleep(0.02)
         diffuse(x, y, instance)
         x, y = y, x
-        torus += RATE * (sum(torus.roll(shift, dim) for dim in (0, 1) for shift in (-1, 1)) - 4 * torus)
+        torus += RATE * (
+            sum(torus.roll(shift, dim) for dim in (0, 1) for shift in (-1, 1)) - 4 * torus
+        )
     tw.synchronize(member.group)
     error = (x.cpu().double() - torus.chunk(member.world_size)[member.rank]).abs().max().item()
     tw.close()

@@ -1,13 +1,16 @@
-"""A Llama-style block, tensor and sequence parallel, trained beside the same block on one device; and timed.
+"""A Llama-style block, tensor and sequence parallel, trained beside the same block on one device;
+and timed.
 
     python examples/tensor_parallel_block.py                 # 4 ranks, small: the same losses as on one device?
     python examples/tensor_parallel_block.py --bench         # GPUs: forward + backward against NCCL + cuBLAS
 
-Between layers each rank holds a part of the sequence: x [S/R, B, H]. Column-parallel layers gather it along the sequence
-(``all_gather_matmul``) and leave every rank all tokens of its own heads, or of its own part of the MLP; row-parallel ones
-sum over ranks and scatter the sequence again (``matmul_reduce_scatter``). Backward runs the same two operators, swapped.
+Between layers each rank holds a part of the sequence: x [S/R, B, H]. Column-parallel layers gather
+it along the sequence (``all_gather_matmul``) and leave every rank all tokens of its own heads, or
+of its own part of the MLP; row-parallel ones sum over ranks and scatter the sequence again
+(``matmul_reduce_scatter``). Backward runs the same two operators, swapped.
 
-    x [S/R, B, H] -- norm -- qkv: gather, matmul -- attention of own heads -- out: matmul, scatter -- + x
+    x [S/R, B, H] -- norm -- qkv: gather, matmul -- attention of own heads -- out: matmul, scatter
+    -- + x
                   -- norm -- gate, up: gather, matmul -- silu(gate) * up -- down: matmul, scatter -- + x
 """
 
@@ -30,15 +33,18 @@ from tileweave.nn import ColumnParallelLinear, RowParallelLinear
 from tileweave.ops.core import collectives
 from tileweave.profile.timing import measure
 
-# Largest relative difference of a loss from that on one device. fp32 differs by the order of sums only.
+# Largest relative difference of a loss from that on one device. fp32 differs by the order of sums
+# only.
 ALLOWED = {"float32": 1e-5, "bfloat16": 1e-2}
-# And of outputs and gradients from those of the unfused block: there, in bf16, both have rounded partial sums (1.4e-2 seen).
+# And of outputs and gradients from those of the unfused block: there, in bf16, both have rounded
+# partial sums (1.4e-2 seen).
 APART = {"float32": 1e-5, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """One block: ``tokens`` = sequence * batch, hidden, heads of queries and of keys and values, the MLP's width."""
+    """One block: ``tokens`` = sequence * batch, hidden, heads of queries and of keys and values,
+    the MLP's width."""
 
     sequence: int = 32
     batch: int = 2
@@ -60,7 +66,9 @@ class Block(nn.Module):
         super().__init__()
         options = {"bias": False, "device": device, "dtype": getattr(torch, s.dtype)}
         self.sizes = s
-        self.norm1, self.norm2 = (nn.RMSNorm(s.hidden, device=device, dtype=options["dtype"]) for _ in range(2))
+        self.norm1, self.norm2 = (
+            nn.RMSNorm(s.hidden, device=device, dtype=options["dtype"]) for _ in range(2)
+        )
         self.q = nn.Linear(s.hidden, s.heads * s.head, **options)
         self.k, self.v = (nn.Linear(s.hidden, s.kv_heads * s.head, **options) for _ in range(2))
         self.out = nn.Linear(s.heads * s.head, s.hidden, **options)
@@ -75,7 +83,8 @@ class Block(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """This rank's share of a :class:`Block`; ``column`` and ``row`` are the layers it is made of."""
+    """This rank's share of a :class:`Block`; ``column`` and ``row`` are the layers it is made
+    of."""
 
     def __init__(
         self,
@@ -106,15 +115,22 @@ class ParallelBlock(nn.Module):
 
 
 def interleaved(size: int, *layers: nn.Linear) -> nn.Linear:
-    """One layer with the features of several, ordered so that an equal cut gives each rank its share of each."""
+    """One layer with the features of several, ordered so that an equal cut gives each rank its
+    share of each."""
     shards = zip(*(layer.weight.chunk(size) for layer in layers), strict=True)
-    merged = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), bias=False, device="meta")
+    merged = nn.Linear(
+        layers[0].in_features,
+        sum(layer.out_features for layer in layers),
+        bias=False,
+        device="meta",
+    )
     merged.weight = nn.Parameter(torch.cat([part for parts in shards for part in parts]).detach())
     return merged
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, head: int) -> torch.Tensor:
-    """Causal attention with rotary positions and grouped keys: q [S, B, heads * head], k, v with fewer heads -> as q."""
+    """Causal attention with rotary positions and grouped keys: q [S, B, heads * head], k, v with
+    fewer heads -> as q."""
     q, k, v = (t.unflatten(-1, (-1, head)).permute(1, 2, 0, 3) for t in (q, k, v))
     y = scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
     return y.permute(2, 0, 1, 3).flatten(2)
@@ -141,7 +157,9 @@ def train(member: Member, sizes: Sizes, steps: int) -> list[tuple[float, float]]
     x, target = (torch.randn(sizes.sequence, sizes.batch, sizes.hidden) for _ in range(2))
     x, target = (t.to(member.device, getattr(torch, sizes.dtype)) for t in (x, target))
     mine = [t.chunk(member.world_size)[member.rank] for t in (x, target)]
-    optimizers = [torch.optim.SGD(block.parameters(), lr=1.0, momentum=0.9) for block in (part, whole)]
+    optimizers = [
+        torch.optim.SGD(block.parameters(), lr=1.0, momentum=0.9) for block in (part, whole)
+    ]
     losses = []
     for _ in range(steps):
         loss = (part(mine[0]) - mine[1]).float().square().sum() / target.numel()
@@ -164,7 +182,8 @@ def train(member: Member, sizes: Sizes, steps: int) -> list[tuple[float, float]]
 
 
 class _GatherMatmul(torch.autograd.Function):
-    """all-gather, matmul. ``overlap``: in backward, as Megatron-LM does it: each matmul runs beside a collective."""
+    """all-gather, matmul. ``overlap``: in backward, as Megatron-LM does it: each matmul runs beside
+    a collective."""
 
     @staticmethod
     def forward(ctx, x, w, group, overlap):
@@ -237,19 +256,25 @@ def group_of(layer: ColumnParallelLinear | RowParallelLinear) -> dist.ProcessGro
 
 
 def bench(member: Member, sizes: Sizes, repeats: int) -> dict[str, dict[str, float]]:
-    """Forward and backward of each variant, interleaved: microseconds, slowest rank, median; and how far results differ."""
+    """Forward and backward of each variant, interleaved: microseconds, slowest rank, median; and
+    how far results differ."""
     torch.manual_seed(0)
     whole = Block(sizes, member.device)
     variants = {
         "tileweave": ParallelBlock(whole, member.group),
         "nccl+cublas": ParallelBlock(whole, member.group, UnfusedColumn, UnfusedRow),
-        "nccl+cublas, overlapped backward": ParallelBlock(whole, member.group, OverlappedColumn, UnfusedRow),
+        "nccl+cublas, overlapped backward": ParallelBlock(
+            whole, member.group, OverlappedColumn, UnfusedRow
+        ),
     }
     del whole
     shape = (sizes.sequence // member.world_size, sizes.batch, sizes.hidden)
     generator = torch.Generator(member.device).manual_seed(member.rank)
     x, grad = (torch.randn(shape, generator=generator, device=member.device) for _ in range(2))
-    x, grad = x.to(getattr(torch, sizes.dtype)).requires_grad_(), grad.to(getattr(torch, sizes.dtype))
+    x, grad = (
+        x.to(getattr(torch, sizes.dtype)).requires_grad_(),
+        grad.to(getattr(torch, sizes.dtype)),
+    )
 
     def step(block: ParallelBlock) -> tuple[torch.Tensor, ...]:
         y = block(x)
@@ -264,12 +289,18 @@ def bench(member: Member, sizes: Sizes, repeats: int) -> dict[str, dict[str, flo
     timings = measure(functions, member.group, member.device, repeats=repeats)
     tw.synchronize()
     tw.close()
-    return {name: {"us": timing.median_us, "difference": differences[name]} for name, timing in timings.items()}
+    return {
+        name: {"us": timing.median_us, "difference": differences[name]}
+        for name, timing in timings.items()
+    }
 
 
 def difference(found: list[torch.Tensor], right: list[torch.Tensor], member: Member) -> float:
     """The largest relative difference of output and gradients, on any rank; collective."""
-    off = worst_of(((a - b).float().norm() / b.float().norm()).item() for a, b in zip(found, right, strict=True))
+    off = worst_of(
+        ((a - b).float().norm() / b.float().norm()).item()
+        for a, b in zip(found, right, strict=True)
+    )
     return worst(off, member.device, member.group)
 
 
@@ -280,34 +311,73 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, help="default: 4, fewer where there are fewer GPUs")
     parser.add_argument("--steps", type=int, default=8, help="steps to train; default: 8")
-    parser.add_argument("--bench", action="store_true", help="time forward + backward instead of training")
-    parser.add_argument("--tokens", type=int, help="sequence * batch; default: 8192 to bench on GPUs, else 64")
-    parser.add_argument("--sequence", type=int, help="default: 4096 to bench on GPUs, else 32; at most the tokens")
+    parser.add_argument(
+        "--bench", action="store_true", help="time forward + backward instead of training"
+    )
+    parser.add_argument(
+        "--tokens", type=int, help="sequence * batch; default: 8192 to bench on GPUs, else 64"
+    )
+    parser.add_argument(
+        "--sequence", type=int, help="default: 4096 to bench on GPUs, else 32; at most the tokens"
+    )
     parser.add_argument("--hidden", type=int, help="default: 8192 to bench on GPUs, else 64")
-    parser.add_argument("--dtype", choices=sorted(ALLOWED), help="default: bfloat16 on GPUs, float32 elsewhere")
-    parser.add_argument("--repeats", type=int, default=9, help="with --bench: timed repeats of each; default: 9")
+    parser.add_argument(
+        "--dtype", choices=sorted(ALLOWED), help="default: bfloat16 on GPUs, float32 elsewhere"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="with --bench: timed repeats of each; default: 9"
+    )
     return parser.parse_args()
 
 
 def sizes_of(given: argparse.Namespace, on_gpu: bool, ranks: int) -> Sizes:
-    """Small, or those of a Llama 70B block: 128 a head, 8 query heads for each of keys, 3.5 hidden in the MLP."""
+    """Small, or those of a Llama 70B block: 128 a head, 8 query heads for each of keys, 3.5 hidden
+    in the MLP."""
     large = given.bench and on_gpu
-    usual = {"hidden": 8192, "tokens": 8192, "sequence": 4096} if large else {"hidden": 64, "tokens": 64, "sequence": 32}
-    hidden, tokens, sequence = (usual[name] if getattr(given, name) is None else getattr(given, name) for name in usual)
+    usual = (
+        {"hidden": 8192, "tokens": 8192, "sequence": 4096}
+        if large
+        else {"hidden": 64, "tokens": 64, "sequence": 32}
+    )
+    hidden, tokens, sequence = (
+        usual[name] if getattr(given, name) is None else getattr(given, name) for name in usual
+    )
     sequence = min(sequence, tokens)
     asked = f"{tokens} tokens in sequences of {sequence}, hidden {hidden}, {ranks} ranks"
     require(min(hidden, tokens, sequence) > 0, asked, "one or more of each", "ask for some")
-    require(tokens % sequence == 0 and tokens % ranks == 0, asked, "whole sequences, as many tokens a rank", "change tokens")
-    require(hidden % (1024 if hidden >= 1024 else 64) == 0, asked, "hidden a multiple of 64, above 1024 of it", "change hidden")
     require(
-        given.steps > 0 and given.repeats > 0, f"{given.steps} steps, {given.repeats} repeats", "one or more", "ask for some"
+        tokens % sequence == 0 and tokens % ranks == 0,
+        asked,
+        "whole sequences, as many tokens a rank",
+        "change tokens",
+    )
+    require(
+        hidden % (1024 if hidden >= 1024 else 64) == 0,
+        asked,
+        "hidden a multiple of 64, above 1024 of it",
+        "change hidden",
+    )
+    require(
+        given.steps > 0 and given.repeats > 0,
+        f"{given.steps} steps, {given.repeats} repeats",
+        "one or more",
+        "ask for some",
     )
     sizes = Sizes(
-        sequence, tokens // sequence, hidden, width=7 * hidden // 2, dtype=given.dtype or ("bfloat16" if on_gpu else "float32")
+        sequence,
+        tokens // sequence,
+        hidden,
+        width=7 * hidden // 2,
+        dtype=given.dtype or ("bfloat16" if on_gpu else "float32"),
     )
     if hidden >= 1024:
         sizes = replace(sizes, heads=hidden // 128, kv_heads=max(hidden // 1024, 4))
-    require(sizes.kv_heads % ranks == 0, f"{sizes.kv_heads} heads of keys over {ranks} ranks", "as many a rank", "change ranks")
+    require(
+        sizes.kv_heads % ranks == 0,
+        f"{sizes.kv_heads} heads of keys over {ranks} ranks",
+        "as many a rank",
+        "change ranks",
+    )
     return sizes
 
 
@@ -316,8 +386,10 @@ def report(found: dict[str, dict[str, float]], dtype: str) -> bool:
     ours, right = found["tileweave"]["us"], True
     for name, row in found.items():
         agrees = row["difference"] < APART[dtype]
-        print(f"  {name:34} {row['us']:10.0f} us  {row['us'] / ours:6.3f}x  differs by {row['difference']:.1e}"
-              + ("" if agrees else ": WRONG"))  # fmt: skip
+        print(
+            f"  {name:34} {row['us']:10.0f} us  {row['us'] / ours:6.3f}x  differs by {row['difference']:.1e}"
+            + ("" if agrees else ": WRONG")
+        )
         right &= agrees
     return right
 
@@ -340,11 +412,16 @@ def main() -> int:
         return 0
     print(f"losses, {place}")
     for number, (parallel, alone) in enumerate(losses):
-        print(f"  step {number}: parallel {parallel:.6f}, one device {alone:.6f}, differ by {abs(parallel / alone - 1):.1e}")
+        print(
+            f"  step {number}: parallel {parallel:.6f}, one device {alone:.6f}, differ by {abs(parallel / alone - 1):.1e}"
+        )
     largest = worst_of(abs(parallel / alone - 1) for parallel, alone in losses)
     fell = given.steps < 2 or losses[-1][0] < losses[0][0]
     right = largest < ALLOWED[sizes.dtype] and fell and all(map(math.isfinite, losses[-1]))
-    print(f"largest difference {largest:.1e}, allowed {ALLOWED[sizes.dtype]:.0e}" + ("" if right else ": WRONG"))
+    print(
+        f"largest difference {largest:.1e}, allowed {ALLOWED[sizes.dtype]:.0e}"
+        + ("" if right else ": WRONG")
+    )
     return 0 if right else 1
 
 

@@ -1,4 +1,5 @@
-"""Skips tests marked `gpu` or `multi` where this machine has too few GPUs for them; keeps the worlds of the session."""
+"""Skips tests marked `gpu` or `multi` where this machine has too few GPUs for them; keeps the
+worlds of the session."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ GPUS_NEEDED = {"gpu": 1, "multi": 2}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--one-gpu", type=int, metavar="RANKS", help="tests marked multi with worlds of up to RANKS on one GPU")
+    parser.addoption(
+        "--one-gpu",
+        type=int,
+        metavar="RANKS",
+        help="tests marked multi with worlds of up to RANKS on one GPU",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,16 +30,22 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     present = torch.cuda.device_count()
     for item in items:
-        needed = max((count for marker, count in GPUS_NEEDED.items() if item.get_closest_marker(marker)), default=0)
+        needed = max(
+            (count for marker, count in GPUS_NEEDED.items() if item.get_closest_marker(marker)),
+            default=0,
+        )
         if needed > (gpu_ranks() if present else 0):
-            item.add_marker(pytest.mark.skip(reason=f"needs at least {needed} GPU(s), found {present}"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"needs at least {needed} GPU(s), found {present}")
+            )
         elif ON_ONE_GPU in os.environ and item.get_closest_marker("own_gpu"):
             item.add_marker(pytest.mark.skip(reason="ranks share a GPU here"))
 
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    """Worlds of ranks, started when a test first asks: ``worlds("gloo", 3).run(function, *args)``."""
+    """Worlds of ranks, started when a test first asks: ``worlds("gloo", 3).run(function,
+    *args)``."""
     found = Worlds()
     yield found
     found.close()

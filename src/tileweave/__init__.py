@@ -7,7 +7,8 @@
 >>> y = tw.matmul_all_to_all(x, w, scatter_dim=1, gather_dim=0, group=group)   # x [S/R, K], w [N, K] -> [S, N/R]
 >>> y = tw.all_to_all_matmul(y, w2, scatter_dim=0, gather_dim=1, group=group)  # x [S, K/R], w [N, K] -> [S/R, N]
 
-The public face is what this module names. ``torch.ops.tileweave.*`` are the same operators for graphs and compilers.
+The public face is what this module names. ``torch.ops.tileweave.*`` are the same operators for
+graphs and compilers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from tileweave.errors import (
 from tileweave.ops.core.registry import explain, warmup
 from tileweave.ops.core.registry import name_of as _name_of
 from tileweave.ops.embedding.bag_all_to_all import embedding_bag, embedding_bag_all_to_all
-from tileweave.ops.embedding.distribute_indices import IndicesOnTheirWay, begin_distribute_indices, distribute_indices
+from tileweave.ops.embedding.distribute_indices import (
+    IndicesOnTheirWay,
+    begin_distribute_indices,
+    distribute_indices,
+)
 from tileweave.ops.embedding.inputs import FusedOptimizer
 from tileweave.ops.experts.dispatch_grouped_matmul import dispatch_grouped_matmul
 from tileweave.ops.experts.grouped_matmul_combine import grouped_matmul_combine
@@ -55,10 +60,11 @@ OPERATORS = (
 
 
 def close(group: _dist.ProcessGroup | str | None = None) -> None:
-    """Release the workspaces of ``group`` (None: all groups). Not collective: usable after a peer died.
+    """Release the workspaces of ``group`` (None: all groups). Not collective: usable after a peer
+    died.
 
-    A later call makes a new workspace, which is collective. CUDA graphs captured before must not be replayed any more: what
-    they write to is gone. Capture them again.
+    A later call makes a new workspace, which is collective. CUDA graphs captured before must not be
+    replayed any more: what they write to is gone. Capture them again.
     """
     _REGISTRY.close(_named(group))
 
@@ -66,7 +72,8 @@ def close(group: _dist.ProcessGroup | str | None = None) -> None:
 def synchronize(group: _dist.ProcessGroup | str | None = None) -> None:
     """Wait for queued work and raise :class:`PeerTimeout` if a peer did not arrive in some call.
 
-    On GPUs a call returns before its kernel ran: a late peer shows here, at the next call, or as NaN in the result.
+    On GPUs a call returns before its kernel ran: a late peer shows here, at the next call, or as
+    NaN in the result.
     """
     _REGISTRY.synchronize(_named(group))
 

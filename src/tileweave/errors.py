@@ -17,7 +17,8 @@ class InputError(TileweaveError, ValueError):
 
 
 class RankMismatchError(InputError):
-    """Ranks called different operators, or the same one with arguments that do not match; ``TILEWEAVE_DEBUG=1`` shows them."""
+    """Ranks called different operators, or the same one with arguments that do not match;
+    ``TILEWEAVE_DEBUG=1`` shows them."""
 
 
 class CaptureError(TileweaveError, RuntimeError):
@@ -33,22 +34,34 @@ class PeerTimeout(TileweaveError, RuntimeError):
 
     Attributes
     ----------
-    op, rank, peer : which operator, or what else was waited for; who waited, and for whom (-1: it is not known for whom).
-    at : where. "signal": in a kernel, for a peer's signal; "meeting": on the host, where memory is mapped and calls are
-        compared; "closed": there, too, but the peer has closed its workspace meanwhile.
+    op, rank, peer : which operator, or what else was waited for; who waited, and for whom (-1: it
+        is not known for whom).
+    at : where. "signal": in a kernel, for a peer's signal; "meeting": on the host, where memory is
+        mapped and calls are compared; "closed": there, too, but the peer has closed its workspace
+        meanwhile.
     unit : of a signal, the index of the waiting unit of work (a tile, or ``-1`` for a barrier).
     expected, seen : of a signal, the epoch that was awaited and the one that stood there.
     """
 
     def __init__(
-        self, op: str, rank: int, peer: int, unit: int, expected: int, seen: int, seconds: float, at: Waited = "signal"
+        self,
+        op: str,
+        rank: int,
+        peer: int,
+        unit: int,
+        expected: int,
+        seen: int,
+        seconds: float,
+        at: Waited = "signal",
     ) -> None:
         self.op, self.rank, self.peer, self.unit = op, rank, peer, unit
         self.expected, self.seen, self.seconds = expected, seen, seconds
         self.at: Waited = at
         whom = f"rank {peer}" if peer >= 0 else "some rank of its group"
         place = "at a barrier" if unit < 0 else f"in work unit {unit}"
-        where = f"{place} (expected epoch {expected}, saw {seen})" if at == "signal" else "on the host"
+        where = (
+            f"{place} (expected epoch {expected}, saw {seen})" if at == "signal" else "on the host"
+        )
         late = (
             f"waited {seconds:g} s for {whom} {where}, which did not call the same operator in time: it died, raised, called "
             "something else, or is late. Remedy: find out what that rank did; raise TILEWEAVE_TIMEOUT (seconds) if it is only "
@@ -58,15 +71,27 @@ class PeerTimeout(TileweaveError, RuntimeError):
         after = "The workspace of this group is no longer usable: tileweave.close(group), then call again on every rank."
         super().__init__(f"{op}: rank {rank} {closed if at == 'closed' else late} {after}")
 
-    def __reduce__(self) -> tuple[type[PeerTimeout], tuple[str, int, int, int, int, int, float, Waited]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type[PeerTimeout], tuple[str, int, int, int, int, int, float, Waited]]:
         """Launchers and process pools pickle what a rank raised."""
-        return PeerTimeout, (self.op, self.rank, self.peer, self.unit, self.expected, self.seen, self.seconds, self.at)
+        return PeerTimeout, (
+            self.op,
+            self.rank,
+            self.peer,
+            self.unit,
+            self.expected,
+            self.seen,
+            self.seconds,
+            self.at,
+        )
 
 
 def require(condition: bool, asked: str | Callable[[], str], allowed: str, remedy: str) -> None:
     """Raise :class:`InputError` with the three parts that every message of ours has.
 
-    ``asked`` may be made only then; where ``torch.compile`` traces it must be: a text about a size fixes that size.
+    ``asked`` may be made only then; where ``torch.compile`` traces it must be: a text about a size
+    fixes that size.
     """
     if not condition:
         asked = asked if isinstance(asked, str) else asked()

@@ -1,9 +1,11 @@
-"""Worlds for the commands: N ranks on this machine, one process each, or the world that ``torchrun`` made.
+"""Worlds for the commands: N ranks on this machine, one process each, or the world that
+``torchrun`` made.
 
-``launch(function, *args, world_size=4, device_type="cuda")`` calls ``function(member, *args)`` on every rank and
-returns what rank 0 returned. A rank that raises or dies ends the others and becomes a :class:`RankFailure` here; so
-does a world that is not done in time. On the CPU the ranks run Triton's interpreter: ``TRITON_INTERPRET`` stands in
-their environment before they start, since kernels read it when they are decorated.
+``launch(function, *args, world_size=4, device_type="cuda")`` calls ``function(member, *args)`` on
+every rank and returns what rank 0 returned. A rank that raises or dies ends the others and becomes
+a :class:`RankFailure` here; so does a world that is not done in time. On the CPU the ranks run
+Triton's interpreter: ``TRITON_INTERPRET`` stands in their environment before they start, since
+kernels read it when they are decorated.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Member:
             torch.cuda.synchronize(self.device)
 
     def pause(self, seconds: float) -> None:
-        """Come late: hold up what is queued on this rank's device, or its process where there is none."""
+        """Come late: hold up what is queued on this rank's device, or its process where there is
+        none."""
         if self.on_gpu:
             torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))
         else:
@@ -86,11 +89,13 @@ def default_device_type() -> DeviceType:
 
 
 def default_world_size(device_type: DeviceType, wanted: int | None, most: int = 4) -> int:
-    """How many ranks to run with: those that ``torchrun`` started, else ``wanted``, or ``most`` as far as there are devices.
+    """How many ranks to run with: those that ``torchrun`` started, else ``wanted``, or ``most`` as
+    far as there are devices.
 
     Raises
     ------
-    InputError for fewer than two ranks, or more than there are GPUs, or more than eight; for other ranks than torchrun started.
+    InputError for fewer than two ranks, or more than there are GPUs, or more than eight; for other
+    ranks than torchrun started.
     """
     given = given_world_size()
     if given is not None:
@@ -99,22 +104,41 @@ def default_world_size(device_type: DeviceType, wanted: int | None, most: int = 
     present = min(torch.cuda.device_count() if device_type == "cuda" else MAX_RANKS, MAX_RANKS)
     size = min(most, present) if wanted is None else wanted
     if not 2 <= size <= present:
-        allowed = f"2 to {present} ranks here" if present >= 2 else "two GPUs or more, and there are fewer"
-        remedy = "ask for another number of ranks" if given is None else "have torchrun start another number of ranks"
-        asked = f"a world on {device_type}" if wanted is None else f"world size {size} on {device_type}"
-        raise InputError(f"asked: {asked}; allowed: {allowed}; remedy: {remedy}"
-                         + (", or ask for the CPU" if device_type == "cuda" else ""))  # fmt: skip
+        allowed = (
+            f"2 to {present} ranks here"
+            if present >= 2
+            else "two GPUs or more, and there are fewer"
+        )
+        remedy = (
+            "ask for another number of ranks"
+            if given is None
+            else "have torchrun start another number of ranks"
+        )
+        asked = (
+            f"a world on {device_type}" if wanted is None else f"world size {size} on {device_type}"
+        )
+        raise InputError(
+            f"asked: {asked}; allowed: {allowed}; remedy: {remedy}"
+            + (", or ask for the CPU" if device_type == "cuda" else "")
+        )
     return size
 
 
 def _require_given(wanted: int | None, given: int) -> None:
-    """Refuse a world of another size than the one that torchrun has started: no process is started here."""
+    """Refuse a world of another size than the one that torchrun has started: no process is started
+    here."""
     allowed = f"{given}, its WORLD_SIZE"
-    require(wanted in (None, given), f"{wanted} ranks under torchrun", allowed, "name no number, or change torchrun's")
+    require(
+        wanted in (None, given),
+        f"{wanted} ranks under torchrun",
+        allowed,
+        "name no number, or change torchrun's",
+    )
 
 
 def end_with(main: Callable[[], int | None]) -> NoReturn:
-    """End this process with what a command returns; with an error of ours as one line on stderr, and 1."""
+    """End this process with what a command returns; with an error of ours as one line on stderr,
+    and 1."""
     try:
         sys.exit(main())
     except TileweaveError as error:
@@ -162,7 +186,10 @@ def launch(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="tileweave-") as folder:
         result = Path(folder) / "result.pickle"
-        with changed_environment(_rank_environment(device_type) | dict(extra or {})), _interrupts_ignored():
+        with (
+            changed_environment(_rank_environment(device_type) | dict(extra or {})),
+            _interrupts_ignored(),
+        ):
             context: Any = mp.start_processes(
                 _rank_main,
                 (world_size, device_type, store.port, os.getpid(), str(result), function, args),
@@ -215,7 +242,11 @@ def _rank_environment(device_type: DeviceType) -> dict[str, str | None]:
     """What a rank needs in its environment; None removes a variable."""
     if device_type == "cuda":
         return {"TRITON_INTERPRET": None}
-    wanted: dict[str, str | None] = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    wanted: dict[str, str | None] = {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     if sys.platform == "linux":
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks the resolver for the host's own name
     return wanted
@@ -234,7 +265,8 @@ def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C until :func:`_rank_main`: their parent ends them, without a traceback."""
+    """Processes started inside ignore Ctrl-C until :func:`_rank_main`: their parent ends them,
+    without a traceback."""
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
         return
@@ -264,7 +296,8 @@ def _rank_main(
     args: tuple[object, ...],
 ) -> None:
     """A started rank: join the world, do the work, leave a result if rank 0."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, or the parent's death, ends a rank at once and silently
+    # Ctrl-C, or the parent's death, ends a rank at once and silently
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.getppid() != parent:  # it died while signals were ignored
         return
     if hasattr(signal, "SIGUSR1"):
@@ -281,12 +314,16 @@ def _rank_main(
     dist.destroy_process_group()
 
 
-def _join(device_type: DeviceType, rank: int, world_size: int, index: int, store: dist.Store | None) -> Member:
+def _join(
+    device_type: DeviceType, rank: int, world_size: int, index: int, store: dist.Store | None
+) -> Member:
     """Initialise the default group (``store`` None: from the environment) on device ``index``."""
     if device_type == "cuda":
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=device, store=store)
+        dist.init_process_group(
+            "nccl", rank=rank, world_size=world_size, device_id=device, store=store
+        )
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
@@ -294,7 +331,9 @@ def _join(device_type: DeviceType, rank: int, world_size: int, index: int, store
     return Member(rank, world_size, device)
 
 
-def _run_in_given_world(function: Callable[..., Any], args: tuple[object, ...], device_type: DeviceType) -> Any:
+def _run_in_given_world(
+    function: Callable[..., Any], args: tuple[object, ...], device_type: DeviceType
+) -> Any:
     """This process is a rank already: join by the environment, run, leave."""
     if device_type == "cpu":
         if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":

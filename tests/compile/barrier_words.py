@@ -1,12 +1,14 @@
 """Finds shared memory that was made an mbarrier and holds data later, in compiled PTX.
 
-Why: the memory of a barrier may hold other things only behind ``mbarrier.inval``. Gluon's allocator does not know: memory of
-a barrier that nobody waits on any more is free to it, and a reduction or a conversion of layouts takes it. That works until
-the device switches to another process and back, which puts barriers back as they were: a sum's words then hold the state of
-a barrier. A program that shares its GPU by time slices meets this in seconds, another one never does.
+Why: the memory of a barrier may hold other things only behind ``mbarrier.inval``. Gluon's allocator
+does not know: memory of a barrier that nobody waits on any more is free to it, and a reduction or a
+conversion of layouts takes it. That works until the device switches to another process and back,
+which puts barriers back as they were: a sum's words then hold the state of a barrier. A program
+that shares its GPU by time slices meets this in seconds, another one never does.
 
-What is looked at: where the constant part of an address points, which for a reduction's words is where they begin. Barriers
-that are invalidated anywhere are trusted, since those are the compiler's own.
+What is looked at: where the constant part of an address points, which for a reduction's words is
+where they begin. Barriers that are invalidated anywhere are trusted, since those are the compiler's
+own.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def _places(ptx: str) -> dict[str, int]:
 
 
 def reused_barriers(ptx: str) -> tuple[list[int], int]:
-    """Places of barriers whose words are loaded or stored as data, and how many barriers there are with a known place."""
+    """Places of barriers whose words are loaded or stored as data, and how many barriers there are
+    with a known place."""
     places = _places(ptx)
 
     def place(text: str) -> int | None:
@@ -50,4 +53,6 @@ def reused_barriers(ptx: str) -> tuple[list[int], int]:
         elif word := _DATA.search(line):
             data.add(place(word[3]))
     kept = {at for at in barriers["init"] - barriers["inval"] if at is not None}
-    return sorted(at for at in kept if any(word is not None and at <= word < at + _BYTES for word in data)), len(kept)
+    return sorted(
+        at for at in kept if any(word is not None and at <= word < at + _BYTES for word in data)
+    ), len(kept)

@@ -1,9 +1,10 @@
 """Compile Triton and Gluon kernels for GPUs this machine does not have.
 
-Why: the order of our stores, signals, waits and loads is decided by the compiler, not by the Python text, and so is
-whether a kernel fits the registers and shared memory of an SM. Both can be read off the compiled object, and the
-compiler itself needs no device: it asks the active Triton driver for a target and nothing else. So a stub driver that
-only names a target turns any laptop or CI machine into a cross compiler.
+Why: the order of our stores, signals, waits and loads is decided by the compiler, not by the Python
+text, and so is whether a kernel fits the registers and shared memory of an SM. Both can be read off
+the compiled object, and the compiler itself needs no device: it asks the active Triton driver for a
+target and nothing else. So a stub driver that only names a target turns any laptop or CI machine
+into a cross compiler.
 
     compiled = compile_kernel(kernel, (1,), x, y, 1024, BLOCK=128, target="sm_90", num_warps=8)
     compiled.ptx, compiled.registers, compiled.spills, compiled.shared_bytes
@@ -12,8 +13,9 @@ only names a target turns any laptop or CI machine into a cross compiler.
         some_library_launch(x, y)          # CPU tensors; nothing runs
     launched[0].ptx
 
-Limits: nothing is executed, outputs are untouched. The process must run without ``TRITON_INTERPRET``, because that
-variable replaces kernels by interpreted functions at decoration time.
+Limits: nothing is executed, outputs are untouched. The process must run without
+``TRITON_INTERPRET``, because that variable replaces kernels by interpreted functions at decoration
+time.
 """
 
 from __future__ import annotations
@@ -59,20 +61,24 @@ TARGETS: tuple[str, ...] = tuple(MACHINES)
 
 
 def on_targets(cases: Sequence[Any], targets: Sequence[str] = TARGETS) -> list[tuple[Any, str]]:
-    """(case, target): each case for sm_90, and for each other target every second one, so that each has one other target."""
+    """(case, target): each case for sm_90, and for each other target every second one, so that each
+    has one other target."""
     others = [target for target in targets if target != "sm_90"]
-    return [(case, "sm_90") for case in cases] + [(c, t) for i, t in enumerate(others) for c in cases[i % 2 :: 2] or cases[:1]]
+    return [(case, "sm_90") for case in cases] + [
+        (c, t) for i, t in enumerate(others) for c in cases[i % 2 :: 2] or cases[:1]
+    ]
 
 
 @dataclass(frozen=True)
 class Compiled:
     """One compiled kernel.
 
-    ``asm`` maps a stage ("ttir", "ttgir", "llir", "ptx", "cubin", "amdgcn", "hsaco", ...) to its text or bytes.
-    ``registers`` is per thread (VGPRs on gfx942). ``spills`` is bytes of stack and local memory per thread on NVIDIA
-    (kernels of ours keep nothing else there) and spilled VGPRs on gfx942. Both are None when no tool could tell.
-    ``params`` names the parameters of the PTX entry in order (a tensor descriptor takes 1 + 2 * rank of them, compile
-    time constants none); it is empty where names could not be matched. ``signature`` is argument -> Triton's type.
+    ``asm`` maps a stage ("ttir", "ttgir", "llir", "ptx", "cubin", "amdgcn", "hsaco", ...) to its
+    text or bytes. ``registers`` is per thread (VGPRs on gfx942). ``spills`` is bytes of stack and
+    local memory per thread on NVIDIA (kernels of ours keep nothing else there) and spilled VGPRs on
+    gfx942. Both are None when no tool could tell. ``params`` names the parameters of the PTX entry
+    in order (a tensor descriptor takes 1 + 2 * rank of them, compile time constants none); it is
+    empty where names could not be matched. ``signature`` is argument -> Triton's type.
     """
 
     name: str
@@ -97,8 +103,11 @@ class _Utils:
     def __init__(self, machine: _Machine) -> None:
         self._machine = machine
 
-    def load_binary(self, name: str, binary: bytes, shared: int, device: str) -> tuple[None, None, int, int, int]:
-        # No module handle: what has one is unloaded, when collected, through whatever driver is active by then.
+    def load_binary(
+        self, name: str, binary: bytes, shared: int, device: str
+    ) -> tuple[None, None, int, int, int]:
+        # No module handle: what has one is unloaded, when collected, through whatever driver is
+        # active by then.
         return None, None, 0, 0, self._machine.max_threads
 
     def unload_module(self, module: object) -> None:
@@ -121,8 +130,8 @@ class _StubDriver(DriverBase):
         machine = MACHINES[target]
         self._target = machine.target
         self.utils = _Utils(machine)
-        # A kernel keeps its binaries and its backend per device. A device name of its own for every driver keeps
-        # targets apart, and apart from a real GPU's device 0.
+        # A kernel keeps its binaries and its backend per device. A device name of its own for every
+        # driver keeps targets apart, and apart from a real GPU's device 0.
         self._device = f"offline:{target}:{next(self._serial)}"
 
     @classmethod
@@ -147,7 +156,9 @@ class _StubDriver(DriverBase):
         return torch.device("cpu")
 
     def get_benchmarker(self) -> Callable[..., Any]:
-        raise RuntimeError("a kernel cannot be timed offline: pass one config, or compile the kernel under the tuner")
+        raise RuntimeError(
+            "a kernel cannot be timed offline: pass one config, or compile the kernel under the tuner"
+        )
 
     def map_python_to_cpp_type(self, ty: str) -> str:
         return ty
@@ -158,29 +169,36 @@ class _StubDriver(DriverBase):
 
 @contextlib.contextmanager
 def offline(target: str = "sm_90") -> Iterator[list[Compiled]]:
-    """Make ``target`` the active Triton device; yields the list of kernels launched inside, in order of first launch.
+    """Make ``target`` the active Triton device; yields the list of kernels launched inside, in
+    order of first launch.
 
-    Launches compile, check shared memory and block size against the target, and return without running. On exit the
-    driver that was active before is active again.
+    Launches compile, check shared memory and block size against the target, and return without
+    running. On exit the driver that was active before is active again.
     """
     if target not in MACHINES:
         raise ValueError(f"unknown target {target!r}: known are {', '.join(TARGETS)}")
     if knobs.runtime.interpret:
-        raise RuntimeError("kernels are interpreted in this process: unset TRITON_INTERPRET to compile them")
+        raise RuntimeError(
+            "kernels are interpreted in this process: unset TRITON_INTERPRET to compile them"
+        )
     launched: list[Compiled] = []
     seen: set[str] = set()
-    signature: dict[str, Any] = {}  # of the kernel compiled last; one that is loaded for the first time comes next
+    # of the kernel compiled last; one that is loaded for the first time comes next
+    signature: dict[str, Any] = {}
 
     def on_compiled(*, compile: Mapping[str, Any], **_: object) -> None:
         signature.clear()
         signature.update(compile["signature"])
 
-    def on_load(module: object, function: Any, name: str, metadata_group: dict[str, str], hash: str) -> None:
+    def on_load(
+        module: object, function: Any, name: str, metadata_group: dict[str, str], hash: str
+    ) -> None:
         if hash not in seen:  # called on every launch, as no module handle is ever kept
             seen.add(hash)
             launched.append(_from_files(target, metadata_group, signature))
 
-    # `reset_active` would look for a real GPU, so the previous value is put back as it was, unset included.
+    # `reset_active` would look for a real GPU, so the previous value is put back as it was, unset
+    # included.
     before, hook_before = active_driver._active, knobs.runtime.jit_post_compile_hook
     active_driver.set_active(_StubDriver(target))
     knobs.runtime.jit_post_compile_hook = on_compiled
@@ -194,20 +212,30 @@ def offline(target: str = "sm_90") -> Iterator[list[Compiled]]:
 
 
 def compile_kernel(
-    kernel: Any, grid: Sequence[int] | Callable[..., Any] = (1,), *args: Any, target: str = "sm_90", **kwargs: Any
+    kernel: Any,
+    grid: Sequence[int] | Callable[..., Any] = (1,),
+    *args: Any,
+    target: str = "sm_90",
+    **kwargs: Any,
 ) -> Compiled:
-    """Compile ``kernel`` (@triton.jit or @gluon.jit, also under heuristics) for ``target`` and describe the result.
+    """Compile ``kernel`` (@triton.jit or @gluon.jit, also under heuristics) for ``target`` and
+    describe the result.
 
-    ``args`` and ``kwargs`` are those of a launch, ``num_warps``, ``num_stages`` and ``maxnreg`` included: CPU tensors,
-    numbers, tensor descriptors made from CPU tensors, or a ``torch.dtype`` for a pointer. ``grid`` is never used by
-    the compiler. A kernel under an autotuner has no single result: pass its ``.fn`` and a config.
+    ``args`` and ``kwargs`` are those of a launch, ``num_warps``, ``num_stages`` and ``maxnreg``
+    included: CPU tensors, numbers, tensor descriptors made from CPU tensors, or a ``torch.dtype``
+    for a pointer. ``grid`` is never used by the compiler. A kernel under an autotuner has no single
+    result: pass its ``.fn`` and a config.
     """
     with offline(target):
         compiled = kernel.warmup(*args, grid=grid, **kwargs)
     if not hasattr(compiled, "asm"):
-        raise TypeError(f"{kernel!r} did not compile to one kernel: pass the jit function itself, not its autotuner")
+        raise TypeError(
+            f"{kernel!r} did not compile to one kernel: pass the jit function itself, not its autotuner"
+        )
     asm = {stage: compiled.asm[stage] for stage in compiled.asm}
-    return _describe(target, asm, compiled.metadata.name, compiled.metadata.shared, compiled.src.signature)
+    return _describe(
+        target, asm, compiled.metadata.name, compiled.metadata.shared, compiled.src.signature
+    )
 
 
 def _from_files(target: str, files: Mapping[str, str], signature: Mapping[str, Any]) -> Compiled:
@@ -223,7 +251,13 @@ def _from_files(target: str, files: Mapping[str, str], signature: Mapping[str, A
     return _describe(target, asm, metadata["name"], metadata["shared"], signature)
 
 
-def _describe(target: str, asm: Mapping[str, str | bytes], name: str, shared: int, signature: Mapping[str, Any]) -> Compiled:
+def _describe(
+    target: str,
+    asm: Mapping[str, str | bytes],
+    name: str,
+    shared: int,
+    signature: Mapping[str, Any],
+) -> Compiled:
     ptx = asm.get("ptx")
     ptx = ptx if isinstance(ptx, str) else None
     if MACHINES[target].target.backend == "cuda":
@@ -234,12 +268,15 @@ def _describe(target: str, asm: Mapping[str, str | bytes], name: str, shared: in
     params = _param_names(signature, ptx) if ptx is not None else ()
     reused = reused_barriers(ptx)[0] if ptx is not None else []
     if reused:
-        raise AssertionError(f"{name} keeps data in shared memory that it made mbarriers, at {reused}; see barrier_words.py")
+        raise AssertionError(
+            f"{name} keeps data in shared memory that it made mbarriers, at {reused}; see barrier_words.py"
+        )
     return Compiled(name, target, ptx, asm, registers, spills, int(shared), params, dict(signature))
 
 
 def _cuobjdump() -> Path | None:
-    """The dumper of the triton wheel: it is as new as the assemblers beside it, so it reads what they write."""
+    """The dumper of the triton wheel: it is as new as the assemblers beside it, so it reads what
+    they write."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     return path if path.exists() else None
 
@@ -254,7 +291,11 @@ def _cubin_usage(cubin: bytes) -> tuple[int | None, int | None]:
         path.write_bytes(cubin)
         try:
             done = subprocess.run(
-                [str(tool), "--dump-resource-usage", str(path)], capture_output=True, text=True, timeout=60, check=True
+                [str(tool), "--dump-resource-usage", str(path)],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=True,
             )
         except (OSError, subprocess.SubprocessError):
             return None, None
@@ -269,13 +310,14 @@ def _amdgcn_usage(text: str) -> tuple[int | None, int | None]:
 
 
 def _param_names(signature: Mapping[str, Any], ptx: str) -> tuple[str, ...]:
-    """Names of the PTX entry's parameters, or () where their count is not the one of any layout known."""
+    """Names of the PTX entry's parameters, or () where their count is not the one of any layout
+    known."""
     entry = re.search(r"\.entry\s+[\w$]+\s*\((.*?)\)\s*(?:\.\w|\{)", ptx, re.DOTALL)
     if not entry or not signature:
         return ()
     count = len(re.findall(r"^\s*\.param", entry[1], re.MULTILINE))
-    # With TMA a descriptor is one object, without it is a pointer, its sizes, and one or two flags (by version). Its
-    # sizes follow in either case, and two scratch pointers end every entry.
+    # With TMA a descriptor is one object, without it is a pointer, its sizes, and one or two flags
+    # (by version). Its sizes follow in either case, and two scratch pointers end every entry.
     for flags in (None, 1, 2):
         names = [n for name, kind in signature.items() for n in _expand(name, kind, flags)]
         names += ["global_scratch", "profile_scratch"]
@@ -291,7 +333,9 @@ def _expand(name: str, kind: Any, flags: int | None) -> Iterator[str]:
     elif str(kind).startswith("tensordesc"):
         block = re.search(r"\[([^\]]*)\]", str(kind))
         rank = block[1].count(",") + 1 if block else 0
-        sizes = [f"{name}.shape{i}" for i in range(rank)] + [f"{name}.stride{i}" for i in range(rank)]
+        sizes = [f"{name}.shape{i}" for i in range(rank)] + [
+            f"{name}.stride{i}" for i in range(rank)
+        ]
         yield name
         if flags is not None:
             yield from (*sizes, *(f"{name}.flag{i}" for i in range(flags)))

@@ -21,12 +21,21 @@ gluon_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @triton.jit
-def push_kernel(x, slot, signal, epoch, FORM: tl.constexpr, BARRIER: tl.constexpr, BLOCK: tl.constexpr):
+def push_kernel(
+    x, slot, signal, epoch, FORM: tl.constexpr, BARRIER: tl.constexpr, BLOCK: tl.constexpr
+):
     """Copies a tile to ``slot``, then signals; FORM says how the signal is written."""
     at = tl.arange(0, BLOCK)
     tl.store(slot + at, tl.load(x + at))
     if FORM == "fence_too_early":
-        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r,r", [epoch], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, 0;",
+            "=r,r",
+            [epoch],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     if BARRIER:
         tl.debug_barrier()
     if FORM == "atomic":
@@ -49,13 +58,20 @@ def push_kernel(x, slot, signal, epoch, FORM: tl.constexpr, BARRIER: tl.constexp
 
 
 @triton.jit
-def push_descriptor_kernel(x_desc, slot_desc, signal, epoch, tiles, DRAIN: tl.constexpr, BLOCK: tl.constexpr):
+def push_descriptor_kernel(
+    x_desc, slot_desc, signal, epoch, tiles, DRAIN: tl.constexpr, BLOCK: tl.constexpr
+):
     """Stores tiles through a descriptor, a signal behind each."""
     for tile in range(tiles):
         slot_desc.store([tile * BLOCK, 0], x_desc.load([tile * BLOCK, 0]))
         if DRAIN:
             tl.inline_asm_elementwise(
-                "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [tile], dtype=tl.int32, is_pure=False, pack=1
+                "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
+                "=r,r",
+                [tile],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
             )
         tl.debug_barrier()
         tl.atomic_xchg(signal + tile, epoch, sem="release", scope="sys")
@@ -76,15 +92,30 @@ def gluon_push_kernel(slot_desc, signal, epoch, tiles, DRAIN: gl.constexpr, BARR
             tma.store_wait(0)
         elif DRAIN == 0:
             gl.inline_asm_elementwise(
-                "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1
+                "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
+                "=r,r",
+                [tile],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
             )
         elif DRAIN == 1:
             gl.inline_asm_elementwise(
-                "cp.async.bulk.wait_group 1; mov.u32 $0, 0;", "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1
+                "cp.async.bulk.wait_group 1; mov.u32 $0, 0;",
+                "=r,r",
+                [tile],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
             )
         else:
             gl.inline_asm_elementwise(
-                "cp.async.bulk.wait_group 2; mov.u32 $0, 0;", "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1
+                "cp.async.bulk.wait_group 2; mov.u32 $0, 0;",
+                "=r,r",
+                [tile],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
             )
         if BARRIER:
             gluon_barrier()
@@ -130,7 +161,16 @@ def spin_relaxed(signal, epoch):
 
 @triton.jit
 def gather_matmul_kernel(
-    a_desc, b_desc, c, signal, epoch, tiles, K, WAIT: tl.constexpr, FENCE: tl.constexpr, BLOCK: tl.constexpr
+    a_desc,
+    b_desc,
+    c,
+    signal,
+    epoch,
+    tiles,
+    K,
+    WAIT: tl.constexpr,
+    FENCE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Tiles of a @ b.T, a arriving from peers. WAIT "tile" is right, the others stand inside the pipelined loop."""
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -138,7 +178,12 @@ def gather_matmul_kernel(
             spin(signal + tile, epoch)
             if FENCE:
                 tl.inline_asm_elementwise(
-                    "fence.proxy.async; mov.u32 $0, 0;", "=r,r", [tile], dtype=tl.int32, is_pure=False, pack=1
+                    "fence.proxy.async; mov.u32 $0, 0;",
+                    "=r,r",
+                    [tile],
+                    dtype=tl.int32,
+                    is_pure=False,
+                    pack=1,
                 )
         acc = tl.zeros((BLOCK, BLOCK), tl.float32)
         for k in tl.range(0, K, 64):
@@ -155,7 +200,9 @@ def gather_matmul_kernel(
 
 
 @triton.jit
-def gather_matmul_pointer_kernel(a, b, c, signal, epoch, tiles, K, WAIT: tl.constexpr, BLOCK: tl.constexpr):
+def gather_matmul_pointer_kernel(
+    a, b, c, signal, epoch, tiles, K, WAIT: tl.constexpr, BLOCK: tl.constexpr
+):
     """The same with pointers and cp.async."""
     at, ak = tl.arange(0, BLOCK), tl.arange(0, 64)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -173,7 +220,15 @@ def gather_matmul_pointer_kernel(a, b, c, signal, epoch, tiles, K, WAIT: tl.cons
 
 @triton.jit
 def reduce_kernel(
-    x, slots, out, signal, epoch, EARLY: tl.constexpr, RELAXED: tl.constexpr, FENCE: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    slots,
+    out,
+    signal,
+    epoch,
+    EARLY: tl.constexpr,
+    RELAXED: tl.constexpr,
+    FENCE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """out = x + what the peer put behind slots[0]; x is local, so it may be read before the wait, the slot not."""
     at = tl.arange(0, BLOCK)
@@ -186,7 +241,14 @@ def reduce_kernel(
     else:
         spin(signal, epoch)
     if FENCE:
-        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r,r", [epoch], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, 0;",
+            "=r,r",
+            [epoch],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     if not EARLY:
         theirs = tl.load(slot + at)
     tl.store(out + at, mine + theirs)
@@ -215,7 +277,17 @@ def consumer(buffer, ready, free, out, tiles):
 
 @gluon.jit
 def producer(
-    a_desc, buffer, ready, free, signal, done, epoch, n, FENCE: gl.constexpr, LATE: gl.constexpr, BARRIER: gl.constexpr
+    a_desc,
+    buffer,
+    ready,
+    free,
+    signal,
+    done,
+    epoch,
+    n,
+    FENCE: gl.constexpr,
+    LATE: gl.constexpr,
+    BARRIER: gl.constexpr,
 ):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, 32, layout=layout)
@@ -224,7 +296,12 @@ def producer(
             spin_in_gluon(signal + tile, epoch)
         if FENCE:
             gl.inline_asm_elementwise(
-                "fence.proxy.async; mov.u32 $0, 0;", "=r,r", [tile], dtype=gl.int32, is_pure=False, pack=1
+                "fence.proxy.async; mov.u32 $0, 0;",
+                "=r,r",
+                [tile],
+                dtype=gl.int32,
+                is_pure=False,
+                pack=1,
             )
         mbarrier.wait(free, (tile & 1) ^ 1)
         mbarrier.expect(ready, 64 * 64 * 2)
@@ -241,7 +318,17 @@ def producer(
 
 
 @gluon.jit
-def specialised_kernel(a_desc, out, signal, done, epoch, tiles, FENCE: gl.constexpr, LATE: gl.constexpr, BARRIER: gl.constexpr):
+def specialised_kernel(
+    a_desc,
+    out,
+    signal,
+    done,
+    epoch,
+    tiles,
+    FENCE: gl.constexpr,
+    LATE: gl.constexpr,
+    BARRIER: gl.constexpr,
+):
     buffer = gl.allocate_shared_memory(a_desc.dtype, [64, 64], a_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -250,7 +337,10 @@ def specialised_kernel(a_desc, out, signal, done, epoch, tiles, FENCE: gl.conste
     gl.warp_specialize(
         [
             (consumer, (buffer, ready, free, out, tiles)),
-            (producer, (a_desc, buffer, ready, free, signal, done, epoch, tiles, FENCE, LATE, BARRIER)),
+            (
+                producer,
+                (a_desc, buffer, ready, free, signal, done, epoch, tiles, FENCE, LATE, BARRIER),
+            ),
         ],
         [1],
         [24],

@@ -1,8 +1,8 @@
 """Reads PTX text into instructions, basic blocks, loops and the origin of addresses.
 
-Only what `ptx_lint` needs: who can run before whom, which instructions share a loop, and which kernel parameter an
-address comes from. Not a PTX parser in general: operands stay text, types are not checked, calls are opaque, and each
-.entry or .func is a graph of its own.
+Only what `ptx_lint` needs: who can run before whom, which instructions share a loop, and which
+kernel parameter an address comes from. Not a PTX parser in general: operands stay text, types are
+not checked, calls are opaque, and each .entry or .func is a graph of its own.
 """
 
 from __future__ import annotations
@@ -16,19 +16,34 @@ from typing import Any
 
 Facts = frozenset[tuple[Any, ...]]
 Origin = tuple[int, int]
-"""(index of a kernel parameter, 0 for the parameter's own value or 1 for what was loaded through it)"""
+"""(index of a kernel parameter, 0 for the parameter's own value or 1 for what was loaded through
+it)"""
 
 _LABEL = re.compile(r"\s*([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _NAME = re.compile(r"[A-Za-z_$%][\w$]*")
 _PIECES = re.compile(r"[;{}]|[^;{}]+")
 _HEAD = re.compile(r"\.(?:entry|func)\s*(?:\([^)]*\)\s*)?([\w$]+)")
 _ENDS = ("ret", "exit", "trap")
-_NO_RESULT = ("st", "red", "bar", "barrier", "bra", "brx", "fence", "membar", "cp", "call", "mbarrier", "setmaxnreg")
+_NO_RESULT = (
+    "st",
+    "red",
+    "bar",
+    "barrier",
+    "bra",
+    "brx",
+    "fence",
+    "membar",
+    "cp",
+    "call",
+    "mbarrier",
+    "setmaxnreg",
+)
 
 
 @dataclass(eq=False)
 class Instruction:
-    """One statement. ``scope`` is the path of braces around it: labels inside inline assembly are local to theirs."""
+    """One statement. ``scope`` is the path of braces around it: labels inside inline assembly are
+    local to theirs."""
 
     line: int
     text: str
@@ -69,7 +84,8 @@ class Instruction:
 
     @property
     def address(self) -> list[str]:
-        """Names that make the global address: of a copy into shared memory the second bracket, else the first."""
+        """Names that make the global address: of a copy into shared memory the second bracket, else
+        the first."""
         brackets = re.findall(r"\[([^\]]*)\]", self.operands)
         at = 1 if re.match(r"cp\..*\bshared\b.*\bglobal\b", self.opcode) else 0
         return _NAME.findall(brackets[at].split(",")[0]) if at < len(brackets) else []
@@ -112,14 +128,17 @@ class _Labels:
 
 
 def is_fork(ins: Instruction) -> bool:
-    """The barrier of all warps with which warp-specialised kernels start and end their partitions."""
+    """The barrier of all warps with which warp-specialised kernels start and end their
+    partitions."""
     return ins.opcode == "barrier.sync" and ins.operands.strip() == "1"
 
 
 class Function:
     """The graph of one .entry or .func."""
 
-    def __init__(self, name: str, threads: int | None, instructions: list[Instruction], labels: _Labels) -> None:
+    def __init__(
+        self, name: str, threads: int | None, instructions: list[Instruction], labels: _Labels
+    ) -> None:
         self.name = name
         self.threads = threads
         self.instructions = instructions
@@ -139,7 +158,11 @@ class Function:
         for block in self.blocks:
             last = block.instructions[-1]
             kind = last.parts[0]
-            following = [number[t] for t in labels.targets(last) if t in number] if kind in ("bra", "brx") else []
+            following = (
+                [number[t] for t in labels.targets(last) if t in number]
+                if kind in ("bra", "brx")
+                else []
+            )
             leaves = kind == "brx" or (kind in ("bra", *_ENDS) and last.predicate is None)
             if not leaves and block.index + 1 < len(self.blocks):
                 following.append(block.index + 1)
@@ -159,7 +182,11 @@ class Function:
             changed = False
             for block in self.blocks[1:]:
                 above = [dominators[p] for p in block.predecessors]
-                new = frozenset.intersection(*above) | {block.index} if above else frozenset([block.index])
+                new = (
+                    frozenset.intersection(*above) | {block.index}
+                    if above
+                    else frozenset([block.index])
+                )
                 if new != dominators[block.index]:
                     dominators[block.index], changed = new, True
         bodies: dict[int, set[int]] = {}
@@ -172,7 +199,9 @@ class Function:
                     if at not in body:
                         body.add(at)
                         stack.extend(self.blocks[at].predecessors)
-        return sorted((Loop(h, frozenset(b)) for h, b in bodies.items()), key=lambda loop: len(loop.blocks))
+        return sorted(
+            (Loop(h, frozenset(b)) for h, b in bodies.items()), key=lambda loop: len(loop.blocks)
+        )
 
     def innermost_loop(self, *instructions: Instruction) -> Loop | None:
         """The smallest loop around all of the instructions."""
@@ -180,7 +209,8 @@ class Function:
         return next((loop for loop in self.loops if blocks <= loop.blocks), None)
 
     def runs_before(self, first: Instruction, then: Instruction, loop: Loop | None) -> bool:
-        """Whether ``then`` can run after ``first`` in the same iteration of ``loop`` (in the same call, if None)."""
+        """Whether ``then`` can run after ``first`` in the same iteration of ``loop`` (in the same
+        call, if None)."""
         if first.block == then.block and first.position < then.position:
             return True
         seen: set[int] = set()
@@ -195,8 +225,11 @@ class Function:
                 stack.append(s)
         return False
 
-    def flow(self, step: Callable[[Facts, Instruction], Facts]) -> Iterator[tuple[Instruction, Facts]]:
-        """Forward "may" analysis: every instruction with the facts that hold before it on at least one path."""
+    def flow(
+        self, step: Callable[[Facts, Instruction], Facts]
+    ) -> Iterator[tuple[Instruction, Facts]]:
+        """Forward "may" analysis: every instruction with the facts that hold before it on at least
+        one path."""
         entering: dict[int, Facts] = {0: frozenset()}
         work = [0]
         while work:
@@ -219,10 +252,11 @@ class Function:
 
     @cached_property
     def _one_warp_blocks(self) -> frozenset[int]:
-        """Blocks run by one warp alone: a 32-thread kernel, or a partition that knows no barrier but the warp's.
+        """Blocks run by one warp alone: a 32-thread kernel, or a partition that knows no barrier
+        but the warp's.
 
-        A partition is what can be reached from behind a fork. Partitions may share blocks (LLVM merges equal tails): those
-        count as one warp's only if all that share them do.
+        A partition is what can be reached from behind a fork. Partitions may share blocks (LLVM
+        merges equal tails): those count as one warp's only if all that share them do.
         """
         if self.threads == 32:
             return frozenset(range(len(self.blocks)))
@@ -252,7 +286,8 @@ class Function:
 
     @cached_property
     def _origins(self) -> dict[str, frozenset[Origin]]:
-        """Parameters that flow into each register, ignoring order and, as conservative, any select or merge."""
+        """Parameters that flow into each register, ignoring order and, as conservative, any select
+        or merge."""
         parameter = re.compile(re.escape(self.name) + r"_param_(\d+)$")
         origins: dict[str, frozenset[Origin]] = {}
 
@@ -266,7 +301,9 @@ class Function:
             for ins in self.instructions:
                 if not ins.writes or (ins.parts[0] in ("ld", "ldmatrix") and ins.has("shared")):
                     continue  # what travels through shared memory is not followed
-                found: frozenset[Origin] = frozenset().union(*(of(n) for n in ins.reads if not n.startswith("%p")))
+                found: frozenset[Origin] = frozenset().union(
+                    *(of(n) for n in ins.reads if not n.startswith("%p"))
+                )
                 if ins.parts[0] in ("ld", "atom") and not ins.has("param"):
                     found = frozenset((p, 1) for p, _ in found)
                 for name in ins.writes:
@@ -275,7 +312,8 @@ class Function:
         return origins
 
     def origin(self, ins: Instruction) -> frozenset[Origin]:
-        """Parameters the global address of a load or store is made of; empty if it cannot be told."""
+        """Parameters the global address of a load or store is made of; empty if it cannot be
+        told."""
         return frozenset().union(*(self._origins.get(n, frozenset()) for n in ins.address))
 
 
@@ -298,12 +336,15 @@ def parse(ptx: str) -> tuple[Function, ...]:
         threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", " ".join(lines[start : at + 1]))
         instructions, labels, at = _body(lines, at)
         if instructions:
-            functions.append(Function(head[1], int(threads[1]) if threads else None, instructions, labels))
+            functions.append(
+                Function(head[1], int(threads[1]) if threads else None, instructions, labels)
+            )
     return tuple(functions)
 
 
 def _body(lines: list[str], at: int) -> tuple[list[Instruction], _Labels, int]:
-    """Statements from the line with the opening brace on, and the number of the line after the closing one."""
+    """Statements from the line with the opening brace on, and the number of the line after the
+    closing one."""
     instructions: list[Instruction] = []
     labels = _Labels()
     scope: tuple[int, ...] = ()
@@ -337,7 +378,13 @@ def _body(lines: list[str], at: int) -> tuple[list[Instruction], _Labels, int]:
     raise ValueError("PTX ends inside a function")
 
 
-def _end(statement: str, line: int, scope: tuple[int, ...], instructions: list[Instruction], labels: _Labels) -> None:
+def _end(
+    statement: str,
+    line: int,
+    scope: tuple[int, ...],
+    instructions: list[Instruction],
+    labels: _Labels,
+) -> None:
     if statement.startswith(".branchtargets"):
         labels.tables[labels.last] = _NAME.findall(statement[len(".branchtargets") :])
         return

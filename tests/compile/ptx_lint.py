@@ -1,41 +1,46 @@
 """Checks the memory order of the tile-and-signal protocol in compiled PTX.
 
-Why: the protocol stands on orders that the compiler may silently undo, and that no test on one fast machine shows
-reliably: all threads' stores before the signal, the waiter's loads after its wait, the async proxy after both. PTX
-shows them without a GPU.
+Why: the protocol stands on orders that the compiler may silently undo, and that no test on one fast
+machine shows reliably: all threads' stores before the signal, the waiter's loads after its wait,
+the async proxy after both. PTX shows them without a GPU.
 
 Rules
 -----
 ``store-before-signal``
-    A signal is a release write of a signal scope, or a relaxed or volatile one behind a fence of that scope. On every
-    path to it, each store to global memory since must have been followed by a CTA (or partition) barrier; a bulk (TMA)
-    store first by a full ``cp.async.bulk.wait_group``, as ``.read`` only says that the source may be reused. For a
-    relaxed signal the barrier has to come before the fence. What is written to the parameter ``report`` speaks
-    for nobody's data.
+    A signal is a release write of a signal scope, or a relaxed or volatile one behind a fence of
+    that scope. On every path to it, each store to global memory since must have been followed by a
+    CTA (or partition) barrier; a bulk (TMA) store first by a full ``cp.async.bulk.wait_group``, as
+    ``.read`` only says that the source may be reused. For a relaxed signal the barrier has to come
+    before the fence. What is written to the parameter ``report`` speaks for nobody's data.
 ``load-after-wait``
-    A wait is an acquire read of a signal scope whose value decides whether its loop ends, or such a relaxed or volatile
-    read with a fence behind it. Within an iteration of the innermost loop around both, a guarded load must not run
-    before a wait without any wait before it: that is what a load looks like that software pipelining moved up. Nor may
-    it come between a relaxed read and its fence. Where guards are named, a function without any wait is reported, too.
+    A wait is an acquire read of a signal scope whose value decides whether its loop ends, or such a
+    relaxed or volatile read with a fence behind it. Within an iteration of the innermost loop
+    around both, a guarded load must not run before a wait without any wait before it: that is what
+    a load looks like that software pipelining moved up. Nor may it come between a relaxed read and
+    its fence. Where guards are named, a function without any wait is reported, too.
 ``proxy-fence``
-    Between an acquire and a guarded bulk load there is a ``fence.proxy.async`` that covers global memory.
+    Between an acquire and a guarded bulk load there is a ``fence.proxy.async`` that covers global
+    memory.
 
-``guarded`` says which loads carry data that a peer sends: names (or indices) of kernel parameters, "*name" for what
-lies behind addresses loaded from a table. None means every tile load: TMA, ``cp.async`` and vector loads. Kernels that
-also read local operands before their wait have to name their guarded parameters. ``unsignalled`` names tensor
-descriptors whose stores no signal speaks for, as those of an output that is read when the kernel has ended.
+``guarded`` says which loads carry data that a peer sends: names (or indices) of kernel parameters,
+"*name" for what lies behind addresses loaded from a table. None means every tile load: TMA,
+``cp.async`` and vector loads. Kernels that also read local operands before their wait have to name
+their guarded parameters. ``unsignalled`` names tensor descriptors whose stores no signal speaks
+for, as those of an output that is read when the kernel has ended.
 
 What a clean report proves, and what it does not
 ------------------------------------------------
-The walk covers every path of a function, feasible or not, so ``store-before-signal`` and ``proxy-fence`` err on the
-side of reporting (a thread that releases its own stores only is reported, too). They do assume that the threads which
-store take part in the barrier, that the drain is run by the thread that issued the store, and that the proxy fence is
-run by the thread that issues the load: predicates are not followed. ``load-after-wait`` is weaker: it knows order, not
-which wait belongs to which load, so a wait for the wrong tile, one wait too few, or a load moved past the second of
-two waits escape it. Partitions of a warp-specialised kernel are walked one by one, and ordering between them through
-an mbarrier is trusted. Calls are opaque, an address that went through shared memory has no known origin (and counts
-as guarded if it is a tile load), and values, epochs, signal addresses and slots are not looked at. Below PTX nothing
-is checked: ptxas must keep these orders, and we trust it to.
+The walk covers every path of a function, feasible or not, so ``store-before-signal`` and
+``proxy-fence`` err on the side of reporting (a thread that releases its own stores only is
+reported, too). They do assume that the threads which store take part in the barrier, that the drain
+is run by the thread that issued the store, and that the proxy fence is run by the thread that
+issues the load: predicates are not followed. ``load-after-wait`` is weaker: it knows order, not
+which wait belongs to which load, so a wait for the wrong tile, one wait too few, or a load moved
+past the second of two waits escape it. Partitions of a warp-specialised kernel are walked one by
+one, and ordering between them through an mbarrier is trusted. Calls are opaque, an address that
+went through shared memory has no known origin (and counts as guarded if it is a tile load), and
+values, epochs, signal addresses and slots are not looked at. Below PTX nothing is checked: ptxas
+must keep these orders, and we trust it to.
 """
 
 from __future__ import annotations
@@ -67,7 +72,8 @@ class Violation:
 
 @dataclass(frozen=True)
 class Operations:
-    """Lines of what the rules were applied to: assert on them, as a lint that saw nothing reports nothing."""
+    """Lines of what the rules were applied to: assert on them, as a lint that saw nothing reports
+    nothing."""
 
     signals: tuple[int, ...]
     waits: tuple[int, ...]
@@ -95,10 +101,11 @@ def lint(
     open_groups: int = 0,
     scopes: Collection[str] = ("sys",),
 ) -> list[Violation]:
-    """Violations of ``rules`` in a compiled kernel or PTX text, in line order; empty means none found.
+    """Violations of ``rules`` in a compiled kernel or PTX text, in line order; empty means none
+    found.
 
-    ``open_groups``: bulk store groups, counted from the youngest, that a signal may leave open since it speaks for
-    older ones. ``scopes``: "gpu" for signals between programs of one grid.
+    ``open_groups``: bulk store groups, counted from the youngest, that a signal may leave open
+    since it speaks for older ones. ``scopes``: "gpu" for signals between programs of one grid.
     """
     unknown = set(rules) - set(RULES)
     if unknown:
@@ -125,7 +132,9 @@ def operations(
     protocols = _protocols(kernel, guarded, unsignalled, scopes)
 
     def lines(wanted: Callable[[_Protocol, Instruction], bool]) -> tuple[int, ...]:
-        return tuple(ins.line for p in protocols for ins in p.function.instructions if wanted(p, ins))
+        return tuple(
+            ins.line for p in protocols for ins in p.function.instructions if wanted(p, ins)
+        )
 
     return Operations(
         signals=tuple(ins.line for p in protocols for ins, _ in p.signals()),
@@ -166,9 +175,13 @@ class _Protocol:
     """One function with its instructions sorted into the protocol's roles."""
 
     def __init__(
-        self, function: Function, guarded: frozenset[Origin] | None, unsignalled: frozenset[Origin], scopes: Collection[str],
+        self,
+        function: Function,
+        guarded: frozenset[Origin] | None,
+        unsignalled: frozenset[Origin],
+        scopes: Collection[str],
         report: frozenset[Origin],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.function = function
         self.report = report
         self.guarded = guarded
@@ -180,16 +193,25 @@ class _Protocol:
 
     def _is_strong(self, ins: Instruction) -> bool:
         """Relaxed in a signal scope; volatile counts, as the memory model gives it system scope."""
-        return _is_global(ins) and ((ins.has("relaxed") and self._in_scope(ins)) or ins.has("volatile"))
+        return _is_global(ins) and (
+            (ins.has("relaxed") and self._in_scope(ins)) or ins.has("volatile")
+        )
 
     def is_fence(self, ins: Instruction) -> bool:
         wide = ("membar.sys",) if "gpu" not in self.scopes else ("membar.sys", "membar.gl")
-        ordered = ins.parts[0] == "fence" and (ins.has("acq_rel") or ins.has("sc")) and self._in_scope(ins)
+        ordered = (
+            ins.parts[0] == "fence"
+            and (ins.has("acq_rel") or ins.has("sc"))
+            and self._in_scope(ins)
+        )
         return ordered or ins.opcode in wide
 
     def ends_poll(self, ins: Instruction) -> bool:
-        """A fence that makes an acquire of the reads before it; one for all GPUs has every scope in it."""
-        return self.is_fence(ins) or (ins.has("fence", "sys") and (ins.has("acq_rel") or ins.has("sc") or ins.has("acquire")))
+        """A fence that makes an acquire of the reads before it; one for all GPUs has every scope in
+        it."""
+        return self.is_fence(ins) or (
+            ins.has("fence", "sys") and (ins.has("acq_rel") or ins.has("sc") or ins.has("acquire"))
+        )
 
     def is_release(self, ins: Instruction) -> bool:
         writes = ins.parts[0] in ("st", "red", "atom", "multimem") and _is_global(ins)
@@ -200,7 +222,11 @@ class _Protocol:
         return reads and (ins.has("acquire") or ins.has("acq_rel")) and self._in_scope(ins)
 
     def is_strong_write(self, ins: Instruction) -> bool:
-        return ins.parts[0] in ("st", "red", "atom") and self._is_strong(ins) and not self.is_store(ins)
+        return (
+            ins.parts[0] in ("st", "red", "atom")
+            and self._is_strong(ins)
+            and not self.is_store(ins)
+        )
 
     def is_store(self, ins: Instruction) -> bool:
         """Data written to global memory: plain and vector stores, and atomics on floating point."""
@@ -212,14 +238,16 @@ class _Protocol:
         return ins.parts[0] in ("red", "atom") and any(ins.has(f) for f in floats)
 
     def is_bulk_store(self, ins: Instruction) -> bool:
-        """A bulk store that a signal may speak for: not one through unsignalled descriptors alone."""
+        """A bulk store that a signal may speak for: not one through unsignalled descriptors
+        alone."""
         if not is_bulk_store(ins):
             return False
         origin = self.function.origin(ins)
         return not origin or not origin <= self.unsignalled
 
     def _decides_loop(self, ins: Instruction) -> bool:
-        """Whether the value read decides if the innermost loop ends, directly or shared through shared memory."""
+        """Whether the value read decides if the innermost loop ends, directly or shared through
+        shared memory."""
         loop = self.function.innermost_loop(ins)
         if loop is None:
             return False
@@ -236,14 +264,23 @@ class _Protocol:
     @cached_property
     def polls(self) -> frozenset[Instruction]:
         """Relaxed or volatile reads that spin: half a wait, until a fence."""
-        reads = [i for i in self.function.instructions if i.parts[0] in ("ld", "atom") and self._is_strong(i)]
+        reads = [
+            i
+            for i in self.function.instructions
+            if i.parts[0] in ("ld", "atom") and self._is_strong(i)
+        ]
         return frozenset(i for i in reads if self._decides_loop(i))
 
     @cached_property
     def waits(self) -> frozenset[Instruction]:
-        """The instruction at which each wait acquires: the spinning read, or the fence behind it."""
-        spins = {i for i in self.function.instructions if self.is_acquire(i) and self._decides_loop(i)}
-        fences = {i for i, polled in self.function.flow(self._poll_step) if polled and self.ends_poll(i)}
+        """The instruction at which each wait acquires: the spinning read, or the fence behind
+        it."""
+        spins = {
+            i for i in self.function.instructions if self.is_acquire(i) and self._decides_loop(i)
+        }
+        fences = {
+            i for i, polled in self.function.flow(self._poll_step) if polled and self.ends_poll(i)
+        }
         return frozenset(spins | fences)
 
     def _poll_step(self, facts: Facts, ins: Instruction) -> Facts:
@@ -257,7 +294,12 @@ class _Protocol:
 
     def _is_guarded_load(self, ins: Instruction) -> bool:
         tile = is_bulk_load(ins) or re.match(r"cp\.async\.c[ag]\b", ins.opcode) is not None
-        plain = ins.parts[0] == "ld" and ins.has("global") and not self.is_acquire(ins) and ins not in self.polls
+        plain = (
+            ins.parts[0] == "ld"
+            and ins.has("global")
+            and not self.is_acquire(ins)
+            and ins not in self.polls
+        )
         if not tile and not plain:
             return False
         origin = self.function.origin(ins)
@@ -266,17 +308,22 @@ class _Protocol:
         return not self.guarded.isdisjoint(origin)
 
     def _signal_step(self, facts: Facts, ins: Instruction) -> Facts:
-        """Open stores: ("stored", line), ("bulk", line, groups committed since it), then ("drained", line) until a
-        barrier. Behind a fence: ("fence",), and ("late", line) for the stores open when it ran."""
+        """Open stores: ("stored", line), ("bulk", line, groups committed since it), then
+        ("drained", line) until a barrier. Behind a fence: ("fence",), and ("late", line) for the
+        stores open when it ran."""
         if self.is_store(ins):
             return facts | {("stored", ins.line)}
         if self.is_bulk_store(ins):
             return facts | {("bulk", ins.line, 0)}
         if ins.opcode == "cp.async.bulk.commit_group":
-            return frozenset(("bulk", f[1], min(f[2] + 1, _OLDEST)) if f[0] == "bulk" else f for f in facts)
+            return frozenset(
+                ("bulk", f[1], min(f[2] + 1, _OLDEST)) if f[0] == "bulk" else f for f in facts
+            )
         if ins.opcode == "cp.async.bulk.wait_group":
             open_groups = int(ins.operands)
-            return frozenset(("drained", f[1]) if f[0] == "bulk" and f[2] > open_groups else f for f in facts)
+            return frozenset(
+                ("drained", f[1]) if f[0] == "bulk" and f[2] > open_groups else f for f in facts
+            )
         if self.function.is_barrier(ins):
             return frozenset(f for f in facts if f[0] not in ("stored", "drained"))
         if self.is_fence(ins):
@@ -285,7 +332,8 @@ class _Protocol:
         return facts
 
     def is_report(self, ins: Instruction) -> bool:
-        """A word for the host about a time-out, by a thread that wrote the others: it speaks for nobody's data."""
+        """A word for the host about a time-out, by a thread that wrote the others: it speaks for
+        nobody's data."""
         origin = self.function.origin(ins)
         return bool(origin) and origin <= self.report
 
@@ -317,7 +365,9 @@ def _parameter(guard: str | int, params: Sequence[str]) -> Origin:
         return guard, 0
     name = guard.removeprefix("*")
     if name not in params:
-        raise ValueError(f"no parameter {name!r}: the kernel has {', '.join(params) or 'no known names'}")
+        raise ValueError(
+            f"no parameter {name!r}: the kernel has {', '.join(params) or 'no known names'}"
+        )
     return params.index(name), int(guard != name)
 
 
@@ -335,21 +385,30 @@ def _store_before_signal(protocol: _Protocol, open_groups: int) -> Iterator[Viol
         for fact in facts if not protocol.is_report(ins) else ():
             tolerated = fact[0] == "bulk" and fact[2] <= open_groups and open_groups > 0
             if fact[0] in reasons and not tolerated:
-                yield Violation(ins.line, STORE_BEFORE_SIGNAL, f"{reasons[fact[0]].format(fact[1])} {ins.text}")
+                yield Violation(
+                    ins.line, STORE_BEFORE_SIGNAL, f"{reasons[fact[0]].format(fact[1])} {ins.text}"
+                )
 
 
 def _load_after_wait(protocol: _Protocol) -> Iterator[Violation]:
     function = protocol.function
-    if protocol.guarded and not protocol.waits and not protocol.polls:  # as when a wait's result was not used
+    # as when a wait's result was not used
+    if protocol.guarded and not protocol.waits and not protocol.polls:
         for load in protocol.guarded_loads:
-            yield Violation(load.line, LOAD_AFTER_WAIT, f"{function.name} has no wait at all before {load.text}")
+            yield Violation(
+                load.line, LOAD_AFTER_WAIT, f"{function.name} has no wait at all before {load.text}"
+            )
     for load in protocol.guarded_loads:
         for wait in protocol.waits:
             loop = function.innermost_loop(load, wait)
             if not function.runs_before(load, wait, loop):
                 continue
             if not any(function.runs_before(other, load, loop) for other in protocol.waits):
-                yield Violation(load.line, LOAD_AFTER_WAIT, f"runs before the wait at line {wait.line}: {load.text}")
+                yield Violation(
+                    load.line,
+                    LOAD_AFTER_WAIT,
+                    f"runs before the wait at line {wait.line}: {load.text}",
+                )
     for ins, polled in function.flow(protocol._poll_step):
         if ins in protocol.guarded_loads:
             for _, line in polled:
@@ -366,4 +425,8 @@ def _proxy_fence(protocol: _Protocol) -> Iterator[Violation]:
     for ins, facts in protocol.function.flow(step):
         if is_bulk_load(ins) and ins in protocol.guarded_loads:
             for _, line in facts:
-                yield Violation(ins.line, PROXY_FENCE, f"no proxy fence after the acquire at line {line}: {ins.text}")
+                yield Violation(
+                    ins.line,
+                    PROXY_FENCE,
+                    f"no proxy fence after the acquire at line {line}: {ins.text}",
+                )

@@ -1,8 +1,9 @@
-"""Every kernel of the library, compiled without a GPU by its own launcher: does it fit, and does it keep the protocol?
+"""Every kernel of the library, compiled without a GPU by its own launcher: does it fit, and does it
+keep the protocol?
 
-Four targets for the Triton kernels, Hopper for its Gluon twin in each configuration of the tuned table. The PTX is held to
-the rules of `ptx_lint`, and first asked for the signals, waits, and peer stores that the protocol has: a lint that sees
-nothing would find nothing.
+Four targets for the Triton kernels, Hopper for its Gluon twin in each configuration of the tuned
+table. The PTX is held to the rules of `ptx_lint`, and first asked for the signals, waits, and peer
+stores that the protocol has: a lint that sees nothing would find nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import pytest
 import torch
 from tests.compile.harness import TARGETS, Compiled, offline, on_targets
 from tests.compile.ptx_cfg import Instruction, parse
-from tests.compile.ptx_lint import LOAD_AFTER_WAIT, PROXY_FENCE, STORE_BEFORE_SIGNAL, Operations, lint, operations
+from tests.compile.ptx_lint import (
+    LOAD_AFTER_WAIT,
+    PROXY_FENCE,
+    STORE_BEFORE_SIGNAL,
+    Operations,
+    lint,
+    operations,
+)
 
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
     pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
@@ -37,13 +45,20 @@ from tileweave.planning.matmul import Entry, MatmulConfig, Problem, schedule_for
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "neighbour_exchange.py"
 NVIDIA = tuple(target for target in TARGETS if target.startswith("sm_"))
-TENSOR_CORE = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+TENSOR_CORE = {
+    "sm_80": "mma.sync",
+    "sm_90": "wgmma.mma_async",
+    "sm_100": "tcgen05.mma",
+    "gfx942": "v_mfma",
+}
 
 WORLD_SIZE, RANK = 4, 1
 COLS, DEPTH = 512, 1024  # compiled code depends on what divides sizes, not on how large they are
 REGISTERS = 168  # what 12 warps of the Hopper kernel may have each thread
 STACK = (
-    160  # bytes: an epilogue may spill a little (144: cut, ragged, with a bias; Triton 3.6), a main loop could not hide in that
+    # bytes: an epilogue may spill a little (144: cut, ragged, with a bias; Triton 3.6), a main loop
+    # could not hide in that
+    160
 )
 
 
@@ -70,8 +85,16 @@ class Case:
 
     def __str__(self) -> str:
         c = self.config
-        extras = [name for name in ("bias", "gathered", "trace", "depth_first") if getattr(self, name)]
-        parts = [c.kernel, c.transport, f"{c.tile_m}x{c.tile_n}x{c.tile_k}", f"{c.num_warps}w", f"g{c.group_m}"]
+        extras = [
+            name for name in ("bias", "gathered", "trace", "depth_first") if getattr(self, name)
+        ]
+        parts = [
+            c.kernel,
+            c.transport,
+            f"{c.tile_m}x{c.tile_n}x{c.tile_k}",
+            f"{c.num_warps}w",
+            f"g{c.group_m}",
+        ]
         parts += ["cut"] * c.split_tail + ["spans"] * self.spans + ["one-row"] * (self.rows == 1)
         parts += [f"n{self.cols}"] * (self.cols != COLS)
         return "-".join([*parts, *extras, str(self.dtype).removeprefix("torch.")])
@@ -87,29 +110,50 @@ TRITON_CASES = (
 
 
 def tuned_cases() -> list[Case]:
-    """The tuned table, once for each kernel that differs: some of a configuration is arguments, not code."""
+    """The tuned table, once for each kernel that differs: some of a configuration is arguments, not
+    code."""
 
     def case(entry: Entry) -> Case:
-        alike = {"num_producers": 32, "band_sources": 1, "cut_bands": False, "team": 1, "own_first": True}
+        alike = {
+            "num_producers": 32,
+            "band_sources": 1,
+            "cut_bands": False,
+            "team": 1,
+            "own_first": True,
+        }
         spans = entry.rows // WORLD_SIZE < entry.config.tile_m
         return Case(replace(entry.config, **alike), rows=32 if spans else 256)
 
-    return list(dict.fromkeys(case(e) for e in tuned_entries("all_gather_matmul") if e.config.kernel == "hopper"))
+    return list(
+        dict.fromkeys(
+            case(e) for e in tuned_entries("all_gather_matmul") if e.config.kernel == "hopper"
+        )
+    )
 
 
 TUNED = tuned_cases()
 
 
 WIDE = Case(MatmulConfig("hopper", "sm", 128, 256, 64, num_stages=4, num_warps=8), rows=256)
-NARROW = Case(MatmulConfig("hopper", "sm", 128, 64, 128, num_stages=4, num_warps=4, split_tail=False), rows=256)
-COPIED = Case(MatmulConfig("hopper", "copy_engine", 128, 128, 64, num_stages=6, num_warps=8), rows=256)
+NARROW = Case(
+    MatmulConfig("hopper", "sm", 128, 64, 128, num_stages=4, num_warps=4, split_tail=False),
+    rows=256,
+)
+COPIED = Case(
+    MatmulConfig("hopper", "copy_engine", 128, 128, 64, num_stages=6, num_warps=8), rows=256
+)
 UNFIT_PITCH = replace(WIDE, cols=COLS + 1, bias=True)
 HOPPER_CASES = (
     *TUNED,
     replace(NARROW, bias=True, gathered=True, trace=True),
     replace(COPIED, bias=True, gathered=True, trace=True),
     replace(COPIED, dtype=torch.float16),
-    replace(COPIED, config=replace(COPIED.config, tile_n=256, num_stages=4), gathered=True, depth_first=True),
+    replace(
+        COPIED,
+        config=replace(COPIED.config, tile_n=256, num_stages=4),
+        gathered=True,
+        depth_first=True,
+    ),
     UNFIT_PITCH,
     replace(NARROW, rows=1),
 )
@@ -119,14 +163,18 @@ HOPPER_CASES = (
 
 
 def endpoint(slot_size: int, dtype: torch.dtype) -> Endpoint:
-    """One protocol instance of this rank, with room for more signals and counters than any launch here has."""
+    """One protocol instance of this rank, with room for more signals and counters than any launch
+    here has."""
     table = torch.zeros(WORLD_SIZE, dtype=torch.int64)
     words = torch.zeros(4096, dtype=torch.int32)
-    return Endpoint(torch.empty(2 * slot_size, dtype=dtype), slot_size, table, table, words, words, words, words)
+    return Endpoint(
+        torch.empty(2 * slot_size, dtype=dtype), slot_size, table, table, words, words, words, words
+    )
 
 
 def compile_one(launch: Callable[[], object], target: str) -> Compiled:
-    """What ``launch`` launches. Without line numbers, which are a quarter of the time and no part of the code."""
+    """What ``launch`` launches. Without line numbers, which are a quarter of the time and no part
+    of the code."""
     with knobs.compilation.scope(), offline(target) as launched:
         knobs.compilation.disable_line_info = True
         launch()
@@ -136,7 +184,11 @@ def compile_one(launch: Callable[[], object], target: str) -> Compiled:
 
 def weight(cols: int, depth: int, dtype: torch.dtype, depth_first: bool) -> torch.Tensor:
     """[cols, depth], contiguous along either dimension."""
-    return torch.empty(depth, cols, dtype=dtype).t() if depth_first else torch.empty(cols, depth, dtype=dtype)
+    return (
+        torch.empty(depth, cols, dtype=dtype).t()
+        if depth_first
+        else torch.empty(cols, depth, dtype=dtype)
+    )
 
 
 @functools.cache
@@ -145,17 +197,26 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     problem = Problem(WORLD_SIZE, case.rows, case.cols, DEPTH, dtype.itemsize, "")
     schedule = schedule_for(problem, c, RANK, H200)
     peers = endpoint(schedule.slot_rows * DEPTH, dtype)
-    x, w = torch.empty(case.rows, DEPTH, dtype=dtype), weight(case.cols, DEPTH, dtype, case.depth_first)
+    x, w = (
+        torch.empty(case.rows, DEPTH, dtype=dtype),
+        weight(case.cols, DEPTH, dtype, case.depth_first),
+    )
     out = torch.empty(WORLD_SIZE * case.rows, case.cols, dtype=dtype)
     bias = torch.empty(case.cols, dtype=dtype) if case.bias else None
     gathered = torch.empty(WORLD_SIZE * case.rows, DEPTH, dtype=dtype) if case.gathered else None
-    trace = torch.zeros(c.num_slices + schedule.num_programs * schedule.max_units(), 4, dtype=torch.int64)
+    trace = torch.zeros(
+        c.num_slices + schedule.num_programs * schedule.max_units(), 4, dtype=torch.int64
+    )
     if c.kernel == "hopper":
         assert fits(x, w)
-        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(peers, schedule, c, dtype, w.stride())
+        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(
+            peers, schedule, c, dtype, w.stride()
+        )
     else:
         launcher = plain.Launcher(peers, schedule, c)
-    return compile_one(lambda: launcher(x, w, bias, out, gathered, 0, trace if case.trace else None), target)
+    return compile_one(
+        lambda: launcher(x, w, bias, out, gathered, 0, trace if case.trace else None), target
+    )
 
 
 @functools.cache
@@ -164,13 +225,23 @@ def compile_barrier(target: str) -> Compiled:
 
 
 def compile_await(target: str) -> Compiled:
-    x, whole = torch.empty(64, DEPTH, dtype=torch.bfloat16), torch.empty(WORLD_SIZE * 64, DEPTH, dtype=torch.bfloat16)
-    return compile_one(lambda: await_shards(endpoint(64, x.dtype), x, whole, WORLD_SIZE, RANK, 132), target)
+    x, whole = (
+        torch.empty(64, DEPTH, dtype=torch.bfloat16),
+        torch.empty(WORLD_SIZE * 64, DEPTH, dtype=torch.bfloat16),
+    )
+    return compile_one(
+        lambda: await_shards(endpoint(64, x.dtype), x, whole, WORLD_SIZE, RANK, 132), target
+    )
 
 
 def compile_by_shards(target: str, ends: bool) -> Compiled:
-    launches, out = ShardLaunches(endpoint(64, torch.bfloat16), WORLD_SIZE, RANK), torch.empty(64, DEPTH, dtype=torch.bfloat16)
-    return compile_one(lambda: launches.end_gather((out, out)) if ends else launches.await_shard(RANK + 1), target)
+    launches, out = (
+        ShardLaunches(endpoint(64, torch.bfloat16), WORLD_SIZE, RANK),
+        torch.empty(64, DEPTH, dtype=torch.bfloat16),
+    )
+    return compile_one(
+        lambda: launches.end_gather((out, out)) if ends else launches.await_shard(RANK + 1), target
+    )
 
 
 @functools.cache
@@ -182,11 +253,23 @@ def compile_example(target: str) -> Compiled:
     x, peers = torch.empty(8, 256), endpoint(512, torch.float32)
     return compile_one(
         lambda: example.diffuse_kernel[(8,)](
-            x, x, peers.slots, peers.slot_size, peers.slot_table, peers.signal_table, peers.signals, peers.control,
-            peers.report, RANK, 8, 0.2, WORLD_SIZE=WORLD_SIZE, WIDTH=256,
+            x,
+            x,
+            peers.slots,
+            peers.slot_size,
+            peers.slot_table,
+            peers.signal_table,
+            peers.signals,
+            peers.control,
+            peers.report,
+            RANK,
+            8,
+            0.2,
+            WORLD_SIZE=WORLD_SIZE,
+            WIDTH=256,
         ),
         target,
-    )  # fmt: skip
+    )
 
 
 # ---- what is compiled fits the device
@@ -211,8 +294,12 @@ def test_the_hopper_kernel_fits_in_each_configuration(case: Case) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("compile_small", [compile_barrier, compile_example], ids=["barrier", "example"])
-def test_small_kernels_compile_for_every_target(compile_small: Callable[[str], Compiled], target: str) -> None:
+@pytest.mark.parametrize(
+    "compile_small", [compile_barrier, compile_example], ids=["barrier", "example"]
+)
+def test_small_kernels_compile_for_every_target(
+    compile_small: Callable[[str], Compiled], target: str
+) -> None:
     assert compile_small(target).spills == 0
 
 
@@ -231,7 +318,10 @@ def unsignalled(compiled: Compiled) -> tuple[str, ...]:
 
 
 def broken(compiled: Compiled, guarded: Collection[str], scope: str = "sys") -> list[str]:
-    return [str(v) for v in lint(compiled, guarded=guarded, unsignalled=unsignalled(compiled), scopes=[scope])]
+    return [
+        str(v)
+        for v in lint(compiled, guarded=guarded, unsignalled=unsignalled(compiled), scopes=[scope])
+    ]
 
 
 def seen_in(compiled: Compiled, guarded: Collection[str], scope: str = "sys") -> Operations:
@@ -262,8 +352,12 @@ def test_the_protocol_is_all_there_and_in_order(case: Case, target: str) -> None
     compiled = compile_case(case, target)
     guarded = peer_data(compiled)
     seen = seen_in(compiled, guarded)
-    assert len(seen.waits) >= 1 + case.gathered + 2 * (not case.push), "for tiles; to copy; to meet, and for the copy engine"
-    assert len(seen.signals) >= len(seen.waits) + 1, "each wait has a report, and a push or a meeting its signal"
+    assert len(seen.waits) >= 1 + case.gathered + 2 * (not case.push), (
+        "for tiles; to copy; to meet, and for the copy engine"
+    )
+    assert len(seen.signals) >= len(seen.waits) + 1, (
+        "each wait has a report, and a push or a meeting its signal"
+    )
     assert signals_to_peers(compiled, seen) == 1
     assert len(seen.guarded_loads) > case.gathered
     assert seen.bulk_stores == (), "the only bulk stores are those of the output"
@@ -290,9 +384,12 @@ def test_the_triton_kernel_loads_rows_16_bytes_at_once(case: Case, target: str) 
     assert [text for text in loads if not re.search(r"cp\.async\.cg\.|\.v4\.b32", text)] == []
 
 
-@pytest.mark.parametrize("case", [c for c in (*TRITON_CASES, *HOPPER_CASES) if c.config.split_tail], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in (*TRITON_CASES, *HOPPER_CASES) if c.config.split_tail], ids=str
+)
 def test_parts_of_a_tile_are_handed_over_in_order(case: Case) -> None:
-    """Between programs of one grid: the helper's count behind its part, the owner's loads behind the count."""
+    """Between programs of one grid: the helper's count behind its part, the owner's loads behind
+    the count."""
     compiled = compile_case(case)
     seen = seen_in(compiled, ["partials"], "gpu")
     assert len(seen.signals) >= 2, "the count and the last to leave"
@@ -317,7 +414,9 @@ def test_the_gather_of_backward_awaits_every_peer_and_its_own_pushes() -> None:
             assert compiled.spills == 0 and broken(compiled, ()) == []
 
 
-@pytest.mark.parametrize(("ends", "waits"), [(False, 1), (True, WORLD_SIZE)], ids=["a shard", "the end"])
+@pytest.mark.parametrize(
+    ("ends", "waits"), [(False, 1), (True, WORLD_SIZE)], ids=["a shard", "the end"]
+)
 def test_an_all_gather_by_shards_awaits_each_and_its_own_pushes(ends: bool, waits: int) -> None:
     for target in TARGETS:
         compiled = compile_by_shards(target, ends)
@@ -344,7 +443,8 @@ def test_an_output_whose_pitch_tma_cannot_have_is_stored_plainly() -> None:
 
 @pytest.mark.parametrize("case", [*TRITON_CASES, *HOPPER_CASES], ids=str)
 def test_no_wait_waits_for_stores(case: Case) -> None:
-    """Full fences hold up a tile by 3 to 7 us (decision 0089), and a waiter has nothing to release."""
+    """Full fences hold up a tile by 3 to 7 us (decision 0089), and a waiter has nothing to
+    release."""
     ptx = str(compile_case(case).ptx)
     assert "fence.acquire.sys" in ptx
     assert not re.search(r"fence\.(acq_rel|sc)\.|membar|fence\.proxy\.async;", ptx)
@@ -367,10 +467,15 @@ TAKEN_OUT = {
 
 @pytest.mark.parametrize("rule", TAKEN_OUT)
 def test_the_lint_would_notice(rule: str) -> None:
-    """The same kernels with what a rule asks for taken out of their PTX. (No TMA in the Triton kernel: no proxy.)"""
+    """The same kernels with what a rule asks for taken out of their PTX. (No TMA in the Triton
+    kernel: no proxy.)"""
     for case in (*TRITON_CASES, *HOPPER_CASES[-4:]):
         compiled = compile_case(case)
         ptx, taken = re.subn(TAKEN_OUT[rule], "", str(compiled.ptx))
         assert bool(taken) == (rule != PROXY_FENCE or case.config.kernel == "hopper")
-        found = lint(replace(compiled, ptx=ptx), guarded=peer_data(compiled), unsignalled=unsignalled(compiled))
+        found = lint(
+            replace(compiled, ptx=ptx),
+            guarded=peer_data(compiled),
+            unsignalled=unsignalled(compiled),
+        )
         assert not taken or rule in {violation.rule for violation in found}

@@ -1,4 +1,5 @@
-"""The kernels of grouped_matmul_combine, compiled without a GPU: do they fit, do they keep the protocol?
+"""The kernels of grouped_matmul_combine, compiled without a GPU: do they fit, do they keep the
+protocol?
 
 As `test_all_gather_kernels.py`, whose tools these tests use.
 """
@@ -13,7 +14,15 @@ import pytest
 import torch
 from tests.compile.harness import TARGETS, Compiled
 from tests.compile.ptx_lint import STORE_BEFORE_SIGNAL, lint, operations
-from tests.compile.test_all_gather_kernels import NVIDIA, RANK, TENSOR_CORE, WORLD_SIZE, compile_one, endpoint, writes_to_peers
+from tests.compile.test_all_gather_kernels import (
+    NVIDIA,
+    RANK,
+    TENSOR_CORE,
+    WORLD_SIZE,
+    compile_one,
+    endpoint,
+    writes_to_peers,
+)
 
 from tileweave.kernels.experts import combine_hopper as hopper
 from tileweave.kernels.experts import combine_triton as plain
@@ -33,16 +42,26 @@ class Case:
 
     def __str__(self) -> str:
         c = self.config
-        return f"{c.kernel}-{c.tile_m}x{c.tile_n}x{c.tile_k}" + "-turned" * self.depth_first + "-plain" * (not self.weighted)
+        return (
+            f"{c.kernel}-{c.tile_m}x{c.tile_n}x{c.tile_k}"
+            + "-turned" * self.depth_first
+            + "-plain" * (not self.weighted)
+        )
 
 
 TRITON = (
     Case(CombineConfig("triton", 16, 64, 128, 2, 4, 1, 4, 1, 1, 512)),
-    Case(CombineConfig("triton", 64, 64, 32, 2, 4, 4, 4, 2, 2, 512), depth_first=True, weighted=False),
+    Case(
+        CombineConfig("triton", 64, 64, 32, 2, 4, 4, 4, 2, 2, 512), depth_first=True, weighted=False
+    ),
 )
 HOPPER = (
     Case(CombineConfig("hopper", 128, 256, 64, 4, 8, 8, 4, 7, 16, 1024)),
-    Case(CombineConfig("hopper", 128, 256, 64, 4, 8, 8, 4, 7, 16, 1024), depth_first=True, weighted=False),
+    Case(
+        CombineConfig("hopper", 128, 256, 64, 4, 8, 8, 4, 7, 16, 1024),
+        depth_first=True,
+        weighted=False,
+    ),
 )
 STACK = 400  # bytes; what is kept there is read once a block of tokens or a tile
 
@@ -55,7 +74,9 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     experts = torch.empty(p.experts, p.cols, p.depth, dtype=dtype)
     if case.depth_first:
         experts = torch.empty(p.experts, p.depth, p.cols, dtype=dtype).transpose(1, 2)
-    offsets, entry_row, ids = (torch.zeros(n, dtype=torch.int32) for n in (p.experts + 1, bound, p.max_tokens * p.topk))
+    offsets, entry_row, ids = (
+        torch.zeros(n, dtype=torch.int32) for n in (p.experts + 1, bound, p.max_tokens * p.topk)
+    )
     weights = torch.zeros(p.max_tokens, p.topk) if case.weighted else None
     out = torch.empty(p.max_tokens, p.cols, dtype=dtype)
     peers = endpoint(slot_bytes(p) // 2, dtype)
@@ -66,13 +87,17 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     return compile_one(lambda: plain.launch(peers, *tensors, p, c, RANK, 132), target)
 
 
-@pytest.mark.parametrize(("case", "target"), [*((TRITON[0], t) for t in TARGETS), (TRITON[1], "sm_90")], ids=str)
+@pytest.mark.parametrize(
+    ("case", "target"), [*((TRITON[0], t) for t in TARGETS), (TRITON[1], "sm_90")], ids=str
+)
 def test_the_triton_kernel_fits_every_target(case: Case, target: str) -> None:
     compiled = compile_case(case, target)
     assert compiled.name == "grouped_matmul_combine_kernel" and compiled.fits_shared
     assert compiled.registers is not None and compiled.registers <= 255
     assert compiled.spills is not None and compiled.spills <= 64
-    assert case.config.tile_m == 16 or TENSOR_CORE[target] in (compiled.ptx or str(compiled.asm["amdgcn"]))
+    assert case.config.tile_m == 16 or TENSOR_CORE[target] in (
+        compiled.ptx or str(compiled.asm["amdgcn"])
+    )
 
 
 @pytest.mark.parametrize("case", HOPPER, ids=str)

@@ -1,7 +1,8 @@
-"""The embedding kernels, compiled without a GPU by their own launchers: 16 bytes at once, many rows in flight, in order.
+"""The embedding kernels, compiled without a GPU by their own launchers: 16 bytes at once, many rows
+in flight, in order.
 
-Nothing is read behind a wait by the kernel of the operator itself (its results are for later kernels), so of the lint's
-rules that of stores before signals is what counts.
+Nothing is read behind a wait by the kernel of the operator itself (its results are for later
+kernels), so of the lint's rules that of stores before signals is what counts.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class Case:
 
     def __str__(self) -> str:
         c = self.config
-        return f"{c.bags}x{c.unroll}-{c.num_warps}w-{str(self.dtype)[6:]}-d{self.dim}" + "-weighted" * self.weighted
+        return (
+            f"{c.bags}x{c.unroll}-{c.num_warps}w-{str(self.dtype)[6:]}-d{self.dim}"
+            + "-weighted" * self.weighted
+        )
 
 
 CASES = (
@@ -60,7 +64,9 @@ ODD = Case(EmbeddingConfig(16, 2, 4), dim=13)
 
 def endpoint(dtype: torch.dtype) -> Endpoint:
     table, words = torch.zeros(WORLD_SIZE, dtype=torch.int64), torch.zeros(4096, dtype=torch.int32)
-    return Endpoint(torch.empty(3 * 65536, dtype=dtype), 65536, table, table, words, words, words, words)
+    return Endpoint(
+        torch.empty(3 * 65536, dtype=dtype), 65536, table, table, words, words, words, words
+    )
 
 
 def compile_all(launch: Callable[[], object], target: str) -> list[Compiled]:
@@ -74,7 +80,10 @@ def compile_all(launch: Callable[[], object], target: str) -> list[Compiled]:
 def compile_lookup(case: Case, target: str, is_fused: bool) -> Compiled:
     tables = [torch.empty(100, case.dim, dtype=case.dtype) for _ in range(2)]
     meta, columns = torch.zeros(2, 4, dtype=torch.int64), (0, case.dim)
-    indices, offsets = torch.zeros(640, dtype=torch.int64), torch.zeros(2 * BATCH + 1, dtype=torch.int64)
+    indices, offsets = (
+        torch.zeros(640, dtype=torch.int64),
+        torch.zeros(2 * BATCH + 1, dtype=torch.int64),
+    )
     weights = torch.zeros(640) if case.weighted else None
     if is_fused:
         width = WORLD_SIZE * 2 * case.dim
@@ -82,20 +91,25 @@ def compile_lookup(case: Case, target: str, is_fused: bool) -> Compiled:
 
         def launch() -> None:
             made = lookup.constants(tables, columns, width, case.dtype.itemsize, case.config)
-            run = fused.Launcher(peers, made, 2, BATCH, width, False, RANK, WORLD_SIZE, 132, case.config)
+            run = fused.Launcher(
+                peers, made, 2, BATCH, width, False, RANK, WORLD_SIZE, 132, case.config
+            )
             run(meta, indices, offsets, weights, 0)
     else:
         out = torch.empty(BATCH, 2 * case.dim, dtype=case.dtype)
 
         def launch() -> None:
-            lookup.launch(meta, tables, columns, indices, offsets, weights, out, BATCH, False, case.config)
+            lookup.launch(
+                meta, tables, columns, indices, offsets, weights, out, BATCH, False, case.config
+            )
 
     (compiled,) = compile_all(launch, target)
     return compiled
 
 
 SUMS = ["sum_rows_kernel", "sum_runs_kernel", *["push_and_sum_kernel", "sum_runs_kernel"] * 2]
-NAMES = ["push_gradient_kernel", "push_gradient_kernel", "keys_kernel", *SUMS]  # the second of each by copy engines
+# the second of each by copy engines
+NAMES = ["push_gradient_kernel", "push_gradient_kernel", "keys_kernel", *SUMS]
 
 
 @functools.cache
@@ -106,25 +120,50 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
     def launch() -> None:
         slot = torch.empty(64, 256, dtype=dtype)
         push = gradient.Push(
-            endpoint(dtype), torch.empty(64, 512, dtype=dtype), torch.zeros(3, 7, dtype=torch.int64), 0, slot, (0, 0), 0,
-            aligned, RANK, WORLD_SIZE, 528,
-        )  # fmt: skip
+            endpoint(dtype),
+            torch.empty(64, 512, dtype=dtype),
+            torch.zeros(3, 7, dtype=torch.int64),
+            0,
+            slot,
+            (0, 0),
+            0,
+            aligned,
+            RANK,
+            WORLD_SIZE,
+            528,
+        )
         copied = replace(push, beside=lambda run: run())
         push.launch()
         copied.launch()
-        keys, bags = sums.find_keys(numbers, torch.zeros(2 * BATCH + 1, dtype=torch.int64), numbers[:3], 200, BATCH)
+        keys, bags = sums.find_keys(
+            numbers, torch.zeros(2 * BATCH + 1, dtype=torch.int64), numbers[:3], 200, BATCH
+        )
         for bringing in (None, push, copied):
             sums.sum_rows(
-            slot, keys, bags, torch.zeros(640), numbers,
-            torch.zeros(2, 7, dtype=torch.int64), torch.zeros(1), 1e-8, 0.25, 200, BATCH, dtype, 128, kind, aligned,
-            push=bringing,
-        )  # fmt: skip
+                slot,
+                keys,
+                bags,
+                torch.zeros(640),
+                numbers,
+                torch.zeros(2, 7, dtype=torch.int64),
+                torch.zeros(1),
+                1e-8,
+                0.25,
+                200,
+                BATCH,
+                dtype,
+                128,
+                kind,
+                aligned,
+                push=bringing,
+            )
 
     return compile_all(launch, target)
 
 
 def fits(compiled: Compiled) -> bool:
-    """Registers for three programs of four warps; for 16 of one warp where a warp keeps a tile of rows in them."""
+    """Registers for three programs of four warps; for 16 of one warp where a warp keeps a tile of
+    rows in them."""
     assert compiled.registers is not None and compiled.spills is not None
     most, spilled = 168, 32
     if compiled.name in ("sum_rows_kernel", "push_and_sum_kernel"):
@@ -140,7 +179,8 @@ def test_lookups_fit_every_target(case: Case, is_fused: bool, target: str) -> No
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_gradients_fit_every_target(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if target not in NVIDIA and OLD:  # its pass for buffer loads fails on addresses made of integers
+    # its pass for buffer loads fails on addresses made of integers
+    if target not in NVIDIA and OLD:
         monkeypatch.setenv("AMDGCN_USE_BUFFER_OPS", "0")
     kernels = compile_gradient(target, torch.float32, sums.ADAGRAD)
     assert [k.name for k in kernels] == NAMES
@@ -150,8 +190,11 @@ def test_gradients_fit_every_target(target: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("target", NVIDIA)
 @pytest.mark.parametrize("is_fused", [False, True], ids=["lookup", "fused"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_rows_are_loaded_16_bytes_at_once_and_together(case: Case, is_fused: bool, target: str) -> None:
-    """All rows of a step are loaded before any is waited for, twice: bags side by side, and a long bag alone."""
+def test_rows_are_loaded_16_bytes_at_once_and_together(
+    case: Case, is_fused: bool, target: str
+) -> None:
+    """All rows of a step are loaded before any is waited for, twice: bags side by side, and a long
+    bag alone."""
     ptx = str(compile_lookup(case, target, is_fused).ptx)
     c = case.config
     loads = c.bags * c.unroll * case.dim * case.dtype.itemsize // 16 // (32 * c.num_warps)
@@ -179,7 +222,9 @@ def test_stores_to_owners_are_16_bytes_and_signalled(case: Case, target: str) ->
 
 
 def test_gradients_keep_the_protocol() -> None:
-    for target, dtype in zip(("sm_80", "sm_90", "sm_90", "sm_100"), (torch.float32, torch.bfloat16) * 2, strict=True):
+    for target, dtype in zip(
+        ("sm_80", "sm_90", "sm_90", "sm_100"), (torch.float32, torch.bfloat16) * 2, strict=True
+    ):
         push, _, _, rows, _, both, *_ = compile_gradient(target, dtype, sums.SGD)
         for kernel in (push, both):
             assert lint(kernel, guarded=()) == []
@@ -189,34 +234,51 @@ def test_gradients_keep_the_protocol() -> None:
         here = ("sys", "gpu")  # the watcher's word is this device's
         lines = str(both.ptx).splitlines()
         waits = operations(both, guarded=(), scopes=here).waits
-        # Triton 3.6 hands a count round through shared memory, as it does the ticket that ends the loop: no wait, but a count
+        # Triton 3.6 hands a count round through shared memory, as it does the ticket that ends the
+        # loop: no wait, but a count
         assert len([at for at in waits if ".add." not in lines[at - 1]]) == 2 * WORLD_SIZE + 1
         assert lint(both, guarded=(), scopes=here, rules={LOAD_AFTER_WAIT}) == []
-        assert len(re.findall(r"ld\.acquire\.gpu", str(both.ptx))) == 1, "sums ask for their table's group, once a group"
+        assert len(re.findall(r"ld\.acquire\.gpu", str(both.ptx))) == 1, (
+            "sums ask for their table's group, once a group"
+        )
         for kernel in (rows, both):
-            assert not re.search(r"\b(?:div|rem)\.s64", str(kernel.ptx)), "a division of 64 bits costs a hundred instructions"
+            assert not re.search(r"\b(?:div|rem)\.s64", str(kernel.ptx)), (
+                "a division of 64 bits costs a hundred instructions"
+            )
         assert "st.global.v4.b32" in str(rows.ptx)
-        assert not re.search(r"\bbar\.sync|st\.shared", str(rows.ptx)), "a tile is one warp's, in its registers"
+        assert not re.search(r"\bbar\.sync|st\.shared", str(rows.ptx)), (
+            "a tile is one warp's, in its registers"
+        )
 
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_gradients_by_copy_engines_keep_the_protocol(target: str) -> None:
-    """What copy engines bring is awaited as what programs push; and they do not go before all ranks have met."""
+    """What copy engines bring is awaited as what programs push; and they do not go before all ranks
+    have met."""
     _, watched, _, _, _, _, _, both, runs = compile_gradient(target, torch.float32, sums.SGD)
     here = ("sys", "gpu")  # the watcher's word is this device's
     for kernel in (watched, both):
         assert lint(kernel, guarded=()) == []
     waits = len(operations(watched, guarded=()).waits)
-    assert waits == 2 * WORLD_SIZE, "each peer to meet, a group of each source (one is this rank), own copies"
-    assert len(operations(both, guarded=(), scopes=here).waits) == waits + 1, "and sums for the watcher"
+    assert waits == 2 * WORLD_SIZE, (
+        "each peer to meet, a group of each source (one is this rank), own copies"
+    )
+    assert len(operations(both, guarded=(), scopes=here).waits) == waits + 1, (
+        "and sums for the watcher"
+    )
     assert lint(both, guarded=(), scopes=here, rules={LOAD_AFTER_WAIT}) == []
-    assert len(re.findall(r"ld\.acquire\.gpu", str(both.ptx))) == 1, "sums ask for their table's group, once a group"
+    assert len(re.findall(r"ld\.acquire\.gpu", str(both.ptx))) == 1, (
+        "sums ask for their table's group, once a group"
+    )
     assert "%globaltimer" not in str(runs.ptx), "a look, and no wait"
 
 
 def test_the_lint_would_notice() -> None:
     """With the CTA barriers taken out, stores race with the signal behind them."""
-    for compiled in (compile_lookup(CASES[0], "sm_90", True), compile_gradient("sm_90", torch.float32, sums.SGD)[0]):
+    for compiled in (
+        compile_lookup(CASES[0], "sm_90", True),
+        compile_gradient("sm_90", torch.float32, sums.SGD)[0],
+    ):
         ptx, taken = re.subn(r"\bbar\.(?:warp\.)?sync[^;]*;", "", str(compiled.ptx))
         assert taken
         assert STORE_BEFORE_SIGNAL in {v.rule for v in lint(replace(compiled, ptx=ptx), guarded=())}
@@ -225,12 +287,21 @@ def test_the_lint_would_notice() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("target", TARGETS)
 def test_lists_in_pieces_fit_every_target(target: str, dtype: torch.dtype) -> None:
-    mine, wanted, owners, tables = map(torch.tensor, ([1], [0, 2, 1, 2], [0, 0, 1, 3], [2, 3, 3, 4]))
-    where, whole = pieces.Layout(mine, wanted, owners, tables, 3, RANK), 4 * BATCH + WORLD_SIZE * (3 + 1)
+    mine, wanted, owners, tables = map(
+        torch.tensor, ([1], [0, 2, 1, 2], [0, 0, 1, 3], [2, 3, 3, 4])
+    )
+    where, whole = (
+        pieces.Layout(mine, wanted, owners, tables, 3, RANK),
+        4 * BATCH + WORLD_SIZE * (3 + 1),
+    )
 
     def launch() -> None:
-        pieces.pack(torch.zeros(3 * BATCH, dtype=dtype), 640, where, torch.zeros(whole, dtype=torch.int64))
-        *_, arriving = pieces.unpack(torch.zeros(WORLD_SIZE * (BATCH + 3 + 1), dtype=torch.int64), BATCH, where)
+        pieces.pack(
+            torch.zeros(3 * BATCH, dtype=dtype), 640, where, torch.zeros(whole, dtype=torch.int64)
+        )
+        *_, arriving = pieces.unpack(
+            torch.zeros(WORLD_SIZE * (BATCH + 3 + 1), dtype=torch.int64), BATCH, where
+        )
         pieces.move(torch.zeros(640, dtype=dtype), torch.zeros(640, dtype=dtype), arriving, 640)
 
     kernels = compile_all(launch, target)

@@ -1,7 +1,9 @@
-"""The kernels of matmul_all_to_all and all_to_all_matmul, compiled without a GPU: do they fit, do they keep the protocol?
+"""The kernels of matmul_all_to_all and all_to_all_matmul, compiled without a GPU: do they fit, do
+they keep the protocol?
 
-As `test_all_gather_kernels.py` and `test_reduction_kernels.py`, whose tools these tests use. New are chunks that peers pull: stored, drained,
-counted; the last program to count one signals its owner, and a copy engine there, which waits for a flag, reads them.
+As `test_all_gather_kernels.py` and `test_reduction_kernels.py`, whose tools these tests use. New
+are chunks that peers pull: stored, drained, counted; the last program to count one signals its
+owner, and a copy engine there, which waits for a flag, reads them.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from tileweave.planning.schedules.scatter import Exchange
 M, N = 1024, 2048
 HOWS = tuple(Exchange(scatter, gather) for scatter in (0, 1) for gather in (0, 1))
 QKV, PROJECTION = Exchange(1, 0), Exchange(0, 1)
-PUSHED = MatmulConfig("hopper", "sm", 64, 128, 128, num_stages=4, num_warps=4)  # in no table since decision 0111
+# in no table since decision 0111
+PUSHED = MatmulConfig("hopper", "sm", 64, 128, 128, num_stages=4, num_warps=4)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,16 @@ class Case:
         c = self.config
         extras = [name for name in ("bias", "kept") if getattr(self, name)]
         shape = f"{c.tile_m}x{c.tile_n}x{c.tile_k}-{c.num_warps}w"
-        return "-".join([self.op, c.kernel, c.transport, shape, f"{self.how.scatter_dim}{self.how.gather_dim}", *extras])
+        return "-".join(
+            [
+                self.op,
+                c.kernel,
+                c.transport,
+                shape,
+                f"{self.how.scatter_dim}{self.how.gather_dim}",
+                *extras,
+            ]
+        )
 
 
 OUT, IN = "matmul_all_to_all", "all_to_all_matmul"
@@ -81,8 +93,16 @@ TRITON_CASES = (
 
 
 def tuned_cases() -> list[Case]:
-    """Both tuned tables, once for each kernel that differs: slices and teams are arguments, not code."""
-    alike = {"num_slices": 4, "num_producers": 32, "team": 1, "band_sources": 1, "own_first": True, "group_m": 8}
+    """Both tuned tables, once for each kernel that differs: slices and teams are arguments, not
+    code."""
+    alike = {
+        "num_slices": 4,
+        "num_producers": 32,
+        "team": 1,
+        "band_sources": 1,
+        "own_first": True,
+        "group_m": 8,
+    }
     cases = [
         Case(op, replace(entry.config, **alike), QKV if op == OUT else PROJECTION, bias=True)
         for op in (OUT, IN)
@@ -102,7 +122,9 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     if case.op == OUT:
         w = torch.empty(N, DEPTH, dtype=dtype)
         rows, cols = case.how.part(M, N, WORLD_SIZE)
-        schedule = scatter_schedule_for(Problem(WORLD_SIZE, rows, cols, DEPTH, 2, ""), c, RANK, H200)
+        schedule = scatter_schedule_for(
+            Problem(WORLD_SIZE, rows, cols, DEPTH, 2, ""), c, RANK, H200
+        )
         peers = endpoint(schedule.slot_elements, dtype)
         common = (peers, schedule, c, case.how, rows)
         if c.kernel == "hopper":
@@ -127,7 +149,9 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
 @pytest.mark.parametrize(("case", "target"), on_targets(TRITON_CASES), ids=str)
 def test_the_triton_kernel_fits_every_target(case: Case, target: str) -> None:
     compiled = compile_case(case, target)
-    assert compiled.name == ("matmul_all_to_all_kernel" if case.op == OUT else "all_gather_matmul_kernel")
+    assert compiled.name == (
+        "matmul_all_to_all_kernel" if case.op == OUT else "all_gather_matmul_kernel"
+    )
     assert compiled.fits_shared
     assert compiled.registers is not None and compiled.registers <= 255
     assert compiled.spills is not None and compiled.spills <= STACK
@@ -147,17 +171,24 @@ def test_the_hopper_kernel_fits_in_each_configuration(case: Case) -> None:
 
 
 def check_announced(compiled: Compiled) -> None:
-    """Chunks that peers pull: flag and signal behind drained, counted stores; waits with a bound, no store to a peer's slot."""
-    seen = operations(compiled, guarded=(), unsignalled=[n for n in ("out_desc",) if n in compiled.params])
+    """Chunks that peers pull: flag and signal behind drained, counted stores; waits with a bound,
+    no store to a peer's slot."""
+    seen = operations(
+        compiled, guarded=(), unsignalled=[n for n in ("out_desc",) if n in compiled.params]
+    )
     assert len(seen.waits) >= 2, "for a chunk's announcement, and for the own copy engine"
     assert signals_to_peers(compiled, seen) == 2, "a flag, and a signal"
     assert list(writes_to_peers(compiled, "slot_table")) == []
-    found = lint(compiled, guarded=(), unsignalled=[n for n in ("out_desc",) if n in compiled.params])
+    found = lint(
+        compiled, guarded=(), unsignalled=[n for n in ("out_desc",) if n in compiled.params]
+    )
     assert [str(v) for v in found] == []
 
 
 def one_of_a_kind() -> list[Case]:
-    large_first = sorted(HOPPER_CASES, key=lambda c: c.config.tile_m * c.config.tile_n, reverse=True)
+    large_first = sorted(
+        HOPPER_CASES, key=lambda c: c.config.tile_m * c.config.tile_n, reverse=True
+    )
     return list({(c.op, c.push): c for c in large_first}.values())
 
 
@@ -179,18 +210,27 @@ def test_the_protocol_is_all_there_and_in_order(case: Case, target: str) -> None
         assert broken(compiled, guarded) == []
         stores = list(writes_to_peers(compiled, "slot_table"))
         assert bool(stores) == case.push and len(stores) % (WORLD_SIZE - 1) == 0
-        assert {ins.opcode for ins in stores if "v4.b32" not in ins.opcode and "v2.b64" not in ins.opcode} == set()
+        assert {
+            ins.opcode
+            for ins in stores
+            if "v4.b32" not in ins.opcode and "v2.b64" not in ins.opcode
+        } == set()
 
 
 def test_who_adds_parts_asks_whether_their_helpers_ran_out_of_time() -> None:
-    """Of a tile cut along exchanged K the owner may have what it needs, and a helper not: its part must not pass for right."""
+    """Of a tile cut along exchanged K the owner may have what it needs, and a helper not: its part
+    must not pass for right."""
     cases = [c for c in one_of_a_kind() if c.op == IN and c.config.split_tail]
     assert cases
     for compiled in map(compile_case, cases):
-        of_counters, of_control, of_parts = (loads_of(compiled, name) for name in ("counters", "control", "partials"))
+        of_counters, of_control, of_parts = (
+            loads_of(compiled, name) for name in ("counters", "control", "partials")
+        )
         awaited = min(ins.line for ins in of_counters if ins.has("acquire"))
         added = min(ins.line for ins in of_parts if ins.line > awaited)
-        assert [ins for ins in of_control if ins.has("volatile") and awaited < ins.line < added], "the fault, behind the wait"
+        assert [ins for ins in of_control if ins.has("volatile") and awaited < ins.line < added], (
+            "the fault, behind the wait"
+        )
 
 
 def test_the_checks_would_notice() -> None:

@@ -16,19 +16,24 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.runtime import driver as active_driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET", "0") == "1", reason="interpreted kernels cannot be compiled")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET", "0") == "1", reason="interpreted kernels cannot be compiled"
+)
 
 
 @triton.jit
 def matmul_kernel(a_ptr, b_ptr, c_ptr, K, scale, BLOCK: tl.constexpr):
-    """One output tile of a @ b: enough to need a dot, a pipeline and shared memory on every target."""
+    """One output tile of a @ b: enough to need a dot, a pipeline and shared memory on every
+    target."""
     rows = tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
     for k in range(0, K, BLOCK):
         a = tl.load(a_ptr + rows[:, None] * K + (k + rows)[None, :])
         b = tl.load(b_ptr + (k + rows)[:, None] * BLOCK + rows[None, :])
         acc = tl.dot(a, b, acc)
-    tl.store(c_ptr + rows[:, None] * BLOCK + rows[None, :], (acc * scale).to(c_ptr.dtype.element_ty))
+    tl.store(
+        c_ptr + rows[:, None] * BLOCK + rows[None, :], (acc * scale).to(c_ptr.dtype.element_ty)
+    )
 
 
 @triton.jit
@@ -45,7 +50,9 @@ def gluon_copy_kernel(source_ptr, destination_ptr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def barrier_and_sum_kernel(source_ptr, destination_ptr, BLOCK: gl.constexpr, INIT: gl.constexpr, INVALIDATE: gl.constexpr):
+def barrier_and_sum_kernel(
+    source_ptr, destination_ptr, BLOCK: gl.constexpr, INIT: gl.constexpr, INVALIDATE: gl.constexpr
+):
     """A barrier that nobody waits on, then a sum over all warps, which takes its memory."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -53,12 +60,16 @@ def barrier_and_sum_kernel(source_ptr, destination_ptr, BLOCK: gl.constexpr, INI
         mbarrier.init(barrier, count=1)
     if INVALIDATE:
         mbarrier.invalidate(barrier)
-    gl.store(destination_ptr, gl.max(gl.load(source_ptr + gl.arange(0, BLOCK, layout=layout)), axis=0))
+    gl.store(
+        destination_ptr, gl.max(gl.load(source_ptr + gl.arange(0, BLOCK, layout=layout)), axis=0)
+    )
 
 
 def compile_matmul(target: str) -> Compiled:
     x = torch.empty(64, 64, dtype=torch.float16)
-    return compile_kernel(matmul_kernel, (1,), x, x, x, 256, 0.5, BLOCK=64, target=target, num_warps=4)
+    return compile_kernel(
+        matmul_kernel, (1,), x, x, x, 256, 0.5, BLOCK=64, target=target, num_warps=4
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -72,12 +83,22 @@ def test_every_target_compiles_and_reports_resources(target: str) -> None:
         assert compiled.ptx is None and "mfma" in str(compiled.asm["amdgcn"])
     else:
         assert compiled.ptx is not None and f".target {target}" in compiled.ptx
-        assert compiled.params == ("a_ptr", "b_ptr", "c_ptr", "K", "scale", "global_scratch", "profile_scratch")
+        assert compiled.params == (
+            "a_ptr",
+            "b_ptr",
+            "c_ptr",
+            "K",
+            "scale",
+            "global_scratch",
+            "profile_scratch",
+        )
 
 
 def test_a_starved_kernel_reports_spills() -> None:
     x = torch.empty(128, 128, dtype=torch.float16)
-    compiled = compile_kernel(matmul_kernel, (1,), x, x, x, 256, 0.5, BLOCK=128, target="sm_80", num_warps=4, maxnreg=32)
+    compiled = compile_kernel(
+        matmul_kernel, (1,), x, x, x, 256, 0.5, BLOCK=128, target="sm_80", num_warps=4, maxnreg=32
+    )
     assert compiled.registers is not None and compiled.registers <= 32
     assert compiled.spills is not None and compiled.spills > 0
 
@@ -86,7 +107,10 @@ def test_descriptor_arguments_become_tma_on_hopper_and_pointers_on_ampere() -> N
     x = TensorDescriptor.from_tensor(torch.empty(256, 64, dtype=torch.bfloat16), [64, 64])
     hopper = compile_kernel(descriptor_copy_kernel, (1,), x, x, 256, BLOCK=64)
     assert hopper.ptx is not None and "cp.async.bulk.tensor" in hopper.ptx
-    assert hopper.params[:2] == ("source_desc", "source_desc.shape0") and "destination_desc" in hopper.params
+    assert (
+        hopper.params[:2] == ("source_desc", "source_desc.shape0")
+        and "destination_desc" in hopper.params
+    )
     ampere = compile_kernel(descriptor_copy_kernel, (1,), x, x, 256, BLOCK=64, target="sm_80")
     assert ampere.ptx is not None and "cp.async.bulk" not in ampere.ptx
     assert {"source_desc", "source_desc.stride1", "destination_desc", "rows"} <= set(ampere.params)
@@ -114,7 +138,12 @@ def test_launches_are_recorded_and_touch_nothing() -> None:
         gluon_copy_kernel[(1,)](x, y, BLOCK=512)
     assert [c.name for c in launched] == ["gluon_copy_kernel"] and launched[0].ptx is not None
     assert launched[0].registers is not None
-    assert launched[0].params == ("source_ptr", "destination_ptr", "global_scratch", "profile_scratch")
+    assert launched[0].params == (
+        "source_ptr",
+        "destination_ptr",
+        "global_scratch",
+        "profile_scratch",
+    )
     assert not y.any()
 
 
@@ -135,5 +164,8 @@ def test_the_previous_driver_comes_back() -> None:
 
 
 def test_unknown_targets_are_named() -> None:
-    with pytest.raises(ValueError, match="known are sm_80, sm_90, sm_100, gfx942"), offline("sm_70"):
+    with (
+        pytest.raises(ValueError, match="known are sm_80, sm_90, sm_100, gfx942"),
+        offline("sm_70"),
+    ):
         pass

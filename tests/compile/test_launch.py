@@ -1,4 +1,5 @@
-"""Launches from prepared parameters: the block is laid out as the compiler's PTX says, and a launch writes what changed."""
+"""Launches from prepared parameters: the block is laid out as the compiler's PTX says, and a launch
+writes what changed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from tileweave.kernels.runtime import launch
 from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.planning.sharding import EmbeddingConfig
 
-PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)(?:\s+\.ptr[^,\n]*?)?\s+\w+(?:\[(\d+)\])?")
+PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)(?:\s+\.ptr[^,\n]*?)?\s+\w+(?:\[(\d+)\])?"
+)
 STREAM, FUNCTION = 77, 4242
 
 
@@ -33,7 +36,10 @@ STREAM, FUNCTION = 77, 4242
 def every_kind_kernel(desc, x, flag, count, one, large, scale, SIZE: tl.constexpr):
     tile = desc.load([0, 0])
     at = tl.arange(0, SIZE)
-    tl.store(x + at, tl.sum(tile, 1) * scale + tl.load(x + at) * flag + (count + one + large).to(tl.float32))
+    tl.store(
+        x + at,
+        tl.sum(tile, 1) * scale + tl.load(x + at) * flag + (count + one + large).to(tl.float32),
+    )
 
 
 def every_kind() -> list[Any]:
@@ -50,7 +56,10 @@ def sizes_in_ptx(compiled: Compiled) -> list[int]:
 def sizes_laid_out(signature: dict[str, Any]) -> list[int]:
     kinds = launch.layout(signature)
     assert kinds is not None
-    return [launch.MAP_BYTES if kind == launch.MAP else ctypes.sizeof(launch.WORDS[kind]) for kind in kinds.values()]
+    return [
+        launch.MAP_BYTES if kind == launch.MAP else ctypes.sizeof(launch.WORDS[kind])
+        for kind in kinds.values()
+    ]
 
 
 @pytest.mark.parametrize("case", [TRITON_CASES[0], HOPPER_CASES[0], HOPPER_CASES[-1]], ids=str)
@@ -82,7 +91,8 @@ class _Map(bytearray):
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Prepares in the harness's driver; ``launches`` are (config, function, addresses of parameters)."""
+    """Prepares in the harness's driver; ``launches`` are (config, function, addresses of
+    parameters)."""
     found = SimpleNamespace(launches=[], maps=[], status=0)
 
     def note(config: int, function: int, parameters: int, extra: None) -> int:
@@ -97,7 +107,9 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     with offline("sm_90"):
         driver = launch.active.active
         monkeypatch.setattr(driver.utils, "fill_tma_descriptor_tiled", fill, raising=False)
-        monkeypatch.setattr(driver, "get_current_stream", lambda device: STREAM + len(found.launches))
+        monkeypatch.setattr(
+            driver, "get_current_stream", lambda device: STREAM + len(found.launches)
+        )
         monkeypatch.setattr(launch, "_launch_function", lambda: note)
         monkeypatch.setattr(launch, "_map_offset", lambda: 128)
         monkeypatch.setattr(nvidia, "TMA_DTYPE_DEVICE_TO_HOST", dict(enumerate(range(16))))
@@ -133,9 +145,20 @@ def test_a_launch_writes_what_changed(notes: SimpleNamespace) -> None:
     found = prepared(arguments)
     found((4096, 9), (8192,))
     (config, function, at), seen = notes.launches[-1], parameters(found, notes.launches[-1][2])
-    assert (list(config.grid), function, config.stream, config.num_attributes) == ([3, 1, 1], FUNCTION, STREAM, 0)
+    assert (list(config.grid), function, config.stream, config.num_attributes) == (
+        [3, 1, 1],
+        FUNCTION,
+        STREAM,
+        0,
+    )
     assert list(config.block) == [128, 1, 1] and config.shared == found._compiled.metadata.shared
-    assert (seen["x"], seen["count"], seen["flag"], seen["large"], seen["scale"]) == (4096, 9, 1, 1 << 40, 0.5)
+    assert (seen["x"], seen["count"], seen["flag"], seen["large"], seen["scale"]) == (
+        4096,
+        9,
+        1,
+        1 << 40,
+        0.5,
+    )
     sizes = [seen[f"desc.{what}"] for what in ("shape0", "shape1", "stride0", "stride1")]
     assert sizes == [64, 32, 32, 1] and (seen["global_scratch"], seen["profile_scratch"]) == (0, 0)
     assert [address for address, _ in notes.maps] == [arguments[0].base.data_ptr(), 8192]
@@ -159,16 +182,22 @@ def test_few_maps_are_kept(notes: SimpleNamespace) -> None:
         assert len(found._maps[0].known) == len(found._maps[0]._made) <= launch._MAX_MAPS
 
 
-def test_maps_of_a_triton_that_knows_one_kind(notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_maps_of_a_triton_that_knows_one_kind(
+    notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     utils = launch.active.active.utils
-    monkeypatch.setattr(utils, "fill_tma_descriptor", utils.fill_tma_descriptor_tiled, raising=False)
+    monkeypatch.setattr(
+        utils, "fill_tma_descriptor", utils.fill_tma_descriptor_tiled, raising=False
+    )
     monkeypatch.delattr(utils, "fill_tma_descriptor_tiled")
     prepared(every_kind())
     assert notes.maps
 
 
 @pytest.mark.parametrize(("size", "offset"), [(192, 64), (256, 128), (136, None)])
-def test_maps_are_where_they_are_known_to_be(size: int, offset: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_maps_are_where_they_are_known_to_be(
+    size: int, offset: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nvidia, "PyCUtensorMap", SimpleNamespace(__basicsize__=size), raising=False)
     assert launch._map_offset.__wrapped__() == offset
 
@@ -180,14 +209,23 @@ def test_a_refused_launch_raises(notes: SimpleNamespace) -> None:
         found((4096, 1), (8192,))
 
 
-def test_what_is_not_plain_is_left_to_triton(notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_plain_is_left_to_triton(
+    notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = every_kind()
     compiled = compiled_by_a_device(arguments)
     assert launch.prepare(None, 3, arguments, ["x"]) is None, "the interpreter compiles nothing"
-    changes = ({"num_ctas": 2}, {"launch_cooperative_grid": True}, {"launch_pdl": True}, {"tensordesc_meta": None})
+    changes = (
+        {"num_ctas": 2},
+        {"launch_cooperative_grid": True},
+        {"launch_pdl": True},
+        {"tensordesc_meta": None},
+    )
     scratch = ({"global_scratch_size": 8}, {"profile_scratch_size": 8})
     for change in (*changes, *scratch, {"target": GPUTarget("hip", "gfx942", 64)}):
-        changed = SimpleNamespace(src=compiled.src, function=FUNCTION, metadata=compiled.metadata._replace(**change))
+        changed = SimpleNamespace(
+            src=compiled.src, function=FUNCTION, metadata=compiled.metadata._replace(**change)
+        )
         assert launch.prepare(changed, 3, arguments, ["x"]) is None, change
     assert launch.prepare(compiled, 3, arguments, ["x"]) is not None
     no_device = SimpleNamespace(src=compiled.src, function=None, metadata=compiled.metadata)
@@ -206,7 +244,9 @@ def test_listeners_of_triton_are_noticed() -> None:
         knobs.runtime.launch_enter_hook.remove(listener)
 
 
-def test_what_is_listened_to_is_launched_by_triton(notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_listened_to_is_launched_by_triton(
+    notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments, made, listener = every_kind(), [], lambda metadata: None
     found = prepared(arguments)
     monkeypatch.setattr(launch, "prepare", lambda *rest: made.append(rest) or found)
@@ -231,8 +271,11 @@ def test_registers_are_limited_where_a_compiler_can() -> None:
         assert launch.limit_registers(96) == {}
 
 
-def test_lookups_are_launched_again_with_what_changed(notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that the driver is given, by name: at first as Triton was, then what another batch brings and nothing else."""
+def test_lookups_are_launched_again_with_what_changed(
+    notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the driver is given, by name: at first as Triton was, then what another batch brings
+    and nothing else."""
 
     prepare = launch.prepare
 
@@ -241,12 +284,20 @@ def test_lookups_are_launched_again_with_what_changed(notes: SimpleNamespace, mo
         return prepare(compiled, *rest)
 
     monkeypatch.setattr(launch, "prepare", with_a_device)
-    tables, columns, config = [torch.empty(100, 64) for _ in range(3)], (0, 64, 128), EmbeddingConfig()
+    tables, columns, config = (
+        [torch.empty(100, 64) for _ in range(3)],
+        (0, 64, 128),
+        EmbeddingConfig(),
+    )
     word, meta = torch.zeros(4096, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int64)
-    peers = Endpoint(torch.empty(3 * 65536), 65536, meta[0], meta[1], word, word[8:], word[16:], word[24:])
+    peers = Endpoint(
+        torch.empty(3 * 65536), 65536, meta[0], meta[1], word, word[8:], word[16:], word[24:]
+    )
     made = constants(tables, columns, 384, 4, config)
     again = lookups.Launcher(peers, made, 3, 40, 384, True, 1, 2, 132, config)
-    first, second = ((torch.zeros(n, dtype=torch.int64), torch.zeros(121, dtype=torch.int64)) for n in (640, 64))
+    first, second = (
+        (torch.zeros(n, dtype=torch.int64), torch.zeros(121, dtype=torch.int64)) for n in (640, 64)
+    )
     again(meta, *first, None, 1)
     assert not notes.launches, "the first one is Triton's"
     for (indices, offsets), region in ((first, 1), (second, 2)):
@@ -255,16 +306,42 @@ def test_lookups_are_launched_again_with_what_changed(notes: SimpleNamespace, mo
         (prepared,) = again.launches.prepared.values()
         assert prepared is not None
         blocks = -(-20 // config.bags)
-        at_once = {"global_scratch": 0, "profile_scratch": 0, "rank": 1, "region": region, "region_size": 65536}
-        sizes = {"num_indices": indices.numel(), "batch": 40, "chunk": 20, "tables": 3, "blocks": blocks, "width": 384}
+        at_once = {
+            "global_scratch": 0,
+            "profile_scratch": 0,
+            "rank": 1,
+            "region": region,
+            "region_size": 65536,
+        }
+        sizes = {
+            "num_indices": indices.numel(),
+            "batch": 40,
+            "chunk": 20,
+            "tables": 3,
+            "blocks": blocks,
+            "width": 384,
+        }
         cut = {"run": config.run_of(blocks), "lag": min(config.lag, 3 * blocks), "rows_here": 20}
-        given = {"meta": meta, "indices": indices, "offsets": offsets, "weights": indices, "regions": peers.slots}
+        given = {
+            "meta": meta,
+            "indices": indices,
+            "offsets": offsets,
+            "weights": indices,
+            "regions": peers.slots,
+        }
         given |= {
-            name: getattr(peers, name) for name in ("slot_table", "signal_table", "signals", "control", "report", "counters")
+            name: getattr(peers, name)
+            for name in ("slot_table", "signal_table", "signals", "control", "report", "counters")
         }
         wanted = at_once | sizes | cut | {name: tensor.data_ptr() for name, tensor in given.items()}
         seen = parameters(prepared, at)
-        assert seen == {name: wanted[name] for name in seen} and set(wanted) - set(seen) <= {"rank"}, "what is 1 takes no place"
-        assert (config_then.grid[0], function, len(notes.launches)) == (again.programs, FUNCTION, region)
+        assert seen == {name: wanted[name] for name in seen} and set(wanted) - set(seen) <= {
+            "rank"
+        }, "what is 1 takes no place"
+        assert (config_then.grid[0], function, len(notes.launches)) == (
+            again.programs,
+            FUNCTION,
+            region,
+        )
     again(meta, second[0].new_zeros(1 + 640)[1:], second[1], None, 0)
     assert len(again.launches.prepared) == 2, "other alignment, other code"

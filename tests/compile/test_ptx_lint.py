@@ -1,8 +1,9 @@
-"""The lint passes kernels that keep the protocol's order and catches one planted fault each, on what this triton emits.
+"""The lint passes kernels that keep the protocol's order and catches one planted fault each, on
+what this triton emits.
 
-Newer compilers repair some faults themselves (a barrier before a release atomic, a full drain behind a descriptor
-store). Those cases are asserted against the PTX text, so that they hold at both ends of the supported range; every
-rule also has a fault that no compiler repairs.
+Newer compilers repair some faults themselves (a barrier before a release atomic, a full drain
+behind a descriptor store). Those cases are asserted against the PTX text, so that they hold at both
+ends of the supported range; every rule also has a fault that no compiler repairs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from typing import Any
 import pytest
 import torch
 from tests.compile.harness import Compiled, compile_kernel
-from tests.compile.ptx_lint import LOAD_AFTER_WAIT, PROXY_FENCE, STORE_BEFORE_SIGNAL, Violation, lint, operations
+from tests.compile.ptx_lint import (
+    LOAD_AFTER_WAIT,
+    PROXY_FENCE,
+    STORE_BEFORE_SIGNAL,
+    Violation,
+    lint,
+    operations,
+)
 
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
     pytest.skip("interpreted kernels cannot be compiled", allow_module_level=True)
@@ -55,7 +63,11 @@ def test_a_signal_without_barrier_is_caught(form: str) -> None:
     compiled = push(form, barrier=False)
     (signal,) = operations(compiled).signals
     found = lint(compiled)
-    assert found and rules_broken(found) == {STORE_BEFORE_SIGNAL} and {v.line for v in found} == {signal}
+    assert (
+        found
+        and rules_broken(found) == {STORE_BEFORE_SIGNAL}
+        and {v.line for v in found} == {signal}
+    )
     assert lint(compiled, rules=[LOAD_AFTER_WAIT, PROXY_FENCE]) == []
 
 
@@ -64,9 +76,15 @@ def test_only_the_report_itself_speaks_for_no_data(form: str) -> None:
     planted = push(form, barrier=False)
 
     def with_report(instead_of: str) -> SimpleNamespace:
-        return SimpleNamespace(ptx=planted.ptx, params=["report" if name == instead_of else name for name in planted.params])
+        return SimpleNamespace(
+            ptx=planted.ptx,
+            params=["report" if name == instead_of else name for name in planted.params],
+        )
 
-    assert lint(with_report("signal")) == [] and operations(with_report("signal")).signals == operations(planted).signals
+    assert (
+        lint(with_report("signal")) == []
+        and operations(with_report("signal")).signals == operations(planted).signals
+    )
     for other in ("x", "slot"):
         assert lint(with_report(other)) == lint(planted) != []
 
@@ -88,7 +106,9 @@ def test_a_descriptor_store_is_drained_before_its_signal() -> None:
     tiles = TensorDescriptor.from_tensor(HALF, [64, 64])
 
     def push_descriptor(drain: bool) -> Compiled:
-        return compile_kernel(kernels.push_descriptor_kernel, (1,), tiles, tiles, WORDS, EPOCH, 5, drain, 64)
+        return compile_kernel(
+            kernels.push_descriptor_kernel, (1,), tiles, tiles, WORDS, EPOCH, 5, drain, 64
+        )
 
     right, planted = push_descriptor(True), push_descriptor(False)
     assert len(operations(right).bulk_stores) == 1
@@ -137,21 +157,37 @@ def test_stores_that_no_signal_speaks_for_must_be_named() -> None:
 def gather_matmul(wait: str, fence: bool) -> Compiled:
     tiles = TensorDescriptor.from_tensor(HALF, [128, 64])
     return compile_kernel(
-        kernels.gather_matmul_kernel, (1,), tiles, tiles, HALF, WORDS, EPOCH, 5, 1024, wait, fence, 128, num_stages=3
+        kernels.gather_matmul_kernel,
+        (1,),
+        tiles,
+        tiles,
+        HALF,
+        WORDS,
+        EPOCH,
+        5,
+        1024,
+        wait,
+        fence,
+        128,
+        num_stages=3,
     )
 
 
 def test_a_wait_per_tile_with_a_proxy_fence_passes() -> None:
     compiled = gather_matmul("tile", fence=True)
     seen = operations(compiled)
-    assert len(seen.waits) == 1 and len(seen.guarded_loads) == 6, "two prologue stages and the loop, of a and b"
+    assert len(seen.waits) == 1 and len(seen.guarded_loads) == 6, (
+        "two prologue stages and the loop, of a and b"
+    )
     assert lint(compiled) == []
     assert len(operations(compiled, guarded=["a_desc"]).guarded_loads) == 3
 
 
 def test_a_missing_proxy_fence_is_caught() -> None:
     compiled = gather_matmul("tile", fence=False)
-    assert compiled.ptx is not None and "fence.proxy.async.shared::cta" in compiled.ptx, "which is not enough"
+    assert compiled.ptx is not None and "fence.proxy.async.shared::cta" in compiled.ptx, (
+        "which is not enough"
+    )
     assert rules_broken(lint(compiled, guarded=["a_desc"])) == {PROXY_FENCE}
     assert lint(compiled, rules=[STORE_BEFORE_SIGNAL, LOAD_AFTER_WAIT]) == []
 
@@ -167,7 +203,18 @@ def test_loads_pipelined_above_their_wait_are_caught(wait: str) -> None:
 @pytest.mark.parametrize("wait", ["tile", "k_unused"])
 def test_pointer_loads_are_held_to_the_same_order(wait: str) -> None:
     compiled = compile_kernel(
-        kernels.gather_matmul_pointer_kernel, (1,), HALF, HALF, HALF, WORDS, EPOCH, 5, 1024, wait, 64, num_stages=3
+        kernels.gather_matmul_pointer_kernel,
+        (1,),
+        HALF,
+        HALF,
+        HALF,
+        WORDS,
+        EPOCH,
+        5,
+        1024,
+        wait,
+        64,
+        num_stages=3,
     )
     assert operations(compiled, guarded=["a"]).guarded_loads
     found = lint(compiled, guarded=["a"])
@@ -176,14 +223,26 @@ def test_pointer_loads_are_held_to_the_same_order(wait: str) -> None:
 
 def reduce(early: bool = False, relaxed: bool = False, fence: bool = False) -> Compiled:
     return compile_kernel(
-        kernels.reduce_kernel, (1,), torch.empty(512), TABLE, torch.empty(512), WORDS, EPOCH, early, relaxed, fence, 512
+        kernels.reduce_kernel,
+        (1,),
+        torch.empty(512),
+        TABLE,
+        torch.empty(512),
+        WORDS,
+        EPOCH,
+        early,
+        relaxed,
+        fence,
+        512,
     )
 
 
 def test_guards_tell_peer_data_from_local_data() -> None:
     right = reduce()
     assert lint(right, guarded=["*slots"]) == []
-    assert rules_broken(lint(right)) == {LOAD_AFTER_WAIT}, "without guards the local operand counts, too"
+    assert rules_broken(lint(right)) == {LOAD_AFTER_WAIT}, (
+        "without guards the local operand counts, too"
+    )
     assert rules_broken(lint(reduce(early=True), guarded=["*slots"])) == {LOAD_AFTER_WAIT}
     assert lint(right, guarded=["x"]) != [], "the named operand is read before the wait"
     with pytest.raises(ValueError, match="no parameter 'slot': the kernel has x, slots, out"):
@@ -204,7 +263,9 @@ def test_a_relaxed_wait_needs_a_fence() -> None:
 def specialised(fence: bool = True, late: bool = False, barrier: bool = True) -> Compiled:
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
     a = GluonDescriptor.from_tensor(HALF, [64, 64], layout)
-    return compile_kernel(kernels.specialised_kernel, (1,), a, HALF, WORDS, WORDS, EPOCH, 5, fence, late, barrier)
+    return compile_kernel(
+        kernels.specialised_kernel, (1,), a, HALF, WORDS, WORDS, EPOCH, 5, fence, late, barrier
+    )
 
 
 def test_a_one_warp_partition_may_use_the_warp_barrier() -> None:
@@ -217,7 +278,11 @@ def test_a_one_warp_partition_may_use_the_warp_barrier() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "rule"),
-    [({"fence": False}, PROXY_FENCE), ({"late": True}, LOAD_AFTER_WAIT), ({"barrier": False}, STORE_BEFORE_SIGNAL)],
+    [
+        ({"fence": False}, PROXY_FENCE),
+        ({"late": True}, LOAD_AFTER_WAIT),
+        ({"barrier": False}, STORE_BEFORE_SIGNAL),
+    ],
 )
 def test_faults_inside_a_partition_are_caught(fault: dict[str, Any], rule: str) -> None:
     assert rule in rules_broken(lint(specialised(**fault), rules=[rule]))
@@ -276,7 +341,10 @@ def test_indirect_branches_and_local_labels_are_followed() -> None:
 def test_partitions_may_share_a_tail() -> None:
     """As LLVM merges what two partitions end with. The first here is one warp, the second two."""
     push = "st.global.b32 [%rd1], %r1; {barrier} red.release.sys.global.add.u32 [%rd2], 1;"
-    by_warp, by_two = push.format(barrier="bar.warp.sync -1;"), push.format(barrier="bar.sync 2, 64;")
+    by_warp, by_two = (
+        push.format(barrier="bar.warp.sync -1;"),
+        push.format(barrier="bar.sync 2, 64;"),
+    )
     body = """$L_idle: barrier.sync 1;
     $L_table: .branchtargets $L_one, $L_two;
     brx.idx %r2, $L_table;
@@ -286,7 +354,9 @@ def test_partitions_may_share_a_tail() -> None:
     $L_tail: {tail} barrier.sync 1;
     bra.uni $L_idle;"""
     assert lint_body(body.format(one=by_warp, two=by_two, tail="mov.u32 %r9, 0;")) == []
-    assert len(lint_body(body.format(one=by_warp, two=by_warp, tail="mov.u32 %r9, 0;"))) == 1, "of two warps"
+    assert len(lint_body(body.format(one=by_warp, two=by_warp, tail="mov.u32 %r9, 0;"))) == 1, (
+        "of two warps"
+    )
     assert len(lint_body(body.format(one=by_warp, two=by_two, tail=by_warp))) == 1, "of two again"
 
 
@@ -298,7 +368,10 @@ def test_narrower_scopes_are_checked_on_request() -> None:
     body = poll + " ld.global.b32 %r2, [%rd2];"
     assert lint_body(body.format(fence=""), scopes=["gpu"], guarded=[1])
     for scope in ("gpu", "sys"):
-        assert lint_body(body.format(fence=f"fence.acq_rel.{scope};"), scopes=["gpu"], guarded=[1]) == []
+        assert (
+            lint_body(body.format(fence=f"fence.acq_rel.{scope};"), scopes=["gpu"], guarded=[1])
+            == []
+        )
 
 
 def test_a_guarded_load_in_a_kernel_without_waits_is_caught() -> None:
@@ -308,5 +381,7 @@ def test_a_guarded_load_in_a_kernel_without_waits_is_caught() -> None:
 
 
 def test_unknown_rules_are_named() -> None:
-    with pytest.raises(ValueError, match="known are store-before-signal, load-after-wait, proxy-fence"):
+    with pytest.raises(
+        ValueError, match="known are store-before-signal, load-after-wait, proxy-fence"
+    ):
         lint_body("", rules=["order"])

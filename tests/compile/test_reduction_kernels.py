@@ -1,7 +1,9 @@
-"""The kernels of matmul_reduce_scatter and matmul_all_reduce, compiled without a GPU: do they fit, do they keep the protocol?
+"""The kernels of matmul_reduce_scatter and matmul_all_reduce, compiled without a GPU: do they fit,
+do they keep the protocol?
 
-As `test_all_gather_kernels.py`, whose tools these tests use. What is new is data that announces itself: it has neither signals nor
-waits that the lint could order. So its stores must be whole words, and whoever takes it must poll with volatile loads.
+As `test_all_gather_kernels.py`, whose tools these tests use. What is new is data that announces
+itself: it has neither signals nor waits that the lint could order. So its stores must be whole
+words, and whoever takes it must poll with volatile loads.
 """
 
 from __future__ import annotations
@@ -36,7 +38,13 @@ from tileweave.kernels.reduce_scatter import triton as plain
 from tileweave.kernels.runtime.descriptors import fits
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import _FusedCall
 from tileweave.planning.machine import H200
-from tileweave.planning.matmul import Entry, MatmulConfig, Problem, scatter_schedule_for, tuned_entries
+from tileweave.planning.matmul import (
+    Entry,
+    MatmulConfig,
+    Problem,
+    scatter_schedule_for,
+    tuned_entries,
+)
 
 COLS = 512
 WORDS = re.compile(r"st\.global(\.v\d)?\.b(32|64|128)")  # at least 4 bytes at once
@@ -44,7 +52,8 @@ WORDS = re.compile(r"st\.global(\.v\d)?\.b(32|64|128)")  # at least 4 bytes at o
 
 @dataclass(frozen=True)
 class Case:
-    """One variant of matmul_reduce_scatter. ``rows`` of an owner: do tiles span owners; ``cols``: can TMA store."""
+    """One variant of matmul_reduce_scatter. ``rows`` of an owner: do tiles span owners; ``cols``:
+    can TMA store."""
 
     config: MatmulConfig
     rows: int
@@ -59,8 +68,14 @@ class Case:
     def __str__(self) -> str:
         c = self.config
         parts = [c.kernel, c.transport, f"{c.tile_m}x{c.tile_n}x{c.tile_k}", f"{c.num_warps}w"]
-        parts += ["cut"] * c.split_tail + ["spans"] * (self.rows < c.tile_m) + ["odd"] * (self.cols % 8 > 0)
-        return "-".join([*parts, *(name for name in ("bias", "depth_first") if getattr(self, name))])
+        parts += (
+            ["cut"] * c.split_tail
+            + ["spans"] * (self.rows < c.tile_m)
+            + ["odd"] * (self.cols % 8 > 0)
+        )
+        return "-".join(
+            [*parts, *(name for name in ("bias", "depth_first") if getattr(self, name))]
+        )
 
 
 SMALL = MatmulConfig("triton", "sm", 64, 64, 32, num_stages=3, num_warps=4)
@@ -74,13 +89,18 @@ TRITON_CASES = (
 
 
 def tuned_cases() -> list[Case]:
-    """The tuned table, once for each Hopper kernel that differs: slices and teams are arguments, not code."""
+    """The tuned table, once for each Hopper kernel that differs: slices and teams are arguments,
+    not code."""
 
     def case(entry: Entry) -> Case:
         rows = 32 if -(-entry.rows // WORLD_SIZE) < entry.config.tile_m else 256
         return Case(replace(entry.config, num_slices=2, team=1), rows, bias=True)
 
-    cases = [case(entry) for entry in tuned_entries("matmul_reduce_scatter") if entry.config.kernel == "hopper"]
+    cases = [
+        case(entry)
+        for entry in tuned_entries("matmul_reduce_scatter")
+        if entry.config.kernel == "hopper"
+    ]
     copied = [case for case in cases if not case.push]
     odd = [replace(case, cols=COLS - 4) for case in dict.fromkeys(copied)]
     turned = replace(copied[0], depth_first=True)  # as backward runs it
@@ -93,16 +113,22 @@ HOPPER_CASES = tuned_cases()
 @functools.cache
 def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     c, dtype = case.config, torch.bfloat16
-    schedule = scatter_schedule_for(Problem(WORLD_SIZE, case.rows, case.cols, DEPTH, 2, ""), c, RANK, H200)
+    schedule = scatter_schedule_for(
+        Problem(WORLD_SIZE, case.rows, case.cols, DEPTH, 2, ""), c, RANK, H200
+    )
     peers = endpoint(schedule.slot_elements, dtype)
     rows = WORLD_SIZE * case.rows
     x, w = torch.empty(rows, DEPTH, dtype=dtype), weight(case.cols, DEPTH, dtype, case.depth_first)
     out = torch.empty(case.rows, case.cols, dtype=dtype)
     bias = torch.empty(case.cols, dtype=dtype) if case.bias else None
-    staging = None if case.push else torch.empty((WORLD_SIZE - 1) * schedule.place_elements, dtype=dtype)
+    staging = (
+        None if case.push else torch.empty((WORLD_SIZE - 1) * schedule.place_elements, dtype=dtype)
+    )
     if c.kernel == "hopper":
         whole = fits(out)
-        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(peers, schedule, c, dtype, DEPTH, w.stride(), whole)
+        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(
+            peers, schedule, c, dtype, DEPTH, w.stride(), whole
+        )
     else:
         launcher = plain.Launcher(peers, schedule, c)
     return compile_one(lambda: launcher(x, w, bias, out, staging, 0), target)
@@ -113,7 +139,8 @@ def compile_one_shot(norm: bool, target: str = "sm_90") -> Compiled:
     """As measured best for few rows; with everything behind the sum, or with nothing."""
     config = next(e.config for e in tuned_entries("matmul_all_reduce") if e.config.shots == 1)
     if target not in ("sm_90", "sm_100"):
-        config = replace(config, num_stages=2)  # their shared memory has no room for Hopper's stages
+        # their shared memory has no room for Hopper's stages
+        config = replace(config, num_stages=2)
     dtype = torch.bfloat16
     x, w = torch.empty(4, DEPTH, dtype=dtype), torch.empty(COLS, DEPTH, dtype=dtype)
     out = torch.empty(4, COLS, dtype=dtype)
@@ -121,7 +148,9 @@ def compile_one_shot(norm: bool, target: str = "sm_90") -> Compiled:
     peers = endpoint(WORLD_SIZE * config.tile_m * COLS, dtype)
     launcher = one_shot.Launcher(peers, WORLD_SIZE, RANK, COLS, config)
     extras = (vector, torch.empty_like(out), vector, 1e-6, out, torch.empty_like(out))
-    return compile_one(lambda: launcher(x, w, *(extras if norm else (None, None, None, 0.0, out, None))), target)
+    return compile_one(
+        lambda: launcher(x, w, *(extras if norm else (None, None, None, 0.0, out, None))), target
+    )
 
 
 @functools.cache
@@ -141,7 +170,9 @@ def compile_exchange(reduce: bool, gather: bool, target: str = "sm_90") -> Compi
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("reduce", "gather"), [(True, False), (False, True), (True, True), (False, False)], ids=["rs", "ag", "ar", "a2a"]
+    ("reduce", "gather"),
+    [(True, False), (False, True), (True, True), (False, False)],
+    ids=["rs", "ag", "ar", "a2a"],
 )
 def test_the_exchange_fits_every_target(reduce: bool, gather: bool, target: str) -> None:
     compiled = compile_exchange(reduce, gather, target)
@@ -188,48 +219,75 @@ def loads_of(compiled: Compiled, name: str) -> list[Instruction]:
     """Loads whose address comes from a parameter."""
     origin = (compiled.params.index(name), 0)
     functions = parse(str(compiled.ptx))
-    return [ins for f in functions for ins in f.instructions if ins.parts[0] == "ld" and origin in f.origin(ins)]
+    return [
+        ins
+        for f in functions
+        for ins in f.instructions
+        if ins.parts[0] == "ld" and origin in f.origin(ins)
+    ]
 
 
 def branches_behind_clocks(ptx: str) -> list[int]:
     """For each look at the clock: conditional branches up to the next barrier."""
     behind = [ptx[look.end() :] for look in re.finditer("%globaltimer", ptx)]
-    return [len(re.findall(r"@!?%p\d+\s+bra", re.split(r"\bbar(?:rier)?\.sync", text)[0])) for text in behind]
+    return [
+        len(re.findall(r"@!?%p\d+\s+bra", re.split(r"\bbar(?:rier)?\.sync", text)[0]))
+        for text in behind
+    ]
 
 
 def check_marked(compiled: Compiled, receivers: int, waits: int = 0) -> None:
-    """Pushed in words, polled with volatile loads, and every signal (of a report, of a count) behind its barrier.
+    """Pushed in words, polled with volatile loads, and every signal (of a report, of a count)
+    behind its barrier.
 
-    Polls meet at a barrier: no thread may leave them by its own clock. ``waits``: those for signals, which have none.
+    Polls meet at a barrier: no thread may leave them by its own clock. ``waits``: those for
+    signals, which have none.
     """
     branches = branches_behind_clocks(str(compiled.ptx))
-    assert len(branches) - 3 * waits == 2 * branches.count(0) > 0, f"a clock decides before threads agree: {branches}"
+    assert len(branches) - 3 * waits == 2 * branches.count(0) > 0, (
+        f"a clock decides before threads agree: {branches}"
+    )
     stores = list(writes_to_peers(compiled, "slot_table"))
     assert stores and len(stores) % receivers == 0, f"{len(stores)} stores to {receivers} peers"
     assert {ins.opcode for ins in stores if not WORDS.fullmatch(ins.opcode)} == set()
     loads = loads_of(compiled, "slots")
     assert loads and [ins.text for ins in loads if not ins.has("volatile")] == []
-    # Marked data is no signal's affair: what is checked here are the stores of a report, and of parts of a tile.
+    # Marked data is no signal's affair: what is checked here are the stores of a report, and of
+    # parts of a tile.
     assert operations(compiled, guarded=()).signals
-    assert [str(v) for v in lint(compiled, rules=[STORE_BEFORE_SIGNAL], guarded=(), scopes=["sys", "gpu"])] == []
+    assert [
+        str(v)
+        for v in lint(compiled, rules=[STORE_BEFORE_SIGNAL], guarded=(), scopes=["sys", "gpu"])
+    ] == []
 
 
 def check_counted(compiled: Compiled) -> None:
-    """Beside copy engines: tiles are counted in behind their stores, and what came is read behind the wait for it."""
+    """Beside copy engines: tiles are counted in behind their stores, and what came is read behind
+    the wait for it."""
     arrived = [name for name in ("slot0_desc", "slot1_desc", "slots") if name in compiled.params]
-    kept = [name for name in ("out_desc",) if name in compiled.params]  # read when the kernel has ended
+    # read when the kernel has ended
+    kept = [name for name in ("out_desc",) if name in compiled.params]
     seen = operations(compiled, guarded=arrived, unsignalled=kept)
     assert len(seen.waits) >= 3, "to meet, for a chunk, and for the copy engine"
-    assert len(seen.signals) >= 2 + len(seen.waits), "a meeting's, the count, and a report for each wait"
+    assert len(seen.signals) >= 2 + len(seen.waits), (
+        "a meeting's, the count, and a report for each wait"
+    )
     assert len(list(writes_to_peers(compiled, "signal_table"))) == 1, "a meeting's"
     assert seen.guarded_loads
-    assert list(writes_to_peers(compiled, "slot_table")) == [], "the copy engine writes to peers, the kernel does not"
+    assert list(writes_to_peers(compiled, "slot_table")) == [], (
+        "the copy engine writes to peers, the kernel does not"
+    )
     assert [str(v) for v in lint(compiled, guarded=arrived, unsignalled=kept)] == []
 
 
 def one_of_a_kind(cases: list[Case]) -> list[Case]:
-    """The smallest case for each path through the kernel: tile sizes change how often instructions stand there, not which."""
-    large_first = sorted(cases, key=lambda c: (c.config.tile_m * c.config.tile_n, not c.config.split_tail), reverse=True)
+    """The smallest case for each path through the kernel: tile sizes change how often instructions
+    stand there, not which."""
+    large_first = sorted(
+        cases,
+        key=lambda c: (c.config.tile_m * c.config.tile_n, not c.config.split_tail),
+        reverse=True,
+    )
     return list({(c.push, c.rows < c.config.tile_m, c.cols): c for c in large_first}.values())
 
 
@@ -250,19 +308,31 @@ def test_the_protocol_is_all_there_and_in_order(case: Case, target: str) -> None
 def test_the_one_shot_kernel_keeps_the_protocol(norm: bool, target: str) -> None:
     compiled = compile_one_shot(norm, target)
     check_marked(compiled, WORLD_SIZE, waits=1)
-    assert len(operations(compiled, guarded=(), scopes=["sys"]).waits) == 1, "of the norm programs, for all tiles"
+    assert len(operations(compiled, guarded=(), scopes=["sys"]).waits) == 1, (
+        "of the norm programs, for all tiles"
+    )
 
 
 def test_the_checks_would_notice() -> None:
     pushed, copied = HOPPER_CASES[0], next(case for case in HOPPER_CASES if not case.push)
     ptx = str(compile_case(pushed).ptx)
-    for wrong in (ptx.replace("st.global.b32", "st.global.b16"), ptx.replace("ld.volatile.global", "ld.global")):
+    for wrong in (
+        ptx.replace("st.global.b32", "st.global.b16"),
+        ptx.replace("ld.volatile.global", "ld.global"),
+    ):
         with pytest.raises(AssertionError):
             check_marked(replace(compile_case(pushed), ptx=wrong), 1)
     compiled = compile_case(copied)
-    for rule, taken in ((STORE_BEFORE_SIGNAL, "cp.async.bulk.wait_group 0;"), (PROXY_FENCE, "fence.proxy.async.global;")):
+    for rule, taken in (
+        (STORE_BEFORE_SIGNAL, "cp.async.bulk.wait_group 0;"),
+        (PROXY_FENCE, "fence.proxy.async.global;"),
+    ):
         wrong, count = re.subn(re.escape(taken), "", str(compiled.ptx))
-        found = lint(replace(compiled, ptx=wrong), guarded=["slot0_desc", "slot1_desc"], unsignalled=["out_desc"])
+        found = lint(
+            replace(compiled, ptx=wrong),
+            guarded=["slot0_desc", "slot1_desc"],
+            unsignalled=["out_desc"],
+        )
         assert count and rule in {violation.rule for violation in found}
 
 
@@ -272,11 +342,16 @@ def test_the_checks_would_notice() -> None:
 @pytest.mark.parametrize("push", [True, False], ids=["sm", "copy_engine"])
 def test_what_tma_cannot_reach_takes_the_triton_kernel(push: bool) -> None:
     config = next(case.config for case in HOPPER_CASES if case.push == push)
-    schedule = scatter_schedule_for(Problem(WORLD_SIZE, 256, COLS, DEPTH, 2, ""), config, RANK, H200)
+    schedule = scatter_schedule_for(
+        Problem(WORLD_SIZE, 256, COLS, DEPTH, 2, ""), config, RANK, H200
+    )
     peers = endpoint(schedule.slot_elements, torch.bfloat16)
     copies = () if push else ((), ())
     call = _FusedCall(None, peers, schedule, config, copies, 0, {})  # type: ignore[arg-type] - launches nothing
-    x, w, out = (torch.empty(rows, cols, dtype=torch.bfloat16) for rows, cols in ((1024, DEPTH), (COLS, DEPTH), (256, COLS)))
+    x, w, out = (
+        torch.empty(rows, cols, dtype=torch.bfloat16)
+        for rows, cols in ((1024, DEPTH), (COLS, DEPTH), (256, COLS))
+    )
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         """The same, 2 bytes off a 16-byte boundary."""
@@ -286,5 +361,9 @@ def test_what_tma_cannot_reach_takes_the_triton_kernel(push: bool) -> None:
     assert isinstance(call.launcher(moved(x), w, out), plain.Launcher)
     assert isinstance(call.launcher(x, moved(w), out), plain.Launcher)
     whole, parts = call.launcher(x, w, out), call.launcher(x, w, moved(out))
-    assert isinstance(whole, hopper.Launcher) and isinstance(parts, hopper.Launcher), "each choice is kept under its own key"
-    assert whole.whole and parts.whole == push, "what no TMA can store is stored by the warps that multiply"
+    assert isinstance(whole, hopper.Launcher) and isinstance(parts, hopper.Launcher), (
+        "each choice is kept under its own key"
+    )
+    assert whole.whole and parts.whole == push, (
+        "what no TMA can store is stored by the warps that multiply"
+    )

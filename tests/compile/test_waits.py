@@ -1,4 +1,5 @@
-"""A wait has one barrier, which all warps reach: each polls by itself, so they may be told different things."""
+"""A wait has one barrier, which all warps reach: each polls by itself, so they may be told
+different things."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def hopper_waiting_kernel(signals, control, report, epoch, COUNT: gl.constexpr):
 
 @pytest.mark.parametrize("count", [1, 32])
 @pytest.mark.parametrize("kernel", [waiting_kernel, hopper_waiting_kernel], ids=["triton", "gluon"])
-def test_warps_that_run_out_of_time_meet_at_no_barrier(kernel: triton.JITFunction, count: int) -> None:
+def test_warps_that_run_out_of_time_meet_at_no_barrier(
+    kernel: triton.JITFunction, count: int
+) -> None:
     words = torch.zeros(64, dtype=torch.int32)
     ptx = str(compile_kernel(kernel, (1,), words, words, words, 5, count, num_warps=8).ptx)
     first, last = ptx.index("ld.volatile"), ptx.index("fence.acquire")

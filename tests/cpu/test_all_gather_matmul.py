@@ -1,4 +1,5 @@
-"""all_gather_matmul in worlds of processes: the real kernel, interpreted, over shared host memory."""
+"""all_gather_matmul in worlds of processes: the real kernel, interpreted, over shared host
+memory."""
 
 from __future__ import annotations
 
@@ -19,9 +20,13 @@ from tileweave.planning.matmul import MatmulConfig
 from tileweave.transport.interface import TIMEOUT_US
 
 SM = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
-COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
+COPY_ENGINE = MatmulConfig(
+    "triton", "copy_engine", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1
+)
 
-transports = pytest.mark.parametrize("config", [SM, COPY_ENGINE], ids=lambda config: config.transport)
+transports = pytest.mark.parametrize(
+    "config", [SM, COPY_ENGINE], ids=lambda config: config.transport
+)
 PROGRAMS = 5  # one program does all tiles whole; five leave tiles over, which are cut along K
 
 SHAPES = {
@@ -41,26 +46,38 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def cases_of(shape: tuple[int, int, int]) -> list[Case]:
-    return [Case(*shape, "float32", bias=True, gathered=True), Case(*shape, "float16", integers=True)]
+    return [
+        Case(*shape, "float32", bias=True, gathered=True),
+        Case(*shape, "float16", integers=True),
+    ]
 
 
 @transports
 @pytest.mark.parametrize("size", [2, 4])
 @shapes
-def test_parity(worlds: Worlds, size: int, config: MatmulConfig, shape: tuple[int, int, int]) -> None:
+def test_parity(
+    worlds: Worlds, size: int, config: MatmulConfig, shape: tuple[int, int, int]
+) -> None:
     worlds("gloo", size).run(parity.parity, cases_of(shape), config, PROGRAMS)
 
 
 @transports
 @shapes
-def test_parity_by_one_program(worlds: Worlds, config: MatmulConfig, shape: tuple[int, int, int]) -> None:
+def test_parity_by_one_program(
+    worlds: Worlds, config: MatmulConfig, shape: tuple[int, int, int]
+) -> None:
     worlds("gloo", 3).run(parity.parity, cases_of(shape), config)
 
 
 @transports
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_dtypes(world: World, config: MatmulConfig, dtype: str) -> None:
-    world.run(parity.parity, [Case(9, 33, 50, dtype, bias=True), Case(18, 9, 90, dtype, integers=True)], config, 3)
+    world.run(
+        parity.parity,
+        [Case(9, 33, 50, dtype, bias=True), Case(18, 9, 90, dtype, integers=True)],
+        config,
+        3,
+    )
 
 
 LIBRARY = MatmulConfig("library", "sm", 16, 32, 64, 1, 4)
@@ -68,9 +85,15 @@ BY_SHARDS = MatmulConfig("library", "copy_engine", 16, 32, 64, 1, 4)
 OTHERS = {
     "library": LIBRARY,
     "by_shards": BY_SHARDS,
-    "one_slice": MatmulConfig("triton", "sm", 32, 64, 64, 1, 4, group_m=8, num_slices=1, num_producers=1),
-    "all_slices": MatmulConfig("triton", "sm", 64, 16, 32, 1, 4, group_m=1, num_slices=32, num_producers=1),
-    "no_split": MatmulConfig("triton", "copy_engine", 16, 32, 128, 1, 4, group_m=3, split_tail=False),
+    "one_slice": MatmulConfig(
+        "triton", "sm", 32, 64, 64, 1, 4, group_m=8, num_slices=1, num_producers=1
+    ),
+    "all_slices": MatmulConfig(
+        "triton", "sm", 64, 16, 32, 1, 4, group_m=1, num_slices=32, num_producers=1
+    ),
+    "no_split": MatmulConfig(
+        "triton", "copy_engine", 16, 32, 128, 1, 4, group_m=3, split_tail=False
+    ),
     "bands": replace(COPY_ENGINE, band_sources=2, cut_bands=True),
     "teams": replace(COPY_ENGINE, band_sources=8, team=2),
     "own_anywhere": replace(COPY_ENGINE, band_sources=2, cut_bands=True, team=2, own_first=False),
@@ -80,15 +103,28 @@ OTHERS = {
 
 @pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
 def test_other_configurations(worlds: Worlds, config: MatmulConfig) -> None:
-    worlds("gloo", 4).run(parity.parity, [Case(20, 40, 150, gathered=True, bias=True), Case(2, 5, 200)], config, 4)
+    worlds("gloo", 4).run(
+        parity.parity, [Case(20, 40, 150, gathered=True, bias=True), Case(2, 5, 200)], config, 4
+    )
 
 
 # --- Time: late ranks, ranks that run ahead, long runs ---
 
 
-# Rows, columns, K and what comes along change from call to call; a shard of 7200 elements goes in four slices.
-PUSHED = [Case(5, 17, 24), Case(1, 20, 33), Case(12, 9, 600, gathered=True), Case(18, 7, 20, bias=True)]
-COPIED = [Case(16, 17, 24), Case(17, 20, 33), Case(20, 9, 50, gathered=True), Case(18, 7, 20, bias=True)]
+# Rows, columns, K and what comes along change from call to call; a shard of 7200 elements goes in
+# four slices.
+PUSHED = [
+    Case(5, 17, 24),
+    Case(1, 20, 33),
+    Case(12, 9, 600, gathered=True),
+    Case(18, 7, 20, bias=True),
+]
+COPIED = [
+    Case(16, 17, 24),
+    Case(17, 20, 33),
+    Case(20, 9, 50, gathered=True),
+    Case(18, 7, 20, bias=True),
+]
 
 
 @pytest.mark.parametrize(
@@ -101,18 +137,25 @@ COPIED = [Case(16, 17, 24), Case(17, 20, 33), Case(20, 9, 50, gathered=True), Ca
     ],
     ids=["sm", "copy_engine", "library", "by_shards"],
 )
-def test_many_calls_with_late_ranks(world: World, config: MatmulConfig, cases: list[Case], stall: object) -> None:
+def test_many_calls_with_late_ranks(
+    world: World, config: MatmulConfig, cases: list[Case], stall: object
+) -> None:
     count = {2: 20, 3: 12, 4: 8}[world.size]
     world.run(parity.many_calls, cases, replace(config, tile_k=64), count, 0.004, 2, stall)
 
 
 @pytest.mark.parametrize("config", [COPY_ENGINE, BY_SHARDS], ids=lambda config: config.kernel)
 def test_a_slow_copy_engine(world: World, config: MatmulConfig) -> None:
-    """Copies that take much longer than the kernel: it must not move the epoch that they still have to send."""
-    world.run(parity.many_calls, [Case(1, 3, 16), Case(2, 5, 16)], config, 10, 0.1, None, slow_copies)
+    """Copies that take much longer than the kernel: it must not move the epoch that they still have
+    to send."""
+    world.run(
+        parity.many_calls, [Case(1, 3, 16), Case(2, 5, 16)], config, 10, 0.1, None, slow_copies
+    )
 
 
-@pytest.mark.parametrize("config", [SM, COPY_ENGINE, BY_SHARDS], ids=lambda config: f"{config.kernel}-{config.transport}")
+@pytest.mark.parametrize(
+    "config", [SM, COPY_ENGINE, BY_SHARDS], ids=lambda config: f"{config.kernel}-{config.transport}"
+)
 def test_the_epoch_wraps_around(world: World, config: MatmulConfig) -> None:
     world.run(parity.calls_around_the_wrap, Case(18, 20, 40), config)
 
@@ -122,7 +165,9 @@ def test_the_epoch_wraps_around(world: World, config: MatmulConfig) -> None:
 
 @transports
 @pytest.mark.parametrize(("size", "members"), [(3, [0, 1]), (4, [0, 1]), (4, [1, 3])])
-def test_two_groups_at_once(worlds: Worlds, config: MatmulConfig, size: int, members: list[int]) -> None:
+def test_two_groups_at_once(
+    worlds: Worlds, config: MatmulConfig, size: int, members: list[int]
+) -> None:
     worlds("gloo", size).run(parity.two_groups, members, Case(7, 18, 40, bias=True), config, 7)
 
 
@@ -176,7 +221,9 @@ def test_weight_in_a_larger_tensor(world: World) -> None:
 
 def differentiated(dtype: str) -> list[Case]:
     given = ((7, True, False), (20, False, False), (7, True, True), (20, False, True))
-    return [Case(rows, 18, 40, dtype, bias=bias, gathered=gathered) for rows, bias, gathered in given]
+    return [
+        Case(rows, 18, 40, dtype, bias=bias, gathered=gathered) for rows, bias, gathered in given
+    ]
 
 
 def test_gradients(world: World) -> None:
@@ -189,20 +236,29 @@ def test_gradients_in_half_precision(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("wanted", ["x", "w", "b", "xb", "wb"])
 def test_gradients_of_some(worlds: Worlds, wanted: str) -> None:
-    worlds("gloo", 3).run(backward.gradients, [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)], wanted)
+    worlds("gloo", 3).run(
+        backward.gradients,
+        [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)],
+        wanted,
+    )
 
 
 def test_gradients_in_a_group_of_one(worlds: Worlds) -> None:
-    worlds("gloo", 1).run(backward.gradients, [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)])
+    worlds("gloo", 1).run(
+        backward.gradients, [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)]
+    )
 
 
 def test_what_backward_sends(world: World) -> None:
-    """The shard, and x is gathered again, by copy engines beside a fused dual; or the gathered input, and only gx is sent."""
+    """The shard, and x is gathered again, by copy engines beside a fused dual; or the gathered
+    input, and only gx is sent."""
     case = Case(7, 18, 40, bias=True)
     fused = has_kernel(RS)
     sums, gathers = ({}, {}) if fused else ({"begin_reduce_scatter": 1}, {"begin_all_gather": 1})
     world.run(backward.what_backward_sends, case, {**gathers, **sums}, 7 * 40)
-    world.run(backward.what_backward_sends, replace(case, gathered=True), sums, 7 * 40 * (1 + world.size))
+    world.run(
+        backward.what_backward_sends, replace(case, gathered=True), sums, 7 * 40 * (1 + world.size)
+    )
 
 
 def gathers_without_rank_0(me: Member, by_shards: bool) -> None:
@@ -214,7 +270,9 @@ def gathers_without_rank_0(me: Member, by_shards: bool) -> None:
         if not by_shards:
             return begin_gather(mine, name).wait()
         gathered = torch.empty(3 * me.world_size, 8)
-        multiply_shards(mine, torch.ones(2, 8), None, torch.empty(3 * me.world_size, 2), gathered, name)
+        multiply_shards(
+            mine, torch.ones(2, 8), None, torch.empty(3 * me.world_size, 2), gathered, name
+        )
         return gathered
 
     for scale in (1, 2):
@@ -235,7 +293,9 @@ def test_a_gather_beside_says_who_is_missing(worlds: Worlds, by_shards: bool) ->
 
 
 def test_gradients_through_one_result(worlds: Worlds) -> None:
-    worlds("gloo", 3).run(backward.gradients_through_one_result, Case(7, 18, 40, bias=True, gathered=True))
+    worlds("gloo", 3).run(
+        backward.gradients_through_one_result, Case(7, 18, 40, bias=True, gathered=True)
+    )
 
 
 def test_the_same_bits(worlds: Worlds) -> None:
@@ -249,7 +309,9 @@ def test_compiled_gradients(worlds: Worlds, backend: str) -> None:
 
 
 def test_compiled_with_changing_rows(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(behaviour.compiled_with_changing_rows, Case(7, 18, 40, bias=True), "aot_eager")
+    worlds("gloo", 2).run(
+        behaviour.compiled_with_changing_rows, Case(7, 18, 40, bias=True), "aot_eager"
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2])

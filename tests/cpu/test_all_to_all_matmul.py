@@ -1,4 +1,5 @@
-"""all_to_all_matmul: what its dual cannot get wrong; the rest of its tests stand in ``test_matmul_all_to_all.py``."""
+"""all_to_all_matmul: what its dual cannot get wrong; the rest of its tests stand in
+``test_matmul_all_to_all.py``."""
 
 from __future__ import annotations
 
@@ -16,29 +17,55 @@ from tileweave.planning.matmul import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
 
 
-def kept(me: Member, how: tuple[int, int], config: MatmulConfig, scale: int = 1, dtype: str = "float32") -> None:
-    """The kernel hands back the exchanged x, which wgrad needs, bit by bit; tiles span sources where there are few rows."""
+def kept(
+    me: Member, how: tuple[int, int], config: MatmulConfig, scale: int = 1, dtype: str = "float32"
+) -> None:
+    """The kernel hands back the exchanged x, which wgrad needs, bit by bit; tiles span sources
+    where there are few rows."""
     exchange, group = Exchange(*how), dist.group.WORLD
     for number, rows in enumerate((20 * scale, 3 * scale)):
         if config.transport == "copy_engine" and rows < config.tile_m and how[1] == 0:
             continue
         cols, depth = (9, 20) if scale == 1 else (136, 192)
-        call = prepare(Case(rows, cols, depth, dtype, op=IN, how=how, bias=True), me.rank, me.world_size, me.device, number)
+        call = prepare(
+            Case(rows, cols, depth, dtype, op=IN, how=how, bias=True),
+            me.rank,
+            me.world_size,
+            me.device,
+            number,
+        )
         want = reference.exchange(call.x, exchange, group)
         got = torch.full_like(want, float("nan"))
-        run_fused(call.x, call.w, call.bias, call.out, got, name_of(group), Plan("fused", "", config), how=exchange)
+        run_fused(
+            call.x,
+            call.w,
+            call.bias,
+            call.out,
+            got,
+            name_of(group),
+            Plan("fused", "", config),
+            how=exchange,
+        )
         call.verify(f"rank {me.rank}, {how}, {rows} rows")
         assert torch.equal(got, want), f"rank {me.rank}, {how}, {rows} rows: another exchanged x"
 
 
 @pytest.mark.parametrize("transport", ["sm", "copy_engine"])
-@pytest.mark.parametrize("how", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=lambda how: f"{how[0]}{how[1]}")
+@pytest.mark.parametrize(
+    "how", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=lambda how: f"{how[0]}{how[1]}"
+)
 def test_the_exchanged_input(worlds: Worlds, how: tuple[int, int], transport: str) -> None:
-    config = MatmulConfig("triton", transport, 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
+    config = MatmulConfig(
+        "triton", transport, 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1
+    )
     worlds("gloo", 3).run(kept, how, config)
 
 
 def test_parts_that_do_not_fill_a_k_block(worlds: Worlds) -> None:
     """K blocks end where a source's part ends, and not where K does."""
     config = MatmulConfig("triton", "sm", 16, 32, 32, 1, 4, num_slices=4, num_producers=1)
-    worlds("gloo", 3).run(parity.parity, [Case(5, 17, 20, op=IN, how=(0, 1)), Case(5, 17, 33, op=IN, how=(1, 1))], config)
+    worlds("gloo", 3).run(
+        parity.parity,
+        [Case(5, 17, 20, op=IN, how=(0, 1)), Case(5, 17, 33, op=IN, how=(1, 1))],
+        config,
+    )

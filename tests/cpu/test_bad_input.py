@@ -1,4 +1,5 @@
-"""What does not fit raises and says so; what never comes times out; what dies leaves nothing behind."""
+"""What does not fit raises and says so; what never comes times out; what dies leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -26,8 +27,12 @@ SECONDS = 2.0  # TILEWEAVE_TIMEOUT of the worlds that end in a time-out
 SLACK = 2.0
 CASE = Case(18, 18, 40, bias=True)
 SM = MatmulConfig("triton", "sm", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
-COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
-transports = pytest.mark.parametrize("config", [SM, COPY_ENGINE], ids=lambda config: config.transport)
+COPY_ENGINE = MatmulConfig(
+    "triton", "copy_engine", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1
+)
+transports = pytest.mark.parametrize(
+    "config", [SM, COPY_ENGINE], ids=lambda config: config.transport
+)
 
 
 # --- Wrong on one rank: raised there, before anything is sent ---
@@ -53,56 +58,110 @@ def into_input(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, size
 
 
 WRONG: dict[str, tuple[Call, str]] = {
-    "x_and_w_differ_in_dtype": (lambda size: tw.all_gather_matmul(x().half(), w()), "float16.*float32"),
-    "bias_differs_in_dtype": (lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(N).half()), "float16"),
-    "out_differs_in_dtype": (lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(size * M, N).half()), "dtype"),
+    "x_and_w_differ_in_dtype": (
+        lambda size: tw.all_gather_matmul(x().half(), w()),
+        "float16.*float32",
+    ),
+    "bias_differs_in_dtype": (
+        lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(N).half()),
+        "float16",
+    ),
+    "out_differs_in_dtype": (
+        lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(size * M, N).half()),
+        "dtype",
+    ),
     "float64": (lambda size: tw.all_gather_matmul(x().double(), w().double()), "float64.*float16"),
     "int32": (lambda size: tw.all_gather_matmul(x().int(), w().int()), "int32"),
     "complex": (lambda size: tw.all_gather_matmul(x().cfloat(), w().cfloat()), "complex64"),
     "k_differs": (lambda size: tw.all_gather_matmul(x(), torch.zeros(N, K + 1)), "4, 8.*6, 9"),
-    "w_is_transposed": (lambda size: tw.all_gather_matmul(x(), torch.zeros(K, N)), r"Linear layout \[n, K\]"),
+    "w_is_transposed": (
+        lambda size: tw.all_gather_matmul(x(), torch.zeros(K, N)),
+        r"Linear layout \[n, K\]",
+    ),
     "x_has_one_dimension": (lambda size: tw.all_gather_matmul(torch.zeros(K), w()), "(8,)"),
     "w_has_one_dimension": (lambda size: tw.all_gather_matmul(x(), torch.zeros(K)), "(8,)"),
-    "w_has_three_dimensions": (lambda size: tw.all_gather_matmul(x(), torch.zeros(1, N, K)), "1, 6, 8"),
-    "x_is_transposed": (lambda size: tw.all_gather_matmul(torch.zeros(K, M).t(), w()), "contiguous"),
-    "x_is_a_slice": (lambda size: tw.all_gather_matmul(torch.zeros(M, 2 * K)[:, :K], w()), "contiguous"),
+    "w_has_three_dimensions": (
+        lambda size: tw.all_gather_matmul(x(), torch.zeros(1, N, K)),
+        "1, 6, 8",
+    ),
+    "x_is_transposed": (
+        lambda size: tw.all_gather_matmul(torch.zeros(K, M).t(), w()),
+        "contiguous",
+    ),
+    "x_is_a_slice": (
+        lambda size: tw.all_gather_matmul(torch.zeros(M, 2 * K)[:, :K], w()),
+        "contiguous",
+    ),
     "x_with_three_dimensions_is_a_slice": (
         lambda size: tw.all_gather_matmul(torch.zeros(M, 3, 2 * K)[..., :K], w()),
         "contiguous",
     ),
-    "rows_of_w_are_strided": (lambda size: tw.all_gather_matmul(x(), torch.zeros(N, 2 * K)[:, ::2]), "contiguous"),
+    "rows_of_w_are_strided": (
+        lambda size: tw.all_gather_matmul(x(), torch.zeros(N, 2 * K)[:, ::2]),
+        "contiguous",
+    ),
     "bias_is_too_long": (lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(N + 1)), "7,.*6,"),
-    "bias_has_two_dimensions": (lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(1, N)), "1, 6"),
-    "bias_is_strided": (lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(2 * N)[::2]), "contiguous"),
-    "out_is_not_gathered": (lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(M, N)), "out"),
-    "out_is_flat": (lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(size * M * N)), "out"),
+    "bias_has_two_dimensions": (
+        lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(1, N)),
+        "1, 6",
+    ),
+    "bias_is_strided": (
+        lambda size: tw.all_gather_matmul(x(), w(), torch.zeros(2 * N)[::2]),
+        "contiguous",
+    ),
+    "out_is_not_gathered": (
+        lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(M, N)),
+        "out",
+    ),
+    "out_is_flat": (
+        lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(size * M * N)),
+        "out",
+    ),
     "out_is_a_scalar": (lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(())), "out"),
-    "out_is_strided": (lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(N, size * M).t()), "contiguous"),
+    "out_is_strided": (
+        lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(N, size * M).t()),
+        "contiguous",
+    ),
     "x_with_three_dimensions_is_permuted": (
         lambda size: tw.all_gather_matmul(torch.zeros(3, M, K).transpose(0, 1), w()),
         "contiguous",
     ),
     "out_with_three_dimensions_is_permuted": (
-        lambda size: tw.all_gather_matmul(torch.zeros(M, 3, K), w(), out=torch.zeros(3, size * M, N).transpose(0, 1)),
+        lambda size: tw.all_gather_matmul(
+            torch.zeros(M, 3, K), w(), out=torch.zeros(3, size * M, N).transpose(0, 1)
+        ),
         "contiguous",
     ),
     "out_lost_a_dimension": (
-        lambda size: tw.all_gather_matmul(torch.zeros(M, 3, K), w(), out=torch.zeros(size * M * 3, N)),
+        lambda size: tw.all_gather_matmul(
+            torch.zeros(M, 3, K), w(), out=torch.zeros(size * M * 3, N)
+        ),
         "out",
     ),
-    "out_is_x": (lambda size: into_input(shared[: M * K].view(M, K), w(), None, size), "memory of its own"),
-    "out_is_w": (lambda size: into_input(x(), shared[-N * K :].view(N, K), None, size), "memory of its own"),
+    "out_is_x": (
+        lambda size: into_input(shared[: M * K].view(M, K), w(), None, size),
+        "memory of its own",
+    ),
+    "out_is_w": (
+        lambda size: into_input(x(), shared[-N * K :].view(N, K), None, size),
+        "memory of its own",
+    ),
     "out_is_bias": (lambda size: into_input(x(), w(), shared[-N:], size), "memory of its own"),
     "out_and_gathered": (
-        lambda size: tw.all_gather_matmul(x(), w(), out=torch.zeros(size * M, N), return_gathered=True),
+        lambda size: tw.all_gather_matmul(
+            x(), w(), out=torch.zeros(size * M, N), return_gathered=True
+        ),
         "return_gathered",
     ),
     "out_and_gradients": (
         lambda size: tw.all_gather_matmul(x(), w().requires_grad_(), out=torch.zeros(size * M, N)),
         "grad",
     ),
-    "no_such_group": (lambda size: tw.all_gather_matmul(x(), w(), group="no such group"), "no such group"),
-}  # fmt: skip
+    "no_such_group": (
+        lambda size: tw.all_gather_matmul(x(), w(), group="no such group"),
+        "no such group",
+    ),
+}
 
 
 def ask(me: Member, name: str) -> str:
@@ -139,7 +198,8 @@ def test_a_group_this_rank_is_not_in(worlds: Worlds) -> None:
 
 
 def still_usable(me: Member) -> None:
-    """Errors that all ranks have leave nothing half done; those of one alone are told (``test_call_breaks_off.py``)."""
+    """Errors that all ranks have leave nothing half done; those of one alone are told
+    (``test_call_breaks_off.py``)."""
     for name in ("k_differs", "out_is_strided", "float64"):
         ask(me, name)
     behind = prepare(CASE, me.rank, me.world_size, me.device, 1)
@@ -186,7 +246,8 @@ ROWS = {AG: 2 * M, RS: M // 2}  # of a result of two ranks; of others M
 WAYS: dict[str, dict[str, int]] = {op: {"scatter_dim": 0, "gather_dim": 0} for op in (OUT, IN)}
 ONE_BUFFER = torch.zeros(256)
 
-BROKEN: dict[str, Callable[[bool, int], dict[str, torch.Tensor]]] = {  # by whether this rank is the odd one
+# by whether this rank is the odd one
+BROKEN: dict[str, Callable[[bool, int], dict[str, torch.Tensor]]] = {
     "x_is_a_slice": lambda odd, _: {"x": torch.zeros(M, 2 * K)[:, :K] if odd else x()},
     "x_of_three_dimensions_is_a_slice": lambda odd, _: {
         "x": torch.zeros(M, 3, 2 * K)[..., :K] if odd else torch.zeros(M, 3, K)
@@ -195,7 +256,9 @@ BROKEN: dict[str, Callable[[bool, int], dict[str, torch.Tensor]]] = {  # by whet
     "w_in_another_dtype": lambda odd, _: {"w": w().half() if odd else w()},
     "bias_is_strided": lambda odd, _: {"bias": torch.zeros(2 * N)[::2] if odd else torch.zeros(N)},
     "out_of_another_shape": lambda odd, rows: {"out": torch.zeros(rows + odd, N)},
-    "out_of_another_number_of_dimensions": lambda odd, rows: {"out": torch.zeros((1, rows, N)[1 - odd :])},
+    "out_of_another_number_of_dimensions": lambda odd, rows: {
+        "out": torch.zeros((1, rows, N)[1 - odd :])
+    },
     "out_in_the_storage_of_x": lambda odd, rows: {
         "x": ONE_BUFFER[: M * K].view(M, K) if odd else x(),
         "out": ONE_BUFFER[-rows * N :].view(rows, N),
@@ -209,11 +272,15 @@ def refuse_together(me: Member, op: str) -> dict[str, str]:
     with mock.patch.dict(os.environ, TILEWEAVE_DEBUG="1", TILEWEAVE_TIMEOUT="3"):
         for name, given in BROKEN.items():
             odd, rows = me.rank == 1, ROWS.get(op, M)
-            said[name] = refusal(getattr(tw, op), **{"x": x(), "w": w(), **WAYS.get(op, {}), **given(odd, rows)})
+            said[name] = refusal(
+                getattr(tw, op), **{"x": x(), "w": w(), **WAYS.get(op, {}), **given(odd, rows)}
+            )
             if "PeerTimeout" in said[name]:
                 tw.close()
             me.barrier()
-        assert not refusal(getattr(tw, op), torch.ones(M, K), torch.ones(N, K), **WAYS.get(op, {})), "behind all of them"
+        assert not refusal(
+            getattr(tw, op), torch.ones(M, K), torch.ones(N, K), **WAYS.get(op, {})
+        ), "behind all of them"
     return said
 
 
@@ -224,14 +291,21 @@ def test_all_raise_where_one_refuses(worlds: Worlds, op: str) -> None:
         assert own[name].startswith("InputError"), (name, own[name])
         assert other[name].startswith("RankMismatchError"), (name, other[name])
         assert "rank 1" in other[name] and "refused" in other[name], (name, other[name])
-        assert all(part in text for part in ("asked: ", "allowed: ", "remedy: ") for text in (own[name], other[name]))
+        assert all(
+            part in text
+            for part in ("asked: ", "allowed: ", "remedy: ")
+            for text in (own[name], other[name])
+        )
 
 
 # --- Peers that never come ---
 
 
-def call_after(me: Member, good_calls: int, absent: int, config: MatmulConfig | None, debug: bool) -> dict | None:
-    """Some good calls, then one that ``absent`` takes no part in. What the others see, and after how long."""
+def call_after(
+    me: Member, good_calls: int, absent: int, config: MatmulConfig | None, debug: bool
+) -> dict | None:
+    """Some good calls, then one that ``absent`` takes no part in. What the others see, and after
+    how long."""
     group = dist.group.WORLD
     for n in range(good_calls):
         call = prepare(CASE, me.rank, me.world_size, me.device, n)
@@ -261,7 +335,13 @@ def call_after(me: Member, good_calls: int, absent: int, config: MatmulConfig | 
     tw.close()
     tw.synchronize()
     error = caught.value
-    return {"taken": taken, "op": error.op, "rank": error.rank, "peer": error.peer, "lag": error.expected - error.seen}
+    return {
+        "taken": taken,
+        "op": error.op,
+        "rank": error.rank,
+        "peer": error.peer,
+        "lag": error.expected - error.seen,
+    }
 
 
 def check_timed_out(ends: list, absent: int) -> list[dict]:
@@ -278,7 +358,9 @@ def check_timed_out(ends: list, absent: int) -> list[dict]:
 @transports
 def test_a_peer_that_stops_calling(config: MatmulConfig) -> None:
     extra = {"TILEWEAVE_TIMEOUT": str(SECONDS)}
-    for seen in check_timed_out(one_shot("gloo", 3, call_after, 2, 1, config, False, extra=extra), 1):
+    for seen in check_timed_out(
+        one_shot("gloo", 3, call_after, 2, 1, config, False, extra=extra), 1
+    ):
         assert (seen["op"], seen["peer"], seen["lag"]) == ("all_gather_matmul", 1, 1)
         assert seen["taken"] >= SECONDS
 
@@ -294,7 +376,8 @@ def test_a_peer_that_never_calls(debug: bool) -> None:
 
 
 def die_inside(me: Member, victim: int, event: str, config: MatmulConfig) -> str | None:
-    """After two good calls ``victim`` is killed inside a call, at ``event``; the others must come to an end."""
+    """After two good calls ``victim`` is killed inside a call, at ``event``; the others must come
+    to an end."""
     from tileweave.device.interpreter.words import OBSERVERS
 
     group = dist.group.WORLD
@@ -302,9 +385,12 @@ def die_inside(me: Member, victim: int, event: str, config: MatmulConfig) -> str
         parity.run(prepare(CASE, me.rank, me.world_size, me.device, n), group, config)
     me.barrier()
     if me.rank == victim:
-        OBSERVERS.append(lambda seen, details: os.kill(os.getpid(), signal.SIGKILL) if seen == event else None)
+        OBSERVERS.append(
+            lambda seen, details: os.kill(os.getpid(), signal.SIGKILL) if seen == event else None
+        )
     try:
-        for n in range(2, 6):  # who was signalled before the end may finish that call, and no more than one after it
+        # who was signalled before the end may finish that call, and no more than one after it
+        for n in range(2, 6):
             parity.run(prepare(CASE, me.rank, me.world_size, me.device, n), group, config)
     except tw.PeerTimeout as error:
         tw.close()
@@ -318,7 +404,16 @@ def die_inside(me: Member, victim: int, event: str, config: MatmulConfig) -> str
     ids=lambda value: getattr(value, "transport", value),
 )
 def test_a_rank_that_is_killed(event: str, config: MatmulConfig) -> None:
-    ends = one_shot("gloo", 3, die_inside, 1, event, config, extra={"TILEWEAVE_TIMEOUT": str(SECONDS)}, timeout=40)
+    ends = one_shot(
+        "gloo",
+        3,
+        die_inside,
+        1,
+        event,
+        config,
+        extra={"TILEWEAVE_TIMEOUT": str(SECONDS)},
+        timeout=40,
+    )
     assert ends[1].exit_code == -signal.SIGKILL
     for rank in (0, 2):
         assert ends[rank].exit_code == 0, ends[rank].answer
@@ -330,7 +425,8 @@ def test_a_rank_that_is_killed(event: str, config: MatmulConfig) -> None:
 
 
 def shared_memory(me: Member) -> None:
-    """A buffer is ours alone, has an unguessable token, cannot be cut short, and stands in no directory."""
+    """A buffer is ours alone, has an unguessable token, cannot be cut short, and stands in no
+    directory."""
     tw.close()
     group = dist.group.WORLD
     seen: list[tuple[str, int, int]] = []
@@ -339,7 +435,9 @@ def shared_memory(me: Member) -> None:
     def looking(token: str, nbytes: int) -> int:
         descriptor = make(token, nbytes)
         link = os.readlink(f"/proc/self/fd/{descriptor}")
-        seen.append((link, stat.S_IMODE(os.fstat(descriptor).st_mode), os.fstat(descriptor).st_nlink))
+        seen.append(
+            (link, stat.S_IMODE(os.fstat(descriptor).st_mode), os.fstat(descriptor).st_nlink)
+        )
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, 0)
         return descriptor

@@ -31,9 +31,13 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 def of_an_exchange(me: Member, op: str, dtype: str) -> float:
     """How far the unfused rival is from the operator's specification, called twice."""
     made = peers.ExchangePeers(
-        Case(op, "", 12 * me.world_size, 8 * me.world_size, 24 * me.world_size, False, "smoke", dtype),
-        Rank(me.rank, me.world_size, me.device), (peers.UNFUSED,), 3,
-    )  # fmt: skip
+        Case(
+            op, "", 12 * me.world_size, 8 * me.world_size, 24 * me.world_size, False, "smoke", dtype
+        ),
+        Rank(me.rank, me.world_size, me.device),
+        (peers.UNFUSED,),
+        3,
+    )
     o = made.operands
     want = getattr(reference, op)(o.x, o.w, None, made.group, **made.subject.options)
     want = want[0] if isinstance(want, tuple) else want
@@ -45,7 +49,9 @@ def of_an_exchange(me: Member, op: str, dtype: str) -> float:
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-6), ("float16", 1e-3)])
 @pytest.mark.parametrize("op", [OUT, IN])
-def test_an_exchange_beside_a_matmul_lands_in_order(world: World, op: str, dtype: str, allowed: float) -> None:
+def test_an_exchange_beside_a_matmul_lands_in_order(
+    world: World, op: str, dtype: str, allowed: float
+) -> None:
     assert worst_of(world.run(of_an_exchange, op, dtype)) < allowed
 
 
@@ -56,9 +62,11 @@ def test_torchs_fused_matmul_does_not_return_what_ours_does_not() -> None:
     """Its default copies the own shard into a gathered result, which nobody asks our call for."""
     rival, symmetric = mock.Mock(), torch.zeros(4, 8)
     made = mock.Mock(
-        operands=mock.Mock(x=torch.ones(4, 8)), weights=[torch.ones(6, 8)], symmetric=lambda *_: (symmetric, None),
+        operands=mock.Mock(x=torch.ones(4, 8)),
+        weights=[torch.ones(6, 8)],
+        symmetric=lambda *_: (symmetric, None),
         torch_operator=lambda *_: rival,
-    )  # fmt: skip
+    )
     peers.AllGatherMatmulPeers.torch_fused(made)()
     assert rival.call_args.kwargs == {"return_A": False}
     assert torch.equal(symmetric, torch.ones(4, 8))
@@ -74,8 +82,11 @@ def test_this_torch_knows_how_to_be_asked() -> None:
 # --- Experts by an all-gather and a reduce-scatter ---
 
 
-def undefined_behind(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """A grouped matmul whose rows behind the last one are NaN: on a GPU they are whatever stood there."""
+def undefined_behind(
+    rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """A grouped matmul whose rows behind the last one are NaN: on a GPU they are whatever stood
+    there."""
     out = torch.full((rows.shape[0], weights.shape[1]), math.nan)
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         out[begin:end] = rows[begin:end] @ weights[expert].t()
@@ -83,9 +94,12 @@ def undefined_behind(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.T
 
 
 def gathered(me: Member, case: ExpertCase) -> tuple[float, int]:
-    """How far the rival is from the operator's specification, over every routing; how many routings."""
+    """How far the rival is from the operator's specification, over every routing; how many
+    routings."""
     case, group = replace(case, experts=case.experts * me.world_size), dist.group.WORLD
-    made = experts.ExpertPeers(case, Rank(me.rank, me.world_size, me.device), (experts.GATHERED,), 5)
+    made = experts.ExpertPeers(
+        case, Rank(me.rank, me.world_size, me.device), (experts.GATHERED,), 5
+    )
     assert list(made.functions) == [experts.GATHERED] and group is not None
     found = []
     with mock.patch.object(reference, "grouped_matmul", undefined_behind):
@@ -93,9 +107,16 @@ def gathered(me: Member, case: ExpertCase) -> tuple[float, int]:
             got = made.gathered()
             r = made.sets[made.turn]
             if case.op == COMBINE:
-                want = reference.grouped_matmul_combine(made.x, made.experts, r.plan, r.weights, group)
+                want = reference.grouped_matmul_combine(
+                    made.x, made.experts, r.plan, r.weights, group
+                )
             else:
-                got, want = got[: r.rows], reference.dispatch_grouped_matmul(made.x, made.experts, r.plan, group)[: r.rows]
+                got, want = (
+                    got[: r.rows],
+                    reference.dispatch_grouped_matmul(made.x, made.experts, r.plan, group)[
+                        : r.rows
+                    ],
+                )
             assert got.shape == want.shape
             found.append(distance(got, want))
     return worst_of(found), len(found)
@@ -104,15 +125,20 @@ def gathered(me: Member, case: ExpertCase) -> tuple[float, int]:
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "bounds"])
 @pytest.mark.parametrize(("cols", "zipf"), [(24, True), (512, False)])
 @pytest.mark.parametrize("op", [DISPATCH, COMBINE])
-def test_gathered_experts_are_right(world: World, op: str, graph: bool, cols: int, zipf: bool) -> None:
+def test_gathered_experts_are_right(
+    world: World, op: str, graph: bool, cols: int, zipf: bool
+) -> None:
     width, hidden = (cols // 2, 16) if op == DISPATCH else (16, cols)
-    case = ExpertCase(op, "", 5, hidden, width, 2, 3, 0.0, zipf=zipf, graph=graph, block="smoke", dtype="float32")
+    case = ExpertCase(
+        op, "", 5, hidden, width, 2, 3, 0.0, zipf=zipf, graph=graph, block="smoke", dtype="float32"
+    )
     for error, routings in world.run(gathered, case):
         assert error < 1e-5 and routings == (3 if graph else 1)
 
 
 def a_wrong_rival(me: Member, op: str) -> float:
-    """What a case's check finds where the rival alone is wrong, by a row that is not the token's."""
+    """What a case's check finds where the rival alone is wrong, by a row that is not the
+    token's."""
     case = ExpertCase(op, "", 5, 16, 16, 2 * me.world_size, 2, 0.0, block="smoke", dtype="float32")
     made = experts.ExpertPeers(case, Rank(me.rank, me.world_size, me.device), experts.PEERS, 5)
     with torch.no_grad():

@@ -39,7 +39,9 @@ def error_of_gradient(me: Member, seed: int) -> float:
 def gradients_behind_an_error(me: Member) -> list[float]:
     """Memory runs out between a gather's sending and its wait; then a peer's copies are late."""
     before = error_of_gradient(me, 1)
-    out_of_memory = mock.patch.object(operator, "multiply_and_scatter", side_effect=torch.OutOfMemoryError)
+    out_of_memory = mock.patch.object(
+        operator, "multiply_and_scatter", side_effect=torch.OutOfMemoryError
+    )
     with out_of_memory, pytest.raises(torch.OutOfMemoryError):
         error_of_gradient(me, 2)
     copy = CpuTransport._copy_all
@@ -68,7 +70,9 @@ def calls_behind_growth_that_failed(me: Member) -> list[str]:
 
     found.append(rows_of(4))
     if me.rank == 1:
-        with mock.patch.object(host_memory, "_make", side_effect=OSError(28, "No space left on device")):
+        with mock.patch.object(
+            host_memory, "_make", side_effect=OSError(28, "No space left on device")
+        ):
             found.append(rows_of(40))
     else:
         found.append(rows_of(40))

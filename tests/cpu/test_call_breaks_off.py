@@ -1,4 +1,5 @@
-"""Calls that break off on some ranks for a reason of their own: nothing of another call passes for their data; two ranks."""
+"""Calls that break off on some ranks for a reason of their own: nothing of another call passes for
+their data; two ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +21,13 @@ from tileweave.ops.matmul import matmul_reduce_scatter as scatter_host
 from tileweave.transport.cpu import CpuTransport
 from tileweave.transport.workspace import Instance
 
-HOSTS = {"all_gather_matmul": gather_host, "matmul_reduce_scatter": scatter_host, "matmul_all_reduce": all_reduce_host}
-CALLS = (("all_gather_matmul", 128), ("matmul_reduce_scatter", 128), ("matmul_all_reduce", 2))  # copies, copies, in the kernel
+HOSTS = {
+    "all_gather_matmul": gather_host,
+    "matmul_reduce_scatter": scatter_host,
+    "matmul_all_reduce": all_reduce_host,
+}
+# copies, copies, in the kernel
+CALLS = (("all_gather_matmul", 128), ("matmul_reduce_scatter", 128), ("matmul_all_reduce", 2))
 
 
 @pytest.fixture
@@ -52,11 +58,17 @@ def breaks_off(op: str, where: str) -> Iterator[None]:
     """Inside, calls of ``op`` end in an error that only this rank knows of."""
     with ExitStack() as patches:
         if where == "no memory for the result":
-            patches.enter_context(mock.patch.object(HOSTS[op], "run_fused", side_effect=torch.OutOfMemoryError))
+            patches.enter_context(
+                mock.patch.object(HOSTS[op], "run_fused", side_effect=torch.OutOfMemoryError)
+            )
         elif where in REFUSES:
-            patches.enter_context(mock.patch.object(HOSTS[op], REFUSES[where], side_effect=tw.InputError))
+            patches.enter_context(
+                mock.patch.object(HOSTS[op], REFUSES[where], side_effect=tw.InputError)
+            )
         elif where == "no memory behind begin":
-            patches.enter_context(mock.patch.object(CpuTransport, "order", side_effect=torch.OutOfMemoryError))
+            patches.enter_context(
+                mock.patch.object(CpuTransport, "order", side_effect=torch.OutOfMemoryError)
+            )
         else:
             begin = Instance.begin
 
@@ -87,7 +99,8 @@ def one_rank_goes_on(me: Member, op: str, rows: int, where: str) -> list[str]:
         if me.rank == 0:
             patches.enter_context(breaks_off(op, where))
         found.append(step(me, op, rows, 2))
-    while found[-1] == "right" or (me.rank == 0 and len(found) == 3):  # as a loop does that catches it and takes the next batch
+    # as a loop does that catches it and takes the next batch
+    while found[-1] == "right" or (me.rank == 0 and len(found) == 3):
         found.append(step(me, op, rows, len(found)))
         if len(found) > 8:
             break
@@ -96,7 +109,9 @@ def one_rank_goes_on(me: Member, op: str, rows: int, where: str) -> list[str]:
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(("op", "rows"), CALLS)
-def test_who_goes_on_behind_a_call_that_broke_off_is_refused(world, op: str, rows: int, where: str) -> None:
+def test_who_goes_on_behind_a_call_that_broke_off_is_refused(
+    world, op: str, rows: int, where: str
+) -> None:
     for rank, found in enumerate(world.run(within_a_second, one_rank_goes_on, op, rows, where)):
         assert "WRONG" not in found, (rank, found)
         assert found[:2] == ["right"] * 2 and found[-1] == "right", (rank, found)
@@ -113,8 +128,11 @@ def both_go_on(me: Member, op: str, rows: int, places: list[str]) -> list[str]:
 @pytest.mark.parametrize("places", [(0, 0), (1, 1), (0, 1)], ids=["before", "in", "before and in"])
 @pytest.mark.parametrize(("op", "rows"), CALLS)
 def test_ranks_that_all_broke_off_go_on(world, op: str, rows: int, places: tuple[int, int]) -> None:
-    """Where all do before they have begun, which is where most memory is asked for; else who begins second is told."""
-    for found in world.run(within_a_second, both_go_on, op, rows, [WHERE[place] for place in places]):
+    """Where all do before they have begun, which is where most memory is asked for; else who begins
+    second is told."""
+    for found in world.run(
+        within_a_second, both_go_on, op, rows, [WHERE[place] for place in places]
+    ):
         assert found[0] == found[-1] == "right" and "WRONG" not in found
         if places == (0, 0):
             assert found[1:5] == ["OutOfMemoryError", "right", "right", "right"]
@@ -141,7 +159,9 @@ def one_rank_goes_on_unfused(me: Member) -> list[str]:
         found = [step(me, op, 4, 0) for op, _ in CALLS]
         for both in (True, False):
             if both or me.rank == 0:
-                with mock.patch.object(torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError):
+                with mock.patch.object(
+                    torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError
+                ):
                     found.append(step(me, "all_gather_matmul", 4, 1))
             found.append(step(me, "all_gather_matmul", 4, 2))
         tw.close()
@@ -150,7 +170,14 @@ def one_rank_goes_on_unfused(me: Member) -> list[str]:
 
 def test_unfused_calls_that_broke_off(world) -> None:
     first, second = world.run(one_rank_goes_on_unfused)
-    assert first == [*["right"] * 3, "OutOfMemoryError", "right", "OutOfMemoryError", "RankMismatchError", "right"]
+    assert first == [
+        *["right"] * 3,
+        "OutOfMemoryError",
+        "right",
+        "OutOfMemoryError",
+        "RankMismatchError",
+        "right",
+    ]
     assert second == [*["right"] * 3, "OutOfMemoryError", "right", "RankMismatchError", "right"]
 
 
@@ -172,14 +199,23 @@ def test_ranks_capture_alike(world, op: str) -> None:
 def refuse_alone(me: Member, debug: str, tracing: bool) -> float:
     """The other rank does not call, and is told in vain, if at all."""
     x = torch.zeros(2, 16)[:, :8]  # not contiguous
-    patches, began = mock.patch.dict(os.environ, TILEWEAVE_DEBUG=debug, TILEWEAVE_TIMEOUT="2"), time.monotonic()
+    patches, began = (
+        mock.patch.dict(os.environ, TILEWEAVE_DEBUG=debug, TILEWEAVE_TIMEOUT="2"),
+        time.monotonic(),
+    )
     with patches, mock.patch.object(torch.compiler, "is_compiling", return_value=tracing):
-        assert not me.rank or refusal(tw.all_gather_matmul, x, torch.zeros(4, 8)).startswith("InputError")
+        assert not me.rank or refusal(tw.all_gather_matmul, x, torch.zeros(4, 8)).startswith(
+            "InputError"
+        )
     waited = time.monotonic() - began
     tw.close()
     return waited
 
 
-@pytest.mark.parametrize(("debug", "tracing", "waits"), [("0", False, False), ("1", True, False), ("1", False, True)])
-def test_who_refuses_alone_waits_if_debugging(world, debug: str, tracing: bool, waits: bool) -> None:
+@pytest.mark.parametrize(
+    ("debug", "tracing", "waits"), [("0", False, False), ("1", True, False), ("1", False, True)]
+)
+def test_who_refuses_alone_waits_if_debugging(
+    world, debug: str, tracing: bool, waits: bool
+) -> None:
     assert (world.run(refuse_alone, debug, tracing)[1] > 1) == waits

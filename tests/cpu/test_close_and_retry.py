@@ -1,4 +1,5 @@
-"""The natural way on behind a fault: `except: tw.close()`, and the same call again, on every rank, whenever each gets there."""
+"""The natural way on behind a fault: `except: tw.close()`, and the same call again, on every rank,
+whenever each gets there."""
 
 from __future__ import annotations
 
@@ -57,14 +58,18 @@ def raises_once(me: Member, what: str) -> dict[str, object]:
     return {"said": said, "taken": taken}
 
 
-def check_raised_once(what: str, others: tuple[str, ...], extra: dict[str, str] = ALIVE) -> list[str]:
+def check_raised_once(
+    what: str, others: tuple[str, ...], extra: dict[str, str] = ALIVE
+) -> list[str]:
     ends = one_shot("gloo", 3, raises_once, what, extra={**ALIVE, **extra}, timeout=60)
     assert [end.exit_code for end in ends] == [0, 0, 0], [end.answer for end in ends]
     found = [end.value for end in ends]
     for rank, each in enumerate(found):
         first, *rest = each["said"]
         assert rest in ([""], []), f"rank {rank}: {each['said']}"
-        assert first.startswith("TileweaveError: planted" if rank == VICTIM else others), f"rank {rank}: {first}"
+        assert first.startswith("TileweaveError: planted" if rank == VICTIM else others), (
+            f"rank {rank}: {first}"
+        )
         assert each["taken"] < SECONDS * 9 / 8 + SLACK, f"rank {rank}: {each['taken']:.1f} s"
     return [each["said"][0] for each in found]
 
@@ -76,9 +81,14 @@ def test_behind_a_fault_in_a_kernel() -> None:
 
 
 def test_where_memory_grows() -> None:
-    """Rank 1 makes a workspace where its peers wait for it in theirs: they are told at once, it goes on waiting."""
+    """Rank 1 makes a workspace where its peers wait for it in theirs: they are told at once, it
+    goes on waiting."""
     said = check_raised_once("growth", ("PeerTimeout: mapping symmetric memory",))
-    assert all(f"rank {VICTIM}, which has closed its workspace" in text for rank, text in enumerate(said) if rank != VICTIM)
+    assert all(
+        f"rank {VICTIM}, which has closed its workspace" in text
+        for rank, text in enumerate(said)
+        if rank != VICTIM
+    )
 
 
 def test_before_the_first_call() -> None:
@@ -91,12 +101,14 @@ def test_where_calls_are_compared() -> None:
 
 
 def test_unfused() -> None:
-    """A collective that was given up would stay in torch's group, and end the process when the next one comes."""
+    """A collective that was given up would stay in torch's group, and end the process when the next
+    one comes."""
     check_raised_once("unfused", ("",), {"TRITON_INTERPRET": "0"})
 
 
 def comes_late(me: Member, interpreted: bool) -> list[str]:
-    """Rank 1 goes its way for longer than anybody waits; then all call again as soon as they can."""
+    """Rank 1 goes its way for longer than anybody waits; then all call again as soon as they
+    can."""
     call(me, 0)
     me.barrier()
 
@@ -120,7 +132,9 @@ def check_late(interpreted: bool) -> list[list[str]]:
     ends = one_shot("gloo", 3, comes_late, interpreted, extra=extra, timeout=60)
     assert [end.exit_code for end in ends] == [0, 0, 0], [end.answer for end in ends]
     said = [end.value for end in ends]
-    assert said[VICTIM] == ["TileweaveError: planted", ""], "who comes late goes on to where its peers are"
+    assert said[VICTIM] == ["TileweaveError: planted", ""], (
+        "who comes late goes on to where its peers are"
+    )
     return [said[rank] for rank in range(3) if rank != VICTIM]
 
 
@@ -133,7 +147,10 @@ def test_unfused_calls_given_up_before_the_last_one_came() -> None:
     for *failed, right in check_late(False):
         assert right == "" and failed
         for text in failed:
-            assert text.startswith("PeerTimeout: a gather of (18, 40) torch.float32: rank ") and f"for rank {VICTIM}" in text
+            assert (
+                text.startswith("PeerTimeout: a gather of (18, 40) torch.float32: rank ")
+                and f"for rank {VICTIM}" in text
+            )
             assert "epoch" not in text and "tileweave.close(group)" in text
 
 
@@ -154,4 +171,8 @@ def test_texts_of_who_gave_up_are_not_taken_for_new() -> None:
     first, *others = [ends[rank].value for rank in (VICTIM, 0, 2)]
     assert others == [[""], [""]], others
     *failed, right = first
-    assert right == "" and len(failed) == 2 and all(text.startswith("PeerTimeout: mapping") for text in failed), first
+    assert (
+        right == ""
+        and len(failed) == 2
+        and all(text.startswith("PeerTimeout: mapping") for text in failed)
+    ), first

@@ -1,4 +1,5 @@
-"""The sums of the Hopper kernel of grouped_matmul_combine, its Gluon source interpreted as Triton; see ``tests/support/gluon_as_triton.py``."""
+"""The sums of the Hopper kernel of grouped_matmul_combine, its Gluon source interpreted as Triton;
+see ``tests/support/gluon_as_triton.py``."""
 
 from __future__ import annotations
 
@@ -10,12 +11,24 @@ from tests.support.worlds import Worlds
 
 from tileweave.planning.combine import CombineConfig
 
-TWO_WARPS = CombineConfig("triton", 16, 32, 32, 1, 2, 2, chunks=2, groups=2, block_tokens=16, block_cols=256)
+TWO_WARPS = CombineConfig(
+    "triton", 16, 32, 32, 1, 2, 2, chunks=2, groups=2, block_tokens=16, block_cols=256
+)
 EIGHT_WARPS = replace(TWO_WARPS, num_warps=8, chunks=1, groups=3, block_tokens=4, block_cols=1024)
 SMALL = Case((5,), experts=2, depth=16, cols=40)
-ROUTINGS = ("even", "skewed", "one_expert", "one_rank", "empty_experts", "holes", "nobody", "repeated")
+ROUTINGS = (
+    "even",
+    "skewed",
+    "one_expert",
+    "one_rank",
+    "empty_experts",
+    "holes",
+    "nobody",
+    "repeated",
+)
 CASES = [replace(SMALL, routing=routing) for routing in ROUTINGS]
-LONG = replace(SMALL, tokens=(11, 0, 3), experts=4, topk=7)  # more rows of a token than are asked for at once
+# more rows of a token than are asked for at once
+LONG = replace(SMALL, tokens=(11, 0, 3), experts=4, topk=7)
 
 
 def test_sums_of_two_warps(worlds: Worlds) -> None:

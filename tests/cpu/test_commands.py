@@ -57,7 +57,9 @@ def test_a_world_returns_what_rank_0_returned() -> None:
     assert os.environ.get("TRITON_INTERPRET") == before
 
 
-@pytest.mark.parametrize(("body", "said"), [(fail_on_one, "rank one is unhappy"), (exit_on_one, "exit code 7")])
+@pytest.mark.parametrize(
+    ("body", "said"), [(fail_on_one, "rank one is unhappy"), (exit_on_one, "exit code 7")]
+)
 def test_a_failing_rank_fails_the_world(body, said: str) -> None:
     with pytest.raises(RankFailure, match=said):
         launch(body, world_size=2, device_type="cpu", seconds=60)
@@ -77,7 +79,10 @@ def check_with_one_that_lies(me: Member, liar: int) -> list[object]:
             result[0].view(-1)[-1] += 1000
         return result
 
-    with mock.patch.object(kind, "call", lie), mock.patch("tileweave.OPERATORS", ("all_gather_matmul",)):
+    with (
+        mock.patch.object(kind, "call", lie),
+        mock.patch("tileweave.OPERATORS", ("all_gather_matmul",)),
+    ):
         return check(me, 4)
 
 
@@ -114,8 +119,12 @@ def test_check() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="smoke cases are for machines without GPUs")
-@pytest.mark.parametrize(("op", "world"), [("all_gather_matmul", "2"), ("embedding_bag_all_to_all", "4")])
+@pytest.mark.skipif(
+    torch.cuda.device_count() >= 2, reason="smoke cases are for machines without GPUs"
+)
+@pytest.mark.parametrize(
+    ("op", "world"), [("all_gather_matmul", "2"), ("embedding_bag_all_to_all", "4")]
+)
 def test_bench(tmp_path: Path, op: str, world: str) -> None:
     path = tmp_path / "report.json"
     invoke("bench", op, "--smoke", "--world", world, "--repeats", "2", "--json", str(path))
@@ -124,7 +133,9 @@ def test_bench(tmp_path: Path, op: str, world: str) -> None:
     assert all(case["times"]["tileweave"]["median_us"] > 0 for case in report["cases"])
 
 
-@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="smoke cases are for machines without GPUs")
+@pytest.mark.skipif(
+    torch.cuda.device_count() >= 2, reason="smoke cases are for machines without GPUs"
+)
 @pytest.mark.parametrize(
     ("op", "peers", "strangers", "code"),
     [
@@ -136,7 +147,9 @@ def test_bench(tmp_path: Path, op: str, world: str) -> None:
     ],
 )
 def test_a_bench_says_who_is_no_rival(op: str, peers: str, strangers: list[str], code: int) -> None:
-    output = invoke("bench", op, "--smoke", "--world", "2", "--repeats", "1", "--peers", peers, code=code)
+    output = invoke(
+        "bench", op, "--smoke", "--world", "2", "--repeats", "1", "--peers", peers, code=code
+    )
     told = [line for line in output.splitlines() if "not a rival" in line]
     assert told == [f"{name} is missing: not a rival of {op}" for name in strangers]
     assert ("nothing was timed" in output) == (code == 1)
@@ -150,7 +163,9 @@ def paths_of_a_stress(me: Member) -> dict[str, str]:
         return stress(me, 2, 1, 60.0).paths
 
 
-@pytest.mark.parametrize(("interpreted", "path"), [("1", "library sm 16x32, triton sm 16x32"), ("0", "unfused")])
+@pytest.mark.parametrize(
+    ("interpreted", "path"), [("1", "library sm 16x32, triton sm 16x32"), ("0", "unfused")]
+)
 def test_a_stress_knows_its_paths(interpreted: str, path: str) -> None:
     """Where kernels are not interpreted, what ranks without GPUs call is torch."""
     extra = {"TRITON_INTERPRET": interpreted}

@@ -1,4 +1,5 @@
-"""The device words by themselves, in a user's own kernel: what docs promise outside this library's operators."""
+"""The device words by themselves, in a user's own kernel: what docs promise outside this library's
+operators."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from tests.support.worlds import Member, World, Worlds
 from tileweave.device.interpreter import words as interpreted
 from tileweave.device.triton.meet import meet
 from tileweave.device.triton.remote import get, put, symm_at
-from tileweave.device.triton.signal import clock, consume_token, faulted, fence, leave, leave_early, load_epoch, notify, wait
+from tileweave.device.triton.signal import (
+    clock,
+    consume_token,
+    faulted,
+    fence,
+    leave,
+    leave_early,
+    load_epoch,
+    notify,
+    wait,
+)
 from tileweave.errors import PeerTimeout
 from tileweave.transport.cpu import CpuTransport
 from tileweave.transport.interface import (
@@ -34,10 +45,23 @@ from tileweave.transport.workspace import MAX_SLICES, Instance
 
 @triton.jit
 def exchange_kernel(
-    mine, received, pulled, slots, slot_table, signal_table, signals, control, report, rank, size, slot_size,
-    WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Every rank puts its elements at every peer, waits for theirs, and gets them again from the peer's own slot."""
+    mine,
+    received,
+    pulled,
+    slots,
+    slot_table,
+    signal_table,
+    signals,
+    control,
+    report,
+    rank,
+    size,
+    slot_size,
+    WORLD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every rank puts its elements at every peer, waits for theirs, and gets them again from the
+    peer's own slot."""
     epoch = load_epoch(control)
     slot = (epoch & 1) * slot_size
     for i in tl.static_range(1, WORLD_SIZE):
@@ -52,7 +76,13 @@ def exchange_kernel(
         token = wait(signals, 1, epoch, peer * 32, i, control, report)
         begin = consume_token(peer * size, token)
         put(received + peer * size, slots + slot + begin, 0, size, BLOCK)
-        get(pulled + peer * size, symm_at(slot_table, peer, tl.float32, 16) + slot + begin, 0, size, BLOCK)
+        get(
+            pulled + peer * size,
+            symm_at(slot_table, peer, tl.float32, 16) + slot + begin,
+            0,
+            size,
+            BLOCK,
+        )
     leave(control, epoch, tl.num_programs(0))
 
 
@@ -84,7 +114,8 @@ def meet_kernel(signal_table, signals, control, report, rank, WORLD_SIZE: tl.con
 
 
 def meetings(me: Member) -> None:
-    """Nobody passes before all have come; a rank that is a call further has given the others up, and they say so."""
+    """Nobody passes before all have come; a rank that is a call further has given the others up,
+    and they say so."""
     instance = Instance("meet", CpuTransport(dist.group.WORLD))
     where = (instance.signal_table, instance.signals, instance.control, instance.report, me.rank)
     for call in range(1, 4):
@@ -115,7 +146,8 @@ def test_meetings(world: World) -> None:
 
 
 def exchange(me: Member, size: int, calls: int) -> None:
-    """Rank 0 sleeps behind each wait: the others run ahead, into the other slot, and must not touch this one."""
+    """Rank 0 sleeps behind each wait: the others run ahead, into the other slot, and must not touch
+    this one."""
     from tileweave.device.interpreter.words import OBSERVERS
 
     instance = Instance("exchange", CpuTransport(dist.group.WORLD))
@@ -130,22 +162,43 @@ def exchange(me: Member, size: int, calls: int) -> None:
     OBSERVERS.append(note)
     try:
         for n in range(calls):
-            everyone = [torch.arange(size) + 1000.0 * r + 10_000.0 * n for r in range(me.world_size)]
+            everyone = [
+                torch.arange(size) + 1000.0 * r + 10_000.0 * n for r in range(me.world_size)
+            ]
             received, pulled = (torch.full((me.world_size, size), float("nan")) for _ in range(2))
             exchange_kernel[(1,)](
-                everyone[me.rank], received, pulled, instance.slots.view(torch.float32), instance.slot_table,
-                instance.signal_table, instance.signals, instance.control, instance.report, me.rank, size,
-                instance.slot_bytes // 4, WORLD_SIZE=me.world_size, BLOCK=16,
-            )  # fmt: skip
+                everyone[me.rank],
+                received,
+                pulled,
+                instance.slots.view(torch.float32),
+                instance.slot_table,
+                instance.signal_table,
+                instance.signals,
+                instance.control,
+                instance.report,
+                me.rank,
+                size,
+                instance.slot_bytes // 4,
+                WORLD_SIZE=me.world_size,
+                BLOCK=16,
+            )
             for peer in range(me.world_size):
                 if peer != me.rank:
-                    assert torch.equal(received[peer], everyone[peer]), f"call {n}: put by {peer}: {received[peer]}"
-                    assert torch.equal(pulled[peer], everyone[peer]), f"call {n}: got from {peer}: {pulled[peer]}"
+                    assert torch.equal(received[peer], everyone[peer]), (
+                        f"call {n}: put by {peer}: {received[peer]}"
+                    )
+                    assert torch.equal(pulled[peer], everyone[peer]), (
+                        f"call {n}: got from {peer}: {pulled[peer]}"
+                    )
             assert int(instance.control[EPOCH]) == n + 2, "one step a call"
     finally:
         OBSERVERS.remove(note)
     each = calls * (me.world_size - 1)
-    assert (events.count("notify"), events.count("wait"), events.count("waited")) == (each, each, each)
+    assert (events.count("notify"), events.count("wait"), events.count("waited")) == (
+        each,
+        each,
+        each,
+    )
     me.barrier()
     instance.transport.close()
 
@@ -162,7 +215,9 @@ def one_rank(me: Member) -> Instance:
 
 def launch_wait(instance: Instance, first: int, count: int, num_programs: int = 1) -> list[int]:
     seen = torch.full((3,), -7, dtype=torch.int32)
-    wait_kernel[(num_programs,)](instance.signals, instance.control, instance.report, seen, first, COUNT=count)
+    wait_kernel[(num_programs,)](
+        instance.signals, instance.control, instance.report, seen, first, COUNT=count
+    )
     return seen.tolist()
 
 
@@ -170,11 +225,19 @@ def waits_compare_across_the_wrap(me: Member) -> None:
     instance = one_rank(me)
     top, bottom = 2**31 - 1, -(2**31)
     small = ((5, 5), (5, 6), (5, 5 + 2**30))
-    for epoch, signal in (*small, (top, top), (top, bottom), (top - 1, bottom + 3), (bottom, bottom)):
+    for epoch, signal in (
+        *small,
+        (top, top),
+        (top, bottom),
+        (top - 1, bottom + 3),
+        (bottom, bottom),
+    ):
         instance.control[EPOCH] = epoch
         instance.signals[:4] = signal
         assert launch_wait(instance, 0, 4) == [epoch, 0, 1], f"{signal} has reached {epoch}"
-        assert int(instance.control[EPOCH]) == (epoch + 1 + 2**31) % 2**32 - 2**31, "the epoch wraps too"
+        assert int(instance.control[EPOCH]) == (epoch + 1 + 2**31) % 2**32 - 2**31, (
+            "the epoch wraps too"
+        )
     instance.check()
 
 
@@ -198,7 +261,8 @@ def who_leaves_last_knows_of_a_fault(me: Member) -> None:
     instance.control[TABLE_RANKS], instance.control[TABLE_RANK] = 2, 0
     for call, (time_outs, early) in enumerate(product((0, 1), (False, True)), start=2):
         table[0], table[1] = 5, 6
-        instance.control[LEAVERS] = 2 + time_outs * interpreted._LATE  # two have left, the third had read FAULT before
+        # two have left, the third had read FAULT before
+        instance.control[LEAVERS] = 2 + time_outs * interpreted._LATE
         leave_kernel[(1,)](instance.control, 3, EARLY=early)
         assert table.tolist() == [5, 5 if time_outs else 6]
         assert (int(instance.control[LEAVERS]), int(instance.control[EPOCH])) == (0, call)
@@ -224,7 +288,9 @@ def a_wait_that_runs_out_of_time(me: Member, late: int, count: int) -> None:
             launch_wait(instance, 0, count)
         assert 0.2 <= time.monotonic() - started < 1.5
         assert int(instance.control[FAULT]) == 1
-        assert int(instance.control[TIMEOUT_US]) == int(instance.control[MEETING_US]) == 0, "later waits return at once"
+        assert int(instance.control[TIMEOUT_US]) == int(instance.control[MEETING_US]) == 0, (
+            "later waits return at once"
+        )
         assert int(instance.control[PUSHED_US]) > 0, "but for those for own copies"
         with pytest.raises(PeerTimeout) as caught:
             instance.check()

@@ -1,4 +1,5 @@
-"""dispatch_grouped_matmul in worlds of processes: the real kernels, interpreted, over shared host memory."""
+"""dispatch_grouped_matmul in worlds of processes: the real kernels, interpreted, over shared host
+memory."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ from tileweave.planning.schedules.grouped import DispatchConfig
 CONFIG = DispatchConfig("triton", 16, 32, 64, 1, 4, 2, 1, 4, 2)
 
 CASES = [Case((5,), depth=16, cols=40, routing=routing) for routing in ROUTINGS]
-UNEVEN = [Case((5, 0, 9)), Case((0, 3), spare=2), Case((4,), topk=3, experts=1), Case((6,), experts=5, topk=8)]
+UNEVEN = [
+    Case((5, 0, 9)),
+    Case((0, 3), spare=2),
+    Case((4,), topk=3, experts=1),
+    Case((6,), experts=5, topk=8),
+]
 
 
 def test_references(worlds: Worlds) -> None:
@@ -45,7 +51,9 @@ def test_uneven(worlds: Worlds, size: int) -> None:
 
 def test_tiles_of_many_rows_and_half(worlds: Worlds) -> None:
     """Several bands of tile rows in an expert, ragged columns, K that is no multiple of a tile."""
-    case = Case((40,), experts=2, topk=2, depth=72, cols=70, dtype="float16", index_dtype=torch.int32)
+    case = Case(
+        (40,), experts=2, topk=2, depth=72, cols=70, dtype="float16", index_dtype=torch.int32
+    )
     worlds("gloo", 2).run(experts.parity, [case], CONFIG)
 
 
@@ -60,14 +68,20 @@ def test_public_calls(worlds: Worlds) -> None:
 
 
 def test_many_calls_with_late_ranks(worlds: Worlds) -> None:
-    cases = [Case((tokens, 2), depth=16, cols=20, routing=routing) for tokens, routing in ((1, "even"), (6, "skewed"))]
+    cases = [
+        Case((tokens, 2), depth=16, cols=20, routing=routing)
+        for tokens, routing in ((1, "even"), (6, "skewed"))
+    ]
     worlds("gloo", 3).run(experts.many_calls, cases, CONFIG, 8, 0.004, stall_in_the_kernel)
 
 
 def wrap(me: Member) -> None:
     case = Case((3,), depth=16, cols=20)
     experts.parity(me, [case], CONFIG)
-    instances = [workspace_of(name_of(None), me.device).instance(op, "sm") for op in (experts.OP, experts.ROUTING)]
+    instances = [
+        workspace_of(name_of(None), me.device).instance(op, "sm")
+        for op in (experts.OP, experts.ROUTING)
+    ]
     for instance in instances:
         instance.transport.barrier()
         instance.control[0] = 2**31 - 2
@@ -122,14 +136,18 @@ def test_compiled_gradients(worlds: Worlds) -> None:
 
 
 def kept_by_the_other_path(me: Member) -> list[bool]:
-    """A graph with its backward, of a compiler's cache: neither says which path the process that made it took."""
+    """A graph with its backward, of a compiler's cache: neither says which path the process that
+    made it took."""
     found = []
     for seed, case in enumerate((Case((4, 2), depth=16), Case((3,), topk=1, experts=1), CASES[4])):
         o = experts.draw(case, me.rank, me.world_size, me.device, seed)
         _, plan = tw.dispatch_grouped_matmul(o.x, o.experts, o.ids, max_tokens=case.max_tokens)
         numbers = (plan.table, plan.max_tokens, plan.topk, name_of(None))
         grad = torch.randn(plan.bound, case.cols)
-        op, backward = torch.ops.tileweave.dispatch_grouped_matmul, torch.ops.tileweave.dispatch_grouped_matmul_backward
+        op, backward = (
+            torch.ops.tileweave.dispatch_grouped_matmul,
+            torch.ops.tileweave.dispatch_grouped_matmul_backward,
+        )
 
         def forward(keep=True, o=o, numbers=numbers, op=op):
             return op(o.x, o.experts, *numbers, keep)[1]
@@ -142,8 +160,12 @@ def kept_by_the_other_path(me: Member) -> list[bool]:
         with unfused(me):
             other = forward()
             found += [forward(False).shape == (0, case.depth), other.shape == kept.shape]
-            found += [torch.allclose(*pair, atol=1e-5) for pair in zip(gradients(kept), want, strict=True)]
-        found += [torch.allclose(*pair, atol=1e-5) for pair in zip(gradients(other), want, strict=True)]
+            found += [
+                torch.allclose(*pair, atol=1e-5) for pair in zip(gradients(kept), want, strict=True)
+            ]
+        found += [
+            torch.allclose(*pair, atol=1e-5) for pair in zip(gradients(other), want, strict=True)
+        ]
     return found
 
 
@@ -162,16 +184,28 @@ def opcheck(me: Member) -> None:
     y, plan = tw.dispatch_grouped_matmul(o.x, o.experts, o.ids)
     numbers = (plan.table, plan.max_tokens, plan.topk, name_of(None))
     ops = torch.ops.tileweave
-    torch.library.opcheck(ops.route_tokens.default, (o.ids, case.experts, 3, name_of(None)), test_utils=SCHEMAS)
-    torch.library.opcheck(ops.swiglu.default, (torch.randn(plan.bound, 20), plan.table, case.experts), test_utils=SCHEMAS)
     torch.library.opcheck(
-        ops.dispatch_grouped_matmul.out, (o.x, o.experts, *numbers), {"out": torch.empty_like(y)}, test_utils=SCHEMAS
+        ops.route_tokens.default, (o.ids, case.experts, 3, name_of(None)), test_utils=SCHEMAS
+    )
+    torch.library.opcheck(
+        ops.swiglu.default,
+        (torch.randn(plan.bound, 20), plan.table, case.experts),
+        test_utils=SCHEMAS,
+    )
+    torch.library.opcheck(
+        ops.dispatch_grouped_matmul.out,
+        (o.x, o.experts, *numbers),
+        {"out": torch.empty_like(y)},
+        test_utils=SCHEMAS,
     )
     tensors = (o.x.requires_grad_(), o.experts.requires_grad_())
-    torch.library.opcheck(ops.dispatch_grouped_matmul.default, (*tensors, *numbers, True), test_utils=SCHEMAS)
+    torch.library.opcheck(
+        ops.dispatch_grouped_matmul.default, (*tensors, *numbers, True), test_utils=SCHEMAS
+    )
 
 
-SCHEMAS = ("test_schema", "test_autograd_registration", "test_faketensor")  # values of rows that do not exist differ
+# values of rows that do not exist differ
+SCHEMAS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def test_opcheck(worlds: Worlds) -> None:

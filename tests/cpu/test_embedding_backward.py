@@ -1,4 +1,5 @@
-"""Embeddings, backward above all: ranks that run another, or leave one out; batches and tables of nothing. Two ranks."""
+"""Embeddings, backward above all: ranks that run another, or leave one out; batches and tables of
+nothing. Two ranks."""
 
 from __future__ import annotations
 
@@ -23,18 +24,24 @@ def world(worlds: Worlds) -> World:
     return worlds("gloo", 2)
 
 
-def lookup(table: torch.Tensor, batch: int, layout: tw.EmbeddingLayout, rank: int, **options: Any) -> torch.Tensor:
+def lookup(
+    table: torch.Tensor, batch: int, layout: tw.EmbeddingLayout, rank: int, **options: Any
+) -> torch.Tensor:
     """Sample s gets row s % 5 of every table; the ranks' tables are all ``table``."""
     tables = [table] * len(layout.dims[rank])
     count = batch * len(tables)
-    bags = torch.arange(count) % batch % 5 if batch else torch.zeros(3, dtype=torch.int64), torch.arange(count + 1)
+    bags = (
+        torch.arange(count) % batch % 5 if batch else torch.zeros(3, dtype=torch.int64),
+        torch.arange(count + 1),
+    )
     options.setdefault("out_dtype", torch.float32)
     return tw.embedding_bag_all_to_all(tables, *bags, batch=batch, layout=layout, **options)
 
 
 # --- Ranks that do not run the same ---
 
-# (layout, batch, dtype of what travels) of the second lookup, where the first has ((4, 4), 4, float32).
+# (layout, batch, dtype of what travels) of the second lookup, where the first has ((4, 4), 4,
+# float32).
 OTHERS = {
     "layout": (IN_ORDER([(8,), (4,)]), 4, torch.float32),
     "batch": (IN_ORDER([(4,), (4,)]), 6, torch.float32),
@@ -59,20 +66,30 @@ def runs_another_backward(me: Member, what: str, debugging: bool) -> str:
 
 @pytest.mark.parametrize("debugging", [False, True], ids=["ledger", "debugging"])
 @pytest.mark.parametrize("what", OTHERS)
-def test_ranks_that_run_another_backward_all_raise(world: World, what: str, debugging: bool) -> None:
+def test_ranks_that_run_another_backward_all_raise(
+    world: World, what: str, debugging: bool
+) -> None:
     for said in world.run(runs_another_backward, what, debugging):
-        assert said.startswith("RankMismatchError") and (not debugging or "gradient of" in said), said
+        assert said.startswith("RankMismatchError") and (not debugging or "gradient of" in said), (
+            said
+        )
 
 
 def leaves_out_a_backward(me: Member) -> tuple[str, list[float]]:
-    """Rank 0, which has the table, leaves out that of one sample; rank 1, which has no sample of it, gives it up."""
+    """Rank 0, which has the table, leaves out that of one sample; rank 1, which has no sample of
+    it, gives it up."""
     tw.close()
     me.barrier()
     layout = IN_ORDER([(4,), ()])
-    table, optimizer = torch.zeros(5, 4, requires_grad=True), tw.FusedOptimizer("sgd", torch.ones(1))
+    table, optimizer = (
+        torch.zeros(5, 4, requires_grad=True),
+        tw.FusedOptimizer("sgd", torch.ones(1)),
+    )
     with mock.patch.dict(os.environ, TILEWEAVE_TIMEOUT="2"), mock.patch.object(Ledger, "post"):
         lookup(table, 8, layout, me.rank, optimizer=optimizer).mul(100).sum().backward()
-        first, second = (lookup(table, batch, layout, me.rank, optimizer=optimizer) for batch in (1, 8))
+        first, second = (
+            lookup(table, batch, layout, me.rank, optimizer=optimizer) for batch in (1, 8)
+        )
         before = table.detach().sum(1)
         said = refusal(first.sum().backward) if me.rank else ""
         me.barrier()
@@ -89,7 +106,8 @@ def test_a_rank_without_samples_is_not_done_with_what_it_gave_up(world: World) -
 
 
 def leaves_out_a_lookup(me: Member) -> str:
-    """Rank 0 leaves out that in which rank 1 has no table, which gives it up; in the next one it has."""
+    """Rank 0 leaves out that in which rank 1 has no table, which gives it up; in the next one it
+    has."""
     tw.close()
     me.barrier()
     without, both = IN_ORDER([(4,), ()]), IN_ORDER([(4,), (4,)])
@@ -127,7 +145,9 @@ def no_columns(me: Member) -> list[float]:
     states = [torch.zeros(5) for _ in tables]
     optimizer = tw.FusedOptimizer("adagrad", torch.ones(1), states)
     bags = torch.arange(8) % 4, torch.arange(9)
-    tw.embedding_bag_all_to_all(tables, *bags, layout=IN_ORDER([(0, 4)] * 2), optimizer=optimizer).sum().backward()
+    tw.embedding_bag_all_to_all(
+        tables, *bags, layout=IN_ORDER([(0, 4)] * 2), optimizer=optimizer
+    ).sum().backward()
     return [*states[0].tolist(), float(states[1][0])]
 
 
@@ -143,14 +163,23 @@ def falling(me: Member, offsets: list[int]) -> str:
     layout = IN_ORDER([(4,)] * 2)
     if me.rank:  # raised before anything is sent
         bags = torch.arange(4), torch.tensor(offsets)
-        return refusal(tw.embedding_bag_all_to_all, [torch.ones(5, 4)], *bags, batch=4, layout=layout)
+        return refusal(
+            tw.embedding_bag_all_to_all, [torch.ones(5, 4)], *bags, batch=4, layout=layout
+        )
     return ""
 
 
 @PATHS
 @pytest.mark.parametrize(
-    ("offsets", "text"), [([0, 3, 1, 3, 4], "fall from 3 to 1"), ([-1, 1, 2, 3, 4], "from -1 to 4"), ([0, 1, 2, 3, 5], "to 5")]
+    ("offsets", "text"),
+    [
+        ([0, 3, 1, 3, 4], "fall from 3 to 1"),
+        ([-1, 1, 2, 3, 4], "from -1 to 4"),
+        ([0, 1, 2, 3, 5], "to 5"),
+    ],
 )
-def test_offsets_that_do_not_fit_are_refused(world: World, interpreted: bool, offsets: list[int], text: str) -> None:
+def test_offsets_that_do_not_fit_are_refused(
+    world: World, interpreted: bool, offsets: list[int], text: str
+) -> None:
     said = run_either(world, interpreted, falling, offsets)[1]
     assert said.startswith("InputError: asked: offsets ") and text in said, said

@@ -1,4 +1,5 @@
-"""embedding_bag_all_to_all in worlds of processes: the real kernels, interpreted, over shared host memory."""
+"""embedding_bag_all_to_all in worlds of processes: the real kernels, interpreted, over shared host
+memory."""
 
 from __future__ import annotations
 
@@ -44,13 +45,23 @@ def test_parity_in_each_world(world: World) -> None:
     world.run(embedding.parity, [CASES["mixed_dims"]], CONFIG)
 
 
-@pytest.mark.parametrize("config", [EmbeddingConfig(8, 1, 1, 1, 0, run=1), EmbeddingConfig(2, 4, 1, 5, 3, run=2)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [EmbeddingConfig(8, 1, 1, 1, 0, run=1), EmbeddingConfig(2, 4, 1, 5, 3, run=2)],
+    ids=str,
+)
 def test_other_cuts(worlds: Worlds, config: EmbeddingConfig) -> None:
-    worlds("gloo", 2).run(embedding.parity, [CASES["mean"], CASES["giant"], replace(CASES["mixed_dims"], batch=9)], config)
+    worlds("gloo", 2).run(
+        embedding.parity,
+        [CASES["mean"], CASES["giant"], replace(CASES["mixed_dims"], batch=9)],
+        config,
+    )
 
 
 def test_public_calls(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(embedding.public_calls, [CASES["mixed_dims"], CASES["narrow_wire"]], "fused")
+    worlds("gloo", 2).run(
+        embedding.public_calls, [CASES["mixed_dims"], CASES["narrow_wire"]], "fused"
+    )
     worlds("gloo", 1).run(embedding.public_calls, [CASES["mixed_dims"], CASES["stray"]], "local")
 
 
@@ -63,7 +74,9 @@ def test_layout_by_default(worlds: Worlds) -> None:
 
 def test_many_calls_with_late_ranks_and_held_results(world: World) -> None:
     cases = [Case(((4,), (4, 4)), batch, longest=2) for batch in (1, 4, 6)]
-    world.run(embedding.many_calls, cases, CONFIG, 16, 0.004, partial(stall_in_the_kernel, period=3))
+    world.run(
+        embedding.many_calls, cases, CONFIG, 16, 0.004, partial(stall_in_the_kernel, period=3)
+    )
 
 
 def test_results_are_lent(worlds: Worlds) -> None:
@@ -72,7 +85,9 @@ def test_results_are_lent(worlds: Worlds) -> None:
 
 def wrap(me: Member) -> None:
     embedding.parity(me, [CASES["few_samples"]], CONFIG)
-    instance = embedding.workspace_of(embedding.name_of(None), me.device).instance(embedding.OP, "sm")
+    instance = embedding.workspace_of(embedding.name_of(None), me.device).instance(
+        embedding.OP, "sm"
+    )
     instance.transport.barrier()
     instance.control[0] = 2**31 - 3
     instance.signals.fill_(2**31 - 4)
@@ -106,7 +121,13 @@ def test_a_peer_that_stops_calling() -> None:
 
 # --- Gradients ---
 
-LEARNED = [CASES["mixed_dims"], replace(CASES["mean"], rows=3), CASES["weighted"], CASES["stray"], CASES["no_tables_somewhere"]]
+LEARNED = [
+    CASES["mixed_dims"],
+    replace(CASES["mean"], rows=3),
+    CASES["weighted"],
+    CASES["stray"],
+    CASES["no_tables_somewhere"],
+]
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
@@ -130,7 +151,9 @@ def test_gradients_in_half(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_gradients_by_copy_engines(worlds: Worlds, sparse: bool) -> None:
-    worlds("gloo", 3).run(embedding_backward.by_copy_engines, embedding_backward.gradients, LEARNED, sparse)
+    worlds("gloo", 3).run(
+        embedding_backward.by_copy_engines, embedding_backward.gradients, LEARNED, sparse
+    )
 
 
 def test_gradients_on_one_rank(worlds: Worlds) -> None:
@@ -152,7 +175,17 @@ def opcheck(me: Member) -> None:
     case = CASES["plain"]
     bags = embedding.draw(case, me.rank, me.device, 0)
     numbers, name = case.layout(me.world_size).flat(), embedding.name_of(None)
-    args = (bags.tables, bags.indices, bags.offsets, None, numbers, case.batch, False, torch.float32, name)
+    args = (
+        bags.tables,
+        bags.indices,
+        bags.offsets,
+        None,
+        numbers,
+        case.batch,
+        False,
+        torch.float32,
+        name,
+    )
     for t in bags.tables:
         t.requires_grad_()
     op = torch.ops.tileweave.embedding_bag_all_to_all

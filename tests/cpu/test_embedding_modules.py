@@ -1,4 +1,5 @@
-"""Embedding modules and lookups: ranks that pass other kinds, modules without memory yet, tables that share it, compilers."""
+"""Embedding modules and lookups: ranks that pass other kinds, modules without memory yet, tables
+that share it, compilers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ def world(worlds: Worlds):
 
 def on_both(world: World, body: Callable[..., object], *arguments: object) -> list:
     """Of the ranks, unfused and then with interpreted kernels."""
-    return [found for interpreted in (False, True) for found in run_either(world, interpreted, body, *arguments)]
+    return [
+        found
+        for interpreted in (False, True)
+        for found in run_either(world, interpreted, body, *arguments)
+    ]
 
 
 def batch_of(tables: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +52,10 @@ def started(me: Member) -> list[tuple[int, list[list[float]]]]:
     torch.manual_seed(11)
     module = ShardedEmbeddingBag(FOUR, device="cpu")
     shards = module.plan.of_rank(me.rank)
-    return [(shard.table, weight.tolist()) for shard, weight in zip(shards, module.weights(), strict=True)]
+    return [
+        (shard.table, weight.tolist())
+        for shard, weight in zip(shards, module.weights(), strict=True)
+    ]
 
 
 def test_ranks_seeded_alike_start_with_different_tables(worlds: Worlds) -> None:
@@ -91,7 +99,13 @@ def test_ranks_that_pass_other_kinds_all_raise(world, name: str) -> None:
 def results_of_other_dtypes(me: Member) -> str:
     dtype = (torch.float16, torch.bfloat16)[me.rank]
     layout = tw.EmbeddingLayout.in_rank_order([(8,)] * 2)
-    return refusal(tw.embedding_bag_all_to_all, [torch.ones(4, 8)], *batch_of_bags(4), layout=layout, out_dtype=dtype)
+    return refusal(
+        tw.embedding_bag_all_to_all,
+        [torch.ones(4, 8)],
+        *batch_of_bags(4),
+        layout=layout,
+        out_dtype=dtype,
+    )
 
 
 def batch_of_bags(bags: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +133,10 @@ def materialised(me: Member, specs: list[TableSpec], optimizer: str | None, way:
             for number in module.buffers():
                 number.fill_(7e5)
             module.reset_parameters()
-        assert all((number == (0.5 if name == "rate" else 0)).all() for name, number in module.named_buffers())
+        assert all(
+            (number == (0.5 if name == "rate" else 0)).all()
+            for name, number in module.named_buffers()
+        )
         module.load_state_dict(donor.state_dict())
     assert not any(t.is_meta for t in (*module.parameters(), *module.buffers()))
     steps = [of(*batch_of(len(specs))) for of in (donor, module)]
@@ -132,13 +149,16 @@ def materialised(me: Member, specs: list[TableSpec], optimizer: str | None, way:
 
 @pytest.mark.parametrize("way", ["reset", "no reset", "assign"])
 @pytest.mark.parametrize("optimizer", [None, "sgd", "adagrad"])
-def test_a_module_from_meta_trains_as_one_that_was_not(world, optimizer: str | None, way: str) -> None:
+def test_a_module_from_meta_trains_as_one_that_was_not(
+    world, optimizer: str | None, way: str
+) -> None:
     for specs in (ONE, FOUR):
         on_both(world, materialised, specs, optimizer, way)
 
 
 def converted(me: Member) -> list[object]:
-    """Tables of another dtype, and a checkpoint that brings one, which the rank without tables does not see; then results."""
+    """Tables of another dtype, and a checkpoint that brings one, which the rank without tables does
+    not see; then results."""
     module = ShardedEmbeddingBag(ONE).to(torch.bfloat16)
     other = ShardedEmbeddingBag(ONE, device="meta")
     other.load_state_dict(module.state_dict(), assign=True)
@@ -171,7 +191,13 @@ def refused_in_modules(me: Member) -> None:
             ShardedEmbeddingBag(FOUR, **options)
     module, right = ShardedEmbeddingBag(FOUR), [torch.ones(6, 4)] * 4
     before = [w.detach().clone() for w in module.weights()]
-    for wrong in ([torch.ones(1, 4)] * 4, [torch.ones(6, 5)] * 4, right[:3], [*right, right[0]], [torch.ones(4, 6)] * 4):
+    for wrong in (
+        [torch.ones(1, 4)] * 4,
+        [torch.ones(6, 5)] * 4,
+        right[:3],
+        [*right, right[0]],
+        [torch.ones(4, 6)] * 4,
+    ):
         with pytest.raises(tw.InputError, match=r"allowed: \[\(6, 4\), \(6, 4\)"):
             module.load_tables(wrong)
     assert all(map(torch.equal, before, module.weights()))
@@ -210,7 +236,8 @@ def test_modules_that_others_changed(world) -> None:
 
 
 def steps_between(me: Member, kind: str) -> tuple[str, bool]:
-    """The second lookup of a loss steps first; its weights' gradient is right, the first's would not be."""
+    """The second lookup of a loss steps first; its weights' gradient is right, the first's would
+    not be."""
     layout = tw.EmbeddingLayout.in_rank_order([(4,), ()])
     tables = [torch.ones(6, 4, requires_grad=kind != "frozen")] if me.rank == 0 else []
     states = [torch.zeros(6) for _ in tables] if kind == "adagrad" else []
@@ -219,7 +246,13 @@ def steps_between(me: Member, kind: str) -> tuple[str, bool]:
 
     def lookup(scales: torch.Tensor) -> torch.Tensor:
         return tw.embedding_bag_all_to_all(
-            tables, *bags, batch=4, layout=layout, per_sample_weights=scales, optimizer=optimizer, out_dtype=torch.float32
+            tables,
+            *bags,
+            batch=4,
+            layout=layout,
+            per_sample_weights=scales,
+            optimizer=optimizer,
+            out_dtype=torch.float32,
         )
 
     scales = [torch.ones(4 * len(tables), requires_grad=True) for _ in range(2)]
@@ -231,7 +264,9 @@ def steps_between(me: Member, kind: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "frozen"])
 def test_weights_of_tables_that_were_stepped_since(world, kind: str) -> None:
-    said = "" if kind == "frozen" else "InputError: asked: embedding_bag_all_to_all: gradients of pe"
+    said = (
+        "" if kind == "frozen" else "InputError: asked: embedding_bag_all_to_all: gradients of pe"
+    )
     assert on_both(world, steps_between, kind) == [(said, True), ("", True)] * 2
 
 
@@ -242,7 +277,9 @@ def tables_that_share_memory(me: Member) -> None:
     def lookup(tables: list[torch.Tensor], states: list[torch.Tensor]) -> str:
         tables = [t.detach().requires_grad_() for t in tables]
         optimizer = tw.FusedOptimizer("adagrad", torch.ones(1), states)
-        return refusal(tw.embedding_bag_all_to_all, tables, *bags, layout=layout, optimizer=optimizer)
+        return refusal(
+            tw.embedding_bag_all_to_all, tables, *bags, layout=layout, optimizer=optimizer
+        )
 
     own, both = [torch.zeros(6) for _ in range(2)], [memory[:6], memory[6:]]
     assert "share memory" in lookup([memory[:6]] * 2, own)
@@ -284,13 +321,16 @@ def test_a_default_device_is_not_where_numbers_for_the_host_go() -> None:
     _layout.cache_clear()
     with torch.device("meta"):
         where = _layout(((0,), (1,)), 2, 0, torch.device("cpu"))
-        offsets, told, *_ = InTorch.unpack(torch.ones(2, 4, dtype=torch.int64, device="cpu").view(-1), 1, where)
+        offsets, told, *_ = InTorch.unpack(
+            torch.ones(2, 4, dtype=torch.int64, device="cpu").view(-1), 1, where
+        )
         assert pieces_of(layout, 0, 2, True)[0].device.type == "cpu"
     assert {t.device.type for t in (where.mine, where.owners, offsets, told)} == {"cpu"}
 
 
 def used_behind_fake_tensors(me: Member) -> None:
-    """The first call is of tensors that have no numbers; whatever becomes of it, later ones work."""
+    """The first call is of tensors that have no numbers; whatever becomes of it, later ones
+    work."""
     _on_device.cache_clear()
     _layout.cache_clear()
     module, batch = ShardedEmbeddingBag(FOUR), batch_of(4)
@@ -318,19 +358,33 @@ def compiled_without_tables(me: Member, kind: str, weighted: bool, anchored: boo
         tables = [torch.ones(6, 4, requires_grad=True)] if me.rank == 0 else []
         bags = batch_of_bags(4 * len(tables))
         states = [torch.zeros(6) for _ in tables] if kind == "adagrad" else []
-        fused = {} if kind == "dense" else {"optimizer": tw.FusedOptimizer(kind, torch.ones(1), states)}
+        fused = (
+            {} if kind == "dense" else {"optimizer": tw.FusedOptimizer(kind, torch.ones(1), states)}
+        )
         scales = torch.ones(4 * len(tables), requires_grad=True) if weighted else None
 
         def lookup(indices, offsets, scales, tables=tables, fused=fused):
             return tw.embedding_bag_all_to_all(
-                tables, indices, offsets, batch=4, layout=layout, out_dtype=torch.float32, per_sample_weights=scales,
-                anchor=anchor, **fused,
-            )  # fmt: skip
+                tables,
+                indices,
+                offsets,
+                batch=4,
+                layout=layout,
+                out_dtype=torch.float32,
+                per_sample_weights=scales,
+                anchor=anchor,
+                **fused,
+            )
 
         call = torch.compile(lookup, fullgraph=True, backend="aot_eager") if compiled else lookup
         for _ in range(2):
             call(*bags, scales).square().sum().backward()
-        found = [*tables, *[t.grad for t in tables], *states, *([] if scales is None else [scales.grad])]
+        found = [
+            *tables,
+            *[t.grad for t in tables],
+            *states,
+            *([] if scales is None else [scales.grad]),
+        ]
         results.append([t for t in found if t is not None])
     for plain, traced in zip(*results, strict=True):
         assert torch.allclose(plain, traced, atol=1e-6)
@@ -338,7 +392,9 @@ def compiled_without_tables(me: Member, kind: str, weighted: bool, anchored: boo
 
 @pytest.mark.parametrize(("weighted", "anchored"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("kind", ["dense", "sgd", "adagrad"])
-def test_a_rank_without_tables_compiles_its_part_of_backward(world, kind: str, weighted: bool, anchored: bool) -> None:
+def test_a_rank_without_tables_compiles_its_part_of_backward(
+    world, kind: str, weighted: bool, anchored: bool
+) -> None:
     on_both(world, compiled_without_tables, kind, weighted, anchored)
 
 
@@ -364,7 +420,9 @@ def batches_that_change(me: Member, train: bool) -> int:
         found = []
         for call in (lookup, compiled):
             y = call(indices, offsets)
-            found.append((y.detach(), torch.autograd.grad(y.square().sum(), table)[0]) if train else (y,))
+            found.append(
+                (y.detach(), torch.autograd.grad(y.square().sum(), table)[0]) if train else (y,)
+            )
         assert all(map(torch.equal, *found)), batch
     return count
 

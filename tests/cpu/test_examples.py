@@ -49,34 +49,59 @@ def test_the_block_as_a_benchmark() -> None:
 def test_a_wrong_block_fails(tmp_path: Path) -> None:
     """The example compares: with another scale on one device it has to say so."""
     text = (Path(__file__).parents[2] / "examples" / "tensor_parallel_block.py").read_text("utf-8")
-    assert "WRONG" not in run_example("tensor_parallel_block.py", "--ranks", "2", "--steps", "1", on_gpu=False)
+    assert "WRONG" not in run_example(
+        "tensor_parallel_block.py", "--ranks", "2", "--steps", "1", on_gpu=False
+    )
     broken = tmp_path / "broken.py"
-    broken.write_text(text.replace("alone = (whole(x) - target)", "alone = (1.001 * whole(x) - target)"), "utf-8")
+    broken.write_text(
+        text.replace("alone = (whole(x) - target)", "alone = (1.001 * whole(x) - target)"), "utf-8"
+    )
     assert "WRONG" in run_example(str(broken), "--ranks", "2", "--steps", "1", on_gpu=False, code=1)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "tensor_parallel_block.py --hidden 63", "tensor_parallel_block.py --tokens 0", "tensor_parallel_block.py --sequence 0",
-        "dlrm.py 0", "moe_layer.py --steps 0", "neighbour_exchange.py many",
+        "tensor_parallel_block.py --hidden 63",
+        "tensor_parallel_block.py --tokens 0",
+        "tensor_parallel_block.py --sequence 0",
+        "dlrm.py 0",
+        "moe_layer.py --steps 0",
+        "neighbour_exchange.py many",
     ],
-)  # fmt: skip
+)
 def test_wrong_words_are_answered_in_one_line(words: str) -> None:
     output = run_example(*words.split(), on_gpu=False, code=1)
-    assert output.startswith("error: asked: ") and "remedy:" in output and len(output.splitlines()) == 1
+    assert (
+        output.startswith("error: asked: ")
+        and "remedy:" in output
+        and len(output.splitlines()) == 1
+    )
 
 
 def test_moe_layer_bench(tmp_path: Path) -> None:
-    """Output and gradients are those of the unfused layer; times mean nothing here, but they are all there."""
+    """Output and gradients are those of the unfused layer; times mean nothing here, but they are
+    all there."""
     path = tmp_path / "times.json"
     output = run_example(
-        "moe_layer.py", "--bench", "--ranks", "2", "--repeats", "1", "--json", str(path), on_gpu=False
-    )  # fmt: skip
+        "moe_layer.py",
+        "--bench",
+        "--ranks",
+        "2",
+        "--repeats",
+        "1",
+        "--json",
+        str(path),
+        on_gpu=False,
+    )
     case = json.loads(path.read_text("utf-8"))["cases"][0]
     assert len(case["times"]) == 5 and set(case["differences"]) == {
-        "y", "x", "gate.weight", "experts.gate_up_proj", "experts.down_proj"
-    }  # fmt: skip
+        "y",
+        "x",
+        "gate.weight",
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    }
     assert max(case["differences"].values()) < 1e-5 and "WRONG" not in output
     assert WITHOUT_GPUS in output
 
@@ -104,12 +129,15 @@ for wrong in (0.0, math.nan, 0.5):
 
 
 def test_what_is_wrong_or_no_number_fails() -> None:
-    said = [line.split()[1] for line in output_of(VERDICTS).splitlines() if line.startswith("verdict")]
+    said = [
+        line.split()[1] for line in output_of(VERDICTS).splitlines() if line.startswith("verdict")
+    ]
     assert said == ["True"] * 4 + ["False"] * 8
 
 
 def differences_with_one_rank_wrong(me: Member, wrong: float) -> tuple[float, float]:
-    """What the examples find where the last rank alone is wrong: of the experts' layer, and of the block."""
+    """What the examples find where the last rank alone is wrong: of the experts' layer, and of the
+    block."""
     sys.path.insert(0, str(EXAMPLES))
     import moe_layer
     import tensor_parallel_block
@@ -117,7 +145,12 @@ def differences_with_one_rank_wrong(me: Member, wrong: float) -> tuple[float, fl
     there = SimpleNamespace(device=me.device, group=dist.group.WORLD)
     want = torch.ones(4)
     got = want + (wrong if me.rank == me.world_size - 1 else 0.0)
-    layer = SimpleNamespace(member=there, fused=got, unfused=want, step=lambda result: {"y": want, "x": result, "w": want})
+    layer = SimpleNamespace(
+        member=there,
+        fused=got,
+        unfused=want,
+        step=lambda result: {"y": want, "x": result, "w": want},
+    )
     found = moe_layer.LayerBench.differences(layer)
     return found["x"], tensor_parallel_block.difference([want, got, want], [want] * 3, there)
 
@@ -128,10 +161,13 @@ def test_every_rank_counts(worlds: Worlds, wrong: float, told: float) -> None:
 
 
 def output_of(script: str) -> str:
-    """What a script prints that is given the folder of the examples; their kernels are interpreted."""
+    """What a script prints that is given the folder of the examples; their kernels are
+    interpreted."""
     command = [sys.executable, "-c", script, str(EXAMPLES)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True).stdout
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=100, check=True
+    ).stdout
 
 
 def errors_of(script: str) -> list[float]:
@@ -178,19 +214,23 @@ for samples, width in ((37, 24), (5, 8)):
 
 
 def test_mlps_of_dlrm() -> None:
-    """Their kernels, interpreted, against torch's autograd: loss and gradients, also of logits far from zero."""
+    """Their kernels, interpreted, against torch's autograd: loss and gradients, also of logits far
+    from zero."""
     errors = errors_of(LAYERS)
     assert len(errors) == 14 and max(errors) < 1e-5
 
 
 def test_moe_layer() -> None:
-    output = run_example("moe_layer.py", "--style", "deepseek", "--ranks", "2", "--steps", "2", on_gpu=False)
+    output = run_example(
+        "moe_layer.py", "--style", "deepseek", "--ranks", "2", "--steps", "2", on_gpu=False
+    )
     assert output.count("step ") == 2
     assert "WRONG" not in output
 
 
 class TwoStreams:
-    """Stands for ``dlrm_peers.Beside``: on which stream a mark was made, and behind what. All goes on in order."""
+    """Stands for ``dlrm_peers.Beside``: on which stream a mark was made, and behind what. All goes
+    on in order."""
 
     def __init__(self, device: torch.device) -> None:
         self.current, self.log = "first", []
@@ -222,7 +262,8 @@ def dlrm_step(me: Member) -> tuple[Any, list[Any]]:
 
 
 def order_of_a_dlrm_step(me: Member) -> list[tuple[str, object]]:
-    """Joins of the first stream, exchanges, lookups and updates, in the order in which two steps queue them."""
+    """Joins of the first stream, exchanges, lookups and updates, in the order in which two steps
+    queue them."""
     step, batches = dlrm_step(me)
     log = step.beside.log
 
@@ -245,18 +286,22 @@ def order_of_a_dlrm_step(me: Member) -> list[tuple[str, object]]:
 
 
 def test_a_dlrm_step_waits_for_its_ids(worlds: Worlds) -> None:
-    """Lookups and updates stand behind all exchanges of ids that were queued before: behind a mark of the second stream."""
+    """Lookups and updates stand behind all exchanges of ids that were queued before: behind a mark
+    of the second stream."""
     log = worlds("gloo", 2).run(order_of_a_dlrm_step)[0]
     assert [name for name, _ in log].count("update") == 2
     for at, (name, _) in enumerate(log):
         if name in ("lookup", "update"):
             exchanged = max(place for place in range(at) if log[place][0] == "exchange")
             joined = [event for kind, event in log[:at] if kind == "join" and event is not None]
-            assert any(stream == "second" and place > exchanged for stream, place in joined), log[: at + 1]
+            assert any(stream == "second" and place > exchanged for stream, place in joined), log[
+                : at + 1
+            ]
 
 
 def orders_for_the_graph(me: Member) -> list[bool]:
-    """Whether the update's graph finds what was sorted, and no row behind it: of a batch, and of one that has fewer ids."""
+    """Whether the update's graph finds what was sorted, and no row behind it: of a batch, and of
+    one that has fewer ids."""
     step, batches = dlrm_step(me)
     step.prepare(batches)
     found = []

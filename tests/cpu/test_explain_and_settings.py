@@ -11,7 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.cpu import test_bad_input, test_matmul_all_reduce, test_matmul_all_to_all, test_matmul_reduce_scatter
+from tests.cpu import (
+    test_bad_input,
+    test_matmul_all_reduce,
+    test_matmul_all_to_all,
+    test_matmul_reduce_scatter,
+)
 from tests.support.calls import refusal
 from tests.support.matmul_cases import AG, AR, IN, OUT, RS
 from tests.support.worlds import Member, Worlds
@@ -21,7 +26,13 @@ import tileweave as tw
 from tileweave.ops.core import registry
 from tileweave.transport.cpu import CpuTransport
 
-ROUND = {AG: {}, RS: {}, AR: {}, OUT: {"scatter_dim": 1, "gather_dim": 0}, IN: {"scatter_dim": 0, "gather_dim": 1}}
+ROUND = {
+    AG: {},
+    RS: {},
+    AR: {},
+    OUT: {"scatter_dim": 1, "gather_dim": 0},
+    IN: {"scatter_dim": 0, "gather_dim": 1},
+}
 
 
 def calls(size: int) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -34,12 +45,21 @@ def calls(size: int) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     return {
         "all_gather_matmul": ((x, w, bias), {"return_gathered": True}),
         "matmul_reduce_scatter": ((x, w, bias), {}),
-        "matmul_all_reduce": ((x, w), {"residual": torch.randn(4, 3, 6), "norm_weight": torch.ones(6)}),
+        "matmul_all_reduce": (
+            (x, w),
+            {"residual": torch.randn(4, 3, 6), "norm_weight": torch.ones(6)},
+        ),
         "matmul_all_to_all": ((x, w), {"bias": bias, **exchange}),
         "all_to_all_matmul": ((x, torch.randn(6, 8 // size)), {"bias": bias, **exchange}),
         "dispatch_grouped_matmul": ((torch.randn(4, 8), experts, ids), {"max_tokens": 5}),
-        "grouped_matmul_combine": ((y, torch.randn(2, 8, 6), plan), {"topk_weights": torch.rand(4, 2)}),
-        "embedding_bag_all_to_all": ((tables, torch.arange(2 * size) % 5, offsets), {"batch": 2 * size, "mode": "mean"}),
+        "grouped_matmul_combine": (
+            (y, torch.randn(2, 8, 6), plan),
+            {"topk_weights": torch.rand(4, 2)},
+        ),
+        "embedding_bag_all_to_all": (
+            (tables, torch.arange(2 * size) % 5, offsets),
+            {"batch": 2 * size, "mode": "mean"},
+        ),
     }
 
 
@@ -57,7 +77,11 @@ def explained(me: Member) -> None:
         tw.explain("dispatch_grouped_matmul", x, experts, 2),
         tw.explain("dispatch_grouped_matmul", x, experts, plan=plan),
     )
-    assert str(by_number) == str(by_plan) == str(tw.explain("dispatch_grouped_matmul", x, experts, ids))
+    assert (
+        str(by_number)
+        == str(by_plan)
+        == str(tw.explain("dispatch_grouped_matmul", x, experts, ids))
+    )
 
 
 def test_explain_takes_what_a_call_takes(worlds: Worlds) -> None:
@@ -66,15 +90,22 @@ def test_explain_takes_what_a_call_takes(worlds: Worlds) -> None:
 
 # --- What a call refuses by shape or dtype is refused without one, too ---
 
-OF_MEMORY = ("out_is_x", "out_is_w", "out_is_bias", "out_and_gathered")  # and of options: neither shape nor dtype
+# and of options: neither shape nor dtype
+OF_MEMORY = ("out_is_x", "out_is_w", "out_is_bias", "out_and_gathered")
 
 
 def wrong_calls(size: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """The tables of wrong calls, of all dense operators."""
 
-    def zeros(op: str, shapes: Mapping[Any, tuple[int, ...] | None], **options: int) -> Callable[[], object]:
+    def zeros(
+        op: str, shapes: Mapping[Any, tuple[int, ...] | None], **options: int
+    ) -> Callable[[], object]:
         return lambda: getattr(tw, op)(
-            **{name: None if shape is None else torch.zeros(shape) for name, shape in shapes.items()}, **options
+            **{
+                name: None if shape is None else torch.zeros(shape)
+                for name, shape in shapes.items()
+            },
+            **options,
         )
 
     for name, (call, _) in test_bad_input.WRONG.items():
@@ -87,23 +118,33 @@ def wrong_calls(size: int) -> Iterator[tuple[str, Callable[[], object]]]:
     for name, (op, shapes, how, _) in test_matmul_all_to_all.WRONG.items():
         given = dict(zip(("x", "w", "bias", "out"), shapes, strict=True))
         yield f"{op}: {name}", zeros(op, given, scatter_dim=how[0], gather_dim=how[1])
-    yield f"{AR}: w_is_in_columns", lambda: tw.matmul_all_reduce(torch.zeros(4, 8), torch.zeros(8, 6).t())
+    yield (
+        f"{AR}: w_is_in_columns",
+        lambda: tw.matmul_all_reduce(torch.zeros(4, 8), torch.zeros(8, 6).t()),
+    )
     for op, options in {RS: {}, AR: {}, OUT: {"scatter_dim": 0, "gather_dim": 0}}.items():
         yield (
             f"{op}: float64",
-            lambda op=op, options=options: getattr(tw, op)(torch.zeros(4, 8).double(), torch.zeros(6, 8).double(), **options),
+            lambda op=op, options=options: getattr(tw, op)(
+                torch.zeros(4, 8).double(), torch.zeros(6, 8).double(), **options
+            ),
         )
 
 
 def refused_without_a_call(me: Member, how: str) -> list[str]:
-    """What is not refused. Of tensors without data some is refused by torch, before it comes to us."""
+    """What is not refused. Of tensors without data some is refused by torch, before it comes to
+    us."""
     with ExitStack() as stack:
         if how == "explained":
             for op in (AG, RS, AR, OUT, IN):
                 stack.enter_context(mock.patch.object(tw, op, partial(tw.explain, op)))
         else:
             stack.enter_context(FakeTensorMode())
-        return [name for name, call in wrong_calls(me.world_size) if not refusal(call).startswith("InputError: asked: ")]
+        return [
+            name
+            for name, call in wrong_calls(me.world_size)
+            if not refusal(call).startswith("InputError: asked: ")
+        ]
 
 
 @pytest.mark.parametrize("how", ["explained", "fake"])
@@ -120,7 +161,9 @@ def of_rows_that_only_data_tells(me: Member) -> bool:
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         x, keep = torch.randn(6, 8), torch.arange(6) > 1
-        return torch.equal(torch.compile(some, fullgraph=True, backend="aot_eager")(x, keep), some(x, keep))
+        return torch.equal(
+            torch.compile(some, fullgraph=True, backend="aot_eager")(x, keep), some(x, keep)
+        )
 
 
 def test_rows_that_only_data_tells(worlds: Worlds) -> None:
@@ -128,7 +171,8 @@ def test_rows_that_only_data_tells(worlds: Worlds) -> None:
 
 
 def graphs_of_rows(me: Member) -> dict[tuple[str, int], int]:
-    """How often each operator is compiled for seven numbers of rows, of x with two and with three dimensions."""
+    """How often each operator is compiled for seven numbers of rows, of x with two and with three
+    dimensions."""
     found = {}
     for op, options in ROUND.items():
         for between in ((), (3,)):
@@ -137,13 +181,20 @@ def graphs_of_rows(me: Member) -> dict[tuple[str, int], int]:
             w = torch.randn(6, 8 * me.world_size if op == IN else 8)
             call = torch.compile(
                 lambda x, residual=None, op=op, w=w, given=options: getattr(tw, op)(
-                    x, w, torch.ones(6), **({} if residual is None else {"residual": residual}), **given
+                    x,
+                    w,
+                    torch.ones(6),
+                    **({} if residual is None else {"residual": residual}),
+                    **given,
                 ),
                 fullgraph=True,
                 backend=lambda module, _, graphs=graphs: graphs.append(module) or module.forward,
             )
             for rows in range(4, 18, 2):
-                call(torch.randn(rows, *between, 8), *([torch.randn(rows, *between, 6)] if op == AR else []))
+                call(
+                    torch.randn(rows, *between, 8),
+                    *([torch.randn(rows, *between, 6)] if op == AR else []),
+                )
             found[op, 2 + len(between)] = len(graphs)
     return found
 
@@ -161,7 +212,12 @@ def captured_backward(me: Member, op: str, options: dict[str, int], backward: bo
     size, (m, n, k) = me.world_size, (64, 48, 32)
     tw.close()
     me.barrier()
-    of_cpu: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "backward": backward, **options}
+    of_cpu: dict[str, Any] = {
+        "dtype": torch.float32,
+        "device": "cpu",
+        "backward": backward,
+        **options,
+    }
     tw.warmup(op, m, n, k, **of_cpu)
     depth = size * k if op == IN else k
     x, w = torch.randn(m, k, requires_grad=True), torch.randn(n, depth, requires_grad=True)

@@ -1,7 +1,8 @@
-"""What breaks, on one rank of three: what the others see, how soon, and that the next call, or the next group, works.
+"""What breaks, on one rank of three: what the others see, how soon, and that the next call, or the
+next group, works.
 
-Faults that leave all processes alive follow each other in one world, each between good calls. Who dies has a world of its
-own, and the survivors go on in a new group.
+Faults that leave all processes alive follow each other in one world, each between good calls. Who
+dies has a world of its own, and the survivors go on in a new group.
 """
 
 from __future__ import annotations
@@ -33,22 +34,27 @@ import tileweave as tw
 from tileweave.planning.matmul import MatmulConfig
 from tileweave.transport.host_memory import _make
 
-SECONDS, SLACK = 3.0, 2.0  # TILEWEAVE_TIMEOUT, of good calls on busy cores too; and how much later an error may come
+# TILEWEAVE_TIMEOUT, of good calls on busy cores too; and how much later an error may come
+SECONDS, SLACK = 3.0, 2.0
 STUCK = 2.5 * SECONDS
 VICTIM = 1
 CASE, LARGER = Case(18, 18, 40), Case(90, 18, 40)
 SM = MatmulConfig("triton", "sm", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
-COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
+COPY_ENGINE = MatmulConfig(
+    "triton", "copy_engine", 16, 16, 16, 1, 4, group_m=2, num_slices=4, num_producers=1
+)
 ALIVE = {"TILEWEAVE_TIMEOUT": str(SECONDS)}
 
 
 # --- What stays behind ---
 
-MARK = "TILEWEAVE_FAULTY_WORLD"  # in the environment of every process of these worlds, and of what they may start
+# in the environment of every process of these worlds, and of what they may start
+MARK = "TILEWEAVE_FAULTY_WORLD"
 
 
 def processes_with(mark: str) -> dict[int, str]:
-    """All processes of this user whose environment has ``mark``, whoever their parent is now: pid, command."""
+    """All processes of this user whose environment has ``mark``, whoever their parent is now: pid,
+    command."""
     found = {}
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -82,17 +88,23 @@ def marked() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(marked: str) -> Iterator[None]:
-    """No process, whoever adopted it; no zombie; no shared memory with a name. What has no name goes with its processes."""
+    """No process, whoever adopted it; no zombie; no shared memory with a name. What has no name
+    goes with its processes."""
     before = set(os.listdir("/dev/shm"))
     yield
     assert not processes_with(marked), "processes outlive their world"
     assert not dead_children(), "zombies"
-    left = [name for name in set(os.listdir("/dev/shm")) - before if "tileweave" in name or "torch" in name]
+    left = [
+        name
+        for name in set(os.listdir("/dev/shm")) - before
+        if "tileweave" in name or "torch" in name
+    ]
     assert not left, "shared memory with a name"
 
 
 def leavings(me: Member) -> int:
-    """How many buffers in shared memory this rank still maps, all workspaces being closed; it should be none."""
+    """How many buffers in shared memory this rank still maps, all workspaces being closed; it
+    should be none."""
     gc.collect()
     return buffers_mapped_by_me()
 
@@ -128,7 +140,9 @@ def test_what_stays_behind_would_be_seen(marked: str) -> None:
     os.close(descriptor)
 
 
-def good_call(me: Member, group: dist.ProcessGroup, config: MatmulConfig, number: int = 0, case: Case = CASE) -> None:
+def good_call(
+    me: Member, group: dist.ProcessGroup, config: MatmulConfig, number: int = 0, case: Case = CASE
+) -> None:
     call = prepare(case, dist.get_rank(group), dist.get_world_size(group), me.device, number)
     parity.run(call, group, config)
     call.verify(f"rank {me.rank}, good call {number}")
@@ -161,12 +175,17 @@ def at_event(event: str, action: Callable[[], None]) -> Iterator[None]:
 
 
 def raises_before_the_call(me: Member) -> None:
-    tw.all_gather_matmul(torch.zeros(18, 40, dtype=torch.float64), torch.zeros(18, 40, dtype=torch.float64))
+    tw.all_gather_matmul(
+        torch.zeros(18, 40, dtype=torch.float64), torch.zeros(18, 40, dtype=torch.float64)
+    )
 
 
 def has_no_memory_for_the_result(me: Member) -> None:
     call = prepare(CASE, me.rank, me.world_size, me.device, 0)
-    with mock.patch("tileweave.ops.matmul.all_gather_matmul.run_fused", side_effect=torch.OutOfMemoryError("planted")):
+    with mock.patch(
+        "tileweave.ops.matmul.all_gather_matmul.run_fused",
+        side_effect=torch.OutOfMemoryError("planted"),
+    ):
         tw.all_gather_matmul(call.x, call.w)
 
 
@@ -196,14 +215,16 @@ def calls_another_shape_first(me: Member) -> None:
 
 
 def compares(me: Member) -> None:
-    """Under TILEWEAVE_DEBUG=1 ranks compare what they pass before anything is sent; this shape fits the memory there is."""
+    """Under TILEWEAVE_DEBUG=1 ranks compare what they pass before anything is sent; this shape fits
+    the memory there is."""
     rows = 17 if me.rank == VICTIM else 18
     with mock.patch.dict(os.environ, {"TILEWEAVE_DEBUG": "1"}):
         tw.all_gather_matmul(torch.zeros(rows, 40), torch.zeros(18, 40))
 
 
 def calls_what_fits(me: Member) -> None:
-    """As :func:`compares`, but compared by the ledger alone: shapes that all have been called before, no memory grows."""
+    """As :func:`compares`, but compared by the ledger alone: shapes that all have been called
+    before, no memory grows."""
     operands = {rows: (torch.zeros(rows, 40), torch.zeros(18, 40)) for rows in (17, 18)}
     for rows in (18, 17, 18):
         tw.all_gather_matmul(*operands[rows])
@@ -228,7 +249,8 @@ def goes_home(me: Member) -> None:
 
 @dataclass(frozen=True)
 class Live:
-    """``victim``, ``others``: what they do; ``own``, ``seen``: what they see then ("": nothing). ``fresh``: first call."""
+    """``victim``, ``others``: what they do; ``own``, ``seen``: what they see then ("": nothing).
+    ``fresh``: first call."""
 
     victim: Callable[[Member], None]
     own: str
@@ -237,16 +259,32 @@ class Live:
     fresh: bool = False
 
 
-LEDGER = ("RankMismatchError: asked: .*rank 1 where rank", "RankMismatchError: asked: .* where rank 1 calls something else")
+LEDGER = (
+    "RankMismatchError: asked: .*rank 1 where rank",
+    "RankMismatchError: asked: .* where rank 1 calls something else",
+)
 MISSED = "PeerTimeout: all_gather_matmul"
 LIVE = {
-    "an exception on one rank": Live(raises_before_the_call, "InputError: asked: .*float64", MISSED),
-    "no memory for a result": Live(has_no_memory_for_the_result, "OutOfMemoryError: planted", MISSED),
-    "no memory to share": Live(has_no_memory_to_share, *["UnsupportedError: .*rank 1: "] * 2, grows),
+    "an exception on one rank": Live(
+        raises_before_the_call, "InputError: asked: .*float64", MISSED
+    ),
+    "no memory for a result": Live(
+        has_no_memory_for_the_result, "OutOfMemoryError: planted", MISSED
+    ),
+    "no memory to share": Live(
+        has_no_memory_to_share, *["UnsupportedError: .*rank 1: "] * 2, grows
+    ),
     "stuck in a kernel": Live(is_stuck_in_a_kernel, MISSED, MISSED),
-    "another operator": Live(calls_another_operator, *["RankMismatchError: asked: "] * 2, calls_another_operator, fresh=True),
+    "another operator": Live(
+        calls_another_operator,
+        *["RankMismatchError: asked: "] * 2,
+        calls_another_operator,
+        fresh=True,
+    ),
     "closed while in use": Live(goes_home, "", MISSED),
-    "another shape at a first call": Live(calls_another_shape_first, *["RankMismatchError: asked: rank 1"] * 2, fresh=True),
+    "another shape at a first call": Live(
+        calls_another_shape_first, *["RankMismatchError: asked: rank 1"] * 2, fresh=True
+    ),
     "another shape, compared": Live(compares, *["RankMismatchError: asked: rank 1"] * 2, compares),
     "another shape that fits": Live(calls_what_fits, *LEDGER, calls_what_fits),
     "another order of operators": Live(calls_in_another_order, *LEDGER, calls_in_another_order),
@@ -289,7 +327,10 @@ def suffered(marked: str) -> list[dict[str, dict[str, object]]]:
     assert [end.exit_code for end in ends] == [0, 0, 0], [end.answer for end in ends]
     found = [end.value for end in ends]
     for rank, each in enumerate(found):  # -s shows the figures of docs/reliability.md
-        print(f"rank {rank}:", ", ".join(f"{name} {seen['taken']:.2f} s" for name, seen in each.items()))
+        print(
+            f"rank {rank}:",
+            ", ".join(f"{name} {seen['taken']:.2f} s" for name, seen in each.items()),
+        )
     return found  # type: ignore[return-value]
 
 
@@ -324,7 +365,8 @@ def exits_at_once(me: Member) -> None:
 
 
 def returns_from_main(me: Member) -> None:
-    """The interpreter goes down while another thread is inside a kernel, which waits for peers that come later."""
+    """The interpreter goes down while another thread is inside a kernel, which waits for peers that
+    come later."""
     inside = threading.Event()
     with at_event("wait", inside.set):
         threading.Thread(target=world_call, args=(me,), daemon=True).start()
@@ -345,7 +387,8 @@ def outlive(me: Member, fault: Callable[[Member], None]) -> dict[str, object]:
     time.sleep(0.3 if fault is returns_from_main else 0.0)
     seen, started = "", time.monotonic()
     try:
-        for number in range(3):  # who was signalled before the end may finish that call, and one more
+        # who was signalled before the end may finish that call, and one more
+        for number in range(3):
             started = time.monotonic()
             good_call(me, group, SM, 7 + number)
     except tw.PeerTimeout as error:
@@ -369,14 +412,17 @@ def test_a_rank_that_ends(fault: Callable[[Member], None]) -> None:
     for rank in (0, 2):
         assert ends[rank].exit_code == 0, ends[rank].answer
         found = ends[rank].value
-        assert "all_gather_matmul" in found["seen"] and f"rank {rank} waited" in found["seen"], found
+        assert "all_gather_matmul" in found["seen"] and f"rank {rank} waited" in found["seen"], (
+            found
+        )
         assert found["taken"] < SECONDS + SLACK, found
         assert found["left"] == 0, found
     assert any(f"for rank {VICTIM}" in ends[rank].value["seen"] for rank in (0, 2))
 
 
 def use_again(me: Member) -> None:
-    """The default group is destroyed and made again, with the ranks in another order: nothing of the old one is used."""
+    """The default group is destroyed and made again, with the ranks in another order: nothing of
+    the old one is used."""
     store = dist.distributed_c10d._get_default_store()
     good_call(me, dist.group.WORLD, SM)
     me.barrier()
@@ -384,12 +430,16 @@ def use_again(me: Member) -> None:
     with pytest.raises(tw.InputError, match="default group"):
         tw.all_gather_matmul(torch.zeros(18, 40), torch.zeros(18, 40))
     rank = me.world_size - 1 - me.rank
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=me.world_size)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=me.world_size
+    )
     again = Member(rank, me.world_size, me.device)
     for number in range(4):
         good_call(again, dist.group.WORLD, SM, number)
     dist.barrier()
-    assert buffers_mapped_by_me() == 3 * me.world_size, "ledger, signals, slots of the new group; nothing of the old"
+    assert buffers_mapped_by_me() == 3 * me.world_size, (
+        "ledger, signals, slots of the new group; nothing of the old"
+    )
 
 
 def test_a_group_that_is_destroyed_and_made_again() -> None:

@@ -1,4 +1,5 @@
-"""grouped_matmul_combine in worlds of processes: the real kernel, interpreted, over shared host memory."""
+"""grouped_matmul_combine in worlds of processes: the real kernel, interpreted, over shared host
+memory."""
 
 from __future__ import annotations
 
@@ -17,14 +18,41 @@ from tileweave.planning.machine import H200
 from tileweave.planning.schedules.grouped import GroupedProblem
 
 CONFIG = CombineConfig(
-    "triton", 16, 16, 32, 1, 4, 2, chunks=2, groups=2, block_tokens=4, block_cols=16, num_reduce=1, num_finish=1
+    "triton",
+    16,
+    16,
+    32,
+    1,
+    4,
+    2,
+    chunks=2,
+    groups=2,
+    block_tokens=4,
+    block_cols=16,
+    num_reduce=1,
+    num_finish=1,
 )
-SEVERAL = replace(CONFIG, num_reduce=2, num_finish=3, chunks=3, groups=1, block_tokens=2, programs_per_sm=2)
+SEVERAL = replace(
+    CONFIG, num_reduce=2, num_finish=3, chunks=3, groups=1, block_tokens=2, programs_per_sm=2
+)
 SMALL = Case((4,), experts=2, depth=16, cols=24)
 
-ROUTINGS = ("even", "skewed", "one_expert", "one_rank", "empty_experts", "holes", "nobody", "repeated")
+ROUTINGS = (
+    "even",
+    "skewed",
+    "one_expert",
+    "one_rank",
+    "empty_experts",
+    "holes",
+    "nobody",
+    "repeated",
+)
 CASES = [replace(SMALL, tokens=(3,), routing=routing) for routing in ROUTINGS]
-UNEVEN = [replace(SMALL, tokens=(3, 0, 6)), replace(SMALL, tokens=(0, 3), spare=2), replace(SMALL, topk=3, experts=3, depth=20)]
+UNEVEN = [
+    replace(SMALL, tokens=(3, 0, 6)),
+    replace(SMALL, tokens=(0, 3), spare=2),
+    replace(SMALL, topk=3, experts=3, depth=20),
+]
 
 
 def test_routings(worlds: Worlds) -> None:
@@ -95,12 +123,18 @@ def call_without(me: Member, absent: int) -> str | None:
 
 @pytest.mark.parametrize("tokens", [8, 64, 4096])
 def test_the_hopper_kernel_gets_no_more_choices_than_it_counts(tokens: int) -> None:
-    """It packs a token's rows on this rank into 8 bits, and with one more would sum none of them."""
+    """It packs a token's rows on this rank into 8 bits, and with one more would sum none of
+    them."""
     most, beyond = (
         plan_combine(GroupedProblem(8, tokens, topk, 32, 4096, 2048, 2, "bfloat16"), H200, False)
         for topk in (MAX_ROWS, MAX_ROWS + 1)
     )
-    assert MAX_ROWS == 255 and most.config is not None and most.config.kernel == "hopper" and "Hopper" not in most.reason
+    assert (
+        MAX_ROWS == 255
+        and most.config is not None
+        and most.config.kernel == "hopper"
+        and "Hopper" not in most.reason
+    )
     assert beyond.path == "fused" and beyond.config is not None and beyond.config.kernel == "triton"
     assert "k = 256" in beyond.reason and "255 rows of a token" in beyond.reason
 

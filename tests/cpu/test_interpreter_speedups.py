@@ -1,4 +1,5 @@
-"""The interpreter without what it does over and over (``device/interpreter/speedups.py``) does what Triton's own does."""
+"""The interpreter without what it does over and over (``device/interpreter/speedups.py``) does what
+Triton's own does."""
 
 from __future__ import annotations
 
@@ -26,9 +27,15 @@ def weighted(values, weight):
 @triton.jit
 def kernel(x, out, n, SIZE: tl.constexpr):
     rows = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    values = tl.load(x + rows[:, None] * SIZE + tl.arange(0, SIZE)[None, :], mask=rows[:, None] < n, other=1.0)
+    values = tl.load(
+        x + rows[:, None] * SIZE + tl.arange(0, SIZE)[None, :], mask=rows[:, None] < n, other=1.0
+    )
     narrow = values.to(tl.bfloat16).to(tl.float32)
-    tl.store(out + rows, weighted(tl.dot(narrow, values.trans()), 2.0) + narrow.shape[0] * n, mask=rows < n)
+    tl.store(
+        out + rows,
+        weighted(tl.dot(narrow, values.trans()), 2.0) + narrow.shape[0] * n,
+        mask=rows < n,
+    )
 
 
 @triton.jit
@@ -88,7 +95,16 @@ SHAPES = ([], [1], [4], [1, 4], [2, 1], [2, 4], [4, 4], [1, 1, 4])
 def about_types() -> list[str]:
     """Sizes that are right, and wrong ones that equal right ones."""
     four, two = tl.constexpr(4), tl.constexpr(2)
-    right = [[4], [1, 4], [4, 1], [four, 2], [4, two], tl.tuple([4, 2]), tl.tuple([four, two]), [True, 4]]
+    right = [
+        [4],
+        [1, 4],
+        [4, 1],
+        [four, 2],
+        [4, two],
+        tl.tuple([4, 2]),
+        tl.tuple([four, two]),
+        [True, 4],
+    ]
     wrong = [
         [4.0],
         [tl.constexpr(4.0)],
@@ -104,29 +120,63 @@ def about_types() -> list[str]:
         [None, 4],
     ]
     odd = [[], (4,), (), None, 4, "44", {4}, tl.tuple([])]
-    found = [tell(tl.block_type, e, shape) for _ in range(2) for e in ELEMENTS + POINTERS for shape in right + wrong + odd]
-    blocks = [tl.block_type(e, [4]) for e in (tl.int32, tl.int32, tl.float32)] + [tl.block_type(tl.int32, [2, 2])]
-    everything = [*ELEMENTS, *POINTERS, *blocks, tl.void, tl.constexpr(tl.int32), tl.dtype("int32"), 4, None, "int32"]
-    found += [tell(lambda a, b: (a == b, a != b), a, b) for a, b in itertools.product(everything, everything)]
+    found = [
+        tell(tl.block_type, e, shape)
+        for _ in range(2)
+        for e in ELEMENTS + POINTERS
+        for shape in right + wrong + odd
+    ]
+    blocks = [tl.block_type(e, [4]) for e in (tl.int32, tl.int32, tl.float32)] + [
+        tl.block_type(tl.int32, [2, 2])
+    ]
+    everything = [
+        *ELEMENTS,
+        *POINTERS,
+        *blocks,
+        tl.void,
+        tl.constexpr(tl.int32),
+        tl.dtype("int32"),
+        4,
+        None,
+        "int32",
+    ]
+    found += [
+        tell(lambda a, b: (a == b, a != b), a, b)
+        for a, b in itertools.product(everything, everything)
+    ]
     return found + [tell(block.with_element_ty, e) for block in blocks for e in ELEMENTS]
 
 
 def tensor_of(element: tl.dtype, shape: list[int]) -> tl.tensor:
     from triton.runtime import interpreter
 
-    data = np.arange(1, 1 + int(np.prod(shape))).reshape(shape or [1]).astype(interpreter._get_np_dtype(element))
-    return tl.tensor(interpreter.TensorHandle(data, element), tl.block_type(element, shape) if shape else element)
+    data = (
+        np.arange(1, 1 + int(np.prod(shape)))
+        .reshape(shape or [1])
+        .astype(interpreter._get_np_dtype(element))
+    )
+    return tl.tensor(
+        interpreter.TensorHandle(data, element), tl.block_type(element, shape) if shape else element
+    )
 
 
 def about_operands() -> list[str]:
-    """Operands of each pair of types, of each pair of shapes, and numbers, for each kind of operation."""
+    """Operands of each pair of types, of each pair of shapes, and numbers, for each kind of
+    operation."""
     from triton.runtime.interpreter import interpreter_semantic as semantic
 
     def together(a: object, b: object, *flags: bool) -> object:
         left, right = semantic.binary_op_type_checking_impl(a, b, *flags)
         return left, right, left is a, right is b
 
-    kinds = [(), (True, True), (True, False), (False, False, True, True), (False, False, False, True), (True, True, False)]
+    kinds = [
+        (),
+        (True, True),
+        (True, False),
+        (False, False, True, True),
+        (False, False, False, True),
+        (True, True, False),
+    ]
     each = [tensor_of(element, [4]) for element in ELEMENTS + POINTERS] + [
         tensor_of(tl.int32, []),
         3,
@@ -136,12 +186,25 @@ def about_operands() -> list[str]:
         True,
         None,
     ]
-    found = [tell(together, a, b, *kind) for a, b in itertools.product(each, each) for kind in kinds]
-    shaped = [tensor_of(element, shape) for element in (tl.int32, tl.float32, POINTERS[0]) for shape in SHAPES]
+    found = [
+        tell(together, a, b, *kind) for a, b in itertools.product(each, each) for kind in kinds
+    ]
+    shaped = [
+        tensor_of(element, shape)
+        for element in (tl.int32, tl.float32, POINTERS[0])
+        for shape in SHAPES
+    ]
     found += [tell(together, a, b, True, True) for a, b in itertools.product(shaped, shaped)]
-    found += [tell(semantic.broadcast_impl_value, a, b) for a, b in itertools.product(shaped, [*shaped, None])]
+    found += [
+        tell(semantic.broadcast_impl_value, a, b)
+        for a, b in itertools.product(shaped, [*shaped, None])
+    ]
     same = tensor_of(tl.int32, [4])
-    named = [{"div_or_mod": True}, {"arithmetic_check": False}, {"allow_lhs_ptr": True, "allow_rhs_ptr": True}]
+    named = [
+        {"div_or_mod": True},
+        {"arithmetic_check": False},
+        {"allow_lhs_ptr": True, "allow_rhs_ptr": True},
+    ]
     for a, options in itertools.product(each, named):
         found.append(tell(partial(semantic.binary_op_type_checking_impl, a, same, **options)))
     return found
@@ -152,11 +215,25 @@ def about_conversions() -> list[str]:
     from triton.runtime import interpreter
 
     half = np.arange(1 << 16, dtype=np.uint16).reshape(512, 128)
-    mantissas = np.r_[0, 1, 0x7FFFFF, 0x400000, 0x8000, 0x7FFF, 0x10000, np.random.default_rng(2).integers(0, 1 << 23, 57)]
-    single = ((np.arange(512, dtype=np.uint32) << 23)[:, None] | mantissas.astype(np.uint32)).view(np.float32)
+    mantissas = np.r_[
+        0,
+        1,
+        0x7FFFFF,
+        0x400000,
+        0x8000,
+        0x7FFF,
+        0x10000,
+        np.random.default_rng(2).integers(0, 1 << 23, 57),
+    ]
+    single = ((np.arange(512, dtype=np.uint32) << 23)[:, None] | mantissas.astype(np.uint32)).view(
+        np.float32
+    )
     found = []
     for mode in (None, interpreter._ir.ROUNDING_MODE.RTNE):
-        for values, source, target in ((half, tl.bfloat16, tl.float32), (single, tl.float32, tl.bfloat16)):
+        for values, source, target in (
+            (half, tl.bfloat16, tl.float32),
+            (single, tl.float32, tl.bfloat16),
+        ):
             parts = [
                 *values,
                 values,
@@ -166,13 +243,16 @@ def about_conversions() -> list[str]:
                 values[300, 5:6].reshape(()),
                 values[3:4, :1],
             ]
-            found += [tell(interpreter._convert_float, part, source, target, mode) for part in parts]
+            found += [
+                tell(interpreter._convert_float, part, source, target, mode) for part in parts
+            ]
             found.append(tell(interpreter._convert_float, values, source, tl.float16, mode))
     return found
 
 
 def about_words() -> list[str]:
-    """Words of the language called well and badly, as functions and as methods; what is unwrapped."""
+    """Words of the language called well and badly, as functions and as methods; what is
+    unwrapped."""
     from triton.runtime import interpreter
 
     one, four = tl.constexpr(1), tensor_of(tl.int32, [4])
@@ -195,13 +275,32 @@ def about_words() -> list[str]:
     scope = interpreter._patch_lang(weighted.fn)
     try:
         calls = [
-            lambda: tl.arange(0, 4), lambda: tl.arange(0, 3), lambda: tl.arange(), lambda: tl.arange(0, 4, nonsense=1),
-            lambda: tl.zeros([4], tl.int32), lambda: tl.full([4], 2.5, tl.float32, _semantic=None), lambda: 3 - four,
-            lambda: four.to(tl.float32), lambda: four.to(tl.float32, _semantic=None), lambda: four.to(), lambda: four[None, :],
-            lambda: four / four, lambda: four // 2, lambda: four % four, lambda: four * 2.5, lambda: four < four, lambda: -four,
-            lambda: tl.where(four > 2, four, 0), lambda: tl.load(four), lambda: four + "x", lambda: tl.sum(four, axis=0),
-            lambda: four.reshape([2, 2]).trans(), lambda: tl.maximum(four, 2), lambda: four & one, lambda: four[0],
-        ]  # fmt: skip
+            lambda: tl.arange(0, 4),
+            lambda: tl.arange(0, 3),
+            lambda: tl.arange(),
+            lambda: tl.arange(0, 4, nonsense=1),
+            lambda: tl.zeros([4], tl.int32),
+            lambda: tl.full([4], 2.5, tl.float32, _semantic=None),
+            lambda: 3 - four,
+            lambda: four.to(tl.float32),
+            lambda: four.to(tl.float32, _semantic=None),
+            lambda: four.to(),
+            lambda: four[None, :],
+            lambda: four / four,
+            lambda: four // 2,
+            lambda: four % four,
+            lambda: four * 2.5,
+            lambda: four < four,
+            lambda: -four,
+            lambda: tl.where(four > 2, four, 0),
+            lambda: tl.load(four),
+            lambda: four + "x",
+            lambda: tl.sum(four, axis=0),
+            lambda: four.reshape([2, 2]).trans(),
+            lambda: tl.maximum(four, 2),
+            lambda: four & one,
+            lambda: four[0],
+        ]
         return found + [tell(call) for call in calls]
     finally:
         scope.restore()
@@ -211,7 +310,8 @@ TOPICS = (about_types, about_operands, about_conversions, about_words)
 
 
 def run(patched: bool) -> dict[str, object]:
-    """In a process of its own: what a kernel computes, what is left of the language, how often Triton patched it."""
+    """In a process of its own: what a kernel computes, what is left of the language, how often
+    Triton patched it."""
     from triton.runtime import interpreter
 
     patches = 0
@@ -243,7 +343,14 @@ def run(patched: bool) -> dict[str, object]:
         told = str(error)
     changed = [name for place, name, member in before if vars(place)[name] is not member]
     answers = {topic.__name__: topic() for topic in TOPICS}
-    return {"out": out.tolist(), "counted": counted.tolist(), "told": told, "patches": patches, "changed": changed, **answers}
+    return {
+        "out": out.tolist(),
+        "counted": counted.tolist(),
+        "told": told,
+        "patches": patches,
+        "changed": changed,
+        **answers,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -252,9 +359,14 @@ def both() -> list[dict]:
     for patched in (True, False):
         code = f"import json; from tests.cpu.test_interpreter_speedups import run; print(json.dumps(run({patched})))"
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environment_for("gloo", {}), cwd=ROOT, capture_output=True, text=True, check=True,
+            [sys.executable, "-c", code],
+            env=environment_for("gloo", {}),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
             timeout=60,
-        )  # fmt: skip
+        )
         found.append(json.loads(done.stdout))
     return found
 
@@ -265,7 +377,8 @@ def test_kernels_compute_the_same(both: list[dict]) -> None:
 
 
 def test_numbers_count_turns(both: list[dict]) -> None:
-    """Triton 3.6 with NumPy 2.4, which makes no number of an array of one element, needs :func:`patched._index` for it."""
+    """Triton 3.6 with NumPy 2.4, which makes no number of an array of one element, needs
+    :func:`patched._index` for it."""
     assert both[0]["counted"] == [1, 2, 3, 0]
 
 

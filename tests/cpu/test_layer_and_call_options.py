@@ -1,4 +1,5 @@
-"""Options of layers and calls do what they say; calls that were accepted once are looked at when they change."""
+"""Options of layers and calls do what they say; calls that were accepted once are looked at when
+they change."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def inference_results(me: Member) -> list[str]:
         out, wide = torch.empty(4, 6), torch.empty(4 * me.world_size, 6)
         taken = tw.matmul_all_reduce(x, w, out=out)
     assert torch.equal(taken, torch.full((4, 6), 8.0 * me.world_size))
-    calls = (lambda: tw.matmul_all_reduce(x, w, out=out), lambda: tw.all_gather_matmul(x, w, out=wide))
+    calls = (
+        lambda: tw.matmul_all_reduce(x, w, out=out),
+        lambda: tw.all_gather_matmul(x, w, out=wide),
+    )
     with torch.no_grad():
         return [refusal(call) for call in calls]
 
@@ -39,7 +43,9 @@ def inference_results(me: Member) -> list[str]:
 @pytest.mark.parametrize("interpreted", [True, False])
 def test_results_made_under_inference_mode(world, interpreted: bool) -> None:
     for said in run_either(world, interpreted, inference_results):
-        assert all(text.startswith("InputError: asked:") and "inference_mode" in text for text in said), said
+        assert all(
+            text.startswith("InputError: asked:") and "inference_mode" in text for text in said
+        ), said
 
 
 # --- Layers ---
@@ -73,11 +79,15 @@ def options_of_bags(me: Member) -> None:
     assert torch.allclose(made()(lengths, values, scales), rows(scales), atol=1e-5)
     before = [w.detach() for w in made().weights()]
     steps = stepped(optimizer="adagrad", learning_rate=1.0, epsilon=10.0)
-    found = zip(gradients, stepped(sparse=True), stepped(divide_gradient=True), before, steps, strict=True)
+    found = zip(
+        gradients, stepped(sparse=True), stepped(divide_gradient=True), before, steps, strict=True
+    )
     for gradient, sparse, divided, old, new in found:
         assert sparse.is_sparse and torch.allclose(sparse.to_dense(), gradient, atol=1e-5)
         assert torch.allclose(divided, gradient / me.world_size, atol=1e-5)
-        assert torch.allclose(new, old - gradient / (gradient.square().mean(1).sqrt() + 10.0)[:, None], atol=1e-5)
+        assert torch.allclose(
+            new, old - gradient / (gradient.square().mean(1).sqrt() + 10.0)[:, None], atol=1e-5
+        )
 
 
 def test_options_of_bags(world) -> None:
@@ -86,7 +96,9 @@ def test_options_of_bags(world) -> None:
 
 def kept_of_a_gather(me: Member, save: bool) -> bool:
     layer, held = ColumnParallelLinear(8, 4 * me.world_size, save_gathered=save), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(tuple(t.shape)) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: held.append(tuple(t.shape)) or t, lambda t: t
+    ):
         layer(torch.randn(16, 8))
     return (16 * me.world_size, 8) in held
 
@@ -114,11 +126,16 @@ class AlwaysTheSecond(torch.nn.Module):
 
 def layer_with_a_router(me: Member) -> None:
     layer, x = MoE(16, 8, 2 * me.world_size, 2, router=AlwaysTheSecond()), torch.randn(3, 16)
-    up, down = layer.experts.gate_up_proj[1].detach().clone(), layer.experts.down_proj[1].detach().clone()
+    up, down = (
+        layer.experts.gate_up_proj[1].detach().clone(),
+        layer.experts.down_proj[1].detach().clone(),
+    )
     for weight in (up, down):
         dist.broadcast(weight, 0)
     gate, value = (x @ up.t()).chunk(2, -1)
-    assert torch.allclose(layer(x), 0.5 * (torch.nn.functional.silu(gate) * value) @ down.t(), atol=1e-5)
+    assert torch.allclose(
+        layer(x), 0.5 * (torch.nn.functional.silu(gate) * value) @ down.t(), atol=1e-5
+    )
 
 
 def test_a_router_of_ones_own(world) -> None:
@@ -153,7 +170,9 @@ def gradients_without_weights(me: Member, case: experts.Case) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_gradients_of_a_combine_without_weights(worlds: Worlds, size: int) -> None:
-    worlds("gloo", size).run(gradients_without_weights, experts.Case((4,), experts=2, depth=16, cols=24))
+    worlds("gloo", size).run(
+        gradients_without_weights, experts.Case((4,), experts=2, depth=16, cols=24)
+    )
 
 
 # --- Calls that change ---
@@ -186,7 +205,9 @@ def another_call(me: Member, what: str) -> str:
     x, ids, w = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(2, 6, 8)
 
     def bags(mode: str) -> None:
-        tw.embedding_bag_all_to_all(tables, torch.arange(4), torch.arange(5), layout=layout, mode=mode)
+        tw.embedding_bag_all_to_all(
+            tables, torch.arange(4), torch.arange(5), layout=layout, mode=mode
+        )
 
     y, plan = tw.dispatch_grouped_matmul(x, w, ids, max_tokens=6)
     bags("sum")
@@ -195,7 +216,9 @@ def another_call(me: Member, what: str) -> str:
     calls = {
         "embedding": lambda: bags("mean" if odd else "sum"),
         "route": lambda: tw.dispatch_grouped_matmul(x, w, ids, max_tokens=5 if odd else 6),
-        "dispatch": lambda: tw.dispatch_grouped_matmul(x, torch.zeros(2, 7 if odd else 6, 8), plan=plan),
+        "dispatch": lambda: tw.dispatch_grouped_matmul(
+            x, torch.zeros(2, 7 if odd else 6, 8), plan=plan
+        ),
         "combine": lambda: tw.grouped_matmul_combine(y, torch.zeros(2, 8 if odd else 9, 6), plan),
     }
     try:

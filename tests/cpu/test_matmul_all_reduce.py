@@ -74,9 +74,18 @@ def many_shapes(me: Member) -> None:
     """Any shape, drawn alike on every rank."""
 
     @settings(max_examples=40, deadline=None, derandomize=True, database=None)
-    @given(st.integers(0, 9), st.integers(1, 40), st.integers(0, 70), st.booleans(), st.booleans(), st.integers(0, 99))
+    @given(
+        st.integers(0, 9),
+        st.integers(1, 40),
+        st.integers(0, 70),
+        st.booleans(),
+        st.booleans(),
+        st.integers(0, 99),
+    )
     def try_one(rows: int, cols: int, depth: int, bias: bool, norm: bool, seed: int) -> None:
-        drawn = case(rows, cols, depth, bias=bias, residual=seed % 2 == 1, norm=norm, integers=not norm)
+        drawn = case(
+            rows, cols, depth, bias=bias, residual=seed % 2 == 1, norm=norm, integers=not norm
+        )
         call = prepare(drawn, me.rank, me.world_size, me.device, seed)
         call.verify(f"rank {me.rank}", *behaviour.invoke(drawn, call.operands))
 
@@ -92,7 +101,12 @@ def test_many_shapes(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_gradients(world: World, dtype: str) -> None:
-    cases = [case(7, 18, 40, bias=True), FULL, case(20, 18, 40, residual=True), case(3, 18, 40, norm=True)]
+    cases = [
+        case(7, 18, 40, bias=True),
+        FULL,
+        case(20, 18, 40, residual=True),
+        case(3, 18, 40, norm=True),
+    ]
     world.run(backward.gradients, [replace(each, dtype=dtype) for each in cases])
 
 
@@ -111,9 +125,15 @@ def test_backward_sends_nothing(worlds: Worlds) -> None:
 
 
 def finite_differences(me: Member) -> None:
-    """The reference itself against finite differences in fp64, through the sum, the residual and the norm."""
-    call = prepare(case(2, 3, 4, bias=True, residual=True, norm=True), me.rank, me.world_size, me.device, 1)
-    c, d = (torch.randn(2, 3, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (0, 1))
+    """The reference itself against finite differences in fp64, through the sum, the residual and
+    the norm."""
+    call = prepare(
+        case(2, 3, 4, bias=True, residual=True, norm=True), me.rank, me.world_size, me.device, 1
+    )
+    c, d = (
+        torch.randn(2, 3, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+        for n in (0, 1)
+    )
     names = call.operands.names()
     wide = {name: getattr(call.operands, name).double() for name in names}
     leaves = {name: getattr(call.operands, name).clone().requires_grad_() for name in names}
@@ -122,19 +142,24 @@ def finite_differences(me: Member) -> None:
     step = 1e-6
     for name in names:
         for owner in range(me.world_size if name in ("x", "w") else 1):
-            moves = me.rank == owner or name not in ("x", "w")  # a replicated number moves on every rank
+            # a replicated number moves on every rank
+            moves = me.rank == owner or name not in ("x", "w")
             for index in range(wide[name].numel()):
                 losses = []
                 for sign in (1, -1):
                     moved = {key: value.clone() for key, value in wide.items()}
                     moved[name].view(-1)[index] += sign * step * moves
                     x, w, bias = (moved.pop(key) for key in ("x", "w", "bias"))
-                    y, kept = reference.matmul_all_reduce(x, w, bias, dist.group.WORLD, **moved, norm_eps=EPS)
+                    y, kept = reference.matmul_all_reduce(
+                        x, w, bias, dist.group.WORLD, **moved, norm_eps=EPS
+                    )
                     losses.append(((y * c).sum() + (kept * d).sum()).item())
                 slope = (losses[0] - losses[1]) / (2 * step)
                 if moves:
                     got = leaves[name].grad.view(-1)[index].item()
-                    assert abs(got - slope) < 2e-4 * (1 + abs(slope)), f"{name}, element {index}: {got}, {slope}"
+                    assert abs(got - slope) < 2e-4 * (1 + abs(slope)), (
+                        f"{name}, element {index}: {got}, {slope}"
+                    )
 
 
 def test_finite_differences(worlds: Worlds) -> None:
@@ -147,7 +172,9 @@ def test_compiled_gradients(worlds: Worlds, backend: str) -> None:
 
 
 def test_compiled_with_changing_rows(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(behaviour.compiled_with_changing_rows, case(7, 18, 40, bias=True), "aot_eager")
+    worlds("gloo", 2).run(
+        behaviour.compiled_with_changing_rows, case(7, 18, 40, bias=True), "aot_eager"
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -244,7 +271,9 @@ def test_ranks_that_disagree(worlds: Worlds) -> None:
 
 # --- The protocol, with the fused kernels ---
 
-fused = pytest.mark.skipif(not has_kernel(AR), reason="the kernels of matmul_all_reduce are not there")
+fused = pytest.mark.skipif(
+    not has_kernel(AR), reason="the kernels of matmul_all_reduce are not there"
+)
 CONFIG = MatmulConfig("library", "sm", 16, 32, 64, 1, 4)
 ONE_SHOT = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, shots=1)
 PROGRAMS = 5
@@ -263,7 +292,10 @@ SHAPES = {
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_parity(worlds: Worlds, size: int, shape: tuple[int, int, int]) -> None:
-    cases = [case(*shape, bias=True, residual=True, norm=True), case(*shape, "float16", integers=True)]
+    cases = [
+        case(*shape, bias=True, residual=True, norm=True),
+        case(*shape, "float16", integers=True),
+    ]
     worlds("gloo", size).run(parity.parity, cases, CONFIG, None if size == 3 else PROGRAMS)
 
 
@@ -271,20 +303,31 @@ def test_parity(worlds: Worlds, size: int, shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("shape", [s for s in SHAPES.values() if s[0] <= ONE_SHOT.tile_m], ids=str)
 def test_parity_of_one_shot(worlds: Worlds, size: int, shape: tuple[int, int, int]) -> None:
-    cases = [case(*shape, bias=True, residual=True, norm=True), case(*shape, "float16", integers=True)]
+    cases = [
+        case(*shape, bias=True, residual=True, norm=True),
+        case(*shape, "float16", integers=True),
+    ]
     worlds("gloo", size).run(parity.parity, cases, ONE_SHOT)
 
 
 @fused
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_dtypes(worlds: Worlds, dtype: str) -> None:
-    cases = [case(9, 33, 50, dtype, bias=True), case(70, 9, 90, dtype, integers=True, residual=True)]
+    cases = [
+        case(9, 33, 50, dtype, bias=True),
+        case(70, 9, 90, dtype, integers=True, residual=True),
+    ]
     worlds("gloo", 4).run(parity.parity, cases, CONFIG)
 
 
 @fused
 def test_many_calls_with_late_ranks(world: World) -> None:
-    cases = [case(5, 17, 24), case(1, 20, 33, residual=True, norm=True), case(70, 9, 60), case(18, 7, 20, bias=True)]
+    cases = [
+        case(5, 17, 24),
+        case(1, 20, 33, residual=True, norm=True),
+        case(70, 9, 60),
+        case(18, 7, 20, bias=True),
+    ]
     count = {2: 20, 3: 12, 4: 8}[world.size]
     world.run(parity.many_calls, cases, CONFIG, count, 0.004, None, stall_in_the_kernel)
 

@@ -1,7 +1,8 @@
-"""matmul_all_to_all and its dual, all_to_all_matmul, in worlds of processes, interpreted where their plan is fused.
+"""matmul_all_to_all and its dual, all_to_all_matmul, in worlds of processes, interpreted where
+their plan is fused.
 
-One file for both: the bodies, the shapes and the four ways to exchange are the same. ``test_all_to_all_matmul.py`` has what
-only the second one can get wrong.
+One file for both: the bodies, the shapes and the four ways to exchange are the same.
+``test_all_to_all_matmul.py`` has what only the second one can get wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ ways = pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how[0]}{how[1]}")
 
 
 def case(
-    op: str, rows: int, cols: int, depth: int, dtype: str = "float32", how: tuple[int, int] | None = None, **more: bool
+    op: str,
+    rows: int,
+    cols: int,
+    depth: int,
+    dtype: str = "float32",
+    how: tuple[int, int] | None = None,
+    **more: bool,
 ) -> Case:
     return Case(rows, cols, depth, dtype, op=op, how=how or ULYSSES[op], **more)
 
@@ -48,7 +55,8 @@ def public(op: str) -> list[Case]:
 @both
 def test_public_calls(worlds: Worlds, op: str) -> None:
     worlds("gloo", 3).run(behaviour.public_calls, public(op), "fused")
-    worlds("gloo", 2).run(behaviour.public_calls, [case(op, 64, 9, 16, how=(0, 1))], "fused")  # by copy engines
+    # by copy engines
+    worlds("gloo", 2).run(behaviour.public_calls, [case(op, 64, 9, 16, how=(0, 1))], "fused")
 
 
 @both
@@ -58,7 +66,9 @@ def test_a_group_of_one(worlds: Worlds, op: str) -> None:
 
 @both
 def test_subgroups(worlds: Worlds, op: str) -> None:
-    worlds("gloo", 4).run(behaviour.public_calls_in_a_subgroup, [1, 3], case(op, 6, 9, 20, bias=True))
+    worlds("gloo", 4).run(
+        behaviour.public_calls_in_a_subgroup, [1, 3], case(op, 6, 9, 20, bias=True)
+    )
 
 
 @both
@@ -86,8 +96,17 @@ def many_shapes(me: Member, op: str) -> None:
     """Any shape and any way, drawn alike on every rank."""
 
     @settings(max_examples=16, deadline=None, derandomize=True, database=None)
-    @given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 40), st.sampled_from(HOWS), st.booleans(), st.integers(0, 99))
-    def try_one(rows: int, cols: int, depth: int, how: tuple[int, int], bias: bool, seed: int) -> None:
+    @given(
+        st.integers(0, 20),
+        st.integers(0, 20),
+        st.integers(0, 40),
+        st.sampled_from(HOWS),
+        st.booleans(),
+        st.integers(0, 99),
+    )
+    def try_one(
+        rows: int, cols: int, depth: int, how: tuple[int, int], bias: bool, seed: int
+    ) -> None:
         drawn = case(op, rows, cols, depth, how=how, bias=bias, integers=True)
         call = prepare(drawn, me.rank, me.world_size, me.device, seed)
         call.verify(f"rank {me.rank}", *behaviour.invoke(drawn, call.operands))
@@ -101,13 +120,17 @@ def test_many_shapes(worlds: Worlds, op: str) -> None:
 
 
 def there_and_back(me: Member) -> None:
-    """An exchange and its reverse leave everything as it was; so does Ulysses with weights of one."""
+    """An exchange and its reverse leave everything as it was; so does Ulysses with weights of
+    one."""
     x = torch.arange(24.0 * me.world_size).view(4 * me.world_size, 6) + 1000 * me.rank
     for how in HOWS:
         there = Exchange(*how)
         wide = x if how[0] == 0 else x.repeat(1, me.world_size)
         assert torch.equal(
-            reference.exchange(reference.exchange(wide, there, dist.group.WORLD), there.reverse, dist.group.WORLD), wide
+            reference.exchange(
+                reference.exchange(wide, there, dist.group.WORLD), there.reverse, dist.group.WORLD
+            ),
+            wide,
         )
     one = torch.eye(6 * me.world_size)
     wide = x.repeat(1, me.world_size)
@@ -145,8 +168,11 @@ def test_gradients_in_a_group_of_one(worlds: Worlds, op: str) -> None:
 
 @both
 def test_backward_sends_nothing_but_the_fused_dual(worlds: Worlds, op: str) -> None:
-    """What wgrad needs has been exchanged already: with dgrad, or in forward. Kept is as much as x."""
-    worlds("gloo", 3).run(backward.what_backward_sends, case(op, 7, 18, 40, bias=True), {}, 3 * 7 * 40)
+    """What wgrad needs has been exchanged already: with dgrad, or in forward. Kept is as much as
+    x."""
+    worlds("gloo", 3).run(
+        backward.what_backward_sends, case(op, 7, 18, 40, bias=True), {}, 3 * 7 * 40
+    )
 
 
 @both
@@ -157,7 +183,9 @@ def test_compiled_gradients(worlds: Worlds, op: str, backend: str) -> None:
 
 @both
 def test_compiled_with_changing_rows(worlds: Worlds, op: str) -> None:
-    worlds("gloo", 2).run(behaviour.compiled_with_changing_rows, case(op, 7, 18, 40, bias=True), "aot_eager")
+    worlds("gloo", 2).run(
+        behaviour.compiled_with_changing_rows, case(op, 7, 18, 40, bias=True), "aot_eager"
+    )
 
 
 @both
@@ -169,13 +197,23 @@ def test_opcheck(worlds: Worlds, op: str, size: int) -> None:
 # --- Bad input ---
 
 WRONG = {
-    "columns_do_not_divide": (OUT, ((4, 8), (7, 8), None, None), (1, 0), r"7 columns \(w\) over 2 ranks"),
+    "columns_do_not_divide": (
+        OUT,
+        ((4, 8), (7, 8), None, None),
+        (1, 0),
+        r"7 columns \(w\) over 2 ranks",
+    ),
     "rows_do_not_divide": (OUT, ((5, 8), (6, 8), None, None), (0, 1), r"5 rows over 2 ranks"),
     "k_differs": (OUT, ((4, 8), (6, 9), None, None), (1, 0), r"4, 8.*6, 9"),
     "out_is_not_gathered": (OUT, ((4, 8), (6, 8), None, (4, 6)), (1, 0), r"out.*8, 3"),
     "a_third_dimension": (OUT, ((4, 8), (6, 8), None, None), (2, 0), r"scatter_dim=2"),
     "x_rows_do_not_divide": (IN, ((5, 8), (6, 16), None, None), (0, 1), r"5 rows over 2 ranks"),
-    "x_columns_do_not_divide": (IN, ((4, 7), (6, 8), None, None), (1, 0), r"7 columns \(x\) over 2 ranks"),
+    "x_columns_do_not_divide": (
+        IN,
+        ((4, 7), (6, 8), None, None),
+        (1, 0),
+        r"7 columns \(x\) over 2 ranks",
+    ),
     "w_has_the_columns_of_x": (IN, ((4, 8), (6, 8), None, None), (0, 1), r"w \[N, 16\]"),
     "bias_is_too_long": (IN, ((4, 8), (6, 16), (7,), None), (0, 1), r"7,.*6,"),
     "out_is_too_tall": (IN, ((4, 8), (6, 16), None, (4, 6)), (0, 1), r"out.*2, 6"),
@@ -187,11 +225,15 @@ WRONG = {
 def test_wrong_input(worlds: Worlds, name: str) -> None:
     op, (x, w, bias, out), (scatter, gather), pattern = WRONG[name]
     options = {"scatter_dim": scatter, "gather_dim": gather}
-    worlds("gloo", 2).run(behaviour.refused, op, {"x": x, "w": w, "bias": bias, "out": out}, pattern, options)
+    worlds("gloo", 2).run(
+        behaviour.refused, op, {"x": x, "w": w, "bias": bias, "out": out}, pattern, options
+    )
 
 
 def test_out_in_an_input(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(behaviour.refused_alias, OUT, (8, 8), (4, 8), (16, 2), {"scatter_dim": 1, "gather_dim": 0})
+    worlds("gloo", 2).run(
+        behaviour.refused_alias, OUT, (8, 8), (4, 8), (16, 2), {"scatter_dim": 1, "gather_dim": 0}
+    )
 
 
 @both
@@ -206,11 +248,14 @@ def test_ranks_that_disagree(worlds: Worlds, op: str) -> None:
 SM = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)
 COPY_ENGINE = replace(SM, transport="copy_engine")
 LIBRARY = replace(SM, kernel="library")
-transports = pytest.mark.parametrize("config", [SM, COPY_ENGINE], ids=lambda config: config.transport)
+transports = pytest.mark.parametrize(
+    "config", [SM, COPY_ENGINE], ids=lambda config: config.transport
+)
 each_kernel = pytest.mark.parametrize(
-    ("op", "config"), [(OUT, SM), (OUT, COPY_ENGINE), (OUT, LIBRARY), (IN, SM), (IN, COPY_ENGINE)],
+    ("op", "config"),
+    [(OUT, SM), (OUT, COPY_ENGINE), (OUT, LIBRARY), (IN, SM), (IN, COPY_ENGINE)],
     ids=lambda value: value if isinstance(value, str) else f"{value.kernel}-{value.transport}",
-)  # fmt: skip
+)
 
 SHAPES = {
     "one_of_all": (1, 1, 1),
@@ -224,7 +269,10 @@ SHAPES = {
 @each_kernel
 @ways
 def test_parity(worlds: Worlds, op: str, config: MatmulConfig, how: tuple[int, int]) -> None:
-    cases = [case(op, *shape, how=how, bias=n % 2 == 0, integers=n % 2 == 1) for n, shape in enumerate(SHAPES.values())]
+    cases = [
+        case(op, *shape, how=how, bias=n % 2 == 0, integers=n % 2 == 1)
+        for n, shape in enumerate(SHAPES.values())
+    ]
     worlds("gloo", 3).run(parity.parity, cases, config)
 
 
@@ -237,14 +285,24 @@ def test_parity_with_few_programs(worlds: Worlds, op: str) -> None:
 
 @each_kernel
 def test_dtypes_and_four_ranks(worlds: Worlds, op: str, config: MatmulConfig) -> None:
-    cases = [case(op, 9, 20, 24, "bfloat16", bias=True), case(op, 18, 9, 20, "float16", integers=True)]
+    cases = [
+        case(op, 9, 20, 24, "bfloat16", bias=True),
+        case(op, 18, 9, 20, "float16", integers=True),
+    ]
     worlds("gloo", 4).run(parity.parity, cases, config)
 
 
 @each_kernel
 def test_many_calls_with_late_ranks(worlds: Worlds, op: str, config: MatmulConfig) -> None:
-    cases = [case(op, 5, 17, 24), case(op, 1, 20, 33, how=(1, 1)), case(op, 12, 9, 20, how=(0, 0)), case(op, 18, 7, 20)]
-    worlds("gloo", 3).run(parity.many_calls, cases, replace(config, tile_k=64), 18, 0.004, None, stall_in_the_kernel)
+    cases = [
+        case(op, 5, 17, 24),
+        case(op, 1, 20, 33, how=(1, 1)),
+        case(op, 12, 9, 20, how=(0, 0)),
+        case(op, 18, 7, 20),
+    ]
+    worlds("gloo", 3).run(
+        parity.many_calls, cases, replace(config, tile_k=64), 18, 0.004, None, stall_in_the_kernel
+    )
 
 
 @each_kernel
@@ -277,6 +335,9 @@ def absent(me: Member, op: str, config: MatmulConfig) -> tuple[str, int] | None:
 
 @each_kernel
 def test_a_peer_that_never_calls(worlds: Worlds, op: str, config: MatmulConfig) -> None:
-    """The bounded wait names it; copies that wait for its flags are let go, or the thread that makes them would stay."""
+    """The bounded wait names it; copies that wait for its flags are let go, or the thread that
+    makes them would stay."""
     seen = worlds("gloo", 3).run(absent, op, config)
-    assert seen[1] is None and {seen[0], seen[2]} <= {(op, 1), (op, 0), (op, 2)} and (op, 1) in seen, seen
+    assert (
+        seen[1] is None and {seen[0], seen[2]} <= {(op, 1), (op, 0), (op, 2)} and (op, 1) in seen
+    ), seen

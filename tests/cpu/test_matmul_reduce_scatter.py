@@ -68,9 +68,17 @@ def many_shapes(me: Member) -> None:
     """Any shape, drawn alike on every rank."""
 
     @settings(max_examples=40, deadline=None, derandomize=True, database=None)
-    @given(st.integers(0, 9), st.integers(0, 40), st.integers(0, 70), st.booleans(), st.integers(0, 99))
+    @given(
+        st.integers(0, 9), st.integers(0, 40), st.integers(0, 70), st.booleans(), st.integers(0, 99)
+    )
     def try_one(rows: int, cols: int, depth: int, bias: bool, seed: int) -> None:
-        call = prepare(case(rows, cols, depth, bias=bias, integers=True), me.rank, me.world_size, me.device, seed)
+        call = prepare(
+            case(rows, cols, depth, bias=bias, integers=True),
+            me.rank,
+            me.world_size,
+            me.device,
+            seed,
+        )
         call.verify(f"rank {me.rank}", tw.matmul_reduce_scatter(call.x, call.w, call.bias))
 
     try_one()
@@ -110,9 +118,12 @@ def test_backward_sends_nothing_but_the_fused_dual(worlds: Worlds) -> None:
 
 
 def finite_differences(me: Member) -> None:
-    """The reference itself against finite differences in fp64: torch's gradcheck, through a sum over ranks."""
+    """The reference itself against finite differences in fp64: torch's gradcheck, through a sum
+    over ranks."""
     call = prepare(case(2, 3, 4, bias=True), me.rank, me.world_size, me.device, 1)
-    weights = torch.randn(2, 3, generator=torch.Generator().manual_seed(me.rank), dtype=torch.float64)
+    weights = torch.randn(
+        2, 3, generator=torch.Generator().manual_seed(me.rank), dtype=torch.float64
+    )
 
     def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = reference.matmul_reduce_scatter(x, w, call.bias.double(), dist.group.WORLD)
@@ -123,7 +134,8 @@ def finite_differences(me: Member) -> None:
     (tw.matmul_reduce_scatter(*leaves, call.bias) * weights.float()).sum().backward()
     step = 1e-6
     for which, leaf in enumerate(leaves):
-        for owner in range(me.world_size):  # one rank moves one number, all ranks see their loss change
+        # one rank moves one number, all ranks see their loss change
+        for owner in range(me.world_size):
             for index in range(leaf.numel()):
                 sides = []
                 for sign in (1, -1):
@@ -133,7 +145,9 @@ def finite_differences(me: Member) -> None:
                     sides.append(loss(*moved))
                 slope = ((sides[0] - sides[1]) / (2 * step)).item()
                 if me.rank == owner:
-                    assert abs(leaf.grad.view(-1)[index].item() - slope) < 1e-4, f"operand {which}, element {index}"
+                    assert abs(leaf.grad.view(-1)[index].item() - slope) < 1e-4, (
+                        f"operand {which}, element {index}"
+                    )
 
 
 def test_finite_differences(worlds: Worlds) -> None:
@@ -146,7 +160,9 @@ def test_compiled_gradients(worlds: Worlds, backend: str) -> None:
 
 
 def test_compiled_with_changing_rows(worlds: Worlds) -> None:
-    worlds("gloo", 2).run(behaviour.compiled_with_changing_rows, case(7, 18, 40, bias=True), "aot_eager")
+    worlds("gloo", 2).run(
+        behaviour.compiled_with_changing_rows, case(7, 18, 40, bias=True), "aot_eager"
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -175,7 +191,9 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input(worlds: Worlds, name: str) -> None:
     (x, w, bias, out), pattern = WRONG[name]
-    worlds("gloo", 2).run(behaviour.refused, RS, {"x": x, "w": w, "bias": bias, "out": out}, pattern)
+    worlds("gloo", 2).run(
+        behaviour.refused, RS, {"x": x, "w": w, "bias": bias, "out": out}, pattern
+    )
 
 
 def test_out_in_an_input(worlds: Worlds) -> None:
@@ -190,11 +208,17 @@ def test_ranks_that_disagree(worlds: Worlds) -> None:
 
 # --- The protocol, with the fused kernel ---
 
-fused = pytest.mark.skipif(not has_kernel(RS), reason="the kernel of matmul_reduce_scatter is not there")
+fused = pytest.mark.skipif(
+    not has_kernel(RS), reason="the kernel of matmul_reduce_scatter is not there"
+)
 SM = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2)
 COPY_ENGINE = MatmulConfig("triton", "copy_engine", 16, 32, 16, 1, 4, group_m=2, num_slices=4)
-transports = pytest.mark.parametrize("config", [SM, COPY_ENGINE], ids=lambda config: config.transport)
-PROGRAMS = 5  # only for tiles that span shards: interpreted programs run in turn, and others wait for any of a peer's
+transports = pytest.mark.parametrize(
+    "config", [SM, COPY_ENGINE], ids=lambda config: config.transport
+)
+# only for tiles that span shards: interpreted programs run in turn, and others wait for any of a
+# peer's
+PROGRAMS = 5
 
 SHAPES = {
     "one_of_all": (1, 1, 1),
@@ -213,7 +237,9 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @transports
 @pytest.mark.parametrize("size", [2, 3, 4])
 @shapes
-def test_parity(worlds: Worlds, size: int, config: MatmulConfig, shape: tuple[int, int, int]) -> None:
+def test_parity(
+    worlds: Worlds, size: int, config: MatmulConfig, shape: tuple[int, int, int]
+) -> None:
     cases = [case(*shape, bias=True), case(*shape, "float16", integers=True)]
     spans = config.transport == "sm" and shape[0] < config.tile_m
     worlds("gloo", size).run(parity.parity, cases, config, PROGRAMS if spans else None)
@@ -232,7 +258,15 @@ def test_dtypes(worlds: Worlds, config: MatmulConfig, dtype: str) -> None:
 def test_many_calls_with_late_ranks(world: World, config: MatmulConfig) -> None:
     cases = [case(5, 17, 24), case(1, 20, 33), case(12, 9, 60), case(18, 7, 20, bias=True)]
     count = {2: 20, 3: 12, 4: 8}[world.size]
-    world.run(parity.many_calls, cases, replace(config, tile_k=64), count, 0.004, None, stall_in_the_kernel)
+    world.run(
+        parity.many_calls,
+        cases,
+        replace(config, tile_k=64),
+        count,
+        0.004,
+        None,
+        stall_in_the_kernel,
+    )
 
 
 @fused
@@ -244,7 +278,9 @@ def test_the_epoch_wraps_around(world: World, config: MatmulConfig) -> None:
 @fused
 @transports
 @pytest.mark.parametrize(("size", "members"), [(3, [0, 1]), (4, [1, 3])])
-def test_two_groups_at_once(worlds: Worlds, config: MatmulConfig, size: int, members: list[int]) -> None:
+def test_two_groups_at_once(
+    worlds: Worlds, config: MatmulConfig, size: int, members: list[int]
+) -> None:
     worlds("gloo", size).run(parity.two_groups, members, case(7, 18, 40, bias=True), config, 7)
 
 

@@ -1,4 +1,5 @@
-"""Calls that ranks disagree about, of what all of them have called before: nothing that is kept stands for a comparison."""
+"""Calls that ranks disagree about, of what all of them have called before: nothing that is kept
+stands for a comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What ranks must have alike around experts: plans of one group, calls that match, gradients that all ranks want."""
+"""What ranks must have alike around experts: plans of one group, calls that match, gradients that
+all ranks want."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def draw(me: Member, tokens: int = 4, experts: int = 2) -> tuple[torch.Tensor, .
 
 
 def plans_of_others(me: Member) -> list[str]:
-    """A plan of ranks 0 and 1 (2 and 3) in the group of ranks 0 and 2 (1 and 3): of the same size, and all rows are others."""
+    """A plan of ranks 0 and 1 (2 and 3) in the group of ranks 0 and 2 (1 and 3): of the same size,
+    and all rows are others."""
     one = me.group(0, 1) or me.group(2, 3) if me.rank < 2 else [me.group(0, 1), me.group(2, 3)][1]
     if me.rank < 2:
         me.group(2, 3)
@@ -61,25 +63,33 @@ def plans_of_others(me: Member) -> list[str]:
 
 def test_a_plan_of_another_group_is_refused(worlds: Worlds) -> None:
     for errors in worlds("gloo", 4).run(plans_of_others):
-        assert all(error.startswith("InputError") and "made in group" in error for error in errors), errors
+        assert all(
+            error.startswith("InputError") and "made in group" in error for error in errors
+        ), errors
 
 
 def plans_of_other_experts(me: Member) -> list[str]:
     x, ids, up, down = draw(me, experts=4)
     y, plan = tw.dispatch_grouped_matmul(x, up, ids)
     more = torch.cat([down, down[:1]])  # whose table is as large
-    calls: list[Callable[..., object]] = [tw.grouped_matmul_combine, lambda *a: tw.explain("grouped_matmul_combine", *a)]
+    calls: list[Callable[..., object]] = [
+        tw.grouped_matmul_combine,
+        lambda *a: tw.explain("grouped_matmul_combine", *a),
+    ]
     return [refusal(call, y, experts, plan) for call in calls for experts in (more, down[:3])]
 
 
 @PATHS
 def test_a_plan_of_other_experts_is_refused(world: World, interpreted: bool) -> None:
     for errors in run_either(world, interpreted, plans_of_other_experts):
-        assert all(error.startswith("InputError") and "a plan of 4" in error for error in errors), errors
+        assert all(error.startswith("InputError") and "a plan of 4" in error for error in errors), (
+            errors
+        )
 
 
 def plans_go_everywhere(me: Member) -> list[bool]:
-    """As inputs of compiled functions and of checkpoints, copied; and a plan that names no group goes with any."""
+    """As inputs of compiled functions and of checkpoints, copied; and a plan that names no group
+    goes with any."""
     x, ids, up, down = draw(me)
     up.requires_grad_()
     torch._dynamo.reset()
@@ -139,7 +149,9 @@ def calls_to_compare(me: Member) -> dict[str, Callable[[], object]]:
         "N": lambda: call(x, wide, plan=plan),
         "K": lambda: call(torch.randn(4, deep), torch.randn(2, 6, deep), plan=plan),
         "dtype": lambda: call(x.to(kind), up.to(kind), plan=plan),
-        "max_tokens": lambda: call(torch.randn(many, 8), up, torch.zeros(many, 2, dtype=torch.int64), max_tokens=4),
+        "max_tokens": lambda: call(
+            torch.randn(many, 8), up, torch.zeros(many, 2, dtype=torch.int64), max_tokens=4
+        ),
         "ids": lambda: call(x, up, ids.float() if odd else ids),
         "dimensions": lambda: call(x[0] if odd else x, up, ids),
         "tokens": lambda: call(x[:3] if odd else x, up, ids),
@@ -147,7 +159,9 @@ def calls_to_compare(me: Member) -> dict[str, Callable[[], object]]:
         "the plan's group": lambda: call(x, up, plan=other),
         "y": lambda: combine(y[1:] if odd else y, down, plan),
         "experts": lambda: combine(y, down[:1] if odd else down, plan),
-        "weights": lambda: combine(y, down, plan, torch.ones(4, 2, dtype=torch.float64 if odd else torch.float32)),
+        "weights": lambda: combine(
+            y, down, plan, torch.ones(4, 2, dtype=torch.float64 if odd else torch.float32)
+        ),
         "out": lambda: combine(y, down, plan, out=out[:3] if odd else out),
         "memory": lambda: combine(y, down, plan, out=y[:4, :6].view(-1)[:0] if odd else out),
     }
@@ -162,8 +176,22 @@ def compared(me: Member, name: str) -> tuple[str, float]:
     return said, time.monotonic() - began
 
 
-NAMES = ("N", "K", "dtype", "max_tokens", "ids", "dimensions", "tokens", "strides", "the plan's group", "y", "experts",
-         "weights", "out", "memory")  # fmt: skip
+NAMES = (
+    "N",
+    "K",
+    "dtype",
+    "max_tokens",
+    "ids",
+    "dimensions",
+    "tokens",
+    "strides",
+    "the plan's group",
+    "y",
+    "experts",
+    "weights",
+    "out",
+    "memory",
+)
 DIFFER = ("N", "K", "dtype")  # each is sound alone
 
 
@@ -189,16 +217,24 @@ def weights_that_one_rank_trains(me: Member) -> str:
     return refusal(z.sum().backward) or refusal(tw.synchronize)
 
 
-@pytest.mark.parametrize(("debug", "interpreted"), [("0", "1"), ("1", "0")], ids=["fused", "debugging"])
+@pytest.mark.parametrize(
+    ("debug", "interpreted"), [("0", "1"), ("1", "0")], ids=["fused", "debugging"]
+)
 def test_weights_that_one_rank_trains_are_told(debug: str, interpreted: str) -> None:
     """Without an error, one rank would be in an exchange of gradients that the other leaves out."""
-    extra = {"TILEWEAVE_TIMEOUT": "5", "WORLD_ENDS_WELL": "0", "TILEWEAVE_DEBUG": debug, "TRITON_INTERPRET": interpreted}
+    extra = {
+        "TILEWEAVE_TIMEOUT": "5",
+        "WORLD_ENDS_WELL": "0",
+        "TILEWEAVE_DEBUG": debug,
+        "TRITON_INTERPRET": interpreted,
+    }
     ends = one_shot("gloo", 2, weights_that_one_rank_trains, extra=extra)
     assert all(str(end.value).startswith("RankMismatchError") for end in ends), ends
 
 
 def forward_alone(me: Member) -> bool:
-    """One rank evaluates under no_grad, on an empty batch that needs no gradient, where the other one keeps a graph."""
+    """One rank evaluates under no_grad, on an empty batch that needs no gradient, where the other
+    one keeps a graph."""
     torch.manual_seed(0)
     layer = MoE(8, 6, 4, 2, max_tokens=3)
     x = torch.randn(3, 8)
@@ -223,13 +259,19 @@ def kept_for_sizes(me: Member) -> list[int]:
     counts = []
     for sizes in ((1, 2, 3), range(4, 16)):
         for tokens in sizes:
-            x, ids = torch.randn(tokens, 8, requires_grad=True), torch.zeros(tokens, 2, dtype=torch.int64)
+            x, ids = (
+                torch.randn(tokens, 8, requires_grad=True),
+                torch.zeros(tokens, 2, dtype=torch.int64),
+            )
             y, plan = tw.dispatch_grouped_matmul(x, up, ids, max_tokens=16)
             tw.grouped_matmul_combine(y, down, plan, torch.ones(tokens, 2)).sum().backward()
             with torch.no_grad():
                 tw.grouped_matmul_combine(y, down, plan, out=torch.empty(tokens, 8))
         workspace = workspace_of(name_of(None), me.device)
-        counts.append(len(workspace.accepted) + sum(len(instance.cache) for instance in workspace.instances.values()))
+        counts.append(
+            len(workspace.accepted)
+            + sum(len(instance.cache) for instance in workspace.instances.values())
+        )
     return counts
 
 
@@ -239,7 +281,8 @@ def test_nothing_is_kept_for_a_number_of_tokens(world: World) -> None:
 
 
 def tokens_on_later_calls(me: Member) -> list[str]:
-    """What depends on the number of tokens is looked at on every call, though the rest is looked at once."""
+    """What depends on the number of tokens is looked at on every call, though the rest is looked at
+    once."""
     x, ids, up, down = draw(me)
     y, plan = tw.dispatch_grouped_matmul(x, up, ids)
     weights = torch.ones(4, 2)
@@ -247,10 +290,24 @@ def tokens_on_later_calls(me: Member) -> list[str]:
         tw.grouped_matmul_combine(y, down, plan, weights, out=torch.empty(4, 8))
         return [
             refusal(tw.grouped_matmul_combine, y, down, plan, weights[:3], out=torch.empty(4, 8)),
-            refusal(tw.grouped_matmul_combine, y, down, plan, torch.ones(2, 4).t(), out=torch.empty(4, 8)),
+            refusal(
+                tw.grouped_matmul_combine,
+                y,
+                down,
+                plan,
+                torch.ones(2, 4).t(),
+                out=torch.empty(4, 8),
+            ),
             refusal(tw.grouped_matmul_combine, y, down, plan, weights, out=torch.empty(3, 8)),
             refusal(tw.grouped_matmul_combine, y, down, plan, weights, out=torch.empty(8, 4).t()),
-            refusal(tw.grouped_matmul_combine, y, down, replace(plan, tokens=5), torch.ones(5, 2), out=torch.empty(5, 8)),
+            refusal(
+                tw.grouped_matmul_combine,
+                y,
+                down,
+                replace(plan, tokens=5),
+                torch.ones(5, 2),
+                out=torch.empty(5, 8),
+            ),
         ]
 
 

@@ -1,4 +1,5 @@
-"""nn.MoE beside its arithmetic: what it starts as (linear layers too), what it loads, which tokens and routers it takes."""
+"""nn.MoE beside its arithmetic: what it starts as (linear layers too), what it loads, which tokens
+and routers it takes."""
 
 from __future__ import annotations
 
@@ -41,20 +42,28 @@ def start(me: Member, kind: str, on_meta: bool) -> dict[str, list]:
         for module in layer.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
-    return {name: p.tolist() for name, p in layer.named_parameters()} | {"what is drawn next": torch.rand(3).tolist()}
+    return {name: p.tolist() for name, p in layer.named_parameters()} | {
+        "what is drawn next": torch.rand(3).tolist()
+    }
 
 
 @pytest.mark.parametrize("on_meta", [False, True], ids=["", "meta"])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_equal_seeds_give_equal_copies_and_different_shards(world: World, kind: str, on_meta: bool) -> None:
+def test_equal_seeds_give_equal_copies_and_different_shards(
+    world: World, kind: str, on_meta: bool
+) -> None:
     first, second = world.run(start, kind, on_meta)
     again, _ = world.run(start, kind, on_meta)
     for name, value in first.items():
         assert (value == second[name]) == name.startswith(("what", *REPLICATED[kind])), name
         assert value == again[name], name
         bound = 6**-0.5 if "down_proj" in name else 8**-0.5
-        assert name.startswith("what") or 0.5 * bound < float(torch.tensor(value).abs().max()) <= bound, name
-        assert not name.startswith("experts.") or value[0] != value[1], f"{name}: experts of one rank"
+        assert (
+            name.startswith("what") or 0.5 * bound < float(torch.tensor(value).abs().max()) <= bound
+        ), name
+        assert not name.startswith("experts.") or value[0] != value[1], (
+            f"{name}: experts of one rank"
+        )
 
 
 def shapes_in_fake_mode(me: Member) -> list[tuple[int, ...]]:
@@ -91,7 +100,9 @@ def loaded(me: Member) -> list[str]:
 
 def test_only_states_of_the_whole_layer_are_loaded(world: World) -> None:
     for errors in world.run(loaded):
-        assert all(error.startswith("InputError") and "all 4 experts" in error for error in errors), errors
+        assert all(
+            error.startswith("InputError") and "all 4 experts" in error for error in errors
+        ), errors
 
 
 # --- Tokens and routers ---
@@ -113,7 +124,9 @@ def views(me: Member) -> list[bool]:
         for x in (torch.randn(5, 16)[:, :8], torch.randn(1, 8).expand(5, 8), torch.randn(8, 5).t()):
             leaf, same = x.detach().requires_grad_(), x.contiguous().requires_grad_()
             y, want = layer(leaf), layer(same)
-            (gradient,), (wanted,) = (torch.autograd.grad(z.square().sum(), t) for z, t in ((y, leaf), (want, same)))
+            (gradient,), (wanted,) = (
+                torch.autograd.grad(z.square().sum(), t) for z, t in ((y, leaf), (want, same))
+            )
             found += [torch.equal(y, want), torch.equal(gradient, wanted)]
     return found
 
@@ -128,12 +141,20 @@ def gates_in_fp32(me: Member) -> list[object]:
     layer = MoE(8, 6, 4, 2, dtype=torch.bfloat16)
     layer.gate.float()
     with torch.no_grad():  # experts that only fp32 tells apart
-        layer.gate.weight.copy_(torch.ones(4, 8) + 1e-4 * torch.tensor([3.0, 0.0, 2.0, 1.0])[:, None])
+        layer.gate.weight.copy_(
+            torch.ones(4, 8) + 1e-4 * torch.tensor([3.0, 0.0, 2.0, 1.0])[:, None]
+        )
     x = torch.ones(3, 8, dtype=torch.bfloat16, requires_grad=True)
     y = layer(x)
     y.float().square().sum().backward()
     chosen = layer.gate(x)[1].sort(1).values.tolist()
-    return [y.dtype, x.grad.dtype, layer.gate.weight.grad.dtype, layer.experts.down_proj.grad.dtype, chosen]
+    return [
+        y.dtype,
+        x.grad.dtype,
+        layer.gate.weight.grad.dtype,
+        layer.experts.down_proj.grad.dtype,
+        chosen,
+    ]
 
 
 def test_a_gate_may_be_wider_than_its_tokens(world: World) -> None:
@@ -145,7 +166,8 @@ def test_a_gate_may_be_wider_than_its_tokens(world: World) -> None:
 
 
 def biased(me: Member) -> list[bool]:
-    """A bias for each expert by row, as the docstring of a dispatch has it, where memory has been anything before."""
+    """A bias for each expert by row, as the docstring of a dispatch has it, where memory has been
+    anything before."""
     torch.manual_seed(me.rank)
     found = []
     for _ in range(4):
@@ -170,8 +192,14 @@ def biased(me: Member) -> list[bool]:
                 for e in (choices[t] - 2 * me.rank).tolist():
                     if e in (0, 1):
                         gate, value = (up[e].double() @ tokens[t].double() + own[e]).chunk(2)
-                        wanted = wanted + (down[e].double() @ (nn.functional.silu(gate) * value)) @ weights[t].double()
-        (want,) = torch.autograd.grad(wanted, own) if torch.is_tensor(wanted) else (torch.zeros(2, 16),)
+                        wanted = (
+                            wanted
+                            + (down[e].double() @ (nn.functional.silu(gate) * value))
+                            @ weights[t].double()
+                        )
+        (want,) = (
+            torch.autograd.grad(wanted, own) if torch.is_tensor(wanted) else (torch.zeros(2, 16),)
+        )
         found.append(torch.allclose(gradient.double(), want.double(), rtol=1e-4, atol=1e-4))
     return found
 

@@ -1,4 +1,5 @@
-"""Any shape, stride, dtype and alignment, and what is not finite: the public call equals fp64, or says what is wrong.
+"""Any shape, stride, dtype and alignment, and what is not finite: the public call equals fp64, or
+says what is wrong.
 
 ``tests/support/properties.py`` has the strategies and the judge.
 """
@@ -28,7 +29,11 @@ def test_any_input(worlds: Worlds, op: str) -> None:
     for_any(properties.examples(op), OPS[op], in_world(worlds("gloo", 2), properties.check_call))
 
 
-INPUTS = {AG: ["x", "w", "bias"], RS: ["x", "w", "bias"], AR: ["x", "w", "bias", "residual", "norm_weight", "residual_out"]}
+INPUTS = {
+    AG: ["x", "w", "bias"],
+    RS: ["x", "w", "bias"],
+    AR: ["x", "w", "bias", "residual", "norm_weight", "residual_out"],
+}
 
 
 @pytest.mark.timeout(120)
@@ -53,7 +58,9 @@ def public_words(me: Member, sizes: tuple[int, int, int]) -> None:
     assert plan.path == ("fused" if min(rows, cols, depth) else "unfused"), plan
     tw.warmup(AR, rows, cols, depth, norm=rows % 2 == 0, dtype=torch.float32, device="cpu")
     tw.warmup(RS, rows * me.world_size, cols, depth, dtype=torch.float32, device="cpu")
-    layer = tw.nn.ColumnParallelLinear(max(depth, 1), max(cols, 1) * me.world_size, bias=rows % 2 == 0)
+    layer = tw.nn.ColumnParallelLinear(
+        max(depth, 1), max(cols, 1) * me.world_size, bias=rows % 2 == 0
+    )
     y = layer(torch.zeros(rows, max(depth, 1)))
     assert y.shape == (rows * me.world_size, max(cols, 1))
     tw.synchronize()

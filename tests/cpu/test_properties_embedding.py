@@ -1,6 +1,8 @@
-"""Any tables, bags and jagged lists: pooled vectors equal fp64, what is distributed arrives, or an error says what is wrong.
+"""Any tables, bags and jagged lists: pooled vectors equal fp64, what is distributed arrives, or an
+error says what is wrong.
 
-``tests/support/properties.py`` has the strategies and the judge, ``tests/support/embedding.py`` the oracle.
+``tests/support/properties.py`` has the strategies and the judge, ``tests/support/embedding.py`` the
+oracle.
 """
 
 from __future__ import annotations
@@ -18,7 +20,18 @@ from tests.support.worlds import Member, Worlds
 pytest.importorskip("hypothesis")
 
 from hypothesis import strategies as st
-from tests.support.properties import Planted, dtypes, for_any, in_world, judge, offsets, placed, plant, planted, scale_of
+from tests.support.properties import (
+    Planted,
+    dtypes,
+    for_any,
+    in_world,
+    judge,
+    offsets,
+    placed,
+    plant,
+    planted,
+    scale_of,
+)
 
 import tileweave as tw
 from tileweave.planning.sharding import rows_of
@@ -26,7 +39,8 @@ from tileweave.planning.sharding import rows_of
 
 @dataclass(frozen=True)
 class Example:
-    """``result``: "new", "out", or "again", into an earlier result. ``offset``: of tables, lists, result off 16 bytes."""
+    """``result``: "new", "out", or "again", into an earlier result. ``offset``: of tables, lists,
+    result off 16 bytes."""
 
     case: Case
     seed: int
@@ -78,19 +92,30 @@ def check_call(me: Member, example: Example) -> None:
     largest = 1.0
     for source in range(size):
         theirs = drawn(example, source)
-        blocks = embedding.pooled(theirs, case)[begin:end].split([max(d, 0) for d in layout.dims[source]], 1)
-        for column, dim, block in zip(layout.columns[source], layout.dims[source], blocks, strict=False):
+        blocks = embedding.pooled(theirs, case)[begin:end].split(
+            [max(d, 0) for d in layout.dims[source]], 1
+        )
+        for column, dim, block in zip(
+            layout.columns[source], layout.dims[source], blocks, strict=False
+        ):
             want[:, column : column + dim] = block
-        largest = max(largest, scale_of(*theirs.tables) * (scale_of(theirs.weights) if case.weighted else 1.0))
+        largest = max(
+            largest, scale_of(*theirs.tables) * (scale_of(theirs.weights) if case.weighted else 1.0)
+        )
     at_tables, at_lists, at_out = example.offset
     weights = None if bags.weights is None else placed(bags.weights, at_lists)
     arguments = (
-        [placed(t, at_tables) for t in bags.tables], placed(bags.indices, at_lists), placed(bags.offsets, at_lists),
-    )  # fmt: skip
+        [placed(t, at_tables) for t in bags.tables],
+        placed(bags.indices, at_lists),
+        placed(bags.offsets, at_lists),
+    )
     options: dict[str, object] = {
-        "batch": case.batch, "mode": case.mode, "per_sample_weights": weights, "out_dtype": case.result_dtype,
+        "batch": case.batch,
+        "mode": case.mode,
+        "per_sample_weights": weights,
+        "out_dtype": case.result_dtype,
         "layout": layout if example.given else None,
-    }  # fmt: skip
+    }
     out = None
     if example.result == "out":
         out = placed(torch.full(want.shape, float("nan"), dtype=case.result_dtype), at_out)
@@ -102,7 +127,9 @@ def check_call(me: Member, example: Example) -> None:
     scale = largest * max(1, case.longest, case.giant) ** 0.5
     judge(y, want, scale)
     if bags.tables:  # the local lookup
-        alone = tw.embedding_bag(*arguments, mode=case.mode, per_sample_weights=weights, out_dtype=case.result_dtype)
+        alone = tw.embedding_bag(
+            *arguments, mode=case.mode, per_sample_weights=weights, out_dtype=case.result_dtype
+        )
         judge(alone, embedding.pooled(bags, case), scale)
 
 
@@ -125,7 +152,9 @@ def aliases(me: Member, example: tuple[str, int]) -> str:
     offsets = torch.arange(2 * me.world_size + 1)
     layout = tw.EmbeddingLayout.in_rank_order([(4,)] * me.world_size)
     try:
-        tw.embedding_bag_all_to_all([table], indices, offsets, per_sample_weights=weights, layout=layout, out=out)
+        tw.embedding_bag_all_to_all(
+            [table], indices, offsets, per_sample_weights=weights, layout=layout, out=out
+        )
     except tw.InputError as error:
         return str(error)
     return ""
@@ -164,9 +193,17 @@ class Lists:
 
     def of(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(1000 * self.seed + rank)
-        lengths = torch.randint(0, self.longest + 1, (self.count * self.samples,), generator=generator)
-        values = torch.randint(0, 30000, (int(lengths.sum()),), generator=generator).to(self.value_dtype)
-        return lengths.to(self.length_dtype), values, torch.randn(values.numel(), generator=generator)
+        lengths = torch.randint(
+            0, self.longest + 1, (self.count * self.samples,), generator=generator
+        )
+        values = torch.randint(0, 30000, (int(lengths.sum()),), generator=generator).to(
+            self.value_dtype
+        )
+        return (
+            lengths.to(self.length_dtype),
+            values,
+            torch.randn(values.numel(), generator=generator),
+        )
 
 
 owned = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -211,27 +248,40 @@ def test_any_lists(worlds: Worlds) -> None:
 
 
 def pieces_agree(me: Member) -> None:
-    """The kernels and plain torch: the same messages, offsets, sums and pieces, for every rank of worlds of one to four."""
+    """The kernels and plain torch: the same messages, offsets, sums and pieces, for every rank of
+    worlds of one to four."""
     from tileweave.kernels.embedding import jagged as jagged_pieces
     from tileweave.ops.embedding.distribute_indices import InTorch
 
     draw = random.Random(me.rank)
     for case in range(40):
         size, count, samples = draw.randint(1, 4), draw.randint(1, 5), draw.choice([0, 1, 3, 20])
-        features = ((count - 1,), *(tuple(draw.choices(range(count), k=draw.randint(0, 3))) for _ in range(size - 1)))
+        features = (
+            (count - 1,),
+            *(tuple(draw.choices(range(count), k=draw.randint(0, 3))) for _ in range(size - 1)),
+        )
         generator = torch.Generator().manual_seed(case)
         ranks = range(len(features))
-        lengths = [torch.randint(-(case % 5 == 0), 4, (count * samples,), generator=generator) for _ in ranks]
+        lengths = [
+            torch.randint(-(case % 5 == 0), 4, (count * samples,), generator=generator)
+            for _ in ranks
+        ]
         bad = any((of < 0).any() for of in lengths)
         with mock.patch.object(jagged_pieces, "BLOCK", 8):
-            kernels, plain = (_all_ranks(steps, features, count, samples, lengths) for steps in (jagged_pieces, InTorch))
+            kernels, plain = (
+                _all_ranks(steps, features, count, samples, lengths)
+                for steps in (jagged_pieces, InTorch)
+            )
         for of_kernels, of_torch in zip(kernels, plain, strict=True):
             whole, (offsets, told, *pieces) = of_kernels
             assert torch.equal(whole, of_torch[0]), case
             assert torch.equal(told, of_torch[1][1]), case
             if not bad:
                 assert torch.equal(offsets, of_torch[1][0]), case
-                assert all(torch.equal(a.view(-1), b.reshape(-1)) for a, b in zip(pieces, of_torch[1][2:], strict=True)), case
+                assert all(
+                    torch.equal(a.view(-1), b.reshape(-1))
+                    for a, b in zip(pieces, of_torch[1][2:], strict=True)
+                ), case
         for rank, (_, (_, _, leaving, _)) in enumerate(kernels if not bad else ()):
             data, longest = torch.arange(int(lengths[rank].sum())), max(int(leaving[2::3].max()), 0)
             parts = [torch.full((int(leaving[2::3].sum()),), -9) for _ in range(2)]
@@ -246,7 +296,10 @@ def _all_ranks(steps, features, count, samples, lengths):  # type: ignore[no-unt
 
     made = []
     for rank, of in enumerate(lengths):
-        where, sizes = _layout(features, count, rank, of.device), [len(mine) * samples + count + 1 for mine in features]
+        where, sizes = (
+            _layout(features, count, rank, of.device),
+            [len(mine) * samples + count + 1 for mine in features],
+        )
         whole = torch.full((sum(sizes),), -7)
         steps.pack(of, int(of.sum()), where, whole)
         made.append((sizes, where, whole))
@@ -283,7 +336,9 @@ def wrong_lists(me: Member, what: str) -> str:
 
 
 @pytest.mark.parametrize(("what", "text"), [("values", "values"), ("negative", "lengths below 0")])
-def test_what_only_the_device_knows_is_told_to_every_rank(worlds: Worlds, what: str, text: str) -> None:
+def test_what_only_the_device_knows_is_told_to_every_rank(
+    worlds: Worlds, what: str, text: str
+) -> None:
     for said in worlds("gloo", 2).run(wrong_lists, what):
         assert "rank 1" in said and text in said and "remedy: " in said, said
 
@@ -304,7 +359,9 @@ def refused(me: Member, name: str) -> None:
         lists = Lists(((0, 1), (2,)), 3, 3, torch.int64, torch.int64, None, 0, 5)
         lengths, values, _ = lists.of(me.rank)
         make, text = LOCAL[name]
-        arguments = {"lengths": lengths, "values": values, "features": lists.features} | make(values)
+        arguments = {"lengths": lengths, "values": values, "features": lists.features} | make(
+            values
+        )
         with pytest.raises(tw.InputError, match=f"asked: .*{text}.*allowed: .*remedy: "):
             tw.distribute_indices(**arguments)
 

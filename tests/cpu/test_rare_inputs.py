@@ -1,4 +1,5 @@
-"""Input that is allowed and seldom seen, and what is refused because kernels would read past it; two ranks."""
+"""Input that is allowed and seldom seen, and what is refused because kernels would read past it;
+two ranks."""
 
 from __future__ import annotations
 
@@ -37,14 +38,19 @@ def change_of_tables(me: Member, weighted: bool) -> list[tuple[bool, bool]]:
     frozen = module.weights()[1].requires_grad_(False)
     before = [w.detach().clone() for w in module.weights()]
     if weighted:
-        indices, offsets, weights = tw.distribute_indices(lengths, values, module.features, weights=torch.ones(12))
+        indices, offsets, weights = tw.distribute_indices(
+            lengths, values, module.features, weights=torch.ones(12)
+        )
         weights.requires_grad_()
         module.lookup(indices, offsets, weights, 6).sum().backward()
         assert float(weights.grad.abs().sum()) > 0
     else:
         module(lengths, values).sum().backward()
     assert not frozen.requires_grad
-    return [(w.requires_grad, not torch.equal(w, old)) for w, old in zip(module.weights(), before, strict=True)]
+    return [
+        (w.requires_grad, not torch.equal(w, old))
+        for w, old in zip(module.weights(), before, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -80,8 +86,16 @@ def moved_and_saved(me: Member) -> list[object]:
     kept = all(torch.equal(a, b) for a, b in zip(moments, other.optimizer.states, strict=True))
     empty, _, _ = module_of(me, optimizer="adagrad", device="meta")
     empty.to_empty(device="cpu")
-    places = {str(t.device) for t in (*empty.weights(), empty.optimizer.rate, *empty.optimizer.states)}
-    return [float(sum(m.sum() for m in moments)) > 0, same, kept, {w.dtype for w in other.weights()}, places]
+    places = {
+        str(t.device) for t in (*empty.weights(), empty.optimizer.rate, *empty.optimizer.states)
+    }
+    return [
+        float(sum(m.sum() for m in moments)) > 0,
+        same,
+        kept,
+        {w.dtype for w in other.weights()},
+        places,
+    ]
 
 
 def test_moments_are_saved_and_move_with_the_tables(world) -> None:
@@ -97,7 +111,9 @@ def unknown_optimizer(me: Member) -> str:
 
 
 def dtype_of_whole_tables(me: Member) -> list[torch.dtype]:
-    one = ShardedEmbeddingBag([TableSpec("t", 4, 4, 1.0)], dtype=torch.bfloat16, out_dtype=torch.float32)
+    one = ShardedEmbeddingBag(
+        [TableSpec("t", 4, 4, 1.0)], dtype=torch.bfloat16, out_dtype=torch.float32
+    )
     return [t.dtype for t in one.whole_tables()]
 
 
@@ -121,7 +137,9 @@ def ids_refused(me: Member) -> list[str]:
     steps, weights = torch.arange(4)[::2], torch.ones(2, requires_grad=True)
     return [
         refusal(tw.distribute_indices, lengths, steps, features),
-        refusal(tw.distribute_indices, lengths, torch.arange(2), features, weights=torch.ones(4)[::2]),
+        refusal(
+            tw.distribute_indices, lengths, torch.arange(2), features, weights=torch.ones(4)[::2]
+        ),
         refusal(tw.distribute_indices, lengths, torch.arange(2), features, weights=weights),
     ]
 
@@ -142,17 +160,27 @@ def plans_refused(me: Member) -> list[str]:
         return [
             refusal(tw.dispatch_grouped_matmul, torch.ones(2, 4), experts, plan=plan),
             refusal(tw.swiglu, y[:2], plan),
-            refusal(tw.dispatch_grouped_matmul, shared.view(-1)[:16].view(4, 4), experts, plan=plan, out=shared),
+            refusal(
+                tw.dispatch_grouped_matmul,
+                shared.view(-1)[:16].view(4, 4),
+                experts,
+                plan=plan,
+                out=shared,
+            ),
         ]
 
 
 def test_a_plan_of_other_tokens_and_a_result_in_its_input_are_refused(world) -> None:
     for tokens, rows, alias in world.run(plans_refused):
-        assert "2 tokens with ids of 4" in tokens and "plan" in rows and "storage of an input" in alias
+        assert (
+            "2 tokens with ids of 4" in tokens and "plan" in rows and "storage of an input" in alias
+        )
 
 
 def changed_in_place(me: Member) -> float:
-    y, plan = tw.dispatch_grouped_matmul(torch.ones(4, 4), torch.ones(2, 8, 4), torch.zeros(4, 1, dtype=torch.int64))
+    y, plan = tw.dispatch_grouped_matmul(
+        torch.ones(4, 4), torch.ones(2, 8, 4), torch.zeros(4, 1, dtype=torch.int64)
+    )
     down = torch.ones(2, 4, 8, requires_grad=True)
     with unfused(me):
         tw.grouped_matmul_combine(y, down, plan).add_(1).sum().backward()
@@ -174,7 +202,9 @@ def of_autograd(me: Member) -> list[object]:
     tw.all_gather_matmul(x, w, out=out)
     table = torch.zeros(4, 4, requires_grad=True)
     counted = table._version
-    y = tw.embedding_bag([table], torch.arange(4), torch.arange(5), optimizer=FusedOptimizer("sgd", torch.ones(1)))
+    y = tw.embedding_bag(
+        [table], torch.arange(4), torch.arange(5), optimizer=FusedOptimizer("sgd", torch.ones(1))
+    )
     y.sum().backward()
     x.requires_grad_()
     y = tw.all_gather_matmul(x, w)
@@ -187,7 +217,8 @@ def test_autograd_knows_what_kernels_wrote_and_what_they_cannot_differentiate(wo
 
 
 def layers_under_autocast(me: Member) -> list[tuple[torch.dtype, float, torch.dtype]]:
-    """Of each module: the dtype of its result, how far that is from the one in fp32, and the dtype of its weights' gradient."""
+    """Of each module: the dtype of its result, how far that is from the one in fp32, and the dtype
+    of its weights' gradient."""
     torch.manual_seed(me.rank)
     found = []
     for layer, x in (
@@ -201,9 +232,13 @@ def layers_under_autocast(me: Member) -> list[tuple[torch.dtype, float, torch.dt
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x)
         y.sum().backward()
-        dtypes = {parameter.grad.dtype for parameter in layer.parameters() if parameter.grad is not None}
+        dtypes = {
+            parameter.grad.dtype for parameter in layer.parameters() if parameter.grad is not None
+        }
         assert len(dtypes) == 1
-        found.append((y.dtype, float((y.detach() - want).abs().max() / want.abs().max()), dtypes.pop()))
+        found.append(
+            (y.dtype, float((y.detach() - want).abs().max() / want.abs().max()), dtypes.pop())
+        )
     return found
 
 
@@ -223,8 +258,8 @@ def test_a_dimension_of_zero_keeps_the_others(world) -> None:
 
 
 def rows_after_ranks_changed(me: Member, place: str) -> list[bool]:
-    """A layer keeps the name of its group, and so does compiled code; the group is destroyed, and another one of that name has
-    its ranks the other way."""
+    """A layer keeps the name of its group, and so does compiled code; the group is destroyed, and
+    another one of that name has its ranks the other way."""
     layer = tw.nn.ColumnParallelLinear(8, 8, bias=False)
     compiled = torch.compile(layer, backend="aot_eager")
     right = []
@@ -236,7 +271,9 @@ def rows_after_ranks_changed(me: Member, place: str) -> list[bool]:
         if not turned:
             dist.barrier()
             dist.destroy_process_group()
-            dist.init_process_group("gloo", init_method=f"file://{place}", rank=1 - rank, world_size=2)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{place}", rank=1 - rank, world_size=2
+            )
     return right
 
 
@@ -250,11 +287,19 @@ def odd_one_of_many_features(me: Member) -> str:
     features = [list(range(100)), list(range(100, 200))]
     lengths = torch.ones(200 * (1 + me.rank), dtype=torch.int64)
     with mock.patch.dict(os.environ, {"TILEWEAVE_DEBUG": "1"}):
-        return refusal(tw.distribute_indices, lengths, torch.zeros(lengths.numel(), dtype=torch.int64), features)
+        return refusal(
+            tw.distribute_indices,
+            lengths,
+            torch.zeros(lengths.numel(), dtype=torch.int64),
+            features,
+        )
 
 
 def test_ranks_that_differ_behind_many_features_are_found(world) -> None:
-    assert all(text.startswith("RankMismatchError: asked: rank") for text in world.run(odd_one_of_many_features))
+    assert all(
+        text.startswith("RankMismatchError: asked: rank")
+        for text in world.run(odd_one_of_many_features)
+    )
 
 
 # --- Unfused calls that do not match: gloo would end the process ---
@@ -277,18 +322,28 @@ def unfused_calls_that_differ(me: Member) -> list[str]:
             refusal(collectives.all_to_all_whole, torch.ones(sum(split)), split, [3, 3], group),
         ]
         right = tw.all_gather_matmul(x[:4], w)
-    return [*found, "" if bool((right == 8).all()) and right.shape[0] == 8 else "the group is of no more use"]
+    return [
+        *found,
+        "" if bool((right == 8).all()) and right.shape[0] == 8 else "the group is of no more use",
+    ]
 
 
 def test_unfused_calls_that_do_not_match_raise_on_every_rank(world) -> None:
     first, second = world.run(unfused_calls_that_differ)
     assert first == second
     *refused, after = first
-    assert after == "" and all(text.startswith("RankMismatchError: asked: rank") for text in refused), refused
+    assert after == "" and all(
+        text.startswith("RankMismatchError: asked: rank") for text in refused
+    ), refused
     assert "sends 4 elements to rank 1, which expects 3" in refused[-1]
 
 
-SUMS = {torch.float16: (2048, 1, 1), torch.float32: (1e8, 1, -1e8), torch.float64: (1 + 2**-40, 1, 0)}  # one of each rank
+# one of each rank
+SUMS = {
+    torch.float16: (2048, 1, 1),
+    torch.float32: (1e8, 1, -1e8),
+    torch.float64: (1 + 2**-40, 1, 0),
+}
 
 
 def sums_of_all(me: Member) -> list[float]:

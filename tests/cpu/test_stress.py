@@ -15,7 +15,8 @@ from tileweave.launcher import Member, launch
 
 
 def everything(member: Member) -> tuple[tuple[int, int], set[str], list[int]]:
-    """All operators, beyond both wraps of the epochs: (wrong, moves), operators, where epochs stand then."""
+    """All operators, beyond both wraps of the epochs: (wrong, moves), operators, where epochs stand
+    then."""
     from tileweave.commands import stress
 
     quick = {"_DATA": 1, "_BELOW_WRAP": 3, "_BATCH": 20, "_POISONED": 1.0}
@@ -24,7 +25,12 @@ def everything(member: Member) -> tuple[tuple[int, int], set[str], list[int]]:
             stack.enter_context(mock.patch.object(stress, name, value))
         run = stress.Stress(member, 2)
         outcome = run.run(60, 150.0)
-    epochs = [int(i.control[0]) for lane in run.lanes for w in run._workspaces(lane) for i in w.instances.values()]
+    epochs = [
+        int(i.control[0])
+        for lane in run.lanes
+        for w in run._workspaces(lane)
+        for i in w.instances.values()
+    ]
     member.barrier()
     tw.close()
     return (outcome.wrong + outcome.other_bits, outcome.moves), set(outcome.counts), epochs
@@ -40,14 +46,19 @@ def one_that_lies(member: Member, wrong_rank: int) -> tuple[int, int, int]:
     def sometimes_wrong(self, operands, group, *rest, **named):
         result = call(self, operands, group, *rest, **named)
         made[0] += 1
-        if member.rank == wrong_rank and made[0] > 20:  # behind the calls that make what others are compared with
+        # behind the calls that make what others are compared with
+        if member.rank == wrong_rank and made[0] > 20:
             result[0].view(-1)[-1] += 1000 if made[0] % 2 else 0
         return result
 
-    with mock.patch.object(type(subject), "call", sometimes_wrong), mock.patch("tileweave.OPERATORS", ("all_gather_matmul",)):
+    with (
+        mock.patch.object(type(subject), "call", sometimes_wrong),
+        mock.patch("tileweave.OPERATORS", ("all_gather_matmul",)),
+    ):
         outcome = stress.stress(member, 30, 3, 100.0)
     assert outcome.moves == outcome.asked and f"{outcome.wrong} wrong" in str(outcome)
-    assert json.loads(json.dumps(asdict(outcome)))["counts"] == {"all_gather_matmul": 30}  # what --json writes
+    # what --json writes
+    assert json.loads(json.dumps(asdict(outcome)))["counts"] == {"all_gather_matmul": 30}
     return outcome.calls, outcome.wrong, outcome.other_bits
 
 
@@ -57,7 +68,9 @@ def both(member: Member) -> tuple:
 
 @pytest.mark.timeout(250)
 def test_every_operator_in_disorder_and_a_rank_that_lies() -> None:
-    (right, ops, epochs), (calls, wrong, other_bits) = launch(both, world_size=2, device_type="cpu", seconds=220)
+    (right, ops, epochs), (calls, wrong, other_bits) = launch(
+        both, world_size=2, device_type="cpu", seconds=220
+    )
     assert right == (0, 60)
     assert ops == set(tw.OPERATORS)
     assert any(0 <= epoch < 100 for epoch in epochs), f"some have wrapped to 0: {epochs}"
@@ -73,7 +86,8 @@ def test_epochs_are_moved_to_the_wrap_and_keep_their_slot(wrap: int) -> None:
 
     for epoch in (5, 6, -7, -8):
         instance = mock.Mock(
-            control=torch.tensor([epoch, 0, 0, 0], dtype=torch.int32), signals=torch.zeros(4, dtype=torch.int32)
+            control=torch.tensor([epoch, 0, 0, 0], dtype=torch.int32),
+            signals=torch.zeros(4, dtype=torch.int32),
         )
         _near_the_wrap(mock.Mock(instances={("op", "sm"): instance}), wrap)
         moved = int(instance.control[EPOCH])

@@ -1,4 +1,5 @@
-"""Gradients, layers, experts and tables in a group that is not the world: ranks 0 and 2 of three."""
+"""Gradients, layers, experts and tables in a group that is not the world: ranks 0 and 2 of
+three."""
 
 from __future__ import annotations
 
@@ -39,10 +40,16 @@ def gradients(me: Member, group: dist.ProcessGroup, rank: int, size: int, case: 
     backward.weighted_sum(case.op, leaves.x, leaves.w, leaves.bias, options, c, None).backward()
     want = backward.expected_gradients(case, rank, size, me.device)
     for name in ("x", "w", "bias"):
-        assert_norm_near(getattr(leaves, name).grad, getattr(want, name), 1e-5, f"rank {rank}, {case.op}: {name}")
+        assert_norm_near(
+            getattr(leaves, name).grad, getattr(want, name), 1e-5, f"rank {rank}, {case.op}: {name}"
+        )
 
 
-@pytest.mark.parametrize("case", [Case(7, 18, 40, bias=True, op=op, how=how) for op, how in DENSE], ids=lambda case: case.op)
+@pytest.mark.parametrize(
+    "case",
+    [Case(7, 18, 40, bias=True, op=op, how=how) for op, how in DENSE],
+    ids=lambda case: case.op,
+)
 def test_gradients_in_a_subgroup(worlds: Worlds, case: Case) -> None:
     worlds("gloo", 3).run(in_the_group, gradients, case)
 
@@ -50,9 +57,16 @@ def test_gradients_in_a_subgroup(worlds: Worlds, case: Case) -> None:
 def layers(me: Member, group: dist.ProcessGroup, rank: int, size: int) -> None:
     torch.manual_seed(3)
     up, down = torch.nn.Linear(8, 12 * size), torch.nn.Linear(12 * size, 8)
-    x, rows, cols = torch.randn(5 * size, 8), slice(5 * rank, 5 * rank + 5), slice(12 * rank, 12 * rank + 12)
+    x, rows, cols = (
+        torch.randn(5 * size, 8),
+        slice(5 * rank, 5 * rank + 5),
+        slice(12 * rank, 12 * rank + 12),
+    )
     want = down(up(x))
-    first, second = ColumnParallelLinear.from_linear(up, group=group), RowParallelLinear.from_linear(down, group=group)
+    first, second = (
+        ColumnParallelLinear.from_linear(up, group=group),
+        RowParallelLinear.from_linear(down, group=group),
+    )
     y = second(first(x[rows]))
     want.sum().backward()
     y.sum().backward()
@@ -67,7 +81,10 @@ def experts(me: Member, group: dist.ProcessGroup, rank: int, size: int) -> None:
     state = moe.whole_state(layer, size)
     module = MoE(layer.hidden, layer.width, layer.experts * size, layer.topk, group=group)
     module.load_whole_state_dict(state)
-    xs = [torch.randn(4, layer.hidden, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    xs = [
+        torch.randn(4, layer.hidden, generator=torch.Generator().manual_seed(r))
+        for r in range(size)
+    ]
     leaves = {name: t.double().requires_grad_() for name, t in state.items()}
     ys = [moe.whole_layer(leaves, x.double(), layer) for x in xs]
     torch.stack([y.square().sum() for y in ys]).sum().backward()
@@ -76,17 +93,25 @@ def experts(me: Member, group: dist.ProcessGroup, rank: int, size: int) -> None:
     moe.near(y, ys[rank].detach(), layer, "y")
     mine = slice(rank * layer.experts, (rank + 1) * layer.experts)
     for name in ("down_proj", "gate_up_proj"):
-        moe.near(getattr(module.experts, name).grad, leaves[f"experts.{name}"].grad[mine], layer, name)
+        moe.near(
+            getattr(module.experts, name).grad, leaves[f"experts.{name}"].grad[mine], layer, name
+        )
 
 
 def tables(me: Member, group: dist.ProcessGroup, rank: int, size: int) -> None:
     module = ShardedEmbeddingBag([tw.TableSpec(f"t{i}", 6, 4, 1.0) for i in range(3)], group=group)
     whole = [torch.randn(6, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     module.load_tables(whole)
-    values = [torch.randint(0, 6, (6,), generator=torch.Generator().manual_seed(9 + r)) for r in range(size)]
+    values = [
+        torch.randint(0, 6, (6,), generator=torch.Generator().manual_seed(9 + r))
+        for r in range(size)
+    ]
     y = module(torch.ones(6, dtype=torch.int64), values[rank])
     leaves = [t.double().requires_grad_() for t in whole]
-    outs = [torch.cat([leaves[t][values[r][2 * t : 2 * t + 2]] for t in range(3)], 1) for r in range(size)]
+    outs = [
+        torch.cat([leaves[t][values[r][2 * t : 2 * t + 2]] for t in range(3)], 1)
+        for r in range(size)
+    ]
     torch.stack([out.square().sum() for out in outs]).sum().backward()
     y.square().sum().backward()
     assert_norm_near(y, outs[rank].detach(), 1e-6, "y")
@@ -120,6 +145,8 @@ def a_thread_a_group(me: Member) -> list[bool]:
 
 
 @pytest.mark.parametrize("interpreted", [True, False], ids=["interpreted", "unfused"])
-def test_threads_with_a_group_each_do_not_wait_for_each_other(worlds: Worlds, interpreted: bool) -> None:
+def test_threads_with_a_group_each_do_not_wait_for_each_other(
+    worlds: Worlds, interpreted: bool
+) -> None:
     """Who waits holds the connection to the store."""
     assert run_either(worlds("gloo", 2), interpreted, a_thread_a_group) == [[True, True]] * 2

@@ -1,4 +1,5 @@
-"""What users of torch expect of any operator: devices, modes, copies of processes, compiled sizes, odd choices of experts."""
+"""What users of torch expect of any operator: devices, modes, copies of processes, compiled sizes,
+odd choices of experts."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def draw(me: Member, local_experts: int, tokens: int = 3) -> tuple[torch.Tensor,
     return x[me.rank], torch.randn(experts, 6, 8), torch.randn(experts, 8, 6)
 
 
-def run_experts(me: Member, ids: torch.Tensor, weights: torch.Tensor, local_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def run_experts(
+    me: Member, ids: torch.Tensor, weights: torch.Tensor, local_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What two grouped products give, and what they should."""
     x, up, down = draw(me, local_experts, ids.shape[0])
     mine = slice(me.rank * local_experts, (me.rank + 1) * local_experts)
@@ -55,12 +58,16 @@ def experts_of_all_kinds(me: Member) -> list[bool]:
     large = torch.tensor([[2**32, 0], [2**32 + 1, 1], [-(2**63), -7]])
     nan = torch.tensor([[1.0, float("nan")], [float("nan"), float("inf")], [2.0, float("nan")]])
     cases = [(often, torch.full((3, 4), 0.25)), (none, nan), (large, torch.ones(3, 2))]
-    return [torch.allclose(*run_experts(me, ids, weights, 1), rtol=1e-4, atol=1e-4) for ids, weights in cases]
+    return [
+        torch.allclose(*run_experts(me, ids, weights, 1), rtol=1e-4, atol=1e-4)
+        for ids, weights in cases
+    ]
 
 
 @PATHS
 def test_any_choice_of_experts(world: World, interpreted: bool) -> None:
-    """Chosen again and again, none, beyond int32; a weight that is no number counts for no expert nothing."""
+    """Chosen again and again, none, beyond int32; a weight that is no number counts for no expert
+    nothing."""
     assert run_either(world, interpreted, experts_of_all_kinds) == [[True] * 3] * 2
 
 
@@ -76,7 +83,9 @@ def calls_that_differ(me: Member, what: str) -> str:
         tw.synchronize()
         dist.barrier()
         if me.rank:
-            return refusal(tw.grouped_matmul_combine, y, square, plan, None) or refusal(tw.synchronize)
+            return refusal(tw.grouped_matmul_combine, y, square, plan, None) or refusal(
+                tw.synchronize
+            )
         return refusal(tw.dispatch_grouped_matmul, x, square, plan=plan) or refusal(tw.synchronize)
     y, plan = tw.dispatch_grouped_matmul(x, up, ids)
     weights = torch.ones(3, 1) if what == "weights" and me.rank else None
@@ -161,7 +170,11 @@ def tangents(me: Member) -> list[str]:
 
 def test_forward_mode_is_refused(world: World) -> None:
     for first, second, plain in world.run(tangents):
-        assert first.startswith("UnsupportedError") and second.startswith("UnsupportedError") and plain == ""
+        assert (
+            first.startswith("UnsupportedError")
+            and second.startswith("UnsupportedError")
+            and plain == ""
+        )
 
 
 def dtypes_under_autocast(me: Member) -> list[torch.dtype]:
@@ -175,7 +188,10 @@ def dtypes_under_autocast(me: Member) -> list[torch.dtype]:
 
 @PATHS
 def test_operators_keep_their_dtype_under_autocast(world: World, interpreted: bool) -> None:
-    assert run_either(world, interpreted, dtypes_under_autocast) == [[torch.float32, torch.bfloat16]] * 2
+    assert (
+        run_either(world, interpreted, dtypes_under_autocast)
+        == [[torch.float32, torch.bfloat16]] * 2
+    )
 
 
 def changed_in_place(me: Member) -> bool:
@@ -230,7 +246,11 @@ def test_experts_made_on_meta_can_be_initialised(world: World) -> None:
 def shapes_on_meta(me: Member) -> list[tuple[int, ...]]:
     x = torch.empty(4, 8, device="meta")
     column, row = ColumnParallelLinear(8, 4, device="meta"), RowParallelLinear(16, 6, device="meta")
-    return [tuple(column(x).shape), tuple(row(x).shape), tuple(MoE(8, 8, 4, 2, device="meta")(x).shape)]
+    return [
+        tuple(column(x).shape),
+        tuple(row(x).shape),
+        tuple(MoE(8, 8, 4, 2, device="meta")(x).shape),
+    ]
 
 
 def test_shapes_on_meta(world: World) -> None:
@@ -258,7 +278,10 @@ def compiled_in_three_dimensions(me: Member) -> list[bool]:
         lambda x, w: tw.matmul_all_to_all(x, w, scatter_dim=0, gather_dim=1),
         lambda x, w: tw.all_to_all_matmul(x, torch.cat((w, w), 1), scatter_dim=0, gather_dim=1),
     ]
-    return [torch.equal(torch.compile(call, fullgraph=True, backend="eager")(x, w), call(x, w)) for call in calls]
+    return [
+        torch.equal(torch.compile(call, fullgraph=True, backend="eager")(x, w), call(x, w))
+        for call in calls
+    ]
 
 
 def test_three_dimensions_compile(world: World) -> None:
@@ -291,14 +314,19 @@ def test_any_number_of_tokens_compiles_twice(world: World) -> None:
 
 def forked(me: Member) -> tuple[str, bool]:
     x, w = torch.full((2, 8), float(me.rank + 1)), torch.ones(4, 8)
-    want = F.linear(torch.cat([torch.full((2, 8), float(rank + 1)) for rank in range(me.world_size)]), w)
+    want = F.linear(
+        torch.cat([torch.full((2, 8), float(rank + 1)) for rank in range(me.world_size)]), w
+    )
     tw.all_gather_matmul(x, w)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         operator = torch.ops.tileweave.all_gather_matmul  # which is all that compiled code calls
         name = dist.group.WORLD.group_name
-        said = [refusal(tw.all_gather_matmul, 100 * x, w), refusal(operator, 100 * x, w, None, name, False)]
+        said = [
+            refusal(tw.all_gather_matmul, 100 * x, w),
+            refusal(operator, 100 * x, w, None, name, False),
+        ]
         os.write(writing, "\n".join(said).encode())
         os._exit(0)
     os.waitpid(child, 0)
@@ -310,7 +338,9 @@ def forked(me: Member) -> tuple[str, bool]:
 @PATHS
 def test_a_forked_process_may_not_call(world: World, interpreted: bool) -> None:
     for said, right in run_either(world, interpreted, forked):
-        assert right and all(one.startswith("InputError") and "forked" in one for one in said.split("\n")), said
+        assert right and all(
+            one.startswith("InputError") and "forked" in one for one in said.split("\n")
+        ), said
 
 
 def after_the_end(me: Member) -> str:
@@ -332,9 +362,13 @@ def first_call_of_one(me: Member) -> str:
 
 
 def test_a_first_call_beside_another_one_is_told() -> None:
-    ends = one_shot("gloo", 2, first_call_of_one, extra={"TILEWEAVE_TIMEOUT": "5", "WORLD_ENDS_WELL": "0"})
+    ends = one_shot(
+        "gloo", 2, first_call_of_one, extra={"TILEWEAVE_TIMEOUT": "5", "WORLD_ENDS_WELL": "0"}
+    )
     for end in ends:
-        assert str(end.value).startswith("RankMismatchError") and "memory|" not in str(end.value), ends
+        assert str(end.value).startswith("RankMismatchError") and "memory|" not in str(end.value), (
+            ends
+        )
 
 
 # --- Lookups ---
@@ -344,7 +378,10 @@ def results_and_kinds_that_are_none(me: Member) -> list[str]:
     layout = tw.EmbeddingLayout.in_rank_order([(4,)] * 2)
     bags, table = (torch.arange(4), torch.arange(5)), torch.ones(4, 4)
     lookup = partial(tw.embedding_bag_all_to_all, layout=layout)
-    said = [refusal(lookup, [table], *bags, out=torch.zeros(2, 8, dtype=dtype)) for dtype in (torch.float16, torch.int32)]
+    said = [
+        refusal(lookup, [table], *bags, out=torch.zeros(2, 8, dtype=dtype))
+        for dtype in (torch.float16, torch.int32)
+    ]
     said += [refusal(lookup, [table], *bags, out=torch.zeros(shape)) for shape in ((3, 8), (2, 9))]
     said.append(refusal(lookup, [table], *bags, out=torch.zeros(8, 2).t()))
     for kind in ("adam", "dense", ""):  # without a step of that name, gradients would go nowhere

@@ -1,4 +1,5 @@
-"""What training stacks do around layers: seeds that ranks share, compilers that meet a whole module, modes below autograd."""
+"""What training stacks do around layers: seeds that ranks share, compilers that meet a whole
+module, modes below autograd."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_what_ranks_draw_behind_tables_is_alike(world: World, tables: int, on_me
 
 
 def compiled_module(me: Member, tables: int) -> list[int]:
-    """Several batch sizes through one compiled module, beside what it gives uncompiled; graphs of it, and of all."""
+    """Several batch sizes through one compiled module, beside what it gives uncompiled; graphs of
+    it, and of all."""
     torch._dynamo.reset()
     counters.clear()
     bags = ShardedEmbeddingBag(tables_of(tables))
@@ -58,14 +60,18 @@ def compiled_module(me: Member, tables: int) -> list[int]:
     for samples in (4, 4, 6, 3, 5):
         lengths = torch.ones(tables * samples, dtype=torch.int64)
         values = torch.arange(tables * samples) % 8
-        assert_near(compiled(lengths, values), bags(lengths, values), 0.0, 0.0, f"{samples} samples")
+        assert_near(
+            compiled(lengths, values), bags(lengths, values), 0.0, 0.0, f"{samples} samples"
+        )
         seen.append(int(counters["stats"]["unique_graphs"]))
     return seen
 
 
 @PATHS
 @pytest.mark.parametrize("tables", [1, 3])
-def test_a_compiled_module_of_tables_leaves_the_way_of_ids_alone(world: World, interpreted: bool, tables: int) -> None:
+def test_a_compiled_module_of_tables_leaves_the_way_of_ids_alone(
+    world: World, interpreted: bool, tables: int
+) -> None:
     for seen in run_either(world, interpreted, compiled_module, tables):
         assert seen[-1] <= 8, f"graphs after each batch: {seen}"
 

@@ -1,4 +1,5 @@
-"""Shared host memory as a transport: what a rank stores at a peer's address, the peer finds in its own bytes."""
+"""Shared host memory as a transport: what a rank stores at a peer's address, the peer finds in its
+own bytes."""
 
 from __future__ import annotations
 
@@ -29,16 +30,24 @@ def check_buffer(transport: CpuTransport, buffer: SymmetricBuffer, nbytes: int) 
     assert not buffer.local.any(), "a new buffer is zero"
     transport.barrier()
     for peer in range(size):
-        ctypes.c_uint8.from_address(buffer.addresses[peer] + nbytes - 1 - rank).value = 100 + 10 * peer + rank
+        ctypes.c_uint8.from_address(buffer.addresses[peer] + nbytes - 1 - rank).value = (
+            100 + 10 * peer + rank
+        )
     transport.barrier()
     found = [int(buffer.local[nbytes - 1 - source]) for source in range(size)]
-    assert found == [100 + 10 * rank + source for source in range(size)], "bytes of all ranks, each in its place"
+    assert found == [100 + 10 * rank + source for source in range(size)], (
+        "bytes of all ranks, each in its place"
+    )
     transport.barrier()
 
 
 def memory(me: Member) -> None:
     transport = CpuTransport(dist.group.WORLD)
-    assert (transport.rank, transport.world_size, transport.machine) == (me.rank, me.world_size, CPU)
+    assert (transport.rank, transport.world_size, transport.machine) == (
+        me.rank,
+        me.world_size,
+        CPU,
+    )
     assert not transport.capturing()
     buffers = []
     for nbytes in (me.world_size, 4096, 4097, 1_000_003):
@@ -91,7 +100,9 @@ def copy_engine(me: Member) -> None:
         while word(flags.addresses[me.rank]).value < n:
             assert time.monotonic() < deadline, "the flag never came"
         wanted = 100 * n + left
-        assert torch.equal(data.local.view(torch.int32), torch.full((count,), wanted, dtype=torch.int32)), f"step {n}"
+        assert torch.equal(
+            data.local.view(torch.int32), torch.full((count,), wanted, dtype=torch.int32)
+        ), f"step {n}"
         transport.join()
         transport.barrier()
     transport.push([Copy(data.addresses[right], source.data_ptr(), 4 * count)] * 50)

@@ -1,6 +1,8 @@
-"""Ulysses: attention of grouped queries with tokens sharded before and behind it, heads in between, beside one device.
+"""Ulysses: attention of grouped queries with tokens sharded before and behind it, heads in between,
+beside one device.
 
-The module docstring of ``ops/matmul/matmul_all_to_all.py`` says how a fused w_qkv stands; here it is made, used and trained.
+The module docstring of ``ops/matmul/matmul_all_to_all.py`` says how a fused w_qkv stands; here it
+is made, used and trained.
 """
 
 from __future__ import annotations
@@ -19,20 +21,32 @@ TOKENS, HIDDEN, HEADS, KV_HEADS, DIM = 6, 8, 8, 4, 3
 
 
 def attend(qkv: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
-    """[S, (heads + 2 kv_heads) * DIM], q then k then v, head by head -> [S, heads * DIM]; causal."""
-    q, k, v = (t.unflatten(1, (-1, DIM)).transpose(0, 1) for t in qkv.split([n * DIM for n in (heads, kv_heads, kv_heads)], 1))
+    """[S, (heads + 2 kv_heads) * DIM], q then k then v, head by head -> [S, heads * DIM];
+    causal."""
+    q, k, v = (
+        t.unflatten(1, (-1, DIM)).transpose(0, 1)
+        for t in qkv.split([n * DIM for n in (heads, kv_heads, kv_heads)], 1)
+    )
     k, v = (t.repeat_interleave(heads // kv_heads, 0) for t in (k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
 
 
 def rank_by_rank(w: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The rows of a stock w_qkv, [q; k; v], so that each rank's heads of all three stand together."""
+    """The rows of a stock w_qkv, [q; k; v], so that each rank's heads of all three stand
+    together."""
     q, k, v = w.split([n * DIM for n in (HEADS, KV_HEADS, KV_HEADS)])
-    return torch.cat([p for parts in zip(q.chunk(ranks), k.chunk(ranks), v.chunk(ranks), strict=True) for p in parts])
+    return torch.cat(
+        [
+            p
+            for parts in zip(q.chunk(ranks), k.chunk(ranks), v.chunk(ranks), strict=True)
+            for p in parts
+        ]
+    )
 
 
 def draw(tokens: int) -> list[torch.Tensor]:
-    """The same on every rank: x of all tokens, w_qkv in stock order, its bias, w_o, and the result's gradient."""
+    """The same on every rank: x of all tokens, w_qkv in stock order, its bias, w_o, and the
+    result's gradient."""
     generator = torch.Generator().manual_seed(3)
     rows = (HEADS + 2 * KV_HEADS) * DIM
     shapes = [(tokens, HIDDEN), (rows, HIDDEN), (rows,), (HIDDEN, HEADS * DIM), (tokens, HIDDEN)]
@@ -50,14 +64,21 @@ def round_trip(me: Member) -> None:
     mine = slice(me.rank * TOKENS, (me.rank + 1) * TOKENS)
     own = [t.float() for t in (operands[0][mine], *operands[1:])]
     x, w_qkv, bias, w_o = own = [t.clone().requires_grad_() for t in own]
-    qkv = tw.matmul_all_to_all(x, rank_by_rank(w_qkv, size), rank_by_rank(bias, size), scatter_dim=1, gather_dim=0)
+    qkv = tw.matmul_all_to_all(
+        x, rank_by_rank(w_qkv, size), rank_by_rank(bias, size), scatter_dim=1, gather_dim=0
+    )
     assert qkv.shape == (size * TOKENS, (HEADS + 2 * KV_HEADS) * DIM // size)
-    y = tw.all_to_all_matmul(attend(qkv, HEADS // size, KV_HEADS // size), w_o, scatter_dim=0, gather_dim=1)
+    y = tw.all_to_all_matmul(
+        attend(qkv, HEADS // size, KV_HEADS // size), w_o, scatter_dim=0, gather_dim=1
+    )
     assert_near(y.double(), want[mine], 1e-4, 1e-4, "attention")
     gradients = torch.autograd.grad(y, own, upstream[mine].float())
     assert_near(gradients[0].double(), wanted[0][mine], 1e-4, 1e-4, "the gradient of x")
-    for name, found, expected in zip(("w_qkv", "bias", "w_o"), gradients[1:], wanted[1:], strict=True):
-        dist.all_reduce(found)  # weights are replicated: each rank's gradient is of its own tokens' products
+    for name, found, expected in zip(
+        ("w_qkv", "bias", "w_o"), gradients[1:], wanted[1:], strict=True
+    ):
+        # weights are replicated: each rank's gradient is of its own tokens' products
+        dist.all_reduce(found)
         assert_near(found.double(), expected, 1e-4, 1e-3, f"the gradient of {name}")
 
 

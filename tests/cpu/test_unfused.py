@@ -1,11 +1,19 @@
-"""What a CPU runs that does not interpret kernels: every operator and its gradients unfused, over three ranks."""
+"""What a CPU runs that does not interpret kernels: every operator and its gradients unfused, over
+three ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-from tests.support import backward, behaviour, embedding, embedding_backward, experts, sharded_embedding
+from tests.support import (
+    backward,
+    behaviour,
+    embedding,
+    embedding_backward,
+    experts,
+    sharded_embedding,
+)
 from tests.support import combine as combining
 from tests.support import moe_layer as moe
 from tests.support.calls import call_unfused
@@ -42,8 +50,14 @@ CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
     "results of a gather": (behaviour.public_calls, (dense(AG, None), "unfused")),
     "results of a reduction": (behaviour.public_calls, (dense(RS, None), "unfused")),
     "results of an all-reduce": (behaviour.public_calls, ([*dense(AR, None), NORMED], "unfused")),
-    "results of an exchange": (behaviour.public_calls, ([*dense(OUT, (1, 0)), *dense(OUT, (0, 1))], "unfused")),
-    "results behind an exchange": (behaviour.public_calls, ([*dense(IN, (0, 1)), *dense(IN, (1, 0))], "unfused")),
+    "results of an exchange": (
+        behaviour.public_calls,
+        ([*dense(OUT, (1, 0)), *dense(OUT, (0, 1))], "unfused"),
+    ),
+    "results behind an exchange": (
+        behaviour.public_calls,
+        ([*dense(IN, (0, 1)), *dense(IN, (1, 0))], "unfused"),
+    ),
     "lookups": (embedding.public_calls, (LOOKED_UP, "unfused")),
     "tables": (embedding_backward.gradients, (TABLES, False)),
     "tables, sparse": (embedding_backward.gradients, (TABLES, True)),

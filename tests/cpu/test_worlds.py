@@ -1,4 +1,5 @@
-"""The harness itself: a failure on one rank fails the test with every rank's story, and the next test starts afresh."""
+"""The harness itself: a failure on one rank fails the test with every rank's story, and the next
+test starts afresh."""
 
 from __future__ import annotations
 
@@ -42,10 +43,14 @@ def test_values_come_by_rank(world: World) -> None:
 def test_failures_tell_everything() -> None:
     world = World("gloo", 2)
     try:
-        with pytest.raises(pytest.fail.Exception, match=r"(?s)rank 0.*barrier.*rank 1.*raises_on.*the reason"):
+        with pytest.raises(
+            pytest.fail.Exception, match=r"(?s)rank 0.*barrier.*rank 1.*raises_on.*the reason"
+        ):
             world.run(raises_on, 1)
         started = time.monotonic()
-        with pytest.raises(pytest.fail.Exception, match=r"(?s)rank 0: was done.*rank 1: was not done.*in sleeps_on"):
+        with pytest.raises(
+            pytest.fail.Exception, match=r"(?s)rank 0: was done.*rank 1: was not done.*in sleeps_on"
+        ):
             world.run(sleeps_on, 1, timeout=1.0)
         assert time.monotonic() - started < 30
         with pytest.raises(pytest.fail.Exception, match="rank 1: died, exit code -9"):
@@ -59,4 +64,6 @@ def test_a_world_for_one_test() -> None:
     ends = one_shot("gloo", 2, dies_on, 1)
     assert (ends[0].value, ends[0].exit_code) == (0, 0)
     assert (ends[1].answer.ok, ends[1].exit_code) == (False, -signal.SIGKILL)
-    assert [end.value for end in one_shot("gloo", 1, surroundings, extra={"TILEWEAVE_TIMEOUT": "7"})] == [("1", "7")]
+    assert [
+        end.value for end in one_shot("gloo", 1, surroundings, extra={"TILEWEAVE_TIMEOUT": "7"})
+    ] == [("1", "7")]

@@ -1,9 +1,11 @@
-"""Ranks that never come to a call: the others' waits run out, as on a GPU, and everything comes to its end.
+"""Ranks that never come to a call: the others' waits run out, as on a GPU, and everything comes to
+its end.
 
-Real kernels and operators in the model of ``tileweave.explore``, with a clock that moves when nobody can go on: each wait, and
-each poll of marked data, has the time that its word of ``control`` gave it when it began, and what is due first runs out
-first. Then the fault is set and limits go, as ``expire`` does it, those of waits that have begun, too. The kernel goes on, as
-on a GPU; the interpreter would raise.
+Real kernels and operators in the model of ``tileweave.explore``, with a clock that moves when
+nobody can go on: each wait, and each poll of marked data, has the time that its word of ``control``
+gave it when it began, and what is due first runs out first. Then the fault is set and limits go, as
+``expire`` does it, those of waits that have begun, too. The kernel goes on, as on a GPU; the
+interpreter would raise.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from tileweave.transport.interface import FAULT, LEAVERS, MEETING_US, PUSHED_US,
 from tileweave.transport.workspace import COPIED, MAX_SLICES
 
 PATIENCE = 1000  # the limit of a meeting
-KEPT = ("gathered", "exchanged", "token")  # results that hold what a slot held: behind a time-out they are reported only
+# results that hold what a slot held: behind a time-out they are reported only
+KEPT = ("gathered", "exchanged", "token")
 CALLS = 4  # of which who is absent comes to the first
 SKEW = 5  # of two ranks: who gives up first lets its copies go, which others then wait for no more
 ENGINE = triton_config("copy_engine")
@@ -53,7 +56,13 @@ SCENARIOS = (
 )
 STANDING = (
     OneShot("one shot", triton_config("sm", shots=1), ((3, 16, 16),), norm=False),
-    MatmulReduce("library", "matmul_reduce_scatter", triton_config("sm", kernel="library"), ((16, 16, 16),), (1,)),
+    MatmulReduce(
+        "library",
+        "matmul_reduce_scatter",
+        triton_config("sm", kernel="library"),
+        ((16, 16, 16),),
+        (1,),
+    ),
     TableGradient("alone by copy engines", 1, 2, "copy_engine", alone=True),
 )
 READY, DONE = lookups.READY.value, lookups.DONE.value
@@ -61,20 +70,27 @@ READY, DONE = lookups.READY.value, lookups.DONE.value
 
 def _of_one_size(scenario: Any) -> Any:
     """No call grows what the first one made: to grow is a step of all ranks."""
-    sizes = (name for name in ("shapes", "tokens", "batches") if isinstance(getattr(scenario, name, None), tuple))
+    sizes = (
+        name
+        for name in ("shapes", "tokens", "batches")
+        if isinstance(getattr(scenario, name, None), tuple)
+    )
     return replace(scenario, **{name: getattr(scenario, name)[-1:] for name in sizes})
 
 
 EVERYTHING = tuple(map(_of_one_size, EXPLORED))
-ABSENT = ((2, {0}), (2, {1}), (3, {0}), (3, {2}), (3, {0, 1}), (3, {1, 2}))  # of how many ranks who comes to one call only
+# of how many ranks who comes to one call only
+ABSENT = ((2, {0}), (2, {1}), (3, {0}), (3, {2}), (3, {0, 1}), (3, {1, 2}))
 
 
 class Clock:
-    """Stands for ``wait``, ``refuse_later``, and marked data's time and reports. ``ran_out``: (who, word, when), in turn."""
+    """Stands for ``wait``, ``refuse_later``, and marked data's time and reports. ``ran_out``: (who,
+    word, when), in turn."""
 
     def __init__(self, world: World) -> None:
         self.tasks, self.now = world.tasks, 0
-        self.due: dict[Task, tuple[int, int, int]] = {}  # of who waits: when its time is up, its control block, the word there
+        # of who waits: when its time is up, its control block, the word there
+        self.due: dict[Task, tuple[int, int, int]] = {}
         self.polls: dict[Task, int] = {}  # of who polls marked data: when its time is up
         self.late: set[Task] = set()
         interpreted.MEMORY.seconds = lambda: self.now * 1e-6
@@ -92,7 +108,9 @@ class Clock:
         if not waiting and not polling:
             final = self.stuck()
             for task in self.tasks.tasks:
-                task.patience *= 10  # who gave up in an earlier call looks at each part, in vain, and never asks for the time
+                # who gave up in an earlier call looks at each part, in vain, and never asks for the
+                # time
+                task.patience *= 10
             return final
         self.now = max(self.now, min((waiting | polling).values()))
         for task in (task for task, due in waiting.items() if due <= self.now):
@@ -109,15 +127,22 @@ class Clock:
 
     def expire(self, block: int, index: int) -> None:
         self.ran_out.append((self.tasks.current.name, index, self.now))
-        words = {word: ctypes.c_int32.from_address(block + 4 * word) for word in (LEAVERS, FAULT, TIMEOUT_US, MEETING_US)}
+        words = {
+            word: ctypes.c_int32.from_address(block + 4 * word)
+            for word in (LEAVERS, FAULT, TIMEOUT_US, MEETING_US)
+        }
         words[LEAVERS].value += 0 if words[FAULT].value else interpreted._LATE
         words[FAULT].value, words[TIMEOUT_US].value, words[MEETING_US].value = 1, 0, 0
         for task, (_, its, limit) in self.due.items():
-            if its == block and limit in (TIMEOUT_US, MEETING_US):  # waits that have begun read their limit again
+            # waits that have begun read their limit again
+            if its == block and limit in (TIMEOUT_US, MEETING_US):
                 self.give_up(task)
 
     def is_overdue(self, started, limit):
-        due, me = (interpreted._value(started) + interpreted._value(limit)) // 1000, self.tasks.current
+        due, me = (
+            (interpreted._value(started) + interpreted._value(limit)) // 1000,
+            self.tasks.current,
+        )
         if due > self.now:
             self.polls[me] = due
         else:
@@ -128,15 +153,19 @@ class Clock:
     def report(self, control, report, signal, unit, expected, seen):
         self.expire(interpreted._value(control), interpreted._value(signal))
 
-    def wait(self, signals, count, epoch, first, unit, control, report, LIMIT=TIMEOUT_US, EXACT=False):
+    def wait(
+        self, signals, count, epoch, first, unit, control, report, LIMIT=TIMEOUT_US, EXACT=False
+    ):
         words, number, expected, begin, block, limit = map(
             interpreted._value, (signals, count, epoch, first, control, LIMIT)
-        )  # fmt: skip
+        )
         me = self.tasks.current
         for index in range(begin, begin + number):
             time = ctypes.c_int32.from_address(block + 4 * limit).value
             self.due[me] = self.now + time, block, limit
-            while interpreted.must_wait(interpreted.MEMORY.acquire(words + 4 * index), expected, EXACT):
+            while interpreted.must_wait(
+                interpreted.MEMORY.acquire(words + 4 * index), expected, EXACT
+            ):
                 if time == 0 or me in self.late:
                     self.expire(block, index)
                     break
@@ -154,8 +183,9 @@ class Clock:
 def found_where_ranks_never_come(how: str) -> list[str]:
     """What goes wrong: nothing. For a process of its own, since it puts other words into kernels.
 
-    ``how``: "named", who reports what; "everywhere", with every operator, but only that all come to an end, somebody says why
-    and results are NaN; "moments", with every operator, and who was absent comes while the others give up.
+    ``how``: "named", who reports what; "everywhere", with every operator, but only that all come to
+    an end, somebody says why and results are NaN; "moments", with every operator, and who was
+    absent comes while the others give up.
     """
     latest: list[Clock] = []
     _go_by(latest)
@@ -163,22 +193,33 @@ def found_where_ranks_never_come(how: str) -> list[str]:
     with exploring() as enter:
         cases = product(SCENARIOS, (1, 2, 3), ABSENT, range(4))
         if how != "named":
-            cases = (case for s in EVERYTHING for case in product((s,), s.programs, ABSENT[1::2], range(1)))
-        run = _run_to_a_moment if how == "moments" else partial(_run, everywhere=how == "everywhere")
+            cases = (
+                case
+                for s in EVERYTHING
+                for case in product((s,), s.programs, ABSENT[1::2], range(1))
+            )
+        run = (
+            _run_to_a_moment if how == "moments" else partial(_run, everywhere=how == "everywhere")
+        )
         for scenario, programs, (size, absent), seed in cases:
             world = _world(size, programs, seed, enter, latest)
             wrong = run(world, scenario, programs, absent, latest[-1])
             enter(None)
             world.close()
-            found += [f"{scenario.name}@{size} without {absent}, {programs} programs, seed {seed}: {text}" for text in wrong]
+            found += [
+                f"{scenario.name}@{size} without {absent}, {programs} programs, seed {seed}: {text}"
+                for text in wrong
+            ]
     return found
 
 
 def found_where_a_rank_stands_still(forgets: str = "") -> list[str]:
-    """Rank 1 stands still in its first call, behind its pushes, until rank 0 has given up the second call and ended the third,
-    which has the first one's slot: rank 1's first result is right, or NaN, or reported all the same.
+    """Rank 1 stands still in its first call, behind its pushes, until rank 0 has given up the
+    second call and ended the third, which has the first one's slot: rank 1's first result is right,
+    or NaN, or reported all the same.
 
-    For a process of its own. ``forgets``: a word of gradients by copy engines that does nothing then, so that faults are found.
+    For a process of its own. ``forgets``: a word of gradients by copy engines that does nothing
+    then, so that faults are found.
     """
     latest: list[Clock] = []
     _go_by(latest)
@@ -208,7 +249,12 @@ def found_where_a_rank_stands_still(forgets: str = "") -> list[str]:
             world, results = _world(2, 1, seed, enter, latest), []
             held.clear()
 
-            def body(rank: int, world: World = world, scenario: Any = scenario, results: list[str] = results) -> None:
+            def body(
+                rank: int,
+                world: World = world,
+                scenario: Any = scenario,
+                results: list[str] = results,
+            ) -> None:
                 drawn = Drawn(1, None, 1, 3, 0)
                 _begin(world, scenario, rank, drawn)
                 for number in range(3 if rank == 0 else 1):
@@ -220,7 +266,9 @@ def found_where_a_rank_stands_still(forgets: str = "") -> list[str]:
             world.run(body)
             enter(None)
             world.close()
-            found += [f"{scenario.name}, seed {seed}: {text}" for text in results] + ([] if held else ["nobody stood still"])
+            found += [f"{scenario.name}, seed {seed}: {text}" for text in results] + (
+                [] if held else ["nobody stood still"]
+            )
     return found
 
 
@@ -238,7 +286,8 @@ def _go_by(latest: list[Clock]) -> None:
 def _world(size: int, programs: int, seed: int, enter: Any, latest: list[Clock]) -> World:
     world = World(size, programs, Walk(seed))
     enter(world)
-    for check in ("check_read", "check_write", "observe"):  # after a fault data is NaN or late, and said to be
+    # after a fault data is NaN or late, and said to be
+    for check in ("check_read", "check_write", "observe"):
         setattr(world.memory, check, lambda *a, **k: None)
     latest.append(Clock(world))
     return world
@@ -249,11 +298,17 @@ def _begin(world: World, scenario: Any, rank: int, drawn: Drawn) -> None:
     patience = PATIENCE + rank * SKEW  # as if it had begun so much later
     for instance in world.workspace(rank).instances.values():
         world.know(rank, "signal table", instance.signal_table)
-        for word, limit in ((TIMEOUT_US, patience + PATIENCE // 8), (MEETING_US, patience), (PUSHED_US, 2 * PATIENCE)):
+        for word, limit in (
+            (TIMEOUT_US, patience + PATIENCE // 8),
+            (MEETING_US, patience),
+            (PUSHED_US, 2 * PATIENCE),
+        ):
             instance.control[word] = limit
 
 
-def _run(world: World, scenario: Any, programs: int, absent: set[int], clock: Clock, everywhere: bool) -> list[str]:
+def _run(
+    world: World, scenario: Any, programs: int, absent: set[int], clock: Clock, everywhere: bool
+) -> list[str]:
     """Four calls, of which ``absent`` come to the first."""
     drawn = Drawn(programs, None, 1, 3, 0)
     results: dict[int, list[list[torch.Tensor]]] = {rank: [] for rank in range(world.size)}
@@ -277,12 +332,15 @@ def _run(world: World, scenario: Any, programs: int, absent: set[int], clock: Cl
             sums = [got for got in found if got.is_floating_point()]
             if sums and not any(got.isnan().any() for got in sums):
                 wrong.append(f"rank {rank}'s result {number + 1} passes for right")
-    return wrong + ([] if everywhere else _wrong_in_detail(world, scenario, absent, clock, first, results))
+    return wrong + (
+        [] if everywhere else _wrong_in_detail(world, scenario, absent, clock, first, results)
+    )
 
 
 def _wrong_of_late_ones(world: World, scenario: Any, drawn: Drawn, absent: set[int]) -> list[str]:
-    """Who was absent comes after all, when the others have long given up and are calls ahead: what it gets is right, or NaN;
-    or, of rows that stay in the slot and of whole numbers, it has run out of time itself."""
+    """Who was absent comes after all, when the others have long given up and are calls ahead: what
+    it gets is right, or NaN; or, of rows that stay in the slot and of whole numbers, it has run out
+    of time itself."""
     wrong = []
 
     def body(rank: int) -> None:
@@ -301,23 +359,33 @@ def scenario_keeps(scenario: Any) -> tuple[str, ...]:
     return ("table",) if getattr(scenario, "carrier", "sm") == "copy_engine" else ()
 
 
-def _wrong_in_call(world: World, scenario: Any, rank: int, number: int, drawn: Drawn) -> Iterator[str]:
+def _wrong_in_call(
+    world: World, scenario: Any, rank: int, number: int, drawn: Drawn
+) -> Iterator[str]:
     for name, got, want in scenario.call(world, rank, number, drawn):
         said = got.is_floating_point() and got.isnan().any()
         if not got.is_floating_point() or name.startswith(KEPT + scenario_keeps(scenario)):
-            said = said or any(int(i.control[FAULT]) for i in world.workspace(rank).instances.values())
+            said = said or any(
+                int(i.control[FAULT]) for i in world.workspace(rank).instances.values()
+            )
         if not said and not torch.equal(got, want):
             yield f"rank {rank} in call {number}: {name} passes for right"
 
 
-def _run_to_a_moment(world: World, scenario: Any, programs: int, absent: set[int], clock: Clock) -> list[str]:
-    """Four calls on every rank; to the second ``absent`` come when so many waits of the others have run out.
+def _run_to_a_moment(
+    world: World, scenario: Any, programs: int, absent: set[int], clock: Clock
+) -> list[str]:
+    """Four calls on every rank; to the second ``absent`` come when so many waits of the others have
+    run out.
 
-    Whatever anybody gets is right, or NaN, or (of rows that stay, and of whole numbers) it has run out of time. But where copy
-    engines send what a rank that gave up still has to send, only that all come to an end: decision 0093, what is left open.
+    Whatever anybody gets is right, or NaN, or (of rows that stay, and of whole numbers) it has run
+    out of time. But where copy engines send what a rank that gave up still has to send, only that
+    all come to an end: decision 0093, what is left open.
     """
     drawn, wrong, waiting, ended = Drawn(programs, None, 1, 3, 0), [], [], set(absent)
-    moment = random.Random(f"{scenario.name} {programs} {sorted(absent)}").choice((1, 1, 2, 3, 5, 8))
+    moment = random.Random(f"{scenario.name} {programs} {sorted(absent)}").choice(
+        (1, 1, 2, 3, 5, 8)
+    )
     expire = clock.expire
 
     def come() -> None:
@@ -343,20 +411,30 @@ def _run_to_a_moment(world: World, scenario: Any, programs: int, absent: set[int
         world.run(body)
     except Violation as error:
         return [str(error)]
-    kinds = (kind for rank in range(world.size) for op, kind in world.workspace(rank).instances if op != BACKWARD)
+    kinds = (
+        kind
+        for rank in range(world.size)
+        for op, kind in world.workspace(rank).instances
+        if op != BACKWARD
+    )
     copied = any(kind in COPIED for kind in kinds)
     return [] if copied else wrong
 
 
 def _wrong_in_detail(world, scenario, absent, clock, first, results) -> list[str]:
-    """Where nobody waits for one that waits: all report, in time, and name who is absent. And what is left behind."""
+    """Where nobody waits for one that waits: all report, in time, and name who is absent. And what
+    is left behind."""
     wrong, begin = [], world.size * MAX_SLICES  # of the words of a meeting
     if len(first) != world.size - len(absent):
         wrong.append(f"reports of {sorted(first)}")
     if clock.now > PATIENCE + PATIENCE // 8 + world.size * SKEW:
         wrong.append(f"all have ended after {clock.now / PATIENCE} time-outs")
     copied = scenario.op != EmbeddingBag.op
-    words = {begin + rank for rank in absent} if copied else {rank * MAX_SLICES + n for rank in absent for n in (READY, DONE)}
+    words = (
+        {begin + rank for rank in absent}
+        if copied
+        else {rank * MAX_SLICES + n for rank in absent for n in (READY, DONE)}
+    )
     if not set(first.values()) <= words:
         wrong.append(f"reports name words {first}")
     for rank in range(world.size):
@@ -364,11 +442,15 @@ def _wrong_in_detail(world, scenario, absent, clock, first, results) -> list[str
         if copied and instance.counters.count_nonzero():
             wrong.append(f"rank {rank} leaves counters {instance.counters.tolist()}")
         if int(instance.signals.max()) > CALLS:
-            wrong.append(f"rank {rank} has a signal of call {int(instance.signals.max())}, and there were {CALLS}")
+            wrong.append(
+                f"rank {rank} has a signal of call {int(instance.signals.max())}, and there were {CALLS}"
+            )
         for number, found in enumerate(() if copied else results[rank][1:]):
             late = [
                 found[0][:, DIM * r : DIM * (r + 1)] for r in absent | {rank}
             ]  # others may store, though nobody waits for them
             if not all(columns.isnan().all() for columns in late):
-                wrong.append(f"rank {rank}'s result {number + 1} has right columns: {found[0].tolist()}")
+                wrong.append(
+                    f"rank {rank}'s result {number + 1} has right columns: {found[0].tolist()}"
+                )
     return wrong

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if all(map(find_spec, ("triton", "numpy", "greenlet", "rich"))) else ["test_*.py"]
+collect_ignore_glob = (
+    [] if all(map(find_spec, ("triton", "numpy", "greenlet", "rich"))) else ["test_*.py"]
+)

@@ -1,7 +1,9 @@
-"""Runs every mutant in a process of its own until exploration finds it: ``python -m tests.explore.find_mutants [name ...]``.
+"""Runs every mutant in a process of its own until exploration finds it: ``python -m
+tests.explore.find_mutants [name ...]``.
 
-This process has imported torch and triton and forks; each child puts a mutated copy of the package first in its path.
-Prints one JSON line a mutant, with ``--story`` also the shrunk trace. Needs TRITON_INTERPRET=1.
+This process has imported torch and triton and forks; each child puts a mutated copy of the package
+first in its path. Prints one JSON line a mutant, with ``--story`` also the shrunk trace. Needs
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ SECONDS = 100
 
 
 def hunt(mutant: Mutant, runs: int = RUNS) -> dict[str, object]:
-    """In a child: explore the scenarios of ``mutant``, all strategies in turn, until something is wrong."""
+    """In a child: explore the scenarios of ``mutant``, all strategies in turn, until something is
+    wrong."""
     with tempfile.TemporaryDirectory(prefix="tileweave-mutant-") as folder:
         package = Path(folder) / "tileweave"
         shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -49,7 +52,11 @@ def hunt(mutant: Mutant, runs: int = RUNS) -> dict[str, object]:
             from tests.explore.partitions import register
 
             register()
-        names = [f"{s.op}/{s.name}" for s in search.SCENARIOS if f"{s.op}/{s.name}".startswith(mutant.scenarios)]
+        names = [
+            f"{s.op}/{s.name}"
+            for s in search.SCENARIOS
+            if f"{s.op}/{s.name}".startswith(mutant.scenarios)
+        ]
         tried, began = 0, time.process_time()
         with exploring() as enter:
             for number in range(runs):
@@ -58,12 +65,22 @@ def hunt(mutant: Mutant, runs: int = RUNS) -> dict[str, object]:
                         tried += 1
                         found = run(Seed(name, 2 + tried % 2, strategy, number), enter)
                         if found.failure is not None and "--story" in sys.argv:
-                            print(f"--- {mutant.name}", story(shrink(found, enter)), sep="\n", flush=True)
+                            print(
+                                f"--- {mutant.name}",
+                                story(shrink(found, enter)),
+                                sep="\n",
+                                flush=True,
+                            )
                         if found.failure is not None:
                             return {
-                                "mutant": mutant.name, "found": True, "kind": found.failure.kind, "text": found.failure.text,
-                                "seed": str(found.seed), "tried": tried, "seconds": round(time.process_time() - began, 2),
-                            }  # fmt: skip
+                                "mutant": mutant.name,
+                                "found": True,
+                                "kind": found.failure.kind,
+                                "text": found.failure.text,
+                                "seed": str(found.seed),
+                                "tried": tried,
+                                "seconds": round(time.process_time() - began, 2),
+                            }
                         if tried >= runs:
                             return {"mutant": mutant.name, "found": False, "tried": tried}
     return {"mutant": mutant.name, "found": False, "tried": tried}
@@ -105,7 +122,9 @@ def hunt_all(mutants: list[Mutant], workers: int = 2) -> list[dict[str, object]]
             del running[descriptor]
             text = b"".join(parts).decode()
             ended = f"ended with status {status}"
-            results.append(json.loads(text) if text else {"mutant": mutant.name, "found": False, "text": ended})
+            results.append(
+                json.loads(text) if text else {"mutant": mutant.name, "found": False, "text": ended}
+            )
             print(json.dumps(results[-1]), flush=True)
     return results
 

@@ -6,6 +6,7 @@ of the scenarios that run the mutated lines.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -19,10 +20,29 @@ class Mutant:
     count: int = 1  # how often ``old`` stands in the file; all are replaced
 
     def apply(self, text: str) -> str:
-        found = text.count(self.old)
+        changed, found = re.subn(pattern(self.old), lambda _: self.new, text)
         if found != self.count:
-            raise ValueError(f"mutant {self.name!r}: {self.file} has the text {found} times, expected {self.count}")
-        return text.replace(self.old, self.new)
+            raise ValueError(
+                f"mutant {self.name!r}: {self.file} has the text {found} times, expected {self.count}"
+            )
+        return changed
+
+
+def pattern(text: str) -> str:
+    """A regular expression for ``text``, however a formatter breaks its argument lists."""
+    found, before = [], ""
+    for token in re.findall(r"\w+|\s+|[^\w\s]", text):
+        if token.isspace():
+            if before not in ("(", "[", ","):
+                found.append(r"\s+" if token == " " else re.escape(token))
+                before = token
+            continue
+        if token in (")", "]"):
+            found.append(rf",?\s*\{token}" if before != "," else rf"\{token}")
+        else:
+            found.append(re.escape(token) + (r"\s*" if token in ("(", "[", ",") else ""))
+        before = token
+    return "".join(found)
 
 
 AG = "all_gather_matmul/"
@@ -49,7 +69,9 @@ PARITY = "return 0 if instance.captured else instance.calls & 1"
 BARRIER = "    barrier(peers, instance.transport.world_size, instance.transport.rank)\n"
 
 _PUSH = "        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, SPANS, BLOCK)\n"
-_NOTIFY = "        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)\n"
+_NOTIFY = (
+    "        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)\n"
+)
 _WAIT = "token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report, EXACT=EXACT)"
 _PUSHED = "            await_pushed(signals, epoch, control, report, WORLD_SIZE)\n"
 _LEAVE = "    leave(control, epoch, num_programs)\n"
@@ -65,7 +87,9 @@ _ALL_WAIT = "range(1, WORLD_SIZE):\n        wait"
 _NEVER = "            if 0: tl.store(counters + num_segments"
 _SIGNAL = "        copies.append(Copy(instance.signal_addresses[peer] + 4 * (rank * MAX_SLICES + chunk), epoch, 4))\n"
 _GIVE = "    tl.store(partials + (base + share.program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
-_COUNT = '    tl.atomic_add(counters + (base + tile - share.whole), 1, sem="release", scope="gpu")\n'
+_COUNT = (
+    '    tl.atomic_add(counters + (base + tile - share.whole), 1, sem="release", scope="gpu")\n'
+)
 
 _OWNERS = "range(1, WORLD_SIZE):\n        owner"
 _PEERS = "range(1, WORLD_SIZE):\n        peer"
@@ -74,22 +98,48 @@ _CLEANED = "    tl.store(pointers, tl.zeros(value.shape, value.dtype), mask=mask
 _ANY = "return acc, tl.max(tl.max(missing, axis=1), axis=0)"
 _EACH = "missing = tl.max(_missing(value, mask) + 2 * overdue, axis=1)"
 
-_STAGE = "                store_rows(acc.to(dtype), staging, line, col, cols, row < row_limit, pitch)\n"
+_STAGE = (
+    "                store_rows(acc.to(dtype), staging, line, col, cols, row < row_limit, pitch)\n"
+)
 _MET = (
     "                if tile == 0:\n"
     "                    meet(signal_table, signals, rank, epoch, tile, control, report, WORLD_SIZE)\n"
 )
 _IN = "                count_in(counters + num_programs + place * MAX_SLICES + chunk)\n"
-_COUNTED = "                chunk = (first_row - home * rows) // TILE_M // chunk_rows\n" + _MET + _IN
+_COUNTED = (
+    "                chunk = (first_row - home * rows) // TILE_M // chunk_rows\n" + _MET + _IN
+)
 
 MUTANTS: tuple[Mutant, ...] = (
     # --- all_gather_matmul: the kernel ---
     Mutant("a tile does not wait", KERNEL, _WAIT, "token = 0", AG),
-    Mutant("a tile waits for one slice of several", KERNEL, _WAIT, _WAIT.replace("NUM_SLICES", "1"), AG + "sm"),
-    Mutant("a tile waits for another source", KERNEL, _WAIT, _WAIT.replace("source *", "(source + 1) % 2 *"), AG),
-    Mutant("a tile waits for the next call", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch + 1"), AG),
-    Mutant("a tile waits for the call before", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch - 1"), AG),
-    Mutant("who is a call ahead is refused", KERNEL, "NUM_SLICES, SPANS, not PUSH", "NUM_SLICES, SPANS, True", AG + "sm"),
+    Mutant(
+        "a tile waits for one slice of several",
+        KERNEL,
+        _WAIT,
+        _WAIT.replace("NUM_SLICES", "1"),
+        AG + "sm",
+    ),
+    Mutant(
+        "a tile waits for another source",
+        KERNEL,
+        _WAIT,
+        _WAIT.replace("source *", "(source + 1) % 2 *"),
+        AG,
+    ),
+    Mutant(
+        "a tile waits for the next call", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch + 1"), AG
+    ),
+    Mutant(
+        "a tile waits for the call before", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch - 1"), AG
+    ),
+    Mutant(
+        "who is a call ahead is refused",
+        KERNEL,
+        "NUM_SLICES, SPANS, not PUSH",
+        "NUM_SLICES, SPANS, True",
+        AG + "sm",
+    ),
     Mutant(
         "a tile waits for the last source only",
         KERNEL,
@@ -97,7 +147,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "range(last_row // rows, last_row",
         AG + "sm, spans",
     ),
-    Mutant("a slice is signalled before it is stored", KERNEL, _PUSH + _NOTIFY, _NOTIFY + _PUSH, AG + "sm"),
+    Mutant(
+        "a slice is signalled before it is stored",
+        KERNEL,
+        _PUSH + _NOTIFY,
+        _NOTIFY + _PUSH,
+        AG + "sm",
+    ),
     Mutant(
         "the last slice is never signalled",
         KERNEL,
@@ -120,7 +176,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         AG + "sm, cut, gathered",
     ),
-    Mutant("the epoch may move before the last push", KERNEL, _PUSHED, "            pass\n", AG + "copy engine"),
+    Mutant(
+        "the epoch may move before the last push",
+        KERNEL,
+        _PUSHED,
+        "            pass\n",
+        AG + "copy engine",
+    ),
     Mutant(
         "a program leaves before the last push",
         KERNEL,
@@ -128,10 +190,28 @@ MUTANTS: tuple[Mutant, ...] = (
         _LEAVE + "    if not PUSH:  # the copy",
         AG + "copy engine",
     ),
-    Mutant("one program leaves twice", KERNEL, _LEAVE, _LEAVE + "    if program == 0:\n    " + _LEAVE, AG),
-    Mutant("the epoch stands still", KERNEL, _LEAVE, _LEAVE.replace("num_programs", "num_programs + 1"), AG),
+    Mutant(
+        "one program leaves twice",
+        KERNEL,
+        _LEAVE,
+        _LEAVE + "    if program == 0:\n    " + _LEAVE,
+        AG,
+    ),
+    Mutant(
+        "the epoch stands still",
+        KERNEL,
+        _LEAVE,
+        _LEAVE.replace("num_programs", "num_programs + 1"),
+        AG,
+    ),
     # --- all_gather_matmul: copy engines ---
-    Mutant("a copied shard is signalled before it is copied", FUSED, _DATA + _SIGNAL, _SIGNAL + _DATA, AG + "copy engine"),
+    Mutant(
+        "a copied shard is signalled before it is copied",
+        FUSED,
+        _DATA + _SIGNAL,
+        _SIGNAL + _DATA,
+        AG + "copy engine",
+    ),
     Mutant("a copied shard is not signalled", FUSED, _SIGNAL, "", AG + "copy engine"),
     Mutant(
         "copies to the slot of the other parity",
@@ -140,9 +220,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "call.copies[1 - slot], x",
         AG + "copy engine",
     ),
-    Mutant("captured copies go before ranks have met", FUSED, "counter=gate, count=1", "", AG + "copy engine, captured"),
-    Mutant("the gate is opened before ranks meet", KERNEL, _MEET + _OPEN, _OPEN + _MEET, AG + "copy engine, captured"),
-    Mutant("the gate stays open", KERNEL, "            tl.store(counters + num_segments", _NEVER, AG + "copy engine, captured"),
+    Mutant(
+        "captured copies go before ranks have met",
+        FUSED,
+        "counter=gate, count=1",
+        "",
+        AG + "copy engine, captured",
+    ),
+    Mutant(
+        "the gate is opened before ranks meet",
+        KERNEL,
+        _MEET + _OPEN,
+        _OPEN + _MEET,
+        AG + "copy engine, captured",
+    ),
+    Mutant(
+        "the gate stays open",
+        KERNEL,
+        "            tl.store(counters + num_segments",
+        _NEVER,
+        AG + "copy engine, captured",
+    ),
     Mutant("nobody opens the gate", KERNEL, _OPEN, "", AG + "copy engine"),
     Mutant(
         "ranks meet in one another's word",
@@ -152,9 +250,19 @@ MUTANTS: tuple[Mutant, ...] = (
         AG + "copy",
     ),
     Mutant(
-        "a meeting that does not wait", MEET, "        wait(signals", "        0 and wait(signals", AG + "copy engine, captured"
+        "a meeting that does not wait",
+        MEET,
+        "        wait(signals",
+        "        0 and wait(signals",
+        AG + "copy engine, captured",
     ),
-    Mutant("a meeting with one", MEET, _ALL_WAIT, _ALL_WAIT.replace("WORLD_SIZE", "2"), AG + "copy engine, captured"),
+    Mutant(
+        "a meeting with one",
+        MEET,
+        _ALL_WAIT,
+        _ALL_WAIT.replace("WORLD_SIZE", "2"),
+        AG + "copy engine, captured",
+    ),
     Mutant(
         "no word for the last push",
         FUSED,
@@ -162,7 +270,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         AG + "copy engine",
     ),
-    Mutant("a signal to the wrong word", FUSED, "4 * (rank * MAX_SLICES", "4 * (peer * MAX_SLICES", AG + "copy engine"),
+    Mutant(
+        "a signal to the wrong word",
+        FUSED,
+        "4 * (rank * MAX_SLICES",
+        "4 * (peer * MAX_SLICES",
+        AG + "copy engine",
+    ),
     Mutant(
         "a barrier that does nothing",
         "kernels/runtime/barrier.py",
@@ -197,8 +311,20 @@ MUTANTS: tuple[Mutant, ...] = (
         AG + "sm",
     ),
     Mutant("notify_all forgets a peer", WORDS, "else 1, size)", "else 1, size - 1)", AG + "sm"),
-    Mutant("the count of programs is not reset", WORDS, "    MEMORY.store(block + 4 * _LEAVERS, 0)\n", "", AG),
-    Mutant("the first to leave moves the epoch", WORDS, "left == _value(num_programs) - 1", "left == 0", AG),
+    Mutant(
+        "the count of programs is not reset",
+        WORDS,
+        "    MEMORY.store(block + 4 * _LEAVERS, 0)\n",
+        "",
+        AG,
+    ),
+    Mutant(
+        "the first to leave moves the epoch",
+        WORDS,
+        "left == _value(num_programs) - 1",
+        "left == 0",
+        AG,
+    ),
     Mutant(
         "leaving is not atomic",
         WORDS,
@@ -206,7 +332,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "(n := MEMORY.load(_value(control) + 4), MEMORY.store(_value(control) + 4, n + 1))[0]",
         AG,
     ),
-    Mutant("put_all to the wrong peer", REMOTE, "symm_at(table, (rank + i) %", "symm_at(table, (rank + i + 1) %", AG + "sm"),
+    Mutant(
+        "put_all to the wrong peer",
+        REMOTE,
+        "symm_at(table, (rank + i) %",
+        "symm_at(table, (rank + i + 1) %",
+        AG + "sm",
+    ),
     Mutant(
         "put_all forgets the last element",
         REMOTE,
@@ -214,7 +346,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "        mask = index < end - 1\n        value",
         AG + "sm",
     ),
-    Mutant("put_all into the neighbour's place", REMOTE, "target += (i - 1) * size", "target += (i % 2) * size", AG + "sm"),
+    Mutant(
+        "put_all into the neighbour's place",
+        REMOTE,
+        "target += (i - 1) * size",
+        "target += (i % 2) * size",
+        AG + "sm",
+    ),
     # --- cut tiles ---
     Mutant(
         "a part is counted before it is stored",
@@ -223,10 +361,34 @@ MUTANTS: tuple[Mutant, ...] = (
         _COUNT + _GIVE,
         AG + "sm, cut",
     ),
-    Mutant("a part is counted without a release", MATMUL, 'sem="release"', 'sem="relaxed"', AG + "sm, cut"),
-    Mutant("parts are taken without an acquire", MATMUL, 'sem="acquire"', 'sem="relaxed"', AG + "sm, cut"),
-    Mutant("parts are taken one too early", MATMUL, 'scope="gpu") < helpers:', 'scope="gpu") < helpers - 1:', AG + "sm, cut"),
-    Mutant("the count of parts is not reset", MATMUL, "    tl.store(counters + cut_tile, 0)\n", "", AG + "sm, cut"),
+    Mutant(
+        "a part is counted without a release",
+        MATMUL,
+        'sem="release"',
+        'sem="relaxed"',
+        AG + "sm, cut",
+    ),
+    Mutant(
+        "parts are taken without an acquire",
+        MATMUL,
+        'sem="acquire"',
+        'sem="relaxed"',
+        AG + "sm, cut",
+    ),
+    Mutant(
+        "parts are taken one too early",
+        MATMUL,
+        'scope="gpu") < helpers:',
+        'scope="gpu") < helpers - 1:',
+        AG + "sm, cut",
+    ),
+    Mutant(
+        "the count of parts is not reset",
+        MATMUL,
+        "    tl.store(counters + cut_tile, 0)\n",
+        "",
+        AG + "sm, cut",
+    ),
     Mutant(
         "owners wait for higher programs",
         TILE,
@@ -236,15 +398,49 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # --- what goes between ranks beside the library's matmul ---
     Mutant("one slot for shards", EXCHANGE, "(epoch & 1)", "(epoch & 0)", AR + "library"),
-    Mutant("shards into the neighbour's place", EXCHANGE, "(source > reader)", "(source < reader)", RS + "library"),
-    Mutant("the last peer gets no partials", EXCHANGE, _OWNERS, _OWNERS.replace("SIZE)", "SIZE - 1)"), RS + "library"),
-    Mutant("the last peer gets no shard", EXCHANGE, _PEERS, _PEERS.replace("SIZE)", "SIZE - 1)"), AG + "library"),
-    Mutant("a shard is taken for the neighbour's", EXCHANGE, "(peer >= rank)", "(peer > rank)", AG + "library"),
     Mutant(
-        "finished shards over partials", EXCHANGE, "finished = slot_offset + (WORLD_SIZE - 1) * size", _OVER, AR + "library"
+        "shards into the neighbour's place",
+        EXCHANGE,
+        "(source > reader)",
+        "(source < reader)",
+        RS + "library",
+    ),
+    Mutant(
+        "the last peer gets no partials",
+        EXCHANGE,
+        _OWNERS,
+        _OWNERS.replace("SIZE)", "SIZE - 1)"),
+        RS + "library",
+    ),
+    Mutant(
+        "the last peer gets no shard",
+        EXCHANGE,
+        _PEERS,
+        _PEERS.replace("SIZE)", "SIZE - 1)"),
+        AG + "library",
+    ),
+    Mutant(
+        "a shard is taken for the neighbour's",
+        EXCHANGE,
+        "(peer >= rank)",
+        "(peer > rank)",
+        AG + "library",
+    ),
+    Mutant(
+        "finished shards over partials",
+        EXCHANGE,
+        "finished = slot_offset + (WORLD_SIZE - 1) * size",
+        _OVER,
+        AR + "library",
     ),
     Mutant("a place is not cleaned", MARKED, _CLEANED, "", AG + "library"),
-    Mutant("shards are taken before they have all come", MARKED, _EACH, _EACH.replace("max", "min"), AG + "library"),
+    Mutant(
+        "shards are taken before they have all come",
+        MARKED,
+        _EACH,
+        _EACH.replace("max", "min"),
+        AG + "library",
+    ),
     # --- matmul_reduce_scatter, matmul_all_reduce ---
     Mutant("one slot for marked tiles", REDUCE, "slot = epoch & 1", "slot = epoch & 0", RS + "sm"),
     Mutant(
@@ -261,7 +457,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "symm_at(slot_table, (owner + 1) % WORLD_SIZE, dtype",
         RS + "sm",
     ),
-    Mutant("a partial is counted before it is stored", REDUCE, _STAGE + _COUNTED, _COUNTED + _STAGE, RS + "copy engine"),
+    Mutant(
+        "a partial is counted before it is stored",
+        REDUCE,
+        _STAGE + _COUNTED,
+        _COUNTED + _STAGE,
+        RS + "copy engine",
+    ),
     Mutant(
         "a partial is not counted",
         REDUCE,
@@ -276,7 +478,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "                        0 and wait(signals + chunk, 1, epoch, (rank",
         RS + "copy engine",
     ),
-    Mutant("own tiles wait for chunk 0", REDUCE, "wait(signals + chunk,", "wait(signals,", RS + "copy engine"),
+    Mutant(
+        "own tiles wait for chunk 0",
+        REDUCE,
+        "wait(signals + chunk,",
+        "wait(signals,",
+        RS + "copy engine",
+    ),
     Mutant(
         "own tiles wait for one peer",
         REDUCE,
@@ -305,7 +513,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "        value = tl.load(pointers, mask=mask, volatile=True)\n        missing",
         RS + "sm",
     ),
-    Mutant("taken before all has come", MARKED, _ANY, _ANY.replace("tl.max(tl.max", "tl.max(tl.min"), RS + "sm"),
+    Mutant(
+        "taken before all has come",
+        MARKED,
+        _ANY,
+        _ANY.replace("tl.max(tl.max", "tl.max(tl.min"),
+        RS + "sm",
+    ),
     Mutant(
         "taken without a look",
         MARKED,
@@ -327,8 +541,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "    for i in tl.static_range(1):\n        tl.store",
         RS + "sm",
     ),
-    Mutant("a zero travels as zero", MARKED, "tl.where(bits == 0, tl.full([], -(2**31), tl.int32), bits)", "bits", RS + "sm"),
-    Mutant("chunks go before they are counted", REDUCED, "counter, count))", "counter, 0))", RS + "copy engine"),
+    Mutant(
+        "a zero travels as zero",
+        MARKED,
+        "tl.where(bits == 0, tl.full([], -(2**31), tl.int32), bits)",
+        "bits",
+        RS + "sm",
+    ),
+    Mutant(
+        "chunks go before they are counted",
+        REDUCED,
+        "counter, count))",
+        "counter, 0))",
+        RS + "copy engine",
+    ),
     Mutant(
         "chunks go one tile early",
         REDUCED,
@@ -336,8 +562,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "(end - first) * s.tile_cols - 1\n",
         RS + "copy engine",
     ),
-    Mutant("captured chunks go before ranks have met", REDUCE, _MET, "", RS + "copy engine, captured"),
-    Mutant("ranks meet when a chunk is counted", REDUCE, _MET + _IN, _IN + _MET, RS + "copy engine, captured"),
+    Mutant(
+        "captured chunks go before ranks have met", REDUCE, _MET, "", RS + "copy engine, captured"
+    ),
+    Mutant(
+        "ranks meet when a chunk is counted",
+        REDUCE,
+        _MET + _IN,
+        _IN + _MET,
+        RS + "copy engine, captured",
+    ),
     Mutant(
         "a chunk is not signalled",
         REDUCED,
@@ -347,14 +581,48 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # --- matmul_all_reduce in one shot ---
     Mutant("one shot with one slot", ONE_SHOT, "(epoch & 1).to", "(epoch & 0).to", AR + "one shot"),
-    Mutant("one shot forgets a rank", ONE_SHOT, "static_range(WORLD_SIZE):", "static_range(WORLD_SIZE - 1):", AR + "one shot"),
+    Mutant(
+        "one shot forgets a rank",
+        ONE_SHOT,
+        "static_range(WORLD_SIZE):",
+        "static_range(WORLD_SIZE - 1):",
+        AR + "one shot",
+    ),
     Mutant("one shot leaves twice", ONE_SHOT, _EARLY, _EARLY + _EARLY, AR + "one shot"),
     Mutant("one shot never leaves", ONE_SHOT, _EARLY, "        pass\n", AR + "one shot"),
-    Mutant("one shot into one place", ONE_SHOT, "rank.to(tl.int64) * place_size", "0 * place_size", AR + "one shot"),
     Mutant(
-        "norms do not wait for the sum", ONE_SHOT, "        wait(counters", "        0 and wait(counters", AR + "one shot, norm"
+        "one shot into one place",
+        ONE_SHOT,
+        "rank.to(tl.int64) * place_size",
+        "0 * place_size",
+        AR + "one shot",
     ),
-    Mutant("a tile is counted without a release", ONE_SHOT, 'sem="acq_rel"', 'sem="relaxed"', AR + "one shot, norm"),
-    Mutant("norms begin a tile early", ONE_SHOT, "== num_tiles - 1:", "== num_tiles - 2:", AR + "one shot, norm"),
-    Mutant("the count of tiles is not reset", ONE_SHOT, "                tl.store(counters, 0)\n", "", AR + "one shot, norm"),
+    Mutant(
+        "norms do not wait for the sum",
+        ONE_SHOT,
+        "        wait(counters",
+        "        0 and wait(counters",
+        AR + "one shot, norm",
+    ),
+    Mutant(
+        "a tile is counted without a release",
+        ONE_SHOT,
+        'sem="acq_rel"',
+        'sem="relaxed"',
+        AR + "one shot, norm",
+    ),
+    Mutant(
+        "norms begin a tile early",
+        ONE_SHOT,
+        "== num_tiles - 1:",
+        "== num_tiles - 2:",
+        AR + "one shot, norm",
+    ),
+    Mutant(
+        "the count of tiles is not reset",
+        ONE_SHOT,
+        "                tl.store(counters, 0)\n",
+        "",
+        AR + "one shot, norm",
+    ),
 )

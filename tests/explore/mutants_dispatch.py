@@ -12,21 +12,35 @@ KERNEL, ROUTING, SORT, ROWS = (
     "kernels/experts/rows.py",
 )
 
-_WAIT = "        token = wait(signals, 1, epoch, source * MAX_BLOCKS + block, tile, control, report)\n"
+_WAIT = (
+    "        token = wait(signals, 1, epoch, source * MAX_BLOCKS + block, tile, control, report)\n"
+)
 _LAST = "        wait_steps(signals, blocks - 1, 1, WORLD_SIZE - 1, rank, epoch, -1, control, report, WORLD_SIZE)\n"
 _COUNT = '        if tl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:\n'
 _SIGNAL = "            notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False)\n"
 _IDS = "        wait(signals, 1, epoch, source * MAX_SLICES, -1, control, report)\n"
-_COUNTED = "                wait(signals, SLICES, epoch, source * MAX_SLICES, -1, control, report)\n"
+_COUNTED = (
+    "                wait(signals, SLICES, epoch, source * MAX_SLICES, -1, control, report)\n"
+)
 _KEPT = "\n\n@triton.jit(do_not_specialize=_SAME)\ndef place_kernel"
 _SENT = "    notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, True)\n"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("rows do not wait for their sources", KERNEL, _WAIT, "        token = 0\n", DI),
     Mutant("rows wait for the last call", KERNEL, _WAIT, _WAIT.replace("epoch", "epoch - 1"), DI),
-    Mutant("rows wait for the first experts only", KERNEL, _WAIT, _WAIT.replace("+ block", "+ block * 0"), DI),
     Mutant(
-        "rows wait for the nearest source", KERNEL, "block_experts, nearest, farthest,", "block_experts, nearest, nearest,", DI
+        "rows wait for the first experts only",
+        KERNEL,
+        _WAIT,
+        _WAIT.replace("+ block", "+ block * 0"),
+        DI,
+    ),
+    Mutant(
+        "rows wait for the nearest source",
+        KERNEL,
+        "block_experts, nearest, farthest,",
+        "block_experts, nearest, nearest,",
+        DI,
     ),
     Mutant("a dispatch ends before its peers have begun", KERNEL, _LAST, "        pass\n", DI),
     Mutant(
@@ -37,22 +51,65 @@ MUTANTS: tuple[Mutant, ...] = (
         DI + "producers",
     ),
     Mutant(
-        "pushed tokens are counted without a release", KERNEL, _COUNT, _COUNT.replace("acq_rel", "relaxed"), DI + "producers"
+        "pushed tokens are counted without a release",
+        KERNEL,
+        _COUNT,
+        _COUNT.replace("acq_rel", "relaxed"),
+        DI + "producers",
     ),
     Mutant("a block is never signalled", KERNEL, _SIGNAL, "            pass\n", DI),
-    Mutant("tokens of all calls in one slot", KERNEL, "slot_offset = (epoch & 1).to", "slot_offset = (epoch & 0).to", DI),
     Mutant(
-        "counters of the next call are not cleared", KERNEL, "        clear_counters(counters, epoch)\n", "        pass\n", DI
+        "tokens of all calls in one slot",
+        KERNEL,
+        "slot_offset = (epoch & 1).to",
+        "slot_offset = (epoch & 0).to",
+        DI,
     ),
-    Mutant("a dispatch clears its own counters", KERNEL, "(1 - (epoch & 1)) * SET", "(epoch & 1) * SET", DI + "producers"),
-    Mutant("tokens into the neighbour's place", KERNEL, "slot += (step - 1) *", "slot += (WORLD_SIZE - 1 - step) *", DI),
     Mutant(
-        "what came is kept from the other slot", ROWS, "(load_epoch(control) - 1) & 1", "load_epoch(control) & 1", DI, count=2
+        "counters of the next call are not cleared",
+        KERNEL,
+        "        clear_counters(counters, epoch)\n",
+        "        pass\n",
+        DI,
+    ),
+    Mutant(
+        "a dispatch clears its own counters",
+        KERNEL,
+        "(1 - (epoch & 1)) * SET",
+        "(epoch & 1) * SET",
+        DI + "producers",
+    ),
+    Mutant(
+        "tokens into the neighbour's place",
+        KERNEL,
+        "slot += (step - 1) *",
+        "slot += (WORLD_SIZE - 1 - step) *",
+        DI,
+    ),
+    Mutant(
+        "what came is kept from the other slot",
+        ROWS,
+        "(load_epoch(control) - 1) & 1",
+        "load_epoch(control) & 1",
+        DI,
+        count=2,
     ),
     Mutant("sorting does not wait for ids", ROUTING, _IDS, "        pass\n", RO + "few"),
-    Mutant("sorting waits for the ids of the last call", ROUTING, _IDS, _IDS.replace("epoch", "epoch - 1"), RO + "few"),
+    Mutant(
+        "sorting waits for the ids of the last call",
+        ROUTING,
+        _IDS,
+        _IDS.replace("epoch", "epoch - 1"),
+        RO + "few",
+    ),
     Mutant("ids are signalled to peers only", SORT, _SENT, _SENT.replace("True", "False"), RO),
-    Mutant("ids of all calls in one slot", ROUTING, "slot_offset = (epoch & 1).to", "slot_offset = (epoch & 0).to", RO + "few"),
+    Mutant(
+        "ids of all calls in one slot",
+        ROUTING,
+        "slot_offset = (epoch & 1).to",
+        "slot_offset = (epoch & 0).to",
+        RO + "few",
+    ),
     Mutant(
         "sources in the wrong order",
         ROUTING,
@@ -61,11 +118,30 @@ MUTANTS: tuple[Mutant, ...] = (
         RO + "few",
         count=2,
     ),
-    Mutant("counting does not wait for ids", SORT, _COUNTED, "                pass\n", RO + "sorted"),
     Mutant(
-        "counting waits for the ids of the last call", SORT, _COUNTED, _COUNTED.replace("epoch", "epoch - 1"), RO + "sorted"
+        "counting does not wait for ids", SORT, _COUNTED, "                pass\n", RO + "sorted"
     ),
-    Mutant("sorted ids of all calls in one slot", SORT, "(epoch & 1).to", "(epoch & 0).to", RO + "sorted", count=2),
-    Mutant("counting ends the call", SORT, _KEPT, "    leave(control, epoch, tl.num_programs(0))\n" + _KEPT, RO + "sorted"),
+    Mutant(
+        "counting waits for the ids of the last call",
+        SORT,
+        _COUNTED,
+        _COUNTED.replace("epoch", "epoch - 1"),
+        RO + "sorted",
+    ),
+    Mutant(
+        "sorted ids of all calls in one slot",
+        SORT,
+        "(epoch & 1).to",
+        "(epoch & 0).to",
+        RO + "sorted",
+        count=2,
+    ),
+    Mutant(
+        "counting ends the call",
+        SORT,
+        _KEPT,
+        "    leave(control, epoch, tl.num_programs(0))\n" + _KEPT,
+        RO + "sorted",
+    ),
     Mutant("a unit starts behind itself", SORT, "(row < unit)", "(row <= unit)", RO + "sorted"),
 )

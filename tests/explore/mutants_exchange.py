@@ -22,7 +22,14 @@ _KEPT = "                wait(signals, NUM_SLICES, epoch, source * MAX_SLICES + 
 
 MUTANTS: tuple[Mutant, ...] = (
     # --- matmul_all_to_all ---
-    Mutant("a chunk is pulled without its flag", PULLS, "offset, flag, 1, lane", "offset, flag, 0, lane", OUT + "copy", 2),
+    Mutant(
+        "a chunk is pulled without its flag",
+        PULLS,
+        "offset, flag, 1, lane",
+        "offset, flag, 0, lane",
+        OUT + "copy",
+        2,
+    ),
     Mutant("pulls of all calls from one slot", REGISTRY, PARITY, "return 0", OUT + "copy engine"),
     Mutant(
         "captured pulls without a barrier",
@@ -31,13 +38,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         OUT + "copy engine, captured",
     ),
-    Mutant("pulled from another's place", PULLS, "place = s.rank - (s.rank > source)", "place = 0", OUT + "copy engine"),
+    Mutant(
+        "pulled from another's place",
+        PULLS,
+        "place = s.rank - (s.rank > source)",
+        "place = 0",
+        OUT + "copy engine",
+    ),
     Mutant("one flag for both slots", PULLED, "(1 + slot) *", "(1 + 0) *", OUT + "copy engine", 2),
     Mutant("a flag is not set", PULLED, _FLAG, "", OUT + "copy engine"),
     Mutant("flags move before the last pull", PULLED, _DONE, "", OUT + "copy engine", 2),
     Mutant("flags are not zeroed", PULLED, _RESET, "", OUT + "copy engine"),
-    Mutant("every tile announces its chunk", PULLED, _COUNT, _COUNT.replace("if ", "if 1 + "), OUT + "copy engine"),
-    Mutant("the first tile announces its chunk", WORDS, "== total - 1", "== 0", OUT + "copy engine"),
+    Mutant(
+        "every tile announces its chunk",
+        PULLED,
+        _COUNT,
+        _COUNT.replace("if ", "if 1 + "),
+        OUT + "copy engine",
+    ),
+    Mutant(
+        "the first tile announces its chunk", WORDS, "== total - 1", "== 0", OUT + "copy engine"
+    ),
     Mutant(
         "a tile of several is counted without a release",
         WORDS,
@@ -45,7 +66,13 @@ MUTANTS: tuple[Mutant, ...] = (
         'sem="relaxed", scope="gpu") == total',
         OUT + "copy engine",
     ),
-    Mutant("counts of chunks stay", WORDS, "    if last:\n        tl.store(counter, 0)\n", "", OUT + "copy engine"),
+    Mutant(
+        "counts of chunks stay",
+        WORDS,
+        "    if last:\n        tl.store(counter, 0)\n",
+        "",
+        OUT + "copy engine",
+    ),
     Mutant(
         "a part to the wrong peer",
         PULLED,
@@ -54,7 +81,11 @@ MUTANTS: tuple[Mutant, ...] = (
         OUT + "sm",
     ),
     Mutant(
-        "a part is taken from another's place", PULLED, "(source - (source > rank)", "(source - (source < rank)", OUT + "sm"
+        "a part is taken from another's place",
+        PULLED,
+        "(source - (source > rank)",
+        "(source - (source < rank)",
+        OUT + "sm",
     ),
     Mutant(
         "the last peer's part is not taken",
@@ -72,11 +103,35 @@ MUTANTS: tuple[Mutant, ...] = (
         "MAX_SLICES",
         IN + "copy",
     ),
-    Mutant("one slice of a source is awaited", SOURCES, _TOKEN, _TOKEN.replace("NUM_SLICES", "1"), IN + "sm"),
+    Mutant(
+        "one slice of a source is awaited",
+        SOURCES,
+        _TOKEN,
+        _TOKEN.replace("NUM_SLICES", "1"),
+        IN + "sm",
+    ),
     Mutant("the call before is awaited", SOURCES, _TOKEN, _TOKEN.replace("epoch", "epoch - 1"), IN),
-    Mutant("parts go by rank, not by arrival", SOURCES, "((step - 1) * rows + row)", "(source * rows + row)", IN),
-    Mutant("what is kept waits for one chunk", SOURCES, "range(0, num_chunks)", "range(0, 1)", IN + "copy engine, kept"),
-    Mutant("what is kept does not wait", SOURCES, _KEPT, "                pass\n", IN + "copy engine, kept"),
+    Mutant(
+        "parts go by rank, not by arrival",
+        SOURCES,
+        "((step - 1) * rows + row)",
+        "(source * rows + row)",
+        IN,
+    ),
+    Mutant(
+        "what is kept waits for one chunk",
+        SOURCES,
+        "range(0, num_chunks)",
+        "range(0, 1)",
+        IN + "copy engine, kept",
+    ),
+    Mutant(
+        "what is kept does not wait",
+        SOURCES,
+        _KEPT,
+        "                pass\n",
+        IN + "copy engine, kept",
+    ),
     Mutant(
         "every peer gets the next one's part",
         REMOTE,
@@ -84,7 +139,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "source + (peer.to(tl.int64) + 1) * step",
         IN + "sm",
     ),
-    Mutant("chunks share one signal", PUSHES, "(rank * MAX_SLICES + chunk)", "(rank * MAX_SLICES)", IN + "copy engine"),
+    Mutant(
+        "chunks share one signal",
+        PUSHES,
+        "(rank * MAX_SLICES + chunk)",
+        "(rank * MAX_SLICES)",
+        IN + "copy engine",
+    ),
     Mutant(
         "copied parts all to the first rows",
         PUSHES,

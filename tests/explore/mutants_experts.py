@@ -7,14 +7,17 @@ from tests.explore.mutants import Mutant
 GC = "grouped_matmul_combine/"
 COMBINE = "kernels/experts/combine_triton.py"
 PARTITIONS = GC + "partitions"  # of the Hopper kernel, as ``partitions.py`` runs them
-TASKS, ORDER = "kernels/experts/combine_hopper_tasks.py", "kernels/experts/combine_hopper_tickets.py"
+TASKS, ORDER = (
+    "kernels/experts/combine_hopper_tasks.py",
+    "kernels/experts/combine_hopper_tickets.py",
+)
 
 _NOTIFY = "notify(symm_at(signal_table, peer, tl.int32, 4) + rank * SLICES + 1 + chunk * groups + group, epoch)"
 _WAIT = "                wait(signals, 1, epoch, word, group, control, report)\n"
 _WEIGHTS = "wait(signals, 1, epoch, peer * SLICES + WEIGHTS, task, control, report)"
 _AWAIT = "        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N))\n"
 _COUNT = '            tl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")\n'
-_MADE = "            while made <= chunk:"
+_MADE = "                made <= chunk\n"
 _LATE = "        before = ticket  # sends before this ticket\n"
 _TURNED = "        ticket = (ticket + sends) % (sends + 2 * own)\n"
 _TILES = "                await_count(counts + TILES + made"
@@ -43,7 +46,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("combine: a stale partial of a rank without an expert of the token", COMBINE, "mask = (there & (", "mask = ((", GC),
     Mutant("combine: the next expert's rows are overwritten", COMBINE, "(row < walk.end)[:", "(row <= walk.end)[:", GC),
     # --- partitions, and the order of their tickets ---
-    Mutant("tickets: late ones do not wait for tiles", TASKS, _MADE, _MADE.replace(":", " - 9 * late:"), PARTITIONS),
+    Mutant("tickets: late ones do not wait for tiles", TASKS, _MADE, _MADE.replace("chunk", "chunk - 9 * late"), PARTITIONS),
     Mutant("tickets: only the tiles of their chunk", TASKS, _TILES, "                made = chunk + 0\n" + _TILES, PARTITIONS),
     Mutant("tickets: results do not wait for peers", TASKS, "if word >= heard:", "if word > 99:", PARTITIONS),
     Mutant("tickets: one signal is taken for two", TASKS, "heard = word + 1", "heard = word + 2", PARTITIONS),

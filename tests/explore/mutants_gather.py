@@ -18,7 +18,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
         AG + "gather beside",
     ),
-    Mutant("a gather that refuses who is a call ahead", AWAITED, "epoch + 1, word", "epoch, word", AG + "gather beside"),
+    Mutant(
+        "a gather that refuses who is a call ahead",
+        AWAITED,
+        "epoch + 1, word",
+        "epoch, word",
+        AG + "gather beside",
+    ),
     Mutant(
         "the epoch may move before the last push of a gather",
         AWAITED,
@@ -34,7 +40,9 @@ MUTANTS: tuple[Mutant, ...] = (
         AG + "gather beside",
     ),
     Mutant("gathers of all calls in one slot", REGISTRY, PARITY, "return 0", AG + "gather beside"),
-    Mutant("captured gathers without a barrier", REGISTRY, BARRIER, "", AG + "gather beside, captured"),
+    Mutant(
+        "captured gathers without a barrier", REGISTRY, BARRIER, "", AG + "gather beside, captured"
+    ),
     Mutant(
         "a gathered shard is signalled to the wrong word",
         BESIDE,
@@ -50,8 +58,24 @@ MUTANTS: tuple[Mutant, ...] = (
         AG + "gather beside",
     ),
     # --- under a matmul for each shard ---
-    Mutant("a shard is multiplied before it is there", AWAITED, _SHARD, "    pass\n", AG + "by shards"),
-    Mutant("the last push of a call by shards is not awaited", AWAITED, _ENDS, _END, AG + "by shards"),
-    Mutant("a product in the next place", BESIDE, "yield source, self", "yield (source + 1) % size, self", AG + "by shards"),
-    Mutant("captured calls by shards without a barrier", REGISTRY, BARRIER, "", AG + "by shards, captured"),
+    Mutant(
+        "a shard is multiplied before it is there", AWAITED, _SHARD, "    pass\n", AG + "by shards"
+    ),
+    Mutant(
+        "the last push of a call by shards is not awaited", AWAITED, _ENDS, _END, AG + "by shards"
+    ),
+    Mutant(
+        "a product in the next place",
+        BESIDE,
+        "yield source, self",
+        "yield (source + 1) % size, self",
+        AG + "by shards",
+    ),
+    Mutant(
+        "captured calls by shards without a barrier",
+        REGISTRY,
+        BARRIER,
+        "",
+        AG + "by shards, captured",
+    ),
 )

@@ -1,4 +1,5 @@
-"""Run in a worker of exploration: do numpy blocks and Triton's own tensors say the same, and does a seed say all?"""
+"""Run in a worker of exploration: do numpy blocks and Triton's own tensors say the same, and does a
+seed say all?"""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ def triton_and_blocks_agree() -> list[str]:
     from tileweave.explore.interpreter import exploring
     from tileweave.explore.search import SCENARIOS, Seed, run
 
-    seeds = [Seed(f"{s.op}/{s.name}", 2, strategy, 3) for s in SCENARIOS for strategy in ("walk", "pct")]
+    seeds = [
+        Seed(f"{s.op}/{s.name}", 2, strategy, 3) for s in SCENARIOS for strategy in ("walk", "pct")
+    ]
     ends = []
     for blocks in (True, False):
         with exploring(blocks) as enter:
@@ -19,16 +22,22 @@ def triton_and_blocks_agree() -> list[str]:
     return [
         f"{fast.seed}: {fast.steps} steps, {fast.failure}; Triton's tensors: {slow.steps} steps, {slow.failure}"
         for fast, slow in zip(*ends, strict=True)
-        if (fast.steps, fast.schedule) != (slow.steps, slow.schedule) or fast.failure or slow.failure
+        if (fast.steps, fast.schedule) != (slow.steps, slow.schedule)
+        or fast.failure
+        or slow.failure
     ]
 
 
 def found_while_clocks_leap() -> list[str]:
-    """In a worker: what a few runs find, each look at the clock days behind the last, as where a machine slept."""
+    """In a worker: what a few runs find, each look at the clock days behind the last, as where a
+    machine slept."""
     from tileweave.explore.interpreter import exploring
     from tileweave.explore.search import Seed, run
 
-    with exploring() as enter, mock.patch("time.perf_counter", side_effect=itertools.count(0, 10**6)):
+    with (
+        exploring() as enter,
+        mock.patch("time.perf_counter", side_effect=itertools.count(0, 10**6)),
+    ):
         ends = [run(Seed("all_gather_matmul/sm", 3, "walk", number), enter) for number in range(3)]
     return [str(end.failure) for end in ends if end.failure is not None]
 
@@ -40,4 +49,9 @@ def told_of_what_does_not_come_again() -> str:
     from tileweave.explore.search import Found, Seed, shrink, story
 
     with exploring() as enter:
-        return story(shrink(Found(Seed("all_gather_matmul/sm", 2, "walk", 1), 9, 9, Violation("error", "once")), enter))
+        return story(
+            shrink(
+                Found(Seed("all_gather_matmul/sm", 2, "walk", 1), 9, 9, Violation("error", "once")),
+                enter,
+            )
+        )

@@ -1,7 +1,9 @@
-"""Partitions of the Hopper ``grouped_matmul_combine`` beside each other, explored: its Gluon source read as Triton.
+"""Partitions of the Hopper ``grouped_matmul_combine`` beside each other, explored: its Gluon source
+read as Triton.
 
-``tests/support/gluon_as_triton.py`` has the kernel: two programs for each multiprocessor, *reduce* and *multiply*. A mutated copy of the package
-is read where there is one, since the twin is made from the file that is imported.
+``tests/support/gluon_as_triton.py`` has the kernel: two programs for each multiprocessor, *reduce*
+and *multiply*. A mutated copy of the package is read where there is one, since the twin is made
+from the file that is imported.
 """
 
 from __future__ import annotations
@@ -17,20 +19,40 @@ from tileweave.explore.scenarios_experts import Combine
 from tileweave.kernels.experts import combine_triton as plain
 from tileweave.planning.combine import CombineConfig
 
-# num_reduce 0: the twin. Four chunks of one tile column: three are early, two are finished among the tickets of the last one.
+# num_reduce 0: the twin. Four chunks of one tile column: three are early, two are finished among
+# the tickets of the last one.
 _CUT = CombineConfig(
-    "triton", 16, 4, 8, 1, 1, 1, chunks=4, groups=2, block_tokens=1, block_cols=256, num_reduce=0, num_finish=0
+    "triton",
+    16,
+    4,
+    8,
+    1,
+    1,
+    1,
+    chunks=4,
+    groups=2,
+    block_tokens=1,
+    block_cols=256,
+    num_reduce=0,
+    num_finish=0,
 )
 SCENARIOS = (
     Combine("partitions", _CUT, (2, 3), 2, programs=(1, 2, 3), resident=MAX_PROGRAMS),
     Combine(
-        "partitions, two chunks", replace(_CUT, tile_n=8, chunks=2), (3,), 2, False, programs=(2, 3), resident=MAX_PROGRAMS
+        "partitions, two chunks",
+        replace(_CUT, tile_n=8, chunks=2),
+        (3,),
+        2,
+        False,
+        programs=(2, 3),
+        resident=MAX_PROGRAMS,
     ),
 )
 
 
 def register() -> None:
-    """Let ``search`` know them, and launches with such a cut go to the twin. Once a process, for as long as it lives."""
+    """Let ``search`` know them, and launches with such a cut go to the twin. Once a process, for as
+    long as it lives."""
     theirs = plain.launch
 
     def launch(*arguments: Any) -> None:

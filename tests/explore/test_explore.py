@@ -1,4 +1,5 @@
-"""Interleavings of the real kernels: nothing goes wrong, and whatever is broken on purpose is found."""
+"""Interleavings of the real kernels: nothing goes wrong, and whatever is broken on purpose is
+found."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from pathlib import Path
 import pytest
 from tests.explore.absent_ranks import found_where_a_rank_stands_still, found_where_ranks_never_come
 from tests.explore.find_mutants import MUTANTS
-from tests.explore.numpy_blocks_agree import found_while_clocks_leap, told_of_what_does_not_come_again, triton_and_blocks_agree
+from tests.explore.numpy_blocks_agree import (
+    found_while_clocks_leap,
+    told_of_what_does_not_come_again,
+    triton_and_blocks_agree,
+)
 from tests.explore.partitions import found_in_partitions
 
 from tileweave.errors import InputError
@@ -93,14 +98,20 @@ def test_replay() -> None:
             with pytest.raises(InputError, match="asked: seed") as caught:
                 processes.submit(_replay, wrong).result()
             assert str(caught.value).count("asked: ") == 1, "one error, not one inside another"
-        for wrong in ("all_gather_matmul/sm@1:walk:1", "all_gather_matmul/sm@two:walk:1", "all_gather_matmul/sm@2:walk:-1"):
+        for wrong in (
+            "all_gather_matmul/sm@1:walk:1",
+            "all_gather_matmul/sm@two:walk:1",
+            "all_gather_matmul/sm@2:walk:-1",
+        ):
             with pytest.raises(InputError, match="asked: seed"):
                 processes.submit(_replay, wrong).result()
 
 
 def test_progress_ends_at_its_total(capsys: pytest.CaptureFixture[str]) -> None:
     report = fuzz(20, "all_gather_matmul/sm", workers=1)
-    told = [tuple(map(int, found)) for found in re.findall(r"s +(\d+)/(\d+) ", capsys.readouterr().out)]
+    told = [
+        tuple(map(int, found)) for found in re.findall(r"s +(\d+)/(\d+) ", capsys.readouterr().out)
+    ]
     assert report.interleavings > 20, "each part of the work is rounded up"
     assert told == [(number, told[-1][1]) for number in range(1, told[-1][1] + 1)]
 
@@ -118,7 +129,9 @@ def test_unknown_scenarios_are_refused() -> None:
 def test_interleavings() -> None:
     report = fuzz(INTERLEAVINGS + 250, workers=WORKERS, show=False)
     assert not report.story, report.story
-    assert report.distinct >= INTERLEAVINGS, f"{report.interleavings} seeds gave {report.distinct} different schedules"
+    assert report.distinct >= INTERLEAVINGS, (
+        f"{report.interleavings} seeds gave {report.distinct} different schedules"
+    )
     assert {strategy for _, _, strategy in report.runs} == set(STRATEGIES)
     assert {world for _, world, _ in report.runs} == {2, 3, 4}
 
@@ -126,9 +139,15 @@ def test_interleavings() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_mutant_is_found() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "tests.explore.find_mutants"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+    )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     results = {line["mutant"]: line for line in lines if "mutant" in line}
     assert set(results) == {mutant.name for mutant in MUTANTS}, done.stderr[-3000:]

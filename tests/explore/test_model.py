@@ -1,4 +1,5 @@
-"""The model itself: what memory may do, what counts as wrong, how tasks take turns. No kernels here."""
+"""The model itself: what memory may do, what counts as wrong, how tasks take turns. No kernels
+here."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ class Cells:
         self.memory = Memory(writers)
         self.buffer = torch.zeros(words, dtype=torch.int32)
         self.start = self.buffer.data_ptr()
-        self.region = self.memory.add(Region("words", self.start, self.start + 4 * words, shared=True))
+        self.region = self.memory.add(
+            Region("words", self.start, self.start + 4 * words, shared=True)
+        )
         self.memory.names = [f"writer {i}" for i in range(writers)]
         self.writers = [self._writer(i, writers) for i in range(writers)]
 
@@ -74,7 +77,9 @@ def test_a_release_comes_after_what_was_stored_before_and_holds_up_nothing() -> 
     cells.store(0, 0, 10)
     cells.release(0, 4, 1)
     cells.store(0, 1, 11)
-    assert cells.writers[0].eligible() == [0, 2], "the signal waits for the store before it; the store behind it does not"
+    assert cells.writers[0].eligible() == [0, 2], (
+        "the signal waits for the store before it; the store behind it does not"
+    )
     cells.arrive(0, 0)
     assert cells.writers[0].eligible() == [0, 1]
 
@@ -215,7 +220,9 @@ def test_a_barrier_holds_everybody() -> None:
 
         world.run(body)
         world.close()
-        assert inside == sorted(inside), "nobody begins a round before all have ended the one before"
+        assert inside == sorted(inside), (
+            "nobody begins a round before all have ended the one before"
+        )
 
 
 def test_a_failure_ends_every_task() -> None:

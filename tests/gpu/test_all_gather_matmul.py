@@ -1,4 +1,5 @@
-"""all_gather_matmul with one GPU: a group of one rank has nothing to gather, everything else must hold."""
+"""all_gather_matmul with one GPU: a group of one rank has nothing to gather, everything else must
+hold."""
 
 from __future__ import annotations
 
@@ -46,7 +47,13 @@ def test_opcheck(world: World) -> None:
 
 
 def test_compiled(world: World) -> None:
-    world.run(backward.gradients, [Case(64, 48, 96, "bfloat16", bias=True)], "xwb", "inductor", timeout=100)
+    world.run(
+        backward.gradients,
+        [Case(64, 48, 96, "bfloat16", bias=True)],
+        "xwb",
+        "inductor",
+        timeout=100,
+    )
 
 
 def test_column_parallel_linear(world: World) -> None:

@@ -1,4 +1,5 @@
-"""Gradients of experts on a Hopper GPU, against fp32 loops: ragged and empty experts, and nothing of what is not theirs."""
+"""Gradients of experts on a Hopper GPU, against fp32 loops: ragged and empty experts, and nothing
+of what is not theirs."""
 
 from __future__ import annotations
 
@@ -25,20 +26,28 @@ def test_against_loops(rows: list[int], dtype: torch.dtype) -> None:
     total, cols, depth = sum(rows), 384, 328  # depth: a tile column and a part
     left, right = (torch.randn(total + 70, n, device="cuda").to(dtype) for n in (cols, depth))
     left[total:], right[total:] = float("nan"), float("nan")
-    offsets = torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    offsets = torch.tensor(
+        [0, *torch.tensor(rows).cumsum(0).tolist()], dtype=torch.int32, device="cuda"
+    )
     assert takes(left, right)
     for _ in range(2):
         got = grouped_outer(left, right, offsets, 132)
-        for expert, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        for expert, (begin, end) in enumerate(
+            zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+        ):
             want = left[begin:end].float().t() @ right[begin:end].float()
-            assert (got[expert].float() - want).norm() <= 4e-3 * want.norm(), f"expert {expert} of {rows}"
+            assert (got[expert].float() - want).norm() <= 4e-3 * want.norm(), (
+                f"expert {expert} of {rows}"
+            )
 
 
 def test_infinite_rows_stay_with_their_expert() -> None:
     from tileweave.kernels.experts.weight_gradient_hopper import grouped_outer
 
     rows = [40, 20, 50]  # the expert between has fewer rows than a block, the first ends within one
-    left, right = (torch.ones(sum(rows), 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    left, right = (
+        torch.ones(sum(rows), 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
     left[60:], right[60:] = float("inf"), float("inf")
     right[40:60] = 2.0
     offsets = torch.tensor([0, 40, 60, 110], dtype=torch.int32, device="cuda")

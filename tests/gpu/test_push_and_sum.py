@@ -1,6 +1,8 @@
-"""Push and sums of a table gradient in one launch, on one GPU, its own only peer: the bits of sums behind a push.
+"""Push and sums of a table gradient in one launch, on one GPU, its own only peer: the bits of sums
+behind a push.
 
-Half of the samples are its own; of the others the gradients stand in the slot, as if a peer had pushed them.
+Half of the samples are its own; of the others the gradients stand in the slot, as if a peer had
+pushed them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def gpu() -> None:
 
 
 class Step:
-    """SGD steps of 13 tables in place, by the push that brings the gradient (``push``) or of one that is there."""
+    """SGD steps of 13 tables in place, by the push that brings the gradient (``push``) or of one
+    that is there."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         from tileweave.kernels.embedding.gradient import COUNTERS, GROUPS, Push
@@ -58,20 +61,38 @@ class Step:
         for limit in (base.TIMEOUT_US, base.MEETING_US, base.PUSHED_US):
             self.control[limit] = 3_000_000
         peers = Endpoint(
-            slots, slots.numel(), address(slots), address(signals), signals, self.control, words(64), words(COUNTERS)
+            slots,
+            slots.numel(),
+            address(slots),
+            address(signals),
+            signals,
+            self.control,
+            words(64),
+            words(COUNTERS),
         )
         layout, first = EmbeddingLayout.in_rank_order([[DIM] * TABLES]), BATCH // 2
         pieces, silent = pieces_of(layout, 0, GROUPS.value, own=True)
         self.push = Push(
-            peers, self.grad[first:], pieces.to(gpu), silent, slots.view_as(self.grad), layout.columns[0], first,
-            16 // dtype.itemsize, 0, 1, 32 * 132,
-        )  # fmt: skip
+            peers,
+            self.grad[first:],
+            pieces.to(gpu),
+            silent,
+            slots.view_as(self.grad),
+            layout.columns[0],
+            first,
+            16 // dtype.itemsize,
+            0,
+            1,
+            32 * 132,
+        )
 
     def __call__(self, fused: bool) -> None:
         from tileweave.ops.embedding.table_gradient import table_gradients
 
         grad, push = (self.push.slot, self.push) if fused else (self.grad, None)
-        table_gradients(grad, self.tables, self.lookups, self.ordered, 0.5, "sgd", (), self.rate, push=push)
+        table_gradients(
+            grad, self.tables, self.lookups, self.ordered, 0.5, "sgd", (), self.rate, push=push
+        )
 
     def result(self, step: Callable[[], None]) -> list[torch.Tensor]:
         """The tables after ``step``, from where they began; own rows of the slot are NaN."""

@@ -1,4 +1,5 @@
-"""matmul_reduce_scatter and matmul_all_reduce with one GPU: a group of one rank has nothing to add up."""
+"""matmul_reduce_scatter and matmul_all_reduce with one GPU: a group of one rank has nothing to add
+up."""
 
 from __future__ import annotations
 

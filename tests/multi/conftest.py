@@ -1,4 +1,5 @@
-"""Worlds of GPUs of this host: 2, 3 and 4 ranks, as many as there are; on one that ranks share, as many as are asked for."""
+"""Worlds of GPUs of this host: 2, 3 and 4 ranks, as many as there are; on one that ranks share, as
+many as are asked for."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""all_gather_matmul between GPUs: both kernels and transports, late ranks, graphs, two groups, an absent peer.
+"""all_gather_matmul between GPUs: both kernels and transports, late ranks, graphs, two groups, an
+absent peer.
 
-Each kernel compiles on each rank for each new configuration, world size, dtype and class of shape, which is most of the
-time here. So variants are few on purpose: what depends on the kernel runs with both kernels and transports, what depends
-on the protocol once with each transport.
+Each kernel compiles on each rank for each new configuration, world size, dtype and class of shape,
+which is most of the time here. So variants are few on purpose: what depends on the kernel runs with
+both kernels and transports, what depends on the protocol once with each transport.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ HOPPER = MatmulConfig("hopper", "sm", 128, 128, 64, 4, 8)
 HOPPER_SMALL = MatmulConfig("hopper", "sm", 64, 128, 64, 4, 4)
 LIBRARY = MatmulConfig("library", "sm", 16, 128, 64, 1, 4)
 BY_SHARDS = replace(LIBRARY, transport="copy_engine")
-TRITON_COPIES, HOPPER_COPIES = replace(TRITON, transport="copy_engine"), replace(HOPPER, transport="copy_engine")
+TRITON_COPIES, HOPPER_COPIES = (
+    replace(TRITON, transport="copy_engine"),
+    replace(HOPPER, transport="copy_engine"),
+)
 
 
 def name_of(config: MatmulConfig) -> str:
@@ -44,36 +48,58 @@ def configs(*found: MatmulConfig) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("config", marked, ids=name_of)
 
 
-each_kernel_and_transport = configs(TRITON, TRITON_COPIES, HOPPER, HOPPER_COPIES, LIBRARY, BY_SHARDS)
+each_kernel_and_transport = configs(
+    TRITON, TRITON_COPIES, HOPPER, HOPPER_COPIES, LIBRARY, BY_SHARDS
+)
 each_transport = configs(TRITON, HOPPER_COPIES) if IS_HOPPER else configs(TRITON, TRITON_COPIES)
 
 # Rows of a shard, columns of a rank, K. With 4 ranks M is 4, 252, 4096 and 4 x 1021.
-SHAPES = {"one_row": (1, 256, 512), "odd_rows": (63, 320, 256), "large": (1024, 1280, 1024), "all_odd": (1021, 100, 200)}
+SHAPES = {
+    "one_row": (1, 256, 512),
+    "odd_rows": (63, 320, 256),
+    "large": (1024, 1280, 1024),
+    "all_odd": (1021, 100, 200),
+}
 
 
 @each_kernel_and_transport
 def test_parity(largest: World, config: MatmulConfig) -> None:
-    cases = [Case(*shape, "bfloat16", bias=True, integers=whole) for shape in SHAPES.values() for whole in (False, True)]
+    cases = [
+        Case(*shape, "bfloat16", bias=True, integers=whole)
+        for shape in SHAPES.values()
+        for whole in (False, True)
+    ]
     largest.run(parity.parity, cases, config, timeout=200)
 
 
 @each_transport
 def test_parity_in_each_world(world: World, config: MatmulConfig) -> None:
     """Also with the gathered input, in the other dtype."""
-    cases = [Case(rows, 256, 256, "float16", gathered=True, integers=rows == 48) for rows in (48, 160)]
+    cases = [
+        Case(rows, 256, 256, "float16", gathered=True, integers=rows == 48) for rows in (48, 160)
+    ]
     world.run(parity.parity, cases, config, timeout=120)
 
 
 @on_hopper
 def test_parity_of_the_kernel_that_steps_in(largest: World) -> None:
     """TMA cannot read these rows: the Triton kernel runs in place of its twin. And a small tile."""
-    largest.run(parity.parity, [Case(33, 65, 101, "bfloat16", bias=True, integers=True)], HOPPER, timeout=120)
-    largest.run(parity.parity, [Case(16, 384, 512, "bfloat16", bias=True)], HOPPER_SMALL, timeout=120)
+    largest.run(
+        parity.parity,
+        [Case(33, 65, 101, "bfloat16", bias=True, integers=True)],
+        HOPPER,
+        timeout=120,
+    )
+    largest.run(
+        parity.parity, [Case(16, 384, 512, "bfloat16", bias=True)], HOPPER_SMALL, timeout=120
+    )
 
 
 def test_public_calls(largest: World) -> None:
     cases = [
-        Case(rows, cols, 512, dtype, bias=True) for rows, dtype in ((16, "bfloat16"), (520, "float16")) for cols in (256, 252)
+        Case(rows, cols, 512, dtype, bias=True)
+        for rows, dtype in ((16, "bfloat16"), (520, "float16"))
+        for cols in (256, 252)
     ]
     largest.run(behaviour.public_calls, cases, "fused", timeout=120)
     largest.run(behaviour.public_calls, [Case(16, 64, 100, "float32", bias=True)], "unfused")
@@ -86,7 +112,9 @@ def test_dimensions(largest: World) -> None:
 
 @pytest.mark.parametrize("rows", [16, 1024], ids=["small", "large"])
 def test_close_frees_at_once(largest: World, rows: int) -> None:
-    largest.run(behaviour.close_frees_at_once, Case(rows, 128, 256, "bfloat16", bias=True), timeout=100)
+    largest.run(
+        behaviour.close_frees_at_once, Case(rows, 128, 256, "bfloat16", bias=True), timeout=100
+    )
 
 
 # --- Time ---
@@ -109,7 +137,8 @@ def test_two_groups_on_two_streams(largest: World, config: MatmulConfig) -> None
 
 
 def test_subgroups(largest: World) -> None:
-    """Groups that share some of their ranks: these have met others before, and more often than the rest."""
+    """Groups that share some of their ranks: these have met others before, and more often than the
+    rest."""
     if largest.size < 4:
         pytest.skip("needs 4 GPUs")
     for members in ([0, 1], [1, 3], [0, 1, 2, 3], [1, 2, 3]):
@@ -137,8 +166,14 @@ def test_a_rank_with_a_history_of_its_own(largest: World) -> None:
 
 @pytest.mark.parametrize("rows", [16, 1024], ids=["small", "large"])
 def test_replays_with_changing_inputs(largest: World, rows: int) -> None:
-    """Small shards are pushed by the kernel, large ones by copy engines, whose addresses the graph freezes."""
-    largest.run(device_behaviour.replay_and_call, Case(rows, 128, 256, "bfloat16", bias=True), 60, timeout=200)
+    """Small shards are pushed by the kernel, large ones by copy engines, whose addresses the graph
+    freezes."""
+    largest.run(
+        device_behaviour.replay_and_call,
+        Case(rows, 128, 256, "bfloat16", bias=True),
+        60,
+        timeout=200,
+    )
 
 
 def test_capture_without_warmup(largest: World) -> None:
@@ -146,7 +181,8 @@ def test_capture_without_warmup(largest: World) -> None:
 
 
 def backward_in_a_graph(me: Member, case: Case, replays: int) -> None:
-    """Forward and backward in one graph behind a warmup alone, replayed with fresh inputs, some ranks late."""
+    """Forward and backward in one graph behind a warmup alone, replayed with fresh inputs, some
+    ranks late."""
     tw.close()
     rows, cols, depth = case.x_rows(me.world_size), case.cols, case.depth
     tw.warmup(case.op, rows, cols, depth, dtype=case.torch_dtype, backward=True)
@@ -161,16 +197,30 @@ def backward_in_a_graph(me: Member, case: Case, replays: int) -> None:
     for n in range(replays):
         if n % me.world_size == me.rank:
             parity.pause(me.device, 0.0005)
-        everyone = [draw_operands(case, rank, me.world_size, me.device, 100 + n) for rank in range(me.world_size)]
-        weights = [draw(c.shape, case, 1.0, me.device, 200 + n, rank) for rank in range(me.world_size)]
+        everyone = [
+            draw_operands(case, rank, me.world_size, me.device, 100 + n)
+            for rank in range(me.world_size)
+        ]
+        weights = [
+            draw(c.shape, case, 1.0, me.device, 200 + n, rank) for rank in range(me.world_size)
+        ]
         with torch.no_grad():
-            for into, fresh in zip((x, w, c), (everyone[me.rank].x, everyone[me.rank].w, weights[me.rank]), strict=True):
+            for into, fresh in zip(
+                (x, w, c), (everyone[me.rank].x, everyone[me.rank].w, weights[me.rank]), strict=True
+            ):
                 into.copy_(fresh)
         graph.replay()
         mine = slice(me.rank * rows, (me.rank + 1) * rows)
-        parts = [of.double() @ operands.w.double() for of, operands in zip(weights, everyone, strict=True)]
+        parts = [
+            of.double() @ operands.w.double()
+            for of, operands in zip(weights, everyone, strict=True)
+        ]
         gathered = torch.cat([operands.x for operands in everyone]).double()
-        for got, want in zip(found, (torch.stack(parts).sum(0)[mine], weights[me.rank].double().t() @ gathered), strict=True):
+        for got, want in zip(
+            found,
+            (torch.stack(parts).sum(0)[mine], weights[me.rank].double().t() @ gathered),
+            strict=True,
+        ):
             assert_norm_near(got, want, GRADIENT_ERROR[case.dtype], f"rank {me.rank}, replay {n}")
     tw.synchronize()
     me.barrier()
@@ -188,7 +238,9 @@ def test_a_captured_backward(largest: World, rows: int) -> None:
 
 
 def test_gradients(largest: World) -> None:
-    cases = [Case(64, 128, 256, "bfloat16", bias=True, gathered=gathered) for gathered in (False, True)]
+    cases = [
+        Case(64, 128, 256, "bfloat16", bias=True, gathered=gathered) for gathered in (False, True)
+    ]
     largest.run(backward.gradients, cases, timeout=120)
     largest.run(backward.gradients, cases, "xwb", "inductor", timeout=200)
 
@@ -198,7 +250,12 @@ def test_opcheck(largest: World) -> None:
 
 
 def test_column_parallel_linear(largest: World) -> None:
-    largest.run(behaviour.column_parallel_linear, Case(64, 128, 256, "bfloat16", bias=True), True, timeout=100)
+    largest.run(
+        behaviour.column_parallel_linear,
+        Case(64, 128, 256, "bfloat16", bias=True),
+        True,
+        timeout=100,
+    )
 
 
 # --- A peer that never comes ---
@@ -207,7 +264,9 @@ def test_column_parallel_linear(largest: World) -> None:
 @each_transport
 def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
     case = Case(64, 256, 512, "bfloat16")
-    device_behaviour.check_timed_out(one_shot("nccl", 2, device_behaviour.call_without, case, config, 1, timeout=150), case.op)
+    device_behaviour.check_timed_out(
+        one_shot("nccl", 2, device_behaviour.call_without, case, config, 1, timeout=150), case.op
+    )
 
 
 def first_call_without(me: Member, absent: int) -> float | None:

@@ -1,4 +1,5 @@
-"""all_to_all_matmul between GPUs: the exchanged x that a kernel hands back; the rest: ``test_matmul_all_to_all.py``."""
+"""all_to_all_matmul between GPUs: the exchanged x that a kernel hands back; the rest:
+``test_matmul_all_to_all.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how[0]}{how[1]}")
 @pytest.mark.parametrize(
     "config",
-    [TRITON, pytest.param(replace(HOPPER, num_slices=8), marks=on_hopper), pytest.param(COPIED, marks=on_hopper)],
+    [
+        TRITON,
+        pytest.param(replace(HOPPER, num_slices=8), marks=on_hopper),
+        pytest.param(COPIED, marks=on_hopper),
+    ],
     ids=lambda config: f"{config.kernel}-{config.transport}",
 )
 def test_the_exchanged_input(largest: World, how: tuple[int, int], config: MatmulConfig) -> None:

@@ -1,4 +1,5 @@
-"""dispatch_grouped_matmul between GPUs: parity of both kernels, skew, late ranks, graphs, gradients, an absent peer.
+"""dispatch_grouped_matmul between GPUs: parity of both kernels, skew, late ranks, graphs,
+gradients, an absent peer.
 
 Kernels compile for each dtype and cut, which is most of the time here: cases are few on purpose.
 """
@@ -41,7 +42,10 @@ ODD = replace(PLAIN, depth=200, cols=100, dtype="float16", tokens=(90,))
 
 
 def test_plans_in_one_launch_and_sorted(largest: World) -> None:
-    many = [replace(PLAIN, tokens=(4001, 3000), topk=8, experts=e, routing="holes") for e in (5, 64, 100)]
+    many = [
+        replace(PLAIN, tokens=(4001, 3000), topk=8, experts=e, routing="holes")
+        for e in (5, 64, 100)
+    ]
     largest.run(experts.plans, [*CASES, *many], timeout=200)
 
 
@@ -56,18 +60,25 @@ def test_parity_in_each_world(world: World) -> None:
 
 def test_public_calls(largest: World) -> None:
     largest.run(
-        experts.public_calls, [PLAIN, ODD, replace(PLAIN, tokens=(1,)), replace(PLAIN, tokens=(4000,))], "fused", timeout=200
+        experts.public_calls,
+        [PLAIN, ODD, replace(PLAIN, tokens=(1,)), replace(PLAIN, tokens=(4000,))],
+        "fused",
+        timeout=200,
     )
 
 
 @pytest.mark.parametrize("cut", ["hopper", "triton"])
 def test_many_calls_with_late_ranks(largest: World, cut: str) -> None:
-    cases = [replace(PLAIN, tokens=(n, 3), routing=r) for n, r in ((1, "even"), (130, "skewed"), (700, "one_rank"))]
+    cases = [
+        replace(PLAIN, tokens=(n, 3), routing=r)
+        for n, r in ((1, "even"), (130, "skewed"), (700, "one_rank"))
+    ]
     largest.run(experts.many_calls, cases, CUTS[cut], 60, 0.0005, timeout=200)
 
 
 def replay(me: Member, case: Case, replays: int) -> None:
-    """Two calls in a graph, replayed with other tokens and other ids, hence other sizes of everything."""
+    """Two calls in a graph, replayed with other tokens and other ids, hence other sizes of
+    everything."""
     case = replace(case, tokens=(case.max_tokens,))
     drawn = [experts.draw(case, me.rank, me.world_size, me.device, seed) for seed in (0, 1)]
     for o in drawn:
@@ -99,7 +110,11 @@ def test_replays_with_changing_routes(largest: World) -> None:
 
 
 def test_gradients(largest: World) -> None:
-    cases = [replace(PLAIN, tokens=(60, 0, 17)), replace(PLAIN, tokens=(50,), routing="empty_experts"), ODD]
+    cases = [
+        replace(PLAIN, tokens=(60, 0, 17)),
+        replace(PLAIN, tokens=(50,), routing="empty_experts"),
+        ODD,
+    ]
     largest.run(experts.gradients, cases, timeout=200)
 
 

@@ -1,4 +1,5 @@
-"""embedding_bag_all_to_all between GPUs: parity, held results, late ranks, graphs, gradients, an absent peer.
+"""embedding_bag_all_to_all between GPUs: parity, held results, late ranks, graphs, gradients, an
+absent peer.
 
 Kernels compile for each dtype and cut, which is most of the time here: cases are few on purpose.
 """
@@ -24,7 +25,9 @@ CASES = {
     "odd": Case(((3, 8), (17,)), 61, rows=97, weighted=True),
     "no_tables_somewhere": Case(((64,), ()), 64, rows=97, mode="mean"),
     "giant": Case(((32,), (32,)), 40, rows=97, giant=700),
-    "half": Case(((64, 32), (128,)), 50, rows=97, dtype="bfloat16", index_dtype=torch.int32, stray=True),
+    "half": Case(
+        ((64, 32), (128,)), 50, rows=97, dtype="bfloat16", index_dtype=torch.int32, stray=True
+    ),
     "narrow_wire": Case(((64, 64),), 50, rows=97, out_dtype="bfloat16", shuffled=True),
 }
 
@@ -53,7 +56,8 @@ def test_results_are_lent(largest: World) -> None:
 
 
 def on_two_streams(me: Member, case: Case) -> None:
-    """Lookups of one group on two streams in turn; what reads a result is still to come when the next lookup begins."""
+    """Lookups of one group on two streams in turn; what reads a result is still to come when the
+    next lookup begins."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     drawn = [embedding.draw(case, me.rank, me.device, seed) for seed in (0, 1)]
     found = [torch.empty_like(embedding.call(case, drawn[0], me.world_size)) for _ in range(16)]
@@ -77,7 +81,8 @@ def test_lookups_on_two_streams(largest: World) -> None:
 
 
 def replay(me: Member, case: Case, replays: int) -> None:
-    """Two calls in a graph, replayed with fresh indices; eager results are held meanwhile and must stay as they are."""
+    """Two calls in a graph, replayed with fresh indices; eager results are held meanwhile and must
+    stay as they are."""
     drawn = [embedding.draw(case, me.rank, me.device, seed) for seed in (0, 1)]
     layout = case.layout(me.world_size)
     options = {"batch": case.batch, "layout": layout, "out_dtype": case.result_dtype}
@@ -90,7 +95,8 @@ def replay(me: Member, case: Case, replays: int) -> None:
     for n in range(replays):
         if n % me.world_size == me.rank:
             embedding.pause(me.device, 0.0005)
-        for bags in drawn:  # the same bags in another order of tables' rows: what is looked up changes, lengths do not
+        # the same bags in another order of tables' rows: what is looked up changes, lengths do not
+        for bags in drawn:
             bags.indices.copy_((bags.indices + 1) % case.rows)
         graph.replay()
         kept = [y.clone() for y in ys]
@@ -100,7 +106,9 @@ def replay(me: Member, case: Case, replays: int) -> None:
         if n % 3 == 0:
             again = embedding.draw(case, me.rank, me.device, 2)
             y = tw.embedding_bag_all_to_all(again.tables, again.indices, again.offsets, **options)
-            embedding.verify(y, case, me.rank, me.world_size, 2, f"rank {me.rank}, eager after replay {n}")
+            embedding.verify(
+                y, case, me.rank, me.world_size, 2, f"rank {me.rank}, eager after replay {n}"
+            )
             del y
     embedding.verify(eager[0], case, me.rank, me.world_size, 0, "held all the time")
     me.barrier()
@@ -127,9 +135,16 @@ def test_replays_with_changing_inputs(largest: World) -> None:
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_gradients(largest: World, sparse: bool) -> None:
-    cases = [CASES["plain"], CASES["odd"], Case(((32,), (32,)), 64, longest=9, rows=3), CASES["no_tables_somewhere"]]
+    cases = [
+        CASES["plain"],
+        CASES["odd"],
+        Case(((32,), (32,)), 64, longest=9, rows=3),
+        CASES["no_tables_somewhere"],
+    ]
     largest.run(embedding_backward.gradients, cases, sparse, timeout=200)
-    largest.run(embedding_backward.by_copy_engines, embedding_backward.gradients, cases, sparse, timeout=200)
+    largest.run(
+        embedding_backward.by_copy_engines, embedding_backward.gradients, cases, sparse, timeout=200
+    )
 
 
 def test_sums_of_runs(largest: World) -> None:
@@ -148,7 +163,9 @@ def test_compiled_gradients(largest: World) -> None:
 def test_fused_steps(largest: World, kind: str) -> None:
     case = Case(((32,), (32, 64)), 60, rows=5)
     largest.run(embedding_backward.fused_steps, case, kind, timeout=120)
-    largest.run(embedding_backward.by_copy_engines, embedding_backward.fused_steps, case, kind, timeout=120)
+    largest.run(
+        embedding_backward.by_copy_engines, embedding_backward.fused_steps, case, kind, timeout=120
+    )
 
 
 def test_distribution(largest: World) -> None:

@@ -1,4 +1,5 @@
-"""grouped_matmul_combine and nn.MoE between GPUs: both kernels, late ranks, graphs, gradients, an absent peer.
+"""grouped_matmul_combine and nn.MoE between GPUs: both kernels, late ranks, graphs, gradients, an
+absent peer.
 
 Kernels compile for each dtype and cut, which is most of the time here: cases are few on purpose.
 """
@@ -22,16 +23,39 @@ from tileweave.planning.combine import CombineConfig
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 
 TRITON = CombineConfig(
-    "triton", 16, 64, 64, 3, 4, 2, chunks=2, groups=2, block_tokens=2, block_cols=128, num_reduce=4, num_finish=4
+    "triton",
+    16,
+    64,
+    64,
+    3,
+    4,
+    2,
+    chunks=2,
+    groups=2,
+    block_tokens=2,
+    block_cols=128,
+    num_reduce=4,
+    num_finish=4,
 )
-HOPPER = CombineConfig("hopper", 128, 256, 64, 4, 8, 8, chunks=2, groups=4, block_tokens=8, block_cols=1024)
+HOPPER = CombineConfig(
+    "hopper", 128, 256, 64, 4, 8, 8, chunks=2, groups=4, block_tokens=8, block_cols=1024
+)
 HOPPER_RUNS = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 FASTEST = HOPPER if HOPPER_RUNS else TRITON
-configs = pytest.mark.parametrize("config", [TRITON, HOPPER] if HOPPER_RUNS else [TRITON], ids=lambda c: c.kernel)
+configs = pytest.mark.parametrize(
+    "config", [TRITON, HOPPER] if HOPPER_RUNS else [TRITON], ids=lambda c: c.kernel
+)
 
 BASE = Case((70,), experts=4, topk=3, depth=192, cols=640, dtype="bfloat16")
-CASES = [replace(BASE, routing=routing) for routing in ("even", "skewed", "one_expert", "one_rank", "holes", "nobody")]
-UNEVEN = [replace(BASE, tokens=(40, 0, 150)), replace(BASE, tokens=(1,), topk=4), replace(BASE, tokens=(300,), cols=520)]
+CASES = [
+    replace(BASE, routing=routing)
+    for routing in ("even", "skewed", "one_expert", "one_rank", "holes", "nobody")
+]
+UNEVEN = [
+    replace(BASE, tokens=(40, 0, 150)),
+    replace(BASE, tokens=(1,), topk=4),
+    replace(BASE, tokens=(300,), cols=520),
+]
 
 
 @configs
@@ -77,7 +101,12 @@ def replay(me: Member, case: Case, replays: int) -> None:
         if n % 3 == 0:
             eager = combining.prepare(case, me.rank, me.world_size, me.device, 7)
             z = tw.grouped_matmul_combine(eager.y, eager.experts, eager.plan, eager.weights)
-            combining.verify(z, combining.expected(case, me.rank, me.world_size, 7), case, f"eager after replay {n}")
+            combining.verify(
+                z,
+                combining.expected(case, me.rank, me.world_size, 7),
+                case,
+                f"eager after replay {n}",
+            )
     me.barrier()
     del graph
     tw.close()

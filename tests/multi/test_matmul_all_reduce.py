@@ -1,7 +1,9 @@
-"""matmul_all_reduce between GPUs: the planned kernels, late ranks, graphs, two groups, an absent peer.
+"""matmul_all_reduce between GPUs: the planned kernels, late ranks, graphs, two groups, an absent
+peer.
 
-Each kernel compiles on each rank for each new configuration, world size, dtype and class of shape, which is most of the
-time here: variants are few on purpose. Kernels are those that the plan picks, unless a test says otherwise.
+Each kernel compiles on each rank for each new configuration, world size, dtype and class of shape,
+which is most of the time here: variants are few on purpose. Kernels are those that the plan picks,
+unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from tileweave.planning.matmul import MatmulConfig
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
 PATH = "fused" if has_kernel(AR) else "unfused"
-fused = pytest.mark.skipif(not has_kernel(AR), reason="the kernel of matmul_all_reduce is not there")
+fused = pytest.mark.skipif(
+    not has_kernel(AR), reason="the kernel of matmul_all_reduce is not there"
+)
 
 LIBRARY = MatmulConfig("library", "sm", 16, 256, 64, 1, 8, split_tail=False)
 ONE_SHOT = MatmulConfig("triton", "sm", 16, 64, 128, 5, 4, shots=1)
@@ -28,13 +32,21 @@ def case(rows: int, cols: int, depth: int, dtype: str = "bfloat16", **more: bool
 
 
 FULL = {"bias": True, "residual": True, "norm": True}
-# Rows, columns, K of a rank: decoding with one row and with many, then what goes in two steps, and odd sizes.
-SHAPES = {"a_row": (1, 1024, 512), "sixteen": (16, 1024, 512), "two_shot": (256, 1024, 256), "all_odd": (77, 100, 200)}
+# Rows, columns, K of a rank: decoding with one row and with many, then what goes in two steps, and
+# odd sizes.
+SHAPES = {
+    "a_row": (1, 1024, 512),
+    "sixteen": (16, 1024, 512),
+    "two_shot": (256, 1024, 256),
+    "all_odd": (77, 100, 200),
+}
 
 
 @fused
 def test_parity(largest: World) -> None:
-    cases = [case(*shape, **FULL) for shape in SHAPES.values()] + [case(*shape, integers=True) for shape in SHAPES.values()]
+    cases = [case(*shape, **FULL) for shape in SHAPES.values()] + [
+        case(*shape, integers=True) for shape in SHAPES.values()
+    ]
     largest.run(parity.parity, cases, LIBRARY, timeout=200)
 
 
@@ -53,7 +65,11 @@ def test_parity_in_each_world(world: World) -> None:
 
 
 def test_public_calls(largest: World) -> None:
-    cases = [case(1, 512, 256, **FULL), case(16, 512, 256, bias=True), case(200, 512, 256, "float16", **FULL)]
+    cases = [
+        case(1, 512, 256, **FULL),
+        case(16, 512, 256, bias=True),
+        case(200, 512, 256, "float16", **FULL),
+    ]
     largest.run(behaviour.public_calls, cases, PATH, timeout=120)
     largest.run(behaviour.public_calls, [case(16, 64, 100, "float32", **FULL)], "unfused")
 
@@ -124,7 +140,9 @@ def test_row_parallel_linear(largest: World) -> None:
 @fused
 @pytest.mark.parametrize("rows", [1, 256])
 def test_a_peer_that_never_calls(rows: int) -> None:
-    ends = one_shot("nccl", 2, device_behaviour.call_without, case(rows, 512, 256), LIBRARY, 1, timeout=150)
+    ends = one_shot(
+        "nccl", 2, device_behaviour.call_without, case(rows, 512, 256), LIBRARY, 1, timeout=150
+    )
     device_behaviour.check_timed_out(ends, AR)
 
 

@@ -1,6 +1,8 @@
-"""matmul_all_to_all and all_to_all_matmul between GPUs: the planned kernels, late ranks, graphs, groups, an absent peer.
+"""matmul_all_to_all and all_to_all_matmul between GPUs: the planned kernels, late ranks, graphs,
+groups, an absent peer.
 
-Variants are few on purpose: most of the time here is compiling. ``test_all_to_all_matmul.py`` has what only that one has.
+Variants are few on purpose: most of the time here is compiling. ``test_all_to_all_matmul.py`` has
+what only that one has.
 """
 
 from __future__ import annotations
@@ -15,13 +17,21 @@ from tests.support.matmul_cases import IN, OUT, Case
 from tests.support.worlds import World, one_shot
 
 from tileweave.planning.machine import H200
-from tileweave.planning.matmul import MatmulConfig, Problem, plan_all_to_all_matmul, plan_matmul_all_to_all
+from tileweave.planning.matmul import (
+    MatmulConfig,
+    Problem,
+    plan_all_to_all_matmul,
+    plan_matmul_all_to_all,
+)
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 PLANNERS = {OUT: plan_matmul_all_to_all, IN: plan_all_to_all_matmul}
-PATHS = {op: planner(Problem(4, 520, 512, 256, 2, "float16"), H200, False).path for op, planner in PLANNERS.items()}
+PATHS = {
+    op: planner(Problem(4, 520, 512, 256, 2, "float16"), H200, False).path
+    for op, planner in PLANNERS.items()
+}
 on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="the Gluon kernel is Hopper's")
 
 TRITON = MatmulConfig("triton", "sm", 64, 128, 64, 3, 4)
@@ -33,7 +43,11 @@ each_kernel = pytest.mark.parametrize(
     ("op", "config"),
     [
         *((op, config) for op in (OUT, IN) for config in (TRITON, TRITON_COPIED)),
-        *(pytest.param(op, config, marks=on_hopper) for op in (OUT, IN) for config in (HOPPER, COPIED)),
+        *(
+            pytest.param(op, config, marks=on_hopper)
+            for op in (OUT, IN)
+            for config in (HOPPER, COPIED)
+        ),
         (OUT, LIBRARY),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.kernel}-{value.transport}",
@@ -44,7 +58,13 @@ ULYSSES = {OUT: (1, 0), IN: (0, 1)}
 
 
 def case(
-    op: str, rows: int, cols: int, depth: int, dtype: str = "bfloat16", how: tuple[int, int] | None = None, **more: bool
+    op: str,
+    rows: int,
+    cols: int,
+    depth: int,
+    dtype: str = "bfloat16",
+    how: tuple[int, int] | None = None,
+    **more: bool,
 ) -> Case:
     return Case(rows, cols, depth, dtype, op=op, how=how or ULYSSES[op], **more)
 
@@ -53,7 +73,11 @@ def case(
 def test_parity(largest: World, op: str, config: MatmulConfig) -> None:
     """Odd rows, large parts, and columns that tiles do not divide; integers must come out exact."""
     shapes = ((63, 320, 256), (1024, 640, 512), (1021, 200, 192))
-    cases = [case(op, *shape, how=how, bias=True, integers=n != 1) for n, shape in enumerate(shapes) for how in HOWS]
+    cases = [
+        case(op, *shape, how=how, bias=True, integers=n != 1)
+        for n, shape in enumerate(shapes)
+        for how in HOWS
+    ]
     largest.run(parity.parity, cases, config, timeout=250)
 
 
@@ -83,7 +107,10 @@ def test_the_same_bits(largest: World, op: str) -> None:
 
 @each_kernel
 def test_many_calls_with_late_ranks(largest: World, op: str, config: MatmulConfig) -> None:
-    cases = [case(op, rows, 256, 128, how=how) for rows, how in ((16, (1, 0)), (64, (0, 1)), (160, (0, 0)), (128, (1, 1)))]
+    cases = [
+        case(op, rows, 256, 128, how=how)
+        for rows, how in ((16, (1, 0)), (64, (0, 1)), (160, (0, 0)), (128, (1, 1)))
+    ]
     largest.run(parity.many_calls, cases, config, 250, 0.0005, timeout=200)
 
 
@@ -101,12 +128,15 @@ def test_two_groups_on_two_streams(largest: World, op: str) -> None:
 @both
 @pytest.mark.parametrize("rows", [16, 1024], ids=["small", "large"])
 def test_replays_with_changing_inputs(largest: World, op: str, rows: int) -> None:
-    largest.run(device_behaviour.replay_and_call, case(op, rows, 256, 128, bias=True), 60, timeout=200)
+    largest.run(
+        device_behaviour.replay_and_call, case(op, rows, 256, 128, bias=True), 60, timeout=200
+    )
 
 
 @both
 def test_capture_without_warmup(largest: World, op: str) -> None:
-    rows = {OUT: 16, IN: 528}[op]  # fewer of an exchanged x have no tiles that fit, and are captured as NCCL and a matmul
+    # fewer of an exchanged x have no tiles that fit, and are captured as NCCL and a matmul
+    rows = {OUT: 16, IN: 528}[op]
     largest.run(device_behaviour.capture_without_warmup, case(op, rows, 64, 64), timeout=100)
 
 
@@ -124,5 +154,7 @@ def test_opcheck(largest: World, op: str) -> None:
 
 @each_kernel
 def test_a_peer_that_never_calls(op: str, config: MatmulConfig) -> None:
-    ends = one_shot("nccl", 2, device_behaviour.call_without, case(op, 128, 512, 256), config, 1, timeout=150)
+    ends = one_shot(
+        "nccl", 2, device_behaviour.call_without, case(op, 128, 512, 256), config, 1, timeout=150
+    )
     device_behaviour.check_timed_out(ends, op)

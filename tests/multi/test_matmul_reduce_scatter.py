@@ -1,7 +1,9 @@
-"""matmul_reduce_scatter between GPUs: the planned kernels, late ranks, graphs, two groups, an absent peer.
+"""matmul_reduce_scatter between GPUs: the planned kernels, late ranks, graphs, two groups, an
+absent peer.
 
-Each kernel compiles on each rank for each new configuration, world size, dtype and class of shape, which is most of the
-time here: variants are few on purpose. Kernels are those that the plan picks, unless a test says otherwise.
+Each kernel compiles on each rank for each new configuration, world size, dtype and class of shape,
+which is most of the time here: variants are few on purpose. Kernels are those that the plan picks,
+unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ from tileweave.planning.matmul import MatmulConfig, Problem, plan_matmul_reduce_
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-# Where the plan has no measured configuration yet it says so, and the public calls below run unfused.
+# Where the plan has no measured configuration yet it says so, and the public calls below run
+# unfused.
 PATH = plan_matmul_reduce_scatter(Problem(4, 520, 512, 256, 2, "float16"), H200, False).path
-fused = pytest.mark.skipif(not has_kernel(RS), reason="the kernel of matmul_reduce_scatter is not there")
+fused = pytest.mark.skipif(
+    not has_kernel(RS), reason="the kernel of matmul_reduce_scatter is not there"
+)
 on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="the Gluon kernel is Hopper's")
 
 TRITON = MatmulConfig("triton", "sm", 64, 128, 64, 3, 4)
@@ -41,13 +46,22 @@ def case(rows: int, cols: int, depth: int, dtype: str = "bfloat16", **more: bool
 
 
 # Rows of a shard, columns, K of a rank. With 4 ranks M is 252, 4096, 2080 and 4 x 1021.
-SHAPES = {"odd_rows": (63, 320, 256), "large": (1024, 1280, 1024), "odd_cols": (520, 1276, 256), "all_odd": (1021, 100, 200)}
+SHAPES = {
+    "odd_rows": (63, 320, 256),
+    "large": (1024, 1280, 1024),
+    "odd_cols": (520, 1276, 256),
+    "all_odd": (1021, 100, 200),
+}
 
 
 @fused
 @each_kernel
 def test_parity(largest: World, config: MatmulConfig) -> None:
-    cases = [case(*shape, bias=True, integers=whole) for shape in SHAPES.values() for whole in (False, True)]
+    cases = [
+        case(*shape, bias=True, integers=whole)
+        for shape in SHAPES.values()
+        for whole in (False, True)
+    ]
     largest.run(parity.parity, cases, config, timeout=200)
 
 
@@ -59,7 +73,9 @@ def test_parity_in_each_world(world: World) -> None:
 
 def test_public_calls(largest: World) -> None:
     cases = [
-        case(rows, cols, 256, dtype, bias=True) for rows, dtype in ((16, "bfloat16"), (520, "float16")) for cols in (512, 508)
+        case(rows, cols, 256, dtype, bias=True)
+        for rows, dtype in ((16, "bfloat16"), (520, "float16"))
+        for cols in (512, 508)
     ]
     largest.run(behaviour.public_calls, cases, PATH, timeout=120)
     largest.run(behaviour.public_calls, [case(16, 64, 100, "float32", bias=True)], "unfused")
@@ -127,7 +143,9 @@ def test_row_parallel_linear(largest: World) -> None:
 @pytest.mark.own_gpu
 def test_the_block() -> None:
     """The example on GPUs: the same losses in parallel and on one device."""
-    output = behaviour.run_example("tensor_parallel_block.py", "--hidden", "1024", "--tokens", "256", on_gpu=True, seconds=200)
+    output = behaviour.run_example(
+        "tensor_parallel_block.py", "--hidden", "1024", "--tokens", "256", on_gpu=True, seconds=200
+    )
     assert "WRONG" not in output
 
 
@@ -137,7 +155,9 @@ def test_the_block() -> None:
 @fused
 @each_kernel
 def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
-    ends = one_shot("nccl", 2, device_behaviour.call_without, case(64, 512, 256), config, 1, timeout=150)
+    ends = one_shot(
+        "nccl", 2, device_behaviour.call_without, case(64, 512, 256), config, 1, timeout=150
+    )
     device_behaviour.check_timed_out(ends, RS)
 
 
@@ -147,7 +167,9 @@ def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
 def test_who_never_calls_is_named_by_all() -> None:
     """Copies of those who came are held back, too: no wait for one of them may run out first."""
     size = min(gpu_ranks(), 4)
-    ends = one_shot("nccl", size, device_behaviour.call_without, case(1024, 1280, 256), COPIED, 1, timeout=150)
+    ends = one_shot(
+        "nccl", size, device_behaviour.call_without, case(1024, 1280, 256), COPIED, 1, timeout=150
+    )
     device_behaviour.check_timed_out(ends, RS)
 
 

@@ -1,4 +1,5 @@
-"""Streams of the caller's that could be anybody's, and tensors that are not on the current device."""
+"""Streams of the caller's that could be anybody's, and tensors that are not on the current
+device."""
 
 from __future__ import annotations
 
@@ -16,11 +17,16 @@ def whole(me: Member, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     draw = torch.Generator().manual_seed(rows)
     xs = [torch.randint(-2, 3, (rows, 64), generator=draw).bfloat16() for _ in range(me.world_size)]
     w = torch.randint(-2, 3, (256, 64), generator=draw).bfloat16()
-    return xs[me.rank].to(me.device), w.to(me.device), (torch.cat(xs).float() @ w.float().t()).to(me.device)
+    return (
+        xs[me.rank].to(me.device),
+        w.to(me.device),
+        (torch.cat(xs).float() @ w.float().t()).to(me.device),
+    )
 
 
 def on_urgent_streams(me: Member) -> list[bool]:
-    """torch hands out 32 streams of a priority in turns: copies on one of those would stand behind the kernel that waits."""
+    """torch hands out 32 streams of a priority in turns: copies on one of those would stand behind
+    the kernel that waits."""
     x, w, want = whole(me, 2048)
     found = []
     for _ in range(40):
@@ -30,7 +36,9 @@ def on_urgent_streams(me: Member) -> list[bool]:
             found.append(tw.all_gather_matmul(x, w))
         torch.cuda.current_stream().wait_stream(stream)
     plan = tw.explain("all_gather_matmul", x, w)
-    assert plan.config is None or plan.config.transport == "copy_engine", f"not what this is about: {plan}"
+    assert plan.config is None or plan.config.transport == "copy_engine", (
+        f"not what this is about: {plan}"
+    )
     return [torch.equal(y.float(), want) for y in found]
 
 
@@ -46,7 +54,9 @@ def beside_the_current_device(me: Member) -> list[bool]:
         right = tw.all_gather_matmul(x, w)
         with torch.cuda.device((me.device.index + 1) % torch.cuda.device_count()):
             y = tw.all_gather_matmul(x, w)
-            gradient = torch.autograd.grad(tw.matmul_all_reduce(x.requires_grad_(), w).float().sum(), x)[0]
+            gradient = torch.autograd.grad(
+                tw.matmul_all_reduce(x.requires_grad_(), w).float().sum(), x
+            )[0]
         torch.cuda.synchronize(me.device)
         found += [torch.equal(y, right), torch.equal(y.float(), want), gradient.device == me.device]
     return found

@@ -1,4 +1,5 @@
-"""Every cut that a plan may choose can be compiled and run: those of experts and of lookups, on a GPU that is not here."""
+"""Every cut that a plan may choose can be compiled and run: those of experts and of lookups, on a
+GPU that is not here."""
 
 from __future__ import annotations
 
@@ -29,13 +30,19 @@ def test_a_cut_of_experts_can_run(plan_for: Callable, tokens: int) -> None:
         assert cut is not None
         assert all(map(power_of_two, (cut.tile_m, cut.tile_n, cut.tile_k, cut.num_warps))), cut
         assert min(cut.tile_m, cut.tile_n, cut.tile_k) >= 16, "tl.dot's least"
-        assert (cut.tile_m + cut.tile_n) * cut.tile_k * MIXTURE.itemsize * cut.num_stages <= SHARED_BYTES, cut
+        assert (
+            cut.tile_m + cut.tile_n
+        ) * cut.tile_k * MIXTURE.itemsize * cut.num_stages <= SHARED_BYTES, cut
         assert cut.kernel == "triton" or cut.tile_m in (64, 128), "of a warpgroup, or two"
         if plan_for is plan_combine:
             assert power_of_two(cut.block_cols) and power_of_two(cut.block_tokens), cut
 
 
-@pytest.mark.parametrize("change", [{"cols": 33}, {"cols": 4129}, {"depth": 33}, {"depth": 1537}, {"cols": 4100}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"cols": 33}, {"cols": 4129}, {"depth": 33}, {"depth": 1537}, {"cols": 4100}],
+    ids=str,
+)
 def test_rows_that_tma_cannot_read_go_by_triton(change: dict[str, int]) -> None:
     plan = plan_combine(replace(MIXTURE, **change), H200, False)
     assert plan.config is not None and plan.config.kernel == "triton"

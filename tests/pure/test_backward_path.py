@@ -27,8 +27,13 @@ def path(monkeypatch: pytest.MonkeyPatch, elements: int, need_w: bool, kept: boo
 
 
 @pytest.mark.parametrize(("need_w", "kept"), [(True, False), (True, True), (False, False)])
-def test_a_gather_counts_in_32_bits(monkeypatch: pytest.MonkeyPatch, need_w: bool, kept: bool) -> None:
-    """Programs step past the end of a shard, by a block each: above that number of elements they would begin again."""
+def test_a_gather_counts_in_32_bits(
+    monkeypatch: pytest.MonkeyPatch, need_w: bool, kept: bool
+) -> None:
+    """Programs step past the end of a shard, by a block each: above that number of elements they
+    would begin again."""
     gathers = need_w and not kept
     assert path(monkeypatch, MOST_ELEMENTS, need_w, kept) == FUSED
-    assert path(monkeypatch, MOST_ELEMENTS + 256, need_w, kept) == (OVERLAPPED if gathers else FUSED)
+    assert path(monkeypatch, MOST_ELEMENTS + 256, need_w, kept) == (
+        OVERLAPPED if gathers else FUSED
+    )

@@ -17,7 +17,12 @@ from tileweave.profile.timing import _Lap, _timing
 
 def test_largest_first_where_most_read_first_does_not_fit() -> None:
     sizes = ((40, 2), (10, 9), (10, 9), (40, 1), (40, 5))
-    plan = plan_sharding([TableSpec(f"t{i}", rows, 4, pooling) for i, (rows, pooling) in enumerate(sizes)], 2, 4, 1280)
+    plan = plan_sharding(
+        [TableSpec(f"t{i}", rows, 4, pooling) for i, (rows, pooling) in enumerate(sizes)],
+        2,
+        4,
+        1280,
+    )
     assert max(plan.memory(rank) for rank in (0, 1)) <= 1280 and plan.layout().faults() == ""
 
 
@@ -29,9 +34,16 @@ def test_tables_are_cut_where_they_do_not_fit_whole() -> None:
 
 def test_paths_of_combine() -> None:
     p = GroupedProblem(4, 4096, 8, 32, 4096, 1536, 2, "bfloat16")
-    assert plan_combine(p, H200, False).path == "fused" and plan_combine(p, CPU, False).path == "unfused"
+    assert (
+        plan_combine(p, H200, False).path == "fused"
+        and plan_combine(p, CPU, False).path == "unfused"
+    )
     assert plan_combine(replace(p, world_size=1), H200, False).path == "local"
-    for odd in (replace(p, world_size=9), replace(p, max_tokens=0), replace(p, dtype="float32", itemsize=4)):
+    for odd in (
+        replace(p, world_size=9),
+        replace(p, max_tokens=0),
+        replace(p, dtype="float32", itemsize=4),
+    ):
         assert plan_combine(odd, H200, False).path == "unfused", odd
     cut = plan_combine(replace(p, depth=1535), H200, False).config
     assert cut is not None and cut.kernel == "triton"
@@ -39,7 +51,10 @@ def test_paths_of_combine() -> None:
 
 def test_paths_of_lookups() -> None:
     old = Machine("old", "cuda", 75, 40)
-    paths = [plan_embedding(size, 512, 8.0, machine, False).path for size, machine in ((4, H200), (1, H200))]
+    paths = [
+        plan_embedding(size, 512, 8.0, machine, False).path
+        for size, machine in ((4, H200), (1, H200))
+    ]
     assert paths == ["fused", "local"]
     for size, machine in ((9, H200), (4, CPU), (4, old)):
         assert plan_embedding(size, 512, 8.0, machine, False).path == "unfused"
@@ -48,15 +63,28 @@ def test_paths_of_lookups() -> None:
 def test_plans_of_experts_and_of_lookups_read_well() -> None:
     p = GroupedProblem(4, 4096, 8, 32, 4096, 1536, 2, "bfloat16")
     balanced = "1024 rows an expert if balanced"
-    assert str(plan_combine(p, H200, False)) == f"fused, hopper kernel, tile 128x256x64, 4 stages, 4 chunks: {balanced}"
-    assert str(plan_dispatch(p, H200, False)) == f"fused, hopper kernel, tile 128x256x64, 4 stages: {balanced}"
+    assert (
+        str(plan_combine(p, H200, False))
+        == f"fused, hopper kernel, tile 128x256x64, 4 stages, 4 chunks: {balanced}"
+    )
+    assert (
+        str(plan_dispatch(p, H200, False))
+        == f"fused, hopper kernel, tile 128x256x64, 4 stages: {balanced}"
+    )
     alone, many = (plan_embedding(size, 512, 8.0, H200, False) for size in (1, 9))
     assert str(alone) == "local, 8 bags x 4 rows, 2 warps: a group of one rank keeps what it pools"
     assert str(many) == "unfused: world size 9 is above 8" and many.config is None
 
 
 def test_the_best_rival_and_the_slowest_rank_count() -> None:
-    times = {OURS: 100.0, GEMM: 90.0, UNFUSED: 150.0, CORUN: 95.0, TORCHS[0]: 120.0, TORCHS[1]: 200.0}
+    times = {
+        OURS: 100.0,
+        GEMM: 90.0,
+        UNFUSED: 150.0,
+        CORUN: 95.0,
+        TORCHS[0]: 120.0,
+        TORCHS[1]: 200.0,
+    }
     found = judge({name: {"median_us": us} for name, us in times.items()})
     assert (found["over_best"], found["over_torch"], found["over_unfused"]) == (1.2, 1.2, 1.5)
     assert found["e_overlap"] == pytest.approx(1 - 10 / 60) and found["limit_ratio"] == 0.95

@@ -1,4 +1,5 @@
-"""The ledger of calls between two and three ranks in one process: who is first, who is late, who is far ahead."""
+"""The ledger of calls between two and three ranks in one process: who is first, who is late, who is
+far ahead."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def test_equal_calls_in_any_order(seed: int) -> None:
     left = [3 * PLACES] * 3
     while any(left):
         rank = order.choice([r for r in range(3) if left[r]])
-        for _ in range(min(left[rank], order.choice([1, 2, 50, 2 * PLACES]))):  # also further ahead than there are places
+        # also further ahead than there are places
+        for _ in range(min(left[rank], order.choice([1, 2, 50, 2 * PLACES]))):
             left[rank] -= 1
             found[rank].post("op", 3 * PLACES - left[rank])
     for ledger in found:
@@ -40,13 +42,17 @@ def test_equal_calls_in_any_order(seed: int) -> None:
 
 
 @pytest.mark.parametrize("before", [0, 1, PLACES - 1, PLACES, 5 * PLACES + 3])
-def test_who_comes_second_is_refused_at_once_and_who_was_first_at_the_next_look(before: int) -> None:
+def test_who_comes_second_is_refused_at_once_and_who_was_first_at_the_next_look(
+    before: int,
+) -> None:
     first, second = ledgers(2)
     for number in range(before):
         first.post("op", number)
         second.post("op", number)
     first.post("op", 10)
-    with pytest.raises(tw.RankMismatchError, match=r"asked: an_op on rank 1 where rank 0 .*allowed: .*remedy: "):
+    with pytest.raises(
+        tw.RankMismatchError, match=r"asked: an_op on rank 1 where rank 0 .*allowed: .*remedy: "
+    ):
         second.post("an_op", 11)
     for _ in range(2):  # and it stays so
         with pytest.raises(tw.RankMismatchError, match="rank 0 where rank 1"):
@@ -96,7 +102,10 @@ def test_a_call_that_one_rank_made_and_another_broke_off_is_found(posted: bool, 
     broken.break_off(posted)
     if first == 0:
         broken.post("op", 6)  # goes on, before anybody could know
-        with pytest.raises(tw.RankMismatchError, match=r"a call of rank 0 broke off that rank 1 made.*what rank 0 raised"):
+        with pytest.raises(
+            tw.RankMismatchError,
+            match=r"a call of rank 0 broke off that rank 1 made.*what rank 0 raised",
+        ):
             made.post("op", 6)
     with pytest.raises(tw.RankMismatchError, match="a call of rank 0 broke off that rank 1 made"):
         broken.post("op", 6)
@@ -141,7 +150,8 @@ def test_breaking_off_without_memory_does_nothing() -> None:
 
 
 def test_who_was_first_is_told_even_if_the_other_goes_on() -> None:
-    """The second was told, and called again all the same: a call that fits hides none before it that did not."""
+    """The second was told, and called again all the same: a call that fits hides none before it
+    that did not."""
     first, second = ledgers(2)
     first.post("op", 10)
     for mark in (11, 12):

@@ -1,4 +1,5 @@
-"""What commands refuse before they start, and how a table says who was right. No world is started here."""
+"""What commands refuse before they start, and how a table says who was right. No world is started
+here."""
 
 from __future__ import annotations
 
@@ -51,15 +52,22 @@ def a_result(wrong: int = -1) -> DemoResult:
 def test_every_width_shows_verdicts(width: int) -> None:
     text, result = StringIO(), a_result(wrong=3)
     Console(file=text, width=width, highlight=False).print(table_of(result, width))
-    lines = [line for line in text.getvalue().splitlines() if line.split() and line.split()[0] in DEMOS]
-    assert [line.split()[1] for line in lines] == ["WRONG" if n == 3 else "ok" for n in range(len(result.rows))]
+    lines = [
+        line for line in text.getvalue().splitlines() if line.split() and line.split()[0] in DEMOS
+    ]
+    assert [line.split()[1] for line in lines] == [
+        "WRONG" if n == 3 else "ok" for n in range(len(result.rows))
+    ]
     assert all("1.4e-07" in line for line in lines)
     assert ("allowed" in text.getvalue().split("no room for")[0]) == (width == 190)
 
 
 def test_the_closing_line_counts() -> None:
     assert closing(a_result()) == "26 of 26 right"
-    assert closing(a_result(wrong=1)) == "25 of 26 right; WRONG: all_gather_matmul: random, gathered too"
+    assert (
+        closing(a_result(wrong=1))
+        == "25 of 26 right; WRONG: all_gather_matmul: random, gathered too"
+    )
     one = DemoRow(DemoCase("op", "x", Shape(1, 1, 1), torch.float32), "fused", 0.0, 0, 0, 0, True)
     assert closing(DemoResult(2, "CPU", [one], [])) == "1 of 1 right"
 
@@ -100,7 +108,9 @@ def test_an_unknown_case_is_told_the_names(pattern: str, monkeypatch: pytest.Mon
 def test_a_demo_case_has_the_rows_that_its_name_says() -> None:
     for on_gpu in (False, True):
         cases = [case for case in DEMOS["matmul_all_reduce"](on_gpu, 4) if "token" in case.name]
-        assert [int(re.findall(r"(\d+) tokens?", case.name)[0]) for case in cases] == [case.shape.rows for case in cases]
+        assert [int(re.findall(r"(\d+) tokens?", case.name)[0]) for case in cases] == [
+            case.shape.rows for case in cases
+        ]
 
 
 def test_the_simulators_options_have_limits_and_are_its_own() -> None:
@@ -112,14 +122,17 @@ def test_the_simulators_options_have_limits_and_are_its_own() -> None:
         (("train", "--gpus", str(8 * 65537)), "65537 nodes of 8 GPUs"),
     ):
         raised = runner.invoke(simulator, list(words)).exception
-        assert isinstance(raised, InputError) and f"{said}; allowed: 1 to 65536 nodes" in str(raised)
+        assert isinstance(raised, InputError) and f"{said}; allowed: 1 to 65536 nodes" in str(
+            raised
+        )
 
 
 # --- Places and packages ---
 
 
 @pytest.mark.parametrize(
-    "command", ["fuzz --json", "check --stress --json", "trace --out", "demo --out", "bench --smoke --json"]
+    "command",
+    ["fuzz --json", "check --stress --json", "trace --out", "demo --out", "bench --smoke --json"],
 )
 def test_places_are_tried_first(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
@@ -129,7 +142,11 @@ def test_places_are_tried_first(command: str, tmp_path: Path) -> None:
 def test_folders_are_made(tmp_path: Path) -> None:
     assert beforehand.file_for(tmp_path / "a" / "b.json") == tmp_path / "a" / "b.json"
     assert beforehand.folder_for(tmp_path / "c" / "d") == tmp_path / "c" / "d"
-    assert (tmp_path / "a").is_dir() and (tmp_path / "c" / "d").is_dir() and not (tmp_path / "a" / "b.json").exists()
+    assert (
+        (tmp_path / "a").is_dir()
+        and (tmp_path / "c" / "d").is_dir()
+        and not (tmp_path / "a" / "b.json").exists()
+    )
     assert beforehand.file_for(None) is None and beforehand.folder_for(None) is None
     with pytest.raises(InputError, match="a folder; allowed: a file"):
         beforehand.file_for(tmp_path)
@@ -143,16 +160,24 @@ def test_folders_are_made(tmp_path: Path) -> None:
         ("check", "triton", "tileweave check needs triton: pip install triton"),
         ("trace", "triton", "tileweave trace needs triton: pip install triton"),
         ("bench --smoke", "numpy", "tileweave bench without GPUs needs numpy: pip install numpy"),
-        ("bench --smoke --plot x.png", "matplotlib", "tileweave bench --plot needs matplotlib: pip install matplotlib"),
+        (
+            "bench --smoke --plot x.png",
+            "matplotlib",
+            "tileweave bench --plot needs matplotlib: pip install matplotlib",
+        ),
     ],
 )
-def test_packages_are_looked_for_first(command: str, missing: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_looked_for_first(
+    command: str, missing: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(beforehand, "sys", type("sys", (), {"modules": {}}))
     monkeypatch.setattr(beforehand, "find_spec", lambda name: None if name == missing else name)
     assert refused(*command.split()) == said
 
 
-def test_a_time_that_ranks_cannot_read_is_told_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_that_ranks_cannot_read_is_told_before_they_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "abc")
     assert "TILEWEAVE_TIMEOUT='abc'" in refused("check", "--device", "cpu")
 
@@ -176,7 +201,9 @@ def test_a_bench_plot_says_what_1_is(bounds: tuple[bool, ...], label: str) -> No
 
     cases = []
     for number, bound in enumerate(bounds):
-        times = {name: {"median_us": 10.0} for name in ("tileweave", "gemm", *["co-run bound"] * bound)}
+        times = {
+            name: {"median_us": 10.0} for name in ("tileweave", "gemm", *["co-run bound"] * bound)
+        }
         cases.append({"name": f"layer-m{number}", "rows": number, "times": times})
     axes = Figure().subplots()
     _draw_block(axes, "eager", cases)

@@ -1,4 +1,5 @@
-"""What commands say of what they found: verdicts of the doctor, worlds under torchrun, tables, notes and exit codes."""
+"""What commands say of what they found: verdicts of the doctor, worlds under torchrun, tables,
+notes and exit codes."""
 
 from __future__ import annotations
 
@@ -33,8 +34,10 @@ from tileweave.commands.check import note_on  # noqa: E402
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 OTHERS = [
-    Machine("A100", "cuda", 80, 108), Machine("B200", "cuda", 100, 148), Machine("MI300X", "hip", 94, 304)
-]  # fmt: skip
+    Machine("A100", "cuda", 80, 108),
+    Machine("B200", "cuda", 100, 148),
+    Machine("MI300X", "hip", 94, 304),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +47,15 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def given(launched: object, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, list[Any]]:
-    """The exit code of a command whose world gives ``launched``, what it says, and what the world was called with."""
+def given(
+    launched: object, monkeypatch: pytest.MonkeyPatch, *words: str
+) -> tuple[int, str, list[Any]]:
+    """The exit code of a command whose world gives ``launched``, what it says, and what the world
+    was called with."""
     calls: list[Any] = []
-    monkeypatch.setattr(cli, "launch", lambda function, *args, **named: calls.append((args, named)) or launched)
+    monkeypatch.setattr(
+        cli, "launch", lambda function, *args, **named: calls.append((args, named)) or launched
+    )
     done = runner.invoke(cli.app, list(words))
     return done.exit_code, done.output, calls
 
@@ -63,7 +71,10 @@ def verdicts(machine: Machine) -> dict[str, doctor.Fact]:
 def test_where_no_matmul_is_fused_the_doctor_says_so(machine: Machine) -> None:
     found = verdicts(machine)
     assert found["compiled kernels"].good
-    assert "embeddings fused; matmuls and experts unfused: no measurement" in found["compiled kernels"].value
+    assert (
+        "embeddings fused; matmuls and experts unfused: no measurement"
+        in found["compiled kernels"].value
+    )
     assert all("unfused" in fact.value for name, fact in found.items() if "matmul" in name)
 
 
@@ -73,11 +84,18 @@ def test_where_matmuls_are_fused_the_doctor_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("versions", "said"),
-    [({"triton": None}, "no: triton is missing"), ({"triton": "3.5.1"}, "no: triton 3.5.1 is older than 3.6")],
+    [
+        ({"triton": None}, "no: triton is missing"),
+        ({"triton": "3.5.1"}, "no: triton 3.5.1 is older than 3.6"),
+    ],
 )
-def test_without_triton_nothing_compiled_runs(versions: dict, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_nothing_compiled_runs(
+    versions: dict, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = doctor.version_of
-    monkeypatch.setattr(doctor, "version_of", lambda name: versions[name] if name in versions else known(name))
+    monkeypatch.setattr(
+        doctor, "version_of", lambda name: versions[name] if name in versions else known(name)
+    )
     found = verdicts(H200)
     assert not found["compiled kernels"].good and found["compiled kernels"].value.startswith(said)
     assert len(found) == 2, "no plans of kernels that are not there"
@@ -85,7 +103,9 @@ def test_without_triton_nothing_compiled_runs(versions: dict, said: str, monkeyp
 
 def test_an_old_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
-    assert verdicts(H200)["compiled kernels"].value.startswith("no: torch 2.9.1+cu128 is older than 2.11")
+    assert verdicts(H200)["compiled kernels"].value.startswith(
+        "no: torch 2.9.1+cu128 is older than 2.11"
+    )
 
 
 # --- Under torchrun ---
@@ -104,18 +124,26 @@ def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch)
         lambda: launcher.default_world_size("cpu", 4),
         lambda: launcher.launch(print, world_size=4, device_type="cpu"),
     ):
-        with pytest.raises(InputError, match="asked: 4 ranks under torchrun; allowed: 3, its WORLD_SIZE; remedy: "):
+        with pytest.raises(
+            InputError, match="asked: 4 ranks under torchrun; allowed: 3, its WORLD_SIZE; remedy: "
+        ):
             refused()
 
 
 @pytest.mark.parametrize("size", [1, 9])
-def test_a_world_of_torchrun_may_be_too_small_or_too_large(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_of_torchrun_may_be_too_small_or_too_large(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     under_torchrun(monkeypatch, 0, size)
-    with pytest.raises(InputError, match=f"world size {size} on cpu; allowed: 2 to 8 .*have torchrun start another"):
+    with pytest.raises(
+        InputError, match=f"world size {size} on cpu; allowed: 2 to 8 .*have torchrun start another"
+    ):
         launcher.default_world_size("cpu", None)
 
 
-def test_other_ranks_of_torchrun_are_silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_other_ranks_of_torchrun_are_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for rank, quiet in ((0, False), (1, True)):
         under_torchrun(monkeypatch, rank, 2)
         assert console().quiet is quiet
@@ -130,9 +158,15 @@ def test_every_bar_of_the_all_gather_is_shown() -> None:
     report = json.loads((RESULTS / "all_gather_matmul-4xH200-2026-11-22-b.json").read_text("utf-8"))
     text = StringIO()
     Console(file=text, width=220).print(*tables_of(report, 220))
-    bars = [line.strip() for line in text.getvalue().splitlines() if line.strip().startswith("bar: ")]
+    bars = [
+        line.strip() for line in text.getvalue().splitlines() if line.strip().startswith("bar: ")
+    ]
     assert len(bars) == 3, "large, odd and small"
-    assert [line.split()[3:] for line in bars] == [["0.97", "0.92", "1", "1"], ["1"], ["1.25", "0.98", "1"]]
+    assert [line.split()[3:] for line in bars] == [
+        ["0.97", "0.92", "1", "1"],
+        ["1"],
+        ["1.25", "0.98", "1"],
+    ]
 
 
 # --- trace ---
@@ -150,29 +184,65 @@ def test_every_bar_of_the_all_gather_is_shown() -> None:
 def test_a_trace_shares_what_its_operator_shares(
     op: str, shard: tuple[int, ...], whole: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    words = ("trace", op, "--rows", "258", "--world", "4", "--device", "cpu", "--out", str(tmp_path))
+    words = (
+        "trace",
+        op,
+        "--rows",
+        "258",
+        "--world",
+        "4",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    )
     code, said, calls = given(None, monkeypatch, *words)
     assert code == 0 and f"{op}, M, N, K: {whole}, over 4 ranks" in said
     assert "rounded" in said
     assert calls[0][0] == (op, *shard, "float16")
-    words = ("trace", op, "--rows", "256", "--world", "4", "--device", "cpu", "--out", str(tmp_path))
+    words = (
+        "trace",
+        op,
+        "--rows",
+        "256",
+        "--world",
+        "4",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    )
     assert "rounded" not in given(None, monkeypatch, *words)[1]
 
 
-@pytest.mark.parametrize("op", [
-    "matmul_all_reduce", "embedding_bag_all_to_all", "dispatch_grouped_matmul", "grouped_matmul_combine",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "op",
+    [
+        "matmul_all_reduce",
+        "embedding_bag_all_to_all",
+        "dispatch_grouped_matmul",
+        "grouped_matmul_combine",
+    ],
+)
 def test_what_has_no_stamps_is_not_traced(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "launch", lambda *_, **__: pytest.fail("a world was started"))
     done = runner.invoke(cli.app, ["trace", op, "--device", "cpu"])
-    assert isinstance(done.exception, InputError) and f"asked: a trace of {op}" in str(done.exception)
+    assert isinstance(done.exception, InputError) and f"asked: a trace of {op}" in str(
+        done.exception
+    )
     assert op not in str(done.exception).partition("allowed")[2]
 
 
-def test_a_dimension_of_one_is_refused_where_it_is_shared_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_dimension_of_one_is_refused_where_it_is_shared_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     words = ("--rows", "1", "--depth", "1", "--device", "cpu", "--out", str(tmp_path))
-    assert "--rows 1; allowed: 4 or more" in str(runner.invoke(cli.app, ["trace", "matmul_all_to_all", *words]).exception)
-    code, _, calls = given(None, monkeypatch, "trace", "matmul_all_to_all", "--depth", "1", *words[4:])
+    assert "--rows 1; allowed: 4 or more" in str(
+        runner.invoke(cli.app, ["trace", "matmul_all_to_all", *words]).exception
+    )
+    code, _, calls = given(
+        None, monkeypatch, "trace", "matmul_all_to_all", "--depth", "1", *words[4:]
+    )
     assert code == 0 and calls[0][0][3] == 1
 
 
@@ -180,10 +250,33 @@ def test_a_dimension_of_one_is_refused_where_it_is_shared_only(monkeypatch: pyte
 
 
 def a_report(op: str, times: dict[str, Any], **more: Any) -> dict[str, Any]:
-    case = {"name": "a", "block": "smoke", "rows": 1, "cols": 1, "depth": 1, "plan": "", "error": 0.0, "right": True,
-            "times": times, "missing": {}, "host_us": math.nan, "e_overlap": math.nan, "limit_ratio": math.nan,
-            "over_unfused": math.nan, "over_torch": math.nan, "over_best": math.nan, "over_gemm_us": math.nan}  # fmt: skip
-    return {"op": op, "world_size": 2, "environment": {}, "cases": [case | more], "skipped": [], "device_type": "cuda"}
+    case = {
+        "name": "a",
+        "block": "smoke",
+        "rows": 1,
+        "cols": 1,
+        "depth": 1,
+        "plan": "",
+        "error": 0.0,
+        "right": True,
+        "times": times,
+        "missing": {},
+        "host_us": math.nan,
+        "e_overlap": math.nan,
+        "limit_ratio": math.nan,
+        "over_unfused": math.nan,
+        "over_torch": math.nan,
+        "over_best": math.nan,
+        "over_gemm_us": math.nan,
+    }
+    return {
+        "op": op,
+        "world_size": 2,
+        "environment": {},
+        "cases": [case | more],
+        "skipped": [],
+        "device_type": "cuda",
+    }
 
 
 def test_a_bench_that_timed_nobody_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +286,9 @@ def test_a_bench_that_timed_nobody_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     report["cases"][0]["times"] = {"gemm": {"median_us": 1.0, "note": ""}}
     assert given(report, monkeypatch, "bench", "--smoke")[0] == 0
     assert why_nothing({"cases": []}) == "no time for any case"
-    assert why_nothing(a_report("all_gather_matmul", {}, right=False)) == "", "WRONG is said elsewhere"
+    assert why_nothing(a_report("all_gather_matmul", {}, right=False)) == "", (
+        "WRONG is said elsewhere"
+    )
 
 
 def test_a_bench_without_gpus_says_that_its_times_mean_nothing() -> None:
@@ -209,7 +304,9 @@ def text_of(*tables: Any) -> str:
 
 
 def row_of(text: str, name: str) -> list[str]:
-    return re.split(r" {2,}", next(line for line in text.splitlines() if line.strip().startswith(name)).strip())
+    return re.split(
+        r" {2,}", next(line for line in text.splitlines() if line.strip().startswith(name)).strip()
+    )
 
 
 @pytest.mark.parametrize("op", ["dispatch_grouped_matmul", "grouped_matmul_combine"])
@@ -229,7 +326,8 @@ def test_a_report_from_before_a_rival_has_a_dash_for_it(op: str) -> None:
 
 
 def folder_with(tmp_path: Path, op: str, *changes: Any) -> Path:
-    """A folder with a run of ``op``, and one for each of ``changes`` (to its report), later and later."""
+    """A folder with a run of ``op``, and one for each of ``changes`` (to its report), later and
+    later."""
     text = (RESULTS / f"{op}-4xH200-2026-11-21.json").read_text("utf-8")
     for number, change in enumerate((lambda report: None, *changes)):
         report = json.loads(text)
@@ -251,7 +349,13 @@ def test_the_page_takes_runs_with_all_cases(tmp_path: Path) -> None:
 
 def test_the_page_shows_what_was_wrong_and_with_what_it_was_measured(tmp_path: Path) -> None:
     def wrong(report: dict[str, Any]) -> None:
-        report["cases"][0] |= {"right": False, "times": {}, "over_unfused": None, "limit_ratio": None, "over_gemm_us": None}
+        report["cases"][0] |= {
+            "right": False,
+            "times": {},
+            "over_unfused": None,
+            "limit_ratio": None,
+            "over_gemm_us": None,
+        }
         report["environment"] |= {"torch": "2.14.0+cu130", "triton": "3.8.0", "nccl": "2.30.1"}
 
     page = measured.markdown(folder_with(tmp_path, "all_to_all_matmul", wrong))
@@ -261,7 +365,9 @@ def test_the_page_shows_what_was_wrong_and_with_what_it_was_measured(tmp_path: P
     assert len(widths) == 1
 
 
-def test_a_folder_without_results_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_results_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(InputError, match=r"asked: a page on .*remedy: pass docs/results"):
         measured.markdown(tmp_path)
     monkeypatch.setattr("sys.argv", ["measured"])
@@ -273,14 +379,20 @@ def test_a_folder_without_results_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_unfused_checks_are_told() -> None:
-    assert note_on(["unfused", "unfused"]) and not note_on(["triton sm 16x32, unfused", "unfused"]) and not note_on([])
+    assert (
+        note_on(["unfused", "unfused"])
+        and not note_on(["triton sm 16x32, unfused", "unfused"])
+        and not note_on([])
+    )
 
 
 def test_a_stress_says_which_paths_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     from tileweave.commands.stress import Outcome
 
     for path, noted in (("triton sm 16x32", False), ("unfused", True)):
-        outcome = Outcome(2, 1, 5, 5, 10, 0, 0, 0, 1.0, 0.5, {"matmul_all_reduce": 5}, {"matmul_all_reduce": path})
+        outcome = Outcome(
+            2, 1, 5, 5, 10, 0, 0, 0, 1.0, 0.5, {"matmul_all_reduce": 5}, {"matmul_all_reduce": path}
+        )
         code, said, _ = given(outcome, monkeypatch, "check", "--stress", "--device", "cpu")
         assert code == 0 and f"matmul_all_reduce: 5 on rank 0, by {path}" in said
         assert ("every path taken is unfused" in said) is noted

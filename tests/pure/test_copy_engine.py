@@ -1,4 +1,5 @@
-"""Copies as a graph of the driver's: what follows what, and what a push changes. The driver is one that takes notes."""
+"""Copies as a graph of the driver's: what follows what, and what a push changes. The driver is one
+that takes notes."""
 
 import ctypes
 from collections.abc import Callable
@@ -40,7 +41,9 @@ class Driver:  # named as the driver names them
         return self._made(graph)
 
     def cuGraphAddMemcpyNode(self, node, graph, follows, count, about, context):  # noqa: N802
-        return self._node(node, follows, count, "copy", about.target_device, about.source_device, about.width)
+        return self._node(
+            node, follows, count, "copy", about.target_device, about.source_device, about.width
+        )
 
     def cuGraphAddBatchMemOpNode(self, node, graph, follows, count, about):  # noqa: N802
         wait = about.first.contents
@@ -51,7 +54,13 @@ class Driver:  # named as the driver names them
 
     def cuGraphExecMemcpyNodeSetParams(self, ready, node, about, context):  # noqa: N802
         facts = self.nodes[node.value]
-        self.nodes[node.value] = (facts[0], "copy", about.target_device, about.source_device, about.width)
+        self.nodes[node.value] = (
+            facts[0],
+            "copy",
+            about.target_device,
+            about.source_device,
+            about.width,
+        )
         return int(self.refuse_to_move)
 
     def __getattr__(self, name):
@@ -98,7 +107,10 @@ def scatter():
 
 
 def test_structures_are_as_large_as_the_drivers():
-    sizes = [ctypes.sizeof(kind) for kind in (copy_engine._Pitched, copy_engine._Block, copy_engine._Operation)]
+    sizes = [
+        ctypes.sizeof(kind)
+        for kind in (copy_engine._Pitched, copy_engine._Block, copy_engine._Operation)
+    ]
     assert sizes == [128, 200, 48]
     assert ctypes.sizeof(copy_engine._Operations) == 32
 
@@ -111,7 +123,11 @@ def test_signals_follow_data_and_lanes_do_not_wait_for_each_other(driver):
         assert by_target[data][1] == (by_target[counter][0],)
         assert by_target[signal][1] == (by_target[data][0],)
     assert by_target[3000][1] == (by_target[2000][0], by_target[2100][0])
-    assert [facts[3] for facts in driver.nodes.values() if facts[1:3] in (("copy", 1000), ("copy", 1100))] == [10_008, 10_016]
+    assert [
+        facts[3]
+        for facts in driver.nodes.values()
+        if facts[1:3] in (("copy", 1000), ("copy", 1100))
+    ] == [10_008, 10_016]
 
 
 def test_waits_and_what_stands_aside_hold_up_no_line(driver):
@@ -137,11 +153,18 @@ def test_waits_and_what_stands_aside_hold_up_no_line(driver):
 def test_a_push_is_one_launch_and_moves_only_what_it_is_given(driver):
     copies, line = scatter(), engine(driver)
     push_again(line, copies, 10_000)
-    fixed = {node: facts for node, facts in driver.nodes.items() if facts[2] in (500, 504, 2000, 2100, 3000)}
+    fixed = {
+        node: facts
+        for node, facts in driver.nodes.items()
+        if facts[2] in (500, 504, 2000, 2100, 3000)
+    }
     driver.calls.clear()
     line.push(copies, 20_000)
     assert driver.calls == ["cuEventRecord", "cuStreamWaitEvent", "cuGraphLaunch"]
-    assert sorted(facts[3] for facts in driver.nodes.values() if facts[2] in (1000, 1100)) == [20_008, 20_016]
+    assert sorted(facts[3] for facts in driver.nodes.values() if facts[2] in (1000, 1100)) == [
+        20_008,
+        20_016,
+    ]
     assert all(driver.nodes[node] == facts for node, facts in fixed.items())
 
 
@@ -152,12 +175,19 @@ def test_where_the_driver_cannot_move_a_graph_there_is_another(driver):
     driver.refuse_to_move = True
     line.push(copies, 20_000)
     assert list(line._graphs.values()) != [(copies, first)]
-    assert driver.calls[-1] == "cuGraphLaunch" or driver.calls[-2:] == ["cuGraphExecDestroy", "cuGraphDestroy"]
-    assert sorted(facts[3] for facts in list(driver.nodes.values())[-7:] if facts[2] in (1000, 1100)) == [20_008, 20_016]
+    assert driver.calls[-1] == "cuGraphLaunch" or driver.calls[-2:] == [
+        "cuGraphExecDestroy",
+        "cuGraphDestroy",
+    ]
+    assert sorted(
+        facts[3] for facts in list(driver.nodes.values())[-7:] if facts[2] in (1000, 1100)
+    ) == [20_008, 20_016]
 
 
 def test_pitched_copies_have_a_graph_for_an_address_that_comes_again(driver):
-    pitched = Copies([Copy(0, 900, 64, rows=3, target_pitch=128, source_pitch=64), Copy(2000, 7, 4)])
+    pitched = Copies(
+        [Copy(0, 900, 64, rows=3, target_pitch=128, source_pitch=64), Copy(2000, 7, 4)]
+    )
     line = engine(driver)
     for address in (10_000, 20_000):
         line.push(pitched, address)
@@ -165,7 +195,12 @@ def test_pitched_copies_have_a_graph_for_an_address_that_comes_again(driver):
     for address in (20_000, 10_000, 20_000):
         line.push(pitched, address)
         assert driver.calls[-1] == "cuGraphLaunch"
-    assert sorted(facts[2] for facts in driver.nodes.values() if facts[1] == "copy") == [2000, 2000, 10_000, 20_000]
+    assert sorted(facts[2] for facts in driver.nodes.values() if facts[1] == "copy") == [
+        2000,
+        2000,
+        10_000,
+        20_000,
+    ]
 
 
 def test_what_does_not_come_again_is_forgotten_and_has_no_graph(driver):
@@ -174,7 +209,9 @@ def test_what_does_not_come_again_is_forgotten_and_has_no_graph(driver):
     for _ in range(3 * copy_engine._MOST_GRAPHS):
         line.push(scatter(), 10_000)
         line.push(often, 10_000)
-    assert driver.calls.count("cuGraphLaunch") == 1 + 3 * copy_engine._MOST_GRAPHS, "what is used stays"
+    assert driver.calls.count("cuGraphLaunch") == 1 + 3 * copy_engine._MOST_GRAPHS, (
+        "what is used stays"
+    )
     assert len(line._graphs) == copy_engine._MOST_GRAPHS
     assert [graph for _, graph in line._graphs.values() if graph] == [line._graphs[id(often), 0][1]]
     fourth = [scatter() for _ in range(copy_engine._MOST_GRAPHS)]
@@ -217,7 +254,13 @@ class Lane:
 
 @pytest.mark.parametrize(
     "refused",
-    ["cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoDAsync_v2", "cuMemcpy2DAsync_v2", "cuStreamWaitValue32_v2"],
+    [
+        "cuEventRecord",
+        "cuStreamWaitEvent",
+        "cuMemcpyDtoDAsync_v2",
+        "cuMemcpy2DAsync_v2",
+        "cuStreamWaitValue32_v2",
+    ],
 )
 def test_what_the_driver_refuses_is_told(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that was not queued is data that nobody sent."""
@@ -229,8 +272,15 @@ def test_what_the_driver_refuses_is_told(refused: str, monkeypatch: pytest.Monke
     flat, waits = Copy(1000, 2000, 64), Copy(1000, 2000, 64, counter=500, count=3)
     pitched = Copy(1000, 2000, 64, rows=3, target_pitch=128, source_pitch=64)
     with pytest.raises(RuntimeError, match=r"it returned 700") as caught:
-        line.push([{"cuMemcpy2DAsync_v2": pitched, "cuStreamWaitValue32_v2": waits}.get(refused, flat), flat])
-    assert not isinstance(caught.value, TileweaveError), "this rank's alone, so that peers are told (decision 0105)"
+        line.push(
+            [
+                {"cuMemcpy2DAsync_v2": pitched, "cuStreamWaitValue32_v2": waits}.get(refused, flat),
+                flat,
+            ]
+        )
+    assert not isinstance(caught.value, TileweaveError), (
+        "this rank's alone, so that peers are told (decision 0105)"
+    )
     if refused in ("cuEventRecord", "cuStreamWaitEvent"):
         with pytest.raises(RuntimeError):
             line.join()

@@ -13,7 +13,13 @@ from tileweave.ops.matmul.all_gather_matmul import check_inputs
 
 
 def test_what_a_caller_catches() -> None:
-    for error in (tw.InputError, tw.RankMismatchError, tw.CaptureError, tw.UnsupportedError, tw.PeerTimeout):
+    for error in (
+        tw.InputError,
+        tw.RankMismatchError,
+        tw.CaptureError,
+        tw.UnsupportedError,
+        tw.PeerTimeout,
+    ):
         assert issubclass(error, tw.TileweaveError)
     assert issubclass(tw.InputError, ValueError)
     assert issubclass(tw.RankMismatchError, tw.InputError)
@@ -31,7 +37,16 @@ def test_a_time_out_names_everything() -> None:
     error = PeerTimeout("all_gather_matmul", 2, 1, 17, 40, 39, 2.5)
     assert (error.op, error.rank, error.peer, error.unit) == ("all_gather_matmul", 2, 1, 17)
     assert (error.expected, error.seen, error.seconds) == (40, 39, 2.5)
-    for part in (error.op, "rank 2", "rank 1", "unit 17", "epoch 40", "saw 39", "2.5 s", "TILEWEAVE_TIMEOUT"):
+    for part in (
+        error.op,
+        "rank 2",
+        "rank 1",
+        "unit 17",
+        "epoch 40",
+        "saw 39",
+        "2.5 s",
+        "TILEWEAVE_TIMEOUT",
+    ):
         assert part in str(error)
     assert "tileweave.close" in str(error), "the way on is in the message"
 
@@ -46,10 +61,19 @@ def test_a_time_out_at_a_barrier() -> None:
 @pytest.mark.parametrize("at", ["meeting", "closed"])
 def test_a_time_out_on_the_host_has_no_epochs(at: Waited) -> None:
     text = str(PeerTimeout("mapping symmetric memory", 0, 2, -1, 0, 0, 30.0, at))
-    assert "mapping symmetric memory" in text and "rank 2" in text and "Remedy: " in text and "tileweave.close" in text
+    assert (
+        "mapping symmetric memory" in text
+        and "rank 2" in text
+        and "Remedy: " in text
+        and "tileweave.close" in text
+    )
     assert "epoch" not in text and "barrier" not in text
-    assert ("has closed its workspace" in text) == (at == "closed") and ("30 s" in text) == (at == "meeting")
-    assert "some rank" in str(PeerTimeout("mapping symmetric memory", 0, -1, -1, 0, 0, 30.0, "meeting"))
+    assert ("has closed its workspace" in text) == (at == "closed") and ("30 s" in text) == (
+        at == "meeting"
+    )
+    assert "some rank" in str(
+        PeerTimeout("mapping symmetric memory", 0, -1, -1, 0, 0, 30.0, "meeting")
+    )
 
 
 @pytest.mark.parametrize("at", ["signal", "meeting", "closed"])

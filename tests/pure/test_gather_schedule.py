@@ -1,4 +1,5 @@
-"""The integer maps: nothing is done twice or forgotten, nobody waits upwards, and the device's copies say the same."""
+"""The integer maps: nothing is done twice or forgotten, nobody waits upwards, and the device's
+copies say the same."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ def schedules(draw: st.DrawFn) -> TileSchedule:
 
 
 def all_units(schedule: TileSchedule) -> list[tuple[int, Unit]]:
-    return [(program, unit) for program in range(schedule.num_programs) for unit in schedule.units(program)]
+    return [
+        (program, unit)
+        for program in range(schedule.num_programs)
+        for unit in schedule.units(program)
+    ]
 
 
 # --- Who sends what where ---
@@ -63,7 +68,9 @@ def test_what_a_rank_pushes_is_where_its_peer_looks(size: int) -> None:
     for rank in range(size):
         for place, peer in enumerate(push_order(rank, size)):
             assert slot_place(peer, rank, size, False) == place
-            assert slot_place(peer, rank, size, True) == rank, "in rank order where tiles span shards"
+            assert slot_place(peer, rank, size, True) == rank, (
+                "in rank order where tiles span shards"
+            )
 
 
 @pytest.mark.parametrize("spans", [False, True])
@@ -90,7 +97,9 @@ def test_sources_are_used_as_they_arrive(size: int) -> None:
     for rank in range(size):
         order = arrival_order(rank, size)
         assert order[0] == rank
-        assert [push_order(source, size).index(rank) for source in order[1:]] == list(range(size - 1))
+        assert [push_order(source, size).index(rank) for source in order[1:]] == list(
+            range(size - 1)
+        )
 
 
 # --- Tiles and units ---
@@ -99,8 +108,12 @@ def test_sources_are_used_as_they_arrive(size: int) -> None:
 @thorough
 @given(schedules())
 def test_each_k_block_of_each_tile_is_done_once(schedule: TileSchedule) -> None:
-    done = Counter((unit.tile, k) for _, unit in all_units(schedule) for k in range(unit.k_begin, unit.k_end))
-    assert done == Counter((tile, k) for tile in range(schedule.num_tiles) for k in range(schedule.k_blocks))
+    done = Counter(
+        (unit.tile, k) for _, unit in all_units(schedule) for k in range(unit.k_begin, unit.k_end)
+    )
+    assert done == Counter(
+        (tile, k) for tile in range(schedule.num_tiles) for k in range(schedule.k_blocks)
+    )
 
 
 @thorough
@@ -108,16 +121,25 @@ def test_each_k_block_of_each_tile_is_done_once(schedule: TileSchedule) -> None:
 def test_each_element_of_the_output_is_in_one_tile(schedule: TileSchedule) -> None:
     covered: Counter[tuple[int, int]] = Counter()
     for first_row, row_limit, col in map(schedule.place, range(schedule.num_tiles)):
-        covered.update((row, col) for row in range(first_row, min(first_row + schedule.tile_m, row_limit)))
+        covered.update(
+            (row, col) for row in range(first_row, min(first_row + schedule.tile_m, row_limit))
+        )
     rows = schedule.world_size * schedule.rows
-    assert covered == Counter((row, col) for row in range(rows) for col in range(schedule.tile_cols))
-    assert schedule.tile_cols * schedule.tile_n >= schedule.cols > (schedule.tile_cols - 1) * schedule.tile_n
+    assert covered == Counter(
+        (row, col) for row in range(rows) for col in range(schedule.tile_cols)
+    )
+    assert (
+        schedule.tile_cols * schedule.tile_n
+        >= schedule.cols
+        > (schedule.tile_cols - 1) * schedule.tile_n
+    )
 
 
 @thorough
 @given(schedules())
 def test_sources_come_in_bands_by_arrival(schedule: TileSchedule) -> None:
-    """The own shard alone, if it comes first, then bands of sources: no tile stands outside its band."""
+    """The own shard alone, if it comes first, then bands of sources: no tile stands outside its
+    band."""
     if schedule.spans_shards:
         return
     order = arrival_order(schedule.rank, schedule.world_size)
@@ -131,7 +153,9 @@ def test_sources_come_in_bands_by_arrival(schedule: TileSchedule) -> None:
             lead = int(schedule.own_first)
             first = lead + (step - lead) // schedule.band_sources * schedule.band_sources
             count = schedule.band_sources
-        assert first * schedule.per_source <= tile < (first + count) * schedule.per_source, f"tile {tile} of {source}"
+        assert first * schedule.per_source <= tile < (first + count) * schedule.per_source, (
+            f"tile {tile} of {source}"
+        )
 
 
 @thorough
@@ -145,7 +169,8 @@ def test_sources_are_the_ranks_whose_rows_a_unit_reads(schedule: TileSchedule) -
 @thorough
 @given(schedules())
 def test_every_rank_is_waited_for(schedule: TileSchedule) -> None:
-    """The proof that two slots are enough needs it: a call does not end before every peer has begun it."""
+    """The proof that two slots are enough needs it: a call does not end before every peer has begun
+    it."""
     sources = {source for _, unit in all_units(schedule) for source in schedule.sources(unit)}
     assert sources == set(range(schedule.world_size))
 
@@ -153,21 +178,27 @@ def test_every_rank_is_waited_for(schedule: TileSchedule) -> None:
 @thorough
 @given(schedules())
 def test_who_shares_a_tile(schedule: TileSchedule) -> None:
-    """The owner is the highest program of a tile, its helpers stand right below: nobody waits for a higher program."""
+    """The owner is the highest program of a tile, its helpers stand right below: nobody waits for a
+    higher program."""
     shares: dict[int, list[tuple[int, Unit]]] = {}
     for program, unit in all_units(schedule):
         shares.setdefault(unit.tile, []).append((program, unit))
     for units in shares.values():
         owner, helpers, segment = units[0][1].owner, len(units) - 1, units[0][1].segment
         team = schedule.cut(schedule.segment(segment)[1])[1]
-        assert {(unit.owner, unit.helpers, unit.segment) for _, unit in units} == {(owner, helpers, segment)}
-        assert sorted(program for program, _ in units) == list(range(owner - team * helpers, owner + 1, team))
+        assert {(unit.owner, unit.helpers, unit.segment) for _, unit in units} == {
+            (owner, helpers, segment)
+        }
+        assert sorted(program for program, _ in units) == list(
+            range(owner - team * helpers, owner + 1, team)
+        )
 
 
 @thorough
 @given(schedules())
 def test_a_program_helps_once_in_a_segment_and_owns_last(schedule: TileSchedule) -> None:
-    """One place for parts in a segment is enough, and an owner has nothing left to do for others when it waits."""
+    """One place for parts in a segment is enough, and an owner has nothing left to do for others
+    when it waits."""
     for program in range(schedule.num_programs):
         for segment in range(schedule.num_segments):
             units = [unit for unit in schedule.units(program) if unit.segment == segment]
@@ -187,8 +218,12 @@ def test_cut_tiles_are_shared_evenly(schedule: TileSchedule) -> None:
         assert schedule.num_programs % team == 0
         assert (count - whole) % team == 0, "a team takes a bundle of as many tiles"
         assert count - whole < schedule.num_programs or not schedule.split_tail
-        assert span == max(MIN_SPAN, cdiv((count - whole) * schedule.k_blocks, schedule.num_programs))
-        units = [(program, unit) for program, unit in all_units(schedule) if unit.segment == segment]
+        assert span == max(
+            MIN_SPAN, cdiv((count - whole) * schedule.k_blocks, schedule.num_programs)
+        )
+        units = [
+            (program, unit) for program, unit in all_units(schedule) if unit.segment == segment
+        ]
         loads = Counter({program: 0 for program in range(schedule.num_programs)})
         for program, unit in units:
             loads[program] += unit.k_end - unit.k_begin
@@ -206,7 +241,11 @@ def test_a_team_reads_the_same_k_range_of_tiles_in_a_row(schedule: TileSchedule)
         whole, team, _ = schedule.cut(count)
         for leader in range(0, schedule.num_programs, team):
             crew = [
-                [(u.tile, u.k_begin, u.k_end) for u in schedule.units(program) if u.segment == segment]
+                [
+                    (u.tile, u.k_begin, u.k_end)
+                    for u in schedule.units(program)
+                    if u.segment == segment
+                ]
                 for program in range(leader, leader + team)
             ]
             crew = [[part for part in member if part[0] >= first + whole] for member in crew]
@@ -227,7 +266,10 @@ def test_segments_make_up_the_line(schedule: TileSchedule) -> None:
 @thorough
 @given(schedules())
 def test_the_trace_has_a_row_for_each_unit(schedule: TileSchedule) -> None:
-    assert max(len(list(schedule.units(program))) for program in range(schedule.num_programs)) <= schedule.max_units()
+    assert (
+        max(len(list(schedule.units(program))) for program in range(schedule.num_programs))
+        <= schedule.max_units()
+    )
 
 
 @thorough
@@ -257,9 +299,20 @@ def device_units(s: TileSchedule, program: int) -> Iterator[Unit]:
 
     d = {source.__name__: source for source in device.SOURCES}
     numbers = (
-        s.rank, s.world_size, s.rows, s.tile_m, s.group_m, s.num_tiles, s.num_segments, s.band_sources, s.own_first, s.team,
-        s.tile_rows, s.tile_cols, s.k_blocks,
-    )  # fmt: skip
+        s.rank,
+        s.world_size,
+        s.rows,
+        s.tile_m,
+        s.group_m,
+        s.num_tiles,
+        s.num_segments,
+        s.band_sources,
+        s.own_first,
+        s.team,
+        s.tile_rows,
+        s.tile_cols,
+        s.k_blocks,
+    )
     tiles = device.Tiles(*map(Word, numbers), s.split_tail)
     for part in range(s.num_segments):
         first, count = d["segment"](tiles, Word(part))
@@ -268,7 +321,9 @@ def device_units(s: TileSchedule, program: int) -> Iterator[Unit]:
             tile, k_begin, k_end = d["unit_range"](share, Word(index))
             first_row, row_limit, col = d["place"](tiles, Word(first + tile))
             owner, helpers = d["part_range"](share, tile)
-            yield Unit(first + tile, first_row, row_limit, col, k_begin, k_end, part, owner, helpers)
+            yield Unit(
+                first + tile, first_row, row_limit, col, k_begin, k_end, part, owner, helpers
+            )
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="device/triton/tiles.py needs triton")

@@ -1,4 +1,5 @@
-"""Tiles of grouped matmuls: the device's walk equals the host's, and every row meets every column once."""
+"""Tiles of grouped matmuls: the device's walk equals the host's, and every row meets every column
+once."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import pytest
 
 from tileweave.planning.combine import MAX_GROUPS
 from tileweave.planning.machine import CPU, H200
-from tileweave.planning.schedules.grouped import GroupedProblem, experts_per_block, plan_dispatch, routing_cut, tickets, walk
+from tileweave.planning.schedules.grouped import (
+    GroupedProblem,
+    experts_per_block,
+    plan_dispatch,
+    routing_cut,
+    tickets,
+    walk,
+)
 
 
 def offsets_of(seed: int) -> list[int]:
@@ -37,7 +45,8 @@ def test_every_row_meets_every_column_once(seed: int) -> None:
 @pytest.mark.parametrize("stride", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(20))
 def test_device_walk_equals_the_hosts(seed: int, stride: int) -> None:
-    """Programs that take every ``stride``-th tile find the tiles of the host's list, and its end."""
+    """Programs that take every ``stride``-th tile find the tiles of the host's list, and its
+    end."""
     tiles = pytest.importorskip("tileweave.kernels.experts.tiles")
     first_expert, walk_to, place_in_expert = tiles.SOURCES
     offsets, group = offsets_of(seed), 1 + seed % 4
@@ -59,22 +68,35 @@ def test_device_walk_equals_the_hosts(seed: int, stride: int) -> None:
 @pytest.mark.parametrize("sends", [1, 3, 6, 7, 21])
 @pytest.mark.parametrize("own", [0, 1, 2, 5, 7])
 def test_device_tickets_equal_the_hosts(sends: int, own: int) -> None:
-    """And each block is one ticket, behind those it needs; own ones in order; both kinds run out together."""
+    """And each block is one ticket, behind those it needs; own ones in order; both kinds run out
+    together."""
     device = pytest.importorskip("tileweave.kernels.experts.combine_hopper_tickets")
     count_tickets, place_ticket = device.SOURCES
     for chunks in (1, 2, 3, 4, 7, 31):
         want = tickets(chunks, sends, own)
         for late in (0, 1):
             count = count_tickets(late, chunks, sends, own)
-            assert [place_ticket(ticket, late, chunks, sends, own) for ticket in range(count)] == want[late]
+            assert [
+                place_ticket(ticket, late, chunks, sends, own) for ticket in range(count)
+            ] == want[late]
         order = [*want[0], *want[1]]
-        assert [t for t in order if t[0]] == [(True, chunk, block) for chunk in range(chunks) for block in range(sends)]
-        assert [t for t in order if not t[0]] == [(False, chunk, block) for chunk in range(chunks) for block in range(own)]
-        assert not [t for t in want[0] if t[1] > chunks - 2 - (not t[0])], "early: for peers but the last chunk, own but two"
+        assert [t for t in order if t[0]] == [
+            (True, chunk, block) for chunk in range(chunks) for block in range(sends)
+        ]
+        assert [t for t in order if not t[0]] == [
+            (False, chunk, block) for chunk in range(chunks) for block in range(own)
+        ]
+        assert not [t for t in want[0] if t[1] > chunks - 2 - (not t[0])], (
+            "early: for peers but the last chunk, own but two"
+        )
         for place, (is_send, chunk, _) in enumerate(want[0]):
-            assert is_send or sum(t[0] for t in want[0][:place]) == (chunk + 2) * sends, "behind the next chunk's sends"
+            assert is_send or sum(t[0] for t in want[0][:place]) == (chunk + 2) * sends, (
+                "behind the next chunk's sends"
+            )
         mixed = sends + (own if chunks > 1 else 0)
-        assert not [t for t in want[1][:mixed] if not t[0] and t[1] == chunks - 1], "what needs all of the peers is behind"
+        assert not [t for t in want[1][:mixed] if not t[0] and t[1] == chunks - 1], (
+            "what needs all of the peers is behind"
+        )
         assert want[1][0][0] and not any(t[0] for t in want[1][mixed:])
         for n in range(mixed):
             assert abs(sum(t[0] for t in want[1][:n]) * mixed - n * sends) < mixed, "even"
@@ -82,7 +104,8 @@ def test_device_tickets_equal_the_hosts(sends: int, own: int) -> None:
 
 @pytest.mark.parametrize(("sends", "own"), [(34755, 11585), (34755, 11586), (10**5, 10**4)])
 def test_tickets_of_very_many_blocks(sends: int, own: int) -> None:
-    """Products stay below 2^31, and each block is one ticket; (34755, 11585): the most that are mixed."""
+    """Products stay below 2^31, and each block is one ticket; (34755, 11585): the most that are
+    mixed."""
     device = pytest.importorskip("tileweave.kernels.experts.combine_hopper_tickets")
     count_tickets, place_ticket = device.SOURCES
     mixed = sends + own
@@ -98,9 +121,18 @@ def test_tickets_of_very_many_blocks(sends: int, own: int) -> None:
 def test_counters_of_a_combine_are_apart() -> None:
     """Whatever chunks and groups there may be."""
     tasks = pytest.importorskip("tileweave.kernels.experts.combine_hopper_tasks")
-    own = [tasks.WEIGHTS.value, tasks.LISTED.value, tasks.TICKETS.value, tasks.TICKETS.value + tasks.SLICES.value]
+    own = [
+        tasks.WEIGHTS.value,
+        tasks.LISTED.value,
+        tasks.TICKETS.value,
+        tasks.TICKETS.value + tasks.SLICES.value,
+    ]
     tiles = [tasks.TILES.value + chunk for chunk in range(MAX_GROUPS)]
-    sent = [tasks.SENT.value + peer * tasks.SLICES.value + word for peer in range(8) for word in range(MAX_GROUPS)]
+    sent = [
+        tasks.SENT.value + peer * tasks.SLICES.value + word
+        for peer in range(8)
+        for word in range(MAX_GROUPS)
+    ]
     words = [*own, *tiles, *sent]
     assert len(set(words)) == len(words) and max(words) < tasks.COUNTER_WORDS.value
 
@@ -117,7 +149,10 @@ def test_units_of_a_sort_hold_every_choice_in_bounded_number() -> None:
         cut = routing_cut(world_size, tokens, topk)
         assert cut.launches == (1 if world_size * tokens * topk <= 8192 else 2)
         for sms in (1, 3, 132):
-            units, unit = cut.units(world_size, tokens, topk, sms), cut.block * cut.span(world_size * tokens * topk, sms)
+            units, unit = (
+                cut.units(world_size, tokens, topk, sms),
+                cut.block * cut.span(world_size * tokens * topk, sms),
+            )
             assert units * unit >= world_size * tokens * (topk + 1)
             assert units <= 2 * (2 * sms + 2 * world_size)
     assert routing_cut(4, 1, 8).launches == 1 == routing_cut(4, 0, 8).launches
@@ -129,13 +164,22 @@ def test_paths_of_dispatch() -> None:
     assert plan_dispatch(problem, CPU, True).path == "fused"
     assert plan_dispatch(problem, CPU, False).path == "unfused"
     for tokens in (1, 8, 32, 128, 1024, 4096, 65536):
-        cut = plan_dispatch(GroupedProblem(4, tokens, 8, 32, 3072, 4096, 2, "bfloat16"), H200, False).config
+        cut = plan_dispatch(
+            GroupedProblem(4, tokens, 8, 32, 3072, 4096, 2, "bfloat16"), H200, False
+        ).config
         assert cut is not None and cut.signal_blocks <= 32
-    mixtral = GroupedProblem(4, 4096, 2, 2, 28672, 4096, 2, "bfloat16")  # as many rows an expert as tokens a rank
-    cuts = [plan_dispatch(replace(mixtral, max_tokens=tokens), H200, False).config for tokens in (2, 64, 65, 4096)]
+    # as many rows an expert as tokens a rank
+    mixtral = GroupedProblem(4, 4096, 2, 2, 28672, 4096, 2, "bfloat16")
+    cuts = [
+        plan_dispatch(replace(mixtral, max_tokens=tokens), H200, False).config
+        for tokens in (2, 64, 65, 4096)
+    ]
     assert [(cut.kernel, cut.ordered) for cut in cuts if cut] == [
-        ("triton", False), ("hopper", False), ("hopper", True), ("hopper", True)
-    ]  # fmt: skip
+        ("triton", False),
+        ("hopper", False),
+        ("hopper", True),
+        ("hopper", True),
+    ]
     for odd in (
         GroupedProblem(1, 4096, 8, 32, 3072, 4096, 2, "bfloat16"),
         GroupedProblem(9, 4096, 8, 32, 3072, 4096, 2, "bfloat16"),

@@ -1,4 +1,5 @@
-"""A block of shared host memory: nobody makes it smaller under its readers, and nothing else passes for it."""
+"""A block of shared host memory: nobody makes it smaller under its readers, and nothing else passes
+for it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_a_block_is_there_when_it_is_made(block: int) -> None:
 
 @pytest.mark.parametrize("token", ["another", "b-token"])
 def test_another_block_does_not_pass_for_a_peers(block: int, token: str) -> None:
-    """Its number may have been given to something else since, whose bytes would be taken for a peer's."""
+    """Its number may have been given to something else since, whose bytes would be taken for a
+    peer's."""
     with pytest.raises(tw.UnsupportedError, match="something else stands there"):
         host_memory._open(f"{os.getpid()} {block} {token}", NBYTES)
 
@@ -48,14 +50,18 @@ def test_another_block_does_not_pass_for_a_peers(block: int, token: str) -> None
 def test_a_file_does_not_pass_for_a_peers(tmp_path) -> None:
     place = tmp_path / "tileweave-a-token"
     place.write_bytes(bytes(NBYTES))
-    with place.open("r+b") as file, pytest.raises(tw.UnsupportedError, match="something else stands there"):
+    with (
+        place.open("r+b") as file,
+        pytest.raises(tw.UnsupportedError, match="something else stands there"),
+    ):
         host_memory._open(f"{os.getpid()} {file.fileno()} a-token", NBYTES)
 
 
 def test_what_one_writes_the_other_reads(block: int) -> None:
-    with host_memory._open(f"{os.getpid()} {block} a-token", NBYTES) as there, host_memory._open(
-        f"{os.getpid()} {block} a-token", NBYTES
-    ) as here:  # fmt: skip
+    with (
+        host_memory._open(f"{os.getpid()} {block} a-token", NBYTES) as there,
+        host_memory._open(f"{os.getpid()} {block} a-token", NBYTES) as here,
+    ):
         assert here[:] == bytes(NBYTES)
         there[NBYTES - 1] = 7
         assert here[NBYTES - 1] == 7

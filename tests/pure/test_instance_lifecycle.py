@@ -1,4 +1,5 @@
-"""An instance under capture, on several streams, after a growth or a launch that failed: over a transport that takes notes."""
+"""An instance under capture, on several streams, after a growth or a launch that failed: over a
+transport that takes notes."""
 
 from __future__ import annotations
 
@@ -66,13 +67,19 @@ def test_growth_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(instance.slots, torch.zeros(2 * instance.slot_bytes, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize(("device", "capturing", "joins"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", False, 1)])
+@pytest.mark.parametrize(
+    ("device", "capturing", "joins"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", False, 1)]
+)
 def test_who_joins_copies_beside_a_kernel(device: str, capturing: bool, joins: int) -> None:
-    """A capture wants every stream joined that it forked; a kernel on a device ends behind the copies anyway."""
+    """A capture wants every stream joined that it forked; a kernel on a device ends behind the
+    copies anyway."""
     transport = NotingTransport()
     transport.device = torch.device(device)
     transport.push = lambda copies, given, launch: launch()  # type: ignore[method-assign]
-    instance, said = SimpleNamespace(transport=transport, calls=1, launched=lambda: said.append("launched")), []
+    instance, said = (
+        SimpleNamespace(transport=transport, calls=1, launched=lambda: said.append("launched")),
+        [],
+    )
     push_beside(instance, lambda: said.append("launch"), Copies([]), 0, capturing)  # type: ignore[arg-type]
     assert said == ["launch", "launched"] and instance.calls == 2
     assert transport.events == ["join"] * joins
@@ -95,7 +102,8 @@ def test_a_launch_that_fails_is_joined_and_not_counted(device: str) -> None:
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_kernels_find_the_tables_through_the_control_block(copied: bool) -> None:
-    """After a fault a rank finds its peers there, and sends them nothing more; copy engines go by addresses of the host."""
+    """After a fault a rank finds its peers there, and sends them nothing more; copy engines go by
+    addresses of the host."""
     instance = Instance(OP, NotingTransport(world_size=4, rank=1), copied=copied)
     instance.reserve(64)
     instance.reserve(100_000)

@@ -1,4 +1,5 @@
-"""The line of launches on a device: who is ordered behind what, with streams that only take notes."""
+"""The line of launches on a device: who is ordered behind what, with streams that only take
+notes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Event:
 
 
 def launches(steps: list[str], capturing: bool = False) -> list[str]:
-    """What is ordered behind what, of steps such as "a" (a launch on stream a) and "a." (it has ended; more follows)."""
+    """What is ordered behind what, of steps such as "a" (a launch on stream a) and "a." (it has
+    ended; more follows)."""
     notes: list[str] = []
     streams = {name: Stream(name, notes) for name in "abc"}
     lane = cuda.Lane()
@@ -38,7 +40,9 @@ def launches(steps: list[str], capturing: bool = False) -> list[str]:
         Event.current = streams[step[0]]
         with (
             mock.patch.object(cuda.torch.cuda, "current_stream", return_value=streams[step[0]]),
-            mock.patch.object(cuda.torch.cuda, "is_current_stream_capturing", return_value=capturing),
+            mock.patch.object(
+                cuda.torch.cuda, "is_current_stream_capturing", return_value=capturing
+            ),
             mock.patch.object(cuda.torch.cuda, "Event", Event),
         ):
             lane.enter(ord(step[0]))
@@ -63,7 +67,8 @@ def test_line(steps: list[str], found: list[str]) -> None:
 
 
 def test_a_region_is_written_again_behind_what_reads_it() -> None:
-    """The line lets a launch pass what follows the last one; not where peers write over what that still copies, or reads."""
+    """The line lets a launch pass what follows the last one; not where peers write over what that
+    still copies, or reads."""
     notes: list[str] = []
     a, b = Stream("a", notes), Stream("b", notes)
     regions = Regions(3)

@@ -1,4 +1,5 @@
-"""docs/measured.md says what the results say: it is what the module that writes it makes of them now."""
+"""docs/measured.md says what the results say: it is what the module that writes it makes of them
+now."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from tileweave.bench.measured_page import HEAD, MACHINE, _ratio, markdown
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize(("name", "machine"), [("measured.md", MACHINE), ("measured-2xH100.md", "2xH100")])
+@pytest.mark.parametrize(
+    ("name", "machine"), [("measured.md", MACHINE), ("measured-2xH100.md", "2xH100")]
+)
 def test_the_page_is_what_the_results_say(name: str, machine: str) -> None:
     assert (DOCS / name).read_text("utf-8") == markdown(DOCS / "results", machine)
 
@@ -26,4 +29,8 @@ def test_what_bold_means_is_said() -> None:
     assert "Bold: slower than a rival by half a\npercent or more." in HEAD
     readme = (DOCS.parent / "README.md").read_text("utf-8")
     assert "in bold what loses half a percent or more: [docs/measured.md]" in readme
-    assert [_ratio("over_torch", ratio) for ratio in (0.99, 0.9949, 0.9951)] == ["**0.99**", "**0.99**", "1.00"]
+    assert [_ratio("over_torch", ratio) for ratio in (0.99, 0.9949, 0.9951)] == [
+        "**0.99**",
+        "**0.99**",
+        "1.00",
+    ]

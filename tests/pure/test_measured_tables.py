@@ -1,4 +1,5 @@
-"""Measured tables are data: whatever stands in one is a table, or an InputError that says what is wrong."""
+"""Measured tables are data: whatever stands in one is a table, or an InputError that says what is
+wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from hypothesis import strategies as st
 from tileweave.errors import InputError
 from tileweave.planning.matmul import Entry, read_entries, tuned_entries
 
-CONFIG = {"kernel": "triton", "transport": "sm", "tile_m": 64, "tile_n": 64, "tile_k": 64, "num_stages": 3, "num_warps": 4}
+CONFIG = {
+    "kernel": "triton",
+    "transport": "sm",
+    "tile_m": 64,
+    "tile_n": 64,
+    "tile_k": 64,
+    "num_stages": 3,
+    "num_warps": 4,
+}
 ENTRY = {"rows": 64, "cols": 64, "depth": 64, "us": None, "config": CONFIG}
 
 
@@ -33,7 +42,12 @@ def test_shipped_tables_are_sound() -> None:
 def test_a_good_table() -> None:
     (entry,) = read_entries(table(us=3.5), "here")
     assert isinstance(entry, Entry)
-    assert (entry.us, entry.config.tile_m, entry.config.num_slices, entry.world_size) == (3.5, 64, 32, 4)
+    assert (entry.us, entry.config.tile_m, entry.config.num_slices, entry.world_size) == (
+        3.5,
+        64,
+        32,
+        4,
+    )
     assert read_entries(table(world_size=2), "here")[0].world_size == 2
 
 
@@ -75,7 +89,8 @@ def test_a_wrong_table(text: str) -> None:
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*ENTRY, *CONFIG, "entries"]), inner, max_size=6)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*ENTRY, *CONFIG, "entries"]), inner, max_size=6)
     ),
     max_leaves=12,
 )
@@ -87,7 +102,9 @@ def test_whatever_stands_there(data: object) -> None:
         assert all(isinstance(entry, Entry) for entry in read_entries(json.dumps(data), "here"))
 
 
-@pytest.mark.parametrize("name", ["../config", "/etc/passwd", "..", "a/b", "all_gather_matmul.json/..", "C:\\x", ""])
+@pytest.mark.parametrize(
+    "name", ["../config", "/etc/passwd", "..", "a/b", "all_gather_matmul.json/..", "C:\\x", ""]
+)
 def test_tables_are_named_after_operators(name: str) -> None:
     with pytest.raises(InputError, match="the name of an operator"):
         tuned_entries(name)

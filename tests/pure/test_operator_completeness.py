@@ -1,4 +1,5 @@
-"""Every public operator is whole: kernel, reference, fake, gradient, tests on CPU and GPUs, bench case, README row."""
+"""Every public operator is whole: kernel, reference, fake, gradient, tests on CPU and GPUs, bench
+case, README row."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ for_each_operator = pytest.mark.parametrize("op", OPERATORS)
 
 
 def is_registered(op: str, *dispatch_keys: str) -> bool:
-    """Whether `torch.ops.tileweave.<op>` has a kernel of its own, not a fallback, for one of the keys."""
+    """Whether `torch.ops.tileweave.<op>` has a kernel of its own, not a fallback, for one of the
+    keys."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return any(has_kernel(f"tileweave::{op}", key) for key in dispatch_keys)
 
@@ -74,7 +76,9 @@ def test_has_bench_case(op: str) -> None:
 
 @for_each_operator
 def test_is_in_the_readme(op: str) -> None:
-    assert re.search(rf"\b{op}\b", (ROOT / "README.md").read_text("utf-8")), f"README.md does not mention {op}"
+    assert re.search(rf"\b{op}\b", (ROOT / "README.md").read_text("utf-8")), (
+        f"README.md does not mention {op}"
+    )
 
 
 @for_each_operator
@@ -84,4 +88,6 @@ def test_has_fake(op: str) -> None:
 
 @for_each_operator
 def test_has_gradient(op: str) -> None:
-    assert is_registered(op, "Autograd", "AutogradCUDA", "AutogradCPU"), f"tileweave::{op} has no autograd registration"
+    assert is_registered(op, "Autograd", "AutogradCUDA", "AutogradCPU"), (
+        f"tileweave::{op} has no autograd registration"
+    )

@@ -45,7 +45,9 @@ problems = st.builds(
 )
 
 
-def problem(size: int = 4, rows: int = 512, cols: int = 2560, depth: int = 8192, dtype: str = "bfloat16") -> Problem:
+def problem(
+    size: int = 4, rows: int = 512, cols: int = 2560, depth: int = 8192, dtype: str = "bfloat16"
+) -> Problem:
     return Problem(size, rows, cols, depth, 4 if dtype == "float32" else 2, dtype)
 
 
@@ -88,13 +90,16 @@ def test_a_cpu_plan_can_run(p: Problem) -> None:
     assert plan.path == "fused"
     check_config(plan.config)
     assert plan.config.kernel == "triton"
-    assert plan.config.num_producers == 1, "interpreted programs run one after another: the first must push everything"
+    assert plan.config.num_producers == 1, (
+        "interpreted programs run one after another: the first must push everything"
+    )
 
 
 @thorough
 @given(problems, st.sampled_from([H200, CPU]))
 def test_ranks_plan_alike(p: Problem, machine: Machine) -> None:
-    """Transport, slices and the number of programs are part of the protocol: they may not depend on the rank."""
+    """Transport, slices and the number of programs are part of the protocol: they may not depend on
+    the rank."""
     assert "rank" not in inspect.signature(plan_all_gather_matmul).parameters
     plans = {plan_all_gather_matmul(replace(p), machine, interpreting=True) for _ in range(3)}
     assert len(plans) == 1
@@ -106,8 +111,14 @@ def test_ranks_plan_alike(p: Problem, machine: Machine) -> None:
 
 
 @thorough
-@given(problems, st.sampled_from([plan_all_to_all_matmul, plan_matmul_all_to_all]), st.sampled_from([H200, SMALL_GPU, CPU]))
-def test_every_exchange_has_a_plan(p: Problem, plan_for: Callable[..., Plan], machine: Machine) -> None:
+@given(
+    problems,
+    st.sampled_from([plan_all_to_all_matmul, plan_matmul_all_to_all]),
+    st.sampled_from([H200, SMALL_GPU, CPU]),
+)
+def test_every_exchange_has_a_plan(
+    p: Problem, plan_for: Callable[..., Plan], machine: Machine
+) -> None:
     """K of a part that no tile divides goes unfused, and says so."""
     plan = plan_for(p, machine, interpreting=False)
     assert plan.reason
@@ -138,26 +149,45 @@ def test_an_empty_dimension_is_unfused(machine: Machine, which: str) -> None:
 def test_rows_between_sectors_are_the_librarys_or_get_wider_tiles() -> None:
     """5000 bf16 are 16 bytes more than whole sectors; 5056 are whole lines."""
     by_shards, even, odd, few_tiles = (
-        plan_all_gather_matmul(problem(4, rows=rows, cols=cols, depth=k, dtype="bfloat16"), H200, False)
-        for rows, cols, k in ((2042, 5000, 5000), (2042, 5000, 5056), (1021, 5004, 5000), (1021, 2504, 5000))
+        plan_all_gather_matmul(
+            problem(4, rows=rows, cols=cols, depth=k, dtype="bfloat16"), H200, False
+        )
+        for rows, cols, k in (
+            (2042, 5000, 5000),
+            (2042, 5000, 5056),
+            (1021, 5004, 5000),
+            (1021, 2504, 5000),
+        )
     )
     assert by_shards.config is not None and even.config is not None and odd.config is not None
     assert (by_shards.config.kernel, by_shards.config.transport) == ("library", "copy_engine")
     assert "odd multiples" in by_shards.reason and "each shard" in str(by_shards)
     assert even.config.kernel == "hopper" and "odd multiples" not in even.reason
-    for wide in (odd, few_tiles):  # rows of the result that the library is slow with; shards with little work
-        assert wide.config is not None and (wide.config.kernel, wide.config.tile_n) == ("hopper", 256)
+    # rows of the result that the library is slow with; shards with little work
+    for wide in (odd, few_tiles):
+        assert wide.config is not None and (wide.config.kernel, wide.config.tile_n) == (
+            "hopper",
+            256,
+        )
         assert "wider tiles, for rows at odd multiples" in wide.reason
-    again = plan_all_gather_matmul(problem(4, rows=1021, cols=5004, depth=5000, dtype="bfloat16"), H200, False)
+    again = plan_all_gather_matmul(
+        problem(4, rows=1021, cols=5004, depth=5000, dtype="bfloat16"), H200, False
+    )
     assert again.config is odd.config, "calls are kept by the identity of their configuration"
-    few = plan_all_gather_matmul(problem(2, rows=8, cols=5000, depth=5000, dtype="bfloat16"), H200, False)
+    few = plan_all_gather_matmul(
+        problem(2, rows=8, cols=5000, depth=5000, dtype="bfloat16"), H200, False
+    )
     assert (
         few.config is not None
         and few.config.transport == "sm"
         and few.config in [e.config for e in tuned_entries("all_gather_matmul")]
     )
-    wide = plan_all_gather_matmul(problem(rows=2048, cols=2564, depth=8200), H200, False)  # measured with wide tiles
-    assert wide.config in [e.config for e in tuned_entries("all_gather_matmul")] and "odd multiples" not in wide.reason
+    # measured with wide tiles
+    wide = plan_all_gather_matmul(problem(rows=2048, cols=2564, depth=8200), H200, False)
+    assert (
+        wide.config in [e.config for e in tuned_entries("all_gather_matmul")]
+        and "odd multiples" not in wide.reason
+    )
 
 
 def test_float32_is_unfused_on_gpus_only() -> None:
@@ -190,18 +220,25 @@ def test_a_plan_reads_well() -> None:
 # --- Matmuls whose result is reduced ---
 
 REDUCTIONS = (plan_matmul_reduce_scatter, plan_matmul_all_reduce)
-each_reduction = pytest.mark.parametrize("plan_for", REDUCTIONS, ids=lambda plan_for: plan_for.__name__)
+each_reduction = pytest.mark.parametrize(
+    "plan_for", REDUCTIONS, ids=lambda plan_for: plan_for.__name__
+)
 
 
 def owned(p: Problem, plan_for: object) -> Problem:
-    """The problem with the rows of one owner: a reduce-scatter is asked with those, an all-reduce with all."""
-    return p if plan_for is plan_matmul_reduce_scatter else replace(p, rows=-(-p.rows // p.world_size))
+    """The problem with the rows of one owner: a reduce-scatter is asked with those, an all-reduce
+    with all."""
+    return (
+        p if plan_for is plan_matmul_reduce_scatter else replace(p, rows=-(-p.rows // p.world_size))
+    )
 
 
 @each_reduction
 @thorough
 @given(p=problems, machine=st.sampled_from([H200, SMALL_GPU, CPU]))
-def test_a_plan_of_a_reduction_can_run(plan_for: Callable[..., Plan], p: Problem, machine: Machine) -> None:
+def test_a_plan_of_a_reduction_can_run(
+    plan_for: Callable[..., Plan], p: Problem, machine: Machine
+) -> None:
     plan = plan_for(p, machine, interpreting=True)
     assert plan.reason
     assert (plan.config is not None) == (plan.path == "fused")
@@ -211,7 +248,9 @@ def test_a_plan_of_a_reduction_can_run(plan_for: Callable[..., Plan], p: Problem
     check_config(config)
     assert config.kernel != "hopper" or machine.arch == 90, "the Gluon kernel is Hopper's"
     if plan_for is plan_matmul_all_reduce:
-        assert config.kernel == ("triton" if config.shots == 1 else "library"), "two shots follow the library's matmul"
+        assert config.kernel == ("triton" if config.shots == 1 else "library"), (
+            "two shots follow the library's matmul"
+        )
     assert config.shots == 2 or p.rows <= config.tile_m, "one shot is one tile of rows"
     schedule = scatter_schedule_for(mine, config, p.world_size - 1, machine)
     assert 1 <= schedule.num_programs <= machine.num_sms, "programs must all be resident"
@@ -223,19 +262,26 @@ def test_a_plan_of_a_reduction_can_run(plan_for: Callable[..., Plan], p: Problem
         assert plan_for is plan_matmul_reduce_scatter, "the second shot is marked data"
         assert not schedule.spans_shards, "a copy engine takes whole tiles"
         assert schedule.chunks <= config.num_slices
-        assert 0 <= schedule.pitch - p.cols < 8 and schedule.pitch % 8 == 0, "rows begin where TMA can write"
+        assert 0 <= schedule.pitch - p.cols < 8 and schedule.pitch % 8 == 0, (
+            "rows begin where TMA can write"
+        )
 
 
 @each_reduction
 @thorough
 @given(p=problems, machine=st.sampled_from([H200, CPU]))
-def test_ranks_plan_reductions_alike(plan_for: Callable[..., Plan], p: Problem, machine: Machine) -> None:
+def test_ranks_plan_reductions_alike(
+    plan_for: Callable[..., Plan], p: Problem, machine: Machine
+) -> None:
     assert "rank" not in inspect.signature(plan_for).parameters
     plans = {plan_for(replace(p), machine, interpreting=True) for _ in range(3)}
     assert len(plans) == 1
     config = plans.pop().config
     if config is not None:
-        schedules = [scatter_schedule_for(owned(p, plan_for), config, rank, machine) for rank in range(p.world_size)]
+        schedules = [
+            scatter_schedule_for(owned(p, plan_for), config, rank, machine)
+            for rank in range(p.world_size)
+        ]
         assert len({replace(schedule, rank=0) for schedule in schedules}) == 1
 
 
@@ -257,14 +303,21 @@ def test_what_no_reduction_fuses(plan_for: Callable[..., Plan]) -> None:
 
 @pytest.mark.parametrize("cols", [2560, 2561])
 def test_many_rows_go_by_copy_engine(cols: int) -> None:
-    plans = [plan_matmul_reduce_scatter(problem(rows=rows, cols=cols), H200, False) for rows in (16, 2048)]
+    plans = [
+        plan_matmul_reduce_scatter(problem(rows=rows, cols=cols), H200, False)
+        for rows in (16, 2048)
+    ]
     assert [plan.config.transport for plan in plans] == ["sm", "copy_engine"]
 
 
 @pytest.mark.parametrize(
-    "plan_for", [plan_all_gather_matmul, plan_matmul_reduce_scatter], ids=lambda plan_for: plan_for.__name__
+    "plan_for",
+    [plan_all_gather_matmul, plan_matmul_reduce_scatter],
+    ids=lambda plan_for: plan_for.__name__,
 )
-def test_the_library_multiplies_where_rows_of_its_result_are_whole(plan_for: Callable[..., Plan]) -> None:
+def test_the_library_multiplies_where_rows_of_its_result_are_whole(
+    plan_for: Callable[..., Plan],
+) -> None:
     """Of 16 bytes: it takes 2 to 3 times as long elsewhere (decision 0110)."""
     for rows in (32, 64, 128):
         plans = [plan_for(problem(rows=rows, cols=cols), H200, False) for cols in (7168, 7164)]
@@ -273,36 +326,55 @@ def test_the_library_multiplies_where_rows_of_its_result_are_whole(plan_for: Cal
 
 def test_shards_lower_than_a_tile_do_not_go_by_copy_engine() -> None:
     """Where the nearest measured shape does."""
-    plans = [plan_matmul_reduce_scatter(problem(8, rows=rows, cols=1024, depth=2**16), H200, False) for rows in (127, 128)]
+    plans = [
+        plan_matmul_reduce_scatter(problem(8, rows=rows, cols=1024, depth=2**16), H200, False)
+        for rows in (127, 128)
+    ]
     assert [plan.config.transport for plan in plans] == ["sm", "copy_engine"]
 
 
 def test_few_rows_go_in_one_shot() -> None:
-    plans = [plan_matmul_all_reduce(problem(rows=rows, cols=8192), H200, False) for rows in (1, 16, 256, 512)]
+    plans = [
+        plan_matmul_all_reduce(problem(rows=rows, cols=8192), H200, False)
+        for rows in (1, 16, 256, 512)
+    ]
     assert [plan.config.shots for plan in plans] == [1, 1, 2, 2]
     assert [plan.config.kernel for plan in plans] == ["triton", "triton", "library", "library"]
     above = plan_matmul_all_reduce(problem(rows=MEASURED_ALL_REDUCE_ROWS + 1), H200, False)
     assert above.path == "unfused" and str(MEASURED_ALL_REDUCE_ROWS) in above.reason
-    assert plan_matmul_all_reduce(problem(rows=17, cols=64, depth=64), H200, False).config.tile_m == 32, "one tile of rows"
-    assert [plan_matmul_all_reduce(problem(rows=rows), CPU, True).config.shots for rows in (16, 17)] == [1, 2]
+    assert (
+        plan_matmul_all_reduce(problem(rows=17, cols=64, depth=64), H200, False).config.tile_m == 32
+    ), "one tile of rows"
+    assert [
+        plan_matmul_all_reduce(problem(rows=rows), CPU, True).config.shots for rows in (16, 17)
+    ] == [1, 2]
 
 
 # --- Exchanges ---
 
 
 def test_parts_of_ragged_columns_go_unfused() -> None:
-    plans = [plan_matmul_all_to_all(problem(rows=512, cols=cols), H200, False) for cols in (2560, 2564)]
+    plans = [
+        plan_matmul_all_to_all(problem(rows=512, cols=cols), H200, False) for cols in (2560, 2564)
+    ]
     assert [plan.path for plan in plans] == ["fused", "unfused"] and "16 bytes" in plans[1].reason
 
 
 def test_parts_lower_than_the_tiles_that_fit_go_unfused() -> None:
-    plans = [plan_all_to_all_matmul(problem(8, rows=rows, depth=192), H200, False) for rows in (127, 128)]
+    plans = [
+        plan_all_to_all_matmul(problem(8, rows=rows, depth=192), H200, False) for rows in (127, 128)
+    ]
     assert [plan.path for plan in plans] == ["unfused", "fused"]
 
 
 # --- Measured shapes ---
 
-LARGE = (plan_all_gather_matmul, plan_matmul_reduce_scatter, plan_matmul_all_to_all, plan_all_to_all_matmul)
+LARGE = (
+    plan_all_gather_matmul,
+    plan_matmul_reduce_scatter,
+    plan_matmul_all_to_all,
+    plan_all_to_all_matmul,
+)
 
 
 @pytest.mark.parametrize("plan_for", LARGE, ids=lambda plan_for: plan_for.__name__)
@@ -319,13 +391,17 @@ def test_a_world_of_as_many_ranks_decides_between_equal_shapes() -> None:
 
 def test_rows_decide_most_about_which_shape_is_near() -> None:
     config = tuned_entries("all_gather_matmul")[0].config
-    far, near, farther = (Entry(*sizes, None, config) for sizes in ((2048, 512, 512), (1024, 1536, 512), (1024, 512, 2560)))
+    far, near, farther = (
+        Entry(*sizes, None, config)
+        for sizes in ((2048, 512, 512), (1024, 1536, 512), (1024, 512, 2560))
+    )
     for shapes, nearer in (((far, near, farther), near), ((farther, far), far)):
         assert nearest("", 4, 1024, 512, 512, entries=shapes) is nearer
 
 
 def test_shards_beyond_32_bits_go_unfused() -> None:
     plans = [
-        plan_all_gather_matmul(problem(4, rows=rows, cols=512, depth=4096), H200, False) for rows in (2**19 - 2**10, 2**19)
+        plan_all_gather_matmul(problem(4, rows=rows, cols=512, depth=4096), H200, False)
+        for rows in (2**19 - 2**10, 2**19)
     ]
     assert [plan.path for plan in plans] == ["fused", "unfused"] and "32 bits" in plans[1].reason

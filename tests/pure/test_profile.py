@@ -12,7 +12,17 @@ import pytest
 from tileweave.planning.schedules.gather import TileSchedule
 from tileweave.profile.metrics import e_overlap, geometric_mean, limit_ratio, speed_up
 from tileweave.profile.timing import turn
-from tileweave.profile.trace import OWN_CLOCKS, SEVERAL, SHARED_CLOCK, Event, Trace, chrome, decode, merge, summary
+from tileweave.profile.trace import (
+    OWN_CLOCKS,
+    SEVERAL,
+    SHARED_CLOCK,
+    Event,
+    Trace,
+    chrome,
+    decode,
+    merge,
+    summary,
+)
 
 
 def schedule(rank: int = 0, rows: int = 32, programs: int = 2) -> TileSchedule:
@@ -47,7 +57,9 @@ def test_decode_tells_pushes_waits_and_computations() -> None:
 
 def test_a_wait_behind_a_computation_is_no_wait() -> None:
     plan = schedule(programs=1)
-    stamps = [[0, 0, 0, 0], [10, 10, 100, 1], [20, 80, 150, 2]] + [[0, 0, 0, 0]] * (plan.max_units() - 2)
+    stamps = [[0, 0, 0, 0], [10, 10, 100, 1], [20, 80, 150, 2]] + [[0, 0, 0, 0]] * (
+        plan.max_units() - 2
+    )
     events = decode(stamps, plan, 1, 1)
     assert [e.kind for e in events] == ["compute", "compute"]
     assert events[1].begin_ns == 100
@@ -99,22 +111,37 @@ def test_each_function_follows_each_other_as_often(count: int) -> None:
 # --- Pictures: what they say is there ---
 
 
-def picture_of(monkeypatch: pytest.MonkeyPatch, *traces: Trace) -> tuple[str, list[str], list[str], list[float]]:
+def picture_of(
+    monkeypatch: pytest.MonkeyPatch, *traces: Trace
+) -> tuple[str, list[str], list[str], list[float]]:
     """Heading, legend, titles of time lines, and the largest value of each scale of grey."""
     plot = pytest.importorskip("tileweave.profile.plot")
     drawn: list[Any] = []
-    monkeypatch.setattr(plot.Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
+    monkeypatch.setattr(
+        plot.Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure)
+    )
     plot.plot_traces(traces, "nowhere.png")
     (figure,) = drawn
     (legend,) = figure.legends
     scales = [axes.images[0].get_clim()[1] for axes in figure.axes if axes.images]
     cells = [text.get_text() for axes in figure.axes if axes.images for text in axes.texts]
     titles = [axes.get_title(loc="left") for axes in figure.axes if not axes.images]
-    return figure.get_suptitle(), [text.get_text() for text in legend.get_texts()] + cells, titles, scales
+    return (
+        figure.get_suptitle(),
+        [text.get_text() for text in legend.get_texts()] + cells,
+        titles,
+        scales,
+    )
 
 
-WAITS = merge("waits", [[Event(0, 0, "wait", 1, 0, 25_000)], [Event(1, 0, "wait", 0, 0, 494_000_000)]], True)
-ALL = [Event(0, -1, "push", 1, 0, 9), Event(0, 0, "compute", 0, 0, 9), Event(0, 0, "wait", 1, 9, 25_000)]
+WAITS = merge(
+    "waits", [[Event(0, 0, "wait", 1, 0, 25_000)], [Event(1, 0, "wait", 0, 0, 494_000_000)]], True
+)
+ALL = [
+    Event(0, -1, "push", 1, 0, 9),
+    Event(0, 0, "compute", 0, 0, 9),
+    Event(0, 0, "wait", 1, 9, 25_000),
+]
 
 
 def test_a_picture_of_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,9 +153,17 @@ def test_a_picture_of_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_picture_names_all_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    heading, words, titles, scales = picture_of(monkeypatch, merge("all", [ALL, ALL[1:2]], True), WAITS)
-    assert heading == "Who pushed, who computed, who waited for whom" and titles[0] == "all" and "waits only" in titles[1]
-    assert any("copies" in word and "sender's colour" in word for word in words) and "push by the kernel" not in str(words)
+    heading, words, titles, scales = picture_of(
+        monkeypatch, merge("all", [ALL, ALL[1:2]], True), WAITS
+    )
+    assert (
+        heading == "Who pushed, who computed, who waited for whom"
+        and titles[0] == "all"
+        and "waits only" in titles[1]
+    )
+    assert any(
+        "copies" in word and "sender's colour" in word for word in words
+    ) and "push by the kernel" not in str(words)
     assert "compute on rows of that rank" in words and "blank: not recorded" in words
     assert {"25.0 us", "494 ms"} <= set(words), "a matrix has values of both units"
     assert len(set(scales)) == 1, "one scale of grey"

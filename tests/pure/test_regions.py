@@ -13,8 +13,12 @@ def test_regions_are_lent_while_one_stays_free() -> None:
     regions = Regions(3)
     assert regions.choose(False) == (0, True)
     assert not regions.captured, "beside captures nothing is reserved"
-    assert [regions.choose(True) for _ in range(2)] == [(0, True), (1, True)], "a capture gets none that another one had"
-    assert regions.choose(True) == regions.choose(False) == (2, False), "one is never lent, nor a capture's"
+    assert [regions.choose(True) for _ in range(2)] == [(0, True), (1, True)], (
+        "a capture gets none that another one had"
+    )
+    assert regions.choose(True) == regions.choose(False) == (2, False), (
+        "one is never lent, nor a capture's"
+    )
     assert regions.captured == {0, 1}
     regions = Regions(2)
     regions.held.add(0)

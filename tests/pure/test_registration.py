@@ -33,11 +33,18 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("on", "made_current"), [(0, []), (3, [3]), (-1, [])], ids=["current", "another", "CPU"])
-def test_an_operator_runs_on_the_device_of_its_tensors(entered: list[Any], on: int, made_current: list[int]) -> None:
-    """One that is on the CPU, beside others that are not, is what the operator's own checks refuse."""
+@pytest.mark.parametrize(
+    ("on", "made_current"), [(0, []), (3, [3]), (-1, [])], ids=["current", "another", "CPU"]
+)
+def test_an_operator_runs_on_the_device_of_its_tensors(
+    entered: list[Any], on: int, made_current: list[int]
+) -> None:
+    """One that is on the CPU, beside others that are not, is what the operator's own checks
+    refuse."""
     seen = []
-    run = registry._as_given(SCHEMA, "cuda", lambda *args, out: seen.append((args, out, torch.cuda.current_device())))
+    run = registry._as_given(
+        SCHEMA, "cuda", lambda *args, out: seen.append((args, out, torch.cuda.current_device()))
+    )
     x = SimpleNamespace(get_device=lambda: on, device=on)
     run([], x, [1, 2], "", out=7)
     assert entered == made_current
@@ -46,5 +53,9 @@ def test_an_operator_runs_on_the_device_of_its_tensors(entered: list[Any], on: i
 
 def test_arguments_of_a_schema() -> None:
     assert registry._arguments(SCHEMA) == [
-        ["Tensor[]", "tables"], ["Tensor", "x"], ["int[]", "sizes"], ["str", "group_name"], ["Tensor(a!)", "out"],
-    ]  # fmt: skip
+        ["Tensor[]", "tables"],
+        ["Tensor", "x"],
+        ["int[]", "sizes"],
+        ["str", "group_name"],
+        ["Tensor(a!)", "out"],
+    ]

@@ -1,6 +1,8 @@
-"""Meetings to map symmetric memory: ranks with different histories understand each other, and nobody waits for ever.
+"""Meetings to map symmetric memory: ranks with different histories understand each other, and
+nobody waits for ever.
 
-Where there are no GPUs nothing can be mapped; what torch's C++ sends through the store is played here.
+Where there are no GPUs nothing can be mapped; what torch's C++ sends through the store is played
+here.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from tileweave.transport.torch_collectives import agree
 
 
 class Exchange:
-    """What torch does in a rendezvous: messages under a number that counts all it ever sent in this process."""
+    """What torch does in a rendezvous: messages under a number that counts all it ever sent in this
+    process."""
 
     def __init__(self, sent_before: int, one_by_one: bool = False) -> None:
         self.number, self.one_by_one = sent_before, one_by_one  # torch 2.11 asks one by one
@@ -54,7 +57,9 @@ class Exchange:
 
 def on_ranks(size: int, function: Callable[[int], object]) -> list:
     with ThreadPoolExecutor(size) as pool:
-        return [job.result(timeout=30) for job in [pool.submit(function, rank) for rank in range(size)]]
+        return [
+            job.result(timeout=30) for job in [pool.submit(function, rank) for rank in range(size)]
+        ]
 
 
 @pytest.mark.parametrize("one_by_one", [True, False], ids=["2.11", "2.13"])
@@ -65,7 +70,8 @@ def test_histories_do_not_matter(histories: tuple[int, ...], one_by_one: bool) -
     def rank(me: int) -> list[list[bytes]]:
         messages, seen = Messages(dist.PrefixStore("group", common), "test", me), []
         exchange = Exchange(histories[me], one_by_one)
-        by_torch = dist.PrefixStore("torch", messages)  # calls our methods from C++, as a rendezvous does
+        # calls our methods from C++, as a rendezvous does
+        by_torch = dist.PrefixStore("torch", messages)
         for n in range(3):
             messages.start_round(n)
             seen.append(exchange.rendezvous(by_torch, me, size, bytes([n, me, 0, 255])))
@@ -73,7 +79,9 @@ def test_histories_do_not_matter(histories: tuple[int, ...], one_by_one: bool) -
         return seen
 
     first, *others = on_ranks(size, rank)
-    assert first[2] == [bytes([2, r, 0, 255]) for r in range(size)] + [bytes([2, r, 0, 255]) + b"!" for r in range(size)]
+    assert first[2] == [bytes([2, r, 0, 255]) for r in range(size)] + [
+        bytes([2, r, 0, 255]) + b"!" for r in range(size)
+    ]
     assert all(other == first for other in others)
 
 
@@ -84,7 +92,11 @@ def test_other_keys_pass() -> None:
     for key in keys:
         messages.set(key, key)
     assert messages.multi_get(keys) == [key.encode() for key in keys]
-    assert messages.check(["word"]) and messages.get("word") == b"word" and messages.add("count", 2) == 2
+    assert (
+        messages.check(["word"])
+        and messages.get("word") == b"word"
+        and messages.add("count", 2) == 2
+    )
     messages.start_round(2)
     assert not messages.check(["word"]), "a round does not see another's messages"
 
@@ -127,7 +139,9 @@ def test_texts_of_all_ranks(world: dist.ProcessGroup, monkeypatch: pytest.Monkey
     assert [meeting.exchange(text) for text in texts] == [[text] for text in texts]
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.2")
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    with pytest.raises(tw.PeerTimeout, match=r"mapping symmetric memory: rank 0 waited 0\.2 s for rank 1"):
+    with pytest.raises(
+        tw.PeerTimeout, match=r"mapping symmetric memory: rank 0 waited 0\.2 s for rank 1"
+    ):
         meeting.exchange("the other rank does not come")
     meeting.close()
 
@@ -163,7 +177,9 @@ def said(function: Callable[..., object], *args: object) -> str:
 def test_a_meeting_that_was_given_up_is_not_taken_for_a_new_one(three: list[Rank]) -> None:
     """Rank 1 gives up twice; then all come: with a number, and texts, of their own."""
     for n in range(2):
-        assert "PeerTimeout: a call: rank 1 waited 1 s for rank 0" in said(meet, f"old {n}", three[1], "a call")
+        assert "PeerTimeout: a call: rank 1 waited 1 s for rank 0" in said(
+            meet, f"old {n}", three[1], "a call"
+        )
     found = on_ranks(3, lambda rank: meet(f"new {rank}", three[rank], "a call"))
     assert found == [(3, ["new 0", "new 1", "new 2"])] * 3
 
@@ -191,14 +207,23 @@ def test_who_closed_waits_for_those_who_have_not(three: list[Rank]) -> None:
     first, second, third = on_ranks(3, again)
     assert second == [right]
     for found in (first, third):
-        assert "PeerTimeout" in found[0] and "rank 1, which has closed its workspace" in found[0] and found[1] == right
+        assert (
+            "PeerTimeout" in found[0]
+            and "rank 1, which has closed its workspace" in found[0]
+            and found[1] == right
+        )
 
 
 def test_who_memory_is_made_for_and_who_compares_calls_are_told_alike(three: list[Rank]) -> None:
     texts = Texts(three[0])  # type: ignore[arg-type]
-    calls = [lambda: texts.exchange("memory|1||"), *[lambda rank=rank: agree("a call", three[rank]) for rank in (1, 2)]]  # type: ignore[arg-type,misc]
+    calls = [
+        lambda: texts.exchange("memory|1||"),
+        *[lambda rank=rank: agree("a call", three[rank]) for rank in (1, 2)],
+    ]  # type: ignore[arg-type,misc]
     one, *others = on_ranks(3, lambda rank: said(calls[rank]))
-    assert one.startswith("RankMismatchError: asked: rank 0: the first call of an operator, where the other ranks have a call")
+    assert one.startswith(
+        "RankMismatchError: asked: rank 0: the first call of an operator, where the other ranks have a call"
+    )
     assert others == [one, one]
 
 
@@ -218,8 +243,11 @@ class Held:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("late", [True, False], ids=["behind the others", "before them"])
-def test_a_time_out_as_the_last_one_comes_is_one_for_all_or_for_none(three, monkeypatch, late: bool, error: type) -> None:
-    """Rank 2's wait runs out when all texts are there: of the others nobody goes on alone, into a collective."""
+def test_a_time_out_as_the_last_one_comes_is_one_for_all_or_for_none(
+    three, monkeypatch, late: bool, error: type
+) -> None:
+    """Rank 2's wait runs out when all texts are there: of the others nobody goes on alone, into a
+    collective."""
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.3")
     decided, real = threading.Event(), dist.PrefixStore
 
@@ -229,7 +257,9 @@ def test_a_time_out_as_the_last_one_comes_is_one_for_all_or_for_none(three, monk
 
     def rank_of(rank: int) -> str:
         def held(prefix: str, store: dist.Store) -> Held:
-            return Held(real(prefix, store), given_up if rank == 2 else lambda: late or decided.wait(10))
+            return Held(
+                real(prefix, store), given_up if rank == 2 else lambda: late or decided.wait(10)
+            )
 
         stores.store = held
         try:
@@ -241,7 +271,9 @@ def test_a_time_out_as_the_last_one_comes_is_one_for_all_or_for_none(three, monk
                 decided.set()
 
     stores = threading.local()
-    monkeypatch.setattr(rendezvous.dist, "PrefixStore", lambda prefix, store: stores.store(prefix, store))
+    monkeypatch.setattr(
+        rendezvous.dist, "PrefixStore", lambda prefix, store: stores.store(prefix, store)
+    )
     found = on_ranks(3, rank_of)
     met = "['0', '1', '2']"
     if late:  # somebody has gone on already

@@ -1,4 +1,5 @@
-"""Tiles that go to owners: each partial is made once, in the order in which it is sent, and the device's copy says the same."""
+"""Tiles that go to owners: each partial is made once, in the order in which it is sent, and the
+device's copy says the same."""
 
 from __future__ import annotations
 
@@ -42,9 +43,13 @@ def scatter_schedules(draw: st.DrawFn) -> ScatterSchedule:
 def test_each_partial_is_in_one_tile(schedule: ScatterSchedule) -> None:
     covered: Counter[tuple[int, int]] = Counter()
     for first_row, row_limit, col in map(schedule.place, range(schedule.num_tiles)):
-        covered.update((row, col) for row in range(first_row, min(first_row + schedule.tile_m, row_limit)))
+        covered.update(
+            (row, col) for row in range(first_row, min(first_row + schedule.tile_m, row_limit))
+        )
     rows = schedule.world_size * schedule.rows
-    assert covered == Counter((row, col) for row in range(rows) for col in range(schedule.tile_cols))
+    assert covered == Counter(
+        (row, col) for row in range(rows) for col in range(schedule.tile_cols)
+    )
 
 
 def turns_of(schedule: ScatterSchedule) -> list[tuple[int, int]]:
@@ -55,24 +60,36 @@ def turns_of(schedule: ScatterSchedule) -> list[tuple[int, int]]:
 
 @thorough
 @given(scatter_schedules())
-def test_owners_come_as_they_are_pushed_to_and_the_own_tiles_last(schedule: ScatterSchedule) -> None:
+def test_owners_come_as_they_are_pushed_to_and_the_own_tiles_last(
+    schedule: ScatterSchedule,
+) -> None:
     tiles = [schedule.place(tile) for tile in range(schedule.num_tiles)]
     if schedule.spans_shards:
         other = replace(schedule, rank=(schedule.rank + 1) % schedule.world_size)
-        assert tiles == [other.place(tile) for tile in range(other.num_tiles)], "the same on every rank"
+        assert tiles == [other.place(tile) for tile in range(other.num_tiles)], (
+            "the same on every rank"
+        )
         return
     owners = [first_row // schedule.rows for first_row, _, _ in tiles]
     order = [(owner, schedule.chunk_bounds(chunk)) for owner, chunk in turns_of(schedule)]
-    assert owners == [owner for owner, (first, end) in order for _ in range((end - first) * schedule.tile_cols)]
-    assert all(limit == (owner + 1) * schedule.rows for owner, (_, limit, _) in zip(owners, tiles, strict=True))
+    assert owners == [
+        owner for owner, (first, end) in order for _ in range((end - first) * schedule.tile_cols)
+    ]
+    assert all(
+        limit == (owner + 1) * schedule.rows
+        for owner, (_, limit, _) in zip(owners, tiles, strict=True)
+    )
 
 
 @thorough
 @given(scatter_schedules())
 def test_chunks_follow_each_other(schedule: ScatterSchedule) -> None:
-    """What a copy engine takes at once is made at once, and as many tiles as it waits for are in it."""
+    """What a copy engine takes at once is made at once, and as many tiles as it waits for are in
+    it."""
     bounds = [schedule.chunk_bounds(chunk) for chunk in range(schedule.chunks)]
-    assert [row for first, end in bounds for row in range(first, end)] == list(range(schedule.tile_rows))
+    assert [row for first, end in bounds for row in range(first, end)] == list(
+        range(schedule.tile_rows)
+    )
     if schedule.spans_shards:
         return
     tile = 0
@@ -80,9 +97,13 @@ def test_chunks_follow_each_other(schedule: ScatterSchedule) -> None:
         first, end = bounds[chunk]
         count = (end - first) * schedule.tile_cols
         step = (owner - schedule.rank - 1) % schedule.world_size
-        assert [schedule.turn(tile + i) for i in range(count)] == [(step, chunk, i) for i in range(count)]
+        assert [schedule.turn(tile + i) for i in range(count)] == [
+            (step, chunk, i) for i in range(count)
+        ]
         places = [schedule.place(tile + i) for i in range(count)]
-        rows = {(first_row - owner * schedule.rows) // schedule.tile_m for first_row, _, _ in places}
+        rows = {
+            (first_row - owner * schedule.rows) // schedule.tile_m for first_row, _, _ in places
+        }
         assert rows == set(range(first, end))
         assert len(set(places)) == count
         tile += count
@@ -104,18 +125,30 @@ def test_a_slot_has_room_for_every_peer(schedule: ScatterSchedule) -> None:
 def test_each_k_block_of_each_partial_is_done_once(schedule: ScatterSchedule) -> None:
     units = [unit for program in range(schedule.num_programs) for unit in schedule.units(program)]
     done = Counter((unit.tile, k) for unit in units for k in range(unit.k_begin, unit.k_end))
-    assert done == Counter((tile, k) for tile in range(schedule.num_tiles) for k in range(schedule.k_blocks))
+    assert done == Counter(
+        (tile, k) for tile in range(schedule.num_tiles) for k in range(schedule.k_blocks)
+    )
 
 
 def device_place_out(s: ScatterSchedule, tile: int) -> tuple[int, int, int]:
-    """What the kernels make of ``language/tile.place_out``; they get ``chunk_rows`` cut to ``tile_rows``."""
+    """What the kernels make of ``device/triton/tiles.py:place_out``; they get ``chunk_rows`` cut to
+    ``tile_rows``."""
     from tileweave.device.triton import tiles as device
 
     place_out = next(source for source in device.SOURCES if source.__name__ == "place_out")
     numbers = (
-        s.rank, s.world_size, s.rows, s.tile_m, s.group_m, s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows,
-        s.tile_cols, s.k_blocks,
-    )  # fmt: skip
+        s.rank,
+        s.world_size,
+        s.rows,
+        s.tile_m,
+        s.group_m,
+        s.num_tiles,
+        min(s.chunk_rows, s.tile_rows),
+        s.team,
+        s.tile_rows,
+        s.tile_cols,
+        s.k_blocks,
+    )
     return place_out(device.OwnerTiles(*map(Word, numbers), s.split_tail), Word(tile))
 
 
@@ -129,6 +162,8 @@ def test_the_device_places_tiles_of_owners_alike(schedule: ScatterSchedule) -> N
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="device/triton/tiles.py needs triton")
 def test_the_largest_scatter_fits_int32() -> None:
-    schedule = ScatterSchedule(7, 8, 32768, 131072, 65536, 64, 64, 32, 8, 132, True, team=2, chunk_rows=16)
+    schedule = ScatterSchedule(
+        7, 8, 32768, 131072, 65536, 64, 64, 32, 8, 132, True, team=2, chunk_rows=16
+    )
     for tile in (0, 1, schedule.num_tiles // 2, schedule.num_tiles - 1):
         assert device_place_out(schedule, tile) == schedule.place(tile)

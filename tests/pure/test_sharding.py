@@ -1,4 +1,5 @@
-"""Who owns which table: every column once, memory kept, and neither reading nor sending left to one rank."""
+"""Who owns which table: every column once, memory kept, and neither reading nor sending left to one
+rank."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ import tileweave as tw
 from tileweave.ops.embedding.bag_all_to_all_fused import group_of, spans_of
 from tileweave.planning.sharding import EmbeddingLayout, TableSpec, gradient_carrier, plan_sharding
 
-MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)  # MLPerf's DLRM-v2
+# MLPerf's DLRM-v2
+MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 
 dims = st.sampled_from((4, 8, 64, 96, 128))
-tables = st.lists(st.builds(TableSpec, st.just("t"), st.integers(1, 10**6), dims, st.floats(0, 200)), max_size=30)
+tables = st.lists(
+    st.builds(TableSpec, st.just("t"), st.integers(1, 10**6), dims, st.floats(0, 200)), max_size=30
+)
 
 
 @given(tables=tables, ranks=st.integers(1, 8), itemsize=st.sampled_from((2, 4)))
@@ -56,27 +60,41 @@ def table(*sizes: Any) -> TableSpec:
 @pytest.mark.parametrize(
     "wrong",
     [
-        ([GOOD], 0), ([GOOD], -1), ([GOOD], 2.0), ([GOOD], 2, 0), ([GOOD, ("t", 10, 8)], 2),
+        ([GOOD], 0),
+        ([GOOD], -1),
+        ([GOOD], 2.0),
+        ([GOOD], 2, 0),
+        ([GOOD, ("t", 10, 8)], 2),
         *(([GOOD, table(*sizes)], 2) for sizes in ROWS_AND_DIM),
         *(([GOOD, table(10, 8, pooling)], 2) for pooling in (math.nan, math.inf, -1.0, None)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_sizes_that_are_none(wrong: tuple) -> None:
     with pytest.raises(tw.InputError, match="1 at least"):
         plan_sharding(*wrong)
 
 
-@given(rows=st.integers(1, 1000), pooling=st.floats(1, 100), ranks=st.integers(1, 8), each=st.integers(1, 4))
-def test_equal_tables_are_shared_out_evenly(rows: int, pooling: float, ranks: int, each: int) -> None:
+@given(
+    rows=st.integers(1, 1000),
+    pooling=st.floats(1, 100),
+    ranks=st.integers(1, 8),
+    each=st.integers(1, 4),
+)
+def test_equal_tables_are_shared_out_evenly(
+    rows: int, pooling: float, ranks: int, each: int
+) -> None:
     plan = plan_sharding([TableSpec("t", rows, 64, pooling)] * (ranks * each), ranks)
     assert {len(plan.of_rank(rank)) for rank in range(ranks)} == {each}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_small_tables_do_not_all_go_where_little_is_read(ranks: int) -> None:
-    """Half of all lookups are of one table: whoever does not have it must not get nearly all columns instead."""
-    plan = plan_sharding([TableSpec(f"t{i}", 10**6, 128, n) for i, n in enumerate(MULTI_HOT)], ranks)
+    """Half of all lookups are of one table: whoever does not have it must not get nearly all
+    columns instead."""
+    plan = plan_sharding(
+        [TableSpec(f"t{i}", 10**6, 128, n) for i, n in enumerate(MULTI_HOT)], ranks
+    )
     read, sent = ([of(rank) for rank in range(ranks)] for of in (plan.bytes_read, plan.bytes_sent))
     assert max(read) <= 1.1 * sum(read) / ranks
     assert max(sent) <= 1.1 * sum(sent) / ranks
@@ -98,7 +116,9 @@ def test_the_first_table_travels_by_itself_and_the_others_in_even_groups(tables:
 def test_tables_that_touch_are_one_copy() -> None:
     layout = EmbeddingLayout(((0, 64, 96), (72, 128, 160)), ((64, 8, 32), (24, 32, 16)))
     assert spans_of(layout, 0, 0, 2) == [(0, 0, 64)]
-    assert spans_of(layout, 0, 1, 2) == [(64, 64, 8), (96, 72, 32)], "not side by side in the gradient"
+    assert spans_of(layout, 0, 1, 2) == [(64, 64, 8), (96, 72, 32)], (
+        "not side by side in the gradient"
+    )
     assert spans_of(layout, 1, 0, 2) == [(72, 0, 24)]
     assert spans_of(layout, 1, 1, 2) == [(128, 24, 48)], "one behind the other, here and there"
     for owner in (0, 1):
@@ -108,7 +128,12 @@ def test_tables_that_touch_are_one_copy() -> None:
 
 @pytest.mark.parametrize(
     ("dims", "batch", "carrier"),
-    [((128, 128), 65536, "copy_engine"), ((128, 128), 2048, "sm"), ((128, 32), 65536, "sm"), ((), 65536, "sm")],
+    [
+        ((128, 128), 65536, "copy_engine"),
+        ((128, 128), 2048, "sm"),
+        ((128, 32), 65536, "sm"),
+        ((), 65536, "sm"),
+    ],
 )
 def test_who_carries_gradients(dims: tuple[int, ...], batch: int, carrier: str) -> None:
     layout = EmbeddingLayout.in_rank_order([dims] * 4)

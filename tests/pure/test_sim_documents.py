@@ -40,15 +40,36 @@ model: {layers: 2, hidden: 1024, ffn: 4096, heads: 16, kv_heads: 16, vocab: 3200
 
 # (text, what the message must say)
 BAD = {
-    "field": ("workload: train\nmodel: llama2-70b\ntpp: 4\n", ("line 3", "field tpp", "'tp'", "micro_batch")),
-    "value": ("workload: train\nmodel: llama2-70b\n\ntp: 400\n", ("line 4", "field tp", "400", "from 1 to 64")),
-    "type": ("workload: train\nmodel: llama2-70b\ntp: four\n", ("line 3", "field tp", "'four'", "whole number")),
+    "field": (
+        "workload: train\nmodel: llama2-70b\ntpp: 4\n",
+        ("line 3", "field tpp", "'tp'", "micro_batch"),
+    ),
+    "value": (
+        "workload: train\nmodel: llama2-70b\n\ntp: 400\n",
+        ("line 4", "field tp", "400", "from 1 to 64"),
+    ),
+    "type": (
+        "workload: train\nmodel: llama2-70b\ntp: four\n",
+        ("line 3", "field tp", "'four'", "whole number"),
+    ),
     "boolean": ("workload: train\nmodel: llama2-70b\ntp: true\n", ("line 3", "field tp", "True")),
-    "choice": ("workload: trian\nmodel: llama2-70b\n", ("line 1", "field workload", "'trian'", "'train'", "dlrm")),
-    "model": ("workload: train\nmodel: llama2\n", ("line 2", "field model", "llama2-70b", "gpt3-175b")),
+    "choice": (
+        "workload: trian\nmodel: llama2-70b\n",
+        ("line 1", "field workload", "'trian'", "'train'", "dlrm"),
+    ),
+    "model": (
+        "workload: train\nmodel: llama2\n",
+        ("line 2", "field model", "llama2-70b", "gpt3-175b"),
+    ),
     "missing": ("workload: train\ntp: 2\n", ("line 1", "no field 'model'", "add `model: ...`")),
-    "twice": ("workload: train\nmodel: llama2-70b\ntp: 2\ntp: 4\n", ("line 4", "field tp", "twice")),
-    "inner": ("workload: train\nmodel: llama2-70b\ncluster:\n  device: h100\n  nodes: 0\n", ("line 5", "field cluster.nodes")),
+    "twice": (
+        "workload: train\nmodel: llama2-70b\ntp: 2\ntp: 4\n",
+        ("line 4", "field tp", "twice"),
+    ),
+    "inner": (
+        "workload: train\nmodel: llama2-70b\ncluster:\n  device: h100\n  nodes: 0\n",
+        ("line 5", "field cluster.nodes"),
+    ),
     "device": (
         "workload: train\nmodel: llama2-70b\ncluster: {device: h1000}\n",
         ("line 3", "cluster.device", "h100", "mi300x"),
@@ -59,7 +80,10 @@ BAD = {
     "indent": ("workload: train\n  model: x\n", ("line 2", "YAML")),
     "empty": ("", ("line 1", "empty")),
     "no mapping": ("- a\n- b\n", ("line 1", "workload")),
-    "no workload": ("model: llama2-70b\n", ("line 1", "no field 'workload'", "train, serve, moe, dlrm")),
+    "no workload": (
+        "model: llama2-70b\n",
+        ("line 1", "no field 'workload'", "train, serve, moe, dlrm"),
+    ),
 }
 
 
@@ -77,7 +101,11 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "good.yaml"
     path.write_text(GOOD, "utf-8")
     scenario = read_scenario(path)
-    assert (scenario.workload.tp, scenario.workload.pp, scenario.workload.model.hidden) == (4, 2, 8192)  # type: ignore[union-attr]
+    assert (scenario.workload.tp, scenario.workload.pp, scenario.workload.model.hidden) == (
+        4,
+        2,
+        8192,
+    )  # type: ignore[union-attr]
     assert scenario.cluster.world_size == 32 and scenario.cluster.network.nic_rate == 2e10
     assert scenario.cluster.network.latency == pytest.approx(3e-6)
     with pytest.raises(InputError, match="a YAML file that exists"):
@@ -108,23 +136,33 @@ def test_degrees_that_do_not_fit_say_so() -> None:
 
 def test_every_preset_names_its_source() -> None:
     assert all(len(device.source) > 20 for device in presets()["devices"].values())
-    assert {"a100-pcie", "a100", "h800", "h100", "h200", "mi210", "mi300x", "b200"} <= set(presets()["devices"])
+    assert {"a100-pcie", "a100", "h800", "h100", "h200", "mi210", "mi300x", "b200"} <= set(
+        presets()["devices"]
+    )
     rates = {round(network.nic_rate * 8 / 1e9) for network in presets()["networks"].values()}
     assert {100, 200, 400, 800} <= rates
 
 
-@pytest.mark.parametrize(("device", "network"), [("h200", "ib-400"), ("h200", "torus-200"), ("mi300x", "ib-400")])
+@pytest.mark.parametrize(
+    ("device", "network"), [("h200", "ib-400"), ("h200", "torus-200"), ("mi300x", "ib-400")]
+)
 def test_astra_networks_come_back(tmp_path: Path, device: str, network: str) -> None:
     cluster = make_cluster(device, network, 16)
     astra.export(cluster, Costs(cluster.device), tmp_path)
     again = astra.read_network(tmp_path / "network.yml", cluster.device, Costs(cluster.device))
     assert again.device.link_rate == pytest.approx(cluster.device.link_rate, rel=1e-3)
     assert again.device.inside == cluster.device.inside
-    assert (again.nodes, again.gpus_per_node, again.network.topology) == (16, 8, cluster.network.topology)
+    assert (again.nodes, again.gpus_per_node, again.network.topology) == (
+        16,
+        8,
+        cluster.network.topology,
+    )
     rate = cluster.network.nic_rate * cluster.network.fraction
     assert again.network.nic_rate * again.network.fraction == pytest.approx(rate, rel=1e-3)
     assert again.network.latency == pytest.approx(cluster.network.latency, rel=1e-3)
-    (tmp_path / "bad.yml").write_text("topology: [ Rong ]\nnpus_count: [ 4 ]\nbandwidth: [ 1 ]\nlatency: [ 1 ]\n", "utf-8")
+    (tmp_path / "bad.yml").write_text(
+        "topology: [ Rong ]\nnpus_count: [ 4 ]\nbandwidth: [ 1 ]\nlatency: [ 1 ]\n", "utf-8"
+    )
     with pytest.raises(InputError, match=r"line 1, field topology.0.*Ring, Switch, FullyConnected"):
         astra.read_network(tmp_path / "bad.yml", cluster.device, Costs(cluster.device))
 
@@ -148,7 +186,9 @@ def test_options_are_read_as_a_file_would_be(command: list[str], said: str) -> N
 def test_every_option_says_what_it_is(command: str) -> None:
     made = get_command(app).commands[command]  # type: ignore[attr-defined]
     assert not [option.name for option in made.params if not option.help]
-    assert ("seq" in {option.name for option in made.params}) == (command in ("train", "serve", "moe"))
+    assert ("seq" in {option.name for option in made.params}) == (
+        command in ("train", "serve", "moe")
+    )
     if command == "train":
         said = CliRunner().invoke(app, ["train", "--recompute", "some"])
         assert said.exit_code == 2 and "full" in said.output
@@ -164,7 +204,9 @@ def test_a_sweep_keeps_the_batch_of_a_node() -> None:
 
 
 def test_a_sweep_of_few_nodes_begins_with_one() -> None:
-    found = sweep(scenario_of(parse_document("workload: dlrm\nmodel: dlrm-ours\ncluster: {nodes: 3}\n", "x")))
+    found = sweep(
+        scenario_of(parse_document("workload: dlrm\nmodel: dlrm-ours\ncluster: {nodes: 3}\n", "x"))
+    )
     assert [nodes for nodes, _ in found] == [1, 3, 6]
 
 
@@ -192,7 +234,9 @@ def test_what_is_no_calibration_is_named(tmp_path: Path, text: str) -> None:
     assert isinstance(done.exception, InputError) and "asked: calibration" in str(done.exception)
 
 
-@pytest.mark.parametrize("command", [["dlrm", "--out"], ["dlrm", "--export"], ["trust", "--out"], ["calibrate"]])
+@pytest.mark.parametrize(
+    "command", [["dlrm", "--out"], ["dlrm", "--export"], ["trust", "--out"], ["calibrate"]]
+)
 def test_places_are_tried_before_the_work(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "file").touch()
     done = CliRunner().invoke(app, [*command, str(tmp_path / "file" / "x")])

@@ -1,4 +1,5 @@
-"""Exchanges in the simulator: the kernels' own chunks and parts, waits where the kernel waits, and collectives as curves."""
+"""Exchanges in the simulator: the kernels' own chunks and parts, waits where the kernel waits, and
+collectives as curves."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from itertools import pairwise
 import pytest
 
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import MatmulConfig, Problem, exchange_schedule_for, scatter_schedule_for, schedule_for
+from tileweave.planning.matmul import (
+    MatmulConfig,
+    Problem,
+    exchange_schedule_for,
+    scatter_schedule_for,
+    schedule_for,
+)
 from tileweave.planning.schedules.gather import Parts, TileSchedule
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.sim.collectives import Group, collective_time, protocol_of
@@ -30,18 +37,29 @@ def slower(factor: float) -> Cluster:
     return replace(FOUR, device=replace(FOUR.device, link_rate=FOUR.device.link_rate / factor))
 
 
-def run_of(config: MatmulConfig, m: int, cluster: Cluster = FOUR) -> tuple[TileSchedule, Parts, KernelRun]:
-    problem = Problem(4, m, 4096, 2048, 2, "bfloat16")  # a rank's x [M, K / 4], rows scattered, columns gathered
+def run_of(
+    config: MatmulConfig, m: int, cluster: Cluster = FOUR
+) -> tuple[TileSchedule, Parts, KernelRun]:
+    # a rank's x [M, K / 4], rows scattered, columns gathered
+    problem = Problem(4, m, 4096, 2048, 2, "bfloat16")
     schedule, parts = exchange_schedule_for(problem, config, Exchange(0, 1), 0, H200)
-    return schedule, parts, exchange_matmul(schedule, parts, config, COSTS, cluster, False, record=True)
+    return (
+        schedule,
+        parts,
+        exchange_matmul(schedule, parts, config, COSTS, cluster, False, record=True),
+    )
 
 
-@pytest.mark.parametrize(("config", "m"), [(ENGINE, 4096), (ENGINE, 2048), (KERNEL, 256), (KERNEL, 1024)])
+@pytest.mark.parametrize(
+    ("config", "m"), [(ENGINE, 4096), (ENGINE, 2048), (KERNEL, 256), (KERNEL, 1024)]
+)
 def test_parts_side_by_side_are_computed_by_the_kernels_units(config: MatmulConfig, m: int) -> None:
     schedule, parts, run = run_of(config, m)
     assert parts.side_by_side and schedule.depth == 8192
     done = Counter((event.program, event.tile) for event in run.events if event.kind == "compute")
-    assert done == Counter((p, unit.tile) for p in range(schedule.num_programs) for unit in schedule.units(p))
+    assert done == Counter(
+        (p, unit.tile) for p in range(schedule.num_programs) for unit in schedule.units(p)
+    )
     pushes = [event for event in run.events if event.kind == "push"]
     if config.transport == "copy_engine":  # chunk by chunk, in each to all peers in turn; one line
         assert [event.peer for event in pushes] == [1, 2, 3] * parts.chunks and parts.chunks == 2
@@ -52,8 +70,15 @@ def test_parts_side_by_side_are_computed_by_the_kernels_units(config: MatmulConf
 
 def test_the_first_tiles_wait_for_the_first_chunk_only() -> None:
     schedule, parts, run = run_of(ENGINE, 4096, slower(4.0))
-    arrived = {(i // 3, event.peer): event.end for i, event in enumerate(e for e in run.events if e.kind == "push")}
-    rows = {unit.tile: unit.first_row for p in range(schedule.num_programs) for unit in schedule.units(p)}
+    arrived = {
+        (i // 3, event.peer): event.end
+        for i, event in enumerate(e for e in run.events if e.kind == "push")
+    }
+    rows = {
+        unit.tile: unit.first_row
+        for p in range(schedule.num_programs)
+        for unit in schedule.units(p)
+    }
     waits = [event for event in run.events if event.kind == "wait"]
     assert {rows[event.tile] // parts.chunk_rows for event in waits} == {0, 1}
     for event in waits:  # each ends when its source's chunk is there, and not when all is
@@ -69,11 +94,15 @@ def test_slow_links_bound_an_exchange_and_fast_ones_leave_its_matmul() -> None:
 
 def test_pulls_end_the_call_of_a_matmul_before_an_exchange() -> None:
     schedule = scatter_schedule_for(Problem(4, 1024, 2560, 4096, 2, "bfloat16"), ENGINE, 0, H200)
-    run = scatter_matmul(schedule, "keep", COSTS, slower(8.0), False, record=True, by_engine=True, by_columns=True)
+    run = scatter_matmul(
+        schedule, "keep", COSTS, slower(8.0), False, record=True, by_engine=True, by_columns=True
+    )
     pushes = [event for event in run.events if event.kind == "push"]
     assert Counter(event.peer for event in pushes) == dict.fromkeys((1, 2, 3), schedule.chunks)
     assert run.inner == pytest.approx(max(event.end for event in pushes))
-    made = scatter_matmul(schedule, "keep", COSTS, slower(0.01), False, by_engine=True, by_columns=True).inner
+    made = scatter_matmul(
+        schedule, "keep", COSTS, slower(0.01), False, by_engine=True, by_columns=True
+    ).inner
     assert made < 1.6 * COSTS.matmul(1024, 10240, 4096) < run.inner
 
 
@@ -92,17 +121,28 @@ def test_warps_that_push_do_not_keep_others_from_multiplying() -> None:
     for config in (hopper, replace(hopper, kernel="triton")):
         schedule = schedule_for(problem, config, 0, H200)
         run = gather_matmul(schedule, config, COSTS, FOUR, True, record=True)
-        begins = [event.begin for event in run.events if event.kind == "compute" and event.program < config.num_producers]
+        begins = [
+            event.begin
+            for event in run.events
+            if event.kind == "compute" and event.program < config.num_producers
+        ]
         times[config.kernel] = (min(begins), run.inner)
-    assert times["hopper"][0] == 0.0 < times["triton"][0] and times["hopper"][1] < times["triton"][1]
+    assert (
+        times["hopper"][0] == 0.0 < times["triton"][0] and times["hopper"][1] < times["triton"][1]
+    )
 
 
 def test_exchanges_are_planned_as_the_library_plans_them() -> None:
     ops = Operators(FOUR)
     behind, before = Exchange(1, 0), Exchange(0, 1)
-    assert ops.fused_matmul_all_to_all(behind, 4, 4096, 10240, 4096) < ops.fused_matmul_all_to_all(behind, 4, 4096, 24576, 4096)
-    assert ops.fused_all_to_all_matmul(before, 4, 4096, 4096, 2048) < ops.fused_all_to_all_matmul(before, 4, 16384, 4096, 2048)
-    below = ops.fused_all_to_all_matmul(Exchange(1, 0), 4, 4096, 4096, 2048)  # parts below each other: an all-gather's tiles
+    assert ops.fused_matmul_all_to_all(behind, 4, 4096, 10240, 4096) < ops.fused_matmul_all_to_all(
+        behind, 4, 4096, 24576, 4096
+    )
+    assert ops.fused_all_to_all_matmul(before, 4, 4096, 4096, 2048) < ops.fused_all_to_all_matmul(
+        before, 4, 16384, 4096, 2048
+    )
+    # parts below each other: an all-gather's tiles
+    below = ops.fused_all_to_all_matmul(Exchange(1, 0), 4, 4096, 4096, 2048)
     assert below > ops.costs.matmul(16384, 4096, 512)
 
 
@@ -111,7 +151,9 @@ def test_exchanges_are_planned_as_the_library_plans_them() -> None:
 
 def test_a_curve_goes_through_its_knots_and_stays_outside() -> None:
     curve = Curve("all_gather", 4, 1e-5, (1e6, 4e6, 1.6e7), (0.2, 0.1, 0.4))
-    assert [curve.fraction(n) for n in (1.0, 1e6, 4e6, 1.6e7, 1e12)] == pytest.approx([0.2, 0.2, 0.1, 0.4, 0.4])
+    assert [curve.fraction(n) for n in (1.0, 1e6, 4e6, 1.6e7, 1e12)] == pytest.approx(
+        [0.2, 0.2, 0.1, 0.4, 0.4]
+    )
     assert curve.fraction(2e6) == pytest.approx((0.2 * 0.1) ** 0.5)
 
 
@@ -119,7 +161,19 @@ def test_each_world_has_its_own_curve_and_larger_ones_a_step_more() -> None:
     two = Curve("all_gather", 2, 1e-5, (1e6,), (0.5,))
     four = Curve("all_gather", 4, 1.4e-5, (1e6,), (0.6,))
     c = replace(COSTS.c, nccl=(four, two))
-    assert [protocol_of(c, "all_gather", 1e6, ranks).fraction for ranks in (2, 3, 4, 8)] == [0.5, 0.6, 0.6, 0.6]
-    times = [collective_time("all_gather", 1.0, Group(n), with_gpus(make_cluster("h200"), n), c, graph=True) for n in (2, 4, 8)]
-    assert times == pytest.approx([1e-5, 1.4e-5, 2.2e-5], rel=1e-3)  # 2 us for each of four steps more
-    assert protocol_of(c, "all_gather", 1e6, 4).latency == pytest.approx(COSTS.c.nccl_eager + 8e-6)  # before its three steps
+    assert [protocol_of(c, "all_gather", 1e6, ranks).fraction for ranks in (2, 3, 4, 8)] == [
+        0.5,
+        0.6,
+        0.6,
+        0.6,
+    ]
+    times = [
+        collective_time(
+            "all_gather", 1.0, Group(n), with_gpus(make_cluster("h200"), n), c, graph=True
+        )
+        for n in (2, 4, 8)
+    ]
+    # 2 us for each of four steps more
+    assert times == pytest.approx([1e-5, 1.4e-5, 2.2e-5], rel=1e-3)
+    # before its three steps
+    assert protocol_of(c, "all_gather", 1e6, 4).latency == pytest.approx(COSTS.c.nccl_eager + 8e-6)

@@ -1,4 +1,5 @@
-"""Fused expert operators in the simulator: routing on average, tiles of the schedules, links and memory as limits."""
+"""Fused expert operators in the simulator: routing on average, tiles of the schedules, links and
+memory as limits."""
 
 from __future__ import annotations
 
@@ -53,16 +54,21 @@ def combine(tokens: int, cluster: Cluster = FOUR, skew: float = 1.0) -> float:
 
 @pytest.mark.parametrize(("tokens", "draws"), [(1, 600), (8, 300), (64, 60)])
 def test_routing_on_average_is_what_drawing_it_gives(tokens: int, draws: int) -> None:
-    """Against drawn batches: rows of the busiest rank, experts that are hit, tokens that a rank is sent."""
+    """Against drawn batches: rows of the busiest rank, experts that are hit, tokens that a rank is
+    sent."""
     p, drawn = dispatch_of(tokens), random.Random(7)
     busiest, hit, reached = [], [], []
     for _ in range(draws):
         chosen = [drawn.sample(range(128), 8) for _ in range(4 * tokens)]
-        rows = [sum(expert // 32 == rank for token in chosen for expert in token) for rank in range(4)]
+        rows = [
+            sum(expert // 32 == rank for token in chosen for expert in token) for rank in range(4)
+        ]
         most = rows.index(max(rows))
         busiest.append(max(rows))
         hit.append(len({expert for token in chosen for expert in token if expert // 32 == most}))
-        reached.append(sum(any(expert // 32 == 0 for expert in token) for token in chosen) / len(chosen))
+        reached.append(
+            sum(any(expert // 32 == 0 for expert in token) for token in chosen) / len(chosen)
+        )
     routing = Routing(p)
     assert routing.rows() == pytest.approx(sum(busiest) / draws, rel=0.06, abs=1.1)
     assert len(routing.offsets()) - 1 == pytest.approx(sum(hit) / draws, rel=0.08)
@@ -88,7 +94,14 @@ def test_weights_bound_few_tokens_and_multiplications_many(run: object) -> None:
 @pytest.mark.parametrize("run", [dispatch, combine])
 def test_links_bound_both_where_they_are_slow(run: object) -> None:
     p, width = (dispatch_of(4096), 4096) if run is dispatch else (combine_of(4096), 4096)
-    wire = 3 * 4096 * Routing(p).reached(32) * width * 2 / (FOUR.device.link_rate * COSTS.c.push_fraction)
+    wire = (
+        3
+        * 4096
+        * Routing(p).reached(32)
+        * width
+        * 2
+        / (FOUR.device.link_rate * COSTS.c.push_fraction)
+    )
     assert run(4096, slower(100.0)) == pytest.approx(100.0 * wire, rel=0.05)  # type: ignore[operator]
     assert run(4096, slower(0.01)) < run(4096) < run(4096, slower(8.0))  # type: ignore[operator]
 
@@ -101,7 +114,9 @@ def test_skew_costs_time() -> None:
 def test_kernels_inside_a_node_and_a_pipeline_through_nodes() -> None:
     ops = Operators(FOUR)
     inside = ops.dispatch_grouped(Group(4), 4096, 8, 128, 3072, 4096)
-    assert isclose(inside.fused, min(ops.fused_dispatch_grouped(4, 4096, 8, 128, 3072, 4096), inside.unfused))
+    assert isclose(
+        inside.fused, min(ops.fused_dispatch_grouped(4, 4096, 8, 128, 3072, 4096), inside.unfused)
+    )
     both = Operators(make_cluster("h200", nodes=2))
     for time in (
         both.dispatch_grouped(Group(8, 2), 4096, 8, 128, 3072, 4096),
@@ -116,10 +131,22 @@ def test_one_rank_has_nobody_to_send_to() -> None:
     assert times.seconds("unfused") == times.seconds("fused") == times.seconds("bound")
     assert "exposed communication" not in times.timelines["fused"].phases()
     ops = Operators(FOUR)
-    combine, expected = ops.grouped_combine(Group(1), 64, 8, 128, 4096, 1536), ops.reduce_top_k(64, 8, 4096)
-    assert combine.unfused == combine.compute == pytest.approx(ops.costs.grouped_matmul(128, 4, 4096, 1536) + expected)
+    combine, expected = (
+        ops.grouped_combine(Group(1), 64, 8, 128, 4096, 1536),
+        ops.reduce_top_k(64, 8, 4096),
+    )
+    assert (
+        combine.unfused
+        == combine.compute
+        == pytest.approx(ops.costs.grouped_matmul(128, 4, 4096, 1536) + expected)
+    )
     small = replace(alone.workload, model=replace(known_experts("mixtral-8x7b"), layers=4))  # type: ignore[type-var]
-    assert {one.name for one in advise(replace(alone, workload=small)).candidates} == {"ep 1", "ep 2", "ep 4", "ep 8"}
+    assert {one.name for one in advise(replace(alone, workload=small)).candidates} == {
+        "ep 1",
+        "ep 2",
+        "ep 4",
+        "ep 8",
+    }
 
 
 def test_attention_is_as_wide_as_its_heads() -> None:
@@ -131,7 +158,10 @@ def test_attention_is_as_wide_as_its_heads() -> None:
     weights = 94 * 4096 * (128 / 4 * 3 * 1536 + (2 * 64 + 2 * 4) * 128)
     assert memory_of(Scenario("moe", work, FOUR)) == 2 * weights
     wide, narrow = (
-        simulate_all(Scenario("moe", replace(work, model=replace(qwen, head_dim=columns)), FOUR), modes=("fused",))
+        simulate_all(
+            Scenario("moe", replace(work, model=replace(qwen, head_dim=columns)), FOUR),
+            modes=("fused",),
+        )
         for columns in (128, 0)
     )
     phases = [found.timelines["fused"].phases() for found in (wide, narrow)]
@@ -146,10 +176,16 @@ def test_the_lookups_kernel_is_bound_by_memory_or_links_and_torchs_by_elements()
     bags, row = 524288, 512.0
     ops, costs = Operators(FOUR), COSTS
     rate = costs.c.own_memory * FOUR.device.memory_rate
-    assert costs.own_lookup(bags, bags * 32, row) == pytest.approx(bags * 33 * (row + 8) / rate, rel=0.01)
+    assert costs.own_lookup(bags, bags * 32, row) == pytest.approx(
+        bags * 33 * (row + 8) / rate, rel=0.01
+    )
     sent = 3 / 4 * bags * row / (FOUR.device.link_rate * costs.c.push_fraction)
     assert ops.fused_embedding(4, bags, 1, row) == pytest.approx(sent, rel=0.08)
-    assert ops.fused_embedding(4, bags, 32, row) == pytest.approx(costs.own_lookup(bags, bags * 32, row), rel=0.03)
+    assert ops.fused_embedding(4, bags, 32, row) == pytest.approx(
+        costs.own_lookup(bags, bags * 32, row), rel=0.03
+    )
     half, whole = (costs.lookup(bags, bags * 8, 128.0 * itemsize, itemsize) for itemsize in (2, 4))
     assert half > 0.8 * whole  # as many elements
-    assert ops.embedding_all_to_all(Group(4), bags, 8, row, itemsize=4).fused == ops.fused_embedding(4, bags, 8, row)
+    assert ops.embedding_all_to_all(
+        Group(4), bags, 8, row, itemsize=4
+    ).fused == ops.fused_embedding(4, bags, 8, row)

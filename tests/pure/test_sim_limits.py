@@ -27,7 +27,10 @@ def operators(world: int, experts: int) -> dict[str, OpTime]:
     ops, group = Operators(make_cluster("h200", gpus_per_node=world)), Group(world)
     return {
         "all_gather": ops.all_gather_matmul(world, 4096, 4096, 8192),
-        **{kind: ops.matmul_scatter(kind, world, 256, 8192, 4096) for kind in ("reduce_scatter", "all_reduce", "all_to_all")},
+        **{
+            kind: ops.matmul_scatter(kind, world, 256, 8192, 4096)
+            for kind in ("reduce_scatter", "all_reduce", "all_to_all")
+        },
         "embedding": ops.embedding_all_to_all(group, 16384, 8.0, 256.0),
         "dispatch": ops.dispatch_grouped(group, 1024, 4, experts, 4096, 4096),
         "combine": ops.grouped_combine(group, 1024, 4, experts, 4096, 2048),
@@ -51,12 +54,15 @@ def test_sixteen_ranks_of_a_node_gain_nothing_and_a_note_says_why(kind: str) -> 
     made = {
         "train": lambda: Scenario("train", training.by_name("llama2-70b", tp=16), SIXTEEN),
         "prefill": lambda: Scenario("serve", serving.by_name("llama3-70b", tp=16), SIXTEEN),
-        "decode": lambda: Scenario("serve", serving.by_name("llama3-70b", tp=16, phase="decode", batch=16), SIXTEEN),
+        "decode": lambda: Scenario(
+            "serve", serving.by_name("llama3-70b", tp=16, phase="decode", batch=16), SIXTEEN
+        ),
         "moe": lambda: Scenario("moe", moe.by_name("qwen3-235b", ep=16), SIXTEEN),
         "dlrm": lambda: Scenario("dlrm", dlrm.by_name("dlrm-ours"), SIXTEEN),
     }
     scenario = made[kind]()
-    if kind == "prefill":  # where rows scattered and gathered are faster than an all-reduce, and nothing is fused
+    # where rows scattered and gathered are faster than an all-reduce, and nothing is fused
+    if kind == "prefill":
         scenario = replace(scenario, cluster=make_cluster("a100", gpus_per_node=16))
     found = simulate_all(scenario)
     assert found.seconds("fused") == found.seconds("unfused") >= found.seconds("bound")
@@ -67,8 +73,12 @@ def test_sixteen_ranks_of_a_node_gain_nothing_and_a_note_says_why(kind: str) -> 
 
 
 def test_serving_takes_one_node_and_says_so() -> None:
-    found = {nodes: simulate_all(Scenario("serve", serving.by_name("llama3-70b"), make_cluster("h200", nodes=nodes)))
-             for nodes in (1, 2)}  # fmt: skip
+    found = {
+        nodes: simulate_all(
+            Scenario("serve", serving.by_name("llama3-70b"), make_cluster("h200", nodes=nodes))
+        )
+        for nodes in (1, 2)
+    }
     assert found[1].seconds("fused") == found[2].seconds("fused")
     assert not any("nodes" in note for note in found[1].notes)
     assert [note for note in found[2].notes if "node" in note] == [
@@ -114,8 +124,11 @@ OWN = {
         "workload: dlrm\nmodel: {tables: 3, rows: 9, dim: 8, pooling: 2, batch_per_gpu: 1, dense: 1, bottom: [], top: [1]}\n",
         ("line 2", "bottom"),
     ),
-    "a control character": ("workload: train\nmodel: llama2-70b\x01\n", ("line 2", "x0001", "YAML")),
-}  # fmt: skip
+    "a control character": (
+        "workload: train\nmodel: llama2-70b\x01\n",
+        ("line 2", "x0001", "YAML"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -132,7 +145,9 @@ def test_what_cannot_exist_is_refused_where_it_stands(name: str) -> None:
 @pytest.mark.parametrize("vocab", [3, 50257])
 def test_a_vocabulary_is_padded_to_what_ranks_share(workload: str, vocab: int) -> None:
     model = f"{{layers: 2, hidden: 1024, ffn: 1024, heads: 8, kv_heads: 8, vocab: {vocab}, seq: 3}}"
-    found = simulate_all(scenario_of(parse_document(f"workload: {workload}\nmodel: {model}\ntp: 8\n", "x")))
+    found = simulate_all(
+        scenario_of(parse_document(f"workload: {workload}\nmodel: {model}\ntp: 8\n", "x"))
+    )
     assert 0 < found.seconds("bound") <= found.seconds("fused") <= found.seconds("unfused")
 
 

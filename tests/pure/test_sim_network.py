@@ -1,4 +1,5 @@
-"""The simulator's links and collectives: shares, symmetry against an explicit simulation, closed forms."""
+"""The simulator's links and collectives: shares, symmetry against an explicit simulation, closed
+forms."""
 
 from __future__ import annotations
 
@@ -25,17 +26,37 @@ def network(topology: str, **fields: object) -> Network:
     return Network(topology, 50e9, 1.0, 0.0, topology, **fields)  # type: ignore[arg-type]
 
 
-def timed(kind: str, nbytes: float, group: Group, cluster: Cluster, algorithm: str = "auto", slices: int = 1) -> float:
+def timed(
+    kind: str,
+    nbytes: float,
+    group: Group,
+    cluster: Cluster,
+    algorithm: str = "auto",
+    slices: int = 1,
+) -> float:
     env, seen = simpy.Environment(), view(cluster, 1.0)
     links = Links(env, seen.capacities)
-    env.run(env.process(run_sliced(env, links, lambda: phases(kind, nbytes / slices, group, seen, PLAIN, algorithm), slices)))
+    env.run(
+        env.process(
+            run_sliced(
+                env,
+                links,
+                lambda: phases(kind, nbytes / slices, group, seen, PLAIN, algorithm),
+                slices,
+            )
+        )
+    )
     return float(env.now)
 
 
 def explicit(capacities: dict[str, float], flows: list[tuple[float, list[str]]]) -> float:
     """Every flow by itself over named links."""
     env = simpy.Environment()
-    env.run(Links(env, capacities).send([Flow(nbytes, dict.fromkeys(path, 1.0)) for nbytes, path in flows]))
+    env.run(
+        Links(env, capacities).send(
+            [Flow(nbytes, dict.fromkeys(path, 1.0)) for nbytes, path in flows]
+        )
+    )
     return float(env.now)
 
 
@@ -45,9 +66,17 @@ def test_shares_are_max_min_fair() -> None:
     assert [flow.rate for flow in flows] == [8.0, 2.0, 2.0]
 
 
-@given(st.lists(st.tuples(st.floats(1, 100), st.sets(st.sampled_from("abcd"), min_size=1)), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.floats(1, 100), st.sets(st.sampled_from("abcd"), min_size=1)),
+        min_size=1,
+        max_size=8,
+    )
+)
 @settings(max_examples=60, deadline=None)
-def test_no_link_is_overfull_and_every_flow_has_a_full_link(drawn: list[tuple[float, set[str]]]) -> None:
+def test_no_link_is_overfull_and_every_flow_has_a_full_link(
+    drawn: list[tuple[float, set[str]]],
+) -> None:
     capacities = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 7.0}
     flows = [Flow(nbytes, dict.fromkeys(path, 1.0)) for nbytes, path in drawn]
     share(flows, capacities)
@@ -55,7 +84,9 @@ def test_no_link_is_overfull_and_every_flow_has_a_full_link(drawn: list[tuple[fl
     assert all(used[link] <= capacities[link] * (1 + 1e-9) for link in capacities)
     for flow in flows:  # max-min: it cannot grow without taking from one that has no more than it
         full = [link for link in flow.loads if used[link] >= capacities[link] * (1 - 1e-9)]
-        assert any(flow.rate >= max(f.rate for f in flows if link in f.loads) * (1 - 1e-9) for link in full)
+        assert any(
+            flow.rate >= max(f.rate for f in flows if link in f.loads) * (1 - 1e-9) for link in full
+        )
 
 
 def test_a_flow_that_ends_leaves_its_share() -> None:
@@ -72,7 +103,10 @@ def test_late_flows_end_too() -> None:
     """Where the clock is coarser than what a flow has left, it must end all the same."""
     env = simpy.Environment(initial_time=1e6)
     links = Links(env, {"a": 3e9, "b": 7e9})
-    flows = [Flow(1.0 + i / 7, {"a": 1.0} if i % 2 else {"a": 1.0, "b": 3.0}, i * 1e-10) for i in range(20)]
+    flows = [
+        Flow(1.0 + i / 7, {"a": 1.0} if i % 2 else {"a": 1.0, "b": 3.0}, i * 1e-10)
+        for i in range(20)
+    ]
     env.run(links.send(flows))
     assert env.now == pytest.approx(1e6) and all(flow.done.triggered for flow in flows)
 
@@ -82,7 +116,9 @@ def test_one_rank_stands_for_all_of_a_switch() -> None:
     cluster = make_cluster("h200", network("fat_tree"), nodes, 1)
     capacities = {f"{way}{n}": 50e9 for way in ("out", "in") for n in range(nodes)}
     flows = [(1e9, [f"out{a}", f"in{b}"]) for a, b in product(range(nodes), repeat=2) if a != b]
-    assert timed("all_to_all", 1e9 * nodes, Group(1, nodes), cluster) == pytest.approx(explicit(capacities, flows))
+    assert timed("all_to_all", 1e9 * nodes, Group(1, nodes), cluster) == pytest.approx(
+        explicit(capacities, flows)
+    )
 
 
 @pytest.mark.parametrize("dims", [(4, 3), (5,), (2, 4), (3, 3, 2)])
@@ -103,7 +139,9 @@ def test_one_rank_stands_for_all_of_a_torus(dims: tuple[int, ...]) -> None:
                 at[axis] = (at[axis] + way) % side
         if path:
             flows.append((1e9, path))
-    assert timed("all_to_all", 1e9 * nodes, Group(1, nodes), cluster) == pytest.approx(explicit(capacities, flows))
+    assert timed("all_to_all", 1e9 * nodes, Group(1, nodes), cluster) == pytest.approx(
+        explicit(capacities, flows)
+    )
 
 
 def test_an_oversubscribed_tree_is_as_slow_as_its_uplinks() -> None:
@@ -115,7 +153,9 @@ def test_an_oversubscribed_tree_is_as_slow_as_its_uplinks() -> None:
         if a != b:
             far = [f"up{a // 2}", f"down{b // 2}"] if a // 2 != b // 2 else []
             flows.append((1e9, [f"out{a}", f"in{b}", *far]))
-    assert timed("all_to_all", 8e9, Group(1, 8), cluster) == pytest.approx(explicit(capacities, flows))
+    assert timed("all_to_all", 8e9, Group(1, 8), cluster) == pytest.approx(
+        explicit(capacities, flows)
+    )
 
 
 @pytest.mark.parametrize(("leaf", "slower"), [(2, 2.0), (1, 4.0), (4, 1.0)])
@@ -129,8 +169,11 @@ def test_a_ring_crosses_the_uplinks_once_a_leaf(leaf: int, slower: float) -> Non
         far = [f"up{a // leaf}", f"down{b // leaf}"] if a // leaf != b // leaf else []
         flows.append((7e9, [f"out{a}", f"in{b}", *far]))
     found = timed("all_gather", 8e9, Group(1, 8), cluster, "ring")
-    assert found == pytest.approx(explicit(capacities, flows)) and found == pytest.approx(slower * 7e9 / 50e9)
-    two = timed("all_gather", 8e9, Group(1, 2), cluster, "ring")  # neighbours: in one leaf, where two have room
+    assert found == pytest.approx(explicit(capacities, flows)) and found == pytest.approx(
+        slower * 7e9 / 50e9
+    )
+    # neighbours: in one leaf, where two have room
+    two = timed("all_gather", 8e9, Group(1, 2), cluster, "ring")
     assert two == pytest.approx((1.0 if leaf > 1 else 4.0) * 4e9 / 50e9)
 
 
@@ -138,11 +181,13 @@ def test_a_message_takes_the_links_between_its_ranks() -> None:
     tree = view(make_cluster("h200", network("fat_tree", leaf=2, oversubscription=4.0), 8), 1.0)
     assert message(tree, 1.0, 0, 3, 7.0).loads == {"up": 1.0, "down": 1.0}
     assert message(tree, 1.0, 0, 8, 7.0).loads == {"nic_out": 1.0, "nic_in": 1.0}  # in its leaf
-    crossing = message(tree, 1.0, 8, 16, 7.0).loads  # of the two nodes of a leaf one sends out of it
+    # of the two nodes of a leaf one sends out of it
+    crossing = message(tree, 1.0, 8, 16, 7.0).loads
     assert crossing == {"nic_out": 1.0, "nic_in": 1.0, "leaf_up": 8.0, "leaf_down": 8.0}
     assert message(tree, 1.0, 0, 32, 7.0).loads["leaf_up"] == 16.0
     shared = view(make_cluster("h200", network("rail", nics=2), 2), 1.0)
-    assert message(shared, 1.0, 0, 8, 7.0).loads == {"nic_out": 4.0, "nic_in": 4.0}  # eight GPUs, two NICs
+    # eight GPUs, two NICs
+    assert message(shared, 1.0, 0, 8, 7.0).loads == {"nic_out": 4.0, "nic_in": 4.0}
     (flow,) = between(message(tree, 1.0, 8, 16, 7.0), 1, 2)[0]
     assert flow.loads == {"1:nic_out": 1.0, "2:nic_in": 1.0, "1:leaf_up": 8.0, "2:leaf_down": 8.0}
     torus = view(make_cluster("h200", network("torus", dims=(1, 4)), 4), 1.0)
@@ -152,9 +197,16 @@ def test_a_message_takes_the_links_between_its_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("topology", "field"),
-    [("rail", {"leaf": 4}), ("rail", {"oversubscription": 2.0}), ("torus", {"nics": 8}), ("torus", {"leaf": 4}),
-     ("torus", {"oversubscription": 2.0}), ("fat_tree", {"dims": (2, 2)}), ("rail", {"dims": (2, 2)})],
-)  # fmt: skip
+    [
+        ("rail", {"leaf": 4}),
+        ("rail", {"oversubscription": 2.0}),
+        ("torus", {"nics": 8}),
+        ("torus", {"leaf": 4}),
+        ("torus", {"oversubscription": 2.0}),
+        ("fat_tree", {"dims": (2, 2)}),
+        ("rail", {"dims": (2, 2)}),
+    ],
+)
 def test_fields_of_other_topologies_are_refused(topology: str, field: dict[str, object]) -> None:
     with pytest.raises(InputError, match=f"{next(iter(field))} of a network that is a {topology}"):
         make_cluster("h200", network(topology, **field), 4)
@@ -172,7 +224,12 @@ def test_a_mesh_is_limited_by_its_pairs() -> None:
 def test_collectives_inside_a_node_have_their_closed_forms(size: int) -> None:
     cluster = with_gpus(make_cluster("h200"), size)
     one = 1e9 * (size - 1) / size / 450e9
-    for kind, times in (("all_gather", 1), ("reduce_scatter", 1), ("all_to_all", 1), ("all_reduce", 2)):
+    for kind, times in (
+        ("all_gather", 1),
+        ("reduce_scatter", 1),
+        ("all_to_all", 1),
+        ("all_reduce", 2),
+    ):
         for algorithm in ("direct", "ring") if kind != "all_to_all" else ("direct",):
             assert timed(kind, 1e9, Group(size), cluster, algorithm) == pytest.approx(times * one)
 
@@ -180,7 +237,8 @@ def test_collectives_inside_a_node_have_their_closed_forms(size: int) -> None:
 def test_a_ring_through_nodes_sends_once_a_node_over_the_nic_and_a_hierarchy_less() -> None:
     cluster = make_cluster("h200", network("fat_tree"), 4, 8)
     ring = timed("all_reduce", 1e9, Group(8, 4), cluster, "ring")
-    # of 8 ranks one sends to the next node: its NIC carries the whole ring's flow, but the model spreads it over the 8 NICs
+    # of 8 ranks one sends to the next node: its NIC carries the whole ring's flow, but the model
+    # spreads it over the 8 NICs
     assert ring == pytest.approx(2 * 1e9 * 31 / 32 / min(8 * 50e9, 450e9 * 8 / 7))
     hierarchical = timed("all_reduce", 1e9, Group(8, 4), cluster, "hierarchical")
     inside, between = 2 * 1e9 * 7 / 8 / 450e9, 2 * (1e9 / 8) * 3 / 4 / 50e9
@@ -189,7 +247,9 @@ def test_a_ring_through_nodes_sends_once_a_node_over_the_nic_and_a_hierarchy_les
 
 def test_slices_pipeline_through_the_phases() -> None:
     cluster = make_cluster("h200", network("fat_tree"), 4, 8)
-    whole, cut = (timed("all_reduce", 1e9, Group(8, 4), cluster, "hierarchical", n) for n in (1, 16))
+    whole, cut = (
+        timed("all_reduce", 1e9, Group(8, 4), cluster, "hierarchical", n) for n in (1, 16)
+    )
     longest = max(1e9 * 7 / 8 / 450e9, (1e9 / 8) * 3 / 4 / 50e9) * 2
     assert longest < cut < 0.75 * whole
 
@@ -202,7 +262,9 @@ def test_latency_is_paid_once_a_message_and_grows_with_hops() -> None:
 
 def test_both_protocols_and_monotony() -> None:
     cluster = with_gpus(make_cluster("h200"), 4)
-    times = [collective_time("all_gather", float(1 << b), Group(4), cluster, C) for b in range(10, 31)]
+    times = [
+        collective_time("all_gather", float(1 << b), Group(4), cluster, C) for b in range(10, 31)
+    ]
     assert all(a < b for a, b in zip(times, times[1:]))  # noqa: B905, RUF007
     assert times[-1] / times[-2] == pytest.approx(2.0, rel=0.05)
     assert times[0] > 1e-6
@@ -218,7 +280,8 @@ def test_groups_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_symmetric_all_to_all_costs_no_more_than_its_classes() -> None:
-    """Replicated symmetry: one class of flows on a switch however many ranks; on a torus about the sum of its sides."""
+    """Replicated symmetry: one class of flows on a switch however many ranks; on a torus about the
+    sum of its sides."""
     counts = []
     for nodes in (64, 1024):
         switch = make_cluster("h200", network("fat_tree"), nodes, 1)

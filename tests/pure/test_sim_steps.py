@@ -1,4 +1,5 @@
-"""Steps, tiles and exports: what is simulated adds up, uses the kernels' own maps, and comes back from its traces."""
+"""Steps, tiles and exports: what is simulated adds up, uses the kernels' own maps, and comes back
+from its traces."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ import pytest
 
 from tileweave.errors import InputError
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import MatmulConfig, Problem, nearest, scatter_schedule_for, schedule_for
+from tileweave.planning.matmul import (
+    MatmulConfig,
+    Problem,
+    nearest,
+    scatter_schedule_for,
+    schedule_for,
+)
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
 from tileweave.sim import chakra, dlrm, moe, perfetto, replay, serving, training
@@ -41,7 +48,8 @@ def part(seconds: float, phase: str = "work", exposed: float = 0.0) -> Part:
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols", "depth"), [(16, 2560, 8192), (128, 2560, 8192), (512, 2560, 8192), (1024, 7168, 8192)]
+    ("rows", "cols", "depth"),
+    [(16, 2560, 8192), (128, 2560, 8192), (512, 2560, 8192), (1024, 7168, 8192)],
 )
 def test_a_gather_does_the_units_of_the_kernels_schedule(rows: int, cols: int, depth: int) -> None:
     problem = Problem(4, rows, cols, depth, 2, "bfloat16")
@@ -49,7 +57,9 @@ def test_a_gather_does_the_units_of_the_kernels_schedule(rows: int, cols: int, d
     schedule = schedule_for(problem, config, 0, Machine("x", "cuda", 90, 132))
     run = gather_matmul(schedule, config, COSTS, FOUR, False, record=True)
     done = Counter((event.program, event.tile) for event in run.events if event.kind == "compute")
-    wanted = Counter((p, unit.tile) for p in range(schedule.num_programs) for unit in schedule.units(p))
+    wanted = Counter(
+        (p, unit.tile) for p in range(schedule.num_programs) for unit in schedule.units(p)
+    )
     assert done == wanted
     pushes = [event for event in run.events if event.kind == "push"]
     if config.transport == "copy_engine":
@@ -68,14 +78,23 @@ def test_slower_links_and_lost_programs_cost_time() -> None:
     slow = replace(FOUR, device=replace(FOUR.device, link_rate=FOUR.device.link_rate / 8))
     assert fused(slow) > 1.5 * fused(FOUR)
     few = replace(
-        FOUR, device=replace(FOUR.device, num_sms=66, flops=FOUR.device.flops / 2, memory_rate=FOUR.device.memory_rate / 2)
+        FOUR,
+        device=replace(
+            FOUR.device,
+            num_sms=66,
+            flops=FOUR.device.flops / 2,
+            memory_rate=FOUR.device.memory_rate / 2,
+        ),
     )
-    assert fused(few, 8192) > 1.6 * fused(FOUR, 8192)  # many waves: of 2048 rows whole tiles fill three or five
+    # many waves: of 2048 rows whole tiles fill three or five
+    assert fused(few, 8192) > 1.6 * fused(FOUR, 8192)
 
 
 def scattered(m: int, n: int, k: int) -> ScatterSchedule:
     config = MatmulConfig("triton", "sm", 128, 128, 64, 4, 8)
-    return scatter_schedule_for(Problem(4, m // 4, n, k, 2, "bfloat16"), config, 0, Machine("x", "cuda", 90, 132))
+    return scatter_schedule_for(
+        Problem(4, m // 4, n, k, 2, "bfloat16"), config, 0, Machine("x", "cuda", 90, 132)
+    )
 
 
 @pytest.mark.parametrize("combine", ["sum", "sum_and_gather", "one_shot", "keep"])
@@ -84,7 +103,9 @@ def test_a_scatter_does_the_units_of_the_kernels_schedule(combine: Any, m: int) 
     schedule = scattered(m, 4096, 2048)
     run = scatter_matmul(schedule, combine, COSTS, FOUR, True, record=True)
     done = Counter((event.program, event.tile) for event in run.events if event.kind == "compute")
-    assert done == Counter((p, unit.tile) for p in range(schedule.num_programs) for unit in schedule.units(p))
+    assert done == Counter(
+        (p, unit.tile) for p in range(schedule.num_programs) for unit in schedule.units(p)
+    )
     pushed = len([event for event in run.events if event.kind == "push"])
     tiles, own = schedule.num_tiles, schedule.per_source
     if combine == "one_shot" or schedule.spans_shards:
@@ -96,49 +117,83 @@ def test_a_scatter_does_the_units_of_the_kernels_schedule(combine: Any, m: int) 
 @pytest.mark.parametrize("slices", [1, 2])
 def test_copy_engines_take_chunks_in_the_kernels_order(slices: int) -> None:
     config = MatmulConfig("hopper", "copy_engine", 128, 256, 64, 4, 8, num_slices=slices)
-    schedule = scatter_schedule_for(Problem(4, 1024, 4096, 2048, 2, "bfloat16"), config, 0, Machine("x", "cuda", 90, 132))
+    schedule = scatter_schedule_for(
+        Problem(4, 1024, 4096, 2048, 2, "bfloat16"), config, 0, Machine("x", "cuda", 90, 132)
+    )
     run = scatter_matmul(schedule, "sum", COSTS, FOUR, False, record=True, by_engine=True)
-    pushes = sorted((event for event in run.events if event.kind == "push"), key=lambda event: event.begin)
+    pushes = sorted(
+        (event for event in run.events if event.kind == "push"), key=lambda event: event.begin
+    )
     assert [event.peer for event in pushes] == [peer for peer in (1, 2, 3) for _ in range(slices)]
     assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(pushes)), "one behind the other"
-    made = {peer: max(e.end for e in run.events if e.kind == "compute" and e.peer == peer) for peer in (1, 2, 3)}
+    made = {
+        peer: max(e.end for e in run.events if e.kind == "compute" and e.peer == peer)
+        for peer in (1, 2, 3)
+    }
     for peer in (1, 2, 3):
         last = peer * slices - 1  # of this peer
-        assert pushes[last].begin == pytest.approx(max(made[peer], pushes[last - 1].end if last else 0.0))
+        assert pushes[last].begin == pytest.approx(
+            max(made[peer], pushes[last - 1].end if last else 0.0)
+        )
     last = max(event.end for event in pushes)
-    assert max(event.end for event in run.events if event.kind == "sum") >= last, "own tiles wait for what peers send meanwhile"
+    assert max(event.end for event in run.events if event.kind == "sum") >= last, (
+        "own tiles wait for what peers send meanwhile"
+    )
 
 
-@pytest.mark.parametrize(("combine", "m", "takes"), [("sum", 64, 1), ("one_shot", 64, 1), ("sum_and_gather", 64, 4),
-                                                     ("sum_and_gather", 256, 2), ("keep", 512, 3)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("combine", "m", "takes"),
+    [
+        ("sum", 64, 1),
+        ("one_shot", 64, 1),
+        ("sum_and_gather", 64, 4),
+        ("sum_and_gather", 256, 2),
+        ("keep", 512, 3),
+    ],
+)
 def test_a_tile_is_taken_from_one_source_after_the_other(combine: Any, m: int, takes: int) -> None:
-    """Two pieces a tile, one tile a program. The sum takes all sources at once; a result comes from each owner of its rows."""
+    """Two pieces a tile, one tile a program. The sum takes all sources at once; a result comes from
+    each owner of its rows."""
     schedule = scattered(m, 1024, 2048)
     assert schedule.num_tiles <= schedule.num_programs and schedule.tile_n == 128
 
     def seconds(take: float) -> float:
-        return scatter_matmul(schedule, combine, Costs(COSTS.device, replace(COSTS.c, take=take)), FOUR, True).inner
+        return scatter_matmul(
+            schedule, combine, Costs(COSTS.device, replace(COSTS.c, take=take)), FOUR, True
+        ).inner
 
     assert seconds(1e-3) - seconds(0.0) == pytest.approx(takes * 2e-3, rel=0.02)
 
 
 def test_the_second_shot_and_operands_past_the_l2_cost_time() -> None:
     schedule = scattered(512, 8192, 2048)
-    one, two = (scatter_matmul(schedule, way, COSTS, FOUR, True).inner for way in ("sum", "sum_and_gather"))
+    one, two = (
+        scatter_matmul(schedule, way, COSTS, FOUR, True).inner for way in ("sum", "sum_and_gather")
+    )
     assert two > one
     small = replace(FOUR, device=replace(FOUR.device, l2=1e6))
     large = replace(FOUR, device=replace(FOUR.device, l2=1e9))
     wide = scattered(512, 8192, 8192)
-    assert scatter_matmul(wide, "sum", COSTS, small, True).inner > 1.01 * scatter_matmul(wide, "sum", COSTS, large, True).inner
+    assert (
+        scatter_matmul(wide, "sum", COSTS, small, True).inner
+        > 1.01 * scatter_matmul(wide, "sum", COSTS, large, True).inner
+    )
 
 
-@pytest.mark.parametrize(("combine", "copies"), [("sum", 3), ("keep", 3), ("one_shot", 12), ("sum_and_gather", 6)])
-def test_a_scatter_is_as_long_as_its_traffic_on_slow_links_and_as_its_matmul_on_fast_ones(combine: Any, copies: int) -> None:
+@pytest.mark.parametrize(
+    ("combine", "copies"), [("sum", 3), ("keep", 3), ("one_shot", 12), ("sum_and_gather", 6)]
+)
+def test_a_scatter_is_as_long_as_its_traffic_on_slow_links_and_as_its_matmul_on_fast_ones(
+    combine: Any, copies: int
+) -> None:
     schedule = scattered(4096, 4096, 1024)
-    costs = Costs(COSTS.device, replace(COSTS.c, scatter_tile=0.0, take=0.0))  # as if it cost programs nothing
+    # as if it cost programs nothing
+    costs = Costs(COSTS.device, replace(COSTS.c, scatter_tile=0.0, take=0.0))
 
     def seconds(factor: float) -> float:
-        cluster = replace(FOUR, device=replace(FOUR.device, link_rate=FOUR.device.link_rate * factor))
+        cluster = replace(
+            FOUR, device=replace(FOUR.device, link_rate=FOUR.device.link_rate * factor)
+        )
         return scatter_matmul(schedule, combine, costs, cluster, True).inner
 
     wire = copies * 1024 * 4096 * 2 / (FOUR.device.link_rate * COSTS.c.push_fraction)
@@ -149,7 +204,10 @@ def test_a_scatter_is_as_long_as_its_traffic_on_slow_links_and_as_its_matmul_on_
 def test_fusing_never_loses_and_the_bound_holds() -> None:
     ops = Operators(FOUR)
     for m in (64, 512, 2048, 8192):
-        for found in (ops.all_gather_matmul(4, m, 2560, 8192), ops.matmul_scatter("reduce_scatter", 4, m, 8192, 7168)):
+        for found in (
+            ops.all_gather_matmul(4, m, 2560, 8192),
+            ops.matmul_scatter("reduce_scatter", 4, m, 8192, 7168),
+        ):
             assert found.bound <= found.fused <= found.unfused
             assert found.unfused > max(found.compute, found.comm)
 
@@ -166,7 +224,9 @@ def test_streams_overlap_and_dependences_hold() -> None:
     step.add(0, "compute", "d", [part(1.0, "end", 0.25)], [sent])
     found = step.run()
     assert found.seconds == pytest.approx(4.0)
-    assert found.phases() == pytest.approx({"work": 2.5, "end": 0.75, "exposed communication": 0.75})
+    assert found.phases() == pytest.approx(
+        {"work": 2.5, "end": 0.75, "exposed communication": 0.75}
+    )
 
 
 def test_a_cycle_is_an_error() -> None:
@@ -190,7 +250,8 @@ def test_one_f_one_b(stages: int, micro: int) -> None:
 
 
 def test_the_bubble_of_1f1b() -> None:
-    """Idle over busy is (stages - 1) / micro-batches (arXiv 2104.04473), messages and ends of the model aside."""
+    """Idle over busy is (stages - 1) / micro-batches (arXiv 2104.04473), messages and ends of the
+    model aside."""
     work = training.by_name("llama2-70b", tp=8, pp=4, global_batch=16, overlap_gradients=True)
     found = simulate(Scenario("train", work, make_cluster("h200", nodes=4)), "unfused")
     assert found.phases()["idle"] / found.seconds == pytest.approx(3 / (16 + 3), rel=0.25)
@@ -206,7 +267,9 @@ def test_phases_add_up(kind: str) -> None:
 
 def scenarios() -> dict[str, Scenario]:
     return {
-        "train": Scenario("train", training.by_name("llama2-70b", tp=8, pp=2), make_cluster("h200", nodes=4)),
+        "train": Scenario(
+            "train", training.by_name("llama2-70b", tp=8, pp=2), make_cluster("h200", nodes=4)
+        ),
         "serve": Scenario("serve", serving.by_name("llama3-70b", phase="decode", batch=16), FOUR),
         "moe": Scenario("moe", moe.by_name("qwen3-235b"), make_cluster("h200", nodes=2)),
         "dlrm": Scenario("dlrm", dlrm.by_name("dlrm-ours"), make_cluster("h200", nodes=8)),
@@ -214,12 +277,15 @@ def scenarios() -> dict[str, Scenario]:
 
 
 def test_tables_that_are_cut_are_all_there() -> None:
-    """26 tables: on 24 ranks the busiest has two, on 32 two halves; the work of all ranks is never less than the tables'."""
+    """26 tables: on 24 ranks the busiest has two, on 32 two halves; the work of all ranks is never
+    less than the tables'."""
     work, seconds = dlrm.by_name("dlrm-v2"), {}
     for nodes in (3, 4, 5, 7, 16):
         cluster = make_cluster("h200", nodes=nodes)
         found = simulate(Scenario("dlrm", work, cluster), "unfused")
-        sent = next(part.nbytes for task in found.tasks for part in task.parts if part.phase == "lookup")
+        sent = next(
+            part.nbytes for task in found.tasks for part in task.parts if part.phase == "lookup"
+        )
         assert sent >= 26 * 128 * 2 * work.model.batch_per_gpu
         seconds[cluster.world_size] = found.seconds
     assert seconds[32] > 24 / 32 * seconds[24]
@@ -228,7 +294,10 @@ def test_tables_that_are_cut_are_all_there() -> None:
         (replace(work.model, dim=1), "26 tables of 1"),
     ):
         with pytest.raises(InputError, match=said):
-            simulate(Scenario("dlrm", replace(work, model=model), make_cluster("h200", nodes=4)), "unfused")
+            simulate(
+                Scenario("dlrm", replace(work, model=model), make_cluster("h200", nodes=4)),
+                "unfused",
+            )
 
 
 def test_pipelines_run_on_tori_and_wait_for_uplinks() -> None:
@@ -236,7 +305,9 @@ def test_pipelines_run_on_tori_and_wait_for_uplinks() -> None:
 
     def seconds(topology: Any, **fields: Any) -> float:
         network = Network("n", 50e9, 0.9, 5e-6, topology, **fields)
-        return simulate(Scenario("train", work, make_cluster("h200", network, 4)), "unfused").seconds
+        return simulate(
+            Scenario("train", work, make_cluster("h200", network, 4)), "unfused"
+        ).seconds
 
     assert seconds("torus", dims=(1, 4)) == pytest.approx(seconds("torus", dims=(4,)))
     assert seconds("fat_tree", leaf=1, oversubscription=64.0) > 1.05 * seconds("fat_tree")
@@ -247,14 +318,22 @@ def test_sensitivity_moves_the_right_way() -> None:
     scenario = scenarios()["dlrm"]
     base = simulate_all(scenario, modes=("unfused",)).seconds("unfused")
     found = {variant.name: variant for variant in sensitivity(scenario)}
-    assert found["links between nodes x 0.5"].unfused > base > found["links between nodes x 2"].unfused
+    assert (
+        found["links between nodes x 0.5"].unfused > base > found["links between nodes x 2"].unfused
+    )
     assert found["latencies x 2"].unfused > base > found["latencies x 0.5"].unfused
-    assert found["busiest rank 30 % above average"].unfused > found["busiest rank 10 % above average"].unfused > base
+    assert (
+        found["busiest rank 30 % above average"].unfused
+        > found["busiest rank 10 % above average"].unfused
+        > base
+    )
 
 
 def test_advice_ranks_what_fits() -> None:
     found = advise(Scenario("serve", serving.by_name("llama3-70b"), make_cluster("h200")))
-    assert [one.fits for one in found.candidates] == sorted((one.fits for one in found.candidates), reverse=True)
+    assert [one.fits for one in found.candidates] == sorted(
+        (one.fits for one in found.candidates), reverse=True
+    )
     rates = [one.per_second for one in found.candidates if one.fits]
     assert rates == sorted(rates, reverse=True) and found.best.fits
     assert all(saved >= -1e-9 for saved in found.savings.values())
@@ -264,7 +343,10 @@ def test_advice_ranks_what_fits() -> None:
 
 def test_operators_are_fused_one_by_one() -> None:
     scenario = scenarios()["moe"]
-    times = {fuse: simulate(scenario, "fused", fuse=fuse).seconds for fuse in ((), ("grouped_matmul_combine",))}
+    times = {
+        fuse: simulate(scenario, "fused", fuse=fuse).seconds
+        for fuse in ((), ("grouped_matmul_combine",))
+    }
     assert times[("grouped_matmul_combine",)] < times[()] == simulate(scenario, "unfused").seconds
 
 
@@ -273,7 +355,9 @@ def test_operators_are_fused_one_by_one() -> None:
 
 def test_large_clusters_are_quick() -> None:
     started = time.perf_counter()
-    simulate_all(Scenario("dlrm", dlrm.by_name("dlrm-ours"), make_cluster("h200", "torus-400", nodes=128)))
+    simulate_all(
+        Scenario("dlrm", dlrm.by_name("dlrm-ours"), make_cluster("h200", "torus-400", nodes=128))
+    )
     assert time.perf_counter() - started < 10.0
     started = time.perf_counter()
     big = training.by_name("llama3-405b", tp=8, pp=16, global_batch=512)
@@ -286,7 +370,13 @@ def test_symmetric_work_does_not_grow_with_ranks() -> None:
     counts = []
     for nodes in (8, 64):
         work = training.by_name("llama2-70b", tp=8, pp=4, global_batch=2 * nodes)
-        counts.append(len(simulate(Scenario("train", work, make_cluster("h200", nodes=nodes)), "unfused").tasks))
+        counts.append(
+            len(
+                simulate(
+                    Scenario("train", work, make_cluster("h200", nodes=nodes)), "unfused"
+                ).tasks
+            )
+        )
     assert counts[0] == counts[1]
 
 
@@ -294,7 +384,8 @@ def test_symmetric_work_does_not_grow_with_ranks() -> None:
 
 
 def bare_fields(data: bytes) -> list[tuple[int, Any]]:
-    """(field number, value) of a protobuf message, decoded by hand: an oracle that shares nothing with the writer."""
+    """(field number, value) of a protobuf message, decoded by hand: an oracle that shares nothing
+    with the writer."""
     found, at = [], 0
 
     def varint() -> int:
@@ -321,7 +412,9 @@ def bare_fields(data: bytes) -> list[tuple[int, Any]]:
 def test_traces_have_the_schemas_field_numbers() -> None:
     target = BytesIO()
     attributes = {"is_cpu_op": False, "comm_type": 6, "comm_size": 1 << 33, "pg_name": "g"}
-    chakra.write_trace(target, [chakra.Node(300, "exchange", chakra.COLL, [1, 2], 5, 7, attributes)])
+    chakra.write_trace(
+        target, [chakra.Node(300, "exchange", chakra.COLL, [1, 2], 5, 7, attributes)]
+    )
     data = target.getvalue()
     size = data[0]
     assert bare_fields(data[1 : 1 + size]) == [(1, b"0.0.4")]
@@ -333,14 +426,20 @@ def test_traces_have_the_schemas_field_numbers() -> None:
     assert (5, b"\x01\x02") in fields
     decoded = [bare_fields(value) for number, value in fields if number == 10]
     assert decoded == [
-        [(1, b"is_cpu_op"), (27, 0)], [(1, b"comm_type"), (9, 6)], [(1, b"comm_size"), (9, 1 << 33)],
+        [(1, b"is_cpu_op"), (27, 0)],
+        [(1, b"comm_type"), (9, 6)],
+        [(1, b"comm_size"), (9, 1 << 33)],
         [(1, b"pg_name"), (29, b"g")],
-    ]  # fmt: skip
+    ]
 
 
 def test_traces_come_back(tmp_path: Path) -> None:
     work = training.by_name("llama2-70b", tp=2, pp=2, global_batch=4, seq=512)
-    scenario = Scenario("train", replace(work, model=replace(work.model, layers=4)), with_gpus(make_cluster("h200"), 8))
+    scenario = Scenario(
+        "train",
+        replace(work, model=replace(work.model, layers=4)),
+        with_gpus(make_cluster("h200"), 8),
+    )
     found = simulate(scenario, "fused")
     paths = chakra.export(found, tmp_path, slices=3)
     assert len(paths) == 8 + 1
@@ -355,9 +454,14 @@ def test_traces_come_back(tmp_path: Path) -> None:
             if node.kind == chakra.COLL:
                 assert rank in groups[node.attributes["pg_name"]]
             if node.kind in (chakra.SEND, chakra.RECV):
-                message = tuple(node.attributes[name] for name in ("comm_src", "comm_dst", "comm_tag", "comm_size"))
+                message = tuple(
+                    node.attributes[name]
+                    for name in ("comm_src", "comm_dst", "comm_tag", "comm_size")
+                )
                 sends[message] += 1 if node.kind == chakra.SEND else -1
-                assert node.attributes["comm_src" if node.kind == chakra.SEND else "comm_dst"] == rank
+                assert (
+                    node.attributes["comm_src" if node.kind == chakra.SEND else "comm_dst"] == rank
+                )
         computed = sum(node.micros for node in nodes if node.kind == chakra.COMP) * 1e-6
         stage = 0 if rank < 4 else 1
         wanted = sum(p.compute for task in found.tasks if task.rank == stage for p in task.parts)
@@ -384,7 +488,11 @@ def test_perfetto_rows_are_complete() -> None:
     found = simulate(scenarios()["dlrm"], "fused")
     events = perfetto.timeline_events(found)["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
-    assert {event["name"] for event in slices} >= {"lookup and all-to-all", "indices", "dense gradients, top"}
+    assert {event["name"] for event in slices} >= {
+        "lookup and all-to-all",
+        "indices",
+        "dense gradients, top",
+    }
     assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(found.seconds * 1e6)
 
 

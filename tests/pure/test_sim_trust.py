@@ -1,4 +1,5 @@
-"""Trust: the bars that the shipped calibration must hold on measured cells, and that fitting never sees what is held out."""
+"""Trust: the bars that the shipped calibration must hold on measured cells, and that fitting never
+sees what is held out."""
 
 from __future__ import annotations
 
@@ -27,21 +28,32 @@ CELLS, UNSTEADY = settle(TIMES)
 RECORDED_OVER = 0  # held-out cells over 20 %, as docs/simulator.md has them
 UNMODELLED = {  # measured, and said in docs/simulator.md: the library's kernels are others now
     (op, "prototype")
-    for op in ("matmul_reduce_scatter", "matmul_all_reduce", "dispatch_grouped_matmul", "grouped_matmul_combine")
+    for op in (
+        "matmul_reduce_scatter",
+        "matmul_all_reduce",
+        "dispatch_grouped_matmul",
+        "grouped_matmul_combine",
+    )
 }
 
 
 def test_the_shipped_calibration_holds_the_bar() -> None:
-    """Geometric mean of held-out errors at most 8 %, of all cells and of each kind; at most 20 % in each cell: how many have
-    more is recorded here and in docs/simulator.md."""
+    """Geometric mean of held-out errors at most 8 %, of all cells and of each kind; at most 20 % in
+    each cell: how many have more is recorded here and in docs/simulator.md."""
     judged, unknown = judge(CELLS)
-    assert {(cell.op, cell.quantity) for cell in unknown} - UNMODELLED == set(), "a measured cell that no model covers"
+    assert {(cell.op, cell.quantity) for cell in unknown} - UNMODELLED == set(), (
+        "a measured cell that no model covers"
+    )
     for side in ("held out", "fit"):
         whole = summarise(judged, side)[-1]
         assert whole.count >= 350 and whole.mean <= GOOD_MEAN, whole
     held = [one for one in judged if one.side == "held out"]
     for quantity in ("compute", "unfused", "fused", "bound", "library"):
-        same = [one for one in held if one.cell.quantity == quantity and one.cell.op != "grouped_matmul_combine"]
+        same = [
+            one
+            for one in held
+            if one.cell.quantity == quantity and one.cell.op != "grouped_matmul_combine"
+        ]
         assert len(same) >= 10 and summarise(same, "held out")[-1].mean <= GOOD_MEAN, quantity
     over = [one for one in held if abs(math.log(1.0 + one.error)) > math.log(1.0 + GOOD_WORST)]
     assert len(over) <= RECORDED_OVER, [str(one.cell) for one in over]
@@ -51,15 +63,23 @@ def test_the_shipped_calibration_holds_the_bar() -> None:
 
 
 def test_another_device_is_predicted_by_its_data_sheet() -> None:
-    """Two H100, which no fit has seen, by H200's fractions of their peaks; figures as docs/simulator.md has them."""
-    cells, _ = settle(read_cells(sorted((ROOT / "docs" / "results" / "h100").glob("*_*-2xH100-2026-11-25.json"))))
+    """Two H100, which no fit has seen, by H200's fractions of their peaks; figures as
+    docs/simulator.md has them."""
+    cells, _ = settle(
+        read_cells(sorted((ROOT / "docs" / "results" / "h100").glob("*_*-2xH100-2026-11-25.json")))
+    )
     judged, unknown = judge(cells, device="h100")
     whole = [one for one in judged if one.side in ("fit", "held out")]
     errors = [abs(math.log(1.0 + one.error)) for one in whole]
-    mean, over = math.exp(sum(errors) / len(errors)) - 1.0, sum(error > math.log(1.0 + GOOD_WORST) for error in errors)
+    mean, over = (
+        math.exp(sum(errors) / len(errors)) - 1.0,
+        sum(error > math.log(1.0 + GOOD_WORST) for error in errors),
+    )
     assert not unknown and (len(whole), f"{mean:.1%}", over) == (558, "4.5%", 5)
     taken_for_h200 = [abs(math.log(1.0 + one.error)) for one in judge(cells)[0]]
-    assert sum(taken_for_h200) / len(taken_for_h200) > 3 * sum(errors) / len(errors), "the data sheet makes the difference"
+    assert sum(taken_for_h200) / len(taken_for_h200) > 3 * sum(errors) / len(errors), (
+        "the data sheet makes the difference"
+    )
 
 
 def test_the_rule_parts_cells_evenly_and_by_shape_alone() -> None:
@@ -72,20 +92,28 @@ def test_the_rule_parts_cells_evenly_and_by_shape_alone() -> None:
 
 def test_a_quantity_counts_once_with_the_median_of_its_runs() -> None:
     kept = [cell for cell in map(alone, TIMES) if unsteadiness(cell) <= STEADY]
-    assert sum(cell.runs for cell in CELLS) == len(kept) and len({quantity_of(cell) for cell in CELLS}) == len(CELLS)
+    assert sum(cell.runs for cell in CELLS) == len(kept) and len(
+        {quantity_of(cell) for cell in CELLS}
+    ) == len(CELLS)
     cell = replace(next(cell for cell in CELLS if cell.quantity == "unfused"), runs=1)
     runs = [replace(cell, seconds=cell.seconds * factor) for factor in (1.0, 3.0, 1.2)]
-    assert [(one.runs, one.seconds) for one in settle(runs)[0]] == [(3, pytest.approx(1.2 * cell.seconds))]
-    assert settle([cell, replace(cell, graph=not cell.graph)])[0][1].runs == 1  # another launch mode is another quantity
+    assert [(one.runs, one.seconds) for one in settle(runs)[0]] == [
+        (3, pytest.approx(1.2 * cell.seconds))
+    ]
+    # another launch mode is another quantity
+    assert settle([cell, replace(cell, graph=not cell.graph)])[0][1].runs == 1
 
 
 def test_unsteady_times_are_left_out_by_their_repeats_alone() -> None:
     """Whatever the time is, and on whichever side the cell is."""
     for held_out in (True, False):
-        cell = next(cell for cell in CELLS if cell.held_out == held_out and cell.quantity == "unfused")
+        cell = next(
+            cell for cell in CELLS if cell.held_out == held_out and cell.quantity == "unfused"
+        )
         late = replace(cell, repeats=(1.0, 1.0, 1.0, 1.2, 1.2))
         assert settle([late]) == ([], [late]) and settle([replace(late, seconds=9.0)])[0] == []
-        once = replace(cell, repeats=(1.0, 1.0, 1.0, 1.0, 5.0))  # one that is late is what a median is for
+        # one that is late is what a median is for
+        once = replace(cell, repeats=(1.0, 1.0, 1.0, 1.0, 5.0))
         assert len(settle([once])[0]) == 1
     assert UNSTEADY and all(unsteadiness(cell) > STEADY for cell in UNSTEADY)
 
@@ -93,7 +121,9 @@ def test_unsteady_times_are_left_out_by_their_repeats_alone() -> None:
 def test_collectives_alone_are_one_quantity_whatever_they_were_measured_for() -> None:
     of_matmul = Cell("x", "all_gather_matmul", "comm", 4, (512, 28672, 8192), True, 1e-4)
     by_bytes = Cell("y", "all_gather", "comm", 4, (8388608,), True, 2e-4)
-    assert [(c.key, c.seconds, c.runs) for c in settle([of_matmul, by_bytes])[0]] == [("8388608", pytest.approx(1.5e-4), 2)]
+    assert [(c.key, c.seconds, c.runs) for c in settle([of_matmul, by_bytes])[0]] == [
+        ("8388608", pytest.approx(1.5e-4), 2)
+    ]
 
 
 def test_nothing_that_is_held_out_was_fitted() -> None:
@@ -102,12 +132,19 @@ def test_nothing_that_is_held_out_was_fitted() -> None:
 
 
 def test_fitting_does_not_see_what_is_held_out() -> None:
-    """The same coefficients when every held-out time is wrong tenfold; others when a fitted one is."""
-    some = [cell for cell in CELLS if cell.op == "embedding_bag_all_to_all" and cell.quantity in ("compute", "concat")]
+    """The same coefficients when every held-out time is wrong tenfold; others when a fitted one
+    is."""
+    some = [
+        cell
+        for cell in CELLS
+        if cell.op == "embedding_bag_all_to_all" and cell.quantity in ("compute", "concat")
+    ]
     wrong = [replace(cell, seconds=cell.seconds * 10) if cell.held_out else cell for cell in some]
     right = fit(some).coefficients
     assert right != START and fit(wrong).coefficients == right
-    moved = [replace(cell, seconds=cell.seconds * 2) if not cell.held_out else cell for cell in some]
+    moved = [
+        replace(cell, seconds=cell.seconds * 2) if not cell.held_out else cell for cell in some
+    ]
     assert fit(moved).coefficients != right
 
 
@@ -116,7 +153,9 @@ def test_a_missing_measurement_is_said() -> None:
     found = fit(some)
     assert "stream" not in found.not_fitted and "corun" in found.not_fitted
     fitted = {name for block in BLOCKS for name in block.coefficients}
-    assert {name for name in START.__dataclass_fields__ if name not in (*fitted, "nccl")} <= set(found.not_fitted)
+    assert {name for name in START.__dataclass_fields__ if name not in (*fitted, "nccl")} <= set(
+        found.not_fitted
+    )
 
 
 def test_nelder_mead_finds_a_minimum() -> None:
@@ -125,16 +164,31 @@ def test_nelder_mead_finds_a_minimum() -> None:
 
 
 def test_results_of_any_bench_extend_the_cells(tmp_path: Path) -> None:
-    times = {"tileweave": {"median_us": 10.0}, "gemm": {"median_us": 8.0}, "torch fused": {"median_us": 9.0}, "nccl+cublas": {}}
+    times = {
+        "tileweave": {"median_us": 10.0},
+        "gemm": {"median_us": 8.0},
+        "torch fused": {"median_us": 9.0},
+        "nccl+cublas": {},
+    }
     case = {"rows": 2048, "cols": 8192, "depth": 4096, "graph": True, "right": True, "times": times}
-    report = {"op": "matmul_reduce_scatter", "world_size": 2, "cases": [case, {**case, "right": False}]}
+    report = {
+        "op": "matmul_reduce_scatter",
+        "world_size": 2,
+        "cases": [case, {**case, "right": False}],
+    }
     path = tmp_path / "new.json"
     path.write_text(json.dumps(report), "utf-8")
     found = read_cells([path])
-    assert [(c.quantity, round(c.seconds * 1e6, 6)) for c in found] == [("fused", 10.0), ("compute", 8.0)]
+    assert [(c.quantity, round(c.seconds * 1e6, 6)) for c in found] == [
+        ("fused", 10.0),
+        ("compute", 8.0),
+    ]
     assert all(judge(found)[0][i].predicted > 0 for i in range(2))
-    path.write_text(json.dumps({**report, "cases": [{**case, "path": "unfused: not measured yet"}]}), "utf-8")
-    assert [c.quantity for c in read_cells([path])] == ["compute"]  # what fell back is no measurement of a fused kernel
+    path.write_text(
+        json.dumps({**report, "cases": [{**case, "path": "unfused: not measured yet"}]}), "utf-8"
+    )
+    # what fell back is no measurement of a fused kernel
+    assert [c.quantity for c in read_cells([path])] == ["compute"]
     path.write_text("{", "utf-8")
     with pytest.raises(InputError, match="line 1"):
         read_cells([path])
@@ -144,11 +198,30 @@ def test_results_of_any_bench_extend_the_cells(tmp_path: Path) -> None:
 
 
 def test_components_say_which_kernel_was_measured_and_how(tmp_path: Path) -> None:
-    """A kernel past the planner is predicted as it was; a matmul again and again is slower, where it multiplies."""
-    config = {"kernel": "hopper", "transport": "sm", "tile_m": 64, "tile_n": 64, "tile_k": 128, "num_stages": 6, "num_warps": 4}
-    fused = {"op": "matmul_all_reduce", "quantity": "fused", "shape": [512, 4096, 4096], "graph": True, "us": 30.0}
+    """A kernel past the planner is predicted as it was; a matmul again and again is slower, where
+    it multiplies."""
+    config = {
+        "kernel": "hopper",
+        "transport": "sm",
+        "tile_m": 64,
+        "tile_n": 64,
+        "tile_k": 128,
+        "num_stages": 6,
+        "num_warps": 4,
+    }
+    fused = {
+        "op": "matmul_all_reduce",
+        "quantity": "fused",
+        "shape": [512, 4096, 4096],
+        "graph": True,
+        "us": 30.0,
+    }
     plain = {"op": "matmul", "quantity": "compute", "graph": True, "us": 30.0, "world_size": 1}
-    listed = [{**fused, "config": config}, {**plain, "shape": [1024, 8192, 4096]}, {**plain, "shape": [16, 8192, 4096]}]
+    listed = [
+        {**fused, "config": config},
+        {**plain, "shape": [1024, 8192, 4096]},
+        {**plain, "shape": [16, 8192, 4096]},
+    ]
     path, report = tmp_path / "new.json", {"machine": {"world_size": 2}, "components": listed}
     path.write_text(json.dumps(report), "utf-8")
     in_turns = read_cells([path])
@@ -158,7 +231,9 @@ def test_components_say_which_kernel_was_measured_and_how(tmp_path: Path) -> Non
     assert found is not None and (found.tile_m, found.tile_n, found.transport) == (64, 64, "sm")
     before, after = ([one.predicted for one in judge(cells)[0]] for cells in (in_turns, again))
     assert after[0] == before[0] and after[1] > 1.03 * before[1] and after[2] < 1.01 * before[2]
-    assert quantity_of(in_turns[1]) != quantity_of(again[1]) and quantity_of(in_turns[0]) == quantity_of(again[0])
+    assert quantity_of(in_turns[1]) != quantity_of(again[1]) and quantity_of(
+        in_turns[0]
+    ) == quantity_of(again[0])
 
 
 def test_repeated_measurements_bound_what_can_be_asked() -> None:
@@ -168,18 +243,24 @@ def test_repeated_measurements_bound_what_can_be_asked() -> None:
 
 def test_unaligned_shapes_are_not_claimed() -> None:
     odd = Cell("x", "all_gather_matmul", "compute", 4, (4084, 10000, 5000), False, 1e-3)
-    assert not odd.in_domain and Cell("x", "all_gather_matmul", "compute", 4, (4084, 10240, 5120), False, 1e-3).in_domain
+    assert (
+        not odd.in_domain
+        and Cell("x", "all_gather_matmul", "compute", 4, (4084, 10240, 5120), False, 1e-3).in_domain
+    )
 
 
 def test_published_trends() -> None:
-    """With more rows more hides; a worse link leaves more to hide; decode on eight H800 gains nothing like prefill."""
+    """With more rows more hides; a worse link leaves more to hide; decode on eight H800 gains
+    nothing like prefill."""
     found = {row.what: row for row in published()}
     assert found["h800, m 1024 to 8192"].ours_mean > found["h800, m 64 to 512"].ours_mean
     assert found["a100, m 1024 to 8192"].ours_high > 0.3
     assert 0.0 <= found["embedding + all-to-all"].ours_mean < 0.5
 
 
-@pytest.mark.skipif(crosscheck.interpreter() is None, reason="SimGrid is not installed: apt install python3-simgrid")
+@pytest.mark.skipif(
+    crosscheck.interpreter() is None, reason="SimGrid is not installed: apt install python3-simgrid"
+)
 def test_simgrid_agrees() -> None:
     for row in crosscheck.compare(32):
         assert abs(row.error) <= 0.10, row
@@ -203,9 +284,20 @@ def test_what_simgrid_gets_is_every_flow() -> None:
 def test_the_command_writes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "150")
-    done = CliRunner().invoke(app, ["dlrm", "--nodes", "16", "--out", "out", "--export", "traces", "--advise"])
+    done = CliRunner().invoke(
+        app, ["dlrm", "--nodes", "16", "--out", "out", "--export", "traces", "--advise"]
+    )
     assert done.exit_code == 0, done.output
-    for word in ("unfused", "fused", "bound", "exposed communication", "sensitivity", "busiest rank 30 %", "slices", "fuse"):
+    for word in (
+        "unfused",
+        "fused",
+        "bound",
+        "exposed communication",
+        "sensitivity",
+        "busiest rank 30 %",
+        "slices",
+        "fuse",
+    ):
         assert word in done.output, word
     assert {path.suffix for path in Path("out").iterdir()} == {".json", ".png"}
     assert len(list(Path("traces").glob("*.et"))) == 128
@@ -215,7 +307,9 @@ def test_the_command_writes_everything(tmp_path: Path, monkeypatch: pytest.Monke
     assert again.exit_code == 0 and "4 ranks" in again.output, again.output
 
 
-@pytest.mark.parametrize("command", [["serve", "llama3-70b"], ["moe", "mixtral-8x7b", "--gpus", "8"], ["machines"]])
+@pytest.mark.parametrize(
+    "command", [["serve", "llama3-70b"], ["moe", "mixtral-8x7b", "--gpus", "8"], ["machines"]]
+)
 def test_other_commands(command: list[str]) -> None:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0 and ("unfused" in done.output or "mi300x" in done.output)
@@ -226,6 +320,8 @@ def test_the_command_names_a_bad_line(tmp_path: Path) -> None:
     path.write_text("workload: serve\nmodel: llama3-70b\nbatch: many\n", "utf-8")
     done = CliRunner().invoke(app, ["run", str(path)])
     assert isinstance(done.exception, InputError)  # which the entry point prints as one line
-    assert "bad.yaml, line 3, field batch: asked: 'many'; allowed: a whole number from 1" in str(done.exception)
+    assert "bad.yaml, line 3, field batch: asked: 'many'; allowed: a whole number from 1" in str(
+        done.exception
+    )
     with pytest.raises(InputError, match="gpt3-175b"):
         CliRunner().invoke(app, ["train", "gpt4"], catch_exceptions=False)

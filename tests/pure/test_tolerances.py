@@ -1,5 +1,5 @@
-"""``tests/support/tolerances.py`` lets nothing pass that ``torch.testing.assert_close`` does not, and refuses nothing that it does; in norms,
-nothing passes that is farther off than it may be.
+"""``tests/support/tolerances.py`` lets nothing pass that ``torch.testing.assert_close`` does not,
+and refuses nothing that it does; in norms, nothing passes that is farther off than it may be.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def test_the_worst_element_is_shown(odd: float, text: str) -> None:
     want = torch.ones(3, 4, dtype=torch.float64)
     got = want + 1e-9
     got[0, 1], got[2, 3] = 1.25, odd
-    with pytest.raises(AssertionError, match=rf"it: 2 of 12 elements .* \(2, 3\): got {text}, expected 1 \+- 2e-05"):
+    with pytest.raises(
+        AssertionError, match=rf"it: 2 of 12 elements .* \(2, 3\): got {text}, expected 1 \+- 2e-05"
+    ):
         assert_near(got, want, 1e-5, 1e-5, "it")
 
 

@@ -1,4 +1,5 @@
-"""Workspaces over a transport that only notes what is asked of it: growth, capture, time-outs, close."""
+"""Workspaces over a transport that only notes what is asked of it: growth, capture, time-outs,
+close."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ OP = "all_gather_matmul"
 
 
 class NotingTransport:
-    """One rank of ``world_size`` whose peers are never there; ``events`` is what it was asked to do, in order."""
+    """One rank of ``world_size`` whose peers are never there; ``events`` is what it was asked to
+    do, in order."""
 
     def __init__(self, world_size: int = 4, rank: int = 1) -> None:
         self.device, self.machine = torch.device("cpu"), CPU
@@ -58,7 +60,13 @@ class NotingTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32)
 
-    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0, launch: Callable[[], None] | None = None) -> None:
+    def push(
+        self,
+        copies: Sequence[Copy],
+        source: int = 0,
+        line: int = 0,
+        launch: Callable[[], None] | None = None,
+    ) -> None:
         self.events.append("push")
 
     def join(self, line: int = 0) -> None:
@@ -103,7 +111,9 @@ def time_out(instance: Instance, signal: int, unit: int = 5) -> None:
 def test_a_new_instance(size: int) -> None:
     transport = NotingTransport(size, rank=size - 1)
     instance = Instance(OP, transport)
-    assert instance.signals.numel() >= size * MAX_SLICES + size + 1, "slices of each source, a barrier, own pushes"
+    assert instance.signals.numel() >= size * MAX_SLICES + size + 1, (
+        "slices of each source, a barrier, own pushes"
+    )
     assert not instance.signals.any(), "signals start below the first epoch"
     assert instance.control[EPOCH] == 1
     assert instance.control[LEAVERS] == 0
@@ -116,7 +126,9 @@ def test_a_new_instance(size: int) -> None:
 # --- Growth ---
 
 
-def test_growth_waits_for_everybody_before_memory_goes(instance: Instance, transport: NotingTransport) -> None:
+def test_growth_waits_for_everybody_before_memory_goes(
+    instance: Instance, transport: NotingTransport
+) -> None:
     instance.reserve(5000)
     assert transport.events[:2] == ["synchronize", "barrier"]
     assert transport.events[2] == f"allocate {2 * instance.slot_bytes}"
@@ -153,7 +165,8 @@ def test_counters_are_zero_and_grow_alone(instance: Instance, transport: NotingT
 
 
 def test_endpoints_follow_growth_of_counters(instance: Instance) -> None:
-    """The pointers that a kernel gets are kept between calls: they must not be those of the small counters."""
+    """The pointers that a kernel gets are kept between calls: they must not be those of the small
+    counters."""
     from tileweave.ops.core.registry import endpoint
 
     instance.reserve(1000, counters=4)
@@ -185,7 +198,9 @@ def test_growth_under_capture_names_warmup(instance: Instance, transport: Noting
     transport.is_capturing = True
     instance.reserve(1000, counters=4)
     for ask in ({"slot_bytes": 100_000}, {"slot_bytes": 1000, "counters": 132}):
-        with pytest.raises(tw.CaptureError, match=r"asked: all_gather_matmul.*allowed: .*remedy: .*tw\.warmup"):
+        with pytest.raises(
+            tw.CaptureError, match=r"asked: all_gather_matmul.*allowed: .*remedy: .*tw\.warmup"
+        ):
             instance.reserve(**ask)
     assert instance.slot_bytes < 100_000
 
@@ -214,14 +229,18 @@ def test_memory_of_a_graph_is_kept(instance: Instance, transport: NotingTranspor
     transport.buffers.clear()
     instance.reserve(100_000, counters=132)
     retired = [kept for kept in instance._held if kept is not None]
-    assert any(isinstance(kept, SymmetricBuffer) and kept.local.data_ptr() == held[0] for kept in retired)
+    assert any(
+        isinstance(kept, SymmetricBuffer) and kept.local.data_ptr() == held[0] for kept in retired
+    )
     assert any(isinstance(kept, torch.Tensor) and kept.data_ptr() == held[1] for kept in retired)
     assert any(kept is table for kept in retired), "kernels look peers up there"
     assert any(isinstance(kept, dict) and "plan of a push" in kept for kept in retired)
     assert not instance.cache
 
 
-def test_what_no_graph_has_seen_is_let_go(instance: Instance, transport: NotingTransport, monkeypatch) -> None:
+def test_what_no_graph_has_seen_is_let_go(
+    instance: Instance, transport: NotingTransport, monkeypatch
+) -> None:
     """Who captured once, and serves ever new sizes, holds what that graph needs and no more."""
     monkeypatch.setattr(workspace, "MOST_KEPT", 4)
     instance.reserve(1000, counters=4)
@@ -234,11 +253,16 @@ def test_what_no_graph_has_seen_is_let_go(instance: Instance, transport: NotingT
     for size in range(2, 20):
         instance.reserve(1000 * size, counters=4 * size)
         instance.keep(size, object())
-    assert all(any(kept is one for one in held) for kept in instance._held) and len(instance._held) == 4
+    assert (
+        all(any(kept is one for one in held) for kept in instance._held)
+        and len(instance._held) == 4
+    )
     assert len(instance.cache) <= 4
 
 
-def test_calls_of_ever_new_sizes_are_forgotten(instance: Instance, transport: NotingTransport, monkeypatch) -> None:
+def test_calls_of_ever_new_sizes_are_forgotten(
+    instance: Instance, transport: NotingTransport, monkeypatch
+) -> None:
     monkeypatch.setattr(workspace, "MOST_KEPT", 4)
     for size in range(4):
         instance.keep(size, object())
@@ -253,7 +277,9 @@ def test_calls_of_ever_new_sizes_are_forgotten(instance: Instance, transport: No
     transport.is_capturing, graphs = False, instance.cache
     for size in range(4):
         instance.keep(size, object())
-    assert any(kept is graphs for kept in instance._held) and len(graphs) == 4, "a graph may read what stands there"
+    assert any(kept is graphs for kept in instance._held) and len(graphs) == 4, (
+        "a graph may read what stands there"
+    )
     accepted = workspace.Recent()
     for size in range(9):
         accepted[size] = size
@@ -275,21 +301,27 @@ def test_a_captured_call_is_remembered(instance: Instance, transport: NotingTran
 # --- Time-outs ---
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("5", 5.0), ("0.25", 0.25), ("2000", 2000.0), ("1e1", 10.0)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5", 5.0), ("0.25", 0.25), ("2000", 2000.0), ("1e1", 10.0)]
+)
 def test_time_outs_that_can_be(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", text)
     assert timeout_seconds() == seconds
     instance = Instance(OP, NotingTransport())
     limits = [int(instance.control[word]) for word in (MEETING_US, TIMEOUT_US, PUSHED_US)]
     assert limits[0] == int(seconds * 1e6), "peers have so long to come, and no longer"
-    assert limits[1:] == [min(int(limits[0] * times), 2**31 - 1) for times in (1.125, 2)], "their data, and own copies, longer"
+    assert limits[1:] == [min(int(limits[0] * times), 2**31 - 1) for times in (1.125, 2)], (
+        "their data, and own copies, longer"
+    )
     assert limits[1] > 1.05 * limits[0], "who waits for what they send runs out later"
 
 
 @pytest.mark.parametrize("text", ["", "abc", "0", "-1", "nan", "inf", "2000.5", "1 minute"])
 def test_time_outs_that_cannot_be(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", text)
-    with pytest.raises(tw.InputError, match=r"asked: TILEWEAVE_TIMEOUT=.*allowed: .*2000.*remedy: "):
+    with pytest.raises(
+        tw.InputError, match=r"asked: TILEWEAVE_TIMEOUT=.*allowed: .*2000.*remedy: "
+    ):
         timeout_seconds()
 
 
@@ -301,7 +333,11 @@ def test_the_default_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("peer", [0, 2, 3])
 def test_a_time_out_names_the_peer_of_the_signal(instance: Instance, peer: int) -> None:
     barrier = instance.world_size * MAX_SLICES
-    for signal, unit in ((peer * MAX_SLICES, 5), (peer * MAX_SLICES + MAX_SLICES - 1, 0), (barrier + peer, -1)):
+    for signal, unit in (
+        (peer * MAX_SLICES, 5),
+        (peer * MAX_SLICES + MAX_SLICES - 1, 0),
+        (barrier + peer, -1),
+    ):
         time_out(instance, signal, unit)
         with pytest.raises(tw.PeerTimeout) as caught:
             instance.check()
@@ -338,7 +374,9 @@ def test_one_workspace_for_a_group_and_device() -> None:
     assert registry.get("a", torch.device("cpu"), make) is first
     assert registry.get("b", torch.device("cpu"), make) is not first
     assert first.instance(OP, "sm") is first.instance(OP, "sm")
-    assert first.instance(OP, "sm") is not first.instance(OP, "copy_engine"), "a graph freezes slots of one of them"
+    assert first.instance(OP, "sm") is not first.instance(OP, "copy_engine"), (
+        "a graph freezes slots of one of them"
+    )
     assert len(made) == 2
 
 
@@ -346,7 +384,9 @@ def test_close_one_group_or_all() -> None:
     made = {name: NotingTransport() for name in "abc"}
     registry = Registry()
     for name, transport in made.items():
-        registry.get(name, transport.device, lambda transport=transport: transport).instance(OP, "sm")
+        registry.get(name, transport.device, lambda transport=transport: transport).instance(
+            OP, "sm"
+        )
     registry.close("b")
     assert [name for name, transport in made.items() if "close" in transport.events] == ["b"]
     registry.close()

@@ -1,4 +1,5 @@
-"""Bodies of the tests that CPU and GPU worlds share: gradients of matmul operators against fp64, what backward sends."""
+"""Bodies of the tests that CPU and GPU worlds share: gradients of matmul operators against fp64,
+what backward sends."""
 
 from __future__ import annotations
 
@@ -6,7 +7,16 @@ from collections.abc import Callable
 
 import torch
 from tests.support.behaviour import invoke
-from tests.support.matmul_cases import AG, AR, PRIVATE, Case, Operands, draw, draw_operands, expected
+from tests.support.matmul_cases import (
+    AG,
+    AR,
+    PRIVATE,
+    Case,
+    Operands,
+    draw,
+    draw_operands,
+    expected,
+)
 from tests.support.tolerances import GRADIENT_ERROR, assert_norm_near
 from tests.support.worlds import Member
 
@@ -25,21 +35,33 @@ def draw_leaves(case: Case, rank: int, size: int, device: torch.device, wanted: 
     return operands
 
 
-def coefficients(case: Case, rank: int, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weights of each element of the results in this rank's loss: the same on every rank where results are."""
+def coefficients(
+    case: Case, rank: int, size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weights of each element of the results in this rank's loss: the same on every rank where
+    results are."""
     rows, who = case.out_rows(size), 0 if case.op == AR else rank
     c = draw((rows, case.out_cols(size)), case, 1.0, device, 88, who)
     width = case.depth if case.gathered else case.cols
-    return c, draw((rows, width), case, 1.0, device, 99, who) if case.gathered or case.norm else None
+    return c, draw(
+        (rows, width), case, 1.0, device, 99, who
+    ) if case.gathered or case.norm else None
 
 
 def expected_gradients(case: Case, rank: int, size: int, device: torch.device) -> Operands:
-    """One process does what all ranks do together, in fp64. A replicated tensor is one leaf, a replicated loss one term."""
+    """One process does what all ranks do together, in fp64. A replicated tensor is one leaf, a
+    replicated loss one term."""
     everyone = [draw_operands(case, r, size, device, 77) for r in range(size)]
     for operands in everyone:
         for name in operands.names():
-            shared = operands is not everyone[0] and case.op not in PRIVATE and name not in ("x", "w")
-            leaf = getattr(everyone[0], name) if shared else getattr(operands, name).double().requires_grad_()
+            shared = (
+                operands is not everyone[0] and case.op not in PRIVATE and name not in ("x", "w")
+            )
+            leaf = (
+                getattr(everyone[0], name)
+                if shared
+                else getattr(operands, name).double().requires_grad_()
+            )
             setattr(operands, name, leaf)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for r in range(1 if case.op == AR else size):
@@ -49,10 +71,14 @@ def expected_gradients(case: Case, rank: int, size: int, device: torch.device) -
         if d is not None and second is not None:
             loss = loss + (second * d).sum()
     loss.backward()
-    return Operands(*(None if tensor is None else tensor.grad for tensor in vars(everyone[rank]).values()))
+    return Operands(
+        *(None if tensor is None else tensor.grad for tensor in vars(everyone[rank]).values())
+    )
 
 
-def gradients(me: Member, cases: list[Case], wanted: str = "xwbrn", backend: str | None = None) -> None:
+def gradients(
+    me: Member, cases: list[Case], wanted: str = "xwbrn", backend: str | None = None
+) -> None:
     """Gradients of every operand, through every result; also compiled."""
     for case in cases:
         function: Callable[..., torch.Tensor] = weighted_sum
@@ -67,7 +93,9 @@ def gradients(me: Member, cases: list[Case], wanted: str = "xwbrn", backend: str
             want = expected_gradients(case, me.rank, me.world_size, me.device)
             for letter, name in LETTERS.items():
                 leaf, right = getattr(leaves, name), getattr(want, name)
-                what = f"rank {me.rank}, {case}, {wanted}, {backend}, call {again}: gradient of {name}"
+                what = (
+                    f"rank {me.rank}, {case}, {wanted}, {backend}, call {again}: gradient of {name}"
+                )
                 if leaf is None or letter not in wanted:
                     assert leaf is None or leaf.grad is None, f"{what} was not asked for"
                     continue
@@ -84,7 +112,8 @@ def weighted_sum(
     c: torch.Tensor,
     d: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A loss in which every element of y, and of the second result if ``d`` is given, has a weight of its own."""
+    """A loss in which every element of y, and of the second result if ``d`` is given, has a weight
+    of its own."""
     if d is None:
         return (getattr(tw, op)(x, w, bias, **options) * c).sum()
     if op == AG:
@@ -95,23 +124,36 @@ def weighted_sum(
 
 
 def gradients_through_one_result(me: Member, case: Case) -> None:
-    """A loss that uses one of two results: the other one's gradient is not there, and nothing is sent for it."""
+    """A loss that uses one of two results: the other one's gradient is not there, and nothing is
+    sent for it."""
     for which in (0, 1):
         leaves = draw_leaves(case, me.rank, me.world_size, me.device, "xwbrn")
         weights = coefficients(case, me.rank, me.world_size, me.device)[which]
         (invoke(case, leaves)[which] * weights).sum().backward()
-        everyone = [draw_leaves(case, r, me.world_size, me.device, "xwbrn") for r in range(me.world_size)]
+        everyone = [
+            draw_leaves(case, r, me.world_size, me.device, "xwbrn") for r in range(me.world_size)
+        ]
         losses = range(1 if case.op == AR else me.world_size)
         terms = [
-            (expected(case, everyone, r)[which] * coefficients(case, r, me.world_size, me.device)[which]).sum() for r in losses
+            (
+                expected(case, everyone, r)[which]
+                * coefficients(case, r, me.world_size, me.device)[which]
+            ).sum()
+            for r in losses
         ]
         torch.stack(terms).sum().backward()
         want = everyone[me.rank].x.grad
-        assert_norm_near(leaves.x.grad, want, GRADIENT_ERROR[case.dtype], f"rank {me.rank}, {case}, result {which}")
+        assert_norm_near(
+            leaves.x.grad,
+            want,
+            GRADIENT_ERROR[case.dtype],
+            f"rank {me.rank}, {case}, result {which}",
+        )
 
 
 def what_backward_sends(me: Member, case: Case, wanted: dict[str, int], limit: int) -> None:
-    """Collectives that backward makes, by name, and the elements it holds on to: ``limit`` beside the weight."""
+    """Collectives that backward makes, by name, and the elements it holds on to: ``limit`` beside
+    the weight."""
     names = ("begin_all_gather", "begin_reduce_scatter", "all_reduce")
     sent: dict[str, int] = {}
     under_way: list[str] = []  # on the CPU a sum gathers: one collective, not two

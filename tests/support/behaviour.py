@@ -1,4 +1,5 @@
-"""Bodies of the tests that CPU and GPU worlds share: what a user of the operator relies on beside its numbers."""
+"""Bodies of the tests that CPU and GPU worlds share: what a user of the operator relies on beside
+its numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.matmul_cases import AG, AR, EPS, IN, RS, Call, Case, Operands, draw_operands, prepare, verify
+from tests.support.matmul_cases import (
+    AG,
+    AR,
+    EPS,
+    IN,
+    RS,
+    Call,
+    Case,
+    Operands,
+    draw_operands,
+    prepare,
+    verify,
+)
 from tests.support.tolerances import GRADIENT_ERROR, assert_norm_near
 from tests.support.worlds import ROOT, Member
 
@@ -28,17 +41,23 @@ from tileweave.transport.workspace import REGISTRY
 # --- The public call ---
 
 
-def invoke(case: Case, operands: Operands, **options: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+def invoke(
+    case: Case, operands: Operands, **options: object
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The public function with these operands: its result, and the second where there is one."""
     if case.gathered:
         options["return_gathered"] = True
-    result = getattr(tw, case.op)(operands.x, operands.w, operands.bias, **operands.options(), **case.options(), **options)
+    result = getattr(tw, case.op)(
+        operands.x, operands.w, operands.bias, **operands.options(), **case.options(), **options
+    )
     return result if isinstance(result, tuple) else (result, None)
 
 
 def results_of(call: Call) -> dict[str, torch.Tensor]:
     """The call's own memory as keywords."""
-    return {"out": call.out} if call.second is None else {"out": call.out, "residual_out": call.second}
+    return (
+        {"out": call.out} if call.second is None else {"out": call.out, "residual_out": call.second}
+    )
 
 
 def public_calls(me: Member, cases: list[Case], path: str) -> None:
@@ -55,24 +74,37 @@ def public_calls(me: Member, cases: list[Case], path: str) -> None:
             y, second = invoke(asked, call.operands)
             call.verify(f"rank {me.rank}, returned", y, second)
             if asked.gathered:
-                assert second.data_ptr() != call.x.data_ptr(), "the gathered input has memory of its own"
+                assert second.data_ptr() != call.x.data_ptr(), (
+                    "the gathered input has memory of its own"
+                )
             o = call.operands
-            found = getattr(reference, case.op)(o.x, o.w, o.bias, dist.group.WORLD, **o.options(), **case.options())
+            found = getattr(reference, case.op)(
+                o.x, o.w, o.bias, dist.group.WORLD, **o.options(), **case.options()
+            )
             y, second = found if isinstance(found, tuple) else (found, None)
-            call.verify(f"rank {me.rank}, the reference itself", y, second if asked.gathered or asked.norm else None)
+            call.verify(
+                f"rank {me.rank}, the reference itself",
+                y,
+                second if asked.gathered or asked.norm else None,
+            )
 
 
 def the_same_bits(me: Member, case: Case) -> None:
-    """Twice the same call: bit-equal on this rank, and what is replicated bit-equal on all ranks."""
+    """Twice the same call: bit-equal on this rank, and what is replicated bit-equal on all
+    ranks."""
     operands = draw_operands(case, me.rank, me.world_size, me.device, 8)
     first, second = invoke(case, operands)
     for _ in range(3):
         again, again_second = invoke(case, operands)
         assert torch.equal(first, again), f"rank {me.rank}: other bits the second time"
-        assert second is None or torch.equal(second, again_second), f"rank {me.rank}: other bits in the second result"
+        assert second is None or torch.equal(second, again_second), (
+            f"rank {me.rank}: other bits in the second result"
+        )
     if case.op == AR:
         everyone = collectives.all_gather(first, dist.group.WORLD).view(me.world_size, *first.shape)
-        assert all(torch.equal(everyone[0], other) for other in everyone), "ranks hold different bits of one result"
+        assert all(torch.equal(everyone[0], other) for other in everyone), (
+            "ranks hold different bits of one result"
+        )
 
 
 def public_calls_in_a_subgroup(me: Member, members: list[int], case: Case) -> None:
@@ -102,10 +134,15 @@ def many_dimensions(me: Member, case: Case) -> None:
         assert y.shape == (*total, cols), f"x {tuple(o.x.shape)} gave y {tuple(y.shape)}"
         if second is not None:
             width = case.depth if case.gathered else case.cols
-            assert second.shape == (*total, width), f"x {tuple(o.x.shape)} gave a second {tuple(second.shape)}"
+            assert second.shape == (*total, width), (
+                f"x {tuple(o.x.shape)} gave a second {tuple(second.shape)}"
+            )
             second = second.reshape(-1, width)
         call.verify(f"x {tuple(o.x.shape)}", y.reshape(-1, cols), second)
-        results = {name: torch.full_like(t, float("nan")).view(*total, -1) for name, t in results_of(call).items()}
+        results = {
+            name: torch.full_like(t, float("nan")).view(*total, -1)
+            for name, t in results_of(call).items()
+        }
         if case.op == AG:
             results = {"out": results["out"]}
         invoke(replace(case, gathered=False), o, **results)
@@ -113,16 +150,21 @@ def many_dimensions(me: Member, case: Case) -> None:
         call.verify(f"x {tuple(o.x.shape)}, out=", results["out"].view(-1, cols), second)
 
 
-def empty_dimensions(me: Member, dtype: str, op: str = AG, how: tuple[int, int] | None = None) -> None:
+def empty_dimensions(
+    me: Member, dtype: str, op: str = AG, how: tuple[int, int] | None = None
+) -> None:
     """A size of zero is no error: there is nothing to multiply, or nothing to add to the bias."""
     for rows, cols, depth in ((0, 8, 16), (4, 0, 16), (4, 8, 0), (0, 0, 0)):
-        case = Case(rows, cols, depth, dtype, bias=True, integers=True, gathered=op == AG, op=op, how=how)
+        case = Case(
+            rows, cols, depth, dtype, bias=True, integers=True, gathered=op == AG, op=op, how=how
+        )
         call = prepare(case, me.rank, me.world_size, me.device, 2)
         call.verify(f"rank {me.rank}", *invoke(case, call.operands))
 
 
 def close_frees_at_once(me: Member, case: Case) -> None:
-    """Nothing is left to the garbage collector: it may run while a graph is captured, which torch does not survive."""
+    """Nothing is left to the garbage collector: it may run while a graph is captured, which torch
+    does not survive."""
     call = prepare(case, me.rank, me.world_size, me.device, 8)
     call.verify("before", tw.all_gather_matmul(call.x, call.w, call.bias))
     workspace = REGISTRY.find(name_of(None), me.device)
@@ -132,34 +174,52 @@ def close_frees_at_once(me: Member, case: Case) -> None:
     gc.disable()
     try:
         tw.close()
-        assert not any(reference() is not None for reference in held), "slots outlive their workspace"
+        assert not any(reference() is not None for reference in held), (
+            "slots outlive their workspace"
+        )
     finally:
         gc.enable()
     me.barrier()
 
 
 def weight_in_a_larger_tensor(me: Member, case: Case) -> None:
-    """Rows of w need not follow each other, a slice of a fused weight works without a copy; nor need lines run along K."""
+    """Rows of w need not follow each other, a slice of a fused weight works without a copy; nor
+    need lines run along K."""
     call = prepare(case, me.rank, me.world_size, me.device, 4)
     cols, depth = call.w.shape
     wide = torch.full((cols, depth + 24), float("nan"), dtype=case.torch_dtype, device=me.device)
     wide[:, 8 : 8 + depth] = call.w
-    call.verify("w with a row stride", *invoke(case, replace(call.operands, w=wide[:, 8 : 8 + depth])))
+    call.verify(
+        "w with a row stride", *invoke(case, replace(call.operands, w=wide[:, 8 : 8 + depth]))
+    )
     if case.op != "matmul_all_reduce":
-        turned = torch.full((depth, cols + 24), float("nan"), dtype=case.torch_dtype, device=me.device)
+        turned = torch.full(
+            (depth, cols + 24), float("nan"), dtype=case.torch_dtype, device=me.device
+        )
         turned[:, 8 : 8 + cols] = call.w.t()
-        call.verify("w the other way round", *invoke(case, replace(call.operands, w=turned[:, 8 : 8 + cols].t())))
+        call.verify(
+            "w the other way round",
+            *invoke(case, replace(call.operands, w=turned[:, 8 : 8 + cols].t())),
+        )
 
 
 # --- Bad input ---
 
 
 def refused(
-    me: Member, op: str, shapes: dict[str, tuple[int, ...] | None], pattern: str, options: dict[str, int] | None = None
+    me: Member,
+    op: str,
+    shapes: dict[str, tuple[int, ...] | None],
+    pattern: str,
+    options: dict[str, int] | None = None,
 ) -> None:
-    """One rank calls with zeros of these shapes, the others do not: nothing may be sent before the error is found."""
+    """One rank calls with zeros of these shapes, the others do not: nothing may be sent before the
+    error is found."""
     if me.rank == me.world_size - 1:
-        tensors = {name: None if shape is None else torch.zeros(shape, device=me.device) for name, shape in shapes.items()}
+        tensors = {
+            name: None if shape is None else torch.zeros(shape, device=me.device)
+            for name, shape in shapes.items()
+        }
         with pytest.raises(tw.InputError, match=f"(?s){pattern}") as caught:
             getattr(tw, op)(**tensors, **(options or {}))
         text = str(caught.value)
@@ -169,21 +229,36 @@ def refused(
 
 
 def refused_alias(
-    me: Member, op: str, x: tuple[int, ...], w: tuple[int, ...], out: tuple[int, ...], options: dict[str, int] | None = None
+    me: Member,
+    op: str,
+    x: tuple[int, ...],
+    w: tuple[int, ...],
+    out: tuple[int, ...],
+    options: dict[str, int] | None = None,
 ) -> None:
     """A result in the storage of an input."""
     if me.rank == me.world_size - 1:
         memory = torch.zeros(1024, device=me.device)
         inputs = [memory[: torch.Size(shape).numel()].view(shape) for shape in (x, w)]
         with pytest.raises(tw.InputError, match="memory of its own"):
-            getattr(tw, op)(*inputs, out=memory[512 : 512 + torch.Size(out).numel()].view(out), **(options or {}))
+            getattr(tw, op)(
+                *inputs,
+                out=memory[512 : 512 + torch.Size(out).numel()].view(out),
+                **(options or {}),
+            )
     tw.close()
 
 
 def disagree(me: Member, op: str, options: dict[str, int] | None = None) -> str:
     """With TILEWEAVE_DEBUG=1 rank 1 passes another weight: what every rank is told."""
-    x, w = (torch.zeros(n, 64, device=me.device) for n in (4 * me.world_size, 33 if me.rank == 1 else 32))
-    with mock.patch.dict(os.environ, TILEWEAVE_DEBUG="1"), pytest.raises(tw.RankMismatchError) as caught:
+    x, w = (
+        torch.zeros(n, 64, device=me.device)
+        for n in (4 * me.world_size, 33 if me.rank == 1 else 32)
+    )
+    with (
+        mock.patch.dict(os.environ, TILEWEAVE_DEBUG="1"),
+        pytest.raises(tw.RankMismatchError) as caught,
+    ):
         getattr(tw, op)(x, w, **(options or {}))
     return str(caught.value)
 
@@ -195,7 +270,9 @@ def opcheck(me: Member, case: Case) -> None:
     """torch's own checks: schema, fake, autograd registration, tracing with symbolic shapes."""
     op, name = getattr(torch.ops.tileweave, case.op), name_of(None)
     operands = draw_operands(case, me.rank, me.world_size, me.device, 77)
-    x, w, bias, residual, norm_weight = (None if t is None else t.requires_grad_() for t in vars(operands).values())
+    x, w, bias, residual, norm_weight = (
+        None if t is None else t.requires_grad_() for t in vars(operands).values()
+    )
     variants: list[tuple[object, ...]] = [(None,), (bias,)]
     tails: list[tuple[object, ...]] = [(name,)]
     if case.how is not None:
@@ -203,16 +280,24 @@ def opcheck(me: Member, case: Case) -> None:
     elif case.op == AG:
         tails.append((name, True))
     elif case.op == AR:
-        tails = [(None, None, EPS, name), (residual, None, EPS, name), (residual, norm_weight, EPS, name)]
+        tails = [
+            (None, None, EPS, name),
+            (residual, None, EPS, name),
+            (residual, norm_weight, EPS, name),
+        ]
     for head in variants:
         for tail in tails:
             torch.library.opcheck(op.default, (x, w, *head, *tail))
-    out = torch.empty(case.out_rows(me.world_size), case.out_cols(me.world_size), dtype=x.dtype, device=me.device)
+    out = torch.empty(
+        case.out_rows(me.world_size), case.out_cols(me.world_size), dtype=x.dtype, device=me.device
+    )
     detached = [None if t is None else t.detach() for t in (x, w, bias, residual, norm_weight)]
     if case.op != AR:
         torch.library.opcheck(op.out, (*detached[:3], *(case.how or ()), name), {"out": out})
         return
-    torch.library.opcheck(op.out, (*detached[:3], None, None, EPS, name), {"out": out, "residual_out": None})
+    torch.library.opcheck(
+        op.out, (*detached[:3], None, None, EPS, name), {"out": out, "residual_out": None}
+    )
     kept = torch.empty_like(out) if case.norm else None
     torch.library.opcheck(op.out, (*detached, EPS, name), {"out": out, "residual_out": kept})
 
@@ -221,11 +306,18 @@ def compiled_with_changing_rows(me: Member, case: Case, backend: str) -> None:
     """fullgraph, with rows that change from call to call: torch makes them symbolic."""
     torch._dynamo.reset()
     operator = getattr(tw, case.op)
-    function = torch.compile(lambda x, w, b: operator(x, w, b, **case.options()).relu(), fullgraph=True, backend=backend)
+    function = torch.compile(
+        lambda x, w, b: operator(x, w, b, **case.options()).relu(), fullgraph=True, backend=backend
+    )
     for n, rows in enumerate((case.rows, case.rows + 3, case.rows + 8)):
         changed = replace(case, rows=rows)
         call = prepare(changed, me.rank, me.world_size, me.device, 30 + n)
-        verify(function(call.x, call.w, call.bias), call.want.relu(), changed, f"rank {me.rank}, compiled, {changed}")
+        verify(
+            function(call.x, call.w, call.bias),
+            call.want.relu(),
+            changed,
+            f"rank {me.rank}, compiled, {changed}",
+        )
 
 
 # --- Modules ---
@@ -233,7 +325,8 @@ def compiled_with_changing_rows(me: Member, case: Case, backend: str) -> None:
 
 def column_parallel_linear(me: Member, case: Case, save_gathered: bool) -> None:
     """The module against torch.nn.Linear over the whole weight: outputs, gradients, state_dict."""
-    limit = GRADIENT_ERROR[case.dtype]  # for outputs, too: the weights were rounded to the dtype, the whole ones were not
+    # for outputs, too: the weights were rounded to the dtype, the whole ones were not
+    limit = GRADIENT_ERROR[case.dtype]
     features = case.cols * me.world_size
     whole = _whole_linear(me, case.depth, features, case.bias)
     rounded = _rounded(whole, case)
@@ -248,14 +341,21 @@ def column_parallel_linear(me: Member, case: Case, save_gathered: bool) -> None:
     y = part(x)
     assert_norm_near(y, y_whole[:, mine], limit, f"rank {me.rank}: output")
     y_whole.square().mean().backward()
-    (y.float().square().mean() / me.world_size).backward()  # the mean over all columns is the mean of the ranks' means
+    # the mean over all columns is the mean of the ranks' means
+    (y.float().square().mean() / me.world_size).backward()
     assert_norm_near(x.grad, leaves[me.rank].grad, limit, f"rank {me.rank}: gradient of x")
     for name, parameter in part.named_parameters():
-        assert_norm_near(parameter.grad, whole.get_parameter(name).grad[mine], limit, f"rank {me.rank}: gradient of {name}")
+        assert_norm_near(
+            parameter.grad,
+            whole.get_parameter(name).grad[mine],
+            limit,
+            f"rank {me.rank}: gradient of {name}",
+        )
 
 
 def row_parallel_linear(me: Member, case: Case) -> None:
-    """The module against torch.nn.Linear over the whole weight, scattering rows (RS) or not (AR)."""
+    """The module against torch.nn.Linear over the whole weight, scattering rows (RS) or not
+    (AR)."""
     limit = GRADIENT_ERROR[case.dtype]
     size, features = me.world_size, case.depth * me.world_size
     whole = _whole_linear(me, features, case.cols, case.bias)
@@ -275,9 +375,13 @@ def row_parallel_linear(me: Member, case: Case) -> None:
     y_whole.square().mean().backward()
     (y.float().square().mean() / (size if case.op == RS else 1)).backward()
     assert_norm_near(x.grad, leaves[me.rank].grad, limit, f"rank {me.rank}: gradient of x")
-    assert_norm_near(part.weight.grad, whole.weight.grad[:, mine], limit, f"rank {me.rank}: gradient of weight")
+    assert_norm_near(
+        part.weight.grad, whole.weight.grad[:, mine], limit, f"rank {me.rank}: gradient of weight"
+    )
     if case.bias:
-        assert_norm_near(part.bias.grad, whole.bias.grad, limit, f"rank {me.rank}: gradient of bias")
+        assert_norm_near(
+            part.bias.grad, whole.bias.grad, limit, f"rank {me.rank}: gradient of bias"
+        )
 
 
 def _whole_linear(me: Member, inputs: int, outputs: int, bias: bool) -> torch.nn.Linear:
@@ -302,12 +406,25 @@ def _check_state(part: torch.nn.Module, want: dict[str, torch.Tensor]) -> None:
 
 
 def run_example(name: str, *words: str, on_gpu: bool, code: int = 0, seconds: float = 110.0) -> str:
-    """What ``python examples/<name> <words>`` prints, its errors if it says nothing else; it has to exit with ``code``."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("TILEWEAVE_", "TRITON_INTERPRET"))}
+    """What ``python examples/<name> <words>`` prints, its errors if it says nothing else; it has to
+    exit with ``code``."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("TILEWEAVE_", "TRITON_INTERPRET"))
+    }
     environment = {**kept, "PYTHONPATH": str(ROOT / "src")}
     if not on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, str(ROOT / "examples" / name), *words]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout or done.stderr

@@ -29,8 +29,9 @@ def refusal(function: Callable[..., object], *args: object, **kwargs: object) ->
 def unfused(me: Member) -> Iterator[None]:
     """Collective: calls inside go as on a CPU that interprets no kernels.
 
-    Triton decides when a kernel is made who runs it, and ranks serve many tests: so all kernels are made before. What was
-    accepted is kept, its path with it: so nothing accepted is left at either end.
+    Triton decides when a kernel is made who runs it, and ranks serve many tests: so all kernels are
+    made before. What was accepted is kept, its path with it: so nothing accepted is left at either
+    end.
     """
     for module in walk_packages(kernels.__path__, f"{kernels.__name__}."):
         import_module(module.name)
@@ -46,6 +47,8 @@ def call_unfused(me: Member, body: Callable[..., Any], *arguments: object) -> An
         return body(me, *arguments)
 
 
-def run_either(world: World, interpreted: bool, body: Callable[..., object], *arguments: object) -> list:
+def run_either(
+    world: World, interpreted: bool, body: Callable[..., object], *arguments: object
+) -> list:
     """``body`` on every rank, with interpreted kernels or unfused; the values, by rank."""
     return world.run(body, *arguments) if interpreted else world.run(call_unfused, body, *arguments)

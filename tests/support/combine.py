@@ -1,7 +1,8 @@
 """Bodies of the tests of grouped_matmul_combine that CPU and GPU worlds share.
 
-Cases are those of ``experts.py``: ``depth`` is I, ``cols`` is H. Every rank draws the data of all ranks from seeds; the oracle
-goes token by token, choice by choice, in fp64, and knows nothing of a plan.
+Cases are those of ``experts.py``: ``depth`` is I, ``cols`` is H. Every rank draws the data of all
+ranks from seeds; the oracle goes token by token, choice by choice, in fp64, and knows nothing of a
+plan.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from tileweave.planning.combine import CombineConfig
 
 @dataclass
 class Drawn:
-    """What a rank knows of itself: values of its entries [T, k, I], experts, ids and weights [T, k]."""
+    """What a rank knows of itself: values of its entries [T, k, I], experts, ids and weights [T,
+    k]."""
 
     values: torch.Tensor
     experts: torch.Tensor
@@ -43,7 +45,9 @@ def draw_all(case: Case, size: int, seed: int) -> list[Drawn]:
     for rank, o in enumerate(experts.everyone(case, size, seed)):
         generator = torch.Generator().manual_seed(77 * seed + rank)
         tokens = len(o.ids)
-        values = torch.randn(tokens, case.topk, case.depth, generator=generator).to(case.torch_dtype)
+        values = torch.randn(tokens, case.topk, case.depth, generator=generator).to(
+            case.torch_dtype
+        )
         weights = torch.rand(tokens, case.topk, generator=generator) + 0.1
         found.append(Drawn(values, o.experts, o.ids, weights))
     return found
@@ -59,7 +63,9 @@ class Call:
     weights: torch.Tensor
 
 
-def prepare(case: Case, rank: int, size: int, device: torch.device, seed: int, depth_first: bool = False) -> Call:
+def prepare(
+    case: Case, rank: int, size: int, device: torch.device, seed: int, depth_first: bool = False
+) -> Call:
     """Operands of a rank. Rows of y that do not exist are NaN."""
     drawn = draw_all(case, size, seed)
     ids = torch.stack([padded_ids(d.ids, case.max_tokens) for d in drawn])
@@ -97,14 +103,18 @@ def expected(case: Case, rank: int, size: int, seed: int, weighted: bool = True)
 
 def verify(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None:
     """Elementwise; up to k products, and one partial a rank, are rounded on the way."""
-    assert got.dtype == case.torch_dtype and got.shape == want.shape, f"{what}: {got.dtype} {tuple(got.shape)}"
+    assert got.dtype == case.torch_dtype and got.shape == want.shape, (
+        f"{what}: {got.dtype} {tuple(got.shape)}"
+    )
     relative, absolute = (4 * t for t in TOLERANCE[case.dtype])
     assert_near(got.double().cpu(), want, relative, absolute, what)
 
 
 def fused(me: Member, c: Call, config: CombineConfig, weighted: bool = True) -> torch.Tensor:
     """The kernel with this cut, whatever the plan would say, into poisoned memory."""
-    z = torch.full((c.plan.tokens, c.experts.shape[1]), float("nan"), dtype=c.y.dtype, device=me.device)
+    z = torch.full(
+        (c.plan.tokens, c.experts.shape[1]), float("nan"), dtype=c.y.dtype, device=me.device
+    )
     run_fused(c.y, c.experts, c.plan, c.weights if weighted else None, z, name_of(None), config)
     return z
 
@@ -112,7 +122,13 @@ def fused(me: Member, c: Call, config: CombineConfig, weighted: bool = True) -> 
 # --- Bodies ---
 
 
-def parity(me: Member, cases: list[Case], config: CombineConfig, depth_first: bool = False, weighted: bool = True) -> None:
+def parity(
+    me: Member,
+    cases: list[Case],
+    config: CombineConfig,
+    depth_first: bool = False,
+    weighted: bool = True,
+) -> None:
     """Each case, with poisoned slots."""
     for seed, case in enumerate(cases):
         c = prepare(case, me.rank, me.world_size, me.device, seed, depth_first)
@@ -123,10 +139,18 @@ def parity(me: Member, cases: list[Case], config: CombineConfig, depth_first: bo
 
 
 def many_calls(
-    me: Member, cases: list[Case], config: CombineConfig, calls: int, seconds: float, stall: Callable | None = None
+    me: Member,
+    cases: list[Case],
+    config: CombineConfig,
+    calls: int,
+    seconds: float,
+    stall: Callable | None = None,
 ) -> None:
-    """Calls in a row with changing sizes, one rank late after another; verified at the end, so that nobody waits meanwhile."""
-    prepared = [prepare(cases[n % len(cases)], me.rank, me.world_size, me.device, n) for n in range(calls)]
+    """Calls in a row with changing sizes, one rank late after another; verified at the end, so that
+    nobody waits meanwhile."""
+    prepared = [
+        prepare(cases[n % len(cases)], me.rank, me.world_size, me.device, n) for n in range(calls)
+    ]
     kept = []
     for number, c in enumerate(prepared):
         if number % me.world_size == me.rank:
@@ -143,7 +167,8 @@ def public_calls(me: Member, cases: list[Case], path: str) -> None:
     """What a user calls: the path it takes, out=, no weights, the same bits each time."""
     for seed, case in enumerate(cases):
         c = prepare(case, me.rank, me.world_size, me.device, seed)
-        c.y = torch.where(torch.isnan(c.y), torch.zeros_like(c.y), c.y)  # what unfused reads, it must be able to multiply
+        # what unfused reads, it must be able to multiply
+        c.y = torch.where(torch.isnan(c.y), torch.zeros_like(c.y), c.y)
         assert tw.explain(OP, c.y, c.experts, c.plan).path == path
         what = f"rank {me.rank}, {case}"
         z = tw.grouped_matmul_combine(c.y, c.experts, c.plan, c.weights)
@@ -152,7 +177,9 @@ def public_calls(me: Member, cases: list[Case], path: str) -> None:
         assert tw.grouped_matmul_combine(c.y, c.experts, c.plan, c.weights, out=out) is out
         assert torch.equal(out, z), f"{what}: out="
         plain = tw.grouped_matmul_combine(c.y, c.experts, c.plan)
-        verify(plain, expected(case, me.rank, me.world_size, seed, False), case, f"{what}, no weights")
+        verify(
+            plain, expected(case, me.rank, me.world_size, seed, False), case, f"{what}, no weights"
+        )
 
 
 def coefficients(case: Case, rank: int) -> torch.Tensor:
@@ -160,8 +187,11 @@ def coefficients(case: Case, rank: int) -> torch.Tensor:
     return torch.randn(case.tokens_of(rank), case.cols, generator=generator, dtype=torch.float64)
 
 
-def expected_gradients(case: Case, rank: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of y's rows in their order, of this rank's experts, of own weights, by torch's autograd in fp64 on one device."""
+def expected_gradients(
+    case: Case, rank: int, size: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of y's rows in their order, of this rank's experts, of own weights, by torch's autograd in
+    fp64 on one device."""
     drawn = draw_all(case, size, seed)
     values = [d.values.double().requires_grad_() for d in drawn]
     weights = [d.weights.double().requires_grad_() for d in drawn]
@@ -172,7 +202,12 @@ def expected_gradients(case: Case, rank: int, size: int, seed: int) -> tuple[tor
         for token, choices in enumerate(d.ids.tolist()):
             for j, expert in enumerate(choices):
                 if expert >= 0:
-                    loss = loss + weights[source][token, j] * (matrices[expert] @ values[source][token, j]) @ c[token]
+                    loss = (
+                        loss
+                        + weights[source][token, j]
+                        * (matrices[expert] @ values[source][token, j])
+                        @ c[token]
+                    )
     loss.backward()
     rows = [row for mine in experts.expected_rows(case, rank, size, seed) for row in mine]
     none = torch.zeros(0, case.depth, dtype=torch.float64)
@@ -185,12 +220,19 @@ def expected_gradients(case: Case, rank: int, size: int, seed: int) -> tuple[tor
 
 
 def near(got: torch.Tensor | None, want: torch.Tensor, case: Case, what: str) -> None:
-    assert got is not None and got.shape == want.shape, f"{what}: {None if got is None else tuple(got.shape)}"
-    off, limit = float((got.double().cpu() - want).norm()), {"float32": 1e-5, "float16": 4e-3}.get(case.dtype, 2e-2)
+    assert got is not None and got.shape == want.shape, (
+        f"{what}: {None if got is None else tuple(got.shape)}"
+    )
+    off, limit = (
+        float((got.double().cpu() - want).norm()),
+        {"float32": 1e-5, "float16": 4e-3}.get(case.dtype, 2e-2),
+    )
     assert off <= limit * float(want.norm()) + 1e-9, f"{what}: off by {off} of {float(want.norm())}"
 
 
-def gradients(me: Member, cases: list[Case], weighted: bool = True, backend: str | None = None) -> None:
+def gradients(
+    me: Member, cases: list[Case], weighted: bool = True, backend: str | None = None
+) -> None:
     """Of y, experts and weights, eager or compiled whole."""
     for seed, case in enumerate(cases):
         c = prepare(case, me.rank, me.world_size, me.device, seed)
@@ -201,13 +243,22 @@ def gradients(me: Member, cases: list[Case], weighted: bool = True, backend: str
             leaf.requires_grad_()
 
         def loss(by: torch.Tensor, c: Call = c) -> torch.Tensor:
-            return (tw.grouped_matmul_combine(c.y, c.experts, c.plan, c.weights if weighted else None).float() * by).sum()
+            return (
+                tw.grouped_matmul_combine(
+                    c.y, c.experts, c.plan, c.weights if weighted else None
+                ).float()
+                * by
+            ).sum()
 
         by = coefficients(case, me.rank).float().to(me.device)
-        (loss if backend is None else torch.compile(loss, fullgraph=True, backend=backend))(by).backward()
+        (loss if backend is None else torch.compile(loss, fullgraph=True, backend=backend))(
+            by
+        ).backward()
         what = f"rank {me.rank}, {case}"
         if not weighted:
-            assert c.weights.grad is None and c.y.grad is not None and c.experts.grad is not None, what
+            assert c.weights.grad is None and c.y.grad is not None and c.experts.grad is not None, (
+                what
+            )
             continue
         gy, ge, gw = expected_gradients(case, me.rank, me.world_size, seed)
         assert c.y.grad is not None, what
@@ -217,31 +268,70 @@ def gradients(me: Member, cases: list[Case], weighted: bool = True, backend: str
 
 
 def bad_input(me: Member, case: Case) -> None:
-    """Each mistake is raised where it was made, and says what is allowed; afterwards a right call works."""
+    """Each mistake is raised where it was made, and says what is allowed; afterwards a right call
+    works."""
     c = prepare(case, me.rank, me.world_size, me.device, 0)
     c.y = torch.nan_to_num(c.y)
     z = torch.empty(c.plan.tokens, case.cols, device=me.device)
     sizes = {n: getattr(c.plan, n) for n in SIZES}
     wrong: list[tuple[str, Callable[[], object]]] = [
         ("Linear weights", lambda: tw.grouped_matmul_combine(c.y, c.experts[0], c.plan, c.weights)),
-        ("Linear weights", lambda: tw.grouped_matmul_combine(c.y[:, 1:], c.experts, c.plan, c.weights)),
+        (
+            "Linear weights",
+            lambda: tw.grouped_matmul_combine(c.y[:, 1:], c.experts, c.plan, c.weights),
+        ),
         ("same dispatch", lambda: tw.grouped_matmul_combine(c.y[1:], c.experts, c.plan, c.weights)),
         ("convert", lambda: tw.grouped_matmul_combine(c.y, c.experts.half(), c.plan, c.weights)),
-        ("float16", lambda: tw.grouped_matmul_combine(c.y.double(), c.experts.double(), c.plan, c.weights)),
-        ("contiguous rows", lambda: tw.grouped_matmul_combine(c.y.t().contiguous().t(), c.experts, c.plan, c.weights)),
-        ("contiguous", lambda: tw.grouped_matmul_combine(c.y, c.experts.repeat(1, 2, 1)[:, ::2], c.plan, c.weights)),
-        ("each choice", lambda: tw.grouped_matmul_combine(c.y, c.experts, c.plan, c.weights[:, 1:])),
+        (
+            "float16",
+            lambda: tw.grouped_matmul_combine(c.y.double(), c.experts.double(), c.plan, c.weights),
+        ),
+        (
+            "contiguous rows",
+            lambda: tw.grouped_matmul_combine(
+                c.y.t().contiguous().t(), c.experts, c.plan, c.weights
+            ),
+        ),
+        (
+            "contiguous",
+            lambda: tw.grouped_matmul_combine(
+                c.y, c.experts.repeat(1, 2, 1)[:, ::2], c.plan, c.weights
+            ),
+        ),
+        (
+            "each choice",
+            lambda: tw.grouped_matmul_combine(c.y, c.experts, c.plan, c.weights[:, 1:]),
+        ),
         ("float32", lambda: tw.grouped_matmul_combine(c.y, c.experts, c.plan, c.weights.double())),
-        ("dispatch", lambda: tw.grouped_matmul_combine(c.y, c.experts, RoutingPlan(c.plan.table[1:], **sizes), c.weights)),
+        (
+            "dispatch",
+            lambda: tw.grouped_matmul_combine(
+                c.y, c.experts, RoutingPlan(c.plan.table[1:], **sizes), c.weights
+            ),
+        ),
         ("out", lambda: tw.grouped_matmul_combine(c.y, c.experts, c.plan, c.weights, out=z[:, 1:])),
-        ("storage", lambda: tw.grouped_matmul_combine(c.y, c.experts, c.plan, c.weights, out=c.y[: z.shape[0], : z.shape[1]])),
-        ("gradients", lambda: tw.grouped_matmul_combine(c.y.clone().requires_grad_(), c.experts, c.plan, c.weights, out=z)),
+        (
+            "storage",
+            lambda: tw.grouped_matmul_combine(
+                c.y, c.experts, c.plan, c.weights, out=c.y[: z.shape[0], : z.shape[1]]
+            ),
+        ),
+        (
+            "gradients",
+            lambda: tw.grouped_matmul_combine(
+                c.y.clone().requires_grad_(), c.experts, c.plan, c.weights, out=z
+            ),
+        ),
     ]
     for said, attempt in wrong:
         with pytest.raises(tw.InputError, match=said):
             attempt()
-    verify(tw.grouped_matmul_combine(c.y, c.experts, c.plan, c.weights),
-           expected(case, me.rank, me.world_size, 0), case, "after mistakes")  # fmt: skip
+    verify(
+        tw.grouped_matmul_combine(c.y, c.experts, c.plan, c.weights),
+        expected(case, me.rank, me.world_size, 0),
+        case,
+        "after mistakes",
+    )
 
 
 def opcheck(me: Member, case: Case) -> None:
@@ -265,7 +355,8 @@ def around_the_wrap(me: Member, case: Case, config: CombineConfig) -> None:
     instance.transport.barrier()
     instance.control[0] = 2**31 - 3
     instance.signals.fill_(2**31 - 4)
-    instance.counters.zero_()  # a jump may leave the set of the next parity as its last call left it
+    # a jump may leave the set of the next parity as its last call left it
+    instance.counters.zero_()
     instance.transport.synchronize()
     instance.transport.barrier()
     parity(me, [case] * 3, config)

@@ -1,4 +1,5 @@
-"""What makes ranks of a CPU world drift apart inside a call: contexts that ``parity.many_calls`` takes as ``stall``."""
+"""What makes ranks of a CPU world drift apart inside a call: contexts that ``parity.many_calls``
+takes as ``stall``."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tileweave.transport.interface import Copy
 
 @contextmanager
 def stall_in_the_kernel(seconds: float, n: int, period: int = 4) -> Iterator[None]:
-    """Hold this rank up at one in ``period`` signals and ends of waits, while the others go on as far as they may."""
+    """Hold this rank up at one in ``period`` signals and ends of waits, while the others go on as
+    far as they may."""
     from tileweave.device.interpreter.words import OBSERVERS
 
     events: list[str] = []
@@ -38,7 +40,9 @@ def slow_copies(seconds: float, n: int) -> Iterator[None]:
 
     copy_all = CpuTransport._copy_all
 
-    def slowly(transport: CpuTransport, copies: Sequence[Copy], source: int, abandoned: threading.Event) -> None:
+    def slowly(
+        transport: CpuTransport, copies: Sequence[Copy], source: int, abandoned: threading.Event
+    ) -> None:
         for copy in copies:
             time.sleep(seconds)
             copy_all(transport, [copy], source, abandoned)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class Word(int):
-    """An int32 of the device: it must not overflow, and division of negative numbers would round the other way."""
+    """An int32 of the device: it must not overflow, and division of negative numbers would round
+    the other way."""
 
     def _make(self, value: int) -> Word:
         assert -(2**31) <= value < 2**31, "int32 overflows"

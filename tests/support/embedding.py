@@ -1,6 +1,8 @@
-"""Bodies of the embedding tests that CPU and GPU worlds share. The oracle is fp64, table by table, bag by bag in plain loops.
+"""Bodies of the embedding tests that CPU and GPU worlds share. The oracle is fp64, table by table,
+bag by bag in plain loops.
 
-Every rank draws the tables and bags of all ranks from seeds, so what is expected is computed locally.
+Every rank draws the tables and bags of all ranks from seeds, so what is expected is computed
+locally.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from tileweave.planning.sharding import EmbeddingConfig, rows_of
 
 @dataclass(frozen=True)
 class Case:
-    """One call. ``dims``: of each rank's tables (ranks past the end have the first ones). ``longest``: of a usual bag."""
+    """One call. ``dims``: of each rank's tables (ranks past the end have the first ones).
+    ``longest``: of a usual bag."""
 
     dims: tuple[tuple[int, ...], ...]
     batch: int
@@ -55,7 +58,9 @@ class Case:
         plain = tw.EmbeddingLayout.in_rank_order([self.dims_of(rank) for rank in range(size)])
         if not self.shuffled:
             return plain
-        spans = [(rank, i, d) for rank in range(size) for i, d in enumerate(self.dims_of(rank))][::-1]
+        spans = [(rank, i, d) for rank in range(size) for i, d in enumerate(self.dims_of(rank))][
+            ::-1
+        ]
         columns = [[0] * len(self.dims_of(rank)) for rank in range(size)]
         at = 0
         for rank, i, dim in spans:
@@ -77,20 +82,28 @@ class Bags:
 def draw(case: Case, rank: int, device: torch.device, seed: int) -> Bags:
     generator = torch.Generator().manual_seed(1_000_003 * seed + rank)
     dims = case.dims_of(rank)
-    tables = [torch.randn(case.rows + i, dim, generator=generator).to(case.torch_dtype) for i, dim in enumerate(dims)]
+    tables = [
+        torch.randn(case.rows + i, dim, generator=generator).to(case.torch_dtype)
+        for i, dim in enumerate(dims)
+    ]
     lengths = torch.randint(0, case.longest + 1, (len(dims) * case.batch,), generator=generator)
     if case.giant and lengths.numel():
         lengths[(seed + rank) % lengths.numel()] = case.giant
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=offsets[1:])
-    indices = torch.randint(0, max(case.rows, 1), (int(offsets[-1]),), generator=generator)  # no rows: out of range
+    # no rows: out of range
+    indices = torch.randint(0, max(case.rows, 1), (int(offsets[-1]),), generator=generator)
     if case.stray and indices.numel():
         indices[::3] = -1
         indices[1::5] = case.rows + 1000
         indices[2::7] = torch.iinfo(case.index_dtype).max
     weights = torch.randn(indices.numel(), generator=generator) if case.weighted else None
     found = [indices.to(case.index_dtype), offsets.to(case.index_dtype)]
-    return Bags([t.to(device) for t in tables], *[t.to(device) for t in found], None if weights is None else weights.to(device))
+    return Bags(
+        [t.to(device) for t in tables],
+        *[t.to(device) for t in found],
+        None if weights is None else weights.to(device),
+    )
 
 
 def pooled(bags: Bags, case: Case, tables: list[torch.Tensor] | None = None) -> torch.Tensor:
@@ -102,7 +115,10 @@ def pooled(bags: Bags, case: Case, tables: list[torch.Tensor] | None = None) -> 
     for number, table in enumerate(tables):
         rows = []
         for sample in range(case.batch):
-            begin, end = offsets[number * case.batch + sample], offsets[number * case.batch + sample + 1]
+            begin, end = (
+                offsets[number * case.batch + sample],
+                offsets[number * case.batch + sample + 1],
+            )
             total = table.new_zeros(table.shape[1])
             for at in range(begin, end):
                 if 0 <= indices[at] < table.shape[0]:
@@ -126,29 +142,50 @@ def expected(case: Case, rank: int, size: int, seed: int) -> torch.Tensor:
 
 def verify(got: torch.Tensor, case: Case, rank: int, size: int, seed: int, what: str) -> None:
     want = expected(case, rank, size, seed)
-    assert got.dtype == case.result_dtype and got.shape == want.shape, f"{what}: {got.dtype} {tuple(got.shape)}"
+    assert got.dtype == case.result_dtype and got.shape == want.shape, (
+        f"{what}: {got.dtype} {tuple(got.shape)}"
+    )
     relative, absolute = TOLERANCE[str(case.result_dtype).removeprefix("torch.")]
     absolute *= max(case.longest, case.giant**0.5)
     assert_near(got.double().cpu(), want, relative, absolute, what)
 
 
 def run(
-    case: Case, bags: Bags, group: dist.ProcessGroup, config: EmbeddingConfig, out: torch.Tensor | None = None
+    case: Case,
+    bags: Bags,
+    group: dist.ProcessGroup,
+    config: EmbeddingConfig,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The fused kernel with this cut, whatever the plan would say."""
     return run_fused(
-        bags.tables, bags.indices, bags.offsets, bags.weights, case.layout(dist.get_world_size(group)), case.batch,
-        case.mode == "mean", case.result_dtype, name_of(group), config, out,
-    )  # fmt: skip
+        bags.tables,
+        bags.indices,
+        bags.offsets,
+        bags.weights,
+        case.layout(dist.get_world_size(group)),
+        case.batch,
+        case.mode == "mean",
+        case.result_dtype,
+        name_of(group),
+        config,
+        out,
+    )
 
 
 def call(case: Case, bags: Bags, size: int, **options: object) -> torch.Tensor:
     """The public operator."""
     options = {"per_sample_weights": bags.weights} | options
     return tw.embedding_bag_all_to_all(
-        bags.tables, bags.indices, bags.offsets, batch=case.batch, mode=case.mode, layout=case.layout(size),
-        out_dtype=case.result_dtype, **options,
-    )  # fmt: skip
+        bags.tables,
+        bags.indices,
+        bags.offsets,
+        batch=case.batch,
+        mode=case.mode,
+        layout=case.layout(size),
+        out_dtype=case.result_dtype,
+        **options,
+    )
 
 
 # --- Bodies ---
@@ -163,7 +200,14 @@ def parity(me: Member, cases: list[Case], config: EmbeddingConfig) -> None:
             poison_slots(instance, False)
         bags = draw(case, me.rank, me.device, number)
         y = run(case, bags, group, config)
-        verify(y, case, me.rank, me.world_size, number, f"rank {me.rank}, call {number}, {case}, {config!r}")
+        verify(
+            y,
+            case,
+            me.rank,
+            me.world_size,
+            number,
+            f"rank {me.rank}, call {number}, {case}, {config!r}",
+        )
         del y
 
 
@@ -189,18 +233,31 @@ def public_calls(me: Member, cases: list[Case], path: str) -> None:
         layout = case.layout(me.world_size)
         mean = case.mode == "mean"
         want = reference.embedding_bag_all_to_all(
-            bags.tables, bags.indices, bags.offsets, bags.weights, layout, case.batch, mean, case.result_dtype, group
+            bags.tables,
+            bags.indices,
+            bags.offsets,
+            bags.weights,
+            layout,
+            case.batch,
+            mean,
+            case.result_dtype,
+            group,
         )
         verify(want, case, me.rank, me.world_size, seed, f"{what}, the reference")
 
 
 def layout_by_default(me: Member, case: Case) -> None:
     bags = draw(case, me.rank, me.device, 3)
-    y = tw.embedding_bag_all_to_all(bags.tables, bags.indices, bags.offsets, batch=case.batch, out_dtype=case.result_dtype)
+    y = tw.embedding_bag_all_to_all(
+        bags.tables, bags.indices, bags.offsets, batch=case.batch, out_dtype=case.result_dtype
+    )
     verify(y, case, me.rank, me.world_size, 3, f"rank {me.rank}")
-    changed = replace(case, dims=case.dims[::-1])  # where this rank has the same tables as before, others may not
+    # where this rank has the same tables as before, others may not
+    changed = replace(case, dims=case.dims[::-1])
     bags = draw(changed, me.rank, me.device, 4)
-    y = tw.embedding_bag_all_to_all(bags.tables, bags.indices, bags.offsets, batch=case.batch, out_dtype=case.result_dtype)
+    y = tw.embedding_bag_all_to_all(
+        bags.tables, bags.indices, bags.offsets, batch=case.batch, out_dtype=case.result_dtype
+    )
     verify(y, changed, me.rank, me.world_size, 4, f"rank {me.rank}, with other tables")
 
 
@@ -212,7 +269,8 @@ def many_calls(
     seconds: float,
     stall: Callable[[float, int], object] | None = None,
 ) -> None:
-    """Calls of changing size, each rank late in turn, results held for random times: nobody may overwrite them."""
+    """Calls of changing size, each rank late in turn, results held for random times: nobody may
+    overwrite them."""
     group, order = dist.group.WORLD, random.Random(7)
     keep = random.Random(100 + me.rank)  # ranks hold their results differently long
     held: list[tuple[int, Case, torch.Tensor]] = []
@@ -229,15 +287,30 @@ def many_calls(
             held.append((n, case, run(case, bags, group, config)))
         while held and keep.random() < 0.5:
             seed, older, y = held.pop(keep.randrange(len(held)))
-            verify(y, older, me.rank, me.world_size, 1000 + seed, f"rank {me.rank}, call {seed}, looked at after {n}")
+            verify(
+                y,
+                older,
+                me.rank,
+                me.world_size,
+                1000 + seed,
+                f"rank {me.rank}, call {seed}, looked at after {n}",
+            )
             del y
     tw.synchronize()
     for n, case, y in held:
-        verify(y, case, me.rank, me.world_size, 1000 + n, f"rank {me.rank}, call {n}, looked at in the end")
+        verify(
+            y,
+            case,
+            me.rank,
+            me.world_size,
+            1000 + n,
+            f"rank {me.rank}, call {n}, looked at in the end",
+        )
 
 
 def results_are_lent(me: Member, case: Case, config: EmbeddingConfig) -> None:
-    """No copy while a region is free; a copy when none is; free again when the last view is gone."""
+    """No copy while a region is free; a copy when none is; free again when the last view is
+    gone."""
     group = dist.group.WORLD
     tw.close(group)
     bags = draw(case, me.rank, me.device, 0)
@@ -250,7 +323,9 @@ def results_are_lent(me: Member, case: Case, config: EmbeddingConfig) -> None:
     where, row = first.data_ptr(), first[0]
     del first
     gc.collect()
-    assert run(case, bags, group, config).data_ptr() != where, "a row of the first result is still held"
+    assert run(case, bags, group, config).data_ptr() != where, (
+        "a row of the first result is still held"
+    )
     del row
     gc.collect()
     assert run(case, bags, group, config).data_ptr() == where, "the region was free again"
@@ -282,9 +357,15 @@ def bad_input(me: Member) -> None:
         ("layout", lambda: ask(layout=tw.EmbeddingLayout.in_rank_order([(8,)] * me.world_size))),
         ("each column once", lambda: ask(layout=replace(layout, columns=((0,),) * me.world_size))),
         ("per_sample_weights", lambda: ask(per_sample_weights=torch.zeros(3, device=me.device))),
-        ("strides \\[\\(2,\\), \\(1,\\)\\]; allowed: contiguous", lambda: ask(i=indices.repeat_interleave(2)[::2])),
+        (
+            "strides \\[\\(2,\\), \\(1,\\)\\]; allowed: contiguous",
+            lambda: ask(i=indices.repeat_interleave(2)[::2]),
+        ),
         ("a rate that is a float", lambda: ask(optimizer=tw.FusedOptimizer("sgd", 0.1))),  # type: ignore[arg-type]
-        ("adagrad", lambda: ask(optimizer=tw.FusedOptimizer("adagrad", torch.ones(1, device=me.device)))),
+        (
+            "adagrad",
+            lambda: ask(optimizer=tw.FusedOptimizer("adagrad", torch.ones(1, device=me.device))),
+        ),
         ("contiguous", lambda: ask(out=torch.zeros(9, 9, device=me.device))),
     ]
     for said, attempt in wrong:

@@ -1,4 +1,5 @@
-"""Bodies of the embedding tests that CPU and GPU worlds share: gradients of tables and of weights, and steps in place."""
+"""Bodies of the embedding tests that CPU and GPU worlds share: gradients of tables and of weights,
+and steps in place."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ def expected_gradients(case: Case, rank: int, size: int, seed: int) -> list[torc
     """fp64 gradients of this rank's tables of the sum over ranks of (y * c).sum()."""
     bags = draw(case, rank, torch.device("cpu"), seed)
     tables = [t.double().requires_grad_() for t in bags.tables]
-    mine, layout, loss = pooled(bags, case, tables), case.layout(size), torch.zeros((), dtype=torch.float64)
+    mine, layout, loss = (
+        pooled(bags, case, tables),
+        case.layout(size),
+        torch.zeros((), dtype=torch.float64),
+    )
     for owner in range(size):
         begin, end = rows_of(case.batch, size, owner)
         c, at = coefficients(case, owner, size, torch.device("cpu")).double(), 0
@@ -35,11 +40,18 @@ def expected_gradients(case: Case, rank: int, size: int, seed: int) -> list[torc
 def coefficients(case: Case, rank: int, size: int, device: torch.device) -> torch.Tensor:
     begin, end = rows_of(case.batch, size, rank)
     generator = torch.Generator().manual_seed(999 + rank)
-    return torch.randn(end - begin, case.layout(size).width, generator=generator).to(case.result_dtype).to(device)
+    return (
+        torch.randn(end - begin, case.layout(size).width, generator=generator)
+        .to(case.result_dtype)
+        .to(device)
+    )
 
 
-def gradients(me: Member, cases: list[Case], sparse: bool = False, backend: str | None = None) -> None:
-    """Dense or sparse gradients of the tables and of the weights against fp64; with and without division by R."""
+def gradients(
+    me: Member, cases: list[Case], sparse: bool = False, backend: str | None = None
+) -> None:
+    """Dense or sparse gradients of the tables and of the weights against fp64; with and without
+    division by R."""
     for seed, case in enumerate(cases):
         bags = draw(case, me.rank, me.device, seed)
         c = coefficients(case, me.rank, me.world_size, me.device)
@@ -48,21 +60,44 @@ def gradients(me: Member, cases: list[Case], sparse: bool = False, backend: str 
                 t.requires_grad_()
                 t.grad = None
 
-            def loss(c: torch.Tensor, bags: Bags = bags, case: Case = case, divide: bool = divide) -> torch.Tensor:
-                y = call(case, bags, me.world_size, gradient="sparse" if sparse else "dense", divide_gradient=divide)
+            def loss(
+                c: torch.Tensor, bags: Bags = bags, case: Case = case, divide: bool = divide
+            ) -> torch.Tensor:
+                y = call(
+                    case,
+                    bags,
+                    me.world_size,
+                    gradient="sparse" if sparse else "dense",
+                    divide_gradient=divide,
+                )
                 return (y * c).sum()
 
-            (loss if backend is None else torch.compile(loss, fullgraph=True, backend=backend))(c).backward()
+            (loss if backend is None else torch.compile(loss, fullgraph=True, backend=backend))(
+                c
+            ).backward()
             factor = 1 / me.world_size if divide else 1.0
             for number, (table, want) in enumerate(
-                zip(bags.tables, expected_gradients(case, me.rank, me.world_size, seed), strict=True)
+                zip(
+                    bags.tables, expected_gradients(case, me.rank, me.world_size, seed), strict=True
+                )
             ):
                 what = f"rank {me.rank}, {case}, table {number}, divide {divide}"
-                assert table.grad is not None and table.grad.is_sparse == sparse and table.grad.dtype == table.dtype, what
-                assert_norm_near(table.grad.to_dense(), want * factor, GRADIENT_ERROR[case.dtype], what)
+                assert (
+                    table.grad is not None
+                    and table.grad.is_sparse == sparse
+                    and table.grad.dtype == table.dtype
+                ), what
+                assert_norm_near(
+                    table.grad.to_dense(), want * factor, GRADIENT_ERROR[case.dtype], what
+                )
             if bags.weights is not None:
                 want = weight_gradient(case, me, seed) * factor
-                assert_norm_near(bags.weights.grad, want, GRADIENT_ERROR[case.dtype], f"rank {me.rank}, {case}, weights")
+                assert_norm_near(
+                    bags.weights.grad,
+                    want,
+                    GRADIENT_ERROR[case.dtype],
+                    f"rank {me.rank}, {case}, weights",
+                )
 
 
 def by_copy_engines(me: Member, check: Callable[..., None], *arguments: object) -> None:
@@ -76,59 +111,86 @@ def by_copy_engines(me: Member, check: Callable[..., None], *arguments: object) 
 
 def weight_gradient(case: Case, me: Member, seed: int) -> torch.Tensor:
     bags = draw(case, me.rank, torch.device("cpu"), seed)
-    want, layout = torch.zeros(bags.indices.numel(), dtype=torch.float64), case.layout(me.world_size)
+    want, layout = (
+        torch.zeros(bags.indices.numel(), dtype=torch.float64),
+        case.layout(me.world_size),
+    )
     offsets = bags.offsets.tolist()
     for owner in range(me.world_size):
         begin, end = rows_of(case.batch, me.world_size, owner)
         c = coefficients(case, owner, me.world_size, torch.device("cpu")).double()
-        for number, (column, table) in enumerate(zip(layout.columns[me.rank], bags.tables, strict=True)):
+        for number, (column, table) in enumerate(
+            zip(layout.columns[me.rank], bags.tables, strict=True)
+        ):
             for sample in range(begin, end):
-                for at in range(offsets[number * case.batch + sample], offsets[number * case.batch + sample + 1]):
+                for at in range(
+                    offsets[number * case.batch + sample], offsets[number * case.batch + sample + 1]
+                ):
                     index = int(bags.indices[at])
                     if 0 <= index < table.shape[0]:
-                        want[at] = table[index].double() @ c[sample - begin, column : column + table.shape[1]]
+                        want[at] = (
+                            table[index].double()
+                            @ c[sample - begin, column : column + table.shape[1]]
+                        )
     return want
 
 
 def fused_steps(me: Member, case: Case, kind: str) -> None:
-    """Three steps in place against torch's own arithmetic in fp64 on the expected gradients; then the same bits again."""
+    """Three steps in place against torch's own arithmetic in fp64 on the expected gradients; then
+    the same bits again."""
     found = []
     for _ in range(2):
         bags = draw(case, me.rank, me.device, 0)
         for t in bags.tables:
             t.requires_grad_()
-        states = [torch.zeros(t.shape[0], device=me.device) for t in bags.tables] if kind == "adagrad" else []
+        states = (
+            [torch.zeros(t.shape[0], device=me.device) for t in bags.tables]
+            if kind == "adagrad"
+            else []
+        )
         optimizer = tw.FusedOptimizer(kind, torch.full((1,), 0.1, device=me.device), states)
         c = coefficients(case, me.rank, me.world_size, me.device)
         want = [t.detach().double().cpu() for t in bags.tables]
         moments = [torch.zeros(t.shape[0], dtype=torch.float64) for t in want]
-        grads = expected_gradients(case, me.rank, me.world_size, 0)  # linear: the same in every step
+        # linear: the same in every step
+        grads = expected_gradients(case, me.rank, me.world_size, 0)
         for _ in range(3):
             (call(case, bags, me.world_size, optimizer=optimizer) * c).sum().backward()
             for table, grad, moment in zip(want, grads, moments, strict=True):
                 moment += grad.square().mean(1)
-                table -= 0.1 * (grad / (moment.sqrt() + 1e-8)[:, None] if kind == "adagrad" else grad)
+                table -= 0.1 * (
+                    grad / (moment.sqrt() + 1e-8)[:, None] if kind == "adagrad" else grad
+                )
         for number, (table, right) in enumerate(zip(bags.tables, want, strict=True)):
             assert table.grad is None, "a fused step leaves no gradient"
-            assert_norm_near(table, right, GRADIENT_ERROR[case.dtype], f"rank {me.rank}, {kind}, table {number}")
+            assert_norm_near(
+                table, right, GRADIENT_ERROR[case.dtype], f"rank {me.rank}, {kind}, table {number}"
+            )
         found.append([t.detach().clone() for t in bags.tables])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other), "steps are not the same bits each time"
 
 
 def sums_of_runs(me: Member, shifts: tuple[int, ...]) -> None:
-    """Table rows that are looked up 1 to 33 times, so that runs of equal rows end in, at and behind tiles of 8; exact."""
+    """Table rows that are looked up 1 to 33 times, so that runs of equal rows end in, at and behind
+    tiles of 8; exact."""
     runs = (3, 1, 8, 9, 2, 16, 17, 1, 15, 24, 7, 25, 1, 1, 33, 5)
     for shift in shifts:  # where in a tile the runs begin
         counts = [torch.tensor([*[1] * shift, *runs]), torch.tensor(runs[::-1])]
         batch = max(int(c.sum()) for c in counts)
         generator = torch.Generator().manual_seed(shift)
-        rows = [torch.arange(c.numel()).repeat_interleave(c)[torch.randperm(int(c.sum()), generator=generator)] for c in counts]
+        rows = [
+            torch.arange(c.numel()).repeat_interleave(c)[
+                torch.randperm(int(c.sum()), generator=generator)
+            ]
+            for c in counts
+        ]
         lengths = torch.cat([(torch.arange(batch) < r.numel()).long() for r in rows])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         grad = torch.randint(-8, 8, (batch, 12), generator=generator).float()
         tables = [
-            torch.randint(-8, 8, (c.numel(), dim), generator=generator).float() for c, dim in zip(counts, (8, 4), strict=True)
+            torch.randint(-8, 8, (c.numel(), dim), generator=generator).float()
+            for c, dim in zip(counts, (8, 4), strict=True)
         ]
         want = [t.double() for t in tables]
         for table, chosen, columns in zip(want, rows, grad.double().split([8, 4], 1), strict=True):
@@ -137,6 +199,11 @@ def sums_of_runs(me: Member, shifts: tuple[int, ...]) -> None:
         tables = [t.to(me.device) for t in tables]
         ordered = sort_beside(tables, lookups, True)
         rate = torch.full((1,), 0.5, device=me.device)
-        assert table_gradients(grad.to(me.device), tables, lookups, ordered, 0.5, "sgd", (), rate) == []
+        assert (
+            table_gradients(grad.to(me.device), tables, lookups, ordered, 0.5, "sgd", (), rate)
+            == []
+        )
         for table, right in zip(tables, want, strict=True):
-            assert torch.equal(table.double().cpu(), right), f"shift {shift}: rows {(table.cpu() != right).any(1).nonzero()}"
+            assert torch.equal(table.double().cpu(), right), (
+                f"shift {shift}: rows {(table.cpu() != right).any(1).nonzero()}"
+            )

@@ -1,6 +1,8 @@
-"""Bodies of the mixture-of-experts tests that CPU and GPU worlds share. Every rank draws all ranks' data from seeds.
+"""Bodies of the mixture-of-experts tests that CPU and GPU worlds share. Every rank draws all ranks'
+data from seeds.
 
-The oracle works token by token in plain loops over ids, in fp64; nothing of a plan is part of what is expected.
+The oracle works token by token in plain loops over ids, in fp64; nothing of a plan is part of what
+is expected.
 """
 
 from __future__ import annotations
@@ -20,12 +22,22 @@ from tileweave.ops.experts.routing_plan import RoutingPlan, padded_ids, referenc
 from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut, routing_cut
 
 SORTED = RoutingCut(2, 64, 2)  # so that few tokens are sorted in many units
-ROUTINGS = ("even", "skewed", "one_expert", "one_rank", "empty_experts", "holes", "nobody", "repeated")
+ROUTINGS = (
+    "even",
+    "skewed",
+    "one_expert",
+    "one_rank",
+    "empty_experts",
+    "holes",
+    "nobody",
+    "repeated",
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call. ``tokens``: of each rank (ranks past the end have the first ones). ``experts``: of a rank."""
+    """One call. ``tokens``: of each rank (ranks past the end have the first ones). ``experts``: of
+    a rank."""
 
     tokens: tuple[int, ...]
     experts: int = 3
@@ -62,12 +74,17 @@ def draw(case: Case, rank: int, size: int, device: torch.device, seed: int) -> O
     generator = torch.Generator().manual_seed(1_000_003 * seed + rank)
     tokens = case.tokens_of(rank)
     x = torch.randn(tokens, case.depth, generator=generator).to(case.torch_dtype)
-    experts = torch.randn(case.experts, case.cols, case.depth, generator=generator).to(case.torch_dtype) / case.depth**0.5
+    experts = (
+        torch.randn(case.experts, case.cols, case.depth, generator=generator).to(case.torch_dtype)
+        / case.depth**0.5
+    )
     ids = draw_ids(case, tokens, rank, size, seed, generator)
     return Operands(x.to(device), experts.to(device), ids.to(case.index_dtype).to(device))
 
 
-def draw_ids(case: Case, tokens: int, rank: int, size: int, seed: int, generator: torch.Generator) -> torch.Tensor:
+def draw_ids(
+    case: Case, tokens: int, rank: int, size: int, seed: int, generator: torch.Generator
+) -> torch.Tensor:
     number = case.experts * size
     scores = torch.rand(tokens, number, generator=generator)
     if case.routing == "skewed":
@@ -120,7 +137,9 @@ def expected_y(case: Case, rank: int, size: int, seed: int) -> torch.Tensor:
     return torch.stack(y) if y else torch.zeros(0, case.cols, dtype=torch.float64)
 
 
-def expected_gradients(case: Case, rank: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def expected_gradients(
+    case: Case, rank: int, size: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """fp64 (dx, dexperts) of ``rank`` for the loss sum over ranks of (y * coefficients)."""
     drawn = everyone(case, size, seed)
     dx = torch.zeros(case.tokens_of(rank), case.depth, dtype=torch.float64)
@@ -152,21 +171,30 @@ def verify_plan(plan: RoutingPlan, case: Case, rank: int, size: int, seed: int, 
     assert plan.offsets.tolist() == ends, f"{what}: offsets {plan.offsets.tolist()}, not {ends}"
     assert plan.row_entry[: len(flat)].tolist() == flat, f"{what}: rows"
     where = {entry: row for row, entry in enumerate(flat)}
-    assert plan.entry_row.tolist() == [where.get(entry, -1) for entry in range(plan.entries)], f"{what}: entries"
+    assert plan.entry_row.tolist() == [where.get(entry, -1) for entry in range(plan.entries)], (
+        f"{what}: entries"
+    )
     own = draw(case, rank, size, torch.device("cpu"), seed).ids.tolist()
     none = [[-1] * case.topk] * (case.max_tokens - len(own))
     assert plan.topk_ids.tolist() == own + none, f"{what}: own ids"
     for peer in range(size):
-        lowest = [min((e % case.experts for e in c if e >= 0 and e // case.experts == peer), default=None) for c in own]
+        lowest = [
+            min((e % case.experts for e in c if e >= 0 and e // case.experts == peer), default=None)
+            for c in own
+        ]
         order = sorted((low, t) for t, low in enumerate(lowest) if low is not None)
         begins = [sum(low < e for low, _ in order) for e in range(case.experts + 1)]
         assert plan.send_offsets[peer].tolist() == begins, f"{what}: send offsets to {peer}"
-        assert plan.send_order[peer, : len(order)].tolist() == [t for _, t in order], f"{what}: send order to {peer}"
+        assert plan.send_order[peer, : len(order)].tolist() == [t for _, t in order], (
+            f"{what}: send order to {peer}"
+        )
 
 
 def verify_y(y: torch.Tensor, case: Case, rank: int, size: int, seed: int, what: str) -> None:
     want = expected_y(case, rank, size, seed)
-    assert y.dtype == case.torch_dtype and y.shape[1] == case.cols, f"{what}: {y.dtype} {tuple(y.shape)}"
+    assert y.dtype == case.torch_dtype and y.shape[1] == case.cols, (
+        f"{what}: {y.dtype} {tuple(y.shape)}"
+    )
     relative, absolute = TOLERANCE[case.dtype]
     assert_near(y[: len(want)].double().cpu(), want, relative, absolute, what)
 
@@ -180,20 +208,25 @@ def plans(me: Member, cases: list[Case]) -> None:
         o = draw(case, me.rank, me.world_size, me.device, seed)
         for cut in (routing_cut(2, 1, 1), SORTED):
             poison(me, ROUTING)
-            plan = run_routing(o.ids, case.experts * me.world_size, case.max_tokens, name_of(None), cut)
+            plan = run_routing(
+                o.ids, case.experts * me.world_size, case.max_tokens, name_of(None), cut
+            )
             verify_plan(plan, case, me.rank, me.world_size, seed, f"rank {me.rank}, {case}, {cut}")
 
 
 def references(me: Member, cases: list[Case]) -> None:
     """The plain plan against plain loops: what other tests lean on."""
     for seed, case in enumerate(cases):
-        ids = torch.stack([padded_ids(o.ids, case.max_tokens) for o in everyone(case, me.world_size, seed)])
+        ids = torch.stack(
+            [padded_ids(o.ids, case.max_tokens) for o in everyone(case, me.world_size, seed)]
+        )
         plan = reference_plan(ids, me.rank, case.experts * me.world_size, case.tokens_of(me.rank))
         verify_plan(plan, case, me.rank, me.world_size, seed, f"rank {me.rank}, {case}")
 
 
 def parity(me: Member, cases: list[Case], config: DispatchConfig) -> None:
-    """Routing and matmul with poisoned slots and outputs; every other plan by the sort of many tokens."""
+    """Routing and matmul with poisoned slots and outputs; every other plan by the sort of many
+    tokens."""
     for seed, case in enumerate((*cases, cases[0])):
         o = draw(case, me.rank, me.world_size, me.device, seed)
         poison(me, OP)
@@ -221,8 +254,11 @@ def poison(me: Member, op: str) -> None:
         poison_slots(instance, False)
 
 
-def many_calls(me: Member, cases: list[Case], config: DispatchConfig, calls: int, seconds: float, stall=None) -> None:
-    """Calls in a row with changing sizes, one rank late after another; checked at the end, so that nobody waits meanwhile."""
+def many_calls(
+    me: Member, cases: list[Case], config: DispatchConfig, calls: int, seconds: float, stall=None
+) -> None:
+    """Calls in a row with changing sizes, one rank late after another; checked at the end, so that
+    nobody waits meanwhile."""
     kept = []
     for number in range(calls):
         case = cases[number % len(cases)]
@@ -243,7 +279,8 @@ def many_calls(me: Member, cases: list[Case], config: DispatchConfig, calls: int
 
 
 def public_calls(me: Member, cases: list[Case], path: str) -> None:
-    """By the operator's own plan: with ids, with a plan, into ``out=``; the unfused operator gives the same rows."""
+    """By the operator's own plan: with ids, with a plan, into ``out=``; the unfused operator gives
+    the same rows."""
     from tileweave.ops import reference
 
     for seed, case in enumerate(cases):
@@ -275,15 +312,22 @@ def gradients(me: Member, cases: list[Case], backend: str | None = None) -> None
         def run(x, w, ids, case=case):
             return tw.dispatch_grouped_matmul(x, w, ids, max_tokens=case.max_tokens)[0]
 
-        y = (run if backend is None else torch.compile(run, fullgraph=True, backend=backend))(o.x, o.experts, o.ids)
+        y = (run if backend is None else torch.compile(run, fullgraph=True, backend=backend))(
+            o.x, o.experts, o.ids
+        )
         y.backward(c)
         for got, want, which in zip(
-            (o.x.grad, o.experts.grad), expected_gradients(case, me.rank, me.world_size, seed), ("x", "experts"), strict=True
+            (o.x.grad, o.experts.grad),
+            expected_gradients(case, me.rank, me.world_size, seed),
+            ("x", "experts"),
+            strict=True,
         ):
             assert got is not None and got.dtype == case.torch_dtype
             off = (got.double().cpu() - want).norm()
             limit = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}[case.dtype]
-            assert off <= limit * want.norm() + 1e-12, f"rank {me.rank}, {case}: d{which} is off by {float(off)}"
+            assert off <= limit * want.norm() + 1e-12, (
+                f"rank {me.rank}, {case}: d{which} is off by {float(off)}"
+            )
 
 
 def swiglu(me: Member, case: Case) -> None:
@@ -329,10 +373,21 @@ def bad_input(me: Member) -> None:
         ("one dtype", lambda: call(x.half(), w, plan=plan)),
         ("float16", lambda: call(x.double(), w.double(), plan=plan)),
         ("contiguous x", lambda: call(torch.zeros(8, 4, device=me.device).t(), w, plan=plan)),
-        ("x of 5 tokens with ids of 4", lambda: call(torch.zeros(5, 8, device=me.device), w, plan=plan)),
+        (
+            "x of 5 tokens with ids of 4",
+            lambda: call(torch.zeros(5, 8, device=me.device), w, plan=plan),
+        ),
         ("a plan of 2", lambda: call(x, w[:1], plan=plan)),
         ("allocate out", lambda: call(x, w, plan=plan, out=torch.zeros(3, 6, device=me.device))),
-        ("no_grad", lambda: call(x.clone().requires_grad_(), w, plan=plan, out=torch.zeros(plan.bound, 6, device=me.device))),
+        (
+            "no_grad",
+            lambda: call(
+                x.clone().requires_grad_(),
+                w,
+                plan=plan,
+                out=torch.zeros(plan.bound, 6, device=me.device),
+            ),
+        ),
         (r"\[bound, 2 I\]", lambda: tw.swiglu(torch.zeros(4, 5, device=me.device), plan)),
     ]
     for said, attempt in wrong:
@@ -346,6 +401,9 @@ def out_of_range_raises(me: Member, odd: int) -> None:
     x, w = torch.zeros(2, 8, device=me.device), torch.zeros(1, 6, 8, device=me.device)
     for wrong in (me.world_size, -2):
         ids = torch.tensor([[0], [wrong if me.rank == odd else 0]], device=me.device)
-        with pytest.raises(tw.InputError if me.rank == odd else tw.RankMismatchError, match=f"experts {min(wrong, 0)} to"):
+        with pytest.raises(
+            tw.InputError if me.rank == odd else tw.RankMismatchError,
+            match=f"experts {min(wrong, 0)} to",
+        ):
             tw.dispatch_grouped_matmul(x, w, ids)
     tw.dispatch_grouped_matmul(x, w, ids.clamp(0, 0))

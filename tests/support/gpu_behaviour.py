@@ -1,4 +1,5 @@
-"""Bodies of the tests of GPU worlds, for every operator: CUDA graphs, and a peer that never comes."""
+"""Bodies of the tests of GPU worlds, for every operator: CUDA graphs, and a peer that never
+comes."""
 
 from __future__ import annotations
 
@@ -25,11 +26,20 @@ QUEUED = 4  # calls that the others queue meanwhile: more than there are slots
 def warm_up(case: Case, size: int) -> None:
     options = {"norm": True} if case.norm else {}
     cols = case.w_shape(size)[0]
-    tw.warmup(case.op, case.x_rows(size), cols, case.x_cols(size), dtype=case.torch_dtype, **options, **case.options())
+    tw.warmup(
+        case.op,
+        case.x_rows(size),
+        cols,
+        case.x_cols(size),
+        dtype=case.torch_dtype,
+        **options,
+        **case.options(),
+    )
 
 
 def replay_and_call(me: Member, case: Case, replays: int) -> None:
-    """A graph with two calls, replayed with fresh inputs; eager calls in between, some ranks late."""
+    """A graph with two calls, replayed with fresh inputs; eager calls in between, some ranks
+    late."""
     first, second = (prepare(case, me.rank, me.world_size, me.device, n) for n in range(2))
     warm_up(case, me.world_size)
     first.verify("before the capture", *invoke(case, first.operands))
@@ -48,7 +58,9 @@ def replay_and_call(me: Member, case: Case, replays: int) -> None:
     for n in range(replays):
         if n % me.world_size == me.rank:
             parity.pause(me.device, 0.0005)
-        fresh = [prepare(case, me.rank, me.world_size, me.device, 100 + 2 * n + i) for i in range(2)]
+        fresh = [
+            prepare(case, me.rank, me.world_size, me.device, 100 + 2 * n + i) for i in range(2)
+        ]
         for held, call in zip((first, second), fresh, strict=True):
             for name in held.operands.names():
                 getattr(held.operands, name).copy_(getattr(call.operands, name))
@@ -85,7 +97,8 @@ def capture_without_warmup(me: Member, case: Case) -> None:
 
 
 def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> dict[str, object]:
-    """Some calls of all, then some that ``absent`` takes no part in: what the other rank sees, and after how long.
+    """Some calls of all, then some that ``absent`` takes no part in: what the other rank sees, and
+    after how long.
 
     And what ``absent`` gets, which makes them when the others have given up.
     """
@@ -132,8 +145,8 @@ def call_without(me: Member, case: Case, config: MatmulConfig, absent: int) -> d
 
 
 def come_late(calls: list[Call], group: dist.ProcessGroup, config: MatmulConfig) -> list[str]:
-    """Make calls that the others have given up, with further ones behind, until one raises. Of each: "right", "NaN", or what
-    is wrong."""
+    """Make calls that the others have given up, with further ones behind, until one raises. Of
+    each: "right", "NaN", or what is wrong."""
     made = []
     try:
         for call in calls:
@@ -157,7 +170,8 @@ def _state(call: Call) -> str:
 
 
 def check_timed_out(ends: list, op: str, absent: int = 1) -> None:
-    """Every other rank has waited for ``absent``, as long as it was told to; its result is poisoned, and nothing hung."""
+    """Every other rank has waited for ``absent``, as long as it was told to; its result is
+    poisoned, and nothing hung."""
     assert len(ends) > absent and [end.exit_code for end in ends] == [0] * len(ends), ends
     for rank, seen in ((rank, end.value) for rank, end in enumerate(ends) if rank != absent):
         assert SECONDS <= seen["taken"] < SECONDS + 2.0, seen
@@ -168,9 +182,13 @@ def check_timed_out(ends: list, op: str, absent: int = 1) -> None:
 
 
 def lone_call(
-    me: Member, absent: int, call: Callable[[int], torch.Tensor], poisoned: Callable[[torch.Tensor], bool]
+    me: Member,
+    absent: int,
+    call: Callable[[int], torch.Tensor],
+    poisoned: Callable[[torch.Tensor], bool],
 ) -> dict[str, object] | None:
-    """``call(0)`` of all, then ``call(1)`` that ``absent`` takes no part in: what each other rank sees, None on that one."""
+    """``call(0)`` of all, then ``call(1)`` that ``absent`` takes no part in: what each other rank
+    sees, None on that one."""
     for seconds in (60.0, SECONDS):  # the first round compiles, and may take its time
         me.barrier()
         tw.close()

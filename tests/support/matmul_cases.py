@@ -1,9 +1,12 @@
-"""Calls of the matmul operators: a case, operands for every rank, and what must come out of them in fp64.
+"""Calls of the matmul operators: a case, operands for every rank, and what must come out of them in
+fp64.
 
-One set for all of these operators: a :class:`Case` names its operator, everything else follows from it.
+One set for all of these operators: a :class:`Case` names its operator, everything else follows from
+it.
 
-Every rank draws the data of all ranks from seeds, so what is expected is computed locally: nothing that is tested is
-part of the oracle. Data is fresh in each call; a stale slot or a stale signal cannot hide behind equal values.
+Every rank draws the data of all ranks from seeds, so what is expected is computed locally: nothing
+that is tested is part of the oracle. Data is fresh in each call; a stale slot or a stale signal
+cannot hide behind equal values.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from tests.support.tolerances import TOLERANCE, assert_near
 
 from tileweave.planning.matmul import MatmulConfig
 
-PARTIALS = 2.5  # times that absolute difference, where ranks' partial results are rounded before they are added
+# times that absolute difference, where ranks' partial results are rounded before they are added
+PARTIALS = 2.5
 EPS = 0.05  # not the default
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 OUT, IN = "matmul_all_to_all", "all_to_all_matmul"
@@ -31,11 +35,12 @@ def has_kernel(op: str) -> bool:
 class Case:
     """One call: rows of a shard (of the whole x for an all-reduce), columns and K of a rank.
 
-    Of an exchange, ``how`` is (scatter_dim, gather_dim), and what is exchanged has parts of ``rows`` rows, and ``cols``
-    columns (of the product) or ``depth`` (of x).
+    Of an exchange, ``how`` is (scatter_dim, gather_dim), and what is exchanged has parts of
+    ``rows`` rows, and ``cols`` columns (of the product) or ``depth`` (of x).
 
-    ``integers``: small whole numbers, so results are exact. ``gathered`` is for an all-gather; ``residual`` and ``norm``
-    are for an all-reduce. Without them the call has one result, with ``gathered`` or ``norm`` two.
+    ``integers``: small whole numbers, so results are exact. ``gathered`` is for an all-gather;
+    ``residual`` and ``norm`` are for an all-reduce. Without them the call has one result, with
+    ``gathered`` or ``norm`` two.
     """
 
     rows: int
@@ -55,17 +60,28 @@ class Case:
         return getattr(torch, self.dtype)
 
     def fit(self, config: MatmulConfig) -> Case:
-        """This case, with a tile's rows more where copy engines push: they need shards as tall as a tile."""
-        sources_in_rows = self.op in (AG, RS) or (self.op == IN and self.how is not None and self.how[1] == 0)
+        """This case, with a tile's rows more where copy engines push: they need shards as tall as a
+        tile."""
+        sources_in_rows = self.op in (AG, RS) or (
+            self.op == IN and self.how is not None and self.how[1] == 0
+        )
         short = config.transport == "copy_engine" and self.rows < config.tile_m and sources_in_rows
         return replace(self, rows=self.rows + config.tile_m) if short else self
 
     def x_rows(self, size: int) -> int:
         """Rows of a rank's x in a group of ``size``."""
-        return self.rows * size if self.op == RS or (self.how is not None and self.how[0] == 0) else self.rows
+        return (
+            self.rows * size
+            if self.op == RS or (self.how is not None and self.how[0] == 0)
+            else self.rows
+        )
 
     def x_cols(self, size: int) -> int:
-        return self.depth * size if self.op == IN and self.how is not None and self.how[0] == 1 else self.depth
+        return (
+            self.depth * size
+            if self.op == IN and self.how is not None and self.how[0] == 1
+            else self.depth
+        )
 
     def w_shape(self, size: int) -> tuple[int, int]:
         if self.how is None:
@@ -76,17 +92,27 @@ class Case:
         )
 
     def out_rows(self, size: int) -> int:
-        return self.rows * size if self.op == AG or (self.how is not None and self.how[1] == 0) else self.rows
+        return (
+            self.rows * size
+            if self.op == AG or (self.how is not None and self.how[1] == 0)
+            else self.rows
+        )
 
     def out_cols(self, size: int) -> int:
-        return self.cols * size if self.op == OUT and self.how is not None and self.how[1] == 1 else self.cols
+        return (
+            self.cols * size
+            if self.op == OUT and self.how is not None and self.how[1] == 1
+            else self.cols
+        )
 
     def options(self) -> dict[str, int]:
         """What a public call takes by keyword beside operands."""
         return {} if self.how is None else {"scatter_dim": self.how[0], "gather_dim": self.how[1]}
 
 
-def draw(shape: tuple[int, ...], case: Case, scale: float, device: torch.device, *seed: object) -> torch.Tensor:
+def draw(
+    shape: tuple[int, ...], case: Case, scale: float, device: torch.device, *seed: object
+) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(hash(seed) % (1 << 62))
     if case.integers:  # so small that bf16 holds a rank's partial sum exactly
         return torch.randint(-1, 2, shape, generator=generator, device=device).to(case.torch_dtype)
@@ -121,19 +147,32 @@ def draw_operands(case: Case, rank: int, size: int, device: torch.device, seed: 
     scale = max(w_shape[1] * (size if summed else 1), 1) ** -0.5
     x = draw((case.x_rows(size), case.x_cols(size)), case, 1.0, device, seed, rank, 0)
     w = draw(w_shape, case, scale, device, seed, rank, 1)
-    bias = draw(w_shape[:1], case, 1.0, device, seed, 0 if summed else rank, 2) if case.bias else None
-    residual = draw((case.rows, case.cols), case, 1.0, device, seed, 0, 3) if case.residual else None
-    norm_weight = draw((case.cols,), replace(case, integers=False), 1.0, device, seed, 0, 4) if case.norm else None
+    bias = (
+        draw(w_shape[:1], case, 1.0, device, seed, 0 if summed else rank, 2) if case.bias else None
+    )
+    residual = (
+        draw((case.rows, case.cols), case, 1.0, device, seed, 0, 3) if case.residual else None
+    )
+    norm_weight = (
+        draw((case.cols,), replace(case, integers=False), 1.0, device, seed, 0, 4)
+        if case.norm
+        else None
+    )
     return Operands(x, w, bias, residual, norm_weight)
 
 
-def expected(case: Case, everyone: list[Operands], rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The results of ``rank`` in fp64, by one process that has the operands of all; differentiable."""
+def expected(
+    case: Case, everyone: list[Operands], rank: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The results of ``rank`` in fp64, by one process that has the operands of all;
+    differentiable."""
     size, mine = len(everyone), everyone[rank]
     if case.op == AG:
         gathered = torch.cat([operands.x.double() for operands in everyone])
         y = gathered @ mine.w.double().t()
-        return (y if mine.bias is None else y + mine.bias.double()), gathered if case.gathered else None
+        return (
+            y if mine.bias is None else y + mine.bias.double()
+        ), gathered if case.gathered else None
     if case.how is not None:
         scatter, gather = case.how
         wholes = [o.x.double() if case.op == IN else _product(o) for o in everyone]
@@ -150,7 +189,9 @@ def expected(case: Case, everyone: list[Operands], rank: int) -> tuple[torch.Ten
         total = total + mine.residual.double()
     if mine.norm_weight is None:
         return total, None
-    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * mine.norm_weight.double()
+    normed = (
+        total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * mine.norm_weight.double()
+    )
     return normed, total
 
 
@@ -161,7 +202,8 @@ def _product(operands: Operands) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """Operands of one call on one rank, poisoned memory for its results, and what must stand there afterwards.
+    """Operands of one call on one rank, poisoned memory for its results, and what must stand there
+    afterwards.
 
     ``second``: the gathered input, or the sum before the norm.
     """
@@ -185,9 +227,16 @@ class Call:
     def bias(self) -> torch.Tensor | None:
         return self.operands.bias
 
-    def verify(self, what: str, out: torch.Tensor | None = None, second: torch.Tensor | None = None) -> None:
+    def verify(
+        self, what: str, out: torch.Tensor | None = None, second: torch.Tensor | None = None
+    ) -> None:
         what = f"{what}, {self.case}"
-        verify(self.out if out is None else out, self.want, replace(self.case, integers=self.exact), what)
+        verify(
+            self.out if out is None else out,
+            self.want,
+            replace(self.case, integers=self.exact),
+            what,
+        )
         second = self.second if second is None else second
         if second is None:
             return
@@ -209,16 +258,24 @@ def prepare(case: Case, rank: int, size: int, device: torch.device, seed: int) -
     everyone = [draw_operands(case, r, size, device, seed) for r in range(size)]
     want, second = expected(case, everyone, rank)
     out = torch.full(want.shape, float("nan"), dtype=case.torch_dtype, device=device)
-    place = torch.full(second.shape, float("nan"), dtype=out.dtype, device=device) if second is not None else None
+    place = (
+        torch.full(second.shape, float("nan"), dtype=out.dtype, device=device)
+        if second is not None
+        else None
+    )
     return Call(case, everyone[rank], out, place, want, second)
 
 
 def verify(got: torch.Tensor, want: torch.Tensor, case: Case, what: str) -> None:
-    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    assert got.shape == want.shape, (
+        f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    )
     assert got.dtype == case.torch_dtype, f"{what}: dtype {got.dtype}"
     if case.integers:  # sums of whole numbers are exact in fp32; what is left is one rounding
         rounded = want.to(got.dtype)
-        assert torch.equal(got, rounded), f"{what}: not exact in rows {rows_that_differ(got, rounded)}"
+        assert torch.equal(got, rounded), (
+            f"{what}: not exact in rows {rows_that_differ(got, rounded)}"
+        )
         return
     relative, absolute = TOLERANCE[case.dtype]
     if case.op not in PRIVATE:

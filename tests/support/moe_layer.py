@@ -1,4 +1,5 @@
-"""Bodies of the tests of nn.MoE that CPU and GPU worlds share: the layer over ranks against the whole layer on one device."""
+"""Bodies of the tests of nn.MoE that CPU and GPU worlds share: the layer over ranks against the
+whole layer on one device."""
 
 from __future__ import annotations
 
@@ -34,18 +35,29 @@ def whole_state(layer: Layer, size: int) -> dict[str, torch.Tensor]:
     """Of the layer with all experts, fp32."""
     generator = torch.Generator().manual_seed(11)
     number, h, i = layer.experts * size, layer.hidden, layer.width
-    shapes = {"gate.weight": (number, h), "experts.gate_up_proj": (number, 2 * i, h), "experts.down_proj": (number, h, i)}
+    shapes = {
+        "gate.weight": (number, h),
+        "experts.gate_up_proj": (number, 2 * i, h),
+        "experts.down_proj": (number, h, i),
+    }
     if layer.shared:
-        shapes |= {"shared_experts.gate_proj.weight": (layer.shared, h), "shared_experts.up_proj.weight": (layer.shared, h),
-                   "shared_experts.down_proj.weight": (h, layer.shared)}  # fmt: skip
+        shapes |= {
+            "shared_experts.gate_proj.weight": (layer.shared, h),
+            "shared_experts.up_proj.weight": (layer.shared, h),
+            "shared_experts.down_proj.weight": (h, layer.shared),
+        }
     dtype = getattr(torch, layer.dtype)
     return {
-        name: (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype).float() for name, shape in shapes.items()
+        name: (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype).float()
+        for name, shape in shapes.items()
     }
 
 
-def whole_layer(state: dict[str, torch.Tensor], x: torch.Tensor, layer: Layer, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Plain torch, expert by expert, differentiable. ``ids``: choices made elsewhere, so that rounding cannot change them."""
+def whole_layer(
+    state: dict[str, torch.Tensor], x: torch.Tensor, layer: Layer, ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Plain torch, expert by expert, differentiable. ``ids``: choices made elsewhere, so that
+    rounding cannot change them."""
     probabilities = softmax(linear(x, state["gate.weight"]), -1)
     ids = probabilities.topk(layer.topk, -1).indices if ids is None else ids
     weights = probabilities.gather(1, ids)
@@ -53,18 +65,28 @@ def whole_layer(state: dict[str, torch.Tensor], x: torch.Tensor, layer: Layer, i
         weights = weights / weights.sum(-1, keepdim=True)
     y = torch.zeros_like(x)
     for j in range(layer.topk):
-        gate, up = torch.einsum("tnh,th->tn", state["experts.gate_up_proj"][ids[:, j]], x).chunk(2, -1)
-        y = y + weights[:, j, None] * torch.einsum("thi,ti->th", state["experts.down_proj"][ids[:, j]], silu(gate) * up)
+        gate, up = torch.einsum("tnh,th->tn", state["experts.gate_up_proj"][ids[:, j]], x).chunk(
+            2, -1
+        )
+        y = y + weights[:, j, None] * torch.einsum(
+            "thi,ti->th", state["experts.down_proj"][ids[:, j]], silu(gate) * up
+        )
     if layer.shared:
-        gate, up = (linear(x, state[f"shared_experts.{name}_proj.weight"]) for name in ("gate", "up"))
+        gate, up = (
+            linear(x, state[f"shared_experts.{name}_proj.weight"]) for name in ("gate", "up")
+        )
         y = y + linear(silu(gate) * up, state["shared_experts.down_proj.weight"])
     return y
 
 
 def near(got: torch.Tensor | None, want: torch.Tensor, layer: Layer, what: str) -> None:
-    assert got is not None and got.shape == want.shape, f"{what}: {None if got is None else tuple(got.shape)}"
+    assert got is not None and got.shape == want.shape, (
+        f"{what}: {None if got is None else tuple(got.shape)}"
+    )
     off = float((got.detach().double().cpu() - want.double()).norm())
-    assert off <= LIMIT[layer.dtype] * float(want.norm()) + 1e-9, f"{what}: off by {off} of {float(want.norm())}"
+    assert off <= LIMIT[layer.dtype] * float(want.norm()) + 1e-9, (
+        f"{what}: off by {off} of {float(want.norm())}"
+    )
 
 
 def layer_over_ranks(me: Member, layers: list[Layer], backend: str | None = None) -> None:
@@ -73,19 +95,30 @@ def layer_over_ranks(me: Member, layers: list[Layer], backend: str | None = None
         what = f"rank {me.rank}, {layer}"
         dtype, state = getattr(torch, layer.dtype), whole_state(layer, me.world_size)
         module = MoE(
-            layer.hidden, layer.width, layer.experts * me.world_size, layer.topk, shared_intermediate_size=layer.shared,
-            normalize=layer.normalize, max_tokens=max(layer.tokens), device=me.device, dtype=dtype,
-        )  # fmt: skip
+            layer.hidden,
+            layer.width,
+            layer.experts * me.world_size,
+            layer.topk,
+            shared_intermediate_size=layer.shared,
+            normalize=layer.normalize,
+            max_tokens=max(layer.tokens),
+            device=me.device,
+            dtype=dtype,
+        )
         assert module.state_dict().keys() == state.keys(), what
         module.load_whole_state_dict({name: t.to(me.device) for name, t in state.items()})
         leaves = {name: t.double().requires_grad_() for name, t in state.items()}
         xs, losses, ys = [], [], []
         for rank in range(me.world_size):
             generator = torch.Generator().manual_seed(rank)
-            draws = [torch.randn(layer.tokens_of(rank), layer.hidden, generator=generator).to(dtype) for _ in range(2)]
+            draws = [
+                torch.randn(layer.tokens_of(rank), layer.hidden, generator=generator).to(dtype)
+                for _ in range(2)
+            ]
             x = draws[0].double().requires_grad_()
             ids = None
-            if layer.dtype != "float32":  # as the module's own gate chooses, on the same device: near ties go by rounding
+            # as the module's own gate chooses, on the same device: near ties go by rounding
+            if layer.dtype != "float32":
                 logits = linear(draws[0].to(me.device), state["gate.weight"].to(me.device, dtype))
                 ids = logits.float().softmax(-1).topk(layer.topk, -1).indices.cpu()
             ys.append(whole_layer(leaves, x, layer, ids))

@@ -1,12 +1,15 @@
-"""Ranks that share one GPU: ``pytest tests/multi --one-gpu`` runs the tests of GPU worlds where there is a single device.
+"""Ranks that share one GPU: ``pytest tests/multi --one-gpu`` runs the tests of GPU worlds where
+there is a single device.
 
-Each rank is a process with a context of its own, and the device runs one context at a time, a millisecond or two each. So a
-kernel that waits for a peer holds the device until its slice ends, and then the peer's runs: everything takes long and no
-time means anything, but kernels, signals, graphs and time-outs are the real ones.
+Each rank is a process with a context of its own, and the device runs one context at a time, a
+millisecond or two each. So a kernel that waits for a peer holds the device until its slice ends,
+and then the peer's runs: everything takes long and no time means anything, but kernels, signals,
+graphs and time-outs are the real ones.
 
-What two ranks on one device cannot have is replaced: torch's symmetric memory, by memory that CUDA IPC maps; NCCL, by gloo.
-Copies inside a device are kernels, and a kernel of ours that fills the device and waits for them would wait for ever: so ranks
-take the device for one of fewer multiprocessors.
+What two ranks on one device cannot have is replaced: torch's symmetric memory, by memory that CUDA
+IPC maps; NCCL, by gloo. Copies inside a device are kernels, and a kernel of ours that fills the
+device and waits for them would wait for ever: so ranks take the device for one of fewer
+multiprocessors.
 """
 
 from __future__ import annotations
@@ -32,20 +35,28 @@ class Mapped:
 
     def __init__(self, rank: int, local: torch.Tensor, handles: list[Any]) -> None:
         self._of = [
-            local.untyped_storage() if peer == rank else torch.UntypedStorage._new_shared_cuda(*handle)
+            local.untyped_storage()
+            if peer == rank
+            else torch.UntypedStorage._new_shared_cuda(*handle)
             for peer, handle in enumerate(handles)
         ]
 
     def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        assert shape == (1,) and dtype == torch.uint8, "where it begins is all that the transport asks for"
-        return torch.empty(0, dtype=dtype, device=self._of[rank].device).set_(self._of[rank], 0, shape)
+        assert shape == (1,) and dtype == torch.uint8, (
+            "where it begins is all that the transport asks for"
+        )
+        return torch.empty(0, dtype=dtype, device=self._of[rank].device).set_(
+            self._of[rank], 0, shape
+        )
 
 
 def rendezvous(self: Meeting, local: torch.Tensor) -> Mapped:
     """In place of :meth:`Meeting.rendezvous`."""
     mine = base64.b85encode(pickle.dumps(local.untyped_storage()._share_cuda_())).decode()
     texts = [text.partition("|")[2] for text in self.exchange(f"{MAPPED}|{mine}")]
-    return Mapped(self._group.rank(), local, [pickle.loads(base64.b85decode(text)) for text in texts])
+    return Mapped(
+        self._group.rank(), local, [pickle.loads(base64.b85decode(text)) for text in texts]
+    )
 
 
 def install() -> None:
@@ -56,4 +67,5 @@ def install() -> None:
     cuda.CudaTransport._require_peer_access = lambda self: None  # type: ignore[method-assign]
     Meeting.rendezvous = rendezvous  # type: ignore[method-assign]
     barrier = dist.barrier
-    dist.barrier = lambda *args, device_ids=None, **more: barrier(*args, **more)  # gloo takes no device_ids
+    # gloo takes no device_ids
+    dist.barrier = lambda *args, device_ids=None, **more: barrier(*args, **more)

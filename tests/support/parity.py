@@ -1,4 +1,5 @@
-"""Bodies of the tests that CPU and GPU worlds share: fused calls against fp64, under every kind of disturbance.
+"""Bodies of the tests that CPU and GPU worlds share: fused calls against fp64, under every kind of
+disturbance.
 
 Their cases and their oracle, for all matmul operators alike, stand in ``matmul_cases.py``.
 """
@@ -30,7 +31,8 @@ from tileweave.transport.workspace import Instance
 
 @contextmanager
 def programs(group: dist.ProcessGroup, device: torch.device, count: int | None) -> Iterator[None]:
-    """Give the kernels ``count`` programs, as if the device had that many multiprocessors (None: as it is)."""
+    """Give the kernels ``count`` programs, as if the device had that many multiprocessors (None: as
+    it is)."""
     workspace = workspace_of(name_of(group), device)
     before = workspace.transport.machine
 
@@ -50,7 +52,9 @@ def programs(group: dist.ProcessGroup, device: torch.device, count: int | None) 
 def run(call: Call, group: dist.ProcessGroup, config: MatmulConfig) -> None:
     """The fused kernel with this configuration, whatever the plan would say."""
     plan, name, o = Plan("fused", "a test asks for it", config), name_of(group), call.operands
-    run_fused = import_module(f"tileweave.ops.matmul.{AG if call.case.op == IN else call.case.op}_fused").run_fused
+    run_fused = import_module(
+        f"tileweave.ops.matmul.{AG if call.case.op == IN else call.case.op}_fused"
+    ).run_fused
     how = None if call.case.how is None else Exchange(*call.case.how)
     if call.case.op == AG:
         run_fused(o.x, o.w, o.bias, call.out, call.second, name, plan)
@@ -61,10 +65,14 @@ def run(call: Call, group: dist.ProcessGroup, config: MatmulConfig) -> None:
     elif call.case.op == IN:
         run_fused(o.x, o.w, o.bias, call.out, None, name, plan, how=how)
     else:
-        run_fused(o.x, o.w, o.bias, o.residual, o.norm_weight, EPS, call.out, call.second, name, plan)
+        run_fused(
+            o.x, o.w, o.bias, o.residual, o.norm_weight, EPS, call.out, call.second, name, plan
+        )
 
 
-def instance_of(group: dist.ProcessGroup, device: torch.device, op: str, config: MatmulConfig) -> Instance:
+def instance_of(
+    group: dist.ProcessGroup, device: torch.device, op: str, config: MatmulConfig
+) -> Instance:
     kind = "one_shot" if op == AR and config.shots == 1 else config.transport
     if config.kernel == "library":
         kind = "library" if config.transport == "sm" else "gather"
@@ -74,7 +82,8 @@ def instance_of(group: dist.ProcessGroup, device: torch.device, op: str, config:
 def poison_slots(instance: Instance, marked: bool) -> None:
     """Fill this rank's slots with bytes that are NaN in every dtype. Collective, between calls.
 
-    Slots whose data announces itself (``marked``, see ``device/triton/self_signaling.py``) have to be zero between calls instead.
+    Slots whose data announces itself (``marked``, see ``device/triton/self_signaling.py``) have to
+    be zero between calls instead.
     """
     instance.transport.synchronize()
     instance.transport.barrier()
@@ -98,20 +107,28 @@ def pause(device: torch.device, seconds: float) -> None:
 # --- Bodies ---
 
 
-def parity(me: Member, cases: list[Case], config: MatmulConfig, num_programs: int | None = None) -> None:
-    """Each case with poisoned slots and results; the first also before there are any slots to poison."""
+def parity(
+    me: Member, cases: list[Case], config: MatmulConfig, num_programs: int | None = None
+) -> None:
+    """Each case with poisoned slots and results; the first also before there are any slots to
+    poison."""
     group = dist.group.WORLD
     with programs(group, me.device, num_programs):
         for number, case in enumerate((cases[0], *cases)):
             if number > 0:
-                marked = config.transport == "sm" and (config.kernel == "library" or case.op not in (AG, IN))
+                marked = config.transport == "sm" and (
+                    config.kernel == "library" or case.op not in (AG, IN)
+                )
                 poison_slots(instance_of(group, me.device, case.op, config), marked)
             call = prepare(case.fit(config), me.rank, me.world_size, me.device, number)
             run(call, group, config)
             call.verify(f"rank {me.rank}, {config!r}, programs {num_programs}, call {number}")
             instance = instance_of(group, me.device, case.op, config)
-            gate = int(config.shots == 1 and case.op == AR)  # of a one-shot norm: the word behind the count is an epoch
-            assert not instance.counters[: instance.counters.numel() - gate].any(), "counters are zero between calls"
+            # of a one-shot norm: the word behind the count is an epoch
+            gate = int(config.shots == 1 and case.op == AR)
+            assert not instance.counters[: instance.counters.numel() - gate].any(), (
+                "counters are zero between calls"
+            )
             assert int(instance.control[LEAVERS]) == 0, "so is the count of programs that left"
 
 
@@ -124,14 +141,18 @@ def many_calls(
     num_programs: int | None = None,
     stall: Callable[[float, int], object] | None = None,
 ) -> None:
-    """``count`` calls of changing shape; in each one rank comes ``seconds`` late, in turn. Checks come after all calls.
+    """``count`` calls of changing shape; in each one rank comes ``seconds`` late, in turn. Checks
+    come after all calls.
 
-    ``stall(seconds, n)``: a context that holds this rank up inside the call; the others run ahead as far as they may.
+    ``stall(seconds, n)``: a context that holds this rank up inside the call; the others run ahead
+    as far as they may.
     """
     group = dist.group.WORLD
     order = random.Random(7)
     drawn = [order.choice(cases).fit(config) for _ in range(count)]
-    calls = [prepare(case, me.rank, me.world_size, me.device, 1000 + n) for n, case in enumerate(drawn)]
+    calls = [
+        prepare(case, me.rank, me.world_size, me.device, 1000 + n) for n, case in enumerate(drawn)
+    ]
     with programs(group, me.device, num_programs):
         for n, call in enumerate(calls):
             late = n // 2 % me.world_size == me.rank
@@ -170,14 +191,18 @@ def calls_around_the_wrap(me: Member, case: Case, config: MatmulConfig) -> None:
     tw.close()
 
 
-def two_groups(me: Member, members: list[int], case: Case, config: MatmulConfig, count: int) -> None:
-    """The world and a sub-group in alternation, also on two streams; each with an epoch of its own."""
+def two_groups(
+    me: Member, members: list[int], case: Case, config: MatmulConfig, count: int
+) -> None:
+    """The world and a sub-group in alternation, also on two streams; each with an epoch of its
+    own."""
     world, part = dist.group.WORLD, me.group(*members)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()] if me.device.type == "cuda" else None
     done: list[tuple[str, Call]] = []
     for n in range(count):
         for which, group in enumerate((world, part)):
-            if group is None or (which == 1 and n % 3 == 2):  # the sub-group has fewer calls than the world
+            # the sub-group has fewer calls than the world
+            if group is None or (which == 1 and n % 3 == 2):
                 continue
             rank, size = dist.get_rank(group), dist.get_world_size(group)
             call = prepare(case.fit(config), rank, size, me.device, 10 * n + which)

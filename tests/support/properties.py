@@ -1,7 +1,8 @@
-"""What the property-based tests share: strategies, operands in awkward memory, and the judge of a result.
+"""What the property-based tests share: strategies, operands in awkward memory, and the judge of a
+result.
 
-Hypothesis draws in the process of the tests; a world of two makes each call. Examples are few, since kernels are
-interpreted, and are not shrunk, since a world is slow.
+Hypothesis draws in the process of the tests; a world of two makes each call. Examples are few,
+since kernels are interpreted, and are not shrunk, since a world is slow.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ Planted = tuple[tuple[int, int, float], ...]  # (rank, place, value)
 sizes = st.one_of(st.integers(0, 3), st.integers(4, 40))
 dtypes = st.sampled_from(sorted(TOLERANCE))
 offsets = st.integers(0, 7)  # elements by which a tensor starts off a 16-byte boundary
-planted = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 10**6), st.sampled_from(SPECIAL)), max_size=3).map(tuple)
+planted = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 10**6), st.sampled_from(SPECIAL)), max_size=3
+).map(tuple)
 
 
 def for_any(strategy: st.SearchStrategy, count: int, check: Callable[[Any], None]) -> None:
-    """``check`` of ``count`` examples, the same ones each time; of TILEWEAVE_PROPERTIES times as many, for a longer search."""
+    """``check`` of ``count`` examples, the same ones each time; of TILEWEAVE_PROPERTIES times as
+    many, for a longer search."""
     few = settings(
         max_examples=count * int(os.environ.get("TILEWEAVE_PROPERTIES", "1")),
         deadline=None,
@@ -43,7 +47,8 @@ def for_any(strategy: st.SearchStrategy, count: int, check: Callable[[Any], None
 
 
 def in_world(world: World, function: Callable[[Member, Any], None]) -> Callable[[Any], None]:
-    """A check: ``function`` finds nothing wrong on any rank. A world ends with an exception, and there are more examples."""
+    """A check: ``function`` finds nothing wrong on any rank. A world ends with an exception, and
+    there are more examples."""
 
     def check(example: Any) -> None:
         found = world.run(attempt, function.__module__, function.__name__, example)
@@ -63,12 +68,17 @@ def attempt(me: Member, module: str, name: str, example: object) -> str:
 
 
 def placed(values: torch.Tensor, offset: int, gap: int = 0) -> torch.Tensor:
-    """``values`` in memory that starts ``offset`` elements late, with ``gap`` elements between rows if it is a matrix."""
+    """``values`` in memory that starts ``offset`` elements late, with ``gap`` elements between rows
+    if it is a matrix."""
     rows, cols = values.shape if values.dim() == 2 else (1, values.numel())
     storage = torch.empty(offset + rows * (cols + gap) + 1, dtype=values.dtype)
     storage.fill_(float("nan") if values.is_floating_point() else -99)
     view = storage[offset : offset + rows * (cols + gap)].view(rows, cols + gap)[:, :cols]
-    return view.copy_(values.reshape(rows, cols)) if values.dim() == 2 else view[0].copy_(values.flatten()).view(values.shape)
+    return (
+        view.copy_(values.reshape(rows, cols))
+        if values.dim() == 2
+        else view[0].copy_(values.flatten()).view(values.shape)
+    )
 
 
 def plant(tensors: list[torch.Tensor], what: Planted) -> None:
@@ -78,11 +88,14 @@ def plant(tensors: list[torch.Tensor], what: Planted) -> None:
             tensors[owner].view(-1)[place % tensors[owner].numel()] = value
 
 
-def judge(got: torch.Tensor, want: torch.Tensor, scale: float, parts: torch.Tensor | None = None) -> None:
-    """``got`` is ``want`` (fp64) as its dtype holds it: NaN and infinities where they must be, and nowhere else.
+def judge(
+    got: torch.Tensor, want: torch.Tensor, scale: float, parts: torch.Tensor | None = None
+) -> None:
+    """``got`` is ``want`` (fp64) as its dtype holds it: NaN and infinities where they must be, and
+    nowhere else.
 
-    ``parts`` [parts, ...]: what was rounded before it was added. Where one of them is finite, and the dtype cannot hold it,
-    nothing is asked of the sum.
+    ``parts`` [parts, ...]: what was rounded before it was added. Where one of them is finite, and
+    the dtype cannot hold it, nothing is asked of the sum.
     """
     assert got.shape == want.shape, f"{tuple(got.shape)}, not {tuple(want.shape)}"
     limit, name = torch.finfo(got.dtype).max, str(got.dtype).removeprefix("torch.")
@@ -101,7 +114,11 @@ def judge(got: torch.Tensor, want: torch.Tensor, scale: float, parts: torch.Tens
 
 def scale_of(*tensors: torch.Tensor | None) -> float:
     """1 + the largest finite absolute value."""
-    largest = [float(t.double().nan_to_num(0, 0, 0).abs().max()) for t in tensors if t is not None and t.numel()]
+    largest = [
+        float(t.double().nan_to_num(0, 0, 0).abs().max())
+        for t in tensors
+        if t is not None and t.numel()
+    ]
     return 1.0 + max(largest, default=0.0)
 
 
@@ -110,10 +127,12 @@ def scale_of(*tensors: torch.Tensor | None) -> float:
 
 @dataclass(frozen=True)
 class Example:
-    """One call. ``rows``: of a shard of x or y, or of all for an all-reduce; ``cols``, ``depth``: of a rank.
+    """One call. ``rows``: of a shard of x or y, or of all for an all-reduce; ``cols``, ``depth``:
+    of a rank.
 
-    ``between``: a dimension between rows and columns (0: none). ``offset``: elements by which x, w, the results start off a
-    16-byte boundary; ``gap``: between rows of w. ``second``: ask for the second result: gathered input, or norm.
+    ``between``: a dimension between rows and columns (0: none). ``offset``: elements by which x, w,
+    the results start off a 16-byte boundary; ``gap``: between rows of w. ``second``: ask for the
+    second result: gathered input, or norm.
     """
 
     op: str
@@ -162,12 +181,17 @@ def examples(op: str) -> st.SearchStrategy[Example]:
         offset=st.tuples(offsets, offsets, offsets),
         gap=st.integers(0, 5),
         planted=planted,
-    ).map(lambda e: Example(**{**vars(e), "second": False}) if e.op == AG and e.into and e.second else e)
+    ).map(
+        lambda e: (
+            Example(**{**vars(e), "second": False}) if e.op == AG and e.into and e.second else e
+        )
+    )
 
 
 @dataclass
 class Drawn:
-    """Matrices of one call: x and w of every rank, what all ranks share, and the result in fp64 with its parts."""
+    """Matrices of one call: x and w of every rank, what all ranks share, and the result in fp64
+    with its parts."""
 
     x: list[torch.Tensor]
     w: list[torch.Tensor]
@@ -195,14 +219,16 @@ def drawn(example: Example, rank: int, size: int) -> Drawn:
         want = parts.sum(0)
     if bias is not None:
         want = want + bias.double()
-        parts = None if parts is None else torch.cat([parts, parts + bias.double()])  # one of them has the bias
+        # one of them has the bias
+        parts = None if parts is None else torch.cat([parts, parts + bias.double()])
     residual = random(rows, e.cols).to(dtype) if e.residual else None
     norm_weight = random(e.cols).to(dtype) if e.op == AR and e.second else None
     if e.op == RS:
         mine = slice(rank * e.rows * e.inner, (rank + 1) * e.rows * e.inner)
         want, parts = want[mine], parts[:, mine] if parts is not None else None
     if residual is not None and parts is not None:
-        parts = torch.cat([parts, want[None]])  # unfused, the sum is rounded before the residual comes
+        # unfused, the sum is rounded before the residual comes
+        parts = torch.cat([parts, want[None]])
         want = want + residual.double()
     return Drawn(x, w, bias, residual, norm_weight, want, parts)
 
@@ -213,20 +239,28 @@ def check_call(me: Member, example: Example) -> None:
     out_rows = d.want.shape[0] // e.inner
     x = placed(d.x[me.rank].view(e.shape(e.x_rows(me.world_size), e.depth)).contiguous(), at_x)
     w = placed(d.w[me.rank], at_w, e.gap)
-    blank = lambda: placed(torch.full(e.shape(out_rows, e.cols), float("nan"), dtype=x.dtype), at_out)  # noqa: E731
+    blank = lambda: placed(  # noqa: E731
+        torch.full(e.shape(out_rows, e.cols), float("nan"), dtype=x.dtype), at_out
+    )
     options: dict[str, Any] = {"out": blank()} if e.into else {}
     if e.op == AG:
         options["return_gathered"] = e.second
     if d.residual is not None:
-        options["residual"] = placed(d.residual.view(e.shape(e.x_rows(me.world_size), e.cols)), at_w)
+        options["residual"] = placed(
+            d.residual.view(e.shape(e.x_rows(me.world_size), e.cols)), at_w
+        )
     if d.norm_weight is not None:
-        options |= {"norm_weight": d.norm_weight, "norm_eps": EPS} | ({"residual_out": blank()} if e.into else {})
+        options |= {"norm_weight": d.norm_weight, "norm_eps": EPS} | (
+            {"residual_out": blank()} if e.into else {}
+        )
     found = getattr(tw, e.op)(x, w, d.bias, **options)
     y, second = found if isinstance(found, tuple) else (found, None)
     assert isinstance(second, torch.Tensor) == e.second and y.dtype == x.dtype
     assert y.shape == e.shape(out_rows, e.cols), f"{tuple(y.shape)}"
     if e.into:
-        assert y is options["out"] and second is options.get("residual_out"), "out= is what comes back"
+        assert y is options["out"] and second is options.get("residual_out"), (
+            "out= is what comes back"
+        )
     scale = scale_of(*d.x, d.residual)
     flat = y.reshape(d.want.shape)
     if not e.second:
@@ -234,7 +268,9 @@ def check_call(me: Member, example: Example) -> None:
     assert second is not None
     if e.op == AG:
         judge(flat, d.want, scale)
-        assert torch.equal(second.reshape(-1).view(torch.uint8), torch.cat(d.x).view(-1).view(torch.uint8)), "bit by bit"
+        assert torch.equal(
+            second.reshape(-1).view(torch.uint8), torch.cat(d.x).view(-1).view(torch.uint8)
+        ), "bit by bit"
         return None
     kept = second.reshape(d.want.shape)
     judge(kept, d.want, scale, d.parts)
@@ -245,14 +281,19 @@ def check_call(me: Member, example: Example) -> None:
 
 
 def aliases(me: Member, example: tuple[str, str, int]) -> str:
-    """``out=`` in the storage of an input, overlapping or beside it: what the error says ("": there is none)."""
+    """``out=`` in the storage of an input, overlapping or beside it: what the error says ("": there
+    is none)."""
     op, which, shift = example
     rows = 4
     storage = torch.zeros(4096)
     inputs = {"x": torch.ones(rows, 8), "w": torch.ones(6, 8), "bias": torch.ones(6)}
     out_rows = {AG: rows * me.world_size, RS: rows // me.world_size, AR: rows}[op]
     if op == AR:
-        inputs |= {"residual": torch.ones(rows, 6), "norm_weight": torch.ones(6), "residual_out": torch.ones(rows, 6)}
+        inputs |= {
+            "residual": torch.ones(rows, 6),
+            "norm_weight": torch.ones(6),
+            "residual_out": torch.ones(rows, 6),
+        }
     inputs[which] = storage[: inputs[which].numel()].view(inputs[which].shape).copy_(inputs[which])
     out = storage[shift : shift + out_rows * 6].view(out_rows, 6)
     try:

@@ -1,13 +1,13 @@
 """Worlds of ranks, one process each, that tests send functions into.
 
-A world starts once in a test session, for its backend and size, and serves every test: starting costs seconds, a job
-costs milliseconds. ``world.run(function, *args)`` calls ``function(me, *args)`` on every rank, ``me`` a
-:class:`Member`, and returns what the ranks returned; the function is found by its name, so it stands at the top level
-of its module.
+A world starts once in a test session, for its backend and size, and serves every test: starting
+costs seconds, a job costs milliseconds. ``world.run(function, *args)`` calls ``function(me,
+*args)`` on every rank, ``me`` a :class:`Member`, and returns what the ranks returned; the function
+is found by its name, so it stands at the top level of its module.
 
-A rank that raises, dies, or is not done in time fails the test with what every rank has to say, and ends the world: the
-next test gets a fresh one. What is meant to end in a dead rank, or in a signal that never comes, runs in a world of its
-own: :func:`one_shot`.
+A rank that raises, dies, or is not done in time fails the test with what every rank has to say, and
+ends the world: the next test gets a fresh one. What is meant to end in a dead rank, or in a signal
+that never comes, runs in a world of its own: :func:`one_shot`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
-WAIT_SECONDS = {"gloo": "20", "nccl": "60"}  # what a wait of the library may last; on GPUs ranks also compile meanwhile
+# what a wait of the library may last; on GPUs ranks also compile meanwhile
+WAIT_SECONDS = {"gloo": "20", "nccl": "60"}
 START_SECONDS = 90
-ON_ONE_GPU = "WORLD_ON_ONE_GPU"  # in the environment: ranks of GPU worlds share device 0 (one_gpu.py)
+# in the environment: ranks of GPU worlds share device 0 (one_gpu.py)
+ON_ONE_GPU = "WORLD_ON_ONE_GPU"
 LAST_WORDS = 6000  # characters of a rank's output that a failure shows
 
 
 @dataclass
 class Member:
-    """What a function that runs in a world knows: its rank, the size, its device, and sub-groups."""
+    """What a function that runs in a world knows: its rank, the size, its device, and
+    sub-groups."""
 
     rank: int
     world_size: int
@@ -48,7 +51,8 @@ class Member:
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def group(self, *ranks: int) -> dist.ProcessGroup | None:
-        """The group of these ranks, None on others. Collective over the world when it is first asked for."""
+        """The group of these ranks, None on others. Collective over the world when it is first
+        asked for."""
         if ranks not in self.groups:
             self.groups[ranks] = dist.new_group(list(ranks))
         return self.groups[ranks] if self.rank in ranks else None
@@ -112,7 +116,8 @@ def _join(rank: int, world_size: int, backend: str, device: torch.device, port: 
             backend = one_gpu.BACKEND
         else:
             options["device_id"] = device
-    if os.environ.get("TRITON_INTERPRET") == "1":  # a first call's imports would make ranks late where waits are short
+    # a first call's imports would make ranks late where waits are short
+    if os.environ.get("TRITON_INTERPRET") == "1":
         import_module("tileweave.kernels.all_gather.triton")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     dist.barrier()
@@ -148,8 +153,11 @@ class Outcome:
 
 
 def environment_for(backend: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a rank: interpreted kernels and short waits on the CPU, no leftovers of the shell."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TILEWEAVE_", "TRITON_INTERPRET"))}
+    """The variables of a rank: interpreted kernels and short waits on the CPU, no leftovers of the
+    shell."""
+    inherited = {
+        k: v for k, v in os.environ.items() if not k.startswith(("TILEWEAVE_", "TRITON_INTERPRET"))
+    }
     inherited["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     inherited["OMP_NUM_THREADS"] = inherited["OPENBLAS_NUM_THREADS"] = "1"
     inherited["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -162,7 +170,8 @@ def environment_for(backend: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 
 class World:
-    """``size`` ranks over ``backend``: "gloo" on the CPU, "nccl" on GPUs. Started when needed, and after a failure."""
+    """``size`` ranks over ``backend``: "gloo" on the CPU, "nccl" on GPUs. Started when needed, and
+    after a failure."""
 
     def __init__(self, backend: str, size: int, extra: Mapping[str, str] | None = None) -> None:
         self.backend, self.size = backend, size
@@ -182,11 +191,17 @@ class World:
             self.kill()
             raise
         if len(answers) < self.size or not all(answer.ok for answer in answers.values()):
-            self._fail(f"{function.__name__} in a world of {self.size} over {self.backend}, {timeout:g} s", answers)
+            self._fail(
+                f"{function.__name__} in a world of {self.size} over {self.backend}, {timeout:g} s",
+                answers,
+            )
         return [answers[rank].value for rank in range(self.size)]
 
-    def run_to_the_end(self, function: Callable[..., object], *args: object, timeout: float) -> list[Outcome]:
-        """As :meth:`run`, but a rank may raise or die; then every rank exits by itself. How each ended, by rank."""
+    def run_to_the_end(
+        self, function: Callable[..., object], *args: object, timeout: float
+    ) -> list[Outcome]:
+        """As :meth:`run`, but a rank may raise or die; then every rank exits by itself. How each
+        ended, by rank."""
         deadline = time.monotonic() + timeout
         try:
             self.start()
@@ -196,12 +211,19 @@ class World:
                 self._fail(f"{function.__name__} in a world of {self.size}, {timeout:g} s", answers)
             for pipe in self._pipes:
                 pipe.close()
-            while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+            while time.monotonic() < deadline and any(
+                process.poll() is None for process in self._processes
+            ):
                 time.sleep(0.02)
             late = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
             if late:
-                self._fail(f"{function.__name__}: ranks {late} had not ended after {timeout:g} s", answers)
-            return [Outcome(answers[rank], self._processes[rank].returncode) for rank in range(self.size)]
+                self._fail(
+                    f"{function.__name__}: ranks {late} had not ended after {timeout:g} s", answers
+                )
+            return [
+                Outcome(answers[rank], self._processes[rank].returncode)
+                for rank in range(self.size)
+            ]
         finally:
             self.kill()
 
@@ -213,9 +235,20 @@ class World:
             here, there = Pipe()
             log = tempfile.NamedTemporaryFile(prefix=f"rank{rank}-")  # noqa: SIM115 - closed in kill()
             call = f"{there.fileno()}, {rank}, {self.size}, {self.backend!r}, {self._store.port}"
-            command = [sys.executable, "-c", f"from tests.support.worlds import serve; serve({call})"]
+            command = [
+                sys.executable,
+                "-c",
+                f"from tests.support.worlds import serve; serve({call})",
+            ]
             self._processes.append(
-                subprocess.Popen(command, env=self._environment, cwd=ROOT, stdout=log, stderr=log, pass_fds=[there.fileno()])
+                subprocess.Popen(
+                    command,
+                    env=self._environment,
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[there.fileno()],
+                )
             )
             there.close()
             self._pipes.append(here)
@@ -229,7 +262,9 @@ class World:
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+        while time.monotonic() < deadline and any(
+            process.poll() is None for process in self._processes
+        ):
             time.sleep(0.02)
         self.kill()
 
@@ -247,7 +282,8 @@ class World:
             pipe.send((function.__module__, function.__qualname__, args))
 
     def _collect(self, deadline: float, grace: float) -> dict[int, Answer]:
-        """Answers by rank until all are there or time is up; ``grace`` seconds after the first that is not good."""
+        """Answers by rank until all are there or time is up; ``grace`` seconds after the first that
+        is not good."""
         answers: dict[int, Answer] = {}
         while len(answers) < self.size and (left := deadline - time.monotonic()) > 0:
             open_pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
@@ -270,7 +306,9 @@ class World:
         parts = [what]
         for rank in range(self.size):
             answer = answers.get(rank)
-            said = "was not done" if answer is None else "was done" if answer.ok else str(answer.value)
+            said = (
+                "was not done" if answer is None else "was done" if answer.ok else str(answer.value)
+            )
             log = Path(self._logs[rank].name).read_text("utf-8", errors="replace")[-LAST_WORDS:]
             parts.append(f"--- rank {rank}: {said}\n{log}".rstrip())
         self.kill()
@@ -299,6 +337,7 @@ def one_shot(
     extra: Mapping[str, str] | None = None,
     timeout: float = 60.0,
 ) -> list[Outcome]:
-    """Run ``function`` in a world of its own until every process has ended by itself; how each ended, by rank."""
+    """Run ``function`` in a world of its own until every process has ended by itself; how each
+    ended, by rank."""
     world = World(backend, size, extra or {"WORLD_ENDS_WELL": "0"})
     return world.run_to_the_end(function, *args, timeout=timeout)

@@ -1,1 +1,2 @@
-"""Named cases x operators x peers: correctness first, then time. Needs ``tileweave[cli]``; plots, ``[plot]`` too."""
+"""Named cases x operators x peers: correctness first, then time. Needs ``tileweave[cli]``; plots,
+``[plot]`` too."""

@@ -1,7 +1,8 @@
-"""What is benchmarked: sizes of real layers, by operator, and the bars their figures are held to. Plain data.
+"""What is benchmarked: sizes of real layers, by operator, and the bars their figures are held to.
+Plain data.
 
-Sizes are global: M rows, N columns and K of the whole layer. Which of them a rank has a share of depends on the operator
-(:data:`SHARED`), rounded down where the world does not divide them.
+Sizes are global: M rows, N columns and K of the whole layer. Which of them a rank has a share of
+depends on the operator (:data:`SHARED`), rounded down where the world does not divide them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,15 @@ Block = Literal["large", "odd", "gemv", "small", "smoke"]
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 OUT, IN = "matmul_all_to_all", "all_to_all_matmul"
 
-# What a rank has a share of. Of a reduce-scatter it is K, and the rows of the result. Exchanges are those of Ulysses.
-SHARED = {AG: ("rows", "cols"), RS: ("rows", "depth"), AR: ("depth",), OUT: ("rows", "cols"), IN: ("rows", "depth")}
+# What a rank has a share of. Of a reduce-scatter it is K, and the rows of the result. Exchanges are
+# those of Ulysses.
+SHARED = {
+    AG: ("rows", "cols"),
+    RS: ("rows", "depth"),
+    AR: ("depth",),
+    OUT: ("rows", "cols"),
+    IN: ("rows", "depth"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,9 @@ class Case:
     def shard(self, world_size: int) -> tuple[int, int, int]:
         """(rows, cols, depth) of one rank: rows of its shard, columns and depth of its weight."""
         rows, cols, depth = (
-            max(getattr(self, name) // world_size, 1) if name in SHARED[self.op] else getattr(self, name)
+            max(getattr(self, name) // world_size, 1)
+            if name in SHARED[self.op]
+            else getattr(self, name)
             for name in ("rows", "cols", "depth")
         )
         return rows, cols, depth
@@ -53,7 +63,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What the ratios of a block should reach: their geometric mean, and each of them. ``most``: at most, each of them."""
+    """What the ratios of a block should reach: their geometric mean, and each of them. ``most``: at
+    most, each of them."""
 
     mean: float | None = None
     worst: float | None = None
@@ -62,12 +73,24 @@ class Bar:
 
 # (operator, block) -> figure -> bar; names of figures as in ``run.judge``.
 BARS: dict[tuple[str, str], dict[str, Bar]] = {
-    (AG, "large"): {"limit_ratio": Bar(0.97, 0.92), "over_unfused": Bar(worst=1.0), "over_torch": Bar(worst=1.0)},
+    (AG, "large"): {
+        "limit_ratio": Bar(0.97, 0.92),
+        "over_unfused": Bar(worst=1.0),
+        "over_torch": Bar(worst=1.0),
+    },
     (AG, "odd"): {"over_unfused": Bar(worst=1.0)},
     (AG, "small"): {"over_unfused": Bar(1.25, 0.98), "over_torch": Bar(worst=1.0)},
-    (RS, "large"): {"limit_ratio": Bar(0.95, 0.90), "over_unfused": Bar(worst=1.0), "over_torch": Bar(1.10, 1.0)},
+    (RS, "large"): {
+        "limit_ratio": Bar(0.95, 0.90),
+        "over_unfused": Bar(worst=1.0),
+        "over_torch": Bar(1.10, 1.0),
+    },
     (RS, "small"): {"over_unfused": Bar(1.2, 0.98)},
-    (AR, "gemv"): {"over_gemm_us": Bar(most=3.0), "over_unfused": Bar(1.4), "over_torch": Bar(1.15)},
+    (AR, "gemv"): {
+        "over_gemm_us": Bar(most=3.0),
+        "over_unfused": Bar(1.4),
+        "over_torch": Bar(1.15),
+    },
     (AR, "small"): {"over_best": Bar(1.1, 0.98)},
     (OUT, "large"): {"over_unfused": Bar(1.25, 1.0)},
     (OUT, "small"): {"over_unfused": Bar(worst=0.98)},
@@ -75,24 +98,27 @@ BARS: dict[tuple[str, str], dict[str, Bar]] = {
     (IN, "small"): {"over_unfused": Bar(worst=0.98)},
 }
 
-# (N, K) of column-parallel layers: qkv; gate and up of half the layer; both; the first of GPT-3's MLP.
+# (N, K) of column-parallel layers: qkv; gate and up of half the layer; both; the first of GPT-3's
+# MLP.
 LAYERS = {
     "llama70b-qkv": (10240, 8192),
     "llama70b-gate-up-half": (28672, 8192),
     "llama70b-gate-up": (57344, 8192),
     "gpt3-fc1": (49152, 12288),
 }
-# (N, K) of row-parallel layers: attention's output; the MLP's second; that of GPT-3 and of Llama 8B; a wide square.
+# (N, K) of row-parallel layers: attention's output; the MLP's second; that of GPT-3 and of Llama
+# 8B; a wide square.
 ROW_LAYERS = {
     "llama70b-o": (8192, 8192),
     "llama70b-down": (8192, 28672),
     "gpt3-fc2": (12288, 49152),
     "llama8b-down": (4096, 14336),
 }
-DECODE_LAYERS = {name: ROW_LAYERS[name] for name in ("llama70b-o", "llama70b-down", "llama8b-down")} | {
-    "square-16k": (16384, 16384)
-}
-# (N, K) of attention layers: hidden 4096, 64 heads of 128, with 8 groups of keys and values, or one for each head.
+DECODE_LAYERS = {
+    name: ROW_LAYERS[name] for name in ("llama70b-o", "llama70b-down", "llama8b-down")
+} | {"square-16k": (16384, 16384)}
+# (N, K) of attention layers: hidden 4096, 64 heads of 128, with 8 groups of keys and values, or one
+# for each head.
 QKV_LAYERS = {"ulysses-qkv-gqa": (10240, 4096), "ulysses-qkv-mha": (24576, 4096)}
 PROJECTIONS = {"ulysses-o": (4096, 8192)}
 SEQUENCES, SHORT_SEQUENCES = (4096, 16384), (256, 1024)
@@ -107,27 +133,49 @@ _QUICK = re.compile(
 
 
 def _all_gather_matmul() -> list[Case]:
-    cases = [Case(AG, f"{layer}-m{m}", m, *LAYERS[layer], False, "large") for m, layer in product(LARGE, LAYERS)]
+    cases = [
+        Case(AG, f"{layer}-m{m}", m, *LAYERS[layer], False, "large")
+        for m, layer in product(LARGE, LAYERS)
+    ]
     cases.append(Case(AG, "odd-m4084", 4 * 1021, 4 * 2500, 5000, False, "odd"))
-    return cases + [Case(AG, f"{layer}-m{m}", m, *LAYERS[layer], True, "small") for m, layer in product(SMALL, LAYERS)]
+    return cases + [
+        Case(AG, f"{layer}-m{m}", m, *LAYERS[layer], True, "small")
+        for m, layer in product(SMALL, LAYERS)
+    ]
 
 
 def _matmul_reduce_scatter() -> list[Case]:
-    cases = [Case(RS, f"{layer}-m{m}", m, *ROW_LAYERS[layer], False, "large") for m, layer in product(LARGE, ROW_LAYERS)]
+    cases = [
+        Case(RS, f"{layer}-m{m}", m, *ROW_LAYERS[layer], False, "large")
+        for m, layer in product(LARGE, ROW_LAYERS)
+    ]
     cases.append(Case(RS, "odd-m4084", 4 * 1021, 2500, 4 * 5000, False, "odd"))
-    return cases + [Case(RS, f"{layer}-m{m}", m, *ROW_LAYERS[layer], True, "small") for m, layer in product(SMALL, ROW_LAYERS)]
+    return cases + [
+        Case(RS, f"{layer}-m{m}", m, *ROW_LAYERS[layer], True, "small")
+        for m, layer in product(SMALL, ROW_LAYERS)
+    ]
 
 
 def _matmul_all_reduce() -> list[Case]:
     layers = DECODE_LAYERS
-    cases = [Case(AR, f"{layer}-m{m}", m, *layers[layer], True, "gemv") for m, layer in product(GEMV, layers)]
-    return cases + [Case(AR, f"{layer}-m{m}", m, *layers[layer], True, "small") for m, layer in product(FEW, layers)]
+    cases = [
+        Case(AR, f"{layer}-m{m}", m, *layers[layer], True, "gemv")
+        for m, layer in product(GEMV, layers)
+    ]
+    return cases + [
+        Case(AR, f"{layer}-m{m}", m, *layers[layer], True, "small")
+        for m, layer in product(FEW, layers)
+    ]
 
 
 def _exchange(op: str, layers: dict[str, tuple[int, int]]) -> list[Case]:
-    cases = [Case(op, f"{layer}-m{m}", m, *layers[layer], False, "large") for m, layer in product(SEQUENCES, layers)]
+    cases = [
+        Case(op, f"{layer}-m{m}", m, *layers[layer], False, "large")
+        for m, layer in product(SEQUENCES, layers)
+    ]
     return cases + [
-        Case(op, f"{layer}-m{m}", m, *layers[layer], True, "small") for m, layer in product(SHORT_SEQUENCES, layers)
+        Case(op, f"{layer}-m{m}", m, *layers[layer], True, "small")
+        for m, layer in product(SHORT_SEQUENCES, layers)
     ]
 
 
@@ -144,9 +192,12 @@ CASES: dict[str, list[Any]] = {
 
 # For trying the bench out without a GPU: interpreted kernels, times without meaning.
 _TINY = {
-    AG: ((256, 256, 128), (32, 128, 96)), RS: ((256, 64, 256), (32, 96, 128)), AR: ((1, 128, 256), (64, 96, 128)),
-    OUT: ((256, 128, 64), (32, 96, 64)), IN: ((256, 64, 128), (32, 64, 96)),
-}  # fmt: skip
+    AG: ((256, 256, 128), (32, 128, 96)),
+    RS: ((256, 64, 256), (32, 96, 128)),
+    AR: ((1, 128, 256), (64, 96, 128)),
+    OUT: ((256, 128, 64), (32, 96, 64)),
+    IN: ((256, 64, 128), (32, 64, 96)),
+}
 SMOKE: dict[str, list[Any]] = {
     op: [
         Case(op, f"smoke-m{sizes[0]}", *sizes, op == AR, "smoke", dtype)
@@ -157,6 +208,11 @@ SMOKE: dict[str, list[Any]] = {
 
 
 def select(op: str, pattern: str | None = None, quick: bool = False) -> list[Any]:
-    """Cases of ``op`` in whose name ``pattern`` (a regular expression) is found; ``quick``: a short list of them."""
+    """Cases of ``op`` in whose name ``pattern`` (a regular expression) is found; ``quick``: a short
+    list of them."""
     wanted = re.compile(pattern or "")
-    return [case for case in CASES[op] if wanted.search(case.name) and (not quick or _QUICK.search(case.name))]
+    return [
+        case
+        for case in CASES[op]
+        if wanted.search(case.name) and (not quick or _QUICK.search(case.name))
+    ]

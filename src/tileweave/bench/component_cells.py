@@ -1,8 +1,9 @@
-"""Which components are measured, in groups: what the simulator calls them, and their shapes there (sim/predict.py).
+"""Which components are measured, in groups: what the simulator calls them, and their shapes there
+(sim/predict.py).
 
-Shapes are global: M, N, K; bytes of a collective; batch, tables, dim, pooling and bytes of an element of a lookup; tokens,
-columns, 1, world and k of a top-k sum; rows, hidden, ffn, heads, kv_heads and sequence of a layer. *small matmuls* are of one
-rank alone.
+Shapes are global: M, N, K; bytes of a collective; batch, tables, dim, pooling and bytes of an
+element of a lookup; tokens, columns, 1, world and k of a top-k sum; rows, hidden, ffn, heads,
+kv_heads and sequence of a layer. *small matmuls* are of one rank alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 
 from tileweave.planning.matmul import MatmulConfig
 
-# Kernels that store tiles to their owners, whether or not the library takes them for a shape: up to so many rows.
+# Kernels that store tiles to their owners, whether or not the library takes them for a shape: up to
+# so many rows.
 _STORES = (
     (64, MatmulConfig("hopper", "sm", 64, 64, 128, 6, 4, split_tail=False)),
     (512, MatmulConfig("hopper", "sm", 128, 64, 64, 8, 8, split_tail=False)),
@@ -37,15 +39,27 @@ def _operators(_: int) -> list[Component]:
     operators = {
         "all_gather_matmul": ((512, 28672, 8192), (2048, 28672, 8192), (8192, 10240, 8192)),
         "matmul_reduce_scatter": ((512, 8192, 28672), (2048, 8192, 8192), (8192, 8192, 28672)),
-        "matmul_all_reduce": ((1, 8192, 8192), (16, 8192, 28672), (64, 8192, 28672), (256, 8192, 8192)),
+        "matmul_all_reduce": (
+            (1, 8192, 8192),
+            (16, 8192, 28672),
+            (64, 8192, 28672),
+            (256, 8192, 8192),
+        ),
     }
     both = ("fused", "unfused")
-    return [Component(op, what, s, s[0] <= 1024) for op, shapes in operators.items() for s in shapes for what in both]
+    return [
+        Component(op, what, s, s[0] <= 1024)
+        for op, shapes in operators.items()
+        for s in shapes
+        for what in both
+    ]
 
 
 def _layers(_: int) -> list[Component]:
     shapes = [(m, 8192, 28672, 64, 8, 2048) for m in (4096, 8192, 2048, 16384)]
-    return [Component("layer", what, shape, False) for shape in shapes for what in ("fused", "unfused")]
+    return [
+        Component("layer", what, shape, False) for shape in shapes for what in ("fused", "unfused")
+    ]
 
 
 def _matmuls(_: int) -> list[Component]:
@@ -72,7 +86,9 @@ def _collectives(_: int) -> list[Component]:
 
 def _lookups(world: int) -> list[Component]:
     return [
-        Component("embedding_bag_all_to_all", what, (batch, 8 * world, 128, pooling, itemsize), False)
+        Component(
+            "embedding_bag_all_to_all", what, (batch, 8 * world, 128, pooling, itemsize), False
+        )
         for batch in (8192, 32768)
         for pooling in (1, 8, 40)
         for itemsize in (2, 4)
@@ -100,9 +116,19 @@ def _small_matmuls(_: int) -> list[Component]:
 
 
 def _stores(_: int) -> list[Component]:
-    shapes = [(m, n, k) for m in (64, 128, 256, 512, 1024) for n, k in ((4096, 7168), (8192, 4096), (8192, 14336))]
+    shapes = [
+        (m, n, k)
+        for m in (64, 128, 256, 512, 1024)
+        for n, k in ((4096, 7168), (8192, 4096), (8192, 14336))
+    ]
     found = [
-        Component("matmul_reduce_scatter", "fused", shape, True, next(config for rows, config in _STORES if shape[0] <= rows))
+        Component(
+            "matmul_reduce_scatter",
+            "fused",
+            shape,
+            True,
+            next(config for rows, config in _STORES if shape[0] <= rows),
+        )
         for shape in shapes
     ]
     return found + [
@@ -114,9 +140,15 @@ def _stores(_: int) -> list[Component]:
 
 # In the order in which they are wanted.
 GROUPS: dict[str, Callable[[int], list[Component]]] = {
-    "operators": _operators, "layers": _layers, "matmuls": _matmuls, "collectives": _collectives, "lookups": _lookups,
-    "sums": _sums, "stores": _stores, "small_matmuls": _small_matmuls,
-}  # fmt: skip
+    "operators": _operators,
+    "layers": _layers,
+    "matmuls": _matmuls,
+    "collectives": _collectives,
+    "lookups": _lookups,
+    "sums": _sums,
+    "stores": _stores,
+    "small_matmuls": _small_matmuls,
+}
 
 
 def components(world: int, groups: tuple[str, ...] = tuple(GROUPS)) -> list[Component]:
@@ -129,11 +161,20 @@ def smoke(world: int) -> list[Component]:
     return [
         Component("all_gather_matmul", "compute", (64, 64 * world, 32), False),
         Component("matmul", "compute", (64, 64, 32), False),
-        *[Component(op, "comm", (1 << 12,), False) for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")],
+        *[
+            Component(op, "comm", (1 << 12,), False)
+            for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+        ],
         Component("embedding_bag_all_to_all", "compute", (64, world, 16, 3, 4), False),
         Component("grouped_matmul_combine", "reduce", (32, 64, 1, world, 2), False),
         *[Component("layer", what, (64, 64, 128, 4, 2, 1), False) for what in ("fused", "unfused")],
-        *[Component(op, "fused", (16, 64, 64), False) for op in ("all_gather_matmul", "matmul_all_reduce")],
-        *[Component(op, "fused", (16 * world, 64, 64), False, _SMOKE) for op in ("matmul_reduce_scatter", "matmul_all_to_all")],
+        *[
+            Component(op, "fused", (16, 64, 64), False)
+            for op in ("all_gather_matmul", "matmul_all_reduce")
+        ],
+        *[
+            Component(op, "fused", (16 * world, 64, 64), False, _SMOKE)
+            for op in ("matmul_reduce_scatter", "matmul_all_to_all")
+        ],
         Component("embedding_bag_all_to_all", "fused", (8, world, 16, 3, 4), False),
     ]

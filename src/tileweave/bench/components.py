@@ -1,11 +1,12 @@
-"""Cells for the simulator's calibration: fused operators, whole layers, matmuls, collectives, lookups, top-k sums, kernels
-that store tiles to their owners.
+"""Cells for the simulator's calibration: fused operators, whole layers, matmuls, collectives,
+lookups, top-k sums, kernels that store tiles to their owners.
 
     python -m tileweave.bench.components --json docs/results/components.json
 
-measures on worlds of 2 and 4 GPUs in one call, ``--seconds`` in all (about: no cell is begun after its world's share), most
-wanted cells first, and writes what ``tileweave simulate trust`` and ``calibrate`` read. ``--groups`` measures some of the
-groups of component_cells.py. More shapes of the operators: ``tileweave bench``. ``--smoke`` tries the machinery without GPUs.
+measures on worlds of 2 and 4 GPUs in one call, ``--seconds`` in all (about: no cell is begun after
+its world's share), most wanted cells first, and writes what ``tileweave simulate trust`` and
+``calibrate`` read. ``--groups`` measures some of the groups of component_cells.py. More shapes of
+the operators: ``tileweave bench``. ``--smoke`` tries the machinery without GPUs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from tileweave.bench.console import Steps
 from tileweave.bench.environment import environment
 from tileweave.bench.subjects import worst
 from tileweave.errors import require
-from tileweave.launcher import Member, default_device_type, default_world_size, launch, tells, under_torchrun
+from tileweave.launcher import (
+    Member,
+    default_device_type,
+    default_world_size,
+    launch,
+    tells,
+    under_torchrun,
+)
 from tileweave.ops import reference
 from tileweave.ops.core.registry import name_of
 from tileweave.ops.matmul import matmul_all_to_all_fused, matmul_reduce_scatter_fused
@@ -72,7 +80,10 @@ class _Maker:
 
     def operator(self, op: str, m: int, n: int, k: int, fused: bool) -> Callable[[], object]:
         """The public operator, or its reference."""
-        x, weights = self.random(m // self.size if op == "all_gather_matmul" else m, k), self.copies(lambda: self.random(n, k))
+        x, weights = (
+            self.random(m // self.size if op == "all_gather_matmul" else m, k),
+            self.copies(lambda: self.random(n, k)),
+        )
         group = self.member.group
         if fused:
             call = getattr(tw, op)
@@ -81,7 +92,8 @@ class _Maker:
         return lambda: unfused(x, next(weights), None, group)
 
     def stores(self, op: str, m: int, n: int, k: int, config: MatmulConfig) -> Callable[[], object]:
-        """A kernel that stores tiles to their owners, as ``config`` says, past the planner; its result is checked once."""
+        """A kernel that stores tiles to their owners, as ``config`` says, past the planner; its
+        result is checked once."""
         group, how = self.member.group, Exchange(1, 0)
         exchanged = op == "matmul_all_to_all"
         rows, depth = (m // self.size, k) if exchanged else (m, k // self.size)
@@ -99,10 +111,17 @@ class _Maker:
             return out
 
         off = float((call(w).float() - want.float()).norm() / want.float().norm())
-        require(off < 0.02, f"{op} {m}x{n}x{k}, {off:.1%} off", "2 %, as roundings of bf16 are", "report it: a kernel is wrong")
+        require(
+            off < 0.02,
+            f"{op} {m}x{n}x{k}, {off:.1%} off",
+            "2 %, as roundings of bf16 are",
+            "report it: a kernel is wrong",
+        )
         return lambda: call(next(weights))
 
-    def exchanged_lookup(self, batch: int, tables: int, dim: int, pooling: int, itemsize: int) -> Callable[[], object]:
+    def exchanged_lookup(
+        self, batch: int, tables: int, dim: int, pooling: int, itemsize: int
+    ) -> Callable[[], object]:
         dtype = torch.float32 if itemsize == 4 else torch.bfloat16
         mine, rows = tables // self.size, 2_000_000 if self.member.on_gpu else 100
         parts = [self.random(rows, dim, dtype=dtype) for _ in range(mine)]
@@ -110,7 +129,9 @@ class _Maker:
         indices = self.copies(lambda: torch.randint(0, rows, (bags * pooling,), device=self.device))
         offsets = torch.arange(0, bags * pooling + 1, pooling, device=self.device)
         layout = tw.EmbeddingLayout.in_rank_order([[dim] * mine] * self.size)
-        return lambda: tw.embedding_bag_all_to_all(parts, next(indices), offsets, layout=layout, group=self.member.group)
+        return lambda: tw.embedding_bag_all_to_all(
+            parts, next(indices), offsets, layout=layout, group=self.member.group
+        )
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=dtype or self.dtype)
@@ -140,33 +161,50 @@ class _Maker:
             return lambda: reduce_scatter_flat(part, whole, group=group)
         if op == "all_reduce":
             return lambda: (
-                dist.all_reduce(whole.zero_(), group=group) if not self.member.on_gpu else dist.all_reduce(whole, group=group)
+                dist.all_reduce(whole.zero_(), group=group)
+                if not self.member.on_gpu
+                else dist.all_reduce(whole, group=group)
             )
         return lambda: all_gather_flat(whole, part, group=group)
 
-    def lookup(self, batch: int, tables: int, dim: int, pooling: int, itemsize: int) -> Callable[[], object]:
+    def lookup(
+        self, batch: int, tables: int, dim: int, pooling: int, itemsize: int
+    ) -> Callable[[], object]:
         dtype = torch.float32 if itemsize == 4 else torch.bfloat16
         mine, rows = tables // self.size, 2_000_000 if self.member.on_gpu else 100
         weight = self.random(mine * rows, dim, dtype=dtype)
         bags = batch * mine
-        indices = self.copies(lambda: torch.randint(0, mine * rows, (bags * pooling,), device=self.device))
+        indices = self.copies(
+            lambda: torch.randint(0, mine * rows, (bags * pooling,), device=self.device)
+        )
         offsets = torch.arange(0, bags * pooling, pooling, device=self.device)
         return lambda: F.embedding_bag(next(indices), weight, offsets, mode="sum")
 
-    def top_k_sum(self, tokens: int, hidden: int, _inter: int, _experts: int, top_k: int) -> Callable[[], object]:
+    def top_k_sum(
+        self, tokens: int, hidden: int, _inter: int, _experts: int, top_k: int
+    ) -> Callable[[], object]:
         rows = self.copies(lambda: self.random(tokens, top_k, hidden))
         return lambda: next(rows).sum(1)
 
     def layer(
         self, m: int, hidden: int, ffn: int, heads: int, kv_heads: int, seq: int, fused: bool
-    ) -> Callable[[], object]:  # fmt: skip
-        """One decoder layer forward, sequence parallel, by NCCL and cuBLAS, or by our two operators."""
+    ) -> Callable[[], object]:
+        """One decoder layer forward, sequence parallel, by NCCL and cuBLAS, or by our two
+        operators."""
         size, group, device, dtype = self.size, self.member.group, self.device, self.dtype
         dim, q, kv = hidden // heads, heads // size, max(kv_heads // size, 1)
         x = self.random(m // size, hidden)
         gathered = torch.empty(m, hidden, device=device, dtype=dtype)
-        shapes = ((q + 2 * kv) * dim, hidden), (hidden, q * dim), (2 * ffn // size, hidden), (hidden, ffn // size)
-        qkv, proj, up, down = (self.copies(lambda shape=shape: self.random(*shape) * shape[1] ** -0.5) for shape in shapes)
+        shapes = (
+            ((q + 2 * kv) * dim, hidden),
+            (hidden, q * dim),
+            (2 * ffn // size, hidden),
+            (hidden, ffn // size),
+        )
+        qkv, proj, up, down = (
+            self.copies(lambda shape=shape: self.random(*shape) * shape[1] ** -0.5)
+            for shape in shapes
+        )
         part = torch.empty(m // size, hidden, device=device, dtype=dtype)
 
         def into(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -186,8 +224,12 @@ class _Maker:
         def forward() -> torch.Tensor:
             joint = into(F.rms_norm(x, (hidden,)), next(qkv))
             batch = m // seq if m >= seq else 1
-            asked, keys, values = joint.view(batch, m // batch, q + 2 * kv, dim).transpose(1, 2).split((q, kv, kv), 1)
-            attended = F.scaled_dot_product_attention(asked, keys, values, is_causal=True, enable_gqa=True)
+            asked, keys, values = (
+                joint.view(batch, m // batch, q + 2 * kv, dim).transpose(1, 2).split((q, kv, kv), 1)
+            )
+            attended = F.scaled_dot_product_attention(
+                asked, keys, values, is_causal=True, enable_gqa=True
+            )
             y = x + out_of(attended.transpose(1, 2).reshape(m, q * dim), next(proj))
             gate, value = into(F.rms_norm(y, (hidden,)), next(up)).chunk(2, 1)
             return y + out_of(F.silu(gate) * value, next(down))
@@ -196,13 +238,21 @@ class _Maker:
 
 
 @torch.no_grad()
-def run(member: Member, groups: tuple[str, ...], repeats: int, seconds: float) -> list[dict[str, Any]]:
-    """Measure components on this world until its time is over; no groups: tiny ones. Collective; complete on rank 0."""
+def run(
+    member: Member, groups: tuple[str, ...], repeats: int, seconds: float
+) -> list[dict[str, Any]]:
+    """Measure components on this world until its time is over; no groups: tiny ones. Collective;
+    complete on rank 0."""
     found, maker, began = [], _Maker(member), time.monotonic()
     listed = components(member.world_size, groups) if groups else smoke(member.world_size)
     eager = [one for one in listed if not one.graph]
-    with Steps(f"components, world {member.world_size}", len(listed), show=member.rank == 0) as steps:
-        for part, share in ((eager, len(eager) / len(listed)), ([one for one in listed if one.graph], 1.0)):
+    with Steps(
+        f"components, world {member.world_size}", len(listed), show=member.rank == 0
+    ) as steps:
+        for part, share in (
+            (eager, len(eager) / len(listed)),
+            ([one for one in listed if one.graph], 1.0),
+        ):
             for one in part:
                 name = f"{one.op} {one.quantity} {'x'.join(map(str, one.shape))}"
                 steps.now(name)
@@ -210,18 +260,25 @@ def run(member: Member, groups: tuple[str, ...], repeats: int, seconds: float) -
                     steps.done("no time left")
                     continue
                 functions = {name: maker.function(one)}
-                timing = measure(functions, member.group, member.device, repeats=repeats, graph=one.graph)[name]
+                timing = measure(
+                    functions, member.group, member.device, repeats=repeats, graph=one.graph
+                )[name]
                 steps.done(f"{timing.median_us:.1f} us")
                 if timing.median_us > 0.0:
                     itemsize = one.shape[4] if one.op.startswith("embedding") else 2
                     ranks = 1 if one.op == "matmul" else member.world_size
                     found.append(
                         {
-                            "op": one.op, "quantity": one.quantity, "shape": list(one.shape), "us": round(timing.median_us, 2),
-                            "graph": timing.graph, "itemsize": itemsize, "world_size": ranks,
+                            "op": one.op,
+                            "quantity": one.quantity,
+                            "shape": list(one.shape),
+                            "us": round(timing.median_us, 2),
+                            "graph": timing.graph,
+                            "itemsize": itemsize,
+                            "world_size": ranks,
                             **({"config": asdict(one.config)} if one.config else {}),
                         }
-                    )  # fmt: skip
+                    )
                 del functions
                 if member.on_gpu:
                     torch.cuda.empty_cache()
@@ -235,18 +292,36 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=130.0, help="for all worlds together")
-    parser.add_argument("--groups", default=",".join(GROUPS), help="some of them, in order (default: %(default)s)")
+    parser.add_argument(
+        "--groups", default=",".join(GROUPS), help="some of them, in order (default: %(default)s)"
+    )
     parser.add_argument("--smoke", action="store_true")
     asked = parser.parse_args()
     groups = tuple(asked.groups.split(","))
-    require(set(groups) <= set(GROUPS), f"--groups {asked.groups}", f"of {', '.join(GROUPS)}", "name some, by commas")
+    require(
+        set(groups) <= set(GROUPS),
+        f"--groups {asked.groups}",
+        f"of {', '.join(GROUPS)}",
+        "name some, by commas",
+    )
     kind = default_device_type()
     most = default_world_size(kind, None)
     worlds = [most] if under_torchrun() else [size for size in (2, 4) if size <= most]
     found: list[dict[str, Any]] = []
     for size in worlds:
-        wanted, seconds = () if asked.smoke or kind == "cpu" else groups, asked.seconds / len(worlds)
-        one = launch(run, wanted, asked.repeats, seconds, world_size=size, device_type=kind, seconds=seconds + 120)
+        wanted, seconds = (
+            () if asked.smoke or kind == "cpu" else groups,
+            asked.seconds / len(worlds),
+        )
+        one = launch(
+            run,
+            wanted,
+            asked.repeats,
+            seconds,
+            world_size=size,
+            device_type=kind,
+            seconds=seconds + 120,
+        )
         found += one or []
     if not tells():  # rank 0 has it
         return
@@ -254,7 +329,12 @@ def main() -> None:
         "Component times by tileweave.bench.components: slowest rank, median of repeats; shapes as sim/predict.py reads them. "
         "again: each by itself, one call behind the other."
     )
-    report = {"about": about, "again": True, "machine": {"world_size": max(worlds), **environment()}, "components": found}
+    report = {
+        "about": about,
+        "again": True,
+        "machine": {"world_size": max(worlds), **environment()},
+        "components": found,
+    }
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     asked.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 

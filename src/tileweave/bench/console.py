@@ -6,7 +6,14 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from tileweave.launcher import tells
 
@@ -21,7 +28,9 @@ def console() -> Console:
     """
     quiet = not tells()
     made = Console(highlight=False, quiet=quiet)
-    return made if made.is_terminal else Console(highlight=False, width=_WIDTH_OF_A_FILE, quiet=quiet)
+    return (
+        made if made.is_terminal else Console(highlight=False, width=_WIDTH_OF_A_FILE, quiet=quiet)
+    )
 
 
 class Steps:
@@ -38,9 +47,15 @@ class Steps:
         self._bar: Progress | None = None
         if self._console is not None and self._console.is_terminal:
             self._bar = Progress(
-                SpinnerColumn(), TextColumn("[bold]{task.fields[title]}"), BarColumn(24), MofNCompleteColumn(),
-                TimeElapsedColumn(), TextColumn("{task.description}"), console=self._console, transient=True,
-            )  # fmt: skip
+                SpinnerColumn(),
+                TextColumn("[bold]{task.fields[title]}"),
+                BarColumn(24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+                console=self._console,
+                transient=True,
+            )
             self._task = self._bar.add_task("", total=total, title=title)
 
     def __enter__(self) -> Steps:
@@ -48,7 +63,12 @@ class Steps:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -76,4 +96,7 @@ class Steps:
             return
         self._said = time.monotonic()
         elapsed, width = self._said - self._started, len(str(self.total))
-        self._console.print(f"[dim]{elapsed:6.1f} s  {step:{width}}/{self.total}[/]  {self._name}  {text}", soft_wrap=True)
+        self._console.print(
+            f"[dim]{elapsed:6.1f} s  {step:{width}}/{self.total}[/]  {self._name}  {text}",
+            soft_wrap=True,
+        )

@@ -1,4 +1,5 @@
-"""The bench of embedding_bag_all_to_all: cases, rivals, floors and a table. Correctness first, then time.
+"""The bench of embedding_bag_all_to_all: cases, rivals, floors and a table. Correctness first, then
+time.
 
 ==============  ================================================================================================
 tileweave       the public operator: lookup, stores to owners, nothing afterwards
@@ -8,8 +9,9 @@ lookup+a2a      the same without ``cat``: the gain of layout taken away from the
 lookup, a2a, cat, F.embedding_bag   each alone
 ==============  ================================================================================================
 
-Floors: bytes of rows read at 4.2 TB/s, bytes sent to peers at 350 GB/s. Gains as differences of time: ``layout`` = cat,
-``lookup`` = F.embedding_bag - our lookup, ``overlap`` = (lookup + a2a) - tileweave.
+Floors: bytes of rows read at 4.2 TB/s, bytes sent to peers at 350 GB/s. Gains as differences of
+time: ``layout`` = cat, ``lookup`` = F.embedding_bag - our lookup, ``overlap`` = (lookup + a2a) -
+tileweave.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ HBM, LINK = 4.2e12, 3.5e11
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
+def random_bits(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int
+) -> torch.Tensor:
     """Uniform numbers in [-1, 1): cheap to make for tens of gigabytes."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.empty(shape, dtype=dtype, device=device).uniform_(-1, 1, generator=generator)
@@ -51,7 +55,9 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 class EmbeddingPeers:
     """The callables of one case, over the same tables and indices."""
 
-    def __init__(self, case: EmbeddingCase, member: Member, names: tuple[str, ...], seed: int) -> None:
+    def __init__(
+        self, case: EmbeddingCase, member: Member, names: tuple[str, ...], seed: int
+    ) -> None:
         self.case, self.member, self.group = case, member, member.group
         self.device, self.rank, self.size = member.device, member.rank, member.world_size
         self.dtype = getattr(torch, case.dtype)
@@ -62,7 +68,10 @@ class EmbeddingPeers:
         else:
             ranks = range(self.size)
             self.layout = EmbeddingLayout.in_rank_order([[case.dim] * case.tables for _ in ranks])
-            self.shards = tuple(Shard(self.rank * case.tables + i, 0, case.dim, self.rank) for i in range(case.tables))
+            self.shards = tuple(
+                Shard(self.rank * case.tables + i, 0, case.dim, self.rank)
+                for i in range(case.tables)
+            )
         self.poolings = [int(specs[s.table].pooling) for s in self.shards]
         self._make_tables(specs)
         self.sets = [
@@ -75,18 +84,26 @@ class EmbeddingPeers:
         self.split = [(e - b) * self.width for b, e in counts]
         self.sizes = [self.samples * sum(dims) for dims in self.layout.dims]
         self.received = torch.empty(sum(self.sizes), dtype=self.dtype, device=self.device)
-        self.rows = torch.empty(self.samples, self.layout.width, dtype=self.dtype, device=self.device)
+        self.rows = torch.empty(
+            self.samples, self.layout.width, dtype=self.dtype, device=self.device
+        )
         self.turn = 0
-        self.functions = {name: function for name, function in self._makers().items() if name in names}
+        self.functions = {
+            name: function for name, function in self._makers().items() if name in names
+        }
 
     def _make_tables(self, specs: list[TableSpec]) -> None:
-        """One allocation for each width, so that F.embedding_bag can look all tables of a width up at once."""
+        """One allocation for each width, so that F.embedding_bag can look all tables of a width up
+        at once."""
         self.tables: list[torch.Tensor] = []
         self.whole: dict[int, torch.Tensor] = {}
         first: dict[int, int] = {}
         for dim in sorted({s.dim for s in self.shards}):
             rows = sum(specs[s.table].rows for s in self.shards if s.dim == dim)
-            self.whole[dim], first[dim] = random_bits((rows, dim), self.dtype, self.device, 100 + self.rank), 0
+            self.whole[dim], first[dim] = (
+                random_bits((rows, dim), self.dtype, self.device, 100 + self.rank),
+                0,
+            )
         self.first: list[int] = []
         for shard in self.shards:
             begin = first[shard.dim]
@@ -94,13 +111,17 @@ class EmbeddingPeers:
             first[shard.dim] = begin + specs[shard.table].rows
             self.tables.append(self.whole[shard.dim][begin : first[shard.dim]])
 
-    def _bags(self, seed: int) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    def _bags(
+        self, seed: int
+    ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """indices, offsets, and for each width those of F.embedding_bag."""
         generator = torch.Generator(self.device).manual_seed(seed * 31 + self.rank)
         batch, parts = self.case.batch, []
         for pooling in self.poolings:
             shape = (batch * pooling,)
-            parts.append(torch.randint(0, self.case.rows, shape, generator=generator, device=self.device))
+            parts.append(
+                torch.randint(0, self.case.rows, shape, generator=generator, device=self.device)
+            )
         lengths = torch.cat([torch.full((batch,), n, device=self.device) for n in self.poolings])
         offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(lengths, 0, out=offsets[1:])
@@ -108,7 +129,9 @@ class EmbeddingPeers:
         for dim in self.whole:
             mine = [i for i, s in enumerate(self.shards) if s.dim == dim]
             flat = torch.cat([parts[i] + self.first[i] for i in mine])
-            ends = torch.cat([torch.full((batch,), self.poolings[i], device=self.device) for i in mine]).cumsum(0)
+            ends = torch.cat(
+                [torch.full((batch,), self.poolings[i], device=self.device) for i in mine]
+            ).cumsum(0)
             by_width.append((flat, torch.cat([ends.new_zeros(1), ends])))
         return torch.cat(parts), offsets, by_width
 
@@ -119,7 +142,13 @@ class EmbeddingPeers:
     def fused(self) -> torch.Tensor:
         indices, offsets, _ = self._next()
         return tw.embedding_bag_all_to_all(
-            self.tables, indices, offsets, batch=self.case.batch, layout=self.layout, out_dtype=self.dtype, group=self.group
+            self.tables,
+            indices,
+            offsets,
+            batch=self.case.batch,
+            layout=self.layout,
+            out_dtype=self.dtype,
+            group=self.group,
         )
 
     def lookup(self) -> torch.Tensor:
@@ -127,15 +156,24 @@ class EmbeddingPeers:
         return tw.embedding_bag(self.tables, indices, offsets, out=self.pooled)
 
     def embedding_bag(self) -> None:
-        """Results as they come, table after table: the copy into sample-major order is left out, in this rival's favour."""
+        """Results as they come, table after table: the copy into sample-major order is left out, in
+        this rival's favour."""
         for (flat, offsets), table in zip(self._next()[2], self.whole.values(), strict=True):
-            torch.nn.functional.embedding_bag(flat, table, offsets, mode="sum", include_last_offset=True)
+            torch.nn.functional.embedding_bag(
+                flat, table, offsets, mode="sum", include_last_offset=True
+            )
 
     def exchange(self) -> None:
-        all_to_all_flat(self.received, self.pooled.view(-1), self.sizes, self.split, group=self.group)
+        all_to_all_flat(
+            self.received, self.pooled.view(-1), self.sizes, self.split, group=self.group
+        )
 
     def cat(self) -> None:
-        blocks = [b.view(self.samples, -1) for b, n in zip(self.received.split(self.sizes), self.sizes, strict=True) if n]
+        blocks = [
+            b.view(self.samples, -1)
+            for b, n in zip(self.received.split(self.sizes), self.sizes, strict=True)
+            if n
+        ]
         torch.cat(blocks, 1, out=self.rows)
 
     def _makers(self) -> dict[str, Callable[[], object]]:
@@ -155,11 +193,15 @@ class EmbeddingPeers:
             EMBEDDING_BAG: self.embedding_bag,
             ALL_TO_ALL: self.exchange,
             CAT: self.cat,
-        }  # fmt: skip
+        }
 
     def floors(self) -> tuple[float, float]:
         """Microseconds, slowest rank: rows read at HBM's rate, and vectors sent at the link's."""
-        read = sum(n * s.dim for n, s in zip(self.poolings, self.shards, strict=True)) * self.case.batch * self.dtype.itemsize
+        read = (
+            sum(n * s.dim for n, s in zip(self.poolings, self.shards, strict=True))
+            * self.case.batch
+            * self.dtype.itemsize
+        )
         sent = self.width * (self.case.batch - self.samples) * self.dtype.itemsize
         slowest = [worst(bound, self.device, self.group) for bound in (read / HBM, sent / LINK)]
         return slowest[0] * 1e6, slowest[1] * 1e6
@@ -184,22 +226,30 @@ class EmbeddingPeers:
         chosen = torch.cat([torch.arange(b, min(b + 64, e), device=self.device) for b, e in shares])
         parts, lengths, at = [], [], 0
         for pooling in self.poolings:
-            parts.append(indices[at : at + batch * pooling].view(batch, pooling)[chosen].reshape(-1))
+            parts.append(
+                indices[at : at + batch * pooling].view(batch, pooling)[chosen].reshape(-1)
+            )
             lengths += [pooling] * chosen.numel()
             at += batch * pooling
         ends = torch.tensor([0, *lengths], device=self.device).cumsum(0)
-        pooled = reference.embedding_bag(self.tables, torch.cat(parts), ends, None, chosen.numel(), False)
+        pooled = reference.embedding_bag(
+            self.tables, torch.cat(parts), ends, None, chosen.numel(), False
+        )
         begin, end = shares[self.rank]
         mine = (chosen >= begin) & (chosen < end)
         want = self._gather(torch.cat(pooled, 1))[mine]
         got = y[chosen[mine] - begin].float()
-        return float((got - want).norm() / want.norm()) if bool(torch.isfinite(y).all()) else math.inf
+        return (
+            float((got - want).norm() / want.norm()) if bool(torch.isfinite(y).all()) else math.inf
+        )
 
     def _gather(self, pooled: torch.Tensor) -> torch.Tensor:
         """[samples, width] in fp32 of all ranks' columns."""
         rows = torch.zeros(pooled.shape[0], self.layout.width, device=self.device)
         at = 0
-        for column, dim in zip(self.layout.columns[self.rank], self.layout.dims[self.rank], strict=True):
+        for column, dim in zip(
+            self.layout.columns[self.rank], self.layout.dims[self.rank], strict=True
+        ):
             rows[:, column : column + dim] = pooled[:, at : at + dim]
             at += dim
         dist.all_reduce(rows, group=self.group)
@@ -209,9 +259,15 @@ class EmbeddingPeers:
 def entry_of(case: EmbeddingCase, peers: EmbeddingPeers, error: float, plan: str) -> dict[str, Any]:
     read, sent = peers.floors()
     return {
-        **asdict(case), "plan": plan, "error": error, "right": error <= TOLERANCE[case.dtype],
-        "floor_read_us": read, "floor_sent_us": sent, "times": {}, "missing": {},
-    }  # fmt: skip
+        **asdict(case),
+        "plan": plan,
+        "error": error,
+        "right": error <= TOLERANCE[case.dtype],
+        "floor_read_us": read,
+        "floor_sent_us": sent,
+        "times": {},
+        "missing": {},
+    }
 
 
 def judge(entry: dict[str, Any]) -> dict[str, float]:
@@ -223,7 +279,9 @@ def judge(entry: dict[str, Any]) -> dict[str, float]:
         "gain_lookup_us": of(EMBEDDING_BAG) - of(LOOKUP),
         "gain_layout_us": of(UNFUSED) - of(NO_CAT),
         "gain_overlap_us": of(NO_CAT) - of(OURS),
-        "lookup_share": entry["floor_read_us"] * HBM / 4.8e12 / of(LOOKUP) if of(LOOKUP) > 0 else math.nan,
+        "lookup_share": entry["floor_read_us"] * HBM / 4.8e12 / of(LOOKUP)
+        if of(LOOKUP) > 0
+        else math.nan,
         "over_floor": of(OURS) / max(entry["floor_read_us"], entry["floor_sent_us"]),
     }
 
@@ -249,14 +307,23 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
             continue
         cells = [case["name"]]
         cells += [number(median(case, name)) for name in times]
-        cells += [number(case["lookup_share"], 2), number(case["floor_read_us"]), number(case["floor_sent_us"])]
+        cells += [
+            number(case["lookup_share"], 2),
+            number(case["floor_read_us"]),
+            number(case["floor_sent_us"]),
+        ]
         cells += [number(case[key]) for key in _DERIVED.values()]
         cells += [marked(case[key], 1.0) for key in _RATIOS.values()] + [f"{case['error']:.0e}"]
         table.add_row(*cells)
     table.add_section()
     blanks = [""] * (len(columns) - 4)
     right = [c for c in report["cases"] if c["right"]]
-    for name, summarise in (("geometric mean", geometric_mean), ("worst", lambda v: min(v, default=math.nan))):
-        values = [summarise([c[key] for c in right if math.isfinite(c[key])]) for key in _RATIOS.values()]
+    for name, summarise in (
+        ("geometric mean", geometric_mean),
+        ("worst", lambda v: min(v, default=math.nan)),
+    ):
+        values = [
+            summarise([c[key] for c in right if math.isfinite(c[key])]) for key in _RATIOS.values()
+        ]
         table.add_row(name, *blanks, *[number(v, 2) for v in values], "", style="bold")
     return [table]

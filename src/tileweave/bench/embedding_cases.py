@@ -1,4 +1,5 @@
-"""Cases of embedding_bag_all_to_all: uniform indices over tables far larger than the L2, and MLPerf's multi-hot sizes."""
+"""Cases of embedding_bag_all_to_all: uniform indices over tables far larger than the L2, and
+MLPerf's multi-hot sizes."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from dataclasses import dataclass
 from tileweave.planning.sharding import TableSpec
 
 OP = "embedding_bag_all_to_all"
-MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)  # MLPerf DLRM-v2
+# MLPerf DLRM-v2
+MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCase:
-    """``tables`` a rank of ``rows`` x ``dim``, global ``batch``, bags of ``pooling``; ``multi_hot``: MLPerf's 26, planned."""
+    """``tables`` a rank of ``rows`` x ``dim``, global ``batch``, bags of ``pooling``;
+    ``multi_hot``: MLPerf's 26, planned."""
 
     name: str
     dtype: str
@@ -29,20 +32,29 @@ class EmbeddingCase:
     def specs(self, world_size: int) -> list[TableSpec]:
         if self.multi_hot:
             return [TableSpec(f"t{i}", self.rows, self.dim, n) for i, n in enumerate(MULTI_HOT)]
-        return [TableSpec(f"t{i}", self.rows, self.dim, self.pooling) for i in range(self.tables * world_size)]
+        return [
+            TableSpec(f"t{i}", self.rows, self.dim, self.pooling)
+            for i in range(self.tables * world_size)
+        ]
 
 
 def _case(dtype: str, batch: int, pooling: int, dim: int = 128) -> EmbeddingCase:
     short = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
     name = f"{short}-b{batch}-l{pooling}" + ("" if dim == 128 else f"-d{dim}")
     graph = batch <= 8192 or pooling == 1  # else the host is what is timed
-    return EmbeddingCase(name, dtype, batch, pooling, dim, graph=graph, block="main" if "l8" in name else "large")
+    return EmbeddingCase(
+        name, dtype, batch, pooling, dim, graph=graph, block="main" if "l8" in name else "large"
+    )
 
 
 CASES = [
     _case("float32", 65536, 8),
     _case("bfloat16", 65536, 8),
-    *(_case(dtype, 65536, pooling) for pooling in (1, 4, 20, 32) for dtype in ("float32", "bfloat16")),
+    *(
+        _case(dtype, 65536, pooling)
+        for pooling in (1, 4, 20, 32)
+        for dtype in ("float32", "bfloat16")
+    ),
     _case("float32", 8192, 8),
     _case("bfloat16", 8192, 8),
     _case("float32", 8192, 1),

@@ -1,4 +1,5 @@
-"""Benching embedding_bag_all_to_all on every rank: what ``bench/run.py`` does for matmuls, with this operator's rivals."""
+"""Benching embedding_bag_all_to_all on every rank: what ``bench/run.py`` does for matmuls, with
+this operator's rivals."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def bench(member: Member, options: Options) -> dict[str, Any]:
     return run_cases(member, options, method, _bench_case)
 
 
-def _bench_case(member: Member, case: EmbeddingCase, options: Options, seed: int, steps: Steps) -> dict[str, Any]:
+def _bench_case(
+    member: Member, case: EmbeddingCase, options: Options, seed: int, steps: Steps
+) -> dict[str, Any]:
     steps.detail("draws tables")
     peers = EmbeddingPeers(case, member, options.peers or PEERS, seed)
     indices, offsets, _ = peers.sets[0]
@@ -37,4 +40,9 @@ def plot(report: dict[str, Any], path: Path) -> None:
     """Each case's times over the larger of its two floors, as bars. Needs matplotlib."""
     from tileweave.profile.plot import plot_over
 
-    plot_over(report, path, "the larger floor", lambda case: max(case["floor_read_us"], case["floor_sent_us"]))
+    plot_over(
+        report,
+        path,
+        "the larger floor",
+        lambda case: max(case["floor_read_us"], case["floor_sent_us"]),
+    )

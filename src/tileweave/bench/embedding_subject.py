@@ -1,7 +1,8 @@
-"""How embedding_bag_all_to_all is drawn, called and judged by ``check`` and ``demo``; see ``subjects.Subject``.
+"""How embedding_bag_all_to_all is drawn, called and judged by ``check`` and ``demo``; see
+``subjects.Subject``.
 
-A shape is (samples a rank, tables a rank, columns of a table). Lengths of bags follow from the shape alone, some are empty, so
-that a captured call can be replayed with other tables and indices.
+A shape is (samples a rank, tables a rank, columns of a table). Lengths of bags follow from the
+shape alone, some are empty, so that a captured call can be replayed with other tables and indices.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _ROWS = 97
 
 @dataclass(frozen=True)
 class EmbeddingOperands:
-    """``x`` [T, rows, D] tables, ``w`` [N] indices, ``bias`` [N] per-sample weights; ``others``: those of all ranks."""
+    """``x`` [T, rows, D] tables, ``w`` [N] indices, ``bias`` [N] per-sample weights; ``others``:
+    those of all ranks."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -49,7 +51,14 @@ class EmbeddingBagAllToAll:
     op = "embedding_bag_all_to_all"
 
     def draw(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int, bias: bool
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        size: int,
+        seed: int,
+        bias: bool,
     ) -> EmbeddingOperands:
         lengths = torch.arange(shape.cols * shape.rows * size, device=device) * 7 % 5
         offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=device)
@@ -58,7 +67,9 @@ class EmbeddingBagAllToAll:
         everyone = []
         for source in range(size):
             generator = torch.Generator(device).manual_seed(1_000_003 * seed + source)
-            tables = torch.randn(shape.cols, _ROWS, shape.depth, generator=generator, device=device).to(dtype)
+            tables = torch.randn(
+                shape.cols, _ROWS, shape.depth, generator=generator, device=device
+            ).to(dtype)
             indices = torch.randint(0, _ROWS, (total,), generator=generator, device=device)
             weights = torch.randn(total, generator=generator, device=device) if bias else None
             everyone.append((tables, indices, weights))
@@ -66,29 +77,48 @@ class EmbeddingBagAllToAll:
         return EmbeddingOperands(x.clone(), w.clone(), b, offsets, everyone, rank)
 
     def call(
-        self, operands: EmbeddingOperands, group: dist.ProcessGroup, out: torch.Tensor | None = None, second: bool = False
+        self,
+        operands: EmbeddingOperands,
+        group: dist.ProcessGroup,
+        out: torch.Tensor | None = None,
+        second: bool = False,
     ) -> tuple[torch.Tensor, None]:
         tables = list(operands.x.unbind(0))
-        layout = EmbeddingLayout.in_rank_order([[operands.x.shape[2]] * len(tables)] * len(operands.others))
+        layout = EmbeddingLayout.in_rank_order(
+            [[operands.x.shape[2]] * len(tables)] * len(operands.others)
+        )
         with torch.no_grad():
             y = tw.embedding_bag_all_to_all(
-                tables, operands.w, operands.offsets, per_sample_weights=operands.bias, layout=layout, group=group, out=out
+                tables,
+                operands.w,
+                operands.offsets,
+                per_sample_weights=operands.bias,
+                layout=layout,
+                group=group,
+                out=out,
             )
         return y, None
 
     def explain(self, operands: EmbeddingOperands, group: dist.ProcessGroup) -> Plan:
-        return tw.explain(self.op, list(operands.x.unbind(0)), operands.w, operands.offsets, group=group)
+        return tw.explain(
+            self.op, list(operands.x.unbind(0)), operands.w, operands.offsets, group=group
+        )
 
     def record(self, operands: EmbeddingOperands, group: dist.ProcessGroup) -> Recording:
         """No stamps inside this kernel: what was sent, and two signals to each peer."""
         size, (rows, width) = dist.get_world_size(group), operands.out_shape
         sent = (operands.batch - rows) * (width // size) * operands.x.element_size()
-        return Recording(self.explain(operands, group), self.call(operands, group)[0], [], sent, 2 * (size - 1))
+        return Recording(
+            self.explain(operands, group), self.call(operands, group)[0], [], sent, 2 * (size - 1)
+        )
 
     def error(self, operands: EmbeddingOperands, got: torch.Tensor, second: object = None) -> float:
         begin, end = rows_of(operands.batch, len(operands.others), operands.rank)
         blocks = []
         for tables, indices, weights in operands.others:
-            blocks += reference.embedding_bag(tables.unbind(0), indices, operands.offsets, weights, operands.batch, False)
+            blocks += reference.embedding_bag(
+                tables.unbind(0), indices, operands.offsets, weights, operands.batch, False
+            )
         want = torch.cat(blocks, 1)[begin:end]
-        return float((got.float() - want).norm() / want.norm().clamp(min=1e-30))  # a rank may own empty bags only
+        # a rank may own empty bags only
+        return float((got.float() - want).norm() / want.norm().clamp(min=1e-30))

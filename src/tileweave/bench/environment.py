@@ -13,7 +13,9 @@ import torch.cuda.nccl
 
 import tileweave as tw
 
-WITHOUT_GPUS = "without GPUs times mean nothing: kernels run interpreted, and rivals over gloo instead of NCCL"
+WITHOUT_GPUS = (
+    "without GPUs times mean nothing: kernels run interpreted, and rivals over gloo instead of NCCL"
+)
 
 
 def environment() -> dict[str, str | int | None]:
@@ -52,7 +54,8 @@ def nccl_version() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this file if it stands in a git work tree, with ``+`` if the tree has changes."""
+    """The commit of this file if it stands in a git work tree, with ``+`` if the tree has
+    changes."""
     here = Path(__file__)
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
         return None
@@ -62,7 +65,9 @@ def commit() -> str | None:
 
 def _git(folder: Path, *words: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -1,11 +1,14 @@
-"""The expert operators on an all-gather and a reduce-scatter: the rival ``gathered`` of ``experts.py``.
+"""The expert operators on an all-gather and a reduce-scatter: the rival ``gathered`` of
+``experts.py``.
 
-A token goes to every other rank once, and a partial sum of each comes back from it: R - 1 rows a token, where an all-to-all of
-choices sends k (R - 1) / R of them. So it sends less where top-k is above the number of ranks R.
+A token goes to every other rank once, and a partial sum of each comes back from it: R - 1 rows a
+token, where an all-to-all of choices sends k (R - 1) / R of them. So it sends less where top-k is
+above the number of ranks R.
 
-It is told for free what the unfused path is told: who chose which expert, with which weights, and which rows stand where.
-Top-k sums are one pass: by our own lookup kernel, which takes no rows that are not here; in a graph, where products stand
-elsewhere than in the call before and sizes are bounds, by torch's.
+It is told for free what the unfused path is told: who chose which expert, with which weights, and
+which rows stand where. Top-k sums are one pass: by our own lookup kernel, which takes no rows that
+are not here; in a graph, where products stand elsewhere than in the call before and sizes are
+bounds, by torch's.
 """
 
 from __future__ import annotations
@@ -30,15 +33,24 @@ _PIECE = 256  # columns that the lookup kernel is cut for
 
 
 class Gathered:
-    """What calls of one case share: memory for the tokens of all ranks, their rows here, partial sums and the result."""
+    """What calls of one case share: memory for the tokens of all ranks, their rows here, partial
+    sums and the result."""
 
-    def __init__(self, case: ExpertCase, x: torch.Tensor, bound: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, case: ExpertCase, x: torch.Tensor, bound: int, group: dist.ProcessGroup
+    ) -> None:
         self.case, self.group = case, group
         tokens = dist.get_world_size(group) * case.tokens
         if case.op == COMBINE:
-            self.partial, self.out = x.new_empty(tokens, case.cols), x.new_empty(case.tokens, case.cols)
+            self.partial, self.out = (
+                x.new_empty(tokens, case.cols),
+                x.new_empty(case.tokens, case.cols),
+            )
         else:
-            self.everyone, self.rows = x.new_empty(tokens, case.depth), x.new_empty(bound, case.depth)
+            self.everyone, self.rows = (
+                x.new_empty(tokens, case.depth),
+                x.new_empty(bound, case.depth),
+            )
 
     def dispatch(self, x: torch.Tensor, experts: torch.Tensor, order: Order) -> torch.Tensor:
         """All tokens to all ranks, rows of those that are wanted here, the grouped matmul."""
@@ -52,12 +64,24 @@ class Gathered:
         products = reference.grouped_matmul(x, experts, order.plan.offsets)
         if self.case.graph:
             sums = torch.embedding_bag(
-                products, order.rows, order.begins, False, 0, False, order.weights, True, products.shape[0] - 1
+                products,
+                order.rows,
+                order.begins,
+                False,
+                0,
+                False,
+                order.weights,
+                True,
+                products.shape[0] - 1,
             )[0]
         else:
             pieces = (t.view(-1, order.piece) for t in (products, self.partial))
             sums = tw.embedding_bag(
-                [next(pieces)], order.rows, order.begins, per_sample_weights=order.weights, out=next(pieces)
+                [next(pieces)],
+                order.rows,
+                order.begins,
+                per_sample_weights=order.weights,
+                out=next(pieces),
             ).view_as(self.partial)
         if not x.is_cuda:
             return collectives.reduce_scatter(sums, self.group)
@@ -68,12 +92,20 @@ class Gathered:
 class Order:
     """The indices of one routing.
 
-    tokens : of each row here, for a dispatch. rows, begins, weights : of a combine, the rows of each token of all ranks, where
-    those of a token begin (one more: the end), and their weights. In a graph each token has k rows, and the last one, which no
-    expert has, counts for nothing; else it has those that are here, and does so for each piece of their columns.
+    tokens : of each row here, for a dispatch. rows, begins, weights : of a combine, the rows of
+        each token of all ranks, where those of a token begin (one more: the end), and their
+        weights. In a graph each token has k rows, and the last one, which no expert has, counts for
+        nothing; else it has those that are here, and does so for each piece of their columns.
     """
 
-    def __init__(self, case: ExpertCase, plan: RoutingPlan, rows: int, weights: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        case: ExpertCase,
+        plan: RoutingPlan,
+        rows: int,
+        weights: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
         self.plan, entry = plan, plan.row_entry[:rows].long()
         weights = weights.reshape(-1)  # [R T k] of all entries
         if case.graph:
@@ -93,6 +125,8 @@ class Order:
         bag = (self.tokens[row][:, None] * pieces + piece).view(-1)
         order = torch.argsort(bag, stable=True)
         self.rows = (row[:, None] * pieces + piece).view(-1)[order].int()
-        self.weights = weights[entry[row]][:, None].expand(-1, pieces).reshape(-1)[order].contiguous()
+        self.weights = (
+            weights[entry[row]][:, None].expand(-1, pieces).reshape(-1)[order].contiguous()
+        )
         counts = torch.bincount(bag, minlength=plan.entries // case.topk * pieces)
         self.begins = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()

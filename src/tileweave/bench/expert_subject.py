@@ -1,7 +1,9 @@
-"""How the expert operators are drawn, called and judged by ``check``, ``demo`` and ``stress``; see ``subjects.Subject``.
+"""How the expert operators are drawn, called and judged by ``check``, ``demo`` and ``stress``; see
+``subjects.Subject``.
 
-A shape is (tokens a rank, columns, K); there are two experts a rank, and a token chooses two. Who chooses whom follows from the
-shape alone, so that a captured call can be replayed with other tokens and weights.
+A shape is (tokens a rank, columns, K); there are two experts a rank, and a token chooses two. Who
+chooses whom follows from the shape alone, so that a captured call can be replayed with other tokens
+and weights.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _EXPERTS, _TOPK = 2, 2
 
 @dataclass(frozen=True)
 class ExpertOperands:
-    """``x``: tokens [T, K], or rows [bound, K] of a combine; ``w`` [2, cols, K] own experts; ``bias``: weights [T, k] or None.
+    """``x``: tokens [T, K], or rows [bound, K] of a combine; ``w`` [2, cols, K] own experts;
+    ``bias``: weights [T, k] or None.
 
     ``values``: of all ranks' tokens [R * T, K], or of all their entries; ``experts``: of all ranks.
     """
@@ -41,7 +44,9 @@ class ExpertOperands:
     out_shape: tuple[int, int]
 
 
-def _routed(tokens: int, rank: int, size: int, device: torch.device) -> tuple[torch.Tensor, RoutingPlan]:
+def _routed(
+    tokens: int, rank: int, size: int, device: torch.device
+) -> tuple[torch.Tensor, RoutingPlan]:
     """Choices of all ranks [R, T, k], one in eight of them none, and this rank's plan."""
     generator = torch.Generator(device).manual_seed(31 * tokens + size)
     scores = torch.rand(size, tokens, _EXPERTS * size, generator=generator, device=device)
@@ -56,29 +61,51 @@ class _Experts(ABC):
     op: str
 
     def draw(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int, bias: bool
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        size: int,
+        seed: int,
+        bias: bool,
     ) -> ExpertOperands:
         ids, plan = _routed(shape.rows, rank, size, device)
         generator = torch.Generator(device).manual_seed(1_000_003 * seed + shape.rows)
-        experts = torch.randn(size * _EXPERTS, shape.cols, shape.depth, generator=generator, device=device) / shape.depth**0.5
+        experts = (
+            torch.randn(
+                size * _EXPERTS, shape.cols, shape.depth, generator=generator, device=device
+            )
+            / shape.depth**0.5
+        )
         weights = torch.rand(size, shape.rows, _TOPK, generator=generator, device=device) + 0.1
-        values = torch.randn(size * shape.rows * self._each(), shape.depth, generator=generator, device=device).to(dtype)
+        values = torch.randn(
+            size * shape.rows * self._each(), shape.depth, generator=generator, device=device
+        ).to(dtype)
         experts = experts.to(dtype)
         x, out_shape = self._own(values, plan, rank, shape)
         own = experts[rank * _EXPERTS : (rank + 1) * _EXPERTS].clone()
-        return ExpertOperands(x, own, weights[rank].clone() if bias else None, plan, ids, values, experts, out_shape)
+        return ExpertOperands(
+            x, own, weights[rank].clone() if bias else None, plan, ids, values, experts, out_shape
+        )
 
     @abstractmethod
     def _each(self) -> int:
         """Values for each token."""
 
     @abstractmethod
-    def _own(self, values: torch.Tensor, plan: RoutingPlan, rank: int, shape: Shape) -> tuple[torch.Tensor, tuple[int, int]]:
+    def _own(
+        self, values: torch.Tensor, plan: RoutingPlan, rank: int, shape: Shape
+    ) -> tuple[torch.Tensor, tuple[int, int]]:
         """What this rank passes of the values, and the shape of its result."""
 
     @abstractmethod
     def call(
-        self, operands: ExpertOperands, group: dist.ProcessGroup, out: torch.Tensor | None = None, second: bool = False
+        self,
+        operands: ExpertOperands,
+        group: dist.ProcessGroup,
+        out: torch.Tensor | None = None,
+        second: bool = False,
     ) -> tuple[torch.Tensor, None]:
         """The public operator on these operands."""
 
@@ -87,15 +114,20 @@ class _Experts(ABC):
         """The path that :meth:`call` takes."""
 
     def record(self, operands: ExpertOperands, group: dist.ProcessGroup) -> Recording:
-        """No stamps inside these kernels: bytes of tokens that peers have an expert of, and a signal to each peer at least."""
+        """No stamps inside these kernels: bytes of tokens that peers have an expert of, and a
+        signal to each peer at least."""
         size = dist.get_world_size(group)
         owners = torch.where(operands.ids >= 0, operands.ids // _EXPERTS, operands.plan.rank)
         sent = sum(
-            int((owners[operands.plan.rank] == peer).any(-1).sum()) for peer in range(size) if peer != operands.plan.rank
+            int((owners[operands.plan.rank] == peer).any(-1).sum())
+            for peer in range(size)
+            if peer != operands.plan.rank
         )
         width = operands.out_shape[1] if self.op == GroupedMatmulCombine.op else operands.x.shape[1]
         nbytes = sent * width * operands.x.element_size()
-        return Recording(self.explain(operands, group), self.call(operands, group)[0], [], nbytes, size - 1)
+        return Recording(
+            self.explain(operands, group), self.call(operands, group)[0], [], nbytes, size - 1
+        )
 
 
 class DispatchGroupedMatmul(_Experts):
@@ -112,7 +144,8 @@ class DispatchGroupedMatmul(_Experts):
             ids = operands.ids[operands.plan.rank].contiguous()
             y, plan = tw.dispatch_grouped_matmul(operands.x, operands.w, ids, group=group, out=out)
             undefined = torch.arange(y.shape[0], device=y.device) >= plan.offsets[-1]
-            return y.masked_fill_(undefined[:, None], 0.0), None  # so that results can be compared bit by bit
+            # so that results can be compared bit by bit
+            return y.masked_fill_(undefined[:, None], 0.0), None
 
     def explain(self, operands, group):
         return tw.explain(self.op, operands.x, operands.w, _TOPK, group=group)
@@ -126,7 +159,9 @@ class DispatchGroupedMatmul(_Experts):
         want = torch.zeros(rows, operands.out_shape[1], device=got.device)
         expert = torch.repeat_interleave(torch.arange(_EXPERTS, device=got.device), counts)
         for e in range(_EXPERTS):
-            want[expert == e] = operands.values[token[expert == e]].float() @ operands.w[e].float().t()
+            want[expert == e] = (
+                operands.values[token[expert == e]].float() @ operands.w[e].float().t()
+            )
         return float((got[:rows].float() - want).norm() / want.norm().clamp(min=1e-30))
 
 
@@ -144,7 +179,9 @@ class GroupedMatmulCombine(_Experts):
 
     def call(self, operands, group, out=None, second=False):
         with torch.no_grad():
-            return tw.grouped_matmul_combine(operands.x, operands.w, operands.plan, operands.bias, group=group, out=out), None
+            return tw.grouped_matmul_combine(
+                operands.x, operands.w, operands.plan, operands.bias, group=group, out=out
+            ), None
 
     def explain(self, operands, group):
         return tw.explain(self.op, operands.x, operands.w, operands.plan)

@@ -4,14 +4,16 @@
 tileweave   the public operator, with the routing plan given
 routed      the same from ids: the plan is made in the call (dispatch only)
 unfused     torch._grouped_mm and NCCL all_to_all_single with sizes known to the host, and what order asks for: rows taken
-            by index on both sides, a top-k weighted sum behind a combine. In a graph sizes are bounds, so rows are padded
+            by index on both sides, a top-k weighted sum behind a combine. In a graph sizes are
+            bounds, so rows are padded
 gathered    the same on an NCCL all-gather of tokens, or on top-k sums of what is here and an NCCL reduce-scatter
 no order    the same without taking rows by index: not a right result, but what the best layout could at most save
 matmul      torch._grouped_mm alone
 ==========  ==========================================================================================================
 
-Floor: bytes of tokens, once a rank that has an expert of them, at 350 GB/s, of the rank that sends or receives most; the
-limit is that or the matmul of the rank with most rows, so under skew it is what the busiest rank alone needs.
+Floor: bytes of tokens, once a rank that has an expert of them, at 350 GB/s, of the rank that sends
+or receives most; the limit is that or the matmul of the rank with most rows, so under skew it is
+what the busiest rank alone needs.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ _SAMPLES = 48
 
 
 class ExpertPeers:
-    """The callables of one case, over the same operands; several routings in turn where weights would fit the L2."""
+    """The callables of one case, over the same operands; several routings in turn where weights
+    would fit the L2."""
 
     def __init__(self, case: ExpertCase, member: Member, names: tuple[str, ...], seed: int) -> None:
         self.case, self.member, self.group = case, member, member.group
@@ -58,14 +61,31 @@ class ExpertPeers:
         self.experts.normal_(0, case.depth**-0.5, generator=generator)
         self.sets = [_Routing(self, 31 * seed + n) for n in range(3 if case.graph else 1)]
         rows = self.sets[0].plan.bound if case.op == COMBINE else case.tokens
-        self.x = torch.empty(rows, case.depth, dtype=self.dtype, device=self.device).normal_(generator=generator)
-        self.shared = Gathered(case, self.x, self.sets[0].plan.bound, self.group) if GATHERED in names else None
+        self.x = torch.empty(rows, case.depth, dtype=self.dtype, device=self.device).normal_(
+            generator=generator
+        )
+        self.shared = (
+            Gathered(case, self.x, self.sets[0].plan.bound, self.group)
+            if GATHERED in names
+            else None
+        )
         self.turn = 0
-        makers = {OURS: self.fused, UNFUSED: lambda: self.unfused(True), GATHERED: self.gathered, MATMUL: self.matmul}
+        makers = {
+            OURS: self.fused,
+            UNFUSED: lambda: self.unfused(True),
+            GATHERED: self.gathered,
+            MATMUL: self.matmul,
+        }
         makers |= {ROUTED: lambda: self.fused(True)} if case.op == DISPATCH else {}
         makers |= {} if case.graph else {NO_ORDER: lambda: self.unfused(False)}
-        self.functions: dict[str, Callable[[], object]] = {name: f for name, f in makers.items() if name in names}
-        self.missing = {NO_ORDER: "not in graphs, where sizes are bounds"} if case.graph and NO_ORDER in names else {}
+        self.functions: dict[str, Callable[[], object]] = {
+            name: f for name, f in makers.items() if name in names
+        }
+        self.missing = (
+            {NO_ORDER: "not in graphs, where sizes are bounds"}
+            if case.graph and NO_ORDER in names
+            else {}
+        )
 
     def _next(self) -> _Routing:
         self.turn = (self.turn + 1) % len(self.sets)
@@ -74,9 +94,13 @@ class ExpertPeers:
     def fused(self, routed: bool = False) -> torch.Tensor:
         r = self._next()
         if self.case.op == COMBINE:
-            return tw.grouped_matmul_combine(self.x, self.experts, r.plan, r.weights, group=self.group)
+            return tw.grouped_matmul_combine(
+                self.x, self.experts, r.plan, r.weights, group=self.group
+            )
         if routed:
-            return tw.dispatch_grouped_matmul(self.x, self.experts, r.ids[self.rank], group=self.group)[0]
+            return tw.dispatch_grouped_matmul(
+                self.x, self.experts, r.ids[self.rank], group=self.group
+            )[0]
         return tw.dispatch_grouped_matmul(self.x, self.experts, plan=r.plan, group=self.group)[0]
 
     def matmul(self) -> torch.Tensor:
@@ -86,7 +110,11 @@ class ExpertPeers:
 
     def unfused(self, ordered: bool) -> torch.Tensor:
         r = self._next()
-        return self._unfused_combine(r, ordered) if self.case.op == COMBINE else self._unfused_dispatch(r, ordered)
+        return (
+            self._unfused_combine(r, ordered)
+            if self.case.op == COMBINE
+            else self._unfused_dispatch(r, ordered)
+        )
 
     def gathered(self) -> torch.Tensor:
         r, shared = self._next(), self.shared
@@ -96,7 +124,8 @@ class ExpertPeers:
         return shared.dispatch(self.x, self.experts, r.order)
 
     def _rows(self, r: _Routing) -> torch.Tensor:
-        """What a combine multiplies: the rows that there are, or in a graph as many as there can be."""
+        """What a combine multiplies: the rows that there are, or in a graph as many as there can
+        be."""
         return self.x if self.case.graph else self.x[: r.rows]
 
     def _unfused_combine(self, r: _Routing, ordered: bool) -> torch.Tensor:
@@ -104,7 +133,9 @@ class ExpertPeers:
         sent = rows.index_select(0, r.leaving) if ordered else rows
         came = self._exchange(sent, r.there, r.here)
         parts = came.index_select(0, r.arriving) if ordered else came[: r.arriving.numel()]
-        return torch.bmm(r.factors[:, None], parts.view(*r.factors.shape, -1)).view(r.factors.shape[0], -1)
+        return torch.bmm(r.factors[:, None], parts.view(*r.factors.shape, -1)).view(
+            r.factors.shape[0], -1
+        )
 
     def _unfused_dispatch(self, r: _Routing, ordered: bool) -> torch.Tensor:
         choices = r.arriving.numel()
@@ -116,45 +147,63 @@ class ExpertPeers:
     def _exchange(self, rows: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
         width = rows.shape[1]
         split, sizes = [n * width for n in sends], [n * width for n in receives]
-        return collectives.all_to_all_whole(rows.reshape(-1), split, sizes, self.group).view(-1, width)
+        return collectives.all_to_all_whole(rows.reshape(-1), split, sizes, self.group).view(
+            -1, width
+        )
 
     def link_us(self) -> float:
         """The most that any rank sends or receives, at the link's rate."""
         r = self.sets[0]
         others = torch.ones(self.size, dtype=torch.bool, device=self.device)
         others[self.rank] = False
-        tokens_here = (r.plan.entry_row.view(self.size, -1, self.case.topk) >= 0).any(-1).sum(1)[others].sum()
+        tokens_here = (
+            (r.plan.entry_row.view(self.size, -1, self.case.topk) >= 0).any(-1).sum(1)[others].sum()
+        )
         owners = r.ids[self.rank].long() // self.local
-        own_there = torch.stack([(owners == peer).any(-1).sum() for peer in range(self.size)])[others].sum()
+        own_there = torch.stack([(owners == peer).any(-1).sum() for peer in range(self.size)])[
+            others
+        ].sum()
         width = self.case.cols if self.case.op == COMBINE else self.case.depth
         busier = float(torch.maximum(tokens_here, own_there))
         return worst(busier * width * self.dtype.itemsize / LINK, self.device, self.group) * 1e6
 
     def error(self) -> float:
-        """Collective: worst relative error of sampled rows of this rank, ours and of both rivals, over every routing."""
+        """Collective: worst relative error of sampled rows of this rank, ours and of both rivals,
+        over every routing."""
         found = []
-        for call in (self.fused, lambda: self.unfused(True), *([self.gathered] if self.shared else [])):
+        for call in (
+            self.fused,
+            lambda: self.unfused(True),
+            *([self.gathered] if self.shared else []),
+        ):
             for _ in self.sets:
                 got = call()
                 want, pick = self.sets[self.turn].expected(self)
-                found.append(float((got[pick].float() - want).norm() / want.norm().clamp(min=1e-30)))
+                found.append(
+                    float((got[pick].float() - want).norm() / want.norm().clamp(min=1e-30))
+                )
         return worst_of(found)
 
 
 class _Routing:
-    """Ids of all ranks, this rank's plan and weights, and the indices that the unfused paths take rows by."""
+    """Ids of all ranks, this rank's plan and weights, and the indices that the unfused paths take
+    rows by."""
 
     def __init__(self, peers: ExpertPeers, seed: int) -> None:
         case, size, rank, device = peers.case, peers.size, peers.rank, peers.device
         generator = torch.Generator(device).manual_seed(seed)
         uniform = torch.rand(size, case.tokens, case.experts, generator=generator, device=device)
-        score = -torch.log(-torch.log(uniform.clamp(1e-9, 1 - 1e-7)))  # Gumbel noise: a draw without replacement
+        # Gumbel noise: a draw without replacement
+        score = -torch.log(-torch.log(uniform.clamp(1e-9, 1 - 1e-7)))
         if case.zipf:
-            score -= torch.log1p(torch.randperm(case.experts, generator=generator, device=device).float())
+            score -= torch.log1p(
+                torch.randperm(case.experts, generator=generator, device=device).float()
+            )
         top = score.topk(case.topk, -1)
         weights = torch.softmax(top.values, -1).float()
         self.ids, self.weights = top.indices.int().contiguous(), weights[rank].contiguous()
-        self.factors = self.weights.to(peers.dtype)  # of the unfused sum; every choice is of an expert
+        # of the unfused sum; every choice is of an expert
+        self.factors = self.weights.to(peers.dtype)
         self.plan: RoutingPlan = reference_plan(self.ids, rank, case.experts)
         self.rows = int(self.plan.offsets[-1])
         self.order = Order(case, self.plan, self.rows, weights, peers.dtype)
@@ -171,7 +220,9 @@ class _Routing:
             self.by_expert[: self.rows] = entry
         else:
             order = torch.argsort(owner, stable=True)  # by destination, then token
-            self.here, self.there = (torch.bincount(n, minlength=size).tolist() for n in (owner, entry // choices))
+            self.here, self.there = (
+                torch.bincount(n, minlength=size).tolist() for n in (owner, entry // choices)
+            )
             self.leaving = torch.argsort(entry)
             self.arriving = torch.empty_like(order)
             self.arriving[order] = number
@@ -181,7 +232,9 @@ class _Routing:
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of any tokens, as many as the experts here have."""
         if not hasattr(self, "_gathered"):
-            self._gathered = x.index_select(0, torch.arange(max(self.rows, 1), device=x.device) % x.shape[0])
+            self._gathered = x.index_select(
+                0, torch.arange(max(self.rows, 1), device=x.device) % x.shape[0]
+            )
         return self._gathered
 
     def spare(self, x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -198,25 +251,40 @@ class _Routing:
             expert = torch.searchsorted(self.plan.offsets[1:].long(), pick, right=True)
             rows = everyone[self.plan.row_entry[pick].long() // case.topk].float()
             want = [rows[i] @ peers.experts[e].float().t() for i, e in enumerate(expert.tolist())]
-            return torch.stack(want) if want else torch.zeros(0, case.cols, device=peers.device), pick
+            return torch.stack(want) if want else torch.zeros(
+                0, case.cols, device=peers.device
+            ), pick
         pick = torch.arange(0, tokens, max(1, tokens // _SAMPLES), device=peers.device)
         row = self.plan.entry_row.view(peers.size, tokens, case.topk)[:, pick].long()
-        factors = collectives.all_gather(self.weights, peers.group).view(peers.size, tokens, case.topk)[:, pick]
+        factors = collectives.all_gather(self.weights, peers.group).view(
+            peers.size, tokens, case.topk
+        )[:, pick]
         total = torch.zeros(peers.size, len(pick), case.cols, device=peers.device)
         ends = self.plan.offsets.tolist()
         for expert in range(peers.local):
             hit = ((row >= ends[expert]) & (row < ends[expert + 1])).nonzero(as_tuple=True)
-            values = peers.x[row[hit]].float() @ peers.experts[expert].float().t() * factors[hit][:, None]
+            values = (
+                peers.x[row[hit]].float()
+                @ peers.experts[expert].float().t()
+                * factors[hit][:, None]
+            )
             total.index_put_(hit[:2], values, accumulate=True)
         return collectives.reduce_scatter(total.view(-1, case.cols), peers.group), pick
 
 
 def bench(member: Member, options: Options) -> dict[str, Any]:
     """Collective; the report is complete on rank 0 only."""
-    return run_cases(member, options, "max over ranks, median of repeats, interleaved, random routing and data", _bench_case)
+    return run_cases(
+        member,
+        options,
+        "max over ranks, median of repeats, interleaved, random routing and data",
+        _bench_case,
+    )
 
 
-def _bench_case(member: Member, case: ExpertCase, options: Options, seed: int, steps: Steps) -> dict[str, Any]:
+def _bench_case(
+    member: Member, case: ExpertCase, options: Options, seed: int, steps: Steps
+) -> dict[str, Any]:
     steps.detail("draws operands")
     peers = ExpertPeers(case, member, options.peers or PEERS, seed)
     steps.detail("compiles and checks")
@@ -226,9 +294,15 @@ def _bench_case(member: Member, case: ExpertCase, options: Options, seed: int, s
     member.barrier()
     error = worst(peers.error(), member.device, member.group)
     entry: dict[str, Any] = {
-        **asdict(case), "plan": path, "error": error, "right": error <= TOLERANCE[peers.dtype], "link_us": peers.link_us(),
-        "busiest_rows": worst(float(peers.sets[0].rows), member.device, member.group), "times": {}, "missing": peers.missing,
-    }  # fmt: skip
+        **asdict(case),
+        "plan": path,
+        "error": error,
+        "right": error <= TOLERANCE[peers.dtype],
+        "link_us": peers.link_us(),
+        "busiest_rows": worst(float(peers.sets[0].rows), member.device, member.group),
+        "times": {},
+        "missing": peers.missing,
+    }
     if entry["right"]:
         entry["times"] = time_all(peers.functions, member, options, case.graph, steps)
     ours = median(entry, OURS)
@@ -238,32 +312,54 @@ def _bench_case(member: Member, case: ExpertCase, options: Options, seed: int, s
 
 
 def _ratio(entry: dict[str, Any], name: str) -> float:
-    """NaN where a report has none: it was written before there was such a rival, or in JSON, which has no NaN."""
+    """NaN where a report has none: it was written before there was such a rival, or in JSON, which
+    has no NaN."""
     found = entry.get(name)
     return math.nan if found is None else float(found)
 
 
 def tables_of(report: dict[str, Any], width: int) -> list[Table]:
     """One table; microseconds unless said."""
-    title = (f"{report['op']}; world {report['world_size']}, {report['environment'].get('device', '')}; us, slowest rank, "
-             "median of repeats; link: floor; limit: the larger of link and matmul, over ours")  # fmt: skip
+    title = (
+        f"{report['op']}; world {report['world_size']}, {report['environment'].get('device', '')}; us, slowest rank, "
+        "median of repeats; link: floor; limit: the larger of link and matmul, over ours"
+    )
     times = [name for name in PEERS if any(name in c["times"] for c in report["cases"])]
-    columns = ("case", *times, "link", "limit", "/unfused", "bar", "/gathered", "/no order", "error")
+    columns = (
+        "case",
+        *times,
+        "link",
+        "limit",
+        "/unfused",
+        "bar",
+        "/gathered",
+        "/no order",
+        "error",
+    )
     table = new_table(title, columns, {})
     for case in report["cases"]:
         if not case["right"]:
             table.add_row(case["name"], "[bold red]WRONG[/]")
             continue
         table.add_row(
-            case["name"], *[number(median(case, name), 1) for name in times], number(case["link_us"]),
-            number(_ratio(case, "of_limit"), 2), marked(_ratio(case, "over_unfused"), max(case["bar"], 1.0)),
-            number(case["bar"], 2), marked(_ratio(case, "over_gathered"), 1.0), number(_ratio(case, "over_no_order"), 2),
+            case["name"],
+            *[number(median(case, name), 1) for name in times],
+            number(case["link_us"]),
+            number(_ratio(case, "of_limit"), 2),
+            marked(_ratio(case, "over_unfused"), max(case["bar"], 1.0)),
+            number(case["bar"], 2),
+            marked(_ratio(case, "over_gathered"), 1.0),
+            number(_ratio(case, "over_no_order"), 2),
             f"{case['error']:.0e}",
-        )  # fmt: skip
-    means = [geometric_mean(_ratio(c, name) for c in report["cases"] if c["right"]) for name in _RATIOS]
+        )
+    means = [
+        geometric_mean(_ratio(c, name) for c in report["cases"] if c["right"]) for name in _RATIOS
+    ]
     unfused, gathered, no_order = (number(mean, 2) for mean in means)
     table.add_section()
-    table.add_row("geometric mean", *[""] * (len(times) + 2), unfused, "", gathered, no_order, style="bold")
+    table.add_row(
+        "geometric mean", *[""] * (len(times) + 2), unfused, "", gathered, no_order, style="bold"
+    )
     return [table]
 
 

@@ -1,4 +1,5 @@
-"""docs/measured.md: every cell of the benches in docs/results as Markdown, losing ones in bold. A test holds it to them.
+"""docs/measured.md: every cell of the benches in docs/results as Markdown, losing ones in bold. A
+test holds it to them.
 
 python -m tileweave.bench.measured_page docs/results > docs/measured.md
 python -m tileweave.bench.measured_page docs/results --machine 2xH100 > docs/measured-2xH100.md
@@ -22,13 +23,22 @@ from tileweave.profile.metrics import geometric_mean
 
 MACHINE = "4xH200"
 OPERATORS = (
-    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "all_to_all_matmul",
-    "dispatch_grouped_matmul", "grouped_matmul_combine",
-)  # fmt: skip
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "matmul_all_to_all",
+    "all_to_all_matmul",
+    "dispatch_grouped_matmul",
+    "grouped_matmul_combine",
+)
 RATIOS = {
-    "limit_ratio": "limit ratio", "over_unfused": "over unfused", "over_gathered": "over gathered", "over_torch": "over torch",
-    "over_no_order": "over no order", "over_gemm_us": "above the matmul, us",
-}  # fmt: skip
+    "limit_ratio": "limit ratio",
+    "over_unfused": "over unfused",
+    "over_gathered": "over gathered",
+    "over_torch": "over torch",
+    "over_no_order": "over no order",
+    "over_gemm_us": "above the matmul, us",
+}
 TITLES = {**BLOCKS, "prefill": "prefill, eager", "decode": "decode, in a CUDA graph"}
 HEAD = """# Measured
 
@@ -61,10 +71,16 @@ def markdown(folder: Path, machine: str = MACHINE) -> str:
 def _head(reports: Iterable[Report], machine: str) -> str:
     """Where and with what the runs on the page were made, all of them."""
     places = [report["environment"] for report in reports]
-    repeats = {len(timing["repeats_us"]) for report in reports for case in report["cases"] for timing in case["times"].values()}
+    repeats = {
+        len(timing["repeats_us"])
+        for report in reports
+        for case in report["cases"]
+        for timing in case["times"].values()
+    }
     said = {
         "machine": _and(f"{place['devices']} {place['device']}" for place in places),
-        "torch": _and(place["torch"].split("+")[0] for place in places),  # what follows is the build's CUDA
+        # what follows is the build's CUDA
+        "torch": _and(place["torch"].split("+")[0] for place in places),
         "date": _and(place["date"][:10] for place in places),
         "repeats": _and(map(str, repeats)),
         "option": "" if machine == MACHINE else f" --machine {machine}",
@@ -80,13 +96,22 @@ def _and(values: Iterable[str]) -> str:
 def _operator(op: str, folder: Path, machine: str, used: dict[str, Report]) -> Iterator[str]:
     """The tables of ``op``; what they show is put into ``used``, by name."""
     paths = folder.rglob(f"{op}-{machine}-*.json")
-    reports = {path.relative_to(folder).as_posix(): json.loads(path.read_text("utf-8")) for path in paths}
+    reports = {
+        path.relative_to(folder).as_posix(): json.loads(path.read_text("utf-8")) for path in paths
+    }
     in_turn = sorted(reports, key=lambda name: reports[name]["environment"]["date"], reverse=True)
     yield f"## {op}\n"
     for block, title in TITLES.items():
         wanted = {case.name for case in CASES[op] if case.block == block}
-        found = {name: [case for case in reports[name]["cases"] if case["block"] == block] for name in in_turn}
-        whole = (name for name, cases in found.items() if cases and wanted <= {case["name"] for case in cases})
+        found = {
+            name: [case for case in reports[name]["cases"] if case["block"] == block]
+            for name in in_turn
+        }
+        whole = (
+            name
+            for name, cases in found.items()
+            if cases and wanted <= {case["name"] for case in cases}
+        )
         name, shown = next(whole, ""), f"{title[0].upper()}{title[1:]}"
         if name:
             used[name] = reports[name]
@@ -106,19 +131,28 @@ def _table(cases: list[dict[str, Any]]) -> Iterator[str]:
     yield "|" + "---|" * len(heads)
     for case in cases:
         verdict = "" if case["right"] else " **WRONG**"
-        cells = [case["name"] + verdict, *([f"{case['rows']}, {case['cols']}, {case['depth']}"] if sized else [])]
+        cells = [
+            case["name"] + verdict,
+            *([f"{case['rows']}, {case['cols']}, {case['depth']}"] if sized else []),
+        ]
         cells += [_microseconds(case["times"].get(name, {}).get("median_us")) for name in subjects]
         yield f"| {' | '.join([*cells, *(_ratio(name, case.get(name)) for name in ratios)])} |"
     blank = [""] * (len(heads) - len(ratios) - 1)
     for what, of in (("geometric mean", geometric_mean), ("worst", min)):
-        found = [[v for case in cases if (v := _value(case.get(name))) is not None] for name in ratios]
-        figures = [_summary(name, what, of, values) for name, values in zip(ratios, found, strict=True)]
+        found = [
+            [v for case in cases if (v := _value(case.get(name))) is not None] for name in ratios
+        ]
+        figures = [
+            _summary(name, what, of, values) for name, values in zip(ratios, found, strict=True)
+        ]
         yield f"| {' | '.join([what, *blank, *figures])} |"
 
 
 def _summary(name: str, what: str, of: Any, values: list[float]) -> str:
     if name == "over_gemm_us":
-        return f"{max(values):.1f}" if what == "worst" else f"{sum(values) / len(values):.1f} (mean)"
+        return (
+            f"{max(values):.1f}" if what == "worst" else f"{sum(values) / len(values):.1f} (mean)"
+        )
     return f"{of(values):.3f}" if what == "geometric mean" else _ratio(name, of(values))
 
 
@@ -137,7 +171,8 @@ def _ratio(name: str, value: Any) -> str:
         return ""
     if name == "over_gemm_us":
         return f"{found:.1f}"
-    lost = name.startswith("over") and found < 0.995  # what HEAD says of bold figures: below it, two digits are below 1.00
+    # what HEAD says of bold figures: below it, two digits are below 1.00
+    lost = name.startswith("over") and found < 0.995
     return f"**{found:.2f}**" if lost else f"{found:.2f}"
 
 
@@ -145,7 +180,9 @@ def main() -> None:
     """Entry point of ``python -m tileweave.bench.measured_page``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("folder", type=Path, help="docs/results")
-    parser.add_argument("--machine", default=MACHINE, help=f"as names of results have it; default: {MACHINE}")
+    parser.add_argument(
+        "--machine", default=MACHINE, help=f"as names of results have it; default: {MACHINE}"
+    )
     given = parser.parse_args()
     sys.stdout.write(markdown(given.folder, given.machine))
 

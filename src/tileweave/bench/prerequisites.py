@@ -1,4 +1,5 @@
-"""What a command looks at before it starts, so that nothing is found missing when the work is done: packages, places."""
+"""What a command looks at before it starts, so that nothing is found missing when the work is done:
+packages, places."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ def need(command: str, *packages: str) -> None:
     """Packages that ``command`` cannot do without."""
     missing = [name for name in packages if name not in sys.modules and find_spec(name) is None]
     if missing:
-        raise InputError(f"{command} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        raise InputError(
+            f"{command} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+        )
 
 
 def need_kernels(command: str, device_type: str) -> None:
@@ -46,12 +49,22 @@ def folder_for(path: Path | None) -> Path | None:
                 f"asked: to write into {path} ({error.strerror}); allowed: a folder that is there or can be made; "
                 "remedy: name another"
             ) from None
-        require(os.access(path, os.W_OK | os.X_OK), f"to write into {path}", "a folder that may be written", "name another")
+        require(
+            os.access(path, os.W_OK | os.X_OK),
+            f"to write into {path}",
+            "a folder that may be written",
+            "name another",
+        )
     return path
 
 
 def picture_for(path: Path | None) -> Path | None:
     """A file for a picture."""
     if path is not None:
-        require(path.suffix in PICTURES, f"a picture {path}", f"names that end in {', '.join(PICTURES)}", "rename it")
+        require(
+            path.suffix in PICTURES,
+            f"a picture {path}",
+            f"names that end in {', '.join(PICTURES)}",
+            "rename it",
+        )
     return file_for(path)

@@ -21,9 +21,14 @@ BLOCKS = {
     "small": "small, in a CUDA graph",
     "smoke": "smoke: interpreted or tiny, times mean nothing",
 }
-# limit: t_corun / t_tileweave. /unfused, /torch, /best: time of a rival over ours, below 1 we lose. -gemm: ours less the
-# bare matmul, microseconds.
-_RATIOS = {"limit": "limit_ratio", "/unfused": "over_unfused", "/torch": "over_torch", "/best": "over_best"}
+# limit: t_corun / t_tileweave. /unfused, /torch, /best: time of a rival over ours, below 1 we lose.
+# -gemm: ours less the bare matmul, microseconds.
+_RATIOS = {
+    "limit": "limit_ratio",
+    "/unfused": "over_unfused",
+    "/torch": "over_torch",
+    "/best": "over_best",
+}
 _FIGURES = {**_RATIOS, "-gemm": "over_gemm_us"}
 _TEXTS = ("case", "M, N, K", "path")
 _RIVALS = (UNFUSED, *TORCHS)
@@ -31,12 +36,19 @@ _TIMES = (OURS, *_RIVALS, GEMM, CORUN)
 _COLUMNS = (*_TEXTS, *_TIMES, "E_overlap", *_FIGURES, "host us", "error")
 _DISPENSABLE = ("M, N, K", "host us", "error", "/best")  # on a narrow screen
 _WIDE = 170
-_HEADINGS = {UNFUSED: "unfused", CORUN: "co-run", "E_overlap": "E_ov", ONE_SHOT: "one-shot", TWO_SHOT: "two-shot"}
+_HEADINGS = {
+    UNFUSED: "unfused",
+    CORUN: "co-run",
+    "E_overlap": "E_ov",
+    ONE_SHOT: "one-shot",
+    TWO_SHOT: "two-shot",
+}
 _PASS, _FAIL = "green", "bold red"
 
 
 def tables_of(report: dict[str, Any], width: int) -> list[Table]:
-    """One table for each block of cases; microseconds unless said. ``width``: columns of the screen."""
+    """One table for each block of cases; microseconds unless said. ``width``: columns of the
+    screen."""
     tables = []
     for block, title in BLOCKS.items():
         cases = [case for case in report["cases"] if case["block"] == block]
@@ -54,11 +66,21 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
     return tables
 
 
-def new_table(title: str, columns: Sequence[str], headings: Mapping[str, str], texts: Sequence[str] = ("case",)) -> Table:
-    """One without rows. ``headings``: what columns are called there, if not by their name. ``texts``: columns of words."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+def new_table(
+    title: str,
+    columns: Sequence[str],
+    headings: Mapping[str, str],
+    texts: Sequence[str] = ("case",),
+) -> Table:
+    """One without rows. ``headings``: what columns are called there, if not by their name.
+    ``texts``: columns of words."""
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+    )
     for name in columns:
-        table.add_column(headings.get(name, name), justify="left" if name in texts else "right", no_wrap=True)
+        table.add_column(
+            headings.get(name, name), justify="left" if name in texts else "right", no_wrap=True
+        )
     return table
 
 
@@ -66,12 +88,20 @@ def _columns(op: str, width: int) -> list[str]:
     """Times of this operator's own rivals only; less on a narrow screen."""
     torchs = {AR: (ONE_SHOT, TWO_SHOT)}.get(op, (TORCH,))
     hidden = [name for name in TORCHS if name not in torchs]
-    return [name for name in _COLUMNS if name not in hidden and (width >= _WIDE or name not in _DISPENSABLE)]
+    return [
+        name
+        for name in _COLUMNS
+        if name not in hidden and (width >= _WIDE or name not in _DISPENSABLE)
+    ]
 
 
 def _cells(case: dict[str, Any], bars: dict[str, Bar]) -> dict[str, str]:
     """Column -> text of one case."""
-    cells = {"case": case["name"], "M, N, K": f"{case['rows']}, {case['cols']}, {case['depth']}", "path": case["plan"]}
+    cells = {
+        "case": case["name"],
+        "M, N, K": f"{case['rows']}, {case['cols']}, {case['depth']}",
+        "path": case["plan"],
+    }
     cells["error"] = f"{case['error']:.1e}"
     if not case["right"]:
         return cells | {OURS: "[bold red]WRONG[/]"}
@@ -85,22 +115,34 @@ def _cells(case: dict[str, Any], bars: dict[str, Bar]) -> dict[str, str]:
     cells["E_overlap"] = number(case["e_overlap"], 2)
     for column, key in _RATIOS.items():
         worst = bars.get(key, Bar()).worst
-        cells[column] = marked(case[key], worst if worst is not None else 0.0 if key == "limit_ratio" else 1.0, 3)
+        cells[column] = marked(
+            case[key], worst if worst is not None else 0.0 if key == "limit_ratio" else 1.0, 3
+        )
     most = bars.get("over_gemm_us", Bar()).most
     text = _time(case["over_gemm_us"])
-    cells["-gemm"] = f"[bold red]!{text}[/]" if most is not None and case["over_gemm_us"] > most else text
+    cells["-gemm"] = (
+        f"[bold red]!{text}[/]" if most is not None and case["over_gemm_us"] > most else text
+    )
     cells["host us"] = number(case["host_us"])
     return cells
 
 
-def _add_summary(table: Table, cases: list[dict[str, Any]], columns: list[str], bars: dict[str, Bar]) -> None:
-    """Geometric mean and worst of the ratios, the most of what is over the bare matmul; and the bars, met or not."""
+def _add_summary(
+    table: Table, cases: list[dict[str, Any]], columns: list[str], bars: dict[str, Bar]
+) -> None:
+    """Geometric mean and worst of the ratios, the most of what is over the bare matmul; and the
+    bars, met or not."""
     mean, worst, bar = {"case": "geometric mean"}, {"case": "worst"}, {"case": "bar: mean, worst"}
     for column, key in _FIGURES.items():
         values = [case[key] for case in cases if math.isfinite(case[key])]
         extreme = max if key == "over_gemm_us" else min
-        found = math.nan if key == "over_gemm_us" else geometric_mean(values), extreme(values, default=math.nan)
-        mean[column], worst[column] = (_time(value) if key == "over_gemm_us" else number(value, 3) for value in found)
+        found = (
+            math.nan if key == "over_gemm_us" else geometric_mean(values),
+            extreme(values, default=math.nan),
+        )
+        mean[column], worst[column] = (
+            _time(value) if key == "over_gemm_us" else number(value, 3) for value in found
+        )
         bar[column] = _verdict(bars.get(key), *found)
     table.add_section()
     for cells in (mean, worst, bar) if bars else (mean, worst):
@@ -112,7 +154,11 @@ def _verdict(bar: Bar | None, mean: float, extreme: float) -> str:
     if bar is None:
         return ""
     parts = []
-    for asked, found, sign in ((bar.mean, mean, 1), (bar.worst, extreme, 1), (bar.most, extreme, -1)):
+    for asked, found, sign in (
+        (bar.mean, mean, 1),
+        (bar.worst, extreme, 1),
+        (bar.most, extreme, -1),
+    ):
         if asked is not None:
             parts.append(f"[{_PASS if sign * found >= sign * asked else _FAIL}]{asked:g}[/]")
     return " ".join(parts)
@@ -120,9 +166,15 @@ def _verdict(bar: Bar | None, mean: float, extreme: float) -> str:
 
 def notes_of(report: dict[str, Any]) -> list[str]:
     """What the table's marks stand for, what is missing, and whether its times mean anything."""
-    timings = [(name, timing["note"]) for case in report["cases"] for name, timing in case["times"].items()]
+    timings = [
+        (name, timing["note"]) for case in report["cases"] for name, timing in case["times"].items()
+    ]
     notes = {f"* {name}: {note}" for name, note in timings if note}
-    notes |= {f"{name} is missing: {why}" for case in report["cases"] for name, why in case["missing"].items()}
+    notes |= {
+        f"{name} is missing: {why}"
+        for case in report["cases"]
+        for name, why in case["missing"].items()
+    }
     wrong = [case["name"] for case in report["cases"] if not case["right"]]
     lines = [WITHOUT_GPUS] * (report.get("device_type") == "cpu") + sorted(notes)
     if wrong:
@@ -133,7 +185,8 @@ def notes_of(report: dict[str, Any]) -> list[str]:
 
 
 def why_nothing(report: dict[str, Any]) -> str:
-    """Why not a single time was taken; empty where one was, or where results were wrong, which is said elsewhere."""
+    """Why not a single time was taken; empty where one was, or where results were wrong, which is
+    said elsewhere."""
     if not report["cases"]:
         return "no time for any case"
     timed = any(case["times"] for case in report["cases"]) or not is_right(report)

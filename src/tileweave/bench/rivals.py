@@ -10,8 +10,9 @@ gemm            that matmul alone, no communication
 co-run bound    the same matmul while copy engines push what the operator must send, with no dependence: the limit
 ==============  ==================================================================================================
 
-The only file besides ``transport/cuda.py`` that touches torch's private symmetric memory, for torch's and the last.
-Weights rotate through copies past the L2, for all peers alike; each call takes the next one.
+The only file besides ``transport/cuda.py`` that touches torch's private symmetric memory, for
+torch's and the last. Weights rotate through copies past the L2, for all peers alike; each call
+takes the next one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from tileweave.ops.core import collectives
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.torch_collectives import all_gather_flat, reduce_scatter_flat
 
-OURS, UNFUSED, TORCH, GEMM, CORUN = "tileweave", "nccl+cublas", "torch fused", "gemm", "co-run bound"
+OURS, UNFUSED, TORCH, GEMM, CORUN = (
+    "tileweave",
+    "nccl+cublas",
+    "torch fused",
+    "gemm",
+    "co-run bound",
+)
 ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"
 PEERS = (OURS, UNFUSED, TORCH, ONE_SHOT, TWO_SHOT, GEMM, CORUN)
 TORCHS = (TORCH, ONE_SHOT, TWO_SHOT)
@@ -47,13 +54,19 @@ Call = Callable[[], object]
 class Peers(ABC):
     """The callables of one case. Collective to make (symmetric memory).
 
-    ``functions``: name -> one call. ``missing``: name -> why it cannot run here. An operator says what its matmul reads,
-    what its unfused path does, which of torch's operators are its rivals, and what it must push.
+    ``functions``: name -> one call. ``missing``: name -> why it cannot run here. An operator says
+    what its matmul reads, what its unfused path does, which of torch's operators are its rivals,
+    and what it must push.
     """
 
     def __init__(self, case: Case, member: Member, names: tuple[str, ...], seed: int) -> None:
         self.case, self.member = case, member
-        self.group, self.device, self.rank, self.size = member.group, member.device, member.rank, member.world_size
+        self.group, self.device, self.rank, self.size = (
+            member.group,
+            member.device,
+            member.rank,
+            member.world_size,
+        )
         self.dtype = getattr(torch, case.dtype)
         self.subject = SUBJECTS[case.op]
         self.operands = self._draw(seed)
@@ -62,7 +75,11 @@ class Peers(ABC):
         self.missing: dict[str, str] = {}
         self._held: list[object] = []
         makers = self.makers()
-        made = {name: self._make(name, makers[name]) for name in PEERS if name in names and name in makers}
+        made = {
+            name: self._make(name, makers[name])
+            for name in PEERS
+            if name in names and name in makers
+        }
         self.functions = {name: function for name, function in made.items() if function is not None}
 
     def makers(self) -> dict[str, Callable[[], Call | None]]:
@@ -85,9 +102,14 @@ class Peers(ABC):
         if not self.member.on_gpu:
             return [w]
         l2 = getattr(torch.cuda.get_device_properties(self.device), "L2_cache_size", 60 << 20)
-        count = min(_MAX_WEIGHTS, max(1, round(_L2_TIMES * l2 / (w.numel() * w.element_size()) + 0.5)))
+        count = min(
+            _MAX_WEIGHTS, max(1, round(_L2_TIMES * l2 / (w.numel() * w.element_size()) + 0.5))
+        )
         shape, scale = (w.shape[0], w.shape[1]), w.shape[1] ** -0.5
-        return [w] + [normal(shape, scale, self.dtype, self.device, 77, self.rank, i) for i in range(count - 1)]
+        return [w] + [
+            normal(shape, scale, self.dtype, self.device, 77, self.rank, i)
+            for i in range(count - 1)
+        ]
 
     def input(self) -> torch.Tensor:
         """What the bare matmul multiplies."""
@@ -126,14 +148,16 @@ class Peers(ABC):
         return call
 
     def torch_operator(self, name: str, peer: str) -> Any:
-        """``torch.ops.symm_mem.<name>``, or None and a note where this torch has none. Symmetric memory comes first."""
+        """``torch.ops.symm_mem.<name>``, or None and a note where this torch has none. Symmetric
+        memory comes first."""
         if not hasattr(torch.ops.symm_mem, name):
             self.missing[peer] = f"this torch has no torch.ops.symm_mem.{name}"
             return None
         return getattr(torch.ops.symm_mem, name)
 
     def symmetric(self, *shape: int) -> tuple[torch.Tensor, Any]:
-        """Collective: symmetric memory of ``shape``, and torch's handle on it. Registers torch's operators."""
+        """Collective: symmetric memory of ``shape``, and torch's handle on it. Registers torch's
+        operators."""
         import torch.distributed._symmetric_memory as symm_mem
 
         with warnings.catch_warnings():  # deprecated where it is not needed any more
@@ -146,10 +170,14 @@ class Peers(ABC):
 
     def others(self, handle: Any, shape: tuple[int, ...]) -> list[torch.Tensor]:
         """Each peer's memory behind ``handle``, starting with the next rank."""
-        return [handle.get_buffer((self.rank + i) % self.size, shape, self.dtype) for i in range(1, self.size)]
+        return [
+            handle.get_buffer((self.rank + i) % self.size, shape, self.dtype)
+            for i in range(1, self.size)
+        ]
 
     def errors(self) -> tuple[float, float]:
-        """Collective use of the operator, twice: worst error on this rank against fp32, and against the unfused path.
+        """Collective use of the operator, twice: worst error on this rank against fp32, and against
+        the unfused path.
 
         Outputs are full of NaN before; the second call has other data.
         """
@@ -160,7 +188,9 @@ class Peers(ABC):
             self.subject.call(operands, self.group, out=self.out)
             tw.synchronize(self.group)
             against_fp32.append(self.subject.error(operands, self.out))
-            want = getattr(reference, self.case.op)(operands.x, operands.w, None, self.group, **self.subject.options)
+            want = getattr(reference, self.case.op)(
+                operands.x, operands.w, None, self.group, **self.subject.options
+            )
             want = want[0] if isinstance(want, tuple) else want
             against_unfused.append(((self.out - want).float().norm() / want.float().norm()).item())
         return worst_of(against_fp32), worst_of(against_unfused)
@@ -192,7 +222,8 @@ class AllGatherMatmulPeers(Peers):
             return None
         shard.copy_(self.operands.x)
         ws, name = cycle([w.t() for w in self.weights]), self.group.group_name
-        # as our call, without the gathered input: returning it costs a copy of the own shard, and the path of one multicast
+        # as our call, without the gathered input: returning it costs a copy of the own shard, and
+        # the path of one multicast
         return lambda: operator(shard, [next(ws)], 0, name, return_A=False)
 
     def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -209,10 +240,17 @@ class MatmulReduceScatterPeers(Peers):
         return {**super().makers(), TORCH: self.torch_fused}
 
     def unfused(self) -> Call:
-        x, group, out, ws = self.operands.x, self.group, torch.empty_like(self.out), cycle([w.t() for w in self.weights])
+        x, group, out, ws = (
+            self.operands.x,
+            self.group,
+            torch.empty_like(self.out),
+            cycle([w.t() for w in self.weights]),
+        )
         partial = x.new_empty(x.shape[0], self.operands.w.shape[0])
         if not self.member.on_gpu:
-            return lambda: out.copy_(collectives.reduce_scatter(torch.mm(x, next(ws), out=partial), group))
+            return lambda: out.copy_(
+                collectives.reduce_scatter(torch.mm(x, next(ws), out=partial), group)
+            )
 
         def call() -> None:
             torch.mm(x, next(ws), out=partial)
@@ -234,13 +272,19 @@ class MatmulReduceScatterPeers(Peers):
 
 
 class MatmulAllReducePeers(Peers):
-    """The partial product; a rank sends at least what a reduce-scatter and an all-gather send, 2 (R-1) / R of the result."""
+    """The partial product; a rank sends at least what a reduce-scatter and an all-gather send, 2
+    (R-1) / R of the result."""
 
     def makers(self) -> dict[str, Callable[[], Call | None]]:
         return {**super().makers(), ONE_SHOT: self.one_shot, TWO_SHOT: self.two_shot}
 
     def unfused(self) -> Call:
-        x, group, out, ws = self.operands.x, self.group, torch.empty_like(self.out), cycle([w.t() for w in self.weights])
+        x, group, out, ws = (
+            self.operands.x,
+            self.group,
+            torch.empty_like(self.out),
+            cycle([w.t() for w in self.weights]),
+        )
         if not self.member.on_gpu:
             return lambda: collectives.all_reduce(torch.mm(x, next(ws), out=out), group)
 
@@ -280,23 +324,35 @@ class MatmulAllReducePeers(Peers):
 class ExchangePeers(Peers):
     """A matmul and one all-to-all, with the permutation of columns that torch's needs.
 
-    Before it one product for each rank writes them where they must stand; behind it they are copied.
+    Before it one product for each rank writes them where they must stand; behind it they are
+    copied.
     """
 
     def input(self) -> torch.Tensor:
         return self.operands.x if self.case.op == OUT else self.operands.rows
 
     def unfused(self) -> Call:
-        x, size, out, on_gpu = self.operands.x, self.size, torch.empty_like(self.out), self.member.on_gpu
+        x, size, out, on_gpu = (
+            self.operands.x,
+            self.size,
+            torch.empty_like(self.out),
+            self.member.on_gpu,
+        )
         ws = cycle(self.weights)
-        rows, cols = (x.shape[0], self.out.shape[1]) if self.case.op == OUT else (self.out.shape[0], x.shape[1])
+        rows, cols = (
+            (x.shape[0], self.out.shape[1])
+            if self.case.op == OUT
+            else (self.out.shape[0], x.shape[1])
+        )
         moved = x.new_empty(size, rows, cols)
 
         def exchange(to: torch.Tensor, parts: torch.Tensor) -> None:
             if on_gpu:
                 dist.all_to_all_single(to, parts, group=self.group)
             else:  # gloo has no halves
-                to.copy_(reference.exchange(parts.view(-1, cols), Exchange(0, 0), self.group).view_as(to))
+                to.copy_(
+                    reference.exchange(parts.view(-1, cols), Exchange(0, 0), self.group).view_as(to)
+                )
 
         def project() -> torch.Tensor:
             by_rank = next(ws).view(size, cols, x.shape[1]).transpose(1, 2)
@@ -315,12 +371,20 @@ class ExchangePeers(Peers):
 
     def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         x = self.operands.x
-        shape = (x.shape[0], self.out.shape[1]) if self.case.op == OUT else (self.out.shape[0], x.shape[1])
+        shape = (
+            (x.shape[0], self.out.shape[1])
+            if self.case.op == OUT
+            else (self.out.shape[0], x.shape[1])
+        )
         local, handle = self.symmetric(self.size, *shape)
         source = torch.zeros(shape, dtype=self.dtype, device=self.device)
         return [(source, target[self.rank]) for target in self.others(handle, local.shape)]
 
 
 PEERS_OF: dict[str, type[Peers]] = {
-    AG: AllGatherMatmulPeers, RS: MatmulReduceScatterPeers, AR: MatmulAllReducePeers, OUT: ExchangePeers, IN: ExchangePeers
-}  # fmt: skip
+    AG: AllGatherMatmulPeers,
+    RS: MatmulReduceScatterPeers,
+    AR: MatmulAllReducePeers,
+    OUT: ExchangePeers,
+    IN: ExchangePeers,
+}

@@ -1,9 +1,11 @@
-"""The bench itself: for each case correctness, then time, all peers interleaved; a table, JSON and a plot of it.
+"""The bench itself: for each case correctness, then time, all peers interleaved; a table, JSON and
+a plot of it.
 
     tileweave bench all_gather_matmul --json out.json --plot out.png
 
-runs on every rank (:func:`bench` is what the launcher calls); rank 0 shows progress and keeps the report. A report is a
-plain dict, written after each case, so that a run that is cut short is not lost.
+runs on every rank (:func:`bench` is what the launcher calls); rank 0 shows progress and keeps the
+report. A report is a plain dict, written after each case, so that a run that is cut short is not
+lost.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ _HOST_CALLS = 50
 
 @dataclass(frozen=True)
 class Options:
-    """What to bench. ``peers``: None for all that are rivals; ``seconds``: no new case starts after that; ``smoke``: tiny
-    cases, also without a GPU."""
+    """What to bench. ``peers``: None for all that are rivals; ``seconds``: no new case starts after
+    that; ``smoke``: tiny cases, also without a GPU."""
 
     op: str = "all_gather_matmul"
     pattern: str | None = None
@@ -50,15 +52,24 @@ class Options:
     smoke: bool = False
 
     def cases(self) -> list[Any]:
-        """Eager ones first: a captured call of an instance costs its later eager calls a barrier."""
+        """Eager ones first: a captured call of an instance costs its later eager calls a
+        barrier."""
         found = SMOKE[self.op] if self.smoke else select(self.op, self.pattern, self.quick)
         return sorted(found, key=lambda case: case.graph)
 
 
 def bench(member: Member, options: Options) -> dict[str, Any]:
     """Bench on every rank of the world; the report is complete on rank 0 only. Collective."""
-    method = "max over ranks, median of repeats, interleaved, weights rotated past the L2, random data"
-    return run_cases(member, options, method, partial(_bench_case, uncapturable={}), lambda entry: f", {entry['plan']}")
+    method = (
+        "max over ranks, median of repeats, interleaved, weights rotated past the L2, random data"
+    )
+    return run_cases(
+        member,
+        options,
+        method,
+        partial(_bench_case, uncapturable={}),
+        lambda entry: f", {entry['plan']}",
+    )
 
 
 def run_cases(
@@ -68,10 +79,11 @@ def run_cases(
     bench_case: Callable[[Member, Any, Options, int, Steps], dict[str, Any]],
     more: Callable[[dict[str, Any]], str] = lambda _: "",
 ) -> dict[str, Any]:
-    """What the bench of every operator does: its cases in turn while there is time, a report that is written after each.
+    """What the bench of every operator does: its cases in turn while there is time, a report that
+    is written after each.
 
-    ``bench_case(member, case, options, seed, steps)``: one case, as an entry of the report. ``more``: what to say of it behind
-    its times.
+    ``bench_case(member, case, options, seed, steps)``: one case, as an entry of the report.
+    ``more``: what to say of it behind its times.
     """
     cases = options.cases()
     report: dict[str, Any] = {
@@ -97,8 +109,14 @@ def run_cases(
                 if name not in entry["times"]:
                     entry["missing"].setdefault(name, f"not a rival of {options.op}")
             report["cases"].append(entry)
-            times = "  ".join(f"{name} {timing['median_us']:.1f}" for name, timing in entry["times"].items())
-            steps.done(f"{times} us{more(entry)}" if entry["right"] else f"[bold red]WRONG[/]: error {entry['error']:.1e}")
+            times = "  ".join(
+                f"{name} {timing['median_us']:.1f}" for name, timing in entry["times"].items()
+            )
+            steps.done(
+                f"{times} us{more(entry)}"
+                if entry["right"]
+                else f"[bold red]WRONG[/]: error {entry['error']:.1e}"
+            )
             if member.rank == 0 and options.json_path:
                 _write(report, options.json_path)
     report["seconds"] = round(time.monotonic() - started, 1)
@@ -108,7 +126,8 @@ def run_cases(
 
 
 def forget_case(member: Member) -> None:
-    """Give back what a case used, once nothing refers to its operands. Peers may read this rank's memory until all are here."""
+    """Give back what a case used, once nothing refers to its operands. Peers may read this rank's
+    memory until all are here."""
     member.barrier()
     tw.close(member.group)
     gc.collect()
@@ -127,14 +146,25 @@ def time_all(
 ) -> dict[str, dict[str, Any]]:
     """Each rival's :class:`Timing` for an entry of the report, all interleaved. Collective."""
     timings = measure(
-        functions, member.group, member.device, repeats=options.repeats, graph=graph, on_capture_failure="eager",
-        not_capturable=not_capturable, progress=steps.detail,
-    )  # fmt: skip
+        functions,
+        member.group,
+        member.device,
+        repeats=options.repeats,
+        graph=graph,
+        on_capture_failure="eager",
+        not_capturable=not_capturable,
+        progress=steps.detail,
+    )
     return {name: timing.as_dict() for name, timing in timings.items()}
 
 
 def _bench_case(
-    member: Member, case: Case, options: Options, seed: int, steps: Steps, uncapturable: dict[str, str]
+    member: Member,
+    case: Case,
+    options: Options,
+    seed: int,
+    steps: Steps,
+    uncapturable: dict[str, str],
 ) -> dict[str, Any]:
     steps.detail("draws operands")
     peers = PEERS_OF[case.op](case, member, options.peers or PEERS, seed)
@@ -146,22 +176,35 @@ def _bench_case(
     m, n, k = case.whole(member.world_size)
     entry: dict[str, Any] = {
         **asdict(case),
-        "rows": m, "cols": n, "depth": k,
-        "path": str(plan), "plan": short(plan), "error": errors[0], "error_to_unfused": errors[1], "right": right,
-        "host_us": math.nan, "times": {}, "missing": dict(peers.missing),
-    }  # fmt: skip
+        "rows": m,
+        "cols": n,
+        "depth": k,
+        "path": str(plan),
+        "plan": short(plan),
+        "error": errors[0],
+        "error_to_unfused": errors[1],
+        "right": right,
+        "host_us": math.nan,
+        "times": {},
+        "missing": dict(peers.missing),
+    }
     if right:
         entry["times"] = time_all(peers.functions, member, options, case.graph, steps, uncapturable)
         for name, timing in entry["times"].items():
-            if "cannot be captured: " in timing["note"]:  # once is enough: a failed capture leaves traces in a process
+            # once is enough: a failed capture leaves traces in a process
+            if "cannot be captured: " in timing["note"]:
                 uncapturable.setdefault(name, timing["note"].split("cannot be captured: ", 1)[1])
         if OURS in peers.functions and member.on_gpu:
-            entry["host_us"] = worst(_host_seconds(member, peers.functions[OURS]), member.device, member.group) * 1e6
+            entry["host_us"] = (
+                worst(_host_seconds(member, peers.functions[OURS]), member.device, member.group)
+                * 1e6
+            )
     return entry | judge(entry["times"])
 
 
 def _host_seconds(member: Member, function: Any) -> float:
-    """Seconds that the host needs to queue one eager call: calls follow each other, the device works behind."""
+    """Seconds that the host needs to queue one eager call: calls follow each other, the device
+    works behind."""
     function()
     member.barrier()
     laps = []
@@ -174,7 +217,8 @@ def _host_seconds(member: Member, function: Any) -> float:
 
 
 def judge(times: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The metrics of one case from its timings, NaN where one is missing. ``over_torch``: over the best of torch's own."""
+    """The metrics of one case from its timings, NaN where one is missing. ``over_torch``: over the
+    best of torch's own."""
 
     def of(name: str) -> float:
         return float(times.get(name, {}).get("median_us", math.nan))

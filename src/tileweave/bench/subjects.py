@@ -1,7 +1,8 @@
 """How each operator is drawn, called and judged: what ``bench``, ``check`` and ``demo`` share.
 
-Every rank draws the operands of all ranks from seeds, so what must come out is computed locally in fp32 and nothing
-that is tested is part of the oracle. A new operator adds one entry to :data:`SUBJECTS`.
+Every rank draws the operands of all ranks from seeds, so what must come out is computed locally in
+fp32 and nothing that is tested is part of the oracle. A new operator adds one entry to
+:data:`SUBJECTS`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Second = torch.Tensor | None
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one rank: ``rows`` of its shard (of all, where rows are not sharded), ``cols`` and K of its weight."""
+    """Sizes of one rank: ``rows`` of its shard (of all, where rows are not sharded), ``cols`` and K
+    of its weight."""
 
     rows: int
     cols: int
@@ -41,7 +43,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Operands:
-    """What one rank passes; its result is ``rows @ columns.T`` plus bias, where those two come from all ranks."""
+    """What one rank passes; its result is ``rows @ columns.T`` plus bias, where those two come from
+    all ranks."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -62,15 +65,27 @@ class Subject(Protocol):
     op: str
 
     def draw(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int, bias: bool
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        size: int,
+        seed: int,
+        bias: bool,
     ) -> Operands:
         """Random operands of one rank, the same for the same seed."""
         ...
 
     def call(
-        self, operands: Operands, group: dist.ProcessGroup, out: torch.Tensor | None = None, second: bool = False
+        self,
+        operands: Operands,
+        group: dist.ProcessGroup,
+        out: torch.Tensor | None = None,
+        second: bool = False,
     ) -> tuple[torch.Tensor, Second]:
-        """The operator through its public function, with its second result if there is one and it is asked for."""
+        """The operator through its public function, with its second result if there is one and it
+        is asked for."""
         ...
 
     def explain(self, operands: Operands, group: dist.ProcessGroup) -> Plan:
@@ -82,7 +97,8 @@ class Subject(Protocol):
         ...
 
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
-        """``||got - want|| / ||want||`` against fp32, the larger of both results; NaN if anything is NaN."""
+        """``||got - want|| / ||want||`` against fp32, the larger of both results; NaN if anything
+        is NaN."""
         ...
 
 
@@ -110,20 +126,34 @@ class _Matmul:
 
 
 class AllGatherMatmul(_Matmul):
-    """x [m, K], w [n, K], bias [n]; every rank's rows times this rank's columns. Second: the gathered input."""
+    """x [m, K], w [n, K], bias [n]; every rank's rows times this rank's columns. Second: the
+    gathered input."""
 
     op = "all_gather_matmul"
 
     def draw(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int, bias: bool
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        size: int,
+        seed: int,
+        bias: bool,
     ) -> Operands:
-        shards = [normal((shape.rows, shape.depth), 1.0, dtype, device, seed, r, 0) for r in range(size)]
+        shards = [
+            normal((shape.rows, shape.depth), 1.0, dtype, device, seed, r, 0) for r in range(size)
+        ]
         w = normal((shape.cols, shape.depth), shape.depth**-0.5, dtype, device, seed, rank, 1)
         b = normal((shape.cols,), 1.0, dtype, device, seed, rank, 2) if bias else None
         return Operands(shards[rank].clone(), w, b, torch.cat(shards), w)
 
     def call(
-        self, operands: Operands, group: dist.ProcessGroup, out: torch.Tensor | None = None, second: bool = False
+        self,
+        operands: Operands,
+        group: dist.ProcessGroup,
+        out: torch.Tensor | None = None,
+        second: bool = False,
     ) -> tuple[torch.Tensor, Second]:
         x, w, bias = operands.x, operands.w, operands.bias
         result = tw.all_gather_matmul(x, w, bias, group=group, return_gathered=second, out=out)
@@ -139,14 +169,24 @@ class AllGatherMatmul(_Matmul):
 
 
 def _draw_sum(
-    shape: Shape, rows: int, mine: slice, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int
+    shape: Shape,
+    rows: int,
+    mine: slice,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int,
+    size: int,
+    seed: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [rows, k] and w [N, k] of this rank; of all ranks, side by side along K, rows ``mine`` of x and all of w."""
+    """x [rows, k] and w [N, k] of this rank; of all ranks, side by side along K, rows ``mine`` of x
+    and all of w."""
     xs, ws = [], []
     x = w = torch.empty(0)
     for r in range(size):
         part = normal((rows, shape.depth), 1.0, dtype, device, seed, r, 0)
-        weight = normal((shape.cols, shape.depth), (shape.depth * size) ** -0.5, dtype, device, seed, r, 1)
+        weight = normal(
+            (shape.cols, shape.depth), (shape.depth * size) ** -0.5, dtype, device, seed, r, 1
+        )
         if r == rank:
             x, w = part, weight
         xs.append(part[mine])
@@ -160,39 +200,78 @@ class MatmulReduceScatter(_Matmul):
     op = "matmul_reduce_scatter"
 
     def draw(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int, bias: bool
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        size: int,
+        seed: int,
+        bias: bool,
     ) -> Operands:
         mine = slice(rank * shape.rows, (rank + 1) * shape.rows)
-        x, w, rows, columns = _draw_sum(shape, shape.rows * size, mine, dtype, device, rank, size, seed)
+        x, w, rows, columns = _draw_sum(
+            shape, shape.rows * size, mine, dtype, device, rank, size, seed
+        )
         b = normal((shape.cols,), 1.0, dtype, device, seed, 2) if bias else None
         return Operands(x, w, b, rows, columns)
 
     def call(
-        self, operands: Operands, group: dist.ProcessGroup, out: torch.Tensor | None = None, second: bool = False
+        self,
+        operands: Operands,
+        group: dist.ProcessGroup,
+        out: torch.Tensor | None = None,
+        second: bool = False,
     ) -> tuple[torch.Tensor, Second]:
-        return tw.matmul_reduce_scatter(operands.x, operands.w, operands.bias, group=group, out=out), None
+        return tw.matmul_reduce_scatter(
+            operands.x, operands.w, operands.bias, group=group, out=out
+        ), None
 
     def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
         size = dist.get_world_size(group)
-        sent = (size - 1) * operands.out_shape[0] * operands.out_shape[1] * operands.x.element_size()
-        return record_call(lambda: self.call(operands, group)[0], self.explain(operands, group), operands.x.device, sent, group)
+        sent = (
+            (size - 1) * operands.out_shape[0] * operands.out_shape[1] * operands.x.element_size()
+        )
+        return record_call(
+            lambda: self.call(operands, group)[0],
+            self.explain(operands, group),
+            operands.x.device,
+            sent,
+            group,
+        )
 
 
 class MatmulAllReduce(_Matmul):
-    """x [M, k], w [N, k], bias [N]; the sum over ranks on every rank. Second: with residual and norm, the sum before it."""
+    """x [M, k], w [N, k], bias [N]; the sum over ranks on every rank. Second: with residual and
+    norm, the sum before it."""
 
     op = "matmul_all_reduce"
 
     def draw(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int, bias: bool
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        size: int,
+        seed: int,
+        bias: bool,
     ) -> Operands:
-        x, w, rows, columns = _draw_sum(shape, shape.rows, slice(None), dtype, device, rank, size, seed)
+        x, w, rows, columns = _draw_sum(
+            shape, shape.rows, slice(None), dtype, device, rank, size, seed
+        )
         b = normal((shape.cols,), 1.0, dtype, device, seed, 2) if bias else None
         residual = normal((shape.rows, shape.cols), 1.0, dtype, device, seed, 3)
-        return Operands(x, w, b, rows, columns, residual, normal((shape.cols,), 1.0, dtype, device, seed, 4))
+        return Operands(
+            x, w, b, rows, columns, residual, normal((shape.cols,), 1.0, dtype, device, seed, 4)
+        )
 
     def call(
-        self, operands: Operands, group: dist.ProcessGroup, out: torch.Tensor | None = None, second: bool = False
+        self,
+        operands: Operands,
+        group: dist.ProcessGroup,
+        out: torch.Tensor | None = None,
+        second: bool = False,
     ) -> tuple[torch.Tensor, Second]:
         o = operands
         if not second:
@@ -200,42 +279,84 @@ class MatmulAllReduce(_Matmul):
             assert isinstance(y, torch.Tensor), "without a norm there is one result"
             return y, None
         y, kept = tw.matmul_all_reduce(
-            o.x, o.w, o.bias, residual=o.residual, norm_weight=o.norm_weight, norm_eps=_EPS, group=group,
-            out=out, residual_out=None if out is None else poisoned(o.out_shape, o.x.dtype, o.x.device),
-        )  # fmt: skip
+            o.x,
+            o.w,
+            o.bias,
+            residual=o.residual,
+            norm_weight=o.norm_weight,
+            norm_eps=_EPS,
+            group=group,
+            out=out,
+            residual_out=None if out is None else poisoned(o.out_shape, o.x.dtype, o.x.device),
+        )
         return y, kept
 
     def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
-        size = dist.get_world_size(group)  # the least an all-reduce can send: a reduce-scatter and an all-gather
-        sent = 2 * (size - 1) * operands.out_shape[0] * operands.out_shape[1] * operands.x.element_size() // size
-        return record_call(lambda: self.call(operands, group)[0], self.explain(operands, group), operands.x.device, sent, group)
+        # the least an all-reduce can send: a reduce-scatter and an all-gather
+        size = dist.get_world_size(group)
+        sent = (
+            2
+            * (size - 1)
+            * operands.out_shape[0]
+            * operands.out_shape[1]
+            * operands.x.element_size()
+            // size
+        )
+        return record_call(
+            lambda: self.call(operands, group)[0],
+            self.explain(operands, group),
+            operands.x.device,
+            sent,
+            group,
+        )
 
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
         if second is None:
             return super().error(operands, got)
-        assert operands.residual is not None and operands.norm_weight is not None, "draw() makes both"
+        assert operands.residual is not None and operands.norm_weight is not None, (
+            "draw() makes both"
+        )
         want = operands.rows.float() @ operands.columns.float().t() + operands.residual.float()
         if operands.bias is not None:
             want += operands.bias.float()
-        normed = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + _EPS) * operands.norm_weight.float()
+        normed = (
+            want
+            * torch.rsqrt(want.square().mean(-1, keepdim=True) + _EPS)
+            * operands.norm_weight.float()
+        )
         pairs = ((got, normed), (second, want))
         return worst_of([((a.float() - b).norm() / b.norm()).item() for a, b in pairs])
 
 
 class _Exchanged(_Matmul):
-    """The projections of Ulysses-style sequence parallelism; their weight is the same on every rank."""
+    """The projections of Ulysses-style sequence parallelism; their weight is the same on every
+    rank."""
 
     def call(
-        self, operands: Operands, group: dist.ProcessGroup, out: torch.Tensor | None = None, second: bool = False
+        self,
+        operands: Operands,
+        group: dist.ProcessGroup,
+        out: torch.Tensor | None = None,
+        second: bool = False,
     ) -> tuple[torch.Tensor, Second]:
         o = operands
         return getattr(tw, self.op)(o.x, o.w, o.bias, group=group, out=out, **self.options), None
 
     def record(self, operands: Operands, group: dist.ProcessGroup) -> Recording:
         size = dist.get_world_size(group)
-        moved = operands.x if self.op == "all_to_all_matmul" else operands.rows.new_empty(operands.out_shape, device="meta")
+        moved = (
+            operands.x
+            if self.op == "all_to_all_matmul"
+            else operands.rows.new_empty(operands.out_shape, device="meta")
+        )
         sent = (size - 1) * moved.numel() // size * operands.x.element_size()
-        return record_call(lambda: self.call(operands, group)[0], self.explain(operands, group), operands.x.device, sent, group)
+        return record_call(
+            lambda: self.call(operands, group)[0],
+            self.explain(operands, group),
+            operands.x.device,
+            sent,
+            group,
+        )
 
 
 class MatmulAllToAll(_Exchanged):
@@ -245,32 +366,62 @@ class MatmulAllToAll(_Exchanged):
     options: ClassVar = {"scatter_dim": 1, "gather_dim": 0}
 
     def draw(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int, bias: bool
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        size: int,
+        seed: int,
+        bias: bool,
     ) -> Operands:
-        shards = [normal((shape.rows, shape.depth), 1.0, dtype, device, seed, r, 0) for r in range(size)]
+        shards = [
+            normal((shape.rows, shape.depth), 1.0, dtype, device, seed, r, 0) for r in range(size)
+        ]
         w = normal((shape.cols * size, shape.depth), shape.depth**-0.5, dtype, device, seed, 1)
         b = normal((shape.cols * size,), 1.0, dtype, device, seed, 2) if bias else None
-        return Operands(shards[rank].clone(), w, b, torch.cat(shards), w[rank * shape.cols : (rank + 1) * shape.cols])
+        return Operands(
+            shards[rank].clone(),
+            w,
+            b,
+            torch.cat(shards),
+            w[rank * shape.cols : (rank + 1) * shape.cols],
+        )
 
     def error(self, operands: Operands, got: torch.Tensor, second: Second = None) -> float:
         bias, mine = operands.bias, operands.columns
         if bias is not None:
-            first = int(mine.storage_offset() - operands.w.storage_offset()) // max(mine.shape[1], 1)
+            first = int(mine.storage_offset() - operands.w.storage_offset()) // max(
+                mine.shape[1], 1
+            )
             bias = bias[first : first + mine.shape[0]]
         return super().error(replace(operands, bias=bias), got)
 
 
 class AllToAllMatmul(_Exchanged):
-    """The output projection: x [R * m, k] of all tokens and this rank's heads, w [N, R * k]; this rank's tokens [m, N]."""
+    """The output projection: x [R * m, k] of all tokens and this rank's heads, w [N, R * k]; this
+    rank's tokens [m, N]."""
 
     op = "all_to_all_matmul"
     options: ClassVar = {"scatter_dim": 0, "gather_dim": 1}
 
     def draw(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device, rank: int, size: int, seed: int, bias: bool
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        size: int,
+        seed: int,
+        bias: bool,
     ) -> Operands:
-        xs = [normal((shape.rows * size, shape.depth), 1.0, dtype, device, seed, r, 0) for r in range(size)]
-        w = normal((shape.cols, shape.depth * size), (shape.depth * size) ** -0.5, dtype, device, seed, 1)
+        xs = [
+            normal((shape.rows * size, shape.depth), 1.0, dtype, device, seed, r, 0)
+            for r in range(size)
+        ]
+        w = normal(
+            (shape.cols, shape.depth * size), (shape.depth * size) ** -0.5, dtype, device, seed, 1
+        )
         b = normal((shape.cols,), 1.0, dtype, device, seed, 2) if bias else None
         mine = slice(rank * shape.rows, (rank + 1) * shape.rows)
         return Operands(xs[rank].clone(), w, b, torch.cat([x[mine] for x in xs], 1), w)
@@ -279,14 +430,23 @@ class AllToAllMatmul(_Exchanged):
 SUBJECTS: dict[str, Any] = {
     subject.op: subject
     for subject in (
-        AllGatherMatmul(), MatmulReduceScatter(), MatmulAllReduce(), MatmulAllToAll(), AllToAllMatmul(), EmbeddingBagAllToAll(),
-        DispatchGroupedMatmul(), GroupedMatmulCombine(),
+        AllGatherMatmul(),
+        MatmulReduceScatter(),
+        MatmulAllReduce(),
+        MatmulAllToAll(),
+        AllToAllMatmul(),
+        EmbeddingBagAllToAll(),
+        DispatchGroupedMatmul(),
+        GroupedMatmulCombine(),
     )
-}  # fmt: skip
+}
 
 
-def normal(shape: tuple[int, ...], scale: float, dtype: torch.dtype, device: torch.device, *seed: int) -> torch.Tensor:
-    """Normal numbers from a generator of their own (a failed graph capture spoils torch's default one)."""
+def normal(
+    shape: tuple[int, ...], scale: float, dtype: torch.dtype, device: torch.device, *seed: int
+) -> torch.Tensor:
+    """Normal numbers from a generator of their own (a failed graph capture spoils torch's default
+    one)."""
     mixed = 0
     for part in seed:
         mixed = (mixed * 1_000_003 + part + 1) % (1 << 62)

@@ -1,1 +1,2 @@
-"""The commands of ``tileweave``. ``app.py`` parses and delegates; each other file is one command."""
+"""The commands of ``tileweave``. ``app.py`` parses and delegates; each other file is one
+command."""

@@ -34,22 +34,33 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# What ``trace`` sees inside; of the others' kernels, which have no stamps, waits where they are interpreted.
-STAMPED, WATCHED = "all_gather_matmul", ("matmul_reduce_scatter", "all_to_all_matmul", "matmul_all_to_all")
+# What ``trace`` sees inside; of the others' kernels, which have no stamps, waits where they are
+# interpreted.
+STAMPED, WATCHED = (
+    "all_gather_matmul",
+    ("matmul_reduce_scatter", "all_to_all_matmul", "matmul_all_to_all"),
+)
 WAITS = f"waits of {', '.join(WATCHED)} by copy engines"
 World = Annotated[int | None, typer.Option("--world", help="Ranks to start (default: up to 4).")]
-Device = Annotated[Literal["auto", "cuda", "cpu"], typer.Option(help="auto: GPUs if there are two; cpu: interpreted kernels.")]
+Device = Annotated[
+    Literal["auto", "cuda", "cpu"],
+    typer.Option(help="auto: GPUs if there are two; cpu: interpreted kernels."),
+]
 
 
 def _operator(name: str) -> str:
     if name not in OPERATORS:
-        raise InputError(f"asked: operator {name!r}; allowed: {', '.join(OPERATORS)}; remedy: pass one of these names")
+        raise InputError(
+            f"asked: operator {name!r}; allowed: {', '.join(OPERATORS)}; remedy: pass one of these names"
+        )
     return name
 
 
 def _place(device: str, world: int | None) -> tuple[DeviceType, int]:
     """The kind of device to run on, and how many ranks."""
-    kind: DeviceType = default_device_type() if device == "auto" else "cuda" if device == "cuda" else "cpu"
+    kind: DeviceType = (
+        default_device_type() if device == "auto" else "cuda" if device == "cuda" else "cpu"
+    )
     return kind, default_world_size(kind, world)
 
 
@@ -69,8 +80,14 @@ def doctor() -> None:
 
     found, screen = diagnose(), console()
     signs = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}
-    for title, facts in (("software", found.software), ("machine", found.devices), ("what will run", found.verdicts)):
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_header=False, pad_edge=False)
+    for title, facts in (
+        ("software", found.software),
+        ("machine", found.devices),
+        ("what will run", found.verdicts),
+    ):
+        table = Table(
+            title=title, title_justify="left", box=SIMPLE_HEAD, show_header=False, pad_edge=False
+        )
         for fact in facts:
             table.add_row(signs[fact.good], fact.name, fact.value)
         screen.print(table)
@@ -79,17 +96,22 @@ def doctor() -> None:
         for heading in ("from \\ to", *map(str, range(len(found.peer_access)))):
             table.add_column(heading, justify="center")
         for index, row in enumerate(found.peer_access):
-            table.add_row(str(index), *["-" if i == index else signs[yes] for i, yes in enumerate(row)])
+            table.add_row(
+                str(index), *["-" if i == index else signs[yes] for i, yes in enumerate(row)]
+            )
         screen.print(table)
 
 
 @app.command()
 def demo(
     world: World = None,
-    out: Annotated[Path, typer.Option(help="Folder for the picture and the traces.")] = Path("tileweave-demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the picture and the traces.")] = Path(
+        "tileweave-demo"
+    ),
     device: Device = "auto",
 ) -> None:
-    """Run every operator end to end on this machine, check it, and draw who waited for whom. Needs no GPU."""
+    """Run every operator end to end on this machine, check it, and draw who waited for whom. Needs
+    no GPU."""
     from tileweave.commands.demo import closing, table_of
     from tileweave.commands.demo import demo as run
 
@@ -97,13 +119,17 @@ def demo(
     need_kernels("tileweave demo", kind)
     folder_for(out)
     screen = console()
-    screen.print(f"{size} ranks on {'GPUs' if kind == 'cuda' else 'the CPU'}: {', '.join(OPERATORS)}")
+    screen.print(
+        f"{size} ranks on {'GPUs' if kind == 'cuda' else 'the CPU'}: {', '.join(OPERATORS)}"
+    )
     result = launch(run, world_size=size, device_type=kind, seconds=600)
     if result is None:
         return
     screen.print(table_of(result, screen.width))
     _write_traces(result.traces, out)
-    screen.print(closing(result), markup=False, soft_wrap=True, style="" if result.right else "bold red")
+    screen.print(
+        closing(result), markup=False, soft_wrap=True, style="" if result.right else "bold red"
+    )
     if not result.right:
         raise typer.Exit(1)
 
@@ -118,33 +144,55 @@ def _write_traces(traces: list[Any], out: Path) -> None:
     try:
         screen.print(f"wrote {write_picture(traces, out)}", markup=False)
     except ModuleNotFoundError as error:
-        screen.print(f"no picture, since {error.name} is missing: pip install matplotlib", markup=False)
+        screen.print(
+            f"no picture, since {error.name} is missing: pip install matplotlib", markup=False
+        )
 
 
 @app.command()
 def check(
-    world: Annotated[int | None, typer.Option("--world", help="Only this world size (default: 2, 3 and 4).")] = None,
+    world: Annotated[
+        int | None, typer.Option("--world", help="Only this world size (default: 2, 3 and 4).")
+    ] = None,
     calls: Annotated[
         int | None,
-        typer.Option(min=1, help="Calls with late ranks (default: 500; 15 without GPUs); --stress: of all (100000; 40)."),
+        typer.Option(
+            min=1,
+            help="Calls with late ranks (default: 500; 15 without GPUs); --stress: of all (100000; 40).",
+        ),
     ] = None,
     stress: Annotated[
-        bool, typer.Option("--stress", help="Calls in disorder instead: two groups and streams, graphs.")
+        bool,
+        typer.Option("--stress", help="Calls in disorder instead: two groups and streams, graphs."),
     ] = False,
-    seed: Annotated[int | None, typer.Option(help="Another one makes other calls (--stress; default: 1).")] = None,
-    seconds: Annotated[float | None, typer.Option(min=1, help="Stop after this long (--stress; default: 900).")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Another one makes other calls (--stress; default: 1).")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Stop after this long (--stress; default: 900).")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the counts here (--stress).")] = None,
     device: Device = "auto",
 ) -> None:
-    """Check the operators against fp32 on this machine's devices: shapes, late ranks, two groups, CUDA graphs."""
+    """Check the operators against fp32 on this machine's devices: shapes, late ranks, two groups,
+    CUDA graphs."""
     kind, size = _place(device, world)
     need_kernels("tileweave check", kind)
     if stress:
         calls = calls or (100_000 if kind == "cuda" else 40)
         _stress(kind, size, calls, 1 if seed is None else seed, seconds or 900.0, file_for(json))
         return
-    ignored = [name for name, value in (("--seed", seed), ("--seconds", seconds), ("--json", json)) if value is not None]
-    require(not ignored, f"{', '.join(ignored)} without --stress", "with it only", "add --stress, or drop the rest")
+    ignored = [
+        name
+        for name, value in (("--seed", seed), ("--seconds", seconds), ("--json", json))
+        if value is not None
+    ]
+    require(
+        not ignored,
+        f"{', '.join(ignored)} without --stress",
+        "with it only",
+        "add --stress, or drop the rest",
+    )
     from tileweave.commands.check import check as run
     from tileweave.commands.check import note_on, table_of
 
@@ -152,7 +200,12 @@ def check(
     screen, rows, failures = console(), [], []
     for each in sizes:
         try:
-            rows += launch(run, calls or (500 if kind == "cuda" else 15), world_size=each, device_type=kind) or []
+            rows += (
+                launch(
+                    run, calls or (500 if kind == "cuda" else 15), world_size=each, device_type=kind
+                )
+                or []
+            )
         except RankFailure as error:
             failures.append(f"world {each}: {error}")
             screen.print(failures[-1], markup=False, style="red")
@@ -165,8 +218,11 @@ def check(
         raise typer.Exit(1)
 
 
-def _stress(kind: DeviceType, size: int, calls: int, seed: int, seconds: float, json: Path | None) -> None:
-    """One world, as large as there is. A hang becomes an error in a minute, and the world ends in bounded time."""
+def _stress(
+    kind: DeviceType, size: int, calls: int, seed: int, seconds: float, json: Path | None
+) -> None:
+    """One world, as large as there is. A hang becomes an error in a minute, and the world ends in
+    bounded time."""
     from dataclasses import asdict
     from json import dumps
     from os import environ
@@ -175,8 +231,18 @@ def _stress(kind: DeviceType, size: int, calls: int, seed: int, seconds: float, 
     from tileweave.commands.check import note_on
     from tileweave.commands.stress import stress as run
 
-    patience = {"TILEWEAVE_TIMEOUT": environ.get("TILEWEAVE_TIMEOUT", "60")}  # peers compile meanwhile
-    outcome = launch(run, calls, seed, seconds, world_size=size, device_type=kind, seconds=seconds + 120, extra=patience)
+    # peers compile meanwhile
+    patience = {"TILEWEAVE_TIMEOUT": environ.get("TILEWEAVE_TIMEOUT", "60")}
+    outcome = launch(
+        run,
+        calls,
+        seed,
+        seconds,
+        world_size=size,
+        device_type=kind,
+        seconds=seconds + 120,
+        extra=patience,
+    )
     if outcome is None:
         return
     screen = console()
@@ -198,16 +264,23 @@ def _stress(kind: DeviceType, size: int, calls: int, seed: int, seconds: float, 
 def bench(
     op: Annotated[str, typer.Argument(help="The operator.")] = "all_gather_matmul",
     quick: Annotated[bool, typer.Option("--quick", help="A few cases.")] = False,
-    cases: Annotated[str | None, typer.Option(help="Only cases whose name this regular expression finds.")] = None,
+    cases: Annotated[
+        str | None, typer.Option(help="Only cases whose name this regular expression finds.")
+    ] = None,
     peers: Annotated[str | None, typer.Option(help="Comma-separated; default: all.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repeats of each function.")] = 7,
-    seconds: Annotated[float, typer.Option(min=1, help="Start no new case after that many seconds.")] = 900.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Start no new case after that many seconds.")
+    ] = 900.0,
     json: Annotated[Path | None, typer.Option(help="Write all raw numbers here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG) here.")] = None,
     world: World = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny cases, also without GPUs; times mean nothing.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Tiny cases, also without GPUs; times mean nothing.")
+    ] = False,
 ) -> None:
-    """Time an operator against its unfused path, its rivals and the physical limit. Needs two GPUs or more."""
+    """Time an operator against its unfused path, its rivals and the physical limit. Needs two GPUs
+    or more."""
     from tileweave.bench.cases import CASES
     from tileweave.bench.report import is_right, notes_of, tables_of, why_nothing
     from tileweave.bench.rivals import PEERS
@@ -215,7 +288,11 @@ def bench(
     from tileweave.bench.run import bench as run
 
     kind = default_device_type()
-    own = {"embedding_bag_all_to_all": "embedding", "dispatch_grouped_matmul": "experts", "grouped_matmul_combine": "experts"}
+    own = {
+        "embedding_bag_all_to_all": "embedding",
+        "dispatch_grouped_matmul": "experts",
+        "grouped_matmul_combine": "experts",
+    }
     kin = own.get(_operator(op))  # a bench of its own
     if kind == "cpu" and not smoke:
         raise InputError(
@@ -223,7 +300,9 @@ def bench(
             "remedy: run it there, or try the machinery with --smoke"
         )
     if smoke and (cases or quick):
-        raise InputError("asked: --smoke with --cases or --quick; allowed: one of them; remedy: drop the others")
+        raise InputError(
+            "asked: --smoke with --cases or --quick; allowed: one of them; remedy: drop the others"
+        )
     need_kernels("tileweave bench", kind)
     if picture_for(plot) is not None:
         need("tileweave bench --plot", "matplotlib")
@@ -242,8 +321,12 @@ def bench(
         allowed = experts.PEERS
     named = tuple(name.strip() for name in peers.split(",")) if peers else None
     if not set(named or ()) <= set(allowed):
-        raise InputError(f"asked: peers {peers}; allowed: {', '.join(allowed)}; remedy: pass some of these")
-    options = Options(op, cases, quick, named, repeats, seconds, str(json) if file_for(json) else None, smoke)
+        raise InputError(
+            f"asked: peers {peers}; allowed: {', '.join(allowed)}; remedy: pass some of these"
+        )
+    options = Options(
+        op, cases, quick, named, repeats, seconds, str(json) if file_for(json) else None, smoke
+    )
     if not _found(options):
         raise InputError(
             f"asked: {'--quick ' if quick else ''}cases {cases!r} of {op}; allowed: a regular expression that finds one of "
@@ -286,34 +369,46 @@ def _found(options: Any) -> bool:
 @app.command()
 def trace(
     op: Annotated[
-        str, typer.Argument(help=f"{STAMPED}, if fused; without GPUs, {WAITS}, no more. Others have no stamps.")
+        str,
+        typer.Argument(
+            help=f"{STAMPED}, if fused; without GPUs, {WAITS}, no more. Others have no stamps."
+        ),
     ] = STAMPED,
     rows: Annotated[int, typer.Option(min=1, help="M of the whole problem.")] = 256,
     cols: Annotated[int, typer.Option(min=1, help="N of the whole problem.")] = 512,
     depth: Annotated[int, typer.Option(min=1, help="K of the whole problem.")] = 128,
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "float16",
-    out: Annotated[Path, typer.Option(help="Folder for the trace (JSON for ui.perfetto.dev) and the picture.")] = Path(
-        "tileweave-trace"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder for the trace (JSON for ui.perfetto.dev) and the picture.")
+    ] = Path("tileweave-trace"),
     world: World = None,
     device: Device = "auto",
 ) -> None:
-    """Record one call from inside its kernels: who pushed, who waited for whom, who computed what."""
+    """Record one call from inside its kernels: who pushed, who waited for whom, who computed
+    what."""
     from tileweave.bench.cases import SHARED, Case
     from tileweave.commands.demo import trace_one
 
     kind, size = _place(device, world)
-    allowed, remedy = f"one of {', '.join((STAMPED, *WATCHED))}", "name such a one: the others' kernels have no stamps"
+    allowed, remedy = (
+        f"one of {', '.join((STAMPED, *WATCHED))}",
+        "name such a one: the others' kernels have no stamps",
+    )
     require(_operator(op) in (STAMPED, *WATCHED), f"a trace of {op}", allowed, remedy)
-    few = [f"--{name} {value}" for name, value in (("rows", rows), ("cols", cols), ("depth", depth))
-           if name in SHARED[op] and value < size]  # fmt: skip
+    few = [
+        f"--{name} {value}"
+        for name, value in (("rows", rows), ("cols", cols), ("depth", depth))
+        if name in SHARED[op] and value < size
+    ]
     require(not few, ", ".join(few), f"{size} or more, one for each rank", "grow them")
     need_kernels("tileweave trace", kind)
     folder_for(out)
     screen, case = console(), Case(op, "trace", rows, cols, depth, False, "smoke", dtype)
     whole = case.whole(size)
     rounded = "" if whole == (rows, cols, depth) else ", rounded to what ranks share alike"
-    screen.print(f"{op}, M, N, K: {', '.join(map(str, whole))}, over {size} ranks{rounded}", markup=False)
+    screen.print(
+        f"{op}, M, N, K: {', '.join(map(str, whole))}, over {size} ranks{rounded}", markup=False
+    )
     result = launch(trace_one, op, *case.shard(size), dtype, world_size=size, device_type=kind)
     if result is None:
         return
@@ -321,14 +416,22 @@ def trace(
     screen.print(f"{found.title}; {found.clock}", markup=False)
     if not found.events:
         none = f"this kernel has no stamps: what can be traced is {STAMPED}; without GPUs, {WAITS}"
-        screen.print(none if plan.path == "fused" else f"no fused kernel ran: nothing to see ({plan.path}: {plan.reason})")
+        screen.print(
+            none
+            if plan.path == "fused"
+            else f"no fused kernel ran: nothing to see ({plan.path}: {plan.reason})"
+        )
         raise typer.Exit(1)
     _write_traces([found], out)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
 def simulate(context: typer.Context) -> None:
-    """Predict what fusion brings on a cluster you do not have: training, serving, experts, recommendation. Needs no GPU."""
+    """Predict what fusion brings on a cluster you do not have: training, serving, experts,
+    recommendation. Needs no GPU."""
     from tileweave.commands.simulate import app as simulator
 
     simulator(context.args, prog_name="tileweave simulate")
@@ -337,14 +440,29 @@ def simulate(context: typer.Context) -> None:
 @app.command()
 def fuzz(
     runs: Annotated[int, typer.Option(min=1, help="Interleavings to explore, about.")] = 20_000,
-    only: Annotated[str, typer.Option(help="Only scenarios whose name contains this; of a seed, what is before its @.")] = "",
-    first: Annotated[int, typer.Option(min=0, help="Number of the first seed: another one explores other interleavings.")] = 0,
-    seconds: Annotated[float, typer.Option(min=0, help="Stop after this long (0: when all is done).")] = 0.0,
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Only scenarios whose name contains this; of a seed, what is before its @."
+        ),
+    ] = "",
+    first: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Number of the first seed: another one explores other interleavings."
+        ),
+    ] = 0,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Stop after this long (0: when all is done).")
+    ] = 0.0,
     workers: Annotated[int, typer.Option(min=0, help="Processes (0: one a core).")] = 0,
-    replay: Annotated[str, typer.Option(help="Run this one seed again, and print what happens.")] = "",
+    replay: Annotated[
+        str, typer.Option(help="Run this one seed again, and print what happens.")
+    ] = "",
     json: Annotated[Path | None, typer.Option(help="Write the counts here.")] = None,
 ) -> None:
-    """Explore interleavings of every operator's kernels, all ranks in one process, memory as weak as it may be. No GPU."""
+    """Explore interleavings of every operator's kernels, all ranks in one process, memory as weak
+    as it may be. No GPU."""
     from json import dumps
     from os import cpu_count
 
@@ -358,9 +476,14 @@ def fuzz(
         told = explorer.replay(replay)
         screen.print(told or "nothing goes wrong", markup=False)
         raise typer.Exit(1 if told else 0)
-    report = explorer.fuzz(runs, only.partition("@")[0], workers or cpu_count() or 1, first, seconds)
+    report = explorer.fuzz(
+        runs, only.partition("@")[0], workers or cpu_count() or 1, first, seconds
+    )
     if json is not None:
-        json.write_text(dumps({"environment": environment(), "first_seed": first, **report.as_json()}, indent=1) + "\n")
+        json.write_text(
+            dumps({"environment": environment(), "first_seed": first, **report.as_json()}, indent=1)
+            + "\n"
+        )
     if report.story:
         screen.print(report.story, markup=False)
         raise typer.Exit(1)

@@ -1,10 +1,10 @@
 """``tileweave check``: are the operators right on the devices of this machine?
 
-Four kinds of check for each operator, in worlds of 2, 3 and 4 ranks as devices allow: shapes (odd ones, every dtype,
-bias, gathered, ``out=``), hundreds of calls of changing size with each rank late in turn and nobody waiting in between,
-two groups at once, and CUDA graphs replayed with changing inputs. Data is fresh in each call and outputs are full of
-NaN before, so a stale slot or a signal that came too early cannot hide. Without GPUs the kernels run interpreted, and
-counts are small.
+Four kinds of check for each operator, in worlds of 2, 3 and 4 ranks as devices allow: shapes (odd
+ones, every dtype, bias, gathered, ``out=``), hundreds of calls of changing size with each rank late
+in turn and nobody waiting in between, two groups at once, and CUDA graphs replayed with changing
+inputs. Data is fresh in each call and outputs are full of NaN before, so a stale slot or a signal
+that came too early cannot hide. Without GPUs the kernels run interpreted, and counts are small.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from rich.table import Table
 import tileweave as tw
 from tileweave.bench.console import Steps
 from tileweave.bench.run import short
-from tileweave.bench.subjects import SUBJECTS, TOLERANCE, Operands, Shape, Subject, poisoned, worst, worst_of
+from tileweave.bench.subjects import (
+    SUBJECTS,
+    TOLERANCE,
+    Operands,
+    Shape,
+    Subject,
+    poisoned,
+    worst,
+    worst_of,
+)
 from tileweave.launcher import Member
 
 _BATCH = 50  # calls that are queued before any is looked at
@@ -33,7 +42,8 @@ _BATCH = 50  # calls that are queued before any is looked at
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an operator is checked with: ``shapes`` once each, ``changing`` in random order many times."""
+    """What an operator is checked with: ``shapes`` once each, ``changing`` in random order many
+    times."""
 
     shapes: tuple[Shape, ...]
     changing: tuple[Shape, ...]
@@ -47,30 +57,76 @@ _EXPERTS_ON_GPU = Sizes(
     (Shape(4, 1024, 512), Shape(600, 1024, 512)),
 )
 _EXPERTS_ON_CPU = Sizes((Shape(3, 24, 20),), tuple(Shape(rows, 16, 16) for rows in (1, 2, 4)), ())
-# (m, n, K) of one rank. Rows of 1 and of odd counts, tiles that span shards, both transports, K that no tile divides.
+# (m, n, K) of one rank. Rows of 1 and of odd counts, tiles that span shards, both transports, K
+# that no tile divides.
 ON_GPU = {
     "all_gather_matmul": Sizes(
-        tuple(Shape(*s) for s in ((1, 256, 512), (16, 384, 1024), (37, 200, 328), (256, 2560, 4096), (1021, 2500, 5000))),
+        tuple(
+            Shape(*s)
+            for s in (
+                (1, 256, 512),
+                (16, 384, 1024),
+                (37, 200, 328),
+                (256, 2560, 4096),
+                (1021, 2500, 5000),
+            )
+        ),
         tuple(Shape(rows, 384, 512) for rows in (1, 16, 37, 64, 128, 200, 256, 512, 777, 1024)),
         (Shape(16, 1024, 2048), Shape(128, 1024, 2048), Shape(1024, 2048, 2048)),
     ),
     "matmul_reduce_scatter": Sizes(
-        tuple(Shape(*s) for s in ((1, 256, 512), (16, 1024, 384), (37, 328, 200), (256, 4096, 2560), (1021, 2504, 1000))),
+        tuple(
+            Shape(*s)
+            for s in (
+                (1, 256, 512),
+                (16, 1024, 384),
+                (37, 328, 200),
+                (256, 4096, 2560),
+                (1021, 2504, 1000),
+            )
+        ),
         tuple(Shape(rows, 512, 384) for rows in (1, 16, 37, 64, 128, 200, 256, 777)),
         (Shape(16, 2048, 1024), Shape(1024, 2048, 2048)),
     ),
     "matmul_all_reduce": Sizes(
-        tuple(Shape(*s) for s in ((1, 4096, 1024), (5, 328, 200), (16, 1024, 384), (64, 2504, 1000), (512, 4096, 2560))),
+        tuple(
+            Shape(*s)
+            for s in (
+                (1, 4096, 1024),
+                (5, 328, 200),
+                (16, 1024, 384),
+                (64, 2504, 1000),
+                (512, 4096, 2560),
+            )
+        ),
         tuple(Shape(rows, 1024, 384) for rows in (1, 2, 7, 16, 17, 64, 200, 512)),
         (Shape(1, 4096, 2048), Shape(16, 4096, 2048), Shape(256, 2048, 1024)),
     ),
     "matmul_all_to_all": Sizes(  # rows of x, columns of the result, K
-        tuple(Shape(*s) for s in ((1, 64, 512), (16, 384, 1024), (37, 200, 328), (256, 1280, 4096), (1021, 1000, 1000))),
+        tuple(
+            Shape(*s)
+            for s in (
+                (1, 64, 512),
+                (16, 384, 1024),
+                (37, 200, 328),
+                (256, 1280, 4096),
+                (1021, 1000, 1000),
+            )
+        ),
         tuple(Shape(rows, 128, 384) for rows in (1, 16, 37, 128, 256, 777)),
         (Shape(16, 512, 1024), Shape(1024, 512, 2048)),
     ),
     "all_to_all_matmul": Sizes(  # rows and columns of the result, K of a part
-        tuple(Shape(*s) for s in ((1, 256, 128), (16, 384, 256), (37, 200, 328), (256, 2560, 1024), (1021, 1000, 1000))),
+        tuple(
+            Shape(*s)
+            for s in (
+                (1, 256, 128),
+                (16, 384, 256),
+                (37, 200, 328),
+                (256, 2560, 1024),
+                (1021, 1000, 1000),
+            )
+        ),
         tuple(Shape(rows, 384, 128) for rows in (1, 16, 37, 128, 256, 777)),
         (Shape(16, 1024, 512), Shape(1024, 2048, 512)),
     ),
@@ -89,19 +145,29 @@ ON_CPU = {
         (),
     ),
     "matmul_reduce_scatter": Sizes(
-        tuple(Shape(*s) for s in ((1, 32, 64), (17, 50, 100))), tuple(Shape(rows, 64, 32) for rows in (1, 8, 17, 32)), ()
+        tuple(Shape(*s) for s in ((1, 32, 64), (17, 50, 100))),
+        tuple(Shape(rows, 64, 32) for rows in (1, 8, 17, 32)),
+        (),
     ),
     "matmul_all_reduce": Sizes(
-        tuple(Shape(*s) for s in ((1, 64, 32), (65, 50, 100))), tuple(Shape(rows, 64, 32) for rows in (1, 2, 17, 64)), ()
+        tuple(Shape(*s) for s in ((1, 64, 32), (65, 50, 100))),
+        tuple(Shape(rows, 64, 32) for rows in (1, 2, 17, 64)),
+        (),
     ),
     "matmul_all_to_all": Sizes(
-        tuple(Shape(*s) for s in ((1, 16, 32), (17, 25, 50))), tuple(Shape(rows, 16, 32) for rows in (1, 8, 17, 64)), ()
+        tuple(Shape(*s) for s in ((1, 16, 32), (17, 25, 50))),
+        tuple(Shape(rows, 16, 32) for rows in (1, 8, 17, 64)),
+        (),
     ),
     "all_to_all_matmul": Sizes(
-        tuple(Shape(*s) for s in ((1, 32, 16), (17, 50, 25))), tuple(Shape(rows, 32, 16) for rows in (1, 8, 17, 64)), ()
+        tuple(Shape(*s) for s in ((1, 32, 16), (17, 50, 25))),
+        tuple(Shape(rows, 32, 16) for rows in (1, 8, 17, 64)),
+        (),
     ),
     "embedding_bag_all_to_all": Sizes(
-        tuple(Shape(*s) for s in ((1, 1, 8), (3, 2, 5))), tuple(Shape(rows, 2, 4) for rows in (1, 2, 4)), ()
+        tuple(Shape(*s) for s in ((1, 1, 8), (3, 2, 5))),
+        tuple(Shape(rows, 2, 4) for rows in (1, 2, 4)),
+        (),
     ),
     "dispatch_grouped_matmul": _EXPERTS_ON_CPU,
     "grouped_matmul_combine": _EXPERTS_ON_CPU,
@@ -110,7 +176,8 @@ ON_CPU = {
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One check: the worst error over all its calls and ranks, relative to what its dtype allows (1 is the limit)."""
+    """One check: the worst error over all its calls and ranks, relative to what its dtype allows (1
+    is the limit)."""
 
     op: str
     world_size: int
@@ -135,7 +202,10 @@ class _Pending:
     second: torch.Tensor | None = None
 
     def share(self) -> float:
-        return self.subject.error(self.operands, self.out, self.second) / TOLERANCE[self.operands.x.dtype]
+        return (
+            self.subject.error(self.operands, self.out, self.second)
+            / TOLERANCE[self.operands.x.dtype]
+        )
 
 
 class Checker:
@@ -145,7 +215,9 @@ class Checker:
         self.member, self.op, self.calls = member, op, calls
         self.subject = SUBJECTS[op]
         self.sizes = (ON_GPU if member.on_gpu else ON_CPU)[op]
-        self.dtypes = (torch.bfloat16, torch.float16) if member.on_gpu else (torch.float32, torch.float16)
+        self.dtypes = (
+            (torch.bfloat16, torch.float16) if member.on_gpu else (torch.float32, torch.float16)
+        )
         self.paths: set[str] = set()
 
     def names(self) -> list[str]:
@@ -156,30 +228,50 @@ class Checker:
         started = time.monotonic()
         self.paths = set()
         checks = {
-            "shapes": self.shapes, "late ranks": self.late_ranks, "two groups": self.two_groups,
+            "shapes": self.shapes,
+            "late ranks": self.late_ranks,
+            "two groups": self.two_groups,
             "graph replayed": self.graph_replayed,
-        }  # fmt: skip
+        }
         shares = list(checks[name]())
         tw.synchronize()
         share = worst(worst_of(shares), self.member.device, self.member.group)
         paths = ", ".join(sorted(self.paths))
-        return CheckRow(self.op, self.member.world_size, name, len(shares), share, paths, time.monotonic() - started)
+        return CheckRow(
+            self.op,
+            self.member.world_size,
+            name,
+            len(shares),
+            share,
+            paths,
+            time.monotonic() - started,
+        )
 
-    def _draw(self, shape: Shape, dtype: torch.dtype, seed: int, group: dist.ProcessGroup, bias: bool) -> Operands:
+    def _draw(
+        self, shape: Shape, dtype: torch.dtype, seed: int, group: dist.ProcessGroup, bias: bool
+    ) -> Operands:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         operands = self.subject.draw(shape, dtype, self.member.device, rank, size, seed, bias)
         self.paths.add(short(self.subject.explain(operands, group)))
         return operands
 
-    def _call(self, operands: Operands, group: dist.ProcessGroup, into: bool, second: bool = False) -> _Pending:
+    def _call(
+        self, operands: Operands, group: dist.ProcessGroup, into: bool, second: bool = False
+    ) -> _Pending:
         place = poisoned(operands.out_shape, operands.x.dtype, self.member.device) if into else None
         return _Pending(self.subject, operands, *self.subject.call(operands, group, place, second))
 
     def shapes(self) -> Iterator[float]:
-        """Every shape: plain; with bias into ``out=``; in the other dtype with bias and the second result; in fp32."""
+        """Every shape: plain; with bias into ``out=``; in the other dtype with bias and the second
+        result; in fp32."""
         group, (first, second) = self.member.group, self.dtypes
-        # dtype, bias, out=, second result: few enough that compiling them does not take longer than running them
-        variants = [(first, False, False, False), (first, True, True, False), (second, True, False, True)]
+        # dtype, bias, out=, second result: few enough that compiling them does not take longer than
+        # running them
+        variants = [
+            (first, False, False, False),
+            (first, True, True, False),
+            (second, True, False, True),
+        ]
         if self.member.on_gpu:
             variants.append((torch.float32, True, True, False))
         for number, (shape, variant) in enumerate(product(self.sizes.shapes, variants)):
@@ -189,7 +281,8 @@ class Checker:
                 yield self._call(operands, group, into, second).share()
 
     def late_ranks(self) -> Iterator[float]:
-        """Calls of changing size; one rank comes late to each, in turn, and nobody looks at results in between."""
+        """Calls of changing size; one rank comes late to each, in turn, and nobody looks at results
+        in between."""
         group, order = self.member.group, random.Random(7)
         shapes = [order.choice(self.sizes.changing) for _ in range(self.calls)]
         for first in range(0, self.calls, _BATCH):
@@ -205,7 +298,8 @@ class Checker:
             yield from [call.share() for call in pending]
 
     def two_groups(self) -> Iterator[float]:
-        """The world and a part of it in turns, each with an epoch of its own; on GPUs from two streams."""
+        """The world and a part of it in turns, each with an epoch of its own; on GPUs from two
+        streams."""
         members = [0, 1]
         part: Any = dist.new_group(members)  # a marker on ranks that are not in it
         mine = [self.member.group] + ([part] if self.member.rank in members else [])
@@ -232,11 +326,14 @@ class Checker:
         self.member.barrier()
 
     def graph_replayed(self) -> Iterator[float]:
-        """Two calls in one CUDA graph, replayed with other inputs each time; now and then an eager call between."""
+        """Two calls in one CUDA graph, replayed with other inputs each time; now and then an eager
+        call between."""
         group = self.member.group
         for shape in self.sizes.captured:
             operands = self._draw(shape, self.dtypes[0], 1, group, bias=False)
-            outs = [poisoned(operands.out_shape, self.dtypes[0], self.member.device) for _ in range(2)]
+            outs = [
+                poisoned(operands.out_shape, self.dtypes[0], self.member.device) for _ in range(2)
+            ]
             self._call(operands, group, into=True)  # makes the workspace, compiles
             self.member.barrier()
             graph = torch.cuda.CUDAGraph()
@@ -275,7 +372,9 @@ def check(member: Member, calls: int) -> list[CheckRow]:
                 steps.now(f"world {member.world_size}, {checker.op}: {name}")
                 rows.append(checker.run(name))
                 verdict = "ok" if rows[-1].right else "[bold red]WRONG[/]"
-                steps.done(f"{verdict}, {rows[-1].calls} calls, worst error {rows[-1].share:.2g} of what is allowed")
+                steps.done(
+                    f"{verdict}, {rows[-1].calls} calls, worst error {rows[-1].share:.2g} of what is allowed"
+                )
     member.barrier()
     tw.close()
     return rows
@@ -284,19 +383,39 @@ def check(member: Member, calls: int) -> list[CheckRow]:
 def table_of(rows: list[CheckRow]) -> Table:
     """The rows as a table."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("operator", "world", "check", "calls of a rank", "error / allowed", "seconds", "", "paths taken"):
+    for name in (
+        "operator",
+        "world",
+        "check",
+        "calls of a rank",
+        "error / allowed",
+        "seconds",
+        "",
+        "paths taken",
+    ):
         numeric = name in ("world", "calls of a rank", "error / allowed", "seconds")
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=name != "paths taken")
+        table.add_column(
+            name, justify="right" if numeric else "left", no_wrap=name != "paths taken"
+        )
     for row in rows:
         verdict = "[green]ok[/]" if row.right else "[bold red]WRONG[/]"
         table.add_row(
-            row.op, str(row.world_size), row.name, str(row.calls), f"{row.share:.2g}", f"{row.seconds:.1f}", verdict,
+            row.op,
+            str(row.world_size),
+            row.name,
+            str(row.calls),
+            f"{row.share:.2g}",
+            f"{row.seconds:.1f}",
+            verdict,
             row.paths,
-        )  # fmt: skip
+        )
     return table
 
 
 def note_on(paths: Iterable[str]) -> list[str]:
-    """A line where no kernel of ours was checked: every path, of one case or several by commas, is unfused."""
+    """A line where no kernel of ours was checked: every path, of one case or several by commas, is
+    unfused."""
     taken = {path for several in paths for path in several.split(", ")}
-    return ["note: every path taken is unfused: torch and its collectives were checked, no kernel"] * (taken == {"unfused"})
+    return [
+        "note: every path taken is unfused: torch and its collectives were checked, no kernel"
+    ] * (taken == {"unfused"})

@@ -1,8 +1,9 @@
 """``tileweave demo``: every fused operator end to end on this machine, checked, and drawn.
 
-Without GPUs the real Triton kernels run in Triton's interpreter, one process a rank, over shared host memory; with two
-GPUs or more the compiled kernels run. Each case is several calls on fresh data, so that slots and epochs wrap; every
-result is compared with fp32 computed locally. The last call of a case is recorded: what was sent, signalled, awaited.
+Without GPUs the real Triton kernels run in Triton's interpreter, one process a rank, over shared
+host memory; with two GPUs or more the compiled kernels run. Each case is several calls on fresh
+data, so that slots and epochs wrap; every result is compared with fp32 computed locally. The last
+call of a case is recorded: what was sent, signalled, awaited.
 
 A new operator adds one entry to :data:`DEMOS`.
 """
@@ -33,10 +34,12 @@ CALLS = 4  # both slots twice
 
 @dataclass(frozen=True)
 class DemoCase:
-    """Several calls of one operator. ``shape``: sizes of one rank; ``drawn``: its trace goes into the picture.
+    """Several calls of one operator. ``shape``: sizes of one rank; ``drawn``: its trace goes into
+    the picture.
 
-    ``second``: with the second result, the gathered input or the sum before the norm (the recorded call has one result).
-    ``late_seconds``: how much later than the others the last rank makes the recorded call.
+    ``second``: with the second result, the gathered input or the sum before the norm (the recorded
+    call has one result). ``late_seconds``: how much later than the others the last rank makes the
+    recorded call.
     """
 
     op: str
@@ -51,7 +54,8 @@ class DemoCase:
 
 @dataclass(frozen=True)
 class DemoRow:
-    """What came out of a case; bytes, signals and waits are those of one rank and call, mean over ranks."""
+    """What came out of a case; bytes, signals and waits are those of one rank and call, mean over
+    ranks."""
 
     case: DemoCase
     path: str
@@ -77,84 +81,152 @@ class DemoResult:
 
 
 def _all_gather_matmul(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """Random odd sizes, then the column-parallel layers of a Llama-3-8B block: hidden 4096, qkv 6144, gate+up 28672.
+    """Random odd sizes, then the column-parallel layers of a Llama-3-8B block: hidden 4096, qkv
+    6144, gate+up 28672.
 
     Prefill is long enough for copy engines, a chunk and decoding are pushed by the kernel itself.
     """
     op = "all_gather_matmul"
     scale = 1 if on_gpu else 32
     prefill, chunk, decode = (2048, 128, 16) if on_gpu else (64, 32, 2)
-    hidden, qkv, gate_up = 4096 // scale, 6144 // scale // world_size, 2 * 14336 // scale // world_size
+    hidden, qkv, gate_up = (
+        4096 // scale,
+        6144 // scale // world_size,
+        2 * 14336 // scale // world_size,
+    )
     odd_rows, odd_cols, odd_depth = (1021, 1000, 1240) if on_gpu else (67, 50, 100)
     half = torch.bfloat16 if on_gpu else torch.float16
     first = torch.float16 if on_gpu else torch.float32
     scaled, late = ("", 3e-4) if on_gpu else (f", 1/{scale}", 0.5)
     chunked = Shape(chunk, gate_up, hidden)
     return [
-        DemoCase(op, "random, odd sizes, bias", Shape(odd_rows, odd_cols, odd_depth), first, bias=True),
+        DemoCase(
+            op, "random, odd sizes, bias", Shape(odd_rows, odd_cols, odd_depth), first, bias=True
+        ),
         DemoCase(op, "random, gathered too", Shape(24, odd_cols, odd_depth), first, second=True),
-        DemoCase(op, f"Llama-3-8B qkv, prefill{scaled}", Shape(prefill, qkv, hidden), half, drawn=True),
+        DemoCase(
+            op, f"Llama-3-8B qkv, prefill{scaled}", Shape(prefill, qkv, hidden), half, drawn=True
+        ),
         DemoCase(op, f"Llama-3-8B gate+up, prefill{scaled}", Shape(prefill, gate_up, hidden), half),
         DemoCase(op, f"Llama-3-8B gate+up, chunk{scaled}", chunked, torch.bfloat16, drawn=True),
-        DemoCase(op, "the same, last rank late", chunked, torch.bfloat16, drawn=True, late_seconds=late),
+        DemoCase(
+            op, "the same, last rank late", chunked, torch.bfloat16, drawn=True, late_seconds=late
+        ),
         DemoCase(op, f"Llama-3-8B qkv, decode{scaled}", Shape(decode, qkv, hidden), half),
         DemoCase(op, f"Llama-3-8B gate+up, decode{scaled}", Shape(decode, gate_up, hidden), half),
     ]
 
 
 def _matmul_reduce_scatter(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """Odd sizes, then the row-parallel layers of a Llama-3-8B block: attention's output 4096, the MLP's second 14336."""
+    """Odd sizes, then the row-parallel layers of a Llama-3-8B block: attention's output 4096, the
+    MLP's second 14336."""
     op = "matmul_reduce_scatter"
     scale = 1 if on_gpu else 32
     prefill, chunk = (2048, 128) if on_gpu else (32, 16)
-    hidden, attention, mlp = 4096 // scale, 4096 // scale // world_size, 14336 // scale // world_size
+    hidden, attention, mlp = (
+        4096 // scale,
+        4096 // scale // world_size,
+        14336 // scale // world_size,
+    )
     odd = Shape(1021, 1000, 1240) if on_gpu else Shape(17, 50, 100)
     half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
     return [
-        DemoCase(op, "random, odd sizes, bias", odd, torch.float16 if on_gpu else torch.float32, bias=True),
-        DemoCase(op, f"Llama-3-8B attention out, prefill{scaled}", Shape(prefill, hidden, attention), half),
+        DemoCase(
+            op,
+            "random, odd sizes, bias",
+            odd,
+            torch.float16 if on_gpu else torch.float32,
+            bias=True,
+        ),
+        DemoCase(
+            op,
+            f"Llama-3-8B attention out, prefill{scaled}",
+            Shape(prefill, hidden, attention),
+            half,
+        ),
         DemoCase(op, f"Llama-3-8B down, prefill{scaled}", Shape(prefill, hidden, mlp), half),
         DemoCase(op, f"Llama-3-8B down, chunk{scaled}", Shape(chunk, hidden, mlp), torch.bfloat16),
     ]
 
 
 def _matmul_all_reduce(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """The same layers when decoding: a row or a few, with the residual and the norm that follow in serving."""
+    """The same layers when decoding: a row or a few, with the residual and the norm that follow in
+    serving."""
     op = "matmul_all_reduce"
     scale = 1 if on_gpu else 32
-    hidden, attention, mlp = 4096 // scale, 4096 // scale // world_size, 14336 // scale // world_size
+    hidden, attention, mlp = (
+        4096 // scale,
+        4096 // scale // world_size,
+        14336 // scale // world_size,
+    )
     half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
     many = 256 if on_gpu else 64
     return [
-        DemoCase(op, "random, odd sizes, bias", Shape(5, 50, 100), torch.float16 if on_gpu else torch.float32, bias=True),
+        DemoCase(
+            op,
+            "random, odd sizes, bias",
+            Shape(5, 50, 100),
+            torch.float16 if on_gpu else torch.float32,
+            bias=True,
+        ),
         DemoCase(op, f"Llama-3-8B down, 1 token{scaled}", Shape(1, hidden, mlp), half),
-        DemoCase(op, f"Llama-3-8B attention out, 16 tokens, norm{scaled}", Shape(16, hidden, attention), half, second=True),
-        DemoCase(op, f"Llama-3-8B down, {many} tokens{scaled}", Shape(many, hidden, mlp), torch.bfloat16),
+        DemoCase(
+            op,
+            f"Llama-3-8B attention out, 16 tokens, norm{scaled}",
+            Shape(16, hidden, attention),
+            half,
+            second=True,
+        ),
+        DemoCase(
+            op, f"Llama-3-8B down, {many} tokens{scaled}", Shape(many, hidden, mlp), torch.bfloat16
+        ),
     ]
 
 
 def _matmul_all_to_all(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """The QKV projection of Ulysses-style sequence parallelism: hidden 4096, 64 heads of 128, GQA: 10240 columns."""
+    """The QKV projection of Ulysses-style sequence parallelism: hidden 4096, 64 heads of 128, GQA:
+    10240 columns."""
     op, scale = "matmul_all_to_all", 1 if on_gpu else 64
     half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
     first = torch.float16 if on_gpu else torch.float32
     return [
-        DemoCase(op, "random, odd sizes, bias", Shape(1021, 1000, 1240) if on_gpu else Shape(17, 25, 50), first, bias=True),
-        DemoCase(op, f"Ulysses QKV, 16384 tokens{scaled}", Shape(16384 // world_size // scale, 10240 // world_size // scale,
-                 4096 // scale), half),
-    ]  # fmt: skip
+        DemoCase(
+            op,
+            "random, odd sizes, bias",
+            Shape(1021, 1000, 1240) if on_gpu else Shape(17, 25, 50),
+            first,
+            bias=True,
+        ),
+        DemoCase(
+            op,
+            f"Ulysses QKV, 16384 tokens{scaled}",
+            Shape(16384 // world_size // scale, 10240 // world_size // scale, 4096 // scale),
+            half,
+        ),
+    ]
 
 
 def _all_to_all_matmul(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """The output projection of the same layer: 8192 columns of heads, of which a rank has a share."""
+    """The output projection of the same layer: 8192 columns of heads, of which a rank has a
+    share."""
     op, scale = "all_to_all_matmul", 1 if on_gpu else 64
     half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
     first = torch.float16 if on_gpu else torch.float32
     return [
-        DemoCase(op, "random, odd sizes, bias", Shape(1021, 1000, 1240) if on_gpu else Shape(17, 50, 25), first, bias=True),
-        DemoCase(op, f"Ulysses output, 16384 tokens{scaled}", Shape(16384 // world_size // scale, 4096 // scale,
-                 8192 // world_size // scale), half),
-    ]  # fmt: skip
+        DemoCase(
+            op,
+            "random, odd sizes, bias",
+            Shape(1021, 1000, 1240) if on_gpu else Shape(17, 50, 25),
+            first,
+            bias=True,
+        ),
+        DemoCase(
+            op,
+            f"Ulysses output, 16384 tokens{scaled}",
+            Shape(16384 // world_size // scale, 4096 // scale, 8192 // world_size // scale),
+            half,
+        ),
+    ]
 
 
 def _embedding_bag_all_to_all(on_gpu: bool, world_size: int) -> list[DemoCase]:
@@ -164,9 +236,13 @@ def _embedding_bag_all_to_all(on_gpu: bool, world_size: int) -> list[DemoCase]:
     samples = 1024 if on_gpu else 4
     return [
         DemoCase(op, "random, odd sizes, weighted", Shape(samples + 1, 3, 13), first, bias=True),
-        DemoCase(op, "DLRM, 8 tables a rank" if on_gpu else "DLRM, 2 tables a rank",
-                 Shape(samples, 8 if on_gpu else 2, 128 if on_gpu else 16), torch.bfloat16),
-    ]  # fmt: skip
+        DemoCase(
+            op,
+            "DLRM, 8 tables a rank" if on_gpu else "DLRM, 2 tables a rank",
+            Shape(samples, 8 if on_gpu else 2, 128 if on_gpu else 16),
+            torch.bfloat16,
+        ),
+    ]
 
 
 def _experts(op: str) -> Callable[[bool, int], list[DemoCase]]:
@@ -176,10 +252,20 @@ def _experts(op: str) -> Callable[[bool, int], list[DemoCase]]:
         half, scale = (torch.bfloat16, 1) if on_gpu else (torch.float16, 64)
         odd = Shape(301, 328, 200) if on_gpu else Shape(3, 24, 20)
         return [
-            DemoCase(op, "random, odd sizes, weighted", odd, torch.float16 if on_gpu else torch.float32, bias=True),
-            DemoCase(op, "Qwen3-MoE, 2 experts a rank" + ("" if on_gpu else f", 1/{scale}"),
-                     Shape(1024 if on_gpu else 4, 4096 // scale, 1536 // scale), half),
-        ]  # fmt: skip
+            DemoCase(
+                op,
+                "random, odd sizes, weighted",
+                odd,
+                torch.float16 if on_gpu else torch.float32,
+                bias=True,
+            ),
+            DemoCase(
+                op,
+                "Qwen3-MoE, 2 experts a rank" + ("" if on_gpu else f", 1/{scale}"),
+                Shape(1024 if on_gpu else 4, 4096 // scale, 1536 // scale),
+                half,
+            ),
+        ]
 
     return cases
 
@@ -197,7 +283,8 @@ DEMOS: dict[str, Callable[[bool, int], list[DemoCase]]] = {
 
 
 def demo(member: Member) -> DemoResult:
-    """Every case of every operator, on every rank of the world; collective. Only rank 0 shows progress."""
+    """Every case of every operator, on every rank of the world; collective. Only rank 0 shows
+    progress."""
     cases = [case for op in tw.OPERATORS for case in DEMOS[op](member.on_gpu, member.world_size)]
     rows, traces = [], []
     with Steps("demo", len(cases), show=member.rank == 0) as steps:
@@ -210,7 +297,11 @@ def demo(member: Member) -> DemoResult:
             verdict = "" if row.right else "[bold red]WRONG[/] "
             steps.done(f"{verdict}error {row.error:.1e}, {row.path}")
     tw.close()
-    where = torch.cuda.get_device_name() if member.on_gpu else "CPU, interpreted kernels over shared host memory"
+    where = (
+        torch.cuda.get_device_name()
+        if member.on_gpu
+        else "CPU, interpreted kernels over shared host memory"
+    )
     return DemoResult(member.world_size, where, rows, traces)
 
 
@@ -219,7 +310,15 @@ def _run_case(member: Member, case: DemoCase, seed: int, steps: Steps) -> tuple[
     errors, recording = [0.0], None
     for call in range(CALLS):
         steps.detail(f"call {call + 1} of {CALLS}")
-        operands = subject.draw(case.shape, case.dtype, member.device, member.rank, member.world_size, seed + call, case.bias)
+        operands = subject.draw(
+            case.shape,
+            case.dtype,
+            member.device,
+            member.rank,
+            member.world_size,
+            seed + call,
+            case.bias,
+        )
         if call == CALLS - 1:
             member.barrier()  # so that the picture shows the call, not who drew numbers faster
             if member.rank == member.world_size - 1 and case.late_seconds:
@@ -227,7 +326,11 @@ def _run_case(member: Member, case: DemoCase, seed: int, steps: Steps) -> tuple[
             recording = subject.record(operands, member.group)
             out, second = recording.out, None
         else:
-            place = poisoned(operands.out_shape, case.dtype, member.device) if call % 2 and not case.second else None
+            place = (
+                poisoned(operands.out_shape, case.dtype, member.device)
+                if call % 2 and not case.second
+                else None
+            )
             out, second = subject.call(operands, member.group, place, case.second)
         tw.synchronize(member.group)
         errors.append(subject.error(operands, out, second))
@@ -236,7 +339,9 @@ def _run_case(member: Member, case: DemoCase, seed: int, steps: Steps) -> tuple[
     title = f"{case.op}, {case.name}: {case.shape} a rank, {short(recording.plan)}"
     trace = gather(title, recording, member.group)
     figures = summary(trace)
-    waited = sum(rank.waited_total_ns / max(rank.programs, 1) for rank in figures) / len(figures) / 1e3
+    waited = (
+        sum(rank.waited_total_ns / max(rank.programs, 1) for rank in figures) / len(figures) / 1e3
+    )
     sent = _mean(recording.sent_bytes, member)
     signals = _mean(recording.signals, member)
     right = error <= TOLERANCE[case.dtype]
@@ -251,11 +356,13 @@ def _mean(value: float, member: Member) -> float:
 
 
 _LEAST_WHAT = 27  # columns of "what", which shrinks first
-_DISPENSABLE = ("allowed", "dtype", "m, n, K of a rank", "signals", "sent", "waited", "path taken")  # in this order
+# in this order
+_DISPENSABLE = ("allowed", "dtype", "m, n, K of a rank", "signals", "sent", "waited", "path taken")
 
 
 def table_of(result: DemoResult, width: int = 190) -> Table:
-    """The demo's result as a table of at most ``width`` columns, if need be without figures that matter least."""
+    """The demo's result as a table of at most ``width`` columns, if need be without figures that
+    matter least."""
     rows = result.rows
     cells = {
         "operator": [row.case.op for row in rows],
@@ -277,16 +384,28 @@ def table_of(result: DemoResult, width: int = 190) -> Table:
         dropped.append(name)
         del cells[name]
     title = f"{result.world_size} ranks on {result.where}; sent, signals, waited (-: not seen): one rank, one call"
-    caption = f"no room for: {'; '.join(dropped)}" if dropped else None  # a semicolon: names have commas
+    # a semicolon: names have commas
+    caption = f"no room for: {'; '.join(dropped)}" if dropped else None
     table = Table(
-        title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         pad_edge=False,
-    )  # fmt: skip
+    )
     spare = max(width - _least_width(cells), 0)
     for name in cells:
         most = _LEAST_WHAT + spare if name == "what" else None
         justify = "right" if name in ("error", "waited", "sent", "signals", "allowed") else "left"
-        table.add_column(name, justify=justify, no_wrap=True, min_width=7 if name == "verdict" else None, max_width=most)
+        table.add_column(
+            name,
+            justify=justify,
+            no_wrap=True,
+            min_width=7 if name == "verdict" else None,
+            max_width=most,
+        )
     signs = {"ok": "[green]ok[/]", "WRONG": "[bold red]WRONG[/]"}
     for line in zip(*cells.values(), strict=True):
         table.add_row(*[signs.get(cell, cell) for cell in line])
@@ -294,7 +413,8 @@ def table_of(result: DemoResult, width: int = 190) -> Table:
 
 
 def _least_width(cells: dict[str, list[str]]) -> int:
-    """Columns of the terminal that a table of ``cells`` takes at least: two stand between two columns."""
+    """Columns of the terminal that a table of ``cells`` takes at least: two stand between two
+    columns."""
     widths = {name: max(map(len, [name, *column])) for name, column in cells.items()}
     return sum(widths.values()) - max(widths["what"] - _LEAST_WHAT, 0) + 2 * len(widths)
 
@@ -333,14 +453,21 @@ def write_picture(traces: Sequence[Trace], folder: Path) -> Path:
     return picture
 
 
-def trace_one(member: Member, op: str, rows: int, cols: int, depth: int, dtype: str) -> tuple[Trace, Plan]:
-    """The second call of an operator on random data, recorded; sizes are those of one rank. Collective."""
+def trace_one(
+    member: Member, op: str, rows: int, cols: int, depth: int, dtype: str
+) -> tuple[Trace, Plan]:
+    """The second call of an operator on random data, recorded; sizes are those of one rank.
+    Collective."""
     subject = SUBJECTS[op]
     shape = Shape(rows, cols, depth)
-    operands = subject.draw(shape, getattr(torch, dtype), member.device, member.rank, member.world_size, 1, False)
+    operands = subject.draw(
+        shape, getattr(torch, dtype), member.device, member.rank, member.world_size, 1, False
+    )
     subject.record(operands, member.group)
     member.barrier()
     recording = subject.record(operands, member.group)
     tw.synchronize(member.group)
-    trace = gather(f"{op}: {shape} a rank, {dtype}, {short(recording.plan)}", recording, member.group)
+    trace = gather(
+        f"{op}: {shape} a rank, {dtype}, {short(recording.plan)}", recording, member.group
+    )
     return trace, recording.plan

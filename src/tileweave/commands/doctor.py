@@ -1,6 +1,7 @@
 """``tileweave doctor``: what this machine has, what will run on it, and why the rest will not.
 
-Starts no process and no process group, and never fails: what cannot be found out is reported as such.
+Starts no process and no process group, and never fails: what cannot be found out is reported as
+such.
 """
 
 from __future__ import annotations
@@ -33,7 +34,15 @@ from tileweave.planning.matmul import (
 from tileweave.planning.sharding import plan_embedding
 
 LEAST_TORCH, LEAST_TRITON = (2, 11), (3, 6)
-_TROUBLE = (RuntimeError, OSError, ImportError, AttributeError, ValueError, TypeError, AssertionError)
+_TROUBLE = (
+    RuntimeError,
+    OSError,
+    ImportError,
+    AttributeError,
+    ValueError,
+    TypeError,
+    AssertionError,
+)
 _PLANS = {
     "all_gather_matmul": plan_all_gather_matmul,
     "matmul_reduce_scatter": plan_matmul_reduce_scatter,
@@ -93,7 +102,8 @@ def diagnose() -> Diagnosis:
 
 
 def _guarded(question: Callable[[], Any], otherwise: Any) -> Any:
-    """The answer, or ``otherwise`` where asking fails in one of the ways in which drivers and builds fail."""
+    """The answer, or ``otherwise`` where asking fails in one of the ways in which drivers and
+    builds fail."""
     try:
         return question()
     except _TROUBLE:
@@ -112,7 +122,11 @@ def _machine() -> Machine:
 
 def _software() -> list[Fact]:
     facts = [
-        Fact("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}", True),
+        Fact(
+            "python",
+            f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+            True,
+        ),
         Fact("tileweave", version_of("tileweave") or "not installed, run from its source"),
         Fact("torch", torch.__version__, _at_least(torch.__version__, LEAST_TORCH)),
     ]
@@ -121,10 +135,14 @@ def _software() -> list[Fact]:
     facts.append(Fact("triton", triton or "missing: no kernel can run", new_enough))
     facts.append(Fact("CUDA of torch", torch.version.cuda or "none: a CPU build"))
     facts.append(Fact("NCCL of torch", (nccl_version() if torch.version.cuda else None) or "none"))
-    facts.append(Fact("distributed", "available" if dist.is_available() else "missing", dist.is_available()))
+    facts.append(
+        Fact("distributed", "available" if dist.is_available() else "missing", dist.is_available())
+    )
     for name, purpose in _OPTIONAL.items():
         version = version_of(name)
-        facts.append(Fact(name, version or f"missing; needed for {purpose}", None if version else False))
+        facts.append(
+            Fact(name, version or f"missing; needed for {purpose}", None if version else False)
+        )
     return facts
 
 
@@ -136,7 +154,13 @@ def _at_least(version: str, least: tuple[int, int]) -> bool:
 def _devices(count: int) -> list[Fact]:
     facts = []
     driver = _guarded(lambda: ctypes.CDLL("libcuda.so.1") is not None, False)
-    facts.append(Fact("NVIDIA driver", "found" if driver else "none (libcuda.so.1 cannot be loaded)", driver or None))
+    facts.append(
+        Fact(
+            "NVIDIA driver",
+            "found" if driver else "none (libcuda.so.1 cannot be loaded)",
+            driver or None,
+        )
+    )
     for index in range(count):
         properties = _guarded(lambda index=index: torch.cuda.get_device_properties(index), None)
         if properties is None:
@@ -152,11 +176,22 @@ def _devices(count: int) -> list[Fact]:
         )
     if not count:
         facts.append(Fact("GPUs", "none"))
-    facts.append(Fact("CPU cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())))
+    facts.append(
+        Fact(
+            "CPU cores",
+            str(
+                len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+            ),
+        )
+    )
     shm = Path("/dev/shm")
     free = _guarded(lambda: shutil.disk_usage(shm).free, 0)
     usable = shm.is_dir() and os.access(shm, os.W_OK)
-    text = f"/dev/shm, {free / 2**20:.0f} MiB free" if usable else "no /dev/shm: the temporary folder is used, slower"
+    text = (
+        f"/dev/shm, {free / 2**20:.0f} MiB free"
+        if usable
+        else "no /dev/shm: the temporary folder is used, slower"
+    )
     facts.append(Fact("shared host memory", text, usable))
     facts.append(Fact("NVLink multicast", "not needed"))
     for name in sorted(os.environ):
@@ -166,18 +201,26 @@ def _devices(count: int) -> list[Fact]:
 
 
 def _verdicts(count: int, linked: bool, machine: Machine) -> list[Fact]:
-    """What will run here, and why the rest will not. Plans only where there are compiled kernels to plan with."""
+    """What will run here, and why the rest will not. Plans only where there are compiled kernels to
+    plan with."""
     compiled = _compiled(count, linked, machine)
     verdicts = [_interpreted(), compiled]
     if compiled.good:
         for op in _PLANS:
             for m, n, k in _TYPICAL[op]:
                 size = min(count, 8)
-                problem = Problem(size, *Case(op, "", m, n, k, False, "large").shard(size), 2, "bfloat16")
-                plan = _guarded(lambda op=op, problem=problem: str(_PLANS[op](problem, machine, False)), "unknown")
+                problem = Problem(
+                    size, *Case(op, "", m, n, k, False, "large").shard(size), 2, "bfloat16"
+                )
+                plan = _guarded(
+                    lambda op=op, problem=problem: str(_PLANS[op](problem, machine, False)),
+                    "unknown",
+                )
                 verdicts.append(Fact(f"{op} {m}, {n}, {k}", str(plan)))
         lookups = str(plan_embedding(min(count, 8), 512, 8.0, machine, False))
-        verdicts.append(Fact("embedding_bag_all_to_all, 128 columns of fp32, 8 rows a bag", lookups))
+        verdicts.append(
+            Fact("embedding_bag_all_to_all, 128 columns of fp32, 8 rows a bag", lookups)
+        )
     return verdicts
 
 
@@ -198,20 +241,32 @@ def _compiled(count: int, linked: bool, machine: Machine) -> Fact:
         reason = "one GPU, and a group needs one for each rank" if count else "no GPU"
         return Fact(name, f"no: {reason}; operators on CPU tensors run unfused", False)
     if not linked:
-        return Fact(name, "no: some GPUs cannot access each other's memory (see the matrix); unfused there", False)
+        return Fact(
+            name,
+            "no: some GPUs cannot access each other's memory (see the matrix); unfused there",
+            False,
+        )
     if machine.backend == "cuda" and machine.arch < 80:
         return Fact(name, f"no: sm_{machine.arch} is below sm_80", False)
     lacking = _lacking()
     if lacking:
         return Fact(name, f"no: {lacking}", False)
-    unfused = why_no_kernel("bfloat16", machine)  # what the planners of all operators with matmuls ask
-    of_what = f"embeddings fused; matmuls and experts unfused: {unfused}" if unfused else "bf16 and fp16 fused, fp32 unfused"
+    # what the planners of all operators with matmuls ask
+    unfused = why_no_kernel("bfloat16", machine)
+    of_what = (
+        f"embeddings fused; matmuls and experts unfused: {unfused}"
+        if unfused
+        else "bf16 and fp16 fused, fp32 unfused"
+    )
     return Fact(name, f"yes: worlds of 2 to {min(count, 8)} ranks, {of_what}", True)
 
 
 def _lacking() -> str:
     """What software compiled kernels need and do not have here; empty where nothing is missing."""
-    for package, version, least in (("torch", torch.__version__, LEAST_TORCH), ("triton", version_of("triton"), LEAST_TRITON)):
+    for package, version, least in (
+        ("torch", torch.__version__, LEAST_TORCH),
+        ("triton", version_of("triton"), LEAST_TRITON),
+    ):
         wanted = ".".join(map(str, least))
         if version is None:
             return f"{package} is missing; remedy: pip install '{package}>={wanted}'"

@@ -1,4 +1,5 @@
-"""The command ``tileweave simulate``: parses, shows progress and tables, and delegates to ``sim``."""
+"""The command ``tileweave simulate``: parses, shows progress and tables, and delegates to
+``sim``."""
 
 from __future__ import annotations
 
@@ -20,7 +21,18 @@ from tileweave.errors import InputError, require
 
 try:
     from tileweave.sim import advise as advice
-    from tileweave.sim import astra, chakra, dlrm, fit, moe, perfetto, report, serving, training, trust
+    from tileweave.sim import (
+        astra,
+        chakra,
+        dlrm,
+        fit,
+        moe,
+        perfetto,
+        report,
+        serving,
+        training,
+        trust,
+    )
     from tileweave.sim import replay as replaying
     from tileweave.sim.cells import RULE, holds_cells, read_cells
     from tileweave.sim.costs import Calibration, Costs, load_calibration
@@ -33,7 +45,9 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("simpy", "yaml", "google", "google.protobuf"):
         raise
-    raise SystemExit("tileweave simulate needs simpy, pyyaml and protobuf: pip install simpy pyyaml protobuf") from None
+    raise SystemExit(
+        "tileweave simulate needs simpy, pyyaml and protobuf: pip install simpy pyyaml protobuf"
+    ) from None
 
 app = typer.Typer(
     help="Predict what fusion brings on a cluster, from measured calibration; needs no GPU.",
@@ -41,20 +55,48 @@ app = typer.Typer(
     add_completion=False,
 )
 
-Device = Annotated[str, typer.Option(help="a100-pcie, a100, h800, h100, h200, b200, mi210 or mi300x.")]
-Net = Annotated[str, typer.Option(help="What joins nodes: ib-100 to ib-800, rail-400, rail-800, torus-200, torus-400.")]
+Device = Annotated[
+    str, typer.Option(help="a100-pcie, a100, h800, h100, h200, b200, mi210 or mi300x.")
+]
+Net = Annotated[
+    str,
+    typer.Option(
+        help="What joins nodes: ib-100 to ib-800, rail-400, rail-800, torus-200, torus-400."
+    ),
+]
 Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes.")]
 Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs in all.")]
-PerNode = Annotated[int | None, typer.Option(min=1, help="GPUs of a node (default: as the device usually has).")]
+PerNode = Annotated[
+    int | None, typer.Option(min=1, help="GPUs of a node (default: as the device usually has).")
+]
 Tp = Annotated[int, typer.Option(help="Tensor-parallel degree, inside a node.")]
-Imbalance = Annotated[float, typer.Option(help="How far the busiest GPU is above the average; 0: none, 0.3: 30 %.")]
-Out = Annotated[Path | None, typer.Option(help="Folder for plots, a Perfetto trace and the numbers as JSON.")]
-Advise = Annotated[bool, typer.Option("--advise", help="Try every degree; say which is best, and which operators to fuse.")]
-Sense = Annotated[bool, typer.Option("--sensitivity/--no-sensitivity", help="What moves the result.")]
-Export = Annotated[Path | None, typer.Option(help="Folder for Chakra traces (.et) and ASTRA-sim's network and system files.")]
+Imbalance = Annotated[
+    float, typer.Option(help="How far the busiest GPU is above the average; 0: none, 0.3: 30 %.")
+]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder for plots, a Perfetto trace and the numbers as JSON.")
+]
+Advise = Annotated[
+    bool,
+    typer.Option(
+        "--advise", help="Try every degree; say which is best, and which operators to fuse."
+    ),
+]
+Sense = Annotated[
+    bool, typer.Option("--sensitivity/--no-sensitivity", help="What moves the result.")
+]
+Export = Annotated[
+    Path | None,
+    typer.Option(help="Folder for Chakra traces (.et) and ASTRA-sim's network and system files."),
+]
 Detail = Annotated[Literal["operators", "tasks"], typer.Option(help="How finely --export writes.")]
-Calib = Annotated[Path | None, typer.Option(help="A calibration file (default: the one measured on H200).")]
-Cells = Annotated[list[Path] | None, typer.Option(help="Results of measurements, files or folders (default: docs/results).")]
+Calib = Annotated[
+    Path | None, typer.Option(help="A calibration file (default: the one measured on H200).")
+]
+Cells = Annotated[
+    list[Path] | None,
+    typer.Option(help="Results of measurements, files or folders (default: docs/results)."),
+]
 
 
 @contextmanager
@@ -70,7 +112,9 @@ def _calibration(path: Path | None) -> Calibration:
     return load_calibration(str(path) if path else None)
 
 
-def _cluster(device: str, network: str, nodes: int | None, gpus: int | None, per_node: int | None) -> Cluster:
+def _cluster(
+    device: str, network: str, nodes: int | None, gpus: int | None, per_node: int | None
+) -> Cluster:
     made = make_cluster(device, network, nodes or 1, per_node)
     if gpus is not None:
         if nodes is not None and nodes * made.gpus_per_node != gpus:
@@ -82,7 +126,13 @@ def _cluster(device: str, network: str, nodes: int | None, gpus: int | None, per
 
 
 def _show(
-    scenario: Scenario, calibration: Path | None, sense: bool, advise: bool, out: Path | None, export: Path | None, detail: Any
+    scenario: Scenario,
+    calibration: Path | None,
+    sense: bool,
+    advise: bool,
+    out: Path | None,
+    export: Path | None,
+    detail: Any,
 ) -> None:
     screen, used = console(), _calibration(calibration)
     folder_for(out)
@@ -110,27 +160,38 @@ def _show(
             say("writes traces")
             step = result.timelines["fused"]
             paths = chakra.export(step, export, detail=detail)
-            traced = with_gpus(scenario.cluster, step.world_size)  # one replica of a served model may be part of a node
+            # one replica of a served model may be part of a node
+            traced = with_gpus(scenario.cluster, step.world_size)
             paths += astra.export(traced, Costs(traced.device, used.coefficients), export)
         screen.print(f"wrote {len(paths)} files to {export}", markup=False)
 
 
-def _write(result: Result, scenario: Scenario, used: Calibration, out: Path, screen: Console) -> Iterator[Path]:
+def _write(
+    result: Result, scenario: Scenario, used: Calibration, out: Path, screen: Console
+) -> Iterator[Path]:
     out.mkdir(parents=True, exist_ok=True)
     name = scenario.title.replace(" ", "-")
     numbers = {
-        "title": result.title, "cluster": result.cluster, "notes": result.notes, "samples": result.samples, "unit": result.unit,
+        "title": result.title,
+        "cluster": result.cluster,
+        "notes": result.notes,
+        "samples": result.samples,
+        "unit": result.unit,
         "seconds": {mode: timeline.seconds for mode, timeline in result.timelines.items()},
         "phases": {mode: timeline.phases() for mode, timeline in result.timelines.items()},
-    }  # fmt: skip
+    }
     path = out / f"{name}.json"
     path.write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
     yield path
-    yield perfetto.write(perfetto.timeline_events(result.timelines["fused"]), out / f"{name}.trace.json")
+    yield perfetto.write(
+        perfetto.timeline_events(result.timelines["fused"]), out / f"{name}.trace.json"
+    )
     try:
         from tileweave.sim import plots
     except ModuleNotFoundError as error:
-        screen.print(f"no picture, since {error.name} is missing: pip install matplotlib", markup=False)
+        screen.print(
+            f"no picture, since {error.name} is missing: pip install matplotlib", markup=False
+        )
         return
     yield plots.plot_phases(result, out / f"{name}.png")
     if scenario.kind in ("dlrm", "train") and scenario.cluster.nodes > 1:
@@ -138,19 +199,25 @@ def _write(result: Result, scenario: Scenario, used: Calibration, out: Path, scr
 
 
 def sweep(scenario: Scenario, used: Calibration | None = None) -> list[tuple[int, Result]]:
-    """The scenario on 1/8, 1/4, 1/2, 1 and 2 times as many nodes, where it fits; the batch grows with the nodes."""
+    """The scenario on 1/8, 1/4, 1/2, 1 and 2 times as many nodes, where it fits; the batch grows
+    with the nodes."""
     found = []
     for factor in (0.125, 0.25, 0.5, 1, 2):
         nodes = int(scenario.cluster.nodes * factor)
         work = scenario.workload
         batch = work.global_batch * nodes if isinstance(work, training.Training) else 0
-        if nodes < 1 or batch % scenario.cluster.nodes:  # as many samples a node at every point, or no point
+        # as many samples a node at every point, or no point
+        if nodes < 1 or batch % scenario.cluster.nodes:
             continue
         if isinstance(work, training.Training):
             work = replace(work, dp=0, global_batch=batch // scenario.cluster.nodes)
         try:
-            cluster = replace(scenario.cluster, nodes=nodes, network=replace(scenario.cluster.network, dims=()))
-            found.append((nodes, simulate_all(replace(scenario, cluster=cluster, workload=work), used)))
+            cluster = replace(
+                scenario.cluster, nodes=nodes, network=replace(scenario.cluster.network, dims=())
+            )
+            found.append(
+                (nodes, simulate_all(replace(scenario, cluster=cluster, workload=work), used))
+            )
         except InputError:
             continue
     return found
@@ -159,27 +226,49 @@ def sweep(scenario: Scenario, used: Calibration | None = None) -> list[tuple[int
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="A workload in YAML, see docs/simulator.md.")],
-    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    out: Out = None,
+    advise: Advise = False,
+    sense: Sense = True,
+    export: Export = None,
+    detail: Detail = "operators",
     calibration: Calib = None,
-) -> None:  # fmt: skip
+) -> None:
     """Simulate what a YAML file describes."""
     _show(read_scenario(file), calibration, sense, advise, out, export, detail)
 
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Argument(help="gpt3-175b, llama2-70b, llama3-70b or llama3-405b.")] = "gpt3-175b",
-    tp: Tp = 8, pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-    dp: Annotated[int, typer.Option(help="Data-parallel degree; 0: all GPUs that tp and pp leave.")] = 0,
-    global_batch: Annotated[int, typer.Option(help="Samples of a step; 0: 8 micro-batches a stage.")] = 0,
+    model: Annotated[
+        str, typer.Argument(help="gpt3-175b, llama2-70b, llama3-70b or llama3-405b.")
+    ] = "gpt3-175b",
+    tp: Tp = 8,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    dp: Annotated[
+        int, typer.Option(help="Data-parallel degree; 0: all GPUs that tp and pp leave.")
+    ] = 0,
+    global_batch: Annotated[
+        int, typer.Option(help="Samples of a step; 0: 8 micro-batches a stage.")
+    ] = 0,
     micro_batch: Annotated[int, typer.Option(help="Samples that a stage computes at once.")] = 1,
     seq: Annotated[int, typer.Option(help="Tokens of a sample; 0: as the model was trained.")] = 0,
-    recompute: Annotated[Literal["none", "full"], typer.Option(help="full: a second forward before each backward.")] = "none",
-    device: Device = "h200", network: Net = "ib-400", nodes: Nodes = None, gpus: Gpus = None, gpus_per_node: PerNode = None,
-    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    recompute: Annotated[
+        Literal["none", "full"], typer.Option(help="full: a second forward before each backward.")
+    ] = "none",
+    device: Device = "h200",
+    network: Net = "ib-400",
+    nodes: Nodes = None,
+    gpus: Gpus = None,
+    gpus_per_node: PerNode = None,
+    out: Out = None,
+    advise: Advise = False,
+    sense: Sense = True,
+    export: Export = None,
+    detail: Detail = "operators",
     calibration: Calib = None,
-) -> None:  # fmt: skip
-    """One step of Megatron-style training: data x pipeline x tensor parallel, 1F1B, sequence parallel."""
+) -> None:
+    """One step of Megatron-style training: data x pipeline x tensor parallel, 1F1B, sequence
+    parallel."""
     work = training.by_name(
         _known(model, "transformers"),
         tp=tp,
@@ -196,15 +285,26 @@ def train(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="llama3-70b, llama2-70b, llama3-405b or gpt3-175b.")] = "llama3-70b",
+    model: Annotated[
+        str, typer.Argument(help="llama3-70b, llama2-70b, llama3-405b or gpt3-175b.")
+    ] = "llama3-70b",
     tp: Tp = 4,
-    phase: Annotated[Literal["prefill", "decode"], typer.Option(help="Whole prompts, or a token of each.")] = "prefill",
+    phase: Annotated[
+        Literal["prefill", "decode"], typer.Option(help="Whole prompts, or a token of each.")
+    ] = "prefill",
     batch: Annotated[int, typer.Option(help="Prompts at once.")] = 8,
-    seq: Annotated[int, typer.Option(help="Tokens of a prompt; in decode: those in the cache.")] = 2048,
-    device: Device = "h200", gpus_per_node: PerNode = None,
-    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    seq: Annotated[
+        int, typer.Option(help="Tokens of a prompt; in decode: those in the cache.")
+    ] = 2048,
+    device: Device = "h200",
+    gpus_per_node: PerNode = None,
+    out: Out = None,
+    advise: Advise = False,
+    sense: Sense = True,
+    export: Export = None,
+    detail: Detail = "operators",
     calibration: Calib = None,
-) -> None:  # fmt: skip
+) -> None:
     """One prefill or one decoding step, tensor parallel inside a node."""
     cluster = _cluster(device, "ib-400", None, None, gpus_per_node)
     work = serving.by_name(_known(model, "transformers"), tp=tp, phase=phase, batch=batch, seq=seq)
@@ -213,14 +313,27 @@ def serve(
 
 @app.command(name="moe")
 def moe_command(
-    model: Annotated[str, typer.Argument(help="qwen3-235b, deepseek-v3 or mixtral-8x7b.")] = "qwen3-235b",
-    ep: Annotated[int, typer.Option(help="GPUs that a layer's experts are spread over; 0: all.")] = 0,
+    model: Annotated[
+        str, typer.Argument(help="qwen3-235b, deepseek-v3 or mixtral-8x7b.")
+    ] = "qwen3-235b",
+    ep: Annotated[
+        int, typer.Option(help="GPUs that a layer's experts are spread over; 0: all.")
+    ] = 0,
     tokens: Annotated[int, typer.Option(help="Tokens of a GPU.")] = 4096,
-    seq: Annotated[int, typer.Option(help="Tokens of a sample, over which attention goes.")] = 4096, imbalance: Imbalance = 0.0,
-    device: Device = "h200", network: Net = "ib-400", nodes: Nodes = None, gpus: Gpus = None, gpus_per_node: PerNode = None,
-    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    seq: Annotated[int, typer.Option(help="Tokens of a sample, over which attention goes.")] = 4096,
+    imbalance: Imbalance = 0.0,
+    device: Device = "h200",
+    network: Net = "ib-400",
+    nodes: Nodes = None,
+    gpus: Gpus = None,
+    gpus_per_node: PerNode = None,
+    out: Out = None,
+    advise: Advise = False,
+    sense: Sense = True,
+    export: Export = None,
+    detail: Detail = "operators",
     calibration: Calib = None,
-) -> None:  # fmt: skip
+) -> None:
     """The layers of a mixture-of-experts model, forward, experts spread over ranks."""
     work = moe.by_name(_known(model, "moe"), ep=ep, tokens=tokens, seq=seq, imbalance=imbalance)
     scenario = Scenario("moe", work, _cluster(device, network, nodes, gpus, gpus_per_node))
@@ -231,38 +344,82 @@ def moe_command(
 def dlrm_command(
     model: Annotated[str, typer.Argument(help="dlrm-ours or dlrm-v2.")] = "dlrm-ours",
     imbalance: Imbalance = 0.0,
-    slices: Annotated[int, typer.Option(help="Messages that the fused operator cuts its result into, between nodes.")] = 8,
-    prefetch: Annotated[bool, typer.Option("--prefetch", help="Indices travel during the step before.")] = False,
-    device: Device = "h200", network: Net = "ib-400", nodes: Nodes = None, gpus: Gpus = None, gpus_per_node: PerNode = None,
-    out: Out = None, advise: Advise = False, sense: Sense = True, export: Export = None, detail: Detail = "operators",
+    slices: Annotated[
+        int,
+        typer.Option(help="Messages that the fused operator cuts its result into, between nodes."),
+    ] = 8,
+    prefetch: Annotated[
+        bool, typer.Option("--prefetch", help="Indices travel during the step before.")
+    ] = False,
+    device: Device = "h200",
+    network: Net = "ib-400",
+    nodes: Nodes = None,
+    gpus: Gpus = None,
+    gpus_per_node: PerNode = None,
+    out: Out = None,
+    advise: Advise = False,
+    sense: Sense = True,
+    export: Export = None,
+    detail: Detail = "operators",
     calibration: Calib = None,
-) -> None:  # fmt: skip
+) -> None:
     """One training step of a recommendation model, tables spread over ranks."""
-    work = dlrm.by_name(_known(model, "dlrm"), imbalance=imbalance, slices=slices, prefetch=prefetch)
+    work = dlrm.by_name(
+        _known(model, "dlrm"), imbalance=imbalance, slices=slices, prefetch=prefetch
+    )
     scenario = Scenario("dlrm", work, _cluster(device, network, nodes, gpus, gpus_per_node))
     _show(scenario, calibration, sense, advise, out, export, detail)
 
 
 @app.command()
 def replay(
-    traces: Annotated[list[Path], typer.Argument(help="Chakra traces (.et), one a rank, of this tool or of another.")],
-    network_file: Annotated[Path | None, typer.Option(help="ASTRA-sim's network YAML (else --device and --network).")] = None,
-    device: Device = "h200", network: Net = "ib-400", gpus_per_node: PerNode = None, out: Out = None,
-) -> None:  # fmt: skip
+    traces: Annotated[
+        list[Path],
+        typer.Argument(help="Chakra traces (.et), one a rank, of this tool or of another."),
+    ],
+    network_file: Annotated[
+        Path | None, typer.Option(help="ASTRA-sim's network YAML (else --device and --network).")
+    ] = None,
+    device: Device = "h200",
+    network: Net = "ib-400",
+    gpus_per_node: PerNode = None,
+    out: Out = None,
+) -> None:
     """Simulate Chakra traces: computation as recorded, collectives and messages by this model."""
     for path in traces:
-        require(path.is_file(), f"trace {path}", "files that exist, one a rank", "name .et files, such as DIR/*.et")
+        require(
+            path.is_file(),
+            f"trace {path}",
+            "files that exist, one a rank",
+            "name .et files, such as DIR/*.et",
+        )
     folder_for(out)
     screen, traces = console(), sorted(traces)
     cluster = replaying.cluster_for(traces, device, network, gpus_per_node)
     coefficients = load_calibration().coefficients
     if network_file is not None:
-        require(gpus_per_node is None, "--gpus-per-node beside --network-file", "one of both", "drop one: the file says it")
-        cluster = astra.read_network(network_file, cluster.device, Costs(cluster.device, coefficients))
+        require(
+            gpus_per_node is None,
+            "--gpus-per-node beside --network-file",
+            "one of both",
+            "drop one: the file says it",
+        )
+        cluster = astra.read_network(
+            network_file, cluster.device, Costs(cluster.device, coefficients)
+        )
         ranks = replaying.world_of(traces)
         asked = f"traces of {ranks} ranks on the {cluster.world_size} NPUs of {network_file}"
-        require(cluster.world_size == ranks, asked, "an NPU for each rank", "change npus_count, or take the traces' own file")
-        screen.print("note: the latency inside a node is the calibration's, not the file's", markup=False, style="dim")
+        require(
+            cluster.world_size == ranks,
+            asked,
+            "an NPU for each rank",
+            "change npus_count, or take the traces' own file",
+        )
+        screen.print(
+            "note: the latency inside a node is the calibration's, not the file's",
+            markup=False,
+            style="dim",
+        )
     for line in replaying.doubts(traces):
         screen.print(f"note: {line}", markup=False, style="yellow")
     with _progress(screen) as say:
@@ -275,17 +432,26 @@ def replay(
     for note in (*timeline.notes, *cluster_notes(cluster)):
         screen.print(f"note: {note}", markup=False, style="dim")
     if out is not None:
-        screen.print(f"wrote {perfetto.write(perfetto.timeline_events(timeline), out / 'replay.trace.json')}", markup=False)
+        screen.print(
+            f"wrote {perfetto.write(perfetto.timeline_events(timeline), out / 'replay.trace.json')}",
+            markup=False,
+        )
 
 
 @app.command(name="trust")
 def trust_command(
-    cells: Cells = None, calibration: Calib = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for a picture and all tables in Markdown.")] = None,
+    cells: Cells = None,
+    calibration: Calib = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for a picture and all tables in Markdown.")
+    ] = None,
     every: Annotated[bool, typer.Option("--every", help="Every cell, not only groups.")] = False,
-    device: Annotated[str, typer.Option(help="What the cells were measured on; the calibration is of H200.")] = "h200",
-) -> None:  # fmt: skip
-    """Errors against measured cells, fitted and held out apart; published tables beside the model."""
+    device: Annotated[
+        str, typer.Option(help="What the cells were measured on; the calibration is of H200.")
+    ] = "h200",
+) -> None:
+    """Errors against measured cells, fitted and held out apart; published tables beside the
+    model."""
     screen, used = console(), _calibration(calibration)
     if folder_for(out) is not None:
         need("tileweave simulate trust --out", "matplotlib")
@@ -305,7 +471,10 @@ def trust_command(
     if pairs:
         apart = f"{mean:.1%} apart (geometric mean), worst {worst:.1%}"
         screen.print(f"the same quantity measured in two runs: {pairs} pairs, {apart}")
-    screen.print(f"{len(measured)} times, {len(unsteady)} {UNSTEADY}; the others are {len(settled)} quantities", markup=False)
+    screen.print(
+        f"{len(measured)} times, {len(unsteady)} {UNSTEADY}; the others are {len(settled)} quantities",
+        markup=False,
+    )
     if every:
         screen.print(report.cell_table(judged))
     for cell in unknown:
@@ -314,14 +483,20 @@ def trust_command(
     if out is not None:
         from tileweave.sim import plots
 
-        tables = [report.summary_table(f"## {side}", trust.summarise(judged, side), True) for side in ("fit", "held out")]
+        tables = [
+            report.summary_table(f"## {side}", trust.summarise(judged, side), True)
+            for side in ("fit", "held out")
+        ]
         tables += [report.published_table(published, True), report.unsteady_table(unsteady)]
         tables.append(report.cell_table(judged, True))
         text = StringIO()
         Console(file=text, width=260, highlight=False).print(f"Rule: {RULE}.", *tables, sep="\n")
         lines = [line.rstrip() for line in text.getvalue().splitlines()]
         (out / "simulator-trust.md").write_text("\n".join(lines) + "\n", "utf-8")
-        screen.print(f"wrote {plots.plot_trust(judged, out / 'simulator-trust.png')} and simulator-trust.md", markup=False)
+        screen.print(
+            f"wrote {plots.plot_trust(judged, out / 'simulator-trust.png')} and simulator-trust.md",
+            markup=False,
+        )
 
 
 @app.command()
@@ -332,13 +507,18 @@ def calibrate(
     """Fit coefficients to measured cells, held-out ones left alone. Takes minutes."""
     file_for(to)
     screen = console()
-    used = fit.fit(settle(read_cells(_cell_files(cells)))[0], progress=lambda text: screen.print(text, markup=False))
+    used = fit.fit(
+        settle(read_cells(_cell_files(cells)))[0],
+        progress=lambda text: screen.print(text, markup=False),
+    )
     to.write_text(json.dumps(used.as_dict(), indent=1) + "\n", "utf-8")
     screen.print(f"wrote {to}", markup=False)
 
 
 @app.command()
-def crosscheck(nodes: Annotated[int, typer.Option(min=2, help="Nodes of one GPU each.")] = 128) -> None:
+def crosscheck(
+    nodes: Annotated[int, typer.Option(min=2, help="Nodes of one GPU each.")] = 128,
+) -> None:
     """Compare the network model with SimGrid, where that is installed."""
     screen = console()
     with _progress(screen) as say:
@@ -357,12 +537,22 @@ def machines() -> None:
     screen = console()
     table = Table("device", "bf16 TFLOP/s", "memory TB/s", "link GB/s", "inside", "source")
     for device in presets()["devices"].values():
-        rates = (f"{device.flops / 1e12:g}", f"{device.memory_rate / 1e12:g}", f"{device.link_rate / 1e9:g}")
+        rates = (
+            f"{device.flops / 1e12:g}",
+            f"{device.memory_rate / 1e12:g}",
+            f"{device.link_rate / 1e9:g}",
+        )
         table.add_row(device.name, *rates, device.inside, device.source)
     screen.print(table)
     table = Table("network", "NIC GB/s", "fraction", "latency us", "topology")
     for net in presets()["networks"].values():
-        table.add_row(net.name, f"{net.nic_rate / 1e9:g}", f"{net.fraction:g}", f"{net.latency * 1e6:g}", net.topology)
+        table.add_row(
+            net.name,
+            f"{net.nic_rate / 1e9:g}",
+            f"{net.fraction:g}",
+            f"{net.latency * 1e6:g}",
+            net.topology,
+        )
     screen.print(table)
     for kind in ("transformers", "moe", "dlrm"):
         screen.print(f"{kind}: {', '.join(catalogue(kind))}")
@@ -370,10 +560,18 @@ def machines() -> None:
 
 def _cell_files(cells: list[Path] | None) -> list[Path]:
     given = cells or [Path("docs/results")]
-    folders = [path for folder in given if folder.is_dir() for path in sorted(folder.glob("*.json")) if holds_cells(path)]
+    folders = [
+        path
+        for folder in given
+        if folder.is_dir()
+        for path in sorted(folder.glob("*.json"))
+        if holds_cells(path)
+    ]
     found = [path for path in cells or [] if not path.is_dir()] + folders
     if not found:
-        raise InputError("asked: measured cells; allowed: results files; remedy: pass --cells FILE, or run in the repository")
+        raise InputError(
+            "asked: measured cells; allowed: results files; remedy: pass --cells FILE, or run in the repository"
+        )
     return found
 
 
@@ -381,5 +579,7 @@ def _known(name: str, kind: str) -> str:
     from tileweave.sim.transformer import catalogue
 
     if name not in catalogue(kind):
-        raise InputError(f"asked: model {name!r}; allowed: {', '.join(catalogue(kind))}; remedy: one of these, or a YAML file")
+        raise InputError(
+            f"asked: model {name!r}; allowed: {', '.join(catalogue(kind))}; remedy: one of these, or a YAML file"
+        )
     return name

@@ -1,15 +1,17 @@
 """``tileweave check --stress``: thousands of calls in disorder, every result checked.
 
-All ranks follow one random list of moves: operator, shape, operands, group (the world, or a part of it), eager call or
-replay of a CUDA graph. Each group has a stream of its own. Each rank sleeps at moments of its own, before a call or behind
-it, on its stream or its host, so that ranks drift apart as far as the protocol lets them. Epochs start just below 2**31, where
-they become negative; half-way they are moved just below 2**32, where they become zero. Now and then slots are filled with NaN,
-where the protocol does not count on zeros. Shapes are few, one for each kernel that plans choose, so that compiling them does
-not take longer than calling them.
+All ranks follow one random list of moves: operator, shape, operands, group (the world, or a part of
+it), eager call or replay of a CUDA graph. Each group has a stream of its own. Each rank sleeps at
+moments of its own, before a call or behind it, on its stream or its host, so that ranks drift apart
+as far as the protocol lets them. Epochs start just below 2**31, where they become negative;
+half-way they are moved just below 2**32, where they become zero. Now and then slots are filled with
+NaN, where the protocol does not count on zeros. Shapes are few, one for each kernel that plans
+choose, so that compiling them does not take longer than calling them.
 
-The oracle: the first result of each set of operands is compared with fp32; every later one must have the same bits, which is
-what the library promises, and costs one comparison on the device, looked at once in a batch. Outputs are full of NaN before.
-Bits that differ within the tolerance are counted apart from wrong results.
+The oracle: the first result of each set of operands is compared with fp32; every later one must
+have the same bits, which is what the library promises, and costs one comparison on the device,
+looked at once in a batch. Outputs are full of NaN before. Bits that differ within the tolerance are
+counted apart from wrong results.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ from tileweave.transport.workspace import REGISTRY, Workspace
 _DATA = 3  # sets of operands of each operator and shape
 _BATCH = 64  # moves between two looks at what has gone wrong
 _BELOW_WRAP = 150  # calls of an instance until its epoch wraps
-_SLEEPY, _LONGEST = 0.06, 2e-3  # share of moves at which a rank sleeps, and how long at most, seconds
+# share of moves at which a rank sleeps, and how long at most, seconds
+_SLEEPY, _LONGEST = 0.06, 2e-3
 _REPLAYED = 0.25  # share of moves that replay a graph, where there are any
 _POISONED = 0.02  # share of batches after which slots are filled with NaN
 _HOST_SLEEPY = 0.01  # share of moves at which its host does
-# Operators whose signals announce data, so that slots may hold anything before. The others' data announces itself.
+# Operators whose signals announce data, so that slots may hold anything before. The others' data
+# announces itself.
 SIGNALLED = ("all_gather_matmul", "all_to_all_matmul", "embedding_bag_all_to_all")
 
 
@@ -51,20 +55,26 @@ def _shapes(*sizes: tuple[int, int, int]) -> tuple[Shape, ...]:
 # By operator: what the world calls, and what the part of two calls. Odd ones have a bias.
 ON_GPU = {
     "all_gather_matmul": (
-        _shapes((16, 384, 512), (37, 384, 512), (200, 384, 512), (777, 384, 512)), _shapes((16, 384, 512), (777, 384, 512))
+        _shapes((16, 384, 512), (37, 384, 512), (200, 384, 512), (777, 384, 512)),
+        _shapes((16, 384, 512), (777, 384, 512)),
     ),
     "matmul_reduce_scatter": (
-        _shapes((16, 512, 384), (200, 512, 384), (777, 512, 384)), _shapes((200, 512, 384), (777, 512, 384))
+        _shapes((16, 512, 384), (200, 512, 384), (777, 512, 384)),
+        _shapes((200, 512, 384), (777, 512, 384)),
     ),
     "matmul_all_reduce": (
-        _shapes((2, 1024, 384), (17, 1024, 384), (64, 1024, 384), (200, 1024, 384)), _shapes((7, 1024, 384), (200, 1024, 384))
+        _shapes((2, 1024, 384), (17, 1024, 384), (64, 1024, 384), (200, 1024, 384)),
+        _shapes((7, 1024, 384), (200, 1024, 384)),
     ),
     "matmul_all_to_all": (_shapes((16, 128, 384), (256, 128, 384)), _shapes((37, 128, 384))),
     "all_to_all_matmul": (_shapes((16, 384, 128), (777, 384, 128)), _shapes((128, 384, 128))),
     "dispatch_grouped_matmul": (_shapes((16, 384, 256), (200, 384, 256)), _shapes((37, 384, 256))),
     "grouped_matmul_combine": (_shapes((16, 384, 256), (200, 384, 256)), _shapes((37, 384, 256))),
-    "embedding_bag_all_to_all": (_shapes((1, 4, 64), (37, 4, 64), (512, 4, 64)), _shapes((16, 4, 64))),
-}  # fmt: skip
+    "embedding_bag_all_to_all": (
+        _shapes((1, 4, 64), (37, 4, 64), (512, 4, 64)),
+        _shapes((16, 4, 64)),
+    ),
+}
 ON_CPU = {
     "all_gather_matmul": (_shapes((1, 32, 64), (17, 32, 64), (64, 32, 64)), _shapes((17, 32, 64))),
     "matmul_reduce_scatter": (_shapes((1, 64, 32), (17, 64, 32)), _shapes((17, 64, 32))),
@@ -89,7 +99,8 @@ class Set:
 
 @dataclass
 class Graph:
-    """A captured call over operands that are overwritten before each replay, from sets of the same shape."""
+    """A captured call over operands that are overwritten before each replay, from sets of the same
+    shape."""
 
     graph: Any
     operands: Operands
@@ -103,16 +114,19 @@ class Lane:
 
     group: dist.ProcessGroup
     stream: Any
-    sets: list[list[Set]] = field(default_factory=list)  # by operator and shape: sets that differ in data only
+    # by operator and shape: sets that differ in data only
+    sets: list[list[Set]] = field(default_factory=list)
     graphs: list[Graph] = field(default_factory=list)
 
 
 @dataclass
 class Outcome:
-    """``moves``: calls that all ranks of a group make together, ``asked`` for so many. The other counts are of all ranks.
+    """``moves``: calls that all ranks of a group make together, ``asked`` for so many. The other
+    counts are of all ranks.
 
-    ``wrong``: beyond the tolerance, or NaN; ``other_bits``: right, with other bits. ``prepared``: seconds until the first move.
-    ``counts``: by operator, on rank 0. ``paths``: by operator, what its calls take there, one after the other by commas.
+    ``wrong``: beyond the tolerance, or NaN; ``other_bits``: right, with other bits. ``prepared``:
+    seconds until the first move. ``counts``: by operator, on rank 0. ``paths``: by operator, what
+    its calls take there, one after the other by commas.
     """
 
     world_size: int
@@ -150,7 +164,8 @@ class Stress:
         self.counts: Counter[str] = Counter()
         self.paths: defaultdict[str, set[str]] = defaultdict(set)
         self.calls = self.replays = self.wrong = self.other_bits = 0
-        self.suspects: list[tuple[torch.Tensor, torch.Tensor, Set]] = []  # differs?, what came out, of which set
+        # differs?, what came out, of which set
+        self.suspects: list[tuple[torch.Tensor, torch.Tensor, Set]] = []
         self.dtype = torch.bfloat16 if member.on_gpu else torch.float32
         self.lanes = self._lanes()
 
@@ -163,18 +178,26 @@ class Stress:
     # --- Before ---
 
     def prepare(self) -> None:
-        """Draw operands, make the results that all others must equal, capture graphs, move the epochs to the wrap."""
+        """Draw operands, make the results that all others must equal, capture graphs, move the
+        epochs to the wrap."""
         sizes = ON_GPU if self.member.on_gpu else ON_CPU
         for number, lane in enumerate(self.lanes):
             for op in tw.OPERATORS if lane.group is not None else ():
                 for which, shape in enumerate(sizes[op][number]):
                     seeds = [100 * self.seed + 10 * number + n for n in range(_DATA)]
-                    lane.sets.append([self._set(lane, SUBJECTS[op], shape, seed, which % 2 == 1) for seed in seeds])
+                    lane.sets.append(
+                        [
+                            self._set(lane, SUBJECTS[op], shape, seed, which % 2 == 1)
+                            for seed in seeds
+                        ]
+                    )
             self.member.barrier()
         if self.member.on_gpu:
             for lane in self.lanes:
                 if lane.group is not None:
-                    lane.graphs = [self._capture(lane, sets) for sets in lane.sets[:: 2 - self.seed % 2]]
+                    lane.graphs = [
+                        self._capture(lane, sets) for sets in lane.sets[:: 2 - self.seed % 2]
+                    ]
                 self.member.barrier()
         self.move_epochs(2**31)
 
@@ -198,7 +221,10 @@ class Stress:
 
     def _capture(self, lane: Lane, sets: list[Set]) -> Graph:
         first = sets[0]
-        fields = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in vars(first.operands).items()}
+        fields = {
+            k: v.clone() if isinstance(v, torch.Tensor) else v
+            for k, v in vars(first.operands).items()
+        }
         operands = type(first.operands)(**fields)
         out = torch.empty_like(first.golden)
         first.subject.call(operands, lane.group, out)
@@ -209,15 +235,22 @@ class Stress:
         return Graph(graph, operands, out, sets)
 
     def _workspaces(self, lane: Lane) -> list[Workspace]:
-        found = REGISTRY.find(name_of(lane.group), self.member.device) if lane.group is not None else None
+        found = (
+            REGISTRY.find(name_of(lane.group), self.member.device)
+            if lane.group is not None
+            else None
+        )
         return [] if found is None else [found]
 
     # --- Moves ---
 
     def run(self, calls: int, seconds: float) -> Outcome:
-        """``calls`` moves, unless time runs out. Every rank sees all moves, also those of a group that it is not in."""
+        """``calls`` moves, unless time runs out. Every rank sees all moves, also those of a group
+        that it is not in."""
         began, step, done = time.monotonic(), max(_BATCH, calls // 20), 0
-        with Steps(f"stress, world {self.member.world_size}", -(-calls // step), show=self.member.rank == 0) as steps:
+        with Steps(
+            f"stress, world {self.member.world_size}", -(-calls // step), show=self.member.rank == 0
+        ) as steps:
             steps.now("compiling, and making the results that all others must equal")
             self.prepare()
             prepared = time.monotonic() - began
@@ -238,10 +271,15 @@ class Stress:
         return self._outcome(calls, done, time.monotonic() - began, prepared)
 
     def move(self) -> None:
-        """One call, the same on all ranks of its group; a rank that is not in the group only draws the numbers."""
+        """One call, the same on all ranks of its group; a rank that is not in the group only draws
+        the numbers."""
         choice = self.shared
         lane = self.lanes[choice.random() < 0.4]
-        which, data, replayed = choice.random(), choice.randrange(_DATA), choice.random() < _REPLAYED
+        which, data, replayed = (
+            choice.random(),
+            choice.randrange(_DATA),
+            choice.random() < _REPLAYED,
+        )
         into = choice.random() < 0.7
         if lane.group is None:
             return
@@ -253,7 +291,9 @@ class Stress:
         self._sleep(lane)
 
     def _call(self, lane: Lane, chosen: Set, into: bool) -> None:
-        place = poisoned(tuple(chosen.golden.shape), self.dtype, self.member.device) if into else None
+        place = (
+            poisoned(tuple(chosen.golden.shape), self.dtype, self.member.device) if into else None
+        )
         with _on(lane.stream):
             if place is not None and lane.stream is not None:
                 lane.stream.wait_stream(torch.cuda.default_stream())
@@ -263,7 +303,8 @@ class Stress:
         self.calls += 1
 
     def _replay(self, lane: Lane, graph: Graph, data: int) -> None:
-        """Graphs stand in the line of launches only as far as streams are ordered: so order them."""
+        """Graphs stand in the line of launches only as far as streams are ordered: so order
+        them."""
         chosen = graph.sets[data % len(graph.sets)]
         others = [other.stream for other in self.lanes if other is not lane]
         with _on(lane.stream):
@@ -297,7 +338,11 @@ class Stress:
         """Wait for what is queued; look closely at results that are not what they were."""
         self.member.synchronize()
         tw.synchronize()
-        differ = torch.stack([differs for differs, _, _ in self.suspects]).tolist() if self.suspects else []
+        differ = (
+            torch.stack([differs for differs, _, _ in self.suspects]).tolist()
+            if self.suspects
+            else []
+        )
         for differs, (_, got, chosen) in zip(differ, self.suspects, strict=True):
             if differs:
                 share = chosen.subject.error(chosen.operands, got) / TOLERANCE[self.dtype]
@@ -313,16 +358,26 @@ class Stress:
             self.member.barrier()
             for workspace in self._workspaces(lane):
                 for (op, kind), instance in workspace.instances.items():
-                    if op in SIGNALLED and kind in ("sm", "copy_engine") and instance.slot_bytes and not instance.regions.held:
+                    if (
+                        op in SIGNALLED
+                        and kind in ("sm", "copy_engine")
+                        and instance.slot_bytes
+                        and not instance.regions.held
+                    ):
                         instance.slots.fill_(255)
             self.member.barrier()
 
     def _late(self, began: float, seconds: float) -> bool:
         """Whether time has run out on any rank."""
-        return worst(float(time.monotonic() - began > seconds), self.member.device, self.member.group) > 0
+        return (
+            worst(float(time.monotonic() - began > seconds), self.member.device, self.member.group)
+            > 0
+        )
 
     def _outcome(self, asked: int, moves: int, seconds: float, prepared: float) -> Outcome:
-        mine = torch.tensor([self.calls, self.replays, self.wrong, self.other_bits], device=self.member.device)
+        mine = torch.tensor(
+            [self.calls, self.replays, self.wrong, self.other_bits], device=self.member.device
+        )
         dist.all_reduce(mine, group=self.member.group)
         calls, replays, wrong, other_bits = map(int, mine.tolist())
         size = self.member.world_size
@@ -347,7 +402,8 @@ def _near_the_wrap(workspace: Workspace, wrap: int) -> None:
     for instance in workspace.instances.values():
         instance.transport.synchronize()
         epoch = wrap - _BELOW_WRAP
-        epoch += (int(instance.control[EPOCH]) ^ epoch) & 1  # the slot whose turn it is stays the same
+        # the slot whose turn it is stays the same
+        epoch += (int(instance.control[EPOCH]) ^ epoch) & 1
         epoch -= 2**32 if epoch >= 2**31 else 0  # as an int32
         instance.control[EPOCH] = epoch
         instance.signals.fill_(epoch - 1)

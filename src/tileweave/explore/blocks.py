@@ -1,8 +1,10 @@
-"""Blocks of a kernel as numpy arrays, in place of the interpreter's tensors: the same kernels, several times faster.
+"""Blocks of a kernel as numpy arrays, in place of the interpreter's tensors: the same kernels,
+several times faster.
 
-Triton's interpreter checks types and shapes of every operation as its compiler would, 30 us each. That is checked elsewhere
-(``tests/cpu``, ``tests/compile``); exploration needs the values. What stands here covers what kernels do most; any other
-word of Triton's language goes the long way, through Triton's interpreter itself, and comes back as a block.
+Triton's interpreter checks types and shapes of every operation as its compiler would, 30 us each.
+That is checked elsewhere (``tests/cpu``, ``tests/compile``); exploration needs the values. What
+stands here covers what kernels do most; any other word of Triton's language goes the long way,
+through Triton's interpreter itself, and comes back as a block.
 """
 
 from __future__ import annotations
@@ -18,10 +20,19 @@ from triton.runtime import interpreter as triton_interpreter
 from tileweave.explore.scalars import Scalar, Truth, plain
 
 _NUMPY = {
-    tl.int1: np.bool_, tl.int8: np.int8, tl.int16: np.int16, tl.int32: np.int32, tl.int64: np.int64, tl.uint8: np.uint8,
-    tl.uint16: np.uint16, tl.uint32: np.uint32, tl.uint64: np.uint64, tl.float16: np.float16, tl.float32: np.float32,
+    tl.int1: np.bool_,
+    tl.int8: np.int8,
+    tl.int16: np.int16,
+    tl.int32: np.int32,
+    tl.int64: np.int64,
+    tl.uint8: np.uint8,
+    tl.uint16: np.uint16,
+    tl.uint32: np.uint32,
+    tl.uint64: np.uint64,
+    tl.float16: np.float16,
+    tl.float32: np.float32,
     tl.float64: np.float64,
-}  # fmt: skip
+}
 _ARRAYS = (np.ndarray, np.generic)
 _POINTER = tl.pointer_type
 _TRITON = {np.dtype(value): key for key, value in _NUMPY.items()}
@@ -45,7 +56,11 @@ class Block:
         return self
 
     def __getitem__(self, where: Any) -> Block:
-        where = tuple(None if plain(w) is None else w for w in where) if isinstance(where, tuple) else where
+        where = (
+            tuple(None if plain(w) is None else w for w in where)
+            if isinstance(where, tuple)
+            else where
+        )
         return Block(self.data[where], self.dtype)
 
     def to(self, dtype: Any, fp_downcast_rounding: Any = None, bitcast: bool = False) -> Any:
@@ -61,7 +76,12 @@ class Block:
         return Block(self.data.astype(_NUMPY[dtype]), dtype)
 
     def trans(self, *axes: Any) -> Block:
-        return Block(self.data.T if len(axes) <= 2 and self.data.ndim == 2 else np.transpose(self.data, axes), self.dtype)
+        return Block(
+            self.data.T
+            if len(axes) <= 2 and self.data.ndim == 2
+            else np.transpose(self.data, axes),
+            self.dtype,
+        )
 
     T = property(trans)
 
@@ -95,7 +115,9 @@ def to_triton(value: Any) -> Any:
     if value.dtype.is_ptr():
         data = data.astype(np.uint64)
     handle = triton_interpreter.TensorHandle(data if data.ndim else data.reshape(1), value.dtype)
-    return tl.tensor(handle, tl.block_type(value.dtype, list(data.shape)) if data.ndim else value.dtype)
+    return tl.tensor(
+        handle, tl.block_type(value.dtype, list(data.shape)) if data.ndim else value.dtype
+    )
 
 
 def from_triton(value: Any) -> Any:
@@ -115,7 +137,9 @@ def from_triton(value: Any) -> Any:
 
 def long_way(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return from_triton(function(*map(to_triton, args), **{k: to_triton(v) for k, v in kwargs.items()}))
+        return from_triton(
+            function(*map(to_triton, args), **{k: to_triton(v) for k, v in kwargs.items()})
+        )
 
     return call
 
@@ -140,10 +164,14 @@ def _values(a: Any, b: Any) -> tuple[Any, Any]:
 
 def _floor_to_zero(a: Any, b: Any) -> Any:
     quotient = np.floor_divide(np.abs(a), np.abs(b))
-    return np.where((np.asarray(a) < 0) != (np.asarray(b) < 0), -quotient, quotient).astype(np.result_type(a, b))[()]
+    return np.where((np.asarray(a) < 0) != (np.asarray(b) < 0), -quotient, quotient).astype(
+        np.result_type(a, b)
+    )[()]
 
 
-def _binary(function: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[[Block, Any], Block]:
+def _binary(
+    function: Callable[[Any, Any], Any], swapped: bool = False
+) -> Callable[[Block, Any], Block]:
     def method(self: Block, other: Any) -> Block:
         kind = type(other)
         if kind is Block:  # these two most often
@@ -157,7 +185,9 @@ def _binary(function: Callable[[Any, Any], Any], swapped: bool = False) -> Calla
     return method
 
 
-def _shift_pointer(sign: int, plain_method: Callable[[Block, Any], Block]) -> Callable[[Block, Any], Block]:
+def _shift_pointer(
+    sign: int, plain_method: Callable[[Block, Any], Block]
+) -> Callable[[Block, Any], Block]:
     def method(self: Block, other: Any) -> Block:
         theirs = other.dtype if type(other) is Block else None
         if type(self.dtype) is not _POINTER and type(theirs) is not _POINTER:  # most often
@@ -173,9 +203,16 @@ def _shift_pointer(sign: int, plain_method: Callable[[Block, Any], Block]) -> Ca
 
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "mul": operator.mul, "truediv": np.true_divide, "floordiv": _floor_to_zero, "mod": np.fmod, "and": operator.and_,
-    "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift,
-}  # fmt: skip
+    "mul": operator.mul,
+    "truediv": np.true_divide,
+    "floordiv": _floor_to_zero,
+    "mod": np.fmod,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+}
 for _name, _function in _ARITHMETIC.items():
     setattr(Block, f"__{_name}__", _binary(_function))
     setattr(Block, f"__r{_name}__", _binary(_function, swapped=True))
@@ -198,7 +235,9 @@ def _arange(start: Any, end: Any) -> Block:
 def _full(shape: Any, value: Any, dtype: Any) -> Any:
     dtype = plain(dtype)
     if dtype not in _NUMPY:
-        return from_triton(to_triton(Block(np.full(_shape(shape), _values(value, 0)[0], np.float32))).to(dtype))
+        return from_triton(
+            to_triton(Block(np.full(_shape(shape), _values(value, 0)[0], np.float32))).to(dtype)
+        )
     return Block(np.full(_shape(shape), _values(value, 0)[0], _NUMPY[dtype]), dtype)
 
 
@@ -208,13 +247,21 @@ def _zeros(shape: Any, dtype: Any) -> Any:
 
 def _shape(shape: Any) -> tuple[int, ...]:
     shape = plain(shape)
-    return tuple(int(plain(s)) for s in shape) if isinstance(shape, (tuple, list, tl.tuple)) else (int(shape),)
+    return (
+        tuple(int(plain(s)) for s in shape)
+        if isinstance(shape, (tuple, list, tl.tuple))
+        else (int(shape),)
+    )
 
 
 def _cast(value: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: bool = False) -> Any:
     value = plain(value)
     if isinstance(value, (Scalar, Block)):
-        return value.to(plain(dtype)) if isinstance(value, Scalar) else value.to(dtype, bitcast=bitcast)
+        return (
+            value.to(plain(dtype))
+            if isinstance(value, Scalar)
+            else value.to(dtype, bitcast=bitcast)
+        )
     if isinstance(value, int) and plain(dtype).is_int():
         return Scalar(value)
     return Block(np.asarray(value, _NUMPY[plain(dtype)])[()])
@@ -238,12 +285,18 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
     a, b = _values(x, y)
     for one, other in ((a, b), (b, a)):
         if isinstance(one, (int, float)) and isinstance(other, np.ndarray | np.generic):
-            kind = other.dtype if not (isinstance(one, float) and other.dtype.kind in "iub") else np.dtype(np.float32)
+            kind = (
+                other.dtype
+                if not (isinstance(one, float) and other.dtype.kind in "iub")
+                else np.dtype(np.float32)
+            )
             a, b = (np.asarray(one, kind), b) if one is a else (a, np.asarray(one, kind))
     return Block(np.where(condition, a, b), pointers[0] if pointers else None)
 
 
-def _extreme(function: Callable[[Any, Any], Any], scalar: Callable[[int, int], int]) -> Callable[..., Any]:
+def _extreme(
+    function: Callable[[Any, Any], Any], scalar: Callable[[int, int], int]
+) -> Callable[..., Any]:
     def word(x: Any, y: Any, propagate_nan: Any = None) -> Any:
         x, y = plain(x), plain(y)
         if isinstance(x, int) and isinstance(y, int):
@@ -283,9 +336,23 @@ def _same(value: Any, *_: Any, **__: Any) -> Any:
 
 
 WORDS: dict[str, Callable[..., Any]] = {
-    "arange": _arange, "full": _full, "zeros": _zeros, "cast": _cast, "where": _where, "dot": _dot,
-    "minimum": _extreme(np.minimum, min), "maximum": _extreme(np.maximum, max), "broadcast_to": _broadcast_to,
-    "zeros_like": lambda like: Block(np.zeros_like(like.data), like.dtype) if isinstance(like, Block) else Scalar(0),
-    "multiple_of": _same, "max_contiguous": _same, "max_constancy": _same, "assume": lambda *_: None,
-    "debug_barrier": lambda: None, "sum": _reduction("sum", np.sum), "max": _reduction("max", np.max),
-}  # fmt: skip
+    "arange": _arange,
+    "full": _full,
+    "zeros": _zeros,
+    "cast": _cast,
+    "where": _where,
+    "dot": _dot,
+    "minimum": _extreme(np.minimum, min),
+    "maximum": _extreme(np.maximum, max),
+    "broadcast_to": _broadcast_to,
+    "zeros_like": lambda like: (
+        Block(np.zeros_like(like.data), like.dtype) if isinstance(like, Block) else Scalar(0)
+    ),
+    "multiple_of": _same,
+    "max_contiguous": _same,
+    "max_constancy": _same,
+    "assume": lambda *_: None,
+    "debug_barrier": lambda: None,
+    "sum": _reduction("sum", np.sum),
+    "max": _reduction("max", np.max),
+}

@@ -1,4 +1,5 @@
-"""``tileweave fuzz``: many interleavings of every operator, in worker processes; stops at the first that goes wrong."""
+"""``tileweave fuzz``: many interleavings of every operator, in worker processes; stops at the first
+that goes wrong."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ from tileweave.errors import InputError
 from tileweave.launcher import changed_environment
 
 STRATEGIES = ("walk", "pct", "delay", "malice")
-SHARES = {2: 8, 3: 4, 4: 1}  # of thirteen interleavings, in a world of so many ranks: a larger world takes longer
+# of thirteen interleavings, in a world of so many ranks: a larger world takes longer
+SHARES = {2: 8, 3: 4, 4: 1}
 _CHUNK = 60
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What one chunk did: for each seed its schedule's hash and steps; the story of a failure, if there was one."""
+    """What one chunk did: for each seed its schedule's hash and steps; the story of a failure, if
+    there was one."""
 
     scenario: str
     world: int
@@ -38,7 +41,8 @@ class Tried:
 
 @dataclass
 class Report:
-    """What was explored. ``distinct``: interleavings that differ; ``story``: the first failure, shrunk ("": none)."""
+    """What was explored. ``distinct``: interleavings that differ; ``story``: the first failure,
+    shrunk ("": none)."""
 
     runs: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     schedules: dict[str, set[int]] = field(default_factory=dict)
@@ -68,14 +72,19 @@ class Report:
             for (scenario, world, strategy), count in sorted(self.runs.items())
         ]
         return {
-            "interleavings": self.interleavings, "distinct": self.distinct, "scheduling_points": self.steps,
-            "seconds": round(self.seconds, 1), "cpu_seconds": round(self.cpu_seconds, 1), "failure": self.story or None,
+            "interleavings": self.interleavings,
+            "distinct": self.distinct,
+            "scheduling_points": self.steps,
+            "seconds": round(self.seconds, 1),
+            "cpu_seconds": round(self.cpu_seconds, 1),
+            "failure": self.story or None,
             "runs": rows,
-        }  # fmt: skip
+        }
 
 
 def chunks(names: list[str], total: int, first: int) -> list[tuple[str, int, str, range]]:
-    """Who runs what: ``total`` seeds, or a few more, over scenarios, worlds and strategies, numbers from ``first`` on."""
+    """Who runs what: ``total`` seeds, or a few more, over scenarios, worlds and strategies, numbers
+    from ``first`` on."""
     parts = len(names) * len(STRATEGIES) * sum(SHARES.values())
     work = [
         (name, world, strategy, range(start, min(start + _CHUNK, end)))
@@ -85,7 +94,8 @@ def chunks(names: list[str], total: int, first: int) -> list[tuple[str, int, str
         for end in (first - (-total * share // parts),)  # rounded up: never fewer than asked
         for start in range(first, end, _CHUNK)
     ]
-    work.sort(key=lambda item: item[3].start)  # a run that is cut short has seen a part of everything
+    # a run that is cut short has seen a part of everything
+    work.sort(key=lambda item: item[3].start)
     return work
 
 
@@ -101,7 +111,15 @@ def _work(scenario: str, world: int, strategy: str, numbers: range) -> Tried:
         schedules.append(found.schedule)
         if found.failure is not None:
             told = story(shrink(found, enter))
-            return Tried(scenario, world, strategy, tuple(schedules), steps, time.process_time() - began, told)
+            return Tried(
+                scenario,
+                world,
+                strategy,
+                tuple(schedules),
+                steps,
+                time.process_time() - began,
+                told,
+            )
     return Tried(scenario, world, strategy, tuple(schedules), steps, time.process_time() - began)
 
 
@@ -127,7 +145,9 @@ def _scenarios(pattern: str) -> list[str]:
     chosen = [name for name in names if pattern in name]
     if not chosen:
         allowed = ", ".join(map(repr, names))  # quoted, since names have commas
-        raise InputError(f"asked: scenarios with {pattern!r}; allowed: {allowed}; remedy: pass a part of one of these")
+        raise InputError(
+            f"asked: scenarios with {pattern!r}; allowed: {allowed}; remedy: pass a part of one of these"
+        )
     return chosen
 
 
@@ -137,14 +157,25 @@ def require_packages() -> None:
 
 @contextmanager
 def pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes in which kernels are interpreted: that is fixed before triton is imported. They start with their first work."""
+    """Processes in which kernels are interpreted: that is fixed before triton is imported. They
+    start with their first work."""
     require_packages()
     wanted = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    with changed_environment(wanted), ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as processes:
+    with (
+        changed_environment(wanted),
+        ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as processes,
+    ):
         yield processes
 
 
-def fuzz(total: int, pattern: str = "", workers: int = 2, first: int = 0, seconds: float = 0.0, show: bool = True) -> Report:
+def fuzz(
+    total: int,
+    pattern: str = "",
+    workers: int = 2,
+    first: int = 0,
+    seconds: float = 0.0,
+    show: bool = True,
+) -> Report:
     """Explore about ``total`` interleavings, for at most ``seconds`` (0: as long as it takes)."""
     report, began = Report(), time.monotonic()
     with pool(workers) as processes:
@@ -156,7 +187,11 @@ def fuzz(total: int, pattern: str = "", workers: int = 2, first: int = 0, second
             running: set[Future[Tried]] = set()
             while not report.story:
                 late = seconds and time.monotonic() - began > seconds
-                while not late and len(running) < 2 * workers and (item := next(left, None)) is not None:
+                while (
+                    not late
+                    and len(running) < 2 * workers
+                    and (item := next(left, None)) is not None
+                ):
                     running.add(processes.submit(_work, *item))
                 if not running:
                     break
@@ -168,7 +203,9 @@ def fuzz(total: int, pattern: str = "", workers: int = 2, first: int = 0, second
                         rate = report.interleavings / (time.monotonic() - began)
                         steps.now(f"{report.interleavings} interleavings")
                         steps.done(
-                            f"{report.distinct} distinct, {rate:.0f} a second, nothing wrong" if not report.story else ""
+                            f"{report.distinct} distinct, {rate:.0f} a second, nothing wrong"
+                            if not report.story
+                            else ""
                         )
             for future in running:
                 future.cancel()
@@ -196,7 +233,14 @@ def table_of(report: Report) -> Table:
     for name in ("scenario", *STRATEGIES, "interleavings", "distinct"):
         table.add_column(name, justify="left" if name == "scenario" else "right")
     for scenario in sorted({name for name, _, _ in report.runs}):
-        counts = [sum(n for (s, _, t), n in report.runs.items() if (s, t) == (scenario, kind)) for kind in STRATEGIES]
-        distinct = sum(len(found) for key, found in report.schedules.items() if key.rpartition("@")[0] == scenario)
+        counts = [
+            sum(n for (s, _, t), n in report.runs.items() if (s, t) == (scenario, kind))
+            for kind in STRATEGIES
+        ]
+        distinct = sum(
+            len(found)
+            for key, found in report.schedules.items()
+            if key.rpartition("@")[0] == scenario
+        )
         table.add_row(scenario, *map(str, counts), str(sum(counts)), str(distinct))
     return table

@@ -1,6 +1,8 @@
-"""Puts a model world under Triton's interpreter: launches become tasks, loads and stores become scheduling points.
+"""Puts a model world under Triton's interpreter: launches become tasks, loads and stores become
+scheduling points.
 
-Private parts of the interpreter are touched here and in ``device/interpreter/speedups.py`` only; they are the same in Triton 3.6 and 3.9.
+Private parts of the interpreter are touched here and in ``device/interpreter/speedups.py`` only;
+they are the same in Triton 3.6 and 3.9.
 """
 
 from __future__ import annotations
@@ -39,20 +41,30 @@ _NATIVE = triton_interpreter._interpreter
 
 @contextmanager
 def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
-    """Take over the interpreter of this process. Gives a function that says which world kernels now run in.
+    """Take over the interpreter of this process. Gives a function that says which world kernels now
+    run in.
 
-    Triton's own interpreter patches its language anew at every call of every device function, checks integers for overflow,
-    and makes arrays of scalars; here that happens once, and never: a run takes a small part of the time. ``fast`` False keeps
-    Triton's own tensors, which tests compare with.
+    Triton's own interpreter patches its language anew at every call of every device function,
+    checks integers for overflow, and makes arrays of scalars; here that happens once, and never: a
+    run takes a small part of the time. ``fast`` False keeps Triton's own tensors, which tests
+    compare with.
     """
     if not bool(INTERPRETED.value):
-        raise RuntimeError("asked: exploration; allowed: with TRITON_INTERPRET=1 set before triton is imported; remedy: set it")
+        raise RuntimeError(
+            "asked: exploration; allowed: with TRITON_INTERPRET=1 set before triton is imported; remedy: set it"
+        )
     hooks = Hooks(fast)
     words = _words()
     scope = LANGUAGE.patch()
     function = triton_interpreter.InterpretedFunction
     changes: list[tuple[Any, str, Any]] = [
-        (function, "run", lambda self, *args, grid, warmup, **kwargs: hooks.launch(self.rewrite(), grid, args, kwargs)),
+        (
+            function,
+            "run",
+            lambda self, *args, grid, warmup, **kwargs: hooks.launch(
+                self.rewrite(), grid, args, kwargs
+            ),
+        ),
         (function, "__call__", lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)),
         (function, "rewritten_fn", {}),
         (triton_interpreter, KEPT, kept),
@@ -104,7 +116,9 @@ def _words() -> list[tuple[Any, str]]:
 @lru_cache(maxsize=256)
 def _parameters(fn: Callable[..., object]) -> tuple[inspect.Signature, frozenset[str]]:
     kinds = {name: _normalize_ty(kind) for name, kind in inspect.get_annotations(fn).items()}
-    return inspect.signature(fn), frozenset(name for name, kind in kinds.items() if kind == "constexpr")
+    return inspect.signature(fn), frozenset(
+        name for name, kind in kinds.items() if kind == "constexpr"
+    )
 
 
 @lru_cache(maxsize=32)
@@ -121,7 +135,8 @@ def _plain_argument(value: object) -> object:
 
 
 class Hooks(interpreted.HostMemory):
-    """What Triton's interpreter calls in place of its own functions; and the memory of the interpreted words."""
+    """What Triton's interpreter calls in place of its own functions; and the memory of the
+    interpreted words."""
 
     def __init__(self, fast: bool) -> None:
         self._world: World | None = None
@@ -148,9 +163,17 @@ class Hooks(interpreted.HostMemory):
 
     # --- Launches ---
 
-    def launch(self, fn: Callable[..., None], grid: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def launch(
+        self,
+        fn: Callable[..., None],
+        grid: Any,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> None:
         signature, constexprs = _parameters(fn)
-        bound = signature.bind(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
+        bound = signature.bind(
+            *args, **{k: v for k, v in kwargs.items() if k in signature.parameters}
+        )
         bound.apply_defaults()
         given: dict[str, Any] = {}
         names: dict[int, str] = {}
@@ -170,22 +193,36 @@ class Hooks(interpreted.HostMemory):
     # --- Blocks: what the interpreter does for tl.load, tl.store and atomics ---
 
     def word_load(
-        self, pointer: Any, mask: Any = None, other: Any = None, boundary_check: Any = (), padding_option: Any = "",
-        cache_modifier: Any = "", eviction_policy: Any = "", volatile: Any = False,
-    ) -> Any:  # fmt: skip
+        self,
+        pointer: Any,
+        mask: Any = None,
+        other: Any = None,
+        boundary_check: Any = (),
+        padding_option: Any = "",
+        cache_modifier: Any = "",
+        eviction_policy: Any = "",
+        volatile: Any = False,
+    ) -> Any:
         """``tl.load`` of blocks."""
         dtype = pointer.dtype.element_ty
         places, inside = _places(pointer, mask)
         kind, size = _kind(dtype)
-        instead = 0 if other is None else other.data if isinstance(other, Block) else blocks.plain(other)
+        instead = (
+            0 if other is None else other.data if isinstance(other, Block) else blocks.plain(other)
+        )
         self._read(places if inside.all() else places[inside], size, bool(blocks.plain(volatile)))
         data = _NATIVE.load(places, inside, np.full(places.shape, instead, kind), kind)
         return Block(data if pointer.data.ndim else data[0], dtype)
 
     def word_store(
-        self, pointer: Any, value: Any, mask: Any = None, boundary_check: Any = (), cache_modifier: Any = "",
+        self,
+        pointer: Any,
+        value: Any,
+        mask: Any = None,
+        boundary_check: Any = (),
+        cache_modifier: Any = "",
         eviction_policy: Any = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``tl.store`` of blocks."""
         dtype = pointer.dtype.element_ty
         places, inside = _places(pointer, mask)
@@ -196,7 +233,9 @@ class Hooks(interpreted.HostMemory):
         data = np.full(places.shape, value, kind)
         self._write(places, inside, size, lambda some: _NATIVE.store(places, data, some))
 
-    def masked_load(self, ptrs: Any, mask: Any, other: Any, cache: Any, volatile: Any = False, *rest: Any) -> Any:
+    def masked_load(
+        self, ptrs: Any, mask: Any, other: Any, cache: Any, volatile: Any = False, *rest: Any
+    ) -> Any:
         size = ptrs.get_element_ty().primitive_bitwidth // 8
         self._read(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)], size, bool(volatile))
         return self._native_load(ptrs, mask, other, cache, volatile, *rest)
@@ -206,7 +245,9 @@ class Hooks(interpreted.HostMemory):
         inside = np.array(np.broadcast_to(mask.data, ptrs.data.shape))
 
         def store(some: np.ndarray) -> None:
-            self._native_store(ptrs, value, triton_interpreter.TensorHandle(some, tl.int1), cache, *rest)
+            self._native_store(
+                ptrs, value, triton_interpreter.TensorHandle(some, tl.int1), cache, *rest
+            )
 
         self._write(ptrs.data, inside, size, store)
 
@@ -231,7 +272,13 @@ class Hooks(interpreted.HostMemory):
         check = world.memory.observe if volatile else world.memory.check_read
         check(me, region, _cells(region, active))
 
-    def _write(self, places: np.ndarray, inside: np.ndarray, size: int, store: Callable[[np.ndarray], object]) -> None:
+    def _write(
+        self,
+        places: np.ndarray,
+        inside: np.ndarray,
+        size: int,
+        store: Callable[[np.ndarray], object],
+    ) -> None:
         """``store(mask)`` stores to some of these addresses; it happens when memory lets it."""
         active = places[inside]
         if not active.size:
@@ -246,21 +293,30 @@ class Hooks(interpreted.HostMemory):
         world.memory.check_write(me, region, cells)
         serial = len(world.memory.launch_of)
         if not region.shared or active.size == 1 or serial % TORN:
-            world.memory.put(me, Store(low, high, lambda: store(inside), region=region, cells=cells))
+            world.memory.put(
+                me, Store(low, high, lambda: store(inside), region=region, cells=cells)
+            )
             return
         alone = np.zeros_like(inside)  # nothing keeps the elements of a block together
         alone.flat[np.flatnonzero(inside)[serial * 7919 % active.size]] = True
         for some in (alone, inside & ~alone) if serial % 2 else (inside & ~alone, alone):
             part = places[some]
             first, last = _span(part, size)
-            world.memory.put(me, Store(first, last, partial(store, some), region=region, cells=_cells(region, part)))
+            world.memory.put(
+                me,
+                Store(first, last, partial(store, some), region=region, cells=_cells(region, part)),
+            )
 
     def atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        return self._atomic(ptr, mask.data, sem, lambda: self._native_rmw(op, ptr, val, mask, sem, scope))
+        return self._atomic(
+            ptr, mask.data, sem, lambda: self._native_rmw(op, ptr, val, mask, sem, scope)
+        )
 
     def atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
         everywhere = np.ones(ptr.data.shape, bool)
-        return self._atomic(ptr, everywhere, sem, lambda: self._native_cas(ptr, cmp, val, sem, scope))
+        return self._atomic(
+            ptr, everywhere, sem, lambda: self._native_cas(ptr, cmp, val, sem, scope)
+        )
 
     def _atomic(self, ptr: Any, mask: np.ndarray, sem: Any, change: Callable[[], Any]) -> Any:
         active = ptr.data[np.broadcast_to(mask, ptr.data.shape)]
@@ -273,8 +329,13 @@ class Hooks(interpreted.HostMemory):
         self._poll(me, ("atomic", ptr.data.tobytes()), low, high)
         self.world.tasks.point()
         before = ctypes.string_at(low, high - low)
-        acquires, releases = sem in (_SEM.ACQUIRE, _SEM.ACQUIRE_RELEASE), sem in (_SEM.RELEASE, _SEM.ACQUIRE_RELEASE)
-        result = memory.exchange(me, [int(a) for a in active.flat], size, change, acquires, releases)
+        acquires, releases = (
+            sem in (_SEM.ACQUIRE, _SEM.ACQUIRE_RELEASE),
+            sem in (_SEM.RELEASE, _SEM.ACQUIRE_RELEASE),
+        )
+        result = memory.exchange(
+            me, [int(a) for a in active.flat], size, change, acquires, releases
+        )
         self.world.tasks.note("atomic", low, high)
         if ctypes.string_at(low, high - low) != before:
             me.polled.clear()
@@ -282,7 +343,8 @@ class Hooks(interpreted.HostMemory):
         return result
 
     def _poll(self, me: Task, key: object, low: int, high: int) -> None:
-        """A second look at the same place, with nothing done since: wait until something there changes."""
+        """A second look at the same place, with nothing done since: wait until something there
+        changes."""
         if key in me.polled:
             if me.patience > 0:
                 me.patience -= 1
@@ -307,7 +369,9 @@ class Hooks(interpreted.HostMemory):
         memory.check_write(me, region, _cell(region, address))
         word = ctypes.c_int32.from_address(address)
         apply = lambda: setattr(word, "value", value)  # noqa: E731
-        memory.put(me, Store(address, address + 4, apply, region=region, cells=_cell(region, address)))
+        memory.put(
+            me, Store(address, address + 4, apply, region=region, cells=_cell(region, address))
+        )
 
     def acquire(self, address: int) -> int:
         me, memory = self._me(), self.world.memory
@@ -332,7 +396,9 @@ class Hooks(interpreted.HostMemory):
         self.world.tasks.point()
         me.polled.clear()
         self.world.tasks.note("adds", address, address + 4, str(value))
-        before = memory.exchange(me, [address], 4, lambda: interpreted.HostMemory.add(_PLAIN, address, value), True, True)
+        before = memory.exchange(
+            me, [address], 4, lambda: interpreted.HostMemory.add(_PLAIN, address, value), True, True
+        )
         memory.arrived(address, address + 4)
         return int(before)
 
@@ -343,7 +409,8 @@ class Hooks(interpreted.HostMemory):
         """The poll that follows parks if nothing has changed."""
 
     def seconds(self) -> float:
-        """Time stands: who waits for ever is found as a dead-lock, and a machine that slept is no finding."""
+        """Time stands: who waits for ever is found as a dead-lock, and a machine that slept is no
+        finding."""
         return 0.0
 
 
@@ -358,7 +425,8 @@ _KINDS: dict[int, tuple[tl.dtype, np.dtype, int]] = {}
 
 
 def _kind(dtype: tl.dtype) -> tuple[np.dtype, int]:
-    """numpy's type and bytes of an element; by identity, since hashing one of Triton's types is slow."""
+    """numpy's type and bytes of an element; by identity, since hashing one of Triton's types is
+    slow."""
     found = _KINDS.get(id(dtype))
     if found is None:
         kind = np.dtype(triton_interpreter._get_np_dtype(dtype))
@@ -372,7 +440,9 @@ def _places(pointer: Block, mask: Any) -> tuple[np.ndarray, np.ndarray]:
     mask = blocks.plain(mask)
     if mask is None:
         return places, np.ones(places.shape, np.bool_)
-    return places, np.full(places.shape, mask.data if isinstance(mask, Block) else bool(mask), np.bool_)
+    return places, np.full(
+        places.shape, mask.data if isinstance(mask, Block) else bool(mask), np.bool_
+    )
 
 
 def _span(active: np.ndarray, size: int) -> tuple[int, int]:

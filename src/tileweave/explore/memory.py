@@ -1,17 +1,20 @@
 """Weak memory as a model: store buffers, vector clocks, and for each cell who touched it.
 
-What a GPU may do, done on purpose: a plain store becomes visible to others at any later time, and stores of one program to
-different places become visible in any order. Only a release orders them: what its program stored before is visible first.
-Copies of one copy engine stay in order. Loads see what has arrived; a program sees its own stores.
+What a GPU may do, done on purpose: a plain store becomes visible to others at any later time, and
+stores of one program to different places become visible in any order. Only a release orders them:
+what its program stored before is visible first. Copies of one copy engine stay in order. Loads see
+what has arrived; a program sees its own stores.
 
-Words that carry an epoch order data by release and acquire. Data that announces itself (``device/triton/self_signaling.py``) is polled
-by volatile loads, which order nothing: who sees such an element knows only that all kernels before the one that stored it
-have ended on that rank, and may write the very same element.
+Words that carry an epoch order data by release and acquire. Data that announces itself
+(``device/triton/self_signaling.py``) is polled by volatile loads, which order nothing: who sees
+such an element knows only that all kernels before the one that stored it have ended on that rank,
+and may write the very same element.
 
-What counts as wrong (:class:`Violation`), with the ideas' names: two accesses to one cell, one of them a store, that no
-chain of release and acquire orders (a data race, by vector clocks as in FastTrack, PLDI 2009). That one rule covers a read
-before the data is there and a slot that is overwritten while somebody reads it. Besides: a read of what nobody wrote, an
-access outside of every tensor.
+What counts as wrong (:class:`Violation`), with the ideas' names: two accesses to one cell, one of
+them a store, that no chain of release and acquire orders (a data race, by vector clocks as in
+FastTrack, PLDI 2009). That one rule covers a read before the data is there and a slot that is
+overwritten while somebody reads it. Besides: a read of what nobody wrote, an access outside of
+every tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ T = TypeVar("T")
 
 
 class Violation(Exception):
-    """What exploration found: ``kind`` in a word or two, the story, and which bytes it is about (0, 0: no particular ones)."""
+    """What exploration found: ``kind`` in a word or two, the story, and which bytes it is about (0,
+    0: no particular ones)."""
 
     def __init__(self, kind: str, text: str, low: int = 0, high: int = 0) -> None:
         super().__init__(f"{kind}: {text}")
@@ -38,7 +42,8 @@ class Violation(Exception):
 
 @dataclass(eq=False)
 class Region:
-    """Bytes [start, end) that kernels touch. ``shared``: what nobody wrote must not be read there."""
+    """Bytes [start, end) that kernels touch. ``shared``: what nobody wrote must not be read
+    there."""
 
     name: str
     start: int
@@ -47,7 +52,8 @@ class Region:
     writer: np.ndarray | None = None  # int16 by cell: component of the last writer, -1: nobody
     written: np.ndarray | None = None  # int32 by cell: that component's clock
     reads: np.ndarray | None = None  # int32 [cell, component]: clock of each component's last read
-    issued: np.ndarray | None = None  # int32 by cell: serial of the last store, and of the last one that has arrived
+    # int32 by cell: serial of the last store, and of the last one that has arrived
+    issued: np.ndarray | None = None
     arrived: np.ndarray | None = None
     observer: np.ndarray | None = None  # int16 by cell: who polled the last store and saw it
 
@@ -80,7 +86,8 @@ class Store:
 
 @dataclass(eq=False)
 class Writer:
-    """One order of stores: a program, or a copy engine. ``component``: its place in vector clocks."""
+    """One order of stores: a program, or a copy engine. ``component``: its place in vector
+    clocks."""
 
     name: str
     component: int
@@ -98,19 +105,24 @@ class Writer:
         """Positions of pending stores that may arrive next."""
         found = []
         for i, store in enumerate(self.pending):
-            if i == 0 or not (store.release or any(s.low < store.high and store.low < s.high for s in self.pending[:i])):
+            if i == 0 or not (
+                store.release
+                or any(s.low < store.high and store.low < s.high for s in self.pending[:i])
+            ):
                 found.append(i)
         return found
 
 
 class Memory:
-    """All regions of a world and the rules above. Knows nothing of scheduling: ``tasks`` calls it at its points."""
+    """All regions of a world and the rules above. Knows nothing of scheduling: ``tasks`` calls it
+    at its points."""
 
     def __init__(self, components: int) -> None:
         self.components = components
         self.names: list[str] = [""] * components
         self.clocks: dict[int, np.ndarray] = {}  # by word: what the last release left there
-        self.launches = [np.zeros(components, np.int32)]  # by launch: what had happened on its rank when it began
+        # by launch: what had happened on its rank when it began
+        self.launches = [np.zeros(components, np.int32)]
         self.launch_of = [0]  # by serial of a store
         self.synced: set[int] = set()  # words that acquire, release and atomics use: not data
         self._starts: list[int] = []
@@ -138,7 +150,8 @@ class Memory:
         return at >= 0 and self._regions[at].end >= end
 
     def apart(self, places: np.ndarray, size: int, who: str) -> Iterator[np.ndarray]:
-        """Addresses of elements of ``size`` bytes, those of one region after another: rows may be gathered from several."""
+        """Addresses of elements of ``size`` bytes, those of one region after another: rows may be
+        gathered from several."""
         left = np.sort(places, axis=None)
         while left.size:
             end = self.region(int(left[0]), int(left[0]) + size, who).end
@@ -149,12 +162,18 @@ class Memory:
         at = bisect.bisect_right(self._starts, low) - 1
         if at >= 0 and high <= self._regions[at].end:
             return self._regions[at]
-        raise self.fail("wild access", f"{who} touches bytes {high - low} long that no tensor of the call holds", low, high)
+        raise self.fail(
+            "wild access",
+            f"{who} touches bytes {high - low} long that no tensor of the call holds",
+            low,
+            high,
+        )
 
     # --- Rules ---
 
     def begin_launch(self, clock: np.ndarray) -> int:
-        """A kernel starts, behind all that ``clock`` knows and that has arrived. Returns its number."""
+        """A kernel starts, behind all that ``clock`` knows and that has arrived. Returns its
+        number."""
         self.launches.append(clock.copy())
         return len(self.launches) - 1
 
@@ -176,40 +195,74 @@ class Memory:
         late &= writer >= 0
         if late.any():
             self._race(
-                "early read", f"{who.name} reads", "which nothing orders behind the store by", region, cells, late, writer
+                "early read",
+                f"{who.name} reads",
+                "which nothing orders behind the store by",
+                region,
+                cells,
+                late,
+                writer,
             )
         if region.shared and (writer < 0).any():
-            self._race("early read", f"{who.name} reads", "which was not written by", region, cells, writer < 0, writer)
+            self._race(
+                "early read",
+                f"{who.name} reads",
+                "which was not written by",
+                region,
+                cells,
+                writer < 0,
+                writer,
+            )
         region.reads[cells, who.component] = who.clock[who.component]
 
     def check_write(self, who: Writer, region: Region, cells: np.ndarray | slice) -> None:
         if region.writer is None or region.written is None or region.reads is None:
             region.watch(self.components)
-        assert region.writer is not None and region.written is not None and region.reads is not None, "watched"
+        assert (
+            region.writer is not None and region.written is not None and region.reads is not None
+        ), "watched"
         assert region.observer is not None, "watched"
         writer = region.writer[cells]
         late = region.written[cells] > who.clock[writer]
         late &= (writer >= 0) & (region.observer[cells] != who.component)
         if late.any():
             self._race(
-                "overwrite", f"{who.name} writes", "which nothing orders behind the store by", region, cells, late, writer
+                "overwrite",
+                f"{who.name} writes",
+                "which nothing orders behind the store by",
+                region,
+                cells,
+                late,
+                writer,
             )
         unread = region.reads[cells] > who.clock
         if unread.any():
             reader = unread.argmax(axis=-1)
             text = "which nothing orders behind the read by"
-            self._race("overwrite", f"{who.name} writes", text, region, cells, unread.any(axis=-1), reader)
+            self._race(
+                "overwrite", f"{who.name} writes", text, region, cells, unread.any(axis=-1), reader
+            )
         region.writer[cells] = who.component
         region.written[cells] = who.clock[who.component]
         region.observer[cells] = -1
 
     def _race(
-        self, kind: str, who: str, how: str, region: Region, cells: np.ndarray | slice, bad: Any, other: np.ndarray
+        self,
+        kind: str,
+        who: str,
+        how: str,
+        region: Region,
+        cells: np.ndarray | slice,
+        bad: Any,
+        other: np.ndarray,
     ) -> None:
         numbers = np.arange((region.end - region.start) // CELL)[cells][bad]
         component = int(np.broadcast_to(other, bad.shape)[bad][0])
         name = self.names[component] if component >= 0 else "anybody"
-        low, high = region.start + CELL * int(numbers.min()), region.start + CELL * (int(numbers.max()) + 1)
+        low, high = (
+            region.start + CELL * int(numbers.min()),
+            region.start + CELL * (int(numbers.max()) + 1),
+        )
         raise self.fail(kind, f"{who} {region.where(low, high)}, {how} {name}", low, high)
 
     # --- Stores on their way ---
@@ -231,19 +284,23 @@ class Memory:
         if store.clock is not None:
             self.clocks[store.low] = store.clock
         elif store.low in self.synced:
-            self.clocks.pop(store.low, None)  # a plain store to a word of signals: nothing is learned from it
+            # a plain store to a word of signals: nothing is learned from it
+            self.clocks.pop(store.low, None)
         self.arrived(store.low, store.high)
         return store
 
     def settle(self, who: Writer, low: int, high: int) -> None:
-        """A program sees its own stores: let those to [low, high) arrive, and what must arrive before."""
+        """A program sees its own stores: let those to [low, high) arrive, and what must arrive
+        before."""
         while any(s.low < high and low < s.high for s in who.pending):
             last = max(i for i, s in enumerate(who.pending) if s.low < high and low < s.high)
             needed = (
                 0
                 if who.pending[last].release
                 else min(
-                    i for i, s in enumerate(who.pending) if s.low < who.pending[last].high and who.pending[last].low < s.high
+                    i
+                    for i, s in enumerate(who.pending)
+                    if s.low < who.pending[last].high and who.pending[last].low < s.high
                 )
             )
             self.arrive(who, needed)
@@ -281,9 +338,16 @@ class Memory:
         return store
 
     def exchange(
-        self, who: Writer, addresses: list[int], size: int, change: Callable[[], T], acquires: bool, releases: bool
+        self,
+        who: Writer,
+        addresses: list[int],
+        size: int,
+        change: Callable[[], T],
+        acquires: bool,
+        releases: bool,
     ) -> T:
-        """An atomic read-modify-write of words; it happens at once, behind what its release orders."""
+        """An atomic read-modify-write of words; it happens at once, behind what its release
+        orders."""
         self.synced.update(addresses)
         if releases:
             self.drain(who)

@@ -1,4 +1,5 @@
-"""Ranks out of tasks: a host that calls operators, the programs of its kernels, its copy engine; and their transport."""
+"""Ranks out of tasks: a host that calls operators, the programs of its kernels, its copy engine;
+and their transport."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from tileweave.transport.workspace import REGISTRY, Workspace
 
 MAX_PROGRAMS = 6
 LANES = 3  # of copies that run beside each other: one a peer
-COMPONENTS = MAX_PROGRAMS + 1 + LANES  # tasks of a rank, in this order: programs, host, copy engines
+# tasks of a rank, in this order: programs, host, copy engines
+COMPONENTS = MAX_PROGRAMS + 1 + LANES
 PIECES = 2  # a copy of data arrives in so many parts
 
 
 @dataclass(eq=False)
 class Rank:
-    """One rank: its tasks and its transport. ``group``: the name under which operators find its workspace."""
+    """One rank: its tasks and its transport. ``group``: the name under which operators find its
+    workspace."""
 
     rank: int
     host: Task
@@ -33,10 +36,16 @@ class Rank:
 
 
 class World:
-    """R ranks in this process. ``resident``: how many programs of a rank run at once (None: all), in order of their ids."""
+    """R ranks in this process. ``resident``: how many programs of a rank run at once (None: all),
+    in order of their ids."""
 
     def __init__(
-        self, size: int, programs: int, strategy: Strategy, resident: int | None = None, recording: bool = False
+        self,
+        size: int,
+        programs: int,
+        strategy: Strategy,
+        resident: int | None = None,
+        recording: bool = False,
     ) -> None:
         self.size, self.resident = size, resident
         self.memory = Memory(size * COMPONENTS)
@@ -55,7 +64,8 @@ class World:
         programs = [self.tasks.task(f"rank {rank} program {p}", rank) for p in range(MAX_PROGRAMS)]
         host = self.tasks.task(f"rank {rank} host", rank)
         engines = [
-            self.tasks.task(f"rank {rank} copies {lane}" if lane else f"rank {rank} copies", rank) for lane in range(LANES)
+            self.tasks.task(f"rank {rank} copies {lane}" if lane else f"rank {rank} copies", rank)
+            for lane in range(LANES)
         ]
         return Rank(rank, host, engines, programs)
 
@@ -82,11 +92,16 @@ class World:
     # --- Launches ---
 
     def launch(self, grid: tuple[int, int, int], body: Callable[[], None]) -> None:
-        """Run ``body`` in each program of ``grid``; back when all have ended and their stores are visible."""
+        """Run ``body`` in each program of ``grid``; back when all have ended and their stores are
+        visible."""
         rank, count = self.rank, grid[0] * grid[1] * grid[2]
         if count > MAX_PROGRAMS:
-            raise ValueError(f"asked: {count} programs; allowed: {MAX_PROGRAMS}; remedy: explore a smaller shape")
-        indices = [(x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])]
+            raise ValueError(
+                f"asked: {count} programs; allowed: {MAX_PROGRAMS}; remedy: explore a smaller shape"
+            )
+        indices = [
+            (x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])
+        ]
         number_of_launch = self.memory.begin_launch(rank.host.clock)
         waiting, running, left = list(range(count)), set[int](), set(range(count))
 
@@ -119,7 +134,8 @@ class World:
             rank.host.learn(rank.programs[number].clock)
 
     def know(self, rank: int, name: str, tensor: torch.Tensor) -> None:
-        """Memory that kernels may touch: what they are given, or find by address. Symmetric buffers are known already."""
+        """Memory that kernels may touch: what they are given, or find by address. Symmetric buffers
+        are known already."""
         storage = tensor.untyped_storage()
         start, nbytes = storage.data_ptr(), storage.nbytes()
         if nbytes and not self.memory.has(start, start + nbytes):
@@ -127,14 +143,16 @@ class World:
             self.kept.append(tensor)  # its address is nobody else's while this world lives
 
     def read(self, rank: int, tensor: torch.Tensor) -> None:
-        """The user of ``rank`` looks at a result, behind the call: all of it must have been ordered before."""
+        """The user of ``rank`` looks at a result, behind the call: all of it must have been ordered
+        before."""
         low = tensor.data_ptr()
         high = low + tensor.numel() * tensor.element_size()
         if high > low and tensor.is_contiguous():
             self._read(self.ranks[rank].host, low, high)
 
     def wrote(self, rank: int, tensor: torch.Tensor) -> None:
-        """What torch wrote into ``tensor`` on this rank's stream just now: the kernels launched next are behind it."""
+        """What torch wrote into ``tensor`` on this rank's stream just now: the kernels launched
+        next are behind it."""
         low = tensor.data_ptr()
         high = low + tensor.numel() * tensor.element_size()
         if high > low:
@@ -175,7 +193,8 @@ class World:
     # --- Copy engines ---
 
     def push(self, rank: Rank, copies: Sequence[Copy], source: int) -> None:
-        """Copies of a lane follow each other, lanes run beside each other; the last copy, on lane 0, follows all.
+        """Copies of a lane follow each other, lanes run beside each other; the last copy, on lane
+        0, follows all.
 
         One that stands aside has its place in line, too: on a GPU it may come later, not sooner.
         """
@@ -195,7 +214,9 @@ class World:
         self.tasks.start(first, gather)
         for lane, engine in enumerate(rank.engines[1:lanes], start=1):
             mine = [copy for copy in copies[:-1] if copy.lane == lane]
-            self.tasks.start(engine, lambda engine=engine, mine=mine: self._copy_all(engine, mine, source))
+            self.tasks.start(
+                engine, lambda engine=engine, mine=mine: self._copy_all(engine, mine, source)
+            )
 
     def join(self, rank: Rank) -> None:
         last = rank.engines[0]
@@ -221,7 +242,9 @@ class World:
                 piece = max(copy.nbytes // (PIECES if copy.rows == 1 else 1) // CELL * CELL, CELL)
                 for offset in range(0, copy.nbytes, piece):
                     self.tasks.point()
-                    self._copy(engine, target + offset, start + offset, min(piece, copy.nbytes - offset))
+                    self._copy(
+                        engine, target + offset, start + offset, min(piece, copy.nbytes - offset)
+                    )
 
     def _await(self, engine: Task, counter: int, count: int) -> None:
         """A copy engine's wait for a count that programs bring about."""
@@ -240,7 +263,9 @@ class World:
         self.tasks.note("copies", target, target + nbytes)
         # released: a copy engine does one copy after the other
         apply = lambda: ctypes.memmove(target, data, nbytes)  # noqa: E731
-        self.memory.put(engine, Store(target, target + nbytes, apply, release=True, region=region, cells=cells))
+        self.memory.put(
+            engine, Store(target, target + nbytes, apply, release=True, region=region, cells=cells)
+        )
 
     def _read(self, engine: Task, low: int, high: int) -> None:
         if self.memory.has(low, high):
@@ -275,7 +300,13 @@ class ModelTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32)
 
-    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0, launch: Callable[[], None] | None = None) -> None:
+    def push(
+        self,
+        copies: Sequence[Copy],
+        source: int = 0,
+        line: int = 0,
+        launch: Callable[[], None] | None = None,
+    ) -> None:
         self._world.push(self._world.ranks[self.rank], copies, source)
         if launch is not None:
             launch()

@@ -1,8 +1,10 @@
-"""Scalars of a kernel as Python integers: most of what a kernel does under the interpreter is index arithmetic.
+"""Scalars of a kernel as Python integers: most of what a kernel does under the interpreter is index
+arithmetic.
 
-Triton's interpreter wraps every integer into an array and checks types at every operation, 30 us each. Here scalars are a
-kind of ``int``, with Triton's rules where they differ from Python's: division truncates. They do not wrap at 32 bits;
-epochs, the only numbers that get there, are wrapped where they are stored (``device/interpreter/words.py``).
+Triton's interpreter wraps every integer into an array and checks types at every operation, 30 us
+each. Here scalars are a kind of ``int``, with Triton's rules where they differ from Python's:
+division truncates. They do not wrap at 32 bits; epochs, the only numbers that get there, are
+wrapped where they are stored (``device/interpreter/words.py``).
 """
 
 from __future__ import annotations
@@ -52,9 +54,17 @@ def _binary(function: Callable[[int, int], int], swapped: bool) -> Callable[[Sca
 
 
 for _name, _function in {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _divide, "mod": _remainder,
-    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift,
-}.items():  # fmt: skip
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": _divide,
+    "mod": _remainder,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+}.items():
     setattr(Scalar, f"__{_name}__", _binary(_function, swapped=False))
     setattr(Scalar, f"__r{_name}__", _binary(_function, swapped=True))
 
@@ -88,7 +98,9 @@ def _logic(function: Callable[[int, int], int]) -> Callable[[Truth, object], Any
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Scalar, f"__{_name}__", _comparison(getattr(operator, _name)))
 for _name in ("and", "or", "xor"):
-    setattr(Truth, f"__{_name}__", _logic(getattr(operator, f"{_name}_" if _name != "xor" else "xor")))
+    setattr(
+        Truth, f"__{_name}__", _logic(getattr(operator, f"{_name}_" if _name != "xor" else "xor"))
+    )
     setattr(Truth, f"__r{_name}__", getattr(Truth, f"__{_name}__"))
 Scalar.__hash__ = int.__hash__
 Truth.__invert__ = lambda self: Truth(not self)
@@ -103,7 +115,8 @@ def kept(value: object) -> object:
 
 
 class ScalarTransformer(triton_interpreter.ASTTransformer):
-    """Triton's rewriting of kernels, but an assigned integer becomes a :class:`Scalar` and not an array."""
+    """Triton's rewriting of kernels, but an assigned integer becomes a :class:`Scalar` and not an
+    array."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:  # noqa: N802 - ast's name
         self.generic_visit(node)

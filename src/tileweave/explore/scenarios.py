@@ -1,8 +1,9 @@
 """What is explored: for each operator a few small scenarios. A new operator is one entry here.
 
-A scenario makes calls of one operator on one rank of a model world, by the path that users take below the argument checks,
-and says what must come out. Operands are whole numbers, so results are exact; they differ from call to call, so that data of
-an older call cannot pass for this one's. Tiles are as small as the interpreter lets them be: its time goes by operations.
+A scenario makes calls of one operator on one rank of a model world, by the path that users take
+below the argument checks, and says what must come out. Operands are whole numbers, so results are
+exact; they differ from call to call, so that data of an older call cannot pass for this one's.
+Tiles are as small as the interpreter lets them be: its time goes by operations.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from tileweave.explore.ranks import World
 from tileweave.planning.matmul import MatmulConfig, Plan
 from tileweave.transport.interface import EPOCH
 
-# Constants of kernels that are sized for GPUs, made small: a shard of 256 elements has several slices then.
+# Constants of kernels that are sized for GPUs, made small: a shard of 256 elements has several
+# slices then.
 SMALLER: tuple[tuple[str, str, object], ...] = (
     ("tileweave.kernels.all_gather.triton", "PUSH_BLOCK", 128),
     ("tileweave.kernels.all_reduce.one_shot", "NORM_BLOCK", 16),
 )
-POOL = 7  # sets of operands of one shape; a prime, so that calls, slots and sets do not move in step
+# sets of operands of one shape; a prime, so that calls, slots and sets do not move in step
+POOL = 7
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Drawn:
 
 
 class Scenario(Protocol):
-    """One way to call one operator. ``programs``: how many a kernel may have, at most ``ranks.MAX_PROGRAMS``."""
+    """One way to call one operator. ``programs``: how many a kernel may have, at most
+    ``ranks.MAX_PROGRAMS``."""
 
     @property
     def name(self) -> str: ...
@@ -56,12 +60,15 @@ class Scenario(Protocol):
         """On every host before the first call; collective."""
         ...
 
-    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Call once; what came out under which name, and what it must equal."""
         ...
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        """After the last call: numbers that must have come back to what they were; name, seen, expected."""
+        """After the last call: numbers that must have come back to what they were; name, seen,
+        expected."""
         ...
 
 
@@ -70,7 +77,8 @@ def wrap(epoch: int) -> int:
 
 
 def begin_instance(world: World, rank: int, op: str, kind: str, epoch: int) -> None:
-    """Make the instance of ``op``, and let its count of calls stand at ``epoch``, as after as many calls."""
+    """Make the instance of ``op``, and let its count of calls stand at ``epoch``, as after as many
+    calls."""
     instance = world.workspace(rank).instance(op, kind)
     instance.control[EPOCH] = epoch
     instance.signals.fill_(wrap(epoch - 1))
@@ -78,7 +86,9 @@ def begin_instance(world: World, rank: int, op: str, kind: str, epoch: int) -> N
     world.barrier()
 
 
-def end_instance(world: World, rank: int, op: str, kind: str, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
+def end_instance(
+    world: World, rank: int, op: str, kind: str, drawn: Drawn
+) -> Iterator[tuple[str, int, int]]:
     instance = world.workspace(rank).instance(op, kind)
     yield "epoch", int(instance.control[EPOCH]), wrap(drawn.epoch + drawn.calls)
     yield "programs that left", int(instance.control[1]), 0
@@ -104,7 +114,8 @@ def instance_of(config: MatmulConfig) -> str:
 
 @dataclass(frozen=True)
 class AllGatherMatmul:
-    """``shapes``: (rows, cols, K) of a rank, used in turn. ``captured``: as after a graph capture, slot 0 alone."""
+    """``shapes``: (rows, cols, K) of a rank, used in turn. ``captured``: as after a graph capture,
+    slot 0 alone."""
 
     name: str
     config: MatmulConfig
@@ -121,7 +132,9 @@ class AllGatherMatmul:
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
 
-    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
 
         shape = self.shapes[(number + drawn.order) % len(self.shapes)]
@@ -130,7 +143,15 @@ class AllGatherMatmul:
         gathered = torch.full_like(everyone, float("nan")) if self.gathered else None
         world.transports[rank].captured = self.captured and number > 0
         x = everyone[rank * shape[0] : (rank + 1) * shape[0]].clone()
-        run_fused(x, w, None, out, gathered, world.ranks[rank].group, Plan("fused", "explored", self.config))
+        run_fused(
+            x,
+            w,
+            None,
+            out,
+            gathered,
+            world.ranks[rank].group,
+            Plan("fused", "explored", self.config),
+        )
         yield "out", out, want
         if gathered is not None:
             yield "gathered", gathered, everyone
@@ -141,7 +162,8 @@ class AllGatherMatmul:
 
 @dataclass(frozen=True)
 class GatherBeside:
-    """The all-gather of backward. ``shapes``: (rows, K) of a rank. What arrived is read late, as by a matmul."""
+    """The all-gather of backward. ``shapes``: (rows, K) of a rank. What arrived is read late, as by
+    a matmul."""
 
     name: str
     shapes: tuple[tuple[int, int], ...]
@@ -153,13 +175,17 @@ class GatherBeside:
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         begin_instance(world, rank, self.op, "gather", drawn.epoch)
 
-    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul.concurrent_gather import begin_gather
 
         rows, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
         everyone = whole_numbers((world.size * rows, depth), "x", (number + drawn.order) % POOL)
         world.transports[rank].captured = self.captured and number > 0
-        gathering = begin_gather(everyone[rank * rows : (rank + 1) * rows].clone(), world.ranks[rank].group)
+        gathering = begin_gather(
+            everyone[rank * rows : (rank + 1) * rows].clone(), world.ranks[rank].group
+        )
         world.tasks.point()
         whole = gathering.wait()
         world.tasks.point()
@@ -170,7 +196,9 @@ class GatherBeside:
 
 
 @lru_cache(maxsize=4096)
-def _gather_operands(shape: tuple[int, int, int], size: int, rank: int, seed: int) -> tuple[torch.Tensor, ...]:
+def _gather_operands(
+    shape: tuple[int, int, int], size: int, rank: int, seed: int
+) -> tuple[torch.Tensor, ...]:
     rows, cols, depth = shape
     everyone = whole_numbers((size * rows, depth), "x", seed)
     w = whole_numbers((cols, depth), "w", rank, seed)
@@ -179,7 +207,14 @@ def _gather_operands(shape: tuple[int, int, int], size: int, rank: int, seed: in
 
 def triton_config(transport: str, **changes: object) -> MatmulConfig:
     tile = {"tile_m": 16, "tile_n": 16, "tile_k": 16, "num_stages": 1, "num_warps": 4}
-    options: dict[str, object] = {"kernel": "triton", **tile, "group_m": 1, "num_slices": 2, "num_producers": 1, **changes}
+    options: dict[str, object] = {
+        "kernel": "triton",
+        **tile,
+        "group_m": 1,
+        "num_slices": 2,
+        "num_producers": 1,
+        **changes,
+    }
     return MatmulConfig(transport=transport, **options)  # type: ignore[arg-type]
 
 
@@ -188,7 +223,8 @@ def triton_config(transport: str, **changes: object) -> MatmulConfig:
 
 @dataclass(frozen=True)
 class MatmulReduce:
-    """``shapes``: (rows of all ranks, cols, K of a rank). Tiles of peers come back; ``op`` says to one rank or to all."""
+    """``shapes``: (rows of all ranks, cols, K of a rank). Tiles of peers come back; ``op`` says to
+    one rank or to all."""
 
     name: str
     op: str
@@ -204,11 +240,17 @@ class MatmulReduce:
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
 
-    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul import matmul_all_reduce_fused, matmul_reduce_scatter_fused
 
         rows, cols, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
-        shape = (rows // world.size * world.size if self.op == "matmul_reduce_scatter" else rows, cols, depth)
+        shape = (
+            rows // world.size * world.size if self.op == "matmul_reduce_scatter" else rows,
+            cols,
+            depth,
+        )
         x, w, total = _reduce_operands(shape, world.size, rank, (number + drawn.order) % POOL)
         mine = shape[0] // world.size
         want = total if self.op == "matmul_all_reduce" else total[rank * mine : (rank + 1) * mine]
@@ -226,7 +268,9 @@ class MatmulReduce:
 
 
 @lru_cache(maxsize=4096)
-def _reduce_operands(shape: tuple[int, int, int], size: int, rank: int, seed: int) -> tuple[torch.Tensor, ...]:
+def _reduce_operands(
+    shape: tuple[int, int, int], size: int, rank: int, seed: int
+) -> tuple[torch.Tensor, ...]:
     rows, cols, depth = shape
     xs = [whole_numbers((rows, depth), "x", r, seed) for r in range(size)]
     ws = [whole_numbers((cols, depth), "w", r, seed) for r in range(size)]
@@ -236,23 +280,28 @@ def _reduce_operands(shape: tuple[int, int, int], size: int, rank: int, seed: in
 
 @dataclass(frozen=True)
 class OneShot:
-    """matmul_all_reduce in one shot, with residual and norm. ``shapes``: (rows, cols, K of a rank), rows at most a tile."""
+    """matmul_all_reduce in one shot, with residual and norm. ``shapes``: (rows, cols, K of a rank),
+    rows at most a tile."""
 
     name: str
     config: MatmulConfig
     shapes: tuple[tuple[int, int, int], ...]
     norm: bool
     op: str = "matmul_all_reduce"
-    programs: tuple[int, ...] = (1,)  # as many as there are tiles and rows, whatever the device holds
+    # as many as there are tiles and rows, whatever the device holds
+    programs: tuple[int, ...] = (1,)
     resident: int = 1
 
     def _epoch(self, drawn: Drawn) -> int:
-        return drawn.epoch if drawn.epoch > 0 else 2**31 - 2  # a local word starts at 0, which is behind the positive ones
+        # a local word starts at 0, which is behind the positive ones
+        return drawn.epoch if drawn.epoch > 0 else 2**31 - 2
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         begin_instance(world, rank, self.op, "one_shot", self._epoch(drawn))
 
-    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.matmul.matmul_all_reduce_fused import run_fused
 
         shape = self.shapes[(number + drawn.order) % len(self.shapes)]
@@ -263,12 +312,18 @@ class OneShot:
         out = torch.full_like(want, float("nan"))
         kept = torch.full_like(want, float("nan")) if self.norm else None
         plan = Plan("fused", "explored", self.config)
-        run_fused(x.clone(), w, None, residual, gain, 1e-6, out, kept, world.ranks[rank].group, plan)
+        run_fused(
+            x.clone(), w, None, residual, gain, 1e-6, out, kept, world.ranks[rank].group, plan
+        )
         if kept is None or gain is None:
             yield "out", out, want
         else:
             yield "sum", kept, want
-            yield "norm", out.mul(64).round(), torch.nn.functional.rms_norm(want, gain.shape, gain, 1e-6).mul(64).round()
+            yield (
+                "norm",
+                out.mul(64).round(),
+                torch.nn.functional.rms_norm(want, gain.shape, gain, 1e-6).mul(64).round(),
+            )
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
         instance = world.workspace(rank).instance(self.op, "one_shot")
@@ -281,24 +336,79 @@ class OneShot:
 SCENARIOS: tuple[Scenario, ...] = (
     AllGatherMatmul("sm", triton_config("sm"), ((16, 16, 16), (16, 8, 16)), (1, 2, 3)),
     AllGatherMatmul("sm, spans", triton_config("sm"), ((3, 16, 16), (5, 16, 16)), (1, 2)),
-    AllGatherMatmul("sm, producers", triton_config("sm", num_producers=2, num_slices=2), ((16, 16, 16),), (2, 3)),
-    AllGatherMatmul("sm, cut, gathered", triton_config("sm", tile_k=8), ((16, 16, 48),), (2, 3), gathered=True),
-    AllGatherMatmul("copy engine", triton_config("copy_engine"), ((16, 16, 16), (17, 16, 16)), (1, 2)),
-    AllGatherMatmul("copy engine, captured", triton_config("copy_engine"), ((16, 16, 16),), (1, 2), captured=True),
-    AllGatherMatmul("library", triton_config("sm", kernel="library"), ((18, 16, 16), (33, 8, 16)), (1, 2, 3), gathered=True),
-    AllGatherMatmul("by shards", triton_config("copy_engine", kernel="library"), ((2, 8, 16), (3, 16, 8)), (1,), gathered=True),
-    AllGatherMatmul("by shards, captured", triton_config("copy_engine", kernel="library"), ((2, 8, 16),), (1,), captured=True),
+    AllGatherMatmul(
+        "sm, producers", triton_config("sm", num_producers=2, num_slices=2), ((16, 16, 16),), (2, 3)
+    ),
+    AllGatherMatmul(
+        "sm, cut, gathered", triton_config("sm", tile_k=8), ((16, 16, 48),), (2, 3), gathered=True
+    ),
+    AllGatherMatmul(
+        "copy engine", triton_config("copy_engine"), ((16, 16, 16), (17, 16, 16)), (1, 2)
+    ),
+    AllGatherMatmul(
+        "copy engine, captured",
+        triton_config("copy_engine"),
+        ((16, 16, 16),),
+        (1, 2),
+        captured=True,
+    ),
+    AllGatherMatmul(
+        "library",
+        triton_config("sm", kernel="library"),
+        ((18, 16, 16), (33, 8, 16)),
+        (1, 2, 3),
+        gathered=True,
+    ),
+    AllGatherMatmul(
+        "by shards",
+        triton_config("copy_engine", kernel="library"),
+        ((2, 8, 16), (3, 16, 8)),
+        (1,),
+        gathered=True,
+    ),
+    AllGatherMatmul(
+        "by shards, captured",
+        triton_config("copy_engine", kernel="library"),
+        ((2, 8, 16),),
+        (1,),
+        captured=True,
+    ),
     GatherBeside("gather beside", ((2, 16), (3, 8))),
     GatherBeside("gather beside, captured", ((2, 16),), captured=True),
-    MatmulReduce("sm", "matmul_reduce_scatter", triton_config("sm"), ((48, 16, 16), (68, 16, 16)), (1, 2, 3)),
-    MatmulReduce("sm, spans", "matmul_reduce_scatter", triton_config("sm"), ((12, 32, 16), (24, 16, 16)), (1, 2)),
-    MatmulReduce("sm, cut", "matmul_reduce_scatter", triton_config("sm", tile_k=8), ((48, 16, 48),), (2, 3)),
-    MatmulReduce("copy engine", "matmul_reduce_scatter", triton_config("copy_engine"), ((64, 16, 16),), (1, 2, 3)),
     MatmulReduce(
-        "copy engine, captured", "matmul_reduce_scatter", triton_config("copy_engine"), ((64, 16, 16),), (1, 2), captured=True
+        "sm", "matmul_reduce_scatter", triton_config("sm"), ((48, 16, 16), (68, 16, 16)), (1, 2, 3)
     ),
     MatmulReduce(
-        "library", "matmul_reduce_scatter", triton_config("sm", kernel="library"), ((96, 16, 16), (20, 16, 16)), (1, 2, 3)
+        "sm, spans",
+        "matmul_reduce_scatter",
+        triton_config("sm"),
+        ((12, 32, 16), (24, 16, 16)),
+        (1, 2),
+    ),
+    MatmulReduce(
+        "sm, cut", "matmul_reduce_scatter", triton_config("sm", tile_k=8), ((48, 16, 48),), (2, 3)
+    ),
+    MatmulReduce(
+        "copy engine",
+        "matmul_reduce_scatter",
+        triton_config("copy_engine"),
+        ((64, 16, 16),),
+        (1, 2, 3),
+    ),
+    MatmulReduce(
+        "copy engine, captured",
+        "matmul_reduce_scatter",
+        triton_config("copy_engine"),
+        ((64, 16, 16),),
+        (1, 2),
+        captured=True,
+    ),
+    MatmulReduce(
+        "library",
+        "matmul_reduce_scatter",
+        triton_config("sm", kernel="library"),
+        ((96, 16, 16), (20, 16, 16)),
+        (1, 2, 3),
     ),
     MatmulReduce(
         "library",

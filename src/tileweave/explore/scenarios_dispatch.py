@@ -1,4 +1,5 @@
-"""Scenarios of routing plans and of dispatch_grouped_matmul: few tokens, and experts that nobody has chosen."""
+"""Scenarios of routing plans and of dispatch_grouped_matmul: few tokens, and experts that nobody
+has chosen."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def _ends(world: World, rank: int, op: str, drawn: Drawn) -> Iterator[tuple[str,
 
 @dataclass(frozen=True)
 class Routing:
-    """Plans from ids. ``tokens``: the most of a rank, used in turn; rank r has r fewer, if any. ``experts``: of a rank.
+    """Plans from ids. ``tokens``: the most of a rank, used in turn; rank r has r fewer, if any.
+    ``experts``: of a rank.
 
     ``cut``: None: what few tokens get.
     """
@@ -40,7 +42,9 @@ class Routing:
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         begin_instance(world, rank, self.op, "sm", drawn.epoch)
 
-    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_routing
 
         most = self.tokens[(number + drawn.order) % len(self.tokens)]
@@ -82,12 +86,16 @@ class Dispatch:
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         begin_instance(world, rank, self.op, "sm", drawn.epoch)
 
-    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_fused
 
         most = self.tokens[(number + drawn.order) % len(self.tokens)]
         seed = (number + drawn.order) % POOL
-        x, experts, plan, want = _operands(most, self.topk, self.experts, self.sizes, world.size, rank, seed)
+        x, experts, plan, want = _operands(
+            most, self.topk, self.experts, self.sizes, world.size, rank, seed
+        )
         world.know(rank, "plan", plan.table)
         y = torch.full((plan.bound, self.sizes[0]), float("nan"))
         kept = torch.zeros(world.size - 1, most, self.sizes[1])
@@ -106,7 +114,9 @@ class Dispatch:
 @lru_cache(maxsize=4096)
 def _ids(most: int, topk: int, experts: int, size: int, seed: int) -> torch.Tensor:
     """[R, most, k], of all ranks."""
-    ids = torch.randint(-1, experts * size, (size, most, topk), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        -1, experts * size, (size, most, topk), generator=torch.Generator().manual_seed(seed)
+    )
     for source in range(size):
         ids[source, max(most - source, 0) :] = -1
     return ids
@@ -122,7 +132,9 @@ def _operands(
     everyone = torch.cat([whole_numbers((most, sizes[1]), "x", r, seed) for r in range(size)])
     weights = whole_numbers((experts, *sizes), "w", rank, seed)
     rows = everyone[plan.row_entry[: int(plan.offsets[-1])].long() // topk]
-    parts = [rows[b:e] @ w.t() for b, e, w in zip(plan.offsets, plan.offsets[1:], weights, strict=False)]
+    parts = [
+        rows[b:e] @ w.t() for b, e, w in zip(plan.offsets, plan.offsets[1:], weights, strict=False)
+    ]
     return everyone[rank * most : rank * most + tokens], weights, plan, torch.cat(parts)
 
 
@@ -131,5 +143,7 @@ DISPATCH = (
     Routing("few", (3, 4)),
     Routing("sorted", (3, 4), RoutingCut(2, 4, 1), programs=(1, 2)),
     Dispatch("one producer", _CUT, (3, 4)),
-    Dispatch("producers", DispatchConfig("triton", 16, 8, 8, 1, 4, 1, 2, 1, 2), (4,), programs=(2, 3)),
+    Dispatch(
+        "producers", DispatchConfig("triton", 16, 8, 8, 1, 4, 1, 2, 1, 2), (4,), programs=(2, 3)
+    ),
 )

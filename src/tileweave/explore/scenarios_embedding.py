@@ -1,6 +1,8 @@
-"""Scenarios of embedding_bag_all_to_all: results are held over further calls, whose regions must be others.
+"""Scenarios of embedding_bag_all_to_all: results are held over further calls, whose regions must be
+others.
 
-And of its backward, which pushes gradients and sums them, table group by table group, in one launch.
+And of its backward, which pushes gradients and sums them, table group by table group, in one
+launch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ ROWS, DIM, BAG = 5, 8, 2  # of a table; indices in a bag
 class EmbeddingBag:
     """``batches``: samples of all ranks, used in turn. ``tables``: of each rank.
 
-    ``held``: every other rank keeps so many results over further calls, so that ranks announce different regions.
+    ``held``: every other rank keeps so many results over further calls, so that ranks announce
+    different regions.
     """
 
     name: str
@@ -39,16 +42,29 @@ class EmbeddingBag:
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         begin_instance(world, rank, self.op, "sm", drawn.epoch)
 
-    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.embedding.bag_all_to_all_fused import run_fused
 
         batch = self.batches[(number + drawn.order) % len(self.batches)]
-        tables, indices, offsets, want = _bags(batch, self.tables, world.size, rank, (number + drawn.order) % POOL)
+        tables, indices, offsets, want = _bags(
+            batch, self.tables, world.size, rank, (number + drawn.order) % POOL
+        )
         for table in tables:
             world.know(rank, "table", table)
         layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size)
         got = run_fused(
-            tables, indices, offsets, None, layout, batch, False, torch.float32, world.ranks[rank].group, self.config
+            tables,
+            indices,
+            offsets,
+            None,
+            layout,
+            batch,
+            False,
+            torch.float32,
+            world.ranks[rank].group,
+            self.config,
         )
         kept: dict[object, Any] = world.workspace(rank).instance(self.op, "sm").cache
         held: list[tuple[torch.Tensor, torch.Tensor]] = kept.setdefault("explored", [])
@@ -68,9 +84,15 @@ class EmbeddingBag:
 @lru_cache(maxsize=4096)
 def _bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any, ...]:
     """This rank's tables, indices and offsets of the global batch, and its rows of the result."""
-    everyone = [[whole_numbers((ROWS, DIM), "table", r, t, seed) for t in range(tables)] for r in range(size)]
+    everyone = [
+        [whole_numbers((ROWS, DIM), "table", r, t, seed) for t in range(tables)]
+        for r in range(size)
+    ]
     indices = [
-        (torch.arange(tables * batch * BAG) * (r + 2) + seed).remainder(ROWS).view(tables, batch, BAG) for r in range(size)
+        (torch.arange(tables * batch * BAG) * (r + 2) + seed)
+        .remainder(ROWS)
+        .view(tables, batch, BAG)
+        for r in range(size)
     ]
     columns = [everyone[r][t][indices[r][t]].sum(1) for r in range(size) for t in range(tables)]
     chunk = -(-batch // size)
@@ -81,10 +103,11 @@ def _bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any
 
 @dataclass(frozen=True)
 class TableGradient:
-    """SGD steps in place. ``samples``: of each rank; ``tables``: of each rank, in as many groups. ``carrier``: of gradients.
+    """SGD steps in place. ``samples``: of each rank; ``tables``: of each rank, in as many groups.
+    ``carrier``: of gradients.
 
-    ``alone``: the push is a launch of its own, as where weights' gradients want tables as they were. ``first_only``: only the
-    first rank has samples.
+    ``alone``: the push is a launch of its own, as where weights' gradients want tables as they
+    were. ``first_only``: only the first rank has samples.
     """
 
     name: str
@@ -100,16 +123,24 @@ class TableGradient:
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         begin_instance(world, rank, self.op, self.carrier, drawn.epoch)
 
-    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.embedding.bag_all_to_all_fused import begin_push, end_push
         from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups, table_gradients
 
         assert self.samples == 1 or not self.first_only, "one sample is one rank's"
-        batch, seed = self.samples * (1 if self.first_only else world.size), (number + drawn.order) % POOL
+        batch, seed = (
+            self.samples * (1 if self.first_only else world.size),
+            (number + drawn.order) % POOL,
+        )
         rows = [rows_of(batch, world.size, peer) for peer in range(world.size)]
         tables, indices, offsets, _ = _bags(batch, self.tables, world.size, rank, seed)
         layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size)
-        grads = [whole_numbers((end - begin, layout.width), "gradient", r, seed) for r, (begin, end) in enumerate(rows)]
+        grads = [
+            whole_numbers((end - begin, layout.width), "gradient", r, seed)
+            for r, (begin, end) in enumerate(rows)
+        ]
         grad, rate = grads[rank].clone(), torch.ones(1)
         lookups = Lookups(indices, offsets, None, batch, False)
         ordered = sort_lookups(tables, lookups, False)
@@ -117,15 +148,32 @@ class TableGradient:
         if self.alone and self.carrier == "copy_engine":
             world.wrote(rank, push.slot[slice(*rows[rank])])  # own rows: by torch
         push = replace(push, candidates=drawn.programs * (8 if self.alone else 1))
-        known = (("gradient", grad), ("rate", rate), ("keys", ordered.keys), ("bags", ordered.bags), ("plan", push.plan))
+        known = (
+            ("gradient", grad),
+            ("rate", rate),
+            ("keys", ordered.keys),
+            ("bags", ordered.bags),
+            ("plan", push.plan),
+        )
         for name, tensor in known:
             world.know(rank, name, tensor)
-        before, tables = tables, [t.clone() for t in tables]  # the others come again, and a time-out leaves NaN in these
+        # the others come again, and a time-out leaves NaN in these
+        before, tables = tables, [t.clone() for t in tables]
         for table in tables:
             world.know(rank, "table", table)
         if self.alone:
             push.launch_alone()
-        table_gradients(push.slot, tables, lookups, ordered, 1.0, "sgd", (), rate, push=None if self.alone else push)
+        table_gradients(
+            push.slot,
+            tables,
+            lookups,
+            ordered,
+            1.0,
+            "sgd",
+            (),
+            rate,
+            push=None if self.alone else push,
+        )
         if self.alone:
             push.end_alone()
         end_push(push, world.ranks[rank].group)

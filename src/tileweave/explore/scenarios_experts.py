@@ -1,4 +1,5 @@
-"""Scenarios of the expert operators: few tokens, experts that have rows and experts that have none."""
+"""Scenarios of the expert operators: few tokens, experts that have rows and experts that have
+none."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ EXPERTS, DEPTH, COLS = 2, 8, 16  # experts of a rank
 
 @dataclass(frozen=True)
 class Combine:
-    """grouped_matmul_combine. ``tokens``: the most of a rank, used in turn; rank r has r fewer, at least one."""
+    """grouped_matmul_combine. ``tokens``: the most of a rank, used in turn; rank r has r fewer, at
+    least one."""
 
     name: str
     config: CombineConfig
@@ -33,12 +35,16 @@ class Combine:
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         begin_instance(world, rank, self.op, "sm", drawn.epoch)
 
-    def call(self, world: World, rank: int, number: int, drawn: Drawn) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def call(
+        self, world: World, rank: int, number: int, drawn: Drawn
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from tileweave.ops.experts.grouped_matmul_combine_fused import run_fused
 
         tokens = self.tokens[(number + drawn.order) % len(self.tokens)]
         seed = (number + drawn.order) % POOL
-        y, experts, plan, weights, want = _combine_operands(tokens, self.topk, world.size, rank, seed, self.weighted)
+        y, experts, plan, weights, want = _combine_operands(
+            tokens, self.topk, world.size, rank, seed, self.weighted
+        )
         out = torch.full_like(want, float("nan"))
         world.know(rank, "plan", plan.table)
         run_fused(y, experts, plan, weights, out, world.ranks[rank].group, self.config)
@@ -62,7 +68,10 @@ def _combine_operands(
         ids[source, count:] = -1
     values = [whole_numbers((most, topk, DEPTH), "y", r, seed) for r in range(size)]
     experts = torch.cat([whole_numbers((EXPERTS, COLS, DEPTH), "w", r, seed) for r in range(size)])
-    weights = [whole_numbers((most, topk), "topk", r, seed) if weighted else torch.ones(most, topk) for r in range(size)]
+    weights = [
+        whole_numbers((most, topk), "topk", r, seed) if weighted else torch.ones(most, topk)
+        for r in range(size)
+    ]
     plan = reference_plan(ids, rank, EXPERTS * size, counts[rank])
     y = torch.zeros(plan.bound, DEPTH)
     for row, entry in enumerate(plan.row_entry[: int(plan.offsets[-1])].tolist()):
@@ -76,10 +85,28 @@ def _combine_operands(
     return y, mine, plan, weights[rank][: counts[rank]].clone() if weighted else None, z
 
 
-_CUT = CombineConfig("triton", 16, 8, 8, 1, 4, 1, chunks=2, groups=2, block_tokens=2, block_cols=8, num_reduce=1, num_finish=1)
+_CUT = CombineConfig(
+    "triton",
+    16,
+    8,
+    8,
+    1,
+    4,
+    1,
+    chunks=2,
+    groups=2,
+    block_tokens=2,
+    block_cols=8,
+    num_reduce=1,
+    num_finish=1,
+)
 EXPERT_SCENARIOS = (
     Combine("roles", _CUT, (3, 4), 2),
     Combine(
-        "several", CombineConfig("triton", 16, 16, 8, 1, 4, 1, 1, 1, 1, 16, num_reduce=2, num_finish=2), (3,), 2, weighted=False
+        "several",
+        CombineConfig("triton", 16, 16, 8, 1, 4, 1, 1, 1, 1, 16, num_reduce=2, num_finish=2),
+        (3,),
+        2,
+        weighted=False,
     ),
 )

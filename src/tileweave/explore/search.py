@@ -23,15 +23,26 @@ from tileweave.explore.tasks import Decision, Event
 STRATEGIES = ("walk", "pct", "delay", "malice")
 DELAYS = 2000  # numbers of one systematic search
 MOST_RUNS, LINES = 150, 40  # to shrink one failure; steps that its story tells
-EPOCHS = (1, 2, 2**31 - 2, -1)  # the first call, the other parity, the wrap to negative numbers, the wrap to zero
-RAISED = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+# the first call, the other parity, the wrap to negative numbers, the wrap to zero
+EPOCHS = (1, 2, 2**31 - 2, -1)
+RAISED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 SCENARIOS: tuple[Scenario, ...] = (*MATMULS, *EMBEDDING, *EXPERT_SCENARIOS, *DISPATCH, *EXCHANGES)
 Enter = Callable[[World | None], None]
 
 
 @dataclass(frozen=True)
 class Seed:
-    """Names one run: ``scenario@world:strategy:number``. Everything about the run follows from it."""
+    """Names one run: ``scenario@world:strategy:number``. Everything about the run follows from
+    it."""
 
     scenario: str
     world: int
@@ -48,20 +59,37 @@ class Seed:
         world, strategy, number, *more = (*rest.split(":"), "", "")
         remedy = "copy the seed that a failure printed"
         names = by_name()
-        require(scenario in names, f"seed {text!r}, scenario {scenario!r}", ", ".join(map(repr, names)), remedy)
-        require(strategy in STRATEGIES, f"seed {text!r}, strategy {strategy!r}", ", ".join(STRATEGIES), remedy)
+        require(
+            scenario in names,
+            f"seed {text!r}, scenario {scenario!r}",
+            ", ".join(map(repr, names)),
+            remedy,
+        )
+        require(
+            strategy in STRATEGIES,
+            f"seed {text!r}, strategy {strategy!r}",
+            ", ".join(STRATEGIES),
+            remedy,
+        )
         whole = world in ("2", "3", "4") and number.isdecimal() and not any(more)
-        require(whole, f"seed {text!r}", "scenario@world:strategy:number, of a world of 2, 3 or 4", remedy)
+        require(
+            whole,
+            f"seed {text!r}",
+            "scenario@world:strategy:number, of a world of 2, 3 or 4",
+            remedy,
+        )
         return Seed(scenario, int(world), strategy, int(number))
 
 
 @dataclass
 class Found:
-    """How a run ended: after how many steps, by which schedule, and what was wrong (None: nothing)."""
+    """How a run ended: after how many steps, by which schedule, and what was wrong (None:
+    nothing)."""
 
     seed: Seed
     steps: int
-    schedule: int  # a hash of all decisions: two runs of a scenario with the same one are the same interleaving
+    # a hash of all decisions: two runs of a scenario with the same one are the same interleaving
+    schedule: int
     failure: Violation | None
     choices: int = 0  # of a delay-bounded run: steps at which more than one task could go
     departures: dict[int, Decision] = field(default_factory=dict)
@@ -75,7 +103,8 @@ def by_name() -> dict[str, Scenario]:
 
 
 def draw(scenario: Scenario, seed: Seed) -> Drawn:
-    """What the seed decides besides the schedule; the same for all of a systematic search, so that it is one."""
+    """What the seed decides besides the schedule; the same for all of a systematic search, so that
+    it is one."""
     number = seed.number // DELAYS if seed.strategy == "delay" else seed.number
     choice = random.Random(f"{seed.scenario} {seed.world} {number}")
     programs = choice.choice(scenario.programs)
@@ -95,15 +124,19 @@ def strategy_of(seed: Seed, enter: Enter) -> Walk | Priorities | Delays | Malice
 
 
 def delays_of(seed: Seed, enter: Enter) -> Delays:
-    """Number n of a systematic search: stores early or late, each rank first; no delay, every single one, then pairs.
+    """Number n of a systematic search: stores early or late, each rank first; no delay, every
+    single one, then pairs.
 
-    Numbers next to each other delay at choices far apart, so that a part of the search is spread over the run.
+    Numbers next to each other delay at choices far apart, so that a part of the search is spread
+    over the run.
     """
     number, place = seed.number % DELAYS, seed.number // DELAYS
     eager, first, index = number % 2 == 0, number // 2 % seed.world, number // 2 // seed.world
     if index == 0:
         return Delays(frozenset(), eager, COMPONENTS * first)
-    length = _choices(Seed(seed.scenario, seed.world, "delay", place * DELAYS + number % (2 * seed.world)), enter)
+    length = _choices(
+        Seed(seed.scenario, seed.world, "delay", place * DELAYS + number % (2 * seed.world)), enter
+    )
     stride = next(s for s in (89, 97, 101, 103) if length % s)
     if index <= length:
         steps = {1 + index * stride % length}
@@ -135,7 +168,8 @@ def malice_of(number: int, world: int) -> Malice:
             (frozenset(mine[MAX_PROGRAMS + 1 :]), frozenset()),
         ]
         singles.append((frozenset(mine[1:MAX_PROGRAMS]), frozenset(everyone)))
-    # (tasks that are late, writers whose stores are late): a rank, a rank's stores, its copy engine, its upper programs
+    # (tasks that are late, writers whose stores are late): a rank, a rank's stores, its copy
+    # engine, its upper programs
     late, stores = singles[number % len(singles)]
     if number >= len(singles):
         other = singles[number // len(singles) % len(singles)]
@@ -143,7 +177,9 @@ def malice_of(number: int, world: int) -> Malice:
     return Malice(late, stores, turns=(1, 3, 17)[number % 3])
 
 
-def run(seed: Seed, enter: Enter, departures: dict[int, Decision] | None = None, recording: bool = False) -> Found:
+def run(
+    seed: Seed, enter: Enter, departures: dict[int, Decision] | None = None, recording: bool = False
+) -> Found:
     """One run; ``departures``: replay these in place of the seed's strategy."""
     scenario = by_name()[seed.scenario]
     drawn = draw(scenario, seed)
@@ -165,7 +201,16 @@ def run(seed: Seed, enter: Enter, departures: dict[int, Decision] | None = None,
     tasks = world.tasks
     schedule = hash((drawn, *tasks.decisions))
     choices = strategy.choices if isinstance(strategy, Delays) else 0
-    return Found(seed, tasks.step, schedule, failure, choices, noting.departures, tasks.events, tasks.describe)
+    return Found(
+        seed,
+        tasks.step,
+        schedule,
+        failure,
+        choices,
+        noting.departures,
+        tasks.events,
+        tasks.describe,
+    )
 
 
 def _host(world: World, rank: int, scenario: Scenario, drawn: Drawn) -> None:
@@ -174,8 +219,12 @@ def _host(world: World, rank: int, scenario: Scenario, drawn: Drawn) -> None:
         for name, got, want in scenario.call(world, rank, number, drawn):
             world.read(rank, got)
             if not torch.equal(got, want):
-                rows = (got != want).reshape(got.shape[0], -1).any(dim=1).nonzero().flatten().tolist()
-                raise world.tasks.fail("wrong result", f"rank {rank}, call {number}: {name} differs in rows {rows}")
+                rows = (
+                    (got != want).reshape(got.shape[0], -1).any(dim=1).nonzero().flatten().tolist()
+                )
+                raise world.tasks.fail(
+                    "wrong result", f"rank {rank}, call {number}: {name} differs in rows {rows}"
+                )
 
 
 def _check_ends(world: World, scenario: Scenario, drawn: Drawn) -> None:
@@ -186,7 +235,8 @@ def _check_ends(world: World, scenario: Scenario, drawn: Drawn) -> None:
 
 
 def shrink(found: Found, enter: Enter) -> Found:
-    """The same failure with fewer departures from the plain schedule: drop parts, ever smaller, while it stays.
+    """The same failure with fewer departures from the plain schedule: drop parts, ever smaller,
+    while it stays.
 
     ``found`` itself, without events, if it does not come again.
     """
@@ -201,7 +251,12 @@ def shrink(found: Found, enter: Enter) -> Found:
         for first in range(0, len(steps), part):
             runs -= 1
             dropped = set(steps[first : first + part])
-            tried = run(found.seed, enter, {s: d for s, d in best.departures.items() if s not in dropped}, recording=True)
+            tried = run(
+                found.seed,
+                enter,
+                {s: d for s, d in best.departures.items() if s not in dropped},
+                recording=True,
+            )
             same = tried.failure is not None and tried.failure.kind == found.failure.kind
             if same and len(tried.departures) < len(best.departures):
                 shorter = tried
@@ -222,7 +277,11 @@ def story(found: Found) -> str:
     about = found.failure
     if not found.events:
         return f"{about.kind}: {about.text}\nreplay: tileweave fuzz --replay '{found.seed}'\nbut then it did not come again"
-    told = [e for e in found.events if e.what != "arrives" or (e.low < about.high and about.low < e.high)]
+    told = [
+        e
+        for e in found.events
+        if e.what != "arrives" or (e.low < about.high and about.low < e.high)
+    ]
     if about.high:
         touching = [e for e in told if e.low < about.high and about.low < e.high]
         involved = {e.task for e in touching[-4:]}
@@ -236,5 +295,7 @@ def story(found: Found) -> str:
     for event in told[-LINES:]:
         where = found.describe(event.low, event.high) if event.high else ""
         mark = "  <--" if event.low < about.high and about.low < event.high else ""
-        text.append(f"{event.step:6}  {event.task:<18}  {event.what:<16} {where} {event.detail}{mark}".rstrip())
+        text.append(
+            f"{event.step:6}  {event.task:<18}  {event.what:<16} {where} {event.detail}{mark}".rstrip()
+        )
     return "\n".join(text)

@@ -1,7 +1,8 @@
 """Who goes next: at random, by priorities, by bounded delays, by malice, or as written down.
 
-Sources: priorities with a few change points, PCT (ASPLOS 2010), finds a fault of depth d with a probability that has a
-bound; delay-bounded scheduling (POPL 2011) tries every schedule that departs from a plain one in at most d places.
+Sources: priorities with a few change points, PCT (ASPLOS 2010), finds a fault of depth d with a
+probability that has a bound; delay-bounded scheduling (POPL 2011) tries every schedule that departs
+from a plain one in at most d places.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from tileweave.explore.tasks import Decision, Task
 
 
 def _carry_on(ready: list[Task], dirty: list[Task], current: Task | None) -> Decision:
-    """The plain schedule: the current task until it waits, then the first that can; stores arrive when nobody can."""
+    """The plain schedule: the current task until it waits, then the first that can; stores arrive
+    when nobody can."""
     if current is not None and current.state == "ready":
         return Decision(current.component)
     if ready:
@@ -23,7 +25,8 @@ def _carry_on(ready: list[Task], dirty: list[Task], current: Task | None) -> Dec
 
 @dataclass
 class Walk:
-    """A random walk. How often tasks take turns and how late stores are is drawn once a run, from none to always."""
+    """A random walk. How often tasks take turns and how late stores are is drawn once a run, from
+    none to always."""
 
     seed: int
     random: random.Random = field(init=False)
@@ -33,7 +36,9 @@ class Walk:
         self.turn = self.random.choice((0.05, 0.3, 1.0))
         self.arrival = self.random.choice((0.0, 0.02, 0.2, 0.6))
 
-    def choose(self, ready: list[Task], dirty: list[Task], current: Task | None, step: int) -> Decision:
+    def choose(
+        self, ready: list[Task], dirty: list[Task], current: Task | None, step: int
+    ) -> Decision:
         draw = self.random.random
         if dirty and (not ready or draw() < self.arrival):
             task = self.random.choice(dirty)
@@ -45,7 +50,8 @@ class Walk:
 
 @dataclass
 class Priorities:
-    """PCT: the ready task of highest priority runs; at a few random steps it falls below all others."""
+    """PCT: the ready task of highest priority runs; at a few random steps it falls below all
+    others."""
 
     seed: int
     random: random.Random = field(init=False)
@@ -60,8 +66,13 @@ class Priorities:
     def _priority(self, key: int) -> float:
         return self.ranks.setdefault(key, self.random.random())
 
-    def choose(self, ready: list[Task], dirty: list[Task], current: Task | None, step: int) -> Decision:
-        best = max([2 * t.component for t in ready] + [2 * t.component + 1 for t in dirty], key=self._priority)
+    def choose(
+        self, ready: list[Task], dirty: list[Task], current: Task | None, step: int
+    ) -> Decision:
+        best = max(
+            [2 * t.component for t in ready] + [2 * t.component + 1 for t in dirty],
+            key=self._priority,
+        )
         if step in self.changes:
             self.lowest -= 1.0
             self.ranks[best] = self.lowest
@@ -73,10 +84,11 @@ class Priorities:
 
 @dataclass
 class Delays:
-    """Delay-bounded: the plain schedule, but at the given choices the task that would go is passed over once.
+    """Delay-bounded: the plain schedule, but at the given choices the task that would go is passed
+    over once.
 
-    A choice is a step at which more than one task may run. ``eager``: stores arrive at once, else as late as they can, the
-    newest first.
+    A choice is a step at which more than one task may run. ``eager``: stores arrive at once, else
+    as late as they can, the newest first.
     """
 
     steps: frozenset[int]  # numbers of choices, from 1
@@ -84,36 +96,54 @@ class Delays:
     first: int = 0  # the task to begin with: another round of the same ring
     choices: int = 0  # so far
 
-    def choose(self, ready: list[Task], dirty: list[Task], current: Task | None, step: int) -> Decision:
+    def choose(
+        self, ready: list[Task], dirty: list[Task], current: Task | None, step: int
+    ) -> Decision:
         if dirty and (self.eager or not ready):
             return Decision(dirty[0].component, 0 if self.eager else len(dirty[0].eligible()) - 1)
         ring = sorted(ready, key=lambda t: (t.component < self.first, t.component))
         at = next((i for i, t in enumerate(ring) if t is current), None)
         if at is None:
-            at = next((i for i, t in enumerate(ring) if current is not None and t.component > current.component), 0)
+            at = next(
+                (
+                    i
+                    for i, t in enumerate(ring)
+                    if current is not None and t.component > current.component
+                ),
+                0,
+            )
         self.choices += len(ring) > 1
-        return Decision(ring[(at + (len(ring) > 1 and self.choices in self.steps)) % len(ring)].component)
+        return Decision(
+            ring[(at + (len(ring) > 1 and self.choices in self.steps)) % len(ring)].component
+        )
 
 
 @dataclass
 class Malice:
     """Adversarial delays: what is named goes only when nothing else can.
 
-    ``late``: components of the tasks; ``late_stores``: components of the writers whose stores arrive last, newest first.
+    ``late``: components of the tasks; ``late_stores``: components of the writers whose stores
+    arrive last, newest first.
     """
 
     late: frozenset[int]
     late_stores: frozenset[int]
     turns: int  # scheduling points between turns of the others
 
-    def choose(self, ready: list[Task], dirty: list[Task], current: Task | None, step: int) -> Decision:
+    def choose(
+        self, ready: list[Task], dirty: list[Task], current: Task | None, step: int
+    ) -> Decision:
         prompt = [t for t in dirty if t.component not in self.late_stores]
         if prompt:
             return Decision(prompt[0].component, 0)
         early = [t for t in ready if t.component not in self.late]
         if early:
             stays = current in early and step % self.turns != 0
-            return Decision(current.component if stays and current else early[step // self.turns % len(early)].component)
+            return Decision(
+                current.component
+                if stays and current
+                else early[step // self.turns % len(early)].component
+            )
         if ready:
             return _carry_on(ready, dirty, current)
         return Decision(dirty[0].component, len(dirty[0].eligible()) - 1)
@@ -121,11 +151,14 @@ class Malice:
 
 @dataclass
 class Written:
-    """The plain schedule with ``departures`` from it, by step: how a run is replayed, and shrunk."""
+    """The plain schedule with ``departures`` from it, by step: how a run is replayed, and
+    shrunk."""
 
     departures: dict[int, Decision]
 
-    def choose(self, ready: list[Task], dirty: list[Task], current: Task | None, step: int) -> Decision:
+    def choose(
+        self, ready: list[Task], dirty: list[Task], current: Task | None, step: int
+    ) -> Decision:
         wanted = self.departures.get(step)
         if wanted is not None:
             if wanted.store < 0 and any(t.component == wanted.task for t in ready):
@@ -143,7 +176,9 @@ class Noting:
     inner: Walk | Priorities | Delays | Malice | Written
     departures: dict[int, Decision] = field(default_factory=dict)
 
-    def choose(self, ready: list[Task], dirty: list[Task], current: Task | None, step: int) -> Decision:
+    def choose(
+        self, ready: list[Task], dirty: list[Task], current: Task | None, step: int
+    ) -> Decision:
         decision = self.inner.choose(ready, dirty, current, step)
         if decision != _carry_on(ready, dirty, current):
             self.departures[step] = decision

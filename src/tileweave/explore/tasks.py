@@ -1,8 +1,10 @@
-"""Tasks that run one at a time and hand over only at scheduling points; who goes next is a strategy's choice.
+"""Tasks that run one at a time and hand over only at scheduling points; who goes next is a
+strategy's choice.
 
-A task is a greenlet: a stack of its own in one thread, so that the interpreter's deep calls need no change. A task that
-waits for a word is *parked* until a store to that word arrives. If nobody can run and nothing is on its way, the world is
-dead-locked: that is known at once, no time-out is involved.
+A task is a greenlet: a stack of its own in one thread, so that the interpreter's deep calls need no
+change. A task that waits for a word is *parked* until a store to that word arrives. If nobody can
+run and nothing is on its way, the world is dead-locked: that is known at once, no time-out is
+involved.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ MAX_STEPS = 200_000
 
 @dataclass(eq=False)
 class Task(Writer):
-    """A host, a program, or a copy engine. ``state``: "idle", "ready", "parked" (for words), "blocked" (for other tasks)."""
+    """A host, a program, or a copy engine. ``state``: "idle", "ready", "parked" (for words),
+    "blocked" (for other tasks)."""
 
     rank: int = 0
     state: str = "idle"
@@ -29,23 +32,28 @@ class Task(Writer):
     watched: tuple[tuple[int, int], ...] = ()  # bytes [low, high) whose change wakes a parked task
     grid_index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
-    polled: dict[object, tuple[int, int]] = field(default_factory=dict)  # polls since it last changed anything: where
+    # polls since it last changed anything: where
+    polled: dict[object, tuple[int, int]] = field(default_factory=dict)
     patience: int = 0  # further polls before it parks again; see Tasks._stuck
     patient: bool = False  # it was given that, and nothing has changed since
     on_drained: Callable[[Task], None] | None = None
 
 
 class Decision(NamedTuple):
-    """Who goes next: a task, or one of its pending stores (``store``: position among those that may arrive)."""
+    """Who goes next: a task, or one of its pending stores (``store``: position among those that may
+    arrive)."""
 
     task: int
     store: int = -1
 
 
 class Strategy(Protocol):
-    """``ready`` tasks may run; ``dirty`` ones have stores on their way; one of the two lists is not empty."""
+    """``ready`` tasks may run; ``dirty`` ones have stores on their way; one of the two lists is not
+    empty."""
 
-    def choose(self, ready: list[Task], dirty: list[Task], current: Task | None, step: int) -> Decision: ...
+    def choose(
+        self, ready: list[Task], dirty: list[Task], current: Task | None, step: int
+    ) -> Decision: ...
 
 
 @dataclass
@@ -114,8 +122,14 @@ class Tasks:
         except (Violation, greenlet.GreenletExit):
             pass
         finally:
-            self.current, unfinished = None, [t.thread for t in self.tasks if t.thread is not None and not t.thread.dead]
-            failure, self.failure = self.failure, self.failure or Violation("ended", "the world is closed")
+            self.current, unfinished = (
+                None,
+                [t.thread for t in self.tasks if t.thread is not None and not t.thread.dead],
+            )
+            failure, self.failure = (
+                self.failure,
+                self.failure or Violation("ended", "the world is closed"),
+            )
             for thread in unfinished:
                 thread.throw()
             self.failure = failure
@@ -123,7 +137,8 @@ class Tasks:
             raise self.failure
 
     def fail(self, kind: str, text: str, low: int = 0, high: int = 0) -> Violation:
-        """Nobody goes on after this. The first failure counts: what follows are its consequences."""
+        """Nobody goes on after this. The first failure counts: what follows are its
+        consequences."""
         if self.failure is None:
             self.failure = Violation(kind, text, low, high)
         return self.failure
@@ -217,14 +232,19 @@ class Tasks:
     def _wake(self, low: int, high: int) -> None:
         """Bytes [low, high) have changed."""
         for task in self.tasks:
-            if task.polled and any(first < high and low < last for first, last in task.polled.values()):
+            if task.polled and any(
+                first < high and low < last for first, last in task.polled.values()
+            ):
                 task.polled.clear()  # another look is worth it
                 task.patient = False
-            if task.state == "parked" and any(first < high and low < last for first, last in task.watched):
+            if task.state == "parked" and any(
+                first < high and low < last for first, last in task.watched
+            ):
                 task.state, task.patient = "ready", False
 
     def _stuck(self) -> bool:
-        """Nobody can run: whether that is final. A task that polled in vain gets a last chance to do something else."""
+        """Nobody can run: whether that is final. A task that polled in vain gets a last chance to
+        do something else."""
         again = [t for t in self.tasks if t.state == "parked" and t.polled and not t.patient]
         for task in again:
             task.state, task.patience, task.patient = "ready", 3, True

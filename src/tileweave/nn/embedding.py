@@ -1,4 +1,5 @@
-"""Embedding tables shared out over a group: pooled lookups of the global batch, results with the samples' owners."""
+"""Embedding tables shared out over a group: pooled lookups of the global batch, results with the
+samples' owners."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tileweave.planning.sharding import ShardingPlan, TableSpec, plan_sharding
 
 
 class ShardedEmbeddingBag(nn.Module):
-    """Many ``nn.EmbeddingBag`` tables, whole or by columns on the ranks of a group, as ``plan_sharding`` deals them out.
+    """Many ``nn.EmbeddingBag`` tables, whole or by columns on the ranks of a group, as
+    ``plan_sharding`` deals them out.
 
     ========  ==========================  ==========================================================
     lengths   [F * b]                     indices of each bag, table after table, own samples
@@ -34,22 +36,27 @@ class ShardedEmbeddingBag(nn.Module):
 
     Parameters
     ----------
-    tables : rows, dim and mean pooling of each table. plan : who owns what; None: :func:`tileweave.plan_sharding`.
-    optimizer : None (gradients, for an optimizer of torch's), or "sgd" or "adagrad": backward takes the step in place. Row-wise
-        Adagrad of a part takes the mean of squares over the part's columns. ``rate`` (fp32 [1]) may be changed at any time;
-        it is in no checkpoint, and ``reset_parameters`` makes it ``learning_rate`` again, and moments 0. Each backward steps at
-        once: a GradScaler, clipping of gradients and accumulation over batches want an optimizer of torch's.
-    sparse : gradients as COO tensors. divide_gradient : over R, as for a loss that is a mean over ranks.
+    tables : rows, dim and mean pooling of each table. plan : who owns what; None:
+        :func:`tileweave.plan_sharding`.
+    optimizer : None (gradients, for an optimizer of torch's), or "sgd" or "adagrad": backward takes
+        the step in place. Row-wise Adagrad of a part takes the mean of squares over the part's
+        columns. ``rate`` (fp32 [1]) may be changed at any time; it is in no checkpoint, and
+        ``reset_parameters`` makes it ``learning_rate`` again, and moments 0. Each backward steps at
+        once: a GradScaler, clipping of gradients and accumulation over batches want an optimizer of
+        torch's.
+    sparse : gradients as COO tensors. divide_gradient : over R, as for a loss that is a mean over
+        ranks.
     out_dtype : of what travels and of y; None: ``dtype``, or what the module is converted to.
 
-    ``print(module.plan.explain())`` says why the tables are where they are. Weights start as ``nn.EmbeddingBag``'s. Compilers
-    leave the way of ids alone, so a compiled module is no full graph; Inductor wants ``reorder_for_peak_memory`` False where
-    ranks have different tables (README, limits).
+    ``print(module.plan.explain())`` says why the tables are where they are. Weights start as
+    ``nn.EmbeddingBag``'s. Compilers leave the way of ids alone, so a compiled module is no full
+    graph; Inductor wants ``reorder_for_peak_memory`` False where ranks have different tables
+    (README, limits).
 
     Raises
     ------
-    InputError for options that do not fit, on every rank. What calls raise: see ``tileweave.distribute_indices`` and
-    ``tileweave.embedding_bag_all_to_all``.
+    InputError for options that do not fit, on every rank. What calls raise: see
+    ``tileweave.distribute_indices`` and ``tileweave.embedding_bag_all_to_all``.
     """
 
     rate: torch.Tensor
@@ -76,20 +83,48 @@ class ShardedEmbeddingBag(nn.Module):
         self.rank, self.world_size = place_in(self.group_name)
         self.plan = plan or plan_sharding(tables, self.world_size, dtype.itemsize)
         fits = self.plan.world_size == self.world_size and self.plan.tables == tuple(tables)
-        require(fits, "a plan for other tables or ranks", "one made for these", "call tw.plan_sharding with them")
+        require(
+            fits,
+            "a plan for other tables or ranks",
+            "one made for these",
+            "call tw.plan_sharding with them",
+        )
         self.layout = self.plan.layout()
-        self.features = [[s.table for s in self.plan.of_rank(rank)] for rank in range(self.world_size)]
-        self.mode, self.out_dtype, self.sparse, self.divide_gradient = mode, out_dtype, sparse, divide_gradient
+        self.features = [
+            [s.table for s in self.plan.of_rank(rank)] for rank in range(self.world_size)
+        ]
+        self.mode, self.out_dtype, self.sparse, self.divide_gradient = (
+            mode,
+            out_dtype,
+            sparse,
+            divide_gradient,
+        )
         for number, shard in enumerate(self.plan.of_rank(self.rank)):
-            weight = torch.empty(self.plan.tables[shard.table].rows, shard.dim, dtype=dtype, device=device)
+            weight = torch.empty(
+                self.plan.tables[shard.table].rows, shard.dim, dtype=dtype, device=device
+            )
             self.register_parameter(f"weight_{number}", nn.Parameter(weight))
-        # A rank without tables learns from this whether the others have theirs trained. In no checkpoint.
-        self.anchor = None if self.plan.of_rank(self.rank) else nn.Parameter(torch.zeros(0, dtype=dtype, device=device))
-        self.kind, self.epsilon, self.dtype, self.learning_rate = optimizer, epsilon, dtype, learning_rate
+        # A rank without tables learns from this whether the others have theirs trained. In no
+        # checkpoint.
+        self.anchor = (
+            None
+            if self.plan.of_rank(self.rank)
+            else nn.Parameter(torch.zeros(0, dtype=dtype, device=device))
+        )
+        self.kind, self.epsilon, self.dtype, self.learning_rate = (
+            optimizer,
+            epsilon,
+            dtype,
+            learning_rate,
+        )
         if optimizer is not None:
-            self.register_buffer("rate", torch.empty(1, dtype=torch.float32, device=device), persistent=False)
+            self.register_buffer(
+                "rate", torch.empty(1, dtype=torch.float32, device=device), persistent=False
+            )
         for number, weight in enumerate(self.weights() if optimizer == "adagrad" else []):
-            self.register_buffer(f"moment_{number}", torch.empty(weight.shape[0], dtype=torch.float32, device=device))
+            self.register_buffer(
+                f"moment_{number}", torch.empty(weight.shape[0], dtype=torch.float32, device=device)
+            )
         self.reset_parameters()
 
     @property
@@ -114,30 +149,50 @@ class ShardedEmbeddingBag(nn.Module):
     def _numbers(self) -> dict[str, float]:
         """The optimizer's buffers and what they start as; a user may have registered others."""
         moments = len(self.plan.of_rank(self.rank)) if self.kind == "adagrad" else 0
-        return {} if self.kind is None else {"rate": self.learning_rate, **{f"moment_{i}": 0.0 for i in range(moments)}}
+        return (
+            {}
+            if self.kind is None
+            else {"rate": self.learning_rate, **{f"moment_{i}": 0.0 for i in range(moments)}}
+        )
 
     def _place_number(self, name: str, old: torch.Tensor, device: torch.device) -> None:
-        """``old`` on ``device``, or what it starts as if it has no memory yet: no checkpoint brings the rate."""
-        new = torch.full_like(old, self._numbers()[name], device=device) if old.is_meta else old.to(device)
+        """``old`` on ``device``, or what it starts as if it has no memory yet: no checkpoint brings
+        the rate."""
+        new = (
+            torch.full_like(old, self._numbers()[name], device=device)
+            if old.is_meta
+            else old.to(device)
+        )
         setattr(self, name, new)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedEmbeddingBag:
-        """As of every module, but that the optimizer's numbers only move: they stay fp32, and what they were."""
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> ShardedEmbeddingBag:
+        """As of every module, but that the optimizer's numbers only move: they stay fp32, and what
+        they were."""
         before = {name: getattr(self, name) for name in self._numbers()}
         super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype  # the same where there are no tables
+        # the same where there are no tables
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         for name, old in before.items():
             self._place_number(name, old, getattr(self, name).device)
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.pop(f"{prefix}anchor", None)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-        known = state_dict if self.anchor is None else {**state_dict, f"{prefix}anchor": self.anchor}
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        known = (
+            state_dict if self.anchor is None else {**state_dict, f"{prefix}anchor": self.anchor}
+        )
         super()._load_from_state_dict(known, prefix, metadata, *rest)
-        if metadata.get("assign_to_params_buffers", False):  # weights are where the checkpoint is: so is what it does not have
+        # weights are where the checkpoint is: so is what it does not have
+        if metadata.get("assign_to_params_buffers", False):
             if self.anchor is not None and self.anchor.is_meta:
                 fresh = torch.zeros_like(self.anchor, device=self.device_and_dtype()[0])
                 self.anchor = nn.Parameter(fresh, requires_grad=self.anchor.requires_grad)
@@ -145,15 +200,18 @@ class ShardedEmbeddingBag(nn.Module):
                 self._place_number(name, getattr(self, name), self.device_and_dtype()[0])
 
     def weights(self) -> list[torch.Tensor]:
-        """This rank's parts, in the plan's order: parameters, or what stands for them (parametrizations, functional calls)."""
+        """This rank's parts, in the plan's order: parameters, or what stands for them
+        (parametrizations, functional calls)."""
         return [getattr(self, f"weight_{i}") for i in range(len(self.plan.of_rank(self.rank)))]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights as ``nn.EmbeddingBag`` draws them, seed all ranks alike; the optimizer as it begins."""
+        """Weights as ``nn.EmbeddingBag`` draws them, seed all ranks alike; the optimizer as it
+        begins."""
         self._refuse_parametrized("reset_parameters")
         weights = self.weights()
-        seed = draw_seed(next(self.parameters(recurse=False)))  # without tables, too: what ranks draw behind it is alike
+        # without tables, too: what ranks draw behind it is alike
+        seed = draw_seed(next(self.parameters(recurse=False)))
         for weight, shard in zip(weights, self.plan.of_rank(self.rank), strict=True):
             number = (shard.table << 20) + shard.column  # the same wherever it stands
             nn.init.normal_(weight, generator=generator_of(weight, seed, number))
@@ -162,20 +220,29 @@ class ShardedEmbeddingBag(nn.Module):
 
     @torch.no_grad()
     def load_tables(self, tables: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's parts out of whole tables [rows, dim], one for each table; InputError if these are others."""
+        """Copy this rank's parts out of whole tables [rows, dim], one for each table; InputError if
+        these are others."""
         self._refuse_parametrized("load_tables")
         wanted = [(spec.rows, spec.dim) for spec in self.plan.tables]
         given = [tuple(table.shape) for table in tables]
-        require(given == wanted, f"load_tables of {given}", f"{wanted}", "pass every table whole, in the order of the plan")
+        require(
+            given == wanted,
+            f"load_tables of {given}",
+            f"{wanted}",
+            "pass every table whole, in the order of the plan",
+        )
         for weight, shard in zip(self.weights(), self.plan.of_rank(self.rank), strict=True):
             weight.copy_(tables[shard.table][:, shard.column : shard.column + shard.dim])
 
     @torch.no_grad()
     def whole_tables(self) -> list[torch.Tensor]:
-        """Collective: every table whole, on every rank; for checkpoints of small tables and for tests."""
+        """Collective: every table whole, on every rank; for checkpoints of small tables and for
+        tests."""
         group, found = group_of(self.group_name), []
         device = self.device_and_dtype()[0]
-        used = exchange_numbers(tuple(sorted({FLOATS.index(w.dtype) for w in self.weights()})), device, group)
+        used = exchange_numbers(
+            tuple(sorted({FLOATS.index(w.dtype) for w in self.weights()})), device, group
+        )
         kinds = [FLOATS[number] for numbers in used for number in numbers]
         dtype = reduce(torch.promote_types, kinds) if kinds else self.dtype  # one for all ranks
         mine = dict(zip(self.plan.of_rank(self.rank), self.weights(), strict=True))
@@ -189,40 +256,79 @@ class ShardedEmbeddingBag(nn.Module):
         return found
 
     def device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
-        """Of the tables; where this rank has none, those it would have, and the group's device for what is nowhere yet."""
+        """Of the tables; where this rank has none, those it would have, and the group's device for
+        what is nowhere yet."""
         for weight in self.weights():
             return weight.device, weight.dtype
         if self.anchor is not None and not self.anchor.is_meta:
             return self.anchor.device, self.anchor.dtype
         gpu = dist.get_backend(group_of(self.group_name)) != "gloo"
-        return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"), self.dtype
+        return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device(
+            "cpu"
+        ), self.dtype
 
     def forward(
-        self, lengths: torch.Tensor, values: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+        self,
+        lengths: torch.Tensor,
+        values: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        leaving = begin_distribute_indices(lengths, values, self.features, weights=per_sample_weights, group=self.group_name)
-        indices, offsets, weights = leaving.finish(INDEX_DTYPES)  # of which lookups read: others are refused on every rank
-        return self.lookup(indices, offsets, weights, lengths.numel() // len(self.plan.tables) * self.world_size)
+        leaving = begin_distribute_indices(
+            lengths, values, self.features, weights=per_sample_weights, group=self.group_name
+        )
+        # of which lookups read: others are refused on every rank
+        indices, offsets, weights = leaving.finish(INDEX_DTYPES)
+        return self.lookup(
+            indices, offsets, weights, lengths.numel() // len(self.plan.tables) * self.world_size
+        )
 
-    def lookup(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, batch: int) -> torch.Tensor:
-        """The lookup alone, from what ``tileweave.distribute_indices`` returned; a train pipeline may call them apart."""
+    def lookup(
+        self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, batch: int
+    ) -> torch.Tensor:
+        """The lookup alone, from what ``tileweave.distribute_indices`` returned; a train pipeline
+        may call them apart."""
         return embedding_bag_all_to_all(
-            self.weights(), indices, offsets, batch=batch, mode=self.mode, per_sample_weights=weights, layout=self.layout,
-            out_dtype=self.out_dtype or self.dtype, gradient="sparse" if self.sparse else "dense", optimizer=self.optimizer,
-            divide_gradient=self.divide_gradient, group=self.group_name, anchor=self.anchor,
-        )  # fmt: skip
+            self.weights(),
+            indices,
+            offsets,
+            batch=batch,
+            mode=self.mode,
+            per_sample_weights=weights,
+            layout=self.layout,
+            out_dtype=self.out_dtype or self.dtype,
+            gradient="sparse" if self.sparse else "dense",
+            optimizer=self.optimizer,
+            divide_gradient=self.divide_gradient,
+            group=self.group_name,
+            anchor=self.anchor,
+        )
 
     def extra_repr(self) -> str:
         return f"{len(self.plan.tables)} tables / {self.world_size} ranks, {self.layout.width} columns, mode={self.mode!r}"
 
 
 def _check_options(
-    mode: str, dtype: torch.dtype, out_dtype: torch.dtype, optimizer: str | None, learning_rate: float, epsilon: float
+    mode: str,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    optimizer: str | None,
+    learning_rate: float,
+    epsilon: float,
 ) -> None:
     require(mode in ("sum", "mean"), f"mode {mode!r}", '"sum" or "mean"', "pass one of these")
     fits = dtype in DTYPES and out_dtype in DTYPES
-    require(fits, f"tables of {dtype}, results of {out_dtype}", "float32, float16 or bfloat16", "pass one of these")
+    require(
+        fits,
+        f"tables of {dtype}, results of {out_dtype}",
+        "float32, float16 or bfloat16",
+        "pass one of these",
+    )
     fits = optimizer in (None, "sgd", "adagrad")
     require(fits, f"optimizer {optimizer!r}", 'None, "sgd" or "adagrad"', "pass one of these")
     fits = 0 <= learning_rate < math.inf and 0 <= epsilon < math.inf
-    require(fits, f"learning_rate {learning_rate}, epsilon {epsilon}", "finite numbers, 0 at least", "pass such ones")
+    require(
+        fits,
+        f"learning_rate {learning_rate}, epsilon {epsilon}",
+        "finite numbers, 0 at least",
+        "pass such ones",
+    )

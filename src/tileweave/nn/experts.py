@@ -1,4 +1,5 @@
-"""A mixture of experts with its experts sharded over a group: one layer of a Mixtral-, Qwen3-MoE- or DeepSeek-style model."""
+"""A mixture of experts with its experts sharded over a group: one layer of a Mixtral-, Qwen3-MoE-
+or DeepSeek-style model."""
 
 from __future__ import annotations
 
@@ -19,19 +20,28 @@ from tileweave.ops.experts.swiglu import swiglu
 
 
 class SoftmaxTopK(nn.Module):
-    """The stock router: softmax over all experts in fp32, the k largest, scaled to a sum of 1 if ``normalize``.
+    """The stock router: softmax over all experts in fp32, the k largest, scaled to a sum of 1 if
+    ``normalize``.
 
-    x [T, H] -> (weights [T, k] fp32, ids [T, k]). ``weight`` [E, H] is the same on every rank. Logits are computed in the wider
-    dtype of x and ``weight``: a gate kept in fp32 (``moe.gate.float()``) decides in fp32 for tokens in bf16.
+    x [T, H] -> (weights [T, k] fp32, ids [T, k]). ``weight`` [E, H] is the same on every rank.
+    Logits are computed in the wider dtype of x and ``weight``: a gate kept in fp32
+    (``moe.gate.float()``) decides in fp32 for tokens in bf16.
     """
 
     def __init__(
-        self, hidden_size: int, num_experts: int, top_k: int, normalize: bool = True,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        normalize: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.top_k, self.normalize = top_k, normalize
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(
+            torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -49,12 +59,16 @@ class SoftmaxTopK(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) without biases: a shared expert, on own tokens only; the same on every rank."""
+    """down(silu(gate(x)) * up(x)) without biases: a shared expert, on own tokens only; the same on
+    every rank."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, device: torch.device | str | None = None,
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, False, device, dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, False, device, dtype)
@@ -65,16 +79,26 @@ class GatedMLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """This rank's experts, stacked: ``gate_up_proj`` [E / R, 2 I, H], gate rows before up rows, ``down_proj`` [E / R, H, I]."""
+    """This rank's experts, stacked: ``gate_up_proj`` [E / R, 2 I, H], gate rows before up rows,
+    ``down_proj`` [E / R, H, I]."""
 
     def __init__(
-        self, count: int, hidden_size: int, intermediate_size: int, group_name: str, device: torch.device | str | None,
+        self,
+        count: int,
+        hidden_size: int,
+        intermediate_size: int,
+        group_name: str,
+        device: torch.device | str | None,
         dtype: torch.dtype | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.group_name = group_name
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * intermediate_size, hidden_size, device=device, dtype=dtype))
-        self.down_proj = nn.Parameter(torch.empty(count, hidden_size, intermediate_size, device=device, dtype=dtype))
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(count, 2 * intermediate_size, hidden_size, device=device, dtype=dtype)
+        )
+        self.down_proj = nn.Parameter(
+            torch.empty(count, hidden_size, intermediate_size, device=device, dtype=dtype)
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -83,7 +107,8 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """``sum over its k experts of weight * expert(x)``, plus a shared expert if there is one; tokens and experts sharded.
+    """``sum over its k experts of weight * expert(x)``, plus a shared expert if there is one;
+    tokens and experts sharded.
 
     ==============================  =====================  ========================================================
     gate.weight                     [E, H]                 router; the same on every rank
@@ -94,26 +119,32 @@ class MoE(nn.Module):
     y                               [..., H]
     ==============================  =====================  ========================================================
 
-    Names and layout are those of ``Qwen3MoeSparseMoeBlock`` and ``MixtralSparseMoeBlock`` of transformers 5 (experts stacked),
-    and of ``DeepseekV3MoE`` for the shared expert; :meth:`load_whole_state_dict` takes such a block's state_dict.
+    Names and layout are those of ``Qwen3MoeSparseMoeBlock`` and ``MixtralSparseMoeBlock`` of
+    transformers 5 (experts stacked), and of ``DeepseekV3MoE`` for the shared expert;
+    :meth:`load_whole_state_dict` takes such a block's state_dict.
 
     Parameters
     ----------
-    hidden_size, intermediate_size : H, and I of an expert. num_experts : E, of all ranks. top_k : experts of a token.
+    hidden_size, intermediate_size : H, and I of an expert. num_experts : E, of all ranks. top_k :
+        experts of a token.
     shared_intermediate_size : of the shared expert; 0: none.
     normalize : scale the k softmax weights to a sum of 1 (``norm_topk_prob``).
-    router : a module x [T, H] -> (weights [T, k] fp32, ids [T, k] of all ranks, -1: none), in place of the softmax top-k.
-    max_tokens : the most tokens any rank may pass, the same on every rank; None: all ranks pass equally many.
+    router : a module x [T, H] -> (weights [T, k] fp32, ids [T, k] of all ranks, -1: none), in place
+        of the softmax top-k.
+    max_tokens : the most tokens any rank may pass, the same on every rank; None: all ranks pass
+        equally many.
     group : the ranks that share the experts; None is the default group.
 
-    Seed all ranks alike before making the layer: gate and shared expert, which are replicated, start equal then; experts draw
-    from a generator of their rank's own, and start different.
+    Seed all ranks alike before making the layer: gate and shared expert, which are replicated,
+    start equal then; experts draw from a generator of their rank's own, and start different.
 
-    Gradients of experts are those of all ranks' tokens, complete; those of gate and shared expert are of own tokens only, to
-    be summed over the group like any replicated parameter's. All ranks run the backward or none does, and x requires a
-    gradient on every rank or on none, those without tokens included: see :func:`dispatch_grouped_matmul`.
+    Gradients of experts are those of all ranks' tokens, complete; those of gate and shared expert
+    are of own tokens only, to be summed over the group like any replicated parameter's. All ranks
+    run the backward or none does, and x requires a gradient on every rank or on none, those without
+    tokens included: see :func:`dispatch_grouped_matmul`.
 
-    Memory: between the two products each tensor of rows has R * max_tokens * k of them, however tokens are routed.
+    Memory: between the two products each tensor of rows has R * max_tokens * k of them, however
+    tokens are routed.
     """
 
     def __init__(
@@ -137,12 +168,19 @@ class MoE(nn.Module):
         self.hidden_size, self.num_experts, self.max_tokens = hidden_size, num_experts, max_tokens
         asked = f"{num_experts} experts over {self.world_size} ranks, top_k={top_k}"
         fits = num_experts % self.world_size == 0 and 0 < top_k <= num_experts
-        require(fits, asked, "a multiple of the group's size, top_k of them at most", "choose another group")
+        require(
+            fits,
+            asked,
+            "a multiple of the group's size, top_k of them at most",
+            "choose another group",
+        )
         if router is None:
             router = SoftmaxTopK(hidden_size, num_experts, top_k, normalize, device, dtype)
         self.gate = router
         count = num_experts // self.world_size
-        self.experts = Experts(count, hidden_size, intermediate_size, self.group_name, device, dtype)
+        self.experts = Experts(
+            count, hidden_size, intermediate_size, self.group_name, device, dtype
+        )
         self.shared_experts = None
         if shared_intermediate_size:
             self.shared_experts = GatedMLP(hidden_size, shared_intermediate_size, device, dtype)
@@ -152,7 +190,8 @@ class MoE(nn.Module):
         first = dist.get_rank(group_of(self.group_name)) * (self.num_experts // self.world_size)
         mine = slice(first, first + self.num_experts // self.world_size)
         stacked = {name: tensor for name, tensor in state.items() if name.startswith("experts.")}
-        for name, tensor in stacked.items():  # a shard, or another layer's, would be cut as well, on some ranks even to fit
+        # a shard, or another layer's, would be cut as well, on some ranks even to fit
+        for name, tensor in stacked.items():
             require(
                 tensor.dim() > 0 and tensor.shape[0] == self.num_experts,
                 f"{name} {tuple(tensor.shape)}",
@@ -163,15 +202,27 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         fits = x.dim() > 0 and x.shape[-1] == self.hidden_size
-        require(fits, lambda: f"x {tuple(x.shape)}", f"[..., {self.hidden_size}]", "pass tokens of hidden_size")
-        tokens = x.reshape(-1, self.hidden_size).contiguous()  # what has two dimensions stays a view, of any strides
+        require(
+            fits,
+            lambda: f"x {tuple(x.shape)}",
+            f"[..., {self.hidden_size}]",
+            "pass tokens of hidden_size",
+        )
+        # what has two dimensions stays a view, of any strides
+        tokens = x.reshape(-1, self.hidden_size).contiguous()
         weights, ids = self.gate(tokens)
         rows, up, down = under_autocast(tokens, self.experts.gate_up_proj, self.experts.down_proj)
-        y, plan = dispatch_grouped_matmul(rows, up, ids.contiguous(), group=self.group_name, max_tokens=self.max_tokens)
-        z = grouped_matmul_combine(swiglu(y, plan), down, plan, weights.contiguous(), group=self.group_name)
+        y, plan = dispatch_grouped_matmul(
+            rows, up, ids.contiguous(), group=self.group_name, max_tokens=self.max_tokens
+        )
+        z = grouped_matmul_combine(
+            swiglu(y, plan), down, plan, weights.contiguous(), group=self.group_name
+        )
         if self.shared_experts is not None:
             z = z + self.shared_experts(tokens)
         return z.view(x.shape)
 
     def extra_repr(self) -> str:
-        return f"hidden_size={self.hidden_size}, experts={self.num_experts} / {self.world_size} ranks"
+        return (
+            f"hidden_size={self.hidden_size}, experts={self.num_experts} / {self.world_size} ranks"
+        )

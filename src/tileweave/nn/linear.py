@@ -1,9 +1,12 @@
-"""Linear layers of tensor and sequence parallelism, with the parameters of ``torch.nn.Linear``, one shard a rank.
+"""Linear layers of tensor and sequence parallelism, with the parameters of ``torch.nn.Linear``, one
+shard a rank.
 
-A column-parallel layer, something elementwise, a row-parallel layer: the pair of a Megatron-style MLP or attention. Both
-start as a full ``nn.Linear`` would, and :meth:`from_linear` cuts one out of a full layer that every rank has.
+A column-parallel layer, something elementwise, a row-parallel layer: the pair of a Megatron-style
+MLP or attention. Both start as a full ``nn.Linear`` would, and :meth:`from_linear` cuts one out of
+a full layer that every rank has.
 
-Seed all ranks alike before making layers: what is replicated starts equal then, and shards start different all the same.
+Seed all ranks alike before making layers: what is replicated starts equal then, and shards start
+different all the same.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from tileweave.ops.matmul.matmul_reduce_scatter import matmul_reduce_scatter
 
 
 def under_autocast(*operands: Any) -> tuple[Any, ...]:
-    """Under ``torch.autocast`` in its dtype, as ``nn.Linear`` has its operands (tensors or None); else as they are."""
+    """Under ``torch.autocast`` in its dtype, as ``nn.Linear`` has its operands (tensors or None);
+    else as they are."""
     kind = operands[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return operands
@@ -32,16 +36,19 @@ def under_autocast(*operands: Any) -> tuple[Any, ...]:
 
 
 def draw_seed(like: torch.Tensor) -> int | None:
-    """A number from the generator of that device; None where a draw has no value, and nothing is filled."""
+    """A number from the generator of that device; None where a draw has no value, and nothing is
+    filled."""
     if like.is_meta or hasattr(like, "fake_mode"):
         return None
-    return int(torch.empty((), dtype=torch.int64, device=like.device).random_()) >> 1  # room for what is added
+    # room for what is added
+    return int(torch.empty((), dtype=torch.int64, device=like.device).random_()) >> 1
 
 
 def generator_of(shard: torch.Tensor, seed: int | None, number: int) -> torch.Generator | None:
     """For shard ``number`` of what is drawn from ``seed``.
 
-    From the device's own, ranks that were seeded alike would draw equal shards, whose gradients are equal too: for ever.
+    From the device's own, ranks that were seeded alike would draw equal shards, whose gradients are
+    equal too: for ever.
     """
     return None if seed is None else torch.Generator(shard.device).manual_seed(seed + number)
 
@@ -53,13 +60,16 @@ def fill_shard(shard: torch.Tensor, bound: float, group_name: str) -> None:
 
 
 class _ParallelLinear(nn.Module):
-    """What both layers share: ``shape`` of this rank's weight, ``bias_size`` elements of bias (0: none)."""
+    """What both layers share: ``shape`` of this rank's weight, ``bias_size`` elements of bias (0:
+    none)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     shards_bias: bool
 
-    def __init__(self, in_features: int, out_features: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, group: dist.ProcessGroup | None
+    ) -> None:
         super().__init__()
         self.group_name = name_of(group)
         self.world_size = dist.get_world_size(group_of(self.group_name))
@@ -70,19 +80,29 @@ class _ParallelLinear(nn.Module):
         features = getattr(self, name)
         asked = f"{name}={features} over {self.world_size} ranks"
         require(
-            features % self.world_size == 0, asked, "a multiple of the group's size", "pad the layer or choose another group"
+            features % self.world_size == 0,
+            asked,
+            "a multiple of the group's size",
+            "pad the layer or choose another group",
         )
         return features // self.world_size
 
     def _make_parameters(
-        self, shape: tuple[int, int], bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+        self,
+        shape: tuple[int, int],
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        self.bias = (
+            nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As ``nn.Linear.reset_parameters`` of the full layer: the bound comes from its ``in_features``."""
+        """As ``nn.Linear.reset_parameters`` of the full layer: the bound comes from its
+        ``in_features``."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
         fill_shard(self.weight, bound, self.group_name)
         if self.bias is not None:
@@ -92,18 +112,22 @@ class _ParallelLinear(nn.Module):
                 nn.init.uniform_(self.bias, -bound, bound)
 
     def _copy_from(self, linear: nn.Linear, dimension: int) -> None:
-        """This rank's shard of the weight along ``dimension``; the bias goes with the rows, or stays whole."""
+        """This rank's shard of the weight along ``dimension``; the bias goes with the rows, or
+        stays whole."""
         rank = dist.get_rank(group_of(self.group_name))
         with torch.no_grad():
             self.weight.copy_(linear.weight.chunk(self.world_size, dimension)[rank])
             self.weight.requires_grad_(linear.weight.requires_grad)
             if self.bias is not None:
-                self.bias.copy_(linear.bias.chunk(self.world_size)[rank] if dimension == 0 else linear.bias)
+                self.bias.copy_(
+                    linear.bias.chunk(self.world_size)[rank] if dimension == 0 else linear.bias
+                )
                 self.bias.requires_grad_(linear.bias.requires_grad)
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """``gather(x) @ weight.T + bias``, with rows of x sharded over the group and output features too.
+    """``gather(x) @ weight.T + bias``, with rows of x sharded over the group and output features
+    too.
 
     =======  ===========================  ==========================================
     weight   [out_features / R, in]       rows of the full Linear weight, rank by rank
@@ -114,8 +138,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Parameters
     ----------
-    in_features, out_features : of the full layer. group : the ranks that share it; None is the default group.
-    save_gathered : keep gather(x) for backward (R times the memory of x) in place of gathering it again.
+    in_features, out_features : of the full layer. group : the ranks that share it; None is the
+        default group.
+    save_gathered : keep gather(x) for backward (R times the memory of x) in place of gathering it
+        again.
     """
 
     shards_bias = True
@@ -137,13 +163,22 @@ class ColumnParallelLinear(_ParallelLinear):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, group: dist.ProcessGroup | None = None, save_gathered: bool = False
+        cls,
+        linear: nn.Linear,
+        *,
+        group: dist.ProcessGroup | None = None,
+        save_gathered: bool = False,
     ) -> ColumnParallelLinear:
         """This rank's share of a full ``nn.Linear`` (which every rank has)."""
         layer = cls(
-            linear.in_features, linear.out_features, linear.bias is not None, group=group,
-            device=linear.weight.device, dtype=linear.weight.dtype, save_gathered=save_gathered,
-        )  # fmt: skip
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            group=group,
+            device=linear.weight.device,
+            dtype=linear.weight.dtype,
+            save_gathered=save_gathered,
+        )
         layer._copy_from(linear, 0)
         return layer
 
@@ -172,18 +207,21 @@ class RowParallelLinear(_ParallelLinear):
 
     Parameters
     ----------
-    in_features, out_features : of the full layer. group : the ranks that share it; None is the default group.
-    scatter : True: ``matmul_reduce_scatter``, for sequence parallelism. False: ``matmul_all_reduce``; backward then takes
-        the gradient of y to be the same on every rank.
+    in_features, out_features : of the full layer. group : the ranks that share it; None is the
+        default group.
+    scatter : True: ``matmul_reduce_scatter``, for sequence parallelism. False:
+        ``matmul_all_reduce``; backward then takes the gradient of y to be the same on every rank.
 
-    With ``scatter=False`` all ranks have all rows, and a :class:`ColumnParallelLinear` does not stand before this layer: it
-    gathers rows that ranks share out. What does is a linear layer over this rank's output features, of the same x on every
-    rank (``torch.nn.Linear`` of a shard). Its gradient of x is then this rank's part of the sum over ranks, which nothing here
-    adds up: all-reduce it (an autograd function: identity forward, ``all_reduce`` backward) before whatever is replicated and
-    has parameters below. Gradients of this layer's x, weight and bias need nothing of the kind.
+    With ``scatter=False`` all ranks have all rows, and a :class:`ColumnParallelLinear` does not
+    stand before this layer: it gathers rows that ranks share out. What does is a linear layer over
+    this rank's output features, of the same x on every rank (``torch.nn.Linear`` of a shard). Its
+    gradient of x is then this rank's part of the sum over ranks, which nothing here adds up:
+    all-reduce it (an autograd function: identity forward, ``all_reduce`` backward) before whatever
+    is replicated and has parameters below. Gradients of this layer's x, weight and bias need
+    nothing of the kind.
 
-    A replicated bias has to start equal: seed all ranks alike before making the layer, load a state_dict, or use
-    :meth:`from_linear`.
+    A replicated bias has to start equal: seed all ranks alike before making the layer, load a
+    state_dict, or use :meth:`from_linear`.
     """
 
     shards_bias = False
@@ -209,9 +247,14 @@ class RowParallelLinear(_ParallelLinear):
     ) -> RowParallelLinear:
         """This rank's share of a full ``nn.Linear`` (which every rank has)."""
         layer = cls(
-            linear.in_features, linear.out_features, linear.bias is not None, group=group,
-            device=linear.weight.device, dtype=linear.weight.dtype, scatter=scatter,
-        )  # fmt: skip
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            group=group,
+            device=linear.weight.device,
+            dtype=linear.weight.dtype,
+            scatter=scatter,
+        )
         layer._copy_from(linear, 1)
         return layer
 

@@ -1,4 +1,6 @@
-"""What torch sees: the reference of every operator (``reference.py``), registration (``core/``), and one file per operator.
+"""What torch sees: the reference of every operator (``reference.py``), registration (``core/``),
+and one file per operator.
 
-``matmul/`` | ``experts/`` | ``embedding/``: OPERATOR.py has the public function, checks and backward; OPERATOR_fused.py the fused call.
+``matmul/`` | ``experts/`` | ``embedding/``: OPERATOR.py has the public function, checks and
+backward; OPERATOR_fused.py the fused call.
 """

@@ -1,11 +1,14 @@
-"""Every operator unfused, in plain torch and torch.distributed: the specification, the oracle and the baseline.
+"""Every operator unfused, in plain torch and torch.distributed: the specification, the oracle and
+the baseline.
 
-Rounding of sums over ranks. Partials travel in x's dtype on every path, so each is rounded to it before it is added; a partial
-of fp16 above 65504 becomes infinite even where the sum would not be. Fused kernels add in fp32 in a fixed order, bias and
-residual with them, and round once more; the own partial they do not round where the sum is made in the epilogue of a matmul
-of ours. Here the own one is rounded, too, when its matmul stores it; then the CPU adds in fp32 in rank order and rounds once
-more, and NCCL adds in an order and with roundings of its own. The bias enters one partial, in fp32, before that is rounded; a
-residual is added to the rounded sum, and the result rounded again. A table: ``docs/decisions/0051``.
+Rounding of sums over ranks. Partials travel in x's dtype on every path, so each is rounded to it
+before it is added; a partial of fp16 above 65504 becomes infinite even where the sum would not be.
+Fused kernels add in fp32 in a fixed order, bias and residual with them, and round once more; the
+own partial they do not round where the sum is made in the epilogue of a matmul of ours. Here the
+own one is rounded, too, when its matmul stores it; then the CPU adds in fp32 in rank order and
+rounds once more, and NCCL adds in an order and with roundings of its own. The bias enters one
+partial, in fp32, before that is rounded; a residual is added to the rounded sum, and the result
+rounded again. A table: ``docs/decisions/0051``.
 """
 
 from __future__ import annotations
@@ -24,22 +27,34 @@ from tileweave.planning.sharding import EmbeddingLayout, rows_of
 
 
 def all_gather_matmul(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [m, K], w [n, K], bias [n] -> (gather(x) @ w.T + bias [R * m, n], in ``out`` if given, gather(x) [R * m, K])."""
+    """x [m, K], w [n, K], bias [n] -> (gather(x) @ w.T + bias [R * m, n], in ``out`` if given,
+    gather(x) [R * m, K])."""
     gathered = x if dist.get_world_size(group) == 1 else collectives.all_gather(x, group)
     return _multiply(gathered, w, bias, out), gathered
 
 
-def _multiply(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+def _multiply(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
     """x @ w.T + bias."""
     return torch.mm(x, w.t(), out=out) if bias is None else torch.addmm(bias, x, w.t(), out=out)
 
 
 def matmul_reduce_scatter(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, k], w [N, k], bias [N] -> this rank's rows of the sum over ranks of x @ w.T, plus bias: [M / R, N], or ``out``."""
+    """x [M, k], w [N, k], bias [N] -> this rank's rows of the sum over ranks of x @ w.T, plus bias:
+    [M / R, N], or ``out``."""
     return collectives.reduce_scatter(_partial(x, w, bias, group), group, out)
 
 
@@ -54,10 +69,12 @@ def matmul_all_reduce(
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [M, k], w [N, k], bias [N], residual [M, N], norm_weight [N] -> (y or its norm, y), [M, N] on every rank.
+    """x [M, k], w [N, k], bias [N], residual [M, N], norm_weight [N] -> (y or its norm, y), [M, N]
+    on every rank.
 
-    y is the sum over ranks of x @ w.T, plus bias, plus residual; its norm is RMSNorm(y) * norm_weight of y as rounded.
-    Without ``norm_weight`` the second is None. ``out`` and ``residual_out`` get the results, if given.
+    y is the sum over ranks of x @ w.T, plus bias, plus residual; its norm is RMSNorm(y) *
+    norm_weight of y as rounded. Without ``norm_weight`` the second is None. ``out`` and
+    ``residual_out`` get the results, if given.
     """
     to = out if norm_weight is None else residual_out
     y = collectives.all_reduce(_partial(x, w, bias, group, to), group)
@@ -72,7 +89,11 @@ def matmul_all_reduce(
 
 
 def _partial(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This rank's part of the sum; rank 0's has the bias, so that it is added once."""
     return _multiply(x, w, bias if dist.get_rank(group) == 0 else None, out)
@@ -82,21 +103,33 @@ def _partial(
 
 
 def exchange(x: torch.Tensor, how: Exchange, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-to-all of [rows, cols]: part p along ``scatter_dim`` to rank p; what came stands along ``gather_dim``, by rank."""
+    """All-to-all of [rows, cols]: part p along ``scatter_dim`` to rank p; what came stands along
+    ``gather_dim``, by rank."""
     size = dist.get_world_size(group)
     if size == 1:
         return x
     rows, cols = how.part(x.shape[0], x.shape[1], size)
-    parts = x.view(size, rows, cols) if how.scatter_dim == 0 else x.view(rows, size, cols).transpose(0, 1).contiguous()
-    return exchange_parts(parts, how, None, lambda got: collectives.all_to_all_alike(got, parts, group))
+    parts = (
+        x.view(size, rows, cols)
+        if how.scatter_dim == 0
+        else x.view(rows, size, cols).transpose(0, 1).contiguous()
+    )
+    return exchange_parts(
+        parts, how, None, lambda got: collectives.all_to_all_alike(got, parts, group)
+    )
 
 
 def exchange_parts(
-    parts: torch.Tensor, how: Exchange, out: torch.Tensor | None, swap: Callable[[torch.Tensor], None]
+    parts: torch.Tensor,
+    how: Exchange,
+    out: torch.Tensor | None,
+    swap: Callable[[torch.Tensor], None],
 ) -> torch.Tensor:
-    """:func:`exchange` of what stands part by part already, [R, rows, cols]; ``swap`` stores the others' parts, as large."""
+    """:func:`exchange` of what stands part by part already, [R, rows, cols]; ``swap`` stores the
+    others' parts, as large."""
     size, rows, cols = parts.shape
-    if out is None:  # a tensor of its own: autograd refuses to let a view that an operator returns be changed
+    # a tensor of its own: autograd refuses to let a view that an operator returns be changed
+    if out is None:
         out = parts.new_empty((size * rows, cols) if how.gather_dim == 0 else (rows, size * cols))
     got = out.view(parts.shape) if how.gather_dim == 0 else torch.empty_like(parts)
     swap(got)
@@ -119,11 +152,16 @@ def matmul_all_to_all(
     if size == 1:
         return _multiply(x, w, bias, out)
     parts = product_in_parts(x, w, bias, how, size)
-    return exchange_parts(parts, how, out, lambda got: collectives.all_to_all_alike(got, parts, group))
+    return exchange_parts(
+        parts, how, out, lambda got: collectives.all_to_all_alike(got, parts, group)
+    )
 
 
-def product_in_parts(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, size: int) -> torch.Tensor:
-    """x @ w.T + bias as [R, rows, cols], the part for each rank in a row; columns by a product for each rank."""
+def product_in_parts(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, size: int
+) -> torch.Tensor:
+    """x @ w.T + bias as [R, rows, cols], the part for each rank in a row; columns by a product for
+    each rank."""
     rows, cols = how.part(x.shape[0], w.shape[0], size)
     if how.scatter_dim == 0:
         return _multiply(x, w, bias, None).view(size, rows, cols)
@@ -156,7 +194,8 @@ def embedding_bag(
     batch: int,
     mean: bool,
 ) -> list[torch.Tensor]:
-    """Each table's bags pooled in fp32, [B, D_t]; an index that is out of range counts as a row of zeros."""
+    """Each table's bags pooled in fp32, [B, D_t]; an index that is out of range counts as a row of
+    zeros."""
     begins, found = offsets.long(), []
     for number, table in enumerate(tables):
         mine = begins[number * batch : (number + 1) * batch + 1]
@@ -183,8 +222,11 @@ def embedding_bag_all_to_all(
     out_dtype: torch.dtype,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """Lookup, all-to-all, and each block into its columns: [b, width]. ``group`` None: this rank alone."""
-    pooled = [p.to(out_dtype) for p in embedding_bag(tables, indices, offsets, weights, batch, mean)]
+    """Lookup, all-to-all, and each block into its columns: [b, width]. ``group`` None: this rank
+    alone."""
+    pooled = [
+        p.to(out_dtype) for p in embedding_bag(tables, indices, offsets, weights, batch, mean)
+    ]
     size, rank = len(layout.dims), 0 if group is None else dist.get_rank(group)
     rows = [rows_of(batch, size, peer) for peer in range(size)]
     begin, end = rows[rank]
@@ -203,7 +245,8 @@ def embedding_bag_all_to_all(
 def gradient_to_owners(
     grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """[b, width] of each rank's samples -> [B, sum of own dims], the columns of this rank's tables for all samples."""
+    """[b, width] of each rank's samples -> [B, sum of own dims], the columns of this rank's tables
+    for all samples."""
     size, rank = len(layout.dims), 0 if group is None else dist.get_rank(group)
     empty = grad.new_empty(grad.shape[0], 0)
     sends = [
@@ -220,8 +263,11 @@ def gradient_to_owners(
 # --- Experts. No host sync where torch._grouped_mm takes the operands, so that a graph may capture it; sizes are bounds. ---
 
 
-def grouped_matmul(rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """rows [n, K], experts [E, N, K], offsets [E + 1] -> [n, N]: each expert's rows times its weight; others undefined."""
+def grouped_matmul(
+    rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """rows [n, K], experts [E, N, K], offsets [E + 1] -> [n, N]: each expert's rows times its
+    weight; others undefined."""
     if _has_grouped_kernel(rows, experts):
         return torch._grouped_mm(rows, experts.transpose(1, 2), offs=offsets[1:])
     out = rows.new_zeros(rows.shape[0], experts.shape[1])
@@ -232,7 +278,8 @@ def grouped_matmul(rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Ten
 
 
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """left [n, N], right [n, K] -> [E, N, K]: left.T @ right over each expert's rows; zero where it has none."""
+    """left [n, N], right [n, K] -> [E, N, K]: left.T @ right over each expert's rows; zero where it
+    has none."""
     if _has_grouped_kernel(left, right):
         return torch._grouped_mm(left.t(), right, offs=offsets[1:])
     ends = offsets.tolist()
@@ -241,16 +288,21 @@ def grouped_outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor
 
 
 def _has_grouped_kernel(*operands: torch.Tensor) -> bool:
-    """bf16 on a GPU, with rows of whole 16 bytes; elsewhere a loop over experts, which waits for the device."""
+    """bf16 on a GPU, with rows of whole 16 bytes; elsewhere a loop over experts, which waits for
+    the device."""
     return all(
-        t.is_cuda and t.dtype == torch.bfloat16 and t.data_ptr() % 16 == 0 and t.numel() > 0
+        t.is_cuda
+        and t.dtype == torch.bfloat16
+        and t.data_ptr() % 16 == 0
+        and t.numel() > 0
         and all(stride * 2 % 16 == 0 for stride in t.stride() if stride != 1)
         for t in operands
-    )  # fmt: skip
+    )
 
 
 def gather_rows(x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
-    """x [T, H] of own tokens -> [bound, H]: the token of each row of this rank's experts; undefined past the last."""
+    """x [T, H] of own tokens -> [bound, H]: the token of each row of this rank's experts; undefined
+    past the last."""
     padded = x
     if plan.tokens < plan.max_tokens:
         padded = x.new_zeros(plan.max_tokens, *x.shape[1:])
@@ -260,8 +312,11 @@ def gather_rows(x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) ->
     return everyone[torch.div(entry, max(plan.topk, 1), rounding_mode="floor")]
 
 
-def gather_weights(weights: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
-    """topk_weights [T, k] of own tokens -> fp32 [R * max_tokens * k], of all entries; 0 past a rank's tokens."""
+def gather_weights(
+    weights: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """topk_weights [T, k] of own tokens -> fp32 [R * max_tokens * k], of all entries; 0 past a
+    rank's tokens."""
     padded = weights.float()
     if plan.tokens < plan.max_tokens:
         padded = weights.new_zeros(plan.max_tokens, plan.topk, dtype=torch.float32)
@@ -276,9 +331,11 @@ def grouped_matmul_combine(
     weights: torch.Tensor | None,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Grouped matmul, weighted sums per rank in fp32 in order of j, rounded, and their sum over ranks: z [T, H].
+    """Grouped matmul, weighted sums per rank in fp32 in order of j, rounded, and their sum over
+    ranks: z [T, H].
 
-    Every rank sends a partial for every token, zeros too: the size is known without asking the device.
+    Every rank sends a partial for every token, zeros too: the size is known without asking the
+    device.
     """
     products = grouped_matmul(y, experts, plan.offsets)
     rows = plan.entry_row.view(-1, plan.topk)
@@ -288,14 +345,16 @@ def grouped_matmul_combine(
         here = (rows[:, j] >= 0)[:, None]
         value = products[rows[:, j].clamp(min=0).long()].float()
         value = value if everyone is None else value * everyone[:, j, None]
-        partial += torch.where(here, value, 0.0)  # last: what has no expert counts for nothing, whatever its weight
+        # last: what has no expert counts for nothing, whatever its weight
+        partial += torch.where(here, value, 0.0)
     return collectives.reduce_scatter(partial.to(y.dtype), group)[: plan.tokens].clone()
 
 
 def dispatch_grouped_matmul(
     x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """x [T, K] -> y [bound, N]: the token of each row of this rank's experts times its expert's weight."""
+    """x [T, K] -> y [bound, N]: the token of each row of this rank's experts times its expert's
+    weight."""
     return grouped_matmul(gather_rows(x, plan, group), experts, plan.offsets)
 
 
@@ -306,7 +365,10 @@ def swiglu(y: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_gradient(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Gradient of :func:`swiglu`'s result [n, I] -> of y [n, 2 I]; written out, since below autograd nothing is recorded."""
+    """Gradient of :func:`swiglu`'s result [n, I] -> of y [n, 2 I]; written out, since below
+    autograd nothing is recorded."""
     gate, up = y.float().chunk(2, -1)
     share, grad = gate.sigmoid(), grad.float()
-    return torch.cat([grad * up * share * (1 + gate * (1 - share)), grad * gate * share], -1).to(y.dtype)
+    return torch.cat([grad * up * share * (1 + gate * (1 - share)), grad * gate * share], -1).to(
+        y.dtype
+    )

@@ -1,7 +1,8 @@
-"""How a grouped_matmul_combine is cut up, and which path it takes: pure functions of sizes and machine facts.
+"""How a grouped_matmul_combine is cut up, and which path it takes: pure functions of sizes and
+machine facts.
 
-No torch, no triton. ``plan_combine`` is the single statement of what the fused operator can do and when another path is
-faster; ``tw.explain`` prints what it says.
+No torch, no triton. ``plan_combine`` is the single statement of what the fused operator can do and
+when another path is faster; ``tw.explain`` prints what it says.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from tileweave.planning.matmul import KernelName, Plan, why_no_kernel, why_unfus
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import GroupedProblem
 
-MAX_ROWS = 255  # of a token on a rank that the Hopper kernel counts: LENGTH in ``kernels/experts/combine_hopper_tasks.py``
+# of a token on a rank that the Hopper kernel counts: LENGTH in
+# ``kernels/experts/combine_hopper_tasks.py``
+MAX_ROWS = 255
 MAX_GROUPS = 31  # signals that a rank may send to a peer in a call: pairs of chunk and group
 
 
@@ -21,10 +24,13 @@ MAX_GROUPS = 31  # signals that a rank may send to a peer in a call: pairs of ch
 class CombineConfig:
     """How one grouped matmul and its combine are cut up.
 
-    tile_m, tile_n, tile_k, num_stages, num_warps, group_m : of the matmul, as in ``config.MatmulConfig``.
+    tile_m, tile_n, tile_k, num_stages, num_warps, group_m : of the matmul, as in
+        ``config.MatmulConfig``.
     chunks : column chunks that are combined one after another. groups : signals of a chunk.
-    block_tokens, block_cols : what a program reduces at once; the Hopper kernel's multiplying warps have columns of their own.
-    num_reduce, num_finish : programs that reduce and finish ("triton"); the Hopper kernel has a partition for both.
+    block_tokens, block_cols : what a program reduces at once; the Hopper kernel's multiplying warps
+        have columns of their own.
+    num_reduce, num_finish : programs that reduce and finish ("triton"); the Hopper kernel has a
+        partition for both.
     programs_per_sm : programs that multiply, for each multiprocessor.
     """
 
@@ -78,15 +84,22 @@ class CombineCut:
         chunks = cdiv(tile_cols, chunk_cols)
         blocks = cdiv(shape.max_tokens, config.block_tokens)
         group_blocks = cdiv(blocks, min(config.groups, MAX_GROUPS // chunks))
-        return CombineCut(tile_cols, chunks, chunk_cols, blocks, cdiv(blocks, group_blocks), group_blocks)
+        return CombineCut(
+            tile_cols, chunks, chunk_cols, blocks, cdiv(blocks, group_blocks), group_blocks
+        )
 
 
-def plan_combine(shape: GroupedProblem, machine: Machine, interpreting: bool) -> Plan[CombineConfig]:
-    """The path of a grouped_matmul_combine: what can run, then what is fastest. The same on every rank."""
+def plan_combine(
+    shape: GroupedProblem, machine: Machine, interpreting: bool
+) -> Plan[CombineConfig]:
+    """The path of a grouped_matmul_combine: what can run, then what is fastest. The same on every
+    rank."""
     s = shape
     if s.world_size == 1:
         return Plan("local", "a group of one rank has nobody to send to")
-    reason = why_unfused(s.world_size, (s.max_tokens, s.topk, s.cols, s.depth), machine, interpreting)
+    reason = why_unfused(
+        s.world_size, (s.max_tokens, s.topk, s.cols, s.depth), machine, interpreting
+    )
     if reason is not None:
         return Plan("unfused", reason)
     if machine.backend == "cpu":
@@ -97,15 +110,20 @@ def plan_combine(shape: GroupedProblem, machine: Machine, interpreting: bool) ->
         return Plan("unfused", reason)
     config, reason = _config_of(s), f"{s.rows_per_expert:.0f} rows an expert if balanced"
     if config.kernel == "hopper" and s.topk > MAX_ROWS:
-        config, reason = _PORTABLE, f"{reason}; the Hopper kernel counts {MAX_ROWS} rows of a token at most, k = {s.topk}"
+        config, reason = (
+            _PORTABLE,
+            f"{reason}; the Hopper kernel counts {MAX_ROWS} rows of a token at most, k = {s.topk}",
+        )
     return Plan("fused", reason, config)
 
 
-_PORTABLE = CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)  # for what TMA or the Hopper kernel lacks
+# for what TMA or the Hopper kernel lacks
+_PORTABLE = CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)
 
 
 def _config_of(s: GroupedProblem) -> CombineConfig:
-    """By the rows an expert has on average: few are a stream of weights, many are tensor-core work (decisions 0069, 0077)."""
+    """By the rows an expert has on average: few are a stream of weights, many are tensor-core work
+    (decisions 0069, 0077)."""
     rows = s.rows_per_expert
     if rows <= 4:
         workers = 32 if rows <= 2 else 64

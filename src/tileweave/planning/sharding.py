@@ -1,7 +1,9 @@
-"""Which rank owns which embedding table, or which columns of it, and how its lookups are cut: integers and names only.
+"""Which rank owns which embedding table, or which columns of it, and how its lookups are cut:
+integers and names only.
 
-No torch, no triton. ``plan_sharding`` balances what a sample reads from tables, and what travels; ``plan_embedding`` says
-which path a call takes. ``tw.explain`` and ``ShardingPlan.explain`` print what they say.
+No torch, no triton. ``plan_sharding`` balances what a sample reads from tables, and what travels;
+``plan_embedding`` says which path a call takes. ``tw.explain`` and ``ShardingPlan.explain`` print
+what they say.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ from tileweave.planning.machine import Machine
 from tileweave.planning.matmul import FUSED_WORLD_SIZES, Plan
 
 ALIGNMENT = 16  # bytes that one thread loads and stores at once
-NARROWEST_COPY, LEAST_COPY = 256, 1 << 20  # bytes: of a row, and of a table's part, that copy engines take
+# bytes: of a row, and of a table's part, that copy engines take
+NARROWEST_COPY, LEAST_COPY = 256, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingLayout:
     """Where each rank's vectors stand in a row of the result.
 
-    ``columns[rank][i]``, ``dims[rank][i]``: first column and number of columns of the rank's i-th local table (or part).
+    ``columns[rank][i]``, ``dims[rank][i]``: first column and number of columns of the rank's i-th
+    local table (or part).
     """
 
     columns: tuple[tuple[int, ...], ...]
@@ -32,7 +36,8 @@ class EmbeddingLayout:
 
     @classmethod
     def in_rank_order(cls, dims: Sequence[Sequence[int]]) -> EmbeddingLayout:
-        """Tables one after the other, rank by rank: the row is the concatenation of all ranks' pooled vectors."""
+        """Tables one after the other, rank by rank: the row is the concatenation of all ranks'
+        pooled vectors."""
         columns, at = [], 0
         for mine in dims:
             columns.append(tuple(at + sum(mine[:i]) for i in range(len(mine))))
@@ -63,15 +68,21 @@ class EmbeddingLayout:
         return cls(tuple(columns), tuple(dims))
 
     def faults(self) -> str:
-        """What is wrong with it, in words; empty if each column of a row is written exactly once."""
-        spans = sorted((c, c + d) for cs, ds in zip(self.columns, self.dims, strict=True) for c, d in zip(cs, ds, strict=True))
+        """What is wrong with it, in words; empty if each column of a row is written exactly
+        once."""
+        spans = sorted(
+            (c, c + d)
+            for cs, ds in zip(self.columns, self.dims, strict=True)
+            for c, d in zip(cs, ds, strict=True)
+        )
         ends = [0, *(end for _, end in spans)]
         wrong = [begin for (begin, _), end in zip(spans, ends, strict=False) if begin != end]
         return f"columns overlap or leave a gap at {wrong[0]}" if wrong else ""
 
 
 def rows_of(batch: int, world_size: int, rank: int) -> tuple[int, int]:
-    """The samples [begin, end) of the global batch that ``rank`` owns; as even as whole chunks allow."""
+    """The samples [begin, end) of the global batch that ``rank`` owns; as even as whole chunks
+    allow."""
     chunk = -(-batch // world_size)
     return min(rank * chunk, batch), min((rank + 1) * chunk, batch)
 
@@ -80,11 +91,13 @@ def rows_of(batch: int, world_size: int, rank: int) -> tuple[int, int]:
 class EmbeddingConfig:
     """How lookups are cut up.
 
-    bags : bags that a program pools at once. unroll : rows of each bag in flight. num_warps : warps of a program.
+    bags : bags that a program pools at once. unroll : rows of each bag in flight. num_warps : warps
+        of a program.
     programs_per_sm : programs of the fused kernel for each multiprocessor.
-    run : blocks of bags of one table, then as many of the next, and so on, before the next blocks of the first; 0: table after
-        table. 1 writes rows of the result whole.
-    lag : rounds by which own bags come behind those of the peers, so that the last stores to peers are hidden.
+    run : blocks of bags of one table, then as many of the next, and so on, before the next blocks
+        of the first; 0: table after table. 1 writes rows of the result whole.
+    lag : rounds by which own bags come behind those of the peers, so that the last stores to peers
+        are hidden.
     """
 
     bags: int = 16
@@ -104,9 +117,11 @@ class EmbeddingConfig:
 
 
 def config_for(row_bytes: int, pooling: float, interpreting: bool = False) -> EmbeddingConfig:
-    """Four 16-byte loads in flight a thread where bags have one row, else up to 16: no more bags than give that (measured).
+    """Four 16-byte loads in flight a thread where bags have one row, else up to 16: no more bags
+    than give that (measured).
 
-    Programs of more than one row a bag are small: where lengths differ, all bags of a program last as long as its longest.
+    Programs of more than one row a bag are small: where lengths differ, all bags of a program last
+    as long as its longest.
     """
     if interpreting:
         return EmbeddingConfig(8, 2, 1, 2, 1)
@@ -124,31 +139,44 @@ def plan_embedding(
 ) -> Plan[EmbeddingConfig]:
     """The path of a call: what can run, then what is fastest.
 
-    It depends on facts that all ranks share but for ``row_bytes`` and ``pooling``, which only choose the cut.
+    It depends on facts that all ranks share but for ``row_bytes`` and ``pooling``, which only
+    choose the cut.
     """
     config = config_for(row_bytes, pooling, machine.backend == "cpu")
     if machine.backend == "cpu" and not interpreting:
-        return Plan("unfused", "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)")
+        return Plan(
+            "unfused",
+            "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)",
+        )
     if world_size == 1:
         return Plan("local", "a group of one rank keeps what it pools", config)
     if world_size not in FUSED_WORLD_SIZES:
         return Plan("unfused", f"world size {world_size} is above {FUSED_WORLD_SIZES[-1]}")
     if machine.backend == "cuda" and machine.arch < 80:
         return Plan("unfused", f"{machine.name} is below sm_80")
-    return Plan("fused", f"stores to the samples' owners, {row_bytes} bytes a row", _side_by_side(config))
+    return Plan(
+        "fused", f"stores to the samples' owners, {row_bytes} bytes a row", _side_by_side(config)
+    )
 
 
 @cache
 def _side_by_side(config: EmbeddingConfig) -> EmbeddingConfig:
-    """``config`` with tables in turns: one that reads much leaves the links idle, and one that reads little the memory."""
+    """``config`` with tables in turns: one that reads much leaves the links idle, and one that
+    reads little the memory."""
     return replace(config, run=config.run or 64)
 
 
 def gradient_carrier(layout: EmbeddingLayout, batch: int, itemsize: int) -> str:
-    """Who takes gradients to the tables' owners: "copy_engine" for rows and pieces that are worth a copy each, else "sm"."""
+    """Who takes gradients to the tables' owners: "copy_engine" for rows and pieces that are worth a
+    copy each, else "sm"."""
     dims = [dim for mine in layout.dims for dim in mine]
     rows = batch // len(layout.dims)
-    worth = min(dims) * itemsize >= NARROWEST_COPY and sum(dims) * itemsize * rows >= LEAST_COPY * len(dims) if dims else False
+    worth = (
+        min(dims) * itemsize >= NARROWEST_COPY
+        and sum(dims) * itemsize * rows >= LEAST_COPY * len(dims)
+        if dims
+        else False
+    )
     return "copy_engine" if worth else "sm"
 
 
@@ -157,7 +185,8 @@ def gradient_carrier(layout: EmbeddingLayout, batch: int, itemsize: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """One embedding table: ``rows`` x ``dim``, and how many rows a sample reads from it on average."""
+    """One embedding table: ``rows`` x ``dim``, and how many rows a sample reads from it on
+    average."""
 
     name: str
     rows: int
@@ -177,8 +206,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """Who owns what. ``shards`` are in order of rank, then most read first: gradients go back, and are summed, in that order,
-    so that tables of many lookups are summed while those of few are on their way."""
+    """Who owns what. ``shards`` are in order of rank, then most read first: gradients go back, and
+    are summed, in that order, so that tables of many lookups are summed while those of few are on
+    their way."""
 
     tables: tuple[TableSpec, ...]
     shards: tuple[Shard, ...]
@@ -200,7 +230,8 @@ class ShardingPlan:
         return sum(self.tables[s.table].pooling * s.dim * self.itemsize for s in self.of_rank(rank))
 
     def bytes_sent(self, rank: int) -> int:
-        """Bytes of pooled vectors that ``rank`` makes of one sample; its gradient brings as many back."""
+        """Bytes of pooled vectors that ``rank`` makes of one sample; its gradient brings as many
+        back."""
         return sum(s.dim for s in self.of_rank(rank)) * self.itemsize
 
     def memory(self, rank: int) -> int:
@@ -208,9 +239,13 @@ class ShardingPlan:
         return sum(self.tables[s.table].rows * s.dim * self.itemsize for s in self.of_rank(rank))
 
     def explain(self) -> str:
-        """The plan in a few lines: each rank's tables, memory, and bytes read and pooled a sample beside the mean."""
+        """The plan in a few lines: each rank's tables, memory, and bytes read and pooled a sample
+        beside the mean."""
         ranks = range(self.world_size)
-        read, pooled = [self.bytes_read(rank) for rank in ranks], [self.bytes_sent(rank) for rank in ranks]
+        read, pooled = (
+            [self.bytes_read(rank) for rank in ranks],
+            [self.bytes_sent(rank) for rank in ranks],
+        )
         lines = []
         for rank in ranks:
             names = [self._name(s) for s in self.of_rank(rank)]
@@ -219,8 +254,12 @@ class ShardingPlan:
                 f"pools {pooled[rank]} ({_share(pooled, rank):.2f}), {self.memory(rank) / 2**20:.1f} MiB, "
                 f"{len(names)} tables: {', '.join(names) or 'none'}"
             )
-        split = sorted({self.tables[s.table].name for s in self.shards if s.dim != self.tables[s.table].dim})
-        lines.append(f"cut by columns, more than a rank's share or room alone: {', '.join(split) or 'none'}")
+        split = sorted(
+            {self.tables[s.table].name for s in self.shards if s.dim != self.tables[s.table].dim}
+        )
+        lines.append(
+            f"cut by columns, more than a rank's share or room alone: {', '.join(split) or 'none'}"
+        )
         return "\n".join(lines)
 
     def _name(self, shard: Shard) -> str:
@@ -234,20 +273,25 @@ def _share(numbers: Sequence[float], rank: int) -> float:
     return numbers[rank] / mean if mean else 1.0
 
 
-def plan_sharding(tables: Sequence[TableSpec], world_size: int, itemsize: int = 4, memory: int | None = None) -> ShardingPlan:
-    """Give every table to a rank so that all read about as many bytes a sample, and send as many; cut what is too large alone.
+def plan_sharding(
+    tables: Sequence[TableSpec], world_size: int, itemsize: int = 4, memory: int | None = None
+) -> ShardingPlan:
+    """Give every table to a rank so that all read about as many bytes a sample, and send as many;
+    cut what is too large alone.
 
-    Most read first, each to the rank where the larger of two shares stays least: of all bytes read, which memory serves, and of
-    all columns, which links carry (ties: the other share, memory, lowest rank). Tables of one lookup a sample are nothing to
-    read, but as much to send as any. A table that reads more than a rank's even share, or does not fit ``memory`` bytes, is cut
-    by columns into equal parts of at least 16 bytes a row.
+    Most read first, each to the rank where the larger of two shares stays least: of all bytes read,
+    which memory serves, and of all columns, which links carry (ties: the other share, memory,
+    lowest rank). Tables of one lookup a sample are nothing to read, but as much to send as any. A
+    table that reads more than a rank's even share, or does not fit ``memory`` bytes, is cut by
+    columns into equal parts of at least 16 bytes a row.
 
-    Where that does not fit ``memory``: largest first, to the rank that holds least; then both ways again with tables cut as
-    finely as they may be.
+    Where that does not fit ``memory``: largest first, to the rank that holds least; then both ways
+    again with tables cut as finely as they may be.
 
     Raises
     ------
-    InputError for sizes that are none, and if the tables do not fit ``memory`` bytes on each rank, by any of these.
+    InputError for sizes that are none, and if the tables do not fit ``memory`` bytes on each rank,
+    by any of these.
     """
     _check_sizes(tables, world_size, itemsize)
     share = sum(t.pooling * t.dim * itemsize for t in tables) / world_size
@@ -274,7 +318,12 @@ def _check_sizes(tables: Sequence[TableSpec], world_size: int, itemsize: int) ->
         return all(isinstance(number, Integral) and int(number) >= 1 for number in numbers)
 
     fits = counts(world_size, itemsize)
-    require(fits, f"{world_size} ranks, {itemsize} bytes an element", "whole numbers, 1 at least", "pass such ones")
+    require(
+        fits,
+        f"{world_size} ranks, {itemsize} bytes an element",
+        "whole numbers, 1 at least",
+        "pass such ones",
+    )
     for table in tables:
         fits = isinstance(table, TableSpec) and counts(table.rows, table.dim)
         fits = fits and isinstance(table.pooling, Real) and 0 <= table.pooling < math.inf
@@ -286,13 +335,22 @@ Piece = tuple[float, int, int, int, int]  # -bytes read, table, column, dim, mem
 
 
 def _deal(
-    tables: Sequence[TableSpec], pieces: list[Piece], share: float, world_size: int, memory: int | None, largest_first: bool
+    tables: Sequence[TableSpec],
+    pieces: list[Piece],
+    share: float,
+    world_size: int,
+    memory: int | None,
+    largest_first: bool,
 ) -> list[Shard]:
     """Which rank gets each piece, one after the other; see :func:`plan_sharding`."""
     read, wide, held, shards = [0.0] * world_size, [0.0] * world_size, [0] * world_size, []
     all_read, all_wide = max(share * world_size, 1e-9), max(sum(t.dim for t in tables), 1)
-    for cost, number, column, dim, nbytes in sorted(pieces, key=(lambda p: (-p[4], p)) if largest_first else None):
-        fitting = [rank for rank in range(world_size) if memory is None or held[rank] + nbytes <= memory]
+    for cost, number, column, dim, nbytes in sorted(
+        pieces, key=(lambda p: (-p[4], p)) if largest_first else None
+    ):
+        fitting = [
+            rank for rank in range(world_size) if memory is None or held[rank] + nbytes <= memory
+        ]
         if not fitting:
             raise InputError(
                 f"asked: {tables[number].name} of {nbytes} bytes on a rank beside {min(held)} bytes of others; "
@@ -302,7 +360,9 @@ def _deal(
 
         def shares(r: int, reading: float = reading, sending: float = sending) -> tuple[float, ...]:
             both = read[r] + reading, wide[r] + sending
-            return (held[r], *sorted(both), r) if largest_first else (max(both), min(both), held[r], r)
+            return (
+                (held[r], *sorted(both), r) if largest_first else (max(both), min(both), held[r], r)
+            )
 
         rank = min(fitting, key=shares)
         read[rank] += reading
@@ -313,10 +373,17 @@ def _deal(
     return shards
 
 
-def _parts(table: TableSpec, share: float, world_size: int, itemsize: int, memory: int | None, finely: bool) -> int:
-    """Into how many equal parts a table is cut: as few as keep each under a rank's share and memory, or ``finely``."""
+def _parts(
+    table: TableSpec, share: float, world_size: int, itemsize: int, memory: int | None, finely: bool
+) -> int:
+    """Into how many equal parts a table is cut: as few as keep each under a rank's share and
+    memory, or ``finely``."""
     grain = max(ALIGNMENT // itemsize, 1)
-    allowed = [n for n in range(1, world_size + 1) if table.dim % n == 0 and (n == 1 or table.dim // n % grain == 0)]
+    allowed = [
+        n
+        for n in range(1, world_size + 1)
+        if table.dim % n == 0 and (n == 1 or table.dim // n % grain == 0)
+    ]
     for parts in () if finely else allowed:
         reads = table.pooling * table.dim * itemsize / parts
         holds = table.rows * table.dim * itemsize / parts

@@ -1,7 +1,9 @@
-"""The figures by which an overlapped operator is judged; plain arithmetic, any unit of time as long as it is one.
+"""The figures by which an overlapped operator is judged; plain arithmetic, any unit of time as long
+as it is one.
 
-``t_gemm`` is the fastest matmul that is not split, on inputs already there; ``t_unfused`` the collective and then that
-matmul; ``t_corun`` the matmul while copies of the same size run beside it with no dependence: what no overlap can beat.
+``t_gemm`` is the fastest matmul that is not split, on inputs already there; ``t_unfused`` the
+collective and then that matmul; ``t_corun`` the matmul while copies of the same size run beside it
+with no dependence: what no overlap can beat.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from collections.abc import Iterable
 
 
 def e_overlap(t_fused: float, t_gemm: float, t_unfused: float) -> float:
-    """Share of the communication that is hidden: ``1 - (t_fused - t_gemm) / (t_unfused - t_gemm)`` (arXiv 2406.06858).
+    """Share of the communication that is hidden: ``1 - (t_fused - t_gemm) / (t_unfused - t_gemm)``
+    (arXiv 2406.06858).
 
-    1: the fused operator takes no longer than its matmul. 0: nothing was gained. Below 0: it lost. NaN where the
-    unfused path is not slower than the matmul, hence nothing was there to hide.
+    1: the fused operator takes no longer than its matmul. 0: nothing was gained. Below 0: it lost.
+    NaN where the unfused path is not slower than the matmul, hence nothing was there to hide.
     """
     exposed = t_unfused - t_gemm
     if not exposed > 0.0:

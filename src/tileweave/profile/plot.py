@@ -1,4 +1,5 @@
-"""Pictures: who waited for whom in one call, and how far each peer is from the co-run bound. Needs matplotlib."""
+"""Pictures: who waited for whom in one call, and how far each peer is from the co-run bound. Needs
+matplotlib."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from matplotlib.patches import Patch
 from tileweave.profile.trace import COPY_ENGINE, SEVERAL, Event, Trace, summary
 
 # Okabe and Ito's colours: eight ranks that a colour-blind reader can tell apart.
-RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F")
+RANK_COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+    "#7F7F7F",
+)
 _SEVERAL_COLOUR = "#444444"
 _MOST_LANES = 4  # of programs, for each rank
 _DPI = 130
@@ -22,17 +32,29 @@ _WAITS_ONLY = "waits only; the rest is not recorded"
 
 
 def plot_traces(traces: Sequence[Trace], path: Path | str) -> None:
-    """One row for each trace: a time line of all ranks, and the matrix of who waited how long for whom."""
+    """One row for each trace: a time line of all ranks, and the matrix of who waited how long for
+    whom."""
     heights = [max(2.2, 0.34 * len(_lanes(trace)) + 1.1) for trace in traces]
     figure = Figure(figsize=(14, sum(heights) + 1.2), layout="constrained")
-    grid = figure.subplots(len(traces), 2, squeeze=False, gridspec_kw={"width_ratios": [4.2, 1], "height_ratios": heights})
+    grid = figure.subplots(
+        len(traces),
+        2,
+        squeeze=False,
+        gridspec_kw={"width_ratios": [4.2, 1], "height_ratios": heights},
+    )
     tables = [_waited(trace) for trace in traces]
     longest = max((value for _, cells in tables for row in cells for value in row), default=0.0)
     for (line, matrix), trace, table in zip(grid, traces, tables, strict=True):
         _draw_time_line(line, trace)
         _draw_matrix(matrix, *table, longest)
     handles = _legend(traces)
-    figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // 2), frameon=False, fontsize=9)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=-(-len(handles) // 2),
+        frameon=False,
+        fontsize=9,
+    )
     figure.suptitle(_heading(traces), fontsize=13, fontweight="bold")
     figure.savefig(path, dpi=_DPI)
 
@@ -45,7 +67,10 @@ def _heading(traces: Sequence[Trace]) -> str:
     """What can be seen, no more."""
     words = {"push": "who pushed", "compute": "who computed", "wait": "who waited for whom"}
     seen = _kinds(traces)
-    text = ", ".join(word for kind, word in words.items() if kind in seen).capitalize() or "Nothing was recorded"
+    text = (
+        ", ".join(word for kind, word in words.items() if kind in seen).capitalize()
+        or "Nothing was recorded"
+    )
     return text + (f" ({_WAITS_ONLY})" if seen == {"wait"} else "")
 
 
@@ -96,32 +121,60 @@ def _draw_event(axes: Axes, event: Event, y: float, scale: float) -> None:
     source = event.rank if event.kind == "push" else event.peer
     colour = _SEVERAL_COLOUR if source == SEVERAL else RANK_COLOURS[source % len(RANK_COLOURS)]
     if event.kind == "compute":
-        axes.broken_barh([(begin, width)], (y - 0.38, 0.76), facecolor=colour, edgecolor="white", linewidth=0.3)
+        axes.broken_barh(
+            [(begin, width)], (y - 0.38, 0.76), facecolor=colour, edgecolor="white", linewidth=0.3
+        )
     elif event.kind == "wait":
-        axes.broken_barh([(begin, width)], (y - 0.30, 0.60), facecolor="white", edgecolor=colour, hatch="/////", linewidth=0.8)
+        axes.broken_barh(
+            [(begin, width)],
+            (y - 0.30, 0.60),
+            facecolor="white",
+            edgecolor=colour,
+            hatch="/////",
+            linewidth=0.8,
+        )
     else:
-        axes.broken_barh([(begin, width)], (y - 0.20, 0.40), facecolor=colour, edgecolor="black", linewidth=0.6)
+        axes.broken_barh(
+            [(begin, width)], (y - 0.20, 0.40), facecolor=colour, edgecolor="black", linewidth=0.6
+        )
 
 
 def _legend(traces: Sequence[Trace]) -> list[Patch]:
     """The ranks, and the kinds that are there."""
     events = [event for trace in traces for event in trace.events]
     size = max((trace.world_size for trace in traces), default=0)
-    entries = [Patch(facecolor=RANK_COLOURS[rank % len(RANK_COLOURS)], label=f"rank {rank}") for rank in range(size)]
+    entries = [
+        Patch(facecolor=RANK_COLOURS[rank % len(RANK_COLOURS)], label=f"rank {rank}")
+        for rank in range(size)
+    ]
     if any(event.peer == SEVERAL and event.kind != "push" for event in events):
         entries.append(Patch(facecolor=_SEVERAL_COLOUR, label="several ranks"))
     pushers = {event.program == COPY_ENGINE for event in events if event.kind == "push"}
     grey, kinds = "#bbbbbb", _kinds(traces)
     if False in pushers:
-        entries.append(Patch(facecolor=grey, edgecolor="black", linewidth=0.6, label="push by the kernel, sender's colour"))
+        entries.append(
+            Patch(
+                facecolor=grey,
+                edgecolor="black",
+                linewidth=0.6,
+                label="push by the kernel, sender's colour",
+            )
+        )
     if True in pushers:
         label = 'lanes "copies": push by a copy engine, sender\'s colour'
         entries.append(Patch(facecolor=grey, edgecolor="black", linewidth=0.6, label=label))
     if "compute" in kinds:
-        entries.append(Patch(facecolor=grey, edgecolor="white", label="compute on rows of that rank"))
+        entries.append(
+            Patch(facecolor=grey, edgecolor="white", label="compute on rows of that rank")
+        )
     if "wait" in kinds:
-        entries.append(Patch(facecolor="white", edgecolor="#777777", hatch="/////", label="wait for that rank"))
-    return [*entries, Patch(facecolor="white", edgecolor="#cccccc", linewidth=0.6, label="blank: not recorded")]
+        entries.append(
+            Patch(facecolor="white", edgecolor="#777777", hatch="/////", label="wait for that rank")
+        )
+    return [
+        *entries,
+        Patch(facecolor="white", edgecolor="#cccccc", linewidth=0.6, label="blank: not recorded"),
+    ]
 
 
 def _waited(trace: Trace) -> tuple[list[int], list[list[float]]]:
@@ -130,7 +183,9 @@ def _waited(trace: Trace) -> tuple[list[int], list[list[float]]]:
     columns = [*range(trace.world_size)]
     if any(SEVERAL in rank.waited_ns for rank in figures):
         columns.append(SEVERAL)
-    return columns, [[rank.waited_ns.get(c, 0) / max(rank.programs, 1) for c in columns] for rank in figures]
+    return columns, [
+        [rank.waited_ns.get(c, 0) / max(rank.programs, 1) for c in columns] for rank in figures
+    ]
 
 
 def _draw_matrix(axes: Axes, columns: list[int], cells: list[list[float]], longest: float) -> None:
@@ -140,7 +195,9 @@ def _draw_matrix(axes: Axes, columns: list[int], cells: list[list[float]], longe
         for column, value in enumerate(values):
             text = "" if columns[column] == row else _duration(value)
             axes.text(column, row, text, ha="center", va="center", fontsize=8)
-    axes.set_xticks(range(len(columns)), ["several" if c == SEVERAL else str(c) for c in columns], fontsize=8)
+    axes.set_xticks(
+        range(len(columns)), ["several" if c == SEVERAL else str(c) for c in columns], fontsize=8
+    )
     axes.set_yticks(range(len(cells)), [str(rank) for rank in range(len(cells))], fontsize=8)
     axes.set_xlabel("for rank", fontsize=9)
     axes.set_ylabel("rank waited", fontsize=9)
@@ -158,7 +215,8 @@ def _duration(ns: float) -> str:
 
 # --- Bench ---
 
-# Who is drawn, from left to right, in every bench's picture: ours, unfused paths, others' fused ones, the bare matmul.
+# Who is drawn, from left to right, in every bench's picture: ours, unfused paths, others' fused
+# ones, the bare matmul.
 PEER_COLOURS = {
     "tileweave": "#0072B2",
     "nccl+cublas": "#999999",
@@ -177,11 +235,15 @@ _HIGHEST = 3.0
 
 
 def plot_bench(report: dict[str, Any], path: Path | str) -> None:
-    """Bars: time over the co-run bound (1 is what no overlap can beat), by case and peer; eager above captured calls.
+    """Bars: time over the co-run bound (1 is what no overlap can beat), by case and peer; eager
+    above captured calls.
 
     Where the bound was not measured, over the bare matmul, and labelled so.
     """
-    blocks = [(title, [case for case in report["cases"] if _captured(case) == graph]) for graph, title in _BLOCKS.items()]
+    blocks = [
+        (title, [case for case in report["cases"] if _captured(case) == graph])
+        for graph, title in _BLOCKS.items()
+    ]
     blocks = [(title, cases) for title, cases in blocks if cases]
     if not blocks:
         return
@@ -193,29 +255,46 @@ def plot_bench(report: dict[str, Any], path: Path | str) -> None:
     figure.savefig(path, dpi=_DPI)
 
 
-def plot_over(report: dict[str, Any], path: Path | str, base: str, base_of: Callable[[dict[str, Any]], float]) -> None:
+def plot_over(
+    report: dict[str, Any], path: Path | str, base: str, base_of: Callable[[dict[str, Any]], float]
+) -> None:
     """Bars: time over ``base``, which ``base_of`` gives in microseconds, by case and peer."""
     cases = [case for case in report["cases"] if case["right"]]
     names = _drawn(cases)
     figure = Figure(figsize=(max(8.0, 1.1 * len(cases)), 4.4), layout="constrained")
     axes = figure.subplots()
     for index, name in enumerate(names):
-        heights = [case["times"].get(name, {}).get("median_us", math.nan) / base_of(case) for case in cases]
-        places = [number + (index - (len(names) - 1) / 2) * 0.8 / len(names) for number in range(len(cases))]
+        heights = [
+            case["times"].get(name, {}).get("median_us", math.nan) / base_of(case) for case in cases
+        ]
+        places = [
+            number + (index - (len(names) - 1) / 2) * 0.8 / len(names)
+            for number in range(len(cases))
+        ]
         bars = axes.bar(places, heights, 0.75 / len(names), label=name, color=PEER_COLOURS[name])
         axes.bar_label(bars, fmt="%.2g", fontsize=7, padding=1)
     axes.axhline(1.0, color="black", linewidth=0.9, linestyle="--")
-    axes.set_xticks(range(len(cases)), [case["name"] for case in cases], rotation=35, ha="right", fontsize=8)
+    axes.set_xticks(
+        range(len(cases)), [case["name"] for case in cases], rotation=35, ha="right", fontsize=8
+    )
     axes.set_ylabel(f"time / {base}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_title(_bench_heading(report), loc="left", fontsize=10)
-    axes.legend(ncols=len(names) or 1, frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.06))
+    axes.legend(
+        ncols=len(names) or 1,
+        frameon=False,
+        fontsize=8,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.06),
+    )
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=_DPI)
 
 
 def _bench_heading(report: dict[str, Any]) -> str:
-    where = f"{report['op']}, world {report['world_size']}, {report['environment'].get('device', '')}"
+    where = (
+        f"{report['op']}, world {report['world_size']}, {report['environment'].get('device', '')}"
+    )
     return f"{where}: {'interpreted: times mean nothing' if report.get('device_type') == 'cpu' else 'lower is better'}"
 
 
@@ -224,7 +303,8 @@ def _drawn(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def _captured(case: dict[str, Any]) -> bool:
-    """Whether our calls were replayed from a graph: on the CPU none is, whatever the case asks for."""
+    """Whether our calls were replayed from a graph: on the CPU none is, whatever the case asks
+    for."""
     return bool(case["times"].get("tileweave", case).get("graph", case["graph"]))
 
 
@@ -240,7 +320,16 @@ def _draw_block(axes: Axes, title: str, cases: list[dict[str, Any]]) -> None:
             if value > _HIGHEST:
                 axes.text(x, _HIGHEST, f"{value:.1f}", ha="center", va="bottom", fontsize=6)
             if name == "tileweave" and math.isfinite(value):
-                axes.text(x, 0.05, f"{value:.2f}", ha="center", va="bottom", fontsize=7, rotation=90, color="white")
+                axes.text(
+                    x,
+                    0.05,
+                    f"{value:.2f}",
+                    ha="center",
+                    va="bottom",
+                    fontsize=7,
+                    rotation=90,
+                    color="white",
+                )
     bounds = [_bound_of(case) for case in cases]
     base = bounds[0] if len(set(bounds)) == 1 else "co-run bound (*: matmul)"
     axes.axhline(1.0, color="black", linewidth=0.9, linestyle="--", label=base)

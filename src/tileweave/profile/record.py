@@ -1,7 +1,9 @@
-"""Recording one call: run the fused operator with stamps on, and say what was sent, signalled and waited for.
+"""Recording one call: run the fused operator with stamps on, and say what was sent, signalled and
+waited for.
 
-Pushes by copy engines leave no stamps. Where the copy engine is a thread of this process (the CPU), :func:`record`
-notes when it worked; on GPUs their trace shows waits and computations only, and signals are counted as they are queued.
+Pushes by copy engines leave no stamps. Where the copy engine is a thread of this process (the CPU),
+:func:`record` notes when it worked; on GPUs their trace shows waits and computations only, and
+signals are counted as they are queued.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _SIGNAL_BYTES = 4
 
 @dataclass
 class Recording:
-    """What one rank knows of one recorded call; ``sent_bytes`` and ``signals`` count what this rank sent."""
+    """What one rank knows of one recorded call; ``sent_bytes`` and ``signals`` count what this rank
+    sent."""
 
     plan: Plan
     out: torch.Tensor
@@ -51,14 +54,17 @@ class _Watched:
     wait_begin_ns: int = 0
 
     def observe(self, event: str, details: dict[str, int]) -> None:
-        """What an interpreted kernel does: its one program signals and waits, a source at a time."""
+        """What an interpreted kernel does: its one program signals and waits, a source at a
+        time."""
         self.notified += event == "notify"
         now = time.perf_counter_ns()
         if event == "wait":
             self.wait_begin_ns = now
         elif event == "waited" and details["signal"] < self.size * MAX_SLICES:
             source = details["signal"] // MAX_SLICES
-            self.waits.append(Event(self.rank, 0, "wait", source, self.wait_begin_ns, now, details["unit"]))
+            self.waits.append(
+                Event(self.rank, 0, "wait", source, self.wait_begin_ns, now, details["unit"])
+            )
 
     def pushed(self, copies: Sequence[Copy], begin_ns: int, end_ns: int) -> None:
         self.copies += copies
@@ -70,9 +76,14 @@ class _Watched:
 
 
 def record(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *, group: dist.ProcessGroup | None = None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> Recording:
-    """One all_gather_matmul with stamps on; collective, synchronous. Without a fused path there are no events."""
+    """One all_gather_matmul with stamps on; collective, synchronous. Without a fused path there are
+    no events."""
     name = name_of(group)
     size = dist.get_world_size(group_of(name))
     plan = ag.plan(x, w, size)
@@ -96,7 +107,8 @@ def record(
         transport.synchronize()
     sent = (size - 1) * x.numel() * x.element_size()
     events = decode(stamps.tolist(), schedule, slices, producers, sent if pushes else 0)
-    if interpreting():  # seen one by one, where stamps know only how long a unit waited for all its sources
+    # seen one by one, where stamps know only how long a unit waited for all its sources
+    if interpreting():
         events = [event for event in events if event.kind != "wait"] + watched.waits
     events += _copy_engine_events(watched)
     signals = watched.notified + len(watched.copies) - len(watched.data)
@@ -106,11 +118,17 @@ def record(
 
 
 def record_call(
-    call: Callable[[], torch.Tensor], plan: Plan, device: torch.device, sent_bytes: int, group: dist.ProcessGroup | None = None
+    call: Callable[[], torch.Tensor],
+    plan: Plan,
+    device: torch.device,
+    sent_bytes: int,
+    group: dist.ProcessGroup | None = None,
 ) -> Recording:
-    """One call of an operator whose kernel has no stamps: what can be seen from outside. Collective, synchronous.
+    """One call of an operator whose kernel has no stamps: what can be seen from outside.
+    Collective, synchronous.
 
-    Signals and waits are seen where kernels are interpreted; ``sent_bytes`` is what the caller knows the call to send.
+    Signals and waits are seen where kernels are interpreted; ``sent_bytes`` is what the caller
+    knows the call to send.
     """
     if plan.config is None:
         return Recording(plan, call(), sent_bytes=sent_bytes if plan.path == "unfused" else 0)
@@ -139,7 +157,8 @@ def _watching(transport: Transport) -> Iterator[_Watched]:
 
 
 def _copy_engine_events(watched: _Watched) -> list[Event]:
-    """The copies as pushes, one behind the other; only the first begin and the last end were seen."""
+    """The copies as pushes, one behind the other; only the first begin and the last end were
+    seen."""
     data = [copy for copy in watched.data if copy.nbytes]
     if not data or not watched.end_ns:
         return []
@@ -148,7 +167,11 @@ def _copy_engine_events(watched: _Watched) -> list[Event]:
     total, at, events = sum(copy.nbytes for copy in data), watched.begin_ns, []
     for number, (peer, copy) in enumerate(zip(peers, data, strict=True)):
         end = at + (watched.end_ns - watched.begin_ns) * copy.nbytes // total
-        events.append(Event(rank, COPY_ENGINE, "push", peer, at, end, number, copy.nbytes if peer != rank else 0))
+        events.append(
+            Event(
+                rank, COPY_ENGINE, "push", peer, at, end, number, copy.nbytes if peer != rank else 0
+            )
+        )
         at = end
     return events
 

@@ -3,13 +3,17 @@
 What it does against the usual mistakes:
 
 - every rank makes the same number of calls, found from a first estimate that all ranks agree on;
-- a barrier before each repeat; the time of a repeat is that of the slowest rank; the figure is the median of repeats;
-- functions take turns, and each follows each other one as often: what ran before leaves a chip hot, and throttled;
-- rank times are exchanged once, after the last repeat, so that no collective runs between timed regions;
-- small functions are captured into a CUDA graph, many calls each, so that it is not the host that is timed.
+- a barrier before each repeat; the time of a repeat is that of the slowest rank; the figure is the
+  median of repeats;
+- functions take turns, and each follows each other one as often: what ran before leaves a chip hot,
+  and throttled;
+- rank times are exchanged once, after the last repeat, so that no collective runs between timed
+  regions;
+- small functions are captured into a CUDA graph, many calls each, so that it is not the host that
+  is timed.
 
-Inputs that would stay in the L2 are the caller's matter: its functions rotate through several copies of them.
-Without a GPU the host's clock is read instead, for trying the machinery out.
+Inputs that would stay in the L2 are the caller's matter: its functions rotate through several
+copies of them. Without a GPU the host's clock is read instead, for trying the machinery out.
 """
 
 from __future__ import annotations
@@ -37,9 +41,11 @@ class Timing:
 
     Attributes
     ----------
-    median_us, low_us, high_us : over repeats, each repeat being the slowest rank's mean over ``calls`` calls.
+    median_us, low_us, high_us : over repeats, each repeat being the slowest rank's mean over
+        ``calls`` calls.
     repeats_us : those repeats. per_rank_us : each rank's own median.
-    graph : whether captured calls were replayed. note : why a figure is missing, or not what was asked for.
+    graph : whether captured calls were replayed. note : why a figure is missing, or not what was
+        asked for.
     """
 
     median_us: float
@@ -81,11 +87,13 @@ def measure(
 
     Parameters
     ----------
-    functions : name -> one call, the same names in the same order on every rank. Calls allocate what they like.
+    functions : name -> one call, the same names in the same order on every rank. Calls allocate
+        what they like.
     repeats : timed repeats of each function.
     iterations : calls in a repeat; None: as many as take about 20 ms.
     graph : capture calls in a CUDA graph and time its replay (GPUs only; ignored on the CPU).
-    on_capture_failure : what becomes of a function that cannot be captured: no figure, or an eager one with a note.
+    on_capture_failure : what becomes of a function that cannot be captured: no figure, or an eager
+        one with a note.
     not_capturable : name -> reason; these are not even tried.
     progress : told the name of what is being prepared or timed.
     """
@@ -117,13 +125,18 @@ def measure(
             if lap is not None:
                 seconds[name].append(clock.time(lap.run) / lap.calls)
     clock.barrier()
-    return {name: _timing(laps[name], clock.everyone(seconds[name]), notes.get(name, "")) for name in names}
+    return {
+        name: _timing(laps[name], clock.everyone(seconds[name]), notes.get(name, ""))
+        for name in names
+    }
 
 
 def turn(count: int, number: int) -> list[int]:
-    """The order of ``count`` functions in repeat ``number``: in ``2 * count`` repeats each follows each other one as often.
+    """The order of ``count`` functions in repeat ``number``: in ``2 * count`` repeats each follows
+    each other one as often.
 
-    E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", 1949.
+    E. J. Williams, "Experimental designs balanced for the estimation of residual effects of
+    treatments", 1949.
     """
     zigzag = [place // 2 if place % 2 == 0 else -(place + 1) // 2 for place in range(count)]
     order = [(place + number // 2) % count for place in zigzag]
@@ -136,7 +149,9 @@ def _timing(lap: _Lap | None, by_rank: list[list[float]], note: str) -> Timing:
         return Timing(math.nan, note=note)
     slowest = [max(column) * 1e6 for column in zip(*by_rank, strict=True)]
     own = [median(row) * 1e6 for row in by_rank]
-    return Timing(median(slowest), min(slowest), max(slowest), slowest, own, lap.calls, lap.graph, note)
+    return Timing(
+        median(slowest), min(slowest), max(slowest), slowest, own, lap.calls, lap.graph, note
+    )
 
 
 def _repeat(function: Callable[[], object], calls: int) -> Callable[[], None]:
@@ -148,7 +163,8 @@ def _repeat(function: Callable[[], object], calls: int) -> Callable[[], None]:
 
 
 def _calls_for(clock: _CudaClock | _HostClock, function: Callable[[], object]) -> int:
-    """Warm up, and say how many calls last about :data:`REPEAT_MS`; the same number on every rank."""
+    """Warm up, and say how many calls last about :data:`REPEAT_MS`; the same number on every
+    rank."""
     for _ in range(_WARM_UP_CALLS):
         function()
     estimate = clock.time(_repeat(function, 2)) / 2
@@ -156,8 +172,11 @@ def _calls_for(clock: _CudaClock | _HostClock, function: Callable[[], object]) -
     return max(2, min(MAX_CALLS, round(REPEAT_MS * 1e-3 / max(slowest, 1e-7))))
 
 
-def _captured(clock: _CudaClock | _HostClock, function: Callable[[], object], calls: int) -> tuple[_Lap | None, str]:
-    """The function in a graph of up to :data:`GRAPH_CALLS` calls; None and the reason if any rank cannot capture it."""
+def _captured(
+    clock: _CudaClock | _HostClock, function: Callable[[], object], calls: int
+) -> tuple[_Lap | None, str]:
+    """The function in a graph of up to :data:`GRAPH_CALLS` calls; None and the reason if any rank
+    cannot capture it."""
     inside = min(calls, GRAPH_CALLS)
     replays = max(1, round(calls / inside))
     replay, reason = clock.capture(_repeat(function, inside))
@@ -176,7 +195,10 @@ class _CudaClock:
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
         self.device, self.group = device, group
-        self._start, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._start, self._end = (
+            torch.cuda.Event(enable_timing=True),
+            torch.cuda.Event(enable_timing=True),
+        )
         self._gun = torch.zeros(1, device=device)
 
     def barrier(self) -> None:
@@ -205,11 +227,13 @@ class _CudaClock:
         self.barrier()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Thread-local: the thread that watches over NCCL may query its events while this one captures.
+            # Thread-local: the thread that watches over NCCL may query its events while this one
+            # captures.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 run()
         except _CAPTURE_ERRORS as error:
-            torch.cuda.set_stream(current)  # a capture that fails at its end leaves its stream current
+            # a capture that fails at its end leaves its stream current
+            torch.cuda.set_stream(current)
             return None, str(error).strip().splitlines()[0][:200]
         return graph.replay, ""
 

@@ -1,4 +1,5 @@
-"""Which degree of parallelism, and which operators to fuse, on a given cluster: every candidate is simulated."""
+"""Which degree of parallelism, and which operators to fuse, on a given cluster: every candidate is
+simulated."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ OPERATORS = {
     "moe": ("dispatch_grouped_matmul", "grouped_matmul_combine"),
     "dlrm": ("embedding_bag_all_to_all",),
 }
-# Bytes of memory a parameter takes in training: bf16 weight and gradient, and fp32 master and moments over data parallel ranks.
+# Bytes of memory a parameter takes in training: bf16 weight and gradient, and fp32 master and
+# moments over data parallel ranks.
 _WEIGHT, _OPTIMISER = 4.0, 12.0
 _USABLE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One set of degrees. per_second : tokens or samples of one GPU. memory : bytes of one GPU, estimated."""
+    """One set of degrees. per_second : tokens or samples of one GPU. memory : bytes of one GPU,
+    estimated."""
 
     name: str
     scenario: Scenario
@@ -38,7 +41,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Candidates, best first; then what each operator alone saves in the best of them (seconds of a step)."""
+    """Candidates, best first; then what each operator alone saves in the best of them (seconds of a
+    step)."""
 
     candidates: list[Candidate]
     rejected: list[str]
@@ -50,9 +54,12 @@ class Advice:
 
 
 def advise(
-    scenario: Scenario, calibration: Calibration | None = None, progress: Callable[[str], None] = lambda _: None
+    scenario: Scenario,
+    calibration: Calibration | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Advice:
-    """Simulate every candidate, rank those that fit into memory by throughput of a GPU when fused."""
+    """Simulate every candidate, rank those that fit into memory by throughput of a GPU when
+    fused."""
     found, rejected = [], []
     for name, candidate in candidates(scenario):
         progress(name)
@@ -66,7 +73,17 @@ def advise(
             gpus = candidate.workload.tp
         rate = result.samples / result.seconds("fused") / gpus
         fits = memory <= _USABLE * candidate.cluster.device.memory
-        found.append(Candidate(name, candidate, result.seconds("unfused"), result.seconds("fused"), rate, memory, fits))
+        found.append(
+            Candidate(
+                name,
+                candidate,
+                result.seconds("unfused"),
+                result.seconds("fused"),
+                rate,
+                memory,
+                fits,
+            )
+        )
     found.sort(key=lambda one: (not one.fits, -one.per_second))
     if not found or not found[0].fits:
         device = scenario.cluster.device
@@ -78,7 +95,8 @@ def advise(
     progress("operators one by one")
     none = simulate_all(best, calibration, ("fused",), fuse=()).seconds("fused")
     savings = {
-        op: none - simulate_all(best, calibration, ("fused",), fuse=(op,)).seconds("fused") for op in OPERATORS[best.kind]
+        op: none - simulate_all(best, calibration, ("fused",), fuse=(op,)).seconds("fused")
+        for op in OPERATORS[best.kind]
     }
     return Advice(found, rejected, savings)
 
@@ -114,22 +132,43 @@ def _powers(most: int) -> Iterable[int]:
 
 
 def memory_of(scenario: Scenario) -> float:
-    """Bytes of a GPU: parameters, their gradients and moments, activations of micro-batches in flight, caches. An estimate."""
+    """Bytes of a GPU: parameters, their gradients and moments, activations of micro-batches in
+    flight, caches. An estimate."""
     work, cluster = scenario.workload, scenario.cluster
     if isinstance(work, Training):
         model, shards = work.model, work.tp * work.pp
         dp = max(cluster.world_size // shards, 1)
         weights = model.parameters / shards * (_WEIGHT + _OPTIMISER / dp)
         rows = work.micro_batch * work.tokens
-        per_layer = 34.0 * rows * model.hidden / work.tp if work.recompute == "none" else 2.0 * rows * model.hidden / work.tp
-        return weights + per_layer * model.layers  # pp micro-batches of layers / pp in flight on the first stage
+        per_layer = (
+            34.0 * rows * model.hidden / work.tp
+            if work.recompute == "none"
+            else 2.0 * rows * model.hidden / work.tp
+        )
+        # pp micro-batches of layers / pp in flight on the first stage
+        return weights + per_layer * model.layers
     if isinstance(work, Serving):
         model = work.model
-        cache = 2.0 * 2.0 * work.batch * work.seq * max(model.kv_heads / work.tp, 1.0) * model.head_dim * model.layers
+        cache = (
+            2.0
+            * 2.0
+            * work.batch
+            * work.seq
+            * max(model.kv_heads / work.tp, 1.0)
+            * model.head_dim
+            * model.layers
+        )
         return 2.0 * model.parameters / work.tp + cache
     if isinstance(work, MoE):
         experts = work.model.experts / (work.ep or cluster.world_size)
         attention = work.model.qkv + work.model.attended
-        return 2.0 * work.model.layers * (experts * 3 * work.model.ffn + attention) * work.model.hidden
-    tables = work.model.count(cluster.world_size) * work.model.rows * work.model.dim * work.model.itemsize
+        return (
+            2.0 * work.model.layers * (experts * 3 * work.model.ffn + attention) * work.model.hidden
+        )
+    tables = (
+        work.model.count(cluster.world_size)
+        * work.model.rows
+        * work.model.dim
+        * work.model.itemsize
+    )
     return tables / cluster.world_size

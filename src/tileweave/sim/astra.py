@@ -1,7 +1,9 @@
-"""ASTRA-sim 2's other two inputs: the network as YAML (analytical backend), the system as JSON; and the network back.
+"""ASTRA-sim 2's other two inputs: the network as YAML (analytical backend), the system as JSON; and
+the network back.
 
-Its units: bandwidth in GB/s of 2^30 bytes, latency in nanoseconds, local memory in GB/s, peak in TFLOP/s. Its Switch counts two
-hops for a message, so that a latency is written at half its value, as its own validated files do.
+Its units: bandwidth in GB/s of 2^30 bytes, latency in nanoseconds, local memory in GB/s, peak in
+TFLOP/s. Its Switch counts two hops for a message, so that a latency is written at half its value,
+as its own validated files do.
 """
 
 from __future__ import annotations
@@ -37,15 +39,28 @@ def network_of(cluster: Cluster, costs: Costs) -> dict[str, list[Any]]:
 
     if cluster.gpus_per_node > 1 or cluster.nodes == 1:
         mesh = device.inside == "mesh"
-        links = max(device.gpus_per_node - 1, 1) if mesh else 1  # of a device: a rate is that of one
+        # of a device: a rate is that of one
+        links = max(device.gpus_per_node - 1, 1) if mesh else 1
         rate = device.link_rate * protocol.fraction / links
-        dimension("FullyConnected" if mesh else "Switch", cluster.gpus_per_node, rate, costs.c.signal)
+        dimension(
+            "FullyConnected" if mesh else "Switch", cluster.gpus_per_node, rate, costs.c.signal
+        )
     if cluster.nodes > 1:
-        rate = network.nic_rate * network.fraction * (network.nics or cluster.gpus_per_node) / cluster.gpus_per_node
+        rate = (
+            network.nic_rate
+            * network.fraction
+            * (network.nics or cluster.gpus_per_node)
+            / cluster.gpus_per_node
+        )
         if network.topology == "torus":
             for side in cluster.dims:
                 if side > 1:
-                    dimension("Ring", side, 2 * network.nic_rate * network.fraction / cluster.gpus_per_node, network.latency)
+                    dimension(
+                        "Ring",
+                        side,
+                        2 * network.nic_rate * network.fraction / cluster.gpus_per_node,
+                        network.latency,
+                    )
         else:
             thin = network.oversubscription if has_uplinks(cluster) else 1.0
             dimension("Switch", cluster.nodes, rate / thin, network.latency)
@@ -53,7 +68,8 @@ def network_of(cluster: Cluster, costs: Costs) -> dict[str, list[Any]]:
 
 
 def system_of(cluster: Cluster, costs: Costs, dimensions: int) -> dict[str, Any]:
-    """The system file: collectives as this model has them, roofline off (computation has durations)."""
+    """The system file: collectives as this model has them, roofline off (computation has
+    durations)."""
     ring, direct = ["ring"] * dimensions, ["direct"] * dimensions
     return {
         "scheduling-policy": "FIFO",
@@ -84,9 +100,11 @@ def export(cluster: Cluster, costs: Costs, folder: Path) -> list[Path]:
 
 
 def read_network(path: Path, device: Device, costs: Costs) -> Cluster:
-    """A network file as a cluster of ``device``: the first dimension is the node (or all are rings: a torus of single GPUs).
+    """A network file as a cluster of ``device``: the first dimension is the node (or all are rings:
+    a torus of single GPUs).
 
-    The rates are the file's; the latency inside a node is not read, since ``costs`` have what was measured there.
+    The rates are the file's; the latency inside a node is not read, since ``costs`` have what was
+    measured there.
     """
     fields = {
         "topology": (items(choice(("Ring", "Switch", "FullyConnected"))), REQUIRED),
@@ -99,19 +117,26 @@ def read_network(path: Path, device: Device, costs: Costs) -> Cluster:
     kinds, counts, rates, latencies = (found[name] for name in fields)
     lengths = {len(found[name]) for name in fields}
     asked = f"{path}: lists of {sorted(lengths)} items"
-    require(len(lengths) == 1 and 0 not in lengths, asked, "four lists of one length", "write an item for each dimension")
+    require(
+        len(lengths) == 1 and 0 not in lengths,
+        asked,
+        "four lists of one length",
+        "write an item for each dimension",
+    )
     begin = 0 if kinds[0] == "Ring" else 1  # of what joins nodes
     outer = kinds[begin:]
     require(
         set(outer) == {"Ring"} or (begin == 1 and outer in ((), ("Switch",))),
-        f"{path}: {', '.join(kinds)}", "Switch or FullyConnected, in front of nothing, one Switch, or rings; or rings alone",
+        f"{path}: {', '.join(kinds)}",
+        "Switch or FullyConnected, in front of nothing, one Switch, or rings; or rings alone",
         "another network: nothing else is modelled",
-    )  # fmt: skip
+    )
     require(
         len(set(rates[begin:])) <= 1 and len(set(latencies[begin:])) <= 1,
-        f"{path}: rings of bandwidths {rates[begin:]} and latencies {latencies[begin:]}", "one of each for all rings",
+        f"{path}: rings of bandwidths {rates[begin:]} and latencies {latencies[begin:]}",
+        "one of each for all rings",
         "another network: a torus of unlike sides is not modelled",
-    )  # fmt: skip
+    )
     per_node = counts[0] if begin else 1
     if begin:
         device = _device(device, kinds[0], per_node, rates[0] * _GIB / bulk(costs.c).fraction)
@@ -121,12 +146,21 @@ def read_network(path: Path, device: Device, costs: Costs) -> Cluster:
     latency = latencies[-1] * 1e-9 * (1 if rings else 2)
     rate = rates[-1] * _GIB * (per_node / 2 if rings else 1.0)
     dims = tuple(counts[begin:]) if rings else ()
-    network = Network("ASTRA-sim network", rate, 1.0, latency, "torus" if rings else "fat_tree", dims=dims)
+    network = Network(
+        "ASTRA-sim network", rate, 1.0, latency, "torus" if rings else "fat_tree", dims=dims
+    )
     return make_cluster(device, network, math.prod(counts[begin:]), per_node)
 
 
 def _device(device: Device, kind: str, count: int, rate: float) -> Device:
-    """``device``, joined inside its node as the file says; ``rate``: of a link, which a mesh has for each peer."""
+    """``device``, joined inside its node as the file says; ``rate``: of a link, which a mesh has
+    for each peer."""
     mesh = kind == "FullyConnected"
     rate *= max(count - 1, 1) if mesh else 1
-    return replace(device, inside="mesh" if mesh else "switch", bridge_rate=0.0, gpus_per_node=count, link_rate=rate)
+    return replace(
+        device,
+        inside="mesh" if mesh else "switch",
+        bridge_rate=0.0,
+        gpus_per_node=count,
+        link_rate=rate,
+    )

@@ -1,13 +1,16 @@
-"""Measured cells: one number a bench or a component measurement gave, and what the model says it should have been.
+"""Measured cells: one number a bench or a component measurement gave, and what the model says it
+should have been.
 
-A cell is read from a results file, of ``tileweave bench --json``, of the component form (``"components"``: a list of
-``{kind, world_size, ..., us}``) or of sweeps (``"sweeps"``: configurations of a kernel beside its peers, of which the library
-takes the best), so a new file extends fit and hold-out by itself.
+A cell is read from a results file, of ``tileweave bench --json``, of the component form
+(``"components"``: a list of ``{kind, world_size, ..., us}``) or of sweeps (``"sweeps"``:
+configurations of a kernel beside its peers, of which the library takes the best), so a new file
+extends fit and hold-out by itself.
 
-Which cells are held out is fixed by a rule that knows no errors: SHA-256 of the global shape, even: held out. All quantities of
-a shape (matmul, unfused, fused, of every operator and file) go the same way, so a held-out shape was never seen in any form.
-A collective by itself knows no matmul: its shape is its bytes, whatever operator it was measured for (:func:`alone`).
-Pushes by themselves are inputs of a calibration, not cells to be judged by: always fitted, in no figure of error.
+Which cells are held out is fixed by a rule that knows no errors: SHA-256 of the global shape, even:
+held out. All quantities of a shape (matmul, unfused, fused, of every operator and file) go the same
+way, so a held-out shape was never seen in any form. A collective by itself knows no matmul: its
+shape is its bytes, whatever operator it was measured for (:func:`alone`). Pushes by themselves are
+inputs of a calibration, not cells to be judged by: always fitted, in no figure of error.
 """
 
 from __future__ import annotations
@@ -26,7 +29,12 @@ from tileweave.sim.document import text_of
 
 RULE = "held out where SHA-256 of the cell's global shape ('8192x28672x8192', or the message's bytes), as a number, is even"
 # Names of subjects in bench results -> the quantity that the model predicts.
-QUANTITIES = {"gemm": "compute", "nccl+cublas": "unfused", "tileweave": "fused", "co-run bound": "bound"}
+QUANTITIES = {
+    "gemm": "compute",
+    "nccl+cublas": "unfused",
+    "tileweave": "fused",
+    "co-run bound": "bound",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +51,9 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(text_of(path))
     except json.JSONDecodeError as error:
-        raise InputError(f"asked: {path}, line {error.lineno}: {error.msg}; allowed: JSON; remedy: fix the file") from None
+        raise InputError(
+            f"asked: {path}, line {error.lineno}: {error.msg}; allowed: JSON; remedy: fix the file"
+        ) from None
 
 
 @cache
@@ -51,16 +61,23 @@ def read_tables(path: Path) -> Tables:
     """Tables kept beside the results that were measured with them."""
     require(path.is_file(), f"tables {path}", "a file beside the results", "keep it with them")
     data = _read(path)
-    return Tables({op: read_entries(json.dumps(table), f"{path.name}, {op}") for op, table in data["tables"].items()})
+    return Tables(
+        {
+            op: read_entries(json.dumps(table), f"{path.name}, {op}")
+            for op, table in data["tables"].items()
+        }
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measured time. ``shape``: M, N, K (global), or bytes; ``graph``: replayed from a CUDA graph.
+    """One measured time. ``shape``: M, N, K (global), or bytes; ``graph``: replayed from a CUDA
+    graph.
 
-    ``tables``: what the library planned with then, if not with what it plans with now. ``repeats``: the times, seconds, of
-    which ``seconds`` is the median, where the file has them. ``runs``: how many measurements stand behind it. ``again``: one
-    call behind the other, with nothing between; benches take turns among peers.
+    ``tables``: what the library planned with then, if not with what it plans with now. ``repeats``:
+    the times, seconds, of which ``seconds`` is the median, where the file has them. ``runs``: how
+    many measurements stand behind it. ``again``: one call behind the other, with nothing between;
+    benches take turns among peers.
     """
 
     source: str
@@ -82,12 +99,14 @@ class Cell:
 
     @property
     def primitive(self) -> bool:
-        """A measurement of the links alone: what a calibration is made of, always fitted, in no figure of error."""
+        """A measurement of the links alone: what a calibration is made of, always fitted, in no
+        figure of error."""
         return self.op.startswith("push")
 
     @property
     def in_domain(self) -> bool:
-        """Whether the model claims to cover it: rows of 16 bytes in operands and results of matmuls, as alignment wants."""
+        """Whether the model claims to cover it: rows of 16 bytes in operands and results of
+        matmuls, as alignment wants."""
         if len(self.shape) != 3 or self.op == "layer":
             return True
         scatters = self.op != "all_gather_matmul"
@@ -115,7 +134,8 @@ _COLLECTIVES = {
 
 
 def alone(cell: Cell) -> Cell:
-    """A collective by itself, named by its kind and its bytes instead of by the operator that it was measured for."""
+    """A collective by itself, named by its kind and its bytes instead of by the operator that it
+    was measured for."""
     if cell.quantity != "comm" or cell.primitive:
         return cell
     shape = cell.shape
@@ -132,7 +152,8 @@ def alone(cell: Cell) -> Cell:
 
 
 def holds_cells(path: Path) -> bool:
-    """Whether a results file is one of measured times, and not of interleavings or checked calls."""
+    """Whether a results file is one of measured times, and not of interleavings or checked
+    calls."""
     data = _read(path)
     return isinstance(data, dict) and bool({"components", "sweeps", "cases"} & set(data))
 
@@ -149,7 +170,11 @@ def read_cells(paths: Iterable[Path]) -> list[Cell]:
             found += [_component(path.name, data, entry) for entry in data["components"]]
         elif "sweeps" in data:
             cases = [(sweep, case) for sweep in data["sweeps"] for case in sweep["cases"]]
-            found += [cell for sweep, case in cases for cell in _sweep(path.name, data["world_size"], sweep, case)]
+            found += [
+                cell
+                for sweep, case in cases
+                for cell in _sweep(path.name, data["world_size"], sweep, case)
+            ]
         elif "cases" in data:
             found += [cell for case in data["cases"] for cell in _bench(path.name, data, case)]
         else:
@@ -171,19 +196,30 @@ def _bench(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell
     shape = (case["rows"], case["cols"], case["depth"])
     return [
         Cell(
-            source, data["op"], QUANTITIES[name], data["world_size"], shape, case["graph"], timing["median_us"] * 1e-6,
+            source,
+            data["op"],
+            QUANTITIES[name],
+            data["world_size"],
+            shape,
+            case["graph"],
+            timing["median_us"] * 1e-6,
             repeats=tuple(us * 1e-6 for us in timing.get("repeats_us", ())),
         )
         for name, timing in case["times"].items()
         if name in QUANTITIES
         and timing.get("median_us")
         and (name != "tileweave" or case.get("path", "fused").startswith("fused"))
-    ]  # fmt: skip
+    ]
 
 
 _EMBEDDING = {
-    "tileweave": "fused", "lookup": "own", "F.embedding_bag": "compute", "torch": "unfused", "cat": "concat", "a2a": "comm",
-}  # fmt: skip
+    "tileweave": "fused",
+    "lookup": "own",
+    "F.embedding_bag": "compute",
+    "torch": "unfused",
+    "cat": "concat",
+    "a2a": "comm",
+}
 
 
 def _embedding(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell]:
@@ -194,16 +230,24 @@ def _embedding(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[
     shape = (case["batch"], case["tables"] * world, case["dim"], case["pooling"], itemsize)
     return [
         Cell(
-            source, data["op"], _EMBEDDING[name], world, shape, case["graph"], timing["median_us"] * 1e-6, itemsize,
+            source,
+            data["op"],
+            _EMBEDDING[name],
+            world,
+            shape,
+            case["graph"],
+            timing["median_us"] * 1e-6,
+            itemsize,
             repeats=tuple(us * 1e-6 for us in timing.get("repeats_us", ())),
         )
         for name, timing in case["times"].items()
         if name in _EMBEDDING and timing.get("median_us")
-    ]  # fmt: skip
+    ]
 
 
 def _experts(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell]:
-    """A fused expert operator under random routing; of skewed routing the file does not say which experts are busy.
+    """A fused expert operator under random routing; of skewed routing the file does not say which
+    experts are busy.
 
     ``prototypes`` of a file: its cases by kernels, or cuts, that the library has no more."""
     timing = case["times"].get("tileweave", {})
@@ -213,7 +257,18 @@ def _experts(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Ce
     repeats = tuple(us * 1e-6 for us in timing.get("repeats_us", ()))
     quantity = "prototype" if case["name"] in data.get("prototypes", ()) else "fused"
     seconds = timing["median_us"] * 1e-6
-    return [Cell(source, data["op"], quantity, data["world_size"], shape, case["graph"], seconds, repeats=repeats)]
+    return [
+        Cell(
+            source,
+            data["op"],
+            quantity,
+            data["world_size"],
+            shape,
+            case["graph"],
+            seconds,
+            repeats=repeats,
+        )
+    ]
 
 
 def _sweep(source: str, world_size: int, sweep: dict[str, Any], case: dict[str, Any]) -> list[Cell]:
@@ -231,10 +286,19 @@ def _sweep(source: str, world_size: int, sweep: dict[str, Any], case: dict[str, 
 def _component(source: str, data: dict[str, Any], entry: dict[str, Any]) -> Cell:
     """``config``: the kernel that was measured, if not the one that tables say."""
     if "config" in entry:
-        table = {"entries": [{"rows": 1, "cols": 1, "depth": 1, "us": None, "config": entry["config"]}]}
+        table = {
+            "entries": [{"rows": 1, "cols": 1, "depth": 1, "us": None, "config": entry["config"]}]
+        }
         entry = {**entry, "tables": Tables({entry["op"]: read_entries(json.dumps(table), source)})}
     return Cell(
-        source, entry["op"], entry["quantity"], entry.get("world_size", data["machine"]["world_size"]), tuple(entry["shape"]),
-        entry.get("graph", False), entry["us"] * 1e-6, entry.get("itemsize", 2), entry.get("tables"),
+        source,
+        entry["op"],
+        entry["quantity"],
+        entry.get("world_size", data["machine"]["world_size"]),
+        tuple(entry["shape"]),
+        entry.get("graph", False),
+        entry["us"] * 1e-6,
+        entry.get("itemsize", 2),
+        entry.get("tables"),
         again=data.get("again", False),
-    )  # fmt: skip
+    )

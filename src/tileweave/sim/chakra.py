@@ -1,11 +1,13 @@
-"""Chakra execution traces (MLCommons, schema 0.0.4 as ASTRA-sim 2 reads it): a step as one ``.et`` file a rank.
+"""Chakra execution traces (MLCommons, schema 0.0.4 as ASTRA-sim 2 reads it): a step as one ``.et``
+file a rank.
 
-A file is a stream of protobuf messages, each behind its length as a varint: one GlobalMetadata, then nodes. Computation
-becomes COMP_NODE with a duration, a collective COMM_COLL_NODE, a message between stages COMM_SEND_NODE and COMM_RECV_NODE.
-A fused operator is ``slices`` pairs of computation and collective, chained, so that an engine which only knows whole
-collectives can overlap them. As ASTRA-sim wants it, groups are named by numbers from 1 on, and an all-gather's
-``comm_size`` is one rank's part. Only what is named here is written; the schema's other fields are left alone when
-reading. ``replay.py`` makes a timeline of traces again.
+A file is a stream of protobuf messages, each behind its length as a varint: one GlobalMetadata,
+then nodes. Computation becomes COMP_NODE with a duration, a collective COMM_COLL_NODE, a message
+between stages COMM_SEND_NODE and COMM_RECV_NODE. A fused operator is ``slices`` pairs of
+computation and collective, chained, so that an engine which only knows whole collectives can
+overlap them. As ASTRA-sim wants it, groups are named by numbers from 1 on, and an all-gather's
+``comm_size`` is one rank's part. Only what is named here is written; the schema's other fields are
+left alone when reading. ``replay.py`` makes a timeline of traces again.
 """
 
 from __future__ import annotations
@@ -28,32 +30,49 @@ COLLECTIVES = {"all_reduce": 0, "all_gather": 2, "all_to_all": 6, "reduce_scatte
 MOST_NODES = 2_000_000
 
 _Type = descriptor_pb2.FieldDescriptorProto
-# message -> field -> (number, type, repeated, message type), as in the schema; what is not listed is skipped when reading.
+# message -> field -> (number, type, repeated, message type), as in the schema; what is not listed
+# is skipped when reading.
 _SCHEMA: dict[str, dict[str, tuple[int, int, bool, str]]] = {
     "BoolList": {"values": (1, _Type.TYPE_BOOL, True, "")},
     "AttributeProto": {
-        "name": (1, _Type.TYPE_STRING, False, ""), "int64_val": (9, _Type.TYPE_INT64, False, ""),
-        "uint64_val": (13, _Type.TYPE_UINT64, False, ""), "bool_val": (27, _Type.TYPE_BOOL, False, ""),
-        "bool_list": (28, _Type.TYPE_MESSAGE, False, "BoolList"), "string_val": (29, _Type.TYPE_STRING, False, ""),
+        "name": (1, _Type.TYPE_STRING, False, ""),
+        "int64_val": (9, _Type.TYPE_INT64, False, ""),
+        "uint64_val": (13, _Type.TYPE_UINT64, False, ""),
+        "bool_val": (27, _Type.TYPE_BOOL, False, ""),
+        "bool_list": (28, _Type.TYPE_MESSAGE, False, "BoolList"),
+        "string_val": (29, _Type.TYPE_STRING, False, ""),
     },
-    "GlobalMetadata": {"version": (1, _Type.TYPE_STRING, False, ""), "attr": (2, _Type.TYPE_MESSAGE, True, "AttributeProto")},
+    "GlobalMetadata": {
+        "version": (1, _Type.TYPE_STRING, False, ""),
+        "attr": (2, _Type.TYPE_MESSAGE, True, "AttributeProto"),
+    },
     "Node": {
-        "id": (1, _Type.TYPE_UINT64, False, ""), "name": (2, _Type.TYPE_STRING, False, ""),
-        "type": (3, _Type.TYPE_INT32, False, ""), "ctrl_deps": (4, _Type.TYPE_UINT64, True, ""),
-        "data_deps": (5, _Type.TYPE_UINT64, True, ""), "start_time_micros": (6, _Type.TYPE_UINT64, False, ""),
-        "duration_micros": (7, _Type.TYPE_UINT64, False, ""), "attr": (10, _Type.TYPE_MESSAGE, True, "AttributeProto"),
+        "id": (1, _Type.TYPE_UINT64, False, ""),
+        "name": (2, _Type.TYPE_STRING, False, ""),
+        "type": (3, _Type.TYPE_INT32, False, ""),
+        "ctrl_deps": (4, _Type.TYPE_UINT64, True, ""),
+        "data_deps": (5, _Type.TYPE_UINT64, True, ""),
+        "start_time_micros": (6, _Type.TYPE_UINT64, False, ""),
+        "duration_micros": (7, _Type.TYPE_UINT64, False, ""),
+        "attr": (10, _Type.TYPE_MESSAGE, True, "AttributeProto"),
     },
-}  # fmt: skip
+}
 
 
 def _messages() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(name="tileweave_chakra.proto", package="ChakraProtoMsg", syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="tileweave_chakra.proto", package="ChakraProtoMsg", syntax="proto3"
+    )
     for name, fields in _SCHEMA.items():
         message = file.message_type.add(name=name)
         for field_name, (number, kind, repeated, of) in fields.items():
             label = _Type.LABEL_REPEATED if repeated else _Type.LABEL_OPTIONAL
             message.field.add(
-                name=field_name, number=number, type=kind, label=label, type_name=f".ChakraProtoMsg.{of}" if of else None
+                name=field_name,
+                number=number,
+                type=kind,
+                label=label,
+                type_name=f".ChakraProtoMsg.{of}" if of else None,
             )
             if name == "AttributeProto" and field_name != "name":
                 message.field[-1].oneof_index = 0
@@ -61,7 +80,10 @@ def _messages() -> dict[str, Any]:
             message.oneof_decl.add(name="value")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ChakraProtoMsg.{name}")) for name in _SCHEMA}
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ChakraProtoMsg.{name}"))
+        for name in _SCHEMA
+    }
 
 
 _MESSAGES = _messages()
@@ -153,7 +175,9 @@ def read_trace(data: bytes, name: str = "trace") -> tuple[str, list[Node]]:
                 )
             )
     except (DecodeError, IndexError) as error:
-        raise InputError(f"asked: {name}: {error}; allowed: a Chakra .et file; remedy: check which file it is") from None
+        raise InputError(
+            f"asked: {name}: {error}; allowed: a Chakra .et file; remedy: check which file it is"
+        ) from None
     require(bool(version), f"{name}, which is empty", "a Chakra .et file", "check which file it is")
     return version, nodes
 
@@ -170,16 +194,23 @@ def _value(attribute: Any) -> Any:
 
 
 def export(
-    timeline: Timeline, folder: Path, slices: int = 4, detail: str = "operators", progress: Callable[[], None] = lambda: None
+    timeline: Timeline,
+    folder: Path,
+    slices: int = 4,
+    detail: str = "operators",
+    progress: Callable[[], None] = lambda: None,
 ) -> list[Path]:
     """``<folder>/step.<rank>.et`` for every rank, and ``comm_group.json`` with the groups' ranks.
 
-    detail : ``"operators"``, or ``"tasks"``: computation of a task in one node, its collectives summed by kind and group.
+    detail : ``"operators"``, or ``"tasks"``: computation of a task in one node, its collectives
+        summed by kind and group.
     """
     world, pieces = timeline.world_size, {}
     groups: dict[tuple[int, ...], str] = {}
     firsts = _first_ranks(timeline)
-    per_stage = {rep: sum(len(t.parts) for t in timeline.tasks if t.rank == rep) for rep in timeline.replicas}
+    per_stage = {
+        rep: sum(len(t.parts) for t in timeline.tasks if t.rank == rep) for rep in timeline.replicas
+    }
     count = sum(per_stage[rep] * timeline.replicas[rep] for rep in per_stage)
     require(
         detail == "tasks" or count <= MOST_NODES,
@@ -195,10 +226,14 @@ def export(
             pieces[rep] = [task for task in timeline.tasks if task.rank == rep or task.peer == rep]
         path = folder / f"step.{rank}.et"
         with path.open("wb") as target:
-            write_trace(target, _nodes(timeline, pieces[rep], rank, rep, firsts, groups, slices, detail))
+            write_trace(
+                target, _nodes(timeline, pieces[rep], rank, rep, firsts, groups, slices, detail)
+            )
         paths.append(path)
         progress()
-    (folder / "comm_group.json").write_text(json.dumps({name: members for members, name in groups.items()}) + "\n", "utf-8")
+    (folder / "comm_group.json").write_text(
+        json.dumps({name: members for members, name in groups.items()}) + "\n", "utf-8"
+    )
     return [*paths, folder / "comm_group.json"]
 
 
@@ -216,7 +251,8 @@ def _representative(rank: int, firsts: dict[int, int]) -> int:
 
 
 def _members(part: Part, rank: int, first: int, count: int) -> list[int]:
-    """Ranks of the group of one part: tensor parallel ranks are neighbours, data parallel ones stand a tensor group apart."""
+    """Ranks of the group of one part: tensor parallel ranks are neighbours, data parallel ones
+    stand a tensor group apart."""
     if part.axis == "dp":
         apart = count // part.ranks
         return [first + (rank - first) % apart + apart * i for i in range(part.ranks)]
@@ -225,9 +261,15 @@ def _members(part: Part, rank: int, first: int, count: int) -> list[int]:
 
 
 def _nodes(
-    timeline: Timeline, tasks: list[Task], rank: int, rep: int, firsts: dict[int, int], groups: dict[tuple[int, ...], str],
-    slices: int, detail: str,
-) -> Iterator[Node]:  # fmt: skip
+    timeline: Timeline,
+    tasks: list[Task],
+    rank: int,
+    rep: int,
+    firsts: dict[int, int],
+    groups: dict[tuple[int, ...], str],
+    slices: int,
+    detail: str,
+) -> Iterator[Node]:
     first, count = firsts[rep], timeline.replicas[rep]
     number, last_of, tail = 0, {}, {}
 
@@ -290,7 +332,13 @@ def _nodes(
                     }
                     waits = [tail[task.stream]] if fused else chain(task.stream, after)
                     yield Node(
-                        number, f"{part.name} {part.collective} {piece}", COLL, waits, 0, int(task.begin * 1e6), attributes
+                        number,
+                        f"{part.name} {part.collective} {piece}",
+                        COLL,
+                        waits,
+                        0,
+                        int(task.begin * 1e6),
+                        attributes,
                     )
                     if not fused or piece == slices - 1:
                         tail[task.stream] = number
@@ -313,6 +361,14 @@ def _merged(parts: tuple[Part, ...]) -> list[Part]:
             (old.compute if old else 0.0) + part.compute,
         ]
         found[key] = Part(
-            part.collective or "compute", part.phase, sums[0], sums[1], part.collective, sums[2], part.ranks, part.axis, sums[3]
+            part.collective or "compute",
+            part.phase,
+            sums[0],
+            sums[1],
+            part.collective,
+            sums[2],
+            part.ranks,
+            part.axis,
+            sums[3],
         )
     return list(found.values())

@@ -1,10 +1,10 @@
 """Collectives as flows over a cluster's links: direct, ring and hierarchical, whole or in K slices.
 
-Sizes: ``nbytes`` is what NCCL calls the size: all-gather and reduce-scatter: the gathered buffer; all-reduce: the vector;
-all-to-all: what one rank holds for all ranks, its own part included.
+Sizes: ``nbytes`` is what NCCL calls the size: all-gather and reduce-scatter: the gathered buffer;
+all-reduce: the vector; all-to-all: what one rank holds for all ranks, its own part included.
 
-A group is ``inside`` ranks of a node times ``across`` nodes. Steps of a ring overlap (it is pipelined), so a ring is one flow
-to the next rank plus a latency for each step.
+A group is ``inside`` ranks of a node times ``across`` nodes. Steps of a ring overlap (it is
+pipelined), so a ring is one flow to the next rank plus a latency for each step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ import simpy
 from tileweave.errors import require
 from tileweave.sim.costs import Coefficients
 from tileweave.sim.machine import Cluster
-from tileweave.sim.network import Flow, Links, View, inside_hops, node_classes, shifted_hops, torus_hops, view
+from tileweave.sim.network import (
+    Flow,
+    Links,
+    View,
+    inside_hops,
+    node_classes,
+    shifted_hops,
+    torus_hops,
+    view,
+)
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 Algorithm = Literal["auto", "direct", "ring", "hierarchical"]
@@ -30,7 +39,8 @@ KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How a library moves bytes: seconds before the first one, share of the line rate inside a node, seconds a ring step."""
+    """How a library moves bytes: seconds before the first one, share of the line rate inside a
+    node, seconds a ring step."""
 
     latency: float
     fraction: float
@@ -50,49 +60,75 @@ class Group:
 
 
 def group_of(cluster: Cluster, size: int, inside_used: int = 1) -> Group:
-    """``size`` ranks that stand ``inside_used`` apart (the ranks between belong to an inner group such as TP)."""
+    """``size`` ranks that stand ``inside_used`` apart (the ranks between belong to an inner group
+    such as TP)."""
     inside = max(min(cluster.gpus_per_node // inside_used, size), 1)
     require(
-        size % inside == 0, f"a group of {size}", f"a multiple of the {inside} that a node has room for", "change the degree"
+        size % inside == 0,
+        f"a group of {size}",
+        f"a multiple of the {inside} that a node has room for",
+        "change the degree",
     )
     return Group(inside, size // inside)
 
 
 def group_on(cluster: Cluster, ranks: Sequence[int]) -> Group:
-    """The group of these ranks on the nodes where they stand; a node's ranks have neighbouring numbers."""
+    """The group of these ranks on the nodes where they stand; a node's ranks have neighbouring
+    numbers."""
     counts = Counter(rank // cluster.gpus_per_node for rank in ranks)
     require(
         len(set(counts.values())) == 1,
-        lambda: f"a collective of {len(ranks)} ranks, of which nodes have {sorted(set(counts.values()))}",
-        f"as many on each of its nodes, which have {cluster.gpus_per_node} GPUs", "another number of GPUs a node",
-    )  # fmt: skip
+        lambda: (
+            f"a collective of {len(ranks)} ranks, of which nodes have {sorted(set(counts.values()))}"
+        ),
+        f"as many on each of its nodes, which have {cluster.gpus_per_node} GPUs",
+        "another number of GPUs a node",
+    )
     return Group(max(counts.values()), len(counts))
 
 
-def phases(kind: Kind, nbytes: float, group: Group, seen: View, c: Protocol, algorithm: Algorithm = "auto") -> list[Phase]:
-    """The flows of one rank, phase after phase; every phase starts when the one before has arrived everywhere."""
+def phases(
+    kind: Kind, nbytes: float, group: Group, seen: View, c: Protocol, algorithm: Algorithm = "auto"
+) -> list[Phase]:
+    """The flows of one rank, phase after phase; every phase starts when the one before has arrived
+    everywhere."""
     if group.size == 1 or nbytes <= 0.0:
         return []
     chosen = algorithm if algorithm != "auto" else _usual(kind, group)
     if kind == "all_reduce":
         if chosen == "ring":
-            return [_ring(2.0 * nbytes * (group.size - 1) / group.size, 2 * (group.size - 1), group, seen, c)]
+            return [
+                _ring(
+                    2.0 * nbytes * (group.size - 1) / group.size,
+                    2 * (group.size - 1),
+                    group,
+                    seen,
+                    c,
+                )
+            ]
         scatter = phases("reduce_scatter", nbytes, group, seen, c, chosen)
         return scatter + phases("all_gather", nbytes, group, seen, c, chosen)
     if chosen == "ring":
-        require(kind != "all_to_all", "a ring all_to_all", "direct, hierarchical", "choose one of these")
+        require(
+            kind != "all_to_all", "a ring all_to_all", "direct, hierarchical", "choose one of these"
+        )
         return [_ring(nbytes * (group.size - 1) / group.size, group.size - 1, group, seen, c)]
     if chosen == "direct":
         return [_direct(nbytes / group.size, group, seen, c)]
     inner = _inside(nbytes, group, seen, c)
-    if kind == "all_to_all":  # first inside: to who stands where the receiver stands, then one message a node
+    # first inside: to who stands where the receiver stands, then one message a node
+    if kind == "all_to_all":
         return [flows for flows in (inner, _across(nbytes, group, seen, c)) if flows]
-    outer = _across(nbytes / group.inside, group, seen, c)  # every rank of a node has its part of the node's sum
-    return [flows for flows in ((outer, inner) if kind == "all_gather" else (inner, outer)) if flows]
+    # every rank of a node has its part of the node's sum
+    outer = _across(nbytes / group.inside, group, seen, c)
+    return [
+        flows for flows in ((outer, inner) if kind == "all_gather" else (inner, outer)) if flows
+    ]
 
 
 def _usual(kind: Kind, group: Group) -> Algorithm:
-    """What libraries do: rings inside a node, a ring per NIC across nodes with the node in front; all-to-all direct."""
+    """What libraries do: rings inside a node, a ring per NIC across nodes with the node in front;
+    all-to-all direct."""
     if kind == "all_to_all":
         return "direct"
     return "hierarchical" if group.across > 1 and group.inside > 1 else "ring"
@@ -103,11 +139,15 @@ def _ring(nbytes: float, steps: int, group: Group, seen: View, c: Protocol) -> P
     if group.across == 1:
         loads = seen.loads(inside_hops(cluster, 1))
         return [Flow(nbytes, loads, c.latency + c.step * steps, name="ring")]
-    if group.inside > 1:  # of each node one rank sends out, the others to their neighbour: NICs carry one flow a node
+    # of each node one rank sends out, the others to their neighbour: NICs carry one flow a node
+    if group.inside > 1:
         crossing = 1.0 / group.inside
         hops = _next_node(cluster, group)
         loads = {link: load * crossing for link, load in seen.loads(hops).items()}
-        loads |= {link: load * (1 - crossing) for link, load in seen.loads(inside_hops(cluster, 1)).items()}
+        loads |= {
+            link: load * (1 - crossing)
+            for link, load in seen.loads(inside_hops(cluster, 1)).items()
+        }
     else:
         loads = seen.loads(_next_node(cluster, group))
     return [Flow(nbytes, loads, c.latency + cluster.network.latency * steps, name="ring")]
@@ -116,7 +156,9 @@ def _ring(nbytes: float, steps: int, group: Group, seen: View, c: Protocol) -> P
 def _next_node(cluster: Cluster, group: Group) -> dict[str, float]:
     if cluster.network.topology == "torus":  # a Hamiltonian ring: each node sends over one link
         axis = max(range(len(cluster.dims)), key=lambda a: cluster.dims[a])
-        return torus_hops(cluster.dims, tuple(1 if a == axis else 0 for a in range(len(cluster.dims))))
+        return torus_hops(
+            cluster.dims, tuple(1 if a == axis else 0 for a in range(len(cluster.dims)))
+        )
     if cluster.network.leaf % group.across == 0:  # neighbouring nodes that lie in one leaf
         return {"nic_out": 1.0, "nic_in": 1.0}
     return shifted_hops(cluster, 1)
@@ -128,22 +170,37 @@ def _direct(each: float, group: Group, seen: View, c: Protocol) -> Phase:
     if group.across > 1:
         scale = (group.across - 1) / max(seen.cluster.nodes - 1, 1)
         for count, hops, latency in node_classes(seen.cluster):
-            flows.append(Flow(each, seen.loads(hops, count * scale * group.inside), c.latency + latency, name="to other nodes"))
+            flows.append(
+                Flow(
+                    each,
+                    seen.loads(hops, count * scale * group.inside),
+                    c.latency + latency,
+                    name="to other nodes",
+                )
+            )
     return flows
 
 
 def _inside(nbytes: float, group: Group, seen: View, c: Protocol, name: str = "inside") -> Phase:
-    """Spread ``nbytes`` evenly over the ranks of the node, own part included: each sends what the others get."""
+    """Spread ``nbytes`` evenly over the ranks of the node, own part included: each sends what the
+    others get."""
     each = nbytes / group.inside
     return [
-        Flow(each, seen.loads(inside_hops(seen.cluster, distance)), c.latency + c.step, name=name or "in the node")
+        Flow(
+            each,
+            seen.loads(inside_hops(seen.cluster, distance)),
+            c.latency + c.step,
+            name=name or "in the node",
+        )
         for distance in range(1, group.inside)
     ]
 
 
 def _across(nbytes: float, group: Group, seen: View, c: Protocol) -> Phase:
     """The same over the ranks of one rail, one of each node."""
-    return _direct(nbytes / group.across, Group(1, group.across), seen, c) if group.across > 1 else []
+    return (
+        _direct(nbytes / group.across, Group(1, group.across), seen, c) if group.across > 1 else []
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -157,25 +214,38 @@ def collective_time(
     slices: int = 1,
     graph: bool = False,
 ) -> float:
-    """Seconds until the last rank is done, on idle links; in ``slices`` that follow each other through the phases."""
+    """Seconds until the last rank is done, on idle links; in ``slices`` that follow each other
+    through the phases."""
     if group.size == 1 or nbytes <= 0.0:
         return 0.0
     protocol = protocol_of(c, kind, nbytes / slices, group.inside, graph)
     return _timed(kind, nbytes, group, cluster, protocol, algorithm, slices)
 
 
-def protocol_of(c: Coefficients, kind: Kind, nbytes: float, ranks: int, graph: bool = False) -> Protocol:
-    """How a library sends ``nbytes`` among ``ranks`` of a node: by the curve that was measured for as many ranks or the next
-    more. For more than were measured, a step costs what it cost between the two largest measured worlds."""
-    curves = sorted((curve for curve in c.nccl if curve.kind == kind), key=lambda curve: curve.world)
+def protocol_of(
+    c: Coefficients, kind: Kind, nbytes: float, ranks: int, graph: bool = False
+) -> Protocol:
+    """How a library sends ``nbytes`` among ``ranks`` of a node: by the curve that was measured for
+    as many ranks or the next more. For more than were measured, a step costs what it cost between
+    the two largest measured worlds."""
+    curves = sorted(
+        (curve for curve in c.nccl if curve.kind == kind), key=lambda curve: curve.world
+    )
     curve = next((one for one in curves if one.world >= ranks), curves[-1])
-    steps = {one.world: 1 if kind == "all_to_all" else (one.world - 1) * (2 if kind == "all_reduce" else 1) for one in curves}
+    steps = {
+        one.world: 1
+        if kind == "all_to_all"
+        else (one.world - 1) * (2 if kind == "all_reduce" else 1)
+        for one in curves
+    }
     step = 0.0
     if len(curves) > 1 and kind != "all_to_all":
         before, last = curves[-2:]
         step = max(last.latency - before.latency, 0.0) / (steps[last.world] - steps[before.world])
     extra = 0.0 if graph else c.nccl_eager
-    return Protocol(max(curve.latency - step * steps[curve.world], 0.0) + extra, curve.fraction(nbytes), step)
+    return Protocol(
+        max(curve.latency - step * steps[curve.world], 0.0) + extra, curve.fraction(nbytes), step
+    )
 
 
 def bulk(c: Coefficients) -> Protocol:
@@ -184,13 +254,26 @@ def bulk(c: Coefficients) -> Protocol:
 
 
 def _timed(
-    kind: Kind, nbytes: float, group: Group, cluster: Cluster, protocol: Protocol, algorithm: Algorithm, slices: int
+    kind: Kind,
+    nbytes: float,
+    group: Group,
+    cluster: Cluster,
+    protocol: Protocol,
+    algorithm: Algorithm,
+    slices: int,
 ) -> float:
     env = simpy.Environment()
     seen = view(cluster, protocol.fraction)
     links = Links(env, seen.capacities)
     env.run(
-        env.process(run_sliced(env, links, lambda: phases(kind, nbytes / slices, group, seen, protocol, algorithm), slices))
+        env.process(
+            run_sliced(
+                env,
+                links,
+                lambda: phases(kind, nbytes / slices, group, seen, protocol, algorithm),
+                slices,
+            )
+        )
     )
     return float(env.now)
 
@@ -198,21 +281,28 @@ def _timed(
 def run_sliced(
     env: simpy.Environment, links: Links, make: Callable[[], list[Phase]], slices: int
 ) -> Generator[simpy.Event, Any, None]:
-    """``slices`` copies of the phases as a pipeline: slice i enters phase p when it left p-1 and slice i-1 left p."""
+    """``slices`` copies of the phases as a pipeline: slice i enters phase p when it left p-1 and
+    slice i-1 left p."""
     before: list[simpy.Event] = []
     last: simpy.Event = env.timeout(0.0)
     for _ in range(slices):
         done: list[simpy.Event] = []
         previous: simpy.Event | None = None
         for index, flows in enumerate(make()):
-            waits = [event for event in (previous, before[index] if before else None) if event is not None]
+            waits = [
+                event
+                for event in (previous, before[index] if before else None)
+                if event is not None
+            ]
             previous = env.process(_phase(env, links, flows, waits))
             done.append(previous)
         before, last = done, previous or last
     yield last
 
 
-def _phase(env: simpy.Environment, links: Links, flows: Phase, waits: list[simpy.Event]) -> Generator[simpy.Event, Any, None]:
+def _phase(
+    env: simpy.Environment, links: Links, flows: Phase, waits: list[simpy.Event]
+) -> Generator[simpy.Event, Any, None]:
     if waits:
         yield env.all_of(waits)
     yield links.send(flows)

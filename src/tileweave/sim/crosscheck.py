@@ -1,10 +1,13 @@
-"""The same exchanges in SimGrid, an engine of its own that others validated: do our shared links share as its do?
+"""The same exchanges in SimGrid, an engine of its own that others validated: do our shared links
+share as its do?
 
-SimGrid simulates every flow of every rank; here one rank stands for all. Compared are all-to-all and ring all-reduce over a
-switch and over a torus, once with SimGrid's plain max-min fairness (the same model, so they should agree) and once with its
-default, calibrated for TCP over Ethernet (another model, for orientation).
+SimGrid simulates every flow of every rank; here one rank stands for all. Compared are all-to-all
+and ring all-reduce over a switch and over a torus, once with SimGrid's plain max-min fairness (the
+same model, so they should agree) and once with its default, calibrated for TCP over Ethernet
+(another model, for orientation).
 
-SimGrid is not needed otherwise: `apt install python3-simgrid` (Debian, for the system's Python), or `pip install simgrid`.
+SimGrid is not needed otherwise: `apt install python3-simgrid` (Debian, for the system's Python), or
+`pip install simgrid`.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ _SECONDS = 300
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One exchange on ``nodes`` nodes; seconds by us, by SimGrid with the same fairness, by SimGrid as it comes."""
+    """One exchange on ``nodes`` nodes; seconds by us, by SimGrid with the same fairness, by SimGrid
+    as it comes."""
 
     kind: str
     topology: str
@@ -52,7 +56,9 @@ def interpreter() -> str | None:
     """A Python that has SimGrid: this one, or the system's; None if neither."""
     for python in (sys.executable, "/usr/bin/python3", shutil.which("python3") or ""):
         if python and Path(python).exists():
-            done = subprocess.run([python, "-c", "import simgrid"], capture_output=True, timeout=60, check=False)
+            done = subprocess.run(
+                [python, "-c", "import simgrid"], capture_output=True, timeout=60, check=False
+            )
             if done.returncode == 0:
                 return python
     return None
@@ -78,7 +84,9 @@ def cluster_of(topology: str, nodes: int) -> Cluster:
     """Nodes of one GPU each, links at their full rate."""
     torus = topology == "torus"
     latency = _HOP_LATENCY if torus else _SWITCH_LATENCY
-    return make_cluster("h200", Network(topology, _RATE, 1.0, latency, "torus" if torus else "fat_tree"), nodes, 1)
+    return make_cluster(
+        "h200", Network(topology, _RATE, 1.0, latency, "torus" if torus else "fat_tree"), nodes, 1
+    )
 
 
 def ours(kind: Kind, cluster: Cluster, nbytes: float) -> float:
@@ -89,7 +97,11 @@ def ours(kind: Kind, cluster: Cluster, nbytes: float) -> float:
     algorithm = "ring" if kind == "all_reduce" else "direct"
     plain = Protocol(0.0, 1.0, 0.0)
     group = Group(1, cluster.nodes)
-    env.run(env.process(run_sliced(env, links, lambda: phases(kind, nbytes, group, seen, plain, algorithm), 1)))
+    env.run(
+        env.process(
+            run_sliced(env, links, lambda: phases(kind, nbytes, group, seen, plain, algorithm), 1)
+        )
+    )
     return float(env.now)
 
 
@@ -103,7 +115,9 @@ def _compare(python: str, kind: Kind, topology: str, nodes: int, nbytes: float) 
         "rounds": rounds_of(kind, nodes, nbytes),
     }
     times = [_run(python, {**asked, "model": model}) for model in ("fluid", "default")]
-    return Comparison(kind, topology, nodes, nbytes, ours(kind, cluster, nbytes), times[0], times[1])
+    return Comparison(
+        kind, topology, nodes, nbytes, ours(kind, cluster, nbytes), times[0], times[1]
+    )
 
 
 def rounds_of(kind: Kind, nodes: int, nbytes: float) -> list[list[tuple[int, int, float]]]:
@@ -117,9 +131,16 @@ def rounds_of(kind: Kind, nodes: int, nbytes: float) -> list[list[tuple[int, int
 def _run(python: str, asked: dict[str, Any]) -> float:
     script = Path(__file__).with_name("simgrid_run.py")
     done = subprocess.run(
-        [python, str(script)], input=json.dumps(asked), capture_output=True, text=True, timeout=_SECONDS, check=False
+        [python, str(script)],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("seconds ")]
     if done.returncode != 0 or not lines:
-        raise UnsupportedError(f"asked: SimGrid; allowed: a run that ends; remedy: see its message: {done.stderr[-400:]}")
+        raise UnsupportedError(
+            f"asked: SimGrid; allowed: a run that ends; remedy: see its message: {done.stderr[-400:]}"
+        )
     return float(lines[-1].split()[1])

@@ -1,10 +1,11 @@
-"""One training step of a deep-learning recommendation model: tables spread over ranks, everything else data parallel.
+"""One training step of a deep-learning recommendation model: tables spread over ranks, everything
+else data parallel.
 
     comm     | indices (all-to-all) |                         | gradients of vectors | all-reduce of dense gradients |
     compute  | bottom MLP           | lookup + all-to-all | interaction, top MLP, back ... | update of tables |
 
-One rank is simulated; it is the busiest one (``imbalance``), for which the others wait. The fused operator is
-embedding_bag_all_to_all, forward; the backward exchange stays as it is.
+One rank is simulated; it is the busiest one (``imbalance``), for which the others wait. The fused
+operator is embedding_bag_all_to_all, forward; the backward exchange stays as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,20 @@ from typing import Any
 
 from tileweave.errors import require
 from tileweave.sim.collectives import Kind, bulk, group_of, phases
-from tileweave.sim.document import REQUIRED, Reader, Record, Spot, checked, choice, either, flag, integer, items, number, text
+from tileweave.sim.document import (
+    REQUIRED,
+    Reader,
+    Record,
+    Spot,
+    checked,
+    choice,
+    either,
+    flag,
+    integer,
+    items,
+    number,
+    text,
+)
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import view
 from tileweave.sim.operators import Mode, Operators
@@ -27,10 +41,12 @@ from tileweave.sim.transformer import catalogue
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """A model. tables : in all, or tables_per_gpu of each rank. pooling : rows a bag. batch_per_gpu : samples of a rank.
+    """A model. tables : in all, or tables_per_gpu of each rank. pooling : rows a bag. batch_per_gpu
+    : samples of a rank.
 
-    dense : dense features. bottom, top : widths of the MLPs. compress : vectors that interact (tables are mixed down to so
-    many; 0: all of them). itemsize : bytes of an element of tables and of what is sent.
+    dense : dense features. bottom, top : widths of the MLPs. compress : vectors that interact
+        (tables are mixed down to so many; 0: all of them). itemsize : bytes of an element of tables
+        and of what is sent.
     """
 
     name: str
@@ -48,7 +64,12 @@ class Tables:
     itemsize: int = 2
 
     def __post_init__(self) -> None:
-        require(len(self.bottom) > 0, "bottom []", "a width for each of its layers, one at least", "write them, such as [128]")
+        require(
+            len(self.bottom) > 0,
+            "bottom []",
+            "a width for each of its layers, one at least",
+            "write them, such as [128]",
+        )
 
     def count(self, world: int) -> int:
         return self.tables or self.tables_per_gpu * world
@@ -56,20 +77,28 @@ class Tables:
 
 _SIZE = integer(1, 1 << 40)
 _SHAPE: dict[str, tuple[Reader, Any]] = {
-    "tables": (integer(0, 1_000_000), 0), "tables_per_gpu": (integer(0, 10_000), 0), "rows": (_SIZE, REQUIRED),
-    "dim": (integer(1, 65536), REQUIRED), "pooling": (number(1, 10_000, "rows a bag"), REQUIRED),
-    "batch_per_gpu": (integer(1, 1 << 24), REQUIRED), "dense": (integer(1, 1 << 20), REQUIRED),
-    "bottom": (items(_SIZE), REQUIRED), "top": (items(_SIZE), REQUIRED), "compress": (integer(0, 65536), 0),
-    "itemsize": (integer(1, 8, "bytes"), 2), "source": (text, "own"),
-}  # fmt: skip
+    "tables": (integer(0, 1_000_000), 0),
+    "tables_per_gpu": (integer(0, 10_000), 0),
+    "rows": (_SIZE, REQUIRED),
+    "dim": (integer(1, 65536), REQUIRED),
+    "pooling": (number(1, 10_000, "rows a bag"), REQUIRED),
+    "batch_per_gpu": (integer(1, 1 << 24), REQUIRED),
+    "dense": (integer(1, 1 << 20), REQUIRED),
+    "bottom": (items(_SIZE), REQUIRED),
+    "top": (items(_SIZE), REQUIRED),
+    "compress": (integer(0, 65536), 0),
+    "itemsize": (integer(1, 8, "bytes"), 2),
+    "source": (text, "own"),
+}
 
 
 def tables_reader(spot: Spot) -> Tables:
     """A known model's name, or a mapping."""
     known = catalogue("dlrm")
-    return either(lambda s: known_tables(choice(tuple(known))(s)), Record(_SHAPE, lambda **f: Tables(name="own model", **f)))(
-        spot
-    )
+    return either(
+        lambda s: known_tables(choice(tuple(known))(s)),
+        Record(_SHAPE, lambda **f: Tables(name="own model", **f)),
+    )(spot)
 
 
 def known_tables(name: str) -> Tables:
@@ -79,8 +108,9 @@ def known_tables(name: str) -> Tables:
 
 @dataclass(frozen=True, slots=True)
 class Dlrm:
-    """imbalance : how much more than the average the busiest rank looks up and sends. slices : messages that the fused operator
-    cuts its result into. prefetch : the indices of a step travel during the step before."""
+    """imbalance : how much more than the average the busiest rank looks up and sends. slices :
+    messages that the fused operator cuts its result into. prefetch : the indices of a step travel
+    during the step before."""
 
     model: Tables
     imbalance: float = 0.0
@@ -89,9 +119,11 @@ class Dlrm:
 
 
 FIELDS: dict[str, tuple[Reader, Any]] = {
-    "model": (tables_reader, REQUIRED), "imbalance": (number(0.0, 10.0), 0.0), "slices": (integer(1, 64), 8),
+    "model": (tables_reader, REQUIRED),
+    "imbalance": (number(0.0, 10.0), 0.0),
+    "slices": (integer(1, 64), 8),
     "prefetch": (flag, False),
-}  # fmt: skip
+}
 
 
 def by_name(model: str, **fields: Any) -> Dlrm:
@@ -99,7 +131,9 @@ def by_name(model: str, **fields: Any) -> Dlrm:
     return Dlrm(known_tables(model), **checked(fields, FIELDS))
 
 
-def simulate(dlrm: Dlrm, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any = None) -> Timeline:
+def simulate(
+    dlrm: Dlrm, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any = None
+) -> Timeline:
     """One step, of the busiest rank."""
     return _Builder(dlrm, cluster, ops, mode, fuse).build()
 
@@ -110,12 +144,20 @@ class _Builder:
         self.fuse = fuse is None or "embedding_bag_all_to_all" in fuse
         self.world, self.batch = cluster.world_size, dlrm.model.batch_per_gpu
         self.tables = dlrm.model.count(self.world)
-        require(self.tables > 0, "a model of no tables", "tables, or tables_per_gpu, over 0", "say how many")
-        self.parts = math.ceil(self.world / self.tables)  # of each table, by columns: fewer tables than ranks are cut
         require(
-            self.parts <= dlrm.model.dim, f"{self.tables} tables of {dlrm.model.dim} columns on {self.world} ranks",
-            f"at most {self.tables * dlrm.model.dim} ranks, one for each column", "fewer GPUs",
-        )  # fmt: skip
+            self.tables > 0,
+            "a model of no tables",
+            "tables, or tables_per_gpu, over 0",
+            "say how many",
+        )
+        # of each table, by columns: fewer tables than ranks are cut
+        self.parts = math.ceil(self.world / self.tables)
+        require(
+            self.parts <= dlrm.model.dim,
+            f"{self.tables} tables of {dlrm.model.dim} columns on {self.world} ranks",
+            f"at most {self.tables * dlrm.model.dim} ranks, one for each column",
+            "fewer GPUs",
+        )
         self.group = group_of(cluster, self.world)
         self.protocol = bulk(ops.c)
         self.seen = view(cluster, self.protocol.fraction)
@@ -124,31 +166,58 @@ class _Builder:
 
     def build(self) -> Timeline:
         model, ops = self.model, self.ops
-        self.step.representative(0, self.world, f"ranks 0 to {self.world - 1}", self.seen.capacities)
+        self.step.representative(
+            0, self.world, f"ranks 0 to {self.world - 1}", self.seen.capacities
+        )
         bags, row = self._bags()
-        time = ops.embedding_all_to_all(self.group, bags, model.pooling, row, self.skew, self.d.slices, model.itemsize)
+        time = ops.embedding_all_to_all(
+            self.group, bags, model.pooling, row, self.skew, self.d.slices, model.itemsize
+        )
         wide = self._interacting() * (self._interacting() + 1) // 2 + model.bottom[-1]
         bottom, top = (model.dense, *model.bottom), (wide, *model.top)
-        sent = self.batch * self.tables * self.parts * model.pooling * 8.0  # every part of a table needs all its indices
+        # every part of a table needs all its indices
+        sent = self.batch * self.tables * self.parts * model.pooling * 8.0
         indices = [] if self.d.prefetch else [self._comm("indices", sent, [])]
         forward = self._compute("bottom MLP", [self._mlp("bottom MLP", bottom)], [])
         seconds = time.of(self.mode, self.fuse)
         lookup = Part(
-            "embedding_bag_all_to_all", "lookup", seconds, max(seconds - time.compute, 0.0), "all_to_all", bags * row,
-            self.world, "world", time.compute,
-        )  # fmt: skip
+            "embedding_bag_all_to_all",
+            "lookup",
+            seconds,
+            max(seconds - time.compute, 0.0),
+            "all_to_all",
+            bags * row,
+            self.world,
+            "world",
+            time.compute,
+        )
         looked = self._compute("lookup and all-to-all", [lookup], [*indices, forward])
         inner = [*self._interaction(1.0), self._mlp("top MLP", top)]
         outer = [self._mlp("top MLP, back", top, 2.0), *self._interaction(2.0)]
         back = self._compute("interaction and top MLP", inner + outer, [looked])
         gradients = self._comm("gradients of vectors", bags * row, [back])
-        top_reduced = self._comm("dense gradients, top", 4.0 * self._parameters(top), [back], "all_reduce")
-        bottom_back = self._compute("bottom MLP, back", [self._mlp("bottom MLP, back", bottom, 2.0)], [back])
-        bottom_reduced = self._comm("dense gradients, bottom", 4.0 * self._parameters(bottom), [bottom_back], "all_reduce")
-        update = ops.costs.stream(2.0 * bags * row) + 2.0 * time.compute  # regroup, then rows read and written
-        self._compute("update of tables", [Part("update of tables", "update", update, compute=update)], [gradients])
+        top_reduced = self._comm(
+            "dense gradients, top", 4.0 * self._parameters(top), [back], "all_reduce"
+        )
+        bottom_back = self._compute(
+            "bottom MLP, back", [self._mlp("bottom MLP, back", bottom, 2.0)], [back]
+        )
+        bottom_reduced = self._comm(
+            "dense gradients, bottom", 4.0 * self._parameters(bottom), [bottom_back], "all_reduce"
+        )
+        # regroup, then rows read and written
+        update = ops.costs.stream(2.0 * bags * row) + 2.0 * time.compute
+        self._compute(
+            "update of tables",
+            [Part("update of tables", "update", update, compute=update)],
+            [gradients],
+        )
         dense = ops.costs.stream(12.0 * (self._parameters(top) + self._parameters(bottom)))
-        self._compute("optimiser", [Part("optimiser", "update", dense, compute=dense)], [top_reduced, bottom_reduced])
+        self._compute(
+            "optimiser",
+            [Part("optimiser", "update", dense, compute=dense)],
+            [top_reduced, bottom_reduced],
+        )
         return self.step.run()
 
     def _bags(self) -> tuple[int, float]:
@@ -167,12 +236,19 @@ class _Builder:
             found.append(Part("compress", "interaction", seconds, compute=seconds))
         width = self._interacting()
         nbytes = self.batch * (width * model.dim + width * width) * 2.0
-        seconds = factor * (costs.stream(2.0 * nbytes) + 2.0 * self.batch * width * width * model.dim / (0.5 * costs.flops))
+        seconds = factor * (
+            costs.stream(2.0 * nbytes)
+            + 2.0 * self.batch * width * width * model.dim / (0.5 * costs.flops)
+        )
         return [*found, Part("pairs", "interaction", seconds, compute=seconds)]
 
     def _mlp(self, name: str, widths: tuple[int, ...], factor: float = 1.0) -> Part:
         pairs = list(pairwise(widths))
-        one = sum(self.ops.costs.matmul(self.batch, n, k) + self.ops.costs.stream(2.0 * self.batch * n * 2.0) for k, n in pairs)
+        one = sum(
+            self.ops.costs.matmul(self.batch, n, k)
+            + self.ops.costs.stream(2.0 * self.batch * n * 2.0)
+            for k, n in pairs
+        )
         return Part(name, "MLP", factor * one, compute=factor * one)
 
     def _parameters(self, widths: tuple[int, ...]) -> float:
@@ -186,5 +262,7 @@ class _Builder:
         if self.world == 1:
             return self.step.add(0, "comm", name, [part], after, "comm")
         skewed = nbytes * (self.skew if kind == "all_to_all" else 1.0)
-        make: Callable[[], Any] = lambda: on_links(phases(kind, skewed, self.group, self.seen, self.protocol), 0)  # noqa: E731
+        make: Callable[[], Any] = lambda: on_links(  # noqa: E731
+            phases(kind, skewed, self.group, self.seen, self.protocol), 0
+        )
         return self.step.add(0, "comm", name, [part], after, "comm", make)

@@ -1,7 +1,9 @@
-"""YAML that answers back: every value keeps its line, and what does not fit says line, field, and what is allowed.
+"""YAML that answers back: every value keeps its line, and what does not fit says line, field, and
+what is allowed.
 
-A document is read against a :class:`Record`: named fields, each with a reader. Readers are functions from a YAML node to a
-value; they raise :class:`~tileweave.errors.InputError` through :func:`fail`, which knows file and line.
+A document is read against a :class:`Record`: named fields, each with a reader. Readers are
+functions from a YAML node to a value; they raise :class:`~tileweave.errors.InputError` through
+:func:`fail`, which knows file and line.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ REQUIRED = object()
 
 @dataclass(frozen=True)
 class Spot:
-    """A YAML node, and the way to it from the root of the file; no ``file``: a value that came from elsewhere."""
+    """A YAML node, and the way to it from the root of the file; no ``file``: a value that came from
+    elsewhere."""
 
     file: str
     path: str
@@ -38,7 +41,11 @@ def fail(spot: Spot, asked: str, allowed: str, remedy: str) -> InputError:
 
 
 def _place(spot: Spot) -> str:
-    return f"{spot.file}, line {spot.node.start_mark.line + 1}, field {spot.path or '(top)'}" if spot.file else spot.path
+    return (
+        f"{spot.file}, line {spot.node.start_mark.line + 1}, field {spot.path or '(top)'}"
+        if spot.file
+        else spot.path
+    )
 
 
 def text_of(path: Path) -> str:
@@ -46,13 +53,17 @@ def text_of(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"asked: {path}: {error}; allowed: text in UTF-8; remedy: check which file it is") from None
+        raise InputError(
+            f"asked: {path}: {error}; allowed: text in UTF-8; remedy: check which file it is"
+        ) from None
 
 
 def open_document(path: Path) -> Spot:
     """The root of a YAML file."""
     if not path.is_file():
-        raise InputError(f"asked: file {path}; allowed: a YAML file that exists; remedy: check the path")
+        raise InputError(
+            f"asked: file {path}; allowed: a YAML file that exists; remedy: check the path"
+        )
     return parse_document(text_of(path), str(path))
 
 
@@ -68,9 +79,13 @@ def parse_document(text: str, name: str) -> Spot:
     except yaml.reader.ReaderError as error:  # counts characters, not lines
         line = text.count("\n", 0, error.position) + 1
         asked = f"character #x{error.character:04x}, which YAML does not allow"
-        raise InputError(f"{name}, line {line}: asked: {asked}; allowed: YAML; remedy: remove it") from None
+        raise InputError(
+            f"{name}, line {line}: asked: {asked}; allowed: YAML; remedy: remove it"
+        ) from None
     if node is None:
-        raise InputError(f"{name}, line 1: asked: an empty file; allowed: a mapping; remedy: see docs/simulator.md")
+        raise InputError(
+            f"{name}, line 1: asked: an empty file; allowed: a mapping; remedy: see docs/simulator.md"
+        )
     return Spot(name, "", node)
 
 
@@ -92,7 +107,11 @@ def number(low: float, high: float, unit: str = "") -> Reader:
                 value = float(value)
             except ValueError:
                 raise fail(spot, repr(value), allowed, "write a number") from None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not low <= value <= high
+        ):
             raise fail(spot, repr(value), allowed, "write a number in that range")
         return float(value)
 
@@ -135,7 +154,12 @@ def choice(options: tuple[str, ...]) -> Reader:
         value = str(_scalar(spot, ", ".join(options)))
         if value not in options:
             near = difflib.get_close_matches(value, options, 1)
-            raise fail(spot, repr(value), ", ".join(options), f"did you mean {near[0]!r}?" if near else "write one of these")
+            raise fail(
+                spot,
+                repr(value),
+                ", ".join(options),
+                f"did you mean {near[0]!r}?" if near else "write one of these",
+            )
         return value
 
     return read
@@ -159,7 +183,8 @@ def either(scalar: Reader, compound: Reader) -> Reader:
 
 @dataclass(frozen=True)
 class Record:
-    """A mapping with named fields: name -> (reader, default). A default of ``REQUIRED`` means it must be there.
+    """A mapping with named fields: name -> (reader, default). A default of ``REQUIRED`` means it
+    must be there.
 
     ``make`` gets all fields; what it refuses is told with the mapping's place.
     """
@@ -177,14 +202,24 @@ class Record:
             here = spot.inside(name, key_node)
             if name not in self.fields:
                 near = difflib.get_close_matches(name, list(self.fields), 1)
-                raise fail(here, f"field {name!r}", names, f"did you mean {near[0]!r}?" if near else "remove it")
+                raise fail(
+                    here,
+                    f"field {name!r}",
+                    names,
+                    f"did you mean {near[0]!r}?" if near else "remove it",
+                )
             if name in found:
                 raise fail(here, f"field {name!r} twice", "once", "remove one")
             found[name] = self.fields[name][0](spot.inside(name, node))
         for name, (_, default) in self.fields.items():
             if name not in found:
                 if default is REQUIRED:
-                    raise fail(spot, f"no field {name!r}", f"it must be there, beside {names}", f"add `{name}: ...`")
+                    raise fail(
+                        spot,
+                        f"no field {name!r}",
+                        f"it must be there, beside {names}",
+                        f"add `{name}: ...`",
+                    )
                 found[name] = default
         try:
             return self.make(**found)
@@ -193,8 +228,12 @@ class Record:
 
 
 def checked(values: Mapping[str, Any], fields: Mapping[str, tuple[Reader, Any]]) -> dict[str, Any]:
-    """Values from elsewhere (a command line, a program), each read as a file's field of that name would be."""
-    return {name: fields[name][0](Spot("", name, yaml.compose(yaml.safe_dump(value)))) for name, value in values.items()}
+    """Values from elsewhere (a command line, a program), each read as a file's field of that name
+    would be."""
+    return {
+        name: fields[name][0](Spot("", name, yaml.compose(yaml.safe_dump(value))))
+        for name, value in values.items()
+    }
 
 
 def mapping_of(reader: Reader) -> Reader:
@@ -203,6 +242,9 @@ def mapping_of(reader: Reader) -> Reader:
     def read(spot: Spot) -> dict[str, Any]:
         if not isinstance(spot.node, yaml.MappingNode):
             raise fail(spot, "no mapping", "a mapping of names", "write `name: value` lines")
-        return {str(key.value): reader(spot.inside(str(key.value), node)) for key, node in spot.node.value}
+        return {
+            str(key.value): reader(spot.inside(str(key.value), node))
+            for key, node in spot.node.value
+        }
 
     return read

@@ -1,7 +1,8 @@
-"""Fitting coefficients to measured cells: Nelder-Mead on logarithms, a few coefficients at a time, each from its own cells.
+"""Fitting coefficients to measured cells: Nelder-Mead on logarithms, a few coefficients at a time,
+each from its own cells.
 
-Only cells that the rule leaves (``cells.RULE``) are read here. A block whose coefficients no fit cell touches keeps its start
-values, and the calibration says so.
+Only cells that the rule leaves (``cells.RULE``) are read here. A block whose coefficients no fit
+cell touches keeps its start values, and the calibration says so.
 """
 
 from __future__ import annotations
@@ -33,29 +34,80 @@ _FRACTIONS = (
     "own_memory",
     "reduce_memory",
 )
-# Bytes at which a collective's curve has a value of its own: where the fit side has cells. Messages of 3 to 4 MB are there
-# among four ranks alone, before and behind matmuls; NCCL changes its protocol below them.
+# Bytes at which a collective's curve has a value of its own: where the fit side has cells. Messages
+# of 3 to 4 MB are there among four ranks alone, before and behind matmuls; NCCL changes its
+# protocol below them.
 _MB = float(1 << 20)
 _KNOTS = {
-    (kind, world): (_MB, 2 * _MB, *((4 * _MB,) if world == 4 and kind != "all_to_all" else ()), 8 * _MB, 32 * _MB, 256 * _MB)
+    (kind, world): (
+        _MB,
+        2 * _MB,
+        *((4 * _MB,) if world == 4 and kind != "all_to_all" else ()),
+        8 * _MB,
+        32 * _MB,
+        256 * _MB,
+    )
     for kind in KINDS
     for world in (2, 4)
 }
-# Where to begin: orders of magnitude from the data sheet and from what launches cost on any such device.
+# Where to begin: orders of magnitude from the data sheet and from what launches cost on any such
+# device.
 START = Coefficients(
-    matmul_launch=4e-6, matmul_flops=0.85, matmul_memory=0.84, matmul_feed=9e12, matmul_norm=6.0, matmul_sustained=3e-4,
-    matmul_power=0.05, matmul_split=1e-6, matmul_tile=5e-7, matmul_overlap=0.3, matmul_stream=5e10, matmul_again=1e-3,
-    fused_launch=5e-6, fused_eager=8e-6, fused_tile=1e-6, fused_part=2e-6, fused_rate=1.0, fused_feed=1.2e13,
-    grouped_rate=0.9, grouped_step=2e-6, one_shot_launch=4e-6, scatter_eager=8e-6, scatter_tile=1e-6, staged_tile=1e-6,
+    matmul_launch=4e-6,
+    matmul_flops=0.85,
+    matmul_memory=0.84,
+    matmul_feed=9e12,
+    matmul_norm=6.0,
+    matmul_sustained=3e-4,
+    matmul_power=0.05,
+    matmul_split=1e-6,
+    matmul_tile=5e-7,
+    matmul_overlap=0.3,
+    matmul_stream=5e10,
+    matmul_again=1e-3,
+    fused_launch=5e-6,
+    fused_eager=8e-6,
+    fused_tile=1e-6,
+    fused_part=2e-6,
+    fused_rate=1.0,
+    fused_feed=1.2e13,
+    grouped_rate=0.9,
+    grouped_step=2e-6,
+    one_shot_launch=4e-6,
+    scatter_eager=8e-6,
+    scatter_tile=1e-6,
+    staged_tile=1e-6,
     take=1.5e-6,
-    exchange_latency=4e-6, exchange_fraction=0.6, corun=0.03,
-    nccl=tuple(Curve(kind, world, 8e-6, knots, (0.4,) * len(knots)) for (kind, world), knots in _KNOTS.items()),
-    nccl_eager=1e-5, nccl_repeat=5e-6, push_latency=3e-6, push_fraction=0.75,
-    copy_latency=4e-6, copy_fraction=0.8, copy_queued=4e-6, copy_one=0.6, signal=1.5e-6, gap=2e-6,
-    stream=0.6, permute=0.4, reduce=4e-12, reduce_memory=0.7,
-    attention=0.65, lookup_made=1e-11, lookup_read=1e-12, lookup_memory=0.8,
-    own_memory=0.8, own_bag=1e-10, pooled_latency=1e-5, pooled_norm=6.0,
-)  # fmt: skip
+    exchange_latency=4e-6,
+    exchange_fraction=0.6,
+    corun=0.03,
+    nccl=tuple(
+        Curve(kind, world, 8e-6, knots, (0.4,) * len(knots))
+        for (kind, world), knots in _KNOTS.items()
+    ),
+    nccl_eager=1e-5,
+    nccl_repeat=5e-6,
+    push_latency=3e-6,
+    push_fraction=0.75,
+    copy_latency=4e-6,
+    copy_fraction=0.8,
+    copy_queued=4e-6,
+    copy_one=0.6,
+    signal=1.5e-6,
+    gap=2e-6,
+    stream=0.6,
+    permute=0.4,
+    reduce=4e-12,
+    reduce_memory=0.7,
+    attention=0.65,
+    lookup_made=1e-11,
+    lookup_read=1e-12,
+    lookup_memory=0.8,
+    own_memory=0.8,
+    own_bag=1e-10,
+    pooled_latency=1e-5,
+    pooled_norm=6.0,
+)
 
 _SCATTERS = ("matmul_reduce_scatter", "matmul_all_reduce")
 _MATMULS = ("matmul", "all_gather_matmul", *_SCATTERS, "matmul_all_to_all", "all_to_all_matmul")
@@ -72,8 +124,13 @@ class Block:
     rounds: int = 1
 
 
-_UNFUSED = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter", "matmul_all_reduce": "all_reduce",
-            "matmul_all_to_all": "all_to_all", "all_to_all_matmul": "all_to_all"}  # fmt: skip
+_UNFUSED = {
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "matmul_all_reduce": "all_reduce",
+    "matmul_all_to_all": "all_to_all",
+    "all_to_all_matmul": "all_to_all",
+}
 
 
 def _collective(cell: Cell) -> str | None:
@@ -89,22 +146,38 @@ def _collectives() -> list[Block]:
         Block(
             f"{curve.kind}, world {curve.world}",
             (
-                *(f"{curve.kind}/{curve.world}/{part}" for part in ("latency", *range(len(curve.knots)))),
-                *(("permute",) if (curve.kind, curve.world) == ("all_to_all", 4) else ()),  # only exchanges have one
+                *(
+                    f"{curve.kind}/{curve.world}/{part}"
+                    for part in ("latency", *range(len(curve.knots)))
+                ),
+                # only exchanges have one
+                *(("permute",) if (curve.kind, curve.world) == ("all_to_all", 4) else ()),
             ),
-            lambda cell, curve=curve: _collective(cell) == curve.kind and cell.world_size == curve.world,
+            lambda cell, curve=curve: (
+                _collective(cell) == curve.kind and cell.world_size == curve.world
+            ),
             200,
         )
         for curve in START.nccl
     ]
-    return [*curves, Block("launches", ("gap", "nccl_eager", "nccl_repeat"), lambda cell: _collective(cell) is not None, 80)]
+    return [
+        *curves,
+        Block(
+            "launches",
+            ("gap", "nccl_eager", "nccl_repeat"),
+            lambda cell: _collective(cell) is not None,
+            80,
+        ),
+    ]
 
 
 BLOCKS = (
     Block(
         "matmul",
         tuple(name for name in Coefficients.__dataclass_fields__ if name.startswith("matmul_")),
-        lambda cell: cell.quantity == "compute" and cell.op in (*_MATMULS, "grouped_matmul_combine"),
+        lambda cell: (
+            cell.quantity == "compute" and cell.op in (*_MATMULS, "grouped_matmul_combine")
+        ),
         500,
         6,
     ),
@@ -119,9 +192,7 @@ BLOCKS = (
         lambda cell: _of_lookups(cell, "compute"),
         150,
     ),
-    Block(
-        "own lookup", ("own_memory", "own_bag"), lambda cell: _of_lookups(cell, "own"), 100
-    ),
+    Block("own lookup", ("own_memory", "own_bag"), lambda cell: _of_lookups(cell, "own"), 100),
     Block(
         "pooled",
         ("pooled_latency", "pooled_norm"),
@@ -129,18 +200,30 @@ BLOCKS = (
         100,
     ),
     Block("corun", ("corun", "copy_one", "copy_queued"), lambda cell: cell.quantity == "bound", 60),
-    Block("copy", ("copy_latency", "copy_fraction"), lambda cell: cell.op == "push_copy_engine", 60),
-    Block("exchange", ("exchange_latency", "exchange_fraction"), lambda cell: cell.quantity == "library", 60),
+    Block(
+        "copy", ("copy_latency", "copy_fraction"), lambda cell: cell.op == "push_copy_engine", 60
+    ),
+    Block(
+        "exchange",
+        ("exchange_latency", "exchange_fraction"),
+        lambda cell: cell.quantity == "library",
+        60,
+    ),
     Block(
         "fused gather",
         ("fused_launch", "fused_eager", "fused_tile", "fused_part", "fused_rate", "fused_feed"),
-        lambda cell: cell.op in ("all_gather_matmul", "all_to_all_matmul") and cell.quantity == "fused",
+        lambda cell: (
+            cell.op in ("all_gather_matmul", "all_to_all_matmul") and cell.quantity == "fused"
+        ),
         110,
     ),
     Block(
         "experts",
         ("grouped_rate", "grouped_step"),
-        lambda cell: cell.op in ("dispatch_grouped_matmul", "grouped_matmul_combine") and cell.quantity == "fused",
+        lambda cell: (
+            cell.op in ("dispatch_grouped_matmul", "grouped_matmul_combine")
+            and cell.quantity == "fused"
+        ),
         40,
     ),
     Block(
@@ -150,13 +233,16 @@ BLOCKS = (
         110,
         2,
     ),
-)  # fmt: skip
+)
 
 
 def _past_l2(cell: Cell) -> bool:
-    """Whether a concatenation of pooled vectors moves more than L2 holds: only then is its rate the memory's."""
+    """Whether a concatenation of pooled vectors moves more than L2 holds: only then is its rate the
+    memory's."""
     batch, tables, dim, _, itemsize = cell.shape
-    return 2.0 * batch * tables / cell.world_size * dim * itemsize > presets()["devices"][REFERENCE].l2
+    return (
+        2.0 * batch * tables / cell.world_size * dim * itemsize > presets()["devices"][REFERENCE].l2
+    )
 
 
 def _of_lookups(cell: Cell, quantity: str) -> bool:
@@ -168,7 +254,8 @@ def _is_fraction(name: str) -> bool:
 
 
 def named(c: Coefficients, name: str) -> float:
-    """A coefficient by its name; of a curve: ``kind/world/latency``, or ``kind/world/0`` for its first fraction."""
+    """A coefficient by its name; of a curve: ``kind/world/latency``, or ``kind/world/0`` for its
+    first fraction."""
     if "/" not in name:
         return float(getattr(c, name))
     kind, world, part = name.split("/")
@@ -182,7 +269,9 @@ def with_named(c: Coefficients, values: dict[str, float]) -> Coefficients:
     for curve in c.nccl:
         path = f"{curve.kind}/{curve.world}/"
         fractions = tuple(values.get(f"{path}{i}", old) for i, old in enumerate(curve.fractions))
-        curves.append(replace(curve, latency=values.get(f"{path}latency", curve.latency), fractions=fractions))
+        curves.append(
+            replace(curve, latency=values.get(f"{path}latency", curve.latency), fractions=fractions)
+        )
     plain = {name: value for name, value in values.items() if "/" not in name}
     return replace(c, nccl=tuple(curves), **plain)
 
@@ -192,14 +281,20 @@ def error_of(predicted: float, measured: float) -> float:
     return math.log(predicted / measured)
 
 
-def fit(cells: Sequence[Cell], start: Coefficients = START, progress: Callable[[str], None] = lambda _: None) -> Calibration:
+def fit(
+    cells: Sequence[Cell],
+    start: Coefficients = START,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Calibration:
     """Coefficients from those of ``cells`` that are not held out, block by block."""
     mine = [cell for cell in cells if not cell.held_out and cell.in_domain]
     found, missing, used = start, dict(_GIVEN), []
     for block in BLOCKS:
         chosen = [cell for cell in mine if block.takes(cell)]
         if not chosen:
-            missing.update(dict.fromkeys(block.coefficients, "no measured cell: a start value, see sim/fit.py"))
+            missing.update(
+                dict.fromkeys(block.coefficients, "no measured cell: a start value, see sim/fit.py")
+            )
             continue
         used += [str(cell) for cell in chosen]
         found, loss = _fit_block(found, block, chosen)
@@ -211,16 +306,27 @@ def fit(cells: Sequence[Cell], start: Coefficients = START, progress: Callable[[
 
 def _fit_block(found: Coefficients, block: Block, cells: list[Cell]) -> tuple[Coefficients, float]:
     def with_values(logs: Sequence[float]) -> Coefficients:
-        return with_named(found, {name: math.exp(value) for name, value in zip(block.coefficients, logs, strict=True)})
+        return with_named(
+            found,
+            {name: math.exp(value) for name, value in zip(block.coefficients, logs, strict=True)},
+        )
 
     def errors(logs: Sequence[float]) -> list[float]:
         predictor = Predictor(Calibration("fit", "", with_values(logs)))
         predicted = [predictor.seconds(cell) for cell in cells]
-        return [error_of(p, cell.seconds) for p, cell in zip(predicted, cells, strict=True) if p is not None]
+        return [
+            error_of(p, cell.seconds)
+            for p, cell in zip(predicted, cells, strict=True)
+            if p is not None
+        ]
 
     def loss(logs: Sequence[float]) -> float:
         far = sum((a - b) ** 2 for a, b in zip(logs, start, strict=True))
-        over = sum(max(a, 0.0) ** 2 for a, name in zip(logs, block.coefficients, strict=True) if _is_fraction(name))
+        over = sum(
+            max(a, 0.0) ** 2
+            for a, name in zip(logs, block.coefficients, strict=True)
+            if _is_fraction(name)
+        )
         return sum(e * e for e in errors(logs)) + 4e-3 * far + 100.0 * over
 
     start = [math.log(named(found, name)) for name in block.coefficients]
@@ -231,7 +337,9 @@ def _fit_block(found: Coefficients, block: Block, cells: list[Cell]) -> tuple[Co
     return with_values(best), sum(map(abs, final)) / max(len(final), 1)
 
 
-def nelder_mead(f: Callable[[Sequence[float]], float], start: Sequence[float], size: float, steps: int) -> list[float]:
+def nelder_mead(
+    f: Callable[[Sequence[float]], float], start: Sequence[float], size: float, steps: int
+) -> list[float]:
     """The simplex method (Nelder and Mead, 1965): the best point after ``steps`` moves."""
     n = len(start)
     simplex = [list(start)] + [[x + size * (i == j) for j, x in enumerate(start)] for i in range(n)]
@@ -240,7 +348,9 @@ def nelder_mead(f: Callable[[Sequence[float]], float], start: Sequence[float], s
         worst_value, worst = ranked[-1]
         centre = [sum(point[j] for _, point in ranked[:-1]) / n for j in range(n)]
 
-        def along(t: float, centre: list[float] = centre, worst: list[float] = worst) -> tuple[float, list[float]]:
+        def along(
+            t: float, centre: list[float] = centre, worst: list[float] = worst
+        ) -> tuple[float, list[float]]:
             point = [c + t * (c - w) for c, w in zip(centre, worst, strict=True)]
             return f(point), point
 
@@ -255,7 +365,10 @@ def nelder_mead(f: Callable[[Sequence[float]], float], start: Sequence[float], s
                 ranked[-1] = inner
             else:
                 best = ranked[0][1]
-                shrunk = [[(x + b) / 2 for x, b in zip(point, best, strict=True)] for _, point in ranked[1:]]
+                shrunk = [
+                    [(x + b) / 2 for x, b in zip(point, best, strict=True)]
+                    for _, point in ranked[1:]
+                ]
                 ranked[1:] = [(f(point), point) for point in shrunk]
         ranked.sort(key=lambda pair: pair[0])
     return ranked[0][1]

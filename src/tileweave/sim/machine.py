@@ -36,8 +36,10 @@ MOST_NODES, MOST_PER_NODE = 65536, 1024
 class Device:
     """A GPU by its data sheet: peaks, which ``costs.Costs`` scales by measured fractions.
 
-    flops : dense bf16, flop/s. memory_rate : bytes/s. memory : bytes. link_rate : bytes/s a device sends inside its node.
-    inside : what joins the devices of a node. bridge_rate : bytes/s that all devices of a node share (``"bridge"``; else 0).
+    flops : dense bf16, flop/s. memory_rate : bytes/s. memory : bytes. link_rate : bytes/s a device
+        sends inside its node.
+    inside : what joins the devices of a node. bridge_rate : bytes/s that all devices of a node
+        share (``"bridge"``; else 0).
     l2 : bytes of the cache that all multiprocessors share.
     """
 
@@ -55,19 +57,23 @@ class Device:
 
     def __post_init__(self) -> None:
         require(
-            (self.inside == "bridge") == (self.bridge_rate > 0.0), f"bridge_rate {self.bridge_rate:g} of a {self.inside}",
-            "above 0 for a bridge, 0 for anything else", "say how much goes over the bridge, or leave bridge_rate out",
-        )  # fmt: skip
+            (self.inside == "bridge") == (self.bridge_rate > 0.0),
+            f"bridge_rate {self.bridge_rate:g} of a {self.inside}",
+            "above 0 for a bridge, 0 for anything else",
+            "say how much goes over the bridge, or leave bridge_rate out",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
     """What joins nodes.
 
-    nic_rate : bytes/s, one direction, line rate of one NIC (torus: of one link of a node). nics : NICs of a node; 0: one for
-        each GPU. fraction : of line rate that is reached. latency : seconds, one way.
-    topology : ``fat_tree`` (leaves of ``leaf`` nodes, ``oversubscription``), ``rail`` (GPU i of every node on one switch) or
-        ``torus`` of nodes with sides ``dims`` (empty: as square as it gets).
+    nic_rate : bytes/s, one direction, line rate of one NIC (torus: of one link of a node). nics :
+        NICs of a node; 0: one for each GPU. fraction : of line rate that is reached. latency :
+        seconds, one way.
+    topology : ``fat_tree`` (leaves of ``leaf`` nodes, ``oversubscription``), ``rail`` (GPU i of
+        every node on one switch) or ``torus`` of nodes with sides ``dims`` (empty: as square as it
+        gets).
     """
 
     name: str
@@ -109,7 +115,9 @@ class Cluster:
         if self.nodes == 1:
             return f"1 node of {inside}"
         sides = f" {'x'.join(map(str, self.dims))}" if self.network.topology == "torus" else ""
-        return f"{self.nodes} nodes of {inside}, {self.network.name} ({self.network.topology}{sides})"
+        return (
+            f"{self.nodes} nodes of {inside}, {self.network.name} ({self.network.topology}{sides})"
+        )
 
 
 def _square(nodes: int) -> tuple[int, ...]:
@@ -154,7 +162,9 @@ def presets() -> dict[str, dict[str, Any]]:
     found = Record(fields)(parse_document(data, "machines.yaml"))
     return {
         "devices": {name: Device(name=name, **values) for name, values in found["devices"].items()},
-        "networks": {name: Network(name=name, **values) for name, values in found["networks"].items()},
+        "networks": {
+            name: Network(name=name, **values) for name, values in found["networks"].items()
+        },
     }
 
 
@@ -186,31 +196,47 @@ def cluster_reader(spot: Spot) -> Cluster:
 
 
 def make_cluster(
-    device: Device | str = "h200", network: Network | str = "ib-400", nodes: int = 1, gpus_per_node: int | None = None
+    device: Device | str = "h200",
+    network: Network | str = "ib-400",
+    nodes: int = 1,
+    gpus_per_node: int | None = None,
 ) -> Cluster:
-    """A cluster from presets' names or own data; a node has as many GPUs as its device usually has unless said."""
+    """A cluster from presets' names or own data; a node has as many GPUs as its device usually has
+    unless said."""
     chosen: Device = _preset("device", device) if isinstance(device, str) else device
     joined: Network = _preset("network", network) if isinstance(network, str) else network
     _require_its_own_fields(joined)
     made = Cluster(chosen, joined, nodes, gpus_per_node or chosen.gpus_per_node)
     if joined.topology == "torus" and joined.dims:
         sides = math.prod(joined.dims)
-        require(sides == nodes, f"{nodes} nodes on a torus {joined.dims}", f"the {sides} of its sides", "change dims")
+        require(
+            sides == nodes,
+            f"{nodes} nodes on a torus {joined.dims}",
+            f"the {sides} of its sides",
+            "change dims",
+        )
     return made
 
 
 # Fields that mean something on some topologies only, with what stands for "not said".
 _OF_TOPOLOGY: dict[str, tuple[tuple[Topology, ...], Any]] = {
-    "nics": (("fat_tree", "rail"), 0), "leaf": (("fat_tree",), 16), "oversubscription": (("fat_tree",), 1.0),
+    "nics": (("fat_tree", "rail"), 0),
+    "leaf": (("fat_tree",), 16),
+    "oversubscription": (("fat_tree",), 1.0),
     "dims": (("torus",), ()),
-}  # fmt: skip
+}
 
 
 def _require_its_own_fields(network: Network) -> None:
     """Refuse a field that would change nothing: who wrote it expects that it does."""
     for name, (where, unsaid) in _OF_TOPOLOGY.items():
         fits = network.topology in where or getattr(network, name) == unsaid
-        require(fits, f"{name} of a network that is a {network.topology}", f"{name} of {', '.join(where)}", f"leave {name} out")
+        require(
+            fits,
+            f"{name} of a network that is a {network.topology}",
+            f"{name} of {', '.join(where)}",
+            f"leave {name} out",
+        )
 
 
 def _preset(kind: str, name: str) -> Any:
@@ -222,5 +248,10 @@ def _preset(kind: str, name: str) -> Any:
 def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
     """The same machines with ``gpus`` devices in all: whole nodes, or part of one."""
     per_node = min(cluster.gpus_per_node, gpus)
-    require(gpus % per_node == 0, f"{gpus} GPUs", f"a multiple of the {per_node} of a node", "change --gpus")
+    require(
+        gpus % per_node == 0,
+        f"{gpus} GPUs",
+        f"a multiple of the {per_node} of a node",
+        "change --gpus",
+    )
     return replace(cluster, nodes=gpus // per_node, gpus_per_node=per_node)

@@ -1,13 +1,17 @@
-"""One measured value for each quantity: the median of all runs that measured it, without those whose repeats do not agree.
+"""One measured value for each quantity: the median of all runs that measured it, without those
+whose repeats do not agree.
 
-Two rules, the same for cells that are fitted and for those that are held out, and neither knows what the model says:
+Two rules, the same for cells that are fitted and for those that are held out, and neither knows
+what the model says:
 
-*Unsteady.* A time whose own repeats, the smallest and the largest left out, are more than ``STEADY`` apart is none: the host
-was late, or the clock of the device changed. Only benches keep repeats; components and sweeps have medians alone.
+*Unsteady.* A time whose own repeats, the smallest and the largest left out, are more than
+``STEADY`` apart is none: the host was late, or the clock of the device changed. Only benches keep
+repeats; components and sweeps have medians alone.
 
-*Median.* What was measured in several runs counts once, with the median of the runs. The same quantity is: the same operator,
-sizes, world, launch mode, and for fused kernels the same configuration. A collective alone is the same whatever operator it
-was measured for, and so is the matmul in front of a reduce-scatter and of an all-reduce.
+*Median.* What was measured in several runs counts once, with the median of the runs. The same
+quantity is: the same operator, sizes, world, launch mode, and for fused kernels the same
+configuration. A collective alone is the same whatever operator it was measured for, and so is the
+matmul in front of a reduce-scatter and of an all-reduce.
 """
 
 from __future__ import annotations
@@ -25,13 +29,15 @@ UNSTEADY = f"left out where the repeats of a measurement, the smallest and the l
 
 
 def unsteadiness(cell: Cell) -> float:
-    """How far the repeats are apart, the smallest and the largest left out: 0.1 is 10 %; 0 where fewer than four are known."""
+    """How far the repeats are apart, the smallest and the largest left out: 0.1 is 10 %; 0 where
+    fewer than four are known."""
     inner = sorted(cell.repeats)[1:-1]
     return max(inner) / min(inner) - 1.0 if len(inner) >= 2 else 0.0
 
 
 def settle(cells: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
-    """Measured times as they are -> one cell a quantity, in the order of first measurement; and what was left out."""
+    """Measured times as they are -> one cell a quantity, in the order of first measurement; and
+    what was left out."""
     runs: dict[Hashable, list[Cell]] = defaultdict(list)
     unsteady = []
     for cell in map(alone, cells):
@@ -40,7 +46,8 @@ def settle(cells: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
         else:
             runs[quantity_of(cell)].append(cell)
     settled = [
-        replace(same[0], seconds=median(one.seconds for one in same), repeats=(), runs=len(same)) for same in runs.values()
+        replace(same[0], seconds=median(one.seconds for one in same), repeats=(), runs=len(same))
+        for same in runs.values()
     ]
     return settled, unsteady
 

@@ -1,11 +1,13 @@
-"""Links and what travels over them: a fluid model with max-min fair shares, on SimPy, of one rank that stands for all.
+"""Links and what travels over them: a fluid model with max-min fair shares, on SimPy, of one rank
+that stands for all.
 
-Symmetry. A collective that every rank of a uniform cluster does alike looks the same from each rank. So one rank is simulated:
-a *flow class* stands for the flows that all ranks send to "the rank d further", a *link* for all links of its kind. If a
-class has h hops over links of a kind of which there are ``density`` for each rank, and each rank has ``count`` such flows, a
-link of that kind carries ``count * h / density`` of them. That is exact for tori (translations), switches and evenly loaded
-trees, and makes the cost of an all-to-all the number of classes, not of pairs. ``explicit`` builds the same without
-symmetry: tests compare the two.
+Symmetry. A collective that every rank of a uniform cluster does alike looks the same from each
+rank. So one rank is simulated: a *flow class* stands for the flows that all ranks send to "the rank
+d further", a *link* for all links of its kind. If a class has h hops over links of a kind of which
+there are ``density`` for each rank, and each rank has ``count`` such flows, a link of that kind
+carries ``count * h / density`` of them. That is exact for tori (translations), switches and evenly
+loaded trees, and makes the cost of an all-to-all the number of classes, not of pairs. ``explicit``
+builds the same without symmetry: tests compare the two.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from tileweave.sim.machine import Cluster
 
 @dataclass(slots=True)
 class Flow:
-    """Equal flows that share a fate. ``loads``: link -> how many of them that link carries. ``nbytes``: of each."""
+    """Equal flows that share a fate. ``loads``: link -> how many of them that link carries.
+    ``nbytes``: of each."""
 
     nbytes: float
     loads: Mapping[str, float]
@@ -37,7 +40,8 @@ class Flow:
 
 
 class Links:
-    """Links with capacities (bytes/s) and the flows on them; rates change whenever a flow starts or ends."""
+    """Links with capacities (bytes/s) and the flows on them; rates change whenever a flow starts or
+    ends."""
 
     def __init__(self, env: simpy.Environment, capacities: Mapping[str, float]) -> None:
         self.env, self.capacities = env, dict(capacities)
@@ -45,7 +49,8 @@ class Links:
         self._since, self._version = 0.0, 0
 
     def send(self, flows: Iterable[Flow]) -> simpy.Event:
-        """Start flows together; the event is their last byte's arrival. A flow takes links after its latency has passed."""
+        """Start flows together; the event is their last byte's arrival. A flow takes links after
+        its latency has passed."""
         flows = list(flows)
         if not flows:
             return self.env.timeout(0.0)
@@ -73,7 +78,8 @@ class Links:
 
     def _reshare(self) -> None:
         """Finish what has arrived, share links anew, and wake up when the next flow ends."""
-        kept, soon = [], 8.0 * math.ulp(self.env.now)  # a shorter wait than that would not move the clock: it would hang
+        # a shorter wait than that would not move the clock: it would hang
+        kept, soon = [], 8.0 * math.ulp(self.env.now)
         for flow in self._active:
             if flow.left <= flow.rate * soon or flow.left <= 1e-9 * flow.nbytes:
                 flow.done.succeed()
@@ -93,7 +99,8 @@ class Links:
 
 
 def share(flows: list[Flow], capacities: Mapping[str, float]) -> None:
-    """Max-min fair rates by progressive filling: all grow alike until a link is full, whose flows then stay."""
+    """Max-min fair rates by progressive filling: all grow alike until a link is full, whose flows
+    then stay."""
     left = {link: capacities[link] for flow in flows for link in flow.loads}
     growing = list(flows)
     level = 0.0
@@ -106,7 +113,8 @@ def share(flows: list[Flow], capacities: Mapping[str, float]) -> None:
         step = min([*room.values(), *(flow.cap - level for flow in growing)])
         level += step
         for link, load in loads.items():
-            left[link] = max(left[link] - step * load, 0.0)  # rounding must not leave less than nothing
+            # rounding must not leave less than nothing
+            left[link] = max(left[link] - step * load, 0.0)
         full = {link for link, space in room.items() if space <= step * (1.0 + 1e-12)}
         still = []
         for flow in growing:
@@ -121,21 +129,27 @@ def share(flows: list[Flow], capacities: Mapping[str, float]) -> None:
 
 @dataclass(frozen=True)
 class View:
-    """Links of each kind as one rank sees them: ``capacities`` of one link, ``density``: how many a rank has."""
+    """Links of each kind as one rank sees them: ``capacities`` of one link, ``density``: how many a
+    rank has."""
 
     cluster: Cluster
     capacities: dict[str, float]
     density: dict[str, float]
 
     def loads(self, hops: Mapping[str, float], count: float = 1.0) -> dict[str, float]:
-        """Link -> flows it carries, if every rank has ``count`` flows that take ``hops`` hops over each kind."""
+        """Link -> flows it carries, if every rank has ``count`` flows that take ``hops`` hops over
+        each kind."""
         return {link: count * h / self.density[link] for link, h in hops.items() if h > 0.0}
 
 
 def view(cluster: Cluster, inside_fraction: float) -> View:
-    """The links of ``cluster``; ``inside_fraction``: what a transfer inside a node reaches of the line rate."""
+    """The links of ``cluster``; ``inside_fraction``: what a transfer inside a node reaches of the
+    line rate."""
     device, per_node = cluster.device, cluster.gpus_per_node
-    capacities = {"up": device.link_rate * inside_fraction, "down": device.link_rate * inside_fraction}
+    capacities = {
+        "up": device.link_rate * inside_fraction,
+        "down": device.link_rate * inside_fraction,
+    }
     density = {"up": 1.0, "down": 1.0}
     if device.inside == "mesh":
         peers = max(device.gpus_per_node - 1, 1)
@@ -143,7 +157,10 @@ def view(cluster: Cluster, inside_fraction: float) -> View:
             capacities[f"pair{distance}"] = device.link_rate * inside_fraction / peers
             density[f"pair{distance}"] = 1.0
     elif device.inside == "bridge":
-        capacities["bridge"], density["bridge"] = device.bridge_rate * inside_fraction, 1.0 / per_node
+        capacities["bridge"], density["bridge"] = (
+            device.bridge_rate * inside_fraction,
+            1.0 / per_node,
+        )
     if cluster.nodes > 1:
         _add_network(cluster, capacities, density)
     return View(cluster, capacities, density)
@@ -167,13 +184,19 @@ def _add_network(cluster: Cluster, capacities: dict[str, float], density: dict[s
 
 
 def has_uplinks(cluster: Cluster) -> bool:
-    """Whether links between leaves are fewer than what hangs on them: else they hold nobody up, and are left out."""
+    """Whether links between leaves are fewer than what hangs on them: else they hold nobody up, and
+    are left out."""
     network = cluster.network
-    return network.topology == "fat_tree" and network.oversubscription > 1.0 and cluster.nodes > network.leaf
+    return (
+        network.topology == "fat_tree"
+        and network.oversubscription > 1.0
+        and cluster.nodes > network.leaf
+    )
 
 
 def shifted_hops(cluster: Cluster, nodes: int) -> dict[str, float]:
-    """Mean hops where every node sends to the one ``nodes`` further on a switch: of a leaf so many nodes send out of it."""
+    """Mean hops where every node sends to the one ``nodes`` further on a switch: of a leaf so many
+    nodes send out of it."""
     hops = {"nic_out": 1.0, "nic_in": 1.0}
     if has_uplinks(cluster):
         share = min(nodes, cluster.network.leaf) / cluster.network.leaf
@@ -182,11 +205,16 @@ def shifted_hops(cluster: Cluster, nodes: int) -> dict[str, float]:
 
 
 def message(seen: View, nbytes: float, source: int, target: int, inside_latency: float) -> Flow:
-    """From rank ``source`` to rank ``target``, while all ranks send as far. ``inside_latency``: seconds, inside a node."""
+    """From rank ``source`` to rank ``target``, while all ranks send as far. ``inside_latency``:
+    seconds, inside a node."""
     cluster = seen.cluster
     here, there = source // cluster.gpus_per_node, target // cluster.gpus_per_node
     if here == there:
-        return Flow(nbytes, seen.loads(inside_hops(cluster, (target - source) % cluster.gpus_per_node)), inside_latency)
+        return Flow(
+            nbytes,
+            seen.loads(inside_hops(cluster, (target - source) % cluster.gpus_per_node)),
+            inside_latency,
+        )
     if cluster.network.topology == "torus":
         steps = zip(_place(cluster, here), _place(cluster, there), strict=True)
         hops = torus_hops(cluster.dims, tuple(b - a for a, b in steps))
@@ -207,19 +235,21 @@ def _place(cluster: Cluster, node: int) -> list[int]:
 
 
 def inside_hops(cluster: Cluster, distance: int) -> dict[str, float]:
-    """Hops to the GPU ``distance`` further in the same node. Half of a node hangs on either end of a bridge."""
+    """Hops to the GPU ``distance`` further in the same node. Half of a node hangs on either end of
+    a bridge."""
     per_node = cluster.gpus_per_node
     hops = {"up": 1.0, "down": 1.0}
     if cluster.device.inside == "mesh":
         hops[f"pair{distance % per_node}"] = 1.0
     elif cluster.device.inside == "bridge":
-        hops["bridge"] = 2.0 * min(distance, per_node - distance) / per_node  # of a ring through both halves two hops cross
+        # of a ring through both halves two hops cross
+        hops["bridge"] = 2.0 * min(distance, per_node - distance) / per_node
     return hops
 
 
 def torus_hops(dims: tuple[int, ...], offset: tuple[int, ...]) -> dict[str, float]:
-    """Hops along each axis and way to the node at ``offset``: the shorter way round, at half a ring forwards, as
-    deterministic dimension-ordered routing goes."""
+    """Hops along each axis and way to the node at ``offset``: the shorter way round, at half a ring
+    forwards, as deterministic dimension-ordered routing goes."""
     hops: dict[str, float] = {}
     for axis, (side, step) in enumerate(zip(dims, offset, strict=True)):
         step %= side
@@ -231,16 +261,20 @@ def torus_hops(dims: tuple[int, ...], offset: tuple[int, ...]) -> dict[str, floa
 
 
 def node_classes(cluster: Cluster) -> list[tuple[float, dict[str, float], float]]:
-    """Other nodes in classes that share a fate: (how many, mean hops over each kind of link, latency).
+    """Other nodes in classes that share a fate: (how many, mean hops over each kind of link,
+    latency).
 
-    On a torus, flows over the same kinds of links that begin together always have the same rate, however many hops of each
-    they take: max-min shares depend on which links are full, not on how often a flow crosses them. So offsets are one class
-    if they use the same kinds and have the same latency: about the sum of the sides in number, not their product.
+    On a torus, flows over the same kinds of links that begin together always have the same rate,
+    however many hops of each they take: max-min shares depend on which links are full, not on how
+    often a flow crosses them. So offsets are one class if they use the same kinds and have the same
+    latency: about the sum of the sides in number, not their product.
     """
     network = cluster.network
     if network.topology == "torus":
         counts: dict[tuple[frozenset[str], float], float] = defaultdict(float)
-        sums: dict[tuple[frozenset[str], float], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        sums: dict[tuple[frozenset[str], float], dict[str, float]] = defaultdict(
+            lambda: defaultdict(float)
+        )
         for offset in product(*map(range, cluster.dims)):
             if any(offset):
                 hops = torus_hops(cluster.dims, offset)

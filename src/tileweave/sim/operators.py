@@ -1,4 +1,5 @@
-"""Operators as the library has them: unfused, fused, and the bound that no fusion can beat. Each shape is simulated once.
+"""Operators as the library has them: unfused, fused, and the bound that no fusion can beat. Each
+shape is simulated once.
 
 unfused   the collective and the matmul (or lookup) one after the other, by the vendor's libraries
 fused     the kernel of this library, tile by tile (``tiles.py``); unfused where that is faster, as the library itself does
@@ -64,7 +65,9 @@ class Operators:
     graph : calls are replayed from a CUDA graph (decode), or launched eagerly.
     """
 
-    def __init__(self, cluster: Cluster, calibration: Calibration | None = None, graph: bool = False) -> None:
+    def __init__(
+        self, cluster: Cluster, calibration: Calibration | None = None, graph: bool = False
+    ) -> None:
         self.cluster, self.graph = cluster, graph
         self.calibration = calibration or load_calibration()
         self.costs = Costs(cluster.device, self.calibration.coefficients)
@@ -76,11 +79,22 @@ class Operators:
             self._known[key] = make()
         return self._known[key]
 
-    def collective(self, kind: Any, nbytes: float, group: Group, algorithm: Any = "auto", slices: int = 1) -> float:
-        return collective_time(kind, nbytes, group, self.cluster, self.c, algorithm, slices, self.graph)
+    def collective(
+        self, kind: Any, nbytes: float, group: Group, algorithm: Any = "auto", slices: int = 1
+    ) -> float:
+        return collective_time(
+            kind, nbytes, group, self.cluster, self.c, algorithm, slices, self.graph
+        )
 
     def _join(
-        self, compute: float, comm: float, fused: float, nbytes: float, group: Group, kind: str, extra: float = 0.0
+        self,
+        compute: float,
+        comm: float,
+        fused: float,
+        nbytes: float,
+        group: Group,
+        kind: str,
+        extra: float = 0.0,
     ) -> OpTime:
         unfused = self.in_turn(compute, comm) + extra
         bound = min(self.at_best(compute, self.wire(kind, nbytes, group, comm)), unfused)
@@ -96,7 +110,8 @@ class Operators:
         return max(compute * (1.0 + self.c.corun), comm) + self.c.gap
 
     def wire(self, kind: Any, received: float, group: Group, comm: float) -> float:
-        """The least time in which each rank gets ``received`` bytes: pushes at the link's rate, nothing of a library's.
+        """The least time in which each rank gets ``received`` bytes: pushes at the link's rate,
+        nothing of a library's.
 
         Across nodes we have no other measure than the collective (``comm``)."""
         if group.across > 1:
@@ -107,7 +122,10 @@ class Operators:
             loads["pair1"] /= group.size - 1.0
         times = 2.0 if kind == "all_reduce" else 1.0
         each = received / times / (group.size - 1)
-        return times * (self.c.push_latency + max(each * load / seen.capacities[link] for link, load in loads.items()))
+        return times * (
+            self.c.push_latency
+            + max(each * load / seen.capacities[link] for link, load in loads.items())
+        )
 
     def matmul(self, m: int, n: int, k: int) -> OpTime:
         time = self.costs.matmul(m, n, k)
@@ -121,14 +139,22 @@ class Operators:
 
     def _all_gather_matmul(self, world: int, m: int, n: int, k: int) -> OpTime:
         nbytes = 2 * m * k
-        compute, comm = self.costs.matmul(m, n, k), self.collective("all_gather", nbytes, Group(world))
-        fused = self.fused_all_gather_matmul(world, m, n, k) if world in FUSED_WORLD_SIZES else math.inf
-        return self._join(compute, comm, fused, (world - 1) / world * nbytes, Group(world), "all_gather")
+        compute, comm = (
+            self.costs.matmul(m, n, k),
+            self.collective("all_gather", nbytes, Group(world)),
+        )
+        fused = (
+            self.fused_all_gather_matmul(world, m, n, k) if world in FUSED_WORLD_SIZES else math.inf
+        )
+        return self._join(
+            compute, comm, fused, (world - 1) / world * nbytes, Group(world), "all_gather"
+        )
 
     def fused_all_gather_matmul(
         self, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
-    ) -> float:  # fmt: skip
-        """Seconds of the fused operator alone, whether it pays or not; the plan is the library's own, or by ``entries``."""
+    ) -> float:
+        """Seconds of the fused operator alone, whether it pays or not; the plan is the library's
+        own, or by ``entries``."""
         rows = max(m // world, 1)
         problem = Problem(world, rows, n, k, itemsize, "bfloat16")
         config = gather_config(world, m, n, k, entries)
@@ -137,17 +163,22 @@ class Operators:
                 return self.by_shards(world, m, n, k, itemsize)
             return self.beside_the_library("all_gather", world, m, n, k, itemsize)
         schedule = schedule_for(problem, config, 0, machine_of(self.cluster))
-        return gather_matmul(schedule, config, self.costs, self._node(world), self.graph, itemsize).seconds
+        return gather_matmul(
+            schedule, config, self.costs, self._node(world), self.graph, itemsize
+        ).seconds
 
     def _node(self, world: int) -> Cluster:
         """The links a group inside one node sees."""
         return replace(self.cluster, nodes=1, gpus_per_node=world)
 
     def matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int) -> OpTime:
-        """x [m, k] @ w [n, k] (k local), then ``kind``: reduce_scatter, all_reduce or all_to_all over rows."""
+        """x [m, k] @ w [n, k] (k local), then ``kind``: reduce_scatter, all_reduce or all_to_all
+        over rows."""
         if world == 1:
             return self.matmul(m, n, k)
-        return self._once((kind, world, m, n, k), lambda: self._matmul_scatter(kind, world, m, n, k))
+        return self._once(
+            (kind, world, m, n, k), lambda: self._matmul_scatter(kind, world, m, n, k)
+        )
 
     def _matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int) -> OpTime:
         nbytes = 2 * m * n
@@ -156,52 +187,93 @@ class Operators:
         few_rows = kind != "all_reduce" or m <= MEASURED_ALL_REDUCE_ROWS
         planned = few_rows and world in FUSED_WORLD_SIZES  # else the library itself goes unfused
         fused = self.fused_matmul_scatter(kind, world, m, n, k) if planned else math.inf
-        return self._join(compute, comm, fused, factor * (world - 1) / world * nbytes, Group(world), kind)
+        return self._join(
+            compute, comm, fused, factor * (world - 1) / world * nbytes, Group(world), kind
+        )
 
-    def beside_the_library(self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
-        """The vendor's matmul, and one launch of ours for what goes between ranks, before or behind it: nothing overlaps."""
+    def beside_the_library(
+        self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2
+    ) -> float:
+        """The vendor's matmul, and one launch of ours for what goes between ranks, before or behind
+        it: nothing overlaps."""
         c = self.c
         nbytes = m * (k if kind == "all_gather" else n) * itemsize / world
         seen = view(self._node(world), c.exchange_fraction)
         loads = seen.loads(inside_hops(seen.cluster, 1), world - 1.0)
         if seen.cluster.device.inside == "mesh":
             loads["pair1"] /= world - 1.0
-        one = c.exchange_latency + max(nbytes * load / seen.capacities[link] for link, load in loads.items())
-        return self.costs.matmul(m, n, k, itemsize) + c.gap + one * (2.0 if kind == "all_reduce" else 1.0) + self._queued()
+        one = c.exchange_latency + max(
+            nbytes * load / seen.capacities[link] for link, load in loads.items()
+        )
+        return (
+            self.costs.matmul(m, n, k, itemsize)
+            + c.gap
+            + one * (2.0 if kind == "all_reduce" else 1.0)
+            + self._queued()
+        )
 
     def by_shards(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
-        """The vendor's matmul of each rank's rows, as copy engines bring them; launches between them, and one behind all."""
+        """The vendor's matmul of each rank's rows, as copy engines bring them; launches between
+        them, and one behind all."""
         seen = view(self._node(world), self.c.copy_fraction)
         loads = seen.loads(inside_hops(seen.cluster, 1), 1.0)
-        each = max(m / world * k * itemsize * load / seen.capacities[link] for link, load in loads.items())
+        each = max(
+            m / world * k * itemsize * load / seen.capacities[link] for link, load in loads.items()
+        )
         product = self.costs.matmul(max(m // world, 1), n, k, itemsize) * (1.0 + self.c.corun)
         done = product
         for step in range(1, world):
-            done = max(done, self.c.copy_latency + step * each + self.c.signal) + self.c.gap + product
+            done = (
+                max(done, self.c.copy_latency + step * each + self.c.signal) + self.c.gap + product
+            )
         return done + self.c.gap + self._queued()
 
     def _queued(self) -> float:
-        """What an eager call of the vendor's matmul and launches of ours takes beyond a captured one."""
+        """What an eager call of the vendor's matmul and launches of ours takes beyond a captured
+        one."""
         return 0.0 if self.graph else self.c.scatter_eager - self.c.one_shot_launch
 
     def fused_matmul_all_to_all(
-        self, how: Exchange, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
-    ) -> float:  # fmt: skip
-        """Seconds of the fused x [m, k] @ w [n, k].T whose parts along ``how.scatter_dim`` go to their ranks."""
+        self,
+        how: Exchange,
+        world: int,
+        m: int,
+        n: int,
+        k: int,
+        itemsize: int = 2,
+        entries: Table | None = None,
+    ) -> float:
+        """Seconds of the fused x [m, k] @ w [n, k].T whose parts along ``how.scatter_dim`` go to
+        their ranks."""
         rows, cols = how.part(m, n, world)
         config = before_exchange_config(how, world, m, n, k, entries)
         if config.kernel == "library":
             return self.beside_the_library("all_to_all", world, m, n, k, itemsize)
-        problem = Problem(world, cdiv(rows, config.tile_m) * config.tile_m, cols, k, itemsize, "bfloat16")
+        problem = Problem(
+            world, cdiv(rows, config.tile_m) * config.tile_m, cols, k, itemsize, "bfloat16"
+        )
         schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
         return scatter_matmul(
-            schedule, "keep", self.costs, self._node(world), self.graph, itemsize,
-            by_engine=config.transport == "copy_engine", by_columns=how.scatter_dim == 1,
-        ).seconds  # fmt: skip
+            schedule,
+            "keep",
+            self.costs,
+            self._node(world),
+            self.graph,
+            itemsize,
+            by_engine=config.transport == "copy_engine",
+            by_columns=how.scatter_dim == 1,
+        ).seconds
 
     def fused_all_to_all_matmul(
-        self, how: Exchange, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
-    ) -> float:  # fmt: skip
+        self,
+        how: Exchange,
+        world: int,
+        m: int,
+        n: int,
+        k: int,
+        itemsize: int = 2,
+        entries: Table | None = None,
+    ) -> float:
         """Seconds of the fused exchange of x [m, k], times w of ``n`` rows."""
         config = behind_exchange_config(how, world, m, n, k, entries)
         problem = Problem(world, m, n, k, itemsize, "bfloat16")
@@ -212,9 +284,17 @@ class Operators:
         return gather_matmul(schedule, config, *simulated).seconds
 
     def fused_matmul_scatter(
-        self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
-    ) -> float:  # fmt: skip
-        """Seconds of the fused operator alone, whether it pays or not, as the library plans it, or by ``entries``."""
+        self,
+        kind: str,
+        world: int,
+        m: int,
+        n: int,
+        k: int,
+        itemsize: int = 2,
+        entries: Table | None = None,
+    ) -> float:
+        """Seconds of the fused operator alone, whether it pays or not, as the library plans it, or
+        by ``entries``."""
         if kind == "all_to_all":
             return self.fused_matmul_all_to_all(Exchange(0, 0), world, m, n, k, itemsize)
         config = scatter_config(kind, world, m, n, k, entries)
@@ -222,27 +302,50 @@ class Operators:
             return self.beside_the_library(kind, world, m, n, k, itemsize)
         problem = Problem(world, cdiv(m, world), n, k, itemsize, "bfloat16")
         schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
-        way: Combine = "sum" if kind == "reduce_scatter" else "one_shot" if config.shots == 1 else "sum_and_gather"
+        way: Combine = (
+            "sum"
+            if kind == "reduce_scatter"
+            else "one_shot"
+            if config.shots == 1
+            else "sum_and_gather"
+        )
         engine = config.transport == "copy_engine"
         return scatter_matmul(
             schedule, way, self.costs, self._node(world), self.graph, itemsize, by_engine=engine
-        ).seconds  # fmt: skip
+        ).seconds
 
     def embedding_all_to_all(
-        self, group: Group, bags: int, pooling: float, row_bytes: float, skew: float = 1.0, slices: int = 8,
+        self,
+        group: Group,
+        bags: int,
+        pooling: float,
+        row_bytes: float,
+        skew: float = 1.0,
+        slices: int = 8,
         itemsize: int = 2,
-    ) -> OpTime:  # fmt: skip
-        """``bags`` pooled vectors of ``row_bytes`` on each rank, of all samples; each goes to the rank of its sample.
+    ) -> OpTime:
+        """``bags`` pooled vectors of ``row_bytes`` on each rank, of all samples; each goes to the
+        rank of its sample.
 
-        ``skew``: how much more than the average the busiest rank looks up and sends. Unfused: lookup, all-to-all, and the
-        concatenation that puts columns of all ranks side by side; the lookup is torch's. Fused inside a node: this library's
-        kernel, whose lookup is a faster one. Across nodes, where it does not run: torch's lookup in ``slices``, a pipeline.
+        ``skew``: how much more than the average the busiest rank looks up and sends. Unfused:
+        lookup, all-to-all, and the concatenation that puts columns of all ranks side by side; the
+        lookup is torch's. Fused inside a node: this library's kernel, whose lookup is a faster one.
+        Across nodes, where it does not run: torch's lookup in ``slices``, a pipeline.
         """
         key = ("emb", group, bags, pooling, row_bytes, skew, slices, itemsize)
-        return self._once(key, lambda: self._embedding(group, bags, pooling, row_bytes, skew, slices, itemsize))
+        return self._once(
+            key, lambda: self._embedding(group, bags, pooling, row_bytes, skew, slices, itemsize)
+        )
 
     def _embedding(
-        self, group: Group, bags: int, pooling: float, row_bytes: float, skew: float, slices: int, itemsize: int
+        self,
+        group: Group,
+        bags: int,
+        pooling: float,
+        row_bytes: float,
+        skew: float,
+        slices: int,
+        itemsize: int,
     ) -> OpTime:
         costs = self.costs
         lookup = costs.lookup(bags * skew, bags * pooling * skew, row_bytes, itemsize)
@@ -255,7 +358,9 @@ class Operators:
             fused = self.fused_embedding(group.size, bags * skew, pooling, row_bytes)
         else:
             fused = self._sliced(lookup, nbytes, group, slices)
-        return self._join(lookup, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", concat)
+        return self._join(
+            lookup, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", concat
+        )
 
     def fused_embedding(self, world: int, bags: float, pooling: float, row_bytes: float) -> float:
         """Seconds of the fused kernel inside a node: rows are read while results go to peers."""
@@ -272,19 +377,38 @@ class Operators:
         return self.costs.reduce_rows(tokens, top_k, hidden)
 
     def grouped_combine(
-        self, group: Group, tokens: int, top_k: int, experts: int, hidden: int, inter: int, skew: float = 1.0, slices: int = 8
+        self,
+        group: Group,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        hidden: int,
+        inter: int,
+        skew: float = 1.0,
+        slices: int = 8,
     ) -> OpTime:
-        """An expert layer's second matmul, its rows back to their tokens' ranks, and the sum over experts.
+        """An expert layer's second matmul, its rows back to their tokens' ranks, and the sum over
+        experts.
 
-        ``tokens`` of each rank, each to ``top_k`` of ``experts`` (all ranks'); ``skew``: the busiest rank over the average.
-        Fused inside a node: the kernel, tile by tile. Through nodes: rows leave as they are made, in ``slices``; the sum reads
-        what has arrived.
+        ``tokens`` of each rank, each to ``top_k`` of ``experts`` (all ranks'); ``skew``: the
+        busiest rank over the average. Fused inside a node: the kernel, tile by tile. Through nodes:
+        rows leave as they are made, in ``slices``; the sum reads what has arrived.
         """
         key = ("combine", group, tokens, top_k, experts, hidden, inter, skew, slices)
-        return self._once(key, lambda: self._combine(group, tokens, top_k, experts, hidden, inter, skew, slices))
+        return self._once(
+            key, lambda: self._combine(group, tokens, top_k, experts, hidden, inter, skew, slices)
+        )
 
     def _combine(
-        self, group: Group, tokens: int, top_k: int, experts: int, hidden: int, inter: int, skew: float, slices: int
+        self,
+        group: Group,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        hidden: int,
+        inter: int,
+        skew: float,
+        slices: int,
     ) -> OpTime:
         rows, local = int(tokens * top_k * skew), max(experts // group.size, 1)
         compute = self.costs.grouped_matmul(local, cdiv(rows, local), hidden, inter)
@@ -295,36 +419,82 @@ class Operators:
         nbytes = rows * hidden * 2.0
         comm = self.collective("all_to_all", nbytes, group)
         if _one_node(group, experts):
-            fused = self.fused_grouped_combine(group.size, tokens, top_k, experts, hidden, inter, skew=skew)
+            fused = self.fused_grouped_combine(
+                group.size, tokens, top_k, experts, hidden, inter, skew=skew
+            )
         else:
             fused = self._sliced(compute, nbytes, group, slices) + total / slices
-        return self._join(compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", total)
+        return self._join(
+            compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all", total
+        )
 
     def fused_grouped_combine(
-        self, world: int, tokens: int, top_k: int, experts: int, hidden: int, inter: int, itemsize: int = 2, skew: float = 1.0
-    ) -> float:  # fmt: skip
+        self,
+        world: int,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        hidden: int,
+        inter: int,
+        itemsize: int = 2,
+        skew: float = 1.0,
+    ) -> float:
         """Seconds of the fused second matmul and combine inside a node, as the library cuts it."""
-        problem = GroupedProblem(world, tokens, top_k, experts // world, hidden, inter, itemsize, "bfloat16")
+        problem = GroupedProblem(
+            world, tokens, top_k, experts // world, hidden, inter, itemsize, "bfloat16"
+        )
         config = plan_combine(problem, machine_of(self.cluster), False).config
         assert config is not None, "a plan for CUDA"
         return matmul_combine(problem, config, self.costs, self._node(world), self.graph, skew)
 
     def fused_dispatch_grouped(
-        self, world: int, tokens: int, top_k: int, experts: int, cols: int, depth: int, itemsize: int = 2, skew: float = 1.0
-    ) -> float:  # fmt: skip
-        """Seconds of the fused dispatch and first matmul (``cols`` of each expert) inside a node."""
-        problem = GroupedProblem(world, tokens, top_k, experts // world, cols, depth, itemsize, "bfloat16")
-        return dispatch_matmul(problem, dispatch_config(problem), self.costs, self._node(world), self.graph, skew)
+        self,
+        world: int,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        cols: int,
+        depth: int,
+        itemsize: int = 2,
+        skew: float = 1.0,
+    ) -> float:
+        """Seconds of the fused dispatch and first matmul (``cols`` of each expert) inside a
+        node."""
+        problem = GroupedProblem(
+            world, tokens, top_k, experts // world, cols, depth, itemsize, "bfloat16"
+        )
+        return dispatch_matmul(
+            problem, dispatch_config(problem), self.costs, self._node(world), self.graph, skew
+        )
 
     def dispatch_grouped(
-        self, group: Group, tokens: int, top_k: int, experts: int, cols: int, depth: int, skew: float = 1.0, slices: int = 8
+        self,
+        group: Group,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        cols: int,
+        depth: int,
+        skew: float = 1.0,
+        slices: int = 8,
     ) -> OpTime:
-        """An expert layer's dispatch and first matmul, to ``cols`` columns; arguments as of :meth:`grouped_combine`."""
+        """An expert layer's dispatch and first matmul, to ``cols`` columns; arguments as of
+        :meth:`grouped_combine`."""
         key = ("dispatch", group, tokens, top_k, experts, cols, depth, skew, slices)
-        return self._once(key, lambda: self._dispatch(group, tokens, top_k, experts, cols, depth, skew, slices))
+        return self._once(
+            key, lambda: self._dispatch(group, tokens, top_k, experts, cols, depth, skew, slices)
+        )
 
     def _dispatch(
-        self, group: Group, tokens: int, top_k: int, experts: int, cols: int, depth: int, skew: float, slices: int
+        self,
+        group: Group,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        cols: int,
+        depth: int,
+        skew: float,
+        slices: int,
     ) -> OpTime:
         rows, local = int(tokens * top_k * skew), max(experts // group.size, 1)
         compute = self.costs.grouped_matmul(local, cdiv(rows, local), cols, depth)
@@ -333,14 +503,18 @@ class Operators:
         nbytes = rows * depth * 2.0
         comm = self.collective("all_to_all", nbytes, group)
         if _one_node(group, experts):
-            fused = self.fused_dispatch_grouped(group.size, tokens, top_k, experts, cols, depth, skew=skew)
+            fused = self.fused_dispatch_grouped(
+                group.size, tokens, top_k, experts, cols, depth, skew=skew
+            )
         else:
             fused = self._sliced(compute, nbytes, group, slices)
-        return self._join(compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all")
+        return self._join(
+            compute, comm, fused, nbytes * (group.size - 1) / group.size, group, "all_to_all"
+        )
 
     def _sliced(self, compute: float, nbytes: float, group: Group, slices: int) -> float:
-        """Computation in slices, each sent while the next is made: through nodes. Inside one the library has its kernels or
-        goes unfused."""
+        """Computation in slices, each sent while the next is made: through nodes. Inside one the
+        library has its kernels or goes unfused."""
         if group.across == 1:
             return math.inf
         one = self.collective("all_to_all", nbytes / slices, group)
@@ -351,37 +525,47 @@ class Operators:
 
 
 def _one_node(group: Group, experts: int) -> bool:
-    """Whether the fused expert kernels run: all ranks of one node, with the same number of experts each."""
+    """Whether the fused expert kernels run: all ranks of one node, with the same number of experts
+    each."""
     return group.across == 1 and group.size in FUSED_WORLD_SIZES and experts % group.size == 0
 
 
 def gather_config(world: int, m: int, n: int, k: int, entries: Table | None = None) -> MatmulConfig:
     """What the library's planner takes for an all-gather + matmul, or took by ``entries``."""
     rows = max(m // world, 1)
-    return nearest("all_gather_matmul", world, rows * world, n, k, lambda c: c.takes(rows), entries).config
+    return nearest(
+        "all_gather_matmul", world, rows * world, n, k, lambda c: c.takes(rows), entries
+    ).config
 
 
 def before_exchange_config(
     how: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
-) -> MatmulConfig:  # fmt: skip
+) -> MatmulConfig:
     """Likewise for x [m, k] @ w [n, k].T with an exchange behind it."""
     rows, cols = how.part(m, n, world)
-    return nearest("matmul_all_to_all", world, rows * world, cols, k, lambda _: True, entries).config
+    return nearest(
+        "matmul_all_to_all", world, rows * world, cols, k, lambda _: True, entries
+    ).config
 
 
 def behind_exchange_config(
     how: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
-) -> MatmulConfig:  # fmt: skip
+) -> MatmulConfig:
     """Likewise for an exchange of x [m, k], times w of ``n`` rows."""
     rows, depth = how.part(m, k, world)
     can_run: Callable[[MatmulConfig], bool] = lambda c: c.takes(rows) and depth % c.tile_k == 0  # noqa: E731
     return nearest("all_to_all_matmul", world, rows * world, n, depth, can_run, entries).config
 
 
-def scatter_config(kind: str, world: int, m: int, n: int, k: int, entries: Table | None = None) -> MatmulConfig:
-    """What the library's planner takes for a reduce-scatter or an all-reduce, or took by ``entries``."""
+def scatter_config(
+    kind: str, world: int, m: int, n: int, k: int, entries: Table | None = None
+) -> MatmulConfig:
+    """What the library's planner takes for a reduce-scatter or an all-reduce, or took by
+    ``entries``."""
     if kind == "all_reduce":
-        return nearest("matmul_all_reduce", world, m, n, k, lambda c: c.shots == 2 or m <= c.tile_m, entries).config
+        return nearest(
+            "matmul_all_reduce", world, m, n, k, lambda c: c.shots == 2 or m <= c.tile_m, entries
+        ).config
     rows = cdiv(m, world)
     return nearest("matmul_reduce_scatter", world, m, n, k, lambda c: c.takes(rows), entries).config
 

@@ -1,4 +1,5 @@
-"""A timeline in Chrome's event format, which ui.perfetto.dev opens: a process a representative rank, a thread a stream."""
+"""A timeline in Chrome's event format, which ui.perfetto.dev opens: a process a representative
+rank, a thread a stream."""
 
 from __future__ import annotations
 
@@ -13,11 +14,20 @@ def timeline_events(timeline: Timeline) -> dict[str, Any]:
     """Tasks, and below them their operators in proportion."""
     rows: list[dict[str, Any]] = []
     for rank, name in timeline.names.items():
-        rows.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"{name} (x{timeline.replicas[rank]})"}})
+        rows.append(
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": rank,
+                "args": {"name": f"{name} (x{timeline.replicas[rank]})"},
+            }
+        )
     streams = sorted({(task.rank, task.stream) for task in timeline.tasks})
     threads = {key: number for number, key in enumerate(streams)}
     for (rank, stream), thread in threads.items():
-        rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": stream}})
+        rows.append(
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": stream}}
+        )
     for task in timeline.tasks:
         thread, length = threads[task.rank, task.stream], task.end - task.begin
         if length <= 0.0:
@@ -42,9 +52,23 @@ def timeline_events(timeline: Timeline) -> dict[str, Any]:
 
 
 def _slice(
-    name: str, category: str, process: int, thread: int, begin: float, length: float, args: dict[str, Any]
+    name: str,
+    category: str,
+    process: int,
+    thread: int,
+    begin: float,
+    length: float,
+    args: dict[str, Any],
 ) -> dict[str, Any]:
-    row = {"ph": "X", "name": name, "cat": category, "pid": process, "tid": thread, "ts": begin * 1e6, "dur": length * 1e6}
+    row = {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": process,
+        "tid": thread,
+        "ts": begin * 1e6,
+        "dur": length * 1e6,
+    }
     return row | {"args": args}
 
 

@@ -1,4 +1,5 @@
-"""Pictures: step time against nodes, exposed communication, where the time of a step goes, error of the cells."""
+"""Pictures: step time against nodes, exposed communication, where the time of a step goes, error of
+the cells."""
 
 from __future__ import annotations
 
@@ -31,8 +32,19 @@ def plot_sweep(results: Sequence[tuple[int, Result]], path: Path) -> Path:
     numbers = [number for number, _ in results]
     for mode, colour in _COLOURS.items():
         style = "--" if mode == "bound" else "-"
-        left.plot(numbers, [r.seconds(mode) * 1e3 for _, r in results], style, marker="o", ms=4, color=colour, label=mode)
-        exposed = [100 * r.timelines[mode].phases().get("exposed communication", 0.0) / r.seconds(mode) for _, r in results]
+        left.plot(
+            numbers,
+            [r.seconds(mode) * 1e3 for _, r in results],
+            style,
+            marker="o",
+            ms=4,
+            color=colour,
+            label=mode,
+        )
+        exposed = [
+            100 * r.timelines[mode].phases().get("exposed communication", 0.0) / r.seconds(mode)
+            for _, r in results
+        ]
         right.plot(numbers, exposed, style, marker="o", ms=4, color=colour, label=mode)
     for axes, label in ((left, "a step, ms"), (right, "exposed communication, % of a step")):
         axes.set_xscale("log", base=2)
@@ -42,7 +54,9 @@ def plot_sweep(results: Sequence[tuple[int, Result]], path: Path) -> Path:
         axes.set_ylim(bottom=0)
         _clean(axes)
     left.legend(frameon=False)
-    figure.suptitle(f"{results[0][1].title}, up to {results[-1][1].cluster}: simulated", fontsize=10)
+    figure.suptitle(
+        f"{results[0][1].title}, up to {results[-1][1].cluster}: simulated", fontsize=10
+    )
     figure.savefig(path, dpi=_DPI)
     return path
 
@@ -56,9 +70,18 @@ def plot_phases(result: Result, path: Path) -> Path:
     names.sort(key=lambda name: (name == "idle", name == "exposed communication"))
     begin = dict.fromkeys(phases, 0.0)
     for index, name in enumerate(names):
-        colour = {"exposed communication": _EXPOSED, "idle": _IDLE}.get(name, _PHASES[index % len(_PHASES)])
+        colour = {"exposed communication": _EXPOSED, "idle": _IDLE}.get(
+            name, _PHASES[index % len(_PHASES)]
+        )
         widths = [phases[mode].get(name, 0.0) * 1e3 for mode in phases]
-        axes.barh(list(phases), widths, left=[begin[mode] for mode in phases], color=colour, label=name, height=0.6)
+        axes.barh(
+            list(phases),
+            widths,
+            left=[begin[mode] for mode in phases],
+            color=colour,
+            label=name,
+            height=0.6,
+        )
         for mode, width in zip(phases, widths, strict=True):
             begin[mode] += width
     for row, end in enumerate(begin.values()):
@@ -66,7 +89,9 @@ def plot_phases(result: Result, path: Path) -> Path:
     axes.invert_yaxis()
     axes.set_xlabel("ms of the busiest rank")
     axes.set_xlim(right=1.1 * max(begin.values()))
-    axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.28))
+    axes.legend(
+        frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.28)
+    )
     axes.set_title(f"{result.title}, {result.cluster}: simulated", loc="left", fontsize=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -78,24 +103,48 @@ def plot_trust(judged: Sequence[Judged], path: Path) -> Path:
     """Predicted over measured of every cell, fitted ones hollow, held-out ones filled."""
     figure = Figure(figsize=(11, 6.0), layout="constrained")
     axes = figure.subplots()
-    groups = sorted({(one.cell.op, one.cell.quantity) for one in judged if one.side in ("fit", "held out")})
+    groups = sorted(
+        {(one.cell.op, one.cell.quantity) for one in judged if one.side in ("fit", "held out")}
+    )
     for column, (op, quantity) in enumerate(groups):
         for side, fill, shift in (("fit", "none", -0.15), ("held out", "#0072B2", 0.15)):
-            members = [one for one in judged if (one.cell.op, one.cell.quantity, one.side) == (op, quantity, side)]
-            spread = [column + shift + 0.2 * (i / max(len(members) - 1, 1) - 0.5) for i in range(len(members))]
+            members = [
+                one
+                for one in judged
+                if (one.cell.op, one.cell.quantity, one.side) == (op, quantity, side)
+            ]
+            spread = [
+                column + shift + 0.2 * (i / max(len(members) - 1, 1) - 0.5)
+                for i in range(len(members))
+            ]
             axes.scatter(
-                spread, [1.0 + one.error for one in members], s=16, facecolors=fill, edgecolors="#0072B2", linewidths=0.8
+                spread,
+                [1.0 + one.error for one in members],
+                s=16,
+                facecolors=fill,
+                edgecolors="#0072B2",
+                linewidths=0.8,
             )
     axes.axhspan(1 / 1.2, 1.2, color="#f2f2f2", zorder=0)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_yscale("log")
     axes.set_yticks(
-        [0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6], ["0.6", "0.7", "0.8", "0.9", "1.0", "1.1", "1.2", "1.4", "1.6"]
+        [0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6],
+        ["0.6", "0.7", "0.8", "0.9", "1.0", "1.1", "1.2", "1.4", "1.6"],
     )
     axes.minorticks_off()
-    axes.set_xticks(range(len(groups)), [f"{op}, {quantity}" for op, quantity in groups], rotation=90, fontsize=7)
+    axes.set_xticks(
+        range(len(groups)),
+        [f"{op}, {quantity}" for op, quantity in groups],
+        rotation=90,
+        fontsize=7,
+    )
     axes.set_ylabel("model / measured")
-    axes.set_title("every measured cell: hollow fitted, filled held out; the band is a factor of 1.2", loc="left", fontsize=10)
+    axes.set_title(
+        "every measured cell: hollow fitted, filled held out; the band is a factor of 1.2",
+        loc="left",
+        fontsize=10,
+    )
     _clean(axes)
     figure.savefig(path, dpi=_DPI)
     return path

@@ -1,4 +1,5 @@
-"""What the model says of a measured cell; ``None`` where it has no model for it, with the reason."""
+"""What the model says of a measured cell; ``None`` where it has no model for it, with the
+reason."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ from tileweave.sim.operators import (
 )
 from tileweave.sim.transformer import Layer, Model
 
-_BEHIND, _BEFORE = Exchange(1, 0), Exchange(0, 1)  # as the benches have them: Ulysses, columns out and rows in, and back
+# as the benches have them: Ulysses, columns out and rows in, and back
+_BEHIND, _BEFORE = Exchange(1, 0), Exchange(0, 1)
 _SCATTERS = {"matmul_reduce_scatter": "reduce_scatter", "matmul_all_reduce": "all_reduce"}
 
 
 class Predictor:
-    """Predictions for cells measured on ``device``; operators are kept by world size and launch mode."""
+    """Predictions for cells measured on ``device``; operators are kept by world size and launch
+    mode."""
 
     def __init__(self, calibration: Calibration, device: str = "h200") -> None:
         self.calibration = calibration
@@ -107,15 +110,20 @@ def _together(ops: Operators, cell: Cell, compute: float, kind: str, elements: i
 
 
 def _copies(ops: Operators, nbytes: float, world: int) -> float:
-    """What the bench's bound has beside the matmul: ``nbytes`` to each peer by copy engine, one copy behind the other."""
+    """What the bench's bound has beside the matmul: ``nbytes`` to each peer by copy engine, one
+    copy behind the other."""
     seen = view(ops.cluster, ops.c.copy_fraction)
     loads = seen.loads(inside_hops(ops.cluster, 1))
-    rate = min(ops.c.copy_one * ops.cluster.device.link_rate, *(seen.capacities[link] / load for link, load in loads.items()))
+    rate = min(
+        ops.c.copy_one * ops.cluster.device.link_rate,
+        *(seen.capacities[link] / load for link, load in loads.items()),
+    )
     return (world - 1) * (ops.c.copy_queued + nbytes / rate)
 
 
 def _exchange(ops: Operators, cell: Cell) -> float | None:
-    """M rows in all, M / R of each rank times the whole weight [N, K]; exchanged with columns permuted, behind or before it."""
+    """M rows in all, M / R of each rank times the whole weight [N, K]; exchanged with columns
+    permuted, behind or before it."""
     m, n, k = cell.shape
     rows = m // cell.world_size
     compute, nbytes = ops.costs.matmul(rows, n, k, cell.itemsize), float(rows * cell.itemsize)
@@ -125,10 +133,17 @@ def _exchange(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "bound":
         return ops.at_best(compute, _copies(ops, nbytes / cell.world_size, cell.world_size))
     if cell.quantity == "unfused":
-        return ops.in_turn(compute + ops.costs.permuted(nbytes), ops.collective("all_to_all", nbytes, Group(cell.world_size)))
+        return ops.in_turn(
+            compute + ops.costs.permuted(nbytes),
+            ops.collective("all_to_all", nbytes, Group(cell.world_size)),
+        )
     if cell.op == "matmul_all_to_all":
-        return ops.fused_matmul_all_to_all(_BEHIND, cell.world_size, rows, n, k, cell.itemsize, _entries(cell))
-    return ops.fused_all_to_all_matmul(_BEFORE, cell.world_size, m, n, k // cell.world_size, cell.itemsize, _entries(cell))
+        return ops.fused_matmul_all_to_all(
+            _BEHIND, cell.world_size, rows, n, k, cell.itemsize, _entries(cell)
+        )
+    return ops.fused_all_to_all_matmul(
+        _BEFORE, cell.world_size, m, n, k // cell.world_size, cell.itemsize, _entries(cell)
+    )
 
 
 def _embedding(ops: Operators, cell: Cell) -> float | None:
@@ -155,8 +170,12 @@ def _combine(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "prototype":
         return None
     if cell.quantity == "fused":
-        return ops.fused_grouped_combine(world, tokens, top_k, experts, hidden, inter, cell.itemsize)
-    return ops.grouped_combine(Group(world), tokens, top_k, experts, hidden, inter).of(cell.quantity)
+        return ops.fused_grouped_combine(
+            world, tokens, top_k, experts, hidden, inter, cell.itemsize
+        )
+    return ops.grouped_combine(Group(world), tokens, top_k, experts, hidden, inter).of(
+        cell.quantity
+    )
 
 
 def _dispatch(ops: Operators, cell: Cell) -> float | None:
@@ -164,7 +183,9 @@ def _dispatch(ops: Operators, cell: Cell) -> float | None:
     tokens, hidden, inter, experts, top_k = cell.shape
     if cell.quantity != "fused":
         return None
-    return ops.fused_dispatch_grouped(cell.world_size, tokens, top_k, experts, 2 * inter, hidden, cell.itemsize)
+    return ops.fused_dispatch_grouped(
+        cell.world_size, tokens, top_k, experts, 2 * inter, hidden, cell.itemsize
+    )
 
 
 def _collective(ops: Operators, cell: Cell) -> float | None:
@@ -193,11 +214,14 @@ def _matmul(ops: Operators, cell: Cell) -> float | None:
 
 
 def _layer(ops: Operators, cell: Cell) -> float | None:
-    """One decoder layer forward, sequence parallel: rows, hidden, ffn, heads, kv_heads, tokens of a sequence."""
+    """One decoder layer forward, sequence parallel: rows, hidden, ffn, heads, kv_heads, tokens of a
+    sequence."""
     m, hidden, ffn, heads, kv_heads, seq = cell.shape
     model = Model("measured", 1, hidden, ffn, heads, kv_heads, 1, True, seq, "")
     mode = "fused" if cell.quantity == "fused" else "unfused"
-    return sum(part.seconds for part in Layer(model, ops, cell.world_size, mode).forward(m, min(m, seq)))
+    return sum(
+        part.seconds for part in Layer(model, ops, cell.world_size, mode).forward(m, min(m, seq))
+    )
 
 
 _MODELS: dict[str, Callable[[Operators, Cell], float | None]] = {

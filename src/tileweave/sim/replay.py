@@ -1,8 +1,10 @@
-"""Chakra traces of some ranks (ours or others') as a timeline: computation as recorded, what is sent by this model.
+"""Chakra traces of some ranks (ours or others') as a timeline: computation as recorded, what is
+sent by this model.
 
-Every rank is simulated, with a stream for computation and one for communication. A collective takes as long as among the
-ranks of its group on the nodes where they stand, and begins on each rank when that rank is there: who is late holds
-nobody up. A message takes its time on the sender; who receives it waits for its end.
+Every rank is simulated, with a stream for computation and one for communication. A collective takes
+as long as among the ranks of its group on the nodes where they stand, and begins on each rank when
+that rank is there: who is late holds nobody up. A message takes its time on the sender; who
+receives it waits for its end.
 """
 
 from __future__ import annotations
@@ -35,10 +37,15 @@ def groups_beside(path: Path) -> dict[str, list[int]]:
     if not side.is_file():
         return {}
     try:
-        return {name: [int(rank) for rank in ranks] for name, ranks in json.loads(side.read_text("utf-8")).items()}
+        return {
+            name: [int(rank) for rank in ranks]
+            for name, ranks in json.loads(side.read_text("utf-8")).items()
+        }
     except (ValueError, TypeError, AttributeError) as error:
         allowed = "a mapping of groups to lists of ranks, in JSON"
-        raise InputError(f"asked: {side}: {error}; allowed: {allowed}; remedy: check which file it is") from None
+        raise InputError(
+            f"asked: {side}: {error}; allowed: {allowed}; remedy: check which file it is"
+        ) from None
 
 
 def _named_ranks(paths: Sequence[Path]) -> list[int]:
@@ -48,14 +55,18 @@ def _named_ranks(paths: Sequence[Path]) -> list[int]:
 
 
 def ranks_of(paths: Sequence[Path]) -> list[int]:
-    """Each file's rank: the number in which its name ends, or its place, where not every name has one of its own."""
+    """Each file's rank: the number in which its name ends, or its place, where not every name has
+    one of its own."""
     named = _named_ranks(paths)
     return named if len(set(named)) == len(paths) else list(range(len(paths)))
 
 
 def world_of(paths: Sequence[Path]) -> int:
     """Ranks there must be, by these files' names and the groups beside them."""
-    return max([*ranks_of(paths), *(rank for of in groups_beside(paths[0]).values() for rank in of)]) + 1
+    return (
+        max([*ranks_of(paths), *(rank for of in groups_beside(paths[0]).values() for rank in of)])
+        + 1
+    )
 
 
 def doubts(paths: Sequence[Path]) -> list[str]:
@@ -66,27 +77,46 @@ def doubts(paths: Sequence[Path]) -> list[str]:
         odd = "not every file's name ends in a rank (step.3.et): whether all are there is not known, ranks by order of names"
         return [odd] * (len(paths) > 1)
     size = max([*ranks, world_of(paths) - 1]) + 1
-    missing, doubled = sorted(set(range(size)) - set(ranks)), sorted(rank for rank, count in ranks.items() if count > 1)
-    said = [f"no file of {_few(missing)}, of {size} ranks: what they would hold up is not in the result"] if missing else []
+    missing, doubled = (
+        sorted(set(range(size)) - set(ranks)),
+        sorted(rank for rank, count in ranks.items() if count > 1),
+    )
+    said = (
+        [
+            f"no file of {_few(missing)}, of {size} ranks: what they would hold up is not in the result"
+        ]
+        if missing
+        else []
+    )
     again = f"several files of {_few(doubled)}: each counts as a rank of its own, ranks by order of names"
     return said + ([again] if doubled else [])
 
 
 def _few(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = ", ".join(map(str, ranks[:8])) + (
+        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    )
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def cluster_for(paths: Sequence[Path], device: Device | str, network: Network | str, gpus_per_node: int | None) -> Cluster:
+def cluster_for(
+    paths: Sequence[Path], device: Device | str, network: Network | str, gpus_per_node: int | None
+) -> Cluster:
     """So many nodes that all ranks have room."""
     one = make_cluster(device, network, 1, gpus_per_node)
-    return make_cluster(device, network, math.ceil(world_of(paths) / one.gpus_per_node), gpus_per_node)
+    return make_cluster(
+        device, network, math.ceil(world_of(paths) / one.gpus_per_node), gpus_per_node
+    )
 
 
 def replay(
-    paths: Sequence[Path], cluster: Cluster, c: Coefficients, progress: Callable[[str], None] = lambda _: None
+    paths: Sequence[Path],
+    cluster: Cluster,
+    c: Coefficients,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Timeline:
-    """Traces of some ranks as a timeline on ``cluster``; times of what is sent by its links and ``c``."""
+    """Traces of some ranks as a timeline on ``cluster``; times of what is sent by its links and
+    ``c``."""
     traces = []
     for index, path in enumerate(paths):
         progress(f"reads {path.name}, {index + 1} of {len(paths)}")
@@ -97,17 +127,22 @@ def replay(
 
 
 class _Replay:
-    def __init__(self, paths: Sequence[Path], traces: list[list[Node]], cluster: Cluster, c: Coefficients) -> None:
+    def __init__(
+        self, paths: Sequence[Path], traces: list[list[Node]], cluster: Cluster, c: Coefficients
+    ) -> None:
         self.paths, self.traces, self.cluster, self.c = paths, traces, cluster, c
         self.ranks = ranks_of(paths)
         self.there = set(self.ranks)
-        self.groups = {"0": list(range(world_of(paths)))} | groups_beside(paths[0])  # "0" is everybody, to ASTRA-sim, too
+        # "0" is everybody, to ASTRA-sim, too
+        self.groups = {"0": list(range(world_of(paths)))} | groups_beside(paths[0])
         self.placed: dict[str, Group] = {}
         self.protocol = bulk(c)
         self.seen = view(cluster, self.protocol.fraction)
         world = world_of(paths)
         fits = f"a network of {cluster.world_size}"
-        require(world <= cluster.world_size, f"traces of {world} ranks", fits, "a network of as many")
+        require(
+            world <= cluster.world_size, f"traces of {world} ranks", fits, "a network of as many"
+        )
         self.waits = self._waits()
         self.step = Step("replay")
 
@@ -118,39 +153,61 @@ class _Replay:
         for index, node in self._order():
             after = {task for key in self.waits[index, node.number] for task in tasks[key]}
             passed = node.kind not in _MODELLED  # takes no time here, but what it waits for counts
-            tasks[index, node.number] = tuple(sorted(after)) if passed else (self._add(index, node, sorted(after)),)
+            tasks[index, node.number] = (
+                tuple(sorted(after)) if passed else (self._add(index, node, sorted(after)),)
+            )
         kinds = Counter(node.kind for nodes in self.traces for node in nodes)
         others = sum(count for kind, count in kinds.items() if kind not in _MODELLED)
         if others:
-            self.step.notes.append(f"{others} nodes that are no computation, collective or message (memory, metadata): no time")
+            self.step.notes.append(
+                f"{others} nodes that are no computation, collective or message (memory, metadata): no time"
+            )
         if kinds[COLL]:
-            self.step.notes.append("a collective begins on each rank when that rank is there: who is late holds nobody up")
+            self.step.notes.append(
+                "a collective begins on each rank when that rank is there: who is late holds nobody up"
+            )
         return self.step.run()
 
     def _waits(self) -> dict[_Key, list[_Key]]:
-        """What each node waits for: its dependences, and of a message that is received its sending."""
+        """What each node waits for: its dependences, and of a message that is received its
+        sending."""
         found: dict[_Key, list[_Key]] = {}
         sent: dict[tuple[int, int, int], list[_Key]] = defaultdict(list)
         received: dict[tuple[int, int, int], list[_Key]] = defaultdict(list)
         for index, nodes in enumerate(self.traces):
             known = {node.number for node in nodes}
             where = f"{self.paths[index]}: "
-            require(len(known) == len(nodes), f"{where}a number of several nodes", "one node a number", "write it anew")
+            require(
+                len(known) == len(nodes),
+                f"{where}a number of several nodes",
+                "one node a number",
+                "write it anew",
+            )
             for node in nodes:
                 for number in node.after:
                     if number not in known:
                         asked = f"{where}node {node.name} waits for {number}, which is not there"
-                        raise InputError(f"asked: {asked}; allowed: numbers of nodes in the same file; remedy: write it whole")
+                        raise InputError(
+                            f"asked: {asked}; allowed: numbers of nodes in the same file; remedy: write it whole"
+                        )
                 found[index, node.number] = [(index, number) for number in node.after]
                 if node.kind in (SEND, RECV):
                     side = sent if node.kind == SEND else received
-                    side[(*self._ends(index, node), int(node.attributes.get("comm_tag", 0)))].append((index, node.number))
+                    side[
+                        (*self._ends(index, node), int(node.attributes.get("comm_tag", 0)))
+                    ].append((index, node.number))
         for one in {*sent, *received}:
             source, target, tag = one
-            if {source, target} <= self.there:  # what a missing file would send is nothing to wait for; a note says so
+            # what a missing file would send is nothing to wait for; a note says so
+            if {source, target} <= self.there:
                 counts = (len(sent[one]), len(received[one]))
                 asked = f"messages from rank {source} to {target}, tag {tag}: {counts[0]} sent, {counts[1]} received"
-                require(counts[0] == counts[1], asked, "as many sent as received", "take all files of one run")
+                require(
+                    counts[0] == counts[1],
+                    asked,
+                    "as many sent as received",
+                    "take all files of one run",
+                )
                 for send, receive in zip(sent[one], received[one], strict=True):
                     found[receive].append(send)
         return found
@@ -159,20 +216,34 @@ class _Replay:
         """(source, target) of a message; the own rank where the trace leaves it out."""
         own, world = self.ranks[index], self.cluster.world_size
         ends = tuple(int(node.attributes.get(name, own)) for name in ("comm_src", "comm_dst"))
-        fits = ends[0] != ends[1] and all(0 <= end < world for end in ends) and ends[node.kind == RECV] == own
+        fits = (
+            ends[0] != ends[1]
+            and all(0 <= end < world for end in ends)
+            and ends[node.kind == RECV] == own
+        )
         asked = f"{self.paths[index]}: node {node.name}, a message from rank {ends[0]} to {ends[1]}, in the trace of rank {own}"
         allowed = f"from or to its own rank, and two of {world} ranks"
-        require(fits, asked, allowed, "check comm_src and comm_dst, names of files, or the network's size")
+        require(
+            fits,
+            asked,
+            allowed,
+            "check comm_src and comm_dst, names of files, or the network's size",
+        )
         return ends[0], ends[1]
 
     def _order(self) -> list[tuple[int, Node]]:
-        """All ranks' nodes, none before what it waits for, else as listed: so streams that run in order are never stuck."""
+        """All ranks' nodes, none before what it waits for, else as listed: so streams that run in
+        order are never stuck."""
         left = {key: len(waits) for key, waits in self.waits.items()}
         behind: dict[_Key, list[_Key]] = defaultdict(list)
         for key, waits in self.waits.items():
             for other in waits:
                 behind[other].append(key)
-        place = {(i, node.number): n for i, nodes in enumerate(self.traces) for n, node in enumerate(nodes)}
+        place = {
+            (i, node.number): n
+            for i, nodes in enumerate(self.traces)
+            for n, node in enumerate(nodes)
+        }
         ready = [(place[key], key) for key, count in left.items() if not count]
         heapq.heapify(ready)
         found = []
@@ -183,8 +254,17 @@ class _Replay:
                 left[other] -= 1
                 if not left[other]:
                     heapq.heappush(ready, (place[other], other))
-        stuck = [f"{self.paths[key[0]].name}: {self.traces[key[0]][place[key]].name}" for key, count in left.items() if count]
-        require(not stuck, f"nodes that wait for each other, such as {', '.join(stuck[:3])}", "no cycles", "check data_deps")
+        stuck = [
+            f"{self.paths[key[0]].name}: {self.traces[key[0]][place[key]].name}"
+            for key, count in left.items()
+            if count
+        ]
+        require(
+            not stuck,
+            f"nodes that wait for each other, such as {', '.join(stuck[:3])}",
+            "no cycles",
+            "check data_deps",
+        )
         return found
 
     def _add(self, index: int, node: Node, after: list[int]) -> int:
@@ -194,12 +274,15 @@ class _Replay:
             part = Part(node.name, "compute", node.micros * 1e-6, compute=node.micros * 1e-6)
             return self.step.add(index, "compute", node.name, [part], after)
         if node.kind == COLL:
-            return self.step.add(index, "comm", node.name, [self._collective(index, node, size)], after, "comm")
+            return self.step.add(
+                index, "comm", node.name, [self._collective(index, node, size)], after, "comm"
+            )
         source, target = self._ends(index, node)
         missing = node.kind == RECV and source not in self.there
         seconds = self._message(source, target, size) if node.kind == SEND or missing else 0.0
         part = Part(node.name, "communication", seconds, 0.0, "send", size, 2, "pp")
-        stream = "comm" if node.kind == SEND else f"from {source}"  # who waits for a message keeps nothing else from starting
+        # who waits for a message keeps nothing else from starting
+        stream = "comm" if node.kind == SEND else f"from {source}"
         return self.step.add(index, stream, node.name, [part], after, "comm")
 
     def _collective(self, index: int, node: Node, size: float) -> Part:
@@ -208,15 +291,24 @@ class _Replay:
         require(kind is not None, asked, ", ".join(COLLECTIVES), "leave it out")
         name = str(node.attributes.get("pg_name") or "0")
         asked = f"{self.paths[index]}: group {name!r} of node {node.name}"
-        require(name in self.groups, asked, "groups of comm_group.json, beside the traces", "put that file there")
+        require(
+            name in self.groups,
+            asked,
+            "groups of comm_group.json, beside the traces",
+            "put that file there",
+        )
         ranks = self.groups[name]
         nbytes = size * (len(ranks) if kind == "all_gather" else 1)  # written is one rank's part
         if name not in self.placed:
             self.placed[name] = group_on(self.cluster, ranks)
         seconds = collective_time(kind, nbytes, self.placed[name], self.cluster, self.c)
-        return Part(node.name, "communication", seconds, 0.0, str(kind), nbytes, len(ranks), "world")
+        return Part(
+            node.name, "communication", seconds, 0.0, str(kind), nbytes, len(ranks), "world"
+        )
 
     def _message(self, source: int, target: int, nbytes: float) -> float:
         """Seconds of one message, by the links that training's messages take."""
         flow = message(self.seen, nbytes, source, target, self.protocol.latency)
-        return flow.latency + nbytes * max(load / self.seen.capacities[link] for link, load in flow.loads.items())
+        return flow.latency + nbytes * max(
+            load / self.seen.capacities[link] for link, load in flow.loads.items()
+        )

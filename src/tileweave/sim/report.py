@@ -22,12 +22,19 @@ def time_text(seconds: float) -> str:
     """Seconds in a unit that reads well."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}" if seconds < 100 * scale else f"{seconds / scale:.0f} {unit}"
+            return (
+                f"{seconds / scale:.3g} {unit}"
+                if seconds < 100 * scale
+                else f"{seconds / scale:.0f} {unit}"
+            )
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-4 else f"{seconds * 1e6:.0f} us"
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], markdown: bool = False) -> Group:
-    """A heading over a table; the heading is a line of its own, since a title is folded to the table's width."""
+def _table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], markdown: bool = False
+) -> Group:
+    """A heading over a table; the heading is a line of its own, since a title is folded to the
+    table's width."""
     table = Table(box=MARKDOWN if markdown else SIMPLE_HEAD, pad_edge=markdown)
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left")
@@ -44,7 +51,9 @@ def result_table(result: Result) -> Group:
         seconds = timeline.seconds
         saved = "" if base is None else f"{1 - seconds / base:.1%}"
         rows.append((mode, time_text(seconds), f"{result.samples / seconds:,.0f}", saved))
-    return _table(f"{result.title} on {result.cluster}", ("", "a step", f"{result.unit}/s", "less time"), rows)
+    return _table(
+        f"{result.title} on {result.cluster}", ("", "a step", f"{result.unit}/s", "less time"), rows
+    )
 
 
 def phase_table(result: Result) -> Group:
@@ -52,13 +61,23 @@ def phase_table(result: Result) -> Group:
     phases = {mode: timeline.phases() for mode, timeline in result.timelines.items()}
     names = list(dict.fromkeys(name for found in phases.values() for name in found))
     names.sort(key=lambda name: (name in ("exposed communication", "idle"), name))
-    rows = [(name, *(time_text(phases[mode][name]) if name in phases[mode] else "0" for mode in phases)) for name in names]
+    rows = [
+        (name, *(time_text(phases[mode][name]) if name in phases[mode] else "0" for mode in phases))
+        for name in names
+    ]
     return _table("by phase, busiest rank", ("phase", *phases), rows)
 
 
 def sensitivity_table(result: Result, found: Sequence[Variant]) -> Group:
     """The saving, and what moves it."""
-    rows = [("as above", time_text(result.seconds("unfused")), time_text(result.seconds("fused")), f"{result.saving:.1%}")]
+    rows = [
+        (
+            "as above",
+            time_text(result.seconds("unfused")),
+            time_text(result.seconds("fused")),
+            f"{result.saving:.1%}",
+        )
+    ]
     rows += [(v.name, time_text(v.unfused), time_text(v.fused), f"{v.saving:.1%}") for v in found]
     return _table("sensitivity", ("", "unfused", "fused", "less time"), rows)
 
@@ -68,21 +87,35 @@ def advice_tables(advice: Advice) -> list[Group]:
     unit = "tokens or samples / s of a GPU"
     rows = [
         (
-            one.name, time_text(one.unfused), time_text(one.fused), f"{one.per_second:,.1f}",
+            one.name,
+            time_text(one.unfused),
+            time_text(one.fused),
+            f"{one.per_second:,.1f}",
             f"{one.memory / 1e9:.0f} GB" + ("" if one.fits else ", too much"),
         )
         for one in advice.candidates
-    ]  # fmt: skip
+    ]
     found = [_table("degrees, best first", ("", "unfused", "fused", unit, "memory"), rows)]
     rows = [
-        (op, time_text(saved) if saved > 0 else "0", "fuse" if saved > 0 else "leave") for op, saved in advice.savings.items()
+        (op, time_text(saved) if saved > 0 else "0", "fuse" if saved > 0 else "leave")
+        for op, saved in advice.savings.items()
     ]
-    return [*found, _table(f"operators alone, with {advice.best.name}", ("operator", "saves a step", "advice"), rows)]
+    return [
+        *found,
+        _table(
+            f"operators alone, with {advice.best.name}",
+            ("operator", "saves a step", "advice"),
+            rows,
+        ),
+    ]
 
 
 def summary_table(title: str, rows: Sequence[Summary], markdown: bool = False) -> Group:
     """Errors by group."""
-    texts = [(row.name, str(row.count), f"{row.mean:.1%}", f"{row.worst:.1%}", row.worst_cell) for row in rows]
+    texts = [
+        (row.name, str(row.count), f"{row.mean:.1%}", f"{row.worst:.1%}", row.worst_cell)
+        for row in rows
+    ]
     return _table(title, ("cells", "number", "geometric mean", "worst", "which"), texts, markdown)
 
 
@@ -90,12 +123,21 @@ def cell_table(judged: Sequence[Judged], markdown: bool = False) -> Group:
     """Every cell: measured, predicted, error."""
     rows = [
         (
-            str(one.cell), one.side, str(one.cell.runs), f"{one.cell.seconds * 1e6:.1f}", f"{one.predicted * 1e6:.1f}",
+            str(one.cell),
+            one.side,
+            str(one.cell.runs),
+            f"{one.cell.seconds * 1e6:.1f}",
+            f"{one.predicted * 1e6:.1f}",
             f"{one.error:+.1%}",
         )
         for one in judged
-    ]  # fmt: skip
-    return _table("cells", ("cell", "side", "runs", "measured us, median", "model us", "error"), rows, markdown)
+    ]
+    return _table(
+        "cells",
+        ("cell", "side", "runs", "measured us, median", "model us", "error"),
+        rows,
+        markdown,
+    )
 
 
 def unsteady_table(cells: Sequence[Cell]) -> Group:
@@ -117,11 +159,15 @@ def published_table(rows: Sequence[Published], markdown: bool = False) -> Group:
     """Published ranges beside ours."""
     texts = [
         (
-            row.what, f"{row.low:.0%} to {row.high:.0%}", f"{row.ours_mean:.0%}", f"{row.ours_low:.0%} to {row.ours_high:.0%}",
-            "inside" if row.agrees else "outside", row.source,
+            row.what,
+            f"{row.low:.0%} to {row.high:.0%}",
+            f"{row.ours_mean:.0%}",
+            f"{row.ours_low:.0%} to {row.ours_high:.0%}",
+            "inside" if row.agrees else "outside",
+            row.source,
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     columns = ("what", "published", "model, mean", "model", "its mean is", "source")
     return _table("published, and the model", columns, texts, markdown)
 
@@ -130,10 +176,13 @@ def crosscheck_table(rows: Sequence[Comparison]) -> Group:
     """Our network beside SimGrid's."""
     texts = [
         (
-            f"{row.kind}, {row.topology}, {row.nodes} nodes, {row.nbytes / 1e6:g} MB", time_text(row.ours),
-            time_text(row.simgrid), f"{row.error:+.1%}", time_text(row.simgrid_default),
+            f"{row.kind}, {row.topology}, {row.nodes} nodes, {row.nbytes / 1e6:g} MB",
+            time_text(row.ours),
+            time_text(row.simgrid),
+            f"{row.error:+.1%}",
+            time_text(row.simgrid_default),
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     columns = ("exchange", "ours", "SimGrid, max-min", "difference", "SimGrid, its TCP model")
     return _table("cross-check", columns, texts, False)

@@ -1,4 +1,5 @@
-"""How far a headline number moves when what it rests on moves: link rates, latencies, imbalance, speed of matmuls."""
+"""How far a headline number moves when what it rests on moves: link rates, latencies, imbalance,
+speed of matmuls."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Variant:
         return 1.0 - self.fused / self.unfused
 
 
-def variants(scenario: Scenario) -> list[tuple[str, Callable[[Scenario, Calibration], tuple[Scenario, Calibration]]]]:
+def variants(
+    scenario: Scenario,
+) -> list[tuple[str, Callable[[Scenario, Calibration], tuple[Scenario, Calibration]]]]:
     """What is changed, one thing at a time."""
     found = [
         ("links inside nodes x 0.5", _rates(0.5, 1.0)),
@@ -39,22 +42,32 @@ def variants(scenario: Scenario) -> list[tuple[str, Callable[[Scenario, Calibrat
         ("matmuls 10 % slower", _matmul(1 / 1.1)),
     ]
     if scenario.cluster.nodes > 1:
-        found[2:2] = [("links between nodes x 0.5", _rates(1.0, 0.5)), ("links between nodes x 2", _rates(1.0, 2.0))]
+        found[2:2] = [
+            ("links between nodes x 0.5", _rates(1.0, 0.5)),
+            ("links between nodes x 2", _rates(1.0, 2.0)),
+        ]
     if isinstance(scenario.workload, (Dlrm, MoE)):
-        found += [("busiest rank 10 % above average", _imbalance(0.1)), ("busiest rank 30 % above average", _imbalance(0.3))]
+        found += [
+            ("busiest rank 10 % above average", _imbalance(0.1)),
+            ("busiest rank 30 % above average", _imbalance(0.3)),
+        ]
     else:
         found.append(("slowest GPU 10 % behind", _slow(1.1)))
     return found
 
 
 def sensitivity(
-    scenario: Scenario, calibration: Calibration | None = None, progress: Callable[[str], None] = lambda _: None
+    scenario: Scenario,
+    calibration: Calibration | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> list[Variant]:
     """Every variant of a scenario."""
     found = []
     for name, change in variants(scenario):
         progress(name)
-        result: Result = simulate_all(*change(scenario, calibration or load_calibration()), modes=("unfused", "fused"))
+        result: Result = simulate_all(
+            *change(scenario, calibration or load_calibration()), modes=("unfused", "fused")
+        )
         found.append(Variant(name, result.seconds("unfused"), result.seconds("fused")))
     return found
 
@@ -70,7 +83,9 @@ def _rates(inside: float, between: float) -> Change:
     def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
         cluster = scenario.cluster
         device = replace(
-            cluster.device, link_rate=cluster.device.link_rate * inside, bridge_rate=cluster.device.bridge_rate * inside
+            cluster.device,
+            link_rate=cluster.device.link_rate * inside,
+            bridge_rate=cluster.device.bridge_rate * inside,
         )
         network = replace(cluster.network, nic_rate=cluster.network.nic_rate * between)
         return _cluster(scenario, replace(cluster, device=device, network=network)), calibration
@@ -80,11 +95,15 @@ def _rates(inside: float, between: float) -> Change:
 
 def _latency(factor: float) -> Change:
     def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
-        network = replace(scenario.cluster.network, latency=scenario.cluster.network.latency * factor)
+        network = replace(
+            scenario.cluster.network, latency=scenario.cluster.network.latency * factor
+        )
         c = calibration.coefficients
         curves = tuple(replace(curve, latency=curve.latency * factor) for curve in c.nccl)
         slower = replace(c, nccl=curves, **{name: getattr(c, name) * factor for name in _LATENCIES})
-        return _cluster(scenario, replace(scenario.cluster, network=network)), replace(calibration, coefficients=slower)
+        return _cluster(scenario, replace(scenario.cluster, network=network)), replace(
+            calibration, coefficients=slower
+        )
 
     return change
 
@@ -93,7 +112,10 @@ def _matmul(factor: float) -> Change:
     def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
         c = calibration.coefficients
         names = ("matmul_flops", "matmul_feed", "fused_feed")
-        return scenario, replace(calibration, coefficients=replace(c, **{name: getattr(c, name) * factor for name in names}))
+        return scenario, replace(
+            calibration,
+            coefficients=replace(c, **{name: getattr(c, name) * factor for name in names}),
+        )
 
     return change
 
@@ -102,7 +124,9 @@ def _slow(factor: float) -> Change:
     def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
         """Everybody waits for the slowest, so it is as if all were as slow."""
         device = scenario.cluster.device
-        slower = replace(device, flops=device.flops / factor, memory_rate=device.memory_rate / factor)
+        slower = replace(
+            device, flops=device.flops / factor, memory_rate=device.memory_rate / factor
+        )
         return _cluster(scenario, replace(scenario.cluster, device=slower)), calibration
 
     return change

@@ -1,4 +1,5 @@
-"""Serving a transformer: one prefill of a batch, or one decoding step, tensor parallel inside a node."""
+"""Serving a transformer: one prefill of a batch, or one decoding step, tensor parallel inside a
+node."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tileweave.sim.transformer import Layer, Model, known_model, model_reader
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """phase : prefill (``batch`` prompts of ``seq`` tokens) or decode (a token for each of ``batch``, ``seq`` in the cache)."""
+    """phase : prefill (``batch`` prompts of ``seq`` tokens) or decode (a token for each of
+    ``batch``, ``seq`` in the cache)."""
 
     model: Model
     tp: int = 4
@@ -25,9 +27,12 @@ class Serving:
 
 
 FIELDS: dict[str, tuple[Reader, Any]] = {
-    "model": (model_reader, REQUIRED), "tp": (integer(1, 64), 4), "phase": (choice(("prefill", "decode")), "prefill"),
-    "batch": (integer(1, 65536), 8), "seq": (integer(1, 1 << 24), 2048),
-}  # fmt: skip
+    "model": (model_reader, REQUIRED),
+    "tp": (integer(1, 64), 4),
+    "phase": (choice(("prefill", "decode")), "prefill"),
+    "batch": (integer(1, 65536), 8),
+    "seq": (integer(1, 1 << 24), 2048),
+}
 
 
 def by_name(model: str, **fields: Any) -> Serving:
@@ -35,10 +40,17 @@ def by_name(model: str, **fields: Any) -> Serving:
     return Serving(known_model(model), **checked(fields, FIELDS))
 
 
-def simulate(serving: Serving, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any = None) -> Timeline:
+def simulate(
+    serving: Serving, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any = None
+) -> Timeline:
     """One prefill, or one decoding step, of one replica of ``tp`` ranks."""
     s, model = serving, serving.model
-    require(s.tp <= cluster.gpus_per_node, f"tp {s.tp}", f"at most the {cluster.gpus_per_node} GPUs of a node", "lower tp")
+    require(
+        s.tp <= cluster.gpus_per_node,
+        f"tp {s.tp}",
+        f"at most the {cluster.gpus_per_node} GPUs of a node",
+        "lower tp",
+    )
     layer = Layer(model, ops, s.tp, mode, fuse)
     parts = _prefill(s, layer) if s.phase == "prefill" else _decode(s, layer)
     rows = s.batch
@@ -52,8 +64,8 @@ def simulate(serving: Serving, cluster: Cluster, ops: Operators, mode: Mode, fus
 
 
 def _prefill(s: Serving, layer: Layer) -> list[Part]:
-    """Unfused: row-parallel matmuls end in an all-reduce, as serving engines have it. Fused: with an all-reduce, or with rows
-    scattered and gathered, whichever is faster."""
+    """Unfused: row-parallel matmuls end in an all-reduce, as serving engines have it. Fused: with
+    an all-reduce, or with rows scattered and gathered, whichever is faster."""
     rows = s.batch * s.seq
     reduced = layer.forward(rows, s.seq, sequence_parallel=False)
     if not layer.replans:

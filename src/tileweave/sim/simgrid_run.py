@@ -1,6 +1,7 @@
-"""Runs one exchange in SimGrid and prints its seconds. A program of its own: SimGrid has one engine a process, and Debian's
-package is for the system's Python. Reads from stdin JSON: ``topology`` (star or torus), ``dims``, ``rate`` bytes/s,
-``latency`` s, ``rounds``: lists of [source, target, bytes], each starting when the one before has arrived; ``model``.
+"""Runs one exchange in SimGrid and prints its seconds. A program of its own: SimGrid has one engine
+a process, and Debian's package is for the system's Python. Reads from stdin JSON: ``topology``
+(star or torus), ``dims``, ``rate`` bytes/s, ``latency`` s, ``rounds``: lists of [source, target,
+bytes], each starting when the one before has arrived; ``model``.
 """
 
 import json
@@ -14,7 +15,12 @@ def star(hosts, rate, latency):
     links, made = [], []
     for number in range(hosts):
         made.append(zone.create_host(str(number), 1e9))
-        links.append([zone.create_link(f"{way}{number}", rate).set_latency(latency / 2).seal() for way in ("out", "in")])
+        links.append(
+            [
+                zone.create_link(f"{way}{number}", rate).set_latency(latency / 2).seal()
+                for way in ("out", "in")
+            ]
+        )
     for a in range(hosts):
         for b in range(hosts):
             if a != b:
@@ -24,7 +30,8 @@ def star(hosts, rate, latency):
 
 
 def torus(dims, rate, latency):
-    """Links of one way each, dimension by dimension, the shorter way round, at half a ring forwards."""
+    """Links of one way each, dimension by dimension, the shorter way round, at half a ring
+    forwards."""
     hosts = 1
     for side in dims:
         hosts *= side
@@ -50,7 +57,9 @@ def torus(dims, rate, latency):
         for axis, side in enumerate(dims):
             for way in (1, -1):
                 name = f"{number}.{axis}.{way}"
-                link[number, axis, way] = zone.create_link(name, rate).set_latency(latency).seal() if side > 1 else None
+                link[number, axis, way] = (
+                    zone.create_link(name, rate).set_latency(latency).seal() if side > 1 else None
+                )
     for a in range(hosts):
         for b in range(hosts):
             if a == b:
@@ -68,15 +77,23 @@ def torus(dims, rate, latency):
 
 def exchange(rounds):
     for flows in rounds:
-        comms = [Comm.sendto_async(Host.by_name(str(a)), Host.by_name(str(b)), int(size)) for a, b, size in flows]
+        comms = [
+            Comm.sendto_async(Host.by_name(str(a)), Host.by_name(str(b)), int(size))
+            for a, b, size in flows
+        ]
         for comm in comms:
             comm.wait()
 
 
 def main():
     asked = json.load(sys.stdin)
-    options = ["--log=root.thresh:error", "--cfg=network/crosstraffic:0", "--cfg=network/TCP-gamma:0"]
-    if asked["model"] == "fluid":  # plain max-min fairness; otherwise SimGrid's calibrated TCP model
+    options = [
+        "--log=root.thresh:error",
+        "--cfg=network/crosstraffic:0",
+        "--cfg=network/TCP-gamma:0",
+    ]
+    # plain max-min fairness; otherwise SimGrid's calibrated TCP model
+    if asked["model"] == "fluid":
         options += ["--cfg=network/model:CM02", "--cfg=network/weight-S:0"]
     engine = Engine([sys.argv[0], *options])
     if asked["topology"] == "torus":

@@ -1,11 +1,13 @@
-"""A step as tasks on streams, run on SimPy: who waits for whom, which links are shared, where time goes.
+"""A step as tasks on streams, run on SimPy: who waits for whom, which links are shared, where time
+goes.
 
-One *representative* is simulated for each kind of rank that differs (a pipeline stage); ranks that do the same at the same
-time (tensor, data and expert parallel peers) are replicas of it. Tasks of one stream run one after another in the order in
-which they were added, as a GPU's stream does; tasks on different streams overlap.
+One *representative* is simulated for each kind of rank that differs (a pipeline stage); ranks that
+do the same at the same time (tensor, data and expert parallel peers) are replicas of it. Tasks of
+one stream run one after another in the order in which they were added, as a GPU's stream does;
+tasks on different streams overlap.
 
-A task takes a fixed time (a kernel, or a collective on links of its own), or as long as its flows take on links that it
-shares with others.
+A task takes a fixed time (a kernel, or a collective on links of its own), or as long as its flows
+take on links that it shares with others.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ Kind = Literal["compute", "comm", "fused"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One operator inside a task, for break-downs and exports. ``exposed``: seconds of it that are communication alone.
+    """One operator inside a task, for break-downs and exports. ``exposed``: seconds of it that are
+    communication alone.
 
-    collective : what it sends (all_gather ...), "" for none; ``nbytes``: its size as NCCL counts; ``ranks``: group size;
-        ``axis``: which group (tp, dp, ep, world).
+    collective : what it sends (all_gather ...), "" for none; ``nbytes``: its size as NCCL counts;
+        ``ranks``: group size; ``axis``: which group (tp, dp, ep, world).
     """
 
     name: str
@@ -45,7 +48,8 @@ class Part:
 
 @dataclass(slots=True)
 class Task:
-    """Something one representative does on one of its streams. Exactly one of ``seconds`` and ``flows`` is used."""
+    """Something one representative does on one of its streams. Exactly one of ``seconds`` and
+    ``flows`` is used."""
 
     number: int
     rank: int
@@ -63,7 +67,8 @@ class Task:
 
 @dataclass(slots=True)
 class Timeline:
-    """What happened: tasks with begin and end, in seconds, and how many ranks each representative stands for."""
+    """What happened: tasks with begin and end, in seconds, and how many ranks each representative
+    stands for."""
 
     title: str
     tasks: list[Task]
@@ -88,9 +93,14 @@ class Timeline:
         return max(busy, key=lambda rank: busy[rank], default=0)
 
     def phases(self) -> dict[str, float]:
-        """Seconds by phase on the busiest representative; ``exposed communication`` and ``idle`` beside them; they add up."""
+        """Seconds by phase on the busiest representative; ``exposed communication`` and ``idle``
+        beside them; they add up."""
         rank, found = self.busiest(), defaultdict(float)
-        computing = sorted((t.begin, t.end) for t in self.tasks if t.rank == rank and t.kind != "comm" and t.end > t.begin)
+        computing = sorted(
+            (t.begin, t.end)
+            for t in self.tasks
+            if t.rank == rank and t.kind != "comm" and t.end > t.begin
+        )
         for task in self.tasks:
             if task.rank != rank or task.kind == "comm":
                 continue
@@ -99,7 +109,11 @@ class Timeline:
             for part in task.parts:
                 found[part.phase] += (part.seconds - part.exposed) * scale
                 found["exposed communication"] += part.exposed * scale
-        sending = sorted((t.begin, t.end) for t in self.tasks if t.rank == rank and t.kind == "comm" and t.end > t.begin)
+        sending = sorted(
+            (t.begin, t.end)
+            for t in self.tasks
+            if t.rank == rank and t.kind == "comm" and t.end > t.begin
+        )
         alone = _covered(sending) + _covered(computing) - _covered(sorted(sending + computing))
         found["exposed communication"] += _covered(sending) - alone
         found["idle"] = self.seconds - _covered(sorted(sending + computing))
@@ -126,24 +140,41 @@ class Step:
         self.capacities: dict[str, float] = {}
         self.notes: list[str] = []
 
-    def representative(self, rank: int, stands_for: int, name: str, capacities: dict[str, float]) -> None:
+    def representative(
+        self, rank: int, stands_for: int, name: str, capacities: dict[str, float]
+    ) -> None:
         """Declare one; its links are its own, named ``rank:link``."""
         self.replicas[rank], self.names[rank] = stands_for, name
         self.capacities |= {f"{rank}:{link}": capacity for link, capacity in capacities.items()}
 
     def add(
-        self, rank: int, stream: str, name: str, parts: Iterable[Part], after: Iterable[int] = (), kind: Kind = "compute",
-        flows: Callable[[], list[Phase]] | None = None, peer: int = -1,
-    ) -> int:  # fmt: skip
+        self,
+        rank: int,
+        stream: str,
+        name: str,
+        parts: Iterable[Part],
+        after: Iterable[int] = (),
+        kind: Kind = "compute",
+        flows: Callable[[], list[Phase]] | None = None,
+        peer: int = -1,
+    ) -> int:
         """A task; its number. It takes the sum of its parts, or as long as its flows."""
         parts, number = tuple(parts), len(self.tasks)
-        require(rank in self.replicas, f"a task of rank {rank}", "declared representatives", "call representative() first")
+        require(
+            rank in self.replicas,
+            f"a task of rank {rank}",
+            "declared representatives",
+            "call representative() first",
+        )
         seconds = sum(part.seconds for part in parts)
-        self.tasks.append(Task(number, rank, stream, name, kind, seconds, tuple(after), parts, flows, peer))
+        self.tasks.append(
+            Task(number, rank, stream, name, kind, seconds, tuple(after), parts, flows, peer)
+        )
         return number
 
     def run(self) -> Timeline:
-        """Run all tasks. What waits for a task that comes later in its own stream is stuck, and raises."""
+        """Run all tasks. What waits for a task that comes later in its own stream is stuck, and
+        raises."""
         env = simpy.Environment()
         links = Links(env, self.capacities)
         done = [env.event() for _ in self.tasks]
@@ -154,7 +185,10 @@ class Step:
         env.run()
         stuck = [task.name for task in self.tasks if not done[task.number].triggered]
         require(
-            not stuck and all(p.triggered for p in processes), f"a step where {stuck[:3]} never end", "no cycles", "fix `after`"
+            not stuck and all(p.triggered for p in processes),
+            f"a step where {stuck[:3]} never end",
+            "no cycles",
+            "fix `after`",
         )
         return Timeline(self.title, self.tasks, self.replicas, self.names, tuple(self.notes))
 
@@ -187,8 +221,12 @@ _RECEIVING = ("down", "nic_in", "leaf_down")
 
 
 def between(flow: Flow, source: int, target: int) -> list[Phase]:
-    """One message from ``source`` to ``target``: over the links into a device of the one, over all others of the other."""
-    flow.loads = {f"{target if link in _RECEIVING else source}:{link}": load for link, load in flow.loads.items()}
+    """One message from ``source`` to ``target``: over the links into a device of the one, over all
+    others of the other."""
+    flow.loads = {
+        f"{target if link in _RECEIVING else source}:{link}": load
+        for link, load in flow.loads.items()
+    }
     return [[flow]]
 
 

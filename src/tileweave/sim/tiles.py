@@ -1,11 +1,13 @@
-"""Fused kernels, tile by tile, on SimPy: programs, tiles, pushes, signals, driven by the kernels' own maps: ``planning/schedules/gather.py``
-and ``planning/schedules/scatter.py``.
+"""Fused kernels, tile by tile, on SimPy: programs, tiles, pushes, signals, driven by the kernels'
+own maps: ``planning/schedules/gather.py`` and ``planning/schedules/scatter.py``.
 
-One rank is simulated. Its peers do the same at the same time with their rank in place of its own, so what it sends at some
-time arrives, at that time, from who stands as far behind it: that is how arrivals are known without simulating peers.
+One rank is simulated. Its peers do the same at the same time with their rank in place of its own,
+so what it sends at some time arrives, at that time, from who stands as far behind it: that is how
+arrivals are known without simulating peers.
 
-Two shapes of kernel: *gather* (the collective comes before the matmul: tiles wait for shards) and *scatter* (it comes behind:
-tiles are pushed to their owner, remote ones first, and what arrives is summed or kept).
+Two shapes of kernel: *gather* (the collective comes before the matmul: tiles wait for shards) and
+*scatter* (it comes behind: tiles are pushed to their owner, remote ones first, and what arrives is
+summed or kept).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ Combine = Literal["sum", "sum_and_gather", "one_shot", "keep"]
 
 @dataclass(frozen=True, slots=True)
 class TileEvent:
-    """Something the rank did: ``push``, ``wait``, ``compute`` or ``sum``; seconds; program -1 is the copy engine."""
+    """Something the rank did: ``push``, ``wait``, ``compute`` or ``sum``; seconds; program -1 is
+    the copy engine."""
 
     program: int
     kind: str
@@ -43,7 +46,8 @@ class TileEvent:
 
 @dataclass(slots=True)
 class KernelRun:
-    """A simulated kernel: seconds from launch to end, the same without launch, and what happened, if it was recorded."""
+    """A simulated kernel: seconds from launch to end, the same without launch, and what happened,
+    if it was recorded."""
 
     seconds: float
     inner: float
@@ -55,11 +59,23 @@ class Kernel:
     """What both shapes share: the clock, the links, the units of a schedule, the record."""
 
     def __init__(
-        self, schedule: TileSchedule, costs: Costs, cluster: Cluster, push_fraction: float, itemsize: int, nbytes: float,
+        self,
+        schedule: TileSchedule,
+        costs: Costs,
+        cluster: Cluster,
+        push_fraction: float,
+        itemsize: int,
+        nbytes: float,
         record: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.env = simpy.Environment()
-        self.schedule, self.costs, self.cluster, self.c, self.itemsize = schedule, costs, cluster, costs.c, itemsize
+        self.schedule, self.costs, self.cluster, self.c, self.itemsize = (
+            schedule,
+            costs,
+            cluster,
+            costs.c,
+            itemsize,
+        )
         self.view = view(cluster, push_fraction)
         self.links = Links(self.env, self.view.capacities)
         self.tile = costs.c.fused_tile
@@ -73,17 +89,21 @@ class Kernel:
         self.area = schedule.tile_m * schedule.tile_n / _TILE_AREA
         blocks = max(schedule.num_tiles * schedule.k_blocks, 1)
         rate = min(costs.memory_rate, self.active * costs.c.matmul_stream)
-        self.memory = nbytes / rate / blocks * self.active  # s a block waits for bytes that nobody has read yet
+        # s a block waits for bytes that nobody has read yet
+        self.memory = nbytes / rate / blocks * self.active
 
     def note(self, program: int, kind: str, peer: int, begin: float, tile: int = -1) -> None:
         if self.recording and self.env.now > begin:
             self.events.append(TileEvent(program, kind, peer, begin, self.env.now, tile))
 
     def push(self, nbytes: float, distances: list[int], latency: float) -> simpy.Event:
-        """``nbytes`` to the rank at each distance at once; the event is when a waiter there sees the signal."""
+        """``nbytes`` to the rank at each distance at once; the event is when a waiter there sees
+        the signal."""
         self.travelling += 1
         delay = latency + self.c.signal
-        sent = self.links.send([Flow(nbytes, self.view.loads(inside_hops(self.cluster, d)), delay) for d in distances])
+        sent = self.links.send(
+            [Flow(nbytes, self.view.loads(inside_hops(self.cluster, d)), delay) for d in distances]
+        )
         sent.callbacks.append(self._arrived)
         return sent
 
@@ -91,10 +111,13 @@ class Kernel:
         self.travelling -= 1
 
     def blocks(self, count: int) -> simpy.Event:
-        """The main loop over ``count`` K blocks. Work begun while links are busy takes longer: power, memory."""
+        """The main loop over ``count`` K blocks. Work begun while links are busy takes longer:
+        power, memory."""
         schedule = self.schedule
         depth, memory = min(count * schedule.tile_k, schedule.depth), self.memory * count
-        one = self.costs.fused_block(schedule.tile_m, schedule.tile_n, depth, self.active, self.itemsize, memory)
+        one = self.costs.fused_block(
+            schedule.tile_m, schedule.tile_n, depth, self.active, self.itemsize, memory
+        )
         return self.env.timeout(one * (1.0 + self.c.corun) if self.travelling else one)
 
     def unit(self, program: int, unit: Unit, peer: int) -> Generator[simpy.Event, Any, bool]:
@@ -103,7 +126,9 @@ class Kernel:
         yield self.blocks(unit.k_end - unit.k_begin)
         return (yield from self.finish(program, unit, peer, begin))
 
-    def finish(self, program: int, unit: Unit, peer: int, begin: float) -> Generator[simpy.Event, Any, bool]:
+    def finish(
+        self, program: int, unit: Unit, peer: int, begin: float
+    ) -> Generator[simpy.Event, Any, bool]:
         """Behind the main loop: hand a part over, or collect parts and end the tile."""
         schedule, c, owns = self.schedule, self.c, unit.owner == program
         yield self.env.timeout((self.tile if owns else c.fused_part) * self.area)
@@ -113,7 +138,9 @@ class Kernel:
         elif unit.helpers:
             begin = self.env.now
             team = schedule.cut(schedule.segment(unit.segment)[1])[1]
-            yield self.env.all_of([self._part(unit.tile, program - team * i) for i in range(1, unit.helpers + 1)])
+            yield self.env.all_of(
+                [self._part(unit.tile, program - team * i) for i in range(1, unit.helpers + 1)]
+            )
             yield self.env.timeout(c.fused_part * self.area * unit.helpers)
             self.note(program, "sum", peer, begin, unit.tile)
         return owns
@@ -136,7 +163,8 @@ def gather_matmul(
     itemsize: int = 2,
     record: bool = False,
 ) -> KernelRun:
-    """all_gather_matmul as its kernel runs it: pushes by copy engine or producers, tiles that wait for their sources."""
+    """all_gather_matmul as its kernel runs it: pushes by copy engine or producers, tiles that wait
+    for their sources."""
     return _Gather(schedule, config, costs, cluster, itemsize, record).run(
         costs.c.fused_launch if graph else costs.c.fused_eager, []
     )
@@ -144,17 +172,26 @@ def gather_matmul(
 
 class _Gather(Kernel):
     def __init__(
-        self, schedule: TileSchedule, config: MatmulConfig, costs: Costs, cluster: Cluster, itemsize: int, record: bool
+        self,
+        schedule: TileSchedule,
+        config: MatmulConfig,
+        costs: Costs,
+        cluster: Cluster,
+        itemsize: int,
+        record: bool,
     ) -> None:
         self.by_engine = config.transport == "copy_engine"
         fraction = costs.c.copy_fraction if self.by_engine else costs.c.push_fraction
         size, k = schedule.world_size, schedule.depth
         m, n = schedule.rows * size, schedule.cols
-        super().__init__(schedule, costs, cluster, fraction, itemsize, (m * k + n * k + m * n) * itemsize, record)
+        super().__init__(
+            schedule, costs, cluster, fraction, itemsize, (m * k + n * k + m * n) * itemsize, record
+        )
         self.config = config
         self.shard = schedule.rows * k * itemsize
         self.arrived = {source: self.env.event() for source in range(size)}
-        if self.by_engine or not schedule.spans_shards:  # else the own shard travels too, to its own slot
+        # else the own shard travels too, to its own slot
+        if self.by_engine or not schedule.spans_shards:
             self.arrived[schedule.rank].succeed()
         self.slices_left = config.num_slices
 
@@ -162,12 +199,15 @@ class _Gather(Kernel):
         if self.by_engine:
             processes.append(self.env.process(self._engine()))
         producers = 0 if self.by_engine else self.config.num_producers
-        beside = self.config.kernel == "hopper"  # warps of their own push, while others of the same program multiply
+        # warps of their own push, while others of the same program multiply
+        beside = self.config.kernel == "hopper"
         if beside:
             processes += [self.env.process(self._produce(program)) for program in range(producers)]
         for program, units in self.work.items():
             if units or program < producers:
-                processes.append(self.env.process(self._program(program, units, 0 if beside else producers)))
+                processes.append(
+                    self.env.process(self._program(program, units, 0 if beside else producers))
+                )
         return super().run(launch, processes)
 
     def _engine(self) -> Generator[simpy.Event, Any, None]:
@@ -179,12 +219,16 @@ class _Gather(Kernel):
             self.note(-1, "push", peer, begin)
             self.arrived[(rank - step) % size].succeed()
 
-    def _program(self, program: int, units: list[Unit], producers: int) -> Generator[simpy.Event, Any, None]:
+    def _program(
+        self, program: int, units: list[Unit], producers: int
+    ) -> Generator[simpy.Event, Any, None]:
         if program < producers:
             yield from self._produce(program)
         for unit in units:
             begin, sources = self.env.now, self.schedule.sources(unit)
-            missing = [self.arrived[source] for source in sources if not self.arrived[source].triggered]
+            missing = [
+                self.arrived[source] for source in sources if not self.arrived[source].triggered
+            ]
             if missing:
                 yield self.env.all_of(missing)
                 self.waited += self.env.now - begin
@@ -205,10 +249,15 @@ class _Gather(Kernel):
 
 
 def _operands_read(schedule: ScatterSchedule, itemsize: int, l2: float, by_columns: bool) -> float:
-    """Bytes of x and w that come from memory. Each owner's rows walk over the whole of w (``by_columns``: of x, while each has
-    columns of w of its own): what L2 does not hold is read again for every wave of tiles that need it."""
+    """Bytes of x and w that come from memory. Each owner's rows walk over the whole of w
+    (``by_columns``: of x, while each has columns of w of its own): what L2 does not hold is read
+    again for every wave of tiles that need it."""
     size, k = schedule.world_size, schedule.depth
-    m, n = (schedule.rows, schedule.cols * size) if by_columns else (schedule.rows * size, schedule.cols)
+    m, n = (
+        (schedule.rows, schedule.cols * size)
+        if by_columns
+        else (schedule.rows * size, schedule.cols)
+    )
 
     def operands(tile: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Which rows of x and of w."""
@@ -221,7 +270,10 @@ def _operands_read(schedule: ScatterSchedule, itemsize: int, l2: float, by_colum
         nbytes = float(whole * k * itemsize)
         if nbytes > l2:
             tiles = range(schedule.num_tiles)
-            waves = (tiles[at : at + schedule.num_programs] for at in range(0, schedule.num_tiles, schedule.num_programs))
+            waves = (
+                tiles[at : at + schedule.num_programs]
+                for at in range(0, schedule.num_tiles, schedule.num_programs)
+            )
             touched = sum(len({operands(tile)[part] for tile in wave}) for wave in waves)
             nbytes = max(nbytes, float(touched * width * k * itemsize))
         read += nbytes
@@ -229,59 +281,91 @@ def _operands_read(schedule: ScatterSchedule, itemsize: int, l2: float, by_colum
 
 
 def scatter_matmul(
-    schedule: ScatterSchedule, combine: Combine, costs: Costs, cluster: Cluster, graph: bool, itemsize: int = 2,
-    record: bool = False, by_engine: bool = False, by_columns: bool = False,
-) -> KernelRun:  # fmt: skip
-    """A matmul whose tiles are pushed to their owners as they are made, by the kernels' own order: remote ones first.
+    schedule: ScatterSchedule,
+    combine: Combine,
+    costs: Costs,
+    cluster: Cluster,
+    graph: bool,
+    itemsize: int = 2,
+    record: bool = False,
+    by_engine: bool = False,
+    by_columns: bool = False,
+) -> KernelRun:
+    """A matmul whose tiles are pushed to their owners as they are made, by the kernels' own order:
+    remote ones first.
 
-    by_engine : copy engines take whole chunks, one by one, when all tiles of a chunk are there; else the kernel stores each
-    tile to its owner.
+    by_engine : copy engines take whole chunks, one by one, when all tiles of a chunk are there;
+        else the kernel stores each tile to its owner.
 
-    by_columns : owners have columns of the result, and not rows (an all-to-all that scatters columns).
+    by_columns : owners have columns of the result, and not rows (an all-to-all that scatters
+        columns).
 
-    combine : what an owner does with what arrives: ``sum`` (reduce-scatter), ``sum_and_gather`` (all-reduce in two shots),
-    ``one_shot`` (all-reduce: everybody gets all parts and sums them), ``keep`` (all-to-all: takes them out of the slot; copy
-    engines put them where they belong).
+    combine : what an owner does with what arrives: ``sum`` (reduce-scatter), ``sum_and_gather``
+        (all-reduce in two shots), ``one_shot`` (all-reduce: everybody gets all parts and sums
+        them), ``keep`` (all-to-all: takes them out of the slot; copy engines put them where they
+        belong).
     """
     kernel = _Scatter(schedule, combine, costs, cluster, itemsize, record, by_engine, by_columns)
-    late = costs.c.one_shot_launch if combine == "one_shot" else costs.c.fused_launch  # the kernel of a gather, or a plain one
+    # the kernel of a gather, or a plain one
+    late = costs.c.one_shot_launch if combine == "one_shot" else costs.c.fused_launch
     return kernel.run(late if graph else costs.c.scatter_eager, [])
 
 
 class _Scatter(Kernel):
     def __init__(
-        self, schedule: ScatterSchedule, combine: Combine, costs: Costs, cluster: Cluster, itemsize: int, record: bool,
-        by_engine: bool, by_columns: bool,
-    ) -> None:  # fmt: skip
+        self,
+        schedule: ScatterSchedule,
+        combine: Combine,
+        costs: Costs,
+        cluster: Cluster,
+        itemsize: int,
+        record: bool,
+        by_engine: bool,
+        by_columns: bool,
+    ) -> None:
         fraction = costs.c.copy_fraction if by_engine else costs.c.push_fraction
         nbytes = _operands_read(schedule, itemsize, cluster.device.l2, by_columns)
         super().__init__(schedule, costs, cluster, fraction, itemsize, nbytes, record)
         self.by_engine = by_engine
         self.tile = costs.c.staged_tile
-        self.missing = {  # tiles of each remote chunk that are not made yet, by owner's distance less one
+        # tiles of each remote chunk that are not made yet, by owner's distance less one
+        self.missing = {
             (step, chunk): (end - first) * schedule.tile_cols
             for step in range(schedule.world_size - 1)
             for chunk in range(schedule.chunks)
             for first, end in [schedule.chunk_bounds(chunk)]
         }
-        self.lanes: dict[int, simpy.Event] = {}  # the end of the last copy of each; pulls from each owner have one
+        # the end of the last copy of each; pulls from each owner have one
+        self.lanes: dict[int, simpy.Event] = {}
         self.owners: ScatterSchedule = schedule
         self.combine: Combine = combine
         self.got: dict[tuple[int, int], simpy.Event] = {}
         self.queue: simpy.Store = simpy.Store(self.env)
         loads = self.view.loads(inside_hops(cluster, 1))
-        self.rate = min(self.view.capacities[link] / load for link, load in loads.items() if not link.startswith("pair"))
+        self.rate = min(
+            self.view.capacities[link] / load
+            for link, load in loads.items()
+            if not link.startswith("pair")
+        )
         m = schedule.rows * schedule.world_size
-        self.tile_bytes = float(min(schedule.tile_m, m) * min(schedule.tile_n, schedule.cols) * itemsize)
-        self.shares = combine == "one_shot" or schedule.spans_shards  # every tile has rows for everybody
+        self.tile_bytes = float(
+            min(schedule.tile_m, m) * min(schedule.tile_n, schedule.cols) * itemsize
+        )
+        # every tile has rows for everybody
+        self.shares = combine == "one_shot" or schedule.spans_shards
 
     def run(self, launch: float, processes: list[simpy.Process]) -> KernelRun:
         size, tiles = self.owners.world_size, self.owners.num_tiles
         per_tile = {"one_shot": 1, "sum_and_gather": 2, "sum": 1, "keep": 1}[self.combine]
         if not self.shares:
             per_owner = self.owners.per_source
-            tiles, per_tile = per_owner * (size - 1) + (per_owner if self.combine == "sum_and_gather" else 0), 1
-        processes += [self.env.process(self._program(p, units)) for p, units in self.work.items() if units]
+            tiles, per_tile = (
+                per_owner * (size - 1) + (per_owner if self.combine == "sum_and_gather" else 0),
+                1,
+            )
+        processes += [
+            self.env.process(self._program(p, units)) for p, units in self.work.items() if units
+        ]
         if not self.by_engine:
             processes.append(self.env.process(self._egress(tiles * per_tile)))
         elif self.combine == "keep":
@@ -296,7 +380,8 @@ class _Scatter(Kernel):
             begin = self.env.now
             yield self.env.timeout(nbytes / self.rate)
             self.note(-1, "push", peer, begin)
-            last = self.env.timeout(self.c.signal)  # data announces itself: no fence before, nothing behind it
+            # data announces itself: no fence before, nothing behind it
+            last = self.env.timeout(self.c.signal)
             last.callbacks.append(lambda _, told=told: told.succeed())
         yield last
 
@@ -310,7 +395,8 @@ class _Scatter(Kernel):
         return self.env.timeout(self.c.scatter_tile * self.area * tiles)
 
     def _within(self, tile: int) -> tuple[int, int, int]:
-        """(how far behind rank + 1 its owner is, chunk of that owner, number among all tiles of that owner)"""
+        """(how far behind rank + 1 its owner is, chunk of that owner, number among all tiles of
+        that owner)"""
         step, chunk, rest = self.owners.turn(tile)
         return step, chunk, self.owners.chunk_bounds(chunk)[0] * self.owners.tile_cols + rest
 
@@ -321,7 +407,9 @@ class _Scatter(Kernel):
             lane = step if self.combine == "keep" else 0
             self.lanes[lane] = self.env.process(self._copy(step, chunk, self.lanes.get(lane)))
 
-    def _copy(self, step: int, chunk: int, before: simpy.Event | None) -> Generator[simpy.Event, Any, None]:
+    def _copy(
+        self, step: int, chunk: int, before: simpy.Event | None
+    ) -> Generator[simpy.Event, Any, None]:
         if before is not None:
             yield before
         schedule, begin = self.owners, self.env.now
@@ -356,15 +444,24 @@ class _Scatter(Kernel):
                 made.append(unit.tile)
             elif self.combine != "keep" or not self.by_engine:
                 place = chunk if self.by_engine else index
-                takes = 0 if self.by_engine else size - 1 if self.combine == "keep" else 1  # a sum reads all peers' at once
-                yield from self._sum(program, [self._event(s, place) for s in range(1, size)], index, takes)
+                # a sum reads all peers' at once
+                takes = 0 if self.by_engine else size - 1 if self.combine == "keep" else 1
+                yield from self._sum(
+                    program, [self._event(s, place) for s in range(1, size)], index, takes
+                )
                 if self.combine == "sum_and_gather":
                     yield from self._pass_on(index, size - 1.0)
         for tile in mine:  # by symmetry peers' rows are here when mine are there
-            yield from self._sum(program, [self._event(0, tile)], tile, self.combine == "one_shot" or self._owners(tile)[0])
+            yield from self._sum(
+                program,
+                [self._event(0, tile)],
+                tile,
+                self.combine == "one_shot" or self._owners(tile)[0],
+            )
             if self.combine == "sum_and_gather":
                 yield from self._pass_on(tile, (size - 1) / size)
-        for tile in made if self.combine == "sum_and_gather" else ():  # rows of other owners, likewise
+        # rows of other owners, likewise
+        for tile in made if self.combine == "sum_and_gather" else ():
             yield self._event(RESULT, tile if self.shares else self._within(tile)[2])
             yield self._takes(self._owners(tile)[1])
 
@@ -372,20 +469,28 @@ class _Scatter(Kernel):
         """A finished tile, or the own rows of it, to all peers: stores like those of a partial."""
         yield self._store(SEVERAL, copies, self._event(RESULT, index))
 
-    def _sum(self, program: int, parts: list[simpy.Event], index: int, takes: int) -> Generator[simpy.Event, Any, None]:
+    def _sum(
+        self, program: int, parts: list[simpy.Event], index: int, takes: int
+    ) -> Generator[simpy.Event, Any, None]:
         begin = self.env.now
         yield self.env.all_of(parts)
         self.waited += self.env.now - begin
-        share = 1.0 / self.owners.world_size if self.owners.spans_shards and self.combine != "one_shot" else 1.0
-        passes = 3 if self.combine == "keep" else 2  # the slot is read and emptied; what is kept is written where it belongs
+        share = (
+            1.0 / self.owners.world_size
+            if self.owners.spans_shards and self.combine != "one_shot"
+            else 1.0
+        )
+        # the slot is read and emptied; what is kept is written where it belongs
+        passes = 3 if self.combine == "keep" else 2
         moved = passes * self.tile_bytes * share * (self.owners.world_size - 1) * self.active
         yield self.env.timeout(moved / (self.c.stream * self.costs.device.memory_rate))
         yield self._takes(takes)
         self.note(program, "sum", 0, begin, index)
 
     def _takes(self, sources: int) -> simpy.Event:
-        """A tile out of the slot, from one source after the other, in pieces: each polls, clears, and asks for the fault word,
-        which are ways to memory behind each other, however few bytes there are."""
+        """A tile out of the slot, from one source after the other, in pieces: each polls, clears,
+        and asks for the fault word, which are ways to memory behind each other, however few bytes
+        there are."""
         return self.env.timeout(self.c.take * sources * max(self.owners.tile_n // _PIECE, 1))
 
     def _owners(self, tile: int) -> tuple[int, int]:

@@ -1,8 +1,10 @@
-"""all_to_all_matmul tile by tile, where what arrives stands side by side along K: every tile needs every source.
+"""all_to_all_matmul tile by tile, where what arrives stands side by side along K: every tile needs
+every source.
 
-A tile's K loop goes over the sources by order of arrival, the own one first, and waits before each. Copy engines send chunks of
-rows, a signal each, to all peers in turn; producers push their slices of a part to every peer, beside the warps that multiply.
-Where parts stand below each other the kernel is an all-gather with other addresses: ``tiles.gather_matmul``.
+A tile's K loop goes over the sources by order of arrival, the own one first, and waits before each.
+Copy engines send chunks of rows, a signal each, to all peers in turn; producers push their slices
+of a part to every peer, beside the warps that multiply. Where parts stand below each other the
+kernel is an all-gather with other addresses: ``tiles.gather_matmul``.
 """
 
 from __future__ import annotations
@@ -21,37 +23,64 @@ from tileweave.sim.tiles import SEVERAL, Kernel, KernelRun
 
 
 def exchange_matmul(
-    schedule: TileSchedule, parts: Parts, config: MatmulConfig, costs: Costs, cluster: Cluster, graph: bool, itemsize: int = 2,
+    schedule: TileSchedule,
+    parts: Parts,
+    config: MatmulConfig,
+    costs: Costs,
+    cluster: Cluster,
+    graph: bool,
+    itemsize: int = 2,
     record: bool = False,
-) -> KernelRun:  # fmt: skip
-    """The kernel with ``parts.side_by_side``; ``schedule`` and ``parts`` as ``config.exchange_schedule_for`` makes them."""
+) -> KernelRun:
+    """The kernel with ``parts.side_by_side``; ``schedule`` and ``parts`` as
+    ``config.exchange_schedule_for`` makes them."""
     kernel = _Exchange(schedule, parts, config, costs, cluster, itemsize, record)
     return kernel.run(costs.c.fused_launch if graph else costs.c.fused_eager, [])
 
 
 class _Exchange(Kernel):
     def __init__(
-        self, schedule: TileSchedule, parts: Parts, config: MatmulConfig, costs: Costs, cluster: Cluster, itemsize: int,
+        self,
+        schedule: TileSchedule,
+        parts: Parts,
+        config: MatmulConfig,
+        costs: Costs,
+        cluster: Cluster,
+        itemsize: int,
         record: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.by_engine = config.transport == "copy_engine"
         m, n, k = schedule.rows, schedule.cols, schedule.depth
         fraction = costs.c.copy_fraction if self.by_engine else costs.c.push_fraction
-        super().__init__(schedule, costs, cluster, fraction, itemsize, (m * k + n * k + m * n) * itemsize, record)
+        super().__init__(
+            schedule, costs, cluster, fraction, itemsize, (m * k + n * k + m * n) * itemsize, record
+        )
         self.config, self.sent = config, parts
-        self.arrived = {(step, chunk): self.env.event() for step in range(1, parts.world_size) for chunk in range(parts.chunks)}
+        self.arrived = {
+            (step, chunk): self.env.event()
+            for step in range(1, parts.world_size)
+            for chunk in range(parts.chunks)
+        }
         self.slices_left = config.num_slices
 
     def run(self, launch: float, processes: list[simpy.Process]) -> KernelRun:
         if self.by_engine:
             processes.append(self.env.process(self._engine()))
         else:
-            processes += [self.env.process(self._produce(program)) for program in range(self.config.num_producers)]
-        processes += [self.env.process(self._program(program, units)) for program, units in self.work.items() if units]
+            processes += [
+                self.env.process(self._produce(program))
+                for program in range(self.config.num_producers)
+            ]
+        processes += [
+            self.env.process(self._program(program, units))
+            for program, units in self.work.items()
+            if units
+        ]
         return super().run(launch, processes)
 
     def _engine(self) -> Generator[simpy.Event, Any, None]:
-        """Chunk after chunk, to all peers in turn; what leaves for the rank ``step`` further comes from as far behind."""
+        """Chunk after chunk, to all peers in turn; what leaves for the rank ``step`` further comes
+        from as far behind."""
         rows, width = self.schedule.rows, self.sent.depth * self.itemsize
         for chunk, step in product(range(self.sent.chunks), self._steps()):
             begin, first = self.env.now, chunk * self.sent.chunk_rows

@@ -1,11 +1,14 @@
-"""Fused expert operators tile by tile, by the maps of ``planning/schedules/grouped.py`` and ``planning/combine.py``.
+"""Fused expert operators tile by tile, by the maps of ``planning/schedules/grouped.py`` and
+``planning/combine.py``.
 
-*dispatch*: own tokens leave for every rank that has an expert of theirs, in the order of the receiver's experts, a block of
-them at a time; tiles go expert by expert and wait for the block of theirs. *combine*: tiles go column chunk by column chunk;
-when a chunk is done on a rank, its rows are summed token by token and sent to the tokens' ranks, which add what they get.
+*dispatch*: own tokens leave for every rank that has an expert of theirs, in the order of the
+receiver's experts, a block of them at a time; tiles go expert by expert and wait for the block of
+theirs. *combine*: tiles go column chunk by column chunk; when a chunk is done on a rank, its rows
+are summed token by token and sent to the tokens' ranks, which add what they get.
 
-Routing is drawn even and at random: each token to ``topk`` of all experts. One rank is simulated, the busiest of them by the
-expectation of the largest of R draws; within it rows lie evenly on the experts that have any.
+Routing is drawn even and at random: each token to ``topk`` of all experts. One rank is simulated,
+the busiest of them by the expectation of the largest of R draws; within it rows lie evenly on the
+experts that have any.
 """
 
 from __future__ import annotations
@@ -19,7 +22,12 @@ import simpy
 
 from tileweave.planning.combine import CombineConfig, CombineCut
 from tileweave.planning.schedules.gather import cdiv
-from tileweave.planning.schedules.grouped import DispatchConfig, GroupedProblem, dispatch_counts, walk
+from tileweave.planning.schedules.grouped import (
+    DispatchConfig,
+    GroupedProblem,
+    dispatch_counts,
+    walk,
+)
 from tileweave.sim.costs import Costs
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import Flow, Links, inside_hops, view
@@ -41,12 +49,24 @@ class Routing:
         return self.p.experts * self.p.world_size
 
     def rows(self) -> int:
-        """Rows of the busiest rank: the mean, and the expected largest of R draws over it; or ``skew`` times the mean."""
+        """Rows of the busiest rank: the mean, and the expected largest of R draws over it; or
+        ``skew`` times the mean."""
         p = self.p
         mean = float(p.max_tokens * p.topk)
         share = 1.0 / p.world_size
-        drawn = mean * p.world_size * share * (1.0 - share) * (1.0 - (p.topk - 1) / max(self.everywhere - 1, 1))
-        largest = NormalDist().inv_cdf((p.world_size - 0.375) / (p.world_size + 0.25)) if p.world_size > 1 else 0.0  # Blom
+        drawn = (
+            mean
+            * p.world_size
+            * share
+            * (1.0 - share)
+            * (1.0 - (p.topk - 1) / max(self.everywhere - 1, 1))
+        )
+        # Blom
+        largest = (
+            NormalDist().inv_cdf((p.world_size - 0.375) / (p.world_size + 0.25))
+            if p.world_size > 1
+            else 0.0
+        )
         return max(round(max(mean + largest * drawn**0.5, mean * self.skew)), 1)
 
     def offsets(self) -> list[int]:
@@ -64,21 +84,34 @@ class Routing:
 
 
 class _Grouped:
-    """Programs, tiles and links of both; a tile's main loop waits for memory as the other fused kernels' do."""
+    """Programs, tiles and links of both; a tile's main loop waits for memory as the other fused
+    kernels' do."""
 
     def __init__(
-        self, p: GroupedProblem, config: DispatchConfig | CombineConfig, skew: float, programs: int, costs: Costs,
+        self,
+        p: GroupedProblem,
+        config: DispatchConfig | CombineConfig,
+        skew: float,
+        programs: int,
+        costs: Costs,
         cluster: Cluster,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.env = simpy.Environment()
-        self.p, self.costs, self.c, self.cluster, self.programs = p, costs, costs.c, cluster, programs
+        self.p, self.costs, self.c, self.cluster, self.programs = (
+            p,
+            costs,
+            costs.c,
+            cluster,
+            programs,
+        )
         self.routing = Routing(p, skew)
         self.offsets = self.routing.offsets()
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.tiles = list(walk(self.offsets, p.cols, config.tile_m, config.tile_n, config.group_m))
         rows, hit = self.offsets[-1], len(self.offsets) - 1
         nbytes = float(rows * p.depth + hit * p.cols * p.depth + rows * p.cols) * p.itemsize
-        self.tile_bytes = nbytes / len(self.tiles)  # from memory; the rest of a tile's operands is in L2 by then
+        # from memory; the rest of a tile's operands is in L2 by then
+        self.tile_bytes = nbytes / len(self.tiles)
         self.area = self.tile_m * self.tile_n / _TILE_AREA
         self.view = view(cluster, costs.c.push_fraction)
         self.links = Links(self.env, self.view.capacities)
@@ -86,17 +119,22 @@ class _Grouped:
     def tile(self, turn: int) -> simpy.Event:
         """A program's tile number ``turn``: the memory's rate is for those who have one then."""
         active = min(self.programs, len(self.tiles) - turn * self.programs)
-        most = self.costs.fused_feed / self.cluster.device.num_sms  # what L2 gives one; rings of weights are deep enough for it
+        # what L2 gives one; rings of weights are deep enough for it
+        most = self.costs.fused_feed / self.cluster.device.num_sms
         memory = self.tile_bytes / min(self.costs.memory_rate / active, most)
         rate = self.c.grouped_rate
-        one = self.costs.fused_block(self.tile_m, self.tile_n, self.p.depth, active, self.p.itemsize, memory, rate)
+        one = self.costs.fused_block(
+            self.tile_m, self.tile_n, self.p.depth, active, self.p.itemsize, memory, rate
+        )
         return self.env.timeout(one + self.c.fused_tile * self.area)
 
     def push(self, nbytes: float) -> simpy.Event:
         """``nbytes`` to each peer."""
         distances = range(1, self.p.world_size)
         loads = [self.view.loads(inside_hops(self.cluster, distance)) for distance in distances]
-        return self.links.send([Flow(nbytes, load, self.c.push_latency + self.c.signal) for load in loads])
+        return self.links.send(
+            [Flow(nbytes, load, self.c.push_latency + self.c.signal) for load in loads]
+        )
 
     def moved(self, nbytes: float) -> simpy.Event:
         """Memory traffic of all programs together."""
@@ -106,21 +144,36 @@ class _Grouped:
         self.env.run(self.env.all_of(processes))
         launch = self.c.fused_launch if graph else self.c.fused_eager
         inner = float(self.env.now)
-        multiply = 2.0 * self.offsets[-1] * self.p.cols * self.p.depth / (self.costs.flops * self.c.grouped_rate)
+        multiply = (
+            2.0
+            * self.offsets[-1]
+            * self.p.cols
+            * self.p.depth
+            / (self.costs.flops * self.c.grouped_rate)
+        )
         return launch + self.costs.throttled(inner, min(multiply / inner, 1.0))
 
 
 def dispatch_matmul(
-    p: GroupedProblem, config: DispatchConfig, costs: Costs, cluster: Cluster, graph: bool, skew: float = 1.0
+    p: GroupedProblem,
+    config: DispatchConfig,
+    costs: Costs,
+    cluster: Cluster,
+    graph: bool,
+    skew: float = 1.0,
 ) -> float:
     """Seconds of dispatch_grouped_matmul on the busiest rank; its routing plan is made before."""
     return _Dispatch(p, config, costs, cluster, skew).seconds(graph)
 
 
 class _Dispatch(_Grouped):
-    def __init__(self, p: GroupedProblem, config: DispatchConfig, costs: Costs, cluster: Cluster, skew: float) -> None:
+    def __init__(
+        self, p: GroupedProblem, config: DispatchConfig, costs: Costs, cluster: Cluster, skew: float
+    ) -> None:
         bound = Routing(p, skew).rows()
-        programs, _, self.per_block, _ = dispatch_counts(config, p.experts, p.cols, bound, cluster.device.num_sms, MOST_SIGNALS)
+        programs, _, self.per_block, _ = dispatch_counts(
+            config, p.experts, p.cols, bound, cluster.device.num_sms, MOST_SIGNALS
+        )
         super().__init__(p, config, skew, programs, costs, cluster)
         self.arrived = [self.env.event() for _ in range(cdiv(p.experts, self.per_block))]
 
@@ -129,7 +182,8 @@ class _Dispatch(_Grouped):
         return self.run(graph, [self.env.process(self._pushes()), *programs])
 
     def _pushes(self) -> Generator[simpy.Event, Any, None]:
-        """Tokens by the lowest expert that they have there; a signal behind each block of experts."""
+        """Tokens by the lowest expert that they have there; a signal behind each block of
+        experts."""
         p, sent = self.p, 0.0
         for block, event in enumerate(self.arrived):
             share = self.routing.reached(min((block + 1) * self.per_block, p.experts))
@@ -146,22 +200,33 @@ class _Dispatch(_Grouped):
 
 
 def matmul_combine(
-    p: GroupedProblem, config: CombineConfig, costs: Costs, cluster: Cluster, graph: bool, skew: float = 1.0
+    p: GroupedProblem,
+    config: CombineConfig,
+    costs: Costs,
+    cluster: Cluster,
+    graph: bool,
+    skew: float = 1.0,
 ) -> float:
     """Seconds of grouped_matmul_combine on the busiest rank."""
     return _Combine(p, config, costs, cluster, skew).seconds(graph)
 
 
 class _Combine(_Grouped):
-    def __init__(self, p: GroupedProblem, config: CombineConfig, costs: Costs, cluster: Cluster, skew: float) -> None:
-        super().__init__(p, config, skew, cluster.device.num_sms * config.programs_per_sm, costs, cluster)
+    def __init__(
+        self, p: GroupedProblem, config: CombineConfig, costs: Costs, cluster: Cluster, skew: float
+    ) -> None:
+        super().__init__(
+            p, config, skew, cluster.device.num_sms * config.programs_per_sm, costs, cluster
+        )
         self.cut = CombineCut.of(p, config)
-        by_chunk = sorted(self.tiles, key=lambda tile: tile[3] // self.cut.chunk_cols)  # within one, expert by expert
+        # within one, expert by expert
+        by_chunk = sorted(self.tiles, key=lambda tile: tile[3] // self.cut.chunk_cols)
         self.chunk_of = [tile[3] // self.cut.chunk_cols for tile in by_chunk]
         self.missing = [self.chunk_of.count(chunk) for chunk in range(self.cut.chunks)]
         sms, c = cluster.device.num_sms, config
         self.workers = (c.num_reduce, c.num_finish) if c.kernel == "triton" else (sms, sms)
-        # Blocks of one rank and chunk; a ticket of the Hopper kernel has all columns of a chunk, and is a step for each 1024.
+        # Blocks of one rank and chunk; a ticket of the Hopper kernel has all columns of a chunk,
+        # and is a step for each 1024.
         step_cols = c.block_cols if c.kernel == "triton" else 1024
         self.blocks = self.cut.blocks * cdiv(self.cut.chunk_cols * self.tile_n, step_cols)
         self.made = [self.env.event() for _ in range(self.cut.chunks)]
@@ -178,18 +243,24 @@ class _Combine(_Grouped):
                 self.made[chunk].succeed()
 
     def _steps(self, workers: int, ranks: int) -> simpy.Event:
-        """The blocks of so many ranks' tokens, one after another in each of the programs that take them."""
+        """The blocks of so many ranks' tokens, one after another in each of the programs that take
+        them."""
         return self.env.timeout(cdiv(self.blocks * ranks, workers) * self.c.grouped_step)
 
     def _sums(self) -> Generator[simpy.Event, Any, None]:
-        """Chunk by chunk: rows of a token are gathered and added, one partial leaves for its rank; what came is added there."""
+        """Chunk by chunk: rows of a token are gathered and added, one partial leaves for its rank;
+        what came is added there."""
         p = self.p
-        here = p.max_tokens * self.routing.reached(p.experts)  # tokens of one rank that have an expert of another
+        # tokens of one rank that have an expert of another
+        here = p.max_tokens * self.routing.reached(p.experts)
         for chunk, made in enumerate(self.made):
             yield made
             first = chunk * self.cut.chunk_cols * self.tile_n
-            nbytes = float(min(self.cut.chunk_cols * self.tile_n, p.cols - first) * p.itemsize)  # of a row
+            # of a row
+            nbytes = float(min(self.cut.chunk_cols * self.tile_n, p.cols - first) * p.itemsize)
             steps = self._steps(self.workers[0], p.world_size)
-            yield self.env.all_of([steps, self.push(here * nbytes), self.moved(self.offsets[-1] * nbytes)])
+            yield self.env.all_of(
+                [steps, self.push(here * nbytes), self.moved(self.offsets[-1] * nbytes)]
+            )
             added = self.moved((2.0 * here * (p.world_size - 1) + p.max_tokens) * nbytes)
             yield self.env.all_of([self._steps(self.workers[1], 1), added])

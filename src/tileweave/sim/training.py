@@ -1,8 +1,10 @@
-"""Megatron-style training: data x pipeline x tensor parallel, 1F1B, sequence parallel (arXiv 2104.04473, 2205.05198).
+"""Megatron-style training: data x pipeline x tensor parallel, 1F1B, sequence parallel (arXiv
+2104.04473, 2205.05198).
 
-One rank a pipeline stage is simulated; it stands for all tensor and data parallel ranks of that stage, which do the same at the
-same time. A stage's forward or backward of one micro-batch is one task whose parts are the operators; messages between
-stages, and the gradients' reduction over data parallel ranks, share the NICs.
+One rank a pipeline stage is simulated; it stands for all tensor and data parallel ranks of that
+stage, which do the same at the same time. A stage's forward or backward of one micro-batch is one
+task whose parts are the operators; messages between stages, and the gradients' reduction over data
+parallel ranks, share the NICs.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from tileweave.sim.transformer import Layer, Model, known_model, model_reader
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """tp, pp, dp : degrees (dp 0: all GPUs that are left). global_batch : samples a step. micro_batch : samples at once.
+    """tp, pp, dp : degrees (dp 0: all GPUs that are left). global_batch : samples a step.
+    micro_batch : samples at once.
 
-    seq : tokens of a sample (0: the model's). recompute : a second forward in front of each backward. overlap_gradients :
-    reduce gradients layer by layer during the last micro-batch's backward.
+    seq : tokens of a sample (0: the model's). recompute : a second forward in front of each
+        backward. overlap_gradients : reduce gradients layer by layer during the last micro-batch's
+        backward.
     """
 
     model: Model
@@ -45,11 +49,16 @@ class Training:
 
 
 FIELDS: dict[str, tuple[Reader, Any]] = {
-    "model": (model_reader, REQUIRED), "tp": (integer(1, 64), 8), "pp": (integer(1, 1024), 1), "dp": (integer(0, 65536), 0),
+    "model": (model_reader, REQUIRED),
+    "tp": (integer(1, 64), 8),
+    "pp": (integer(1, 1024), 1),
+    "dp": (integer(0, 65536), 0),
     "global_batch": (integer(0, 1_000_000, "samples (0: 8 micro-batches a stage)"), 0),
-    "micro_batch": (integer(1, 1024), 1), "seq": (integer(0, 1 << 24, "tokens (0: the model's own)"), 0),
-    "recompute": (choice(("none", "full")), "none"), "overlap_gradients": (flag, True),
-}  # fmt: skip
+    "micro_batch": (integer(1, 1024), 1),
+    "seq": (integer(0, 1 << 24, "tokens (0: the model's own)"), 0),
+    "recompute": (choice(("none", "full")), "none"),
+    "overlap_gradients": (flag, True),
+}
 
 
 def by_name(model: str, **fields: Any) -> Training:
@@ -69,14 +78,34 @@ class _Plan:
 def plan(training: Training, cluster: Cluster) -> _Plan:
     """Check that the degrees fit; what is left over is data parallel."""
     t, world = training, cluster.world_size
-    require(t.tp <= cluster.gpus_per_node, f"tp {t.tp}", f"at most the {cluster.gpus_per_node} GPUs of a node", "lower tp")
     require(
-        cluster.gpus_per_node % t.tp == 0, f"tp {t.tp}", f"a divisor of the {cluster.gpus_per_node} GPUs of a node", "change tp"
+        t.tp <= cluster.gpus_per_node,
+        f"tp {t.tp}",
+        f"at most the {cluster.gpus_per_node} GPUs of a node",
+        "lower tp",
     )
-    require(world % (t.tp * t.pp) == 0, f"tp {t.tp} x pp {t.pp} on {world} GPUs", "a divisor of the GPUs", "change tp or pp")
+    require(
+        cluster.gpus_per_node % t.tp == 0,
+        f"tp {t.tp}",
+        f"a divisor of the {cluster.gpus_per_node} GPUs of a node",
+        "change tp",
+    )
+    require(
+        world % (t.tp * t.pp) == 0,
+        f"tp {t.tp} x pp {t.pp} on {world} GPUs",
+        "a divisor of the GPUs",
+        "change tp or pp",
+    )
     dp = t.dp or world // (t.tp * t.pp)
-    require(t.tp * t.pp * dp == world, f"tp {t.tp} x pp {t.pp} x dp {dp}", f"a product of {world}", "leave dp out")
-    require(t.pp <= t.model.layers, f"pp {t.pp}", f"at most the {t.model.layers} layers", "lower pp")
+    require(
+        t.tp * t.pp * dp == world,
+        f"tp {t.tp} x pp {t.pp} x dp {dp}",
+        f"a product of {world}",
+        "leave dp out",
+    )
+    require(
+        t.pp <= t.model.layers, f"pp {t.pp}", f"at most the {t.model.layers} layers", "lower pp"
+    )
     batch = t.global_batch or 8 * t.pp * dp * t.micro_batch
     require(
         batch % (dp * t.micro_batch) == 0,
@@ -84,11 +113,15 @@ def plan(training: Training, cluster: Cluster) -> _Plan:
         f"a multiple of dp x micro_batch = {dp * t.micro_batch}",
         "change it",
     )
-    layers = tuple(t.model.layers // t.pp + (stage < t.model.layers % t.pp) for stage in range(t.pp))
+    layers = tuple(
+        t.model.layers // t.pp + (stage < t.model.layers % t.pp) for stage in range(t.pp)
+    )
     return _Plan(dp, batch // dp // t.micro_batch, layers)
 
 
-def simulate(training: Training, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any = None) -> Timeline:
+def simulate(
+    training: Training, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any = None
+) -> Timeline:
     """One optimiser step."""
     return _Builder(training, cluster, ops, mode, fuse).build()
 
@@ -100,17 +133,27 @@ def samples(training: Training, cluster: Cluster) -> int:
 
 
 class _Builder:
-    def __init__(self, training: Training, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any) -> None:
+    def __init__(
+        self, training: Training, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any
+    ) -> None:
         self.t, self.cluster, self.ops, self.mode = training, cluster, ops, mode
         self.plan = plan(training, cluster)
-        self.step = Step(f"{training.model.name}, tp {training.tp}, pp {training.pp}, dp {self.plan.dp}: {mode}")
+        self.step = Step(
+            f"{training.model.name}, tp {training.tp}, pp {training.pp}, dp {self.plan.dp}: {mode}"
+        )
         self.layer = Layer(training.model, ops, training.tp, mode, fuse)
         self.protocol = bulk(ops.c)
         self.seen: View = view(cluster, self.protocol.fraction)
         rows = training.micro_batch * training.tokens
-        self.forward, self.backward = self.layer.forward(rows, training.tokens), self.layer.backward(rows, training.tokens)
+        self.forward, self.backward = (
+            self.layer.forward(rows, training.tokens),
+            self.layer.backward(rows, training.tokens),
+        )
         head = self.layer.column("head", rows, self.layer.words, training.model.hidden, "head")
-        self.head = ([head], [*self.layer._column_backward("head", rows, self.layer.words, training.model.hidden)])
+        self.head = (
+            [head],
+            [*self.layer._column_backward("head", rows, self.layer.words, training.model.hidden)],
+        )
         self.message = rows * training.model.hidden * 2.0 / training.tp
         self.sent: dict[tuple[str, int, int], int] = {}
 
@@ -118,12 +161,20 @@ class _Builder:
         for stage in range(self.t.pp):
             first = stage * self.cluster.world_size // self.t.pp
             name = f"stage {stage}, ranks {first} to {first + self.cluster.world_size // self.t.pp - 1}"
-            self.step.representative(stage, self.cluster.world_size // self.t.pp, name, self.seen.capacities)
-        orders = [list(one_f_one_b(stage, self.t.pp, self.plan.micro_batches)) for stage in range(self.t.pp)]
+            self.step.representative(
+                stage, self.cluster.world_size // self.t.pp, name, self.seen.capacities
+            )
+        orders = [
+            list(one_f_one_b(stage, self.t.pp, self.plan.micro_batches))
+            for stage in range(self.t.pp)
+        ]
         position = [0] * self.t.pp
-        while any(position[s] < len(orders[s]) for s in range(self.t.pp)):  # add tasks when what they wait for is known
+        # add tasks when what they wait for is known
+        while any(position[s] < len(orders[s]) for s in range(self.t.pp)):
             for stage in range(self.t.pp):
-                while position[stage] < len(orders[stage]) and self._try(stage, *orders[stage][position[stage]]):
+                while position[stage] < len(orders[stage]) and self._try(
+                    stage, *orders[stage][position[stage]]
+                ):
                     position[stage] += 1
         for stage in range(self.t.pp):
             self._update(stage)
@@ -164,18 +215,24 @@ class _Builder:
         bounds = [len(parts) * i // pieces for i in range(pieces + 1)]
         number = -1
         for i in range(pieces):
-            number = self.step.add(stage, "compute", f"backward, last, {i}", parts[bounds[i] : bounds[i + 1]], needs)
+            number = self.step.add(
+                stage, "compute", f"backward, last, {i}", parts[bounds[i] : bounds[i + 1]], needs
+            )
             needs = []
             self._gradients(stage, self.plan.layers[stage] / pieces, [number])
         return number
 
     def _gradients(self, stage: int, layers: float, needs: list[int]) -> None:
-        """Reduce-scatter of bf16 gradients and all-gather of parameters over the data parallel ranks."""
+        """Reduce-scatter of bf16 gradients and all-gather of parameters over the data parallel
+        ranks."""
         if self.plan.dp == 1:
             return
         nbytes = 2.0 * layers * self.t.model.layer_parameters / self.t.tp
-        group = group_of(self.cluster, self.plan.dp, self.t.tp)  # ranks: tensor, then data, then pipeline
-        make: Callable[[], Any] = lambda: on_links(phases("all_reduce", nbytes, group, self.seen, self.protocol), stage)  # noqa: E731
+        # ranks: tensor, then data, then pipeline
+        group = group_of(self.cluster, self.plan.dp, self.t.tp)
+        make: Callable[[], Any] = lambda: on_links(  # noqa: E731
+            phases("all_reduce", nbytes, group, self.seen, self.protocol), stage
+        )
         part = Part("gradients", "gradients", 0.0, 0.0, "all_reduce", nbytes, self.plan.dp, "dp")
         self.step.add(stage, "comm", "all-reduce of gradients", [part], needs, "comm", make)
 
@@ -184,19 +241,38 @@ class _Builder:
             return
         per_stage = self.cluster.world_size // self.t.pp
         first, other = stage * per_stage, target * per_stage
-        make = lambda: between(message(self.seen, self.message, first, other, self.protocol.latency), stage, target)  # noqa: E731
+        make = lambda: between(  # noqa: E731
+            message(self.seen, self.message, first, other, self.protocol.latency), stage, target
+        )
         part = Part(f"send {what}", "pipeline", 0.0, 0.0, "send", self.message, 2, "pp")
         self.sent[what, stage, micro] = self.step.add(
-            stage, "to next" if what == "F" else "to previous", f"send {what} {micro}", [part], [after], "comm",
-            make, target,
-        )  # fmt: skip
+            stage,
+            "to next" if what == "F" else "to previous",
+            f"send {what} {micro}",
+            [part],
+            [after],
+            "comm",
+            make,
+            target,
+        )
 
     def _update(self, stage: int) -> None:
-        """The optimiser: sharded over data parallel ranks, 26 bytes a parameter (fp32 moments and master read and written)."""
-        needs = [task.number for task in self.step.tasks if task.rank == stage and task.name == "all-reduce of gradients"]
+        """The optimiser: sharded over data parallel ranks, 26 bytes a parameter (fp32 moments and
+        master read and written)."""
+        needs = [
+            task.number
+            for task in self.step.tasks
+            if task.rank == stage and task.name == "all-reduce of gradients"
+        ]
         parameters = self.plan.layers[stage] * self.t.model.layer_parameters / self.t.tp
         seconds = self.ops.costs.stream(26.0 * parameters / self.plan.dp)
-        self.step.add(stage, "compute", "optimiser", [Part("optimiser", "optimiser", seconds, compute=seconds)], needs)
+        self.step.add(
+            stage,
+            "compute",
+            "optimiser",
+            [Part("optimiser", "optimiser", seconds, compute=seconds)],
+            needs,
+        )
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[tuple[str, int]]:

@@ -1,7 +1,7 @@
 """The operators of a transformer layer, by mode: what training and serving share.
 
-Column-parallel matmuls gather their rows first, row-parallel ones scatter their results (sequence parallel, arXiv 2205.05198)
-or all-reduce them. M = rows of all ranks of the tensor-parallel group.
+Column-parallel matmuls gather their rows first, row-parallel ones scatter their results (sequence
+parallel, arXiv 2205.05198) or all-reduce them. M = rows of all ranks of the tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -73,23 +73,42 @@ class Model:
         return self.layers * self.layer_parameters + 2 * self.vocab * self.hidden
 
 
-def require_heads(hidden: int, heads: int, kv_heads: int, remedy: str = "change one of both") -> None:
+def require_heads(
+    hidden: int, heads: int, kv_heads: int, remedy: str = "change one of both"
+) -> None:
     """Refuse sizes of attention that no model can have."""
-    require(hidden % heads == 0, f"hidden {hidden} with {heads} heads", "a multiple of the heads", remedy)
-    require(heads % kv_heads == 0, f"kv_heads {kv_heads}", f"a divisor of the {heads} heads", "change one of both")
+    require(
+        hidden % heads == 0,
+        f"hidden {hidden} with {heads} heads",
+        "a multiple of the heads",
+        remedy,
+    )
+    require(
+        heads % kv_heads == 0,
+        f"kv_heads {kv_heads}",
+        f"a divisor of the {heads} heads",
+        "change one of both",
+    )
 
 
 _SIZE = integer(1, 10_000_000)
 FIELDS: dict[str, tuple[Reader, Any]] = {
-    "layers": (_SIZE, REQUIRED), "hidden": (_SIZE, REQUIRED), "ffn": (_SIZE, REQUIRED), "heads": (_SIZE, REQUIRED),
-    "kv_heads": (_SIZE, REQUIRED), "vocab": (_SIZE, REQUIRED), "gated": (flag, True), "seq": (_SIZE, 4096),
+    "layers": (_SIZE, REQUIRED),
+    "hidden": (_SIZE, REQUIRED),
+    "ffn": (_SIZE, REQUIRED),
+    "heads": (_SIZE, REQUIRED),
+    "kv_heads": (_SIZE, REQUIRED),
+    "vocab": (_SIZE, REQUIRED),
+    "gated": (flag, True),
+    "seq": (_SIZE, 4096),
     "source": (text, "own"),
-}  # fmt: skip
+}
 
 
 @cache
 def catalogue(kind: str) -> dict[str, Spot]:
-    """The published shapes of ``data/models.yaml`` of one kind (transformers, moe, dlrm), unread."""
+    """The published shapes of ``data/models.yaml`` of one kind (transformers, moe, dlrm),
+    unread."""
     data = (resources.files("tileweave.sim") / "data" / "models.yaml").read_text("utf-8")
     whole = mapping_of(lambda spot: spot)(parse_document(data, "models.yaml"))
     return mapping_of(lambda spot: spot)(whole[kind])
@@ -99,33 +118,49 @@ def model_reader(spot: Spot) -> Model:
     """A published model's name, or a mapping with its sizes."""
     known = catalogue("transformers")
     return either(
-        lambda s: known_model(choice(tuple(known))(s)), Record(FIELDS, lambda **fields: Model(name="own model", **fields))
+        lambda s: known_model(choice(tuple(known))(s)),
+        Record(FIELDS, lambda **fields: Model(name="own model", **fields)),
     )(spot)
 
 
 def known_model(name: str) -> Model:
     """A published model by name."""
-    return Record(FIELDS, lambda **fields: Model(name=name, **fields))(catalogue("transformers")[name])
+    return Record(FIELDS, lambda **fields: Model(name=name, **fields))(
+        catalogue("transformers")[name]
+    )
 
 
 class Layer:
-    """Times of one layer's operators as :class:`Part` objects, for one mode and one tensor-parallel degree.
+    """Times of one layer's operators as :class:`Part` objects, for one mode and one tensor-parallel
+    degree.
 
-    fuse : names of the operators that may be fused (None: all). ``replans``: whether a layer may be laid out otherwise than
-    unfused, for the sake of fused operators.
+    fuse : names of the operators that may be fused (None: all). ``replans``: whether a layer may be
+        laid out otherwise than unfused, for the sake of fused operators.
     """
 
-    def __init__(self, model: Model, ops: Operators, tp: int, mode: Mode, fuse: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, model: Model, ops: Operators, tp: int, mode: Mode, fuse: Iterable[str] | None = None
+    ) -> None:
         require(
-            model.heads % tp == 0 and model.ffn % tp == 0, f"tp {tp} of {model.name}",
-            f"a divisor of its {model.heads} heads and {model.ffn} columns", "change tp",
-        )  # fmt: skip
+            model.heads % tp == 0 and model.ffn % tp == 0,
+            f"tp {tp} of {model.name}",
+            f"a divisor of its {model.heads} heads and {model.ffn} columns",
+            "change tp",
+        )
         self.model, self.ops, self.tp, self.mode = model, ops, tp, mode
         self.words = cdiv(model.vocab, tp) * tp  # the vocabulary, padded to what ranks share
         self.fuse = None if fuse is None else set(fuse)
         self.replans = mode == "bound" or (mode == "fused" and tp in (1, *FUSED_WORLD_SIZES))
 
-    def part(self, name: str, phase: str, time: OpTime, op: str = "", collective: str = "", nbytes: float = 0.0) -> Part:
+    def part(
+        self,
+        name: str,
+        phase: str,
+        time: OpTime,
+        op: str = "",
+        collective: str = "",
+        nbytes: float = 0.0,
+    ) -> Part:
         """An operator as a part: what exceeds its computation alone is exposed communication."""
         seconds = time.of(self.mode, self.fuse is None or op in self.fuse)
         exposed = max(seconds - time.compute, 0.0) if collective else 0.0
@@ -141,7 +176,15 @@ class Layer:
         time = self.ops.all_gather_matmul(self.tp, m, cols // self.tp, depth)
         return self.part(name, phase, time, "all_gather_matmul", "all_gather", m * depth * 2.0)
 
-    def row(self, name: str, m: int, cols: int, depth: int, reduce: str = "reduce_scatter", phase: str = "matmul") -> Part:
+    def row(
+        self,
+        name: str,
+        m: int,
+        cols: int,
+        depth: int,
+        reduce: str = "reduce_scatter",
+        phase: str = "matmul",
+    ) -> Part:
         """Multiply this rank's part of the depth, sum over ranks."""
         if self.tp == 1:
             return self.part(name, phase, self.ops.matmul(m, cols, depth))
@@ -150,11 +193,15 @@ class Layer:
 
     def norm(self, rows: float) -> Part:
         """Normalise and add the residual: three reads or writes of the rows."""
-        return self.plain("norm", "elementwise", self.ops.costs.stream(3 * rows * self.model.hidden * 2.0))
+        return self.plain(
+            "norm", "elementwise", self.ops.costs.stream(3 * rows * self.model.hidden * 2.0)
+        )
 
     def activation(self, m: int) -> Part:
         return self.plain(
-            "activation", "elementwise", self.ops.costs.stream(m * (self.model.up + self.model.ffn) / self.tp * 2.0)
+            "activation",
+            "elementwise",
+            self.ops.costs.stream(m * (self.model.up + self.model.ffn) / self.tp * 2.0),
         )
 
     def attention(self, m: int, seq: int, factor: float = 1.0) -> Part:
@@ -183,8 +230,9 @@ class Layer:
         return self.part(name, phase, self.ops.matmul(m, max(cols // self.tp, 1), depth))
 
     def backward(self, m: int, seq: int) -> list[Part]:
-        """One layer backwards, sequence parallel. Unfused as Megatron runs it: the gather of x hides behind dgrad, the
-        reduce-scatter of its result behind wgrad; the gather of dy in front of row-parallel layers is exposed."""
+        """One layer backwards, sequence parallel. Unfused as Megatron runs it: the gather of x
+        hides behind dgrad, the reduce-scatter of its result behind wgrad; the gather of dy in front
+        of row-parallel layers is exposed."""
         model = self.model
         return [
             *self._row_backward("fc2", m, model.hidden, model.ffn),
@@ -218,4 +266,16 @@ class Layer:
             pair = min(pair, fused.of(self.mode) + ops.at_best(wgrad.unfused, gather))
         compute = fused.compute + wgrad.unfused
         exposed = max(pair - compute, 0.0)
-        return [Part(f"{name} backward", "matmul", pair, exposed, "reduce_scatter", m * depth * 2.0, self.tp, "tp", compute)]
+        return [
+            Part(
+                f"{name} backward",
+                "matmul",
+                pair,
+                exposed,
+                "reduce_scatter",
+                m * depth * 2.0,
+                self.tp,
+                "tp",
+                compute,
+            )
+        ]

@@ -1,4 +1,5 @@
-"""How far the model can be trusted: error of every measured cell, fitted and held out apart, and trends of published tables."""
+"""How far the model can be trusted: error of every measured cell, fitted and held out apart, and
+trends of published tables."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ GOOD_MEAN, GOOD_WORST = 0.08, 0.20
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A cell and its prediction, seconds. ``side``: fit, held out, input (links alone) or outside (not claimed)."""
+    """A cell and its prediction, seconds. ``side``: fit, held out, input (links alone) or outside
+    (not claimed)."""
 
     cell: Cell
     predicted: float
@@ -33,7 +35,8 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Errors of one group: geometric mean of the factor by which predictions are off, less one, and the worst."""
+    """Errors of one group: geometric mean of the factor by which predictions are off, less one, and
+    the worst."""
 
     name: str
     count: int
@@ -45,7 +48,8 @@ class Summary:
 def judge(
     cells: Iterable[Cell], calibration: Calibration | None = None, device: str = "h200"
 ) -> tuple[list[Judged], list[Cell]]:
-    """Every cell, measured on ``device``, that the model knows, judged; and those it has no model for."""
+    """Every cell, measured on ``device``, that the model knows, judged; and those it has no model
+    for."""
     predictor = Predictor(calibration or load_calibration(), device)
     found, unknown = [], []
     for cell in cells:
@@ -53,7 +57,15 @@ def judge(
         if predicted is None:
             unknown.append(cell)
             continue
-        side = "input" if cell.primitive else "outside" if not cell.in_domain else "held out" if cell.held_out else "fit"
+        side = (
+            "input"
+            if cell.primitive
+            else "outside"
+            if not cell.in_domain
+            else "held out"
+            if cell.held_out
+            else "fit"
+        )
         found.append(Judged(cell, predicted, side))
     return found, unknown
 
@@ -72,15 +84,23 @@ def summarise(judged: Sequence[Judged], side: str) -> list[Summary]:
 def _summary(name: str, members: Sequence[Judged]) -> Summary:
     worst = max(members, key=lambda one: abs(math.log(1.0 + one.error)))
     mean = math.exp(sum(abs(math.log(1.0 + one.error)) for one in members) / len(members)) - 1.0
-    return Summary(name, len(members), mean, math.exp(abs(math.log(1.0 + worst.error))) - 1.0, str(worst.cell))
+    return Summary(
+        name, len(members), mean, math.exp(abs(math.log(1.0 + worst.error))) - 1.0, str(worst.cell)
+    )
 
 
 def repeatability(cells: Sequence[Cell]) -> tuple[int, float, float]:
-    """The same quantity measured in more than one run: (pairs, geometric mean of their factor less one, worst)."""
+    """The same quantity measured in more than one run: (pairs, geometric mean of their factor less
+    one, worst)."""
     groups: dict[tuple[str, str, str, int, bool], list[float]] = defaultdict(list)
     for cell in cells:
         groups[cell.op, cell.quantity, cell.key, cell.world_size, cell.graph].append(cell.seconds)
-    logs = [abs(math.log(a / b)) for times in groups.values() for i, a in enumerate(times) for b in times[:i]]
+    logs = [
+        abs(math.log(a / b))
+        for times in groups.values()
+        for i, a in enumerate(times)
+        for b in times[:i]
+    ]
     if not logs:
         return 0, math.nan, math.nan
     return len(logs), math.exp(sum(logs) / len(logs)) - 1.0, math.exp(max(logs)) - 1.0
@@ -111,13 +131,18 @@ class Published:
 _FLUX = "FLUX, arXiv 2406.06858, section 5.1: E_overlap, TP 8, GPT-3 shapes"
 _SC24 = "SC24 (arXiv 2305.06942): time saved, four GPUs, average and best; its shapes are not public, ours stand in"
 _FLUX_RANGES = {
-    ("a100-pcie", True): (0.41, 0.57), ("a100", True): (0.36, 0.96), ("h800", True): (0.37, 0.93),
-    ("a100-pcie", False): (-0.02, 0.41), ("a100", False): (0.14, 0.88), ("h800", False): (-1.65, -0.82),
-}  # fmt: skip
+    ("a100-pcie", True): (0.41, 0.57),
+    ("a100", True): (0.36, 0.96),
+    ("h800", True): (0.37, 0.93),
+    ("a100-pcie", False): (-0.02, 0.41),
+    ("a100", False): (0.14, 0.88),
+    ("h800", False): (-1.65, -0.82),
+}
 
 
 def published(calibration: Calibration | None = None) -> list[Published]:
-    """FLUX's operator ranges and the averages of the SC24 paper, beside ours. Fused kernels as they are, no fallback."""
+    """FLUX's operator ranges and the averages of the SC24 paper, beside ours. Fused kernels as they
+    are, no fallback."""
     found = []
     for (device, large), (low, high) in _FLUX_RANGES.items():
         rows = (1024, 2048, 4096, 8192) if large else (64, 512)
@@ -127,7 +152,11 @@ def published(calibration: Calibration | None = None) -> list[Published]:
     node = replace(make_cluster("mi210"), gpus_per_node=4)
     ops, graphs = Operators(node, calibration), Operators(node, calibration, graph=True)
     pooled = [_pooled(ops, pooling) for pooling in (4, 8, 20, 40, 70)]
-    vectors = [graphs.matmul_scatter("all_reduce", 4, 1, n, k) for n in (4096, 8192) for k in (2048, 4096, 7168)]
+    vectors = [
+        graphs.matmul_scatter("all_reduce", 4, 1, n, k)
+        for n in (4096, 8192)
+        for k in (2048, 4096, 7168)
+    ]
     shapes = ((4096, 4096, 1536), (8192, 4096, 4096), (4096, 4096, 14336))
     exchanged = [ops.matmul_scatter("all_to_all", 4, m, n, k) for m, n, k in shapes]
     for what, low, high, times in (
@@ -140,7 +169,8 @@ def published(calibration: Calibration | None = None) -> list[Published]:
 
 
 def _pooled(ops: Operators, pooling: int) -> OpTime:
-    """The same lookup on both sides, this library's: what is saved is not that torch's is slower."""
+    """The same lookup on both sides, this library's: what is saved is not that torch's is
+    slower."""
     bags, row_bytes = 65536 * 8, 256.0
     time = ops.embedding_all_to_all(Group(4), bags, pooling, row_bytes)
     own = ops.costs.own_lookup(bags, bags * pooling, row_bytes)
@@ -149,7 +179,10 @@ def _pooled(ops: Operators, pooling: int) -> OpTime:
 
 def _overlaps(ops: Operators, m: int) -> Iterable[float]:
     """E_overlap of both matmuls of a GPT-3 MLP on eight ranks."""
-    gather, scatter = ops.all_gather_matmul(8, m, 6144, 12288), ops.matmul_scatter("reduce_scatter", 8, m, 12288, 6144)
+    gather, scatter = (
+        ops.all_gather_matmul(8, m, 6144, 12288),
+        ops.matmul_scatter("reduce_scatter", 8, m, 12288, 6144),
+    )
     yield _overlap(gather, ops.fused_all_gather_matmul(8, m, 6144, 12288))
     yield _overlap(scatter, ops.fused_matmul_scatter("reduce_scatter", 8, m, 12288, 6144))
 
@@ -158,5 +191,7 @@ def _overlap(time: OpTime, fused: float) -> float:
     return 1.0 - (fused - time.compute) / (time.unfused - time.compute)
 
 
-def _published(source: str, what: str, low: float, high: float, values: Sequence[float]) -> Published:
+def _published(
+    source: str, what: str, low: float, high: float, values: Sequence[float]
+) -> Published:
     return Published(source, what, low, high, min(values), sum(values) / len(values), max(values))

@@ -1,4 +1,5 @@
-"""A workload file: what runs, on what. One YAML document with ``workload``, its fields, and ``cluster``.
+"""A workload file: what runs, on what. One YAML document with ``workload``, its fields, and
+``cluster``.
 
 workload: train            # train, serve, moe or dlrm
 model: llama2-70b          # a published one, or its sizes
@@ -49,20 +50,32 @@ class Scenario:
 
 
 def read_scenario(path: Path) -> Scenario:
-    """The scenario of a YAML file; what does not fit is named with its line, its field and what is allowed."""
+    """The scenario of a YAML file; what does not fit is named with its line, its field and what is
+    allowed."""
     return scenario_of(open_document(path))
 
 
 def scenario_of(spot: Spot) -> Scenario:
     """The same from an open document."""
     if not isinstance(spot.node, yaml.MappingNode):
-        raise fail(spot, "no mapping", f"a mapping with `workload`: {', '.join(KINDS)}", "see docs/simulator.md")
-    kinds = [spot.inside("workload", node) for key, node in spot.node.value if key.value == "workload"]
+        raise fail(
+            spot,
+            "no mapping",
+            f"a mapping with `workload`: {', '.join(KINDS)}",
+            "see docs/simulator.md",
+        )
+    kinds = [
+        spot.inside("workload", node) for key, node in spot.node.value if key.value == "workload"
+    ]
     if not kinds:
         raise fail(spot, "no field 'workload'", ", ".join(KINDS), "add `workload: ...`")
     kind = choice(KINDS)(kinds[0])
     fields, make = _FIELDS[kind]
-    whole = {"workload": (choice(KINDS), REQUIRED), **fields, "cluster": (cluster_reader, make_cluster())}
+    whole = {
+        "workload": (choice(KINDS), REQUIRED),
+        **fields,
+        "cluster": (cluster_reader, make_cluster()),
+    }
     values = Record(whole)(spot)
     cluster = values.pop("cluster")
     values.pop("workload")
@@ -70,16 +83,22 @@ def scenario_of(spot: Spot) -> Scenario:
 
 
 def simulate(
-    scenario: Scenario, mode: Mode, calibration: Calibration | None = None, fuse: Iterable[str] | None = None
+    scenario: Scenario,
+    mode: Mode,
+    calibration: Calibration | None = None,
+    fuse: Iterable[str] | None = None,
 ) -> Timeline:
     """One step of a scenario in one mode."""
     return _run(scenario, mode, _operators(scenario, calibration), fuse)
 
 
 def simulate_all(
-    scenario: Scenario, calibration: Calibration | None = None, modes: Iterable[Mode] = MODES,
-    fuse: Iterable[str] | None = None, progress: Callable[[str], None] = lambda _: None,
-) -> Result:  # fmt: skip
+    scenario: Scenario,
+    calibration: Calibration | None = None,
+    modes: Iterable[Mode] = MODES,
+    fuse: Iterable[str] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Result:
     """A scenario unfused, fused and at its bound."""
     started = time.perf_counter()
     ops = _operators(scenario, calibration)
@@ -88,7 +107,14 @@ def simulate_all(
         progress(mode)
         timelines[mode] = _run(scenario, mode, ops, fuse)
     per_step, unit = _samples(scenario)
-    result = Result(scenario.title, scenario.cluster.describe(), timelines, per_step, unit, wall=time.perf_counter() - started)
+    result = Result(
+        scenario.title,
+        scenario.cluster.describe(),
+        timelines,
+        per_step,
+        unit,
+        wall=time.perf_counter() - started,
+    )
     result.notes = tuple(_notes(scenario, ops))
     return result
 
@@ -100,7 +126,9 @@ def _operators(scenario: Scenario, calibration: Calibration | None) -> Operators
 
 def _run(scenario: Scenario, mode: Mode, ops: Operators, fuse: Iterable[str] | None) -> Timeline:
     module = {"train": training, "serve": serving, "moe": moe, "dlrm": dlrm}[scenario.kind]
-    return module.simulate(scenario.workload, scenario.cluster, ops, mode, None if fuse is None else set(fuse))
+    return module.simulate(
+        scenario.workload, scenario.cluster, ops, mode, None if fuse is None else set(fuse)
+    )
 
 
 def _samples(scenario: Scenario) -> tuple[float, str]:

@@ -1,16 +1,21 @@
-"""The ledger: what each rank calls, written down where its peers read it, so that calls that do not match are found.
+"""The ledger: what each rank calls, written down where its peers read it, so that calls that do not
+match are found.
 
-Every rank has a page in memory that all ranks of the host share. Before it launches call n of the group it writes there, in
-place n modulo ``PLACES``, the number n and a mark of what it calls (a checksum of operator, shapes, dtypes, options). Then
-it looks at what its peers wrote for the calls that it has not compared yet. Nobody waits: who is first finds nothing and
-goes on, who comes later finds the difference before its kernel is launched, and who was first finds it at its next call, or
-when its kernel gives up waiting. One 8-byte word is both number and mark, so no order between words is needed.
+Every rank has a page in memory that all ranks of the host share. Before it launches call n of the
+group it writes there, in place n modulo ``PLACES``, the number n and a mark of what it calls (a
+checksum of operator, shapes, dtypes, options). Then it looks at what its peers wrote for the calls
+that it has not compared yet. Nobody waits: who is first finds nothing and goes on, who comes later
+finds the difference before its kernel is launched, and who was first finds it at its next call, or
+when its kernel gives up waiting. One 8-byte word is both number and mark, so no order between words
+is needed.
 
-A call that breaks off for a reason of this rank alone (no memory, Ctrl-C) has been called by the others, who wait for it; if
-this rank then went on, its next call would stand for it, of other data and without a difference. So it is written down as
-broken, over the mark that it may have had: who finds that where its own call did not break is told (decision 0105).
+A call that breaks off for a reason of this rank alone (no memory, Ctrl-C) has been called by the
+others, who wait for it; if this rank then went on, its next call would stand for it, of other data
+and without a difference. So it is written down as broken, over the mark that it may have had: who
+finds that where its own call did not break is told (decision 0105).
 
-Host only: nothing of this is in a captured graph. An eager call pays for a store, and for a load of each peer that is in step.
+Host only: nothing of this is in a captured graph. An eager call pays for a store, and for a load of
+each peer that is in step.
 """
 
 from __future__ import annotations
@@ -20,14 +25,16 @@ from typing import Any
 
 from tileweave.errors import RankMismatchError
 
-PLACES = 1024  # so many calls may a rank be ahead of another one until some of them are not compared
+# so many calls may a rank be ahead of another one until some of them are not compared
+PLACES = 1024
 NBYTES = 8 * PLACES
 _NUMBER, _HALF = 0xFFFFFFFF, 1 << 31
 _BROKEN = 0  # a mark that no call has
 
 
 class Ledger:
-    """One for a workspace. Until :meth:`open`, and without blocks, it compares nothing. ``calls``: what this rank wrote."""
+    """One for a workspace. Until :meth:`open`, and without blocks, it compares nothing. ``calls``:
+    what this rank wrote."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -45,9 +52,11 @@ class Ledger:
         self._compared = [0] * len(blocks)
 
     def post(self, op: str, mark: int) -> None:
-        """Write down that ``op`` is called next, with ``mark``; raise :class:`RankMismatchError` if a peer calls another.
+        """Write down that ``op`` is called next, with ``mark``; raise :class:`RankMismatchError` if
+        a peer calls another.
 
-        Earlier calls are compared before: who is told of one of those does not make this one, so peers must not find it.
+        Earlier calls are compared before: who is told of one of those does not make this one, so
+        peers must not find it.
         """
         if not self._pages:
             return
@@ -64,12 +73,14 @@ class Ledger:
                 self._compare(op, peer, page, number)
 
     def break_off(self, posted: bool) -> None:
-        """This rank's last call, or one that it did not come to write down, was not made, for a reason of its own."""
+        """This rank's last call, or one that it did not come to write down, was not made, for a
+        reason of its own."""
         if not self._pages:
             return
         self.calls = number = self.calls + (not posted)
         self._pages[self._rank][number % PLACES] = _BROKEN << 32 | number & _NUMBER
-        self._compared = [min(compared, number - 1) for compared in self._compared]  # peers may have been there
+        # peers may have been there
+        self._compared = [min(compared, number - 1) for compared in self._compared]
 
     def compare(self, op: str) -> None:
         """Look at what peers have written for the calls that this rank has made."""
@@ -93,11 +104,21 @@ class Ledger:
         self._compared[peer] = number - 1
 
     def _refuse(self, op: str, peer: int, number: int, theirs_broke: bool, ago: int) -> None:
-        what = f"{op} on rank {self._rank}" if ago == 0 else f"a call on rank {self._rank}, {ago} before its last one,"
-        where, remedy = f"rank {peer} calls something else", f"look at what rank {peer} passes (TILEWEAVE_DEBUG=1 shows it)"
+        what = (
+            f"{op} on rank {self._rank}"
+            if ago == 0
+            else f"a call on rank {self._rank}, {ago} before its last one,"
+        )
+        where, remedy = (
+            f"rank {peer} calls something else",
+            f"look at what rank {peer} passes (TILEWEAVE_DEBUG=1 shows it)",
+        )
         if theirs_broke or self._pages[self._rank][number % PLACES] >> 32 == _BROKEN:
             broke, made = (peer, self._rank) if theirs_broke else (self._rank, peer)
-            what, where = f"{op} on rank {self._rank}", f"a call of rank {broke} broke off that rank {made} made"
+            what, where = (
+                f"{op} on rank {self._rank}",
+                f"a call of rank {broke} broke off that rank {made} made",
+            )
             remedy = f"look at what rank {broke} raised"
         raise RankMismatchError(
             f"asked: {what} where {where}; allowed: the same operators in the same order, with the same shapes, dtypes and "

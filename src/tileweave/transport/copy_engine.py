@@ -1,9 +1,11 @@
-"""Copies by the copy engines of one GPU: queued one by one where a CUDA graph is captured, else as one prepared graph.
+"""Copies by the copy engines of one GPU: queued one by one where a CUDA graph is captured, else as
+one prepared graph.
 
-A call of an operator queues 7 to 27 copies, waits and events, and each call of the driver costs the host 2 us and more, as
-much as an operator may cost in all. The copies are the same in each call but for one address. So copies that come again
-(``base.Copies``) are made into a graph, and a call launches that: decision 0057. A graph takes 0.1 to 0.8 MB of the device,
-so the ones that were not used for longest are let go, and sizes that come once get none.
+A call of an operator queues 7 to 27 copies, waits and events, and each call of the driver costs the
+host 2 us and more, as much as an operator may cost in all. The copies are the same in each call but
+for one address. So copies that come again (``base.Copies``) are made into a graph, and a call
+launches that: decision 0057. A graph takes 0.1 to 0.8 MB of the device, so the ones that were not
+used for longest are let go, and sizes that come once get none.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from tileweave.transport.interface import Copies, Copy
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WAIT_VALUE = 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32
 _MOST_GRAPHS = 128  # of a line
-_NON_BLOCKING, _URGENT = 1, -1  # CU_STREAM_NON_BLOCKING; a priority above that of torch's own streams
+# CU_STREAM_NON_BLOCKING; a priority above that of torch's own streams
+_NON_BLOCKING, _URGENT = 1, -1
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, so it is safe when counts wrap
 
 # The stream's handle alone; torch.cuda.current_stream() makes an object around it.
@@ -36,13 +39,18 @@ class _Pitched(ctypes.Structure):
             (f"{end}_{name}", kind)
             for end in ("source", "target")
             for name, kind in (
-                ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("type", ctypes.c_uint), ("host", ctypes.c_void_p),
-                ("device", ctypes.c_uint64), ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t),
+                ("x", ctypes.c_size_t),
+                ("y", ctypes.c_size_t),
+                ("type", ctypes.c_uint),
+                ("host", ctypes.c_void_p),
+                ("device", ctypes.c_uint64),
+                ("array", ctypes.c_void_p),
+                ("pitch", ctypes.c_size_t),
             )
         ),
         ("width", ctypes.c_size_t),
         ("height", ctypes.c_size_t),
-    )  # fmt: skip
+    )
 
 
 class _Block(ctypes.Structure):
@@ -53,40 +61,57 @@ class _Block(ctypes.Structure):
             (f"{end}_{name}", kind)
             for end in ("source", "target")
             for name, kind in (
-                ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("z", ctypes.c_size_t), ("level", ctypes.c_size_t),
-                ("type", ctypes.c_uint), ("host", ctypes.c_void_p), ("device", ctypes.c_uint64), ("array", ctypes.c_void_p),
-                ("reserved", ctypes.c_void_p), ("pitch", ctypes.c_size_t), ("height", ctypes.c_size_t),
+                ("x", ctypes.c_size_t),
+                ("y", ctypes.c_size_t),
+                ("z", ctypes.c_size_t),
+                ("level", ctypes.c_size_t),
+                ("type", ctypes.c_uint),
+                ("host", ctypes.c_void_p),
+                ("device", ctypes.c_uint64),
+                ("array", ctypes.c_void_p),
+                ("reserved", ctypes.c_void_p),
+                ("pitch", ctypes.c_size_t),
+                ("height", ctypes.c_size_t),
             )
         ),
         ("width", ctypes.c_size_t),
         ("rows", ctypes.c_size_t),
         ("depth", ctypes.c_size_t),
-    )  # fmt: skip
+    )
 
 
 class _Operation(ctypes.Structure):
     """``CUstreamBatchMemOpParams``, of a wait."""
 
     _fields_ = (
-        ("kind", ctypes.c_uint), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64), ("flags", ctypes.c_uint),
-        ("alias", ctypes.c_uint64), ("unused", ctypes.c_uint64),
-    )  # fmt: skip
+        ("kind", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64),
+    )
 
 
 class _Operations(ctypes.Structure):
     """``CUDA_BATCH_MEM_OP_NODE_PARAMS``."""
 
     _fields_ = (
-        ("context", ctypes.c_void_p), ("count", ctypes.c_uint), ("first", ctypes.POINTER(_Operation)), ("flags", ctypes.c_uint),
-    )  # fmt: skip
+        ("context", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+        ("first", ctypes.POINTER(_Operation)),
+        ("flags", ctypes.c_uint),
+    )
 
 
 @lru_cache(maxsize=1)
 def driver() -> ctypes.CDLL:
-    """The CUDA driver, for copies by address and the events around them: through torch each costs twice the host time."""
+    """The CUDA driver, for copies by address and the events around them: through torch each costs
+    twice the host time."""
     library = ctypes.CDLL("libcuda.so.1")
     handle, at, words = ctypes.c_void_p, ctypes.POINTER, ctypes.c_uint64
-    place = [at(handle), handle, at(handle), ctypes.c_size_t]  # of a node: itself, graph, what it follows
+    # of a node: itself, graph, what it follows
+    place = [at(handle), handle, at(handle), ctypes.c_size_t]
     for name, types in {
         "cuMemcpyDtoDAsync_v2": [words, words, ctypes.c_size_t, handle],
         "cuMemcpy2DAsync_v2": [at(_Pitched), handle],
@@ -111,14 +136,18 @@ def driver() -> ctypes.CDLL:
 
 def _checked(status: int, what: str) -> None:
     if status:
-        raise RuntimeError(f"the driver refused {what}: it returned {status}; `tileweave doctor` checks peer access")
+        raise RuntimeError(
+            f"the driver refused {what}: it returned {status}; `tileweave doctor` checks peer access"
+        )
 
 
 class _Graph:
-    """``copies`` as a graph of the driver's: lanes beside each other, the last copy behind all of them.
+    """``copies`` as a graph of the driver's: lanes beside each other, the last copy behind all of
+    them.
 
-    A wait for a counter stands beside its lane, in front of its own copy alone, and so does a copy ``aside``, which only the
-    last one follows: in line a wait, even for what is there, takes 2.5 us, and a signal 2 (decisions 0090, 0091).
+    A wait for a counter stands beside its lane, in front of its own copy alone, and so does a copy
+    ``aside``, which only the last one follows: in line a wait, even for what is there, takes 2.5
+    us, and a signal 2 (decisions 0090, 0091).
 
     ``given``: the address that a push gives; :meth:`point` moves it.
     """
@@ -126,7 +155,8 @@ class _Graph:
     def __init__(self, copies: Copies, stream: int, given: int) -> None:
         self._driver, self._context = driver(), ctypes.c_void_p()
         self._graph, self._ready = ctypes.c_void_p(), ctypes.c_void_p()
-        self._moving: list[tuple[Copy, ctypes.c_void_p, _Block]] = []  # with an end that a push gives
+        # with an end that a push gives
+        self._moving: list[tuple[Copy, ctypes.c_void_p, _Block]] = []
         self._given = given
         what = "a graph of copies to peers"
         _checked(self._driver.cuStreamGetCtx(stream, self._context), what)
@@ -135,9 +165,17 @@ class _Graph:
         waits: dict[int, ctypes.c_void_p] = {}  # the last one of each lane
         asides: list[ctypes.c_void_p] = []
         for number, copy in enumerate(copies, start=1):
-            before = [*ends.values(), *asides] if number == len(copies) else [ends[copy.lane]] if copy.lane in ends else []
+            before = (
+                [*ends.values(), *asides]
+                if number == len(copies)
+                else [ends[copy.lane]]
+                if copy.lane in ends
+                else []
+            )
             if copy.counter:
-                waits[copy.lane] = self._wait(copy, [waits[copy.lane]] if copy.lane in waits else [])
+                waits[copy.lane] = self._wait(
+                    copy, [waits[copy.lane]] if copy.lane in waits else []
+                )
                 before.append(waits[copy.lane])
             node = self._copy(copy, before)
             if copy.aside:
@@ -153,29 +191,46 @@ class _Graph:
 
     def _copy(self, copy: Copy, before: list[ctypes.c_void_p]) -> ctypes.c_void_p:
         target, source = copy.ends(self._given)
-        pitches = {f"{end}_pitch": getattr(copy, f"{end}_pitch") or copy.nbytes for end in ("source", "target")}
+        pitches = {
+            f"{end}_pitch": getattr(copy, f"{end}_pitch") or copy.nbytes
+            for end in ("source", "target")
+        }
         about = _Block(
-            source_type=_ON_DEVICE, source_device=source, source_height=copy.rows,
-            target_type=_ON_DEVICE, target_device=target, target_height=copy.rows,
-            width=copy.nbytes, rows=copy.rows, depth=1, **pitches,
-        )  # fmt: skip
+            source_type=_ON_DEVICE,
+            source_device=source,
+            source_height=copy.rows,
+            target_type=_ON_DEVICE,
+            target_device=target,
+            target_height=copy.rows,
+            width=copy.nbytes,
+            rows=copy.rows,
+            depth=1,
+            **pitches,
+        )
         node = self._add(self._driver.cuGraphAddMemcpyNode, before, about, self._context)
         if not (copy.source and copy.target):
             self._moving.append((copy, node, about))
         return node
 
-    def _add(self, function: Callable[..., int], before: list[ctypes.c_void_p], *about: object) -> ctypes.c_void_p:
+    def _add(
+        self, function: Callable[..., int], before: list[ctypes.c_void_p], *about: object
+    ) -> ctypes.c_void_p:
         node = ctypes.c_void_p()
         follows = (ctypes.c_void_p * len(before))(*(other.value for other in before))
-        _checked(function(node, self._graph, follows, len(before), *about), "a graph of copies to peers")
+        _checked(
+            function(node, self._graph, follows, len(before), *about), "a graph of copies to peers"
+        )
         return node
 
     def point(self, given: int) -> bool:
-        """Move the ends that a push gives; False if the driver wants a graph of its own for them."""
+        """Move the ends that a push gives; False if the driver wants a graph of its own for
+        them."""
         if given != self._given:
             for copy, node, about in self._moving:
                 about.target_device, about.source_device = copy.ends(given)
-                if self._driver.cuGraphExecMemcpyNodeSetParams(self._ready, node, about, self._context):
+                if self._driver.cuGraphExecMemcpyNodeSetParams(
+                    self._ready, node, about, self._context
+                ):
                     return False
             self._given = given
         return True
@@ -200,14 +255,17 @@ def _event(stream: torch.cuda.Stream) -> tuple[torch.cuda.Event, int]:
 class _SideStream:
     """A stream for copies, and an event that marks where it stands.
 
-    Of the driver's own making: torch hands out 32 streams of a priority in turns, so one of its could be the caller's, too, and
-    copies would stand behind the kernel that waits for them.
+    Of the driver's own making: torch hands out 32 streams of a priority in turns, so one of its
+    could be the caller's, too, and copies would stand behind the kernel that waits for them.
     """
 
     def __init__(self, device: torch.device) -> None:
         made = ctypes.c_void_p()
         with torch.cuda.device(device):
-            _checked(driver().cuStreamCreateWithPriority(made, _NON_BLOCKING, _URGENT), "a stream for copies")
+            _checked(
+                driver().cuStreamCreateWithPriority(made, _NON_BLOCKING, _URGENT),
+                "a stream for copies",
+            )
             self.handle: int = made.value or 0
             self.stream = torch.cuda.ExternalStream(self.handle, device)
             self.event, self.done = _event(self.stream)
@@ -218,7 +276,8 @@ class _SideStream:
 
 
 class CopyEngine:
-    """One line of copies beside what the current stream runs: what is pushed follows what was pushed before."""
+    """One line of copies beside what the current stream runs: what is pushed follows what was
+    pushed before."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = device, device.index
@@ -227,8 +286,11 @@ class CopyEngine:
         self._forked, self._start = _event(self._lanes[0].stream)
         self._graphs: dict[tuple[int, int], tuple[Copies, _Graph | None]] = {}
 
-    def push(self, copies: Sequence[Copy], source: int = 0, launch: Callable[[], None] | None = None) -> None:
-        """Queue ``copies`` behind what the current stream has by now; ``launch`` puts a kernel there that runs beside them."""
+    def push(
+        self, copies: Sequence[Copy], source: int = 0, launch: Callable[[], None] | None = None
+    ) -> None:
+        """Queue ``copies`` behind what the current stream has by now; ``launch`` puts a kernel
+        there that runs beside them."""
         graph = self._graph(copies, source)
         lanes = 1 if graph else 1 + max((copy.lane for copy in copies), default=0)
         self._fork(lanes)
@@ -240,14 +302,16 @@ class CopyEngine:
             self._submit(copies, source, lanes)
 
     def _graph(self, copies: Sequence[Copy], source: int) -> _Graph | None:
-        """What is launched for copies that come again, None for new ones and under capture. Pitched ones cannot be moved: one
-        graph for each address."""
+        """What is launched for copies that come again, None for new ones and under capture. Pitched
+        ones cannot be moved: one graph for each address."""
         if not isinstance(copies, Copies) or torch.cuda.is_current_stream_capturing():
             return None
-        key = (id(copies), source if copies.pitched else 0)  # the entry keeps them, so the id stays their own
+        # the entry keeps them, so the id stays their own
+        key = (id(copies), source if copies.pitched else 0)
         known = self._graphs.pop(key, None)  # and comes back as the newest
         if known is None:
-            if len(self._graphs) == _MOST_GRAPHS:  # the driver frees one that still runs when it has ended
+            # the driver frees one that still runs when it has ended
+            if len(self._graphs) == _MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
             self._graphs[key] = (copies, None)
             return None
@@ -286,10 +350,15 @@ class CopyEngine:
 
     def _submit_rows(self, copy: Copy, target: int, source: int, side: int) -> int:
         about = _Pitched(
-            source_type=_ON_DEVICE, source_device=source, source_pitch=copy.source_pitch,
-            target_type=_ON_DEVICE, target_device=target, target_pitch=copy.target_pitch,
-            width=copy.nbytes, height=copy.rows,
-        )  # fmt: skip
+            source_type=_ON_DEVICE,
+            source_device=source,
+            source_pitch=copy.source_pitch,
+            target_type=_ON_DEVICE,
+            target_device=target,
+            target_pitch=copy.target_pitch,
+            width=copy.nbytes,
+            height=copy.rows,
+        )
         return self._driver.cuMemcpy2DAsync_v2(about, side)
 
     def _gather(self, lanes: int) -> None:
@@ -297,7 +366,10 @@ class CopyEngine:
         first = self._lanes[0]
         for lane in self._lanes[1:lanes]:
             status = self._driver.cuEventRecord(lane.done, lane.handle)
-            _checked(status or self._driver.cuStreamWaitEvent(first.handle, lane.done, 0), "one stream behind another")
+            _checked(
+                status or self._driver.cuStreamWaitEvent(first.handle, lane.done, 0),
+                "one stream behind another",
+            )
 
     def join(self) -> None:
         """Order what is queued later on the current stream behind the last push."""

@@ -1,4 +1,5 @@
-"""Symmetric memory on one host without a GPU: shared host memory (``host_memory.py``). The copy engine is a thread.
+"""Symmetric memory on one host without a GPU: shared host memory (``host_memory.py``). The copy
+engine is a thread.
 
 It does all copies one after another, in the order of their list, whatever their lanes and lines.
 """
@@ -22,7 +23,8 @@ from tileweave.transport.rendezvous import Texts
 
 
 class CpuTransport:
-    """Implements :class:`tileweave.transport.interface.Transport` over shared host memory and a group on the CPU."""
+    """Implements :class:`tileweave.transport.interface.Transport` over shared host memory and a
+    group on the CPU."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -50,14 +52,21 @@ class CpuTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32)
 
-    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0, launch: Callable[[], None] | None = None) -> None:
+    def push(
+        self,
+        copies: Sequence[Copy],
+        source: int = 0,
+        line: int = 0,
+        launch: Callable[[], None] | None = None,
+    ) -> None:
         abandoned = threading.Event()  # the kernel whose counters copies wait for has raised
         self._pushed = self._engine.submit(self._copy_all, copies, source, abandoned)
         if launch is None:
             return
         launched = False
         try:
-            launch()  # behind the copies: the interpreter's launch returns when the kernel has ended
+            # behind the copies: the interpreter's launch returns when the kernel has ended
+            launch()
             launched = True
         finally:
             if not launched:

@@ -1,8 +1,9 @@
 """Symmetric memory on GPUs: torch's symmetric memory; ``copy_engine.py`` has the copies.
 
-Of what operators stand on, only this file and ``rendezvous.py`` touch ``torch.distributed._symmetric_memory``, a private API
-that changes from release to release. We use it to allocate, to exchange handles and to learn peers' addresses; signals,
-epochs and waits are ours (torch's signal pad is shared by everything on a handle, and two streams on it can dead-lock).
+Of what operators stand on, only this file and ``rendezvous.py`` touch
+``torch.distributed._symmetric_memory``, a private API that changes from release to release. We use
+it to allocate, to exchange handles and to learn peers' addresses; signals, epochs and waits are
+ours (torch's signal pad is shared by everything on a handle, and two streams on it can dead-lock).
 """
 
 from __future__ import annotations
@@ -30,17 +31,24 @@ def describe(index: int) -> Machine:
     """The :class:`Machine` of CUDA device ``index``."""
     properties = torch.cuda.get_device_properties(index)
     backend = "hip" if torch.version.hip else "cuda"
-    return Machine(properties.name, backend, properties.major * 10 + properties.minor, properties.multi_processor_count)
+    return Machine(
+        properties.name,
+        backend,
+        properties.major * 10 + properties.minor,
+        properties.multi_processor_count,
+    )
 
 
 _LOG = logging.getLogger("tileweave")
 
 
 class Lane:
-    """The order of our launches on one device: the stream of the last one. Not a lane of copies (``base.Copy``).
+    """The order of our launches on one device: the stream of the last one. Not a lane of copies
+    (``base.Copy``).
 
-    Two kernels that each fill a device and wait for peers must not run side by side in different orders on
-    different ranks. So all our launches on a device form one line, across streams and groups.
+    Two kernels that each fill a device and wait for peers must not run side by side in different
+    orders on different ranks. So all our launches on a device form one line, across streams and
+    groups.
     """
 
     def __init__(self) -> None:
@@ -49,7 +57,8 @@ class Lane:
         self.end: torch.cuda.Event | None = None  # of the last launch, where it is known
 
     def enter(self, handle: int) -> torch.cuda.Stream:
-        """The current stream. ``handle``: its own, which costs a tenth of asking for the stream itself."""
+        """The current stream. ``handle``: its own, which costs a tenth of asking for the stream
+        itself."""
         end, self.end = self.end, None
         if self.stream is not None and handle == self.handle:
             return self.stream
@@ -69,20 +78,23 @@ _LANES: dict[int, Lane] = {}
 
 
 def enter_line(device: torch.device) -> None:
-    """Order what is queued next on the current stream behind our last launch on ``device``, and our next one behind it."""
+    """Order what is queued next on the current stream behind our last launch on ``device``, and our
+    next one behind it."""
     index = torch.cuda.current_device() if device.index is None else device.index
     _LANES.setdefault(index, Lane()).enter(current_handle(index))
 
 
 def leave_line(device: torch.device) -> None:
-    """Behind a launch: ours on other streams need not wait for what this one is given from here on, which waits for no peer."""
+    """Behind a launch: ours on other streams need not wait for what this one is given from here on,
+    which waits for no peer."""
     lane = _LANES.get(torch.cuda.current_device() if device.index is None else device.index)
     if lane is not None:
         lane.leave()
 
 
 class CudaTransport:
-    """Implements :class:`tileweave.transport.interface.Transport` over NVLink (or PCIe) peer memory."""
+    """Implements :class:`tileweave.transport.interface.Transport` over NVLink (or PCIe) peer
+    memory."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -116,7 +128,9 @@ class CudaTransport:
                 f"asked: {nbytes} bytes that all ranks can map; allowed: devices with peer access on one host; "
                 "remedy: check `nvidia-smi topo -m`, or use the unfused operators"
             )
-        addresses = tuple(handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(self.world_size))
+        addresses = tuple(
+            handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(self.world_size)
+        )
         self.barrier()
         return SymmetricBuffer(local, addresses, handle)
 
@@ -124,7 +138,10 @@ class CudaTransport:
         try:
             return share(nbytes, self.rank, self._meeting.exchange)
         except UnsupportedError as error:  # the same on all ranks
-            _LOG.warning("ranks share no host memory, so calls that do not match end in a time-out: %s", error)
+            _LOG.warning(
+                "ranks share no host memory, so calls that do not match end in a time-out: %s",
+                error,
+            )
             return []
 
     def barrier(self) -> None:
@@ -134,7 +151,13 @@ class CudaTransport:
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
 
-    def push(self, copies: Sequence[Copy], source: int = 0, line: int = 0, launch: Callable[[], None] | None = None) -> None:
+    def push(
+        self,
+        copies: Sequence[Copy],
+        source: int = 0,
+        line: int = 0,
+        launch: Callable[[], None] | None = None,
+    ) -> None:
         while len(self._engines) <= line:
             self._engines.append(CopyEngine(self.device))
         self._engines[line].push(copies, source, launch)

@@ -1,8 +1,9 @@
 """Anonymous memory that the ranks of one host share: a block of each rank, mapped by all.
 
-A block is a ``memfd``: it stands in no directory, so nothing can be guessed, opened early, or left behind, however a rank
-ends. Peers of the same user open it through ``/proc/<pid>/fd``, and check the token that it carries. It is allocated when it
-is made (no SIGBUS later) and sealed against shrinking.
+A block is a ``memfd``: it stands in no directory, so nothing can be guessed, opened early, or left
+behind, however a rank ends. Peers of the same user open it through ``/proc/<pid>/fd``, and check
+the token that it carries. It is allocated when it is made (no SIGBUS later) and sealed against
+shrinking.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ _TOKEN_BYTES = 24
 
 
 def _make(token: str, nbytes: int) -> int:
-    """A descriptor of new shared memory, zeroed, mode 0600; it goes with its last descriptor and mapping."""
+    """A descriptor of new shared memory, zeroed, mode 0600; it goes with its last descriptor and
+    mapping."""
     descriptor = os.memfd_create(f"tileweave-{token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(descriptor, 0o600)
         os.posix_fallocate(descriptor, 0, nbytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            descriptor,
+            fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
+        )
     except OSError:
         os.close(descriptor)
         raise
@@ -51,7 +57,8 @@ def _open(place: str, nbytes: int) -> mmap.mmap:
 
 
 def _not_there(process: str, why: str) -> UnsupportedError:
-    """A rank that has given up has let go of its block; ranks that see other processes in /proc look at somebody else's."""
+    """A rank that has given up has let go of its block; ranks that see other processes in /proc
+    look at somebody else's."""
     there = os.path.exists(f"/proc/{int(process)}")
     return UnsupportedError(
         f"asked: memory of process {process} ({why}{', which may have given up this call' if there else ''}); allowed: ranks "
@@ -61,7 +68,8 @@ def _not_there(process: str, why: str) -> UnsupportedError:
 
 
 def share(nbytes: int, rank: int, exchange: Callable[[str], list[str]]) -> list[mmap.mmap]:
-    """Collective: a zeroed block of ``nbytes`` of every rank, mapped here, by rank. ``exchange`` brings all ranks' texts.
+    """Collective: a zeroed block of ``nbytes`` of every rank, mapped here, by rank. ``exchange``
+    brings all ranks' texts.
 
     Raises on every rank if one has no memory, wants another size, or cannot map a peer's.
     """
@@ -73,7 +81,10 @@ def share(nbytes: int, rank: int, exchange: Callable[[str], list[str]]) -> list[
     try:
         places = agree_on_memory(nbytes, failure, f"{os.getpid()} {descriptor} {token}", exchange)
         try:
-            mapped = [mmap.mmap(descriptor, nbytes) if r == rank else _open(place, nbytes) for r, place in enumerate(places)]
+            mapped = [
+                mmap.mmap(descriptor, nbytes) if r == rank else _open(place, nbytes)
+                for r, place in enumerate(places)
+            ]
         except UnsupportedError as error:
             failure = str(error)
         answers = exchange(f"{MAPPED}|{failure}")  # all have mapped it: the descriptor may go

@@ -1,15 +1,18 @@
-"""Meetings of one group on the host: texts of all ranks, and symmetric memory that is mapped; each bounded in time.
+"""Meetings of one group on the host: texts of all ranks, and symmetric memory that is mapped; each
+bounded in time.
 
-Texts go through the group's store and not through a collective. A collective that a rank has given up stays in torch's group,
-where the next one meets it; gloo ends the process then. One word of the store says how a meeting ended, the first to write it
-decides, and the others obey: either all go on from it, or it was given up, and whoever comes later goes on to the next one. So
-ranks that gave up at different times find each other again.
+Texts go through the group's store and not through a collective. A collective that a rank has given
+up stays in torch's group, where the next one meets it; gloo ends the process then. One word of the
+store says how a meeting ended, the first to write it decides, and the others obey: either all go on
+from it, or it was given up, and whoever comes later goes on to the next one. So ranks that gave up
+at different times find each other again.
 
-torch (2.11 to 2.13) numbers the messages of a rendezvous by a counter of the process, not of the group. After a
-rendezvous that only some ranks of a group took part in, say for a sub-group, the next one of the whole group looks for
-messages under different numbers and waits for ever (pytorch issue 196082). It waits as long for a rank that never comes.
-So :class:`Meeting` hands torch a group of its own whose store counts messages from the first one of each rendezvous, and
-waits no longer than ``TILEWEAVE_TIMEOUT``.
+torch (2.11 to 2.13) numbers the messages of a rendezvous by a counter of the process, not of the
+group. After a rendezvous that only some ranks of a group took part in, say for a sub-group, the
+next one of the whole group looks for messages under different numbers and waits for ever (pytorch
+issue 196082). It waits as long for a rank that never comes. So :class:`Meeting` hands torch a group
+of its own whose store counts messages from the first one of each rendezvous, and waits no longer
+than ``TILEWEAVE_TIMEOUT``.
 """
 
 from __future__ import annotations
@@ -40,14 +43,17 @@ _SPOKEN = {
     MAPPED: "an operator whose memory is mapped",
 }
 
-# Behind a fault, ranks come to the next meeting as far apart as waits inside a kernel may last, up to twice the time-out.
+# Behind a fault, ranks come to the next meeting as far apart as waits inside a kernel may last, up
+# to twice the time-out.
 LATE = 2.5
 _STORES: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
-_CLOSED: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose workspace this rank has closed, and not made again since
+# groups whose workspace this rank has closed, and not made again since
+_CLOSED: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store of ``group``, through a connection of its own: who waits holds it, and threads with other groups would wait."""
+    """The store of ``group``, through a connection of its own: who waits holds it, and threads with
+    other groups would wait."""
     found = _STORES.get(group)
     if found is None:
         found = _STORES[group] = _get_process_group_store(group).clone()  # type: ignore[attr-defined]
@@ -55,15 +61,18 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 
 def meet(text: str, group: dist.ProcessGroup, what: str) -> tuple[int, list[str]]:
-    """Collective: the number of this meeting of ``group``, the same on all ranks, and their texts. ``what`` it is for.
+    """Collective: the number of this meeting of ``group``, the same on all ranks, and their texts.
+    ``what`` it is for.
 
-    Where some ranks have closed their workspace and others have not, who has not is told, and who has waits for the others.
+    Where some ranks have closed their workspace and others have not, who has not is told, and who
+    has waits for the others.
     """
     store = dist.PrefixStore("tileweave-meetings", store_of(group))
     rank, size, away = dist.get_rank(group), dist.get_world_size(group), group in _CLOSED
     seconds = timeout_seconds() * (LATE if away else 1.0)
     while True:
-        number = store.add(f"last-of-{rank}", 1)  # in the store: it may outlive the group, and serve the next one
+        # in the store: it may outlive the group, and serve the next one
+        number = store.add(f"last-of-{rank}", 1)
         keys = [f"{number}/{other}" for other in range(size)]
         store.set(keys[rank], _AWAY + text if away else text)
         end = ""
@@ -110,7 +119,8 @@ class Texts:
         self.group, self.number = group, 0
 
     def exchange(self, text: str) -> list[str]:
-        """Collective: the texts of all ranks, which begin alike: with what they are about, then ``|`` if there is more."""
+        """Collective: the texts of all ranks, which begin alike: with what they are about, then
+        ``|`` if there is more."""
         number, texts = meet(text, self.group, MAPPING)
         require_alike(texts)
         self.number = number
@@ -127,12 +137,14 @@ class Texts:
 
 
 def require_alike(texts: Sequence[str]) -> None:
-    """Raise the same :class:`RankMismatchError` on every rank if texts differ: of workspaces, in what they are about."""
+    """Raise the same :class:`RankMismatchError` on every rank if texts differ: of workspaces, in
+    what they are about."""
     refuse_differences([_SPOKEN.get(text.partition("|")[0], text) for text in texts])
 
 
 def refuse_differences(said: Sequence[str], hint: str = "") -> None:
-    """Raise the same :class:`RankMismatchError` on every rank, majority or not, if what ranks ``said`` is not alike."""
+    """Raise the same :class:`RankMismatchError` on every rank, majority or not, if what ranks
+    ``said`` is not alike."""
     common = max(sorted(set(said)), key=said.count)
     odd = [rank for rank, text in enumerate(said) if text != common]
     if odd:
@@ -188,7 +200,9 @@ class Messages(dist.Store):
         try:
             self._store.wait([self._own(key) for key in keys], timedelta(seconds=self._seconds))
         except RuntimeError as error:
-            raise PeerTimeout(self._what, self._rank, -1, -1, 0, 0, self._seconds, "meeting") from error
+            raise PeerTimeout(
+                self._what, self._rank, -1, -1, 0, 0, self._seconds, "meeting"
+            ) from error
 
 
 class Meeting(Texts):
@@ -200,16 +214,19 @@ class Meeting(Texts):
         self._name = f"tileweave-{group.group_name}-{store.add(f'tileweave-workspaces-{rank}', 1)}"
         self._messages = Messages(dist.PrefixStore("tileweave-rendezvous", store), MAPPING, rank)
         self._group = dist.ProcessGroup(self._messages, rank, dist.get_world_size(group))
-        if hasattr(dist.ProcessGroup, "use_pg_for_symm_mem_rendezvous"):  # torch 2.13 asks the group's backend about it
+        # torch 2.13 asks the group's backend about it
+        if hasattr(dist.ProcessGroup, "use_pg_for_symm_mem_rendezvous"):
             kinds, backend = dist.ProcessGroup.BackendType, group._get_backend(device)
             kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
-            self._group.bound_device_id = group.bound_device_id  # else the backend would be told to forget it
+            # else the backend would be told to forget it
+            self._group.bound_device_id = group.bound_device_id
             self._group._register_backend(device, kind, backend)
             self._group._set_default_backend(kind)
         _register_process_group(self._name, self._group)  # type: ignore[arg-type]
 
     def rendezvous(self, local: torch.Tensor) -> Any:
-        """torch's handle on ``local`` (from ``symm_mem.empty``) of every rank; None where it cannot be mapped.
+        """torch's handle on ``local`` (from ``symm_mem.empty``) of every rank; None where it cannot
+        be mapped.
 
         Behind an :meth:`exchange`, which says that all ranks are there, and has a number.
         """

@@ -1,4 +1,5 @@
-"""torch's collectives under the names that this torch has (2.13 renamed the flat ones), and what ranks agree on before them."""
+"""torch's collectives under the names that this torch has (2.13 renamed the flat ones), and what
+ranks agree on before them."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ def agree(text: str, group: dist.ProcessGroup, what: str = "") -> None:
 
     ``what`` they are about; "": the text itself.
 
-    Of a text that is too long the beginning and a checksum of all: texts that differ still do. A peer that does not come in
-    time is a :class:`PeerTimeout`, and leaves nothing in torch's group. Calls that broke off on some ranks only differ.
+    Of a text that is too long the beginning and a checksum of all: texts that differ still do. A
+    peer that does not come in time is a :class:`PeerTimeout`, and leaves nothing in torch's group.
+    Calls that broke off on some ranks only differ.
     """
     broken = REGISTRY.broken_off(group.group_name)
     if broken:
@@ -34,18 +36,26 @@ def agree(text: str, group: dist.ProcessGroup, what: str = "") -> None:
     require_alike(meet(text, group, what or text)[1])
 
 
-def agree_on_memory(nbytes: int, failure: str, place: str, exchange: Callable[[str], list[str]]) -> list[str]:
-    """Collective, while symmetric memory is made: every rank says how much it wants, what failed ("": nothing), and where.
+def agree_on_memory(
+    nbytes: int, failure: str, place: str, exchange: Callable[[str], list[str]]
+) -> list[str]:
+    """Collective, while symmetric memory is made: every rank says how much it wants, what failed
+    ("": nothing), and where.
 
-    ``exchange`` brings all ranks' texts. Returns the places, by rank. If a rank failed or sizes differ, every rank raises the
-    same error at once: nobody is left in a collective that others have given up, and nobody writes past a peer's end.
+    ``exchange`` brings all ranks' texts. Returns the places, by rank. If a rank failed or sizes
+    differ, every rank raises the same error at once: nobody is left in a collective that others
+    have given up, and nobody writes past a peer's end.
     """
-    rows = [text.split("|", 3)[1:] for text in exchange(f"{MEMORY}|{nbytes}|{failure[:60]}|{place}")]
+    rows = [
+        text.split("|", 3)[1:] for text in exchange(f"{MEMORY}|{nbytes}|{failure[:60]}|{place}")
+    ]
     failed = [f"rank {rank}: {row[0]} bytes, {row[1]}" for rank, row in enumerate(rows) if row[1]]
     if failed:
         raise UnsupportedError(
             f"asked: memory that all ranks can map ({'; '.join(failed)}); allowed: what that rank has free; "
             "remedy: free some there, or call with smaller shapes"
         )
-    refuse_differences([f"{row[0]} bytes" for row in rows], " (TILEWEAVE_DEBUG=1 compares all of it)")
+    refuse_differences(
+        [f"{row[0]} bytes" for row in rows], " (TILEWEAVE_DEBUG=1 compares all of it)"
+    )
     return [row[2] for row in rows]

@@ -1,8 +1,8 @@
 """Workspace: the state that operators keep between calls, one per (group, device).
 
-An :class:`Instance` is one protocol instance: slots (two, or as many as an operator asks for), signals, and a control block
-whose first word is the epoch. An operator has one per transport, so that copy-engine calls (whose addresses a graph freezes)
-and in-kernel pushes never share a slot.
+An :class:`Instance` is one protocol instance: slots (two, or as many as an operator asks for),
+signals, and a control block whose first word is the epoch. An operator has one per transport, so
+that copy-engine calls (whose addresses a graph freezes) and in-kernel pushes never share a slot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 MAX_SLICES = 32
 GATHER = "gather"  # the kind of instance of a gather beside other kernels
-COPIED = ("copy_engine", GATHER)  # kinds whose data copy engines bring, by addresses of the host: tables do not hold them back
+# kinds whose data copy engines bring, by addresses of the host: tables do not hold them back
+COPIED = ("copy_engine", GATHER)
 MOST_KEPT = 1024  # sizes of calls for which something is kept
 _ALIGN = 1024
 
@@ -61,7 +62,11 @@ def _first_words(seconds: float) -> list[int]:
     """A control block before the first call, where a wait may last ``seconds``."""
     limit, words = int(seconds * 1e6), [0] * base.CONTROL_WORDS
     words[base.EPOCH] = 1
-    words[base.TIMEOUT_US], words[base.MEETING_US], words[base.PUSHED_US] = limit + limit // 8, limit, 2 * limit
+    words[base.TIMEOUT_US], words[base.MEETING_US], words[base.PUSHED_US] = (
+        limit + limit // 8,
+        limit,
+        2 * limit,
+    )
     return [min(word, 2**31 - 1) for word in words]
 
 
@@ -79,21 +84,34 @@ class Instance:
 
     Attributes
     ----------
-    signals : int32 ``[R, MAX_SLICES]`` then ``[R]`` words to meet by then ``[1]`` for own pushes done; symmetric. Behind them,
-        ``[2, R, MAX_SLICES]`` *flags* by slot: 1 where a peer has something for a copy engine of this rank, else 0.
-    signal_table, slot_table : int64 ``[R]``, the address of each rank's signals and slots as mapped here.
-    control : int32, local: epoch of the next call, programs that left, fault flag, limits of waits in microseconds, tables.
+    signals : int32 ``[R, MAX_SLICES]`` then ``[R]`` words to meet by then ``[1]`` for own pushes
+        done; symmetric. Behind them, ``[2, R, MAX_SLICES]`` *flags* by slot: 1 where a peer has
+        something for a copy engine of this rank, else 0.
+    signal_table, slot_table : int64 ``[R]``, the address of each rank's signals and slots as mapped
+        here.
+    control : int32, local: epoch of the next call, programs that left, fault flag, limits of waits
+        in microseconds, tables.
     report : int32, readable by the host while kernels run: the first wait that ran out of time.
-    regions : which slots are lent to callers as results; all but operators that announce regions leave it alone.
-    counters : int32, local, zero at first: what programs of this device count, and copy engines wait for. What stands where,
-        and who sets it to zero again, the operator's kernel says; some have a set for each parity of the epoch.
+    regions : which slots are lent to callers as results; all but operators that announce regions
+        leave it alone.
+    counters : int32, local, zero at first: what programs of this device count, and copy engines
+        wait for. What stands where, and who sets it to zero again, the operator's kernel says; some
+        have a set for each parity of the epoch.
     captured : whether a CUDA graph holds a call, so that the host no longer knows the epoch.
-    calls : the number of the next call that has its copies pushed; outside of graphs its parity is the slot.
+    calls : the number of the next call that has its copies pushed; outside of graphs its parity is
+        the slot.
     """
 
     @torch.inference_mode(False)  # calls outside of it write to what is made here
-    def __init__(self, op: str, transport: Transport, ledger: Ledger | None = None, copied: bool = False) -> None:
-        self.op, self.transport, self.ledger, self._copied = op, transport, ledger or Ledger(), copied
+    def __init__(
+        self, op: str, transport: Transport, ledger: Ledger | None = None, copied: bool = False
+    ) -> None:
+        self.op, self.transport, self.ledger, self._copied = (
+            op,
+            transport,
+            ledger or Ledger(),
+            copied,
+        )
         self.world_size, self._interpreted = transport.world_size, transport.device.type == "cpu"
         signal_words = self.world_size * MAX_SLICES + self.world_size + 1
         self._signals = transport.allocate((signal_words + 2 * self.world_size * MAX_SLICES) * 4)
@@ -101,9 +119,12 @@ class Instance:
         self.signals, self.flags = words[:signal_words], words[signal_words:]
         self.signal_table = self._table(self._signals)
         self.report = transport.host_visible(base.REPORT_WORDS)
-        self._report = (ctypes.c_int32 * base.REPORT_WORDS).from_address(self.report.data_ptr())  # numpy need not be there
+        # numpy need not be there
+        self._report = (ctypes.c_int32 * base.REPORT_WORDS).from_address(self.report.data_ptr())
         self.seconds = timeout_seconds()
-        self.control = torch.tensor(_first_words(self.seconds), dtype=torch.int32, device=transport.device)
+        self.control = torch.tensor(
+            _first_words(self.seconds), dtype=torch.int32, device=transport.device
+        )
         self.counters = torch.zeros(0, dtype=torch.int32, device=transport.device)
         self._slots: SymmetricBuffer | None = None
         self._held: list[object] = []  # what graphs read and write
@@ -133,11 +154,17 @@ class Instance:
         return self._signals.addresses
 
     def reserve(self, slot_bytes: int, counters: int = 0, slots: int = 2) -> None:
-        """Make room for ``slots`` slots of ``slot_bytes`` each. Collective if they grow, so sizes must agree on all ranks.
+        """Make room for ``slots`` slots of ``slot_bytes`` each. Collective if they grow, so sizes
+        must agree on all ranks.
 
-        Operators that push have two slots, chosen by the parity of the epoch; who asks for more hands them out as regions.
+        Operators that push have two slots, chosen by the parity of the epoch; who asks for more
+        hands them out as regions.
         """
-        if counters > self.counters.numel() or slot_bytes > self.slot_bytes or slots > self.num_slots:
+        if (
+            counters > self.counters.numel()
+            or slot_bytes > self.slot_bytes
+            or slots > self.num_slots
+        ):
             self._grow(slot_bytes, counters, slots)
 
     @torch.inference_mode(False)
@@ -150,10 +177,13 @@ class Instance:
         if slot_bytes <= self.slot_bytes and slots <= self.num_slots:
             return
         slots, slot_bytes = max(slots, self.num_slots), max(slot_bytes, self.slot_bytes)
-        self._refuse_capture(f"{slots} slots of {slot_bytes} bytes where {self.num_slots} of {self.slot_bytes} exist")
+        self._refuse_capture(
+            f"{slots} slots of {slot_bytes} bytes where {self.num_slots} of {self.slot_bytes} exist"
+        )
         self.transport.synchronize()
         self.transport.barrier()
-        self._slots, self.slot_bytes, self.num_slots = None, 0, 0  # if this fails, the next call makes room again
+        # if this fails, the next call makes room again
+        self._slots, self.slot_bytes, self.num_slots = None, 0, 0
         self._forget()
         size = -(-slot_bytes // _ALIGN) * _ALIGN
         self._slots = self.transport.allocate(slots * size)
@@ -161,12 +191,18 @@ class Instance:
         self.slot_bytes, self.num_slots = size, slots
         self.regions = Regions(slots)
         if not self._copied:
-            tables = torch.tensor([self.slot_table.data_ptr(), self.signal_table.data_ptr()], dtype=torch.int64)
+            tables = torch.tensor(
+                [self.slot_table.data_ptr(), self.signal_table.data_ptr()], dtype=torch.int64
+            )
             self.control[base.TABLES :] = tables.view(torch.int32).to(self.control.device)
-            self.control[base.TABLE_RANK], self.control[base.TABLE_RANKS] = self.transport.rank, self.world_size
+            self.control[base.TABLE_RANK], self.control[base.TABLE_RANKS] = (
+                self.transport.rank,
+                self.world_size,
+            )
 
     def keep(self, key: object, value: object) -> None:
-        """Into the cache, which a call looks into first. It is emptied where calls of ever new sizes fill it."""
+        """Into the cache, which a call looks into first. It is emptied where calls of ever new
+        sizes fill it."""
         if len(self.cache) >= MOST_KEPT and not self.transport.capturing():
             self.transport.synchronize()  # kernels may still read tables that go with it
             self._forget()
@@ -180,13 +216,15 @@ class Instance:
             self.cache.clear()
 
     def _hold(self) -> None:
-        """A graph is captured: it will read and write where things stand now, so that must outlive what takes its place."""
+        """A graph is captured: it will read and write where things stand now, so that must outlive
+        what takes its place."""
         for part in (self.cache, self._slots, self.slot_table, self.counters):
             if not any(part is one for one in self._held):
                 self._held.append(part)
 
     def close(self) -> None:
-        """Let go of everything: what is cached refers to this instance, so memory would stay until Python collects garbage."""
+        """Let go of everything: what is cached refers to this instance, so memory would stay until
+        Python collects garbage."""
         for cache in (self.cache, *self._held):
             if isinstance(cache, dict):
                 cache.clear()
@@ -200,10 +238,12 @@ class Instance:
             )
 
     def begin(self, mark: int = 0, region: int | None = None) -> bool:
-        """Open a call: report an earlier time-out, and order this call behind the last one on this device.
+        """Open a call: report an earlier time-out, and order this call behind the last one on this
+        device.
 
-        ``mark``: a checksum of the call, compared with what peers call (0: not compared). ``region``: where its result will
-        be, if in one. Returns whether the call is being captured into a CUDA graph.
+        ``mark``: a checksum of the call, compared with what peers call (0: not compared).
+        ``region``: where its result will be, if in one. Returns whether the call is being captured
+        into a CUDA graph.
         """
         self.check()
         capturing = self.transport.capturing()
@@ -213,7 +253,8 @@ class Instance:
         if mark:
             calls = self.ledger.calls
             try:
-                self.ledger.post(self.op, mark + self.captured)  # who has captured takes other slots than who has not
+                # who has captured takes other slots than who has not
+                self.ledger.post(self.op, mark + self.captured)
             finally:
                 CALL.posted = self.ledger.calls > calls
         stream = self.transport.order()
@@ -222,13 +263,15 @@ class Instance:
         return capturing
 
     def launched(self) -> None:
-        """Behind a launch, also one that raised: an interpreted kernel has ended by now, where a wait ran out of time with an
-        error of the interpreter's, which says less. What runs on a device is looked at when the next call begins."""
+        """Behind a launch, also one that raised: an interpreted kernel has ended by now, where a
+        wait ran out of time with an error of the interpreter's, which says less. What runs on a
+        device is looked at when the next call begins."""
         if self._interpreted:
             self.check()
 
     def check(self) -> None:
-        """Raise :class:`PeerTimeout` if a wait of an earlier call ran out of time, or the mismatch that it comes from."""
+        """Raise :class:`PeerTimeout` if a wait of an earlier call ran out of time, or the mismatch
+        that it comes from."""
         if not self._report[base.REPORT_SET]:
             return
         self.ledger.compare(self.op)  # the peer may have been there, with another call
@@ -252,13 +295,15 @@ class Instance:
 
 
 class Workspace:
-    """All instances of one (group, device); made by :func:`workspace_for`, ended by :meth:`close`."""
+    """All instances of one (group, device); made by :func:`workspace_for`, ended by
+    :meth:`close`."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.ledger = Ledger()
         self.instances: dict[tuple[str, str], Instance] = {}
-        self.accepted: dict[object, Plan] = Recent()  # signatures of calls whose arguments were checked, and their plans
+        # signatures of calls whose arguments were checked, and their plans
+        self.accepted: dict[object, Plan] = Recent()
 
     def instance(self, op: str, kind: str) -> Instance:
         """The instance of ``op`` over transport ``kind``; the first call for it is collective."""
@@ -269,7 +314,9 @@ class Workspace:
                     f"asked: the first call of {op} under CUDA-graph capture; allowed: capture after the workspace "
                     "exists; remedy: call tw.warmup(...) with each shape that will be captured, before"
                 )
-            found = self.instances[op, kind] = Instance(op, self.transport, self.ledger, kind in COPIED)
+            found = self.instances[op, kind] = Instance(
+                op, self.transport, self.ledger, kind in COPIED
+            )
         return found
 
     def check(self) -> None:
@@ -278,10 +325,12 @@ class Workspace:
         self.ledger.compare("the last operator")
 
     def close(self) -> None:
-        """Wait for this device, then let go of all memory. Not collective; usable after a peer died.
+        """Wait for this device, then let go of all memory. Not collective; usable after a peer
+        died.
 
-        Now, and not when Python next collects garbage: torch ends the process if symmetric memory is freed while a
-        CUDA graph is being captured. What is cached of an instance refers to it, so caches go first.
+        Now, and not when Python next collects garbage: torch ends the process if symmetric memory
+        is freed while a CUDA graph is being captured. What is cached of an instance refers to it,
+        so caches go first.
         """
         self.transport.synchronize()
         for instance in self.instances.values():
@@ -298,18 +347,25 @@ class Registry:
         self._workspaces: dict[tuple[str, torch.device], Workspace] = {}
         self._groups: dict[str, object] = {}
         self._broken: Counter[tuple[str, torch.device]] = Counter()  # calls that broke off
-        self._of_parent: list[tuple[dict[tuple[str, torch.device], Workspace], dict[str, object]]] = []  # of a forked process
+        # of a forked process
+        self._of_parent: list[
+            tuple[dict[tuple[str, torch.device], Workspace], dict[str, object]]
+        ] = []
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        """This process is a copy of a rank, and shares its memory: to use it, or to let go of it, would be that rank's loss."""
+        """This process is a copy of a rank, and shares its memory: to use it, or to let go of it,
+        would be that rank's loss."""
         self._of_parent.append((self._workspaces, self._groups))
         self._workspaces, self._groups = {}, {}
 
     def belongs(self, group_name: str, group: object) -> None:
-        """``group`` goes by this name now. If another one did (destroyed since), close what it left: its ranks may differ."""
-        if self._of_parent and any(group is one for _, groups in self._of_parent for one in groups.values()):
+        """``group`` goes by this name now. If another one did (destroyed since), close what it
+        left: its ranks may differ."""
+        if self._of_parent and any(
+            group is one for _, groups in self._of_parent for one in groups.values()
+        ):
             raise InputError(
                 f"asked: an operator over group {group_name!r} in a process forked since; allowed: in the one that joined the "
                 "group; remedy: start processes that call operators by spawn, and initialise a group in them"
@@ -320,14 +376,17 @@ class Registry:
             self._groups[group_name] = group
 
     def look_up(self, group_name: str, resolve: Callable[[str], object]) -> None:
-        """:meth:`belongs`, unless who last went by this name still exists: to ask takes 0.1 us, to ``resolve`` the name 0.4."""
+        """:meth:`belongs`, unless who last went by this name still exists: to ask takes 0.1 us, to
+        ``resolve`` the name 0.4."""
         if self._groups.get(group_name) not in _world.pg_map:
             self.belongs(group_name, resolve(group_name))
 
     def find(self, group_name: str, device: torch.device) -> Workspace | None:
         return self._workspaces.get((group_name, device))
 
-    def get(self, group_name: str, device: torch.device, make: Callable[[], Transport]) -> Workspace:
+    def get(
+        self, group_name: str, device: torch.device, make: Callable[[], Transport]
+    ) -> Workspace:
         key = (group_name, device)
         found = self._workspaces.get(key)
         if found is None:
@@ -335,7 +394,8 @@ class Registry:
         return found
 
     def break_off(self, group_name: str, device: torch.device, posted: bool) -> None:
-        """An operator of this rank has raised what its peers know nothing of; ``posted``: behind what stands in the ledger."""
+        """An operator of this rank has raised what its peers know nothing of; ``posted``: behind
+        what stands in the ledger."""
         self._broken[group_name, device] += 1
         found = self.find(group_name, device)
         if found is not None and found.ledger.opened:
@@ -347,11 +407,17 @@ class Registry:
             self._workspaces[group_name, device].ledger.break_off(False)
 
     def broken_off(self, group_name: str) -> int:
-        """How many calls of this rank broke off since the group was closed: peers had as many, or wait for some of them."""
-        return sum(count for (name, _), count in self._broken.items() if name == group_name) if self._broken else 0
+        """How many calls of this rank broke off since the group was closed: peers had as many, or
+        wait for some of them."""
+        return (
+            sum(count for (name, _), count in self._broken.items() if name == group_name)
+            if self._broken
+            else 0
+        )
 
     def close(self, group_name: str | None = None) -> None:
-        """Close the workspaces of one group, or all. Groups are let go: a destroyed one has threads and sockets."""
+        """Close the workspaces of one group, or all. Groups are let go: a destroyed one has threads
+        and sockets."""
         for key in [k for k in self._workspaces if group_name in (None, k[0])]:
             self._workspaces.pop(key).close()
         for key in [k for k in self._broken if group_name in (None, k[0])]:

@@ -25,7 +25,9 @@ from tileweave.device.gluon.signal import block_barrier, load_async, store_async
 from tileweave.device.triton.signal import FAULT
 from tileweave.device.triton.tiles import SOURCES
 
-place, place_out, segment, share_of, unit_range, part_range = (gluon.jit(source) for source in SOURCES)
+place, place_out, segment, share_of, unit_range, part_range = (
+    gluon.jit(source) for source in SOURCES
+)
 
 
 class Ring(NamedTuple):
@@ -44,7 +46,9 @@ def make_ring(
     """Shared memory of a :class:`Ring`. ``ARRIVALS``: how often a buffer is said to be full."""
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_M, TILE_K], a_desc.dtype)
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE_M, TILE_K], a_layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)
+    b_ring = gl.allocate_shared_memory(
+        b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout
+    )
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -113,7 +117,9 @@ def multiply_tile(
     buffer, so it is set if this tile's wait ran out of time, and the load costs nothing. ``LATE``: behind the last one, since
     *load* waits in front of later blocks, too.
     """
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, TILE_N, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, TILE_N, 16]
+    )
     zero = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
     index = turn % STAGES
     mbarrier.wait(ring.ready.index(index), (turn // STAGES) & 1)
@@ -121,7 +127,11 @@ def multiply_tile(
         fence_async_shared()
     fault = gl.load(control + FAULT, volatile=True)
     acc = warpgroup_mma(
-        ring.a.index(index), depth_by_cols(ring.b.index(index), DEPTH_FIRST), zero, use_acc=False, is_async=True
+        ring.a.index(index),
+        depth_by_cols(ring.b.index(index), DEPTH_FIRST),
+        zero,
+        use_acc=False,
+        is_async=True,
     )
     turn += 1
     for _ in range(1, num_blocks):
@@ -129,7 +139,9 @@ def multiply_tile(
         mbarrier.wait(ring.ready.index(index), (turn // STAGES) & 1)
         if GATHERED:
             fence_async_shared()
-        acc = warpgroup_mma(ring.a.index(index), depth_by_cols(ring.b.index(index), DEPTH_FIRST), acc, is_async=True)
+        acc = warpgroup_mma(
+            ring.a.index(index), depth_by_cols(ring.b.index(index), DEPTH_FIRST), acc, is_async=True
+        )
         acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
         mbarrier.arrive(ring.empty.index((turn - 1) % STAGES), count=1)
         turn += 1
@@ -183,9 +195,16 @@ def part_offsets(tile, first_col, TILE_N: gl.constexpr):
 
 
 @gluon.jit
-def give_part(tile, partials, counters, base, share, number, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+def give_part(
+    tile, partials, counters, base, share, number, TILE_M: gl.constexpr, TILE_N: gl.constexpr
+):
     """Helper's end of a cut tile: put the part (fp32) where the owner finds it and count it in; see ``matmul.give_part``."""
-    gl.store(partials + (base + share.program).to(gl.int64) * (TILE_M * TILE_N) + part_offsets(tile, 0, TILE_N), tile)
+    gl.store(
+        partials
+        + (base + share.program).to(gl.int64) * (TILE_M * TILE_N)
+        + part_offsets(tile, 0, TILE_N),
+        tile,
+    )
     block_barrier()
     gl.atomic_add(counters + (base + number - share.whole), 1, sem="release", scope="gpu")
 
@@ -214,7 +233,11 @@ def add_parts(tile, first_col, helped, TILE_M: gl.constexpr, TILE_N: gl.constexp
     """Add the helpers' parts of these columns, from the highest program down; behind :func:`await_parts`."""
     offsets = part_offsets(tile, first_col, TILE_N)
     for below in range(1, helped.helpers + 1):
-        tile += gl.load(helped.partials + (helped.at - below * helped.team).to(gl.int64) * (TILE_M * TILE_N) + offsets)
+        tile += gl.load(
+            helped.partials
+            + (helped.at - below * helped.team).to(gl.int64) * (TILE_M * TILE_N)
+            + offsets
+        )
     return tile
 
 

@@ -33,5 +33,18 @@ def meet(
 def await_pushed(signals, epoch, control, report, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr):
     """The own copy engine has done the last copy of this call; see ``meet.await_pushed``."""
     pushed: gl.constexpr = WORLD_SIZE * MAX_SLICES + WORLD_SIZE
-    spin(signals, epoch * 0 + pushed, epoch * 0 + pushed, 1, epoch, -1, control, report, 1, 1, WARPS, PUSHED_US)
+    spin(
+        signals,
+        epoch * 0 + pushed,
+        epoch * 0 + pushed,
+        1,
+        epoch,
+        -1,
+        control,
+        report,
+        1,
+        1,
+        WARPS,
+        PUSHED_US,
+    )
     acquire(epoch)

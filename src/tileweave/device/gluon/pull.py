@@ -24,7 +24,10 @@ def announce_chunk(signal_table, peer, rank, slot, chunk, epoch, WORLD_SIZE: gl.
 def faulted(control):
     """Whether a wait of this rank ran out of time: one answer for all lanes, though another partition may say so meanwhile."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    return gl.max(gl.load(control + FAULT + gl.arange(0, 32, layout=lane) * 0, volatile=True), axis=0) != 0
+    return (
+        gl.max(gl.load(control + FAULT + gl.arange(0, 32, layout=lane) * 0, volatile=True), axis=0)
+        != 0
+    )
 
 
 @gluon.jit
@@ -49,7 +52,9 @@ def end_of_pulls(
         set_flags(flags, 1, WORLD_SIZE)
         block_barrier()
     await_pushed(signals, epoch, control, report, WORLD_SIZE, 1)
-    if faulted(control):  # it may be that which ran out: a peer that came late has zeroed a flag of this call
+    if faulted(
+        control
+    ):  # it may be that which ran out: a peer that came late has zeroed a flag of this call
         set_flags(flags, 1, WORLD_SIZE)
         block_barrier()
         await_pushed(signals, epoch, control, report, WORLD_SIZE, 1)

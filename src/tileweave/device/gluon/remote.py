@@ -45,7 +45,9 @@ def _rows(start, width, pitch, V: gl.constexpr, WARPS: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
     word = start // 8 + gl.arange(0, V, layout=gl.SliceLayout(1, layout))
     at = (word * 8 // width).to(gl.int64) * pitch + word * 8 % width
-    return word[:, None] * 8, at[:, None] + gl.arange(0, 8, layout=gl.SliceLayout(0, layout))[None, :]
+    return word[:, None] * 8, at[:, None] + gl.arange(0, 8, layout=gl.SliceLayout(0, layout))[
+        None, :
+    ]
 
 
 @gluon.jit
@@ -73,7 +75,9 @@ def put_parts(
         mask = (index < end) & (there >= 0)
         for i in gl.static_range(0 if OWN else 1, WORLD_SIZE):
             peer = (rank + i) % WORLD_SIZE
-            value = gl.load(gl.multiple_of(source + peer.to(gl.int64) * step + there, [1, 16]), mask=mask)
+            value = gl.load(
+                gl.multiple_of(source + peer.to(gl.int64) * step + there, [1, 16]), mask=mask
+            )
             target = symm_at(table, peer, source.dtype.element_ty) + offset
             if OWN:
                 target += rank.to(gl.int64) * size

@@ -86,11 +86,17 @@ def push_piece(
     if SPANS:
         owner = gl.minimum(row // rows, WORLD_SIZE - 1)
         place = rank - (rank > owner).to(gl.int32)
-        base = gl.load(slot_table + owner) + 2 * (slot_offset + place.to(gl.int64) * place_size + at)
-        pointers = gl.multiple_of(base.to(gl.pointer_type(gl.int16), bitcast=True)[:, None] + within, [1, 16])
+        base = gl.load(slot_table + owner) + 2 * (
+            slot_offset + place.to(gl.int64) * place_size + at
+        )
+        pointers = gl.multiple_of(
+            base.to(gl.pointer_type(gl.int16), bitcast=True)[:, None] + within, [1, 16]
+        )
         put_marked(pointers, value, ((owner != rank) & (row < row_limit))[:, None] & (within >= 0))
     else:
         place = rank - (rank > home).to(gl.int32)
         base = gl.load(slot_table + home) + 2 * (slot_offset + place.to(gl.int64) * place_size + at)
-        pointers = gl.multiple_of(base.to(gl.pointer_type(gl.int16), bitcast=True) + within, [1, 16])
+        pointers = gl.multiple_of(
+            base.to(gl.pointer_type(gl.int16), bitcast=True) + within, [1, 16]
+        )
         put_marked(pointers, value, (row < row_limit)[:, None] & (within >= 0))

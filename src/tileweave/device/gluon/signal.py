@@ -9,7 +9,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from tileweave.device.triton.signal import EXPIRE, FAULT, LATE, LEAVERS, NUM_TABLES, TABLE_RANK, TABLE_RANKS, TABLES, TIMEOUT_US
+from tileweave.device.triton.signal import (
+    EXPIRE,
+    FAULT,
+    LATE,
+    LEAVERS,
+    NUM_TABLES,
+    TABLE_RANK,
+    TABLE_RANKS,
+    TABLES,
+    TIMEOUT_US,
+)
 
 # Names that changed between Triton 3.6 and 3.9.
 load_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -20,14 +30,21 @@ block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 @gluon.jit
 def clock(anything):
     """Nanoseconds, ``%globaltimer``. ``anything``: an int32 scalar, since this assembly needs an operand."""
-    return gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [anything], dtype=gl.int64, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l,r", [anything], dtype=gl.int64, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def drain_tma_stores(anything):
     """Wait until this thread's TMA stores are visible, not only read; see ``signal.drain_tma_stores``, and :func:`clock`."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [anything], dtype=gl.int32, is_pure=False, pack=1
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
+        "=r,r",
+        [anything],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -62,7 +79,15 @@ def notify(signal, epoch):
 
 
 @gluon.jit
-def notify_all(signal_table, offset, rank, epoch, WORLD_SIZE: gl.constexpr, OWN: gl.constexpr, WARPS: gl.constexpr):
+def notify_all(
+    signal_table,
+    offset,
+    rank,
+    epoch,
+    WORLD_SIZE: gl.constexpr,
+    OWN: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """:func:`notify` every peer at ``offset`` of its signals, one lane a peer: one fence in time, not R - 1."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     count: gl.constexpr = WORLD_SIZE if OWN else WORLD_SIZE - 1
@@ -122,13 +147,22 @@ def spin(
         limit = gl.load(control + LIMIT, volatile=True).to(gl.int64) * 1000
         started = clock(lag)
         while (lag < 0) & (clock(lag) - started <= limit):
-            limit = gl.load(control + LIMIT, volatile=True).to(gl.int64) * 1000  # a fault ends waits that have begun, too
+            limit = (
+                gl.load(control + LIMIT, volatile=True).to(gl.int64) * 1000
+            )  # a fault ends waits that have begun, too
             lag = gl.min(_lag(gl.load(signals + index, volatile=True), epoch, EXACT), axis=0)
         if lag < 0:
             seen = gl.load(signals + index, volatile=True)
             lags = _lag(seen, epoch, EXACT)
             late = gl.min(gl.where(lags == gl.min(lags, axis=0), index, 0x7FFFFFFF), axis=0)
-            expire(control, report, late, unit, epoch, gl.max(gl.where(index == late, seen, -0x80000000), axis=0))
+            expire(
+                control,
+                report,
+                late,
+                unit,
+                epoch,
+                gl.max(gl.where(index == late, seen, -0x80000000), axis=0),
+            )
 
 
 @gluon.jit
@@ -139,7 +173,12 @@ def acquire(epoch):
     multiprocessor has under way: 3 us in front of a tile, 7 beside copies (decision 0089).
     """
     gl.inline_asm_elementwise(
-        "fence.acquire.sys; fence.proxy.async.global; mov.u32 $0, 0;", "=r,r", [epoch], dtype=gl.int32, is_pure=False, pack=1
+        "fence.acquire.sys; fence.proxy.async.global; mov.u32 $0, 0;",
+        "=r,r",
+        [epoch],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
     block_barrier()
 

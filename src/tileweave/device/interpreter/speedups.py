@@ -61,7 +61,10 @@ def _patches_of_triton() -> list[tuple[Any, str, object]]:
         triton_interpreter._LangPatchScope = usual
         writing.restore()
     # Triton 3.6 takes int() of an array of one element here, which NumPy allows up to 2.3 only where it has dimensions
-    return [(where, name, _index if name == "__index__" else _direct(value)) for where, name, value in writing.patches]
+    return [
+        (where, name, _index if name == "__index__" else _direct(value))
+        for where, name, value in writing.patches
+    ]
 
 
 def _index(self: Any) -> int:
@@ -117,7 +120,9 @@ class Language:
 
 
 LANGUAGE = Language()
-_NUMPY_TYPES: dict[int, tuple[object, object]] = {}  # by identity: hashing one of Triton's types is slow
+_NUMPY_TYPES: dict[
+    int, tuple[object, object]
+] = {}  # by identity: hashing one of Triton's types is slow
 
 
 def _numpy_type(dtype: Any) -> object:
@@ -125,7 +130,9 @@ def _numpy_type(dtype: Any) -> object:
     found = _NUMPY_TYPES.get(id(scalar))
     if found is None:
         found = (scalar, _numpy_type_as_triton_does(scalar))
-        if len(_NUMPY_TYPES) < 1000:  # pointer types are made anew; none is forgotten, so no identity comes back
+        if (
+            len(_NUMPY_TYPES) < 1000
+        ):  # pointer types are made anew; none is forgotten, so no identity comes back
             _NUMPY_TYPES[id(scalar)] = found
     return found[1]
 
@@ -194,9 +201,16 @@ def _operands(
     div_or_mod: bool = False,
 ) -> object:  # fmt: skip
     """``TritonSemantic.binary_op_type_checking_impl``: tensors of one type, not pointers, need no cast (but to divide)."""
-    if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and not div_or_mod and not lhs.dtype.is_ptr():
+    if (
+        type(lhs) is type(rhs) is tl.tensor
+        and lhs.dtype is rhs.dtype
+        and not div_or_mod
+        and not lhs.dtype.is_ptr()
+    ):
         return self.broadcast_impl_value(lhs, rhs)
-    return _operands_as_triton_does(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+    return _operands_as_triton_does(
+        self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+    )
 
 
 def _convert(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
@@ -214,7 +228,9 @@ def _convert(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
 def _call(self: Any, *args: object, **kwargs: object) -> object:
     """``InterpretedFunction.__call__``: a kernel, or the host, calls a device function."""
     try:
-        return _call_as_triton_does(self, *args, **kwargs)  # patches the language first, and would leave it so
+        return _call_as_triton_does(
+            self, *args, **kwargs
+        )  # patches the language first, and would leave it so
     finally:
         LANGUAGE.restore()
 
@@ -232,5 +248,7 @@ def patch_once() -> None:
     TritonSemantic.broadcast_impl_value = _broadcast
     TritonSemantic.binary_op_type_checking_impl = _operands
     builder = triton_interpreter.interpreter_builder
-    if not builder.options.debug:  # each sum is done again in 64 bits, compared, and nobody asked for the outcome
+    if (
+        not builder.options.debug
+    ):  # each sum is done again in 64 bits, compared, and nobody asked for the outcome
         builder.options = replace(builder.options, sanitize_overflow=False)

@@ -73,7 +73,9 @@ class HostMemory:
 
     def pause(self, polls: int) -> None:
         """Between two polls of a word that is not there yet."""
-        time.sleep(0 if polls < 50 else min(8e-6 * polls, 2e-3))  # a small part of the time that it has waited
+        time.sleep(
+            0 if polls < 50 else min(8e-6 * polls, 2e-3)
+        )  # a small part of the time that it has waited
 
     def idle(self) -> None:
         """Between two polls of data."""
@@ -127,7 +129,9 @@ def wait(
     return _scalar(0)
 
 
-def refuse_later(signals: object, epoch: object, index: object, unit: object, control: object, report: object) -> None:
+def refuse_later(
+    signals: object, epoch: object, index: object, unit: object, control: object, report: object
+) -> None:
     number, expected = _value(index), _value(epoch)
     seen = MEMORY.acquire(_value(signals) + 4 * number)
     if wrapped(seen - expected) > 0:
@@ -135,7 +139,13 @@ def refuse_later(signals: object, epoch: object, index: object, unit: object, co
 
 
 def wait_here(
-    words: object, value: object, index: object, unit: object, control: object, report: object, LIMIT: object = _TIMEOUT_US
+    words: object,
+    value: object,
+    index: object,
+    unit: object,
+    control: object,
+    report: object,
+    LIMIT: object = _TIMEOUT_US,
 ) -> None:
     wait(words, 1, value, index, unit, control, report, LIMIT)
 
@@ -159,8 +169,17 @@ def count_in(counter: object) -> None:
     MEMORY.add(_value(counter), 1)
 
 
-def expire(control: object, report: object, signal: object, unit: object, expected: object, seen: object) -> None:
-    _expire(_value(report), _value(control), _value(signal), _value(unit), _value(expected), _value(seen))
+def expire(
+    control: object, report: object, signal: object, unit: object, expected: object, seen: object
+) -> None:
+    _expire(
+        _value(report),
+        _value(control),
+        _value(signal),
+        _value(unit),
+        _value(expected),
+        _value(seen),
+    )
 
 
 def consume_token(value: object, token: object) -> object:
@@ -172,7 +191,9 @@ def notify(signal: object, epoch: object) -> None:
     MEMORY.release(_value(signal), _value(epoch))
 
 
-def notify_all(table: object, offset: object, rank: object, epoch: object, WORLD_SIZE: object, OWN: object) -> None:
+def notify_all(
+    table: object, offset: object, rank: object, epoch: object, WORLD_SIZE: object, OWN: object
+) -> None:
     size, me, base = _value(WORLD_SIZE), _value(rank), _value(table)
     for i in range(0 if _value(OWN) else 1, size):
         address = ctypes.c_int64.from_address(base + 8 * ((me + i) % size)).value

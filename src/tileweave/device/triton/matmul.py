@@ -50,9 +50,17 @@ def matmul_tile(
         index = block * TILE_K + k
         if DEPTH_FIRST:
             a = tl.load(a_rows[:, None] + index[None, :], mask=(index < depth)[None, :], other=0.0)
-            b = tl.load(w_rows[:, None] + index.to(tl.int64)[None, :] * stride_w, mask=(index < depth)[None, :], other=0.0)
+            b = tl.load(
+                w_rows[:, None] + index.to(tl.int64)[None, :] * stride_w,
+                mask=(index < depth)[None, :],
+                other=0.0,
+            )
         elif EVEN_K and FEW_ROWS:
-            a = tl.load(a_rows[:, None] + index[None, :], mask=(tl.arange(0, TILE_M) < rows)[:, None], other=0.0)
+            a = tl.load(
+                a_rows[:, None] + index[None, :],
+                mask=(tl.arange(0, TILE_M) < rows)[:, None],
+                other=0.0,
+            )
             b = tl.load(w_rows[:, None] + index[None, :])
         elif EVEN_K:
             a = tl.load(a_rows[:, None] + index[None, :])
@@ -77,7 +85,9 @@ def part_offsets(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def give_part(acc, partials, counters, base, share, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+def give_part(
+    acc, partials, counters, base, share, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr
+):
     """Helper's end of a cut tile, ``tile`` of a segment: put the part where the owner finds it, and count it in.
 
     ``partials`` is fp32, one tile for each program of a segment: a program helps at most once in a segment, with the
@@ -91,7 +101,9 @@ def give_part(acc, partials, counters, base, share, tile, TILE_M: tl.constexpr, 
 
 
 @triton.jit
-def take_parts(acc, partials, counters, base, share, tile, helpers, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+def take_parts(
+    acc, partials, counters, base, share, tile, helpers, TILE_M: tl.constexpr, TILE_N: tl.constexpr
+):
     """Owner's end: wait for all helpers, add their parts in program order, downwards, so results never depend on timing.
 
     Needs no bound: helpers are lower programs, and each gives its part before it takes any in this segment. What they wait for
@@ -104,5 +116,9 @@ def take_parts(acc, partials, counters, base, share, tile, helpers, TILE_M: tl.c
     tl.store(counters + cut_tile, 0)
     within = tl.arange(0, TILE_M)[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
     for below in range(1, helpers + 1):
-        acc += tl.load(partials + (base + share.program - below * share.team).to(tl.int64) * (TILE_M * TILE_N) + within)
+        acc += tl.load(
+            partials
+            + (base + share.program - below * share.team).to(tl.int64) * (TILE_M * TILE_N)
+            + within
+        )
     return acc

@@ -23,7 +23,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tileweave.device.triton.signal import MEETING_US, PUSHED_US, faulted, notify_all, refuse_later, wait
+from tileweave.device.triton.signal import (
+    MEETING_US,
+    PUSHED_US,
+    faulted,
+    notify_all,
+    refuse_later,
+    wait,
+)
 
 MAX_SLICES = tl.constexpr(32)  # signal words of each source, as in ``transport/workspace.py``
 GONE = tl.constexpr(1 << 30)  # added to the epoch by a rank that has given a call up

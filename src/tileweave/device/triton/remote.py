@@ -36,7 +36,18 @@ def get(target, source, begin, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def put_all(table, rank, WORLD_SIZE: tl.constexpr, offset, size, source, begin, end, OWN: tl.constexpr, BLOCK: tl.constexpr):
+def put_all(
+    table,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    offset,
+    size,
+    source,
+    begin,
+    end,
+    OWN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Store elements [begin, end) of the own shard ``source`` into a slot of every peer, each block to all in turn.
 
     The slot starts at element ``offset`` of each peer's buffer and holds shards of ``size`` elements; the own shard's place
@@ -81,5 +92,13 @@ def put_parts(
         for i in tl.static_range(0 if OWN else 1, WORLD_SIZE):
             peer = (rank + i) % WORLD_SIZE
             place = rank if OWN else i - 1
-            target = symm_at(table, peer, source.dtype.element_ty, 16) + offset + tl.cast(place, tl.int64) * size
-            tl.store(target + index, tl.load(source + peer.to(tl.int64) * step + at, mask=mask), mask=mask)
+            target = (
+                symm_at(table, peer, source.dtype.element_ty, 16)
+                + offset
+                + tl.cast(place, tl.int64) * size
+            )
+            tl.store(
+                target + index,
+                tl.load(source + peer.to(tl.int64) * step + at, mask=mask),
+                mask=mask,
+            )

@@ -93,8 +93,12 @@ def take_marked(
     (``SIGNALS`` signal words each), sets the fault, and makes the sum NaN: nobody need look at the fault behind it, which
     would be a load on the way of small messages.
     """
-    limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000  # here: on its way beside the data
-    gave_up = (limit == 0).to(tl.int32)  # this rank has a fault: what stands here may be of no call, or of an older one
+    limit = (
+        tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
+    )  # here: on its way beside the data
+    gave_up = (limit == 0).to(
+        tl.int32
+    )  # this rank has a fault: what stands here may be of no call, or of an older one
     total, missing = _sum_marked(acc, pointers, stride, mask, gave_up, COUNT)
     if missing > 0:
         started = clock()
@@ -102,7 +106,9 @@ def take_marked(
         while (missing == 1) & (polls < 1 << 30):
             pause()
             overdue = _is_overdue(started, limit)
-            limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000  # a fault ends waits that have begun, too
+            limit = (
+                tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
+            )  # a fault ends waits that have begun, too
             total, missing = _sum_marked(acc, pointers, stride, mask, overdue, COUNT)
             polls += 1
         if missing > 0:

@@ -45,7 +45,9 @@ from triton.language.target_info import cuda_capability_geq, is_hip
 EPOCH = tl.constexpr(0)
 LEAVERS = tl.constexpr(1)
 FAULT = tl.constexpr(2)
-TIMEOUT_US = tl.constexpr(3)  # limits of waits: for data, for ranks to meet, for own copies; see ``transport/interface.py``
+TIMEOUT_US = tl.constexpr(
+    3
+)  # limits of waits: for data, for ranks to meet, for own copies; see ``transport/interface.py``
 MEETING_US = tl.constexpr(4)
 PUSHED_US = tl.constexpr(5)
 TABLE_RANKS = tl.constexpr(6)  # see :func:`advance`
@@ -61,7 +63,9 @@ def clock():
     if is_hip():
         return tl.cast(0, tl.int64)
     else:
-        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -70,7 +74,9 @@ def multiprocessor():
     if is_hip():
         return tl.cast(0, tl.int32)
     else:
-        return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(
+            "mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -83,7 +89,9 @@ def fence():
         tl.debug_barrier()
         return tl.cast(0, tl.int32)
     else:
-        return tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -94,7 +102,9 @@ def acquire():
     way. Below, ptxas takes the narrow fence without a word and makes an illegal instruction of it.
     """
     if cuda_capability_geq(9, 0):
-        return tl.inline_asm_elementwise("fence.acquire.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(
+            "fence.acquire.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
     else:
         return fence()
 
@@ -106,7 +116,14 @@ def drain_tma_stores():
     What ``store`` emits itself ends in ``wait_group.read``: the source may be overwritten, the data may be under way.
     """
     if not is_hip():
-        tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -130,7 +147,9 @@ def notify_all(table, offset, rank, epoch, WORLD_SIZE: tl.constexpr, OWN: tl.con
     peer = (rank + (0 if OWN else 1) + lane) % WORLD_SIZE
     signals = tl.load(table + peer).to(tl.pointer_type(tl.int32), bitcast=True) + offset
     tl.debug_barrier()
-    tl.atomic_xchg(signals, tl.zeros_like(lane) + epoch, mask=lane < count, sem="release", scope="sys")
+    tl.atomic_xchg(
+        signals, tl.zeros_like(lane) + epoch, mask=lane < count, sem="release", scope="sys"
+    )
 
 
 @triton.jit
@@ -163,7 +182,9 @@ def poison(target, size, BLOCK: tl.constexpr):
         tl.store(target + at, float("nan"), mask=at < size)
 
 
-LATE = tl.constexpr(1 << 20)  # 1048576, more than programs: what the first time-out adds to LEAVERS, for the last one to leave
+LATE = tl.constexpr(
+    1 << 20
+)  # 1048576, more than programs: what the first time-out adds to LEAVERS, for the last one to leave
 # $1: control + FAULT; $2: report. FAULT is set first, then two limits to a 0 computed from what it was: who stops for such a
 # limit finds FAULT set, and reports nothing. LEAVERS has it before this program leaves: the last may have read FAULT already.
 EXPIRE = tl.constexpr("""{
@@ -225,7 +246,17 @@ def _lag(seen, epoch, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _poll(signals, count: tl.constexpr, epoch, first, unit, control, report, LIMIT: tl.constexpr, EXACT: tl.constexpr):
+def _poll(
+    signals,
+    count: tl.constexpr,
+    epoch,
+    first,
+    unit,
+    control,
+    report,
+    LIMIT: tl.constexpr,
+    EXACT: tl.constexpr,
+):
     """Until :func:`wait` may go on, or its time is up. Orders nothing; each warp by itself, without a barrier."""
     lane = tl.arange(0, count)
     words = signals + first + lane
@@ -234,12 +265,21 @@ def _poll(signals, count: tl.constexpr, epoch, first, unit, control, report, LIM
         limit = tl.load(control + LIMIT, volatile=True).to(tl.int64) * 1000
         started = clock()
         while (lag < 0) & (clock() - started <= limit):
-            limit = tl.load(control + LIMIT, volatile=True).to(tl.int64) * 1000  # a fault ends waits that have begun, too
+            limit = (
+                tl.load(control + LIMIT, volatile=True).to(tl.int64) * 1000
+            )  # a fault ends waits that have begun, too
             lag = tl.min(_lag(tl.load(words, volatile=True), epoch, EXACT), axis=0)
         if lag < 0:
             seen = tl.load(words, volatile=True)
             late = tl.argmin(_lag(seen, epoch, EXACT), axis=0)
-            expire(control, report, first + late, unit, epoch, tl.sum(tl.where(lane == late, seen, 0), axis=0))
+            expire(
+                control,
+                report,
+                first + late,
+                unit,
+                epoch,
+                tl.sum(tl.where(lane == late, seen, 0), axis=0),
+            )
 
 
 @triton.jit
@@ -290,7 +330,12 @@ def wait_here(words, value, index, unit, control, report, LIMIT: tl.constexpr = 
         wait(words, 1, value, index, unit, control, report, LIMIT)
     else:
         seen = tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [words + index], dtype=tl.int32, is_pure=False, pack=1
+            "ld.acquire.gpu.global.b32 $0, [$1];",
+            "=r,l",
+            [words + index],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
         if seen - value < 0:
             _poll(words, 1, value, index, unit, control, report, LIMIT, False)
@@ -328,7 +373,9 @@ def leave(control, epoch, num_programs):
 
     Stands after everything this program has to say to peers in this call.
     """
-    fault = faulted(control)  # of earlier calls at least; of this one LEAVERS tells, so the last to leave need not load again
+    fault = faulted(
+        control
+    )  # of earlier calls at least; of this one LEAVERS tells, so the last to leave need not load again
     last, faults = _leave(control, num_programs, "acq_rel")
     if last:
         advance(control, epoch, fault + faults)
@@ -385,15 +432,27 @@ def leave_early(control, epoch, num_programs):
 if INTERPRETED.value:
     from tileweave.device.interpreter import words as bodies
 
-    if triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9.")):  # others are as right without, and slower
+    if triton.__version__.startswith(
+        ("3.6.", "3.7.", "3.8.", "3.9.")
+    ):  # others are as right without, and slower
         from tileweave.device.interpreter import speedups as patched
 
         patched.patch_once()
     clock, drain_tma_stores = bodies.clock, bodies.drain_tma_stores
     fence = acquire = bodies.fence
     multiprocessor = bodies.multiprocessor
-    notify, notify_all, wait, consume_token = bodies.notify, bodies.notify_all, bodies.wait, bodies.consume_token
+    notify, notify_all, wait, consume_token = (
+        bodies.notify,
+        bodies.notify_all,
+        bodies.wait,
+        bodies.consume_token,
+    )
     load_epoch, faulted, leave = bodies.load_epoch, bodies.faulted, bodies.leave
     leave_early, wait_here = bodies.leave, bodies.wait_here
     last_to_leave, advance = bodies.last_to_leave, bodies.advance
-    pause, count_in, expire, refuse_later = bodies.pause, bodies.count_in, bodies.expire, bodies.refuse_later
+    pause, count_in, expire, refuse_later = (
+        bodies.pause,
+        bodies.count_in,
+        bodies.expire,
+        bodies.refuse_later,
+    )

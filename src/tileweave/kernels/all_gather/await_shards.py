@@ -38,7 +38,15 @@ import triton
 import triton.language as tl
 
 from tileweave.device.triton.meet import await_pushed
-from tileweave.device.triton.signal import advance, faulted, last_to_leave, load_epoch, poison, refuse_later, wait
+from tileweave.device.triton.signal import (
+    advance,
+    faulted,
+    last_to_leave,
+    load_epoch,
+    poison,
+    refuse_later,
+    wait,
+)
 from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
 from tileweave.planning.schedules.gather import cdiv
@@ -51,7 +59,9 @@ BLOCK = 4096
 def await_source(signals, control, report, epoch, word):
     """Until the shard whose signal is ``word`` is there."""
     wait(signals, 1, epoch, word, -1, control, report)
-    refuse_later(signals, epoch + 1, word, -1, control, report)  # it gave us up, and was in this slot again
+    refuse_later(
+        signals, epoch + 1, word, -1, control, report
+    )  # it gave us up, and was in this slot again
 
 
 @triton.jit(do_not_specialize=["rank", "size", "width"])
@@ -68,16 +78,22 @@ def await_shards_kernel(
         tl.store(own + begin + lane, tl.load(x + begin + lane, mask=mask), mask=mask)
     if program == 0:
         for i in tl.static_range(1, WORLD_SIZE):
-            await_source(signals, control, report, epoch, (rank + WORLD_SIZE - i) % WORLD_SIZE * MAX_SLICES)
+            await_source(
+                signals, control, report, epoch, (rank + WORLD_SIZE - i) % WORLD_SIZE * MAX_SLICES
+            )
         await_pushed(signals, epoch, control, report, WORLD_SIZE)
     if last_to_leave(control, programs):
         fault = faulted(control)
-        if fault != 0:  # when all own rows have been stored; what peers still push lands in other places
+        if (
+            fault != 0
+        ):  # when all own rows have been stored; what peers still push lands in other places
             poison(own, width, BLOCK)
         advance(control, epoch, fault)
 
 
-def await_shards(peers: Endpoint, x: torch.Tensor, whole: torch.Tensor, world_size: int, rank: int, programs: int) -> None:
+def await_shards(
+    peers: Endpoint, x: torch.Tensor, whole: torch.Tensor, world_size: int, rank: int, programs: int
+) -> None:
     """Launch at most ``programs`` on the current stream. x: the own shard [m, K]; ``whole``: this call's slot, [R m, K]."""
     await_shards_kernel[(min(programs, cdiv(x.numel(), BLOCK)),)](
         x, whole, peers.signals, peers.control, peers.report, rank, x.numel(), x.shape[1], WORLD_SIZE=world_size, BLOCK=BLOCK,
@@ -97,7 +113,9 @@ def end_gather_kernel(
     """``size``, ``more_size``: elements of ``out``, ``more``. Shards are there, unless a user of one could not be queued."""
     epoch = load_epoch(control)
     for i in tl.static_range(1, WORLD_SIZE):
-        await_source(signals, control, report, epoch, (rank + WORLD_SIZE - i) % WORLD_SIZE * MAX_SLICES)
+        await_source(
+            signals, control, report, epoch, (rank + WORLD_SIZE - i) % WORLD_SIZE * MAX_SLICES
+        )
     await_pushed(signals, epoch, control, report, WORLD_SIZE)
     if last_to_leave(control, 1):
         fault = faulted(control)
@@ -124,9 +142,23 @@ class ShardLaunches:
         """The call ends when all shards have come. ``made`` of them: one tensor or two, contiguous; NaN after a time-out."""
         out, more, peers = made[0], made[-1], self.peers
         words = (out.data_ptr(), more.data_ptr(), out.numel(), more.numel())
-        variant = (out.dtype, *(at % 16 == 0 for at in words[:2]), *(size < 2**31 for size in words[2:]))
+        variant = (
+            out.dtype,
+            *(at % 16 == 0 for at in words[:2]),
+            *(size < 2**31 for size in words[2:]),
+        )
 
         def arguments() -> tuple[object, ...]:
-            return (out, more, peers.signals, peers.control, peers.report, self.rank, *words[2:], self.world_size, BLOCK)
+            return (
+                out,
+                more,
+                peers.signals,
+                peers.control,
+                peers.report,
+                self.rank,
+                *words[2:],
+                self.world_size,
+                BLOCK,
+            )
 
         self.ends(1, variant, arguments, words)

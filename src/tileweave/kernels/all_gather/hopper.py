@@ -79,7 +79,9 @@ def multiply_partition(
             else:
                 if helpers > 0:
                     await_parts(counters, base, share, number, helpers)
-                    fault = gl.load(control + FAULT, volatile=True)  # helpers waited for what this program did not need
+                    fault = gl.load(
+                        control + FAULT, volatile=True
+                    )  # helpers waited for what this program did not need
                 helped = Helped(partials, base + program, helpers, share.team)
                 store_tile(
                     tile, fault, bias, out, out_desc, out_buffer, helped, first_row, row_limit, col * TILE_N, cols,
@@ -117,7 +119,9 @@ def all_gather_matmul_hopper_kernel(
     """Dispatch the partitions; *move* ends at once where there is nothing to move."""
     MOVE_WARPS: gl.constexpr = 4 if WARPS == 4 else 2  # what fits into 12 warps of 168 registers
     ring = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
-    out_buffer = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
+    out_buffer = gl.allocate_shared_memory(
+        out_desc.dtype, out_desc.block_type.shape, out_desc.layout
+    )
     num_partitions = gl.num_programs(0) * 3
     line = band_sources  # sources in the line of tiles. GATHER_K: 1, which band_sources is: Triton 3.6 fails on the constant
     if not GATHER_K:
@@ -163,19 +167,30 @@ class Launcher:
         strides_w: Sequence[int],
         parts: Parts | None = None,
     ) -> None:  # fmt: skip
-        self.parts = parts = parts or Parts(schedule.rank, schedule.world_size, schedule.depth, schedule.depth)
+        self.parts = parts = parts or Parts(
+            schedule.rank, schedule.world_size, schedule.depth, schedule.depth
+        )
         self.peers, self.schedule, self.config = peers, schedule, config
         push, s, c = config.transport == "sm", schedule, config
         self.size, self.programs = s.rows * parts.depth, s.num_programs
         self.shift = parts.rank * parts.step * dtype.itemsize  # of the own part in x
         self.slices = c.num_slices if push else 1
-        block = 4096 if c.num_warps == 4 else 2048  # elements that the move partition has in flight: 32 a thread
+        block = (
+            4096 if c.num_warps == 4 else 2048
+        )  # elements that the move partition has in flight: 32 a thread
         halves = 2 if c.tile_n == 256 else 1
         row_tile, pitch = [c.tile_m, c.tile_k], parts.depth
         slot_rows = s.rows * (parts.world_size - 1) if parts.side_by_side else s.slot_rows
         self.base = base = peers.slots.data_ptr()
         self.slots = [
-            descriptor(base + i * peers.slot_size * dtype.itemsize, dtype, [slot_rows, pitch], pitch, row_tile) for i in (0, 1)
+            descriptor(
+                base + i * peers.slot_size * dtype.itemsize,
+                dtype,
+                [slot_rows, pitch],
+                pitch,
+                row_tile,
+            )
+            for i in (0, 1)
         ]
         x_desc = descriptor(base, dtype, [s.rows, pitch], parts.pitch, row_tile)
         w_desc = weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k])
@@ -184,7 +199,9 @@ class Launcher:
         out_tile = [c.tile_m, c.tile_n // halves]
         shape = [s.rows * s.world_size, s.cols] if self.pitch_fits else [s.rows, s.depth]
         self.descriptors = (x_desc, w_desc, descriptor(base, dtype, shape, shape[1], out_tile))
-        self.part_words = s.num_segments * self.programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
+        self.part_words = (
+            s.num_segments * self.programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
+        )
         self.integers = (
             s.rows, s.cols, self.size, slice_bounds(self.size, self.slices, 0, block)[1],
             slice_bounds(self.size, self.programs, 0, block)[1], min(c.num_producers, self.programs),
@@ -197,7 +214,9 @@ class Launcher:
             c.num_stages, c.num_warps, halves,
         )  # fmt: skip
         # 12 warps share the registers: 8 + 1 + 2, or 4 + 1 + 4, each sum rounded up to whole warpgroups
-        self.launches = Launches(all_gather_matmul_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168)
+        self.launches = Launches(
+            all_gather_matmul_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168
+        )
 
     def __call__(
         self,
@@ -218,9 +237,24 @@ class Launcher:
         added, kept = out if bias is None else bias, out if gathered is None else gathered
         stamps = self.peers.control if trace is None else trace
         bias_at, gathered_at = added.data_ptr(), kept.data_ptr()
-        variant = (to % 16 == 0, bias_at % 16 == 0, gathered_at % 16 == 0, bias is None, gathered is None, trace is None)
+        variant = (
+            to % 16 == 0,
+            bias_at % 16 == 0,
+            gathered_at % 16 == 0,
+            bias is None,
+            gathered is None,
+            trace is None,
+        )
         bases = (x.data_ptr() + self.shift, w.data_ptr(), to if by_tma else self.base)
-        words = (x.data_ptr(), bias_at, to, gathered_at, partials.data_ptr(), stamps.data_ptr(), slot)
+        words = (
+            x.data_ptr(),
+            bias_at,
+            to,
+            gathered_at,
+            partials.data_ptr(),
+            stamps.data_ptr(),
+            slot,
+        )
 
         def arguments() -> tuple[object, ...]:
             peers = self.peers

@@ -10,7 +10,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileweave.device.gluon.matmul import claim, load_slot, load_weight, place, segment, share_of, unit_range
+from tileweave.device.gluon.matmul import (
+    claim,
+    load_slot,
+    load_weight,
+    place,
+    segment,
+    share_of,
+    unit_range,
+)
 from tileweave.device.gluon.signal import acquire, are_there, label, leave, load_async, spin, stamp
 from tileweave.kernels.all_gather.hopper_move import MAX_SLICES
 
@@ -58,9 +66,27 @@ def load_shards(
             for step in range(0, ahead):
                 at = claim(ring, turn + step, block_bytes, STAGES)
                 load_weight(
-                    w_desc, col * TILE_N, (k_begin + step) * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST
+                    w_desc,
+                    col * TILE_N,
+                    (k_begin + step) * TILE_K,
+                    ring.ready.index(at),
+                    ring.b.index(at),
+                    DEPTH_FIRST,
                 )
-            spin(signals, first, last, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, SPREAD, 1, EXACT=EXACT)
+            spin(
+                signals,
+                first,
+                last,
+                MAX_SLICES,
+                epoch,
+                tile,
+                control,
+                report,
+                NUM_SLICES,
+                SPREAD,
+                1,
+                EXACT=EXACT,
+            )
         acquire(epoch)
         arrived = arrived | needed
         for step in range(0, ahead):
@@ -73,7 +99,14 @@ def load_shards(
     turn += ahead
     for block in range(k_begin + ahead, k_end):
         at = claim(ring, turn, block_bytes, STAGES)
-        load_weight(w_desc, col * TILE_N, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST)
+        load_weight(
+            w_desc,
+            col * TILE_N,
+            block * TILE_K,
+            ring.ready.index(at),
+            ring.b.index(at),
+            DEPTH_FIRST,
+        )
         load_rows(
             x_desc, slot0_desc, slot1_desc, ring.a.index(at), ring.ready.index(at), first_row,
             block * TILE_K, rows, rank, slot, WORLD_SIZE, SPANS,
@@ -100,15 +133,43 @@ def load_sources(
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
         k = block % blocks * TILE_K
         at = claim(ring, turn, block_bytes, STAGES)
-        load_weight(w_desc, col * TILE_N, source * blocks * TILE_K + k, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST)
+        load_weight(
+            w_desc,
+            col * TILE_N,
+            source * blocks * TILE_K + k,
+            ring.ready.index(at),
+            ring.b.index(at),
+            DEPTH_FIRST,
+        )
         if ((arrived >> source) & 1) == 0:
-            spin(signals, source, source, MAX_SLICES, epoch, tile, control, report, NUM_SLICES, 1, 1, EXACT=EXACT)
+            spin(
+                signals,
+                source,
+                source,
+                MAX_SLICES,
+                epoch,
+                tile,
+                control,
+                report,
+                NUM_SLICES,
+                1,
+                1,
+                EXACT=EXACT,
+            )
             acquire(epoch)
             arrived = arrived | (1 << source)
         if step == 0:
             load_async(x_desc, [first_row, k], ring.ready.index(at), ring.a.index(at))
         else:
-            load_slot(slot0_desc, slot1_desc, slot, (step - 1) * rows + first_row, k, ring.ready.index(at), ring.a.index(at))
+            load_slot(
+                slot0_desc,
+                slot1_desc,
+                slot,
+                (step - 1) * rows + first_row,
+                k,
+                ring.ready.index(at),
+                ring.a.index(at),
+            )
         turn += 1
     return turn, arrived
 

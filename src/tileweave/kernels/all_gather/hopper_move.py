@@ -32,7 +32,9 @@ def move_partition(
     epoch = gl.load(control, volatile=True)
     if PUSH:
         slot = epoch & 1
-    slot_offset = slot.to(gl.int64) * slot_size  # here, since what crosses into a partition loses its known alignment
+    slot_offset = (
+        slot.to(gl.int64) * slot_size
+    )  # here, since what crosses into a partition loses its known alignment
     if PUSH:
         if program < num_producers:
             for piece in range(program, NUM_SLICES, num_producers):
@@ -45,9 +47,27 @@ def move_partition(
                     )  # fmt: skip
                 else:
                     put_all(
-                        slot_table, rank, slot_offset, size, x, piece * slice_size, end, WORLD_SIZE, SPANS, BLOCK, MOVE_WARPS
+                        slot_table,
+                        rank,
+                        slot_offset,
+                        size,
+                        x,
+                        piece * slice_size,
+                        end,
+                        WORLD_SIZE,
+                        SPANS,
+                        BLOCK,
+                        MOVE_WARPS,
                     )
-                notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS, MOVE_WARPS)
+                notify_all(
+                    signal_table,
+                    rank * MAX_SLICES + piece,
+                    rank,
+                    epoch,
+                    WORLD_SIZE,
+                    SPANS,
+                    MOVE_WARPS,
+                )
                 stamp(trace, piece, 1, epoch, TRACE)
                 label(trace, piece, epoch * 0 + piece, TRACE)
     elif program == 0:
@@ -56,23 +76,57 @@ def move_partition(
     if GATHERED:
         begin = program * share_size
         end = gl.minimum(begin + share_size, size)
-        apart = depth if GATHER_K else size  # from one source's part of the result to the next one's
+        apart = (
+            depth if GATHER_K else size
+        )  # from one source's part of the result to the next one's
         pitch = depth * WORLD_SIZE if GATHER_K else depth
         if EXCHANGE:
             own = x + rank.to(gl.int64) * x_step
-            copy_rows(gathered + rank.to(gl.int64) * apart, own, begin, end, depth, pitch, x_pitch, BLOCK, MOVE_WARPS)
+            copy_rows(
+                gathered + rank.to(gl.int64) * apart,
+                own,
+                begin,
+                end,
+                depth,
+                pitch,
+                x_pitch,
+                BLOCK,
+                MOVE_WARPS,
+            )
         else:
             copy_flat(gathered + rank.to(gl.int64) * size, x, begin, end, BLOCK, MOVE_WARPS)
         for step in range(1, WORLD_SIZE):
             source = (rank + WORLD_SIZE - step) % WORLD_SIZE
             for chunk in range(0, num_chunks):
-                wait(signals, source * MAX_SLICES + chunk, epoch, -1, control, report, NUM_SLICES, MOVE_WARPS, EXACT=not PUSH)
+                wait(
+                    signals,
+                    source * MAX_SLICES + chunk,
+                    epoch,
+                    -1,
+                    control,
+                    report,
+                    NUM_SLICES,
+                    MOVE_WARPS,
+                    EXACT=not PUSH,
+                )
             at = step - 1
             if SPANS:
                 at = source
             remote = slots + slot_offset + at * size.to(gl.int64)
             if EXCHANGE:
-                copy_rows(gathered + source.to(gl.int64) * apart, remote, begin, end, depth, pitch, depth, BLOCK, MOVE_WARPS)
+                copy_rows(
+                    gathered + source.to(gl.int64) * apart,
+                    remote,
+                    begin,
+                    end,
+                    depth,
+                    pitch,
+                    depth,
+                    BLOCK,
+                    MOVE_WARPS,
+                )
             else:
-                copy_flat(gathered + source.to(gl.int64) * size, remote, begin, end, BLOCK, MOVE_WARPS)
+                copy_flat(
+                    gathered + source.to(gl.int64) * size, remote, begin, end, BLOCK, MOVE_WARPS
+                )
     leave(control, epoch, num_partitions)

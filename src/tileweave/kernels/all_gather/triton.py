@@ -54,7 +54,15 @@ from triton.language.target_info import is_hip
 from tileweave.device.triton.matmul import give_part, matmul_tile, take_parts
 from tileweave.device.triton.meet import await_pushed, meet
 from tileweave.device.triton.remote import get, put_all
-from tileweave.device.triton.signal import consume_token, count_in, faulted, leave, load_epoch, notify_all, wait
+from tileweave.device.triton.signal import (
+    consume_token,
+    count_in,
+    faulted,
+    leave,
+    load_epoch,
+    notify_all,
+    wait,
+)
 from tileweave.device.triton.tiles import Tiles, part_range, place, segment, share_of, unit_range
 from tileweave.device.triton.trace import label, stamp
 from tileweave.kernels.all_to_all.gather_triton import copy_exchanged, multiply_sources, push_parts
@@ -93,7 +101,9 @@ def wait_sources(
     last_row = tl.minimum(first_row + TILE_M, row_limit) - 1
     for source in range(first_row // rows, last_row // rows + 1):
         if SPANS or source != rank:
-            token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report, EXACT=EXACT)
+            token = wait(
+                signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report, EXACT=EXACT
+            )
     return token
 
 
@@ -113,10 +123,14 @@ def row_pointers(
         place = (rank + WORLD_SIZE - source - 1) % WORLD_SIZE
         remote = place.to(tl.int64) * rows * depth
         if is_hip():  # its pointer analysis in Triton 3.6 cannot choose between two bases: go from one to the other
-            apart = (x.to(tl.int64) - slot.to(tl.int64)) // (x.dtype.element_ty.primitive_bitwidth // 8)
+            apart = (x.to(tl.int64) - slot.to(tl.int64)) // (
+                x.dtype.element_ty.primitive_bitwidth // 8
+            )
             pointers = slot + tl.where(source == rank, apart, remote) + within
         else:
-            pointers = tl.where(source == rank, x, slot + remote) + within  # scalars: keeps the alignment known
+            pointers = (
+                tl.where(source == rank, x, slot + remote) + within
+            )  # scalars: keeps the alignment known
     return pointers
 
 
@@ -133,7 +147,13 @@ def copy_gathered(
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
         wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, -1, control, report, EXACT=EXACT)
         place = source if SPANS else step - 1
-        get(gathered + source.to(tl.int64) * size, slot + place.to(tl.int64) * size, begin, end, BLOCK)
+        get(
+            gathered + source.to(tl.int64) * size,
+            slot + place.to(tl.int64) * size,
+            begin,
+            end,
+            BLOCK,
+        )
 
 
 @triton.jit
@@ -148,7 +168,11 @@ def store_tile(
         acc += tl.load(bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
     acc = tl.where(faulted(control) != 0, float("nan"), acc)
     mask = (row < row_limit)[:, None] & (col < cols)[None, :]
-    tl.store(out + row.to(tl.int64)[:, None] * cols + col[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + row.to(tl.int64)[:, None] * cols + col[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=mask,
+    )
 
 
 UNSPECIALIZED = [
@@ -228,7 +252,17 @@ def all_gather_matmul_kernel(
                 )  # fmt: skip
                 stamp(trace, record, 1, TRACE)
                 a_rows = row_pointers(
-                    own, slots + slot_offset, first_row, row_limit, rows, depth, x_pitch, rank, WORLD_SIZE, TILE_M, SPANS
+                    own,
+                    slots + slot_offset,
+                    first_row,
+                    row_limit,
+                    rows,
+                    depth,
+                    x_pitch,
+                    rank,
+                    WORLD_SIZE,
+                    TILE_M,
+                    SPANS,
                 )
                 acc = matmul_tile(
                     a_rows, w, stride_w, col, cols, depth, consume_token(k_begin, token), k_end, TILE_M, TILE_N, TILE_K, EVEN_K,
@@ -239,8 +273,30 @@ def all_gather_matmul_kernel(
                 give_part(acc, partials, counters, part * num_programs, share, tile, TILE_M, TILE_N)
             else:
                 if helpers > 0:
-                    acc = take_parts(acc, partials, counters, part * num_programs, share, tile, helpers, TILE_M, TILE_N)
-                store_tile(acc, out, bias, first_row, row_limit, col, cols, control, TILE_M, TILE_N, HAS_BIAS)
+                    acc = take_parts(
+                        acc,
+                        partials,
+                        counters,
+                        part * num_programs,
+                        share,
+                        tile,
+                        helpers,
+                        TILE_M,
+                        TILE_N,
+                    )
+                store_tile(
+                    acc,
+                    out,
+                    bias,
+                    first_row,
+                    row_limit,
+                    col,
+                    cols,
+                    control,
+                    TILE_M,
+                    TILE_N,
+                    HAS_BIAS,
+                )
             stamp(trace, record, 2, TRACE)
             record += 1
     if GATHERED and EXCHANGE:
@@ -267,13 +323,21 @@ WORDS = ("x", "w", "bias", "out", "gathered", "partials", "trace", "slot")
 class Launcher:
     """One shape's launches of this kernel; ``ops`` keeps one for each shape and stride of w, and checks the arguments."""
 
-    def __init__(self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig, parts: Parts | None = None) -> None:
+    def __init__(
+        self,
+        peers: Endpoint,
+        schedule: TileSchedule,
+        config: MatmulConfig,
+        parts: Parts | None = None,
+    ) -> None:
         s, c = schedule, config
         parts = parts or Parts(s.rank, s.world_size, s.depth, s.depth)
         self.peers, self.schedule, self.config, self.parts = peers, schedule, config, parts
         self.push = c.transport == "sm"
         self.slices, size = c.num_slices if self.push else 1, s.rows * parts.depth
-        self.part_words = s.num_segments * s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
+        self.part_words = (
+            s.num_segments * s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
+        )
         self.integers = (
             slice_bounds(size, self.slices, 0, PUSH_BLOCK)[1], slice_bounds(size, s.num_programs, 0, PUSH_BLOCK)[1],
             min(c.num_producers, s.num_programs),
@@ -282,7 +346,9 @@ class Launcher:
             parts.world_size, self.slices, self.push, PUSH_BLOCK, s.spans_shards and not parts.side_by_side, s.split_tail,
             c.tile_m, c.tile_n, c.tile_k, c.group_m, parts.depth % c.tile_k == 0,
         )  # fmt: skip
-        self.launches = Launches(all_gather_matmul_kernel, WORDS, num_warps=c.num_warps, num_stages=c.num_stages)
+        self.launches = Launches(
+            all_gather_matmul_kernel, WORDS, num_warps=c.num_warps, num_stages=c.num_stages
+        )
 
     def __call__(
         self,
@@ -302,7 +368,12 @@ class Launcher:
         added, kept = out if bias is None else bias, out if gathered is None else gathered
         tensors = (x, w, added, out, kept, partials, peers.control if trace is None else trace)
         words = [tensor.data_ptr() for tensor in tensors]
-        variant = (*[word % 16 == 0 for word in words], bias is None, gathered is None, trace is None)
+        variant = (
+            *[word % 16 == 0 for word in words],
+            bias is None,
+            gathered is None,
+            trace is None,
+        )
 
         def arguments() -> tuple[object, ...]:
             stride_w, depth_first = lines(w.stride())

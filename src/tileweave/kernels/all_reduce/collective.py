@@ -40,7 +40,9 @@ from tileweave.kernels.runtime.launch import Launches
 from tileweave.planning.matmul import MatmulConfig
 from tileweave.planning.schedules.gather import cdiv
 
-MAX_SLICES = tl.constexpr(32)  # signal words of each rank: here only the report, which names a peer by one, needs them
+MAX_SLICES = tl.constexpr(
+    32
+)  # signal words of each rank: here only the report, which names a peer by one, needs them
 
 
 @triton.jit
@@ -59,7 +61,11 @@ def push_partials(
         begin = owner.to(tl.int64) * size
         mask = (at < tl.where(fault == 0, size, 0)) & (begin + at < total)
         value = tl.load(x + begin + at, mask=mask)
-        put_marked(symm_at(slot_table, owner, dtype, 16) + slot_offset + place_of(rank, owner) * size + at, value, mask)
+        put_marked(
+            symm_at(slot_table, owner, dtype, 16) + slot_offset + place_of(rank, owner) * size + at,
+            value,
+            mask,
+        )
 
 
 @triton.jit
@@ -67,7 +73,9 @@ def push_finished(value, slot_table, slot_offset, at, mask, size, rank, WORLD_SI
     """A block of the own shard into every peer's slot. ``slot_offset``: of finished shards."""
     for i in tl.static_range(1, WORLD_SIZE):
         peer = (rank + i) % WORLD_SIZE
-        target = symm_at(slot_table, peer, value.dtype, 16) + slot_offset + place_of(rank, peer) * size
+        target = (
+            symm_at(slot_table, peer, value.dtype, 16) + slot_offset + place_of(rank, peer) * size
+        )
         put_marked(target + at, value, mask)
 
 
@@ -82,7 +90,9 @@ def exchange_kernel(
     EACH: tl.constexpr = GATHER or not REDUCE  # out has
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
     epoch = load_epoch(control)
-    fault = faulted(control)  # of an earlier call: then nothing is pushed, see ``matmul_all_reduce.exchange``
+    fault = faulted(
+        control
+    )  # of an earlier call: then nothing is pushed, see ``matmul_all_reduce.exchange``
     slot_offset = (epoch & 1).to(tl.int64) * slot_size
     finished = slot_offset + (WORLD_SIZE - 1) * size if REDUCE else slot_offset
     dtype: tl.constexpr = x.dtype.element_ty
@@ -90,7 +100,18 @@ def exchange_kernel(
     lane = tl.arange(0, BLOCK)
     if SCATTER:
         for begin in range(program * BLOCK, size, step):
-            push_partials(x, slot_table, slot_offset, begin + lane, size, total, rank, fault, WORLD_SIZE, dtype)
+            push_partials(
+                x,
+                slot_table,
+                slot_offset,
+                begin + lane,
+                size,
+                total,
+                rank,
+                fault,
+                WORLD_SIZE,
+                dtype,
+            )
         leave_early(control, epoch, tl.num_programs(0))
     for begin in range(program * BLOCK, size, step):
         at = begin + lane
@@ -115,7 +136,16 @@ def exchange_kernel(
         if EACH:
             value = expected_zero(value)
         if GATHER:
-            push_finished(value, slot_table, finished, at, mask & (at < tl.where(fault == 0, size, 0)), size, rank, WORLD_SIZE)
+            push_finished(
+                value,
+                slot_table,
+                finished,
+                at,
+                mask & (at < tl.where(fault == 0, size, 0)),
+                size,
+                rank,
+                WORLD_SIZE,
+            )
         if EACH:
             tl.store(out + own + at, value, mask=mask)
         else:
@@ -129,7 +159,9 @@ def exchange_kernel(
             at = (begin + lane)[None, :]
             mask = (peer < WORLD_SIZE - 1)[:, None] & (at < size) & (source + at < total)
             pointers = slots + finished + peer.to(tl.int64)[:, None] * size + at
-            value = take_each(pointers, mask, rank, begin // BLOCK, epoch, control, report, MAX_SLICES)
+            value = take_each(
+                pointers, mask, rank, begin // BLOCK, epoch, control, report, MAX_SLICES
+            )
             tl.store(out + source + at, expected_zero(value), mask=mask)
 
 
@@ -158,11 +190,21 @@ class Launcher:
         beside = max(1, WARPS // config.num_warps) if reduce and gather else 1
         self.programs = min(num_sms * beside, cdiv(size, self.block))
         self.sizes = (rank, peers.slot_size, size, total, cols)
-        self.constants = (world_size, triton.next_power_of_2(world_size - 1), self.block, reduce, gather)
+        self.constants = (
+            world_size,
+            triton.next_power_of_2(world_size - 1),
+            self.block,
+            reduce,
+            gather,
+        )
         self.launches = Launches(exchange_kernel, WORDS, num_warps=config.num_warps)
 
     def __call__(
-        self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
     ) -> None:
         """Launch on the current stream."""
         held = [x, out if bias is None else bias, out if residual is None else residual, out]
@@ -170,7 +212,12 @@ class Launcher:
         variant = (bias is None, residual is None, *(at % 16 == 0 for at in words))
 
         def arguments() -> tuple[object, ...]:
-            require(x.is_contiguous() and out.is_contiguous(), "rows with gaps", "contiguous x and out", "call .contiguous()")
+            require(
+                x.is_contiguous() and out.is_contiguous(),
+                "rows with gaps",
+                "contiguous x and out",
+                "call .contiguous()",
+            )
             peers = self.peers
             return (
                 *held, peers.slots, peers.slot_table, peers.control, peers.report, *self.sizes, *self.constants,

@@ -38,14 +38,26 @@ import triton.language as tl
 from tileweave.device.triton.matmul import matmul_tile
 from tileweave.device.triton.remote import symm_at
 from tileweave.device.triton.self_signaling import expected_zero, put_marked, take_marked
-from tileweave.device.triton.signal import PUSHED_US, faulted, leave, leave_early, load_epoch, notify, wait
+from tileweave.device.triton.signal import (
+    PUSHED_US,
+    faulted,
+    leave,
+    leave_early,
+    load_epoch,
+    notify,
+    wait,
+)
 from tileweave.errors import require
 from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
 from tileweave.planning.matmul import MatmulConfig
 
-MAX_SLICES = tl.constexpr(32)  # signal words of each rank: here only the report, which names a peer by one, needs them
-AT_THE_END = tl.constexpr(64)  # rows of a tile from which programs leave behind the result: early was slower (decision 0086)
+MAX_SLICES = tl.constexpr(
+    32
+)  # signal words of each rank: here only the report, which names a peer by one, needs them
+AT_THE_END = tl.constexpr(
+    64
+)  # rows of a tile from which programs leave behind the result: early was slower (decision 0086)
 NORM_BLOCK = 2048  # columns that a norm program reads at once
 
 
@@ -56,14 +68,22 @@ def norm_row(row, y, weight, out, cols, eps, BLOCK: tl.constexpr):
     squares = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, cols, BLOCK):
         inside = begin + index < cols
-        value = tl.load(y + row.to(tl.int64) * cols + begin + index, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(y + row.to(tl.int64) * cols + begin + index, mask=inside, other=0.0).to(
+            tl.float32
+        )
         squares += value * value
     scale = tl.rsqrt(tl.sum(squares, axis=0) / cols + eps)
     for begin in range(0, cols, BLOCK):
         inside = begin + index < cols
-        value = tl.load(y + row.to(tl.int64) * cols + begin + index, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(y + row.to(tl.int64) * cols + begin + index, mask=inside, other=0.0).to(
+            tl.float32
+        )
         gain = tl.load(weight + begin + index, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row.to(tl.int64) * cols + begin + index, (value * scale * gain).to(out.dtype.element_ty), mask=inside)
+        tl.store(
+            out + row.to(tl.int64) * cols + begin + index,
+            (value * scale * gain).to(out.dtype.element_ty),
+            mask=inside,
+        )
 
 
 @triton.jit
@@ -76,7 +96,11 @@ def exchange(
     ``place_size``: elements of a slot for one rank. ``fault``: as it was at the begin. After a time-out of an earlier call no
     wait holds this rank, and it may be two calls ahead of one that still polls this slot: so it pushes nothing.
     """
-    within = tile.to(tl.int64) * (TILE_M * TILE_N) + (row * TILE_N)[:, None] + tl.arange(0, TILE_N)[None, :]
+    within = (
+        tile.to(tl.int64) * (TILE_M * TILE_N)
+        + (row * TILE_N)[:, None]
+        + tl.arange(0, TILE_N)[None, :]
+    )
     mask = (row < rows)[:, None] & (col >= 0)[None, :]
     value = acc.to(dtype)
     for i in tl.static_range(WORLD_SIZE):
@@ -104,11 +128,28 @@ def matmul_all_reduce_kernel(
     if program < num_tiles:
         peers = ()  # where slots of all ranks begin, the next rank's first: asked for here, a load behind the matmul is 0.6 us
         for i in tl.static_range(1, WORLD_SIZE + 1):
-            peers = peers + (symm_at(slot_table, (rank + i) % WORLD_SIZE, out.dtype.element_ty, 16),)
+            peers = peers + (
+                symm_at(slot_table, (rank + i) % WORLD_SIZE, out.dtype.element_ty, 16),
+            )
         row = tl.arange(0, TILE_M)
         col = program * TILE_N + tl.arange(0, TILE_N)
         a_rows = x + tl.minimum(row, rows - 1).to(tl.int64) * stride_x
-        acc = matmul_tile(a_rows, w, stride_w, program, cols, depth, 0, k_blocks, TILE_M, TILE_N, TILE_K, EVEN_K, rows, True)
+        acc = matmul_tile(
+            a_rows,
+            w,
+            stride_w,
+            program,
+            cols,
+            depth,
+            0,
+            k_blocks,
+            TILE_M,
+            TILE_N,
+            TILE_K,
+            EVEN_K,
+            rows,
+            True,
+        )
         mask = (row < rows)[:, None] & (col < cols)[None, :]
         place = row.to(tl.int64)[:, None] * cols + col[None, :]
         if HAS_BIAS:  # on their way beside the data
@@ -135,7 +176,9 @@ def matmul_all_reduce_kernel(
         if TILE_M >= AT_THE_END:
             leave(control, epoch, tl.num_programs(0))
     else:
-        wait(counters, 1, epoch, 1, -1, control, report, PUSHED_US)  # a limit that no fault cuts short: tiles come, NaN then
+        wait(
+            counters, 1, epoch, 1, -1, control, report, PUSHED_US
+        )  # a limit that no fault cuts short: tiles come, NaN then
         norm_row(program - num_tiles, kept, norm_weight, out, cols, eps, NORM_BLOCK)
         leave(control, epoch, tl.num_programs(0))
 
@@ -147,10 +190,23 @@ WORDS = ("x", "w", "bias", "residual", "norm_weight", "out", "kept", "eps")
 class Launcher:
     """One shape's launches of this kernel; ``ops`` keeps one for each shape, and checks the arguments."""
 
-    def __init__(self, peers: Endpoint, world_size: int, rank: int, cols: int, config: MatmulConfig) -> None:
-        self.peers, self.world_size, self.rank, self.cols, self.config = peers, world_size, rank, cols, config
+    def __init__(
+        self, peers: Endpoint, world_size: int, rank: int, cols: int, config: MatmulConfig
+    ) -> None:
+        self.peers, self.world_size, self.rank, self.cols, self.config = (
+            peers,
+            world_size,
+            rank,
+            cols,
+            config,
+        )
         self.num_tiles = -(-cols // config.tile_n)
-        self.launches = Launches(matmul_all_reduce_kernel, WORDS, num_warps=config.num_warps, num_stages=config.num_stages)
+        self.launches = Launches(
+            matmul_all_reduce_kernel,
+            WORDS,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
 
     def __call__(
         self,
@@ -167,7 +223,13 @@ class Launcher:
         peers, c, tensors = self.peers, self.config, (x, w, bias, residual, norm_weight, out, kept)
         held = [out if t is None else t for t in tensors]
         words = [t.data_ptr() for t in held]
-        variant = (x.shape, x.stride(0), w.stride(0), *(t is None for t in tensors), *(at % 16 == 0 for at in words))
+        variant = (
+            x.shape,
+            x.stride(0),
+            w.stride(0),
+            *(t is None for t in tensors),
+            *(at % 16 == 0 for at in words),
+        )
         (rows, depth), norm = x.shape, norm_weight is not None
 
         def arguments() -> tuple[object, ...]:

@@ -54,7 +54,21 @@ def push_parts(
         stamp(trace, piece, 0, TRACE)
         begin = piece * slice_size
         end = tl.minimum(begin + slice_size, rows * depth)
-        put_parts(slot_table, rank, WORLD_SIZE, slot_offset, rows * depth, x, x_step, x_pitch, depth, begin, end, SPANS, BLOCK)
+        put_parts(
+            slot_table,
+            rank,
+            WORLD_SIZE,
+            slot_offset,
+            rows * depth,
+            x,
+            x_step,
+            x_pitch,
+            depth,
+            begin,
+            end,
+            SPANS,
+            BLOCK,
+        )
         notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)
         stamp(trace, piece, 1, TRACE)
         label(trace, piece, piece, TRACE)
@@ -111,6 +125,24 @@ def copy_exchanged(
             put_rows(target, x, begin, end, depth, pitch, x_pitch, BLOCK)
         else:
             for chunk in range(0, num_chunks):
-                wait(signals, NUM_SLICES, epoch, source * MAX_SLICES + chunk, -1, control, report, EXACT=EXACT)
+                wait(
+                    signals,
+                    NUM_SLICES,
+                    epoch,
+                    source * MAX_SLICES + chunk,
+                    -1,
+                    control,
+                    report,
+                    EXACT=EXACT,
+                )
             place = source if SPANS else step - 1
-            put_rows(target, slot + tl.cast(place, tl.int64) * size, begin, end, depth, pitch, depth, BLOCK)
+            put_rows(
+                target,
+                slot + tl.cast(place, tl.int64) * size,
+                begin,
+                end,
+                depth,
+                pitch,
+                depth,
+                BLOCK,
+            )

@@ -37,14 +37,18 @@ class Launcher:
         box = [c.tile_m, PIECE.value]
         x_step, w_step, out_pitch, out_step = steps(how, rows, s.cols, s.world_size)
         self.shift = s.rank * out_step * dtype.itemsize  # of the own part in the result
-        x_rows, w_rows = (s.world_size * n if step else n for n, step in ((rows, x_step), (s.cols, w_step)))
+        x_rows, w_rows = (
+            s.world_size * n if step else n for n, step in ((rows, x_step), (s.cols, w_step))
+        )
         unused = descriptor(base, dtype, [64, 64], 64, box)
         self.slots = (unused, unused)  # nothing comes back through the ring
         self.descriptors = (
             descriptor(base, dtype, [x_rows, s.depth], stride_x, [c.tile_m, c.tile_k]),
             weight(base, dtype, w_rows, s.depth, strides_w, [c.tile_n, c.tile_k]),
             unused if self.push else descriptor(base, dtype, [rows, s.cols], out_pitch, box),
-            unused if self.push else descriptor(base, dtype, [(s.world_size - 1) * place_rows, s.cols], s.cols, box),
+            unused
+            if self.push
+            else descriptor(base, dtype, [(s.world_size - 1) * place_rows, s.cols], s.cols, box),
         )
         self.part_words = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
         self.integers = (
@@ -55,9 +59,18 @@ class Launcher:
         )  # fmt: skip
         self.depth_first = lines(strides_w)[1]
         # registers as in matmul_reduce_scatter_hopper.py
-        self.launches = Launches(matmul_reduce_scatter_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168)
+        self.launches = Launches(
+            matmul_reduce_scatter_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168
+        )
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, slot: int) -> None:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        slot: int,
+    ) -> None:
         """Launch on the current stream; as ``matmul_all_to_all.Launcher``, for what ``descriptors.fits``."""
         peers, s = self.peers, self.schedule
         partials = out

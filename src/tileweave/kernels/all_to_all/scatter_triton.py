@@ -52,7 +52,15 @@ from tileweave.device.triton.matmul import give_part, matmul_tile, part_offsets,
 from tileweave.device.triton.meet import await_pushed
 from tileweave.device.triton.remote import symm_at
 from tileweave.device.triton.self_signaling import put_marked, take_marked
-from tileweave.device.triton.signal import count_last, faulted, leave, load_epoch, notify, poison, wait
+from tileweave.device.triton.signal import (
+    count_last,
+    faulted,
+    leave,
+    load_epoch,
+    notify,
+    poison,
+    wait,
+)
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.kernels.reduce_scatter.triton import store_rows, tile_place
 from tileweave.kernels.runtime.endpoint import Endpoint, lines
@@ -91,7 +99,9 @@ def end_of_pulls(
     if faulted(control) != 0:  # let the copies go: what they bring is overwritten below
         tl.store(flags + words, tl.full([8 * MAX_SLICES], 1, tl.int32), mask=inside)
     await_pushed(signals, epoch, control, report, WORLD_SIZE)
-    if faulted(control) != 0:  # it may be that which ran out: a peer that came late has zeroed a flag of this call
+    if (
+        faulted(control) != 0
+    ):  # it may be that which ran out: a peer that came late has zeroed a flag of this call
         tl.store(flags + words, tl.full([8 * MAX_SLICES], 1, tl.int32), mask=inside)
         await_pushed(signals, epoch, control, report, WORLD_SIZE)
     tl.store(flags + words, tl.zeros_like(words), mask=inside)
@@ -99,7 +109,17 @@ def end_of_pulls(
         poison(out, out_size, BLOCK)
 
 
-UNSPECIALIZED = ["rank", "slot", "num_tiles", "chunk_rows", "num_chunks", "team", "tile_rows", "tile_cols", "k_blocks"]
+UNSPECIALIZED = [
+    "rank",
+    "slot",
+    "num_tiles",
+    "chunk_rows",
+    "num_chunks",
+    "team",
+    "tile_rows",
+    "tile_cols",
+    "k_blocks",
+]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -127,7 +147,18 @@ def matmul_all_to_all_kernel(
     dtype: tl.constexpr = out.dtype.element_ty
     line_rows = tile_rows * TILE_M  # of a part, padded
     tiles = OwnerTiles(
-        rank, WORLD_SIZE, line_rows, TILE_M, GROUP_M, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, SPLIT_TAIL
+        rank,
+        WORLD_SIZE,
+        line_rows,
+        TILE_M,
+        GROUP_M,
+        num_tiles,
+        chunk_rows,
+        team,
+        tile_rows,
+        tile_cols,
+        k_blocks,
+        SPLIT_TAIL,
     )
     share = share_of(tiles, program, num_programs, num_tiles)
     for index in range(0, share.units):
@@ -150,14 +181,24 @@ def matmul_all_to_all_kernel(
             if helpers > 0:
                 acc = take_parts(acc, partials, counters, 0, share, tile, helpers, TILE_M, TILE_N)
             if HAS_BIAS:
-                acc += tl.load(bias + home * w_step + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
+                acc += tl.load(bias + home * w_step + col, mask=col < cols, other=0.0).to(
+                    tl.float32
+                )[None, :]
             acc = tl.where(faulted(control) != 0, float("nan"), acc)
             at = tile_place(first_row, home, tiles, tile_col, TILE_N, False)
             inside = part_offsets(TILE_M, TILE_N)
             exists = (row < rows)[:, None] & (col >= 0)[None, :]  # all that is pushed is taken
             place = home - (home > rank).to(tl.int32)
             if home == rank:
-                store_rows(acc.to(dtype), out + rank.to(tl.int64) * out_step, row, col, cols, row < rows, out_pitch)
+                store_rows(
+                    acc.to(dtype),
+                    out + rank.to(tl.int64) * out_step,
+                    row,
+                    col,
+                    cols,
+                    row < rows,
+                    out_pitch,
+                )
                 if PUSH:
                     for i in tl.static_range(1, WORLD_SIZE):
                         source = (rank + WORLD_SIZE - i) % WORLD_SIZE
@@ -173,14 +214,34 @@ def matmul_all_to_all_kernel(
                 target = symm_at(slot_table, home, dtype, 16) + slot_offset + mine + at
                 put_marked(target + inside, acc.to(dtype), exists)
             if (not PUSH) and (home != rank):
-                store_rows(acc.to(dtype), slots + slot_offset, place * line_rows + row, col, cols, row < rows, cols)
+                store_rows(
+                    acc.to(dtype),
+                    slots + slot_offset,
+                    place * line_rows + row,
+                    col,
+                    cols,
+                    row < rows,
+                    cols,
+                )
                 chunk = first // TILE_M // chunk_rows
                 tiles_of_chunk = tl.minimum(tile_rows - chunk * chunk_rows, chunk_rows) * tile_cols
                 if count_last(counters + num_programs + place * MAX_SLICES + chunk, tiles_of_chunk):
                     announce_chunk(signal_table, home, rank, slot, chunk, epoch, WORLD_SIZE)
     if not PUSH:
         if program == num_programs - 1:
-            end_of_pulls(signals, out, slot, num_chunks, rank, epoch, out_size, control, report, WORLD_SIZE, BLOCK)
+            end_of_pulls(
+                signals,
+                out,
+                slot,
+                num_chunks,
+                rank,
+                epoch,
+                out_size,
+                control,
+                report,
+                WORLD_SIZE,
+                BLOCK,
+            )
     leave(control, epoch, num_programs)
 
 
@@ -197,15 +258,37 @@ class Launcher:
     ``schedule``: of parts padded to whole tiles; ``rows``: how many a part really has.
     """
 
-    def __init__(self, peers: Endpoint, schedule: ScatterSchedule, config: MatmulConfig, how: Exchange, rows: int) -> None:
-        self.peers, self.schedule, self.config, self.how, self.rows = peers, schedule, config, how, rows
+    def __init__(
+        self,
+        peers: Endpoint,
+        schedule: ScatterSchedule,
+        config: MatmulConfig,
+        how: Exchange,
+        rows: int,
+    ) -> None:
+        self.peers, self.schedule, self.config, self.how, self.rows = (
+            peers,
+            schedule,
+            config,
+            how,
+            rows,
+        )
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, slot: int) -> None:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        slot: int,
+    ) -> None:
         """Launch on the current stream. ``slot``: which one a copy-engine call uses; a push reads it from the epoch."""
         peers, s, c = self.peers, self.schedule, self.config
         partials = out
         if s.has_cut_tiles:
-            partials = torch.empty(s.num_programs * c.tile_m * c.tile_n, dtype=torch.float32, device=x.device)
+            partials = torch.empty(
+                s.num_programs * c.tile_m * c.tile_n, dtype=torch.float32, device=x.device
+            )
         stride_w, depth_first = lines(w.stride())
         matmul_all_to_all_kernel[(s.num_programs,)](
             x, w, out if bias is None else bias, out, peers.slots, partials, peers.counters, peers.slot_table,

@@ -67,7 +67,10 @@ from tileweave.planning.sharding import EmbeddingConfig, rows_of
 
 SLICES = tl.constexpr(32)  # signal words of a source
 READY, DONE, REGION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-TICKETS, PASSED = tl.constexpr(0), tl.constexpr(1)  # counters of a call, in one of two sets by parity of the epoch
+TICKETS, PASSED = (
+    tl.constexpr(0),
+    tl.constexpr(1),
+)  # counters of a call, in one of two sets by parity of the epoch
 COUNTERS = 4
 POISON_BLOCK = tl.constexpr(1024)
 
@@ -78,17 +81,26 @@ def announce(signal_table, counters, rank, region, epoch, WORLD_SIZE: tl.constex
     tl.store(counters + (1 - (epoch & 1)) * 2 + TICKETS, 0)
     tl.store(counters + (1 - (epoch & 1)) * 2 + PASSED, 0)
     for step in tl.static_range(1, WORLD_SIZE):
-        word = symm_at(signal_table, (rank + step) % WORLD_SIZE, tl.int32, 4) + rank * SLICES + REGION
+        word = (
+            symm_at(signal_table, (rank + step) % WORLD_SIZE, tl.int32, 4) + rank * SLICES + REGION
+        )
         tl.store(word, region)
     notify_all(signal_table, rank * SLICES + READY, rank, epoch, WORLD_SIZE, False)
 
 
 @triton.jit
-def count_passed(signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE: tl.constexpr):
+def count_passed(
+    signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE: tl.constexpr
+):
     """This program stores nothing to peers any more; the last of all to say so signals DONE (``call_done``)."""
     tl.debug_barrier()
-    if tl.atomic_add(counters + (epoch & 1) * 2 + PASSED, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
-        notify_all(signal_table, rank * SLICES + DONE, rank, call_done(control, epoch), WORLD_SIZE, False)
+    if (
+        tl.atomic_add(counters + (epoch & 1) * 2 + PASSED, 1, sem="acq_rel", scope="gpu")
+        == num_programs - 1
+    ):
+        notify_all(
+            signal_table, rank * SLICES + DONE, rank, call_done(control, epoch), WORLD_SIZE, False
+        )
 
 
 UNSPECIALIZED = ["rank", "region", "num_indices", "tables", "blocks", "run", "lag", "rows_here"]
@@ -133,7 +145,9 @@ def embedding_bag_all_to_all_kernel(
             count = tl.minimum(tl.minimum(chunk, batch - peer * chunk) - sample, BAGS)
             base, rows, dim, column = table_at(meta, table, DTYPE, ALIGN)
             first = table.to(tl.int64) * batch + peer * chunk + sample
-            first = tl.minimum(first, table.to(tl.int64) * batch + batch)  # where the last ranks own no samples
+            first = tl.minimum(
+                first, table.to(tl.int64) * batch + batch
+            )  # where the last ranks own no samples
             acc = pool_bags(
                 base, rows, dim, indices, offsets, weights, num_indices, first, count,
                 BLOCK_D, BAGS, UNROLL, MEAN, WEIGHTED,
@@ -141,19 +155,40 @@ def embedding_bag_all_to_all_kernel(
             place = region
             if peer != rank:
                 if (awaited >> peer) & 1 == 0:
-                    wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report, MEETING_US)
+                    wait(
+                        signals,
+                        1,
+                        epoch,
+                        peer * SLICES + READY,
+                        ticket,
+                        control,
+                        report,
+                        MEETING_US,
+                    )
                     awaited = awaited | (1 << peer)
                     if faulted(control) != 0:  # where its region is, nobody knows
                         awaited = awaited | (1 << 30)
                 place = tl.load(signals + peer * SLICES + REGION, volatile=True)
                 if awaited >= 1 << 30:
                     count = count * 0
-            out = symm_at(slot_table, peer, regions.dtype.element_ty, 16) + place.to(tl.int64) * region_size
+            out = (
+                symm_at(slot_table, peer, regions.dtype.element_ty, 16)
+                + place.to(tl.int64) * region_size
+            )
             store_bags(acc, out, sample, count, width, column, dim, BLOCK_D, BAGS)
         ticket = following
     if total == 0:  # no store finds out whether peers come, and who has given up is not done
         for step in tl.static_range(1, WORLD_SIZE):
-            wait(signals, 1, epoch, (rank + step) % WORLD_SIZE * SLICES + READY, -1, control, report, MEETING_US)
+            wait(
+                signals,
+                1,
+                epoch,
+                (rank + step) % WORLD_SIZE * SLICES + READY,
+                -1,
+                control,
+                report,
+                MEETING_US,
+            )
     if passed == 0:
         count_passed(signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE)
     if program == num_programs - 1:
@@ -163,11 +198,22 @@ def embedding_bag_all_to_all_kernel(
     if last_to_leave(control, num_programs):
         fault = faulted(control)
         if fault != 0:  # own blocks are stored here until the last program leaves
-            poison(regions + tl.cast(region, tl.int64) * region_size, rows_here.to(tl.int64) * width, POISON_BLOCK)
+            poison(
+                regions + tl.cast(region, tl.int64) * region_size,
+                rows_here.to(tl.int64) * width,
+                POISON_BLOCK,
+            )
         advance(control, epoch, fault)
 
 
-WORDS = ("meta", "indices", "offsets", "weights", "region", "num_indices")  # what changes between launches of one shape
+WORDS = (
+    "meta",
+    "indices",
+    "offsets",
+    "weights",
+    "region",
+    "num_indices",
+)  # what changes between launches of one shape
 
 
 class Launcher:
@@ -186,13 +232,31 @@ class Launcher:
         rounds = count * blocks
         self.programs = max(1, min(num_sms * config.programs_per_sm, rounds * world_size))
         self.peers, self.rank, self.made = peers, rank, made
-        self.sizes = (batch, chunk, count, blocks, config.run_of(blocks), min(config.lag, rounds), width, end - begin)
-        self.constants = (world_size, *(made[name] for name in ("DTYPE", "ALIGN", "BLOCK_D", "BAGS", "UNROLL")), mean)
+        self.sizes = (
+            batch,
+            chunk,
+            count,
+            blocks,
+            config.run_of(blocks),
+            min(config.lag, rounds),
+            width,
+            end - begin,
+        )
+        self.constants = (
+            world_size,
+            *(made[name] for name in ("DTYPE", "ALIGN", "BLOCK_D", "BAGS", "UNROLL")),
+            mean,
+        )
         options = {name: made[name] for name in ("num_warps", "num_stages")}
         self.launches = Launches(embedding_bag_all_to_all_kernel, WORDS, **options)
 
     def __call__(
-        self, meta: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, region: int
+        self,
+        meta: torch.Tensor,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None,
+        region: int,
     ) -> None:
         """Launch on the current stream. ``region``: where this rank's rows land."""
         held = (meta, indices, offsets, indices if weights is None else weights)

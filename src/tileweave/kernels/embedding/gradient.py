@@ -90,7 +90,10 @@ GROUPS = tl.constexpr(8)
 # Counters. SET words for each parity of the epoch: tickets stored of each group, tickets dealt. Behind them those of the table.
 DEALT, SET = tl.constexpr(8), tl.constexpr(16)
 ARRIVED, GATE, COUNTERS = tl.constexpr(32), tl.constexpr(33), 34
-ROWS, COLS = 8, 128  # a ticket is ROWS rows of a piece; COLS columns for each warp are moved at once
+ROWS, COLS = (
+    8,
+    128,
+)  # a ticket is ROWS rows of a piece; COLS columns for each warp are moved at once
 CANDIDATES = 32  # programs a multiprocessor that may push, where one has one warp: as many as fit, and again as many
 EVERY = 16  # of that many multiprocessors one pushes, where sums want the others
 PIECE = tl.constexpr(7)  # words of a piece
@@ -122,18 +125,43 @@ def push_block(
     for begin in range(0, dim, COLS):
         col = begin + tl.arange(0, COLS)
         mask = (row < rows_here)[:, None] & (col < dim)[None, :]
-        values = tl.load(grad + (row.to(tl.int64) * width)[:, None] + (source + col)[None, :], mask=mask)
-        places = base + ((first_sample + row).to(tl.int64) * slot_width)[:, None] + (target + col)[None, :]
+        values = tl.load(
+            grad + (row.to(tl.int64) * width)[:, None] + (source + col)[None, :], mask=mask
+        )
+        places = (
+            base
+            + ((first_sample + row).to(tl.int64) * slot_width)[:, None]
+            + (target + col)[None, :]
+        )
         tl.store(places, values, mask=mask)
 
 
 @triton.jit
-def count_group(signal_table, control, counters, rank, group, tickets, all_tickets, epoch, WORLD_SIZE: tl.constexpr):
+def count_group(
+    signal_table,
+    control,
+    counters,
+    rank,
+    group,
+    tickets,
+    all_tickets,
+    epoch,
+    WORLD_SIZE: tl.constexpr,
+):
     """This program has stored ``tickets`` more of ``group``; who counts the last one tells every rank, if all are stored."""
     tl.debug_barrier()
-    stored = tl.atomic_add(counters + (epoch & 1) * SET + group, tickets, sem="acq_rel", scope="gpu")
+    stored = tl.atomic_add(
+        counters + (epoch & 1) * SET + group, tickets, sem="acq_rel", scope="gpu"
+    )
     if stored + tickets == all_tickets:
-        notify_all(signal_table, rank * SLICES + DONE + group, rank, call_done(control, epoch), WORLD_SIZE, True)
+        notify_all(
+            signal_table,
+            rank * SLICES + DONE + group,
+            rank,
+            call_done(control, epoch),
+            WORLD_SIZE,
+            True,
+        )
 
 
 @triton.jit
@@ -154,7 +182,17 @@ def push_tickets(
         piece = plan + ticket // blocks * PIECE
         if tl.load(piece + 5).to(tl.int32) > group:
             if stored > 0:
-                count_group(signal_table, control, counters, rank, group, stored, of_group, epoch, WORLD_SIZE)
+                count_group(
+                    signal_table,
+                    control,
+                    counters,
+                    rank,
+                    group,
+                    stored,
+                    of_group,
+                    epoch,
+                    WORLD_SIZE,
+                )
             group = tl.load(piece + 5).to(tl.int32)
             stored = rank * 0
         peer = tl.load(piece).to(tl.int32)
@@ -164,12 +202,16 @@ def push_tickets(
             if faulted(control) != 0:  # who is late may still sum what is in its slot
                 rows_here = rows_here * 0
         sample = ticket % blocks * ROWS
-        push_block(grad, slot_table, piece, sample, rows_here, first_sample, width, ROWS, COLS, ALIGN)
+        push_block(
+            grad, slot_table, piece, sample, rows_here, first_sample, width, ROWS, COLS, ALIGN
+        )
         stored += 1
         of_group = tl.load(piece + 6).to(tl.int32) * blocks
         ticket = following
     if stored > 0:
-        count_group(signal_table, control, counters, rank, group, stored, of_group, epoch, WORLD_SIZE)
+        count_group(
+            signal_table, control, counters, rank, group, stored, of_group, epoch, WORLD_SIZE
+        )
 
 
 @triton.jit
@@ -191,7 +233,14 @@ def push_groups(
                 wait(signals, 1, epoch, peer * SLICES + READY, -1, control, report, MEETING_US)
         for group in range(0, GROUPS):
             if (silent >> group) & 1 == 1:
-                notify_all(signal_table, rank * SLICES + DONE + group, rank, call_done(control, epoch), WORLD_SIZE, True)
+                notify_all(
+                    signal_table,
+                    rank * SLICES + DONE + group,
+                    rank,
+                    call_done(control, epoch),
+                    WORLD_SIZE,
+                    True,
+                )
     if (program < LEAST) | (multiprocessor() % EVERY == 0):
         push_tickets(
             grad, plan, slot_table, signal_table, signals, control, report, counters,
@@ -216,7 +265,16 @@ def watch(
             if not COPIES:
                 wait(signals, 1, epoch, source * SLICES + DONE + group, -1, control, report)
             elif source != rank:
-                wait(signals, 1, epoch, source * SLICES + DONE + group, -1, control, report, EXACT=True)
+                wait(
+                    signals,
+                    1,
+                    epoch,
+                    source * SLICES + DONE + group,
+                    -1,
+                    control,
+                    report,
+                    EXACT=True,
+                )
         if SUMS:
             tl.atomic_xchg(counters + ARRIVED, group + 1, sem="release", scope="gpu")
     if COPIES:
@@ -238,7 +296,18 @@ def push_gradient_kernel(
 ):  # fmt: skip
     """Pushers and a watcher, and no sums."""
     if COPIES or tl.program_id(0) >= candidates:
-        watch(signal_table, signals, counters, control, report, rank, candidates, WORLD_SIZE, False, COPIES)
+        watch(
+            signal_table,
+            signals,
+            counters,
+            control,
+            report,
+            rank,
+            candidates,
+            WORLD_SIZE,
+            False,
+            COPIES,
+        )
     else:
         push_groups(
             grad, plan, slot_table, signal_table, signals, control, report, counters,
@@ -265,7 +334,18 @@ def push_and_sum_kernel(
             STEPS, GROUPS, ARRIVED, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
         )  # fmt: skip
     elif COPIES or program == candidates:
-        watch(signal_table, signals, counters, control, report, rank, candidates, WORLD_SIZE, True, COPIES)
+        watch(
+            signal_table,
+            signals,
+            counters,
+            control,
+            report,
+            rank,
+            candidates,
+            WORLD_SIZE,
+            True,
+            COPIES,
+        )
     else:
         push_groups(
             grad, plan, slot_table, signal_table, signals, control, report, counters,
@@ -332,7 +412,9 @@ class Push:
         """What was read is right, or a time-out is reported."""
         if self.beside is not None:
             peers = self.peers
-            refuse_kernel[(1,)](peers.signals, peers.control, peers.report, self.rank, WORLD_SIZE=self.world_size)
+            refuse_kernel[(1,)](
+                peers.signals, peers.control, peers.report, self.rank, WORLD_SIZE=self.world_size
+            )
 
     def _launch(self, summing: int, sums: Sequence[object], options: dict[str, Any]) -> None:
         peers, (rows, width) = self.peers, self.grad.shape
@@ -341,14 +423,22 @@ class Push:
         silent = self.silent if tickets else (1 << GROUPS.value) - 1
         candidates = 0
         if self.beside is None:
-            candidates = max(1, min(tickets, self.candidates if summing else self.candidates // 8))  # alone: of four warps
+            candidates = max(
+                1, min(tickets, self.candidates if summing else self.candidates // 8)
+            )  # alone: of four warps
         common = (
             self.grad, self.plan, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
             peers.counters, self.rank, rows, self.first_sample, width, tickets, max(blocks, 1), silent, candidates,
         )  # fmt: skip
         shape = {"WORLD_SIZE": self.world_size, "ROWS": ROWS, "COPIES": self.beside is not None}
         if summing:
-            shape |= {"COLS": COLS * options["num_warps"], "PUSH_ALIGN": self.aligned, "EVERY": EVERY}
+            shape |= {
+                "COLS": COLS * options["num_warps"],
+                "PUSH_ALIGN": self.aligned,
+                "EVERY": EVERY,
+            }
             push_and_sum_kernel[(candidates + 1 + summing,)](*common, *sums, **shape, **options)
         else:
-            push_gradient_kernel[(candidates + 1,)](*common, **shape, COLS=COLS, ALIGN=self.aligned, num_warps=4)
+            push_gradient_kernel[(candidates + 1,)](
+                *common, **shape, COLS=COLS, ALIGN=self.aligned, num_warps=4
+            )

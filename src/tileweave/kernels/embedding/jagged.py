@@ -49,11 +49,26 @@ def pack_piece(row, place, samples, BLOCK: tl.constexpr):
     """Lengths of one feature into a message."""
     for begin in range(0, samples, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        tl.store(place + at, tl.load(row + at, mask=at < samples, other=0).to(tl.int64), mask=at < samples)
+        tl.store(
+            place + at,
+            tl.load(row + at, mask=at < samples, other=0).to(tl.int64),
+            mask=at < samples,
+        )
 
 
 @triton.jit
-def pack_sum(row, feature, until, whole, passed, samples, world_size, features, BLOCK: tl.constexpr, OWNERS: tl.constexpr):
+def pack_sum(
+    row,
+    feature,
+    until,
+    whole,
+    passed,
+    samples,
+    world_size,
+    features,
+    BLOCK: tl.constexpr,
+    OWNERS: tl.constexpr,
+):
     """The sum of one feature's lengths into all messages; and ``passed``, their last word, if it is the first feature."""
     total = tl.zeros((BLOCK,), tl.int64)
     least = tl.zeros((BLOCK,), tl.int64)
@@ -63,10 +78,18 @@ def pack_sum(row, feature, until, whole, passed, samples, world_size, features, 
         total += found
         least = tl.minimum(least, found)
     owner = tl.arange(0, OWNERS)
-    tail = whole + tl.load(until + owner, mask=owner < world_size, other=0) * samples + owner * (features + 1)
+    tail = (
+        whole
+        + tl.load(until + owner, mask=owner < world_size, other=0) * samples
+        + owner * (features + 1)
+    )
     word = tl.where(tl.min(least, axis=0) < 0, BELOW, tl.sum(total, axis=0))
     tl.store(tail + feature, tl.zeros((OWNERS,), tl.int64) + word, mask=owner < world_size)
-    tl.store(tail + features, tl.zeros((OWNERS,), tl.int64) + passed, mask=owner < tl.where(feature == 0, world_size, 0))
+    tl.store(
+        tail + features,
+        tl.zeros((OWNERS,), tl.int64) + passed,
+        mask=owner < tl.where(feature == 0, world_size, 0),
+    )
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -81,11 +104,24 @@ def pack_kernel(
     program = tl.program_id(0)
     if program < pieces:
         row = lengths + tl.load(wanted + program) * samples
-        place = program.to(tl.int64) * samples + tl.load(owners + program) * (features + 1)  # behind other pieces, and sums
+        place = program.to(tl.int64) * samples + tl.load(owners + program) * (
+            features + 1
+        )  # behind other pieces, and sums
         pack_piece(row, whole + place, samples, BLOCK)
     else:
         row = lengths + (program - pieces).to(tl.int64) * samples
-        pack_sum(row, program - pieces, until, whole, passed, samples, world_size, features, BLOCK, OWNERS)
+        pack_sum(
+            row,
+            program - pieces,
+            until,
+            whole,
+            passed,
+            samples,
+            world_size,
+            features,
+            BLOCK,
+            OWNERS,
+        )
 
 
 @triton.jit
@@ -103,7 +139,18 @@ def store_piece(pieces, number, source, target, count):
 
 @triton.jit
 def unpack_piece(
-    number, got, stride, sums, mine, offsets, arriving, samples, tables, world_size, BLOCK: tl.constexpr, ARRIVING: tl.constexpr
+    number,
+    got,
+    stride,
+    sums,
+    mine,
+    offsets,
+    arriving,
+    samples,
+    tables,
+    world_size,
+    BLOCK: tl.constexpr,
+    ARRIVING: tl.constexpr,
 ):
     """Piece ``number``, table after table, of those that come: where it goes, and the offsets of its bags.
 
@@ -113,7 +160,9 @@ def unpack_piece(
     each = tl.arange(0, ARRIVING)
     here = each < tables * world_size
     of, by = each // world_size, each % world_size
-    counts = tl.load(got + by * stride + sums + tl.load(mine + of, mask=here, other=0), mask=here, other=0)
+    counts = tl.load(
+        got + by * stride + sums + tl.load(mine + of, mask=here, other=0), mask=here, other=0
+    )
     end = sum_below(counts, each, number)
     begin = sum_below(counts, by * tables + of, source * tables + table)
     store_piece(arriving, number, begin, end, sum_below(counts, each, number + 1) - end)
@@ -127,12 +176,18 @@ def unpack_piece(
 
 
 @triton.jit
-def leaving_piece(number, own, wanted, leaving, features, pieces, LEAVING: tl.constexpr, FEATURES: tl.constexpr):
+def leaving_piece(
+    number, own, wanted, leaving, features, pieces, LEAVING: tl.constexpr, FEATURES: tl.constexpr
+):
     """Piece ``number`` of those that leave; ``own``: sums of this rank's features."""
     each = tl.arange(0, LEAVING)
-    counts = tl.load(own + tl.load(wanted + each, mask=each < pieces, other=0), mask=each < pieces, other=0)
+    counts = tl.load(
+        own + tl.load(wanted + each, mask=each < pieces, other=0), mask=each < pieces, other=0
+    )
     column = tl.arange(0, FEATURES)
-    begin = sum_below(tl.load(own + column, mask=column < features, other=0), column, tl.load(wanted + number))
+    begin = sum_below(
+        tl.load(own + column, mask=column < features, other=0), column, tl.load(wanted + number)
+    )
     place = sum_below(counts, each, number)
     store_piece(leaving, number, begin, place, sum_below(counts, each, number + 1) - place)
 
@@ -164,7 +219,16 @@ def unpack_kernel(
             program, got, stride, sums, mine, offsets, arriving, samples, tables, world_size, BLOCK, ARRIVING
         )  # fmt: skip
     elif program < coming + pieces:
-        leaving_piece(program - coming, got + rank * stride + sums, wanted, leaving, features, pieces, LEAVING, FEATURES)
+        leaving_piece(
+            program - coming,
+            got + rank * stride + sums,
+            wanted,
+            leaving,
+            features,
+            pieces,
+            LEAVING,
+            FEATURES,
+        )
     else:
         tl.store(offsets, tl.zeros((), tl.int64))
         tell(got + sums, stride, told, world_size, features, FEATURES)
@@ -176,19 +240,27 @@ def move_kernel(data, out, pieces, BLOCK: tl.constexpr):
     piece = pieces + tl.program_id(1) * PIECE
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < tl.load(piece + 2)
-    tl.store(out + tl.load(piece + 1) + at, tl.load(data + tl.load(piece) + at, mask=mask), mask=mask)
+    tl.store(
+        out + tl.load(piece + 1) + at, tl.load(data + tl.load(piece) + at, mask=mask), mask=mask
+    )
 
 
 def pack(lengths: torch.Tensor, passed: int, where: Layout, whole: torch.Tensor) -> None:
     """Messages to all owners into ``whole``."""
-    pieces, world_size, samples = where.wanted.numel(), where.tables.numel(), lengths.numel() // where.features
+    pieces, world_size, samples = (
+        where.wanted.numel(),
+        where.tables.numel(),
+        lengths.numel() // where.features,
+    )
     pack_kernel[(pieces + where.features,)](
         lengths, where.wanted, where.owners, where.tables, whole, passed, samples, world_size, where.features, pieces,
         BLOCK=BLOCK, OWNERS=triton.next_power_of_2(world_size), num_warps=8,
     )  # fmt: skip
 
 
-def unpack(got: torch.Tensor, samples: int, where: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def unpack(
+    got: torch.Tensor, samples: int, where: Layout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(offsets, told, leaving, arriving) from the messages of all sources; see :func:`unpack_kernel`."""
     tables, pieces, world_size = where.mine.numel(), where.wanted.numel(), where.tables.numel()
     coming, ends = tables * world_size, world_size * (where.features + 1)

@@ -69,7 +69,9 @@ def add_rows(
         vector = vectors[step].to(tl.float32)
         if WEIGHTED:
             row = chosen[step]
-            scale = tl.load(weights + position + step * STRIDE, mask=(row >= 0) & (row < rows), other=0.0)
+            scale = tl.load(
+                weights + position + step * STRIDE, mask=(row >= 0) & (row < rows), other=0.0
+            )
             vector *= scale.to(tl.float32)[:, None]
         acc += vector
     return acc
@@ -101,13 +103,27 @@ def pool_bags(
             for place in range(0, size, UNROLL * SPREAD):
                 at = place + spread
                 chosen = load_rows(indices, start, at, size, SPREAD, UNROLL)
-                part = add_rows(part, base, chosen, weights, start + at, rows, dim, BLOCK_D, SPREAD, UNROLL, WEIGHTED)
+                part = add_rows(
+                    part,
+                    base,
+                    chosen,
+                    weights,
+                    start + at,
+                    rows,
+                    dim,
+                    BLOCK_D,
+                    SPREAD,
+                    UNROLL,
+                    WEIGHTED,
+                )
             acc = tl.where((lane == bag)[:, None], tl.sum(part, axis=0)[None, :], acc)
     else:
         chosen = load_rows(indices, begin, 0, length, 1, UNROLL)
         for place in range(0, longest, UNROLL):
             following = load_rows(indices, begin, place + UNROLL, length, 1, UNROLL)
-            acc = add_rows(acc, base, chosen, weights, begin + place, rows, dim, BLOCK_D, 1, UNROLL, WEIGHTED)
+            acc = add_rows(
+                acc, base, chosen, weights, begin + place, rows, dim, BLOCK_D, 1, UNROLL, WEIGHTED
+            )
             chosen = following
     if MEAN:
         acc = acc / tl.maximum(length, 1).to(tl.float32)[:, None]
@@ -115,7 +131,9 @@ def pool_bags(
 
 
 @triton.jit
-def store_bags(acc, out, sample, count, width, column, dim, BLOCK_D: tl.constexpr, BAGS: tl.constexpr):
+def store_bags(
+    acc, out, sample, count, width, column, dim, BLOCK_D: tl.constexpr, BAGS: tl.constexpr
+):
     """Round once and store ``count`` pooled vectors into rows [sample, ...) of ``out``, from ``column`` on."""
     lane = tl.arange(0, BAGS)
     col = tl.arange(0, BLOCK_D)
@@ -147,7 +165,20 @@ def embedding_lookup_kernel(
     first = table.to(tl.int64) * batch + sample
     count = tl.minimum(batch - sample, BAGS)
     acc = pool_bags(
-        base, rows, dim, indices, offsets, weights, num_indices, first, count, BLOCK_D, BAGS, UNROLL, MEAN, WEIGHTED
+        base,
+        rows,
+        dim,
+        indices,
+        offsets,
+        weights,
+        num_indices,
+        first,
+        count,
+        BLOCK_D,
+        BAGS,
+        UNROLL,
+        MEAN,
+        WEIGHTED,
     )
     store_bags(acc, out, sample, count, width, column, dim, BLOCK_D, BAGS)
 
@@ -156,11 +187,17 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 
 
 def constants(
-    tables: Sequence[torch.Tensor], columns: tuple[int, ...], width: int, itemsize: int, config: EmbeddingConfig
+    tables: Sequence[torch.Tensor],
+    columns: tuple[int, ...],
+    width: int,
+    itemsize: int,
+    config: EmbeddingConfig,
 ) -> dict:
     """The compile-time constants of a lookup in ``tables`` whose result has elements of ``itemsize`` bytes."""
     dtype, dims = tables[0].dtype if tables else torch.float32, tuple(t.shape[1] for t in tables)
-    return _constants(dtype, dims, all(t.data_ptr() % 16 == 0 for t in tables), columns, width, itemsize, config)
+    return _constants(
+        dtype, dims, all(t.data_ptr() % 16 == 0 for t in tables), columns, width, itemsize, config
+    )
 
 
 @functools.lru_cache(64)

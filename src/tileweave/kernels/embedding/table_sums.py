@@ -72,7 +72,17 @@ def columns(dim, here, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def target_of(
-    target, state, places, at, row, values, dim, here, BLOCK_D: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr
+    target,
+    state,
+    places,
+    at,
+    row,
+    values,
+    dim,
+    here,
+    BLOCK_D: tl.constexpr,
+    KIND: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """(row of the target, weights [BLOCK_D], moment) of a run that will be applied; asked for before its sum is there.
 
@@ -81,7 +91,9 @@ def target_of(
     col = tl.arange(0, BLOCK_D)
     if KIND == 1:
         row = tl.load(places + at, mask=here, other=0).to(tl.int64) - values
-    weight = tl.load(target + row * dim + col, mask=columns(dim, here & (KIND >= 2), ALIGN, BLOCK_D), other=0.0)
+    weight = tl.load(
+        target + row * dim + col, mask=columns(dim, here & (KIND >= 2), ALIGN, BLOCK_D), other=0.0
+    )
     return row, weight, tl.load(state + row, mask=here & (KIND == 3), other=0.0)
 
 
@@ -98,14 +110,28 @@ def apply(
     if KIND == 2:
         value = weight.to(tl.float32) - rate * total
     if KIND == 3:
-        moment += tl.sum(tl.where(mask, total * total, 0.0), axis=0) / tl.maximum(dim, 1).to(tl.float32)
+        moment += tl.sum(tl.where(mask, total * total, 0.0), axis=0) / tl.maximum(dim, 1).to(
+            tl.float32
+        )
         tl.store(state + row, moment, mask=here)
         value = weight.to(tl.float32) - rate * total / (tl.sqrt(moment) + epsilon)
     tl.store(target + row * dim + col, value.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count", "num_bags", "last_key", "steps"])
-def keys_kernel(indices, offsets, firsts, keys, bags, count, num_bags, batch, last_key, steps, BLOCK: tl.constexpr):
+def keys_kernel(
+    indices,
+    offsets,
+    firsts,
+    keys,
+    bags,
+    count,
+    num_bags,
+    batch,
+    last_key,
+    steps,
+    BLOCK: tl.constexpr,
+):
     """Of each position: the bag that it is in, by bisection, and its table row's key; ``last_key`` where there is none.
 
     ``firsts`` int64 [T + 1]: the first key of each table.
@@ -123,7 +149,9 @@ def keys_kernel(indices, offsets, firsts, keys, bags, count, num_bags, batch, la
     index = tl.load(indices + at, mask=inside, other=-1).to(tl.int64)
     # A difference, since an index may be the largest number that there is.
     here = here & (index >= 0) & (index < tl.load(firsts + table + 1, mask=here, other=0) - first)
-    tl.store(keys + at, tl.where(here, first + index, last_key).to(keys.dtype.element_ty), mask=inside)
+    tl.store(
+        keys + at, tl.where(here, first + index, last_key).to(keys.dtype.element_ty), mask=inside
+    )
     tl.store(bags + at, bag, mask=inside)
 
 
@@ -179,7 +207,10 @@ def sum_tile(
     led_long = led & (led_before | (key[TILE] == key[0]))
     last = key[TILE - 1]
     goes_on = (key[TILE] == last) & (last < last_key) & ((led == 0) | (last != key[0]))
-    long = goes_on & (tl.load(keys + first + 2 * TILE, mask=goes_on & (first + 2 * TILE < count), other=-1) == last)
+    long = goes_on & (
+        tl.load(keys + first + 2 * TILE, mask=goes_on & (first + 2 * TILE < count), other=-1)
+        == last
+    )
 
     # Nearly always all rows of a tile are of one table: what follows from that is worked out once for each table.
     table = tl.load(bags + first) // batch
@@ -187,12 +218,18 @@ def sum_tile(
     final = tl.where(key[0] < last_key, tl.where(last < last_key, final, tables - 1), -1)
     while table <= final:
         if GROUPS > 0:
-            group = tl.where(table > 0, 1 + (table - 1) * (GROUPS - 1) // tl.maximum(tables - 1, 1), 0).to(tl.int32)
+            group = tl.where(
+                table > 0, 1 + (table - 1) * (GROUPS - 1) // tl.maximum(tables - 1, 1), 0
+            ).to(tl.int32)
             if group >= seen:
-                wait_here(counters, group + 1, ARRIVED, table, control, report, PUSHED_US)  # the watcher ends first
+                wait_here(
+                    counters, group + 1, ARRIVED, table, control, report, PUSHED_US
+                )  # the watcher ends first
                 seen = group + 1
                 factor = tl.where(faulted(control) != 0, float("nan"), factor)
-        target, low, high, dim, slot_column, column, state, values = table_of(meta, table, tables, last_key, DTYPE, ALIGN)
+        target, low, high, dim, slot_column, column, state, values = table_of(
+            meta, table, tables, last_key, DTYPE, ALIGN
+        )
         lowest = table * batch
         vectors = ()
         found = ()
@@ -206,9 +243,25 @@ def sum_tile(
                     lowest, dim, read, BLOCK_D, SCALED, ALIGN, GROUPS > 0,
                 ),
             )  # fmt: skip
-            ends = mine & (others == 0) & (key[i] != key[i + 1]) if i + 1 < TILE else mine & (others == 0) & (long == 0)
+            ends = (
+                mine & (others == 0) & (key[i] != key[i + 1])
+                if i + 1 < TILE
+                else mine & (others == 0) & (long == 0)
+            )
             found = found + (
-                target_of(target, state, places, first + i, key[i] - low, values, dim, ends, BLOCK_D, KIND, ALIGN),
+                target_of(
+                    target,
+                    state,
+                    places,
+                    first + i,
+                    key[i] - low,
+                    values,
+                    dim,
+                    ends,
+                    BLOCK_D,
+                    KIND,
+                    ALIGN,
+                ),
             )
         total = tl.zeros((BLOCK_D,), tl.float32)
         for i in tl.static_range(TILE):
@@ -219,8 +272,24 @@ def sum_tile(
             total += vectors[i]
             if i + 1 < TILE:
                 ends = mine & (key[i] != key[i + 1])
-                apply(total * factor, found[i], target, state, dim, step, epsilon, ends & (others == 0), BLOCK_D, KIND, ALIGN)
-                tl.store(partial, total * factor, mask=columns(BLOCK_D, ends & others & led_long, 1, BLOCK_D))
+                apply(
+                    total * factor,
+                    found[i],
+                    target,
+                    state,
+                    dim,
+                    step,
+                    epsilon,
+                    ends & (others == 0),
+                    BLOCK_D,
+                    KIND,
+                    ALIGN,
+                )
+                tl.store(
+                    partial,
+                    total * factor,
+                    mask=columns(BLOCK_D, ends & others & led_long, 1, BLOCK_D),
+                )
         mine = (last >= low) & (last < high)
         others = led & (last == key[0])
         at = first + TILE
@@ -234,8 +303,22 @@ def sum_tile(
                 )  # fmt: skip
             at += 4
         ends = mine & (others == 0) & (long == 0)
-        apply(total * factor, found[TILE - 1], target, state, dim, step, epsilon, ends, BLOCK_D, KIND, ALIGN)
-        tl.store(partial, total * factor, mask=columns(BLOCK_D, mine & others & led_long, 1, BLOCK_D))
+        apply(
+            total * factor,
+            found[TILE - 1],
+            target,
+            state,
+            dim,
+            step,
+            epsilon,
+            ends,
+            BLOCK_D,
+            KIND,
+            ALIGN,
+        )
+        tl.store(
+            partial, total * factor, mask=columns(BLOCK_D, mine & others & led_long, 1, BLOCK_D)
+        )
         tl.store(opening, total * factor, mask=columns(BLOCK_D, mine & long, 1, BLOCK_D))
         table += 1
     return seen, factor
@@ -306,20 +389,38 @@ def sum_runs_kernel(
         at = tile * TILE + TILE - 1
         key = tl.load(keys + at)
         table = tl.load(bags + at) // batch
-        target, low, _, dim, _, _, state, values = table_of(meta, table, tables, last_key, DTYPE, ALIGN)
-        found = target_of(target, state, places, at, key - low, values, dim, key < last_key, BLOCK_D, KIND, ALIGN)
+        target, low, _, dim, _, _, state, values = table_of(
+            meta, table, tables, last_key, DTYPE, ALIGN
+        )
+        found = target_of(
+            target, state, places, at, key - low, values, dim, key < last_key, BLOCK_D, KIND, ALIGN
+        )
         total = tl.load(partials + (tiles + tile // 2) * BLOCK_D + col)
         further = tile + 1
         more = 1
         while more > 0:
             those = further + flight
             goes = tl.load(keys + those * TILE, mask=those * TILE < count, other=last_key) == key
-            rows = tl.load(partials + (those * BLOCK_D)[:, None] + col[None, :], mask=goes[:, None], other=0.0)
+            rows = tl.load(
+                partials + (those * BLOCK_D)[:, None] + col[None, :], mask=goes[:, None], other=0.0
+            )
             total += tl.sum(rows, axis=0)
             further += FLIGHT
             more = tl.min(goes.to(tl.int32), axis=0)
         tl.debug_barrier()  # every warp has read the moment and its copy of the weights before one of them writes
-        apply(total, found, target, state, dim, tl.load(rate), epsilon, key < last_key, BLOCK_D, KIND, ALIGN)
+        apply(
+            total,
+            found,
+            target,
+            state,
+            dim,
+            tl.load(rate),
+            epsilon,
+            key < last_key,
+            BLOCK_D,
+            KIND,
+            ALIGN,
+        )
 
 
 def find_keys(
@@ -327,7 +428,9 @@ def find_keys(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(keys, bags int32) by position; see :func:`keys_kernel`. Keys of int32 where they fit: half of what a sort moves."""
     count, num_bags = indices.numel(), offsets.numel() - 1
-    keys = torch.empty(count, dtype=torch.int32 if last_key < 1 << 31 else torch.int64, device=indices.device)
+    keys = torch.empty(
+        count, dtype=torch.int32 if last_key < 1 << 31 else torch.int64, device=indices.device
+    )
     bags = torch.empty(count, dtype=torch.int32, device=indices.device)
     if count:
         keys_kernel[(triton.cdiv(count, KEYS),)](
@@ -372,16 +475,31 @@ def sum_rows(
             push.launch()
         return
     block, tiles = triton.next_power_of_2(max(widest, 1)), triton.cdiv(count, tile)
-    partials = torch.empty((tiles + (tiles + 1) // 2) * block, dtype=torch.float32, device=grad.device)
+    partials = torch.empty(
+        (tiles + (tiles + 1) // 2) * block, dtype=torch.float32, device=grad.device
+    )
     where = keys if places is None else places
     step = partials if rate is None else rate
     warps = min(max(block // 128, 1), 8)
-    shape = {"DTYPE": TYPES[dtype], "BLOCK_D": block, "TILE": tile, "KIND": kind, "ALIGN": aligned, "num_stages": 1}
+    shape = {
+        "DTYPE": TYPES[dtype],
+        "BLOCK_D": block,
+        "TILE": tile,
+        "KIND": kind,
+        "ALIGN": aligned,
+        "num_stages": 1,
+    }
     sums = (
         grad, grad.stride(0), keys, bags, partials if scales is None else scales, where, meta, partials, step, epsilon, factor,
         count, last_key, batch, meta.shape[0], tiles,
     )  # fmt: skip
-    options = {"SCALED": scales is not None, "STEPS": steps, "num_warps": warps, **limit_registers(REGISTERS), **shape}
+    options = {
+        "SCALED": scales is not None,
+        "STEPS": steps,
+        "num_warps": warps,
+        **limit_registers(REGISTERS),
+        **shape,
+    }
     programs = triton.cdiv(tiles, steps)
     if push is None:
         sum_rows_kernel[(programs,)](*sums, **options)
@@ -389,7 +507,10 @@ def sum_rows(
         push.launch(programs, sums, **options)
     words, rank, copied = (keys,) * 4, 0, 0
     if push is not None:
-        words, rank = (push.arrived(), push.peers.signals, push.peers.control, push.peers.report), push.rank
+        words, rank = (
+            (push.arrived(), push.peers.signals, push.peers.control, push.peers.report),
+            push.rank,
+        )
         copied = push.world_size if push.beside is not None else 0
     sum_runs_kernel[(triton.cdiv(tiles, GROUP),)](
         keys, bags, where, meta, partials, step, epsilon, *words, rank, count, last_key, batch, meta.shape[0], tiles,

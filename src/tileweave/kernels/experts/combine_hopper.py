@@ -28,7 +28,14 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileweave.device.gluon.matmul import claim, load_expert, make_ring, multiply_tile, store_masked, store_tma
+from tileweave.device.gluon.matmul import (
+    claim,
+    load_expert,
+    make_ring,
+    multiply_tile,
+    store_masked,
+    store_tma,
+)
 from tileweave.device.gluon.signal import block_barrier, drain_tma_stores, leave, load_async, wait
 from tileweave.device.gluon.tickets import deal, make_deal, take
 from tileweave.kernels.experts import tiles as grouped_tiles
@@ -69,16 +76,33 @@ def load_partition(
     tile = deal(tickets, drawn, line, 1)
     for chunk in range(0, chunks):
         tile_cols = gl.minimum(tile_limit - chunk * chunk_cols, chunk_cols)
-        walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile - before, offsets, experts, tile_cols, TILE_M)
+        walk = walk_to(
+            first_expert(offsets, tile_cols, TILE_M),
+            tile - before,
+            offsets,
+            experts,
+            tile_cols,
+            TILE_M,
+        )
         while walk.expert < experts:
             first_row, tile_col = place_in_expert(walk, tile - before, tile_cols, TILE_M, GROUP_M)
             col = (tile_col + chunk * chunk_cols) * TILE_N
             for block in range(0, k_blocks):
                 at = claim(ring, turn, block_bytes, STAGES)
                 load_expert(
-                    w_desc, walk.expert, cols, depth, col, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST
+                    w_desc,
+                    walk.expert,
+                    cols,
+                    depth,
+                    col,
+                    block * TILE_K,
+                    ring.ready.index(at),
+                    ring.b.index(at),
+                    DEPTH_FIRST,
                 )
-                load_async(y_desc, [first_row, block * TILE_K], ring.ready.index(at), ring.a.index(at))
+                load_async(
+                    y_desc, [first_row, block * TILE_K], ring.ready.index(at), ring.a.index(at)
+                )
                 turn += 1
             drawn += 1
             tile = deal(tickets, drawn, line, 1)
@@ -96,7 +120,9 @@ def count_stored(counts, chunk, epoch):
 
 
 @gluon.jit
-def store_products(tile, products, desc, box, first_row, end, col, cols, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+def store_products(
+    tile, products, desc, box, first_row, end, col, cols, TILE_M: gl.constexpr, TILE_N: gl.constexpr
+):
     """A tile in two halves: by TMA where all its rows are this expert's."""
     WIDTH: gl.constexpr = TILE_N // 2
     low, high = tile.reshape((TILE_M, 2, WIDTH)).permute((0, 2, 1)).split()
@@ -128,13 +154,24 @@ def multiply_partition(
     tile = take(drawn, line, WARPS)
     for chunk in range(0, chunks):
         tile_cols = gl.minimum(tile_limit - chunk * chunk_cols, chunk_cols)
-        walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile - before, offsets, experts, tile_cols, TILE_M)
+        walk = walk_to(
+            first_expert(offsets, tile_cols, TILE_M),
+            tile - before,
+            offsets,
+            experts,
+            tile_cols,
+            TILE_M,
+        )
         while walk.expert < experts:
             first_row, tile_col = place_in_expert(walk, tile - before, tile_cols, TILE_M, GROUP_M)
-            acc, turn, fault = multiply_tile(turn, k_blocks, ring, control, TILE_M, TILE_N, STAGES, WARPS, False, DEPTH_FIRST)
+            acc, turn, fault = multiply_tile(
+                turn, k_blocks, ring, control, TILE_M, TILE_N, STAGES, WARPS, False, DEPTH_FIRST
+            )
             count_stored(counts, stored, epoch)
             col = (tile_col + chunk * chunk_cols) * TILE_N
-            store_products(acc, products, products_desc, box, first_row, walk.end, col, cols, TILE_M, TILE_N)
+            store_products(
+                acc, products, products_desc, box, first_row, walk.end, col, cols, TILE_M, TILE_N
+            )
             stored = epoch * 0 + chunk
             drawn += 1
             tile = take(drawn, line, WARPS)
@@ -186,7 +223,16 @@ def reduce_partition(
     )  # fmt: skip
     if program == programs - 1:  # also where this rank has no tokens
         for i in gl.static_range(1, WORLD_SIZE):
-            wait(signals, (rank + i) % WORLD_SIZE * SLICES + chunks * groups, epoch, -1, control, report, 1, WARPS)
+            wait(
+                signals,
+                (rank + i) % WORLD_SIZE * SLICES + chunks * groups,
+                epoch,
+                -1,
+                control,
+                report,
+                1,
+                WARPS,
+            )
     leave(control, epoch, num_partitions)
 
 
@@ -208,9 +254,13 @@ def grouped_matmul_combine_hopper_kernel(
 ):  # fmt: skip
     """Dispatch the partitions."""
     ring = make_ring(y_desc, w_desc, TILE_M, TILE_K, STAGES)
-    box = gl.allocate_shared_memory(products_desc.dtype, products_desc.block_type.shape, products_desc.layout)
+    box = gl.allocate_shared_memory(
+        products_desc.dtype, products_desc.block_type.shape, products_desc.layout
+    )
     line = make_deal()
-    num_partitions = gl.num_programs(0) * 2  # that leave; *load* is done with the epoch before *multiply* is
+    num_partitions = (
+        gl.num_programs(0) * 2
+    )  # that leave; *load* is done with the epoch before *multiply* is
     gl.warp_specialize(
         [
             (multiply_partition, (
@@ -236,7 +286,18 @@ def grouped_matmul_combine_hopper_kernel(
 
 
 # What changes between the launches of one shape.
-WORDS = ("products", "rows", "factors", "lengths", "offsets", "entry_row", "topk_ids", "weights", "out", "tokens")
+WORDS = (
+    "products",
+    "rows",
+    "factors",
+    "lengths",
+    "offsets",
+    "entry_row",
+    "topk_ids",
+    "weights",
+    "out",
+    "tokens",
+)
 MAPS = ("y_desc", "w_desc", "products_desc")
 
 
@@ -272,7 +333,9 @@ class Launcher:
             c.num_warps, depth_first, c.block_tokens, c.block_cols, late_cols(c), REDUCE_WARPS, 152,
         )  # fmt: skip
         # 12 warps share 65536 registers: 8 that multiply, 1 that loads, 2 that reduce, rounded up to warpgroups
-        self.launches = Launches(grouped_matmul_combine_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168)
+        self.launches = Launches(
+            grouped_matmul_combine_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168
+        )
 
     def __call__(
         self,

@@ -25,7 +25,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileweave.device.gluon.signal import FAULT, acquire, block_barrier, notify, notify_all, spin, symm_at
+from tileweave.device.gluon.signal import (
+    FAULT,
+    acquire,
+    block_barrier,
+    notify,
+    notify_all,
+    spin,
+    symm_at,
+)
 from tileweave.kernels.experts import combine_hopper_tickets as combine_tickets
 
 count_tickets, place_ticket = (gluon.jit(source) for source in combine_tickets.SOURCES)
@@ -42,7 +50,9 @@ DRAWN = gl.constexpr(159)  # tiles that were drawn
 COUNTER_WORDS = gl.constexpr(32 * 9)
 AHEAD = gl.constexpr(4)  # rows of a token that are asked for at once
 HELD = gl.constexpr(2)  # tokens that a thread sums at once
-LENGTH = gl.constexpr(255)  # of a token's entry in ``lengths``: its rows here, at most k; see ``config_combine.MAX_ROWS``
+LENGTH = gl.constexpr(
+    255
+)  # of a token's entry in ``lengths``: its rows here, at most k; see ``config_combine.MAX_ROWS``
 OWNERS = gl.constexpr(8)  # and from this bit on the ranks that have rows of it
 
 
@@ -81,7 +91,9 @@ def push_weights(
         at = begin + gl.arange(0, BLOCK, layout=lane)
         value = gl.load(weights + at, mask=at < size)
         for step in gl.static_range(WORLD_SIZE):
-            target = symm_at(slot_table, (rank + step) % WORLD_SIZE, gl.float32) + offset + rank * place
+            target = (
+                symm_at(slot_table, (rank + step) % WORLD_SIZE, gl.float32) + offset + rank * place
+            )
             gl.store(target + at, value, mask=at < size)
     if is_last(counts + WEIGHTS, programs):
         notify_all(signal_table, rank * SLICES + WEIGHTS, rank, epoch, WORLD_SIZE, True, WARPS)
@@ -121,8 +133,12 @@ def list_rows(
             owners = owners | gl.where(expert >= 0, 1 << (gl.maximum(expert, 0) // experts), 0)
         gl.store(lengths + token, length + (owners << OWNERS), mask=token < total)
         if WEIGHTED:
-            for j in gl.static_range(TOPK):  # behind a list's end: rows read there are zeros, and 0 * NaN would be NaN
-                gl.store(factors + token * TOPK + j, length * 0.0, mask=(j >= length) & (token < total))
+            for j in gl.static_range(
+                TOPK
+            ):  # behind a list's end: rows read there are zeros, and 0 * NaN would be NaN
+                gl.store(
+                    factors + token * TOPK + j, length * 0.0, mask=(j >= length) & (token < total)
+                )
     block_barrier()
     gl.atomic_add(counts + LISTED, 1, sem="release", scope="gpu")
 
@@ -144,7 +160,9 @@ def load_entries(entries, base, here, i, TOPK: gl.constexpr):
 
 
 @gluon.jit
-def load_list(rows, factors, lengths, first, token, limit, TOPK: gl.constexpr, WEIGHTED: gl.constexpr):
+def load_list(
+    rows, factors, lengths, first, token, limit, TOPK: gl.constexpr, WEIGHTED: gl.constexpr
+):
     """Of tokens ``first + token``: their entry of ``lengths``, and the first AHEAD entries of their lists, used or not."""
     here = token < limit
     base = (first + token) * TOPK
@@ -188,7 +206,23 @@ def sum_rows(
 ):  # fmt: skip
     """fp32 [tokens, columns]: weighted rows of tokens added in order of their lists."""
     acc = gl.zeros((length.shape[0], col.shape[0]), gl.float32, layout)
-    acc = add_rows(acc, products, length, 0, row0, row1, row2, row3, factor0, factor1, factor2, factor3, col, inside, cols)
+    acc = add_rows(
+        acc,
+        products,
+        length,
+        0,
+        row0,
+        row1,
+        row2,
+        row3,
+        factor0,
+        factor1,
+        factor2,
+        factor3,
+        col,
+        inside,
+        cols,
+    )
     if TOPK > AHEAD:
         for first in range(AHEAD, gl.max(length, axis=0), AHEAD):
             here = length > first
@@ -196,7 +230,21 @@ def sum_rows(
             if WEIGHTED:
                 factor0, factor1, factor2, factor3 = load_entries(factors, base, here, first, TOPK)
             acc = add_rows(
-                acc, products, length, first, row0, row1, row2, row3, factor0, factor1, factor2, factor3, col, inside, cols
+                acc,
+                products,
+                length,
+                first,
+                row0,
+                row1,
+                row2,
+                row3,
+                factor0,
+                factor1,
+                factor2,
+                factor3,
+                col,
+                inside,
+                cols,
             )
     return acc
 
@@ -211,7 +259,9 @@ def reduce_block(
 
     ``FINISH``: they are own tokens; peers' partials, in ``slots``, are added in rank order, and tokens without a row are zero.
     """
-    fault = gl.load(control + FAULT, volatile=True)  # also where weights never came: sums with old ones must not pass for right
+    fault = gl.load(
+        control + FAULT, volatile=True
+    )  # also where weights never came: sums with old ones must not pass for right
     first = source * max_tokens
     end = gl.minimum((block + 1) * TOKENS, limit)
     token = block * TOKENS + gl.arange(0, SUB, layout=gl.SliceLayout(1, layout))
@@ -228,18 +278,33 @@ def reduce_block(
                 factor0, factor1, factor2, factor3, col, inside, cols, TOPK, WEIGHTED, layout,
             )  # fmt: skip
             if FINISH:
-                acc = add_partials(acc, slots, entry >> OWNERS, rank, token, max_tokens, col, inside, cols, WORLD_SIZE)
+                acc = add_partials(
+                    acc,
+                    slots,
+                    entry >> OWNERS,
+                    rank,
+                    token,
+                    max_tokens,
+                    col,
+                    inside,
+                    cols,
+                    WORLD_SIZE,
+                )
                 stored = token < end
             else:
                 stored = length > 0
             acc = gl.where(fault != 0, float("nan"), acc)
-            place = gl.multiple_of(target + token.to(gl.int64)[:, None] * cols + col[None, :], [1, 16])
+            place = gl.multiple_of(
+                target + token.to(gl.int64)[:, None] * cols + col[None, :], [1, 16]
+            )
             gl.store(place, acc.to(target.dtype.element_ty), mask=stored[:, None] & inside)
         token += SUB
 
 
 @gluon.jit
-def add_partials(own, slots, owners, rank, token, max_tokens, col, inside, cols, WORLD_SIZE: gl.constexpr):
+def add_partials(
+    own, slots, owners, rank, token, max_tokens, col, inside, cols, WORLD_SIZE: gl.constexpr
+):
     """Peers' partials and the own one in rank order; bit r of ``owners``: rank r has one."""
     layout: gl.constexpr = own.type.layout
     acc = gl.zeros(own.shape, gl.float32, layout)
@@ -284,8 +349,13 @@ def serve_tickets(
         while ticket < count:
             following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
             is_send, chunk, step = place_ticket(ticket, late, chunks, peer_blocks, own_blocks)
-            while made <= chunk:  # each: one of fewer tiles than programs may be complete before the one in front of it
-                await_count(counts + TILES + made, tile_rows * gl.minimum(tile_cols - made * chunk_cols, chunk_cols))
+            while (
+                made <= chunk
+            ):  # each: one of fewer tiles than programs may be complete before the one in front of it
+                await_count(
+                    counts + TILES + made,
+                    tile_rows * gl.minimum(tile_cols - made * chunk_cols, chunk_cols),
+                )
                 made += 1
             first_col = chunk * chunk_cols * TILE_N
             col_limit = gl.minimum(first_col + chunk_cols * TILE_N, cols)
@@ -308,7 +378,19 @@ def serve_tickets(
                 if word >= heard:
                     for i in gl.static_range(1, WORLD_SIZE):
                         source = (rank + i) % WORLD_SIZE
-                        spin(signals + 1 + word, source, source, SLICES, epoch, step, control, report, 1, 1, WARPS)
+                        spin(
+                            signals + 1 + word,
+                            source,
+                            source,
+                            SLICES,
+                            epoch,
+                            step,
+                            control,
+                            report,
+                            1,
+                            1,
+                            WARPS,
+                        )
                     acquire(epoch)
                     heard = word + 1
                 reduce_block(

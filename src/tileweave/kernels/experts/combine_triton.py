@@ -64,7 +64,9 @@ from tileweave.planning.schedules.grouped import GroupedProblem
 
 SLICES = tl.constexpr(32)  # signal words of a source
 WEIGHTS = tl.constexpr(0)  # word, and counter, of the weights; those of chunks follow
-TILES = tl.constexpr(1)  # counters: [WEIGHTS], [TILES + chunk], then [SENT + peer * SLICES + chunk * groups + group]
+TILES = tl.constexpr(
+    1
+)  # counters: [WEIGHTS], [TILES + chunk], then [SENT + peer * SLICES + chunk * groups + group]
 SENT = tl.constexpr(32)
 COUNTER_WORDS = tl.constexpr(32 * 9)
 COUNTERS = 2 * 32 * 9
@@ -95,7 +97,11 @@ def push_weights(
         at = begin + tl.arange(0, PUSH_BLOCK)
         value = tl.load(weights + at, mask=at < size)
         for step in tl.static_range(1, WORLD_SIZE):
-            target = symm_at(slot_table, (rank + step) % WORLD_SIZE, tl.float32, 16) + offset + rank * place
+            target = (
+                symm_at(slot_table, (rank + step) % WORLD_SIZE, tl.float32, 16)
+                + offset
+                + rank * place
+            )
             tl.store(target + at, value, mask=at < size)
     if is_last(counts + WEIGHTS, programs):
         notify_all(signal_table, rank * SLICES + WEIGHTS, rank, epoch, WORLD_SIZE, False)
@@ -127,7 +133,9 @@ def multiply_role(
     tile = program
     for chunk in range(0, chunks):
         tile_cols = chunk_columns(chunk, cols, chunk_cols, TILE_N)
-        walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+        walk = walk_to(
+            first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M
+        )
         while walk.expert < experts:
             first_row, tile_col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
             tile_col += chunk * chunk_cols
@@ -139,7 +147,11 @@ def multiply_role(
             )  # fmt: skip
             col = tile_col * TILE_N + tl.arange(0, TILE_N)
             place = products + row.to(tl.int64)[:, None] * cols + col[None, :]
-            tl.store(place, acc.to(products.dtype.element_ty), mask=(row < walk.end)[:, None] & (col < cols)[None, :])
+            tl.store(
+                place,
+                acc.to(products.dtype.element_ty),
+                mask=(row < walk.end)[:, None] & (col < cols)[None, :],
+            )
             tl.debug_barrier()
             tl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")
             tile += programs
@@ -159,7 +171,9 @@ def sum_rows(
     acc = tl.zeros((TOKENS, COLS), tl.float32)
     here = token < 0
     for j in tl.static_range(TOPK):
-        row = tl.load(entry_row + (source * max_tokens + token) * TOPK + j, mask=token < max_tokens, other=-1)
+        row = tl.load(
+            entry_row + (source * max_tokens + token) * TOPK + j, mask=token < max_tokens, other=-1
+        )
         found = row >= 0
         value = tl.load(
             products + row.to(tl.int64)[:, None] * cols + col[None, :],
@@ -184,7 +198,9 @@ def reduce_role(
     tile_rows = count_tile_rows(offsets, experts, EXPERTS, TILE_M)
     dtype: tl.constexpr = products.dtype.element_ty
     for chunk in range(0, chunks):
-        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N))
+        await_count(
+            counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N)
+        )
         first_col = chunk * chunk_cols * TILE_N
         col_limit = tl.minimum(first_col + chunk_cols * TILE_N, cols)
         for task in range(program, blocks * (WORLD_SIZE - 1), programs):
@@ -193,23 +209,50 @@ def reduce_role(
             if WEIGHTED:
                 if chunk == 0:  # later chunks give this program the same tasks
                     wait(signals, 1, epoch, peer * SLICES + WEIGHTS, task, control, report)
-            weights = symm_at(slot_table, rank, tl.float32, 16) + weights_offset + peer * weights_place
+            weights = (
+                symm_at(slot_table, rank, tl.float32, 16) + weights_offset + peer * weights_place
+            )
             place = rank - (rank > peer).to(tl.int32)
             token = block * TOKENS + tl.arange(0, TOKENS)
             target = symm_at(slot_table, peer, dtype, 16) + slot_offset
             target += (place * max_tokens + token).to(tl.int64)[:, None] * cols
-            fault = faulted(control)  # weights that never came: what was made with old ones must not pass for right
+            fault = faulted(
+                control
+            )  # weights that never came: what was made with old ones must not pass for right
             for begin in range(first_col, col_limit, COLS):
                 col = begin + tl.arange(0, COLS)
                 acc, here = sum_rows(
-                    products, entry_row, weights, peer, token, col, col_limit, cols, max_tokens, TOPK, WEIGHTED, TOKENS, COLS
+                    products,
+                    entry_row,
+                    weights,
+                    peer,
+                    token,
+                    col,
+                    col_limit,
+                    cols,
+                    max_tokens,
+                    TOPK,
+                    WEIGHTED,
+                    TOKENS,
+                    COLS,
                 )
                 acc = tl.where(fault != 0, float("nan"), acc)
-                tl.store(target + col[None, :], acc.to(dtype), mask=here[:, None] & (col < col_limit)[None, :])
+                tl.store(
+                    target + col[None, :],
+                    acc.to(dtype),
+                    mask=here[:, None] & (col < col_limit)[None, :],
+                )
             group = block // group_blocks
             count = tl.minimum(group_blocks, blocks - group * group_blocks)
             if is_last(counts + SENT + peer * SLICES + chunk * groups + group, count):
-                notify(symm_at(signal_table, peer, tl.int32, 4) + rank * SLICES + 1 + chunk * groups + group, epoch)
+                notify(
+                    symm_at(signal_table, peer, tl.int32, 4)
+                    + rank * SLICES
+                    + 1
+                    + chunk * groups
+                    + group,
+                    epoch,
+                )
 
 
 @triton.jit
@@ -223,14 +266,20 @@ def finish_role(
     tile_rows = count_tile_rows(offsets, experts, EXPERTS, TILE_M)
     blocks = (tokens + TOKENS - 1) // TOKENS
     for chunk in range(0, chunks):
-        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N))
+        await_count(
+            counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N)
+        )
         first_col = chunk * chunk_cols * TILE_N
         col_limit = tl.minimum(first_col + chunk_cols * TILE_N, cols)
         for group in range(0, groups):
             for step in tl.static_range(1, WORLD_SIZE):
                 word = (rank + step) % WORLD_SIZE * SLICES + 1 + chunk * groups + group
                 wait(signals, 1, epoch, word, group, control, report)
-            for block in range(group * group_blocks + program, tl.minimum((group + 1) * group_blocks, blocks), programs):
+            for block in range(
+                group * group_blocks + program,
+                tl.minimum((group + 1) * group_blocks, blocks),
+                programs,
+            ):
                 token = block * TOKENS + tl.arange(0, TOKENS)
                 for begin in range(first_col, col_limit, COLS):
                     col = begin + tl.arange(0, COLS)
@@ -247,7 +296,21 @@ def finish_block(
     WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """z of a block of own tokens and some columns: partials added in rank order, rounded once."""
-    own, _ = sum_rows(products, entry_row, weights, rank, token, col, col_limit, cols, max_tokens, TOPK, WEIGHTED, TOKENS, COLS)
+    own, _ = sum_rows(
+        products,
+        entry_row,
+        weights,
+        rank,
+        token,
+        col,
+        col_limit,
+        cols,
+        max_tokens,
+        TOPK,
+        WEIGHTED,
+        TOKENS,
+        COLS,
+    )
     acc = tl.zeros((TOKENS, COLS), tl.float32)
     for source in tl.static_range(WORLD_SIZE):
         there = token < 0
@@ -257,11 +320,17 @@ def finish_block(
         place = source - (rank < source).to(tl.int32)
         mask = (there & (token * 0 + rank != source))[:, None] & (col < col_limit)[None, :]
         row = (place * max_tokens + token).to(tl.int64)[:, None] * cols
-        part = tl.load(slots + slot_offset + row + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        part = tl.load(slots + slot_offset + row + col[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
         acc += tl.where(token * 0 + rank == source, 1.0, 0.0)[:, None] * own + part
     acc = tl.where(faulted(control) != 0, float("nan"), acc)
     target = out + token.to(tl.int64)[:, None] * cols + col[None, :]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & (col < col_limit)[None, :])
+    tl.store(
+        target,
+        acc.to(out.dtype.element_ty),
+        mask=(token < tokens)[:, None] & (col < col_limit)[None, :],
+    )
 
 
 UNSPECIALIZED = [
@@ -289,7 +358,11 @@ def grouped_matmul_combine_kernel(
     counts = counters + parity * COUNTER_WORDS
     if program == 0:
         word = tl.arange(0, 512)
-        tl.store(counters + (1 - parity) * COUNTER_WORDS + word, tl.zeros_like(word), mask=word < COUNTER_WORDS)
+        tl.store(
+            counters + (1 - parity) * COUNTER_WORDS + word,
+            tl.zeros_like(word),
+            mask=word < COUNTER_WORDS,
+        )
     if program < num_multiply:
         if WEIGHTED:
             push_weights(
@@ -336,7 +409,11 @@ def launch(
     s, c, cut = shape, config, CombineCut.of(shape, config)
     depth_first = experts.stride(2) != 1
     slot_bytes = peers.slot_size * out.element_size()
-    multiply = max(1, num_sms * c.programs_per_sm - (c.num_reduce + c.num_finish if c.programs_per_sm == 1 else 0))
+    multiply = max(
+        1,
+        num_sms * c.programs_per_sm
+        - (c.num_reduce + c.num_finish if c.programs_per_sm == 1 else 0),
+    )
     grouped_matmul_combine_kernel[(multiply + c.num_reduce + c.num_finish,)](
         y, experts, offsets, entry_row, topk_ids, offsets if weights is None else weights, products, out, peers.slots,
         peers.counters, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,

@@ -90,16 +90,36 @@ def gather_partition(
     tickets = counters + (epoch & 1) * SET + TICKETS
     count = 0
     tile = deal(tickets, count, line, GATHER_WARPS)
-    walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+    walk = walk_to(
+        first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M
+    )
     while walk.expert < experts:
         first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
         pointers = row_addresses(
-            x, slot, row_entry, first_row, walk.end, max_tokens, topk, depth, rank, row_layout, WORLD_SIZE, TILE_M
+            x,
+            slot,
+            row_entry,
+            first_row,
+            walk.end,
+            max_tokens,
+            topk,
+            depth,
+            rank,
+            row_layout,
+            WORLD_SIZE,
+            TILE_M,
         )
         if not arrived:
             arrived = all_have(signals, blocks - 1, rank, epoch, WORLD_SIZE, GATHER_WARPS)
             nearest = row_steps(row_entry, first_row, max_tokens, topk, rank, WORLD_SIZE)
-            farthest = row_steps(row_entry, gl.minimum(first_row + TILE_M, walk.end) - 1, max_tokens, topk, rank, WORLD_SIZE)
+            farthest = row_steps(
+                row_entry,
+                gl.minimum(first_row + TILE_M, walk.end) - 1,
+                max_tokens,
+                topk,
+                rank,
+                WORLD_SIZE,
+            )
             wait_steps(
                 signals, walk.expert // block_experts, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE,
                 GATHER_WARPS,
@@ -211,8 +231,19 @@ class Launcher:
             producers, tile_cols, cdiv(depth, c.tile_k),
         )  # fmt: skip
         self.halves = 2 if c.tile_m * c.tile_n > 128 * 128 else 1
-        self.constants = (world_size, PUSH_BLOCK, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages, c.num_warps)
-        self.plain = TritonLauncher(peers, _portable(c), rank, world_size, max_tokens, topk, bound, w, num_sms)
+        self.constants = (
+            world_size,
+            PUSH_BLOCK,
+            c.tile_m,
+            c.tile_n,
+            c.tile_k,
+            c.group_m,
+            c.num_stages,
+            c.num_warps,
+        )
+        self.plain = TritonLauncher(
+            peers, _portable(c), rank, world_size, max_tokens, topk, bound, w, num_sms
+        )
 
     def __call__(
         self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: tuple[torch.Tensor, ...]
@@ -234,7 +265,11 @@ class Launcher:
         if turned:
             shape, tile = [experts * depth, cols], [c.tile_k, c.tile_n]
         w_desc = descriptor(w.data_ptr(), w.dtype, shape, w.stride(2 if turned else 1), tile)
-        target, shape = (y.data_ptr(), [self.bound, cols]) if by_tma else (w.data_ptr(), [experts * cols, depth])
+        target, shape = (
+            (y.data_ptr(), [self.bound, cols])
+            if by_tma
+            else (w.data_ptr(), [experts * cols, depth])
+        )
         y_desc = descriptor(target, y.dtype, shape, shape[1], [c.tile_m, c.tile_n // self.halves])
         return w_desc, y_desc, by_tma, turned
 
@@ -255,4 +290,13 @@ class Launcher:
 def _portable(c: DispatchConfig) -> DispatchConfig:
     """A cut for the Triton kernel that does for any shape."""
     rows = min(c.tile_m, 128)
-    return DispatchConfig("triton", rows, 128, 64, 3, 8 if rows == 128 else 4, c.group_m, signal_blocks=c.signal_blocks)
+    return DispatchConfig(
+        "triton",
+        rows,
+        128,
+        64,
+        3,
+        8 if rows == 128 else 4,
+        c.group_m,
+        signal_blocks=c.signal_blocks,
+    )

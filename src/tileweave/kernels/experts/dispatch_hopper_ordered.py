@@ -101,7 +101,9 @@ def place_rows(
         last = gl.minimum(first + UNIT, total) - 1
         if not arrived:
             arrived = all_have(signals, blocks - 1, rank, epoch, WORLD_SIZE, PUSH_WARPS)
-            while end <= last:  # the last row's expert: a source signals its block behind those before it
+            while (
+                end <= last
+            ):  # the last row's expert: a source signals its block behind those before it
                 expert += 1
                 end = gl.load(offsets + expert + 1)
             row = gl.minimum(first + gl.arange(0, UNIT, layout=lane), last)
@@ -110,7 +112,20 @@ def place_rows(
                 signals, expert // block_experts, gl.min(step, axis=0), gl.max(step, axis=0), rank, epoch, unit, control,
                 report, WORLD_SIZE, PUSH_WARPS,
             )  # fmt: skip
-        place_unit(x, slot, rows, row_entry, first, total, max_tokens, topk, depth, rank, WORLD_SIZE, layout)
+        place_unit(
+            x,
+            slot,
+            rows,
+            row_entry,
+            first,
+            total,
+            max_tokens,
+            topk,
+            depth,
+            rank,
+            WORLD_SIZE,
+            layout,
+        )
         block_barrier()
         gl.atomic_xchg(placed + unit, 1, sem="release", scope="gpu")
         unit = following
@@ -143,7 +158,9 @@ def load_partition(
     turn = 0
     count = 0
     tile = deal(tickets, count, line, 1)
-    walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+    walk = walk_to(
+        first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M
+    )
     while walk.expert < experts:
         first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
         await_placed(placed, first_row, walk.end, epoch, TILE_M)
@@ -153,7 +170,9 @@ def load_partition(
                 w_desc, walk.expert, cols, depth, col * TILE_N, block * TILE_K, ring.ready.index(at), ring.b.index(at),
                 DEPTH_FIRST,
             )  # fmt: skip
-            load_async(rows_desc, [first_row, block * TILE_K], ring.ready.index(at), ring.a.index(at))
+            load_async(
+                rows_desc, [first_row, block * TILE_K], ring.ready.index(at), ring.a.index(at)
+            )
             turn += 1
         count += 1
         tile = deal(tickets, count, line, 1)
@@ -231,7 +250,9 @@ class Launcher(HopperLauncher):
         rows = x.new_empty(self.bound, depth)
         placed = torch.zeros(cdiv(self.bound, UNIT.value), dtype=torch.int32, device=x.device)
         w_desc, y_desc, by_tma, turned = self.maps(w, y)
-        rows_desc = descriptor(rows.data_ptr(), rows.dtype, [self.bound, depth], depth, [c.tile_m, c.tile_k])
+        rows_desc = descriptor(
+            rows.data_ptr(), rows.dtype, [self.bound, depth], depth, [c.tile_m, c.tile_k]
+        )
         dispatch_grouped_matmul_ordered_kernel[(self.programs,)](
             rows_desc, w_desc, y_desc, x, y, rows, placed, offsets, row_entry, send_order, send_offsets, p.slots, p.slot_table,
             p.signal_table, p.signals, p.control, p.report, p.counters, *self.integers, *self.constants, self.halves, by_tma,

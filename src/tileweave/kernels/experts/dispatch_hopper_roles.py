@@ -50,8 +50,12 @@ def wait_steps(
 @gluon.jit
 def await_all(signals, blocks, program, rank, epoch, control, report, WORLD_SIZE: gl.constexpr):
     """The last program: wait for the last block of all other ranks, without which a call may not end."""
-    farthest = gl.where(program == gl.num_programs(0) - 1, WORLD_SIZE - 1, 0)  # the others wait for nobody
-    wait_steps(signals, blocks - 1, 1, farthest, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS)
+    farthest = gl.where(
+        program == gl.num_programs(0) - 1, WORLD_SIZE - 1, 0
+    )  # the others wait for nobody
+    wait_steps(
+        signals, blocks - 1, 1, farthest, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS
+    )
 
 
 @gluon.jit
@@ -63,7 +67,9 @@ def all_have(signals, block, rank, epoch, WORLD_SIZE: gl.constexpr, WARPS: gl.co
     """
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     source = (rank + 1 + gl.arange(0, 32 * WARPS, layout=lane) % (WORLD_SIZE - 1)) % WORLD_SIZE
-    return gl.min(gl.load(signals + source * MAX_BLOCKS + block, volatile=True) - epoch, axis=0) >= 0
+    return (
+        gl.min(gl.load(signals + source * MAX_BLOCKS + block, volatile=True) - epoch, axis=0) >= 0
+    )
 
 
 @gluon.jit
@@ -78,10 +84,14 @@ def multiply_partition(
     turn = 0
     count = 0
     tile = take(count, line, WARPS)
-    walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+    walk = walk_to(
+        first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M
+    )
     while walk.expert < experts:
         first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
-        acc, turn, fault = multiply_tile(turn, k_blocks, ring, control, TILE_M, TILE_N, STAGES, WARPS, GATHERED, DEPTH_FIRST)
+        acc, turn, fault = multiply_tile(
+            turn, k_blocks, ring, control, TILE_M, TILE_N, STAGES, WARPS, GATHERED, DEPTH_FIRST
+        )
         store_tile(  # no bias, no helpers; -1: a tile that reaches past its expert never goes by TMA
             acc, fault, y, y, y_desc, y_buffer, Helped(y, epoch * 0, 0, 1), first_row, walk.end, col * TILE_N, cols, -1,
             TILE_M, TILE_N, HALVES, False, BY_TMA,
@@ -101,7 +111,11 @@ def push_to(
     """This program's share of the tokens whose lowest expert on ``peer`` is in [first, last), into its slot at ``place``."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [PUSH_WARPS], [0])
     bounds = send_offsets + peer * (experts + 1)
-    target = symm_at(slot_table, peer, x.dtype.element_ty) + slot_offset + place * max_tokens.to(gl.int64) * depth
+    target = (
+        symm_at(slot_table, peer, x.dtype.element_ty)
+        + slot_offset
+        + place * max_tokens.to(gl.int64) * depth
+    )
     for index in range(gl.load(bounds + first) + program, gl.load(bounds + last), num_producers):
         row = gl.load(send_order + peer * max_tokens + index).to(gl.int64) * depth
         for column in range(0, depth, BLOCK):
@@ -129,7 +143,15 @@ def push_tokens(
             block_barrier()
             pushed = counters + (epoch & 1) * SET + PUSHED + block
             if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:
-                notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
+                notify_all(
+                    signal_table,
+                    rank * MAX_BLOCKS + block,
+                    rank,
+                    epoch,
+                    WORLD_SIZE,
+                    False,
+                    PUSH_WARPS,
+                )
 
 
 @gluon.jit

@@ -48,7 +48,14 @@ from triton.language.target_info import is_hip
 
 from tileweave.device.triton.matmul import matmul_tile
 from tileweave.device.triton.remote import symm_at
-from tileweave.device.triton.signal import consume_token, faulted, leave, load_epoch, notify_all, wait
+from tileweave.device.triton.signal import (
+    consume_token,
+    faulted,
+    leave,
+    load_epoch,
+    notify_all,
+    wait,
+)
 from tileweave.kernels.experts.tiles import first_expert, place_in_expert, walk_to
 from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.planning.schedules.grouped import DispatchConfig, dispatch_counts
@@ -87,7 +94,9 @@ def push_tokens(
                 bounds = send_offsets + peer * (experts + 1)
                 index = tl.load(bounds + first) + begin + tl.arange(0, ROWS)
                 there = index < tl.load(bounds + last)
-                token = tl.load(send_order + peer * max_tokens + index, mask=there, other=0).to(tl.int64)
+                token = tl.load(send_order + peer * max_tokens + index, mask=there, other=0).to(
+                    tl.int64
+                )
                 slot = symm_at(slot_table, peer, x.dtype.element_ty, 16) + slot_offset
                 slot += (step - 1) * max_tokens.to(tl.int64) * depth
                 for column in range(0, depth, WIDTH):
@@ -140,16 +149,29 @@ def wait_steps(
 
 
 @triton.jit
-def store_rows(acc, y, first_row, end, tile_col, cols, control, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+def store_rows(
+    acc, y, first_row, end, tile_col, cols, control, TILE_M: tl.constexpr, TILE_N: tl.constexpr
+):
     """Epilogue: rounding once, masked store; NaN if a wait of this rank ran out of time."""
     row = first_row + tl.arange(0, TILE_M)
     col = tile_col * TILE_N + tl.arange(0, TILE_N)
     acc = tl.where(faulted(control) != 0, float("nan"), acc)
     mask = (row < end)[:, None] & (col < cols)[None, :]
-    tl.store(y + row.to(tl.int64)[:, None] * cols + col[None, :], acc.to(y.dtype.element_ty), mask=mask)
+    tl.store(
+        y + row.to(tl.int64)[:, None] * cols + col[None, :], acc.to(y.dtype.element_ty), mask=mask
+    )
 
 
-UNSPECIALIZED = ["rank", "max_tokens", "topk", "experts", "block_experts", "blocks", "num_producers", "tile_cols"]
+UNSPECIALIZED = [
+    "rank",
+    "max_tokens",
+    "topk",
+    "experts",
+    "block_experts",
+    "blocks",
+    "num_producers",
+    "tile_cols",
+]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -175,15 +197,37 @@ def dispatch_grouped_matmul_kernel(
         )  # fmt: skip
     tickets = counters + (epoch & 1) * SET + TICKETS
     tile = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
-    walk = walk_to(first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M)
+    walk = walk_to(
+        first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M
+    )
     while walk.expert < experts:
         following = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
         a_rows, nearest, farthest = gather_rows(
-            x, slots + slot_offset, row_entry, first_row, walk.end, max_tokens, topk, depth, rank, WORLD_SIZE, TILE_M, ALIGNED
+            x,
+            slots + slot_offset,
+            row_entry,
+            first_row,
+            walk.end,
+            max_tokens,
+            topk,
+            depth,
+            rank,
+            WORLD_SIZE,
+            TILE_M,
+            ALIGNED,
         )
         token = wait_steps(
-            signals, walk.expert // block_experts, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE
+            signals,
+            walk.expert // block_experts,
+            nearest,
+            farthest,
+            rank,
+            epoch,
+            tile,
+            control,
+            report,
+            WORLD_SIZE,
         )
         acc = matmul_tile(
             a_rows, w + walk.expert.to(tl.int64) * stride_expert, stride_w, col, cols, depth, consume_token(0, token), k_blocks,
@@ -193,7 +237,9 @@ def dispatch_grouped_matmul_kernel(
         tile = following
         walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
     if program == num_programs - 1:
-        wait_steps(signals, blocks - 1, 1, WORLD_SIZE - 1, rank, epoch, -1, control, report, WORLD_SIZE)
+        wait_steps(
+            signals, blocks - 1, 1, WORLD_SIZE - 1, rank, epoch, -1, control, report, WORLD_SIZE
+        )
     leave(control, epoch, num_programs)
 
 
@@ -231,7 +277,9 @@ class Launcher:
             depth_first(w),
         )  # fmt: skip
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: tuple[torch.Tensor, ...]) -> None:
+    def __call__(
+        self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: tuple[torch.Tensor, ...]
+    ) -> None:
         """Launch on the current stream. ``fields``: those of the plan, in its order."""
         p, c = self.peers, self.config
         offsets, row_entry, _, _, send_order, send_offsets = fields

@@ -43,7 +43,13 @@ import triton
 import triton.language as tl
 
 from tileweave.device.triton.signal import leave, load_epoch, wait
-from tileweave.kernels.experts.sort import MAX_SLICES, count_kernel, lowest_expert, place_kernel, push_ids
+from tileweave.kernels.experts.sort import (
+    MAX_SLICES,
+    count_kernel,
+    lowest_expert,
+    place_kernel,
+    push_ids,
+)
 from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
 from tileweave.planning.schedules.grouped import RoutingCut
@@ -70,7 +76,9 @@ def sort_expert(
         source = (rank + WORLD_SIZE - block // per_source) % WORLD_SIZE
         at = block % per_source * BLOCK + tl.arange(0, BLOCK)
         local = tl.load(ids + source * size + at, mask=at < size, other=-1) - rank * experts
-        before = expert + tl.where(block < first, 1, 0)  # this expert's own entries count in earlier parts only
+        before = expert + tl.where(
+            block < first, 1, 0
+        )  # this expert's own entries count in earlier parts only
         counts += ((local >= 0) & (local < before)).to(tl.int32)
     row = tl.sum(counts, axis=0)
     if part == 0:
@@ -108,7 +116,9 @@ def list_sends(
         lowest = lowest_expert(ids, begin, tokens, topk, peer, experts, NONE, TOPK, BLOCK)
         chosen = (lowest == expert).to(tl.int32)
         places = place + tl.cumsum(chosen, axis=0) - chosen
-        tl.store(send_order + peer * max_tokens + places, begin + tl.arange(0, BLOCK), mask=chosen != 0)
+        tl.store(
+            send_order + peer * max_tokens + places, begin + tl.arange(0, BLOCK), mask=chosen != 0
+        )
         place += tl.sum(chosen, axis=0)
     if expert == experts - 1:
         tl.store(send_offsets + peer * (experts + 1) + experts, place)
@@ -147,7 +157,16 @@ def moe_routing_kernel(
     leave(control, epoch, num_programs)
 
 
-WORDS = ("topk_ids", "offsets", "row_entry", "entry_row", "own_ids", "send_order", "send_offsets", "tokens")  # change by call
+WORDS = (
+    "topk_ids",
+    "offsets",
+    "row_entry",
+    "entry_row",
+    "own_ids",
+    "send_order",
+    "send_offsets",
+    "tokens",
+)  # change by call
 
 
 class Launcher:
@@ -169,7 +188,10 @@ class Launcher:
         else:
             divided = cut.span(world_size * size, num_sms)
             units = min(most, cut.units(world_size, max_tokens, topk, num_sms))
-            count, place = (Launches(kernel, WORDS, num_warps=NUM_WARPS) for kernel in (count_kernel, place_kernel))
+            count, place = (
+                Launches(kernel, WORDS, num_warps=NUM_WARPS)
+                for kernel in (count_kernel, place_kernel)
+            )
             self.kernels = [(count, cut.slices + units), (place, units)]
         self.arguments = (
             peers.slots, peers.slot_size, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,

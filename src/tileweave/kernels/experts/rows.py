@@ -56,7 +56,9 @@ def keep_tokens_kernel(
             tl.store(kept + within, tl.load(slot + within, mask=mask), mask=mask)
 
 
-def keep_tokens(peers: Endpoint, kept: torch.Tensor, entry_row: torch.Tensor, topk: int, rank: int) -> None:
+def keep_tokens(
+    peers: Endpoint, kept: torch.Tensor, entry_row: torch.Tensor, topk: int, rank: int
+) -> None:
     """kept [R - 1, max_tokens, K] = the tokens that the last call of this instance received; others are not written."""
     places, max_tokens, depth = kept.shape
     keep_tokens_kernel[(_programs(kept, triton.cdiv(places * max_tokens, COPY_ROWS)),)](
@@ -90,9 +92,19 @@ def gather_rows_kernel(
         for column in range(0, depth, WIDTH):
             at = column + tl.arange(0, WIDTH)
             inside = (at < depth)[None, :]
-            value = tl.load(x + token[:, None] * depth + at[None, :], mask=own[:, None] & inside, other=0.0)
-            value += tl.load(kept + remote[:, None] * depth + at[None, :], mask=there[:, None] & inside, other=0.0)
-            tl.store(out + row.to(tl.int64)[:, None] * depth + at[None, :], value, mask=(row < rows)[:, None] & inside)
+            value = tl.load(
+                x + token[:, None] * depth + at[None, :], mask=own[:, None] & inside, other=0.0
+            )
+            value += tl.load(
+                kept + remote[:, None] * depth + at[None, :],
+                mask=there[:, None] & inside,
+                other=0.0,
+            )
+            tl.store(
+                out + row.to(tl.int64)[:, None] * depth + at[None, :],
+                value,
+                mask=(row < rows)[:, None] & inside,
+            )
 
 
 def gather_rows(
@@ -103,7 +115,9 @@ def gather_rows(
     instance whose last call received them."""
     offsets, row_entry = fields[0], fields[1]
     in_slot = isinstance(kept, Endpoint)
-    places, control, slot_size = (kept.slots, kept.control, kept.slot_size) if in_slot else (kept, offsets, 0)
+    places, control, slot_size = (
+        (kept.slots, kept.control, kept.slot_size) if in_slot else (kept, offsets, 0)
+    )
     out = x.new_empty(row_entry.numel(), x.shape[1])
     gather_rows_kernel[(_programs(x, triton.cdiv(out.shape[0], COPY_ROWS)),)](
         x, places, row_entry, offsets, out, control, slot_size, experts, max_tokens, topk, rank, x.shape[1],
@@ -118,13 +132,19 @@ def zero_unused_kernel(gradient, offsets, size, BLOCK: tl.constexpr):
     if tl.load(offsets + expert) == tl.load(offsets + expert + 1):
         for begin in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
             at = begin + tl.arange(0, BLOCK)
-            tl.store(gradient + expert.to(tl.int64) * size + at, tl.zeros((BLOCK,), gradient.dtype.element_ty), mask=at < size)
+            tl.store(
+                gradient + expert.to(tl.int64) * size + at,
+                tl.zeros((BLOCK,), gradient.dtype.element_ty),
+                mask=at < size,
+            )
 
 
 def zero_unused(gradient: torch.Tensor, offsets: torch.Tensor) -> None:
     """Zeros where expert e of gradient [E, ...], contiguous, has no rows."""
     experts, size = gradient.shape[0], gradient[0].numel()
-    zero_unused_kernel[(experts, max(1, min(32, triton.cdiv(size, 1024))))](gradient, offsets, size, BLOCK=1024)
+    zero_unused_kernel[(experts, max(1, min(32, triton.cdiv(size, 1024))))](
+        gradient, offsets, size, BLOCK=1024
+    )
 
 
 @triton.jit
@@ -169,10 +189,14 @@ def swiglu(y: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, experts: i
     swiglu_kernel[(programs,)](y, out, offsets, experts, y.shape[1] // 2, WIDTH=block)
 
 
-def swiglu_gradient(grad: torch.Tensor, y: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, experts: int) -> None:
+def swiglu_gradient(
+    grad: torch.Tensor, y: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, experts: int
+) -> None:
     """grad [bound, I], y [bound, 2 I] -> out [bound, 2 I]."""
     programs, block = _swiglu_grid(y)
-    swiglu_gradient_kernel[(programs,)](grad, y, out, offsets, experts, y.shape[1] // 2, WIDTH=block)
+    swiglu_gradient_kernel[(programs,)](
+        grad, y, out, offsets, experts, y.shape[1] // 2, WIDTH=block
+    )
 
 
 @triton.jit

@@ -61,13 +61,27 @@ def push_ids(
         value = as_expert(tl.load(ids + at, mask=at < valid, other=-1))
         tl.store(own_ids + at, value, mask=at < size)
         for step in tl.static_range(WORLD_SIZE):
-            target = symm_at(slot_table, (rank + step) % WORLD_SIZE, tl.int32, 16) + slot_offset + rank * size
+            target = (
+                symm_at(slot_table, (rank + step) % WORLD_SIZE, tl.int32, 16)
+                + slot_offset
+                + rank * size
+            )
             tl.store(target + at, value, mask=at < size)
     notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, True)
 
 
 @triton.jit
-def lowest_expert(ids, begin, items, topk, owner, experts, NONE: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+def lowest_expert(
+    ids,
+    begin,
+    items,
+    topk,
+    owner,
+    experts,
+    NONE: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The lowest of rank ``owner``'s experts that each item of a block has chosen, counted from 0; ``NONE`` if it has none.
 
     ids [items, topk]; ``TOPK``: a power of two from topk on. NONE: ``experts`` or more. ``experts``: of a rank.
@@ -109,7 +123,9 @@ def _place_unit(
     total, start = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
     for begin in range(0, units, ROWS):
         row = begin + tl.arange(0, ROWS)
-        found = tl.load(counts + row[:, None] * EXPERTS + expert[None, :], mask=(row < units)[:, None], other=0)
+        found = tl.load(
+            counts + row[:, None] * EXPERTS + expert[None, :], mask=(row < units)[:, None], other=0
+        )
         total += tl.sum(found, axis=0)
         start += tl.sum(tl.where((row < unit)[:, None], found, 0), axis=0)
     below = tl.cumsum(total, axis=0) - total
@@ -123,8 +139,12 @@ def _place_unit(
         chosen = keys[:, None] == expert[None, :]
         at = tl.arange(0, BLOCK)
         # each pair compared: a scan over [BLOCK, EXPERTS] took 214 registers at 64 experts where this takes 175 (decision 0068)
-        before = tl.sum(((keys[:, None] == keys[None, :]) & (at[:, None] > at[None, :])).to(tl.int32), axis=1)
-        place = tl.where(keys < experts, before + tl.sum(tl.where(chosen, start[None, :], 0), axis=1), -1)
+        before = tl.sum(
+            ((keys[:, None] == keys[None, :]) & (at[:, None] > at[None, :])).to(tl.int32), axis=1
+        )
+        place = tl.where(
+            keys < experts, before + tl.sum(tl.where(chosen, start[None, :], 0), axis=1), -1
+        )
         tl.store(ordered + place, first_item + item, mask=(place >= 0) & (place < limit))
         if INVERSE:
             tl.store(placed + item, tl.where(place < limit, place, -1), mask=item < items)
@@ -156,17 +176,23 @@ def count_kernel(
     else:
         rows = WORLD_SIZE * row_units
         # own tokens first: that needs no peer
-        for at in range(program - SLICES, rows + WORLD_SIZE * send_units, tl.num_programs(0) - SLICES):
+        for at in range(
+            program - SLICES, rows + WORLD_SIZE * send_units, tl.num_programs(0) - SLICES
+        ):
             unit = (at + rows) % (rows + WORLD_SIZE * send_units)
             counts = histogram + unit * EXPERTS
             if unit >= rows:
                 peer, part = (unit - rows) // send_units, (unit - rows) % send_units
-                _count_unit(topk_ids, counts, part, span, tokens, topk, peer, experts, EXPERTS, TOPK, BLOCK)
+                _count_unit(
+                    topk_ids, counts, part, span, tokens, topk, peer, experts, EXPERTS, TOPK, BLOCK
+                )
             else:
                 source = (rank + WORLD_SIZE - unit // row_units) % WORLD_SIZE
                 wait(signals, SLICES, epoch, source * MAX_SLICES, -1, control, report)
                 ids = slots + slot_offset + source * size
-                _count_unit(ids, counts, unit % row_units, span, size, 1, rank, experts, EXPERTS, 1, BLOCK)
+                _count_unit(
+                    ids, counts, unit % row_units, span, size, 1, rank, experts, EXPERTS, 1, BLOCK
+                )
 
 
 @triton.jit(do_not_specialize=_SAME)

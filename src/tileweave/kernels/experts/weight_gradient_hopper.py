@@ -87,7 +87,9 @@ def multiply_partition(
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups: multiply each tile from the ring, then store it."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, TILE_N, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, TILE_N, 16]
+    )
     turn = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         expert, row, col = place(tile, tile_rows, tile_cols, GROUP_M)
@@ -111,7 +113,9 @@ def multiply_partition(
                     keep_rows(ring.b.index(at), 0, rows, TILE_R, TILE_N, WARPS)
                 fence_async_shared()
                 block_barrier()
-            acc = warpgroup_mma(ring.a.index(at).permute((1, 0)), ring.b.index(at), acc, is_async=True)
+            acc = warpgroup_mma(
+                ring.a.index(at).permute((1, 0)), ring.b.index(at), acc, is_async=True
+            )
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
             mbarrier.arrive(ring.empty.index((turn + STAGES - 1) % STAGES), count=1, pred=block > 0)
             turn += 1
@@ -149,16 +153,25 @@ def grouped_outer_hopper_kernel(
 def takes(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether the kernel runs on these; else ``torch._grouped_mm`` does."""
     rows = left.is_contiguous() and right.is_contiguous() and fits(left, right)
-    return rows and left.dtype in (torch.bfloat16, torch.float16) and left.shape[1] % TILE_M == 0 and left.shape[0] > 0
+    return (
+        rows
+        and left.dtype in (torch.bfloat16, torch.float16)
+        and left.shape[1] % TILE_M == 0
+        and left.shape[0] > 0
+    )
 
 
-def grouped_outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, num_sms: int) -> torch.Tensor:
+def grouped_outer(
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, num_sms: int
+) -> torch.Tensor:
     """left [bound, N], right [bound, K], offsets int32 [E + 1] -> [E, N, K]; for what it :func:`takes`."""
     (bound, cols), depth, experts = left.shape, right.shape[1], offsets.numel() - 1
     out = left.new_empty(experts, cols, depth)
     left_desc = descriptor(left.data_ptr(), left.dtype, [bound, cols], cols, [TILE_R, TILE_M])
     right_desc = descriptor(right.data_ptr(), left.dtype, [bound, depth], depth, [TILE_R, TILE_N])
-    out_desc = descriptor(out.data_ptr(), left.dtype, [experts * cols, depth], depth, [TILE_M, TILE_N])
+    out_desc = descriptor(
+        out.data_ptr(), left.dtype, [experts * cols, depth], depth, [TILE_M, TILE_N]
+    )
     tile_rows, tile_cols = cols // TILE_M, -(-depth // TILE_N)
     tiles = experts * tile_rows * tile_cols
     grouped_outer_hopper_kernel[(min(num_sms, tiles),)](

@@ -87,7 +87,9 @@ def load_partition(
             w_row = home * w_step + col * TILE_N
         for block in range(k_begin, k_end):
             at = claim(ring, turn, block_bytes, STAGES)
-            load_weight(w_desc, w_row, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST)
+            load_weight(
+                w_desc, w_row, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST
+            )
             load_async(x_desc, [x_row, block * TILE_K], ring.ready.index(at), ring.a.index(at))
             turn += 1
         if not PUSH and not EXCHANGE:
@@ -98,7 +100,20 @@ def load_partition(
                 for step in gl.static_range(1, WORLD_SIZE):  # in the order in which they come
                     source = (rank + WORLD_SIZE - step) % WORLD_SIZE
                     if ((arrived >> chunk) & 1) == 0:
-                        spin(signals + chunk, source, source, MAX_SLICES, epoch, tile, control, report, 1, 1, 1, EXACT=True)
+                        spin(
+                            signals + chunk,
+                            source,
+                            source,
+                            MAX_SLICES,
+                            epoch,
+                            tile,
+                            control,
+                            report,
+                            1,
+                            1,
+                            1,
+                            EXACT=True,
+                        )
                         acquire(epoch)
                     place = source - (source > rank).to(gl.int32)
                     for piece in gl.static_range(TILE_N // PIECE):
@@ -133,7 +148,15 @@ def multiply_partition(
         tile, k_begin, k_end = unit_range(share, index)
         first_row, row_limit, tile_col = place_out(tiles, tile)
         acc, turn, fault = multiply_tile(
-            turn, k_end - k_begin, ring, control, TILE_M, TILE_N, STAGES, WARPS, DEPTH_FIRST=DEPTH_FIRST
+            turn,
+            k_end - k_begin,
+            ring,
+            control,
+            TILE_M,
+            TILE_N,
+            STAGES,
+            WARPS,
+            DEPTH_FIRST=DEPTH_FIRST,
         )
         owner, helpers = part_range(share, tile)
         if program != owner:
@@ -149,7 +172,9 @@ def multiply_partition(
             if not PUSH and not EXCHANGE:
                 peers = (home == tiles.rank).to(gl.int32) * (WORLD_SIZE - 1)
                 helped = Helped(partials, program, helpers, share.team)
-                pieces, turn = add_arrived(pieces, turn, peers, ring, helped, TILE_M, TILE_N, STAGES, WARPS)
+                pieces, turn = add_arrived(
+                    pieces, turn, peers, ring, helped, TILE_M, TILE_N, STAGES, WARPS
+                )
                 parts = helpers * 0
             rest = Helped(partials, program, parts, share.team)
             for i in gl.static_range(TILE_N // PIECE):
@@ -196,7 +221,18 @@ def matmul_reduce_scatter_hopper_kernel(
             mbarrier.init(full.index(i), count=1)
     num_partitions = gl.num_programs(0) * 3
     tiles = OwnerTiles(
-        rank, WORLD_SIZE, rows, TILE_M, GROUP_M, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, SPLIT_TAIL
+        rank,
+        WORLD_SIZE,
+        rows,
+        TILE_M,
+        GROUP_M,
+        num_tiles,
+        chunk_rows,
+        team,
+        tile_rows,
+        tile_cols,
+        k_blocks,
+        SPLIT_TAIL,
     )
     gl.warp_specialize(
         [
@@ -245,12 +281,17 @@ class Launcher:
         slot_bytes = peers.slot_size * dtype.itemsize
         unused = descriptor(base, dtype, [64, 64], 64, box)
         self.slots = tuple(
-            unused if self.push else descriptor(base + i * slot_bytes, dtype, shape, s.pitch, box) for i in (0, 1)
+            unused if self.push else descriptor(base + i * slot_bytes, dtype, shape, s.pitch, box)
+            for i in (0, 1)
         )
         self.descriptors = (
-            descriptor(base, dtype, [s.world_size * s.rows, s.depth], stride_x, [c.tile_m, c.tile_k]),
+            descriptor(
+                base, dtype, [s.world_size * s.rows, s.depth], stride_x, [c.tile_m, c.tile_k]
+            ),
             weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k]),
-            unused if self.push or not whole else descriptor(base, dtype, [s.rows, s.cols], s.cols, box),
+            unused
+            if self.push or not whole
+            else descriptor(base, dtype, [s.rows, s.cols], s.cols, box),
             unused if self.push else descriptor(base, dtype, shape, s.pitch, box),
         )
         self.part_words = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
@@ -262,7 +303,9 @@ class Launcher:
             c.num_warps,
         )  # fmt: skip
         # 12 warps share the registers, or 8: 8 or 4, + 1 + 1, rounded up to whole warpgroups
-        self.launches = Launches(matmul_reduce_scatter_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168)
+        self.launches = Launches(
+            matmul_reduce_scatter_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168
+        )
 
     def __call__(
         self,
@@ -282,7 +325,12 @@ class Launcher:
         bias_at = added.data_ptr()
         variant = (to % 16 == 0, bias_at % 16 == 0, bias is None)
         stored = self.base if self.push or not self.whole else to
-        bases = (x.data_ptr(), w.data_ptr(), stored, self.base if staging is None else staging.data_ptr())
+        bases = (
+            x.data_ptr(),
+            w.data_ptr(),
+            stored,
+            self.base if staging is None else staging.data_ptr(),
+        )
         words = (bias_at, to, partials.data_ptr(), slot)
 
         def arguments() -> tuple[object, ...]:

@@ -12,14 +12,31 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tileweave.device.gluon.matmul import add_parts, finish, part_offsets, part_range, place_out, share_of, unit_range
+from tileweave.device.gluon.matmul import (
+    add_parts,
+    finish,
+    part_offsets,
+    part_range,
+    place_out,
+    share_of,
+    unit_range,
+)
 from tileweave.device.gluon.meet import await_pushed, meet
 from tileweave.device.gluon.pull import announce_chunk, end_of_pulls
 from tileweave.device.gluon.self_signaling import push_piece, take_marked
-from tileweave.device.gluon.signal import FAULT, count_in, count_last, drain_tma_stores, leave, store_async
+from tileweave.device.gluon.signal import (
+    FAULT,
+    count_in,
+    count_last,
+    drain_tma_stores,
+    leave,
+    store_async,
+)
 
 MAX_SLICES = gl.constexpr(32)
-PIECE = gl.constexpr(64)  # columns that the epilogue handles at once: one swizzled row of shared memory
+PIECE = gl.constexpr(
+    64
+)  # columns that the epilogue handles at once: one swizzled row of shared memory
 BOXES = gl.constexpr(2)  # pieces on their way from *multiply* to *store*
 
 
@@ -88,7 +105,11 @@ def store_partition(
                 for piece in gl.static_range(PIECES):
                     mbarrier.wait(boxes.full.index(turn % BOXES), (turn // BOXES) & 1)
                     if home == rank:
-                        store_async(out_desc, [row, col * TILE_N + piece * PIECE], boxes.pieces.index(turn % BOXES))
+                        store_async(
+                            out_desc,
+                            [row, col * TILE_N + piece * PIECE],
+                            boxes.pieces.index(turn % BOXES),
+                        )
                     else:
                         store_async(
                             staging_desc, [place * tile_rows * TILE_M + row, col * TILE_N + piece * PIECE],
@@ -105,17 +126,44 @@ def store_partition(
                     chunk = row // TILE_M // chunk_rows
                     counter = counters + num_programs + place * MAX_SLICES + chunk
                     if EXCHANGE:
-                        if count_last(counter, gl.minimum(tile_rows - chunk * chunk_rows, chunk_rows) * tiles.tile_cols):
+                        if count_last(
+                            counter,
+                            gl.minimum(tile_rows - chunk * chunk_rows, chunk_rows)
+                            * tiles.tile_cols,
+                        ):
                             announce_chunk(signal_table, home, rank, slot, chunk, epoch, WORLD_SIZE)
                     else:
                         if tile == 0:
-                            meet(signal_table, signals, rank, epoch, tile, control, report, WORLD_SIZE, 1)
+                            meet(
+                                signal_table,
+                                signals,
+                                rank,
+                                epoch,
+                                tile,
+                                control,
+                                report,
+                                WORLD_SIZE,
+                                1,
+                            )
                         count_in(counter)
         drain_tma_stores(epoch)
         if EXCHANGE:
             if program == num_programs - 1:
-                end_of_pulls(signals, out, slot, num_chunks, rank, epoch, out_size, control, report, WORLD_SIZE)
-        elif program == num_programs - 1:  # the copy engine reads the epoch word and the counters until it has pushed
+                end_of_pulls(
+                    signals,
+                    out,
+                    slot,
+                    num_chunks,
+                    rank,
+                    epoch,
+                    out_size,
+                    control,
+                    report,
+                    WORLD_SIZE,
+                )
+        elif (
+            program == num_programs - 1
+        ):  # the copy engine reads the epoch word and the counters until it has pushed
             await_pushed(signals, epoch, control, report, WORLD_SIZE, 1)
             word = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
             for i in gl.static_range(WORLD_SIZE - 1):
@@ -142,10 +190,14 @@ def add_arrived(
 
     Returns (pieces, ring turn).
     """
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16]
+    )
     summed = ()
     for i in gl.static_range(TILE_N // PIECE):
-        summed = summed + (add_parts(gl.convert_layout(pieces[i], layout), i * PIECE, helped, TILE_M, TILE_N),)
+        summed = summed + (
+            add_parts(gl.convert_layout(pieces[i], layout), i * PIECE, helped, TILE_M, TILE_N),
+        )
     for _ in range(0, peers):
         before = summed
         summed = ()
@@ -172,7 +224,9 @@ def finish_piece(
     WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Columns [first_col, first_col + 64) of a tile that this program owns. Returns the box turn."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16]
+    )
     dtype: gl.constexpr = out.dtype.element_ty
     begin, end = tiles.rank * tiles.rows, tiles.rank * tiles.rows + tiles.rows  # own rows
     piece = gl.convert_layout(piece, layout)
@@ -188,7 +242,9 @@ def finish_piece(
         if (spot.first_row < end) & (last_row >= begin):
             offsets = part_offsets(piece, first_col, TILE_N)
             own = ((row >= begin) & (row < end) & (row < spot.row_limit))[:, None] & (offsets >= 0)
-            mine = (slots.own + slots.offset + spot.at).to(gl.pointer_type(gl.int16), bitcast=True) + offsets
+            mine = (slots.own + slots.offset + spot.at).to(
+                gl.pointer_type(gl.int16), bitcast=True
+            ) + offsets
             piece = take_marked(
                 piece, mine, slots.place_size, own, 0, tiles.rank, spot.tile, epoch, control, report,
                 WORLD_SIZE - 1, MAX_SLICES, dtype,
@@ -217,7 +273,11 @@ def store_own(piece, out, shift, first_row, row_begin, row_end, col, cols):
     row = first_row + gl.arange(0, piece.shape[0], layout=rows)
     index = col + gl.arange(0, piece.shape[1], layout=columns)
     mask = ((row >= row_begin) & (row < row_end))[:, None] & (index < cols)[None, :]
-    gl.store(out + (row - shift).to(gl.int64)[:, None] * cols + index[None, :], piece.to(out.dtype.element_ty), mask=mask)
+    gl.store(
+        out + (row - shift).to(gl.int64)[:, None] * cols + index[None, :],
+        piece.to(out.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @gluon.jit
@@ -244,7 +304,9 @@ def pieces_of(tile, TILE_N: gl.constexpr):
 @gluon.jit
 def tile_place(first_row, home, tiles, col, TILE_N: gl.constexpr, SPANS: gl.constexpr):
     """Where a tile stands in a place of a slot, elements; see the Triton kernel's."""
-    at = (first_row if SPANS else first_row - home * tiles.rows) // tiles.tile_m * tiles.tile_cols + col
+    at = (
+        first_row if SPANS else first_row - home * tiles.rows
+    ) // tiles.tile_m * tiles.tile_cols + col
     return at.to(gl.int64) * (tiles.tile_m * TILE_N)
 
 
@@ -261,7 +323,9 @@ def finish_part(
     of the slot and stored. ``part_rows``: rows that a part really has; ``w_step``, ``out_pitch``, ``out_step``: as there.
     Returns the box turn.
     """
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16]
+    )
     dtype: gl.constexpr = out.dtype.element_ty
     row = spot.first_row - spot.home * tiles.rows
     col = spot.col + first_col
@@ -276,22 +340,40 @@ def finish_part(
                 spot.home, WORLD_SIZE, TILE_N, False, dtype,
             )  # fmt: skip
         else:
-            store_part(piece, out + tiles.rank.to(gl.int64) * out_step, row, part_rows, col, cols, out_pitch)
+            store_part(
+                piece,
+                out + tiles.rank.to(gl.int64) * out_step,
+                row,
+                part_rows,
+                col,
+                cols,
+                out_pitch,
+            )
             zeros = gl.zeros((TILE_M, PIECE), gl.float32, layout)
             offsets = part_offsets(zeros, first_col, TILE_N)
-            exists = (row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout)) < part_rows)[:, None] & (offsets >= 0)
+            exists = (row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout)) < part_rows)[
+                :, None
+            ] & (offsets >= 0)
             for step in gl.static_range(1, WORLD_SIZE):
                 source = (tiles.rank + WORLD_SIZE - step) % WORLD_SIZE
                 place = source - (source > tiles.rank).to(gl.int32)
-                theirs = (slots.own + slots.offset + place.to(gl.int64) * slots.place_size + spot.at).to(
-                    gl.pointer_type(gl.int16), bitcast=True
-                )
+                theirs = (
+                    slots.own + slots.offset + place.to(gl.int64) * slots.place_size + spot.at
+                ).to(gl.pointer_type(gl.int16), bitcast=True)
                 value = take_marked(
                     zeros, theirs + offsets, 0, exists, source, WORLD_SIZE, spot.tile, epoch, control, report,
                     1, MAX_SLICES, dtype,
                 )  # fmt: skip
                 value = gl.where(gl.load(control + FAULT, volatile=True) != 0, float("nan"), value)
-                store_part(value, out + source.to(gl.int64) * out_step, row, part_rows, col, cols, out_pitch)
+                store_part(
+                    value,
+                    out + source.to(gl.int64) * out_step,
+                    row,
+                    part_rows,
+                    col,
+                    cols,
+                    out_pitch,
+                )
     else:
         sent = hand_over(piece, sent, boxes, dtype)
     return sent
@@ -305,4 +387,8 @@ def store_part(piece, target, first_row, rows, col, cols, pitch):
     row = first_row + gl.arange(0, piece.shape[0], layout=r)
     index = col + gl.arange(0, piece.shape[1], layout=c)
     mask = (row < rows)[:, None] & (index < cols)[None, :]
-    gl.store(target + row.to(gl.int64)[:, None] * pitch + index[None, :], piece.to(target.dtype.element_ty), mask=mask)
+    gl.store(
+        target + row.to(gl.int64)[:, None] * pitch + index[None, :],
+        piece.to(target.dtype.element_ty),
+        mask=mask,
+    )

@@ -66,7 +66,9 @@ MAX_SLICES = tl.constexpr(32)  # signal words of each source, as in ``transport/
 @triton.jit
 def tile_place(first_row, home, tiles, col, TILE_N: tl.constexpr, SPANS: tl.constexpr):
     """``"sm"``: the first element of a tile in a place of a slot; ``home``: owner of its first row."""
-    at = (first_row if SPANS else first_row - home * tiles.rows) // tiles.tile_m * tiles.tile_cols + col
+    at = (
+        first_row if SPANS else first_row - home * tiles.rows
+    ) // tiles.tile_m * tiles.tile_cols + col
     return at.to(tl.int64) * (tiles.tile_m * TILE_N)
 
 
@@ -84,7 +86,12 @@ def push_partial(
         mine = (first == owner) & (row < row_limit)
         if tl.max(mine.to(tl.int32), axis=0) > 0:
             place = rank - (rank > owner).to(tl.int32)
-            target = symm_at(slot_table, owner, dtype, 16) + slot_offset + place.to(tl.int64) * place_size + at
+            target = (
+                symm_at(slot_table, owner, dtype, 16)
+                + slot_offset
+                + place.to(tl.int64) * place_size
+                + at
+            )
             put_marked(target + within, value, mine[:, None] & (tl.arange(0, TILE_N) >= 0)[None, :])
 
 
@@ -93,11 +100,17 @@ def store_rows(value, target, row, col, cols, mask, pitch=None):
     """Store a tile's rows ``row`` and columns ``col`` of ``target``, ``pitch`` or ``cols`` apart, where ``mask`` holds."""
     if pitch is None:
         pitch = cols
-    tl.store(target + row.to(tl.int64)[:, None] * pitch + col[None, :], value, mask=mask[:, None] & (col < cols)[None, :])
+    tl.store(
+        target + row.to(tl.int64)[:, None] * pitch + col[None, :],
+        value,
+        mask=mask[:, None] & (col < cols)[None, :],
+    )
 
 
 @triton.jit
-def add_copied(acc, slot, row, row_limit, col, cols, pitch, place_rows, rank, WORLD_SIZE: tl.constexpr):
+def add_copied(
+    acc, slot, row, row_limit, col, cols, pitch, place_rows, rank, WORLD_SIZE: tl.constexpr
+):
     """``acc`` plus what copy engines brought of these rows (within their owner), in the order in which it comes."""
     mask = (row < row_limit)[:, None] & (col < cols)[None, :]
     for step in tl.static_range(1, WORLD_SIZE):
@@ -116,7 +129,16 @@ def end_of_copies(signals, counters, epoch, control, report, WORLD_SIZE: tl.cons
     tl.store(counters + words, tl.zeros_like(words), mask=words < (WORLD_SIZE - 1) * MAX_SLICES)
 
 
-UNSPECIALIZED = ["rank", "slot", "num_tiles", "chunk_rows", "team", "tile_rows", "tile_cols", "k_blocks"]
+UNSPECIALIZED = [
+    "rank",
+    "slot",
+    "num_tiles",
+    "chunk_rows",
+    "team",
+    "tile_rows",
+    "tile_cols",
+    "k_blocks",
+]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -142,7 +164,18 @@ def matmul_reduce_scatter_kernel(
     slot_offset = tl.cast(slot, tl.int64) * slot_size
     dtype: tl.constexpr = out.dtype.element_ty
     tiles = OwnerTiles(
-        rank, WORLD_SIZE, rows, TILE_M, GROUP_M, num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks, SPLIT_TAIL
+        rank,
+        WORLD_SIZE,
+        rows,
+        TILE_M,
+        GROUP_M,
+        num_tiles,
+        chunk_rows,
+        team,
+        tile_rows,
+        tile_cols,
+        k_blocks,
+        SPLIT_TAIL,
     )
     share = share_of(tiles, program, num_programs, num_tiles)
     for index in range(0, share.units):
@@ -152,7 +185,19 @@ def matmul_reduce_scatter_kernel(
         col = tile_col * TILE_N + tl.arange(0, TILE_N)
         a_rows = x + tl.minimum(row, row_limit - 1).to(tl.int64) * stride_x
         acc = matmul_tile(
-            a_rows, w, stride_w, tile_col, cols, depth, k_begin, k_end, TILE_M, TILE_N, TILE_K, EVEN_K, DEPTH_FIRST=DEPTH_FIRST
+            a_rows,
+            w,
+            stride_w,
+            tile_col,
+            cols,
+            depth,
+            k_begin,
+            k_end,
+            TILE_M,
+            TILE_N,
+            TILE_K,
+            EVEN_K,
+            DEPTH_FIRST=DEPTH_FIRST,
         )
         owner, helpers = part_range(share, tile)
         if program != owner:
@@ -166,7 +211,19 @@ def matmul_reduce_scatter_kernel(
             at = tile_place(first_row, home, tiles, tile_col, TILE_N, SPANS)
             if PUSH:
                 push_partial(
-                    acc, slot_table, slot_offset, place_size, at, row, row_limit, rows, rank, WORLD_SIZE, TILE_M, TILE_N, dtype
+                    acc,
+                    slot_table,
+                    slot_offset,
+                    place_size,
+                    at,
+                    row,
+                    row_limit,
+                    rows,
+                    rank,
+                    WORLD_SIZE,
+                    TILE_M,
+                    TILE_N,
+                    dtype,
                 )
             if (not PUSH) and (home != rank):
                 place = home - (home > rank).to(tl.int32)
@@ -185,9 +242,27 @@ def matmul_reduce_scatter_kernel(
                 else:
                     chunk = (first_row - rank * rows) // TILE_M // chunk_rows
                     for i in tl.static_range(1, WORLD_SIZE):
-                        wait(signals + chunk, 1, epoch, (rank + i) % WORLD_SIZE * MAX_SLICES, tile, control, report, EXACT=True)
+                        wait(
+                            signals + chunk,
+                            1,
+                            epoch,
+                            (rank + i) % WORLD_SIZE * MAX_SLICES,
+                            tile,
+                            control,
+                            report,
+                            EXACT=True,
+                        )
                     acc = add_copied(
-                        acc, slots + slot_offset, within, rows, col, cols, pitch, tile_rows * TILE_M, rank, WORLD_SIZE
+                        acc,
+                        slots + slot_offset,
+                        within,
+                        rows,
+                        col,
+                        cols,
+                        pitch,
+                        tile_rows * TILE_M,
+                        rank,
+                        WORLD_SIZE,
                     )
                 if HAS_BIAS:
                     acc += tl.load(bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
@@ -218,7 +293,9 @@ class Launcher:
         peers, s, c = self.peers, self.schedule, self.config
         partials = out
         if s.has_cut_tiles:
-            partials = torch.empty(s.num_programs * c.tile_m * c.tile_n, dtype=torch.float32, device=x.device)
+            partials = torch.empty(
+                s.num_programs * c.tile_m * c.tile_n, dtype=torch.float32, device=x.device
+            )
         stride_w, depth_first = lines(w.stride())
         matmul_reduce_scatter_kernel[(s.num_programs,)](
             x, w, out if bias is None else bias, out,

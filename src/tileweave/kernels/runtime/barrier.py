@@ -26,5 +26,11 @@ def barrier_kernel(signal_table, signals, control, report, rank, WORLD_SIZE: tl.
 def barrier(peers: Endpoint, world_size: int, rank: int) -> None:
     """Launch on the current stream."""
     barrier_kernel[(1,)](
-        peers.signal_table, peers.signals, peers.control, peers.report, rank, WORLD_SIZE=world_size, num_warps=1
+        peers.signal_table,
+        peers.signals,
+        peers.control,
+        peers.report,
+        rank,
+        WORLD_SIZE=world_size,
+        num_warps=1,
     )

@@ -14,7 +14,10 @@ from tileweave.kernels.runtime.endpoint import lines
 
 def fits(*tensors: torch.Tensor) -> bool:
     """Whether TMA can reach these tensors (rows at multiples of 16 bytes); if not, the Triton kernel runs."""
-    return all(t.data_ptr() % 16 == 0 and lines(t.stride())[0] * t.element_size() % 16 == 0 for t in tensors)
+    return all(
+        t.data_ptr() % 16 == 0 and lines(t.stride())[0] * t.element_size() % 16 == 0
+        for t in tensors
+    )
 
 
 def weight(
@@ -37,13 +40,19 @@ class Pointer:
         return self._address
 
 
-def descriptor(address: int, dtype: torch.dtype, shape: list[int], stride: int, tile: list[int]) -> TensorDescriptor:
+def descriptor(
+    address: int, dtype: torch.dtype, shape: list[int], stride: int, tile: list[int]
+) -> TensorDescriptor:
     """A matrix of ``shape`` at ``address``, rows ``stride`` elements apart, loaded or stored by the ``tile``."""
     kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for(tile, kind)
     return TensorDescriptor(Pointer(address, dtype), shape, [stride, 1], tile, layout)
 
 
-def based(held: Sequence[TensorDescriptor], addresses: Sequence[int], dtype: torch.dtype) -> tuple[TensorDescriptor, ...]:
+def based(
+    held: Sequence[TensorDescriptor], addresses: Sequence[int], dtype: torch.dtype
+) -> tuple[TensorDescriptor, ...]:
     """``held``, each at its address."""
-    return tuple(replace(one, base=Pointer(at, dtype)) for one, at in zip(held, addresses, strict=True))
+    return tuple(
+        replace(one, base=Pointer(at, dtype)) for one, at in zip(held, addresses, strict=True)
+    )

@@ -24,7 +24,10 @@ WORDS = {
     "fp32": ctypes.c_float, "fp64": ctypes.c_double, "pointer": ctypes.c_uint64,
 }  # fmt: skip
 MAP, MAP_BYTES = "map", 128
-_SCRATCH = ("global_scratch", "profile_scratch")  # end every block; null, since a kernel that needs them is not prepared
+_SCRATCH = (
+    "global_scratch",
+    "profile_scratch",
+)  # end every block; null, since a kernel that needs them is not prepared
 _MAX_MAPS = 64  # addresses of which tensor maps are kept: weights come again, activations often do
 
 
@@ -96,7 +99,9 @@ class Launches:
     ``words``, ``maps``: names of arguments that change from launch to launch; see :func:`prepare`.
     """
 
-    def __init__(self, kernel: Any, words: Sequence[str], maps: Sequence[str] = (), **options: int) -> None:
+    def __init__(
+        self, kernel: Any, words: Sequence[str], maps: Sequence[str] = (), **options: int
+    ) -> None:
         self._kernel, self._names, self._options = kernel, (words, maps), options
         self.prepared: dict[Hashable, Prepared | None] = {}
 
@@ -126,7 +131,11 @@ def hooked() -> bool:
 
 
 def prepare(
-    compiled: Any, programs: int, arguments: Sequence[Any], words: Sequence[str], maps: Sequence[str] = ()
+    compiled: Any,
+    programs: int,
+    arguments: Sequence[Any],
+    words: Sequence[str],
+    maps: Sequence[str] = (),
 ) -> Prepared | None:
     """What later launches of ``compiled`` over ``programs`` programs need; None where only Triton's path can launch it.
 
@@ -137,7 +146,11 @@ def prepare(
         changes and nothing else. None may change what the kernel was specialised for: its alignment.
     """
     metadata = getattr(compiled, "metadata", None)
-    if metadata is None or metadata.target.backend != "cuda" or not isinstance(compiled.function, int):
+    if (
+        metadata is None
+        or metadata.target.backend != "cuda"
+        or not isinstance(compiled.function, int)
+    ):
         return None  # interpreted, another maker's device, or no device at all
     if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
         return None
@@ -147,7 +160,9 @@ def prepare(
     kinds = layout(signature)
     if kinds is None or list(kinds.values()).count(MAP) != len(metadata.tensordesc_meta or ()):
         return None
-    return Prepared(compiled, programs, kinds, dict(zip(signature, arguments, strict=True)), words, maps)
+    return Prepared(
+        compiled, programs, kinds, dict(zip(signature, arguments, strict=True)), words, maps
+    )
 
 
 class Prepared:
@@ -157,11 +172,21 @@ class Prepared:
         self, compiled: Any, programs: int, kinds: Mapping[str, str], arguments: Mapping[str, Any],
         words: Sequence[str], maps: Sequence[str],
     ) -> None:  # fmt: skip
-        self._compiled, metadata = compiled, compiled.metadata  # the module is there as long as this object is
+        self._compiled, metadata = (
+            compiled,
+            compiled.metadata,
+        )  # the module is there as long as this object is
         self._parameters = (ctypes.c_void_p * len(kinds))()
-        self._config = _Config((programs, 1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared, None, None, 0)
+        self._config = _Config(
+            (programs, 1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared, None, None, 0
+        )
         # what the driver's function takes: addresses and a handle
-        self._call = (ctypes.addressof(self._config), compiled.function, ctypes.addressof(self._parameters), None)
+        self._call = (
+            ctypes.addressof(self._config),
+            compiled.function,
+            ctypes.addressof(self._parameters),
+            None,
+        )
         self._launch, driver = _launch_function(), active.active
         self._stream, self._device = driver.get_current_stream, driver.get_current_device()
         values, described = _expand(arguments), iter(metadata.tensordesc_meta or ())
@@ -175,7 +200,10 @@ class Prepared:
                 self._tables[name] = table = _Maps(index, value, next(described))
                 self._parameters[index] = table.make(value.base.data_ptr())
             else:
-                at, value = 8 * places[name], value.data_ptr() if hasattr(value, "data_ptr") else value or 0
+                at, value = (
+                    8 * places[name],
+                    value.data_ptr() if hasattr(value, "data_ptr") else value or 0,
+                )
                 struct.pack_into(_format(kind), self._words, at, value)
                 self._parameters[index] = ctypes.addressof(self._words) + at
         self._maps = [self._tables[name] for name in maps]
@@ -189,7 +217,9 @@ class Prepared:
         self._config.stream = self._stream(self._device)
         status = self._launch(*self._call)
         if status:
-            raise RuntimeError(f"the driver refused to launch {self._compiled.name}: cuLaunchKernelEx returned {status}")
+            raise RuntimeError(
+                f"the driver refused to launch {self._compiled.name}: cuLaunchKernelEx returned {status}"
+            )
 
 
 def _format(kind: str) -> str:
@@ -217,8 +247,17 @@ class _Maps:
         utils = active.active.utils
         # Triton 3.6 knows one kind of map
         self._fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
-        self._before = (metadata["swizzle"], metadata["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]])
-        self._after = (metadata["block_size"], descriptor.shape, descriptor.strides, int(descriptor.padding == "nan"))
+        self._before = (
+            metadata["swizzle"],
+            metadata["elem_size"],
+            TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]],
+        )
+        self._after = (
+            metadata["block_size"],
+            descriptor.shape,
+            descriptor.strides,
+            int(descriptor.padding == "nan"),
+        )
         self.index, self._offset = index, _map_offset() or 0
         self.known: dict[int, int] = {}
         self._made: list[object] = []

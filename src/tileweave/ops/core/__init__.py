@@ -1,1 +1,2 @@
-"""What all operators share: registration with torch, groups and workspaces, agreement between ranks, collectives."""
+"""What all operators share: registration with torch, groups and workspaces, agreement between
+ranks, collectives."""

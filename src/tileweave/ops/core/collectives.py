@@ -1,6 +1,8 @@
-"""Collectives as operators queue them: on a GPU in one line with our launches, on the CPU behind an agreement.
+"""Collectives as operators queue them: on a GPU in one line with our launches, on the CPU behind an
+agreement.
 
-That is for gloo, which ends the process where ranks ask for different things, and knows neither halves nor one order of sums.
+That is for gloo, which ends the process where ranks ask for different things, and knows neither
+halves nor one order of sums.
 """
 
 from __future__ import annotations
@@ -11,14 +13,19 @@ import torch
 import torch.distributed as dist
 
 from tileweave.errors import RankMismatchError
-from tileweave.transport.torch_collectives import agree, all_gather_flat, all_to_all_flat, reduce_scatter_flat
+from tileweave.transport.torch_collectives import (
+    agree,
+    all_gather_flat,
+    all_to_all_flat,
+    reduce_scatter_flat,
+)
 
 
 def in_line(x: torch.Tensor) -> None:
     """Put the collective that follows in the line of our launches on x's device.
 
-    NCCL's kernels wait for peers and need multiprocessors, as ours do: side by side, in different orders on different ranks,
-    they would wait for each other for ever.
+    NCCL's kernels wait for peers and need multiprocessors, as ours do: side by side, in different
+    orders on different ranks, they would wait for each other for ever.
     """
     if x.is_cuda:
         from tileweave.transport.cuda import enter_line
@@ -27,7 +34,8 @@ def in_line(x: torch.Tensor) -> None:
 
 
 def out_of_line(x: torch.Tensor) -> None:
-    """What follows on this stream waits for no peer, so a collective or launch of ours on another stream may run beside it."""
+    """What follows on this stream waits for no peer, so a collective or launch of ours on another
+    stream may run beside it."""
     if x.is_cuda:
         from tileweave.transport.cuda import leave_line
 
@@ -39,27 +47,35 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return begin_all_gather(x, group, beside=False)[0]
 
 
-def begin_all_gather(x: torch.Tensor, group: dist.ProcessGroup, beside: bool = True) -> tuple[torch.Tensor, dist.Work | None]:
+def begin_all_gather(
+    x: torch.Tensor, group: dist.ProcessGroup, beside: bool = True
+) -> tuple[torch.Tensor, dist.Work | None]:
     """As :func:`all_gather`, beside what is queued next: the result, and what to wait for.
 
-    ``beside`` False: on the current stream, and nothing to wait for. NCCL's own stream costs two events between streams.
+    ``beside`` False: on the current stream, and nothing to wait for. NCCL's own stream costs two
+    events between streams.
     """
     in_line(x)
     x, gathered = x.contiguous(), x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     if x.device.type == "cpu":  # last, so that who has no memory leaves nobody in the collective
-        agree(f"a gather of {tuple(x.shape)} {x.dtype}", group)  # gloo ends the process where sizes differ
+        # gloo ends the process where sizes differ
+        agree(f"a gather of {tuple(x.shape)} {x.dtype}", group)
     return gathered, all_gather_flat(gathered, x, group=group, async_op=beside)
 
 
-def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[R * m, ...] on each rank -> [m, ...]: this rank's rows of the sum over ranks, in ``out`` if given."""
+def reduce_scatter(
+    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[R * m, ...] on each rank -> [m, ...]: this rank's rows of the sum over ranks, in ``out`` if
+    given."""
     return begin_reduce_scatter(x, group, out, beside=False)[0]
 
 
 def begin_reduce_scatter(
     x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None, beside: bool = True
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """As :func:`reduce_scatter`, beside what is queued next where there is a GPU, as :func:`begin_all_gather` is."""
+    """As :func:`reduce_scatter`, beside what is queued next where there is a GPU, as
+    :func:`begin_all_gather` is."""
     size = dist.get_world_size(group)
     if size == 1 or x.device.type == "cpu":
         rows = x.shape[0] // size
@@ -86,7 +102,8 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _sum_of_all(x: torch.Tensor, group: dist.ProcessGroup, rows: slice) -> torch.Tensor:
-    """These rows of the sum over ranks, in fp32 (fp64 stays) and in rank order: gloo's own way differs between releases."""
+    """These rows of the sum over ranks, in fp32 (fp64 stays) and in rank order: gloo's own way
+    differs between releases."""
     everyone = all_gather(x, group).view(dist.get_world_size(group), *x.shape)[:, rows]
     total = everyone[0].to(torch.promote_types(x.dtype, torch.float32))
     for part in everyone[1:]:
@@ -101,23 +118,35 @@ def all_to_all_alike(got: torch.Tensor, parts: torch.Tensor, group: dist.Process
     _all_to_all(got.view(-1), parts.view(-1), group)
 
 
-def _all_to_all(got: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, *counts: list[int]) -> None:
+def _all_to_all(
+    got: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, *counts: list[int]
+) -> None:
     """``counts`` of elements received and sent, by rank; none: the same for all."""
     in_line(whole)
     if whole.dtype.itemsize == 2:  # as bytes, since gloo knows no halves
-        got, whole, counts = got.view(torch.uint8), whole.view(torch.uint8), tuple([2 * n for n in c] for c in counts)
+        got, whole, counts = (
+            got.view(torch.uint8),
+            whole.view(torch.uint8),
+            tuple([2 * n for n in c] for c in counts),
+        )
     all_to_all_flat(got, whole, *counts, group=group)
     out_of_line(whole)
 
 
-def all_to_all(sends: list[torch.Tensor], sizes: list[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Flat ``sends[p]`` to rank p; what each rank sent here, flat, of ``sizes`` elements. Any dtype."""
+def all_to_all(
+    sends: list[torch.Tensor], sizes: list[int], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Flat ``sends[p]`` to rank p; what each rank sent here, flat, of ``sizes`` elements. Any
+    dtype."""
     whole = torch.cat([t.reshape(-1) for t in sends])
     return list(all_to_all_whole(whole, [t.numel() for t in sends], sizes, group).split(sizes))
 
 
-def all_to_all_whole(whole: torch.Tensor, split: list[int], sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """:func:`all_to_all` of pieces that stand one behind the other, flat; so does what comes back."""
+def all_to_all_whole(
+    whole: torch.Tensor, split: list[int], sizes: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """:func:`all_to_all` of pieces that stand one behind the other, flat; so does what comes
+    back."""
     got = whole.new_empty(sum(sizes))
     if whole.device.type == "cpu":
         agree(f"an all-to-all of {whole.dtype}", group)
@@ -127,8 +156,13 @@ def all_to_all_whole(whole: torch.Tensor, split: list[int], sizes: list[int], gr
 
 
 def _agree_on_parts(split: list[int], sizes: list[int], group: dist.ProcessGroup) -> None:
-    """Raise the same error on every rank if one sends another what that does not expect: gloo would end the process."""
-    told = all_gather(torch.tensor([split, sizes], device="cpu"), group).view(len(split), 2, len(split)).tolist()
+    """Raise the same error on every rank if one sends another what that does not expect: gloo would
+    end the process."""
+    told = (
+        all_gather(torch.tensor([split, sizes], device="cpu"), group)
+        .view(len(split), 2, len(split))
+        .tolist()
+    )
     for sender, receiver in product(range(len(split)), repeat=2):
         sent, expected = told[sender][0][receiver], told[receiver][1][sender]
         if sent != expected:
@@ -138,10 +172,18 @@ def _agree_on_parts(split: list[int], sizes: list[int], group: dist.ProcessGroup
             )
 
 
-def exchange_numbers(mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+def exchange_numbers(
+    mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup
+) -> list[tuple[int, ...]]:
     """A list of integers of each rank, by rank. Waits for the device."""
     where = device if dist.get_backend(group) != "gloo" else torch.device("cpu")
     counts = all_gather(torch.tensor([len(mine)], device=where), group).tolist()
-    padded = torch.tensor([*mine, *[0] * (max(counts) - len(mine))], dtype=torch.int64, device=where)
-    rows = all_gather(padded, group).view(len(counts), -1).tolist() if max(counts) else [[] for _ in counts]
+    padded = torch.tensor(
+        [*mine, *[0] * (max(counts) - len(mine))], dtype=torch.int64, device=where
+    )
+    rows = (
+        all_gather(padded, group).view(len(counts), -1).tolist()
+        if max(counts)
+        else [[] for _ in counts]
+    )
     return [tuple(row[:count]) for row, count in zip(rows, counts, strict=True)]

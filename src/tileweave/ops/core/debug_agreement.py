@@ -1,7 +1,7 @@
 """``TILEWEAVE_DEBUG=1``: operators compare their calls between ranks before anything is sent.
 
-A rank that refuses its own arguments takes part, with its refusal: so all ranks raise at once, and nobody waits for a call
-that does not come.
+A rank that refuses its own arguments takes part, with its refusal: so all ranks raise at once, and
+nobody waits for a call that does not come.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from tileweave.transport.workspace import REGISTRY
 T = TypeVar("T")
 
 
-def check_together(op: str, group_name: str, signature: Mapping[str, object], check: Callable[[], None]) -> None:
-    """Collective, for who debugs: ``check()``, which raises :class:`InputError`, must pass on every rank, and signatures be the
-    same; else every rank raises, its own error or :class:`RankMismatchError`."""
+def check_together(
+    op: str, group_name: str, signature: Mapping[str, object], check: Callable[[], None]
+) -> None:
+    """Collective, for who debugs: ``check()``, which raises :class:`InputError`, must pass on every
+    rank, and signatures be the same; else every rank raises, its own error or
+    :class:`RankMismatchError`."""
     try:
         check()
     except InputError as error:
@@ -32,8 +35,9 @@ def check_together(op: str, group_name: str, signature: Mapping[str, object], ch
 
 
 def check_own(op: str, group_name: str, check: Callable[..., T], *args: object) -> T:
-    """``check(*args)``, of this rank's arguments, before the operator itself. Its :class:`InputError` is written down, as what
-    breaks off, and told to peers first where somebody debugs. Not while torch traces."""
+    """``check(*args)``, of this rank's arguments, before the operator itself. Its
+    :class:`InputError` is written down, as what breaks off, and told to peers first where somebody
+    debugs. Not while torch traces."""
     try:
         return check(*args)
     except InputError as error:

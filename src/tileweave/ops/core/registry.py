@@ -1,6 +1,8 @@
-"""What all operators share: registration with torch, groups by name, workspaces, agreement between ranks.
+"""What all operators share: registration with torch, groups by name, workspaces, agreement between
+ranks.
 
-``torch.library.Library`` and not ``@custom_op``: half the dispatch time, and 7 us a call matter at decode.
+``torch.library.Library`` and not ``@custom_op``: half the dispatch time, and 7 us a call matter at
+decode.
 """
 
 from __future__ import annotations
@@ -53,11 +55,14 @@ def define(
     torch.library.register_fake(f"tileweave::{name}", _on_one_device(name, fake), lib=LIBRARY)
     if backward is not None:
         once = _first_derivative(name, backward)
-        torch.library.register_autograd(f"tileweave::{name}", once, setup_context=setup_context, lib=LIBRARY)
+        torch.library.register_autograd(
+            f"tileweave::{name}", once, setup_context=setup_context, lib=LIBRARY
+        )
 
 
 def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Autograd is told that arguments marked (a!) are others now: kernels that write to memory tell nobody."""
+    """Autograd is told that arguments marked (a!) are others now: kernels that write to memory tell
+    nobody."""
     changed = [(at, words[1]) for at, words in enumerate(_arguments(schema)) if "!)" in words[0]]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +87,10 @@ def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Calla
 
 def _arguments(schema: str) -> list[list[str]]:
     """Type and name (and default) of each argument."""
-    return [words.split() for words in schema.split("(", 1)[1].rsplit(") ->", 1)[0].replace("*, ", "").split(", ")]
+    return [
+        words.split()
+        for words in schema.split("(", 1)[1].rsplit(") ->", 1)[0].replace("*, ", "").split(", ")
+    ]
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -94,7 +102,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """torch takes the fake where any tensor is on meta; with others on a device, results would be memory that nobody wrote."""
+    """torch takes the fake where any tensor is on meta; with others on a device, results would be
+    memory that nobody wrote."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         devices = {t.device for t in _tensors((*args, *kwargs.values()))}
@@ -109,10 +118,12 @@ def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """``implementation`` for any caller: on the device of its tensors, in their dtypes (as the fake says, autocast or not).
+    """``implementation`` for any caller: on the device of its tensors, in their dtypes (as the fake
+    says, autocast or not).
 
-    Forward-mode derivatives would be lost, so no. Compiled code comes here first, so this is where its group is looked up;
-    and what breaks off here is told to peers, who wait for it (``transport/call_ledger.py``).
+    Forward-mode derivatives would be lost, so no. Compiled code comes here first, so this is where
+    its group is looked up; and what breaks off here is told to peers, who wait for it
+    (``transport/call_ledger.py``).
     """
     name, arguments = schema.split("(", 1)[0], _arguments(schema)
     tensor_at = next(at for at, (of, *_) in enumerate(arguments) if of == "Tensor")
@@ -120,7 +131,9 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
     on_gpu = kind == "cuda"
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(map(_has_tangent, _tensors((*args, *kwargs.values())))):
+        if forward_ad._current_level >= 0 and any(
+            map(_has_tangent, _tensors((*args, *kwargs.values())))
+        ):
             raise UnsupportedError(
                 f"asked: a forward-mode derivative of {name}; allowed: reverse mode (backward, torch.autograd.grad); "
                 "remedy: call on tensors without tangents"
@@ -128,7 +141,8 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
         if torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return call(*args, **kwargs)
-        if on_gpu and args[tensor_at].get_device() not in (-1, torch.cuda.current_device()):  # -1: a mistake, for the checks
+        # -1: a mistake, for the checks
+        if on_gpu and args[tensor_at].get_device() not in (-1, torch.cuda.current_device()):
             with torch.cuda.device(args[tensor_at].device):
                 return call(*args, **kwargs)
         group_name = group_at and args[group_at]
@@ -140,8 +154,11 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
             result = implementation(*args, **kwargs)
             done = True
         except TileweaveError as error:
-            # all ranks have others, or wait no more; and what is written differently there stays for peers to find
-            done = not isinstance(error, InputError) or (CALL.posted and isinstance(error, RankMismatchError))
+            # all ranks have others, or wait no more; and what is written differently there stays
+            # for peers to find
+            done = not isinstance(error, InputError) or (
+                CALL.posted and isinstance(error, RankMismatchError)
+            )
             raise
         finally:
             if not done:
@@ -157,7 +174,8 @@ def _has_tangent(t: torch.Tensor) -> bool:
 
 
 def _first_derivative(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A gradient that is not differentiated: what it sends, and its kernels, have none of their own."""
+    """A gradient that is not differentiated: what it sends, and its kernels, have none of their
+    own."""
 
     def call(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():  # create_graph=True
@@ -172,7 +190,8 @@ def _first_derivative(name: str, backward: Callable[..., Any]) -> Callable[..., 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """The questions every public operator answers: which path a call takes, and what a capture needs first."""
+    """The questions every public operator answers: which path a call takes, and what a capture
+    needs first."""
 
     call: Callable[..., Any]
     explain: Callable[..., Plan]
@@ -182,40 +201,48 @@ class Operator:
 _OPERATORS: dict[str, Operator] = {}
 
 
-def publish(call: Callable[..., Any], explain: Callable[..., Plan], warmup: Callable[..., Plan]) -> None:
-    """``explain`` names what it needs as ``call`` does, which is public by its own name; it raises for what a call refuses."""
+def publish(
+    call: Callable[..., Any], explain: Callable[..., Plan], warmup: Callable[..., Plan]
+) -> None:
+    """``explain`` names what it needs as ``call`` does, which is public by its own name; it raises
+    for what a call refuses."""
     _OPERATORS[call.__name__] = Operator(call, explain, warmup)
 
 
 def _operator(op: str) -> Operator:
     if op not in _OPERATORS:
-        raise InputError(f"asked: operator {op!r}; allowed: {', '.join(sorted(_OPERATORS))}; remedy: pass one of these names")
+        raise InputError(
+            f"asked: operator {op!r}; allowed: {', '.join(sorted(_OPERATORS))}; remedy: pass one of these names"
+        )
     return _OPERATORS[op]
 
 
 def explain(op: str, *args: object, **kwargs: object) -> Plan:
     """Which path a call of ``op`` with these arguments takes, and why; ``print`` it. Sends nothing.
 
-    ``tw.explain("all_gather_matmul", x, w, bias, group=group)`` is about ``tw.all_gather_matmul(x, w, bias, group=group)``.
-    In place of topk_ids a number will do: how many experts a token has.
+    ``tw.explain("all_gather_matmul", x, w, bias, group=group)`` is about ``tw.all_gather_matmul(x,
+    w, bias, group=group)``. In place of topk_ids a number will do: how many experts a token has.
 
     Raises
     ------
-    InputError for what the call would refuse by shape, dtype or device (of ``bias``, ``out`` and the like, too, if given), and
-    for operators that do not exist.
+    InputError for what the call would refuse by shape, dtype or device (of ``bias``, ``out`` and
+    the like, too, if given), and for operators that do not exist.
     """
     operator = _operator(op)
     given = signature(operator.call).bind_partial(*args, **kwargs).arguments
-    return operator.explain(**{name: given[name] for name in signature(operator.explain).parameters if name in given})
+    return operator.explain(
+        **{name: given[name] for name in signature(operator.explain).parameters if name in given}
+    )
 
 
 def warmup(op: str, *args: object, **kwargs: object) -> Plan:
-    """Collective: reserve what ``op`` needs and compile its kernels, so that a CUDA graph may capture calls afterwards.
+    """Collective: reserve what ``op`` needs and compile its kernels, so that a CUDA graph may
+    capture calls afterwards.
 
-    One call on zeros, of one size; returns the plan of calls of that size. Another row count may go another way, with memory of
-    its own: warm up each size to come. A capture that also holds the backward of a matmul operator needs ``backward=True``:
-    operands then require gradients, and their backward follows.
-    Arguments by operator:
+    One call on zeros, of one size; returns the plan of calls of that size. Another row count may go
+    another way, with memory of its own: warm up each size to come. A capture that also holds the
+    backward of a matmul operator needs ``backward=True``: operands then require gradients, and
+    their backward follows. Arguments by operator:
 
     ==========================================  ===========================================================================
     all_gather_matmul, matmul_reduce_scatter,   rows, cols, depth: of this rank's x [rows, depth] and w [cols, depth]
@@ -226,12 +253,13 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan:
     embedding_bag_all_to_all                    the call's, with the largest batch
     ==========================================  ===========================================================================
 
-    The matmul operators also take ``backward=`` (False), ``dtype=`` (bfloat16) and ``device=`` (the current GPU, or the CPU);
-    all take ``group=``.
+    The matmul operators also take ``backward=`` (False), ``dtype=`` (bfloat16) and ``device=`` (the
+    current GPU, or the CPU); all take ``group=``.
 
     Raises
     ------
-    InputError for sizes, dtypes and devices that are none; PeerTimeout if a rank does not come: every rank calls it alike.
+    InputError for sizes, dtypes and devices that are none; PeerTimeout if a rank does not come:
+    every rank calls it alike.
     """
     return _operator(op).warmup(*args, **kwargs)
 
@@ -239,7 +267,8 @@ def warmup(op: str, *args: object, **kwargs: object) -> Plan:
 def name_of(group: dist.ProcessGroup | str | None) -> str:
     """The name that operators carry in place of a group (None: the default group)."""
     if isinstance(group, str):
-        if not torch.compiler.is_compiling():  # modules keep names, and names come again for other groups
+        # modules keep names, and names come again for other groups
+        if not torch.compiler.is_compiling():
             REGISTRY.look_up(group, _resolved)
         return group
     if group is None:
@@ -263,7 +292,9 @@ def group_of(name: str) -> dist.ProcessGroup:
     """The group behind a name; raises :class:`InputError` for a group this rank is not in."""
     group = _resolved(name)
     if dist.get_rank(group) < 0:
-        raise InputError(f"asked: group {name!r}; allowed: groups that contain this rank; remedy: call on members only")
+        raise InputError(
+            f"asked: group {name!r}; allowed: groups that contain this rank; remedy: call on members only"
+        )
     return group
 
 
@@ -283,7 +314,8 @@ def place_in(name: str) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-# What torch.compiler.assume_constant_result does; that imports the compiler, and the compiler triton.
+# What torch.compiler.assume_constant_result does; that imports the compiler, and the compiler
+# triton.
 place_in._dynamo_marked_constant = True
 
 
@@ -333,7 +365,8 @@ def number_of(what: object) -> int:
 
 
 def endpoint(instance: Instance, dtype: torch.dtype) -> Endpoint:
-    """The pointers of ``instance`` for a kernel over ``dtype``; made once, since making views takes microseconds."""
+    """The pointers of ``instance`` for a kernel over ``dtype``; made once, since making views takes
+    microseconds."""
     found = instance.cache.get(dtype)
     if found is None:
         found = instance.cache[dtype] = Endpoint(
@@ -350,12 +383,16 @@ def endpoint(instance: Instance, dtype: torch.dtype) -> Endpoint:
 
 
 def copy_slot(instance: Instance) -> int:
-    """The slot of the next copy-engine call: that of its parity; a graph freezes it, so a captured call has slot 0."""
+    """The slot of the next copy-engine call: that of its parity; a graph freezes it, so a captured
+    call has slot 0."""
     return 0 if instance.captured else instance.calls & 1
 
 
-def push_beside(instance: Instance, launch: Callable[[], None], copies: Copies, given: int, capturing: bool) -> None:
-    """``launch`` a kernel, and ``copies`` beside it, which take the address ``given``; ``capturing``: into a CUDA graph."""
+def push_beside(
+    instance: Instance, launch: Callable[[], None], copies: Copies, given: int, capturing: bool
+) -> None:
+    """``launch`` a kernel, and ``copies`` beside it, which take the address ``given``;
+    ``capturing``: into a CUDA graph."""
     transport, launched = instance.transport, False
     try:
         transport.push(copies, given, launch=launch)
@@ -363,15 +400,17 @@ def push_beside(instance: Instance, launch: Callable[[], None], copies: Copies, 
         CALL.posted = False  # it has been made
         launched = transport.device.type == "cuda"
     finally:
-        # A kernel on a device ends behind our copies anyway, it waits for the signal behind the last of them; to wait for
-        # an event as well would cost the host 5 us. A capture wants every stream joined that it forked.
+        # A kernel on a device ends behind our copies anyway, it waits for the signal behind the
+        # last of them; to wait for an event as well would cost the host 5 us. A capture wants every
+        # stream joined that it forked.
         if capturing or not launched:
             transport.join()
         instance.launched()
 
 
 def await_frozen_slot(instance: Instance, peers: Endpoint) -> None:
-    """Where copies write to peers as soon as the call is queued: a captured call, which has one slot, must await its reader."""
+    """Where copies write to peers as soon as the call is queued: a captured call, which has one
+    slot, must await its reader."""
     if instance.captured:
         from tileweave.kernels.runtime.barrier import barrier
 
@@ -390,10 +429,13 @@ def debugging() -> bool:
     """Whether ranks compare all of each call and wait for it: ``TILEWEAVE_DEBUG``."""
     text = os.environ.get("TILEWEAVE_DEBUG", "0")
     if text not in ("", "0", "1"):
-        raise InputError(f"asked: TILEWEAVE_DEBUG={text!r}; allowed: 0 or 1; remedy: set one of them, or unset it")
+        raise InputError(
+            f"asked: TILEWEAVE_DEBUG={text!r}; allowed: 0 or 1; remedy: set one of them, or unset it"
+        )
     return text == "1"
 
 
 def agree(group: dist.ProcessGroup, signature: dict[str, object]) -> None:
-    """Collective: raise the same :class:`RankMismatchError` on every rank if signatures, which name an "op", differ."""
+    """Collective: raise the same :class:`RankMismatchError` on every rank if signatures, which name
+    an "op", differ."""
     collectives.agree(json.dumps(signature, sort_keys=True), group, str(signature["op"]))

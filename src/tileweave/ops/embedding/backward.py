@@ -1,7 +1,9 @@
-"""The backward of embedding_bag_all_to_all: gy's columns go to the tables' owners, and there into gradients or a step.
+"""The backward of embedding_bag_all_to_all: gy's columns go to the tables' owners, and there into
+gradients or a step.
 
-Two operators: ``embedding_bag_all_to_all_backward`` returns gradients of the tables, ``..._step`` changes the tables in place.
-Both return the gradient of per-sample weights, too, which is empty where nobody needs it.
+Two operators: ``embedding_bag_all_to_all_backward`` returns gradients of the tables, ``..._step``
+changes the tables in place. Both return the gradient of per-sample weights, too, which is empty
+where nobody needs it.
 """
 
 from __future__ import annotations
@@ -16,18 +18,28 @@ from tileweave.ops import reference
 from tileweave.ops.core.registry import debugging, define, group_of
 from tileweave.ops.embedding.bag_all_to_all_fused import OP, begin_push, end_push
 from tileweave.ops.embedding.inputs import Call, agree_on_gradient, plan, versions_of
-from tileweave.ops.embedding.table_gradient import KINDS, Lookups, sort_beside, sort_lookups, table_gradients, weight_gradients
+from tileweave.ops.embedding.table_gradient import (
+    KINDS,
+    Lookups,
+    sort_beside,
+    sort_lookups,
+    table_gradients,
+    weight_gradients,
+)
 from tileweave.planning.sharding import EmbeddingLayout
 
 
 def setup_context(ctx, inputs, output) -> None:
-    tables, indices, offsets, weights, ctx.layout, ctx.batch, ctx.mean, _, ctx.group_name = inputs[:9]
+    tables, indices, offsets, weights, ctx.layout, ctx.batch, ctx.mean, _, ctx.group_name = inputs[
+        :9
+    ]
     ctx.kind, ctx.divide, states, ctx.rate, ctx.epsilon, anchor = inputs[9:]
     ctx.anchor_dtype = getattr(anchor, "dtype", None)
     ctx.count, ctx.weighted = len(tables), weights is not None
     kept = [indices, offsets, *([weights] if ctx.weighted else [])]
     if ctx.kind in KINDS[2:]:
-        ctx.owned = (list(tables), list(states))  # steps change them: not versions of an input, but the tables themselves
+        # steps change them: not versions of an input, but the tables themselves
+        ctx.owned = (list(tables), list(states))
         ctx.versions = versions_of(tables)
     else:
         kept += tables
@@ -45,12 +57,25 @@ def backward(ctx, grad):
         tables, states = ctx.owned
         stale = need_weights and ctx.versions != versions_of(tables)
         gw = torch.ops.tileweave.embedding_bag_all_to_all_step(
-            grad, [t.detach() for t in tables], states, *common, ctx.kind, ctx.divide, ctx.rate, ctx.epsilon, need_weights,
+            grad,
+            [t.detach() for t in tables],
+            states,
+            *common,
+            ctx.kind,
+            ctx.divide,
+            ctx.rate,
+            ctx.epsilon,
+            need_weights,
             needed,
-        )  # fmt: skip
+        )
         # Behind the call, which peers wait for.
         asked = f"{OP}: gradients of per_sample_weights of tables that were changed since, by a step of another lookup, say"
-        require(not stale, asked, "tables as the lookup read them", "leave the step to an optimizer of torch's, or call once")
+        require(
+            not stale,
+            asked,
+            "tables as the lookup read them",
+            "leave the step to an optimizer of torch's, or call once",
+        )
         grads = [None] * ctx.count
     else:
         grads, gw = torch.ops.tileweave.embedding_bag_all_to_all_backward(
@@ -58,8 +83,13 @@ def backward(ctx, grad):
         )
         grads = [g if wanted else None for g, wanted in zip(grads, needed, strict=True)]
     states = [None] * len(ctx.owned[1]) if ctx.kind in KINDS[2:] else []
-    # Compilers, who pass tensors of their own, drop a call whose results nobody reads; peers wait for it, so the anchor reads.
-    read = gw[:0].to(ctx.anchor_dtype) if ctx.needs_input_grad[-1] and type(grad) is not torch.Tensor else None
+    # Compilers, who pass tensors of their own, drop a call whose results nobody reads; peers wait
+    # for it, so the anchor reads.
+    read = (
+        gw[:0].to(ctx.anchor_dtype)
+        if ctx.needs_input_grad[-1] and type(grad) is not torch.Tensor
+        else None
+    )
     return grads, None, None, gw if need_weights else None, *[None] * 7, states, None, None, read
 
 
@@ -67,22 +97,69 @@ def backward(ctx, grad):
 
 
 def _backward_implementation(
-    grad, tables, indices, offsets, weights, layout, batch, mean, group_name, sparse, divide, need_weights
+    grad,
+    tables,
+    indices,
+    offsets,
+    weights,
+    layout,
+    batch,
+    mean,
+    group_name,
+    sparse,
+    divide,
+    need_weights,
 ):
-    call = Call(tables, indices, offsets, weights, EmbeddingLayout.unflatten(layout), batch, mean, grad.dtype, group_name)
+    call = Call(
+        tables,
+        indices,
+        offsets,
+        weights,
+        EmbeddingLayout.unflatten(layout),
+        batch,
+        mean,
+        grad.dtype,
+        group_name,
+    )
     return _take_gradient(grad, call, tables, divide, need_weights, "sparse" if sparse else "dense")
 
 
 def _backward_fake(grad, tables, indices, offsets, weights, *rest):
     *_, need_weights = rest
-    return [torch.empty_like(t) for t in tables], torch.empty_like(weights) if need_weights else grad.new_empty(0)
+    return [torch.empty_like(t) for t in tables], torch.empty_like(
+        weights
+    ) if need_weights else grad.new_empty(0)
 
 
 def _step_implementation(
-    grad, tables, states, indices, offsets, weights, layout, batch, mean, group_name, kind, divide, rate, epsilon,
-    need_weights, trained,
-):  # fmt: skip
-    call = Call(tables, indices, offsets, weights, EmbeddingLayout.unflatten(layout), batch, mean, grad.dtype, group_name)
+    grad,
+    tables,
+    states,
+    indices,
+    offsets,
+    weights,
+    layout,
+    batch,
+    mean,
+    group_name,
+    kind,
+    divide,
+    rate,
+    epsilon,
+    need_weights,
+    trained,
+):
+    call = Call(
+        tables,
+        indices,
+        offsets,
+        weights,
+        EmbeddingLayout.unflatten(layout),
+        batch,
+        mean,
+        grad.dtype,
+        group_name,
+    )
     # Without rows all ids are out of range.
     stepped = [table if steps else table[:0] for table, steps in zip(tables, trained, strict=True)]
     return _take_gradient(grad, call, stepped, divide, need_weights, kind, states, rate, epsilon)[1]
@@ -94,11 +171,17 @@ def _step_fake(grad, tables, states, indices, offsets, weights, *rest):
 
 
 def _take_gradient(
-    grad: torch.Tensor, call: Call, stepped: Sequence[torch.Tensor], divide: bool, need_weights: bool, *becomes: Any
+    grad: torch.Tensor,
+    call: Call,
+    stepped: Sequence[torch.Tensor],
+    divide: bool,
+    need_weights: bool,
+    *becomes: Any,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The gradients of tables, if any are returned, and of weights.
 
-    stepped : the tables, those that take no step without rows. becomes : kind, and of a step states, rate, epsilon."""
+    stepped : the tables, those that take no step without rows. becomes : kind, and of a step
+        states, rate, epsilon."""
     tables, layout, size = call.tables, call.layout, len(call.layout.dims)
     if debugging():
         agree_on_gradient(call)
@@ -107,7 +190,8 @@ def _take_gradient(
     compiled = path != "unfused" or call.indices.is_cuda
     lookups = Lookups(call.indices, call.offsets, call.weights, call.batch, call.mean)
     alone = need_weights or not tables  # gradients of weights want the tables as they were
-    # Beside what travels alone; sums that stand in one launch with the push wait for the sort at once.
+    # Beside what travels alone; sums that stand in one launch with the push wait for the sort at
+    # once.
     sort = sort_lookups if path == "fused" and not alone else sort_beside
     ordered = sort(stepped, lookups, compiled)
     gw = grad.new_empty(0)
@@ -116,14 +200,19 @@ def _take_gradient(
         mine = push.slot
     else:
         group = group_of(call.group_name) if size > 1 else None
-        push, mine = None, reference.gradient_to_owners(grad.contiguous(), layout, call.batch, group)
+        push, mine = (
+            None,
+            reference.gradient_to_owners(grad.contiguous(), layout, call.batch, group),
+        )
     try:
         if push is not None and alone:
             push.launch_alone()
         if need_weights:
             gw = weight_gradients(mine, tables, lookups, factor)
         beside = None if alone else push
-        found = table_gradients(mine, stepped, lookups, ordered, factor, *becomes, compiled=compiled, push=beside)
+        found = table_gradients(
+            mine, stepped, lookups, ordered, factor, *becomes, compiled=compiled, push=beside
+        )
         if push is not None and alone:
             push.end_alone()
     finally:

@@ -1,4 +1,5 @@
-"""The fused calls of embedding_bag_all_to_all: lookup with stores to the samples' owners, and the gradient's way back.
+"""The fused calls of embedding_bag_all_to_all: lookup with stores to the samples' owners, and the
+gradient's way back.
 
 ``bag_all_to_all.py`` checks the arguments and plans; tests and the tuner call these themselves.
 """
@@ -35,9 +36,14 @@ _MOST_METAS = 64
 
 
 def meta_of(
-    cache: dict, tables: Sequence[torch.Tensor], columns: Sequence[int], device: torch.device, capturing: bool
+    cache: dict,
+    tables: Sequence[torch.Tensor],
+    columns: Sequence[int],
+    device: torch.device,
+    capturing: bool,
 ) -> torch.Tensor:
-    """int64 [T, 4] on the device: address, rows, dim, column of each table; made once for the same tables."""
+    """int64 [T, 4] on the device: address, rows, dim, column of each table; made once for the same
+    tables."""
     key = tuple((t.data_ptr(), t.shape, c) for t, c in zip(tables, columns, strict=True))
     found = cache.get(key)
     if found is None:
@@ -46,7 +52,9 @@ def meta_of(
                 f"asked: {OP} under CUDA-graph capture with tables not seen before; allowed: tables of an earlier call; "
                 "remedy: call once with these tables before capturing"
             )
-        words = [(t.data_ptr(), t.shape[0], t.shape[1], c) for t, c in zip(tables, columns, strict=True)] or [(0, 0, 0, 0)]
+        words = [
+            (t.data_ptr(), t.shape[0], t.shape[1], c) for t, c in zip(tables, columns, strict=True)
+        ] or [(0, 0, 0, 0)]
         if len(cache) >= _MOST_METAS:
             cache.pop(next(iter(cache)))
         found = cache[key] = torch.tensor(words, dtype=torch.int64, device="cpu").to(device)
@@ -68,7 +76,8 @@ def run_fused(
     out: torch.Tensor | None = None,
     mark: int = 0,
 ) -> torch.Tensor:
-    """The result [b, width]: a region as it stands where one is free, else (or with ``out``) a copy of it."""
+    """The result [b, width]: a region as it stands where one is free, else (or with ``out``) a copy
+    of it."""
     from tileweave.kernels.embedding import bag_all_to_all as kernel
 
     workspace = workspace_of(group_name, indices.device)
@@ -85,7 +94,9 @@ def run_fused(
     if region is None:
         region, lends = instance.regions.choose(capturing)
     peers = endpoint(instance, out_dtype)
-    launch = _launcher(instance, peers, tables, indices, offsets, weights, columns, width, batch, mean, config)
+    launch = _launcher(
+        instance, peers, tables, indices, offsets, weights, columns, width, batch, mean, config
+    )
     instance.begin(mark, region)
     try:
         launch(meta, indices, offsets, weights, region)
@@ -102,32 +113,63 @@ def run_fused(
 
 
 def _launcher(
-    instance: Instance, peers: Endpoint, tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor,
-    weights: torch.Tensor | None, columns: tuple[int, ...], width: int, batch: int, mean: bool, config: EmbeddingConfig,
-) -> Launcher:  # fmt: skip
+    instance: Instance,
+    peers: Endpoint,
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    columns: tuple[int, ...],
+    width: int,
+    batch: int,
+    mean: bool,
+    config: EmbeddingConfig,
+) -> Launcher:
     """Launches of such calls; made at the first one."""
     from tileweave.kernels.embedding.bag_all_to_all import Launcher
     from tileweave.kernels.embedding.lookup import constants
 
     made = constants(tables, columns, width, peers.slots.element_size(), config)
-    # The same object for the same tables, columns and cut; the launcher keeps it, so the id stays its own.
-    kinds = (peers.slots.dtype, indices.dtype, offsets.dtype, None if weights is None else weights.dtype)
+    # The same object for the same tables, columns and cut; the launcher keeps it, so the id stays
+    # its own.
+    kinds = (
+        peers.slots.dtype,
+        indices.dtype,
+        offsets.dtype,
+        None if weights is None else weights.dtype,
+    )
     key = (id(made), batch, mean, kinds)
     found: Any = instance.cache.get(key)
     if found is None:
         t = instance.transport
-        found = Launcher(peers, made, len(tables), batch, width, mean, t.rank, t.world_size, t.machine.num_sms, config)
+        found = Launcher(
+            peers,
+            made,
+            len(tables),
+            batch,
+            width,
+            mean,
+            t.rank,
+            t.world_size,
+            t.machine.num_sms,
+            config,
+        )
         instance.keep(key, found)
     return found
 
 
 def _region_of(instance: Instance, out: torch.Tensor | None) -> int | None:
-    """The region that ``out`` is, if it is an earlier result of this instance: then peers store straight into it."""
+    """The region that ``out`` is, if it is an earlier result of this instance: then peers store
+    straight into it."""
     if out is None or not out.numel():
         return None
     begin = out.data_ptr() - instance.slots.data_ptr()
     region, within = divmod(begin, instance.slot_bytes)
-    return region if within == 0 and region in instance.regions.held and region < instance.num_slots else None
+    return (
+        region
+        if within == 0 and region in instance.regions.held and region < instance.num_slots
+        else None
+    )
 
 
 def run_lookup(
@@ -151,18 +193,27 @@ def run_lookup(
         out = torch.empty(batch, width, dtype=out_dtype, device=indices.device)
     capturing = indices.is_cuda and torch.cuda.is_current_stream_capturing()
     meta = meta_of(cache, tables, columns, indices.device, capturing)
-    kernel.launch(meta, list(tables), tuple(columns), indices, offsets, weights, out, batch, mean, config)
+    kernel.launch(
+        meta, list(tables), tuple(columns), indices, offsets, weights, out, batch, mean, config
+    )
     return out
 
 
 def begin_push(
-    grad: torch.Tensor, layout: EmbeddingLayout, batch: int, group_name: str, own: bool = False, carrier: str = ""
+    grad: torch.Tensor,
+    layout: EmbeddingLayout,
+    batch: int,
+    group_name: str,
+    own: bool = False,
+    carrier: str = "",
 ) -> Push:
     """Each rank's gradient rows of this rank's columns, to be pushed into place, table after table.
 
-    own : this rank's own rows too, for who reads the slot; sums in the same launch find them in ``grad``.
+    own : this rank's own rows too, for who reads the slot; sums in the same launch find them in
+        ``grad``.
     carrier : "copy_engine" or "sm", the same on all ranks; else as :func:`gradient_carrier` says.
-    :func:`end_push` when it was launched. Its slot is symmetric memory: read it on this stream, before the next call.
+        :func:`end_push` when it was launched. Its slot is symmetric memory: read it on this stream,
+        before the next call.
     """
     from tileweave.kernels.embedding import gradient as kernel
 
@@ -182,9 +233,22 @@ def begin_push(
     plan, silent, columns_of_all = found
     elements = 16 // grad.element_size()
     numbers = [layout.width, *dims, *sum(layout.columns, ()), *sum(layout.dims, ())]
-    aligned = elements if all(n % elements == 0 for n in numbers) and grad.data_ptr() % 16 == 0 else 1
+    aligned = (
+        elements if all(n % elements == 0 for n in numbers) and grad.data_ptr() % 16 == 0 else 1
+    )
     # Of integers: the same in every process. ``own`` is each rank's affair.
-    mark = hash((number_of(BACKWARD), number_of(grad.dtype), batch, carrier == "copy_engine", columns_of_all)) or 1
+    mark = (
+        hash(
+            (
+                number_of(BACKWARD),
+                number_of(grad.dtype),
+                batch,
+                carrier == "copy_engine",
+                columns_of_all,
+            )
+        )
+        or 1
+    )
     capturing = instance.begin(mark)
     peers, columns = endpoint(instance, grad.dtype), layout.columns[rank]
     slot = peers.slots[: batch * dims[rank]].view(batch, dims[rank])
@@ -192,19 +256,35 @@ def begin_push(
     candidates, beside = kernel.CANDIDATES * transport.machine.num_sms, None
     if carrier == "copy_engine":
         copies = _copies(instance, layout, batch, grad.element_size())
-        beside = partial(push_beside, instance, copies=copies, given=grad.data_ptr(), capturing=capturing)
-        if own and dims[rank]:  # a copy engine may want multiprocessors for what stays on its device
+        beside = partial(
+            push_beside, instance, copies=copies, given=grad.data_ptr(), capturing=capturing
+        )
+        # a copy engine may want multiprocessors for what stays on its device
+        if own and dims[rank]:
             parts = [grad[:, c : c + d] for c, d in zip(columns, layout.dims[rank], strict=True)]
             torch.cat(parts, 1, out=slot[first:end])
     return kernel.Push(
-        peers, grad, plan, silent, slot, columns, first, aligned, rank, transport.world_size, candidates, beside
-    )  # fmt: skip
+        peers,
+        grad,
+        plan,
+        silent,
+        slot,
+        columns,
+        first,
+        aligned,
+        rank,
+        transport.world_size,
+        candidates,
+        beside,
+    )
 
 
 def _copies(instance: Instance, layout: EmbeddingLayout, batch: int, itemsize: int) -> Copies:
-    """Own rows of the columns of each peer's tables, group by group, a signal behind each; one to ourselves behind the last.
+    """Own rows of the columns of each peer's tables, group by group, a signal behind each; one to
+    ourselves behind the last.
 
-    Tables of a group that stand side by side, here and there, go as one. The first copy waits until all ranks have met.
+    Tables of a group that stand side by side, here and there, go as one. The first copy waits until
+    all ranks have met.
     """
     from tileweave.kernels.embedding.gradient import DONE, GATE, GROUPS, SLICES
 
@@ -217,10 +297,19 @@ def _copies(instance: Instance, layout: EmbeddingLayout, batch: int, itemsize: i
     epoch, copies = instance.control.data_ptr() + 4 * EPOCH, []
     for group, owner in product(range(GROUPS.value), push_order(rank, size)):
         pitch = sum(layout.dims[owner]) * itemsize
-        for column, target, dim in spans_of(layout, owner, group, GROUPS.value) if end > begin else []:
+        for column, target, dim in (
+            spans_of(layout, owner, group, GROUPS.value) if end > begin else []
+        ):
             place = instance.slot_addresses[owner] + begin * pitch + target * itemsize
             ends = (place, 0, dim * itemsize, column * itemsize)
-            copies.append(Copy(*ends, rows=end - begin, target_pitch=pitch, source_pitch=layout.width * itemsize))
+            copies.append(
+                Copy(
+                    *ends,
+                    rows=end - begin,
+                    target_pitch=pitch,
+                    source_pitch=layout.width * itemsize,
+                )
+            )
         word = rank * SLICES.value + DONE.value + group
         copies.append(Copy(instance.signal_addresses[owner] + 4 * word, epoch, 4))
     copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))
@@ -231,20 +320,29 @@ def _copies(instance: Instance, layout: EmbeddingLayout, batch: int, itemsize: i
 
 
 def group_of(number: int, tables: int, groups: int) -> int:
-    """In which group an owner's table travels: the first one, on which all sums wait, by itself; then as many in each."""
+    """In which group an owner's table travels: the first one, on which all sums wait, by itself;
+    then as many in each."""
     return 1 + (number - 1) * (groups - 1) // (tables - 1) if number else 0
 
 
-def tables_of(layout: EmbeddingLayout, owner: int, groups: int) -> Iterator[tuple[int, int, int, int]]:
-    """(group, first column in the gradient, in the owner's slot, columns) of each of an owner's tables."""
+def tables_of(
+    layout: EmbeddingLayout, owner: int, groups: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """(group, first column in the gradient, in the owner's slot, columns) of each of an owner's
+    tables."""
     target, tables = 0, len(layout.dims[owner])
-    for number, (column, dim) in enumerate(zip(layout.columns[owner], layout.dims[owner], strict=True)):
+    for number, (column, dim) in enumerate(
+        zip(layout.columns[owner], layout.dims[owner], strict=True)
+    ):
         yield group_of(number, tables, groups), column, target, dim
         target += dim
 
 
-def spans_of(layout: EmbeddingLayout, owner: int, group: int, groups: int) -> list[tuple[int, int, int]]:
-    """(first column in the gradient, in the owner's slot, columns) of an owner's tables of a group, joined where they touch."""
+def spans_of(
+    layout: EmbeddingLayout, owner: int, group: int, groups: int
+) -> list[tuple[int, int, int]]:
+    """(first column in the gradient, in the owner's slot, columns) of an owner's tables of a group,
+    joined where they touch."""
     found: list[tuple[int, int, int]] = []
     for its, column, target, dim in tables_of(layout, owner, groups):
         if its == group and found and found[-1][0] + found[-1][2] == column:
@@ -255,14 +353,18 @@ def spans_of(layout: EmbeddingLayout, owner: int, group: int, groups: int) -> li
 
 
 def end_push(push: Push, group_name: str) -> None:
-    """Behind the launch: what is queued from here on waits for no peer; under the interpreter, report what ran out of time."""
+    """Behind the launch: what is queued from here on waits for no peer; under the interpreter,
+    report what ran out of time."""
     if not push.grad.is_cuda and push.beside is None:  # beside copies the launch has looked
         workspace_of(group_name, push.grad.device).instance(BACKWARD, "sm").check()
     out_of_line(push.grad)
 
 
-def pieces_of(layout: EmbeddingLayout, rank: int, groups: int, own: bool) -> tuple[torch.Tensor, int]:
-    """The plan of ``push_block``, by group, ``own`` pieces last; and bits of groups that have none."""
+def pieces_of(
+    layout: EmbeddingLayout, rank: int, groups: int, own: bool
+) -> tuple[torch.Tensor, int]:
+    """The plan of ``push_block``, by group, ``own`` pieces last; and bits of groups that have
+    none."""
     size = len(layout.dims)
     rows = [
         (owner, column, target, dim, sum(layout.dims[owner]), group)

@@ -1,16 +1,20 @@
-"""distribute_indices: from samples with all features on each rank, to all samples of the features whose tables a rank owns.
+"""distribute_indices: from samples with all features on each rank, to all samples of the features
+whose tables a rank owns.
 
-Jagged tensors as TorchRec's KeyedJaggedTensor lays them out: ``lengths`` [F * b], feature after feature, in each sample
-after sample; ``values`` [sum of lengths] in the same order. What comes out is what ``embedding_bag_all_to_all`` takes.
+Jagged tensors as TorchRec's KeyedJaggedTensor lays them out: ``lengths`` [F * b], feature after
+feature, in each sample after sample; ``values`` [sum of lengths] in the same order. What comes out
+is what ``embedding_bag_all_to_all`` takes.
 
-Two all-to-alls, lengths first; sizes of the second are data, so the host waits for the device once. In two calls it need not:
+Two all-to-alls, lengths first; sizes of the second are data, so the host waits for the device once.
+In two calls it need not:
 
     begin_distribute_indices  lengths leave | what came, and its sums, to host memory        batch n + 2
     finish                    host waits for those | values leave | pieces into table order  batch n + 1, a step later
 
 Unfused: ids are a few bytes for each row of hundreds of bytes that they fetch.
 
-Source: the input distribution of TorchRec (KJTAllToAll), and its split in two in TrainPipelineSparseDist.
+Source: the input distribution of TorchRec (KJTAllToAll), and its split in two in
+TrainPipelineSparseDist.
 """
 
 from __future__ import annotations
@@ -51,23 +55,30 @@ def distribute_indices(
 
     Parameters
     ----------
-    lengths : [F * b] integers, b samples on each rank (the same number); F is one more than the highest feature that is named.
+    lengths : [F * b] integers, b samples on each rank (the same number); F is one more than the
+        highest feature that is named.
     values : [sum(lengths)], any integer.
-    features : for each rank, the feature of each of its tables, in the order of its tables; a feature may go to several.
-    weights : [sum(lengths)], travels along. On all ranks or on none; like values, of one dtype on all ranks.
+    features : for each rank, the feature of each of its tables, in the order of its tables; a
+        feature may go to several.
+    weights : [sum(lengths)], travels along. On all ranks or on none; like values, of one dtype on
+        all ranks.
 
     Returns
     -------
-    (indices [N], offsets [T * B + 1] of int64, weights [N] or None) for this rank's T tables and the global batch B = R * b.
+    (indices [N], offsets [T * B + 1] of int64, weights [N] or None) for this rank's T tables and
+    the global batch B = R * b.
 
     Raises
     ------
-    InputError for what does not fit: on the rank that made the mistake, before anything is sent; where only the device knows
-    (lengths and values that do not agree), on every rank, naming the rank. RankMismatchError, on every rank, where ranks differ
-    in the dtype of values or of weights, or in having weights. Lengths of other numbers of samples, or other features, on
-    some rank: only with ``TILEWEAVE_DEBUG=1``.
+    InputError for what does not fit: on the rank that made the mistake, before anything is sent;
+    where only the device knows (lengths and values that do not agree), on every rank, naming the
+    rank. RankMismatchError, on every rank, where ranks differ in the dtype of values or of weights,
+    or in having weights. Lengths of other numbers of samples, or other features, on some rank: only
+    with ``TILEWEAVE_DEBUG=1``.
     """
-    return begin_distribute_indices(lengths, values, features, weights=weights, group=group).finish()
+    return begin_distribute_indices(
+        lengths, values, features, weights=weights, group=group
+    ).finish()
 
 
 @_disable_dynamo
@@ -79,16 +90,23 @@ def begin_distribute_indices(
     weights: torch.Tensor | None = None,
     group: dist.ProcessGroup | str | None = None,
 ) -> IndicesOnTheirWay:
-    """The first half of :func:`distribute_indices`, which never waits for the device; ``finish()`` of the result is the other.
+    """The first half of :func:`distribute_indices`, which never waits for the device; ``finish()``
+    of the result is the other.
 
-    Arguments as there; what the host can see is checked here, the rest by ``finish()``. Both halves are collective. The stream
-    that is current here should be so there, or that one ordered behind it. Compilers leave both halves alone: sizes are data.
+    Arguments as there; what the host can see is checked here, the rest by ``finish()``. Both halves
+    are collective. The stream that is current here should be so there, or that one ordered behind
+    it. Compilers leave both halves alone: sizes are data.
     """
     group = group_of(name_of(group))
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    if debugging():  # before the checks: a rank whose input is refused must not leave the others waiting
+    # before the checks: a rank whose input is refused must not leave the others waiting
+    if debugging():
         dtypes = [str(values.dtype), None if weights is None else str(weights.dtype)]
-        common = {"features": list(map(list, features)), "lengths": lengths.numel(), "dtypes": dtypes}
+        common = {
+            "features": list(map(list, features)),
+            "lengths": lengths.numel(),
+            "dtypes": dtypes,
+        }
         agree(group, {"op": "distribute_indices", **common})
     count = _check_inputs(lengths, values, features, weights, size)
     owned = tuple(map(tuple, features))
@@ -101,19 +119,26 @@ def begin_distribute_indices(
         from tileweave.kernels.embedding import jagged as steps
     whole = lengths.new_empty(sum(sizes), dtype=torch.int64)
     kind = KINDS.index((values.dtype, None if weights is None else weights.dtype))
-    steps.pack(lengths, values.numel() * len(KINDS) + kind, where, whole)  # a message's last word says both
+    # a message's last word says both
+    steps.pack(lengths, values.numel() * len(KINDS) + kind, where, whole)
     got = all_to_all_whole(whole, sizes, [sizes[rank]] * size, group)
     offsets, told, leaving, arriving = steps.unpack(got, samples, where)
     ready = None
     if told.is_cuda:
-        told = torch.empty(told.shape, dtype=told.dtype, device="cpu", pin_memory=True).copy_(told, non_blocking=True)
+        told = torch.empty(told.shape, dtype=told.dtype, device="cpu", pin_memory=True).copy_(
+            told, non_blocking=True
+        )
         ready = torch.cuda.Event()
         ready.record()
-    return IndicesOnTheirWay(values, weights, offsets, owned, group, steps, told, leaving, arriving, ready)
+    return IndicesOnTheirWay(
+        values, weights, offsets, owned, group, steps, told, leaving, arriving, ready
+    )
 
 
 @functools.lru_cache(32)
-def _layout(features: tuple[tuple[int, ...], ...], count: int, rank: int, device: torch.device) -> Layout:
+def _layout(
+    features: tuple[tuple[int, ...], ...], count: int, rank: int, device: torch.device
+) -> Layout:
     """Kept: a step's batches are alike."""
     from tileweave.kernels.embedding.jagged import Layout
 
@@ -128,9 +153,10 @@ def _layout(features: tuple[tuple[int, ...], ...], count: int, rank: int, device
 class IndicesOnTheirWay:
     """Lengths have left, values have not; :func:`begin_distribute_indices` returns it.
 
-    ``told``, in host memory once ``ready``: for each rank, values of each feature; and values passed, times ``len(KINDS)``,
-    plus the number of their kind. ``leaving``, ``arriving`` are pieces of values, see ``kernels/embedding/jagged.py``, which is
-    what ``steps`` is, or :class:`InTorch`.
+    ``told``, in host memory once ``ready``: for each rank, values of each feature; and values
+    passed, times ``len(KINDS)``, plus the number of their kind. ``leaving``, ``arriving`` are
+    pieces of values, see ``kernels/embedding/jagged.py``, which is what ``steps`` is, or
+    :class:`InTorch`.
     """
 
     values: torch.Tensor
@@ -146,7 +172,8 @@ class IndicesOnTheirWay:
 
     @_disable_dynamo
     def finish(self, allowed: Sequence[torch.dtype] = INTEGERS) -> Distributed:
-        """Wait for ``told``, send the values: (indices, offsets, weights), as :func:`distribute_indices` returns them.
+        """Wait for ``told``, send the values: (indices, offsets, weights), as
+        :func:`distribute_indices` returns them.
 
         ``allowed``: what values may be; others are refused on every rank, before they are sent.
         """
@@ -162,16 +189,27 @@ class IndicesOnTheirWay:
         split = [[sums[rank][f] for f in mine] for mine in self.features]
         incoming = [[theirs[f] for f in self.features[rank]] for theirs in sums]
         indices = self._send(self.values, split, incoming)
-        return indices, self.offsets, None if self.weights is None else self._send(self.weights, split, incoming)
+        return (
+            indices,
+            self.offsets,
+            None if self.weights is None else self._send(self.weights, split, incoming),
+        )
 
-    def _send(self, data: torch.Tensor, split: list[list[int]], incoming: list[list[int]]) -> torch.Tensor:
-        """``split`` [owner][table], ``incoming`` [source][table]: elements of each piece that leaves, that comes."""
+    def _send(
+        self, data: torch.Tensor, split: list[list[int]], incoming: list[list[int]]
+    ) -> torch.Tensor:
+        """``split`` [owner][table], ``incoming`` [source][table]: elements of each piece that
+        leaves, that comes."""
         going, coming = [sum(p) for p in split], [sum(p) for p in incoming]
         leaving = data.new_empty(sum(going))
-        self.steps.move(data, leaving, self.leaving, max((n for pieces in split for n in pieces), default=0))
+        self.steps.move(
+            data, leaving, self.leaving, max((n for pieces in split for n in pieces), default=0)
+        )
         got = all_to_all_whole(leaving, going, coming, self.group)
         found = torch.empty_like(got)
-        self.steps.move(got, found, self.arriving, max((n for pieces in incoming for n in pieces), default=0))
+        self.steps.move(
+            got, found, self.arriving, max((n for pieces in incoming for n in pieces), default=0)
+        )
         return found
 
 
@@ -185,23 +223,34 @@ class InTorch:
         table = lengths.view(where.features, lengths.numel() // where.features).long()
         sums = torch.where((table < 0).any(1), BELOW.value, table.sum(1))
         ends = torch.cat([sums, sums.new_tensor([passed])])
-        pieces = table[where.wanted].split(torch.bincount(where.owners, minlength=where.tables.numel()).tolist())
+        pieces = table[where.wanted].split(
+            torch.bincount(where.owners, minlength=where.tables.numel()).tolist()
+        )
         torch.cat([part for mine in pieces for part in (mine.reshape(-1), ends)], out=whole)
 
     @staticmethod
-    def unpack(got: torch.Tensor, samples: int, where: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def unpack(
+        got: torch.Tensor, samples: int, where: Layout
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         size, tables = where.tables.numel(), where.mine.numel()
         table = got.view(size, tables * samples + where.features + 1)
         lengths, told = table.split([tables * samples, where.features + 1], 1)
         offsets = got.new_zeros(lengths.numel() + 1)
-        torch.cumsum(lengths.reshape(size, tables, samples).transpose(0, 1).reshape(-1), 0, out=offsets[1:])
+        torch.cumsum(
+            lengths.reshape(size, tables, samples).transpose(0, 1).reshape(-1), 0, out=offsets[1:]
+        )
         begins = told[where.rank].cumsum(0) - told[where.rank]
         counts = told[where.rank][where.wanted]
         leaving = torch.stack([begins[where.wanted], counts.cumsum(0) - counts, counts], 1)
         counts = told[:, where.mine]  # [source, table]
         sources = (counts.flatten().cumsum(0) - counts.flatten()).view(size, tables).T.reshape(-1)
         counts = counts.T.reshape(-1)
-        return offsets, told.reshape(-1), leaving, torch.stack([sources, counts.cumsum(0) - counts, counts], 1)
+        return (
+            offsets,
+            told.reshape(-1),
+            leaving,
+            torch.stack([sources, counts.cumsum(0) - counts, counts], 1),
+        )
 
     @staticmethod
     def move(data: torch.Tensor, out: torch.Tensor, pieces: torch.Tensor, longest: int) -> None:
@@ -209,12 +258,19 @@ class InTorch:
             out[target : target + count] = data[source : source + count]
 
 
-def _check_kinds(kinds: Sequence[tuple[torch.dtype, torch.dtype | None]], allowed: Sequence[torch.dtype]) -> None:
+def _check_kinds(
+    kinds: Sequence[tuple[torch.dtype, torch.dtype | None]], allowed: Sequence[torch.dtype]
+) -> None:
     """What every rank knows of all ranks: raises on all of them."""
 
     def told() -> str:
-        named = [(str(v).removeprefix("torch."), "no" if w is None else str(w).removeprefix("torch.")) for v, w in kinds]
-        return "; ".join(f"rank {rank}: {v} values, {w} weights" for rank, (v, w) in enumerate(named))
+        named = [
+            (str(v).removeprefix("torch."), "no" if w is None else str(w).removeprefix("torch."))
+            for v, w in kinds
+        ]
+        return "; ".join(
+            f"rank {rank}: {v} values, {w} weights" for rank, (v, w) in enumerate(named)
+        )
 
     if len(set(kinds)) > 1:
         raise RankMismatchError(
@@ -229,11 +285,23 @@ def _check_sums(sums: Sequence[Sequence[int]], passed: Sequence[int]) -> None:
     from tileweave.kernels.embedding.jagged import BELOW
 
     wrong = [
-        "lengths below 0" if BELOW.value in mine else "another number of values than its lengths sum up to" for mine in sums
+        "lengths below 0"
+        if BELOW.value in mine
+        else "another number of values than its lengths sum up to"
+        for mine in sums
     ]
-    bad = [source for source, mine in enumerate(sums) if BELOW.value in mine or sum(mine) != passed[source]]
+    bad = [
+        source
+        for source, mine in enumerate(sums)
+        if BELOW.value in mine or sum(mine) != passed[source]
+    ]
     asked = ", ".join(f"rank {source}: {wrong[source]}" for source in bad)
-    require(not bad, asked, "lengths from 0 on, and as many values as they sum up to", "pass all values of all bags")
+    require(
+        not bad,
+        asked,
+        "lengths from 0 on, and as many values as they sum up to",
+        "pass all values of all bags",
+    )
 
 
 def _check_inputs(
@@ -244,24 +312,65 @@ def _check_inputs(
     size: int,
 ) -> int:
     """The number of features; raises on the rank that made the mistake, before anything is sent."""
-    require(len(features) == size, f"features of {len(features)} ranks", f"{size} ranks", "give each rank a list")
+    require(
+        len(features) == size,
+        f"features of {len(features)} ranks",
+        f"{size} ranks",
+        "give each rank a list",
+    )
     named = [f for mine in features for f in mine]
     require(bool(named), "no features", "one at least", "name the features")
-    require(min(named) >= 0, f"features {sorted(set(named))}", "numbers from 0 on", "count features from 0")
+    require(
+        min(named) >= 0,
+        f"features {sorted(set(named))}",
+        "numbers from 0 on",
+        "count features from 0",
+    )
     count = max(named) + 1
     fits = lengths.dim() == 1 and lengths.is_contiguous() and lengths.dtype in INTEGERS
-    require(fits, f"lengths {lengths.dtype} {tuple(lengths.shape)}", "[F * b] integers", "flatten feature by feature")
+    require(
+        fits,
+        f"lengths {lengths.dtype} {tuple(lengths.shape)}",
+        "[F * b] integers",
+        "flatten feature by feature",
+    )
     asked = f"{lengths.numel()} lengths of {count} features"
-    require(lengths.numel() % count == 0, asked, "F * b of them", "give every feature a length for every sample")
-    fits = values.dim() == 1 and values.is_contiguous() and values.dtype in INTEGERS and values.device == lengths.device
+    require(
+        lengths.numel() % count == 0,
+        asked,
+        "F * b of them",
+        "give every feature a length for every sample",
+    )
+    fits = (
+        values.dim() == 1
+        and values.is_contiguous()
+        and values.dtype in INTEGERS
+        and values.device == lengths.device
+    )
     asked = f"values {values.dtype} {tuple(values.shape)} with strides {values.stride()} on {values.device}"
-    require(fits, asked, f"one dimension, contiguous, integers, on {lengths.device}", "flatten feature by feature")
+    require(
+        fits,
+        asked,
+        f"one dimension, contiguous, integers, on {lengths.device}",
+        "flatten feature by feature",
+    )
     if weights is not None:
-        fits = weights.shape == values.shape and weights.dtype in FLOATS and weights.device == values.device
+        fits = (
+            weights.shape == values.shape
+            and weights.dtype in FLOATS
+            and weights.device == values.device
+        )
         asked = f"weights {weights.dtype} {tuple(weights.shape)} with strides {weights.stride()} on {weights.device}"
         allowed = "a float16, bfloat16, float32 or float64 for each value, contiguous, beside it"
-        require(fits and weights.is_contiguous(), asked, allowed, "pass as many as there are values")
+        require(
+            fits and weights.is_contiguous(), asked, allowed, "pass as many as there are values"
+        )
         tracked = torch.is_grad_enabled() and weights.requires_grad
         remedy = "detach them, or let those require it that come out, which embedding_bag_all_to_all differentiates"
-        require(not tracked, "weights that require a gradient, which does not travel back", "weights that do not", remedy)
+        require(
+            not tracked,
+            "weights that require a gradient, which does not travel back",
+            "weights that do not",
+            remedy,
+        )
     return count

@@ -1,4 +1,5 @@
-"""What a call of embedding_bag_all_to_all is, which path it takes, and what it asks of its arguments and of other ranks."""
+"""What a call of embedding_bag_all_to_all is, which path it takes, and what it asks of its
+arguments and of other ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +29,15 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class FusedOptimizer:
-    """A step that backward takes in place of leaving gradients: ``kind`` "sgd" or "adagrad" (row-wise).
+    """A step that backward takes in place of leaving gradients: ``kind`` "sgd" or "adagrad"
+    (row-wise).
 
     rate : fp32 [1] on the tables' device, so that a schedule may change it also under a CUDA graph.
     states : for "adagrad", fp32 [rows] for each local table, the sums of mean squares; else empty.
 
-    Each backward steps at once, with the gradient as it comes: what works on gradients between backward and a step sees none
-    (a GradScaler's unscaling, clipping by norm, accumulation). Leave the step to an optimizer of torch's for those.
+    Each backward steps at once, with the gradient as it comes: what works on gradients between
+    backward and a step sees none (a GradScaler's unscaling, clipping by norm, accumulation). Leave
+    the step to an optimizer of torch's for those.
     """
 
     kind: str
@@ -44,7 +47,8 @@ class FusedOptimizer:
 
 
 class Call(NamedTuple):
-    """One lookup and exchange, in the order in which functions take it; ``layout`` travels flat in the operators."""
+    """One lookup and exchange, in the order in which functions take it; ``layout`` travels flat in
+    the operators."""
 
     tables: Sequence[torch.Tensor]
     indices: torch.Tensor
@@ -57,7 +61,9 @@ class Call(NamedTuple):
     group_name: str
 
 
-def plan(tables: Sequence[torch.Tensor], indices: torch.Tensor, batch: int, size: int) -> Plan[EmbeddingConfig]:
+def plan(
+    tables: Sequence[torch.Tensor], indices: torch.Tensor, batch: int, size: int
+) -> Plan[EmbeddingConfig]:
     """The path of a call, the same on every rank; the cut of its lookups is this rank's own."""
     row_bytes = max((t.shape[1] * t.element_size() for t in tables), default=16)
     pooling = indices.numel() / max(len(tables) * batch, 1)
@@ -66,7 +72,12 @@ def plan(tables: Sequence[torch.Tensor], indices: torch.Tensor, batch: int, size
 
 def dims_of(tables: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """The columns of each table; raises :class:`InputError` for what is no table."""
-    require(all(t.dim() == 2 for t in tables), lambda: _shapes(tables), "[rows, D] each", "reshape to two dimensions")
+    require(
+        all(t.dim() == 2 for t in tables),
+        lambda: _shapes(tables),
+        "[rows, D] each",
+        "reshape to two dimensions",
+    )
     return tuple(int(t.shape[1]) for t in tables)
 
 
@@ -74,27 +85,44 @@ def _shapes(tables: Sequence[torch.Tensor]) -> str:
     return f"tables {[tuple(t.shape) for t in tables]}"
 
 
-def exchanged_layout(tables: Sequence[torch.Tensor], device: torch.device, name: str) -> EmbeddingLayout:
-    """All ranks' tables in rank order. Collective, and the host waits: nothing local tells whether others' tables changed."""
+def exchanged_layout(
+    tables: Sequence[torch.Tensor], device: torch.device, name: str
+) -> EmbeddingLayout:
+    """All ranks' tables in rank order. Collective, and the host waits: nothing local tells whether
+    others' tables changed."""
     dims = dims_of(tables)
     if not name:
         return EmbeddingLayout.in_rank_order([dims])
     asked = f"{OP} inside a compiler or a CUDA-graph capture without a layout"
-    hidden = torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-    require(not hidden, asked, "with one", "pass layout=tw.EmbeddingLayout.in_rank_order(dims of every rank)")
+    hidden = torch.compiler.is_compiling() or (
+        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    )
+    require(
+        not hidden,
+        asked,
+        "with one",
+        "pass layout=tw.EmbeddingLayout.in_rank_order(dims of every rank)",
+    )
     return EmbeddingLayout.in_rank_order(collectives.exchange_numbers(dims, device, group_of(name)))
 
 
 def refuse_shared(stepped: Sequence[torch.Tensor]) -> None:
-    """Tables and states of a fused step: what two of them share would take two, one behind the other."""
+    """Tables and states of a fused step: what two of them share would take two, one behind the
+    other."""
     begins = sorted((t.data_ptr(), t.numel() * t.element_size()) for t in stepped if t.numel())
     shared = any(begin + nbytes > following for (begin, nbytes), (following, _) in pairwise(begins))
     remedy = "look the features of one table up as one table, or leave the step to an optimizer of torch's"
-    require(not shared, "a fused step of tables or states that share memory", "memory of its own for each", remedy)
+    require(
+        not shared,
+        "a fused step of tables or states that share memory",
+        "memory of its own for each",
+        remedy,
+    )
 
 
 def versions_of(tables: Sequence[torch.Tensor]) -> list[int]:
-    """How often each that is trained was changed in place; a step counts for frozen ones, too, which it leaves as they are."""
+    """How often each that is trained was changed in place; a step counts for frozen ones, too,
+    which it leaves as they are."""
     return [t._version if t.requires_grad else 0 for t in tables]
 
 
@@ -104,7 +132,8 @@ def step_of(
     """(kind, states, rate, epsilon) of what becomes of gradients, as the operator carries them."""
     if optimizer is not None:
         _check_optimizer(tables, optimizer)
-    if optimizer is None or not tables:  # without tables there is nothing to step, for compilers neither
+    # without tables there is nothing to step, for compilers neither
+    if optimizer is None or not tables:
         return gradient, [], None, 0.0
     return optimizer.kind, list(optimizer.states), optimizer.rate, optimizer.epsilon
 
@@ -120,7 +149,12 @@ def _check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) 
     states = [(tuple(s.shape), s.dtype) for s in optimizer.states]
     wanted = [((t.shape[0],), torch.float32) for t in tables] if optimizer.kind == "adagrad" else []
     asked = f"optimizer {optimizer.kind!r} with states {states}"
-    require(optimizer.kind in KINDS[2:] and states == wanted, asked, f'"sgd", or "adagrad" with states {wanted}', "fix them")
+    require(
+        optimizer.kind in KINDS[2:] and states == wanted,
+        asked,
+        f'"sgd", or "adagrad" with states {wanted}',
+        "fix them",
+    )
     devices = {t.device for t in (*tables[:1], *numbers)}
     fits = len(devices) == 1 and all(t.is_contiguous() for t in numbers)
     fits = fits and optimizer.rate.dtype == torch.float32 and optimizer.rate.numel() == 1
@@ -128,9 +162,19 @@ def _check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) 
     def numbers_asked() -> str:
         return f"a rate {tuple(optimizer.rate.shape)} {optimizer.rate.dtype}; it, states, tables on {sorted(map(str, devices))}"
 
-    require(fits, numbers_asked, "a rate fp32 [1], all contiguous and beside the tables", "move or make them so")
+    require(
+        fits,
+        numbers_asked,
+        "a rate fp32 [1], all contiguous and beside the tables",
+        "move or make them so",
+    )
     epsilon = optimizer.epsilon
-    require(0 <= epsilon < math.inf, f"epsilon {epsilon}", "a finite number, 0 at least", "pass one like 1e-8")
+    require(
+        0 <= epsilon < math.inf,
+        f"epsilon {epsilon}",
+        "a finite number, 0 at least",
+        "pass one like 1e-8",
+    )
 
 
 @functools.lru_cache(64)
@@ -160,9 +204,23 @@ def check_inputs(call: Call, out: torch.Tensor | None, size: int, rank: int) -> 
     fits = len(used) <= 1 and out_dtype in DTYPES and used.issubset(DTYPES)
     require(fits, dtypes, "one of float32, float16, bfloat16 for all tables", "convert the tables")
     contiguous = all(t.is_contiguous() for t in tables)
-    require(contiguous, lambda: _shapes(tables), "contiguous tables", "call .contiguous() once, not each step")
-    require(all(t.device == indices.device for t in (*tables, *lists)), places, "one device", "move all to one device")
-    fits = indices.dim() == offsets.dim() == 1 and indices.dtype in INDEX_DTYPES and offsets.dtype in INDEX_DTYPES
+    require(
+        contiguous,
+        lambda: _shapes(tables),
+        "contiguous tables",
+        "call .contiguous() once, not each step",
+    )
+    require(
+        all(t.device == indices.device for t in (*tables, *lists)),
+        places,
+        "one device",
+        "move all to one device",
+    )
+    fits = (
+        indices.dim() == offsets.dim() == 1
+        and indices.dtype in INDEX_DTYPES
+        and offsets.dtype in INDEX_DTYPES
+    )
     require(fits, kinds, "one dimension, int32 or int64", "flatten or convert them")
     require(all(t.is_contiguous() for t in lists), strides, "contiguous", "call .contiguous()")
     count = len(tables) * batch + 1
@@ -173,17 +231,47 @@ def check_inputs(call: Call, out: torch.Tensor | None, size: int, rank: int) -> 
     if weights is not None:
         asked = f"per_sample_weights {tuple(weights.shape)} {weights.dtype}, mean {mean}"
         fits = weights.shape == indices.shape and weights.dtype in DTYPES and not mean
-        require(fits, asked, 'a float32, float16 or bfloat16 for each index, mode "sum"', "fold a mean into the weights")
-    require(len(layout.dims) == size, f"a layout of {len(layout.dims)} ranks", f"{size} ranks", "make it for this group")
+        require(
+            fits,
+            asked,
+            'a float32, float16 or bfloat16 for each index, mode "sum"',
+            "fold a mean into the weights",
+        )
+    require(
+        len(layout.dims) == size,
+        f"a layout of {len(layout.dims)} ranks",
+        f"{size} ranks",
+        "make it for this group",
+    )
     mine = layout.dims[rank]
-    require(mine == dims, lambda: f"tables of dims {dims} where the layout has {mine}", "the layout's", "fix either")
+    require(
+        mine == dims,
+        lambda: f"tables of dims {dims} where the layout has {mine}",
+        "the layout's",
+        "fix either",
+    )
     faults = _faults_of(layout)
-    require(not faults, f"a layout whose {faults}", "each column once", "see tw.EmbeddingLayout.in_rank_order")
+    require(
+        not faults,
+        f"a layout whose {faults}",
+        "each column once",
+        "see tw.EmbeddingLayout.in_rank_order",
+    )
     if out is not None:
         begin, end = rows_of(batch, size, rank)
         shape = (end - begin, layout.width)
-        fits = tuple(out.shape) == shape and out.is_contiguous() and out.dtype == out_dtype and out.device == indices.device
-        require(fits, f"out {tuple(out.shape)} {out.dtype}", f"{shape} {out_dtype}, contiguous", "allocate out like that")
+        fits = (
+            tuple(out.shape) == shape
+            and out.is_contiguous()
+            and out.dtype == out_dtype
+            and out.device == indices.device
+        )
+        require(
+            fits,
+            f"out {tuple(out.shape)} {out.dtype}",
+            f"{shape} {out_dtype}, contiguous",
+            "allocate out like that",
+        )
         refuse_alias((out,), (*tables, *lists))
 
 
@@ -194,24 +282,43 @@ def _check_rising(indices: torch.Tensor, offsets: torch.Tensor) -> None:
     if fall.numel():
         asked = f"offsets that fall from {int(offsets[fall[0]])} to {int(offsets[fall[0] + 1])}"
     fits = not fall.numel() and first >= 0 and last <= indices.numel()
-    require(fits, asked, "offsets that rise from 0 or later, to N at most", "cumulate lengths of bags, 0 at least")
+    require(
+        fits,
+        asked,
+        "offsets that rise from 0 or later, to N at most",
+        "cumulate lengths of bags, 0 at least",
+    )
 
 
 def count_bags(indices: torch.Tensor, offsets: torch.Tensor, tables: int) -> int:
-    """B of ``tables`` tables, from offsets alone. Of one table their number fits without an end, too, and a bag would be lost.
+    """B of ``tables`` tables, from offsets alone. Of one table their number fits without an end,
+    too, and a bag would be lost.
 
-    Of several, indices may be longer than their bags: a buffer of one size serves many batches, for graphs.
+    Of several, indices may be longer than their bags: a buffer of one size serves many batches, for
+    graphs.
     """
-    at_hand = not torch.compiler.is_compiling() and type(offsets) is torch.Tensor and offsets.device.type == "cpu"
-    if at_hand and tables == 1 and offsets.dim() == 1 and offsets.numel():  # elsewhere the host would wait for the device
-        asked = f"offsets {tuple(offsets.shape)} to {int(offsets[-1])} for {indices.numel()} indices"
+    at_hand = (
+        not torch.compiler.is_compiling()
+        and type(offsets) is torch.Tensor
+        and offsets.device.type == "cpu"
+    )
+    # elsewhere the host would wait for the device
+    if at_hand and tables == 1 and offsets.dim() == 1 and offsets.numel():
+        asked = (
+            f"offsets {tuple(offsets.shape)} to {int(offsets[-1])} for {indices.numel()} indices"
+        )
         require(
-            int(offsets[-1]) == indices.numel(), asked, "offsets that end with N", "append the end, or drop what is in no bag"
+            int(offsets[-1]) == indices.numel(),
+            asked,
+            "offsets that end with N",
+            "append the end, or drop what is in no bag",
         )
     return (offsets.numel() - 1) // tables
 
 
-def find_trouble(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, batch: int) -> str:
+def find_trouble(
+    tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, batch: int
+) -> str:
     """Debugging only, waits for the device: what is wrong with the bags, empty if nothing."""
     if indices.numel() != (int(offsets[-1]) if offsets.numel() else 0) or int(offsets[0]) != 0:
         return f"offsets from {int(offsets[0])} to {int(offsets[-1])} for {indices.numel()} indices"
@@ -226,13 +333,19 @@ def find_trouble(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets:
 
 
 def agree_on_call(call: Call, size: int) -> None:
-    """Debugging only: the ranks' arguments fit together, and no index is out of range; else all ranks raise."""
+    """Debugging only: the ranks' arguments fit together, and no index is out of range; else all
+    ranks raise."""
     tables, indices, offsets, batch = call.tables, call.indices, call.offsets, call.batch
 
     def check() -> None:
         fits = offsets.numel() == len(tables) * batch + 1
         trouble = find_trouble(tables, indices, offsets, batch) if fits else ""
-        require(not trouble, trouble, "offsets that rise from 0, indices of rows that exist", "fix the bags")
+        require(
+            not trouble,
+            trouble,
+            "offsets that rise from 0, indices of rows that exist",
+            "fix the bags",
+        )
 
     if size == 1:
         check()
@@ -247,4 +360,8 @@ def agree_on_gradient(call: Call) -> None:
 
 
 def _alike(call: Call) -> dict[str, object]:
-    return {"layout": zlib.crc32(repr(call.layout.flat()).encode()), "batch": call.batch, "dtype": str(call.out_dtype)}
+    return {
+        "layout": zlib.crc32(repr(call.layout.flat()).encode()),
+        "batch": call.batch,
+        "dtype": str(call.out_dtype),
+    }

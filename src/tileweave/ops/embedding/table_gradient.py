@@ -1,7 +1,9 @@
-"""What becomes of pooled vectors' gradients on the rank that owns the tables: a gradient for each table, or a step.
+"""What becomes of pooled vectors' gradients on the rank that owns the tables: a gradient for each
+table, or a step.
 
-``grad`` [B, sum of local dims] has the gradient of this rank's columns for all samples. Positions of all bags are sorted by
-table row (a stable sort), runs of equal rows summed in order (``kernels/embedding/table_sums.py``), and each sum applied once:
+``grad`` [B, sum of local dims] has the gradient of this rank's columns for all samples. Positions
+of all bags are sorted by table row (a stable sort), runs of equal rows summed in order
+(``kernels/embedding/table_sums.py``), and each sum applied once:
 
 ========  ===================================================================================
 dense     a tensor of the table's shape
@@ -10,7 +12,8 @@ sgd       ``w -= rate * g`` in place, for rows that were looked up
 adagrad   row-wise: ``m += mean(g * g)``; ``w -= rate * g / (sqrt(m) + epsilon)``, m fp32 [rows]
 ========  ===================================================================================
 
-The fused steps are those of FBGEMM's EXACT_SGD and EXACT_ROWWISE_ADAGRAD: duplicates are summed before the step.
+The fused steps are those of FBGEMM's EXACT_SGD and EXACT_ROWWISE_ADAGRAD: duplicates are summed
+before the step.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ class Lookups:
 
     def bags(self) -> torch.Tensor:
         """[N] int64: the bag of each position, -1 or past the last for positions in no bag."""
-        positions = torch.arange(self.indices.numel(), device=self.indices.device, dtype=self.offsets.dtype)
+        positions = torch.arange(
+            self.indices.numel(), device=self.indices.device, dtype=self.offsets.dtype
+        )
         return torch.searchsorted(self.offsets, positions, right=True) - 1
 
     def scales(self, bags: torch.Tensor) -> torch.Tensor | None:
@@ -52,11 +57,13 @@ class Lookups:
         return found
 
 
-_IN_GRAPHS: dict[int, torch.Tensor] = {}  # what captures were given, which read it for as long as the process lives
+# what captures were given, which read it for as long as the process lives
+_IN_GRAPHS: dict[int, torch.Tensor] = {}
 
 
 def on_device(words: tuple, device: torch.device) -> torch.Tensor:
-    """``words`` as int64. Made once: a copy from the host makes the host wait for all that was queued before."""
+    """``words`` as int64. Made once: a copy from the host makes the host wait for all that was
+    queued before."""
     found = _on_device(words, device)
     if type(found) is not torch.Tensor:  # without numbers, of who traces: for this call only
         _on_device.cache_clear()
@@ -82,7 +89,9 @@ def used_on(stream: torch.cuda.Stream, *tensors: torch.Tensor | None) -> None:
             t.record_stream(stream)
 
 
-def keys_in_torch(tables: Sequence[torch.Tensor], lookups: Lookups, first: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def keys_in_torch(
+    tables: Sequence[torch.Tensor], lookups: Lookups, first: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(keys, bags) of each position in plain torch; see ``kernels/embedding/table_sums.py``."""
     bags = lookups.bags()
     here = (bags >= 0) & (bags < len(tables) * lookups.batch)
@@ -94,10 +103,12 @@ def keys_in_torch(tables: Sequence[torch.Tensor], lookups: Lookups, first: list[
 
 @dataclass(frozen=True, slots=True)
 class SortedLookups:
-    """Positions by table row: what sums of gradients need to know of a batch, and can know before there is a gradient.
+    """Positions by table row: what sums of gradients need to know of a batch, and can know before
+    there is a gradient.
 
-    keys [N] : table row over all tables, ascending; ``first[-1]`` where there is none. bags [N] : of the same positions.
-    scales [N] fp32 or None. first : the first key of each table, and the end. ready : recorded behind them, on another stream.
+    keys [N] : table row over all tables, ascending; ``first[-1]`` where there is none. bags [N] :
+    of the same positions. scales [N] fp32 or None. first : the first key of each table, and the
+    end. ready : recorded behind them, on another stream.
     """
 
     keys: torch.Tensor
@@ -139,7 +150,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def sort_beside(tables: Sequence[torch.Tensor], lookups: Lookups, compiled: bool) -> SortedLookups:
-    """:func:`sort_lookups` beside what the current stream is given next: gradients on their way, say, which fill links."""
+    """:func:`sort_lookups` beside what the current stream is given next: gradients on their way,
+    say, which fill links."""
     if not lookups.indices.is_cuda or not tables:
         return sort_lookups(tables, lookups, compiled)
     stream = _side_stream(lookups.indices.device)
@@ -165,10 +177,12 @@ def table_gradients(
     compiled: bool = True,
     push: Push | None = None,
 ) -> list[torch.Tensor]:
-    """The gradients of ``tables`` (dense, sparse), or none: the step was taken in place (sgd, adagrad).
+    """The gradients of ``tables`` (dense, sparse), or none: the step was taken in place (sgd,
+    adagrad).
 
-    ``ordered``: the lookups by table row, from :func:`sort_beside`. ``compiled``: by the Triton kernels, else in plain torch,
-    which is faster on the CPU. ``push``: brings ``grad``, launched with the sums.
+    ``ordered``: the lookups by table row, from :func:`sort_beside`. ``compiled``: by the Triton
+    kernels, else in plain torch, which is faster on the CPU. ``push``: brings ``grad``, launched
+    with the sums.
     """
     if not tables:
         return []
@@ -178,7 +192,21 @@ def table_gradients(
     for table in tables:
         columns.append(columns[-1] + table.shape[1])
     if not compiled:
-        return _in_torch(grad, tables, keys, bags, scales, first, columns, lookups.batch, kind, states, rate, epsilon, factor)
+        return _in_torch(
+            grad,
+            tables,
+            keys,
+            bags,
+            scales,
+            first,
+            columns,
+            lookups.batch,
+            kind,
+            states,
+            rate,
+            epsilon,
+            factor,
+        )
     from tileweave.kernels.embedding.table_sums import ADAGRAD, DENSE, SGD, SPARSE, sum_rows
 
     number = {"dense": DENSE, "sparse": SPARSE, "sgd": SGD, "adagrad": ADAGRAD}[kind]
@@ -197,24 +225,46 @@ def table_gradients(
     addresses = [state.data_ptr() for state in states] or [0] * len(tables)
     own = [0] * len(tables) if push is None else push.columns
     words = [
-        (t.data_ptr(), first[i], tables[i].shape[1], columns[i], own[i], addresses[i], ends[i]) for i, t in enumerate(targets)
+        (t.data_ptr(), first[i], tables[i].shape[1], columns[i], own[i], addresses[i], ends[i])
+        for i, t in enumerate(targets)
     ]
     meta = on_device(tuple(words), grad.device)
     widest = max(table.shape[1] for table in tables)
     elements = 16 // min(tables[0].element_size(), grad.element_size())
-    whole = all(t.shape[1] % elements == 0 for t in tables) and all(t.data_ptr() % 16 == 0 for t in (grad, *targets))
+    whole = all(t.shape[1] % elements == 0 for t in tables) and all(
+        t.data_ptr() % 16 == 0 for t in (grad, *targets)
+    )
     whole = whole and (push is None or push.aligned > 1)
     sum_rows(
-        grad, keys, bags, scales, places, meta, rate, epsilon, factor, first[-1], lookups.batch, tables[0].dtype, widest,
-        number, elements if whole else 1, push=push,
-    )  # fmt: skip
+        grad,
+        keys,
+        bags,
+        scales,
+        places,
+        meta,
+        rate,
+        epsilon,
+        factor,
+        first[-1],
+        lookups.batch,
+        tables[0].dtype,
+        widest,
+        number,
+        elements if whole else 1,
+        push=push,
+    )
     if kind == "sparse" and rows is not None:
-        return [_coo(rows[ends[i] : ends[i + 1]] - first[i], targets[i], t) for i, t in enumerate(tables)]
+        return [
+            _coo(rows[ends[i] : ends[i + 1]] - first[i], targets[i], t)
+            for i, t in enumerate(tables)
+        ]
     return targets if kind == "dense" else []
 
 
 def _coo(rows: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return torch.sparse_coo_tensor(rows[None], values, table.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        rows[None], values, table.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def _in_torch(
@@ -255,13 +305,20 @@ def _in_torch(
     return found
 
 
-def weight_gradients(grad: torch.Tensor, tables: Sequence[torch.Tensor], lookups: Lookups, factor: float) -> torch.Tensor:
-    """[N]: the gradient of per-sample weights, row by row the product of vector and gradient; zero where out of range."""
+def weight_gradients(
+    grad: torch.Tensor, tables: Sequence[torch.Tensor], lookups: Lookups, factor: float
+) -> torch.Tensor:
+    """[N]: the gradient of per-sample weights, row by row the product of vector and gradient; zero
+    where out of range."""
     assert lookups.weights is not None, "only asked for where there are weights"
     found = torch.zeros(lookups.indices.numel(), dtype=torch.float32, device=grad.device)
     bags, column, chunk = lookups.bags(), 0, 1 << 16
     for number, table in enumerate(tables):
-        here = (bags // max(lookups.batch, 1) == number) & (lookups.indices >= 0) & (lookups.indices < table.shape[0])
+        here = (
+            (bags // max(lookups.batch, 1) == number)
+            & (lookups.indices >= 0)
+            & (lookups.indices < table.shape[0])
+        )
         for positions in here.nonzero().flatten().split(chunk):
             vectors = table[lookups.indices[positions].long()].float()
             slices = grad[bags[positions] % lookups.batch, column : column + table.shape[1]].float()

@@ -1,4 +1,5 @@
-"""dispatch_grouped_matmul: tokens to the ranks of their experts, and each expert's rows times its weight.
+"""dispatch_grouped_matmul: tokens to the ranks of their experts, and each expert's rows times its
+weight.
 
 =========  ======================  =====================================================================================
 x          [T, K]                  own tokens; T may differ by rank, up to ``max_tokens``
@@ -7,14 +8,16 @@ topk_ids   [T, k]                  experts of each token, of all ranks, int32 or
 y          [bound, N]              rows expert by expert; from row ``plan.offsets[-1]`` on undefined
 =========  ======================  =====================================================================================
 
-forward : a routing plan (``kernels/experts/routing.py``), then one kernel that sends tokens and multiplies what has come
-          (``kernels/experts/dispatch_triton.py``). No capacity: bound = R * max_tokens * k, and tensors of rows are
-          bound-sized whatever is routed here. The host waits for nothing, so a CUDA graph may capture it.
+forward : a routing plan (``kernels/experts/routing.py``), then one kernel that sends tokens and
+          multiplies what has come (``kernels/experts/dispatch_triton.py``). No capacity: bound = R
+          * max_tokens * k, and tensors of rows are bound-sized whatever is routed here. The host
+          waits for nothing, so a CUDA graph may capture it.
 dx      : the dual operator: each token gets the sum over its rows of gy @ expert.
-dexperts: gy.T @ rows for each expert. Tokens that came are kept from the forward, not sent again: see
-          ``ops/experts/kept_tokens.py``.
+dexperts: gy.T @ rows for each expert. Tokens that came are kept from the forward, not sent again:
+          see ``ops/experts/kept_tokens.py``.
 
-Sources: DeepEP and Comet (arXiv 2502.19811) for sending a token once to a rank, and beginning with experts that are ready.
+Sources: DeepEP and Comet (arXiv 2502.19811) for sending a token once to a rank, and beginning with
+experts that are ready.
 """
 
 from __future__ import annotations
@@ -71,43 +74,54 @@ def dispatch_grouped_matmul(
     plan: RoutingPlan | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, RoutingPlan]:
-    """Send each token to the ranks of its experts, once to each, and multiply rows by their experts as they come.
+    """Send each token to the ranks of its experts, once to each, and multiply rows by their experts
+    as they come.
 
     Parameters
     ----------
-    x : [T, K], contiguous. experts : [E_local, N, K], rows contiguous, or the transpose of contiguous [E_local, K, N]; the
-        same shape on every rank.
-    topk_ids : [T, k], contiguous; -1 is no expert, and so is what is not below E. Not with ``plan``.
-    max_tokens : the most tokens that any rank has, the same number on every rank; None: T, which all ranks then share.
+    x : [T, K], contiguous. experts : [E_local, N, K], rows contiguous, or the transpose of
+        contiguous [E_local, K, N]; the same shape on every rank.
+    topk_ids : [T, k], contiguous; -1 is no expert, and so is what is not below E. Not with
+        ``plan``.
+    max_tokens : the most tokens that any rank has, the same number on every rank; None: T, which
+        all ranks then share.
     plan : of an earlier call with the same ids, in the same group; saves making it again.
     out : [bound, N], contiguous; not with gradients.
 
     Returns
     -------
-    (y [bound, N], plan): y's rows are those of ``plan``, which ``tw.swiglu`` and ``tw.grouped_matmul_combine`` take.
+    (y [bound, N], plan): y's rows are those of ``plan``, which ``tw.swiglu`` and
+    ``tw.grouped_matmul_combine`` take.
 
-    Memory: y is bound-sized, R * max_tokens * k rows, and so is each tensor of rows that is made of it, and its gradient.
+    Memory: y is bound-sized, R * max_tokens * k rows, and so is each tensor of rows that is made of
+    it, and its gradient.
 
-    Rows of y from ``plan.offsets[-1]`` on are undefined, and so are those rows of its gradient: what sums over rows must leave
-    them out. A bias [E_local, N] of experts is indexed as ``torch.cat([bias, zeros])``, so that they meet a row of their own,
-    by ``torch.searchsorted(plan.offsets[1:], torch.arange(plan.bound, dtype=torch.int32), right=True)``.
+    Rows of y from ``plan.offsets[-1]`` on are undefined, and so are those rows of its gradient:
+    what sums over rows must leave them out. A bias [E_local, N] of experts is indexed as
+    ``torch.cat([bias, zeros])``, so that they meet a row of their own, by
+    ``torch.searchsorted(plan.offsets[1:], torch.arange(plan.bound, dtype=torch.int32),
+    right=True)``.
 
-    bf16 and fp16 on CUDA, also fp32 on the CPU. fp32 accumulation, rounded once; gradients of x and experts.
+    bf16 and fp16 on CUDA, also fp32 on the CPU. fp32 accumulation, rounded once; gradients of x and
+    experts.
 
-    All ranks bring the gradient of x home together: x requires one on every rank or on none, also where a rank has no tokens
-    (``torch.empty(0, K, requires_grad=True)``), and all ranks run the backward or none does; else those that do wait, and
-    raise PeerTimeout. The forward does not compare it: without a backward behind it ranks may differ, one of them under
-    ``torch.no_grad()`` for example.
+    All ranks bring the gradient of x home together: x requires one on every rank or on none, also
+    where a rank has no tokens (``torch.empty(0, K, requires_grad=True)``), and all ranks run the
+    backward or none does; else those that do wait, and raise PeerTimeout. The forward does not
+    compare it: without a backward behind it ranks may differ, one of them under ``torch.no_grad()``
+    for example.
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
-    CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
+    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
     check_own(OP, name, _check_call, x, experts, topk_ids, max_tokens, plan, out, name)
     if plan is None:
-        plan = make_plan(topk_ids, experts.shape[0], x.shape[0] if max_tokens is None else max_tokens, name)  # type: ignore[arg-type]
+        plan = make_plan(
+            topk_ids, experts.shape[0], x.shape[0] if max_tokens is None else max_tokens, name
+        )  # type: ignore[arg-type]
     numbers = (plan.table, plan.max_tokens, plan.topk, name)
     if out is not None:
         torch.ops.tileweave.dispatch_grouped_matmul.out(x, experts, *numbers, out=out)
@@ -129,13 +143,25 @@ def _check_call(
     """Which arguments go together, and what only they say: operators get less."""
     _check_dimensions(x, experts)
     if plan is None:
-        require(topk_ids is not None, "neither topk_ids nor plan", "one of them", "pass topk_ids [T, k]")
+        require(
+            topk_ids is not None, "neither topk_ids nor plan", "one of them", "pass topk_ids [T, k]"
+        )
         assert topk_ids is not None, "see above"
-        require(topk_ids.dim() == 2, lambda: f"topk_ids {tuple(topk_ids.shape)}", "[T, k]", "add the dimension of choices")
+        require(
+            topk_ids.dim() == 2,
+            lambda: f"topk_ids {tuple(topk_ids.shape)}",
+            "[T, k]",
+            "add the dimension of choices",
+        )
         tokens = topk_ids.shape[0]
     else:
         asked = "plan with topk_ids or max_tokens"
-        require(topk_ids is None and max_tokens is None, asked, "the plan alone, which has them", "drop them")
+        require(
+            topk_ids is None and max_tokens is None,
+            asked,
+            "the plan alone, which has them",
+            "drop them",
+        )
         check_plan(plan, experts, name)
         tokens = plan.tokens
     require(
@@ -145,15 +171,24 @@ def _check_call(
         "pass x and ids, or the plan, of one batch",
     )
     if out is not None:
-        tracked = torch.is_grad_enabled() and (x.requires_grad or experts.requires_grad or out.requires_grad)
-        require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
+        tracked = torch.is_grad_enabled() and (
+            x.requires_grad or experts.requires_grad or out.requires_grad
+        )
+        require(
+            not tracked,
+            "out= with tensors that require gradients",
+            "one of them",
+            "call under torch.no_grad()",
+        )
 
 
 def make_plan(topk_ids: torch.Tensor, experts: int, max_tokens: int, name: str) -> RoutingPlan:
     """The plan of these ids [T, k], by the operator ``route_tokens``. ``experts``: of a rank."""
     rank, size = place_in(name)
     table = torch.ops.tileweave.route_tokens(topk_ids, experts, max_tokens, name)
-    return RoutingPlan(table, topk_ids.shape[0], max_tokens, topk_ids.shape[1], experts, rank, size, name)
+    return RoutingPlan(
+        table, topk_ids.shape[0], max_tokens, topk_ids.shape[1], experts, rank, size, name
+    )
 
 
 # --- Routing ---
@@ -170,12 +205,19 @@ def _route(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: st
     if routes_fused(size, machine_of(topk_ids.device), interpreting()) and max_tokens:
         return run_routing(topk_ids, size * experts, max_tokens, group_name).table
     ids = padded_ids(topk_ids, max_tokens)
-    everyone = ids[None] if size == 1 else collectives.all_gather(ids, group_of(group_name)).view(size, *ids.shape)
+    everyone = (
+        ids[None]
+        if size == 1
+        else collectives.all_gather(ids, group_of(group_name)).view(size, *ids.shape)
+    )
     return reference_plan(everyone, rank, size * experts).table
 
 
-def _check_routing(topk_ids: torch.Tensor, experts: int, max_tokens: int, size: int, wait: bool) -> None:
-    """Raise :class:`InputError`; if we may ``wait`` for the device, also for an expert that does not exist."""
+def _check_routing(
+    topk_ids: torch.Tensor, experts: int, max_tokens: int, size: int, wait: bool
+) -> None:
+    """Raise :class:`InputError`; if we may ``wait`` for the device, also for an expert that does
+    not exist."""
 
     def asked() -> str:
         return f"topk_ids {tuple(topk_ids.shape)} {topk_ids.dtype}, max_tokens {max_tokens}, {experts} experts on {size} ranks"
@@ -184,18 +226,29 @@ def _check_routing(topk_ids: torch.Tensor, experts: int, max_tokens: int, size: 
         return f"topk_ids {tuple(topk_ids.shape)} with strides {topk_ids.stride()}"
 
     require(topk_ids.dtype in _ID_DTYPES, asked, "int32 or int64", "convert them")
-    require(topk_ids.is_contiguous(), strided, "contiguous int32 or int64", "pass topk_ids.contiguous()")
-    require(topk_ids.shape[0] <= max_tokens, asked, "at most max_tokens tokens", "raise max_tokens on every rank")
+    require(
+        topk_ids.is_contiguous(), strided, "contiguous int32 or int64", "pass topk_ids.contiguous()"
+    )
+    require(
+        topk_ids.shape[0] <= max_tokens,
+        asked,
+        "at most max_tokens tokens",
+        "raise max_tokens on every rank",
+    )
     require(experts > 0 and topk_ids.shape[1] > 0, asked, "one of each at least", "pass some")
     entries = size * max_tokens * topk_ids.shape[1]
     require(entries < 1 << 30, asked, "fewer than 2**30 choices in all", "split the batch")
     if wait and topk_ids.numel():
         least, most = int(topk_ids.min()), int(topk_ids.max())
         fits = least >= -1 and most < size * experts
-        require(fits, lambda: f"experts {least} to {most}", f"-1 to {size * experts - 1}", "fix the ids")
+        require(
+            fits, lambda: f"experts {least} to {most}", f"-1 to {size * experts - 1}", "fix the ids"
+        )
 
 
-def _route_fake(topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str) -> torch.Tensor:
+def _route_fake(
+    topk_ids: torch.Tensor, experts: int, max_tokens: int, group_name: str
+) -> torch.Tensor:
     begins, _ = layout_of(place_in(group_name)[1], max_tokens, topk_ids.shape[1], experts)
     return topk_ids.new_empty(begins[-1], dtype=torch.int32)
 
@@ -212,7 +265,9 @@ def _check_dimensions(x: torch.Tensor, experts: torch.Tensor) -> None:
     )
 
 
-def check_inputs(x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out: torch.Tensor | None) -> None:
+def check_inputs(
+    x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out: torch.Tensor | None
+) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
     _check_dimensions(x, experts)
     tensors = (x, experts) if out is None else (x, experts, out)
@@ -228,7 +283,12 @@ def check_inputs(x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out:
         "one dtype and one device",
         "convert to x.dtype on the plan's device",
     )
-    require(x.is_contiguous(), lambda: f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
+    require(
+        x.is_contiguous(),
+        lambda: f"x with strides {x.stride()}",
+        "a contiguous x",
+        "pass x.contiguous()",
+    )
     require(
         experts.stride(2) == 1 or experts.shape[2] <= 1 or experts.transpose(1, 2).is_contiguous(),
         lambda: f"experts with strides {experts.stride()}",
@@ -236,7 +296,11 @@ def check_inputs(x: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, out:
         "pass experts.contiguous()",
     )
     words = plan.words
-    if not (x.shape[0] <= plan.max_tokens and plan.table.dtype == torch.int32 and plan.table.numel() == words):
+    if not (
+        x.shape[0] <= plan.max_tokens
+        and plan.table.dtype == torch.int32
+        and plan.table.numel() == words
+    ):
         asked = f"x of {x.shape[0]} tokens, a plan of {plan.table.numel()} words"
         allowed = f"at most {plan.max_tokens} tokens, {words} words"
         require(False, asked, allowed, "pass the ids of these tokens, or their plan")
@@ -256,7 +320,12 @@ def plan_call(experts: torch.Tensor, plan: RoutingPlan) -> Plan[DispatchConfig]:
 def _forward(x, experts, table, max_tokens, topk, group_name, keep, out=None):
     routed = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
     if debugging():
-        signature = {"experts": list(experts.shape), "dtype": str(x.dtype), "max_tokens": max_tokens, "topk": topk}
+        signature = {
+            "experts": list(experts.shape),
+            "dtype": str(x.dtype),
+            "max_tokens": max_tokens,
+            "topk": topk,
+        }
         check_together(OP, group_name, signature, partial(check_inputs, x, experts, routed, out))
     else:
         check_inputs(x, experts, routed, out)
@@ -299,12 +368,23 @@ def _backward(ctx, grad, _):
     need_x, need_experts = ctx.needs_input_grad[:2]
     grad = x.new_zeros(ctx.shape) if grad is None else grad  # all ranks call
     dx, dexperts = torch.ops.tileweave.dispatch_grouped_matmul_backward(
-        grad, x, kept, experts, table, ctx.max_tokens, ctx.topk, ctx.group_name, need_x, need_experts and ctx.kept
+        grad,
+        x,
+        kept,
+        experts,
+        table,
+        ctx.max_tokens,
+        ctx.topk,
+        ctx.group_name,
+        need_x,
+        need_experts and ctx.kept,
     )
     return dx if need_x else None, dexperts if need_experts else None, None, None, None, None, None
 
 
-def _backward_implementation(grad, x, kept, experts, table, max_tokens, topk, group_name, need_x, need_experts):
+def _backward_implementation(
+    grad, x, kept, experts, table, max_tokens, topk, group_name, need_x, need_experts
+):
     routed = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
     grad = grad.contiguous()
     empty = grad.new_empty(0)
@@ -316,11 +396,22 @@ def _backward_implementation(grad, x, kept, experts, table, max_tokens, topk, gr
     else:
         from tileweave.kernels.experts.rows import gather_rows
 
-        rows = gather_rows(x, kept, routed.fields, routed.local_experts, max_tokens, topk, routed.rank, routed.world_size)
+        rows = gather_rows(
+            x,
+            kept,
+            routed.fields,
+            routed.local_experts,
+            max_tokens,
+            topk,
+            routed.rank,
+            routed.world_size,
+        )
     return dx, gradient_of_experts(grad, rows, routed.offsets)
 
 
-def _sum_over_rows(grad: torch.Tensor, experts: torch.Tensor, routed: RoutingPlan, group_name: str) -> torch.Tensor:
+def _sum_over_rows(
+    grad: torch.Tensor, experts: torch.Tensor, routed: RoutingPlan, group_name: str
+) -> torch.Tensor:
     """The dual operator: grad [bound, N], experts [E_local, N, K] -> [T, K]."""
     turned = experts.transpose(1, 2)
     if not turned.is_contiguous():
@@ -334,14 +425,22 @@ def _sum_over_rows(grad: torch.Tensor, experts: torch.Tensor, routed: RoutingPla
     return dx
 
 
-def _backward_fake(grad, x, kept, experts, table, max_tokens, topk, group_name, need_x, need_experts):
+def _backward_fake(
+    grad, x, kept, experts, table, max_tokens, topk, group_name, need_x, need_experts
+):
     dx = torch.empty_like(x) if need_x else grad.new_empty(0)
     return dx, experts.new_empty(experts.shape) if need_experts else grad.new_empty(0)
 
 
-define("route_tokens(Tensor topk_ids, int experts, SymInt max_tokens, str group_name) -> Tensor", _route, _route_fake)
+define(
+    "route_tokens(Tensor topk_ids, int experts, SymInt max_tokens, str group_name) -> Tensor",
+    _route,
+    _route_fake,
+)
 _ARGUMENTS = "Tensor x, Tensor experts, Tensor table, SymInt max_tokens, int topk, str group_name"
-define(f"{OP}({_ARGUMENTS}, bool keep) -> (Tensor, Tensor)", _forward, _fake, _backward, _setup_context)
+define(
+    f"{OP}({_ARGUMENTS}, bool keep) -> (Tensor, Tensor)", _forward, _fake, _backward, _setup_context
+)
 define(f"{OP}.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out)
 define(
     f"{OP}_backward(Tensor grad, Tensor x, Tensor kept, Tensor experts, Tensor table, SymInt max_tokens, int topk,"
@@ -363,14 +462,17 @@ def explain(
     plan: RoutingPlan | None = None,
     group: dist.ProcessGroup | str | None = None,
 ) -> Plan[DispatchConfig]:
-    """Which path a call with these tensors takes, and why. Sends nothing. ``topk_ids``: them, or how many a token has."""
+    """Which path a call with these tensors takes, and why. Sends nothing. ``topk_ids``: them, or
+    how many a token has."""
     name = name_of(group)
     if isinstance(topk_ids, int):
         topk_ids = torch.empty(x.shape[0], topk_ids, device="meta")
     _check_call(x, experts, topk_ids, max_tokens, plan, None, name)
     if plan is None:
         most, topk = x.shape[0] if max_tokens is None else max_tokens, topk_ids.shape[1]  # type: ignore[union-attr]
-        plan = RoutingPlan(x.new_empty(0), x.shape[0], most, topk, experts.shape[0], *place_in(name))
+        plan = RoutingPlan(
+            x.new_empty(0), x.shape[0], most, topk, experts.shape[0], *place_in(name)
+        )
     return plan_call(experts, plan)
 
 
@@ -381,9 +483,12 @@ def warmup(
     *,
     group: dist.ProcessGroup | str | None = None,
 ) -> Plan[DispatchConfig]:
-    """Collective: one call of ``tokens`` tokens a rank (max_tokens) with these experts, so that a capture may follow."""
+    """Collective: one call of ``tokens`` tokens a rank (max_tokens) with these experts, so that a
+    capture may follow."""
     if tokens < 0 or topk < 1:
-        raise InputError(f"asked: warmup({tokens}, topk={topk}); allowed: tokens >= 0, topk >= 1; remedy: pass a rank's sizes")
+        raise InputError(
+            f"asked: warmup({tokens}, topk={topk}); allowed: tokens >= 0, topk >= 1; remedy: pass a rank's sizes"
+        )
     x = experts.new_zeros(tokens, experts.shape[2])
     ids = torch.full((tokens, topk), -1, dtype=torch.int32, device=experts.device)
     with torch.no_grad():

@@ -1,6 +1,8 @@
-"""The fused calls of dispatch_grouped_matmul: the routing plan, then tokens and tiles. What a shape needs is kept.
+"""The fused calls of dispatch_grouped_matmul: the routing plan, then tokens and tiles. What a shape
+needs is kept.
 
-``dispatch_grouped_matmul.py`` checks the arguments and plans; tests and the tuner call these themselves.
+``dispatch_grouped_matmul.py`` checks the arguments and plans; tests and the tuner call these
+themselves.
 """
 
 from __future__ import annotations
@@ -25,9 +27,14 @@ def _workspace(group_name: str, device: torch.device) -> Workspace:
 
 
 def run_routing(
-    topk_ids: torch.Tensor, num_experts: int, max_tokens: int, group_name: str, cut: RoutingCut | None = None
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    max_tokens: int,
+    group_name: str,
+    cut: RoutingCut | None = None,
 ) -> RoutingPlan:
-    """The plan of topk_ids [T, k], contiguous; all ranks take part. ``num_experts``: of all ranks. ``cut``: None: by size."""
+    """The plan of topk_ids [T, k], contiguous; all ranks take part. ``num_experts``: of all ranks.
+    ``cut``: None: by size."""
     workspace = _workspace(group_name, topk_ids.device)
     transport = workspace.transport
     instance = workspace.instance(ROUTING, "sm")
@@ -40,7 +47,8 @@ def run_routing(
         instance.keep(key, found)
     launcher, words = found
     table = torch.empty(words, dtype=torch.int32, device=topk_ids.device)
-    instance.begin(hash((number_of(ROUTING), num_experts, max_tokens, topk)))  # of integers: the same in every process
+    # of integers: the same in every process
+    instance.begin(hash((number_of(ROUTING), num_experts, max_tokens, topk)))
     try:
         launcher(topk_ids, table, tokens)
     finally:
@@ -49,14 +57,25 @@ def run_routing(
 
 
 def _routing_launcher(
-    instance: Instance, num_sms: int, rank: int, size: int, max_tokens: int, topk: int, experts: int, cut: RoutingCut | None
+    instance: Instance,
+    num_sms: int,
+    rank: int,
+    size: int,
+    max_tokens: int,
+    topk: int,
+    experts: int,
+    cut: RoutingCut | None,
 ) -> tuple[Callable[..., None], int]:
     """What launches for one shape, and the words of a table."""
     from tileweave.kernels.experts.routing import Launcher
 
     cut = cut or routing_cut(size, max_tokens, topk)
     # the histogram lives in the instance's counters, which nobody else uses here and nobody clears
-    histogram = 0 if cut.launches == 1 else cut.units(size, max_tokens, topk, num_sms) * (1 << (experts - 1).bit_length())
+    histogram = (
+        0
+        if cut.launches == 1
+        else cut.units(size, max_tokens, topk, num_sms) * (1 << (experts - 1).bit_length())
+    )
     instance.reserve(max(size * max_tokens * topk, 1) * 4, histogram)
     begins, _ = layout_of(size, max_tokens, topk, experts)
     peers = endpoint(instance, torch.int32)
@@ -73,20 +92,32 @@ def run_fused(
     kept: torch.Tensor | None = None,
     needs: int = 0,
 ) -> tuple[Endpoint, torch.Tensor | None]:
-    """x [T, K], experts [E_local, N, K] -> y [bound, N]; ``kept`` [R - 1, max_tokens, K] takes the peers' tokens that have
-    an expert here. They stand in the slot, too, of the endpoint that is returned, until the next call. With it, [bound, K]:
-    the token of each row, if the kernel has lined them up. ``needs``: what else ranks must have alike in this call."""
+    """x [T, K], experts [E_local, N, K] -> y [bound, N]; ``kept`` [R - 1, max_tokens, K] takes the
+    peers' tokens that have an expert here. They stand in the slot, too, of the endpoint that is
+    returned, until the next call. With it, [bound, K]: the token of each row, if the kernel has
+    lined them up. ``needs``: what else ranks must have alike in this call."""
     workspace = _workspace(group_name, x.device)
     transport = workspace.transport
     instance = workspace.instance(OP, "sm")
-    key = (experts.shape, experts.stride(), x.dtype, plan.max_tokens, plan.topk, config)  # of tokens there may be any number
+    # of tokens there may be any number
+    key = (experts.shape, experts.stride(), x.dtype, plan.max_tokens, plan.topk, config)
     found: Any = instance.cache.get(key)
     if found is None:
-        instance.reserve(max((plan.world_size - 1) * plan.max_tokens * x.shape[1], 1) * x.element_size(), _counters())
+        instance.reserve(
+            max((plan.world_size - 1) * plan.max_tokens * x.shape[1], 1) * x.element_size(),
+            _counters(),
+        )
         launcher: Callable[..., torch.Tensor | None] = _launcher(config)(
-            endpoint(instance, x.dtype), config, plan.rank, plan.world_size, plan.max_tokens, plan.topk, plan.bound, experts,
+            endpoint(instance, x.dtype),
+            config,
+            plan.rank,
+            plan.world_size,
+            plan.max_tokens,
+            plan.topk,
+            plan.bound,
+            experts,
             transport.machine.num_sms,
-        )  # fmt: skip
+        )
         mark = hash((number_of(OP), number_of(x.dtype), *experts.shape, plan.max_tokens, plan.topk))
         found = (launcher, mark)
         instance.keep(key, found)

@@ -1,7 +1,9 @@
-"""Gradients of grouped_matmul_combine: the dual operator for rows, a grouped product for weights, dots for combine weights.
+"""Gradients of grouped_matmul_combine: the dual operator for rows, a grouped product for weights,
+dots for combine weights.
 
-Where the dual operator is fused, so is everything here: rows behind the plan's last are neither read nor written, and the
-host waits for nothing. Two small exchanges go by torch.distributed: weights to the experts' ranks, their gradients back.
+Where the dual operator is fused, so is everything here: rows behind the plan's last are neither
+read nor written, and the host waits for nothing. Two small exchanges go by torch.distributed:
+weights to the experts' ranks, their gradients back.
 """
 
 from __future__ import annotations
@@ -39,7 +41,15 @@ def combine_gradients(
         gy, right, dots = _weigh_rows(g, y, everyone, plan)
     else:
         gy, right, dots, rows = _fused_rows(
-            grad, y.contiguous(), experts, plan, everyone, group_name, config, need_experts, need_weights
+            grad,
+            y.contiguous(),
+            experts,
+            plan,
+            everyone,
+            group_name,
+            config,
+            need_experts,
+            need_weights,
         )
     if need_weights:
         gw = _sums_to_owners(dots, plan, group)
@@ -48,8 +58,11 @@ def combine_gradients(
     return gy if need_y else grad.new_empty(0), ge, gw
 
 
-def gradient_of_experts(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """left [n, N], right [n, K], offsets [E + 1] -> [E, N, K]: left.T @ right over each expert's rows; 0 where it has none."""
+def gradient_of_experts(
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """left [n, N], right [n, K], offsets [E + 1] -> [E, N, K]: left.T @ right over each expert's
+    rows; 0 where it has none."""
     machine = machine_of(left.device)
     if machine.arch == 90:
         from tileweave.kernels.experts import weight_gradient_hopper as grouped_outer_hopper
@@ -75,15 +88,19 @@ def _fused_rows(
     keep: bool,
     need_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(gy, y times the weights, dots by entry, rows of grad) by the dual operator; what experts want only if ``keep``.
+    """(gy, y times the weights, dots by entry, rows of grad) by the dual operator; what experts
+    want only if ``keep``.
 
-    Ranks must agree on ``need_weights``: those gradients are exchanged, and who needs none would leave the others waiting.
+    Ranks must agree on ``need_weights``: those gradients are exchanged, and who needs none would
+    leave the others waiting.
     """
     from tileweave.kernels.experts import rows as expert_rows
     from tileweave.ops.experts.dispatch_grouped_matmul_fused import run_fused
 
     g = new_rows(y, plan.bound, experts.shape[2])
-    peers, rows = run_fused(grad, experts.transpose(1, 2), plan, g, group_name, config, needs=int(need_weights))
+    peers, rows = run_fused(
+        grad, experts.transpose(1, 2), plan, g, group_name, config, needs=int(need_weights)
+    )
     if rows is None and keep:  # before anybody calls again
         sizes = (plan.local_experts, plan.max_tokens, plan.topk, plan.rank, plan.world_size)
         rows = expert_rows.gather_rows(grad, peers, plan.fields, *sizes)
@@ -95,7 +112,8 @@ def _fused_rows(
 def _weigh_rows(
     g: torch.Tensor, y: torch.Tensor, everyone: torch.Tensor | None, plan: RoutingPlan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """g, y [bound, I], weights of all entries -> (weight * g, weight * y, dots of g and y, fp32, by entry; 0 without a row)."""
+    """g, y [bound, I], weights of all entries -> (weight * g, weight * y, dots of g and y, fp32, by
+    entry; 0 without a row)."""
     row = plan.entry_row.long()
     dots = torch.where(row >= 0, (g.float() * y.float()).sum(1)[row.clamp(min=0)], 0.0)
     if everyone is None:
@@ -104,6 +122,9 @@ def _weigh_rows(
     return (g.float() * factor).to(g.dtype), (y.float() * factor).to(y.dtype), dots
 
 
-def _sums_to_owners(dots: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> torch.Tensor:
-    """A number for each entry -> [T, k] of own tokens: from the rank of the entry's expert; the others have 0."""
+def _sums_to_owners(
+    dots: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """A number for each entry -> [T, k] of own tokens: from the rank of the entry's expert; the
+    others have 0."""
     return collectives.reduce_scatter(dots.view(-1, plan.topk), group)[: plan.tokens].contiguous()

@@ -1,4 +1,5 @@
-"""grouped_matmul_combine: multiply each row by its expert's weight, and sum a token's rows where the token lives.
+"""grouped_matmul_combine: multiply each row by its expert's weight, and sum a token's rows where
+the token lives.
 
 ============  ==================  ==============================================================================
 y             [bound, I]          rows of this rank's experts, sorted by expert, as ``plan`` says
@@ -7,14 +8,15 @@ topk_weights  [T, k] fp32         of own tokens; None: 1
 z             [T, H]              sum over j of topk_weights[t, j] * (row of (t, j)) @ experts[its expert].T
 ============  ==================  ==============================================================================
 
-forward : one fused kernel (``kernels/experts/combine_triton.py``); unfused: grouped matmul, sums per rank, reduce-scatter.
+forward : one fused kernel (``kernels/experts/combine_triton.py``); unfused: grouped matmul, sums
+    per rank, reduce-scatter.
 dgrad   : g = (gz of a row's token) @ its expert, which is ``dispatch_grouped_matmul``, the dual operator, with the same plan;
           gy = weight * g.
 wgrad   : experts: (gz of the rows).T @ (weight * y), a grouped product; topk_weights: the dot of g and y, row by row, sent to
           the tokens' owners.
 
-Source of the idea: GEMM + all-to-all of fused computation-collective operators, arXiv 2305.06942; sums per rank before they
-are sent, as in DeepEP.
+Source of the idea: GEMM + all-to-all of fused computation-collective operators, arXiv 2305.06942;
+sums per rank before they are sent, as in DeepEP.
 """
 
 from __future__ import annotations
@@ -59,30 +61,34 @@ def grouped_matmul_combine(
     group: dist.ProcessGroup | str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply rows by their experts' weights, weigh them, and bring each token's sum back to its rank.
+    """Multiply rows by their experts' weights, weigh them, and bring each token's sum back to its
+    rank.
 
     Parameters
     ----------
-    y : [bound, I], rows contiguous; what :func:`dispatch_grouped_matmul` gave, behind an activation. Rows from
-        ``plan.offsets[-1]`` on are not read.
+    y : [bound, I], rows contiguous; what :func:`dispatch_grouped_matmul` gave, behind an
+        activation. Rows from ``plan.offsets[-1]`` on are not read.
     experts : [E_local, H, I], contiguous, or the transpose of contiguous [E_local, I, H].
     plan : the routing plan that the dispatch gave, in the same group.
     topk_weights : [T, k], float32, contiguous; None weighs all with 1.
-    group : the ranks that share the experts; None is the default group. A group's name is accepted too.
+    group : the ranks that share the experts; None is the default group. A group's name is accepted
+        too.
     out : where to put the result, [T, H], contiguous; not with gradients.
 
     Returns
     -------
-    z [T, H]. Products are rounded to y's dtype; a rank adds a token's in fp32 in order of j and rounds; the token's rank adds
-    those in fp32 in rank order, its own unrounded, and rounds once. A token with no expert gets 0.
+    z [T, H]. Products are rounded to y's dtype; a rank adds a token's in fp32 in order of j and
+    rounds; the token's rank adds those in fp32 in rank order, its own unrounded, and rounds once. A
+    token with no expert gets 0.
 
-    Gradients: of y, experts and topk_weights, as if all ranks' tokens went into one loss. All ranks run the backward or none
-    does; those of topk_weights travel, so they require one on every rank or on none.
+    Gradients: of y, experts and topk_weights, as if all ranks' tokens went into one loss. All ranks
+    run the backward or none does; those of topk_weights travel, so they require one on every rank
+    or on none.
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
-    CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
+    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
     check_own(OP, name, _check_call, y, experts, plan, topk_weights, out, name)
@@ -105,13 +111,23 @@ def _check_call(
     _check_experts(experts)
     check_plan(plan, experts, name)
     if out is not None:
-        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (y, experts, weights, out))
-        require(not tracked, "out= with tensors that require gradients", "one of them", "call under torch.no_grad()")
+        tracked = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (y, experts, weights, out)
+        )
+        require(
+            not tracked,
+            "out= with tensors that require gradients",
+            "one of them",
+            "call under torch.no_grad()",
+        )
 
 
 def _check_experts(experts: torch.Tensor) -> None:
     require(
-        experts.dim() == 3, lambda: f"experts {tuple(experts.shape)}", "[E_local, H, I]", "stack the experts' Linear weights"
+        experts.dim() == 3,
+        lambda: f"experts {tuple(experts.shape)}",
+        "[E_local, H, I]",
+        "stack the experts' Linear weights",
     )
 
 
@@ -125,35 +141,80 @@ def check_inputs(
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
     shapes = f"y {tuple(y.shape)}, experts {tuple(experts.shape)}"
     fits = y.dim() == 2 and experts.dim() == 3 and y.shape[1] == experts.shape[2]
-    require(fits, shapes, "y [bound, I], experts [E_local, H, I]", "stack the experts' Linear weights")
+    require(
+        fits, shapes, "y [bound, I], experts [E_local, H, I]", "stack the experts' Linear weights"
+    )
     words = plan.words
     sizes = f"a plan of {plan.max_tokens} tokens, k = {plan.topk}, with {plan.table.numel()} words, for {shapes}"
     same = plan.table.numel() == words and plan.table.dtype == torch.int32
     require(same, sizes, "the plan of the dispatch", "pass what dispatch_grouped_matmul returned")
-    require(y.shape[0] == plan.bound, sizes, f"y of {plan.bound} rows", "pass y of the same dispatch as the plan")
+    require(
+        y.shape[0] == plan.bound,
+        sizes,
+        f"y of {plan.bound} rows",
+        "pass y of the same dispatch as the plan",
+    )
     tensors = [t for t in (y, experts, out) if t is not None]
     dtypes = ", ".join(str(t.dtype) for t in tensors)
-    require(all(t.dtype == y.dtype for t in tensors) and y.dtype in DTYPES, dtypes, "one of float16, bfloat16, float32",
-            "convert y and experts")  # fmt: skip
+    require(
+        all(t.dtype == y.dtype for t in tensors) and y.dtype in DTYPES,
+        dtypes,
+        "one of float16, bfloat16, float32",
+        "convert y and experts",
+    )
     devices = [t.device for t in (*tensors, plan.table, weights) if t is not None]
-    require(all(d == y.device for d in devices), ", ".join(map(str, devices)), "one device", "move all to y.device")
-    require(y.stride(1) == 1 or y.shape[1] <= 1, f"y with strides {y.stride()}", "contiguous rows", "pass y.contiguous()")
+    require(
+        all(d == y.device for d in devices),
+        ", ".join(map(str, devices)),
+        "one device",
+        "move all to y.device",
+    )
+    require(
+        y.stride(1) == 1 or y.shape[1] <= 1,
+        f"y with strides {y.stride()}",
+        "contiguous rows",
+        "pass y.contiguous()",
+    )
     either = experts.is_contiguous() or experts.transpose(1, 2).is_contiguous()
-    require(either, f"experts with strides {experts.stride()}", "contiguous, or its transpose", "pass experts.contiguous()")
+    require(
+        either,
+        f"experts with strides {experts.stride()}",
+        "contiguous, or its transpose",
+        "pass experts.contiguous()",
+    )
     kind = None if weights is None else weights.dtype
-    require(kind in (None, torch.float32), f"topk_weights {kind}", "float32", "pass topk_weights.float()")
+    require(
+        kind in (None, torch.float32),
+        f"topk_weights {kind}",
+        "float32",
+        "pass topk_weights.float()",
+    )
     check_tokens(y, experts, plan, weights, out)
 
 
 def check_tokens(
-    y: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan, weights: torch.Tensor | None, out: torch.Tensor | None
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    plan: RoutingPlan,
+    weights: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> None:
-    """What is to be checked on every call: tokens of this rank, of which each batch may have others, and where memory is."""
+    """What is to be checked on every call: tokens of this rank, of which each batch may have
+    others, and where memory is."""
     tokens = plan.tokens
     if not 0 <= tokens <= plan.max_tokens:
-        require(False, f"a plan of {tokens} tokens", f"0 to {plan.max_tokens}", "pass what dispatch_grouped_matmul returned")
-    if weights is not None and not (weights.shape == (tokens, plan.topk) and weights.is_contiguous()):
-        check_shape("topk_weights", weights, (tokens, plan.topk), "one weight for each choice of the plan")
+        require(
+            False,
+            f"a plan of {tokens} tokens",
+            f"0 to {plan.max_tokens}",
+            "pass what dispatch_grouped_matmul returned",
+        )
+    if weights is not None and not (
+        weights.shape == (tokens, plan.topk) and weights.is_contiguous()
+    ):
+        check_shape(
+            "topk_weights", weights, (tokens, plan.topk), "one weight for each choice of the plan"
+        )
     if out is not None:
         refuse_alias((out,), (y, experts, weights))
         check_shape("out", out, (tokens, experts.shape[1]), "allocate out with that shape")
@@ -166,13 +227,26 @@ def plan_call(plan: RoutingPlan, experts: torch.Tensor) -> Plan[CombineConfig]:
 
 
 def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Plan[CombineConfig]:
-    """Check and plan, once for each signature of a fused call. Without T, of which there may be any number."""
+    """Check and plan, once for each signature of a fused call. Without T, of which there may be any
+    number."""
     workspace = REGISTRY.find(group_name, y.device)
     signature = (
-        OP, plan.max_tokens, plan.topk, plan.table.shape, plan.table.dtype, plan.table.device,
-        y.shape, y.stride(), y.dtype, y.device, experts.shape, experts.stride(), experts.dtype, experts.device,
+        OP,
+        plan.max_tokens,
+        plan.topk,
+        plan.table.shape,
+        plan.table.dtype,
+        plan.table.device,
+        y.shape,
+        y.stride(),
+        y.dtype,
+        y.device,
+        experts.shape,
+        experts.stride(),
+        experts.dtype,
+        experts.device,
         *(None if t is None else (t.dtype, t.device) for t in (weights, out)),
-    )  # fmt: skip
+    )
     found = None if workspace is None else workspace.accepted.get(signature)
     if found is not None and not debugging():
         check_tokens(y, experts, plan, weights, out)
@@ -180,7 +254,9 @@ def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Pla
     if debugging():
         sizes = [*experts.shape, plan.max_tokens, plan.topk]
         common = {"sizes": sizes, "dtype": str(y.dtype), "weighted": weights is not None}
-        check_together(OP, group_name, common, partial(check_inputs, y, experts, plan, weights, out))
+        check_together(
+            OP, group_name, common, partial(check_inputs, y, experts, plan, weights, out)
+        )
     else:
         check_inputs(y, experts, plan, weights, out)
     chosen = plan_call(plan, experts)
@@ -214,15 +290,41 @@ def _fake(y, experts, table, weights, tokens, max_tokens, topk, group_name):
 
 
 def _backward_implementation(
-    grad, y, experts, table, weights, tokens, max_tokens, topk, group_name, need_y, need_experts, need_weights
+    grad,
+    y,
+    experts,
+    table,
+    weights,
+    tokens,
+    max_tokens,
+    topk,
+    group_name,
+    need_y,
+    need_experts,
+    need_weights,
 ):
     plan = routing_plan(table, experts, tokens, max_tokens, topk, group_name)
     if debugging():
         agree(group_of(group_name), {"op": f"gradient of {OP}", "of topk_weights": need_weights})
-    return combine_gradients(grad.contiguous(), y, experts, plan, weights, group_name, need_y, need_experts, need_weights)
+    return combine_gradients(
+        grad.contiguous(), y, experts, plan, weights, group_name, need_y, need_experts, need_weights
+    )
 
 
-def _backward_fake(grad, y, experts, table, weights, tokens, max_tokens, topk, group_name, need_y, need_experts, need_weights):
+def _backward_fake(
+    grad,
+    y,
+    experts,
+    table,
+    weights,
+    tokens,
+    max_tokens,
+    topk,
+    group_name,
+    need_y,
+    need_experts,
+    need_weights,
+):
     return (
         torch.empty_like(y) if need_y else grad.new_empty(0),
         experts.new_empty(experts.shape) if need_experts else grad.new_empty(0),
@@ -237,16 +339,26 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad):
     y, experts, table, weights = ctx.saved_tensors
-    needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], weights is not None and ctx.needs_input_grad[3])
-    found = torch.ops.tileweave.grouped_matmul_combine_backward(grad, y, experts, table, weights, *ctx.sizes, *needs)
+    needs = (
+        ctx.needs_input_grad[0],
+        ctx.needs_input_grad[1],
+        weights is not None and ctx.needs_input_grad[3],
+    )
+    found = torch.ops.tileweave.grouped_matmul_combine_backward(
+        grad, y, experts, table, weights, *ctx.sizes, *needs
+    )
     gy, ge, gw = (g if needed else None for g, needed in zip(found, needs, strict=True))
     return gy, ge, None, gw, None, None, None, None
 
 
-_ARGUMENTS = (
-    "Tensor y, Tensor experts, Tensor table, Tensor? weights, SymInt tokens, SymInt max_tokens, int topk, str group_name"
+_ARGUMENTS = "Tensor y, Tensor experts, Tensor table, Tensor? weights, SymInt tokens, SymInt max_tokens, int topk, str group_name"
+define(
+    f"grouped_matmul_combine({_ARGUMENTS}) -> Tensor",
+    _implementation,
+    _fake,
+    _backward,
+    _setup_context,
 )
-define(f"grouped_matmul_combine({_ARGUMENTS}) -> Tensor", _implementation, _fake, _backward, _setup_context)
 define(f"grouped_matmul_combine.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out)
 define(
     f"grouped_matmul_combine_backward(Tensor grad, {_ARGUMENTS}, bool need_y, bool need_experts, bool need_weights)"
@@ -272,7 +384,8 @@ def warmup(
     *,
     group: dist.ProcessGroup | str | None = None,
 ) -> Plan[CombineConfig]:
-    """Collective: one call with the largest shapes, so that a capture may follow; arguments as the call's."""
+    """Collective: one call with the largest shapes, so that a capture may follow; arguments as the
+    call's."""
     with torch.no_grad():
         grouped_matmul_combine(y, experts, plan, topk_weights, group=group)
     return explain(y, experts, plan)

@@ -1,4 +1,5 @@
-"""The fused call of grouped_matmul_combine: instance, memory, launch. The operator's file checks the arguments and plans."""
+"""The fused call of grouped_matmul_combine: instance, memory, launch. The operator's file checks
+the arguments and plans."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def run_fused(
     group_name: str,
     config: CombineConfig,
 ) -> None:
-    """The fused call itself. y [bound, I], experts [E_local, H, I], weights [T, k] fp32; out [T, H]."""
+    """The fused call itself. y [bound, I], experts [E_local, H, I], weights [T, k] fp32; out [T,
+    H]."""
     from tileweave.kernels.experts import combine_triton as kernel
 
     workspace = REGISTRY.find(group_name, y.device) or workspace_of(group_name, y.device)
@@ -34,7 +36,8 @@ def run_fused(
     instance.reserve(slot_bytes(shape), kernel.COUNTERS)
     called = (OP, y.dtype, weights is None)
     products = torch.empty(y.shape[0], shape.cols, dtype=y.dtype, device=y.device)
-    instance.begin(hash((*map(number_of, called), *experts.shape, plan.max_tokens, plan.topk)))  # the same in every process
+    # the same in every process
+    instance.begin(hash((*map(number_of, called), *experts.shape, plan.max_tokens, plan.topk)))
     peers = endpoint(instance, y.dtype)
     tensors = (y, experts, plan.offsets, plan.entry_row, plan.topk_ids, weights, products, out)
     try:
@@ -47,7 +50,8 @@ def run_fused(
 
 
 def _fits(y: torch.Tensor, experts: torch.Tensor, out: torch.Tensor, config: CombineConfig) -> bool:
-    """Whether TMA can reach the operands; if not, the Triton kernel runs, which speaks the same protocol."""
+    """Whether TMA can reach the operands; if not, the Triton kernel runs, which speaks the same
+    protocol."""
     from tileweave.kernels.runtime.descriptors import fits
 
     along_depth = experts.stride(2) == 1
@@ -57,7 +61,11 @@ def _fits(y: torch.Tensor, experts: torch.Tensor, out: torch.Tensor, config: Com
 
 
 def _launcher(
-    instance: Instance, y: torch.Tensor, experts: torch.Tensor, shape: GroupedProblem, config: CombineConfig
+    instance: Instance,
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    shape: GroupedProblem,
+    config: CombineConfig,
 ) -> Callable[..., None]:
     """The Hopper kernel's launches of one shape, made once."""
     from tileweave.kernels.experts.combine_hopper import Launcher
@@ -68,8 +76,15 @@ def _launcher(
     if found is None:
         transport = instance.transport
         found = Launcher(
-            endpoint(instance, y.dtype), shape, config, transport.rank, transport.machine.num_sms, y.dtype, depth_first,
-            y.shape[0], y.stride(0),
-        )  # fmt: skip
+            endpoint(instance, y.dtype),
+            shape,
+            config,
+            transport.rank,
+            transport.machine.num_sms,
+            y.dtype,
+            depth_first,
+            y.shape[0],
+            y.stride(0),
+        )
         instance.keep(key, found)
     return found  # type: ignore[return-value]

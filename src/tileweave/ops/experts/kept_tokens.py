@@ -1,7 +1,8 @@
-"""Tokens that a dispatch brings to their experts' rank, kept for backward, and the token of each row, made of them.
+"""Tokens that a dispatch brings to their experts' rank, kept for backward, and the token of each
+row, made of them.
 
-Kept tokens are [(R-1) * max_tokens, K]: those of rank-1, rank-2, ... mod R, whatever path brought them. A compiler's graph may
-outlive its process, and does not say which path that one took.
+Kept tokens are [(R-1) * max_tokens, K]: those of rank-1, rank-2, ... mod R, whatever path brought
+them. A compiler's graph may outlive its process, and does not say which path that one took.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ def receive(x: torch.Tensor, plan: RoutingPlan, group: dist.ProcessGroup) -> tor
     """x [T, K] of own tokens -> the tokens of all others, by a library's all-gather."""
     if plan.world_size == 1:
         return new_kept(x, plan, True)
-    everyone = collectives.all_gather(_padded(x, plan), group).view(plan.world_size, plan.max_tokens, x.shape[1])
+    everyone = collectives.all_gather(_padded(x, plan), group).view(
+        plan.world_size, plan.max_tokens, x.shape[1]
+    )
     return torch.cat([everyone[plan.rank - step] for step in range(1, plan.world_size)])
 
 
 def rows_of(x: torch.Tensor, kept: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    """[bound, K]: the token of each row, from x [T, K] and ``kept``; undefined past the last. In plain torch; see
-    ``kernels/experts/rows.py`` for the kernel."""
+    """[bound, K]: the token of each row, from x [T, K] and ``kept``; undefined past the last. In
+    plain torch; see ``kernels/experts/rows.py`` for the kernel."""
     most = max(plan.max_tokens, 1)
     token = plan.row_entry.long().clamp(0, max(plan.entries - 1, 0)) // plan.topk
     step = (plan.rank - token // most) % plan.world_size

@@ -16,17 +16,21 @@ def swiglu(y: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
 
     Parameters
     ----------
-    y : [bound, 2 I], contiguous, rows [gate, up] as ``dispatch_grouped_matmul`` gives them. plan : theirs.
+    y : [bound, 2 I], contiguous, rows [gate, up] as ``dispatch_grouped_matmul`` gives them. plan :
+        theirs.
 
     Returns
     -------
-    [bound, I], computed in fp32 and rounded once. Rows from ``plan.offsets[-1]`` on are not read, and undefined,
-    and so are those rows of y's gradient: what sums over rows must leave them out (see :func:`dispatch_grouped_matmul`).
+    [bound, I], computed in fp32 and rounded once. Rows from ``plan.offsets[-1]`` on are not read,
+    and undefined, and so are those rows of y's gradient: what sums over rows must leave them out
+    (see :func:`dispatch_grouped_matmul`).
     """
     fits = y.dim() == 2 and y.shape[0] == plan.bound and y.device == plan.table.device
     require(
         fits,
-        lambda: f"y {tuple(y.shape)} on {y.device} with a plan of {plan.bound} rows on {plan.table.device}",
+        lambda: (
+            f"y {tuple(y.shape)} on {y.device} with a plan of {plan.bound} rows on {plan.table.device}"
+        ),
         "[bound, 2 I] beside the plan",
         "pass what dispatch_grouped_matmul returned, both of one call",
     )
@@ -39,8 +43,19 @@ def _runs_compiled(y: torch.Tensor) -> bool:
 
 def _forward(y: torch.Tensor, offsets: torch.Tensor, experts: int) -> torch.Tensor:
     asked = f"y {tuple(y.shape)} {y.dtype} with strides {y.stride()}"
-    fits = y.dim() == 2 and y.shape[1] % 2 == 0 and y.shape[1] > 0 and y.is_contiguous() and y.dtype in DTYPES
-    require(fits, asked, "[bound, 2 I], contiguous, float16, bfloat16, float32", "pass what dispatch_grouped_matmul returned")
+    fits = (
+        y.dim() == 2
+        and y.shape[1] % 2 == 0
+        and y.shape[1] > 0
+        and y.is_contiguous()
+        and y.dtype in DTYPES
+    )
+    require(
+        fits,
+        asked,
+        "[bound, 2 I], contiguous, float16, bfloat16, float32",
+        "pass what dispatch_grouped_matmul returned",
+    )
     if not _runs_compiled(y):
         return reference.swiglu(y)
     from tileweave.kernels.experts import rows as expert_rows
@@ -64,7 +79,9 @@ def _backward(ctx, grad):
     return torch.ops.tileweave.swiglu_backward(grad, y, offsets, ctx.experts), None, None
 
 
-def _backward_implementation(grad: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, experts: int) -> torch.Tensor:
+def _backward_implementation(
+    grad: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, experts: int
+) -> torch.Tensor:
     grad = grad.contiguous()
     if not _runs_compiled(y):
         return reference.swiglu_gradient(grad, y)
@@ -79,7 +96,15 @@ def _backward_fake(grad, y, offsets, experts):
     return torch.empty_like(y)
 
 
-define("swiglu(Tensor y, Tensor offsets, int experts) -> Tensor", _forward, _fake, _backward, _setup_context)
 define(
-    "swiglu_backward(Tensor grad, Tensor y, Tensor offsets, int experts) -> Tensor", _backward_implementation, _backward_fake
+    "swiglu(Tensor y, Tensor offsets, int experts) -> Tensor",
+    _forward,
+    _fake,
+    _backward,
+    _setup_context,
+)
+define(
+    "swiglu_backward(Tensor grad, Tensor y, Tensor offsets, int experts) -> Tensor",
+    _backward_implementation,
+    _backward_fake,
 )

@@ -8,14 +8,17 @@ y          [M, n]      gather(x) @ w.T + bias
 gathered   [M, K]      gather(x), in memory of its own
 =========  ==========  ====================================================
 
-forward : one fused kernel (``kernels/all_gather/triton.py``), or all-gather then matmul where that is faster.
+forward : one fused kernel (``kernels/all_gather/triton.py``), or all-gather then matmul where that
+    is faster.
 dgrad   : gx = reduce_scatter(gy @ w), which is ``matmul_reduce_scatter``, the dual operator.
 wgrad   : gw = gy.T @ gather(x). x is gathered again, so that nothing but the shard is kept; with
-          ``return_gathered=True`` the gathered input is kept, R times the memory of x, and nothing is sent again.
-          Where dgrad is not fused both collectives hide: x is gathered beside dgrad, gx is scattered beside wgrad.
+          ``return_gathered=True`` the gathered input is kept, R times the memory of x, and nothing
+          is sent again. Where dgrad is not fused both collectives hide: x is gathered beside dgrad,
+          gx is scattered beside wgrad.
 dbias   : gy summed over rows.
 
-Source of the idea: FLUX, arXiv 2406.06858; the dual pair as in Megatron-LM sequence parallelism, arXiv 2205.05198.
+Source of the idea: FLUX, arXiv 2406.06858; the dual pair as in Megatron-LM sequence parallelism,
+arXiv 2205.05198.
 """
 
 from __future__ import annotations
@@ -60,20 +63,24 @@ def all_gather_matmul(
     Parameters
     ----------
     x : [m, K] or [m, ..., K], contiguous; the same shape on every rank. Gathered along dimension 0.
-    w : [n, K], rows or columns contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
+    w : [n, K], rows or columns contiguous, in ``torch.nn.Linear`` layout; the same shape on every
+        rank.
     bias : [n], or None.
     group : the ranks that share x; None is the default group. A group's name is accepted too.
-    return_gathered : also return gather(x) [R * m, ..., K]; backward then keeps it and sends nothing again.
-    out : where to put the result, [R * m, ..., n], contiguous; not with gradients, not with ``return_gathered``.
+    return_gathered : also return gather(x) [R * m, ..., K]; backward then keeps it and sends
+        nothing again.
+    out : where to put the result, [R * m, ..., n], contiguous; not with gradients, not with
+        ``return_gathered``.
 
     Returns
     -------
-    y [R * m, ..., n], or ``(y, gathered)``. bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the CPU; sums in fp32.
+    y [R * m, ..., n], or ``(y, gathered)``. bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the
+    CPU; sums in fp32.
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
-    CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
+    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
     rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name, return_gathered)
@@ -85,7 +92,10 @@ def all_gather_matmul(
         each = rows.shape[0] // max(x.shape[0], 1)  # rows of one of dimension 0
         first = y.shape[0] // each if each else place_in(name)[1] * x.shape[0]
         lead = (first, *x.shape[1:-1])
-        y, gathered = y.view(*lead, y.shape[-1]), gathered.view(*lead, x.shape[-1]) if return_gathered else gathered
+        y, gathered = (
+            y.view(*lead, y.shape[-1]),
+            gathered.view(*lead, x.shape[-1]) if return_gathered else gathered,
+        )
     return (y, gathered) if return_gathered else y
 
 
@@ -104,7 +114,9 @@ def _as_called(
     return rows, flat
 
 
-def check_inputs(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, size: int) -> None:
+def check_inputs(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, size: int
+) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
     check_operands(x, w, bias, out)
     check_shape("out", out, (size * x.shape[0], w.shape[0]), "allocate out with that shape")
@@ -116,13 +128,24 @@ def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
 
 
 def _forward(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, out: torch.Tensor | None, keep: bool
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    out: torch.Tensor | None,
+    keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     chosen = accept(
-        OP, group_name, x, w, (bias,), (out,), "gathered" if keep else "",
+        OP,
+        group_name,
+        x,
+        w,
+        (bias,),
+        (out,),
+        "gathered" if keep else "",
         lambda size: check_inputs(x, w, bias, out, size),
         lambda size: plan(x, w, size),
-    )  # fmt: skip
+    )
     if chosen.config is None:
         return _unfused(x, w, bias, group_name, out, keep, chosen)
     rows = chosen.world_size * x.shape[0]
@@ -158,26 +181,40 @@ def _fake(x, w, bias, group_name, return_gathered=False):
     size = dist.get_world_size(group_of(group_name))
     check_traced(lambda: check_inputs(x, w, bias, None, size))
     rows = size * x.shape[0]
-    return x.new_empty(rows, w.shape[0]), x.new_empty(rows, x.shape[1]) if return_gathered else x.new_empty(0)
+    return x.new_empty(rows, w.shape[0]), x.new_empty(
+        rows, x.shape[1]
+    ) if return_gathered else x.new_empty(0)
 
 
 def _fake_out(x, w, bias, group_name, *, out):
     check_traced(lambda: check_inputs(x, w, bias, out, dist.get_world_size(group_of(group_name))))
 
 
-def _backward_implementation(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, need_bias):
+def _backward_implementation(
+    grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, need_bias
+):
     """Gradients of x, w, bias (empty where not needed)."""
     grad = grad.contiguous()
     gathers = need_w and gathered is None
-    fused = need_x and grad_gathered is None and scatters_fused(grad, w, group_name) and not (gathers and too_large(x))
+    fused = (
+        need_x
+        and grad_gathered is None
+        and scatters_fused(grad, w, group_name)
+        and not (gathers and too_large(x))
+    )
     products = _products_fused if fused else _products_overlapped
     gx, gw = products(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w)
     empty = grad.new_empty(0)
-    return empty if gx is None else gx, empty if gw is None else gw, grad.sum(0) if need_bias else empty
+    return (
+        empty if gx is None else gx,
+        empty if gw is None else gw,
+        grad.sum(0) if need_bias else empty,
+    )
 
 
 def _products_fused(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w):
-    """dgrad in one kernel, x gathered by copy engines beside it: no other kernel may run beside one that waits for peers."""
+    """dgrad in one kernel, x gathered by copy engines beside it: no other kernel may run beside one
+    that waits for peers."""
     gathering = begin_gather_of_backward(x, group_name) if need_w and gathered is None else None
     try:
         gx = multiply_and_scatter(grad, w, group_name)
@@ -188,7 +225,8 @@ def _products_fused(grad, grad_gathered, x, w, gathered, group_name, need_x, nee
 
 
 def _products_overlapped(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w):
-    """torch's matmuls, each beside a collective: x is gathered during dgrad, gx is scattered during wgrad."""
+    """torch's matmuls, each beside a collective: x is gathered during dgrad, gx is scattered during
+    wgrad."""
     group = group_of(group_name)
     gathering = scattering = gx = gw = None
     if need_w and gathered is None:
@@ -217,7 +255,8 @@ def _backward_fake(grad, grad_gathered, x, w, gathered, group_name, need_x, need
 
 def _setup_context(ctx, inputs, output) -> None:
     x, w, bias, ctx.group_name, ctx.keep = inputs
-    ctx.set_materialize_grads(False)  # a gathered input that the loss does not use must not cost a reduce-scatter
+    # a gathered input that the loss does not use must not cost a reduce-scatter
+    ctx.set_materialize_grads(False)
     ctx.has_bias = bias is not None
     ctx.save_for_backward(x, w, *((output[1],) if ctx.keep else ()))
 
@@ -230,10 +269,23 @@ def _backward(ctx, grad, grad_gathered):
             return None, None, None, None, None
         grad = grad_gathered.new_zeros(grad_gathered.shape[0], w.shape[0])
     gx, gw, gb = torch.ops.tileweave.all_gather_matmul_backward(
-        grad, grad_gathered if ctx.keep else None, x, w, kept[0] if kept else None, ctx.group_name,
-        needs[0], needs[1], ctx.has_bias and needs[2],
-    )  # fmt: skip
-    return gx if needs[0] else None, gw if needs[1] else None, gb if ctx.has_bias and needs[2] else None, None, None
+        grad,
+        grad_gathered if ctx.keep else None,
+        x,
+        w,
+        kept[0] if kept else None,
+        ctx.group_name,
+        needs[0],
+        needs[1],
+        ctx.has_bias and needs[2],
+    )
+    return (
+        gx if needs[0] else None,
+        gw if needs[1] else None,
+        gb if ctx.has_bias and needs[2] else None,
+        None,
+        None,
+    )
 
 
 define(

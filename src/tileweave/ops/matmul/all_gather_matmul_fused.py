@@ -1,6 +1,8 @@
-"""The fused call of all_gather_matmul: instance, slot, pushes, launch. What a shape needs is made once and kept.
+"""The fused call of all_gather_matmul: instance, slot, pushes, launch. What a shape needs is made
+once and kept.
 
-``all_gather_matmul.py`` checks the arguments and plans; tests, the tuner and the tracer call :func:`run_fused` themselves.
+``all_gather_matmul.py`` checks the arguments and plans; tests, the tuner and the tracer call
+:func:`run_fused` themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ import torch
 from tileweave.errors import require
 from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.ops.core.registry import copy_slot, endpoint, push_beside, workspace_of
-from tileweave.planning.matmul import MatmulConfig, Plan, Problem, exchange_schedule_for, schedule_for
+from tileweave.planning.matmul import (
+    MatmulConfig,
+    Plan,
+    Problem,
+    exchange_schedule_for,
+    schedule_for,
+)
 from tileweave.planning.schedules.gather import Parts, TileSchedule, push_order, slot_place
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.interface import EPOCH, Copies, Copy, Transport
@@ -79,7 +87,8 @@ class _FusedCall:
     launchers: dict[tuple[object, ...], Callable[..., None]]
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
-        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
+        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same
+        protocol."""
         address = (x.data_ptr() | w.data_ptr()) & 15
         key = (address == 0, w.stride())
         found = self.launchers.get(key)
@@ -93,18 +102,25 @@ class _FusedCall:
             from tileweave.kernels.runtime.descriptors import fits
 
             if fits(x, w):
-                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, w.stride(), self.parts)
+                return HopperLauncher(
+                    self.endpoint, self.schedule, self.config, x.dtype, w.stride(), self.parts
+                )
         from tileweave.kernels.all_gather.triton import Launcher
 
         return Launcher(self.endpoint, self.schedule, self.config, self.parts)
 
 
 def _fused_call(
-    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig, how: Exchange | None
+    workspace: Workspace,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    config: MatmulConfig,
+    how: Exchange | None,
 ) -> _FusedCall:
     transport = workspace.transport
     instance = workspace.instance(OP if how is None else EXCHANGED, config.transport)
-    key = (x.shape, w.shape[0], x.dtype, how, id(config))  # the call keeps the config, so the id stays its own
+    # the call keeps the config, so the id stays its own
+    key = (x.shape, w.shape[0], x.dtype, how, id(config))
     call = instance.cache.get(key)
     if call is None:
         schedule, parts = _cut(x, w, config, how, transport)
@@ -114,30 +130,49 @@ def _fused_call(
             "shards at least as tall as a tile",
             'transport "sm"',
         )
-        slot_rows = schedule.rows * (parts.world_size - 1) if parts.side_by_side else schedule.slot_rows
-        instance.reserve(slot_rows * parts.depth * x.element_size(), schedule.num_segments * schedule.num_programs + 1)
+        slot_rows = (
+            schedule.rows * (parts.world_size - 1) if parts.side_by_side else schedule.slot_rows
+        )
+        instance.reserve(
+            slot_rows * parts.depth * x.element_size(),
+            schedule.num_segments * schedule.num_programs + 1,
+        )
         copies = ()
         if config.transport == "copy_engine":
             gate = instance.counters.data_ptr() + 4 * schedule.num_segments * schedule.num_programs
-            copies = tuple(_copies(instance, gate, schedule.rows, parts, x.element_size(), slot) for slot in (0, 1))
-        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, parts, config, copies, {})
+            copies = tuple(
+                _copies(instance, gate, schedule.rows, parts, x.element_size(), slot)
+                for slot in (0, 1)
+            )
+        call = _FusedCall(
+            instance, endpoint(instance, x.dtype), schedule, parts, config, copies, {}
+        )
         instance.keep(key, call)
     return call  # type: ignore[return-value]
 
 
 def _cut(
-    x: torch.Tensor, w: torch.Tensor, config: MatmulConfig, how: Exchange | None, transport: Transport
+    x: torch.Tensor,
+    w: torch.Tensor,
+    config: MatmulConfig,
+    how: Exchange | None,
+    transport: Transport,
 ) -> tuple[TileSchedule, Parts]:
     """Which tiles there are, and where the parts of x stand."""
     rank, size, itemsize = transport.rank, transport.world_size, x.element_size()
     problem = Problem(size, x.shape[0], w.shape[0], x.shape[1], itemsize, "")
     if how is None:
-        return schedule_for(problem, config, rank, transport.machine), Parts(rank, size, x.shape[1], x.shape[1])
+        return schedule_for(problem, config, rank, transport.machine), Parts(
+            rank, size, x.shape[1], x.shape[1]
+        )
     return exchange_schedule_for(problem, config, how, rank, transport.machine)
 
 
-def _copies(instance: Instance, gate: int, rows: int, parts: Parts, itemsize: int, slot: int) -> Copies:
-    """The chunks of the own shard, or of their parts, to all peers in turn, a signal behind each; one to ourselves at last.
+def _copies(
+    instance: Instance, gate: int, rows: int, parts: Parts, itemsize: int, slot: int
+) -> Copies:
+    """The chunks of the own shard, or of their parts, to all peers in turn, a signal behind each;
+    one to ourselves at last.
 
     ``gate``: the counter that holds them back until all ranks are in this call.
     """
@@ -148,13 +183,29 @@ def _copies(instance: Instance, gate: int, rows: int, parts: Parts, itemsize: in
     for chunk, peer in product(range(parts.chunks), push_order(rank, size)):
         place = slot_place(peer, rank, size, spans_shards=False)
         begin, end = chunk * parts.chunk_rows, min((chunk + 1) * parts.chunk_rows, rows)
-        target = instance.slot_addresses[peer] + slot * instance.slot_bytes + (place * rows + begin) * width
+        target = (
+            instance.slot_addresses[peer]
+            + slot * instance.slot_bytes
+            + (place * rows + begin) * width
+        )
         start = peer * parts.step * itemsize + begin * pitch
         if pitch == width:
             copies.append(Copy(target, 0, (end - begin) * width, start))
         else:
-            copies.append(Copy(target, 0, width, start, rows=end - begin, target_pitch=width, source_pitch=pitch))
-        copies.append(Copy(instance.signal_addresses[peer] + 4 * (rank * MAX_SLICES + chunk), epoch, 4))
+            copies.append(
+                Copy(
+                    target,
+                    0,
+                    width,
+                    start,
+                    rows=end - begin,
+                    target_pitch=width,
+                    source_pitch=pitch,
+                )
+            )
+        copies.append(
+            Copy(instance.signal_addresses[peer] + 4 * (rank * MAX_SLICES + chunk), epoch, 4)
+        )
     copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))
     copies[0] = replace(copies[0], counter=gate, count=1)
     return Copies(copies)

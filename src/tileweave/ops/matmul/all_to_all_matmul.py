@@ -1,4 +1,5 @@
-"""all_to_all_matmul: cut x into one part for each rank, exchange the parts, and multiply what this rank got.
+"""all_to_all_matmul: cut x into one part for each rank, exchange the parts, and multiply what this
+rank got.
 
 =========  ==========================  =======================================================================
 x          [M, K]                      of this rank; [M, ..., K] also works
@@ -8,10 +9,12 @@ bias       [N]                         optional
 y          [rows of x', N]             x' @ w.T + bias
 =========  ==========================  =======================================================================
 
-``scatter_dim=0, gather_dim=1`` is the output projection of Ulysses-style sequence parallelism: x has all tokens and this
-rank's heads, [M, K]; y has this rank's tokens, from all heads, [M / R, N], and w is [N, R * K].
+``scatter_dim=0, gather_dim=1`` is the output projection of Ulysses-style sequence parallelism: x
+has all tokens and this rank's heads, [M, K]; y has this rank's tokens, from all heads, [M / R, N],
+and w is [N, R * K].
 
-forward : one fused kernel (``kernels/all_to_all/gather_triton.py``), or all-to-all, a permutation and matmul where that is faster.
+forward : one fused kernel (``kernels/all_to_all/gather_triton.py``), or all-to-all, a permutation
+    and matmul where that is faster.
 dgrad   : gx = exchange back(gy @ w), which is ``matmul_all_to_all``, the dual operator, dimensions swapped.
 wgrad   : gw = gy.T @ x'. x' is kept in place of x: it is as large, so nothing is sent again and no memory is lost.
 dbias   : gy summed over rows.
@@ -57,33 +60,41 @@ def all_to_all_matmul(
     group: dist.ProcessGroup | str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Exchange parts of x, and multiply what arrives: part p of x along ``scatter_dim`` goes to rank p.
+    """Exchange parts of x, and multiply what arrives: part p of x along ``scatter_dim`` goes to
+    rank p.
 
     Parameters
     ----------
     x : [M, K] or [M, ..., K], contiguous; the same shape on every rank.
-    w : [N, K'], rows or columns contiguous, in ``torch.nn.Linear`` layout, K' the columns of the exchanged x; the same
-        shape everywhere.
+    w : [N, K'], rows or columns contiguous, in ``torch.nn.Linear`` layout, K' the columns of the
+        exchanged x; the same shape everywhere.
     bias : [N], or None.
-    scatter_dim : 0 cuts the rows of x (M must be a multiple of the group's size R), 1 its columns (K must).
-    gather_dim : 0 puts the R parts that arrive below each other, 1 side by side (along K'); in rank order.
+    scatter_dim : 0 cuts the rows of x (M must be a multiple of the group's size R), 1 its columns
+        (K must).
+    gather_dim : 0 puts the R parts that arrive below each other, 1 side by side (along K'); in rank
+        order.
     group : the ranks that exchange; None is the default group. A group's name is accepted too.
     out : where to put the result, contiguous; not with gradients.
 
     Returns
     -------
-    y [M', ..., N], M' the rows of the exchanged x: M / R for (0, 1), R * M for (1, 0), M for (0, 0) and (1, 1). bf16 and fp16
-    on CUDA (fp32 unfused), also fp32 on the CPU; sums are fp32, rounded once. Rows are x's dimension 0 with all below it.
+    y [M', ..., N], M' the rows of the exchanged x: M / R for (0, 1), R * M for (1, 0), M for (0, 0)
+    and (1, 1). bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the CPU; sums are fp32, rounded
+    once. Rows are x's dimension 0 with all below it.
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
-    CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
+    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
-    how, rows, flat = check_own(OP, name, _as_called, x, w, bias, scatter_dim, gather_dim, out, name)
+    how, rows, flat = check_own(
+        OP, name, _as_called, x, w, bias, scatter_dim, gather_dim, out, name
+    )
     if out is not None:
-        torch.ops.tileweave.all_to_all_matmul.out(rows, w, bias, scatter_dim, gather_dim, name, out=flat)
+        torch.ops.tileweave.all_to_all_matmul.out(
+            rows, w, bias, scatter_dim, gather_dim, name, out=flat
+        )
         return out
     keep = torch.is_grad_enabled() and w.requires_grad
     y, _ = torch.ops.tileweave.all_to_all_matmul(rows, w, bias, scatter_dim, gather_dim, name, keep)
@@ -110,14 +121,21 @@ def _as_called(
 
 
 def check_inputs(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, out: torch.Tensor | None, size: int
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    how: Exchange,
+    out: torch.Tensor | None,
+    size: int,
 ) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
 
     def shapes() -> str:
         return f"x {tuple(x.shape)}, w {tuple(w.shape)} over {size} ranks"
 
-    require(x.dim() == 2 and w.dim() == 2, shapes, "x [M, K] and w [N, K']", "reshape to two dimensions")
+    require(
+        x.dim() == 2 and w.dim() == 2, shapes, "x [M, K] and w [N, K']", "reshape to two dimensions"
+    )
     check_divides(how, x.shape[0], x.shape[1], size, "x")
     rows, depth = how.result(x.shape[0], x.shape[1], size)
     if w.shape[1] != depth:  # a text about sizes fixes them where torch traces
@@ -143,13 +161,21 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     options = (how.scatter_dim, how.gather_dim, keep)
     chosen = accept(
-        OP, group_name, x, w, (bias,), (out,), options,
+        OP,
+        group_name,
+        x,
+        w,
+        (bias,),
+        (out,),
+        options,
         lambda size: check_inputs(x, w, bias, how, out, size),
         lambda size: plan(x, w, how, size),
-    )  # fmt: skip
+    )
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
-        y, exchanged = reference.all_to_all_matmul(x, w, bias, group_of(group_name), how.scatter_dim, how.gather_dim, out)
+        y, exchanged = reference.all_to_all_matmul(
+            x, w, bias, group_of(group_name), how.scatter_dim, how.gather_dim, out
+        )
         exchanged = exchanged.clone() if exchanged is x else exchanged
         return y, exchanged if keep else x.new_empty(0)
     rows, depth = how.result(x.shape[0], x.shape[1], chosen.world_size)
@@ -179,7 +205,9 @@ def _fake_out(x, w, bias, scatter_dim, gather_dim, group_name, *, out):
     check_traced(lambda: check_inputs(x, w, bias, how, out, size))
 
 
-def _backward_implementation(grad, exchanged, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias):
+def _backward_implementation(
+    grad, exchanged, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias
+):
     """Gradients of x, w, bias (empty where not needed)."""
     back = Exchange(scatter_dim, gather_dim).reverse
     grad, empty = grad.contiguous(), grad.new_empty(0)
@@ -188,11 +216,15 @@ def _backward_implementation(grad, exchanged, w, scatter_dim, gather_dim, group_
     return gx, gw, grad.sum(0) if need_bias else empty
 
 
-def _backward_fake(grad, exchanged, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias):
+def _backward_fake(
+    grad, exchanged, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias
+):
     size = dist.get_world_size(group_of(group_name))
     back = Exchange(scatter_dim, gather_dim).reverse
     return (
-        grad.new_empty(back.result(grad.shape[0], w.shape[1], size)) if need_x else grad.new_empty(0),
+        grad.new_empty(back.result(grad.shape[0], w.shape[1], size))
+        if need_x
+        else grad.new_empty(0),
         w.new_empty(w.shape) if need_w else grad.new_empty(0),
         grad.new_empty(grad.shape[1]) if need_bias else grad.new_empty(0),
     )
@@ -204,9 +236,11 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     require(
-        keep or not ctx.needs_input_grad[1], "keep=False with a weight that requires a gradient", "keep=True",
+        keep or not ctx.needs_input_grad[1],
+        "keep=False with a weight that requires a gradient",
+        "keep=True",
         "call tileweave.all_to_all_matmul",
-    )  # fmt: skip
+    )
     ctx.save_for_backward(w, output[1] if ctx.needs_input_grad[1] else None)
 
 
@@ -217,16 +251,38 @@ def _backward(ctx, grad, _):
     if grad is None:
         return (None,) * 7
     gx, gw, gb = torch.ops.tileweave.all_to_all_matmul_backward(
-        grad, exchanged, w, ctx.scatter_dim, ctx.gather_dim, ctx.group_name, needs[0], needs[1], need_bias
+        grad,
+        exchanged,
+        w,
+        ctx.scatter_dim,
+        ctx.gather_dim,
+        ctx.group_name,
+        needs[0],
+        needs[1],
+        need_bias,
     )
-    return gx if needs[0] else None, gw if needs[1] else None, gb if need_bias else None, None, None, None, None
+    return (
+        gx if needs[0] else None,
+        gw if needs[1] else None,
+        gb if need_bias else None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 _ARGUMENTS = "Tensor x, Tensor w, Tensor? bias, int scatter_dim, int gather_dim, str group_name"
 define(
-    f"all_to_all_matmul({_ARGUMENTS}, bool keep=False) -> (Tensor, Tensor)", _implementation, _fake, _backward, _setup_context
+    f"all_to_all_matmul({_ARGUMENTS}, bool keep=False) -> (Tensor, Tensor)",
+    _implementation,
+    _fake,
+    _backward,
+    _setup_context,
 )
-define(f"all_to_all_matmul.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out)
+define(
+    f"all_to_all_matmul.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out
+)
 define(
     "all_to_all_matmul_backward(Tensor grad, Tensor? exchanged, Tensor w, int scatter_dim, int gather_dim, str group_name,"
     " bool need_x, bool need_w, bool need_bias) -> (Tensor, Tensor, Tensor)",
@@ -236,5 +292,9 @@ define(
 
 
 publish_exchange(
-    all_to_all_matmul, _as_called, check_inputs, plan, lambda how, rows, depth, size: how.result(rows, depth, size)[1]
+    all_to_all_matmul,
+    _as_called,
+    check_inputs,
+    plan,
+    lambda how, rows, depth, size: how.result(rows, depth, size)[1],
 )

@@ -1,7 +1,8 @@
-"""The products of backward: each operator's input gradient is its dual operator, with the weight the other way round.
+"""The products of backward: each operator's input gradient is its dual operator, with the weight
+the other way round.
 
-Forward and backward contract a weight along different dimensions; kernels read either way (``DEPTH_FIRST``), so nothing is
-copied.
+Forward and backward contract a weight along different dimensions; kernels read either way
+(``DEPTH_FIRST``), so nothing is copied.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ def gather_and_multiply(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """gather(grad) @ w for grad [m, n] and w [n, K], and gather(grad) itself if ``keep``."""
     group = group_of(group_name)
-    if plan_for(plan_all_gather_matmul, grad, grad.shape[0], w.shape[1], dist.get_world_size(group)).config is None:
+    if (
+        plan_for(
+            plan_all_gather_matmul, grad, grad.shape[0], w.shape[1], dist.get_world_size(group)
+        ).config
+        is None
+    ):
         y, gathered = reference.all_gather_matmul(grad, w.t(), None, group)
     else:
         y, gathered = torch.ops.tileweave.all_gather_matmul(grad, w.t(), None, group_name, keep)
@@ -34,13 +40,18 @@ def gather_and_multiply(
 
 
 def scatters_fused(grad: torch.Tensor, w: torch.Tensor, group_name: str) -> bool:
-    """Whether :func:`multiply_and_scatter` is one kernel. While such a kernel runs, nothing else may need a multiprocessor."""
+    """Whether :func:`multiply_and_scatter` is one kernel. While such a kernel runs, nothing else
+    may need a multiprocessor."""
     size = dist.get_world_size(group_of(group_name))
-    return plan_for(plan_matmul_reduce_scatter, grad, grad.shape[0] // size, w.shape[1], size).config is not None
+    return (
+        plan_for(plan_matmul_reduce_scatter, grad, grad.shape[0] // size, w.shape[1], size).config
+        is not None
+    )
 
 
 def multiply_and_scatter(grad: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of grad @ w, for grad [M, n] and w [n, K], by the fused operator."""
+    """This rank's rows of the sum over ranks of grad @ w, for grad [M, n] and w [n, K], by the
+    fused operator."""
     return torch.ops.tileweave.matmul_reduce_scatter(grad, w.t(), None, group_name)
 
 
@@ -50,8 +61,15 @@ def exchange_and_multiply(
     """(exchanged grad) @ w for w [n, K], and the exchanged grad itself if ``keep``."""
     group = group_of(group_name)
     rows, depth = how.part(grad.shape[0], grad.shape[1], dist.get_world_size(group))
-    if plan_for(plan_all_to_all_matmul, grad, rows, w.shape[1], dist.get_world_size(group), depth).config is None:
-        y, exchanged = reference.all_to_all_matmul(grad, w.t(), None, group, how.scatter_dim, how.gather_dim)
+    if (
+        plan_for(
+            plan_all_to_all_matmul, grad, rows, w.shape[1], dist.get_world_size(group), depth
+        ).config
+        is None
+    ):
+        y, exchanged = reference.all_to_all_matmul(
+            grad, w.t(), None, group, how.scatter_dim, how.gather_dim
+        )
     else:
         y, exchanged = torch.ops.tileweave.all_to_all_matmul(
             grad, w.t(), None, how.scatter_dim, how.gather_dim, group_name, keep
@@ -59,10 +77,19 @@ def exchange_and_multiply(
     return y, exchanged if keep else None
 
 
-def multiply_and_exchange(grad: torch.Tensor, w: torch.Tensor, how: Exchange, group_name: str) -> torch.Tensor:
+def multiply_and_exchange(
+    grad: torch.Tensor, w: torch.Tensor, how: Exchange, group_name: str
+) -> torch.Tensor:
     """The exchanged grad @ w, for grad [m, n] and w [n, K]."""
     group = group_of(group_name)
     rows, cols = how.part(grad.shape[0], w.shape[1], dist.get_world_size(group))
-    if plan_for(plan_matmul_all_to_all, grad, rows, cols, dist.get_world_size(group)).config is None:
-        return reference.matmul_all_to_all(grad, w.t(), None, group, how.scatter_dim, how.gather_dim)
-    return torch.ops.tileweave.matmul_all_to_all(grad, w.t(), None, how.scatter_dim, how.gather_dim, group_name)
+    if (
+        plan_for(plan_matmul_all_to_all, grad, rows, cols, dist.get_world_size(group)).config
+        is None
+    ):
+        return reference.matmul_all_to_all(
+            grad, w.t(), None, group, how.scatter_dim, how.gather_dim
+        )
+    return torch.ops.tileweave.matmul_all_to_all(
+        grad, w.t(), None, how.scatter_dim, how.gather_dim, group_name
+    )

@@ -1,8 +1,9 @@
-"""An all-gather by copy engines beside whatever runs meanwhile: in backward x is gathered while the input gradient is made, in
-forward the library multiplies shard after shard.
+"""An all-gather by copy engines beside whatever runs meanwhile: in backward x is gathered while the
+input gradient is made, in forward the library multiplies shard after shard.
 
-NCCL's kernels need multiprocessors, so they may not run beside a kernel that fills the device and waits for peers (decision
-0052); copy engines may. What arrives stays in symmetric memory, where matmuls read it: decisions 0058, 0114.
+NCCL's kernels need multiprocessors, so they may not run beside a kernel that fills the device and
+waits for peers (decision 0052); copy engines may. What arrives stays in symmetric memory, where
+matmuls read it: decisions 0058, 0114.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import torch
 
 from tileweave.errors import CaptureError
 from tileweave.kernels.runtime.endpoint import Endpoint
-from tileweave.ops.core.registry import await_frozen_slot, copy_slot, endpoint, mark_of, workspace_of
+from tileweave.ops.core.registry import (
+    await_frozen_slot,
+    copy_slot,
+    endpoint,
+    mark_of,
+    workspace_of,
+)
 from tileweave.planning.matmul import MOST_ELEMENTS
 from tileweave.planning.schedules.gather import arrival_order, push_order
 from tileweave.transport.interface import EPOCH, Copies, Copy
@@ -50,27 +57,39 @@ class Gathering:
     _capturing: bool
 
     def wait(self) -> torch.Tensor:
-        """gather(x) [R m, K], until the next gather on this device: read it on this stream, and keep no view of it."""
+        """gather(x) [R m, K], until the next gather on this device: read it on this stream, and
+        keep no view of it."""
         from tileweave.kernels.all_gather.await_shards import await_shards
 
         transport = self._instance.transport
         self._end(
             lambda: await_shards(
-                self._call.endpoint, self._x, self._whole, transport.world_size, transport.rank, transport.machine.num_sms
+                self._call.endpoint,
+                self._x,
+                self._whole,
+                transport.world_size,
+                transport.rank,
+                transport.machine.num_sms,
             )
         )
         return self._whole
 
     def shards(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(rank, its shard [m, K]) by order of arrival, own one first: what is queued next finds it there. Then :meth:`end`."""
-        rank, size, rows = self._instance.transport.rank, self._instance.transport.world_size, self._x.shape[0]
+        """(rank, its shard [m, K]) by order of arrival, own one first: what is queued next finds it
+        there. Then :meth:`end`."""
+        rank, size, rows = (
+            self._instance.transport.rank,
+            self._instance.transport.world_size,
+            self._x.shape[0],
+        )
         yield rank, self._x
         for source in arrival_order(rank, size)[1:]:
             self._call.launches.await_shard(source)
             yield source, self._whole[source * rows : (source + 1) * rows]
 
     def end(self, *made: torch.Tensor) -> None:
-        """Behind all that reads :meth:`shards`, in place of :meth:`wait`; what was ``made`` of them is NaN after a time-out."""
+        """Behind all that reads :meth:`shards`, in place of :meth:`wait`; what was ``made`` of them
+        is NaN after a time-out."""
         self._end(lambda: self._call.launches.end_gather(made))
 
     def _end(self, launch: Callable[[], None]) -> None:
@@ -86,14 +105,16 @@ class Gathering:
 
 
 def too_large(x: torch.Tensor) -> bool:
-    """Whether the kernel of a gather, which counts the elements of a shard in 32 bits, cannot take x."""
+    """Whether the kernel of a gather, which counts the elements of a shard in 32 bits, cannot take
+    x."""
     return x.numel() > MOST_ELEMENTS
 
 
 def begin_gather(x: torch.Tensor, group_name: str, mark: int = 0) -> Gathering:
     """Send x [m, K], contiguous, the same shape on every rank and not :func:`too_large`, to all.
 
-    One gather at a time, and each must be waited for, or ended. ``mark``: a checksum of what ranks must agree on, if not of x.
+    One gather at a time, and each must be waited for, or ended. ``mark``: a checksum of what ranks
+    must agree on, if not of x.
 
     Raises
     ------
@@ -133,12 +154,18 @@ def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
     slots, pushes = [], []
     for slot in (0, 1):
         begin = slot * instance.slot_bytes
-        slots.append(instance.slots[begin : begin + size * nbytes].view(x.dtype).view(size * x.shape[0], x.shape[1]))
+        slots.append(
+            instance.slots[begin : begin + size * nbytes]
+            .view(x.dtype)
+            .view(size * x.shape[0], x.shape[1])
+        )
         copies = []
         for peer in push_order(rank, size):
             copies.append(Copy(instance.slot_addresses[peer] + begin + rank * nbytes, 0, nbytes))
             copies.append(Copy(instance.signal_addresses[peer] + 4 * rank * MAX_SLICES, epoch, 4))
-        copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))
+        copies.append(
+            Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4)
+        )
         pushes.append(Copies(copies))
     mark = mark_of({"op": "gather", "shapes": [list(x.shape)], "dtype": str(x.dtype)})
     peers = endpoint(instance, x.dtype)

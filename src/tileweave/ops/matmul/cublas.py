@@ -1,9 +1,10 @@
 """Operators whose matmul is the vendor library's.
 
-One launch of ours for what goes between ranks, before it or behind it: for sizes where data is short of time to travel and
-cuBLAS is faster than a matmul that waits for peers as it goes (decisions 0011 and 0056). Or, of an all-gather, a matmul for
-each shard as copy engines bring it: where our main loop is slower (decision 0114). Tables and planners choose
-(``MatmulConfig.kernel == "library"``, and its transport).
+One launch of ours for what goes between ranks, before it or behind it: for sizes where data is
+short of time to travel and cuBLAS is faster than a matmul that waits for peers as it goes
+(decisions 0011 and 0056). Or, of an all-gather, a matmul for each shard as copy engines bring it:
+where our main loop is slower (decision 0114). Tables and planners choose (``MatmulConfig.kernel ==
+"library"``, and its transport).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def gather_then_multiply(
     config: MatmulConfig,
     mark: int = 0,
 ) -> None:
-    """out [R m, n] = gather(x [m, K]) @ w [n, K].T + bias; ``gathered`` [R m, K] too where it is asked for."""
+    """out [R m, n] = gather(x [m, K]) @ w [n, K].T + bias; ``gathered`` [R m, K] too where it is
+    asked for."""
     size = workspace.transport.world_size
     whole = x.new_empty(size * x.shape[0], x.shape[1]) if gathered is None else gathered
     _exchange(workspace, op, config, x.contiguous(), whole, x.numel(), False, True, mark=mark)
@@ -62,7 +64,9 @@ def multiply_shards(
         gathering.end(out, *(() if gathered is None else (gathered,)))
 
 
-def _multiply(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+def _multiply(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
     if bias is None:
         torch.mm(x, w.t(), out=out)
     else:
@@ -80,7 +84,8 @@ def multiply_then_reduce(
     config: MatmulConfig,
     mark: int = 0,
 ) -> None:
-    """out = sum over ranks of x [M, k] @ w [N, k].T, + bias, + residual: own rows of it, or all where ``out`` has M rows."""
+    """out = sum over ranks of x [M, k] @ w [N, k].T, + bias, + residual: own rows of it, or all
+    where ``out`` has M rows."""
     partial = torch.mm(x, w.t())
     size, everywhere = workspace.transport.world_size, out.shape[0] == x.shape[0]
     shard = cdiv(cdiv(partial.numel(), size), ALIGN) * ALIGN if everywhere else out.numel()
@@ -102,7 +107,10 @@ def multiply_then_exchange(
     parts = reference.product_in_parts(x, w, bias, how, workspace.transport.world_size)
     part = parts[0].numel()
     reference.exchange_parts(
-        parts, how, out, lambda got: _exchange(workspace, op, config, parts, got, part, False, False, mark=mark)
+        parts,
+        how,
+        out,
+        lambda got: _exchange(workspace, op, config, parts, got, part, False, False, mark=mark),
     )
 
 
@@ -133,13 +141,27 @@ def _exchange(
 
 
 def _launcher(
-    workspace: Workspace, instance: Instance, config: MatmulConfig, x: torch.Tensor, shard: int, reduce: bool, gather: bool
+    workspace: Workspace,
+    instance: Instance,
+    config: MatmulConfig,
+    x: torch.Tensor,
+    shard: int,
+    reduce: bool,
+    gather: bool,
 ) -> Launcher:
     transport = workspace.transport
     size = transport.world_size
     instance.reserve(slot_elements(shard, size, reduce, gather) * x.element_size())
     total = size * x.numel() if gather and not reduce else x.numel()
     return Launcher(
-        endpoint(instance, x.dtype), size, transport.rank, total, shard, x.shape[-1], transport.machine.num_sms, config, reduce,
+        endpoint(instance, x.dtype),
+        size,
+        transport.rank,
+        total,
+        shard,
+        x.shape[-1],
+        transport.machine.num_sms,
+        config,
+        reduce,
         gather,
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""What the two dense all-to-all operators share: their dimensions as arguments, divisibility, and answers beside calls."""
+"""What the two dense all-to-all operators share: their dimensions as arguments, divisibility, and
+answers beside calls."""
 
 from __future__ import annotations
 
@@ -41,9 +42,9 @@ def publish_exchange(
 ) -> None:
     """As :func:`matmul_inputs.publish_matmul`, with the two dimensions.
 
-    ``as_called(x, w, bias, scatter_dim, gather_dim, out, group_name)`` gives the exchange, and x and out as
-    rows, ``check(x, w, bias, how, out, size)`` raises, ``plan(x, w, how, size)`` decides, and
-    ``depth_of(how, rows, depth, size)`` is that of w for x [rows, depth].
+    ``as_called(x, w, bias, scatter_dim, gather_dim, out, group_name)`` gives the exchange, and x
+    and out as rows, ``check(x, w, bias, how, out, size)`` raises, ``plan(x, w, how, size)``
+    decides, and ``depth_of(how, rows, depth, size)`` is that of w for x [rows, depth].
     """
 
     def explain(
@@ -75,10 +76,14 @@ def publish_exchange(
         group: dist.ProcessGroup | str | None = None,
     ) -> Plan:
         x, w = operands_for_warmup(rows, cols, depth, dtype, device)
-        of_w = depth_of(as_exchange(scatter_dim, gather_dim), rows, depth, place_in(name_of(group))[1])
+        of_w = depth_of(
+            as_exchange(scatter_dim, gather_dim), rows, depth, place_in(name_of(group))[1]
+        )
         if of_w != depth:
             _, w = operands_for_warmup(0, cols, of_w, dtype, device)
-        call_for_warmup(call, x, w, backward, scatter_dim=scatter_dim, gather_dim=gather_dim, group=group)
+        call_for_warmup(
+            call, x, w, backward, scatter_dim=scatter_dim, gather_dim=gather_dim, group=group
+        )
         return explain(x, w, group=group, scatter_dim=scatter_dim, gather_dim=gather_dim)
 
     publish(call, explain, warmup)

@@ -1,7 +1,8 @@
-"""What the matmul operators share before their kernels run: checks of operands, one plan for each signature, and what they
-answer beside calls.
+"""What the matmul operators share before their kernels run: checks of operands, one plan for each
+signature, and what they answer beside calls.
 
-Names of sizes are the operators' own: x [rows, K] of this rank, w [cols, K] in ``torch.nn.Linear`` layout, bias [cols].
+Names of sizes are the operators' own: x [rows, K] of this rank, w [cols, K] in ``torch.nn.Linear``
+layout, bias [cols].
 """
 
 from __future__ import annotations
@@ -40,15 +41,29 @@ RESULTS = ("out", "residual_out")  # what results of an operator are called, in 
 def as_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x [..., K] as [rows, K], without a copy."""
     if not isinstance(x, torch.Tensor) or not isinstance(w, torch.Tensor):
-        require(False, f"x of type {type(x).__name__}, w of type {type(w).__name__}", "tensors", "pass a torch.Tensor")
+        require(
+            False,
+            f"x of type {type(x).__name__}, w of type {type(w).__name__}",
+            "tensors",
+            "pass a torch.Tensor",
+        )
     if x.dim() == 2:
         return x
-    require(x.dim() > 2, lambda: f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension")
-    require(x.is_contiguous(), lambda: f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
+    require(
+        x.dim() > 2, lambda: f"x of shape {tuple(x.shape)}", "[m, ..., K]", "add a row dimension"
+    )
+    require(
+        x.is_contiguous(),
+        lambda: f"x with strides {x.stride()}",
+        "a contiguous x",
+        "pass x.contiguous()",
+    )
     return x.flatten(0, -2)
 
 
-def check_operands(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *others: torch.Tensor | None) -> None:
+def check_operands(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *others: torch.Tensor | None
+) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent.
 
     ``others`` share dtype and device with x; :func:`check_shape` is for their shapes.
@@ -57,12 +72,21 @@ def check_operands(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, 
     def shapes() -> str:
         return f"x {tuple(x.shape)}, w {tuple(w.shape)}"
 
-    require(x.dim() == 2 and w.dim() == 2, shapes, "x [m, K] and w [n, K]", "reshape to two dimensions")
-    require(x.shape[1] == w.shape[1], shapes, "equal K, the last dimension of both", "transpose w to Linear layout [n, K]")
+    require(
+        x.dim() == 2 and w.dim() == 2, shapes, "x [m, K] and w [n, K]", "reshape to two dimensions"
+    )
+    require(
+        x.shape[1] == w.shape[1],
+        shapes,
+        "equal K, the last dimension of both",
+        "transpose w to Linear layout [n, K]",
+    )
     check_tensors(x, w, bias, *others)
 
 
-def check_tensors(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *others: torch.Tensor | None) -> None:
+def check_tensors(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *others: torch.Tensor | None
+) -> None:
     """:func:`check_operands` but for the shapes of x and w."""
     tensors = [t for t in (x, w, bias, *others) if t is not None]
 
@@ -73,45 +97,92 @@ def check_tensors(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *
         return ", ".join(str(t.device) for t in tensors)
 
     require(x.dtype in DTYPES, dtypes, "float16, bfloat16, float32", "convert x and w")
-    require(all(t.dtype == x.dtype for t in tensors), dtypes, "one dtype for all tensors", "convert to x.dtype")
-    require(all(t.device == x.device for t in tensors), devices, "one device", "move all tensors to x.device")
-    require(x.is_contiguous(), lambda: f"x with strides {x.stride()}", "a contiguous x", "pass x.contiguous()")
+    require(
+        all(t.dtype == x.dtype for t in tensors),
+        dtypes,
+        "one dtype for all tensors",
+        "convert to x.dtype",
+    )
+    require(
+        all(t.device == x.device for t in tensors),
+        devices,
+        "one device",
+        "move all tensors to x.device",
+    )
+    require(
+        x.is_contiguous(),
+        lambda: f"x with strides {x.stride()}",
+        "a contiguous x",
+        "pass x.contiguous()",
+    )
     either = w.stride(1) == 1 or w.shape[1] <= 1 or (w.stride(0) == 1 and w.stride(1) >= w.shape[0])
-    require(either, lambda: f"w with strides {w.stride()}", "contiguous rows or columns", "pass w.contiguous()")
+    require(
+        either,
+        lambda: f"w with strides {w.stride()}",
+        "contiguous rows or columns",
+        "pass w.contiguous()",
+    )
     check_shape("bias", bias, (w.shape[0],), "one bias for each row of w")
 
 
-def check_shape(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], remedy: str) -> None:
+def check_shape(
+    name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], remedy: str
+) -> None:
     """``tensor``, if there is one, has this shape and is contiguous."""
     if tensor is not None:
         fits = tuple(tensor.shape) == shape and tensor.is_contiguous()
         if not fits:  # a text about sizes fixes them where torch traces
-            require(fits, f"{name} {tuple(tensor.shape)} with strides {tensor.stride()}", f"{shape}, contiguous", remedy)
+            require(
+                fits,
+                f"{name} {tuple(tensor.shape)} with strides {tensor.stride()}",
+                f"{shape}, contiguous",
+                remedy,
+            )
 
 
 def check_like_x(name: str, tensor: torch.Tensor, x: torch.Tensor, allowed: str) -> None:
-    """``tensor`` can be seen as rows, as x is: its dimensions between the first and the last are those of x."""
+    """``tensor`` can be seen as rows, as x is: its dimensions between the first and the last are
+    those of x."""
     dimensions = x.dim()
-    fits = tensor.dim() == dimensions and tensor.is_contiguous() and (dimensions == 2 or tensor.shape[1:-1] == x.shape[1:-1])
+    fits = (
+        tensor.dim() == dimensions
+        and tensor.is_contiguous()
+        and (dimensions == 2 or tensor.shape[1:-1] == x.shape[1:-1])
+    )
     if not fits:  # the text of it takes longer than the checks
-        asked = f"{name} {tuple(tensor.shape)} with strides {tensor.stride()} for x {tuple(x.shape)}"
+        asked = (
+            f"{name} {tuple(tensor.shape)} with strides {tensor.stride()} for x {tuple(x.shape)}"
+        )
         require(fits, asked, f"{allowed}, contiguous", f"allocate {name} with that shape")
 
 
 def out_as_rows(
-    out: torch.Tensor | None, x: torch.Tensor, allowed: str, *inputs: torch.Tensor | None, name: str = "out"
+    out: torch.Tensor | None,
+    x: torch.Tensor,
+    allowed: str,
+    *inputs: torch.Tensor | None,
+    name: str = "out",
 ) -> torch.Tensor | None:
-    """``out=`` as rows if there is one, checked as far as that takes; :func:`check_shape` does the rest."""
+    """``out=`` as rows if there is one, checked as far as that takes; :func:`check_shape` does the
+    rest."""
     if out is None:
         return None
     check_like_x(name, out, x, allowed)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, out, *inputs)):
-        require(False, "out= with tensors that require gradients", "one of them", "drop out=, or call under torch.no_grad()")
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, out, *inputs)
+    ):
+        require(
+            False,
+            "out= with tensors that require gradients",
+            "one of them",
+            "drop out=, or call under torch.no_grad()",
+        )
     return out if x.dim() == 2 else out.flatten(0, -2)
 
 
 def refuse_alias(results: Tensors, inputs: Tensors) -> None:
-    """A tile is stored while others are still read: what a caller gives for results needs memory of its own."""
+    """A tile is stored while others are still read: what a caller gives for results needs memory of
+    its own."""
     if results[0] is None:
         return
     first = -1
@@ -120,14 +191,25 @@ def refuse_alias(results: Tensors, inputs: Tensors) -> None:
             place = result.untyped_storage().data_ptr()
             for t in inputs:
                 if t is not None and t.untyped_storage().data_ptr() == place and result.numel():
-                    require(False, f"{RESULTS[at]}= in the storage of an input", "memory of its own", f"allocate {RESULTS[at]}")
+                    require(
+                        False,
+                        f"{RESULTS[at]}= in the storage of an input",
+                        "memory of its own",
+                        f"allocate {RESULTS[at]}",
+                    )
             if place == first and result.numel():
-                require(False, "residual_out= in the storage of out=", "memory of its own", "allocate both")
+                require(
+                    False,
+                    "residual_out= in the storage of out=",
+                    "memory of its own",
+                    "allocate both",
+                )
             first = place
 
 
 def check_traced(check: Callable[[], None]) -> None:
-    """``check()`` for a fake: what depends on sizes that only the data will tell is left to the call."""
+    """``check()`` for a fake: what depends on sizes that only the data will tell is left to the
+    call."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     with suppress(GuardOnDataDependentSymNode):
@@ -137,14 +219,22 @@ def check_traced(check: Callable[[], None]) -> None:
 def plan_for(
     planner: Planner, x: torch.Tensor, rows: int, cols: int, size: int, depth: int | None = None
 ) -> Plan[MatmulConfig]:
-    """What ``planner`` says of this call, the same on every rank. ``rows``: as :class:`Problem` counts them; ``depth``: x's."""
+    """What ``planner`` says of this call, the same on every rank. ``rows``: as :class:`Problem`
+    counts them; ``depth``: x's."""
     depth = x.shape[1] if depth is None else depth
     return _plan(planner, size, rows, cols, depth, x.dtype, machine_of(x.device), interpreting())
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    planner: Planner, size: int, rows: int, cols: int, depth: int, dtype: torch.dtype, machine: Machine, interpreted: bool
+    planner: Planner,
+    size: int,
+    rows: int,
+    cols: int,
+    depth: int,
+    dtype: torch.dtype,
+    machine: Machine,
+    interpreted: bool,
 ) -> Plan:
     problem = Problem(size, rows, cols, depth, dtype.itemsize, str(dtype).removeprefix("torch."))
     return planner(problem, machine, interpreted)
@@ -161,19 +251,29 @@ def accept(
     check: Callable[[int], None],
     plan: Callable[[int], Plan],
 ) -> Plan:
-    """Check the arguments and plan the call: once for each signature of a fused call, since host time counts.
+    """Check the arguments and plan the call: once for each signature of a fused call, since host
+    time counts.
 
-    ``others``: what else is read; with x, w and ``options`` ranks must agree on it. ``results``: the caller's memory,
-    checked too; where it lies, which no signature has, at each call. ``check(world_size)`` raises, ``plan(world_size)``
-    decides.
+    ``others``: what else is read; with x, w and ``options`` ranks must agree on it. ``results``:
+    the caller's memory, checked too; where it lies, which no signature has, at each call.
+    ``check(world_size)`` raises, ``plan(world_size)`` decides.
     """
     inputs = (x, w, *others)
     workspace = REGISTRY.find(group_name, x.device)
     signature = (
-        op, options, x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype, w.device,
+        op,
+        options,
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+        w.shape,
+        w.stride(),
+        w.dtype,
+        w.device,
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in others],
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in results],
-    )  # fmt: skip
+    )
     chosen = None if workspace is None else workspace.accepted.get(signature)
     debug = debugging()
     if chosen is not None and not debug:
@@ -186,7 +286,8 @@ def accept(
         refuse_alias(results, inputs)
 
     shapes = [None if t is None else list(t.shape) for t in inputs]
-    common = {"op": op, "shapes": shapes, "dtype": str(x.dtype), "options": options}  # checked: x's dtype is that of all
+    # checked: x's dtype is that of all
+    common = {"op": op, "shapes": shapes, "dtype": str(x.dtype), "options": options}
     if debug:
         check_together(op, group_name, common, checked)
     else:
@@ -194,29 +295,51 @@ def accept(
     chosen = plan(size)
     if chosen.config is not None:
         workspace = workspace_of(group_name, x.device)
-        chosen = workspace.accepted[signature] = replace(chosen, mark=mark_of(common), world_size=size)
+        chosen = workspace.accepted[signature] = replace(
+            chosen, mark=mark_of(common), world_size=size
+        )
     return chosen
 
 
 def operands_for_warmup(
     rows: int, cols: int, depth: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, depth] and w [cols, depth] of zeros, on the current GPU unless ``device`` says otherwise."""
+    """x [rows, depth] and w [cols, depth] of zeros, on the current GPU unless ``device`` says
+    otherwise."""
     sizes = (rows, cols, depth)
     whole = all(isinstance(size, int) and size >= 0 for size in sizes)
     require(whole, f"warmup{sizes!r}", "whole numbers", "pass sizes of this rank's x and w")
-    require(isinstance(dtype, torch.dtype), f"warmup with dtype={dtype!r}", "a torch.dtype", "pass the dtype of x and w")
+    require(
+        isinstance(dtype, torch.dtype),
+        f"warmup with dtype={dtype!r}",
+        "a torch.dtype",
+        "pass the dtype of x and w",
+    )
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else "cpu"
+        )
     where = torch.device(device)
     there = where.type != "cuda" or torch.cuda.is_available()
-    require(there, f"warmup on {where}", "a device of this machine", "pass device='cpu', or look at tileweave doctor")
+    require(
+        there,
+        f"warmup on {where}",
+        "a device of this machine",
+        "pass device='cpu', or look at tileweave doctor",
+    )
     with torch.inference_mode(False):  # else they could not require gradients
-        return torch.zeros(rows, depth, dtype=dtype, device=where), torch.zeros(cols, depth, dtype=dtype, device=where)
+        return torch.zeros(rows, depth, dtype=dtype, device=where), torch.zeros(
+            cols, depth, dtype=dtype, device=where
+        )
 
 
-def call_for_warmup(call: Callable[..., object], x: torch.Tensor, w: torch.Tensor, backward: bool, **options: object) -> None:
-    """One call with these operands; with ``backward`` also the backward of both, which has kernels and memory of its own."""
+def call_for_warmup(
+    call: Callable[..., object], x: torch.Tensor, w: torch.Tensor, backward: bool, **options: object
+) -> None:
+    """One call with these operands; with ``backward`` also the backward of both, which has kernels
+    and memory of its own."""
     if not backward:
         call(x, w, **options)
         return
@@ -235,8 +358,8 @@ def publish_matmul(
 ) -> None:
     """:func:`registry.publish` of an operator over x, w and bias.
 
-    ``as_called(x, w, bias, out, group_name)`` gives x and out as rows, ``check(x, w, bias, out, size)`` raises,
-    ``plan(x, w, size)`` decides.
+    ``as_called(x, w, bias, out, group_name)`` gives x and out as rows, ``check(x, w, bias, out,
+    size)`` raises, ``plan(x, w, size)`` decides.
     """
 
     def explain(

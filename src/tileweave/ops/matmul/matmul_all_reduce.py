@@ -1,4 +1,5 @@
-"""matmul_all_reduce: multiply by this rank's share of K and sum over ranks, on every rank; then residual and RMSNorm.
+"""matmul_all_reduce: multiply by this rank's share of K and sum over ranks, on every rank; then
+residual and RMSNorm.
 
 ============  =======  ===============================================================================
 x             [M, k]   this rank's columns of the input, k = K/R; [..., k] with more dimensions also works
@@ -12,14 +13,16 @@ normed        [M, N]   RMSNorm(y) * norm_weight, of y as it was rounded
 
 What is not x or w has the same values on every rank, and so has the result.
 
-forward : one fused kernel (``kernels/all_reduce/one_shot.py``), or matmul, all-reduce, add, norm where that is faster.
-backward: nothing is sent. Gradients of the result are taken to be the same on every rank, as they are when all ranks go
-          on with the same computation (tensor parallelism): then gx = gy @ w and gw = gy.T @ x need this rank's operands
-          only, and gradients of bias, residual and norm_weight come out the same on every rank. A loss that differs
-          between ranks needs ``matmul_reduce_scatter``, or an all-reduce of gy before.
+forward : one fused kernel (``kernels/all_reduce/one_shot.py``), or matmul, all-reduce, add, norm
+    where that is faster. backward: nothing is sent. Gradients of the result are taken to be the
+    same on every rank, as they are when all ranks go
+          on with the same computation (tensor parallelism): then gx = gy @ w and gw = gy.T @ x need
+          this rank's operands only, and gradients of bias, residual and norm_weight come out the
+          same on every rank. A loss that differs between ranks needs ``matmul_reduce_scatter``, or
+          an all-reduce of gy before.
 
-Sources: GEMV + all-reduce in one kernel, arXiv 2305.06942; the contract of residual and norm is that of vLLM's
-``fused_add_rms_norm``, with results in memory of their own.
+Sources: GEMV + all-reduce in one kernel, arXiv 2305.06942; the contract of residual and norm is
+that of vLLM's ``fused_add_rms_norm``, with results in memory of their own.
 """
 
 from __future__ import annotations
@@ -64,32 +67,35 @@ def matmul_all_reduce(
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Multiply by this rank's columns of a weight, sum over ranks on every rank; add a residual and normalise if asked.
+    """Multiply by this rank's columns of a weight, sum over ranks on every rank; add a residual and
+    normalise if asked.
 
     Parameters
     ----------
     x : [M, k] or [..., k], contiguous; the same shape on every rank.
     w : [N, k], rows contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
-    bias : [N], or None. residual : [M, N] or [..., N], contiguous, or None. norm_weight : [N], or None.
-        These three have the same values on every rank; each is added, or applied, once.
+    bias : [N], or None. residual : [M, N] or [..., N], contiguous, or None. norm_weight : [N], or
+        None. These three have the same values on every rank; each is added, or applied, once.
     norm_eps : what RMSNorm adds to the mean square, at least 0; the same on every rank.
     group : the ranks that share the sum; None is the default group. A group's name is accepted too.
-    out, residual_out : where to put the first and the second result, contiguous; not with gradients.
+    out, residual_out : where to put the first and the second result, contiguous; not with
+        gradients.
 
     Returns
     -------
-    y [..., N] = sum over ranks of x @ w.T, plus bias, plus residual. With ``norm_weight`` a pair ``(normed,
-    residual_out)``: residual_out is that y, the next layer's residual, and normed = RMSNorm(residual_out) * norm_weight,
-    computed in fp32 from residual_out as it was rounded.
+    y [..., N] = sum over ranks of x @ w.T, plus bias, plus residual. With ``norm_weight`` a pair
+    ``(normed, residual_out)``: residual_out is that y, the next layer's residual, and normed =
+    RMSNorm(residual_out) * norm_weight, computed in fp32 from residual_out as it was rounded.
 
-    bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the CPU. Ranks' partials are rounded to x's dtype (of fp16, those above
-    65504 to infinity), added in fp32 in a fixed order, bias and residual with them, and rounded again; for the unfused path see
-    ``ops/reference.py``. Gradients: see the module.
+    bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the CPU. Ranks' partials are rounded to x's
+    dtype (of fp16, those above 65504 to infinity), added in fp32 in a fixed order, bias and
+    residual with them, and rounded again; for the unfused path see ``ops/reference.py``. Gradients:
+    see the module.
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
-    CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
+    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name, normed = name_of(group), norm_weight is not None
     rows, given, flat, flat_residual = check_own(
@@ -102,7 +108,9 @@ def matmul_all_reduce(
             rows, w, bias, given, norm_weight, norm_eps, name, out=flat, residual_out=flat_residual
         )
         return out if residual_out is None else (out, residual_out)
-    y, kept = torch.ops.tileweave.matmul_all_reduce(rows, w, bias, given, norm_weight, norm_eps, name)
+    y, kept = torch.ops.tileweave.matmul_all_reduce(
+        rows, w, bias, given, norm_weight, norm_eps, name
+    )
     if x.dim() > 2:
         shape = (*x.shape[:-1], w.shape[0])
         y, kept = y.view(shape), kept.view(shape) if normed else kept
@@ -125,25 +133,47 @@ def _as_called(
         check_like_x("residual", residual, x, "[..., N]")
         residual = residual.flatten(0, -2)
     if norm_weight is not None and (norm_eps is None or not 0 <= norm_eps < inf):
-        require(False, f"norm_eps={norm_eps}", "a number, at least 0 and finite", "pass what the model has, such as 1e-6")
+        require(
+            False,
+            f"norm_eps={norm_eps}",
+            "a number, at least 0 and finite",
+            "pass what the model has, such as 1e-6",
+        )
     if out is None and residual_out is None:
         return rows, residual, None, None
     normed, given = norm_weight is not None, (out is not None) + (residual_out is not None)
     if out is None or given != 1 + normed:
         asked = f"{given} of out= and residual_out= {'with' if normed else 'without'} norm_weight"
-        require(False, asked, "both with norm_weight, out= alone without", "allocate what the call returns")
+        require(
+            False,
+            asked,
+            "both with norm_weight, out= alone without",
+            "allocate what the call returns",
+        )
     inputs = (w, bias, residual, norm_weight)
     flat = out_as_rows(out, x, "[..., N]", *inputs)
-    return rows, residual, flat, out_as_rows(residual_out, x, "[..., N]", *inputs, name="residual_out")
+    return (
+        rows,
+        residual,
+        flat,
+        out_as_rows(residual_out, x, "[..., N]", *inputs, name="residual_out"),
+    )
 
 
 def check_inputs(x, w, bias, residual, norm_weight, out, residual_out) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
     check_operands(x, w, bias, residual, norm_weight, out, residual_out)
     streams = w.stride(1) == 1 or w.shape[1] <= 1  # as one shot does
-    require(streams, lambda: f"w with strides {w.stride()}", "contiguous rows", "pass w.contiguous()")
+    require(
+        streams, lambda: f"w with strides {w.stride()}", "contiguous rows", "pass w.contiguous()"
+    )
     paired = out is None or (residual_out is None) == (norm_weight is None)
-    require(paired, "residual_out without norm_weight, or the reverse", "both or neither", "allocate what the call returns")
+    require(
+        paired,
+        "residual_out without norm_weight, or the reverse",
+        "both or neither",
+        "allocate what the call returns",
+    )
     shape = (x.shape[0], w.shape[0])
     check_shape("residual", residual, shape, "one value for each of the result")
     check_shape("norm_weight", norm_weight, (w.shape[0],), "one weight for each row of w")
@@ -169,13 +199,21 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     inputs = (x, w, bias, residual, norm_weight)
     chosen = accept(
-        OP, group_name, x, w, (bias, residual, norm_weight), (out, residual_out), norm_eps,
+        OP,
+        group_name,
+        x,
+        w,
+        (bias, residual, norm_weight),
+        (out, residual_out),
+        norm_eps,
         lambda size: check_inputs(*inputs, out, residual_out),
         lambda size: plan(x, w, size),
-    )  # fmt: skip
+    )
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
-        return reference.matmul_all_reduce(x, w, bias, group_of(group_name), residual, norm_weight, norm_eps, out, residual_out)
+        return reference.matmul_all_reduce(
+            x, w, bias, group_of(group_name), residual, norm_weight, norm_eps, out, residual_out
+        )
     y = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
     kept = torch.empty_like(y) if residual_out is None and norm_weight is not None else residual_out
     run_fused(x, w, bias, residual, norm_weight, norm_eps, y, kept, group_name, chosen)
@@ -187,7 +225,9 @@ def _implementation(x, w, bias, residual, norm_weight, norm_eps, group_name):
     return y, x.new_empty(0) if kept is None else kept
 
 
-def _implementation_out(x, w, bias, residual, norm_weight, norm_eps, group_name, *, out, residual_out):
+def _implementation_out(
+    x, w, bias, residual, norm_weight, norm_eps, group_name, *, out, residual_out
+):
     _forward(x, w, bias, residual, norm_weight, norm_eps, group_name, out, residual_out)
 
 
@@ -230,7 +270,8 @@ def _backward(ctx, grad, grad_kept):
 
 
 def _through_norm(grad, grad_kept, weight, kept, eps):
-    """Gradients of y and of the weight from those of ``weight * y / rms(y)`` and of y itself; sums in fp32."""
+    """Gradients of y and of the weight from those of ``weight * y / rms(y)`` and of y itself; sums
+    in fp32."""
     if grad is None:
         return grad_kept, None
     y, g = kept.float(), grad.float()
@@ -270,7 +311,9 @@ def explain(
     residual_out: torch.Tensor | None = None,
 ) -> Plan:
     """Which path a call with these tensors takes, and why. Sends nothing."""
-    rows, given, flat, flat_residual = _as_called(x, w, bias, residual, norm_weight, out, residual_out)
+    rows, given, flat, flat_residual = _as_called(
+        x, w, bias, residual, norm_weight, out, residual_out
+    )
     check_inputs(rows, w, bias, given, norm_weight, flat, flat_residual)
     return plan(rows, w, place_in(name_of(group))[1])
 
@@ -286,13 +329,17 @@ def warmup(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | str | None = None,
 ) -> Plan:
-    """Collective: reserve memory and compile for x [rows, depth], w [cols, depth], so that a capture may follow.
+    """Collective: reserve memory and compile for x [rows, depth], w [cols, depth], so that a
+    capture may follow.
 
-    ``norm``: for calls with residual and norm_weight, which are another kernel. ``backward``: and the backward behind it.
+    ``norm``: for calls with residual and norm_weight, which are another kernel. ``backward``: and
+    the backward behind it.
     """
     x, w = operands_for_warmup(rows, cols, depth, dtype, device)
     residual, weight = (x.new_zeros(rows, cols), x.new_ones(cols)) if norm else (None, None)
-    call_for_warmup(matmul_all_reduce, x, w, backward, residual=residual, norm_weight=weight, group=group)
+    call_for_warmup(
+        matmul_all_reduce, x, w, backward, residual=residual, norm_weight=weight, group=group
+    )
     return plan(x, w, place_in(name_of(group))[1])
 
 

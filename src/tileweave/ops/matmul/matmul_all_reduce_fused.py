@@ -1,4 +1,5 @@
-"""The fused call of matmul_all_reduce: one shot for few rows, else the library's matmul and two shots behind it."""
+"""The fused call of matmul_all_reduce: one shot for few rows, else the library's matmul and two
+shots behind it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def run_fused(
     group_name: str,
     chosen: Plan[MatmulConfig],
 ) -> None:
-    """The fused call itself. x [M, k], w [N, k], residual, out, residual_out [M, N]; see ``ops/matmul/matmul_all_reduce.py``."""
+    """The fused call itself. x [M, k], w [N, k], residual, out, residual_out [M, N]; see
+    ``ops/matmul/matmul_all_reduce.py``."""
     config = chosen.config
     assert config is not None, "run_fused needs a fused plan"
     workspace = REGISTRY.find(group_name, x.device) or workspace_of(group_name, x.device)
@@ -39,7 +41,8 @@ def run_fused(
 
         target = out if residual_out is None else residual_out
         multiply_then_reduce(workspace, OP, x, w, bias, target, residual, config, chosen.mark)
-        if norm_weight is not None:  # a kernel of its own: rows of many tiles, which no program has seen whole
+        # a kernel of its own: rows of many tiles, which no program has seen whole
+        if norm_weight is not None:
             out.copy_(rms_norm(target.float(), norm_weight.shape, norm_weight.float(), norm_eps))
         return
     instance, launch = _one_shot(workspace, x, w, config)
@@ -50,9 +53,12 @@ def run_fused(
         instance.launched()
 
 
-def _one_shot(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig) -> tuple[Instance, Launcher]:
+def _one_shot(
+    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig
+) -> tuple[Instance, Launcher]:
     instance = workspace.instance(OP, ONE_SHOT)
-    key = (w.shape[0], x.dtype, id(config))  # the launcher keeps the config, so the id stays its own
+    # the launcher keeps the config, so the id stays its own
+    key = (w.shape[0], x.dtype, id(config))
     launch = instance.cache.get(key)
     if launch is None:
         from tileweave.kernels.all_reduce.one_shot import Launcher

@@ -1,4 +1,5 @@
-"""matmul_all_to_all: multiply, cut the product into one part for each rank, and give every rank its part of all products.
+"""matmul_all_to_all: multiply, cut the product into one part for each rank, and give every rank its
+part of all products.
 
 =====  ==========================  =======================================================================
 x      [M, K]                      rows of this rank; [M, ..., K] also works
@@ -7,12 +8,14 @@ bias   [N]                         optional
 y      [M/R, N] or [M, N/R] parts  of x @ w.T + bias, from all ranks, in rank order along ``gather_dim``
 =====  ==========================  =======================================================================
 
-``scatter_dim=1, gather_dim=0`` is the QKV projection of Ulysses-style sequence parallelism: x has this rank's tokens and w
-the heads of all; y has all tokens and this rank's heads, [R * M, N / R]. A fused w_qkv of grouped queries stands rank by rank,
-each rank's heads of q, k and v together: ``torch.cat([p for all in zip(q.chunk(R), k.chunk(R), v.chunk(R)) for p in all])``,
-and so does its bias; then y on each rank is its q, k and v, side by side.
+``scatter_dim=1, gather_dim=0`` is the QKV projection of Ulysses-style sequence parallelism: x has
+this rank's tokens and w the heads of all; y has all tokens and this rank's heads, [R * M, N / R]. A
+fused w_qkv of grouped queries stands rank by rank, each rank's heads of q, k and v together:
+``torch.cat([p for all in zip(q.chunk(R), k.chunk(R), v.chunk(R)) for p in all])``, and so does its
+bias; then y on each rank is its q, k and v, side by side.
 
-forward : one fused kernel (``kernels/all_to_all/scatter_triton.py``), or matmul, all-to-all and a permutation where that is faster.
+forward : one fused kernel (``kernels/all_to_all/scatter_triton.py``), or matmul, all-to-all and a
+    permutation where that is faster.
 dgrad   : gx = exchange back(gy) @ w, which is ``all_to_all_matmul``, the dual operator, dimensions swapped.
 wgrad   : gw = exchange back(gy).T @ x. The exchanged gradient comes with dgrad, so nothing is sent again.
 dbias   : exchange back(gy) summed over rows.
@@ -61,28 +64,35 @@ def matmul_all_to_all(
     Parameters
     ----------
     x : [M, K] or [M, ..., K], contiguous; the same shape on every rank.
-    w : [N, K], rows or columns contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
+    w : [N, K], rows or columns contiguous, in ``torch.nn.Linear`` layout; the same shape on every
+        rank.
     bias : [N], or None; added before the exchange.
-    scatter_dim : 0 cuts the product's rows (M must be a multiple of the group's size R), 1 its columns (N must).
+    scatter_dim : 0 cuts the product's rows (M must be a multiple of the group's size R), 1 its
+        columns (N must).
     gather_dim : 0 puts the R parts that arrive below each other, 1 side by side; in rank order.
     group : the ranks that exchange; None is the default group. A group's name is accepted too.
     out : where to put the result, contiguous; not with gradients.
 
     Returns
     -------
-    y, dimension 0 and the last one multiplied or divided by R as the two dimensions say: [R * M, ..., N / R] for (1, 0),
-    [M / R, ..., R * N] for (0, 1), [M, ..., N] for (0, 0) and (1, 1). bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the
-    CPU; sums are fp32, rounded once. Rows are x's dimension 0 with all that is below it.
+    y, dimension 0 and the last one multiplied or divided by R as the two dimensions say: [R * M,
+    ..., N / R] for (1, 0), [M / R, ..., R * N] for (0, 1), [M, ..., N] for (0, 0) and (1, 1). bf16
+    and fp16 on CUDA (fp32 unfused), also fp32 on the CPU; sums are fp32, rounded once. Rows are x's
+    dimension 0 with all that is below it.
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
-    CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
+    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
-    how, rows, flat = check_own(OP, name, _as_called, x, w, bias, scatter_dim, gather_dim, out, name)
+    how, rows, flat = check_own(
+        OP, name, _as_called, x, w, bias, scatter_dim, gather_dim, out, name
+    )
     if out is not None:
-        torch.ops.tileweave.matmul_all_to_all.out(rows, w, bias, scatter_dim, gather_dim, name, out=flat)
+        torch.ops.tileweave.matmul_all_to_all.out(
+            rows, w, bias, scatter_dim, gather_dim, name, out=flat
+        )
         return out
     y = torch.ops.tileweave.matmul_all_to_all(rows, w, bias, scatter_dim, gather_dim, name)
     if x.dim() > 2:
@@ -108,12 +118,19 @@ def _as_called(
 
 
 def check_inputs(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, out: torch.Tensor | None, size: int
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    how: Exchange,
+    out: torch.Tensor | None,
+    size: int,
 ) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
     check_operands(x, w, bias, out)
     check_divides(how, x.shape[0], w.shape[0], size, "w")
-    check_shape("out", out, how.result(x.shape[0], w.shape[0], size), "allocate out with that shape")
+    check_shape(
+        "out", out, how.result(x.shape[0], w.shape[0], size), "allocate out with that shape"
+    )
 
 
 def plan(x: torch.Tensor, w: torch.Tensor, how: Exchange, size: int) -> Plan[MatmulConfig]:
@@ -123,14 +140,25 @@ def plan(x: torch.Tensor, w: torch.Tensor, how: Exchange, size: int) -> Plan[Mat
 
 
 def _forward(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, how: Exchange, group_name: str, out: torch.Tensor | None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    how: Exchange,
+    group_name: str,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     options = (how.scatter_dim, how.gather_dim)
     chosen = accept(
-        OP, group_name, x, w, (bias,), (out,), options,
+        OP,
+        group_name,
+        x,
+        w,
+        (bias,),
+        (out,),
+        options,
         lambda size: check_inputs(x, w, bias, how, out, size),
         lambda size: plan(x, w, how, size),
-    )  # fmt: skip
+    )
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
         return reference.matmul_all_to_all(x, w, bias, group_of(group_name), *options, out)
@@ -158,8 +186,11 @@ def _fake_out(x, w, bias, scatter_dim, gather_dim, group_name, *, out):
     check_traced(lambda: check_inputs(x, w, bias, how, out, size))
 
 
-def _backward_implementation(grad, x, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias):
-    """Gradients of x, w, bias (empty where not needed). The gradient is exchanged once, by dgrad where there is one."""
+def _backward_implementation(
+    grad, x, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias
+):
+    """Gradients of x, w, bias (empty where not needed). The gradient is exchanged once, by dgrad
+    where there is one."""
     back = Exchange(scatter_dim, gather_dim).reverse
     grad = grad.contiguous()
     gx, gw, gb = (grad.new_empty(0) for _ in range(3))
@@ -176,7 +207,9 @@ def _backward_implementation(grad, x, w, scatter_dim, gather_dim, group_name, ne
 
 def _backward_fake(grad, x, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias):
     size = dist.get_world_size(group_of(group_name))
-    rows, cols = Exchange(scatter_dim, gather_dim).reverse.result(grad.shape[0], grad.shape[1], size)
+    rows, cols = Exchange(scatter_dim, gather_dim).reverse.result(
+        grad.shape[0], grad.shape[1], size
+    )
     return (
         grad.new_empty(rows, w.shape[1]) if need_x else grad.new_empty(0),
         w.new_empty(w.shape) if need_w else grad.new_empty(0),
@@ -197,12 +230,23 @@ def _backward(ctx, grad):
     gx, gw, gb = torch.ops.tileweave.matmul_all_to_all_backward(
         grad, x, w, ctx.scatter_dim, ctx.gather_dim, ctx.group_name, needs[0], needs[1], need_bias
     )
-    return gx if needs[0] else None, gw if needs[1] else None, gb if need_bias else None, None, None, None
+    return (
+        gx if needs[0] else None,
+        gw if needs[1] else None,
+        gb if need_bias else None,
+        None,
+        None,
+        None,
+    )
 
 
 _ARGUMENTS = "Tensor x, Tensor w, Tensor? bias, int scatter_dim, int gather_dim, str group_name"
-define(f"matmul_all_to_all({_ARGUMENTS}) -> Tensor", _implementation, _fake, _backward, _setup_context)
-define(f"matmul_all_to_all.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out)
+define(
+    f"matmul_all_to_all({_ARGUMENTS}) -> Tensor", _implementation, _fake, _backward, _setup_context
+)
+define(
+    f"matmul_all_to_all.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out
+)
 define(
     "matmul_all_to_all_backward(Tensor grad, Tensor? x, Tensor w, int scatter_dim, int gather_dim, str group_name,"
     " bool need_x, bool need_w, bool need_bias) -> (Tensor, Tensor, Tensor)",
@@ -211,4 +255,6 @@ define(
 )
 
 
-publish_exchange(matmul_all_to_all, _as_called, check_inputs, plan, lambda how, rows, depth, size: depth)
+publish_exchange(
+    matmul_all_to_all, _as_called, check_inputs, plan, lambda how, rows, depth, size: depth
+)

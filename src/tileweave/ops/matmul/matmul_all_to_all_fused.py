@@ -1,6 +1,8 @@
-"""The fused call of matmul_all_to_all: instance, slot, launch, pulls. What a shape needs is made once and kept.
+"""The fused call of matmul_all_to_all: instance, slot, launch, pulls. What a shape needs is made
+once and kept.
 
-``matmul_all_to_all.py`` checks the arguments and plans; tests and the tuner call :func:`run_fused` themselves.
+``matmul_all_to_all.py`` checks the arguments and plans; tests and the tuner call :func:`run_fused`
+themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ from functools import partial
 import torch
 
 from tileweave.kernels.runtime.endpoint import Endpoint
-from tileweave.ops.core.registry import await_frozen_slot, copy_slot, endpoint, push_beside, workspace_of
+from tileweave.ops.core.registry import (
+    await_frozen_slot,
+    copy_slot,
+    endpoint,
+    push_beside,
+    workspace_of,
+)
 from tileweave.planning.matmul import MatmulConfig, Plan, Problem, scatter_schedule_for
 from tileweave.planning.schedules.gather import arrival_order, cdiv
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
@@ -52,12 +60,19 @@ def run_fused(
         return
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)
-    push_beside(instance, partial(launch, x, w, bias, out, slot), call.copies[slot], out.data_ptr(), capturing)
+    push_beside(
+        instance,
+        partial(launch, x, w, bias, out, slot),
+        call.copies[slot],
+        out.data_ptr(),
+        capturing,
+    )
 
 
 @dataclass(slots=True)
 class _FusedCall:
-    """What calls of one shape share: made once, since host time counts. ``rows``: of a part, before it was padded."""
+    """What calls of one shape share: made once, since host time counts. ``rows``: of a part, before
+    it was padded."""
 
     instance: Instance
     endpoint: Endpoint
@@ -69,7 +84,8 @@ class _FusedCall:
     launchers: dict[tuple[object, ...], Callable[..., None]]
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
-        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
+        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same
+        protocol."""
         key = ((x.data_ptr() | w.data_ptr() | out.data_ptr()) & 15 == 0, x.stride(0), w.stride())
         found = self.launchers.get(key)
         if found is None:
@@ -89,10 +105,13 @@ class _FusedCall:
         return Launcher(*common)
 
 
-def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, how: Exchange, config: MatmulConfig) -> _FusedCall:
+def _fused_call(
+    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, how: Exchange, config: MatmulConfig
+) -> _FusedCall:
     transport = workspace.transport
     instance = workspace.instance(OP, config.transport)
-    key = (x.shape, w.shape[0], x.dtype, how, id(config))  # the call keeps the config, so the id stays its own
+    # the call keeps the config, so the id stays its own
+    key = (x.shape, w.shape[0], x.dtype, how, id(config))
     call = instance.cache.get(key)
     if call is None:
         size, itemsize = transport.world_size, x.element_size()
@@ -104,20 +123,29 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, how: Exc
         copies = ()
         if config.transport == "copy_engine":
             copies = tuple(_pulls(instance, schedule, how, rows, itemsize, slot) for slot in (0, 1))
-        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, how, rows, copies, {})
+        call = _FusedCall(
+            instance, endpoint(instance, x.dtype), schedule, config, how, rows, copies, {}
+        )
         instance.keep(key, call)
     return call  # type: ignore[return-value]
 
 
-def _pulls(instance: Instance, s: ScatterSchedule, how: Exchange, rows: int, itemsize: int, slot: int) -> Copies:
-    """Each chunk of each peer once it is there, peers by order of arrival beside each other; then a signal to ourselves."""
+def _pulls(
+    instance: Instance, s: ScatterSchedule, how: Exchange, rows: int, itemsize: int, slot: int
+) -> Copies:
+    """Each chunk of each peer once it is there, peers by order of arrival beside each other; then a
+    signal to ourselves."""
     width = s.cols * itemsize
     pitch = width if how.gather_dim == 0 else width * s.world_size
     flags = instance.flags.data_ptr() + 4 * slot * s.world_size * MAX_SLICES
     copies = []
     for lane, source in enumerate(arrival_order(s.rank, s.world_size)[1:]):
         place = s.rank - (s.rank > source)
-        base = instance.slot_addresses[source] + slot * instance.slot_bytes + place * s.tile_rows * s.tile_m * width
+        base = (
+            instance.slot_addresses[source]
+            + slot * instance.slot_bytes
+            + place * s.tile_rows * s.tile_m * width
+        )
         target = source * (rows * width if how.gather_dim == 0 else width)
         for chunk in range(s.chunks):
             begin, end = (min(tile * s.tile_m, rows) for tile in s.chunk_bounds(chunk))
@@ -128,5 +156,11 @@ def _pulls(instance: Instance, s: ScatterSchedule, how: Exchange, rows: int, ite
             else:
                 copies.append(Copy(0, at, width, offset, flag, 1, lane, end - begin, pitch, width))
     epoch = instance.control.data_ptr() + 4 * EPOCH
-    copies.append(Copy(instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size), epoch, 4))
+    copies.append(
+        Copy(
+            instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size),
+            epoch,
+            4,
+        )
+    )
     return Copies(copies)

@@ -1,4 +1,5 @@
-"""matmul_reduce_scatter: multiply by this rank's share of K, sum over ranks, and keep this rank's rows of the sum.
+"""matmul_reduce_scatter: multiply by this rank's share of K, sum over ranks, and keep this rank's
+rows of the sum.
 
 =====  =======  =====================================================================
 x      [M, k]   this rank's columns of the input, k = K/R; [M, ..., k] also works
@@ -7,12 +8,14 @@ bias   [N]      optional; the same values on every rank, added once
 y      [m, N]   rows of this rank of sum over ranks of x @ w.T, plus bias; m = M/R
 =====  =======  =====================================================================
 
-forward : one fused kernel (``kernels/reduce_scatter/triton.py``), or matmul then reduce-scatter where that is faster.
+forward : one fused kernel (``kernels/reduce_scatter/triton.py``), or matmul then reduce-scatter
+    where that is faster.
 dgrad   : gx = gather(gy) @ w, which is ``all_gather_matmul``, the dual operator.
 wgrad   : gw = gather(gy).T @ x. The gathered gradient comes with dgrad, so nothing is sent again.
 dbias   : gather(gy) summed over rows: every rank's rows, so that the bias stays the same on every rank.
 
-Source of the idea: FLUX, arXiv 2406.06858; the dual pair as in Megatron-LM sequence parallelism, arXiv 2205.05198.
+Source of the idea: FLUX, arXiv 2406.06858; the dual pair as in Megatron-LM sequence parallelism,
+arXiv 2205.05198.
 """
 
 from __future__ import annotations
@@ -54,24 +57,28 @@ def matmul_reduce_scatter(
 
     Parameters
     ----------
-    x : [M, k] or [M, ..., k], contiguous, M a multiple of the group's size; the same shape on every rank.
-    w : [N, k], rows or columns contiguous, in ``torch.nn.Linear`` layout; the same shape on every rank.
+    x : [M, k] or [M, ..., k], contiguous, M a multiple of the group's size; the same shape on every
+        rank.
+    w : [N, k], rows or columns contiguous, in ``torch.nn.Linear`` layout; the same shape on every
+        rank.
     bias : [N] of the full layer, the same on every rank, or None. Added once.
     group : the ranks that share the sum; None is the default group. A group's name is accepted too.
     out : where to put the result, [M / R, ..., N], contiguous; not with gradients.
 
     Returns
     -------
-    y [M / R, ..., N]: dimension 0 is scattered. bf16 and fp16 on CUDA (fp32 unfused), also fp32 on the CPU. Ranks' partials are
-    rounded to x's dtype (of fp16, those above 65504 to infinity), added in fp32 in a fixed order, and rounded again; for the
-    own partial, and for the unfused path, see ``ops/reference.py``.
+    y [M / R, ..., N]: dimension 0 is scattered. bf16 and fp16 on CUDA (fp32 unfused), also fp32 on
+    the CPU. Ranks' partials are rounded to x's dtype (of fp16, those above 65504 to infinity),
+    added in fp32 in a fixed order, and rounded again; for the own partial, and for the unfused
+    path, see ``ops/reference.py``.
 
-    Gradients: of x and w as if all ranks' rows went into one loss; that of ``bias`` is summed over the group.
+    Gradients: of x and w as if all ranks' rows went into one loss; that of ``bias`` is summed over
+    the group.
 
     Raises
     ------
-    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time; CaptureError under
-    CUDA-graph capture without an earlier call or ``tw.warmup``.
+    InputError (a ValueError) for what does not fit; PeerTimeout if a peer does not call in time;
+    CaptureError under CUDA-graph capture without an earlier call or ``tw.warmup``.
     """
     name = name_of(group)
     rows, flat = check_own(OP, name, _as_called, x, w, bias, out, name)
@@ -85,7 +92,11 @@ def matmul_reduce_scatter(
 
 
 def _as_called(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, group_name: str
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x and out as rows; raises for what those do not show."""
     rows = as_rows(x, w)
@@ -103,7 +114,9 @@ def _check_rows(rows: int, size: int) -> None:
     )
 
 
-def check_inputs(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, size: int) -> None:
+def check_inputs(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, size: int
+) -> None:
     """Raise :class:`InputError` on the rank that made the mistake, before anything is sent."""
     check_operands(x, w, bias, out)
     _check_rows(x.shape[0], size)
@@ -116,13 +129,23 @@ def plan(x: torch.Tensor, w: torch.Tensor, size: int) -> Plan[MatmulConfig]:
 
 
 def _forward(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, out: torch.Tensor | None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     chosen = accept(
-        OP, group_name, x, w, (bias,), (out,), "",
+        OP,
+        group_name,
+        x,
+        w,
+        (bias,),
+        (out,),
+        "",
         lambda size: check_inputs(x, w, bias, out, size),
         lambda size: plan(x, w, size),
-    )  # fmt: skip
+    )
     if chosen.config is None:
         log_fallback(OP, chosen, _SAID)
         return reference.matmul_reduce_scatter(x, w, bias, group_of(group_name), out)
@@ -151,7 +174,8 @@ def _fake_out(x, w, bias, group_name, *, out):
 
 
 def _backward_implementation(grad, x, w, group_name, need_x, need_w, need_bias):
-    """Gradients of x, w, bias (empty where not needed). The gradient is gathered once, by dgrad where there is one."""
+    """Gradients of x, w, bias (empty where not needed). The gradient is gathered once, by dgrad
+    where there is one."""
     group = group_of(group_name)
     grad = grad.contiguous()
     gx, gw, gb = (grad.new_empty(0) for _ in range(3))
@@ -169,7 +193,9 @@ def _backward_implementation(grad, x, w, group_name, need_x, need_w, need_bias):
 
 def _backward_fake(grad, x, w, group_name, need_x, need_w, need_bias):
     return (
-        grad.new_empty(dist.get_world_size(group_of(group_name)) * grad.shape[0], w.shape[1]) if need_x else grad.new_empty(0),
+        grad.new_empty(dist.get_world_size(group_of(group_name)) * grad.shape[0], w.shape[1])
+        if need_x
+        else grad.new_empty(0),
         w.new_empty(w.shape) if need_w else grad.new_empty(0),
         grad.new_empty(grad.shape[1]) if need_bias else grad.new_empty(0),
     )
@@ -185,7 +211,9 @@ def _backward(ctx, grad):
     x, w = ctx.saved_tensors
     needs = ctx.needs_input_grad
     need_bias = ctx.has_bias and needs[2]
-    gx, gw, gb = torch.ops.tileweave.matmul_reduce_scatter_backward(grad, x, w, ctx.group_name, needs[0], needs[1], need_bias)
+    gx, gw, gb = torch.ops.tileweave.matmul_reduce_scatter_backward(
+        grad, x, w, ctx.group_name, needs[0], needs[1], need_bias
+    )
     return gx if needs[0] else None, gw if needs[1] else None, gb if need_bias else None, None
 
 

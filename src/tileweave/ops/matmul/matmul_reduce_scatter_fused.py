@@ -1,7 +1,7 @@
 """The fused call of matmul_reduce_scatter: instance, slot, launch, pushes.
 
-What a shape needs is made once and kept. The operators' files check the arguments and plan; tests, the tuner and the
-tracer call :func:`run_fused` themselves.
+What a shape needs is made once and kept. The operators' files check the arguments and plan; tests,
+the tuner and the tracer call :func:`run_fused` themselves.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ def run_fused(
         return
     call = _fused_call(workspace, x, w, config)
     instance = call.instance
-    staging = None if config.transport == "sm" else torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
+    staging = (
+        None
+        if config.transport == "sm"
+        else torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
+    )
     capturing = instance.begin(chosen.mark)
     launch = call.launcher(x, w, out)
     if staging is None:
@@ -71,8 +75,14 @@ class _FusedCall:
     launchers: dict[tuple[object, ...], Callable[..., None]]
 
     def launcher(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
-        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same protocol."""
-        key = ((x.data_ptr() | w.data_ptr()) & 15 == 0, out.data_ptr() & 15 == 0, x.stride(0), w.stride())
+        """The kernel of this rank. Ranks may differ here (alignment): both kernels speak the same
+        protocol."""
+        key = (
+            (x.data_ptr() | w.data_ptr()) & 15 == 0,
+            out.data_ptr() & 15 == 0,
+            x.stride(0),
+            w.stride(),
+        )
         found = self.launchers.get(key)
         if found is None:
             found = self.launchers[key] = self._make(x, w, out)
@@ -85,16 +95,27 @@ class _FusedCall:
 
             if fits(x, w):
                 whole = fits(out)  # otherwise TMA cannot store it
-                return HopperLauncher(self.endpoint, self.schedule, self.config, x.dtype, x.stride(0), w.stride(), whole)
+                return HopperLauncher(
+                    self.endpoint,
+                    self.schedule,
+                    self.config,
+                    x.dtype,
+                    x.stride(0),
+                    w.stride(),
+                    whole,
+                )
         from tileweave.kernels.reduce_scatter.triton import Launcher
 
         return Launcher(self.endpoint, self.schedule, self.config)
 
 
-def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig) -> _FusedCall:
+def _fused_call(
+    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig
+) -> _FusedCall:
     transport = workspace.transport
     instance = workspace.instance(OP, config.transport)
-    key = (x.shape, w.shape[0], x.dtype, id(config))  # the call keeps the config, so the id stays its own
+    # the call keeps the config, so the id stays its own
+    key = (x.shape, w.shape[0], x.dtype, id(config))
     call = instance.cache.get(key)
     if call is None:
         size = transport.world_size
@@ -108,20 +129,26 @@ def _fused_call(workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: 
                 f"rows of a tile or more, at most {MAX_SLICES} chunks",
                 'transport "sm"',
             )
-        instance.reserve(schedule.slot_elements * x.element_size(), schedule.num_programs + 8 * MAX_SLICES)
+        instance.reserve(
+            schedule.slot_elements * x.element_size(), schedule.num_programs + 8 * MAX_SLICES
+        )
         copies = ()
         if config.transport == "copy_engine":
             copies = tuple(_copies(instance, schedule, x.element_size(), slot) for slot in (0, 1))
         staged = (size - 1) * schedule.place_elements
-        call = _FusedCall(instance, endpoint(instance, x.dtype), schedule, config, copies, staged, {})
+        call = _FusedCall(
+            instance, endpoint(instance, x.dtype), schedule, config, copies, staged, {}
+        )
         instance.keep(key, call)
     return call  # type: ignore[return-value]
 
 
 def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) -> Copies:
-    """Each chunk to its owner once its tiles are counted in, a signal behind it, and one to ourselves behind the last.
+    """Each chunk to its owner once its tiles are counted in, a signal behind it, and one to
+    ourselves behind the last.
 
-    One behind the other, as they are made: beside each other, a receiver has two senders (decision 0091).
+    One behind the other, as they are made: beside each other, a receiver has two senders (decision
+    0091).
     """
     epoch = instance.control.data_ptr() + 4 * EPOCH
     row_bytes = s.pitch * itemsize
@@ -131,11 +158,26 @@ def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) ->
         from_place, to_place = owner - (owner > s.rank), s.rank - (s.rank > owner)
         first, end = s.chunk_bounds(chunk)
         begin, stop = (min(tile * s.tile_m, s.rows) * row_bytes for tile in (first, end))
-        counter = instance.counters.data_ptr() + 4 * (s.num_programs + from_place * MAX_SLICES + chunk)
-        target = instance.slot_addresses[owner] + slot * instance.slot_bytes + to_place * place_bytes + begin
+        counter = instance.counters.data_ptr() + 4 * (
+            s.num_programs + from_place * MAX_SLICES + chunk
+        )
+        target = (
+            instance.slot_addresses[owner]
+            + slot * instance.slot_bytes
+            + to_place * place_bytes
+            + begin
+        )
         signal = instance.signal_addresses[owner] + 4 * (s.rank * MAX_SLICES + chunk)
         count = (end - first) * s.tile_cols
-        copies.append(Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, count))
+        copies.append(
+            Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, count)
+        )
         copies.append(Copy(signal, epoch, 4, aside=True))
-    copies.append(Copy(instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size), epoch, 4))
+    copies.append(
+        Copy(
+            instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size),
+            epoch,
+            4,
+        )
+    )
     return Copies(copies)

@@ -1,6 +1,8 @@
-"""The integer map of matmuls whose output tiles go to owners: remote tiles first, the own ones last.
+"""The integer map of matmuls whose output tiles go to owners: remote tiles first, the own ones
+last.
 
-Beside ``planning/schedules/gather.py``, whose cutting of tiles over programs it takes over. The kernels' copy is ``language/tile.place_out``.
+Beside ``planning/schedules/gather.py``, whose cutting of tiles over programs it takes over. The
+kernels' copy is ``device/triton/tiles.py:place_out``.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from tileweave.planning.schedules.gather import TileSchedule, cdiv, grouped
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """An all-to-all of matrices: each rank cuts its own into R parts along ``scatter_dim`` (0 rows, 1 columns), part p goes to
-    rank p, and what a rank gets stands in rank order along ``gather_dim``."""
+    """An all-to-all of matrices: each rank cuts its own into R parts along ``scatter_dim`` (0 rows,
+    1 columns), part p goes to rank p, and what a rank gets stands in rank order along
+    ``gather_dim``."""
 
     scatter_dim: int
     gather_dim: int
@@ -35,12 +38,14 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class ScatterSchedule(TileSchedule):
-    """The work of one matmul + reduce-scatter on one rank: ``rows`` are those of one owner (m = M / R), ``depth`` the local K.
+    """The work of one matmul + reduce-scatter on one rank: ``rows`` are those of one owner (m = M /
+    R), ``depth`` the local K.
 
-    Tiles stand in one line: those of owner rank+1, then of rank+2, ..., the own ones last, so that what peers wait for is
-    made first and, as long as ranks are in step, no receiver has two senders. Within an owner, *chunks* of ``chunk_rows`` tile
-    rows follow each other: a chunk is what a copy engine takes at once. Where a tile is taller than m (``spans_shards``), tiles
-    cover all M rows in order, the same on every rank.
+    Tiles stand in one line: those of owner rank+1, then of rank+2, ..., the own ones last, so that
+    what peers wait for is made first and, as long as ranks are in step, no receiver has two
+    senders. Within an owner, *chunks* of ``chunk_rows`` tile rows follow each other: a chunk is
+    what a copy engine takes at once. Where a tile is taller than m (``spans_shards``), tiles cover
+    all M rows in order, the same on every rank.
     """
 
     chunk_rows: int = 1 << 20
@@ -63,7 +68,8 @@ class ScatterSchedule(TileSchedule):
         return first_row, (owner + 1) * self.rows, col
 
     def turn(self, tile: int) -> tuple[int, int, int]:
-        """Tile number -> (how far behind rank + 1 its owner is, chunk of that owner, tile of that chunk)."""
+        """Tile number -> (how far behind rank + 1 its owner is, chunk of that owner, tile of that
+        chunk)."""
         step, rest = divmod(tile, self.per_source)
         return step, *divmod(rest, self.chunk_rows * self.tile_cols)
 
@@ -73,14 +79,17 @@ class ScatterSchedule(TileSchedule):
 
     @property
     def pitch(self) -> int:
-        """Elements from row to row of what copy engines take: ``cols``, up to a multiple of 16 bytes of halves for TMA."""
+        """Elements from row to row of what copy engines take: ``cols``, up to a multiple of 16
+        bytes of halves for TMA."""
         return cdiv(self.cols, 8) * 8
 
     @property
     def place_elements(self) -> int:
-        """Elements of one peer's partials in a slot, and of ``staging`` for one peer: whole tiles, all that it can own.
+        """Elements of one peer's partials in a slot, and of ``staging`` for one peer: whole tiles,
+        all that it can own.
 
-        Where tiles span shards each may hold rows of every owner, so a place has room for all of them.
+        Where tiles span shards each may hold rows of every owner, so a place has room for all of
+        them.
         """
         return self.per_source * self.tile_m * self.tile_n
 
