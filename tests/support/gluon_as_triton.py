@@ -12,7 +12,7 @@ shows.
 
 from __future__ import annotations
 
-import re
+import ast
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -70,25 +70,42 @@ def spin(
     for source in range(first, last + 1):
         signal.wait(signals, 1, epoch, source * stride, unit, control, report)
 """
-READ_AS = (
-    (r"^from .*$", ""),
-    (r"= gl\.BlockedLayout\(.*\)$", "= 0"),
-    (r"= \w+\.type\.layout$", "= 0"),
-    (r", layout=(?:gl\.SliceLayout\(\d, layout\)|lane)\)", ")"),
-    (r"(gl\.zeros\(.*), layout\)", r"\1)"),
-    (r"gluon\.jit", "triton.jit"),
-    (r"\bgl\.", "tl."),
-)
+
+
+class _ToTriton(ast.NodeTransformer):
+    """Layouts are left out; every other Gluon word has the same meaning in Triton."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        return None
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name({"gl": "tl", "gluon": "triton"}.get(node.id, node.id), node.ctx)
+
+    def visit_Assign(self, node: ast.Assign | ast.AnnAssign) -> ast.AST:
+        if ast.unparse(node.value or node).startswith("gl.BlockedLayout(") or (
+            isinstance(node.value, ast.Attribute) and node.value.attr == "layout"
+        ):
+            node.value = ast.Constant(0)
+        return self.generic_visit(node)
+
+    visit_AnnAssign = visit_Assign  # noqa: N815
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        node.keywords = [keyword for keyword in node.keywords if keyword.arg != "layout"]
+        if ast.unparse(node.func) == "gl.zeros":
+            node.args = node.args[:2]
+        return self.generic_visit(node)
 
 
 def as_triton(source: str) -> str:
     """``source``, of a file of Gluon functions, as Triton."""
-    for pattern, text in READ_AS:
-        source = re.sub(pattern, text, source, flags=re.MULTILINE)
-    assert "gl." not in source.replace("tl.", "") and "ayout(" not in source, (
+    module = _ToTriton().visit(ast.parse(source))
+    module.body = module.body[1:]  # the docstring
+    text = ast.unparse(ast.fix_missing_locations(module))
+    assert "gl." not in text.replace("tl.", "") and "Layout(" not in text, (
         "a Gluon word that is not translated"
     )
-    return source.replace('"""\n\n', '"""\n\nfrom __future__ import annotations\n' + WORDS, 1)
+    return f"from __future__ import annotations\n{WORDS}\n{text}\n"
 
 
 def load_tasks(folder: str) -> Any:
