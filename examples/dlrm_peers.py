@@ -76,7 +76,7 @@ class Replayed:
 
     beside : its kernels go before those that wait on other streams; graphs keep the priority of
         their capture. What the driver runs for memsets and copies in a graph has none, and waits
-        until the kernel beside has no program left to start (decision 0098): a function that has
+        until the kernel beside has no program left to start (decision 0034): a function that has
         large ones, as a sort has, should not come here.
     """
 

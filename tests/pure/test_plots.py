@@ -91,7 +91,7 @@ def test_interpreted_times_are_called_so(op: str, monkeypatch: pytest.MonkeyPatc
 MEASURED = {
     "all_gather_matmul-4xH200-2026-11-22-b.json": plot.plot_bench,
     "embedding_bag_all_to_all-4xH200-2026-11-22.json": embedding_run.plot,
-    "grouped_matmul_combine-4xH200-2026-11-22.json": experts.plot,
+    "grouped_matmul_combine-4xH200-2026-11-22-b.json": experts.plot,
 }
 
 

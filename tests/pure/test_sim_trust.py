@@ -14,16 +14,17 @@ from typer.testing import CliRunner
 from tileweave.commands.simulate import app
 from tileweave.errors import InputError, UnsupportedError
 from tileweave.sim import crosscheck
-from tileweave.sim.cells import Cell, alone, holds_cells, read_cells
+from tileweave.sim.cells import Cell, alone, read_cells
 from tileweave.sim.costs import load_calibration
 from tileweave.sim.fit import BLOCKS, START, fit, nelder_mead
 from tileweave.sim.measurements import STEADY, quantity_of, settle, unsteadiness
+from tileweave.sim.packaged import devices, packaged_cells, write
 from tileweave.sim.predict import planned
 from tileweave.sim.trust import GOOD_MEAN, GOOD_WORST, judge, published, repeatability, summarise
 
 ROOT = Path(__file__).parents[2]
-RESULTS = [path for path in sorted((ROOT / "docs" / "results").glob("*.json")) if holds_cells(path)]
-TIMES = read_cells(RESULTS)
+RESULTS = ROOT / "docs" / "results"
+TIMES = packaged_cells("h200")
 CELLS, UNSTEADY = settle(TIMES)
 RECORDED_OVER = 0  # held-out cells over 20 %, as docs/simulator.md has them
 UNMODELLED = {  # measured, and said in docs/simulator.md: the library's kernels are others now
@@ -65,9 +66,7 @@ def test_the_shipped_calibration_holds_the_bar() -> None:
 def test_another_device_is_predicted_by_its_data_sheet() -> None:
     """Two H100, which no fit has seen, by H200's fractions of their peaks; figures as
     docs/simulator.md has them."""
-    cells, _ = settle(
-        read_cells(sorted((ROOT / "docs" / "results" / "h100").glob("*_*-2xH100-2026-11-25.json")))
-    )
+    cells, _ = settle(packaged_cells("h100"))
     judged, unknown = judge(cells, device="h100")
     whole = [one for one in judged if one.side in ("fit", "held out")]
     errors = [abs(math.log(1.0 + one.error)) for one in whole]
@@ -80,6 +79,71 @@ def test_another_device_is_predicted_by_its_data_sheet() -> None:
     assert sum(taken_for_h200) / len(taken_for_h200) > 3 * sum(errors) / len(errors), (
         "the data sheet makes the difference"
     )
+
+
+@pytest.mark.parametrize("device", devices())
+def test_packaged_cells_are_those_of_the_results(device: str) -> None:
+    """Of the results that are still kept as files."""
+    packaged: dict[str, list[Cell]] = {}
+    for cell in packaged_cells(device):
+        packaged.setdefault(cell.source, []).append(cell)
+    kept = [path for path in sorted(RESULTS.rglob("*.json")) if path.name in packaged]
+    assert len(kept) >= 7
+    for path in kept:
+        found, cells = packaged[path.name], read_cells([path])
+        assert list(map(str, found)) == list(map(str, cells))
+        assert [cell.seconds for cell in found] == pytest.approx(
+            [cell.seconds for cell in cells], rel=1e-5
+        )
+        assert [cell.tables and cell.tables.entries for cell in found] == [
+            c.tables and c.tables.entries for c in cells
+        ]
+        assert [unsteadiness(cell) > STEADY for cell in found] == [
+            unsteadiness(cell) > STEADY for cell in cells
+        ]
+
+
+def test_a_package_file_takes_new_runs_and_replaces_old_ones(tmp_path: Path) -> None:
+    config = {
+        "kernel": "hopper",
+        "transport": "sm",
+        "tile_m": 64,
+        "tile_n": 64,
+        "tile_k": 128,
+        "num_stages": 6,
+        "num_warps": 4,
+    }
+    entry = {
+        "op": "matmul_all_reduce",
+        "quantity": "fused",
+        "shape": [512, 4096, 4096],
+        "graph": True,
+        "us": 30.0,
+    }
+    results, file = tmp_path / "new.json", tmp_path / "h200.json"
+    for us in (30.0, 31.0):
+        report = {
+            "machine": {"world_size": 2},
+            "again": True,
+            "components": [{**entry, "us": us, "config": config}],
+        }
+        results.write_text(json.dumps(report), "utf-8")
+        write(file, [results])
+    ((run,), tables) = (json.loads(file.read_text("utf-8"))[name] for name in ("runs", "tables"))
+    assert (
+        run["cells"] == [{**entry, "world": 2, "us": 31.0, "again": True, "config": config}]
+        and tables == {}
+    )
+    before = file.read_bytes()
+    write(file, [results])
+    assert file.read_bytes() == before
+
+
+def test_a_device_without_cells_is_refused() -> None:
+    with pytest.raises(
+        InputError, match="cells of a100; allowed: cells of h100 or h200; remedy: pass --cells"
+    ):
+        packaged_cells("a100")
 
 
 def test_the_rule_parts_cells_evenly_and_by_shape_alone() -> None:

@@ -34,11 +34,12 @@ try:
         trust,
     )
     from tileweave.sim import replay as replaying
-    from tileweave.sim.cells import RULE, holds_cells, read_cells
-    from tileweave.sim.costs import Calibration, Costs, load_calibration
+    from tileweave.sim.cells import RULE, Cell, holds_cells, read_cells
+    from tileweave.sim.costs import REFERENCE, Calibration, Costs, load_calibration
     from tileweave.sim.crosscheck import compare
     from tileweave.sim.machine import Cluster, make_cluster, with_gpus
     from tileweave.sim.measurements import UNSTEADY, settle
+    from tileweave.sim.packaged import packaged_cells
     from tileweave.sim.sensitivity import sensitivity
     from tileweave.sim.step import Result
     from tileweave.sim.workload import Scenario, cluster_notes, read_scenario, simulate_all
@@ -95,7 +96,7 @@ Calib = Annotated[
 ]
 Cells = Annotated[
     list[Path] | None,
-    typer.Option(help="Results of measurements, files or folders (default: docs/results)."),
+    typer.Option(help="Results of measurements, files or folders (default: the packaged ones)."),
 ]
 
 
@@ -448,14 +449,14 @@ def trust_command(
     every: Annotated[bool, typer.Option("--every", help="Every cell, not only groups.")] = False,
     device: Annotated[
         str, typer.Option(help="What the cells were measured on; the calibration is of H200.")
-    ] = "h200",
+    ] = REFERENCE,
 ) -> None:
     """Errors against measured cells, fitted and held out apart; published tables beside the
     model."""
     screen, used = console(), _calibration(calibration)
     if folder_for(out) is not None:
         need("tileweave simulate trust --out", "matplotlib")
-    measured = read_cells(_cell_files(cells))
+    measured = _measured(cells, device)
     settled, unsteady = settle(measured)
     with _progress(screen) as say:
         say(f"predicts {len(settled)} cells")
@@ -508,7 +509,7 @@ def calibrate(
     file_for(to)
     screen = console()
     used = fit.fit(
-        settle(read_cells(_cell_files(cells)))[0],
+        settle(_measured(cells, REFERENCE))[0],
         progress=lambda text: screen.print(text, markup=False),
     )
     to.write_text(json.dumps(used.as_dict(), indent=1) + "\n", "utf-8")
@@ -558,21 +559,23 @@ def machines() -> None:
         screen.print(f"{kind}: {', '.join(catalogue(kind))}")
 
 
-def _cell_files(cells: list[Path] | None) -> list[Path]:
-    given = cells or [Path("docs/results")]
+def _measured(cells: list[Path] | None, device: str) -> list[Cell]:
+    """Of the files and folders that are named, or the packaged cells of ``device``."""
+    if not cells:
+        return packaged_cells(device)
     folders = [
         path
-        for folder in given
+        for folder in cells
         if folder.is_dir()
         for path in sorted(folder.glob("*.json"))
         if holds_cells(path)
     ]
-    found = [path for path in cells or [] if not path.is_dir()] + folders
+    found = [path for path in cells if not path.is_dir()] + folders
     if not found:
         raise InputError(
-            "asked: measured cells; allowed: results files; remedy: pass --cells FILE, or run in the repository"
+            "asked: measured cells; allowed: results files; remedy: pass --cells FILE, or leave it out"
         )
-    return found
+    return read_cells(found)
 
 
 def _known(name: str, kind: str) -> str:

@@ -8,7 +8,7 @@ own partial they do not round where the sum is made in the epilogue of a matmul 
 own one is rounded, too, when its matmul stores it; then the CPU adds in fp32 in rank order and
 rounds once more, and NCCL adds in an order and with roundings of its own. The bias enters one
 partial, in fp32, before that is rounded; a residual is added to the rounded sum, and the result
-rounded again. A table: ``docs/decisions/0051``.
+rounded again. A table: decision 0019.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ _PORTABLE = CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32,
 
 def _config_of(s: GroupedProblem) -> CombineConfig:
     """By the rows an expert has on average: few are a stream of weights, many are tensor-core work
-    (decisions 0069, 0077)."""
+    (decision 0029)."""
     rows = s.rows_per_expert
     if rows <= 4:
         workers = 32 if rows <= 2 else 64

@@ -229,7 +229,7 @@ _WORTH_A_LAUNCH = 1 << 35
 def _for_rows_between_sectors(config: MatmulConfig, p: Problem) -> tuple[MatmulConfig, str]:
     """Where a block of 128 bytes begins between sectors of L2 it is five of them in two lines,
     which holds up our main loop and not the library's: that one multiplies shards that are large
-    (decision 0114). Else wider tiles, which load a quarter less (decision 0102)."""
+    (decision 0016). Else wider tiles, which load a quarter less (decision 0017)."""
     if config.transport == "sm" or config.kernel != "hopper":
         return config, ""
     if p.rows * p.cols * p.depth >= _WORTH_A_LAUNCH and _suits(_BY_SHARDS, p):

@@ -12,7 +12,7 @@ is needed.
 A call that breaks off for a reason of this rank alone (no memory, Ctrl-C) has been called by the
 others, who wait for it; if this rank then went on, its next call would stand for it, of other data
 and without a difference. So it is written down as broken, over the mark that it may have had: who
-finds that where its own call did not break is told (decision 0105).
+finds that where its own call did not break is told (decision 0025).
 
 Host only: nothing of this is in a captured graph. An eager call pays for a store, and for a load of
 each peer that is in step.

@@ -4,7 +4,7 @@ one prepared graph.
 A call of an operator queues 7 to 27 copies, waits and events, and each call of the driver costs the
 host 2 us and more, as much as an operator may cost in all. The copies are the same in each call but
 for one address. So copies that come again (``base.Copies``) are made into a graph, and a call
-launches that: decision 0057. A graph takes 0.1 to 0.8 MB of the device, so the ones that were not
+launches that: decision 0022. A graph takes 0.1 to 0.8 MB of the device, so the ones that were not
 used for longest are let go, and sizes that come once get none.
 """
 
@@ -147,7 +147,7 @@ class _Graph:
 
     A wait for a counter stands beside its lane, in front of its own copy alone, and so does a copy
     ``aside``, which only the last one follows: in line a wait, even for what is there, takes 2.5
-    us, and a signal 2 (decisions 0090, 0091).
+    us, and a signal 2 (decisions 0013, 0002).
 
     ``given``: the address that a push gives; :meth:`point` moves it.
     """

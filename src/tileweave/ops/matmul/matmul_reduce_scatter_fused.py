@@ -148,7 +148,7 @@ def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) ->
     ourselves behind the last.
 
     One behind the other, as they are made: beside each other, a receiver has two senders (decision
-    0091).
+    0002).
     """
     epoch = instance.control.data_ptr() + 4 * EPOCH
     row_bytes = s.pitch * itemsize

@@ -194,7 +194,7 @@ def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Pl
 
 def dispatch_config(p: GroupedProblem) -> DispatchConfig:
     """By rows of an expert: low tiles where weights are all there is to read; above, rows in order
-    (decisions 0069, 0075)."""
+    (decisions 0029, 0027)."""
     rows = p.rows_per_expert
     if rows <= 2:
         return DispatchConfig("triton", 16, 128, 128, 5, 4, 8, 16, push_rows=1, signal_blocks=1)
