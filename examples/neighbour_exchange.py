@@ -34,7 +34,8 @@ from tileweave.device.triton.signal import faulted, leave, load_epoch, notify, w
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
 from tileweave.ops.core.registry import endpoint, name_of, workspace_of
-from tileweave.transport.workspace import MAX_SLICES, Instance
+from tileweave.transport.protocol import MAX_SLICES
+from tileweave.transport.workspace import Instance
 
 WORDS = tl.constexpr(MAX_SLICES)  # signals that each source has at each rank
 ROWS, COLS, STEPS, RATE = 8, 256, 20, 0.2

@@ -29,10 +29,11 @@ from tileweave.device.triton.signal import (
 )
 from tileweave.errors import PeerTimeout
 from tileweave.transport.cpu import CpuTransport
-from tileweave.transport.interface import (
+from tileweave.transport.protocol import (
     EPOCH,
     FAULT,
     LEAVERS,
+    MAX_SLICES,
     MEETING_US,
     PUSHED_US,
     TABLE_RANK,
@@ -40,7 +41,7 @@ from tileweave.transport.interface import (
     TABLES,
     TIMEOUT_US,
 )
-from tileweave.transport.workspace import MAX_SLICES, Instance
+from tileweave.transport.workspace import Instance
 
 
 @triton.jit
@@ -262,7 +263,7 @@ def who_leaves_last_knows_of_a_fault(me: Member) -> None:
     for call, (time_outs, early) in enumerate(product((0, 1), (False, True)), start=2):
         table[0], table[1] = 5, 6
         # two have left, the third had read FAULT before
-        instance.control[LEAVERS] = 2 + time_outs * interpreted._LATE
+        instance.control[LEAVERS] = 2 + time_outs * interpreted.protocol.LATE
         leave_kernel[(1,)](instance.control, 3, EARLY=early)
         assert table.tolist() == [5, 5 if time_outs else 6]
         assert (int(instance.control[LEAVERS]), int(instance.control[EPOCH])) == (0, call)

@@ -82,7 +82,7 @@ def test_every_operator_in_disorder_and_a_rank_that_lies() -> None:
 @pytest.mark.parametrize("wrap", [2**31, 2**32])
 def test_epochs_are_moved_to_the_wrap_and_keep_their_slot(wrap: int) -> None:
     from tileweave.commands.stress import _near_the_wrap
-    from tileweave.transport.interface import EPOCH
+    from tileweave.transport.protocol import EPOCH
 
     for epoch in (5, 6, -7, -8):
         instance = mock.Mock(

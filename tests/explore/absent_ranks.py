@@ -37,8 +37,15 @@ from tileweave.kernels.embedding import bag_all_to_all as lookups
 from tileweave.kernels.embedding import gradient as embedding_gradient
 from tileweave.ops.embedding.bag_all_to_all_fused import BACKWARD
 from tileweave.planning.sharding import EmbeddingConfig
-from tileweave.transport.interface import FAULT, LEAVERS, MEETING_US, PUSHED_US, TIMEOUT_US
-from tileweave.transport.workspace import COPIED, MAX_SLICES
+from tileweave.transport.protocol import (
+    FAULT,
+    LEAVERS,
+    MAX_SLICES,
+    MEETING_US,
+    PUSHED_US,
+    TIMEOUT_US,
+)
+from tileweave.transport.workspace import COPIED
 
 PATIENCE = 1000  # the limit of a meeting
 # results that hold what a slot held: behind a time-out they are reported only
@@ -131,7 +138,7 @@ class Clock:
             word: ctypes.c_int32.from_address(block + 4 * word)
             for word in (LEAVERS, FAULT, TIMEOUT_US, MEETING_US)
         }
-        words[LEAVERS].value += 0 if words[FAULT].value else interpreted._LATE
+        words[LEAVERS].value += 0 if words[FAULT].value else interpreted.protocol.LATE
         words[FAULT].value, words[TIMEOUT_US].value, words[MEETING_US].value = 1, 0, 0
         for task, (_, its, limit) in self.due.items():
             # waits that have begun read their limit again

@@ -85,7 +85,7 @@ _MEET = "        meet(signal_table, signals, rank, epoch, -1, control, report, W
 _OPEN = "        count_in(counters + num_segments * num_programs)\n"
 _ALL_WAIT = "range(1, WORLD_SIZE):\n        wait"
 _NEVER = "            if 0: tl.store(counters + num_segments"
-_SIGNAL = "        copies.append(Copy(instance.signal_addresses[peer] + 4 * (rank * MAX_SLICES + chunk), epoch, 4))\n"
+_SIGNAL = "        copies.append(instance.signal_copy(peer, instance.layout.data(rank, chunk)))\n"
 _GIVE = "    tl.store(partials + (base + share.program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)\n"
 _COUNT = (
     '    tl.atomic_add(counters + (base + tile - share.whole), 1, sem="release", scope="gpu")\n'
@@ -266,15 +266,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no word for the last push",
         FUSED,
-        "    copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))\n",
+        "    copies.append(instance.signal_copy(rank, instance.layout.pushed))\n",
         "",
         AG + "copy engine",
     ),
     Mutant(
         "a signal to the wrong word",
         FUSED,
-        "4 * (rank * MAX_SLICES",
-        "4 * (peer * MAX_SLICES",
+        "layout.data(rank, chunk)",
+        "layout.data(peer, chunk)",
         AG + "copy engine",
     ),
     Mutant(
@@ -314,7 +314,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the count of programs is not reset",
         WORDS,
-        "    MEMORY.store(block + 4 * _LEAVERS, 0)\n",
+        "    MEMORY.store(block + 4 * protocol.LEAVERS, 0)\n",
         "",
         AG,
     ),
@@ -328,7 +328,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "leaving is not atomic",
         WORDS,
-        "MEMORY.add(_value(control) + 4 * _LEAVERS, 1)",
+        "MEMORY.add(_value(control) + 4 * protocol.LEAVERS, 1)",
         "(n := MEMORY.load(_value(control) + 4), MEMORY.store(_value(control) + 4, n + 1))[0]",
         AG,
     ),
@@ -575,7 +575,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a chunk is not signalled",
         REDUCED,
-        "        copies.append(Copy(signal, epoch, 4, aside=True))\n",
+        "        copies.append(instance.signal_copy(owner, instance.layout.data(s.rank, chunk), aside=True))\n",
         "",
         RS + "copy engine",
     ),

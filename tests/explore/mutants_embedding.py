@@ -9,12 +9,12 @@ KERNEL, REGIONS = "kernels/embedding/bag_all_to_all.py", "transport/regions.py"
 
 _ANNOUNCE = (
     "    for step in tl.static_range(1, WORLD_SIZE):\n"
-    "        word = (\n            symm_at(signal_table, (rank + step) % WORLD_SIZE, tl.int32, 4) + rank * SLICES + REGION\n        )\n"
+    "        word = (\n            symm_at(signal_table, (rank + step) % WORLD_SIZE, tl.int32, 4) + rank * MAX_SLICES + REGION\n        )\n"
     "        tl.store(word, region)\n"
 )
-_READY = "    notify_all(signal_table, rank * SLICES + READY, rank, epoch, WORLD_SIZE, False)\n"
-_WAIT = "                    wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report, MEETING_US)\n"
-_DONE = "            wait(signals, 1, epoch, source * SLICES + DONE, -1, control, report)\n"
+_READY = "    notify_all(signal_table, rank * MAX_SLICES + READY, rank, epoch, WORLD_SIZE, False)\n"
+_WAIT = "                    wait(signals, 1, epoch, peer * MAX_SLICES + READY, ticket, control, report, MEETING_US)\n"
+_DONE = "            wait(signals, 1, epoch, source * MAX_SLICES + DONE, -1, control, report)\n"
 _CLEAR = "    tl.store(counters + (1 - (epoch & 1)) * 2 + {}, 0)\n"
 _LOOP = "    while ticket < total:\n"
 _LAST = "== num_programs - 1\n    ):\n        notify"
@@ -24,22 +24,22 @@ TG = "embedding_bag_all_to_all_backward/"
 PUSH, SUMS = "kernels/embedding/gradient.py", "kernels/embedding/table_sums.py"
 _HERE = "                wait_here(counters, group + 1, ARRIVED, table, control, report, PUSHED_US)  # the watcher ends first\n"
 _OF_ALL = "        for source in tl.static_range(WORLD_SIZE):\n"
-_PEER = "            wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report, MEETING_US)\n"
-_FOR_ALL = "wait(signals, 1, epoch, peer * SLICES + READY, -1, control, report, MEETING_US)"
+_PEER = "            wait(signals, 1, epoch, peer * MAX_SLICES + READY, ticket, control, report, MEETING_US)\n"
+_FOR_ALL = "wait(signals, 1, epoch, peer * MAX_SLICES + READY, -1, control, report, MEETING_US)"
 ONE = TG + "of one rank"
 _ZERO = "        tl.store(counters + (1 - (epoch & 1)) * SET + tl.arange(0, SET), tl.zeros((SET,), tl.int32))\n"
 _SAYS = "    if stored + tickets == all_tickets:\n"
 _COUNT = "                count_group(signal_table, control, counters, rank, group, stored,"
 _TOLD = (
     _SAYS
-    + "        notify_all(signal_table, rank * SLICES + DONE + group, rank, call_done(control, epoch), WORLD_SIZE, True)"
+    + "        notify_all(signal_table, rank * MAX_SLICES + DONE + group, rank, call_done(control, epoch), WORLD_SIZE, True)"
 )
 BY_COPIES, COPIES = TG + "groups by copy engines", "ops/embedding/bag_all_to_all_fused.py"
 NINE = TG + "nine tables by copy engines"
 _GROUPS = "    for group in range(0, GROUPS):\n        for source"
 _MET = "        await_all(signals, rank, epoch, -1, control, report, WORLD_SIZE)\n"
 _PUSHED = "        await_pushed(signals, epoch, control, report, WORLD_SIZE)\n"
-_SENT = "        copies.append(Copy(instance.signal_addresses[owner] + 4 * word, epoch, 4))\n"
+_SENT = "        copies.append(instance.signal_copy(owner, instance.layout.data(rank, DONE.value + group)))\n"
 _SHUT = "        tl.store(counters + GATE, 0)\n"
 
 MUTANTS: tuple[Mutant, ...] = (

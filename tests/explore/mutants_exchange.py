@@ -142,8 +142,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "chunks share one signal",
         PUSHES,
-        "(rank * MAX_SLICES + chunk)",
-        "(rank * MAX_SLICES)",
+        "layout.data(rank, chunk)",
+        "layout.data(rank)",
         IN + "copy engine",
     ),
     Mutant(

@@ -12,9 +12,9 @@ TASKS, ORDER = (
     "kernels/experts/combine_hopper_tickets.py",
 )
 
-_NOTIFY = "notify(symm_at(signal_table, peer, tl.int32, 4) + rank * SLICES + 1 + chunk * groups + group, epoch)"
+_NOTIFY = "notify(symm_at(signal_table, peer, tl.int32, 4) + rank * MAX_SLICES + 1 + chunk * groups + group, epoch)"
 _WAIT = "                wait(signals, 1, epoch, word, group, control, report)\n"
-_WEIGHTS = "wait(signals, 1, epoch, peer * SLICES + WEIGHTS, task, control, report)"
+_WEIGHTS = "wait(signals, 1, epoch, peer * MAX_SLICES + WEIGHTS, task, control, report)"
 _AWAIT = "        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N))\n"
 _COUNT = '            tl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")\n'
 _MADE = "                made <= chunk\n"
@@ -50,7 +50,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("tickets: only the tiles of their chunk", TASKS, _TILES, "                made = chunk + 0\n" + _TILES, PARTITIONS),
     Mutant("tickets: results do not wait for peers", TASKS, "if word >= heard:", "if word > 99:", PARTITIONS),
     Mutant("tickets: one signal is taken for two", TASKS, "heard = word + 1", "heard = word + 2", PARTITIONS),
-    Mutant("tickets: one counter", TASKS, "TICKETS + late * SLICES", "TICKETS + late * 0", PARTITIONS),
+    Mutant("tickets: one counter", TASKS, "TICKETS + late * MAX_SLICES", "TICKETS + late * 0", PARTITIONS),
     Mutant("tickets: lists are counted without a release", TASKS, 'LISTED, 1, sem="release"', 'LISTED, 1, sem="relaxed"',
            PARTITIONS),
     Mutant("tickets: a group is signalled by its first block", TASKS, "word, group_size):", "word, 1):", PARTITIONS),

@@ -46,8 +46,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a gathered shard is signalled to the wrong word",
         BESIDE,
-        "+ 4 * rank * MAX_SLICES",
-        "+ 4 * peer * MAX_SLICES",
+        "layout.data(rank)",
+        "layout.data(peer)",
         AG + "gather beside",
     ),
     Mutant(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tileweave.transport import interface as base
+from tileweave.transport import protocol
 
 pytestmark = pytest.mark.gpu
 
@@ -57,8 +57,8 @@ class Step:
             return torch.tensor([of.data_ptr()], device=gpu)
 
         slots, signals, self.control = torch.zeros_like(self.grad).view(-1), words(64), words(64)
-        self.control[base.EPOCH] = EPOCH
-        for limit in (base.TIMEOUT_US, base.MEETING_US, base.PUSHED_US):
+        self.control[protocol.EPOCH] = EPOCH
+        for limit in (protocol.TIMEOUT_US, protocol.MEETING_US, protocol.PUSHED_US):
             self.control[limit] = 3_000_000
         peers = Endpoint(
             slots,

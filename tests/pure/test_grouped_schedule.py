@@ -125,11 +125,11 @@ def test_counters_of_a_combine_are_apart() -> None:
         tasks.WEIGHTS.value,
         tasks.LISTED.value,
         tasks.TICKETS.value,
-        tasks.TICKETS.value + tasks.SLICES.value,
+        tasks.TICKETS.value + tasks.MAX_SLICES.value,
     ]
     tiles = [tasks.TILES.value + chunk for chunk in range(MAX_GROUPS)]
     sent = [
-        tasks.SENT.value + peer * tasks.SLICES.value + word
+        tasks.SENT.value + peer * tasks.MAX_SLICES.value + word
         for peer in range(8)
         for word in range(MAX_GROUPS)
     ]

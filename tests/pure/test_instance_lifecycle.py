@@ -10,7 +10,7 @@ import torch
 from tests.pure.test_workspace import OP, NotingTransport
 
 from tileweave.ops.core.registry import push_beside
-from tileweave.transport import interface as base
+from tileweave.transport import protocol
 from tileweave.transport.interface import Copies
 from tileweave.transport.workspace import Instance
 
@@ -107,7 +107,10 @@ def test_kernels_find_the_tables_through_the_control_block(copied: bool) -> None
     instance = Instance(OP, NotingTransport(world_size=4, rank=1), copied=copied)
     instance.reserve(64)
     instance.reserve(100_000)
-    words = instance.control[base.TABLES :].view(torch.int64).tolist()
+    words = instance.control[protocol.TABLES :].view(torch.int64).tolist()
     tables = [instance.slot_table.data_ptr(), instance.signal_table.data_ptr()]
-    ranks = (int(instance.control[base.TABLE_RANK]), int(instance.control[base.TABLE_RANKS]))
+    ranks = (
+        int(instance.control[protocol.TABLE_RANK]),
+        int(instance.control[protocol.TABLE_RANKS]),
+    )
     assert (words, ranks) == (([0, 0], (0, 0)) if copied else (tables, (1, 4)))

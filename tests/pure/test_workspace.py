@@ -12,10 +12,12 @@ import tileweave as tw
 from tileweave.planning.machine import CPU
 from tileweave.planning.schedules.gather import TileSchedule
 from tileweave.transport import workspace
-from tileweave.transport.interface import (
+from tileweave.transport.interface import Copy, SymmetricBuffer
+from tileweave.transport.protocol import (
     EPOCH,
     FAULT,
     LEAVERS,
+    MAX_SLICES,
     MEETING_US,
     PUSHED_US,
     REPORT_EXPECTED,
@@ -24,10 +26,8 @@ from tileweave.transport.interface import (
     REPORT_SIGNAL,
     REPORT_UNIT,
     TIMEOUT_US,
-    Copy,
-    SymmetricBuffer,
 )
-from tileweave.transport.workspace import MAX_SLICES, Instance, Registry, Workspace, timeout_seconds
+from tileweave.transport.workspace import Instance, Registry, Workspace, timeout_seconds
 
 OP = "all_gather_matmul"
 

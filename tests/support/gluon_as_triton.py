@@ -26,7 +26,7 @@ from tests.support import combine as combining
 from tests.support.experts import Case
 from tests.support.worlds import Member
 
-from tileweave.device.triton.signal import leave, load_epoch, wait
+from tileweave.device.triton.signal import MAX_SLICES, leave, load_epoch, wait
 from tileweave.kernels.experts import combine_hopper_tasks as gluon_tasks
 from tileweave.kernels.experts import combine_triton as plain
 from tileweave.kernels.experts.combine_triton import multiply_role
@@ -38,9 +38,7 @@ import triton.language as tl
 from tileweave.kernels.experts import combine_hopper_tickets as combine_tickets
 from tileweave.device.triton import remote
 from tileweave.device.triton import signal
-from tileweave.device.triton.signal import notify
-
-FAULT = tl.constexpr(2)
+from tileweave.device.triton.signal import FAULT, MAX_SLICES, notify
 
 
 @triton.jit
@@ -126,7 +124,7 @@ clear_other_counts, push_weights, list_rows = (
     _tasks.push_weights,
     _tasks.list_rows,
 )
-serve_tickets, COUNTER_WORDS, SLICES = _tasks.serve_tickets, _tasks.COUNTER_WORDS, _tasks.SLICES
+serve_tickets, COUNTER_WORDS = _tasks.serve_tickets, _tasks.COUNTER_WORDS
 
 
 @triton.jit
@@ -337,7 +335,7 @@ def twin_kernel(
         )
     if (partition == 0) & (program == programs - 1):
         for step in tl.static_range(1, WORLD_SIZE):  # also where this rank has no tokens
-            word = (rank + step) % WORLD_SIZE * SLICES + chunks * groups
+            word = (rank + step) % WORLD_SIZE * MAX_SLICES + chunks * groups
             wait(signals, 1, epoch, word, -1, control, report)
     leave(control, epoch, tl.num_programs(0))
 

@@ -23,7 +23,7 @@ from tileweave.ops.core.registry import name_of, workspace_of
 from tileweave.planning.machine import Machine
 from tileweave.planning.matmul import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
-from tileweave.transport.interface import EPOCH, LEAVERS
+from tileweave.transport.protocol import EPOCH, LEAVERS
 from tileweave.transport.workspace import Instance
 
 # --- Reaching in ---

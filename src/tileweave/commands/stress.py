@@ -32,7 +32,7 @@ from tileweave.bench.run import short
 from tileweave.bench.subjects import SUBJECTS, TOLERANCE, Operands, Shape, Subject, poisoned, worst
 from tileweave.launcher import Member
 from tileweave.ops.core.registry import name_of
-from tileweave.transport.interface import EPOCH
+from tileweave.transport.protocol import EPOCH
 from tileweave.transport.workspace import REGISTRY, Workspace
 
 _DATA = 3  # sets of operands of each operator and shape

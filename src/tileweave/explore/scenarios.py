@@ -18,7 +18,7 @@ import torch
 
 from tileweave.explore.ranks import World
 from tileweave.planning.matmul import MatmulConfig, Plan
-from tileweave.transport.interface import EPOCH
+from tileweave.transport.protocol import EPOCH
 
 # Constants of kernels that are sized for GPUs, made small: a shard of 256 elements has several
 # slices then.

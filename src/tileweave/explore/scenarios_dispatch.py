@@ -13,7 +13,7 @@ from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut
-from tileweave.transport.interface import EPOCH
+from tileweave.transport.protocol import EPOCH
 
 
 def _ends(world: World, rank: int, op: str, drawn: Drawn) -> Iterator[tuple[str, int, int]]:

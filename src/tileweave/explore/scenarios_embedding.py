@@ -17,7 +17,7 @@ import torch
 from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, rows_of
-from tileweave.transport.interface import EPOCH
+from tileweave.transport.protocol import EPOCH
 
 ROWS, DIM, BAG = 5, 8, 2  # of a table; indices in a bag
 

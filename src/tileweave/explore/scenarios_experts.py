@@ -13,7 +13,7 @@ from tileweave.explore.ranks import World
 from tileweave.explore.scenarios import POOL, Drawn, begin_instance, whole_numbers, wrap
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
 from tileweave.planning.combine import CombineConfig
-from tileweave.transport.interface import EPOCH
+from tileweave.transport.protocol import EPOCH
 
 EXPERTS, DEPTH, COLS = 2, 8, 16  # experts of a rank
 

@@ -23,7 +23,7 @@ from tileweave.planning.matmul import Plan, Problem, schedule_for
 from tileweave.planning.schedules.gather import push_order
 from tileweave.profile.trace import COPY_ENGINE, Event, Trace, decode, merge
 from tileweave.transport.interface import Copy, Transport
-from tileweave.transport.workspace import MAX_SLICES
+from tileweave.transport.protocol import MAX_SLICES
 
 _SIGNAL_BYTES = 4
 

@@ -30,21 +30,6 @@ if TYPE_CHECKING:
 
     from tileweave.planning.machine import Machine
 
-# Words of an instance's control block (int32, local to a rank, see ``device/triton/signal.py``).
-# Limits of waits, microseconds. TIMEOUT_US: for data, an eighth more than peers have to come; 0
-# after a fault, so that a call with many waits ends. MEETING_US: for peers to come; it runs out
-# first, so that the report names who is late and not who waits for that one, too. PUSHED_US: for
-# own copies, which may begin only then; a kernel must not end before them.
-EPOCH, LEAVERS, FAULT, TIMEOUT_US, MEETING_US, PUSHED_US = 0, 1, 2, 3, 4, 5
-# How many ranks the tables have whose addresses (int64) stand from TABLES on, and which is the own
-# one: kernels that push look peers up there, and the end of a call with a fault makes all of them
-# lead to the own rank. 0: copies go, tables stay.
-TABLE_RANKS, TABLE_RANK, TABLES, NUM_TABLES = 6, 7, 8, 2
-CONTROL_WORDS = TABLES + 2 * NUM_TABLES
-# Words of a fault report (int32, in memory the host can read while kernels run).
-REPORT_SET, REPORT_SIGNAL, REPORT_UNIT, REPORT_EXPECTED, REPORT_SEEN = 0, 1, 2, 3, 4
-REPORT_WORDS = 8
-
 
 @dataclass(frozen=True, slots=True)
 class SymmetricBuffer:

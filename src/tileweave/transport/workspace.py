@@ -18,15 +18,15 @@ import torch
 from torch.distributed.distributed_c10d import _world
 
 from tileweave.errors import CaptureError, InputError, PeerTimeout
-from tileweave.transport import interface as base
+from tileweave.transport import protocol
 from tileweave.transport.call_ledger import Ledger
+from tileweave.transport.interface import Copy
 from tileweave.transport.regions import Regions
 
 if TYPE_CHECKING:
     from tileweave.planning.matmul import Plan
     from tileweave.transport.interface import SymmetricBuffer, Transport
 
-MAX_SLICES = 32
 GATHER = "gather"  # the kind of instance of a gather beside other kernels
 # kinds whose data copy engines bring, by addresses of the host: tables do not hold them back
 COPIED = ("copy_engine", GATHER)
@@ -60,9 +60,9 @@ def timeout_seconds() -> float:
 
 def _first_words(seconds: float) -> list[int]:
     """A control block before the first call, where a wait may last ``seconds``."""
-    limit, words = int(seconds * 1e6), [0] * base.CONTROL_WORDS
-    words[base.EPOCH] = 1
-    words[base.TIMEOUT_US], words[base.MEETING_US], words[base.PUSHED_US] = (
+    limit, words = int(seconds * 1e6), [0] * protocol.CONTROL_WORDS
+    words[protocol.EPOCH] = 1
+    words[protocol.TIMEOUT_US], words[protocol.MEETING_US], words[protocol.PUSHED_US] = (
         limit + limit // 8,
         limit,
         2 * limit,
@@ -113,14 +113,17 @@ class Instance:
             copied,
         )
         self.world_size, self._interpreted = transport.world_size, transport.device.type == "cpu"
-        signal_words = self.world_size * MAX_SLICES + self.world_size + 1
-        self._signals = transport.allocate((signal_words + 2 * self.world_size * MAX_SLICES) * 4)
+        self.layout = protocol.SignalLayout(self.world_size)
+        self._signals = transport.allocate(4 * self.layout.num_words)
         words = self._signals.local.view(torch.int32)
-        self.signals, self.flags = words[:signal_words], words[signal_words:]
+        self.signals, self.flags = (
+            words[: self.layout.num_signals],
+            words[self.layout.num_signals :],
+        )
         self.signal_table = self._table(self._signals)
-        self.report = transport.host_visible(base.REPORT_WORDS)
+        self.report = transport.host_visible(protocol.REPORT_WORDS)
         # numpy need not be there
-        self._report = (ctypes.c_int32 * base.REPORT_WORDS).from_address(self.report.data_ptr())
+        self._report = (ctypes.c_int32 * protocol.REPORT_WORDS).from_address(self.report.data_ptr())
         self.seconds = timeout_seconds()
         self.control = torch.tensor(
             _first_words(self.seconds), dtype=torch.int32, device=transport.device
@@ -152,6 +155,11 @@ class Instance:
     @property
     def signal_addresses(self) -> tuple[int, ...]:
         return self._signals.addresses
+
+    def signal_copy(self, peer: int, signal: int, aside: bool = False) -> Copy:
+        """The copy that sets ``signal`` at ``peer``: 4 bytes from the epoch word."""
+        target = self.signal_addresses[peer] + 4 * signal
+        return Copy(target, self.control.data_ptr() + 4 * protocol.EPOCH, 4, aside=aside)
 
     def reserve(self, slot_bytes: int, counters: int = 0, slots: int = 2) -> None:
         """Make room for ``slots`` slots of ``slot_bytes`` each. Collective if they grow, so sizes
@@ -194,8 +202,8 @@ class Instance:
             tables = torch.tensor(
                 [self.slot_table.data_ptr(), self.signal_table.data_ptr()], dtype=torch.int64
             )
-            self.control[base.TABLES :] = tables.view(torch.int32).to(self.control.device)
-            self.control[base.TABLE_RANK], self.control[base.TABLE_RANKS] = (
+            self.control[protocol.TABLES :] = tables.view(torch.int32).to(self.control.device)
+            self.control[protocol.TABLE_RANK], self.control[protocol.TABLE_RANKS] = (
                 self.transport.rank,
                 self.world_size,
             )
@@ -272,19 +280,18 @@ class Instance:
     def check(self) -> None:
         """Raise :class:`PeerTimeout` if a wait of an earlier call ran out of time, or the mismatch
         that it comes from."""
-        if not self._report[base.REPORT_SET]:
+        if not self._report[protocol.REPORT_SET]:
             return
         self.ledger.compare(self.op)  # the peer may have been there, with another call
-        rank, signal = self.transport.rank, int(self._report[base.REPORT_SIGNAL])
-        barrier_words = self.world_size * MAX_SLICES
-        peer = signal // MAX_SLICES if signal < barrier_words else signal - barrier_words
+        rank, signal = self.transport.rank, int(self._report[protocol.REPORT_SIGNAL])
+        peer = self.layout.source_of(signal)
         raise PeerTimeout(
             self.op,
             rank,
             peer if peer < self.world_size else -1,  # own copies: whom they waited for is not known
-            int(self._report[base.REPORT_UNIT]),
-            int(self._report[base.REPORT_EXPECTED]),
-            int(self._report[base.REPORT_SEEN]),
+            int(self._report[protocol.REPORT_UNIT]),
+            int(self._report[protocol.REPORT_EXPECTED]),
+            int(self._report[protocol.REPORT_SEEN]),
             self.seconds,
         )
 

@@ -6,9 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tileweave.device.gluon.signal import acquire, expire, notify_all, spin, words_of
-from tileweave.device.triton.signal import MEETING_US, PUSHED_US
-
-MAX_SLICES = gl.constexpr(32)
+from tileweave.device.triton.signal import MAX_SLICES, MEETING_US, PUSHED_US
 
 
 @gluon.jit

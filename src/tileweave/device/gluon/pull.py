@@ -7,8 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from tileweave.device.gluon.meet import await_pushed
 from tileweave.device.gluon.signal import FAULT, block_barrier, notify, symm_at, wait
-
-MAX_SLICES = gl.constexpr(32)
+from tileweave.device.triton.signal import MAX_SLICES
 
 
 @gluon.jit

@@ -17,12 +17,10 @@ from collections.abc import Callable
 import numpy as np
 import triton.language as tl
 
+from tileweave.transport import protocol
+
 # Called with (event, details); see the calls of `_tell` below for the events there are.
 OBSERVERS: list[Callable[[str, dict[str, int]], None]] = []
-
-_EPOCH, _LEAVERS, _FAULT, _TIMEOUT_US, _MEETING_US = 0, 1, 2, 3, 4
-_LATE = 1 << 20
-_TABLE_RANKS, _TABLE_RANK, _TABLES, _NUM_TABLES = 6, 7, 8, 2
 
 
 class WaitExpired(RuntimeError):
@@ -111,7 +109,7 @@ def must_wait(seen: int, expected: int, exact: object) -> bool:
 
 def wait(
     signals: object, count: object, epoch: object, first: object, unit: object, control: object, report: object,
-    LIMIT: object = _TIMEOUT_US, EXACT: object = False,
+    LIMIT: object = protocol.TIMEOUT_US, EXACT: object = False,
 ) -> object:  # fmt: skip
     base, number, expected, index = _value(signals), _value(count), _value(epoch), _value(first)
     block = _value(control)
@@ -145,19 +143,25 @@ def wait_here(
     unit: object,
     control: object,
     report: object,
-    LIMIT: object = _TIMEOUT_US,
+    LIMIT: object = protocol.TIMEOUT_US,
 ) -> None:
     wait(words, 1, value, index, unit, control, report, LIMIT)
 
 
 def _expire(report: int, control: int, signal: int, unit: int, expected: int, seen: int) -> None:
-    for offset, value in enumerate((signal, unit, expected, seen), start=1):
-        MEMORY.store(report + 4 * offset, value)
-    MEMORY.store(report, 1)
-    MEMORY.store(control + 4 * _FAULT, 1)
-    MEMORY.add(control + 4 * _LEAVERS, _LATE)
-    MEMORY.store(control + 4 * _TIMEOUT_US, 0)
-    MEMORY.store(control + 4 * _MEETING_US, 0)
+    words = {
+        protocol.REPORT_SIGNAL: signal,
+        protocol.REPORT_UNIT: unit,
+        protocol.REPORT_EXPECTED: expected,
+        protocol.REPORT_SEEN: seen,
+    }
+    for word, value in words.items():
+        MEMORY.store(report + 4 * word, value)
+    MEMORY.store(report + 4 * protocol.REPORT_SET, 1)
+    MEMORY.store(control + 4 * protocol.FAULT, 1)
+    MEMORY.add(control + 4 * protocol.LEAVERS, protocol.LATE)
+    MEMORY.store(control + 4 * protocol.TIMEOUT_US, 0)
+    MEMORY.store(control + 4 * protocol.MEETING_US, 0)
     raise WaitExpired(f"signal {signal}: expected {expected}, saw {seen}")
 
 
@@ -213,7 +217,7 @@ def load_epoch(control: object) -> object:
 
 
 def faulted(control: object) -> object:
-    return _scalar(MEMORY.load(_value(control) + 4 * _FAULT))
+    return _scalar(MEMORY.load(_value(control) + 4 * protocol.FAULT))
 
 
 def leave(control: object, epoch: object, num_programs: object) -> None:
@@ -225,7 +229,7 @@ def leave(control: object, epoch: object, num_programs: object) -> None:
 
 def _leave(control: object, num_programs: object) -> tuple[bool, int]:
     """(whether all others have left, time-outs of this call)."""
-    faults, left = divmod(MEMORY.add(_value(control) + 4 * _LEAVERS, 1), _LATE)
+    faults, left = divmod(MEMORY.add(_value(control) + 4 * protocol.LEAVERS, 1), protocol.LATE)
     return left == _value(num_programs) - 1, faults
 
 
@@ -236,11 +240,13 @@ def last_to_leave(control: object, num_programs: object) -> object:
 def advance(control: object, epoch: object, fault: object) -> None:
     block = _value(control)
     if _value(fault) != 0:
-        ranks, rank = (MEMORY.load(block + 4 * word) for word in (_TABLE_RANKS, _TABLE_RANK))
-        for i in range(_NUM_TABLES):
-            table = ctypes.c_int64.from_address(block + 4 * _TABLES + 8 * i).value
+        ranks, rank = (
+            MEMORY.load(block + 4 * word) for word in (protocol.TABLE_RANKS, protocol.TABLE_RANK)
+        )
+        for i in range(protocol.NUM_TABLES):
+            table = ctypes.c_int64.from_address(block + 4 * protocol.TABLES + 8 * i).value
             for peer in range(ranks):
                 for half in (0, 4):
                     MEMORY.store(table + 8 * peer + half, MEMORY.load(table + 8 * rank + half))
-    MEMORY.store(block + 4 * _LEAVERS, 0)
-    MEMORY.store(block + 4 * _EPOCH, wrapped(_value(epoch) + 1))
+    MEMORY.store(block + 4 * protocol.LEAVERS, 0)
+    MEMORY.store(block + 4 * protocol.EPOCH, wrapped(_value(epoch) + 1))

@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 
 from tileweave.device.triton.signal import (
+    GONE,
+    MAX_SLICES,
     MEETING_US,
     PUSHED_US,
     faulted,
@@ -31,9 +33,6 @@ from tileweave.device.triton.signal import (
     refuse_later,
     wait,
 )
-
-MAX_SLICES = tl.constexpr(32)  # signal words of each source, as in ``transport/workspace.py``
-GONE = tl.constexpr(1 << 30)  # added to the epoch by a rank that has given a call up
 
 
 @triton.jit

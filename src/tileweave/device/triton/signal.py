@@ -42,18 +42,26 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq, is_hip
 
-EPOCH = tl.constexpr(0)
-LEAVERS = tl.constexpr(1)
-FAULT = tl.constexpr(2)
-TIMEOUT_US = tl.constexpr(
-    3
-)  # limits of waits: for data, for ranks to meet, for own copies; see ``transport/interface.py``
-MEETING_US = tl.constexpr(4)
-PUSHED_US = tl.constexpr(5)
-TABLE_RANKS = tl.constexpr(6)  # see :func:`advance`
-TABLE_RANK = tl.constexpr(7)
-TABLES = tl.constexpr(8)
-NUM_TABLES = tl.constexpr(2)
+from tileweave.transport import protocol
+
+# The numbers of the protocol, for Triton and Gluon
+EPOCH = tl.constexpr(protocol.EPOCH)
+LEAVERS = tl.constexpr(protocol.LEAVERS)
+FAULT = tl.constexpr(protocol.FAULT)
+TIMEOUT_US = tl.constexpr(protocol.TIMEOUT_US)
+MEETING_US = tl.constexpr(protocol.MEETING_US)
+PUSHED_US = tl.constexpr(protocol.PUSHED_US)
+TABLE_RANKS = tl.constexpr(protocol.TABLE_RANKS)
+TABLE_RANK = tl.constexpr(protocol.TABLE_RANK)
+TABLES = tl.constexpr(protocol.TABLES)
+NUM_TABLES = tl.constexpr(protocol.NUM_TABLES)
+MAX_SLICES = tl.constexpr(protocol.MAX_SLICES)
+LATE = tl.constexpr(protocol.LATE)
+GONE = tl.constexpr(protocol.GONE)
+REPORT_SIGNAL = tl.constexpr(protocol.REPORT_SIGNAL)
+REPORT_UNIT = tl.constexpr(protocol.REPORT_UNIT)
+REPORT_EXPECTED = tl.constexpr(protocol.REPORT_EXPECTED)
+REPORT_SEEN = tl.constexpr(protocol.REPORT_SEEN)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -182,26 +190,26 @@ def poison(target, size, BLOCK: tl.constexpr):
         tl.store(target + at, float("nan"), mask=at < size)
 
 
-LATE = tl.constexpr(
-    1 << 20
-)  # 1048576, more than programs: what the first time-out adds to LEAVERS, for the last one to leave
-# $1: control + FAULT; $2: report. FAULT is set first, then two limits to a 0 computed from what it was: who stops for such a
-# limit finds FAULT set, and reports nothing. LEAVERS has it before this program leaves: the last may have read FAULT already.
-EXPIRE = tl.constexpr("""{
+# $1: control + FAULT; $2: report; $3 to $6: signal, unit, epochs expected and seen. FAULT is set first,
+# then two limits to a 0 computed from what it was: a wait that stops for such a limit finds FAULT set,
+# and reports nothing. LEAVERS has it before this program leaves: the last may have read FAULT already.
+_WORDS = {"leavers": protocol.LEAVERS, "data": protocol.TIMEOUT_US, "meeting": protocol.MEETING_US}
+_FROM_FAULT = {name: 4 * (word - protocol.FAULT) for name, word in _WORDS.items()}
+EXPIRE = tl.constexpr(f"""{{
     .reg .pred first;
     .reg .b32 fault;
     atom.relaxed.gpu.global.exch.b32 fault, [$1], 1;
     setp.eq.s32 first, fault, 0;
-    @first red.relaxed.gpu.global.add.s32 [$1+-4], 1048576;
-    @first st.relaxed.sys.global.b32 [$2+4], $3;
-    @first st.relaxed.sys.global.b32 [$2+8], $4;
-    @first st.relaxed.sys.global.b32 [$2+12], $5;
-    @first st.relaxed.sys.global.b32 [$2+16], $6;
+    @first red.relaxed.gpu.global.add.s32 [$1+{_FROM_FAULT["leavers"]}], {protocol.LATE};
+    @first st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_SIGNAL}], $3;
+    @first st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_UNIT}], $4;
+    @first st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_EXPECTED}], $5;
+    @first st.relaxed.sys.global.b32 [$2+{4 * protocol.REPORT_SEEN}], $6;
     @first st.release.sys.global.b32 [$2], 1;
     shr.u32 $0, fault, 1;
-    st.global.b32 [$1+4], $0;
-    st.global.b32 [$1+8], $0;
-}""")
+    st.global.b32 [$1+{_FROM_FAULT["data"]}], $0;
+    st.global.b32 [$1+{_FROM_FAULT["meeting"]}], $0;
+}}""")
 
 
 @triton.jit
@@ -213,10 +221,10 @@ def expire(control, report, signal, unit, expected, seen):
     if is_hip():
         if tl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
             tl.atomic_add(control + LEAVERS, LATE, sem="relaxed", scope="gpu")
-            tl.store(report + 1, signal)
-            tl.store(report + 2, unit)
-            tl.store(report + 3, expected)
-            tl.store(report + 4, seen)
+            tl.store(report + REPORT_SIGNAL, signal)
+            tl.store(report + REPORT_UNIT, unit)
+            tl.store(report + REPORT_EXPECTED, expected)
+            tl.store(report + REPORT_SEEN, seen)
             tl.debug_barrier()
             tl.atomic_xchg(report, 1, sem="release", scope="sys")
         tl.store(control + TIMEOUT_US, 0)

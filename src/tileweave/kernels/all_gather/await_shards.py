@@ -39,6 +39,7 @@ import triton.language as tl
 
 from tileweave.device.triton.meet import await_pushed
 from tileweave.device.triton.signal import (
+    MAX_SLICES,
     advance,
     faulted,
     last_to_leave,
@@ -51,7 +52,6 @@ from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
 from tileweave.planning.schedules.gather import cdiv
 
-MAX_SLICES = tl.constexpr(32)  # signal words of each source, as in ``transport/workspace.py``
 BLOCK = 4096
 
 

@@ -11,8 +11,7 @@ from triton.experimental.gluon import language as gl
 from tileweave.device.gluon.meet import meet
 from tileweave.device.gluon.remote import copy_flat, copy_rows, put_all, put_parts
 from tileweave.device.gluon.signal import count_in, label, leave, notify_all, stamp, wait
-
-MAX_SLICES = gl.constexpr(32)
+from tileweave.device.triton.signal import MAX_SLICES
 
 
 @gluon.jit

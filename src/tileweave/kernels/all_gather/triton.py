@@ -55,6 +55,7 @@ from tileweave.device.triton.matmul import give_part, matmul_tile, take_parts
 from tileweave.device.triton.meet import await_pushed, meet
 from tileweave.device.triton.remote import get, put_all
 from tileweave.device.triton.signal import (
+    MAX_SLICES,
     consume_token,
     count_in,
     faulted,
@@ -71,7 +72,6 @@ from tileweave.kernels.runtime.launch import Launches
 from tileweave.planning.matmul import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, slice_bounds
 
-MAX_SLICES = tl.constexpr(32)  # signal words of each source, as in ``transport/workspace.py``
 PUSH_BLOCK = 2048  # elements that a producer moves at once: 16 bytes a thread with 8 warps
 
 

@@ -33,16 +33,12 @@ import triton.language as tl
 
 from tileweave.device.triton.remote import symm_at
 from tileweave.device.triton.self_signaling import expected_zero, put_marked, take_each, take_marked
-from tileweave.device.triton.signal import faulted, leave_early, load_epoch
+from tileweave.device.triton.signal import MAX_SLICES, faulted, leave_early, load_epoch
 from tileweave.errors import require
 from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
 from tileweave.planning.matmul import MatmulConfig
 from tileweave.planning.schedules.gather import cdiv
-
-MAX_SLICES = tl.constexpr(
-    32
-)  # signal words of each rank: here only the report, which names a peer by one, needs them
 
 
 @triton.jit

@@ -39,6 +39,7 @@ from tileweave.device.triton.matmul import matmul_tile
 from tileweave.device.triton.remote import symm_at
 from tileweave.device.triton.self_signaling import expected_zero, put_marked, take_marked
 from tileweave.device.triton.signal import (
+    MAX_SLICES,
     PUSHED_US,
     faulted,
     leave,
@@ -52,9 +53,6 @@ from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
 from tileweave.planning.matmul import MatmulConfig
 
-MAX_SLICES = tl.constexpr(
-    32
-)  # signal words of each rank: here only the report, which names a peer by one, needs them
 AT_THE_END = tl.constexpr(
     64
 )  # rows of a tile from which programs leave behind the result: early was slower (decision 0015)

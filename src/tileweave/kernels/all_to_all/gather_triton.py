@@ -38,10 +38,8 @@ import triton.language as tl
 
 from tileweave.device.triton.matmul import matmul_tile
 from tileweave.device.triton.remote import put_parts, put_rows
-from tileweave.device.triton.signal import consume_token, notify_all, wait
+from tileweave.device.triton.signal import MAX_SLICES, consume_token, notify_all, wait
 from tileweave.device.triton.trace import label, stamp
-
-MAX_SLICES = tl.constexpr(32)
 
 
 @triton.jit

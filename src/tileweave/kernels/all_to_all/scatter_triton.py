@@ -53,6 +53,7 @@ from tileweave.device.triton.meet import await_pushed
 from tileweave.device.triton.remote import symm_at
 from tileweave.device.triton.self_signaling import put_marked, take_marked
 from tileweave.device.triton.signal import (
+    MAX_SLICES,
     count_last,
     faulted,
     leave,
@@ -67,7 +68,6 @@ from tileweave.kernels.runtime.endpoint import Endpoint, lines
 from tileweave.planning.matmul import MatmulConfig
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
 
-MAX_SLICES = tl.constexpr(32)  # signal words of each source, as in ``transport/workspace.py``
 POISON_BLOCK = 1024
 
 

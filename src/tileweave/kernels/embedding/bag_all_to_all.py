@@ -50,6 +50,7 @@ import triton.language as tl
 
 from tileweave.device.triton.remote import symm_at
 from tileweave.device.triton.signal import (
+    MAX_SLICES,
     MEETING_US,
     advance,
     call_done,
@@ -65,7 +66,6 @@ from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
 from tileweave.planning.sharding import EmbeddingConfig, rows_of
 
-SLICES = tl.constexpr(32)  # signal words of a source
 READY, DONE, REGION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 TICKETS, PASSED = (
     tl.constexpr(0),
@@ -82,10 +82,12 @@ def announce(signal_table, counters, rank, region, epoch, WORLD_SIZE: tl.constex
     tl.store(counters + (1 - (epoch & 1)) * 2 + PASSED, 0)
     for step in tl.static_range(1, WORLD_SIZE):
         word = (
-            symm_at(signal_table, (rank + step) % WORLD_SIZE, tl.int32, 4) + rank * SLICES + REGION
+            symm_at(signal_table, (rank + step) % WORLD_SIZE, tl.int32, 4)
+            + rank * MAX_SLICES
+            + REGION
         )
         tl.store(word, region)
-    notify_all(signal_table, rank * SLICES + READY, rank, epoch, WORLD_SIZE, False)
+    notify_all(signal_table, rank * MAX_SLICES + READY, rank, epoch, WORLD_SIZE, False)
 
 
 @triton.jit
@@ -99,7 +101,12 @@ def count_passed(
         == num_programs - 1
     ):
         notify_all(
-            signal_table, rank * SLICES + DONE, rank, call_done(control, epoch), WORLD_SIZE, False
+            signal_table,
+            rank * MAX_SLICES + DONE,
+            rank,
+            call_done(control, epoch),
+            WORLD_SIZE,
+            False,
         )
 
 
@@ -159,7 +166,7 @@ def embedding_bag_all_to_all_kernel(
                         signals,
                         1,
                         epoch,
-                        peer * SLICES + READY,
+                        peer * MAX_SLICES + READY,
                         ticket,
                         control,
                         report,
@@ -168,7 +175,7 @@ def embedding_bag_all_to_all_kernel(
                     awaited = awaited | (1 << peer)
                     if faulted(control) != 0:  # where its region is, nobody knows
                         awaited = awaited | (1 << 30)
-                place = tl.load(signals + peer * SLICES + REGION, volatile=True)
+                place = tl.load(signals + peer * MAX_SLICES + REGION, volatile=True)
                 if awaited >= 1 << 30:
                     count = count * 0
             out = (
@@ -183,7 +190,7 @@ def embedding_bag_all_to_all_kernel(
                 signals,
                 1,
                 epoch,
-                (rank + step) % WORLD_SIZE * SLICES + READY,
+                (rank + step) % WORLD_SIZE * MAX_SLICES + READY,
                 -1,
                 control,
                 report,
@@ -194,7 +201,7 @@ def embedding_bag_all_to_all_kernel(
     if program == num_programs - 1:
         for step in tl.static_range(1, WORLD_SIZE):
             source = (rank + step) % WORLD_SIZE
-            wait(signals, 1, epoch, source * SLICES + DONE, -1, control, report)
+            wait(signals, 1, epoch, source * MAX_SLICES + DONE, -1, control, report)
     if last_to_leave(control, num_programs):
         fault = faulted(control)
         if fault != 0:  # own blocks are stored here until the last program leaves

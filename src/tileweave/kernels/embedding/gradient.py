@@ -70,6 +70,7 @@ import triton.language as tl
 from tileweave.device.triton.meet import await_all, await_pushed, come, or_gone, refuse_gone
 from tileweave.device.triton.remote import symm_at
 from tileweave.device.triton.signal import (
+    MAX_SLICES,
     MEETING_US,
     call_done,
     count_in,
@@ -84,7 +85,6 @@ from tileweave.device.triton.signal import (
 from tileweave.kernels.embedding.table_sums import sum_tiles
 from tileweave.kernels.runtime.endpoint import Endpoint
 
-SLICES = tl.constexpr(32)
 READY, DONE = tl.constexpr(0), tl.constexpr(1)
 GROUPS = tl.constexpr(8)
 # Counters. SET words for each parity of the epoch: tickets stored of each group, tickets dealt. Behind them those of the table.
@@ -156,7 +156,7 @@ def count_group(
     if stored + tickets == all_tickets:
         notify_all(
             signal_table,
-            rank * SLICES + DONE + group,
+            rank * MAX_SLICES + DONE + group,
             rank,
             call_done(control, epoch),
             WORLD_SIZE,
@@ -197,7 +197,7 @@ def push_tickets(
             stored = rank * 0
         peer = tl.load(piece).to(tl.int32)
         if (awaited >> peer) & 1 == 0:
-            wait(signals, 1, epoch, peer * SLICES + READY, ticket, control, report, MEETING_US)
+            wait(signals, 1, epoch, peer * MAX_SLICES + READY, ticket, control, report, MEETING_US)
             awaited = awaited | (1 << peer)
             if faulted(control) != 0:  # who is late may still sum what is in its slot
                 rows_here = rows_here * 0
@@ -226,16 +226,16 @@ def push_groups(
     epoch = load_epoch(control)
     if program == 0:
         tl.store(counters + (1 - (epoch & 1)) * SET + tl.arange(0, SET), tl.zeros((SET,), tl.int32))
-        notify_all(signal_table, rank * SLICES + READY, rank, epoch, WORLD_SIZE, False)
+        notify_all(signal_table, rank * MAX_SLICES + READY, rank, epoch, WORLD_SIZE, False)
         if tickets == 0:  # no pusher finds out whether peers come, and who has given up is not done
             for step in tl.static_range(1, WORLD_SIZE):
                 peer = (rank + step) % WORLD_SIZE
-                wait(signals, 1, epoch, peer * SLICES + READY, -1, control, report, MEETING_US)
+                wait(signals, 1, epoch, peer * MAX_SLICES + READY, -1, control, report, MEETING_US)
         for group in range(0, GROUPS):
             if (silent >> group) & 1 == 1:
                 notify_all(
                     signal_table,
-                    rank * SLICES + DONE + group,
+                    rank * MAX_SLICES + DONE + group,
                     rank,
                     call_done(control, epoch),
                     WORLD_SIZE,
@@ -263,13 +263,13 @@ def watch(
     for group in range(0, GROUPS):
         for source in tl.static_range(WORLD_SIZE):
             if not COPIES:
-                wait(signals, 1, epoch, source * SLICES + DONE + group, -1, control, report)
+                wait(signals, 1, epoch, source * MAX_SLICES + DONE + group, -1, control, report)
             elif source != rank:
                 wait(
                     signals,
                     1,
                     epoch,
-                    source * SLICES + DONE + group,
+                    source * MAX_SLICES + DONE + group,
                     -1,
                     control,
                     report,

@@ -43,7 +43,7 @@ from tileweave.kernels.experts.combine_hopper_tasks import (
     COUNTER_WORDS,
     DRAWN,
     HELD,
-    SLICES,
+    MAX_SLICES,
     TILES,
     clear_other_counts,
     list_rows,
@@ -225,7 +225,7 @@ def reduce_partition(
         for i in gl.static_range(1, WORLD_SIZE):
             wait(
                 signals,
-                (rank + i) % WORLD_SIZE * SLICES + chunks * groups,
+                (rank + i) % WORLD_SIZE * MAX_SLICES + chunks * groups,
                 epoch,
                 -1,
                 control,

@@ -34,18 +34,18 @@ from tileweave.device.gluon.signal import (
     spin,
     symm_at,
 )
+from tileweave.device.triton.signal import MAX_SLICES
 from tileweave.kernels.experts import combine_hopper_tickets as combine_tickets
 
 count_tickets, place_ticket = (gluon.jit(source) for source in combine_tickets.SOURCES)
 
-SLICES = gl.constexpr(32)  # signal words of a source
 # Counters of a call, as in ``combine_triton.py``. Of the 32 words that each rank has in [SENT] no group uses the last,
 # since there are at most 31 pairs of chunk and group: those of ranks 0 to 3 are the Hopper kernel's four counters below.
 WEIGHTS = gl.constexpr(0)
 TILES = gl.constexpr(1)
 SENT = gl.constexpr(32)
 LISTED = gl.constexpr(63)  # programs whose share of the lists is made
-TICKETS = gl.constexpr(95)  # the early ones; late ones SLICES further
+TICKETS = gl.constexpr(95)  # the early ones; late ones MAX_SLICES further
 DRAWN = gl.constexpr(159)  # tiles that were drawn
 COUNTER_WORDS = gl.constexpr(32 * 9)
 AHEAD = gl.constexpr(4)  # rows of a token that are asked for at once
@@ -96,7 +96,7 @@ def push_weights(
             )
             gl.store(target + at, value, mask=at < size)
     if is_last(counts + WEIGHTS, programs):
-        notify_all(signal_table, rank * SLICES + WEIGHTS, rank, epoch, WORLD_SIZE, True, WARPS)
+        notify_all(signal_table, rank * MAX_SLICES + WEIGHTS, rank, epoch, WORLD_SIZE, True, WARPS)
 
 
 @gluon.jit
@@ -112,7 +112,7 @@ def list_rows(
     BLOCK: gl.constexpr = 32 * WARPS
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     if WEIGHTED:
-        spin(signals, 0, WORLD_SIZE - 1, SLICES, epoch, -1, control, report, 1, 8, WARPS)
+        spin(signals, 0, WORLD_SIZE - 1, MAX_SLICES, epoch, -1, control, report, 1, 8, WARPS)
         acquire(epoch)
     everyone = symm_at(slot_table, rank, gl.float32) + weights_offset
     total = WORLD_SIZE * max_tokens
@@ -343,7 +343,7 @@ def serve_tickets(
     heard = 0  # 1 + the last word (chunk, group) that all peers are known to have sent; own blocks come in order of words
     await_count(counts + LISTED, programs)
     for late in range(0, PARTS):
-        tickets = counts + TICKETS + late * SLICES
+        tickets = counts + TICKETS + late * MAX_SLICES
         count = count_tickets(late, chunks, peer_blocks, own_blocks)
         ticket = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         while ticket < count:
@@ -371,8 +371,10 @@ def serve_tickets(
                 group = block // group_blocks
                 word = chunk * groups + group
                 group_size = gl.minimum(group_blocks, blocks - group * group_blocks)
-                if is_last(counts + SENT + peer * SLICES + word, group_size):
-                    notify(symm_at(signal_table, peer, gl.int32) + rank * SLICES + 1 + word, epoch)
+                if is_last(counts + SENT + peer * MAX_SLICES + word, group_size):
+                    notify(
+                        symm_at(signal_table, peer, gl.int32) + rank * MAX_SLICES + 1 + word, epoch
+                    )
             else:
                 word = chunk * groups + step // group_blocks
                 if word >= heard:
@@ -382,7 +384,7 @@ def serve_tickets(
                             signals + 1 + word,
                             source,
                             source,
-                            SLICES,
+                            MAX_SLICES,
                             epoch,
                             step,
                             control,

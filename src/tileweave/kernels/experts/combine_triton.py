@@ -56,17 +56,24 @@ import triton.language as tl
 
 from tileweave.device.triton.matmul import matmul_tile
 from tileweave.device.triton.remote import symm_at
-from tileweave.device.triton.signal import faulted, leave, load_epoch, notify, notify_all, wait
+from tileweave.device.triton.signal import (
+    MAX_SLICES,
+    faulted,
+    leave,
+    load_epoch,
+    notify,
+    notify_all,
+    wait,
+)
 from tileweave.kernels.experts.tiles import first_expert, place_in_expert, walk_to
 from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.planning.combine import CombineConfig, CombineCut, partial_bytes
 from tileweave.planning.schedules.grouped import GroupedProblem
 
-SLICES = tl.constexpr(32)  # signal words of a source
 WEIGHTS = tl.constexpr(0)  # word, and counter, of the weights; those of chunks follow
 TILES = tl.constexpr(
     1
-)  # counters: [WEIGHTS], [TILES + chunk], then [SENT + peer * SLICES + chunk * groups + group]
+)  # counters: [WEIGHTS], [TILES + chunk], then [SENT + peer * MAX_SLICES + chunk * groups + group]
 SENT = tl.constexpr(32)
 COUNTER_WORDS = tl.constexpr(32 * 9)
 COUNTERS = 2 * 32 * 9
@@ -104,7 +111,7 @@ def push_weights(
             )
             tl.store(target + at, value, mask=at < size)
     if is_last(counts + WEIGHTS, programs):
-        notify_all(signal_table, rank * SLICES + WEIGHTS, rank, epoch, WORLD_SIZE, False)
+        notify_all(signal_table, rank * MAX_SLICES + WEIGHTS, rank, epoch, WORLD_SIZE, False)
 
 
 @triton.jit
@@ -208,7 +215,7 @@ def reduce_role(
             block = task % blocks
             if WEIGHTED:
                 if chunk == 0:  # later chunks give this program the same tasks
-                    wait(signals, 1, epoch, peer * SLICES + WEIGHTS, task, control, report)
+                    wait(signals, 1, epoch, peer * MAX_SLICES + WEIGHTS, task, control, report)
             weights = (
                 symm_at(slot_table, rank, tl.float32, 16) + weights_offset + peer * weights_place
             )
@@ -244,10 +251,10 @@ def reduce_role(
                 )
             group = block // group_blocks
             count = tl.minimum(group_blocks, blocks - group * group_blocks)
-            if is_last(counts + SENT + peer * SLICES + chunk * groups + group, count):
+            if is_last(counts + SENT + peer * MAX_SLICES + chunk * groups + group, count):
                 notify(
                     symm_at(signal_table, peer, tl.int32, 4)
-                    + rank * SLICES
+                    + rank * MAX_SLICES
                     + 1
                     + chunk * groups
                     + group,
@@ -273,7 +280,7 @@ def finish_role(
         col_limit = tl.minimum(first_col + chunk_cols * TILE_N, cols)
         for group in range(0, groups):
             for step in tl.static_range(1, WORLD_SIZE):
-                word = (rank + step) % WORLD_SIZE * SLICES + 1 + chunk * groups + group
+                word = (rank + step) % WORLD_SIZE * MAX_SLICES + 1 + chunk * groups + group
                 wait(signals, 1, epoch, word, group, control, report)
             for block in range(
                 group * group_blocks + program,

@@ -35,9 +35,8 @@ import triton
 import triton.language as tl
 
 from tileweave.device.triton.remote import symm_at
-from tileweave.device.triton.signal import leave, load_epoch, notify_all, wait
+from tileweave.device.triton.signal import MAX_SLICES, leave, load_epoch, notify_all, wait
 
-MAX_SLICES = tl.constexpr(32)
 PUSH_BLOCK = tl.constexpr(1024)  # ids
 HISTOGRAM_BLOCK = tl.constexpr(4096)  # counts that a program adds up at once
 

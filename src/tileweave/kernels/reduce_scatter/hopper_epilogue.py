@@ -32,8 +32,8 @@ from tileweave.device.gluon.signal import (
     leave,
     store_async,
 )
+from tileweave.device.triton.signal import MAX_SLICES
 
-MAX_SLICES = gl.constexpr(32)
 PIECE = gl.constexpr(
     64
 )  # columns that the epilogue handles at once: one swizzled row of shared memory

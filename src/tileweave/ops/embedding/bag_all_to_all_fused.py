@@ -21,8 +21,8 @@ from tileweave.ops.core.registry import endpoint, number_of, push_beside, worksp
 from tileweave.ops.embedding.table_gradient import keep_for_graphs
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, gradient_carrier, rows_of
-from tileweave.transport.interface import EPOCH, Copies, Copy
-from tileweave.transport.workspace import MAX_SLICES, Instance
+from tileweave.transport.interface import Copies, Copy
+from tileweave.transport.workspace import Instance
 
 if TYPE_CHECKING:
     from tileweave.kernels.embedding.bag_all_to_all import Launcher
@@ -286,7 +286,7 @@ def _copies(instance: Instance, layout: EmbeddingLayout, batch: int, itemsize: i
     Tables of a group that stand side by side, here and there, go as one. The first copy waits until
     all ranks have met.
     """
-    from tileweave.kernels.embedding.gradient import DONE, GATE, GROUPS, SLICES
+    from tileweave.kernels.embedding.gradient import DONE, GATE, GROUPS
 
     key = ("copies", layout, batch, itemsize)
     found: Any = instance.cache.get(key)
@@ -294,7 +294,7 @@ def _copies(instance: Instance, layout: EmbeddingLayout, batch: int, itemsize: i
         return found
     rank, size = instance.transport.rank, instance.transport.world_size
     begin, end = rows_of(batch, size, rank)
-    epoch, copies = instance.control.data_ptr() + 4 * EPOCH, []
+    copies = []
     for group, owner in product(range(GROUPS.value), push_order(rank, size)):
         pitch = sum(layout.dims[owner]) * itemsize
         for column, target, dim in (
@@ -310,9 +310,8 @@ def _copies(instance: Instance, layout: EmbeddingLayout, batch: int, itemsize: i
                     source_pitch=layout.width * itemsize,
                 )
             )
-        word = rank * SLICES.value + DONE.value + group
-        copies.append(Copy(instance.signal_addresses[owner] + 4 * word, epoch, 4))
-    copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))
+        copies.append(instance.signal_copy(owner, instance.layout.data(rank, DONE.value + group)))
+    copies.append(instance.signal_copy(rank, instance.layout.pushed))
     copies[0] = replace(copies[0], counter=instance.counters.data_ptr() + 4 * GATE.value, count=1)
     found = Copies(copies)
     instance.keep(key, found)

@@ -26,8 +26,8 @@ from tileweave.planning.matmul import (
 )
 from tileweave.planning.schedules.gather import Parts, TileSchedule, push_order, slot_place
 from tileweave.planning.schedules.scatter import Exchange
-from tileweave.transport.interface import EPOCH, Copies, Copy, Transport
-from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
+from tileweave.transport.interface import Copies, Copy, Transport
+from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 OP = "all_gather_matmul"
 EXCHANGED = "all_to_all_matmul"
@@ -177,7 +177,6 @@ def _copies(
     ``gate``: the counter that holds them back until all ranks are in this call.
     """
     rank, size = parts.rank, parts.world_size
-    epoch = instance.control.data_ptr() + 4 * EPOCH
     width, pitch = parts.depth * itemsize, parts.pitch * itemsize
     copies = []
     for chunk, peer in product(range(parts.chunks), push_order(rank, size)):
@@ -203,9 +202,7 @@ def _copies(
                     source_pitch=pitch,
                 )
             )
-        copies.append(
-            Copy(instance.signal_addresses[peer] + 4 * (rank * MAX_SLICES + chunk), epoch, 4)
-        )
-    copies.append(Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4))
+        copies.append(instance.signal_copy(peer, instance.layout.data(rank, chunk)))
+    copies.append(instance.signal_copy(rank, instance.layout.pushed))
     copies[0] = replace(copies[0], counter=gate, count=1)
     return Copies(copies)

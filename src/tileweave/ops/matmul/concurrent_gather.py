@@ -25,8 +25,8 @@ from tileweave.ops.core.registry import (
 )
 from tileweave.planning.matmul import MOST_ELEMENTS
 from tileweave.planning.schedules.gather import arrival_order, push_order
-from tileweave.transport.interface import EPOCH, Copies, Copy
-from tileweave.transport.workspace import CALL, GATHER, MAX_SLICES, Instance
+from tileweave.transport.interface import Copies, Copy
+from tileweave.transport.workspace import CALL, GATHER, Instance
 
 if TYPE_CHECKING:
     from tileweave.kernels.all_gather.await_shards import ShardLaunches
@@ -150,7 +150,6 @@ def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
     transport, nbytes = instance.transport, x.numel() * x.element_size()
     rank, size = transport.rank, transport.world_size
     instance.reserve(size * nbytes)
-    epoch = instance.control.data_ptr() + 4 * EPOCH
     slots, pushes = [], []
     for slot in (0, 1):
         begin = slot * instance.slot_bytes
@@ -162,10 +161,8 @@ def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
         copies = []
         for peer in push_order(rank, size):
             copies.append(Copy(instance.slot_addresses[peer] + begin + rank * nbytes, 0, nbytes))
-            copies.append(Copy(instance.signal_addresses[peer] + 4 * rank * MAX_SLICES, epoch, 4))
-        copies.append(
-            Copy(instance.signal_addresses[rank] + 4 * (size * MAX_SLICES + size), epoch, 4)
-        )
+            copies.append(instance.signal_copy(peer, instance.layout.data(rank)))
+        copies.append(instance.signal_copy(rank, instance.layout.pushed))
         pushes.append(Copies(copies))
     mark = mark_of({"op": "gather", "shapes": [list(x.shape)], "dtype": str(x.dtype)})
     peers = endpoint(instance, x.dtype)

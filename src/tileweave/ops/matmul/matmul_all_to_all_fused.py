@@ -24,8 +24,9 @@ from tileweave.ops.core.registry import (
 from tileweave.planning.matmul import MatmulConfig, Plan, Problem, scatter_schedule_for
 from tileweave.planning.schedules.gather import arrival_order, cdiv
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
-from tileweave.transport.interface import EPOCH, Copies, Copy
-from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
+from tileweave.transport.interface import Copies, Copy
+from tileweave.transport.protocol import MAX_SLICES
+from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 OP = "matmul_all_to_all"
 
@@ -137,7 +138,6 @@ def _pulls(
     signal to ourselves."""
     width = s.cols * itemsize
     pitch = width if how.gather_dim == 0 else width * s.world_size
-    flags = instance.flags.data_ptr() + 4 * slot * s.world_size * MAX_SLICES
     copies = []
     for lane, source in enumerate(arrival_order(s.rank, s.world_size)[1:]):
         place = s.rank - (s.rank > source)
@@ -149,18 +149,11 @@ def _pulls(
         target = source * (rows * width if how.gather_dim == 0 else width)
         for chunk in range(s.chunks):
             begin, end = (min(tile * s.tile_m, rows) for tile in s.chunk_bounds(chunk))
-            flag = flags + 4 * (source * MAX_SLICES + chunk)
+            flag = instance.signals.data_ptr() + 4 * instance.layout.flag(slot, source, chunk)
             at, offset = base + begin * width, target + begin * pitch
             if how.gather_dim == 0:
                 copies.append(Copy(0, at, (end - begin) * width, offset, flag, 1, lane))
             else:
                 copies.append(Copy(0, at, width, offset, flag, 1, lane, end - begin, pitch, width))
-    epoch = instance.control.data_ptr() + 4 * EPOCH
-    copies.append(
-        Copy(
-            instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size),
-            epoch,
-            4,
-        )
-    )
+    copies.append(instance.signal_copy(s.rank, instance.layout.pushed))
     return Copies(copies)

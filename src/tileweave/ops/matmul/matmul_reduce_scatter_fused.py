@@ -19,8 +19,9 @@ from tileweave.ops.core.registry import copy_slot, endpoint, push_beside, worksp
 from tileweave.planning.matmul import MatmulConfig, Plan, Problem, scatter_schedule_for
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
-from tileweave.transport.interface import EPOCH, Copies, Copy
-from tileweave.transport.workspace import MAX_SLICES, REGISTRY, Instance, Workspace
+from tileweave.transport.interface import Copies, Copy
+from tileweave.transport.protocol import MAX_SLICES
+from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 OP = "matmul_reduce_scatter"
 
@@ -150,7 +151,6 @@ def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) ->
     One behind the other, as they are made: beside each other, a receiver has two senders (decision
     0002).
     """
-    epoch = instance.control.data_ptr() + 4 * EPOCH
     row_bytes = s.pitch * itemsize
     place_bytes = s.tile_rows * s.tile_m * row_bytes
     copies = []
@@ -167,17 +167,10 @@ def _copies(instance: Instance, s: ScatterSchedule, itemsize: int, slot: int) ->
             + to_place * place_bytes
             + begin
         )
-        signal = instance.signal_addresses[owner] + 4 * (s.rank * MAX_SLICES + chunk)
         count = (end - first) * s.tile_cols
         copies.append(
             Copy(target, 0, stop - begin, from_place * place_bytes + begin, counter, count)
         )
-        copies.append(Copy(signal, epoch, 4, aside=True))
-    copies.append(
-        Copy(
-            instance.signal_addresses[s.rank] + 4 * (s.world_size * MAX_SLICES + s.world_size),
-            epoch,
-            4,
-        )
-    )
+        copies.append(instance.signal_copy(owner, instance.layout.data(s.rank, chunk), aside=True))
+    copies.append(instance.signal_copy(s.rank, instance.layout.pushed))
     return Copies(copies)
