@@ -39,7 +39,7 @@ from tileweave.kernels.all_gather import triton as plain
 from tileweave.kernels.all_gather.await_shards import ShardLaunches, await_shards
 from tileweave.kernels.runtime.barrier import barrier
 from tileweave.kernels.runtime.descriptors import fits
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.machine import H200
 from tileweave.planning.matmul import Entry, MatmulConfig, Problem, schedule_for, tuned_entries
 
@@ -162,12 +162,12 @@ HOPPER_CASES = (
 # ---- compiling
 
 
-def endpoint(slot_size: int, dtype: torch.dtype) -> Endpoint:
+def endpoint(slot_size: int, dtype: torch.dtype) -> Peers:
     """One protocol instance of this rank, with room for more signals and counters than any launch
     here has."""
     table = torch.zeros(WORLD_SIZE, dtype=torch.int64)
     words = torch.zeros(4096, dtype=torch.int32)
-    return Endpoint(
+    return Peers(
         torch.empty(2 * slot_size, dtype=dtype), slot_size, table, table, words, words, words, words
     )
 

@@ -24,7 +24,7 @@ from tileweave.kernels.experts import dispatch_triton as plain
 from tileweave.kernels.experts import routing as moe_routing
 from tileweave.kernels.experts import rows as expert_rows
 from tileweave.kernels.experts import weight_gradient_hopper as grouped_outer_hopper
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.experts.routing_plan import layout_of
 from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut
 
@@ -44,9 +44,9 @@ HOPPER_CASES = (
 ORDERED_CASES = (DispatchConfig("hopper", 128, 256, 64, 4, 8, signal_blocks=32, ordered=True),)
 
 
-def endpoint(slot_size: int, dtype: torch.dtype) -> Endpoint:
+def endpoint(slot_size: int, dtype: torch.dtype) -> Peers:
     table, words = torch.zeros(WORLD_SIZE, dtype=torch.int64), torch.zeros(4096, dtype=torch.int32)
-    return Endpoint(
+    return Peers(
         torch.empty(2 * slot_size, dtype=dtype), slot_size, table, table, words, words, words, words
     )
 

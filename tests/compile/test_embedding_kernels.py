@@ -29,7 +29,7 @@ from tileweave.kernels.embedding import bag_all_to_all as fused
 from tileweave.kernels.embedding import gradient, lookup
 from tileweave.kernels.embedding import jagged as pieces
 from tileweave.kernels.embedding import table_sums as sums
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.sharding import EmbeddingConfig
 
 WORLD_SIZE, RANK, BATCH = 4, 1, 64
@@ -62,9 +62,9 @@ CASES = (
 ODD = Case(EmbeddingConfig(16, 2, 4), dim=13)
 
 
-def endpoint(dtype: torch.dtype) -> Endpoint:
+def endpoint(dtype: torch.dtype) -> Peers:
     table, words = torch.zeros(WORLD_SIZE, dtype=torch.int64), torch.zeros(4096, dtype=torch.int32)
-    return Endpoint(
+    return Peers(
         torch.empty(3 * 65536, dtype=dtype), 65536, table, table, words, words, words, words
     )
 

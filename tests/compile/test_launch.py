@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tileweave.kernels.embedding import bag_all_to_all as lookups
 from tileweave.kernels.embedding.lookup import constants
 from tileweave.kernels.runtime import launch
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.sharding import EmbeddingConfig
 
 PARAMETER = re.compile(
@@ -290,7 +290,7 @@ def test_lookups_are_launched_again_with_what_changed(
         EmbeddingConfig(),
     )
     word, meta = torch.zeros(4096, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int64)
-    peers = Endpoint(
+    peers = Peers(
         torch.empty(3 * 65536), 65536, meta[0], meta[1], word, word[8:], word[16:], word[24:]
     )
     made = constants(tables, columns, 384, 4, config)

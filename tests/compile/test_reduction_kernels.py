@@ -159,8 +159,8 @@ def compile_exchange(reduce: bool, gather: bool, target: str = "sm_90") -> Compi
     shard, dtype = 16 * COLS, torch.bfloat16
     x, out = (torch.empty(WORLD_SIZE * 16, COLS, dtype=dtype) for _ in range(2))
     peers = endpoint(exchange.slot_elements(shard, WORLD_SIZE, reduce, gather), dtype)
-    sizes = (WORLD_SIZE, RANK, WORLD_SIZE * shard, shard, COLS, 132)
-    launcher = exchange.Launcher(peers, *sizes, LIBRARY, reduce, gather)
+    shards = exchange.Shards(shard, WORLD_SIZE * shard, COLS)
+    launcher = exchange.launcher(peers, WORLD_SIZE, RANK, shards, 132, LIBRARY, reduce, gather)
     extras = (torch.empty(COLS, dtype=dtype), torch.empty_like(out)) if reduce else ()
     return compile_one(lambda: launcher(x, out, *extras), target)
 

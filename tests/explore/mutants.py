@@ -280,8 +280,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a barrier that does nothing",
         "kernels/runtime/barrier.py",
-        "    meet(sig",
-        "    0 and meet(sig",
+        "    meet(peers",
+        "    0 and meet(peers",
         AG + "gather beside, captured",
     ),
     # --- the words ---

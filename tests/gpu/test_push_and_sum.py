@@ -33,7 +33,7 @@ class Step:
 
     def __init__(self, dtype: torch.dtype) -> None:
         from tileweave.kernels.embedding.gradient import COUNTERS, GROUPS, Push
-        from tileweave.kernels.runtime.endpoint import Endpoint
+        from tileweave.kernels.runtime.peers import Peers
         from tileweave.ops.embedding.bag_all_to_all_fused import pieces_of
         from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups
         from tileweave.planning.sharding import EmbeddingLayout
@@ -60,7 +60,7 @@ class Step:
         self.control[protocol.EPOCH] = EPOCH
         for limit in (protocol.TIMEOUT_US, protocol.MEETING_US, protocol.PUSHED_US):
             self.control[limit] = 3_000_000
-        peers = Endpoint(
+        peers = Peers(
             slots,
             slots.numel(),
             address(slots),

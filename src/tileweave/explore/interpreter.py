@@ -32,6 +32,7 @@ from tileweave.explore.ranks import World
 from tileweave.explore.scalars import KEPT, Scalar, ScalarTransformer, kept
 from tileweave.explore.scenarios import SMALLER
 from tileweave.explore.tasks import Task
+from tileweave.kernels.runtime.launch import flat
 
 TORN = 3  # every third store to shared memory arrives in two parts, one of them a single element
 _BUILDER = triton_interpreter.interpreter_builder
@@ -129,6 +130,8 @@ def _pointer_to(dtype: torch.dtype) -> tl.dtype:
 def _plain_argument(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return Block(np.int64(value.data_ptr()), _pointer_to(value.dtype))
+    if isinstance(value, tuple):
+        return triton_interpreter._tuple_create(value, map(_plain_argument, value))
     if isinstance(value, int | float | None):
         return kept(value)
     return triton_interpreter._implicit_cvt(value)
@@ -177,12 +180,16 @@ class Hooks(interpreted.HostMemory):
         bound.apply_defaults()
         given: dict[str, Any] = {}
         names: dict[int, str] = {}
+        tensors = [
+            (name.split(".")[-1], value)
+            for name, value in flat(bound.arguments).items()
+            if isinstance(value, torch.Tensor)
+        ]
+        for name, value in tensors:
+            names[id(value)] = f"{names[id(value)]}={name}" if id(value) in names else name
+        for _, value in tensors:
+            self.world.know(self.world.rank.rank, names[id(value)], value)
         for name, value in bound.arguments.items():
-            if isinstance(value, torch.Tensor):
-                names[id(value)] = f"{names[id(value)]}={name}" if id(value) in names else name
-        for name, value in bound.arguments.items():
-            if isinstance(value, torch.Tensor):
-                self.world.know(self.world.rank.rank, names[id(value)], value)
             given[name] = value if name in constexprs else self._argument(value)
         wanted: Any = grid(given) if callable(grid) else grid
         sizes = list(wanted)

@@ -48,8 +48,8 @@ from tileweave.device.triton.signal import (
     refuse_later,
     wait,
 )
-from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.schedules.gather import cdiv
 
 BLOCK = 4096
@@ -92,7 +92,7 @@ def await_shards_kernel(
 
 
 def await_shards(
-    peers: Endpoint, x: torch.Tensor, whole: torch.Tensor, world_size: int, rank: int, programs: int
+    peers: Peers, x: torch.Tensor, whole: torch.Tensor, world_size: int, rank: int, programs: int
 ) -> None:
     """Launch at most ``programs`` on the current stream. x: the own shard [m, K]; ``whole``: this call's slot, [R m, K]."""
     await_shards_kernel[(min(programs, cdiv(x.numel(), BLOCK)),)](
@@ -128,7 +128,7 @@ def end_gather_kernel(
 class ShardLaunches:
     """Launches of ``await_shard`` and ``end_gather`` on one instance, on the current stream, a program each."""
 
-    def __init__(self, peers: Endpoint, world_size: int, rank: int) -> None:
+    def __init__(self, peers: Peers, world_size: int, rank: int) -> None:
         self.peers, self.world_size, self.rank = peers, world_size, rank
         self.waits = Launches(await_shard_kernel, ("source",), num_warps=1)
         self.ends = Launches(end_gather_kernel, ("out", "more", "size", "more_size"), num_warps=8)

@@ -43,8 +43,8 @@ from tileweave.device.triton.tiles import Tiles
 from tileweave.kernels.all_gather.hopper_load import load_partition
 from tileweave.kernels.all_gather.hopper_move import move_partition
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
-from tileweave.kernels.runtime.endpoint import Endpoint, lines
 from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.peers import Peers, lines
 from tileweave.planning.matmul import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, slice_bounds
 
@@ -163,7 +163,7 @@ class Launcher:
     """One shape's launches: descriptors, integers and prepared kernels, kept between calls (``kernels/runtime/launch.py``)."""
 
     def __init__(
-        self, peers: Endpoint, schedule: TileSchedule, config: MatmulConfig, dtype: torch.dtype,
+        self, peers: Peers, schedule: TileSchedule, config: MatmulConfig, dtype: torch.dtype,
         strides_w: Sequence[int],
         parts: Parts | None = None,
     ) -> None:  # fmt: skip

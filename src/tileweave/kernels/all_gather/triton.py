@@ -67,8 +67,8 @@ from tileweave.device.triton.signal import (
 from tileweave.device.triton.tiles import Tiles, part_range, place, segment, share_of, unit_range
 from tileweave.device.triton.trace import label, stamp
 from tileweave.kernels.all_to_all.gather_triton import copy_exchanged, multiply_sources, push_parts
-from tileweave.kernels.runtime.endpoint import Endpoint, lines
 from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.peers import Peers, lines
 from tileweave.planning.matmul import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, slice_bounds
 
@@ -325,7 +325,7 @@ class Launcher:
 
     def __init__(
         self,
-        peers: Endpoint,
+        peers: Peers,
         schedule: TileSchedule,
         config: MatmulConfig,
         parts: Parts | None = None,

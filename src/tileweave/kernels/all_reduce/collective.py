@@ -27,18 +27,55 @@ zero, so that all ranks have the same bits. Sources: NCCL's LL protocol; two-sho
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from tileweave.device.triton.remote import symm_at
-from tileweave.device.triton.self_signaling import expected_zero, put_marked, take_each, take_marked
-from tileweave.device.triton.signal import MAX_SLICES, faulted, leave_early, load_epoch
+from tileweave.device.triton.peers import (
+    faulted,
+    leave_early,
+    load_epoch,
+    slots_at,
+    take_each,
+    take_marked,
+)
+from tileweave.device.triton.self_signaling import expected_zero, put_marked
 from tileweave.errors import require
-from tileweave.kernels.runtime.endpoint import Endpoint
-from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.matmul import MatmulConfig
 from tileweave.planning.schedules.gather import cdiv
+
+
+class Tensors(NamedTuple):
+    """What a call is about; ``bias`` and ``residual`` are any tensor where there is none."""
+
+    x: Any
+    bias: Any
+    residual: Any
+    out: Any
+
+
+class Shards(NamedTuple):
+    """Elements of a shard, of all shards, and of a row (for the bias)."""
+
+    size: Any
+    total: Any
+    cols: Any
+
+
+class Choices(NamedTuple):
+    """Decided when the kernel is compiled. ``PEERS``: a power of two, at least R - 1."""
+
+    WORLD_SIZE: int
+    PEERS: int
+    BLOCK: int
+    REDUCE: bool
+    GATHER: bool
+    HAS_BIAS: bool = False
+    HAS_RESIDUAL: bool = False
 
 
 @triton.jit
@@ -49,81 +86,84 @@ def place_of(source, reader):
 
 @triton.jit
 def push_partials(
-    x, slot_table, slot_offset, at, size, total, rank, fault, WORLD_SIZE: tl.constexpr, dtype: tl.constexpr
-):  # fmt: skip
-    """Elements ``at`` of every peer's shard into that peer's slot. ``fault``: as it was at the begin; then none are sent."""
+    x,
+    peers,
+    slot_offset,
+    at,
+    shards,
+    rank,
+    fault,
+    WORLD_SIZE: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Elements ``at`` of every peer's shard into that peer's slot. ``fault``: as it was when the
+    kernel began; then none are sent."""
     for i in tl.static_range(1, WORLD_SIZE):
         owner = (rank + i) % WORLD_SIZE
-        begin = owner.to(tl.int64) * size
-        mask = (at < tl.where(fault == 0, size, 0)) & (begin + at < total)
+        begin = owner.to(tl.int64) * shards.size
+        mask = (at < tl.where(fault == 0, shards.size, 0)) & (begin + at < shards.total)
         value = tl.load(x + begin + at, mask=mask)
-        put_marked(
-            symm_at(slot_table, owner, dtype, 16) + slot_offset + place_of(rank, owner) * size + at,
-            value,
-            mask,
-        )
+        slot = slots_at(peers, owner, dtype) + slot_offset
+        put_marked(slot + place_of(rank, owner) * shards.size + at, value, mask)
 
 
 @triton.jit
-def push_finished(value, slot_table, slot_offset, at, mask, size, rank, WORLD_SIZE: tl.constexpr):
+def push_finished(value, peers, slot_offset, at, mask, size, rank, WORLD_SIZE: tl.constexpr):
     """A block of the own shard into every peer's slot. ``slot_offset``: of finished shards."""
     for i in tl.static_range(1, WORLD_SIZE):
         peer = (rank + i) % WORLD_SIZE
-        target = (
-            symm_at(slot_table, peer, value.dtype, 16) + slot_offset + place_of(rank, peer) * size
-        )
-        put_marked(target + at, value, mask)
+        slot = slots_at(peers, peer, value.dtype) + slot_offset
+        put_marked(slot + place_of(rank, peer) * size + at, value, mask)
 
 
 @triton.jit(do_not_specialize=["rank"])
-def exchange_kernel(
-    x, bias, residual, out, slots, slot_table, control, report, rank, slot_size, size, total, cols,
-    WORLD_SIZE: tl.constexpr, PEERS: tl.constexpr, BLOCK: tl.constexpr, REDUCE: tl.constexpr, GATHER: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """``size``: elements of a shard; ``total``: of all; ``cols``: of a row, for the bias. ``PEERS``: a power of two >= R-1."""
-    SCATTER: tl.constexpr = REDUCE or not GATHER  # x has all shards
-    EACH: tl.constexpr = GATHER or not REDUCE  # out has
+def exchange_kernel(tensors, peers, rank, shards, C: tl.constexpr):
+    """See the module's docstring."""
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+    BLOCK: tl.constexpr = C.BLOCK
+    PEERS: tl.constexpr = C.PEERS
+    SCATTER: tl.constexpr = C.REDUCE or not C.GATHER  # x has all shards
+    EACH: tl.constexpr = C.GATHER or not C.REDUCE  # out has
+    x, out, size = tensors.x, tensors.out, shards.size
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK
-    epoch = load_epoch(control)
-    fault = faulted(
-        control
-    )  # of an earlier call: then nothing is pushed, see ``matmul_all_reduce.exchange``
-    slot_offset = (epoch & 1).to(tl.int64) * slot_size
-    finished = slot_offset + (WORLD_SIZE - 1) * size if REDUCE else slot_offset
+    epoch = load_epoch(peers)
+    # of an earlier call: then nothing is pushed, see ``one_shot.exchange``
+    fault = faulted(peers)
+    slot_offset = (epoch & 1).to(tl.int64) * peers.slot_size
+    finished = slot_offset + (WORLD_SIZE - 1) * size if C.REDUCE else slot_offset
     dtype: tl.constexpr = x.dtype.element_ty
     own = tl.cast(rank, tl.int64) * size
     lane = tl.arange(0, BLOCK)
     if SCATTER:
         for begin in range(program * BLOCK, size, step):
             push_partials(
-                x,
-                slot_table,
-                slot_offset,
-                begin + lane,
-                size,
-                total,
-                rank,
-                fault,
-                WORLD_SIZE,
-                dtype,
+                x, peers, slot_offset, begin + lane, shards, rank, fault, WORLD_SIZE, dtype
             )
-        leave_early(control, epoch, tl.num_programs(0))
+        leave_early(peers, epoch, tl.num_programs(0))
     for begin in range(program * BLOCK, size, step):
         at = begin + lane
-        mask = (at < size) & (own + at < total)
-        if REDUCE:
+        mask = (at < size) & (own + at < shards.total)
+        if C.REDUCE:
             acc = tl.load(x + own + at, mask=mask, other=0.0).to(tl.float32)
-            parts = slots + slot_offset + at[None, :]
+            parts = peers.slots + slot_offset + at[None, :]
             acc = take_marked(
-                acc[None, :], parts, size, mask[None, :], 0, rank, begin // BLOCK, epoch, control, report, WORLD_SIZE - 1,
-                MAX_SLICES,
-            )  # fmt: skip
+                peers,
+                acc[None, :],
+                parts,
+                size,
+                mask[None, :],
+                0,
+                rank,
+                begin // BLOCK,
+                epoch,
+                WORLD_SIZE - 1,
+            )
             acc = tl.reshape(acc, (BLOCK,))
-            if HAS_BIAS:
-                acc += tl.load(bias + (own + at) % cols, mask=mask, other=0.0).to(tl.float32)
-            if HAS_RESIDUAL:
-                acc += tl.load(residual + own + at, mask=mask, other=0.0).to(tl.float32)
+            if C.HAS_BIAS:
+                bias = tl.load(tensors.bias + (own + at) % shards.cols, mask=mask, other=0.0)
+                acc += bias.to(tl.float32)
+            if C.HAS_RESIDUAL:
+                acc += tl.load(tensors.residual + own + at, mask=mask, other=0.0).to(tl.float32)
             value = acc.to(dtype)
         elif SCATTER:
             value = tl.load(x + own + at, mask=mask)
@@ -131,37 +171,27 @@ def exchange_kernel(
             value = tl.load(x + at, mask=mask)
         if EACH:
             value = expected_zero(value)
-        if GATHER:
-            push_finished(
-                value,
-                slot_table,
-                finished,
-                at,
-                mask & (at < tl.where(fault == 0, size, 0)),
-                size,
-                rank,
-                WORLD_SIZE,
-            )
+        if C.GATHER:
+            sent = mask & (at < tl.where(fault == 0, size, 0))
+            push_finished(value, peers, finished, at, sent, size, rank, WORLD_SIZE)
         if EACH:
             tl.store(out + own + at, value, mask=mask)
         else:
             tl.store(out + at, value, mask=mask)
     if EACH:
         if not SCATTER:
-            leave_early(control, epoch, tl.num_programs(0))
+            leave_early(peers, epoch, tl.num_programs(0))
         peer = tl.arange(0, PEERS)
         source = (peer + (peer >= rank).to(tl.int32)).to(tl.int64)[:, None] * size
         for begin in range(program * BLOCK, size, step):
             at = (begin + lane)[None, :]
-            mask = (peer < WORLD_SIZE - 1)[:, None] & (at < size) & (source + at < total)
-            pointers = slots + finished + peer.to(tl.int64)[:, None] * size + at
-            value = take_each(
-                pointers, mask, rank, begin // BLOCK, epoch, control, report, MAX_SLICES
-            )
+            mask = (peer < WORLD_SIZE - 1)[:, None] & (at < size) & (source + at < shards.total)
+            pointers = peers.slots + finished + peer.to(tl.int64)[:, None] * size + at
+            value = take_each(peers, pointers, mask, rank, begin // BLOCK, epoch)
             tl.store(out + source + at, expected_zero(value), mask=mask)
 
 
-WORDS = ("x", "bias", "residual", "out")  # what changes between the launches of one shape
+WORDS = tuple(f"tensors.{name}" for name in Tensors._fields)  # what changes between launches
 WARPS = 8  # of all programs of an all-reduce on a multiprocessor, about
 ALIGN = 8  # elements: where a shard of an all-reduce may begin
 
@@ -171,53 +201,46 @@ def slot_elements(size: int, world_size: int, reduce: bool, gather: bool) -> int
     return (world_size - 1) * size * max(1, reduce + gather)
 
 
-class Launcher:
-    """One shape's launches of this kernel; ``ops`` keeps one for each shape, and checks the arguments.
+def launcher(
+    peers: Peers,
+    world_size: int,
+    rank: int,
+    shards: Shards,
+    num_sms: int,
+    config: MatmulConfig,
+    reduce: bool,
+    gather: bool,
+) -> Launcher:
+    """Launches for one shape, called with (x, out, bias or None, residual or None); the caller
+    checks them."""
+    block = config.tile_m * config.tile_n
+    per_sm = max(1, WARPS // config.num_warps) if reduce and gather else 1
+    choices = Choices(world_size, triton.next_power_of_2(world_size - 1), block, reduce, gather)
 
-    ``total``: elements of all shards, of ``size`` each. ``cols``: elements of a row.
-    """
-
-    def __init__(
-        self, peers: Endpoint, world_size: int, rank: int, total: int, size: int, cols: int, num_sms: int,
-        config: MatmulConfig, reduce: bool, gather: bool,
-    ) -> None:  # fmt: skip
-        self.peers, self.config = peers, config
-        self.block = config.tile_m * config.tile_n
-        beside = max(1, WARPS // config.num_warps) if reduce and gather else 1
-        self.programs = min(num_sms * beside, cdiv(size, self.block))
-        self.sizes = (rank, peers.slot_size, size, total, cols)
-        self.constants = (
-            world_size,
-            triton.next_power_of_2(world_size - 1),
-            self.block,
-            reduce,
-            gather,
-        )
-        self.launches = Launches(exchange_kernel, WORDS, num_warps=config.num_warps)
-
-    def __call__(
-        self,
+    def pack(
         x: torch.Tensor,
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-    ) -> None:
-        """Launch on the current stream."""
-        held = [x, out if bias is None else bias, out if residual is None else residual, out]
-        words = tuple(t.data_ptr() for t in held)
-        variant = (bias is None, residual is None, *(at % 16 == 0 for at in words))
+    ) -> Call:
+        added = Tensors(
+            x, out if bias is None else bias, out if residual is None else residual, out
+        )
+        words = [t.data_ptr() for t in added]
 
-        def arguments() -> tuple[object, ...]:
+        def changing() -> dict[str, Any]:
             require(
                 x.is_contiguous() and out.is_contiguous(),
                 "rows with gaps",
                 "contiguous x and out",
                 "call .contiguous()",
             )
-            peers = self.peers
-            return (
-                *held, peers.slots, peers.slot_table, peers.control, peers.report, *self.sizes, *self.constants,
-                bias is not None, residual is not None,
-            )  # fmt: skip
+            chosen = choices._replace(HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None)
+            return {"tensors": added, "C": chosen}
 
-        self.launches(self.programs, variant, arguments, words)
+        aligned = [word % 16 == 0 for word in words]
+        return Call((bias is None, residual is None, *aligned), words, changing)
+
+    programs = min(num_sms * per_sm, cdiv(shards.size, block))
+    fixed = {"peers": peers, "rank": rank, "shards": shards}
+    return Launcher(exchange_kernel, programs, fixed, pack, WORDS, num_warps=config.num_warps)

@@ -49,8 +49,8 @@ from tileweave.device.triton.signal import (
     wait,
 )
 from tileweave.errors import require
-from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.matmul import MatmulConfig
 
 AT_THE_END = tl.constexpr(
@@ -189,7 +189,7 @@ class Launcher:
     """One shape's launches of this kernel; ``ops`` keeps one for each shape, and checks the arguments."""
 
     def __init__(
-        self, peers: Endpoint, world_size: int, rank: int, cols: int, config: MatmulConfig
+        self, peers: Peers, world_size: int, rank: int, cols: int, config: MatmulConfig
     ) -> None:
         self.peers, self.world_size, self.rank, self.cols, self.config = (
             peers,

@@ -16,8 +16,8 @@ from tileweave.kernels.all_to_all.scatter_triton import steps
 from tileweave.kernels.reduce_scatter.hopper import MAPS, WORDS, matmul_reduce_scatter_hopper_kernel
 from tileweave.kernels.reduce_scatter.hopper_epilogue import PIECE
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
-from tileweave.kernels.runtime.endpoint import Endpoint, lines
 from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.peers import Peers, lines
 from tileweave.planning.matmul import MatmulConfig
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
 
@@ -26,7 +26,7 @@ class Launcher:
     """One shape's launches: descriptors, integers and prepared kernels, kept between calls (``kernels/runtime/launch.py``)."""
 
     def __init__(
-        self, peers: Endpoint, schedule: ScatterSchedule, config: MatmulConfig, how: Exchange, rows: int, dtype: torch.dtype,
+        self, peers: Peers, schedule: ScatterSchedule, config: MatmulConfig, how: Exchange, rows: int, dtype: torch.dtype,
         stride_x: int, strides_w: Sequence[int],
     ) -> None:  # fmt: skip
         self.peers, self.schedule, self.config = peers, schedule, config

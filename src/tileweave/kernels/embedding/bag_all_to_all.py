@@ -62,8 +62,8 @@ from tileweave.device.triton.signal import (
     wait,
 )
 from tileweave.kernels.embedding.lookup import block_at, pool_bags, store_bags, table_at
-from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.sharding import EmbeddingConfig, rows_of
 
 READY, DONE, REGION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -230,7 +230,7 @@ class Launcher:
     """
 
     def __init__(
-        self, peers: Endpoint, made: dict[str, Any], count: int, batch: int, width: int, mean: bool, rank: int, world_size: int,
+        self, peers: Peers, made: dict[str, Any], count: int, batch: int, width: int, mean: bool, rank: int, world_size: int,
         num_sms: int, config: EmbeddingConfig,
     ) -> None:  # fmt: skip
         begin, end = rows_of(batch, world_size, rank)

@@ -83,7 +83,7 @@ from tileweave.device.triton.signal import (
     wait,
 )
 from tileweave.kernels.embedding.table_sums import sum_tiles
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 
 READY, DONE = tl.constexpr(0), tl.constexpr(1)
 GROUPS = tl.constexpr(8)
@@ -377,7 +377,7 @@ class Push:
     candidates : programs that may push; none by copy engines, which ``beside`` sets off around a launch.
     """
 
-    peers: Endpoint
+    peers: Peers
     grad: torch.Tensor
     plan: torch.Tensor
     silent: int

@@ -51,8 +51,8 @@ from tileweave.kernels.experts.combine_hopper_tasks import (
     serve_tickets,
 )
 from tileweave.kernels.runtime.descriptors import based, descriptor
-from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.combine import CombineConfig, CombineCut, partial_bytes
 from tileweave.planning.schedules.grouped import GroupedProblem
 
@@ -310,7 +310,7 @@ class Launcher:
     """One shape's launches: descriptors and prepared kernels, kept between calls (``kernels/runtime/launch.py``)."""
 
     def __init__(
-        self, peers: Endpoint, shape: GroupedProblem, config: CombineConfig, rank: int, num_sms: int, dtype: torch.dtype,
+        self, peers: Peers, shape: GroupedProblem, config: CombineConfig, rank: int, num_sms: int, dtype: torch.dtype,
         depth_first: bool, bound: int, stride_y: int,
     ) -> None:  # fmt: skip
         s, c = shape, config

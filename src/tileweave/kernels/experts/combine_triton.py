@@ -66,7 +66,7 @@ from tileweave.device.triton.signal import (
     wait,
 )
 from tileweave.kernels.experts.tiles import first_expert, place_in_expert, walk_to
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.combine import CombineConfig, CombineCut, partial_bytes
 from tileweave.planning.schedules.grouped import GroupedProblem
 
@@ -398,7 +398,7 @@ def grouped_matmul_combine_kernel(
 
 
 def launch(
-    peers: Endpoint,
+    peers: Peers,
     y: torch.Tensor,
     experts: torch.Tensor,
     offsets: torch.Tensor,

@@ -45,7 +45,7 @@ from tileweave.kernels.experts.dispatch_hopper_roles import (
 from tileweave.kernels.experts.dispatch_triton import Launcher as TritonLauncher
 from tileweave.kernels.experts.dispatch_triton import depth_first
 from tileweave.kernels.runtime.descriptors import descriptor
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import DispatchConfig, dispatch_counts
 
@@ -212,7 +212,7 @@ class Launcher:
 
     def __init__(
         self,
-        peers: Endpoint,
+        peers: Peers,
         config: DispatchConfig,
         rank: int,
         world_size: int,

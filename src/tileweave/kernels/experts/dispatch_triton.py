@@ -57,7 +57,7 @@ from tileweave.device.triton.signal import (
     wait,
 )
 from tileweave.kernels.experts.tiles import first_expert, place_in_expert, walk_to
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.schedules.grouped import DispatchConfig, dispatch_counts
 
 MAX_BLOCKS = tl.constexpr(32)  # signal words of a source
@@ -253,7 +253,7 @@ class Launcher:
 
     def __init__(
         self,
-        peers: Endpoint,
+        peers: Peers,
         config: DispatchConfig,
         rank: int,
         world_size: int,

@@ -50,8 +50,8 @@ from tileweave.kernels.experts.sort import (
     place_kernel,
     push_ids,
 )
-from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.schedules.grouped import RoutingCut
 
 SEND_BLOCK = tl.constexpr(256)  # tokens
@@ -177,7 +177,7 @@ class Launcher:
     """
 
     def __init__(
-        self, peers: Endpoint, cut: RoutingCut, begins: Sequence[int], max_tokens: int, topk: int, experts: int,
+        self, peers: Peers, cut: RoutingCut, begins: Sequence[int], max_tokens: int, topk: int, experts: int,
         rank: int, world_size: int, num_sms: int,
     ) -> None:  # fmt: skip
         self.begins, most, size = begins[:-1], 2 * num_sms, max_tokens * topk

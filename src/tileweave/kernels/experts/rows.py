@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from tileweave.device.triton.signal import load_epoch
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 
 PROGRAMS = 1056  # 8 for each multiprocessor of an H200; any number is right
 INTERPRETED_PROGRAMS = 2
@@ -57,7 +57,7 @@ def keep_tokens_kernel(
 
 
 def keep_tokens(
-    peers: Endpoint, kept: torch.Tensor, entry_row: torch.Tensor, topk: int, rank: int
+    peers: Peers, kept: torch.Tensor, entry_row: torch.Tensor, topk: int, rank: int
 ) -> None:
     """kept [R - 1, max_tokens, K] = the tokens that the last call of this instance received; others are not written."""
     places, max_tokens, depth = kept.shape
@@ -108,13 +108,13 @@ def gather_rows_kernel(
 
 
 def gather_rows(
-    x: torch.Tensor, kept: torch.Tensor | Endpoint, fields: tuple[torch.Tensor, ...], experts: int, max_tokens: int, topk: int,
+    x: torch.Tensor, kept: torch.Tensor | Peers, fields: tuple[torch.Tensor, ...], experts: int, max_tokens: int, topk: int,
     rank: int, world_size: int,
 ) -> torch.Tensor:  # fmt: skip
     """[bound, K]: the token of each row of the plan with ``fields``. x [T, K] own tokens; kept [R - 1, max_tokens, K], or the
     instance whose last call received them."""
     offsets, row_entry = fields[0], fields[1]
-    in_slot = isinstance(kept, Endpoint)
+    in_slot = isinstance(kept, Peers)
     places, control, slot_size = (
         (kept.slots, kept.control, kept.slot_size) if in_slot else (kept, offsets, 0)
     )

@@ -57,8 +57,8 @@ from tileweave.kernels.reduce_scatter.hopper_epilogue import (
     tile_place,
 )
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
-from tileweave.kernels.runtime.endpoint import Endpoint, lines
 from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.peers import Peers, lines
 from tileweave.planning.matmul import MatmulConfig
 from tileweave.planning.schedules.scatter import ScatterSchedule
 
@@ -266,7 +266,7 @@ class Launcher:
     """One shape's launches: descriptors, integers and prepared kernels, kept between calls (``kernels/runtime/launch.py``)."""
 
     def __init__(
-        self, peers: Endpoint, schedule: ScatterSchedule, config: MatmulConfig, dtype: torch.dtype, stride_x: int,
+        self, peers: Peers, schedule: ScatterSchedule, config: MatmulConfig, dtype: torch.dtype, stride_x: int,
         strides_w: Sequence[int], whole: bool,
     ) -> None:  # fmt: skip
         self.peers, self.schedule, self.config = peers, schedule, config

@@ -56,7 +56,7 @@ from tileweave.device.triton.remote import symm_at
 from tileweave.device.triton.self_signaling import put_marked, take_marked
 from tileweave.device.triton.signal import MAX_SLICES, count_in, faulted, leave, load_epoch, wait
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
-from tileweave.kernels.runtime.endpoint import Endpoint, lines
+from tileweave.kernels.runtime.peers import Peers, lines
 from tileweave.planning.matmul import MatmulConfig
 from tileweave.planning.schedules.scatter import ScatterSchedule
 
@@ -275,7 +275,7 @@ def matmul_reduce_scatter_kernel(
 class Launcher:
     """One shape's launches of this kernel; ``ops`` keeps one for each shape, and checks the arguments."""
 
-    def __init__(self, peers: Endpoint, schedule: ScatterSchedule, config: MatmulConfig) -> None:
+    def __init__(self, peers: Peers, schedule: ScatterSchedule, config: MatmulConfig) -> None:
         self.peers, self.schedule, self.config = peers, schedule, config
 
     def __call__(

@@ -13,24 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tileweave.device.triton.meet import meet
-from tileweave.device.triton.signal import load_epoch
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.device.triton.peers import load_epoch, meet
+from tileweave.kernels.runtime.peers import Peers
 
 
 @triton.jit(do_not_specialize=["rank"])
-def barrier_kernel(signal_table, signals, control, report, rank, WORLD_SIZE: tl.constexpr):
-    meet(signal_table, signals, rank, load_epoch(control), -1, control, report, WORLD_SIZE)
+def barrier_kernel(peers, rank, WORLD_SIZE: tl.constexpr):
+    meet(peers, rank, load_epoch(peers), -1, WORLD_SIZE)
 
 
-def barrier(peers: Endpoint, world_size: int, rank: int) -> None:
+def barrier(peers: Peers, world_size: int, rank: int) -> None:
     """Launch on the current stream."""
-    barrier_kernel[(1,)](
-        peers.signal_table,
-        peers.signals,
-        peers.control,
-        peers.report,
-        rank,
-        WORLD_SIZE=world_size,
-        num_warps=1,
-    )
+    barrier_kernel[(1,)](peers, rank, WORLD_SIZE=world_size, num_warps=1)

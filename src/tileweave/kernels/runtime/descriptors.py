@@ -9,7 +9,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tileweave.kernels.runtime.endpoint import lines
+from tileweave.kernels.runtime.peers import lines
 
 
 def fits(*tensors: torch.Tensor) -> bool:

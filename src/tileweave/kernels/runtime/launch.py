@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton import knobs
 from triton.runtime import driver as active
@@ -67,6 +67,21 @@ def _map_offset() -> int | None:
     return size - MAP_BYTES if size in (192, 256) else None  # Triton 3.9, 3.6
 
 
+def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """``value`` of argument ``name``, taken apart as the compiler does: the members of tuples depth
+    first, by dotted names (``peers.control``)."""
+    if not isinstance(value, tuple):
+        yield name, value
+        return
+    for member, inner in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
+        yield from leaves(f"{name}.{member}", inner)
+
+
+def flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments, or their kinds, without tuples."""
+    return dict(leaf for name, value in arguments.items() for leaf in leaves(name, value))
+
+
 def layout(signature: Mapping[str, Any]) -> dict[str, str] | None:
     """Parameter -> kind of a kernel for NVIDIA, in order; None where an argument is of a kind not known here.
 
@@ -74,7 +89,7 @@ def layout(signature: Mapping[str, Any]) -> dict[str, str] | None:
     no place.
     """
     found: dict[str, str] = {}
-    for name, kind in signature.items():
+    for name, kind in flat(signature).items():
         if kind == "constexpr":
             continue
         if not isinstance(kind, str):
@@ -91,6 +106,70 @@ def layout(signature: Mapping[str, Any]) -> dict[str, str] | None:
         else:
             return None
     return found | dict.fromkeys(_SCRATCH, "pointer")
+
+
+class Call(NamedTuple):
+    """What one launch is given; see :class:`Launcher`.
+
+    variant : whatever Triton specialises for in this launch.
+
+    words : values of the words that change.
+
+    changing : makes the arguments that are not fixed, by name.
+
+    addresses : base addresses of the descriptors that change.
+    """
+
+    variant: Hashable
+    words: Sequence[int]
+    changing: Callable[[], Mapping[str, Any]]
+    addresses: Sequence[int] = ()
+
+
+class Launcher:
+    """Launches of one kernel for one shape: the first of each variant by Triton, later ones from
+    what it was given then.
+
+    kernel : the jit function.
+
+    programs : how many programs a launch has.
+
+    fixed : the arguments, by name, that are the same in every launch.
+
+    pack : makes a :class:`Call` of the tensors that the launcher is called with.
+
+    words, maps : dotted names of the arguments that change from launch to launch: pointers and
+        numbers, and descriptors of which the base address changes; see :func:`prepare`.
+
+    options : of Triton: ``num_warps`` and the like.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        fixed: Mapping[str, Any],
+        pack: Callable[..., Call],
+        words: Sequence[str],
+        maps: Sequence[str] = (),
+        **options: int,
+    ) -> None:
+        self.kernel, self.programs, self.fixed, self._pack = kernel, programs, fixed, pack
+        self._names, self._options = (words, maps), options
+        self.prepared: dict[Hashable, Prepared | None] = {}
+
+    def __call__(self, *given: Any) -> None:
+        """Launch on the current stream."""
+        call = self._pack(*given)
+        prepared = self.prepared.get(call.variant)
+        if prepared is not None and not hooked():
+            prepared(call.words, call.addresses)
+            return
+        named = {**self.fixed, **call.changing()}
+        arguments = [named[name] for name in self.kernel.arg_names]
+        compiled = self.kernel[(self.programs,)](*arguments, **self._options)
+        if call.variant not in self.prepared:
+            self.prepared[call.variant] = prepare(compiled, self.programs, arguments, *self._names)
 
 
 class Launches:
@@ -230,8 +309,8 @@ def _format(kind: str) -> str:
 
 def _expand(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments, and the sizes and strides of descriptors by the names :func:`layout` gives them."""
-    found = dict(arguments)
-    for name, value in arguments.items():
+    found = flat(arguments)
+    for name, value in list(found.items()):
         if hasattr(value, "block_shape"):
             found |= {f"{name}.shape{i}": size for i, size in enumerate(value.shape)}
             found |= {f"{name}.stride{i}": stride for i, stride in enumerate(value.strides)}

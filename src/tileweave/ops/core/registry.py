@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tileweave.errors import InputError, RankMismatchError, TileweaveError, UnsupportedError
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.machine import CPU, Machine
 from tileweave.planning.matmul import Plan
 from tileweave.transport import torch_collectives as collectives
@@ -364,12 +364,12 @@ def number_of(what: object) -> int:
     return mark_of(str(what))
 
 
-def endpoint(instance: Instance, dtype: torch.dtype) -> Endpoint:
+def endpoint(instance: Instance, dtype: torch.dtype) -> Peers:
     """The pointers of ``instance`` for a kernel over ``dtype``; made once, since making views takes
     microseconds."""
     found = instance.cache.get(dtype)
     if found is None:
-        found = instance.cache[dtype] = Endpoint(
+        found = instance.cache[dtype] = Peers(
             instance.slots.view(dtype),
             instance.slot_bytes // dtype.itemsize,
             instance.slot_table,
@@ -408,7 +408,7 @@ def push_beside(
         instance.launched()
 
 
-def await_frozen_slot(instance: Instance, peers: Endpoint) -> None:
+def await_frozen_slot(instance: Instance, peers: Peers) -> None:
     """Where copies write to peers as soon as the call is queued: a captured call, which has one
     slot, must await its reader."""
     if instance.captured:

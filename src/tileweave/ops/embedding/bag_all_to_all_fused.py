@@ -27,7 +27,7 @@ from tileweave.transport.workspace import Instance
 if TYPE_CHECKING:
     from tileweave.kernels.embedding.bag_all_to_all import Launcher
     from tileweave.kernels.embedding.gradient import Push
-    from tileweave.kernels.runtime.endpoint import Endpoint
+    from tileweave.kernels.runtime.peers import Peers
 
 OP = "embedding_bag_all_to_all"
 BACKWARD = f"{OP}_backward"
@@ -114,7 +114,7 @@ def run_fused(
 
 def _launcher(
     instance: Instance,
-    peers: Endpoint,
+    peers: Peers,
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,
     offsets: torch.Tensor,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import endpoint, number_of, workspace_of
 from tileweave.ops.experts.routing_plan import RoutingPlan, layout_of
 from tileweave.planning.schedules.grouped import DispatchConfig, RoutingCut, routing_cut
@@ -91,7 +91,7 @@ def run_fused(
     config: DispatchConfig,
     kept: torch.Tensor | None = None,
     needs: int = 0,
-) -> tuple[Endpoint, torch.Tensor | None]:
+) -> tuple[Peers, torch.Tensor | None]:
     """x [T, K], experts [E_local, N, K] -> y [bound, N]; ``kept`` [R - 1, max_tokens, K] takes the
     peers' tokens that have an expert here. They stand in the slot, too, of the endpoint that is
     returned, until the next call. With it, [bound, K]: the token of each row, if the kernel has

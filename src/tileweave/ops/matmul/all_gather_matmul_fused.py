@@ -15,7 +15,7 @@ from itertools import product
 import torch
 
 from tileweave.errors import require
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import copy_slot, endpoint, push_beside, workspace_of
 from tileweave.planning.matmul import (
     MatmulConfig,
@@ -79,7 +79,7 @@ class _FusedCall:
     """What calls of one shape share: made once, since host time counts."""
 
     instance: Instance
-    endpoint: Endpoint
+    endpoint: Peers
     schedule: TileSchedule
     parts: Parts
     config: MatmulConfig

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tileweave.errors import CaptureError
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import (
     await_frozen_slot,
     copy_slot,
@@ -39,7 +39,7 @@ LINE = 1  # of copies: those of the kernel beside us do not queue behind ours
 class _Call:
     """What gathers of one shape share."""
 
-    endpoint: Endpoint
+    endpoint: Peers
     slots: tuple[torch.Tensor, ...]  # [R m, K] each
     copies: tuple[Copies, ...]
     mark: int

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from tileweave.kernels.all_reduce.collective import ALIGN, Launcher, slot_elements
+from tileweave.kernels.all_reduce.collective import ALIGN, Shards, launcher, slot_elements
+from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops import reference
 from tileweave.ops.core.registry import endpoint
 from tileweave.ops.matmul.concurrent_gather import begin_gather
@@ -128,7 +129,7 @@ def _exchange(
     mark: int = 0,
 ) -> None:
     instance = workspace.instance(op, INSTANCE)
-    key = (x.shape, x.dtype, id(config))  # the launcher keeps the config, so the id stays its own
+    key = (x.shape, x.dtype, config)
     launch = instance.cache.get(key)
     if launch is None:
         launch = _launcher(workspace, instance, config, x, shard, reduce, gather)
@@ -153,13 +154,11 @@ def _launcher(
     size = transport.world_size
     instance.reserve(slot_elements(shard, size, reduce, gather) * x.element_size())
     total = size * x.numel() if gather and not reduce else x.numel()
-    return Launcher(
+    return launcher(
         endpoint(instance, x.dtype),
         size,
         transport.rank,
-        total,
-        shard,
-        x.shape[-1],
+        Shards(shard, total, x.shape[-1]),
         transport.machine.num_sms,
         config,
         reduce,

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import (
     await_frozen_slot,
     copy_slot,
@@ -76,7 +76,7 @@ class _FusedCall:
     it was padded."""
 
     instance: Instance
-    endpoint: Endpoint
+    endpoint: Peers
     schedule: ScatterSchedule
     config: MatmulConfig
     how: Exchange

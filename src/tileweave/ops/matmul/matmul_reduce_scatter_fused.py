@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from tileweave.errors import require
-from tileweave.kernels.runtime.endpoint import Endpoint
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import copy_slot, endpoint, push_beside, workspace_of
 from tileweave.planning.matmul import MatmulConfig, Plan, Problem, scatter_schedule_for
 from tileweave.planning.schedules.gather import push_order
@@ -68,7 +68,7 @@ class _FusedCall:
     """What calls of one shape share: made once, since host time counts."""
 
     instance: Instance
-    endpoint: Endpoint
+    endpoint: Peers
     schedule: ScatterSchedule
     config: MatmulConfig
     copies: tuple[Copies, ...]  # of a copy-engine call, by slot
