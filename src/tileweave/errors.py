@@ -87,6 +87,18 @@ class PeerTimeout(TileweaveError, RuntimeError):
         )
 
 
+def peers_know(error: TileweaveError, posted: bool) -> bool:
+    """Whether peers need not be told that a call of this rank ended in ``error``. ``posted``: the
+    call is in the ledger.
+
+    It was made, or its instance makes none any more; or all ranks raise the same; or what is in the
+    ledger differs.
+    """
+    if isinstance(error, PeerTimeout):
+        return error.at == "signal"
+    return isinstance(error, UnsupportedError) or (posted and isinstance(error, RankMismatchError))
+
+
 def require(condition: bool, asked: str | Callable[[], str], allowed: str, remedy: str) -> None:
     """Raise :class:`InputError` with the three parts that every message of ours has.
 

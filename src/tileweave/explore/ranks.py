@@ -58,7 +58,9 @@ class World:
         self.transports = [ModelTransport(self, rank) for rank in self.ranks]
         for rank, transport in zip(self.ranks, self.transports, strict=True):
             rank.group = f"explored rank {rank.rank}"
-            REGISTRY.get(rank.group, transport.device, lambda t=transport: t)
+            REGISTRY.get(rank.group, transport.device, lambda t=transport: t).ledger.open(
+                [], rank.rank
+            )
 
     def _rank(self, rank: int) -> Rank:
         programs = [self.tasks.task(f"rank {rank} program {p}", rank) for p in range(MAX_PROGRAMS)]

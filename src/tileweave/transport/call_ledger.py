@@ -12,7 +12,13 @@ is needed.
 A call that breaks off for a reason of this rank alone (no memory, Ctrl-C) has been called by the
 others, who wait for it; if this rank then went on, its next call would stand for it, of other data
 and without a difference. So it is written down as broken, over the mark that it may have had: who
-finds that where its own call did not break is told (decision 0025).
+finds that where its own call did not break is told (decision 0025). What a rank gave up for a peer,
+which did not come or called something else, has another mark: only ranks that all did so go on.
+
+Before a call that needs more memory, all ranks map it, in a *set-up*. A rank that needs none would
+launch its call while the others wait for it to come. So each rank writes, in the place of the call,
+that it is in a set-up, and in which: who finds that a peer is in one that it has not been in, or
+has made the call without, is told.
 
 Host only: nothing of this is in a captured graph. An eager call pays for a store, and for a load of
 each peer that is in step.
@@ -20,24 +26,27 @@ each peer that is in step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from tileweave.errors import RankMismatchError
+from tileweave.errors import PeerTimeout, RankMismatchError, UnsupportedError
 
 # so many calls may a rank be ahead of another one until some of them are not compared
 PLACES = 1024
 NBYTES = 8 * PLACES
 _NUMBER, _HALF = 0xFFFFFFFF, 1 << 31
-_BROKEN = 0  # a mark that no call has
+_MARK = 0x7FFFFFFF  # the bits that marks of calls have
+_BROKEN, _GIVEN_UP = 0, 1  # marks that no call has
+_IN_SET_UP = 1 << 31  # marks from here on: not yet made, the rank is in the set-up of that number
 
 
 class Ledger:
     """One for a workspace. Until :meth:`open`, and without blocks, it compares nothing. ``calls``:
-    what this rank wrote."""
+    what this rank wrote. ``set_ups``: those that ended alike on all ranks."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls = self.set_ups = 0
         self.opened = False
         self._rank = -1
         self._pages: list[Any] = []
@@ -65,20 +74,58 @@ class Ledger:
                 self._compare(op, peer, page, self.calls + 1)
         self.calls = number = self.calls + 1
         place = number % PLACES
-        self._pages[self._rank][place] = word = (mark & _NUMBER) << 32 | number & _NUMBER
+        self._pages[self._rank][place] = word = (mark & _MARK) << 32 | number & _NUMBER
         for peer, page in self._peers:
             if page[place] == word and self._compared[peer] == number - 1:  # most often, so first
                 self._compared[peer] = number
             else:
                 self._compare(op, peer, page, number)
 
-    def break_off(self, posted: bool) -> None:
+    @contextmanager
+    def set_up(self, op: str) -> Iterator[None]:
+        """What all ranks do together before the next call is written down, which is of ``op``.
+
+        A peer that has made that call, or has broken it off, does not come:
+        :class:`RankMismatchError`. After a :class:`PeerTimeout`, too, if a peer made it; those that
+        broke it off may have waited for the same rank.
+        """
+        self.compare(op)
+        if self._pages:
+            word = (_IN_SET_UP | self.set_ups & _MARK) << 32 | self.calls + 1 & _NUMBER
+            self._pages[self._rank][(self.calls + 1) % PLACES] = word
+            self._require_set_up(op, _BROKEN)
+        try:
+            yield
+        except PeerTimeout:
+            self._require_set_up(op, _GIVEN_UP + 1)
+            raise
+        except (RankMismatchError, UnsupportedError):  # all ranks have agreed on it
+            self.set_ups += 1
+            raise
+        self.set_ups += 1
+
+    def _require_set_up(self, op: str, lowest: int) -> None:
+        """Raise if a peer has written the next call, with a mark from ``lowest`` on, without the
+        set-up of this rank."""
+        number = self.calls + 1
+        for peer, page in self._peers:
+            theirs = page[number % PLACES]
+            if (theirs - number) & _NUMBER == 0 and lowest <= theirs >> 32 < _IN_SET_UP:
+                self.break_off(False, given_up=True)
+                self._refuse(op, peer, number, theirs >> 32 <= _GIVEN_UP, 0)
+
+    def break_off(self, posted: bool, given_up: bool = False) -> None:
         """This rank's last call, or one that it did not come to write down, was not made, for a
-        reason of its own."""
+        reason of its own.
+
+        ``given_up``: for one of peers.
+        """
         if not self._pages:
             return
         self.calls = number = self.calls + (not posted)
-        self._pages[self._rank][number % PLACES] = _BROKEN << 32 | number & _NUMBER
+        self._pages[self._rank][number % PLACES] = (
+            _GIVEN_UP if given_up else _BROKEN
+        ) << 32 | number & _NUMBER
         # peers may have been there
         self._compared = [min(compared, number - 1) for compared in self._compared]
 
@@ -97,7 +144,10 @@ class Ledger:
             if theirs != self._pages[self._rank][place]:
                 ahead = (theirs - number) & _NUMBER
                 if ahead == 0:
-                    self._refuse(op, peer, number, theirs >> 32 == _BROKEN, current - number)
+                    if theirs >> 32 >= _IN_SET_UP and (theirs >> 32) - _IN_SET_UP < self.set_ups:
+                        # it was in that one with this rank, and has not written what it did next
+                        break
+                    self._refuse(op, peer, number, theirs >> 32 <= _GIVEN_UP, current - number)
                 if ahead >= _HALF:  # an older call stands there: the peer has not come so far
                     break
             number += 1  # the same, or overwritten by a peer that is far ahead
@@ -113,7 +163,7 @@ class Ledger:
             f"rank {peer} calls something else",
             f"look at what rank {peer} passes (TILEWEAVE_DEBUG=1 shows it)",
         )
-        if theirs_broke or self._pages[self._rank][number % PLACES] >> 32 == _BROKEN:
+        if theirs_broke or self._pages[self._rank][number % PLACES] >> 32 <= _GIVEN_UP:
             broke, made = (peer, self._rank) if theirs_broke else (self._rank, peer)
             what, where = (
                 f"{op} on rank {self._rank}",

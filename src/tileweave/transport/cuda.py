@@ -23,7 +23,7 @@ from tileweave.transport.copy_engine import CopyEngine, current_handle
 from tileweave.transport.host_memory import share
 from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.rendezvous import Meeting
-from tileweave.transport.torch_collectives import agree_on_memory
+from tileweave.transport.torch_collectives import agree_on_mapping, agree_on_memory
 
 
 @lru_cache(maxsize=8)
@@ -124,14 +124,16 @@ class CudaTransport:
         assert local is not None, "who fails does not agree"
         handle = self._meeting.rendezvous(local)
         if handle is None:
-            raise UnsupportedError(
+            failure = (
                 f"asked: {nbytes} bytes that all ranks can map; allowed: devices with peer access on one host; "
                 "remedy: check `nvidia-smi topo -m`, or use the unfused operators"
             )
+        torch.cuda.synchronize(self.device)
+        agree_on_mapping(failure, self._meeting.exchange)
+        assert handle is not None, "who fails does not agree"
         addresses = tuple(
             handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(self.world_size)
         )
-        self.barrier()
         return SymmetricBuffer(local, addresses, handle)
 
     def share(self, nbytes: int) -> list[mmap.mmap]:

@@ -15,8 +15,7 @@ import secrets
 from collections.abc import Callable
 
 from tileweave.errors import UnsupportedError
-from tileweave.transport.rendezvous import MAPPED
-from tileweave.transport.torch_collectives import agree_on_memory
+from tileweave.transport.torch_collectives import agree_on_mapping, agree_on_memory
 
 _TOKEN_BYTES = 24
 
@@ -87,10 +86,7 @@ def share(nbytes: int, rank: int, exchange: Callable[[str], list[str]]) -> list[
             ]
         except UnsupportedError as error:
             failure = str(error)
-        answers = exchange(f"{MAPPED}|{failure}")  # all have mapped it: the descriptor may go
-        failures = [text.partition("|")[2] for text in answers if text != f"{MAPPED}|"]
-        if failures:
-            raise UnsupportedError(failure or failures[0])
+        agree_on_mapping(failure, exchange)  # all have mapped it: the descriptor may go
     finally:
         if descriptor >= 0:
             os.close(descriptor)

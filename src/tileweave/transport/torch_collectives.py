@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from tileweave.errors import UnsupportedError
-from tileweave.transport.rendezvous import MEMORY, meet, refuse_differences, require_alike
+from tileweave.transport.rendezvous import MAPPED, MEMORY, meet, refuse_differences, require_alike
 from tileweave.transport.workspace import REGISTRY
 
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,7 +30,7 @@ def agree(text: str, group: dist.ProcessGroup, what: str = "") -> None:
     """
     broken = REGISTRY.broken_off(group.group_name)
     if broken:
-        what, text = what or text, f"{text} behind {broken} that broke off"
+        what, text = what or text, f"{text} behind {broken}"
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST - 20]}... crc32 {zlib.crc32(text.encode()):08x}"
     require_alike(meet(text, group, what or text)[1])
@@ -59,3 +59,13 @@ def agree_on_memory(
         [f"{row[0]} bytes" for row in rows], " (TILEWEAVE_DEBUG=1 compares all of it)"
     )
     return [row[2] for row in rows]
+
+
+def agree_on_mapping(failure: str, exchange: Callable[[str], list[str]]) -> None:
+    """Collective, behind :func:`agree_on_memory`: raise on every rank if one says why it cannot map
+    a peer's ("": it can)."""
+    failures = [
+        text.partition("|")[2] for text in exchange(f"{MAPPED}|{failure}") if text != f"{MAPPED}|"
+    ]
+    if failures:
+        raise UnsupportedError(failure or failures[0])

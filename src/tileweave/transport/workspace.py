@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,7 +114,8 @@ class Instance:
         )
         self.world_size, self._interpreted = transport.world_size, transport.device.type == "cpu"
         self.layout = protocol.SignalLayout(self.world_size)
-        self._signals = transport.allocate(4 * self.layout.num_words)
+        with self._set_up():
+            self._signals = transport.allocate(4 * self.layout.num_words)
         words = self._signals.local.view(torch.int32)
         self.signals, self.flags = (
             words[: self.layout.num_signals],
@@ -137,6 +138,15 @@ class Instance:
         self.captured = False
         self.calls = 1
         self.cache: dict[object, object] = {}
+
+    @contextmanager
+    def _set_up(self) -> Iterator[None]:
+        calls = self.ledger.calls
+        try:
+            with self.ledger.set_up(self.op):
+                yield
+        finally:
+            CALL.posted = self.ledger.calls > calls
 
     def _table(self, buffer: SymmetricBuffer) -> torch.Tensor:
         return torch.tensor(buffer.addresses, dtype=torch.int64).to(self.transport.device)
@@ -189,14 +199,14 @@ class Instance:
             f"{slots} slots of {slot_bytes} bytes where {self.num_slots} of {self.slot_bytes} exist"
         )
         self.transport.synchronize()
-        self.transport.barrier()
-        # if this fails, the next call makes room again
-        self._slots, self.slot_bytes, self.num_slots = None, 0, 0
-        self._forget()
         size = -(-slot_bytes // _ALIGN) * _ALIGN
-        self._slots = self.transport.allocate(slots * size)
+        with self._set_up():
+            self.transport.barrier()
+            # if this fails, the next call makes room again
+            self._slots, self.slot_bytes, self.num_slots = None, 0, 0
+            self._forget()
+            self._slots = self.transport.allocate(slots * size)
         self.slot_table = self._table(self._slots)
-        self.slot_bytes, self.num_slots = size, slots
         self.regions = Regions(slots)
         if not self._copied:
             tables = torch.tensor(
@@ -207,6 +217,8 @@ class Instance:
                 self.transport.rank,
                 self.world_size,
             )
+        # last: what fails before leaves no slots to a smaller call
+        self.slot_bytes, self.num_slots = size, slots
 
     def keep(self, key: object, value: object) -> None:
         """Into the cache, which a call looks into first. It is emptied where calls of ever new
@@ -353,7 +365,8 @@ class Registry:
     def __init__(self) -> None:
         self._workspaces: dict[tuple[str, torch.device], Workspace] = {}
         self._groups: dict[str, object] = {}
-        self._broken: Counter[tuple[str, torch.device]] = Counter()  # calls that broke off
+        # calls that broke off; whether they were given up
+        self._broken: dict[tuple[str, torch.device], list[bool]] = {}
         # of a forked process
         self._of_parent: list[
             tuple[dict[tuple[str, torch.device], Workspace], dict[str, object]]
@@ -389,7 +402,9 @@ class Registry:
             self.belongs(group_name, resolve(group_name))
 
     def find(self, group_name: str, device: torch.device) -> Workspace | None:
-        return self._workspaces.get((group_name, device))
+        """None, too, where ranks did not come to share a ledger: then the next call shares it."""
+        found = self._workspaces.get((group_name, device))
+        return found if found is not None and found.ledger.opened else None
 
     def get(
         self, group_name: str, device: torch.device, make: Callable[[], Transport]
@@ -400,27 +415,32 @@ class Registry:
             found = self._workspaces[key] = Workspace(make())
         return found
 
-    def break_off(self, group_name: str, device: torch.device, posted: bool) -> None:
+    def break_off(
+        self, group_name: str, device: torch.device, posted: bool, error: BaseException | None
+    ) -> None:
         """An operator of this rank has raised what its peers know nothing of; ``posted``: behind
         what stands in the ledger."""
-        self._broken[group_name, device] += 1
+        given_up = isinstance(error, PeerTimeout)
+        self._broken.setdefault((group_name, device), []).append(given_up)
         found = self.find(group_name, device)
-        if found is not None and found.ledger.opened:
-            found.ledger.break_off(posted)
+        if found is not None:
+            found.ledger.break_off(posted, given_up)
 
     def opened(self, group_name: str, device: torch.device) -> None:
         """There is a ledger now: write down what broke off before."""
-        for _ in range(self._broken[group_name, device]):
-            self._workspaces[group_name, device].ledger.break_off(False)
+        for given_up in self._broken.get((group_name, device), ()):
+            self._workspaces[group_name, device].ledger.break_off(False, given_up)
 
-    def broken_off(self, group_name: str) -> int:
-        """How many calls of this rank broke off since the group was closed: peers had as many, or
+    def broken_off(self, group_name: str) -> str:
+        """Of the calls that broke off since the group was closed, how many: peers had as many, or
         wait for some of them."""
-        return (
-            sum(count for (name, _), count in self._broken.items() if name == group_name)
-            if self._broken
-            else 0
-        )
+        calls = [
+            given_up
+            for (name, _), calls in self._broken.items()
+            if name == group_name
+            for given_up in calls
+        ]
+        return f"{len(calls)} that broke off, {sum(calls)} of them given up" if calls else ""
 
     def close(self, group_name: str | None = None) -> None:
         """Close the workspaces of one group, or all. Groups are let go: a destroyed one has threads

@@ -6,8 +6,9 @@ nobody waits for a call that does not come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
@@ -45,8 +46,23 @@ def check_own(op: str, group_name: str, check: Callable[..., T], *args: object) 
             if debugging():
                 _tell(op, group_name, error)
             devices = [a.device for a in args if isinstance(a, torch.Tensor)]
-            REGISTRY.break_off(group_name, devices[0] if devices else torch.device("cpu"), False)
+            REGISTRY.break_off(
+                group_name, devices[0] if devices else torch.device("cpu"), False, error
+            )
         raise
+
+
+@contextmanager
+def breaking_off(group_name: str, device: torch.device) -> Iterator[None]:
+    """Around what ranks do together outside of operators: what is raised there is written down as
+    in one."""
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done:
+            REGISTRY.break_off(group_name, device, False, sys.exc_info()[1])
 
 
 def _tell(op: str, group_name: str, error: InputError) -> None:

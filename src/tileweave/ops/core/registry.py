@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from tileweave.errors import InputError, RankMismatchError, TileweaveError, UnsupportedError
+from tileweave.errors import InputError, TileweaveError, UnsupportedError, peers_know
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.machine import CPU, Machine
 from tileweave.planning.matmul import Plan
@@ -154,15 +155,13 @@ def _as_given(schema: str, kind: str, implementation: Callable[..., Any]) -> Cal
             result = implementation(*args, **kwargs)
             done = True
         except TileweaveError as error:
-            # all ranks have others, or wait no more; and what is written differently there stays
-            # for peers to find
-            done = not isinstance(error, InputError) or (
-                CALL.posted and isinstance(error, RankMismatchError)
-            )
+            done = peers_know(error, CALL.posted)
             raise
         finally:
             if not done:
-                REGISTRY.break_off(group_name, args[tensor_at].device, CALL.posted)
+                REGISTRY.break_off(
+                    group_name, args[tensor_at].device, CALL.posted, sys.exc_info()[1]
+                )
         return result
 
     return call

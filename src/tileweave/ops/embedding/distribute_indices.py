@@ -31,6 +31,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports Dyn
 
 from tileweave.errors import RankMismatchError, require
 from tileweave.ops.core.collectives import all_to_all_whole
+from tileweave.ops.core.debug_agreement import breaking_off
 from tileweave.ops.core.registry import agree, debugging, group_of, interpreting, name_of
 from tileweave.ops.embedding.table_gradient import on_device, used_on
 
@@ -97,7 +98,18 @@ def begin_distribute_indices(
     are collective. The stream that is current here should be so there, or that one ordered behind
     it. Compilers leave both halves alone: sizes are data.
     """
-    group = group_of(name_of(group))
+    name = name_of(group)
+    with breaking_off(name, lengths.device):
+        return _begin(lengths, values, features, weights, group_of(name))
+
+
+def _begin(
+    lengths: torch.Tensor,
+    values: torch.Tensor,
+    features: Sequence[Sequence[int]],
+    weights: torch.Tensor | None,
+    group: dist.ProcessGroup,
+) -> IndicesOnTheirWay:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     # before the checks: a rank whose input is refused must not leave the others waiting
     if debugging():
@@ -177,6 +189,10 @@ class IndicesOnTheirWay:
 
         ``allowed``: what values may be; others are refused on every rank, before they are sent.
         """
+        with breaking_off(self.group.group_name, self.values.device):
+            return self._finish(allowed)
+
+    def _finish(self, allowed: Sequence[torch.dtype]) -> Distributed:
         if self.ready is not None:
             self.ready.synchronize()
             stream = torch.cuda.current_stream()

@@ -15,7 +15,7 @@ import torch
 
 from tileweave.errors import require
 from tileweave.ops.core import collectives
-from tileweave.ops.core.debug_agreement import check_together
+from tileweave.ops.core.debug_agreement import breaking_off, check_together
 from tileweave.ops.core.registry import agree, group_of, interpreting, machine_of
 from tileweave.ops.embedding.bag_all_to_all_fused import OP
 from tileweave.ops.embedding.table_gradient import KINDS
@@ -103,7 +103,10 @@ def exchanged_layout(
         "with one",
         "pass layout=tw.EmbeddingLayout.in_rank_order(dims of every rank)",
     )
-    return EmbeddingLayout.in_rank_order(collectives.exchange_numbers(dims, device, group_of(name)))
+    with breaking_off(name, device):
+        return EmbeddingLayout.in_rank_order(
+            collectives.exchange_numbers(dims, device, group_of(name))
+        )
 
 
 def refuse_shared(stepped: Sequence[torch.Tensor]) -> None:
