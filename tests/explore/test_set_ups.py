@@ -20,7 +20,7 @@ from tests.pure.test_workspace import NotingTransport
 
 import tileweave as tw
 from tileweave.errors import PeerTimeout, peers_know
-from tileweave.transport import interface as base
+from tileweave.transport import protocol
 from tileweave.transport.call_ledger import NBYTES, Ledger
 from tileweave.transport.interface import SymmetricBuffer
 from tileweave.transport.workspace import Instance
@@ -193,7 +193,7 @@ class Worker:
         epoch = len(mine[self.rank])
         mine[self.rank].append(request.number)
         if not self.group.wait(self.rank, lambda: all(len(numbers) > epoch for numbers in mine)):
-            instance.report[base.REPORT_SIGNAL], instance.report[base.REPORT_SET] = (
+            instance.report[protocol.REPORT_SIGNAL], instance.report[protocol.REPORT_SET] = (
                 (self.rank + 1) % self.group.size * 32,
                 1,
             )
