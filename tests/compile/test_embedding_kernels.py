@@ -91,9 +91,8 @@ def compile_lookup(case: Case, target: str, is_fused: bool) -> Compiled:
 
         def launch() -> None:
             made = lookup.constants(tables, columns, width, case.dtype.itemsize, case.config)
-            run = fused.Launcher(
-                peers, made, 2, BATCH, width, False, RANK, WORLD_SIZE, 132, case.config
-            )
+            samples = fused.Samples(BATCH, BATCH // WORLD_SIZE, width)
+            run = fused.launcher(peers, RANK, WORLD_SIZE, samples, 2, made, False, 132, case.config)
             run(meta, indices, offsets, weights, 0)
     else:
         out = torch.empty(BATCH, 2 * case.dim, dtype=case.dtype)

@@ -294,7 +294,8 @@ def test_lookups_are_launched_again_with_what_changed(
         torch.empty(3 * 65536), 65536, meta[0], meta[1], word, word[8:], word[16:], word[24:]
     )
     made = constants(tables, columns, 384, 4, config)
-    again = lookups.Launcher(peers, made, 3, 40, 384, True, 1, 2, 132, config)
+    samples = lookups.Samples(40, 20, 384)
+    again = lookups.launcher(peers, 1, 2, samples, 3, made, True, 132, config)
     first, second = (
         (torch.zeros(n, dtype=torch.int64), torch.zeros(121, dtype=torch.int64)) for n in (640, 64)
     )
@@ -303,7 +304,7 @@ def test_lookups_are_launched_again_with_what_changed(
     for (indices, offsets), region in ((first, 1), (second, 2)):
         again(meta, indices, offsets, None, region)
         config_then, function, at = notes.launches[-1]
-        (prepared,) = again.launches.prepared.values()
+        (prepared,) = again.prepared.values()
         assert prepared is not None
         blocks = -(-20 // config.bags)
         at_once = {
@@ -311,26 +312,26 @@ def test_lookups_are_launched_again_with_what_changed(
             "profile_scratch": 0,
             "rank": 1,
             "region": region,
-            "region_size": 65536,
+            "peers.slot_size": 65536,
         }
         sizes = {
             "num_indices": indices.numel(),
-            "batch": 40,
-            "chunk": 20,
+            "samples.batch": 40,
+            "samples.chunk": 20,
             "tables": 3,
             "blocks": blocks,
-            "width": 384,
+            "samples.width": 384,
         }
         cut = {"run": config.run_of(blocks), "lag": min(config.lag, 3 * blocks), "rows_here": 20}
         given = {
-            "meta": meta,
-            "indices": indices,
-            "offsets": offsets,
-            "weights": indices,
-            "regions": peers.slots,
+            "bags.meta": meta,
+            "bags.indices": indices,
+            "bags.offsets": offsets,
+            "bags.weights": indices,
+            "peers.slots": peers.slots,
         }
         given |= {
-            name: getattr(peers, name)
+            f"peers.{name}": getattr(peers, name)
             for name in ("slot_table", "signal_table", "signals", "control", "report", "counters")
         }
         wanted = at_once | sizes | cut | {name: tensor.data_ptr() for name, tensor in given.items()}
@@ -344,4 +345,4 @@ def test_lookups_are_launched_again_with_what_changed(
             region,
         )
     again(meta, second[0].new_zeros(1 + 640)[1:], second[1], None, 0)
-    assert len(again.launches.prepared) == 2, "other alignment, other code"
+    assert len(again.prepared) == 2, "other alignment, other code"

@@ -9,16 +9,18 @@ KERNEL, REGIONS = "kernels/embedding/bag_all_to_all.py", "transport/regions.py"
 
 _ANNOUNCE = (
     "    for step in tl.static_range(1, WORLD_SIZE):\n"
-    "        word = (\n            symm_at(signal_table, (rank + step) % WORLD_SIZE, tl.int32, 4) + rank * MAX_SLICES + REGION\n        )\n"
-    "        tl.store(word, region)\n"
+    "        signals = signals_at(peers, (rank + step) % WORLD_SIZE)\n"
+    "        tl.store(signals + rank * MAX_SLICES + REGION, region)\n"
 )
-_READY = "    notify_all(signal_table, rank * MAX_SLICES + READY, rank, epoch, WORLD_SIZE, False)\n"
-_WAIT = "                    wait(signals, 1, epoch, peer * MAX_SLICES + READY, ticket, control, report, MEETING_US)\n"
-_DONE = "            wait(signals, 1, epoch, source * MAX_SLICES + DONE, -1, control, report)\n"
-_CLEAR = "    tl.store(counters + (1 - (epoch & 1)) * 2 + {}, 0)\n"
+_READY = "    notify_all(peers, rank * MAX_SLICES + READY, rank, epoch, WORLD_SIZE, False)\n"
+_WAIT = (
+    "                    wait(peers, peer * MAX_SLICES + READY, epoch, ticket, LIMIT=MEETING_US)\n"
+)
+_DONE = "            wait(peers, source * MAX_SLICES + DONE, epoch)\n"
+_CLEAR = "    tl.store(peers.counters + (1 - (epoch & 1)) * 2 + {}, 0)\n"
 _LOOP = "    while ticket < total:\n"
-_LAST = "== num_programs - 1\n    ):\n        notify"
-_PASS = "    count_passed(signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE)\n    passed += 1\n"
+_LAST = "== num_programs - 1:\n        index"
+_PASS = "    count_passed(peers, rank, epoch, num_programs, WORLD_SIZE)\n    passed += 1\n"
 
 TG = "embedding_bag_all_to_all_backward/"
 PUSH, SUMS = "kernels/embedding/gradient.py", "kernels/embedding/table_sums.py"
@@ -192,8 +194,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "vectors into the wrong region",
         KERNEL,
-        "place.to(tl.int64) * region_size",
-        "region.to(tl.int64) * region_size",
+        "place.to(tl.int64) * peers.slot_size",
+        "region.to(tl.int64) * peers.slot_size",
         EB + "held",
     ),
     Mutant(

@@ -42,72 +42,73 @@ Sources: fused operators (arXiv 2305.06942) for remote-first stores into place; 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from tileweave.device.triton.remote import symm_at
-from tileweave.device.triton.signal import (
-    MAX_SLICES,
-    MEETING_US,
+from tileweave.device.triton.peers import (
     advance,
     call_done,
     faulted,
     last_to_leave,
     load_epoch,
     notify_all,
-    poison,
+    signals_at,
+    slots_at,
     wait,
 )
-from tileweave.kernels.embedding.lookup import block_at, pool_bags, store_bags, table_at
-from tileweave.kernels.runtime.launch import Launches
+from tileweave.device.triton.signal import MAX_SLICES, MEETING_US, poison
+from tileweave.kernels.embedding.lookup import (
+    Bags,
+    Compiled,
+    block_at,
+    pool_bags,
+    store_bags,
+    table_at,
+)
+from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.sharding import EmbeddingConfig, rows_of
 
 READY, DONE, REGION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-TICKETS, PASSED = (
-    tl.constexpr(0),
-    tl.constexpr(1),
-)  # counters of a call, in one of two sets by parity of the epoch
+# counters of a call, in one of two sets by parity of the epoch
+TICKETS, PASSED = tl.constexpr(0), tl.constexpr(1)
 COUNTERS = 4
 POISON_BLOCK = tl.constexpr(1024)
 
 
+class Samples(NamedTuple):
+    """Sizes of a call: samples of all ranks, samples of a rank but for the last ones, and the
+    columns of the result."""
+
+    batch: Any
+    chunk: Any
+    width: Any
+
+
 @triton.jit
-def announce(signal_table, counters, rank, region, epoch, WORLD_SIZE: tl.constexpr):
-    """Program 0: tell every peer where this call's result stands, and clear the counters of the next call."""
-    tl.store(counters + (1 - (epoch & 1)) * 2 + TICKETS, 0)
-    tl.store(counters + (1 - (epoch & 1)) * 2 + PASSED, 0)
+def announce(peers, rank, region, epoch, WORLD_SIZE: tl.constexpr):
+    """Program 0: tell every peer which region this call's result has, and clear the counters of the
+    next call."""
+    tl.store(peers.counters + (1 - (epoch & 1)) * 2 + TICKETS, 0)
+    tl.store(peers.counters + (1 - (epoch & 1)) * 2 + PASSED, 0)
     for step in tl.static_range(1, WORLD_SIZE):
-        word = (
-            symm_at(signal_table, (rank + step) % WORLD_SIZE, tl.int32, 4)
-            + rank * MAX_SLICES
-            + REGION
-        )
-        tl.store(word, region)
-    notify_all(signal_table, rank * MAX_SLICES + READY, rank, epoch, WORLD_SIZE, False)
+        signals = signals_at(peers, (rank + step) % WORLD_SIZE)
+        tl.store(signals + rank * MAX_SLICES + REGION, region)
+    notify_all(peers, rank * MAX_SLICES + READY, rank, epoch, WORLD_SIZE, False)
 
 
 @triton.jit
-def count_passed(
-    signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE: tl.constexpr
-):
-    """This program stores nothing to peers any more; the last of all to say so signals DONE (``call_done``)."""
+def count_passed(peers, rank, epoch, num_programs, WORLD_SIZE: tl.constexpr):
+    """This program stores nothing to peers any more; the last one of all signals DONE
+    (``call_done``)."""
     tl.debug_barrier()
-    if (
-        tl.atomic_add(counters + (epoch & 1) * 2 + PASSED, 1, sem="acq_rel", scope="gpu")
-        == num_programs - 1
-    ):
-        notify_all(
-            signal_table,
-            rank * MAX_SLICES + DONE,
-            rank,
-            call_done(control, epoch),
-            WORLD_SIZE,
-            False,
-        )
+    counter = peers.counters + (epoch & 1) * 2 + PASSED
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+        index = rank * MAX_SLICES + DONE
+        notify_all(peers, index, rank, call_done(peers, epoch), WORLD_SIZE, False)
 
 
 UNSPECIALIZED = ["rank", "region", "num_indices", "tables", "blocks", "run", "lag", "rows_here"]
@@ -115,31 +116,42 @@ UNSPECIALIZED = ["rank", "region", "num_indices", "tables", "blocks", "run", "la
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def embedding_bag_all_to_all_kernel(
-    meta, indices, offsets, weights, regions, slot_table, signal_table, signals, control, report, counters,
-    rank, region, region_size, num_indices, batch, chunk, tables, blocks, run, lag, width, rows_here,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr,
-    UNROLL: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
+    bags,
+    peers,
+    rank,
+    region,
+    num_indices,
+    samples,
+    tables,
+    blocks,
+    run,
+    lag,
+    rows_here,
+    WORLD_SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    C: tl.constexpr,
+):
     """Take tickets, pool, store; see the module's docstring for the protocol.
 
-    ``chunk``: samples of a rank but for the last ones, in ``blocks`` of BAGS. ``run``: see ``block_at``. ``lag``: rounds by
-    which own blocks are later; a *round* is a ticket for each rank. ``rows_here``: own samples. ``region_size``: elements.
+    ``peers.slots`` are the regions. Samples of a rank are in ``blocks`` of BAGS. ``run``: see
+    ``block_at``. ``lag``: rounds by which own blocks are later; a *round* is a ticket for each rank.
+    ``rows_here``: own samples.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    epoch = load_epoch(control)
+    epoch = load_epoch(peers)
     if program == 0:
-        announce(signal_table, counters, rank, region, epoch, WORLD_SIZE)
-    tickets = counters + (epoch & 1) * 2 + TICKETS
+        announce(peers, rank, region, epoch, WORLD_SIZE)
+    tickets = peers.counters + (epoch & 1) * 2 + TICKETS
     rounds = tables * blocks
     total = (rounds + lag) * WORLD_SIZE
-    awaited = tl.cast(0, tl.int32)  # bit p: peer p is ready; bit 30: a wait ran out of time
+    awaited = tl.cast(0, tl.int32)  # bit p: peer p is ready; bit 30: a wait timed out
     passed = tl.cast(0, tl.int32)
     ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while ticket < total:
         following = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         if (passed == 0) & (ticket >= rounds * WORLD_SIZE):
-            count_passed(signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE)
+            count_passed(peers, rank, epoch, num_programs, WORLD_SIZE)
             passed += 1
         step = ticket % WORLD_SIZE
         peer = (rank + 1 + step) % WORLD_SIZE
@@ -147,134 +159,102 @@ def embedding_bag_all_to_all_kernel(
         if peer == rank:
             block -= lag
         if (block >= 0) & (block < rounds):
-            table, block = block_at(block, tables, blocks, run)
-            sample = block * BAGS  # among the peer's
-            count = tl.minimum(tl.minimum(chunk, batch - peer * chunk) - sample, BAGS)
-            base, rows, dim, column = table_at(meta, table, DTYPE, ALIGN)
-            first = table.to(tl.int64) * batch + peer * chunk + sample
-            first = tl.minimum(
-                first, table.to(tl.int64) * batch + batch
-            )  # where the last ranks own no samples
-            acc = pool_bags(
-                base, rows, dim, indices, offsets, weights, num_indices, first, count,
-                BLOCK_D, BAGS, UNROLL, MEAN, WEIGHTED,
-            )  # fmt: skip
+            number, block = block_at(block, tables, blocks, run)
+            sample = block * C.BAGS  # among the peer's
+            count = tl.minimum(samples.chunk, samples.batch - peer * samples.chunk)
+            count = tl.minimum(count - sample, C.BAGS)
+            table = table_at(bags.meta, number, DTYPE, C.ALIGN)
+            first = number.to(tl.int64) * samples.batch + peer * samples.chunk + sample
+            # where the last ranks own no samples
+            first = tl.minimum(first, number.to(tl.int64) * samples.batch + samples.batch)
+            acc = pool_bags(table, bags, num_indices, first, count, C)
             place = region
             if peer != rank:
                 if (awaited >> peer) & 1 == 0:
-                    wait(
-                        signals,
-                        1,
-                        epoch,
-                        peer * MAX_SLICES + READY,
-                        ticket,
-                        control,
-                        report,
-                        MEETING_US,
-                    )
+                    wait(peers, peer * MAX_SLICES + READY, epoch, ticket, LIMIT=MEETING_US)
                     awaited = awaited | (1 << peer)
-                    if faulted(control) != 0:  # where its region is, nobody knows
+                    if faulted(peers) != 0:  # its region is not known
                         awaited = awaited | (1 << 30)
-                place = tl.load(signals + peer * MAX_SLICES + REGION, volatile=True)
+                place = tl.load(peers.signals + peer * MAX_SLICES + REGION, volatile=True)
                 if awaited >= 1 << 30:
                     count = count * 0
-            out = (
-                symm_at(slot_table, peer, regions.dtype.element_ty, 16)
-                + place.to(tl.int64) * region_size
-            )
-            store_bags(acc, out, sample, count, width, column, dim, BLOCK_D, BAGS)
+            out = slots_at(peers, peer, peers.slots.dtype.element_ty)
+            out += place.to(tl.int64) * peers.slot_size
+            store_bags(acc, out, sample, count, samples.width, table, C)
         ticket = following
-    if total == 0:  # no store finds out whether peers come, and who has given up is not done
+    # no store finds out whether peers come, and a rank that has given up is not done
+    if total == 0:
         for step in tl.static_range(1, WORLD_SIZE):
-            wait(
-                signals,
-                1,
-                epoch,
-                (rank + step) % WORLD_SIZE * MAX_SLICES + READY,
-                -1,
-                control,
-                report,
-                MEETING_US,
-            )
+            source = (rank + step) % WORLD_SIZE
+            wait(peers, source * MAX_SLICES + READY, epoch, LIMIT=MEETING_US)
     if passed == 0:
-        count_passed(signal_table, control, counters, rank, epoch, num_programs, WORLD_SIZE)
+        count_passed(peers, rank, epoch, num_programs, WORLD_SIZE)
     if program == num_programs - 1:
         for step in tl.static_range(1, WORLD_SIZE):
             source = (rank + step) % WORLD_SIZE
-            wait(signals, 1, epoch, source * MAX_SLICES + DONE, -1, control, report)
-    if last_to_leave(control, num_programs):
-        fault = faulted(control)
+            wait(peers, source * MAX_SLICES + DONE, epoch)
+    if last_to_leave(peers, num_programs):
+        fault = faulted(peers)
         if fault != 0:  # own blocks are stored here until the last program leaves
-            poison(
-                regions + tl.cast(region, tl.int64) * region_size,
-                rows_here.to(tl.int64) * width,
-                POISON_BLOCK,
-            )
-        advance(control, epoch, fault)
+            own = peers.slots + tl.cast(region, tl.int64) * peers.slot_size
+            poison(own, rows_here.to(tl.int64) * samples.width, POISON_BLOCK)
+        advance(peers, epoch, fault)
 
 
-WORDS = (
-    "meta",
-    "indices",
-    "offsets",
-    "weights",
-    "region",
-    "num_indices",
-)  # what changes between launches of one shape
+# what changes between launches of one shape
+WORDS = (*(f"bags.{name}" for name in Bags._fields), "region", "num_indices")
 
 
-class Launcher:
-    """One shape's launches, kept between calls: Triton's own path takes the host as long as the kernel takes the device.
+def launcher(
+    peers: Peers,
+    rank: int,
+    world_size: int,
+    samples: Samples,
+    tables: int,
+    made: Compiled,
+    mean: bool,
+    num_sms: int,
+    config: EmbeddingConfig,
+) -> Launcher:
+    """Launches for one shape, called with (meta, indices, offsets, weights or None, region): the
+    region that this rank's rows are stored in.
 
-    ``made``: what ``embedding_lookup.constants`` says of ``count`` tables; ``peers.slots`` are the regions.
+    ``made``: what ``lookup.constants`` says of the tables.
     """
+    begin, end = rows_of(samples.batch, world_size, rank)
+    blocks = triton.cdiv(samples.chunk, config.bags)
+    rounds = tables * blocks
 
-    def __init__(
-        self, peers: Peers, made: dict[str, Any], count: int, batch: int, width: int, mean: bool, rank: int, world_size: int,
-        num_sms: int, config: EmbeddingConfig,
-    ) -> None:  # fmt: skip
-        begin, end = rows_of(batch, world_size, rank)
-        chunk = rows_of(batch, world_size, 0)[1]
-        blocks = triton.cdiv(chunk, config.bags)
-        rounds = count * blocks
-        self.programs = max(1, min(num_sms * config.programs_per_sm, rounds * world_size))
-        self.peers, self.rank, self.made = peers, rank, made
-        self.sizes = (
-            batch,
-            chunk,
-            count,
-            blocks,
-            config.run_of(blocks),
-            min(config.lag, rounds),
-            width,
-            end - begin,
-        )
-        self.constants = (
-            world_size,
-            *(made[name] for name in ("DTYPE", "ALIGN", "BLOCK_D", "BAGS", "UNROLL")),
-            mean,
-        )
-        options = {name: made[name] for name in ("num_warps", "num_stages")}
-        self.launches = Launches(embedding_bag_all_to_all_kernel, WORDS, **options)
-
-    def __call__(
-        self,
+    def pack(
         meta: torch.Tensor,
         indices: torch.Tensor,
         offsets: torch.Tensor,
         weights: torch.Tensor | None,
         region: int,
-    ) -> None:
-        """Launch on the current stream. ``region``: where this rank's rows land."""
-        held = (meta, indices, offsets, indices if weights is None else weights)
-        words, number = tuple(t.data_ptr() for t in held), indices.numel()
-        variant = (number < 2**31, *(at % 16 == 0 for at in words))  # what Triton specialises for
+    ) -> Call:
+        bags = Bags(meta, indices, offsets, indices if weights is None else weights)
+        words, number = [t.data_ptr() for t in bags], indices.numel()
 
-        def arguments() -> tuple[object, ...]:
-            p = self.peers
-            return (
-                *held, p.slots, p.slot_table, p.signal_table, p.signals, p.control, p.report, p.counters,
-                self.rank, region, p.slot_size, number, *self.sizes, *self.constants, weights is not None,
-            )  # fmt: skip
+        def changing() -> dict[str, Any]:
+            cut = made.cut._replace(MEAN=mean, WEIGHTED=weights is not None)
+            return {"bags": bags, "region": region, "num_indices": number, "C": cut}
 
-        self.launches(self.programs, variant, arguments, (*words, region, number))
+        # what Triton specialises for
+        variant = (number < 2**31, weights is None, *(at % 16 == 0 for at in words))
+        return Call(variant, (*words, region, number), changing)
+
+    fixed = {
+        "peers": peers,
+        "rank": rank,
+        "samples": samples,
+        "tables": tables,
+        "blocks": blocks,
+        "run": config.run_of(blocks),
+        "lag": min(config.lag, rounds),
+        "rows_here": end - begin,
+        "WORLD_SIZE": world_size,
+        "DTYPE": made.dtype,
+    }
+    programs = max(1, min(num_sms * config.programs_per_sm, rounds * world_size))
+    kernel = embedding_bag_all_to_all_kernel
+    return Launcher(kernel, programs, fixed, pack, WORDS, **made.options)

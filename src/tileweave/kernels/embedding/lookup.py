@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,9 +30,47 @@ from tileweave.planning.sharding import EmbeddingConfig
 META = 4  # words of a table in `meta`
 
 
+class Bags(NamedTuple):
+    """The bags of all tables, as the module's docstring has them; ``weights``: one per index."""
+
+    meta: Any
+    indices: Any
+    offsets: Any
+    weights: Any
+
+
+class Table(NamedTuple):
+    """A table on the device: its pointer, rows and columns, and its first column in the result."""
+
+    base: Any
+    rows: Any
+    dim: Any
+    column: Any
+
+
+class Cut(NamedTuple):
+    """Decided when the kernel is compiled.
+
+    ALIGN : elements that addresses, rows and columns are multiples of.
+
+    BLOCK_D : columns that a program has at once. BAGS : bags of a program.
+
+    UNROLL : rows of each bag that are in flight.
+
+    MEAN, WEIGHTED : how vectors of a bag are added.
+    """
+
+    ALIGN: int
+    BLOCK_D: int
+    BAGS: int
+    UNROLL: int
+    MEAN: bool = False
+    WEIGHTED: bool = False
+
+
 @triton.jit
 def table_at(meta, table, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """(pointer, rows, dim, column) of a table. ``ALIGN``: elements that its address, rows and columns are multiples of."""
+    """The :class:`Table` with number ``table``."""
     address = tl.load(meta + table * 4)
     base = address.to(tl.pointer_type(DTYPE), bitcast=True)
     dim = tl.load(meta + table * 4 + 2).to(tl.int32)
@@ -39,12 +79,13 @@ def table_at(meta, table, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
         base = tl.multiple_of(base, 16)
         dim = tl.multiple_of(dim, ALIGN)
         column = tl.multiple_of(column, ALIGN)
-    return base, tl.load(meta + table * 4 + 1), dim, column
+    return Table(base, tl.load(meta + table * 4 + 1), dim, column)
 
 
 @triton.jit
 def load_rows(indices, begin, place, length, STRIDE: tl.constexpr, UNROLL: tl.constexpr):
-    """Row numbers at ``place``, ``place + STRIDE``, ... of bags: UNROLL tensors, -1 past a bag's end."""
+    """Row numbers at ``place``, ``place + STRIDE``, ... of bags: UNROLL tensors, -1 past a bag's
+    end."""
     rows = ()
     for step in tl.static_range(UNROLL):
         at = place + step * STRIDE
@@ -53,46 +94,45 @@ def load_rows(indices, begin, place, length, STRIDE: tl.constexpr, UNROLL: tl.co
 
 
 @triton.jit
-def add_rows(
-    acc, base, chosen, weights, position, rows, dim,
-    BLOCK_D: tl.constexpr, STRIDE: tl.constexpr, UNROLL: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """``acc`` [BAGS, BLOCK_D] plus the vectors of the UNROLL tensors of row numbers ``chosen``, all in flight at once."""
+def add_rows(acc, table, chosen, weights, position, STRIDE: tl.constexpr, C: tl.constexpr):
+    """``acc`` [BAGS, BLOCK_D] plus the vectors of the UNROLL tensors of row numbers ``chosen``, all
+    in flight at once."""
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    UNROLL: tl.constexpr = C.UNROLL
     col = tl.arange(0, BLOCK_D)
     vectors = ()
     for step in tl.static_range(UNROLL):
         row = chosen[step]
-        mask = ((row >= 0) & (row < rows))[:, None] & (col < dim)[None, :]
-        pointers = base + (row * dim)[:, None] + col[None, :]
+        mask = ((row >= 0) & (row < table.rows))[:, None] & (col < table.dim)[None, :]
+        pointers = table.base + (row * table.dim)[:, None] + col[None, :]
         vectors = vectors + (tl.load(pointers, mask=mask, other=0.0),)
     for step in tl.static_range(UNROLL):
         vector = vectors[step].to(tl.float32)
-        if WEIGHTED:
+        if C.WEIGHTED:
             row = chosen[step]
-            scale = tl.load(
-                weights + position + step * STRIDE, mask=(row >= 0) & (row < rows), other=0.0
-            )
+            here = (row >= 0) & (row < table.rows)
+            scale = tl.load(weights + position + step * STRIDE, mask=here, other=0.0)
             vector *= scale.to(tl.float32)[:, None]
         acc += vector
     return acc
 
 
 @triton.jit
-def pool_bags(
-    base, rows, dim, indices, offsets, weights, num_indices, first, count,
-    BLOCK_D: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
+def pool_bags(table, bags, num_indices, first, count, C: tl.constexpr):
     """fp32 [BAGS, BLOCK_D]: bags [first, first + BAGS) pooled, of which ``count`` exist."""
+    BAGS: tl.constexpr = C.BAGS
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    UNROLL: tl.constexpr = C.UNROLL
     lane = tl.arange(0, BAGS)
     there = lane < count
-    begin = tl.load(offsets + first + lane, mask=there, other=0).to(tl.int64)
-    end = tl.load(offsets + first + lane + 1, mask=there, other=0).to(tl.int64)
+    begin = tl.load(bags.offsets + first + lane, mask=there, other=0).to(tl.int64)
+    end = tl.load(bags.offsets + first + lane + 1, mask=there, other=0).to(tl.int64)
     begin = tl.minimum(tl.maximum(begin, 0), num_indices)
     length = tl.maximum(tl.minimum(end, num_indices) - begin, 0).to(tl.int32)
     longest = tl.max(length, axis=0)
     acc = tl.zeros((BAGS, BLOCK_D), tl.float32)
-    # UNROLL is 1 where bags have one row on average. BAGS rows of a long one would then take as many registers as the usual way
-    # below does; with 8, more programs fit (decision 0032).
+    # UNROLL is 1 where bags have one row on average. BAGS rows of a long one would then take as
+    # many registers as the usual way below does; with 8, more programs fit (decision 0032).
     SPREAD: tl.constexpr = 8 if UNROLL == 1 and BAGS > 8 else BAGS
     if (longest > 4 * UNROLL) & (2 * tl.sum(length, axis=0) < longest * BAGS):
         spread = tl.arange(0, SPREAD)
@@ -102,49 +142,37 @@ def pool_bags(
             part = tl.zeros((SPREAD, BLOCK_D), tl.float32)
             for place in range(0, size, UNROLL * SPREAD):
                 at = place + spread
-                chosen = load_rows(indices, start, at, size, SPREAD, UNROLL)
-                part = add_rows(
-                    part,
-                    base,
-                    chosen,
-                    weights,
-                    start + at,
-                    rows,
-                    dim,
-                    BLOCK_D,
-                    SPREAD,
-                    UNROLL,
-                    WEIGHTED,
-                )
+                chosen = load_rows(bags.indices, start, at, size, SPREAD, UNROLL)
+                part = add_rows(part, table, chosen, bags.weights, start + at, SPREAD, C)
             acc = tl.where((lane == bag)[:, None], tl.sum(part, axis=0)[None, :], acc)
     else:
-        chosen = load_rows(indices, begin, 0, length, 1, UNROLL)
+        chosen = load_rows(bags.indices, begin, 0, length, 1, UNROLL)
         for place in range(0, longest, UNROLL):
-            following = load_rows(indices, begin, place + UNROLL, length, 1, UNROLL)
-            acc = add_rows(
-                acc, base, chosen, weights, begin + place, rows, dim, BLOCK_D, 1, UNROLL, WEIGHTED
-            )
+            following = load_rows(bags.indices, begin, place + UNROLL, length, 1, UNROLL)
+            acc = add_rows(acc, table, chosen, bags.weights, begin + place, 1, C)
             chosen = following
-    if MEAN:
+    if C.MEAN:
         acc = acc / tl.maximum(length, 1).to(tl.float32)[:, None]
     return acc
 
 
 @triton.jit
-def store_bags(
-    acc, out, sample, count, width, column, dim, BLOCK_D: tl.constexpr, BAGS: tl.constexpr
-):
-    """Round once and store ``count`` pooled vectors into rows [sample, ...) of ``out``, from ``column`` on."""
+def store_bags(acc, out, sample, count, width, table, C: tl.constexpr):
+    """Round once and store ``count`` pooled vectors into rows [sample, ...) of ``out``, from the
+    table's column on."""
+    BAGS: tl.constexpr = C.BAGS
+    BLOCK_D: tl.constexpr = C.BLOCK_D
     lane = tl.arange(0, BAGS)
     col = tl.arange(0, BLOCK_D)
-    pointers = out + ((sample + lane).to(tl.int64) * width)[:, None] + (column + col)[None, :]
-    mask = (lane < count)[:, None] & (col < dim)[None, :]
+    pointers = out + ((sample + lane).to(tl.int64) * width)[:, None] + (table.column + col)[None, :]
+    mask = (lane < count)[:, None] & (col < table.dim)[None, :]
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def block_at(number, tables, blocks, run):
-    """(table, block of its bags) of a block's number: ``run`` blocks of a table, as many of the next one, then more blocks."""
+    """(table, block of its bags) of a block's number: ``run`` blocks of a table, as many of the next
+    one, then more blocks."""
     many = tables * run
     begin = number // many * run
     run = tl.minimum(run, blocks - begin)  # the last ones may be fewer
@@ -154,36 +182,39 @@ def block_at(number, tables, blocks, run):
 
 @triton.jit(do_not_specialize=["num_indices", "run"])
 def embedding_lookup_kernel(
-    meta, indices, offsets, weights, out, num_indices, batch, tables, blocks, run, width,
-    DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BAGS: tl.constexpr, UNROLL: tl.constexpr,
-    MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """One block of bags of one table a program; the hardware deals programs out, which balances lengths."""
-    table, block = block_at(tl.program_id(0), tables, blocks, run)
-    sample = block * BAGS
-    base, rows, dim, column = table_at(meta, table, DTYPE, ALIGN)
-    first = table.to(tl.int64) * batch + sample
-    count = tl.minimum(batch - sample, BAGS)
-    acc = pool_bags(
-        base,
-        rows,
-        dim,
-        indices,
-        offsets,
-        weights,
-        num_indices,
-        first,
-        count,
-        BLOCK_D,
-        BAGS,
-        UNROLL,
-        MEAN,
-        WEIGHTED,
-    )
-    store_bags(acc, out, sample, count, width, column, dim, BLOCK_D, BAGS)
+    bags,
+    out,
+    num_indices,
+    batch,
+    tables,
+    blocks,
+    run,
+    width,
+    DTYPE: tl.constexpr,
+    C: tl.constexpr,
+):
+    """One block of bags of one table per program; the hardware deals programs out, which balances
+    lengths."""
+    number, block = block_at(tl.program_id(0), tables, blocks, run)
+    sample = block * C.BAGS
+    table = table_at(bags.meta, number, DTYPE, C.ALIGN)
+    first = number.to(tl.int64) * batch + sample
+    count = tl.minimum(batch - sample, C.BAGS)
+    acc = pool_bags(table, bags, num_indices, first, count, C)
+    store_bags(acc, out, sample, count, width, table, C)
 
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Compiled:
+    """How a lookup is compiled: the tables' dtype, the cut, and Triton's options. The same object
+    for the same tables, columns and cut: launchers are kept by it."""
+
+    dtype: Any
+    cut: Cut
+    options: dict[str, int]
 
 
 def constants(
@@ -192,8 +223,8 @@ def constants(
     width: int,
     itemsize: int,
     config: EmbeddingConfig,
-) -> dict:
-    """The compile-time constants of a lookup in ``tables`` whose result has elements of ``itemsize`` bytes."""
+) -> Compiled:
+    """How a lookup in ``tables`` is compiled, whose result has elements of ``itemsize`` bytes."""
     dtype, dims = tables[0].dtype if tables else torch.float32, tuple(t.shape[1] for t in tables)
     return _constants(
         dtype, dims, all(t.data_ptr() % 16 == 0 for t in tables), columns, width, itemsize, config
@@ -209,18 +240,12 @@ def _constants(
     width: int,
     itemsize: int,
     config: EmbeddingConfig,
-) -> dict:
+) -> Compiled:
     elements = 16 // min(dtype.itemsize, itemsize) if dims else 1
     aligned = aligned and all(count % elements == 0 for count in (width, *columns, *dims))
-    return {
-        "DTYPE": TYPES[dtype],
-        "ALIGN": elements if aligned else 1,
-        "BLOCK_D": triton.next_power_of_2(max((1, *dims))),
-        "BAGS": config.bags,
-        "UNROLL": config.unroll,
-        "num_warps": config.num_warps,
-        "num_stages": 1,
-    }
+    block_d = triton.next_power_of_2(max((1, *dims)))
+    cut = Cut(elements if aligned else 1, block_d, config.bags, config.unroll)
+    return Compiled(TYPES[dtype], cut, {"num_warps": config.num_warps, "num_stages": 1})
 
 
 def launch(
@@ -239,8 +264,18 @@ def launch(
     blocks = triton.cdiv(batch, config.bags)
     if not tables or not blocks:
         return
+    made = constants(tables, columns, out.shape[1], out.element_size(), config)
+    bags = Bags(meta, indices, offsets, indices if weights is None else weights)
     embedding_lookup_kernel[(len(tables) * blocks,)](
-        meta, indices, offsets, indices if weights is None else weights, out, indices.numel(), batch, len(tables), blocks,
-        config.run_of(blocks), out.shape[1], MEAN=mean, WEIGHTED=weights is not None,
-        **constants(tables, columns, out.shape[1], out.element_size(), config),
-    )  # fmt: skip
+        bags,
+        out,
+        indices.numel(),
+        batch,
+        len(tables),
+        blocks,
+        config.run_of(blocks),
+        out.shape[1],
+        DTYPE=made.dtype,
+        C=made.cut._replace(MEAN=mean, WEIGHTED=weights is not None),
+        **made.options,
+    )

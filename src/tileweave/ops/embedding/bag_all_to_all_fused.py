@@ -25,8 +25,8 @@ from tileweave.transport.interface import Copies, Copy
 from tileweave.transport.workspace import Instance
 
 if TYPE_CHECKING:
-    from tileweave.kernels.embedding.bag_all_to_all import Launcher
     from tileweave.kernels.embedding.gradient import Push
+    from tileweave.kernels.runtime.launch import Launcher
     from tileweave.kernels.runtime.peers import Peers
 
 OP = "embedding_bag_all_to_all"
@@ -126,33 +126,23 @@ def _launcher(
     config: EmbeddingConfig,
 ) -> Launcher:
     """Launches of such calls; made at the first one."""
-    from tileweave.kernels.embedding.bag_all_to_all import Launcher
+    from tileweave.kernels.embedding.bag_all_to_all import Samples, launcher
     from tileweave.kernels.embedding.lookup import constants
 
     made = constants(tables, columns, width, peers.slots.element_size(), config)
-    # The same object for the same tables, columns and cut; the launcher keeps it, so the id stays
-    # its own.
     kinds = (
         peers.slots.dtype,
         indices.dtype,
         offsets.dtype,
         None if weights is None else weights.dtype,
     )
-    key = (id(made), batch, mean, kinds)
+    key = (made, batch, mean, kinds)
     found: Any = instance.cache.get(key)
     if found is None:
         t = instance.transport
-        found = Launcher(
-            peers,
-            made,
-            len(tables),
-            batch,
-            width,
-            mean,
-            t.rank,
-            t.world_size,
-            t.machine.num_sms,
-            config,
+        samples = Samples(batch, rows_of(batch, t.world_size, 0)[1], width)
+        found = launcher(
+            peers, t.rank, t.world_size, samples, len(tables), made, mean, t.machine.num_sms, config
         )
         instance.keep(key, found)
     return found
