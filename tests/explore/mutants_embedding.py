@@ -24,25 +24,29 @@ _PASS = "    count_passed(peers, rank, epoch, num_programs, WORLD_SIZE)\n    pas
 
 TG = "embedding_bag_all_to_all_backward/"
 PUSH, SUMS = "kernels/embedding/gradient.py", "kernels/embedding/table_sums.py"
-_HERE = "                wait_here(counters, group + 1, ARRIVED, table, control, report, PUSHED_US)  # the watcher ends first\n"
+_HERE = "                wait_here(peers, peers.counters, group + 1, ARRIVED, table, PUSHED_US)\n"
 _OF_ALL = "        for source in tl.static_range(WORLD_SIZE):\n"
-_PEER = "            wait(signals, 1, epoch, peer * MAX_SLICES + READY, ticket, control, report, MEETING_US)\n"
-_FOR_ALL = "wait(signals, 1, epoch, peer * MAX_SLICES + READY, -1, control, report, MEETING_US)"
+_PEER = "            wait(peers, peer * MAX_SLICES + READY, epoch, ticket, LIMIT=MEETING_US)\n"
+_FOR_ALL = "wait(peers, peer * MAX_SLICES + READY, epoch, -1, LIMIT=MEETING_US)"
 ONE = TG + "of one rank"
-_ZERO = "        tl.store(counters + (1 - (epoch & 1)) * SET + tl.arange(0, SET), tl.zeros((SET,), tl.int32))\n"
+_ZERO = (
+    "        other = peers.counters + (1 - (epoch & 1)) * SET\n"
+    "        tl.store(other + tl.arange(0, SET), tl.zeros((SET,), tl.int32))\n"
+)
 _SAYS = "    if stored + tickets == all_tickets:\n"
-_COUNT = "                count_group(signal_table, control, counters, rank, group, stored,"
+_COUNT = "                count_group(peers, rank, group, stored,"
 _TOLD = (
     _SAYS
-    + "        notify_all(signal_table, rank * MAX_SLICES + DONE + group, rank, call_done(control, epoch), WORLD_SIZE, True)"
+    + "        index = rank * MAX_SLICES + DONE + group\n"
+    + "        notify_all(peers, index, rank, call_done(peers, epoch), WORLD_SIZE, True)"
 )
 BY_COPIES, COPIES = TG + "groups by copy engines", "ops/embedding/bag_all_to_all_fused.py"
 NINE = TG + "nine tables by copy engines"
 _GROUPS = "    for group in range(0, GROUPS):\n        for source"
-_MET = "        await_all(signals, rank, epoch, -1, control, report, WORLD_SIZE)\n"
-_PUSHED = "        await_pushed(signals, epoch, control, report, WORLD_SIZE)\n"
+_MET = "        await_all(peers, rank, epoch, -1, WORLD_SIZE)\n"
+_PUSHED = "        await_pushed(peers, epoch, WORLD_SIZE)\n"
 _SENT = "        copies.append(instance.signal_copy(owner, instance.layout.data(rank, DONE.value + group)))\n"
-_SHUT = "        tl.store(counters + GATE, 0)\n"
+_SHUT = "        tl.store(peers.counters + GATE, 0)\n"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("sums wait for nothing", SUMS, _HERE, "                pass\n", TG),
@@ -51,8 +55,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "sums read rows of peers as their own",
         SUMS,
-        "(mine < rows_here)",
-        "(mine <= rows_here)",
+        "(mine < source.rows_here)",
+        "(mine <= source.rows_here)",
         TG,
     ),
     Mutant(

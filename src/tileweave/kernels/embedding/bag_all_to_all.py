@@ -1,12 +1,13 @@
-"""embedding_bag_all_to_all: out[s, columns of t] = pooled bag (t, s) on the owner of sample s, in one launch, no copy.
+"""embedding_bag_all_to_all: out[s, columns of t] = pooled bag (t, s) on the owner of sample s, in
+one launch, no copy.
 
     tables, indices, offsets   this rank's tables, the bags of the global batch B; see ``lookup.py``
     regions  [count, b, width] symmetric; a call's result is one of them and is handed to the user as it stands
     b                          samples of a rank: ceil(B / R), the last ranks fewer or none (``sharding.rows_of``)
 
-Who writes, who reads. A program pools bags and stores the vectors straight into the rows of their samples and the columns of
-their table, in the *region* that the owner of the samples has announced for this call. Every rank writes its own columns
-of every region; the owner's later kernels read it.
+Who writes, who reads. A program pools bags and stores the vectors straight into the rows of their
+samples and the columns of their table, in the *region* that the owner of the samples has announced
+for this call. Every rank writes its own columns of every region; the owner's later kernels read it.
 
 ====================  =====  =====================================  ===================================================
 signal (int32)        value  notifier                               waiter
@@ -20,24 +21,30 @@ signal (int32)        value  notifier                               waiter
 
     rank r    | announce | pool | ready? store to r+1 | r+2 | r+3 | own | r+1 | r+2 | ... | done | own | done of all? | leave
 
-After a fault DONE carries the epoch before, so that nobody takes what was not stored for done (``call_done``).
+After a fault DONE carries the epoch before, so that nobody takes what was not stored for done
+(``call_done``).
 
-Why nothing is overwritten: a rank announces a region in call n that is in nobody's hands, behind all that was queued
-before call n, hence behind the last reader of the region (``transport/regions.py``); peers store to it only after they saw
-that. [REGION] at a peer is rewritten in call n+1, which begins after DONE of call n came from that peer, hence after its last
-use. So a result may be held for as long as one likes, and a captured graph may have its region frozen.
+Why nothing is overwritten: a rank announces a region in call n that is in nobody's hands, behind
+all that was queued before call n, hence behind the last reader of the region
+(``transport/regions.py``); peers store to it only after they saw that. [REGION] at a peer is
+rewritten in call n+1, which begins after DONE of call n came from that peer, hence after its last
+use. So a result may be held for as long as one likes, and a captured graph may have its region
+frozen.
 
-Why nobody is stuck: program 0 announces before it waits for anybody; all waits are for other ranks, and READY depends on no
-wait. DONE of a rank needs all its programs to have passed their last store, and only the last one waits for DONE.
+Why nobody is stuck: program 0 announces before it waits for anybody; all waits are for other ranks,
+and READY depends on no wait. DONE of a rank needs all its programs to have passed their last store,
+and only the last one waits for DONE.
 
-Order: tickets are handed out one by one, so long bags are balanced; they alternate between peers, own blocks between them,
-``lag`` rounds later, so that links and memory work all the time and the last stores travel beside own work.
+Order: tickets are handed out one by one, so long bags are balanced; they alternate between peers,
+own blocks between them, ``lag`` rounds later, so that links and memory work all the time and the
+last stores travel beside own work.
 
-After a time-out the last program to leave writes NaN over the result: a fault ends all waits, so others may still store own
-blocks when the last program has heard it. Columns of a peer that comes when it is no longer waited for may land on top.
+After a time-out the last program to leave writes NaN over the result: a fault ends all waits, so
+others may still store own blocks when the last program has heard it. Columns of a peer that comes
+when it is no longer waited for may land on top.
 
-Limits: one dtype for all tables.
-Sources: fused operators (arXiv 2305.06942) for remote-first stores into place; a ticket counter as in stream-ordered queues.
+Limits: one dtype for all tables. Sources: fused operators (arXiv 2305.06942) for remote-first
+stores into place; a ticket counter as in stream-ordered queues.
 """
 
 from __future__ import annotations
@@ -134,8 +141,8 @@ def embedding_bag_all_to_all_kernel(
     """Take tickets, pool, store; see the module's docstring for the protocol.
 
     ``peers.slots`` are the regions. Samples of a rank are in ``blocks`` of BAGS. ``run``: see
-    ``block_at``. ``lag``: rounds by which own blocks are later; a *round* is a ticket for each rank.
-    ``rows_here``: own samples.
+    ``block_at``. ``lag``: rounds by which own blocks are later; a *round* is a ticket for each
+    rank. ``rows_here``: own samples.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)

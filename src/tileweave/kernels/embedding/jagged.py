@@ -1,15 +1,18 @@
-"""The device's part of ``distribute_indices``: lengths and values into the order in which they leave, and in which they stay.
+"""The device's part of ``distribute_indices``: lengths and values into the order in which they
+leave, and in which they stay.
 
     lengths [F * b], values [N]   feature after feature, own samples; F features
-    message to an owner of T tables, int64 [T * b + F + 1]: lengths of its tables' features | how many values each feature has,
-        BELOW where a length is below 0 | ``passed``, what the rank says of all its values: a word that nothing here reads
+    message to an owner of T tables, int64 [T * b + F + 1]: lengths of its tables' features | how
+        many values each feature has, BELOW where a length is below 0 | ``passed``, what the rank
+        says of all its values: a word that nothing here reads
 
     pack_kernel     lengths -> messages to all owners                                    | all-to-all |
     unpack_kernel   messages from all sources -> offsets, ``told`` (all that the host has to know), and pieces of values
     move_kernel     values -> pieces, owner after owner   | all-to-all |   pieces, source after source -> table after table
 
-A *piece* is what one rank has of one table, (begin in what is read, begin in what is written, elements). A message has the sums
-of all of its sender's features, so where a piece begins nobody has to find by adding up lengths.
+A *piece* is what one rank has of one table, (begin in what is read, begin in what is written,
+elements). A message has the sums of all of its sender's features, so where a piece begins nobody
+has to find by adding up lengths.
 
 One launch each: these run beside a training step, and what they cost is host time (decision 0034).
 """
@@ -32,7 +35,8 @@ INTEGERS = ["samples", "tables", "world_size", "features", "pieces", "rank", "pa
 class Layout:
     """Who owns what, on the device, all int64. It depends on features alone.
 
-    mine : [T] features of this rank's tables. wanted : [P] those of all ranks' tables, rank after rank. owners : [P] of those.
+    mine : [T] features of this rank's tables. wanted : [P] those of all ranks' tables, rank after
+        rank. owners : [P] of those.
     tables : [R] how many tables each rank and all before it have. features : F.
     """
 
@@ -69,7 +73,8 @@ def pack_sum(
     BLOCK: tl.constexpr,
     OWNERS: tl.constexpr,
 ):
-    """The sum of one feature's lengths into all messages; and ``passed``, their last word, if it is the first feature."""
+    """The sum of one feature's lengths into all messages; and ``passed``, their last word, if it is
+    the first feature."""
     total = tl.zeros((BLOCK,), tl.int64)
     least = tl.zeros((BLOCK,), tl.int64)
     for begin in range(0, samples, BLOCK):
@@ -94,10 +99,21 @@ def pack_sum(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def pack_kernel(
-    lengths, wanted, owners, until, whole, passed, samples, world_size, features, pieces,
-    BLOCK: tl.constexpr, OWNERS: tl.constexpr,
-):  # fmt: skip
-    """A program for each piece of lengths, which it copies, and for each feature, whose sum it puts in all messages.
+    lengths,
+    wanted,
+    owners,
+    until,
+    whole,
+    passed,
+    samples,
+    world_size,
+    features,
+    pieces,
+    BLOCK: tl.constexpr,
+    OWNERS: tl.constexpr,
+):
+    """A program for each piece of lengths, which it copies, and for each feature, whose sum it puts
+    in all messages.
 
     ``until`` [R]: tables of an owner and of all before it.
     """
@@ -152,9 +168,11 @@ def unpack_piece(
     BLOCK: tl.constexpr,
     ARRIVING: tl.constexpr,
 ):
-    """Piece ``number``, table after table, of those that come: where it goes, and the offsets of its bags.
+    """Piece ``number``, table after table, of those that come: where it goes, and the offsets of
+    its bags.
 
-    Values come source after source, and go table after table. ``sums``: where the sums begin in a message.
+    Values come source after source, and go table after table. ``sums``: where the sums begin in a
+    message.
     """
     table, source = number // world_size, number % world_size
     each = tl.arange(0, ARRIVING)
@@ -203,12 +221,28 @@ def tell(tails, stride, told, world_size, features, FEATURES: tl.constexpr):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def unpack_kernel(
-    got, mine, wanted, offsets, told, leaving, arriving, samples, tables, world_size, features, pieces, rank,
-    BLOCK: tl.constexpr, ARRIVING: tl.constexpr, LEAVING: tl.constexpr, FEATURES: tl.constexpr,
-):  # fmt: skip
+    got,
+    mine,
+    wanted,
+    offsets,
+    told,
+    leaving,
+    arriving,
+    samples,
+    tables,
+    world_size,
+    features,
+    pieces,
+    rank,
+    BLOCK: tl.constexpr,
+    ARRIVING: tl.constexpr,
+    LEAVING: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
     """A program for each piece that comes, for each that leaves, and one for ``told``.
 
-    ``told`` [R, F + 1]: the ends of all messages. ``leaving`` [P, PIECE], ``arriving`` [T * R, PIECE], table after table.
+    ``told`` [R, F + 1]: the ends of all messages. ``leaving`` [P, PIECE], ``arriving`` [T * R,
+    PIECE], table after table.
     """
     program = tl.program_id(0)
     sums = tables * samples  # where they begin in a message
@@ -216,8 +250,19 @@ def unpack_kernel(
     coming = tables * world_size
     if program < coming:
         unpack_piece(
-            program, got, stride, sums, mine, offsets, arriving, samples, tables, world_size, BLOCK, ARRIVING
-        )  # fmt: skip
+            program,
+            got,
+            stride,
+            sums,
+            mine,
+            offsets,
+            arriving,
+            samples,
+            tables,
+            world_size,
+            BLOCK,
+            ARRIVING,
+        )
     elif program < coming + pieces:
         leaving_piece(
             program - coming,
@@ -253,30 +298,58 @@ def pack(lengths: torch.Tensor, passed: int, where: Layout, whole: torch.Tensor)
         lengths.numel() // where.features,
     )
     pack_kernel[(pieces + where.features,)](
-        lengths, where.wanted, where.owners, where.tables, whole, passed, samples, world_size, where.features, pieces,
-        BLOCK=BLOCK, OWNERS=triton.next_power_of_2(world_size), num_warps=8,
-    )  # fmt: skip
+        lengths,
+        where.wanted,
+        where.owners,
+        where.tables,
+        whole,
+        passed,
+        samples,
+        world_size,
+        where.features,
+        pieces,
+        BLOCK=BLOCK,
+        OWNERS=triton.next_power_of_2(world_size),
+        num_warps=8,
+    )
 
 
 def unpack(
     got: torch.Tensor, samples: int, where: Layout
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(offsets, told, leaving, arriving) from the messages of all sources; see :func:`unpack_kernel`."""
+    """(offsets, told, leaving, arriving) from the messages of all sources; see
+    :func:`unpack_kernel`."""
     tables, pieces, world_size = where.mine.numel(), where.wanted.numel(), where.tables.numel()
     coming, ends = tables * world_size, world_size * (where.features + 1)
     offsets = got.new_empty(coming * samples + 1)
     rest = got.new_empty(ends + (pieces + coming) * PIECE.value)
     told, leaving, arriving = rest.split([ends, pieces * PIECE.value, coming * PIECE.value])
     unpack_kernel[(coming + pieces + 1,)](
-        got, where.mine, where.wanted, offsets, told, leaving, arriving, samples, tables, world_size, where.features,
-        pieces, where.rank, BLOCK=BLOCK, ARRIVING=triton.next_power_of_2(max(coming, 1)),
-        LEAVING=triton.next_power_of_2(pieces), FEATURES=triton.next_power_of_2(where.features + 1), num_warps=8,
-    )  # fmt: skip
+        got,
+        where.mine,
+        where.wanted,
+        offsets,
+        told,
+        leaving,
+        arriving,
+        samples,
+        tables,
+        world_size,
+        where.features,
+        pieces,
+        where.rank,
+        BLOCK=BLOCK,
+        ARRIVING=triton.next_power_of_2(max(coming, 1)),
+        LEAVING=triton.next_power_of_2(pieces),
+        FEATURES=triton.next_power_of_2(where.features + 1),
+        num_warps=8,
+    )
     return offsets, told, leaving, arriving
 
 
 def move(data: torch.Tensor, out: torch.Tensor, pieces: torch.Tensor, longest: int) -> None:
-    """Each of ``pieces``, the longest of that many elements, from ``data`` to its place in ``out``."""
+    """Each of ``pieces``, the longest of that many elements, from ``data`` to its place in
+    ``out``."""
     if longest:
         grid = (triton.cdiv(longest, BLOCK), pieces.numel() // PIECE.value)
         move_kernel[grid](data, out, pieces, BLOCK=BLOCK, num_warps=4)

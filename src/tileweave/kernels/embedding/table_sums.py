@@ -1,30 +1,34 @@
-"""Sums of pooled vectors' gradients for each table row, applied once: deterministic, with no atomics.
+"""Sums of pooled vectors' gradients for each table row, applied once: deterministic, with no
+atomics.
 
     grad [B, slot width]   gradients in columns of this rank's tables        keys, bags [N]   positions of all bags by table row
-    sum of a table row = factor * sum over its positions p, in order: scales[p] * grad[sample of bags[p], its table's columns]
+    sum of a table row = factor * sum over its positions p, in order: scales[p] * grad[sample of
+    bags[p], its table's columns]
 
-``keys_kernel`` finds the table row and the bag of each position; ``torch.sort`` sorts. Equal keys then make *runs*, and
-``sum_rows`` has a *tile* for each ``TILE`` positions: it sums the runs that open there, in order, the last one to its end in
-the next tile, and applies each sum: as a gradient's row, or as a step of SGD or of row-wise Adagrad in place. Only a run
-that goes on behind the next tile leaves partial sums, which ``sum_runs`` adds in order of tiles. Nothing depends on timing, so
-the same bits each time, also for a row that is looked up a million times.
+``keys_kernel`` finds the table row and the bag of each position; ``torch.sort`` sorts. Equal keys
+then make *runs*, and ``sum_rows`` has a *tile* for each ``TILE`` positions: it sums the runs that
+open there, in order, the last one to its end in the next tile, and applies each sum: as a
+gradient's row, or as a step of SGD or of row-wise Adagrad in place. Only a run that goes on behind
+the next tile leaves partial sums, which ``sum_runs`` adds in order of tiles. Nothing depends on
+timing, so the same bits each time, also for a row that is looked up a million times.
 
-One warp has a tile (more above 128 columns): its rows, and the weights that its steps change, are loaded at once, 16 bytes a
-thread of fp32, and added from registers; keys and bags are scalars of the warp.
+One warp has a tile (more above 128 columns): its rows, and the weights that its steps change, are
+loaded at once, 16 bytes a thread of fp32, and added from registers; keys and bags are scalars of
+the warp.
 
 Limits: sums in fp32. Out-of-range indices sort last and are left out.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from tileweave.device.triton.meet import refuse_gone
-from tileweave.device.triton.signal import PUSHED_US, faulted, load_epoch, wait_here
+from tileweave.device.triton.peers import faulted, load_epoch, refuse_gone, wait_here
+from tileweave.device.triton.signal import PUSHED_US
 from tileweave.kernels.embedding.lookup import TYPES
 from tileweave.kernels.runtime.launch import limit_registers
 
@@ -40,11 +44,90 @@ REGISTERS = 128  # a thread: 16 warps a multiprocessor, where the compiler would
 GROUP = 32  # tiles in which a program looks for long runs
 
 
+class Positions(NamedTuple):
+    """What is summed, by position in the sorted order, and where sums go.
+
+    keys, bags, scales : [N], see the module's docstring.
+
+    places : [N], with SPARSE the row of the values.
+
+    meta : of tables, see :func:`table_of`.
+
+    partials : fp32 partial sums of long runs, see :func:`sum_tile`.
+
+    rate : fp32, one number: the learning rate of a step.
+    """
+
+    keys: Any
+    bags: Any
+    scales: Any
+    places: Any
+    meta: Any
+    partials: Any
+    rate: Any
+
+
+class Numbers(NamedTuple):
+    """``epsilon`` of Adagrad; how many positions, the key of those that are out of range,
+    samples."""
+
+    epsilon: Any
+    count: Any
+    last_key: Any
+    batch: Any
+
+
+class Source(NamedTuple):
+    """Gradients: the slot [B, slot_width], and own rows of ``grad`` [rows_here, width] from sample
+    ``first_sample`` on."""
+
+    slot: Any
+    slot_width: Any
+    grad: Any
+    width: Any
+    first_sample: Any
+    rows_here: Any
+
+
+class Target(NamedTuple):
+    """A table on the device: where its sums go, its keys, columns, state and row of values."""
+
+    base: Any
+    first_key: Any
+    end: Any
+    dim: Any
+    slot_column: Any
+    column: Any
+    state: Any
+    values: Any
+
+
+class Cut(NamedTuple):
+    """Decided when the kernel is compiled.
+
+    BLOCK_D : columns that a program has at once. TILE : positions of a tile.
+
+    KIND : DENSE, SPARSE, SGD or ADAGRAD, by its number.
+
+    ALIGN : elements that addresses, columns and dims are multiples of.
+
+    SCALED : whether positions have a factor. STEPS : tiles of a program.
+    """
+
+    BLOCK_D: int
+    TILE: int
+    KIND: int
+    ALIGN: int
+    SCALED: bool = False
+    STEPS: int = 1
+
+
 @triton.jit
 def table_of(meta, table, tables, last_key, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """(target, first key, end of keys, dim, column in the slot, in the gradient, state, row of values) of a table.
+    """The :class:`Target` with number ``table``.
 
-    ``meta`` int64 [T, 7] = (target's address, first key, dim, columns in slot and gradient, state's address, row of values).
+    ``meta`` int64 [T, 7] = (target's address, first key, dim, columns in slot and gradient, state's
+    address, row of values).
     """
     word = meta + table * WORDS
     target = tl.load(word).to(tl.pointer_type(DTYPE), bitcast=True)
@@ -58,7 +141,8 @@ def table_of(meta, table, tables, last_key, DTYPE: tl.constexpr, ALIGN: tl.const
         column = tl.multiple_of(column, ALIGN)
     high = tl.load(word + WORDS + 1, mask=table + 1 < tables, other=last_key)
     state = tl.load(word + 5).to(tl.pointer_type(tl.float32), bitcast=True)
-    return target, tl.load(word + 1), high, dim, slot_column, column, state, tl.load(word + 6)
+    low, values = tl.load(word + 1), tl.load(word + 6)
+    return Target(target, low, high, dim, slot_column, column, state, values)
 
 
 @triton.jit
@@ -71,51 +155,36 @@ def columns(dim, here, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def target_of(
-    target,
-    state,
-    places,
-    at,
-    row,
-    values,
-    dim,
-    here,
-    BLOCK_D: tl.constexpr,
-    KIND: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """(row of the target, weights [BLOCK_D], moment) of a run that will be applied; asked for before its sum is there.
-
-    ``KIND``: DENSE, SPARSE, SGD or ADAGRAD, here and below by its number.
-    """
+def target_of(target, places, at, row, here, C: tl.constexpr):
+    """(row of the target, weights [BLOCK_D], moment) of a run that will be applied; loaded before
+    its sum is there."""
+    BLOCK_D: tl.constexpr = C.BLOCK_D
     col = tl.arange(0, BLOCK_D)
-    if KIND == 1:
-        row = tl.load(places + at, mask=here, other=0).to(tl.int64) - values
-    weight = tl.load(
-        target + row * dim + col, mask=columns(dim, here & (KIND >= 2), ALIGN, BLOCK_D), other=0.0
-    )
-    return row, weight, tl.load(state + row, mask=here & (KIND == 3), other=0.0)
+    if C.KIND == 1:
+        row = tl.load(places + at, mask=here, other=0).to(tl.int64) - target.values
+    mask = columns(target.dim, here & (C.KIND >= 2), C.ALIGN, BLOCK_D)
+    weight = tl.load(target.base + row * target.dim + col, mask=mask, other=0.0)
+    return row, weight, tl.load(target.state + row, mask=here & (C.KIND == 3), other=0.0)
 
 
 @triton.jit
-def apply(
-    total, found, target, state, dim, rate, epsilon, here,
-    BLOCK_D: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Put the finished sum ``total`` [BLOCK_D] where ``found``, from :func:`target_of`, says, by KIND, if ``here``."""
+def apply(total, found, target, rate, epsilon, here, C: tl.constexpr):
+    """Put the finished sum ``total`` [BLOCK_D] where ``found``, from :func:`target_of`, says, by
+    KIND, if ``here``."""
+    BLOCK_D: tl.constexpr = C.BLOCK_D
     col = tl.arange(0, BLOCK_D)
-    mask = columns(dim, here, ALIGN, BLOCK_D)
+    mask = columns(target.dim, here, C.ALIGN, BLOCK_D)
     row, weight, moment = found
     value = total
-    if KIND == 2:
+    if C.KIND == 2:
         value = weight.to(tl.float32) - rate * total
-    if KIND == 3:
-        moment += tl.sum(tl.where(mask, total * total, 0.0), axis=0) / tl.maximum(dim, 1).to(
-            tl.float32
-        )
-        tl.store(state + row, moment, mask=here)
+    if C.KIND == 3:
+        squares = tl.sum(tl.where(mask, total * total, 0.0), axis=0)
+        moment += squares / tl.maximum(target.dim, 1).to(tl.float32)
+        tl.store(target.state + row, moment, mask=here)
         value = weight.to(tl.float32) - rate * total / (tl.sqrt(moment) + epsilon)
-    tl.store(target + row * dim + col, value.to(target.dtype.element_ty), mask=mask)
+    place = target.base + row * target.dim + col
+    tl.store(place, value.to(target.base.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count", "num_bags", "last_key", "steps"])
@@ -132,7 +201,8 @@ def keys_kernel(
     steps,
     BLOCK: tl.constexpr,
 ):
-    """Of each position: the bag that it is in, by bisection, and its table row's key; ``last_key`` where there is none.
+    """Of each position: the bag that it is in, by bisection, and its table row's key; ``last_key``
+    where there is none.
 
     ``firsts`` int64 [T + 1]: the first key of each table.
     """
@@ -156,65 +226,80 @@ def keys_kernel(
 
 
 @triton.jit
-def gradient_at(
-    slot, slot_width, slot_column, grad, width, column, first_sample, rows_here, bags, scales, at, lowest, dim, here,
-    BLOCK_D: tl.constexpr, SCALED: tl.constexpr, ALIGN: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
-    """fp32 [BLOCK_D]: the gradient's row at position ``at``; its table's first bag is ``lowest``. Zeros if not ``here``.
+def gradient_at(source, target, positions, at, lowest, here, OWN: tl.constexpr, C: tl.constexpr):
+    """fp32 [BLOCK_D]: the gradient's row at position ``at``; its table's first bag is ``lowest``.
+    Zeros if not ``here``.
 
-    ``OWN``: rows of this rank's samples, [first_sample, first_sample + rows_here), are read where they were made.
+    ``OWN``: rows of this rank's samples are read from ``source.grad``.
     """
+    BLOCK_D: tl.constexpr = C.BLOCK_D
     col = tl.arange(0, BLOCK_D)
-    sample = (tl.load(bags + at, mask=here, other=0) - lowest).to(tl.int64)
-    mask = columns(dim, here, ALIGN, BLOCK_D)
-    place = slot + sample * slot_width + slot_column
+    sample = (tl.load(positions.bags + at, mask=here, other=0) - lowest).to(tl.int64)
+    mask = columns(target.dim, here, C.ALIGN, BLOCK_D)
+    place = source.slot + sample * source.slot_width + target.slot_column
     if OWN:
-        mine = sample - first_sample
-        place = tl.where((mine >= 0) & (mine < rows_here), grad + mine * width + column, place)
+        mine = sample - source.first_sample
+        is_own = (mine >= 0) & (mine < source.rows_here)
+        own = source.grad + mine * source.width + target.column
+        place = tl.where(is_own, own, place)
     row = tl.load(place + col, mask=mask, other=0.0).to(tl.float32)
-    if SCALED:
-        row *= tl.load(scales + at, mask=here, other=0.0)
+    if C.SCALED:
+        row *= tl.load(positions.scales + at, mask=here, other=0.0)
     return row
 
 
 @triton.jit
 def sum_tile(
-    tile, tiles, seen, slot, slot_width, grad, width, first_sample, rows_here, keys, bags, scales, places, meta, partials, rate,
-    epsilon, factor, counters, control, report, count, last_key, batch, tables, GROUPS: tl.constexpr, ARRIVED: tl.constexpr,
-    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-    ALIGN: tl.constexpr,
-):  # fmt: skip
+    tile,
+    tiles,
+    seen,
+    factor,
+    source,
+    positions,
+    numbers,
+    peers,
+    tables,
+    GROUPS: tl.constexpr,
+    ARRIVED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    C: tl.constexpr,
+):
     """Sum and apply the runs that open in ``tile``, the last of them to its end in the next tile.
 
-    A run that goes on behind the next tile is *long*: of it each tile leaves a partial sum in a row of ``partials``
-    [tiles + tiles / 2, BLOCK_D]: row ``tile`` where it goes on, row ``tiles + tile / 2`` where it opens; where one opens, none
-    opens in the next tile. ``GROUPS`` > 0: tables' gradients come in so many, see ``gradient.py``; ``seen`` of them
-    this program knows to be here, and returns how many then. It asks no more than it must: an acquire empties the L1. Its
-    limit is the longest: the watcher's waits run out before, and it says that groups are here all the same. Sums
-    of groups that did not come in time are NaN, and of all behind them: ``factor``, which is returned, too.
+    A run that goes on after the next tile is *long*: each tile leaves a partial sum of it in a row
+    of ``partials`` [tiles + tiles / 2, BLOCK_D]: row ``tile`` where it goes on, row ``tiles + tile
+    / 2`` where it opens; where one opens, none opens in the next tile. ``GROUPS`` > 0: tables'
+    gradients come in so many, see ``gradient.py``; this program knows that ``seen`` of them are
+    here, and returns how many then. It waits no more than it must: an acquire empties the L1. Its
+    limit is the longest: the watcher's waits time out before, and it says that groups are here all
+    the same. Sums of groups that did not come in time are NaN, and all sums after them: ``factor``,
+    which is returned, too.
     """
+    TILE: tl.constexpr = C.TILE
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    keys, count, last_key = positions.keys, numbers.count, numbers.last_key
     first = tile.to(tl.int64) * TILE
     col = tl.arange(0, BLOCK_D)
-    partial = partials + tile.to(tl.int64) * BLOCK_D + col
-    opening = partials + (tiles + tile // 2).to(tl.int64) * BLOCK_D + col
-    step = tl.load(rate)
+    partial = positions.partials + tile.to(tl.int64) * BLOCK_D + col
+    opening = positions.partials + (tiles + tile // 2).to(tl.int64) * BLOCK_D + col
+    step = tl.load(positions.rate)
     key = ()
     for i in tl.static_range(TILE + 1):
         key = key + (tl.load(keys + first + i, mask=first + i < count, other=last_key),)
-    # The run at the tile's begin, if it opened before; and the one at its end, if it opens here and goes on.
+    # The run at the tile's begin, if it opened before; and the one at its end, if it opens here and
+    # goes on.
     led = tl.load(keys + first - 1, mask=first > 0, other=-1) == key[0]
     led_before = tl.load(keys + first - TILE - 1, mask=led & (first > TILE), other=-1) == key[0]
     led_long = led & (led_before | (key[TILE] == key[0]))
     last = key[TILE - 1]
     goes_on = (key[TILE] == last) & (last < last_key) & ((led == 0) | (last != key[0]))
-    long = goes_on & (
-        tl.load(keys + first + 2 * TILE, mask=goes_on & (first + 2 * TILE < count), other=-1)
-        == last
-    )
+    there = goes_on & (first + 2 * TILE < count)
+    long = goes_on & (tl.load(keys + first + 2 * TILE, mask=there, other=-1) == last)
 
-    # Nearly always all rows of a tile are of one table: what follows from that is worked out once for each table.
-    table = tl.load(bags + first) // batch
-    final = tl.load(bags + tl.minimum(first + TILE, count) - 1) // batch
+    # Nearly always all rows of a tile are of one table: what follows from that is worked out once
+    # for each table.
+    table = tl.load(positions.bags + first) // numbers.batch
+    final = tl.load(positions.bags + tl.minimum(first + TILE, count) - 1) // numbers.batch
     final = tl.where(key[0] < last_key, tl.where(last < last_key, final, tables - 1), -1)
     while table <= final:
         if GROUPS > 0:
@@ -222,47 +307,29 @@ def sum_tile(
                 table > 0, 1 + (table - 1) * (GROUPS - 1) // tl.maximum(tables - 1, 1), 0
             ).to(tl.int32)
             if group >= seen:
-                wait_here(
-                    counters, group + 1, ARRIVED, table, control, report, PUSHED_US
-                )  # the watcher ends first
+                # the watcher ends first
+                wait_here(peers, peers.counters, group + 1, ARRIVED, table, PUSHED_US)
                 seen = group + 1
-                factor = tl.where(faulted(control) != 0, float("nan"), factor)
-        target, low, high, dim, slot_column, column, state, values = table_of(
-            meta, table, tables, last_key, DTYPE, ALIGN
-        )
-        lowest = table * batch
+                factor = tl.where(faulted(peers) != 0, float("nan"), factor)
+        target = table_of(positions.meta, table, tables, last_key, DTYPE, C.ALIGN)
+        low, high = target.first_key, target.end
+        lowest = table * numbers.batch
         vectors = ()
         found = ()
         for i in tl.static_range(TILE):
             mine = (key[i] >= low) & (key[i] < high)
             others = led & (key[i] == key[0])
             read = mine & ((others == 0) | led_long)
+            at = first + i
             vectors = vectors + (
-                gradient_at(
-                    slot, slot_width, slot_column, grad, width, column, first_sample, rows_here, bags, scales, first + i,
-                    lowest, dim, read, BLOCK_D, SCALED, ALIGN, GROUPS > 0,
-                ),
-            )  # fmt: skip
+                gradient_at(source, target, positions, at, lowest, read, GROUPS > 0, C),
+            )
             ends = (
                 mine & (others == 0) & (key[i] != key[i + 1])
                 if i + 1 < TILE
                 else mine & (others == 0) & (long == 0)
             )
-            found = found + (
-                target_of(
-                    target,
-                    state,
-                    places,
-                    first + i,
-                    key[i] - low,
-                    values,
-                    dim,
-                    ends,
-                    BLOCK_D,
-                    KIND,
-                    ALIGN,
-                ),
-            )
+            found = found + (target_of(target, positions.places, at, key[i] - low, ends, C),)
         total = tl.zeros((BLOCK_D,), tl.float32)
         for i in tl.static_range(TILE):
             mine = (key[i] >= low) & (key[i] < high)
@@ -272,24 +339,10 @@ def sum_tile(
             total += vectors[i]
             if i + 1 < TILE:
                 ends = mine & (key[i] != key[i + 1])
-                apply(
-                    total * factor,
-                    found[i],
-                    target,
-                    state,
-                    dim,
-                    step,
-                    epsilon,
-                    ends & (others == 0),
-                    BLOCK_D,
-                    KIND,
-                    ALIGN,
-                )
-                tl.store(
-                    partial,
-                    total * factor,
-                    mask=columns(BLOCK_D, ends & others & led_long, 1, BLOCK_D),
-                )
+                value = total * factor
+                apply(value, found[i], target, step, numbers.epsilon, ends & (others == 0), C)
+                goes = ends & others & led_long
+                tl.store(partial, total * factor, mask=columns(BLOCK_D, goes, 1, BLOCK_D))
         mine = (last >= low) & (last < high)
         others = led & (last == key[0])
         at = first + TILE
@@ -297,28 +350,12 @@ def sum_tile(
         while more:
             for i in tl.static_range(4):
                 more = tl.load(keys + at + i, mask=at + i < count, other=last_key) == last
-                total += gradient_at(
-                    slot, slot_width, slot_column, grad, width, column, first_sample, rows_here, bags, scales, at + i, lowest,
-                    dim, more, BLOCK_D, SCALED, ALIGN, GROUPS > 0,
-                )  # fmt: skip
+                total += gradient_at(source, target, positions, at + i, lowest, more, GROUPS > 0, C)
             at += 4
         ends = mine & (others == 0) & (long == 0)
-        apply(
-            total * factor,
-            found[TILE - 1],
-            target,
-            state,
-            dim,
-            step,
-            epsilon,
-            ends,
-            BLOCK_D,
-            KIND,
-            ALIGN,
-        )
-        tl.store(
-            partial, total * factor, mask=columns(BLOCK_D, mine & others & led_long, 1, BLOCK_D)
-        )
+        apply(total * factor, found[TILE - 1], target, step, numbers.epsilon, ends, C)
+        goes = mine & others & led_long
+        tl.store(partial, total * factor, mask=columns(BLOCK_D, goes, 1, BLOCK_D))
         tl.store(opening, total * factor, mask=columns(BLOCK_D, mine & long, 1, BLOCK_D))
         table += 1
     return seen, factor
@@ -326,53 +363,90 @@ def sum_tile(
 
 @triton.jit
 def sum_tiles(
-    block, tiles, slot, slot_width, grad, width, first_sample, rows_here, keys, bags, scales, places, meta, partials, rate,
-    epsilon, factor, counters, control, report, count, last_key, batch, tables,
-    STEPS: tl.constexpr, GROUPS: tl.constexpr, ARRIVED: tl.constexpr,
-    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr,
-    ALIGN: tl.constexpr,
-):  # fmt: skip
-    """``STEPS`` tiles one after the other: all but the first find their keys, bags and table in the L1."""
+    block,
+    tiles,
+    factor,
+    source,
+    positions,
+    numbers,
+    peers,
+    tables,
+    GROUPS: tl.constexpr,
+    ARRIVED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    C: tl.constexpr,
+):
+    """``STEPS`` tiles one after the other: all but the first find their keys, bags and table in the
+    L1."""
     seen = tl.cast(0, tl.int32)
-    for step in range(0, STEPS):
-        tile = block * STEPS + step
+    for step in range(0, C.STEPS):
+        tile = block * C.STEPS + step
         if tile < tiles:
             seen, factor = sum_tile(
-                tile, tiles, seen, slot, slot_width, grad, width, first_sample, rows_here, keys, bags, scales, places, meta,
-                partials, rate, epsilon, factor, counters, control, report, count, last_key, batch, tables,
-                GROUPS, ARRIVED, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
-            )  # fmt: skip
+                tile,
+                tiles,
+                seen,
+                factor,
+                source,
+                positions,
+                numbers,
+                peers,
+                tables,
+                GROUPS,
+                ARRIVED,
+                DTYPE,
+                C,
+            )
 
 
 @triton.jit(do_not_specialize=["factor", "tables", "tiles"])
 def sum_rows_kernel(
-    slot, slot_width, keys, bags, scales, places, meta, partials, rate, epsilon, factor, count, last_key, batch, tables, tiles,
-    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
-    SCALED: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+    slot,
+    slot_width,
+    positions,
+    numbers,
+    factor,
+    tables,
+    tiles,
+    DTYPE: tl.constexpr,
+    C: tl.constexpr,
+):
     """A program for ``STEPS`` tiles, of a gradient that is there."""
-    sum_tiles(
-        tl.program_id(0), tiles, slot, slot_width, slot, 0, 0, 0, keys, bags, scales, places, meta, partials, rate, epsilon,
-        factor, keys, keys, keys, count, last_key, batch, tables, STEPS, 0, 0, DTYPE, BLOCK_D, TILE, KIND, SCALED, ALIGN,
-    )  # fmt: skip
+    source = Source(slot, slot_width, slot, 0, 0, 0)
+    block = tl.program_id(0)
+    sum_tiles(block, tiles, factor, source, positions, numbers, positions, tables, 0, 0, DTYPE, C)
 
 
 @triton.jit(do_not_specialize=["rank", "tables", "tiles"])
 def sum_runs_kernel(
-    keys, bags, places, meta, partials, rate, epsilon, arrived, signals, control, report, rank, count, last_key, batch, tables,
-    tiles, CLEAR: tl.constexpr, COPIED: tl.constexpr, DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    KIND: tl.constexpr, FLIGHT: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """The long runs that open in GROUP tiles, one after the other: their partial sums in order of tiles, and apply.
+    positions,
+    numbers,
+    arrived,
+    peers,
+    rank,
+    tables,
+    tiles,
+    COPIED: tl.constexpr,
+    FLIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    C: tl.constexpr,
+):
+    """The long runs that open in GROUP tiles, one after the other: their partial sums in order of
+    tiles, and apply.
 
-    ``CLEAR``: set the counter ``arrived`` of a push to zero, on which the sums before waited. ``COPIED``: of so many ranks,
-    copy engines brought what was summed in the call before the epoch's.
+    arrived : after a push, the counter on which the sums before waited; it is set to zero.
+
+    COPIED : of so many ranks, copy engines brought what was summed in the call before the epoch's.
     """
-    if CLEAR:
+    TILE: tl.constexpr = C.TILE
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    keys, count, last_key = positions.keys, numbers.count, numbers.last_key
+    if arrived is not None:
         if tl.program_id(0) == 0:
             tl.store(arrived, 0)
             if COPIED > 0:
-                refuse_gone(signals, rank, load_epoch(control) - 1, control, report, COPIED)
+                refuse_gone(peers, rank, load_epoch(peers) - 1, COPIED)
     lane = tl.arange(0, GROUP)
     end = (tl.program_id(0).to(tl.int64) * GROUP + lane + 1) * TILE
     there = end + TILE < count
@@ -388,45 +462,31 @@ def sum_runs_kernel(
         tile = tl.program_id(0).to(tl.int64) * GROUP + chosen
         at = tile * TILE + TILE - 1
         key = tl.load(keys + at)
-        table = tl.load(bags + at) // batch
-        target, low, _, dim, _, _, state, values = table_of(
-            meta, table, tables, last_key, DTYPE, ALIGN
-        )
-        found = target_of(
-            target, state, places, at, key - low, values, dim, key < last_key, BLOCK_D, KIND, ALIGN
-        )
-        total = tl.load(partials + (tiles + tile // 2) * BLOCK_D + col)
+        table = tl.load(positions.bags + at) // numbers.batch
+        target = table_of(positions.meta, table, tables, last_key, DTYPE, C.ALIGN)
+        found = target_of(target, positions.places, at, key - target.first_key, key < last_key, C)
+        total = tl.load(positions.partials + (tiles + tile // 2) * BLOCK_D + col)
         further = tile + 1
         more = 1
         while more > 0:
             those = further + flight
             goes = tl.load(keys + those * TILE, mask=those * TILE < count, other=last_key) == key
-            rows = tl.load(
-                partials + (those * BLOCK_D)[:, None] + col[None, :], mask=goes[:, None], other=0.0
-            )
+            place = positions.partials + (those * BLOCK_D)[:, None] + col[None, :]
+            rows = tl.load(place, mask=goes[:, None], other=0.0)
             total += tl.sum(rows, axis=0)
             further += FLIGHT
             more = tl.min(goes.to(tl.int32), axis=0)
-        tl.debug_barrier()  # every warp has read the moment and its copy of the weights before one of them writes
-        apply(
-            total,
-            found,
-            target,
-            state,
-            dim,
-            tl.load(rate),
-            epsilon,
-            key < last_key,
-            BLOCK_D,
-            KIND,
-            ALIGN,
-        )
+        # every warp has read the moment and its copy of the weights before one of them writes
+        tl.debug_barrier()
+        rate = tl.load(positions.rate)
+        apply(total, found, target, rate, numbers.epsilon, key < last_key, C)
 
 
 def find_keys(
     indices: torch.Tensor, offsets: torch.Tensor, firsts: torch.Tensor, last_key: int, batch: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keys, bags int32) by position; see :func:`keys_kernel`. Keys of int32 where they fit: half of what a sort moves."""
+    """(keys, bags int32) by position; see :func:`keys_kernel`. Keys are int32 where they fit: half
+    of what a sort moves."""
     count, num_bags = indices.numel(), offsets.numel() - 1
     keys = torch.empty(
         count, dtype=torch.int32 if last_key < 1 << 31 else torch.int64, device=indices.device
@@ -434,9 +494,19 @@ def find_keys(
     bags = torch.empty(count, dtype=torch.int32, device=indices.device)
     if count:
         keys_kernel[(triton.cdiv(count, KEYS),)](
-            indices, offsets, firsts, keys, bags, count, num_bags, batch, last_key, num_bags.bit_length(),
-            BLOCK=KEYS, num_warps=4,
-        )  # fmt: skip
+            indices,
+            offsets,
+            firsts,
+            keys,
+            bags,
+            count,
+            num_bags,
+            batch,
+            last_key,
+            num_bags.bit_length(),
+            BLOCK=KEYS,
+            num_warps=4,
+        )
     return keys, bags
 
 
@@ -460,12 +530,15 @@ def sum_rows(
     steps: int = STEPS,
     push: Push | None = None,
 ) -> None:
-    """Launch both kernels on the current stream. ``push``: what brings ``grad``, its slot; launched with the sums.
+    """Launch both kernels on the current stream. ``push``: what brings ``grad``, its slot; launched
+    with the sums.
 
-    grad : [B, slot width], the result's gradient in columns of this rank's tables.
-    keys, bags (int32), scales : [N], by table row: its number over all tables (``last_key``: out of range), the bag, a
+    grad : [B, slot width], the result's gradient in columns of this rank's tables. keys, bags
+        (int32), scales : [N], by table row: its number over all tables (``last_key``: out of
+        range), the bag, a
         factor of its own. factor : of all sums.
-    places : [N], with SPARSE the row of the values; else None. meta : see :func:`table_of`. rate : a word on the device.
+    places : [N], with SPARSE the row of the values; else None. meta : see :func:`table_of`. rate :
+        a word on the device.
     tile : positions of a tile. steps : tiles of a program. Both as measured (decision 0033).
     aligned : elements that all addresses, dims and columns are multiples of (16 bytes), else 1.
     """
@@ -481,38 +554,37 @@ def sum_rows(
     where = keys if places is None else places
     step = partials if rate is None else rate
     warps = min(max(block // 128, 1), 8)
-    shape = {
-        "DTYPE": TYPES[dtype],
-        "BLOCK_D": block,
-        "TILE": tile,
-        "KIND": kind,
-        "ALIGN": aligned,
-        "num_stages": 1,
-    }
-    sums = (
-        grad, grad.stride(0), keys, bags, partials if scales is None else scales, where, meta, partials, step, epsilon, factor,
-        count, last_key, batch, meta.shape[0], tiles,
-    )  # fmt: skip
+    cut = Cut(block, tile, kind, aligned, scales is not None, steps)
+    positions = Positions(
+        keys, bags, partials if scales is None else scales, where, meta, partials, step
+    )
+    numbers = Numbers(epsilon, count, last_key, batch)
+    sums = (positions, numbers, factor, meta.shape[0], tiles)
     options = {
-        "SCALED": scales is not None,
-        "STEPS": steps,
+        "DTYPE": TYPES[dtype],
+        "C": cut,
         "num_warps": warps,
+        "num_stages": 1,
         **limit_registers(REGISTERS),
-        **shape,
     }
     programs = triton.cdiv(tiles, steps)
     if push is None:
-        sum_rows_kernel[(programs,)](*sums, **options)
+        sum_rows_kernel[(programs,)](grad, grad.stride(0), *sums, **options)
     else:
-        push.launch(programs, sums, **options)
-    words, rank, copied = (keys,) * 4, 0, 0
-    if push is not None:
-        words, rank = (
-            (push.arrived(), push.peers.signals, push.peers.control, push.peers.report),
-            push.rank,
-        )
-        copied = push.world_size if push.beside is not None else 0
+        push.launch(programs, (grad, grad.stride(0), *sums), **options)
     sum_runs_kernel[(triton.cdiv(tiles, GROUP),)](
-        keys, bags, where, meta, partials, step, epsilon, *words, rank, count, last_key, batch, meta.shape[0], tiles,
-        CLEAR=push is not None, COPIED=copied, FLIGHT=16, GROUP=GROUP, num_warps=4, **shape,
-    )  # fmt: skip
+        positions,
+        numbers,
+        None if push is None else push.arrived(),
+        None if push is None else push.peers,
+        0 if push is None else push.rank,
+        meta.shape[0],
+        tiles,
+        COPIED=0 if push is None or push.beside is None else push.world_size,
+        FLIGHT=16,
+        GROUP=GROUP,
+        DTYPE=TYPES[dtype],
+        C=cut,
+        num_warps=4,
+        num_stages=1,
+    )
