@@ -131,7 +131,7 @@ def compile_gradient(target: str, dtype: torch.dtype, kind: int) -> list[Compile
             WORLD_SIZE,
             528,
         )
-        copied = replace(push, beside=lambda run: run())
+        copied = replace(push, concurrently=lambda run: run())
         push.launch()
         copied.launch()
         keys, bags = sums.find_keys(

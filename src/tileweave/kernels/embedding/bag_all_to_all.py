@@ -1,47 +1,52 @@
-"""embedding_bag_all_to_all: out[s, columns of t] = pooled bag (t, s) on the owner of sample s, in
-one launch, no copy.
+"""embedding_bag_all_to_all: out[s, columns of t] = pooled bag (t, s) on the owner of sample s.
+
+One launch, and no copy of the result.
 
     tables, indices, offsets   this rank's tables, the bags of the global batch B; see ``lookup.py``
-    regions  [count, b, width] symmetric; a call's result is one of them and is handed to the user as it stands
-    b                          samples of a rank: ceil(B / R), the last ranks fewer or none (``sharding.rows_of``)
+    regions [count, b, width]  symmetric; a call's result is one of them, and the user gets it
+    b                          samples of a rank: ceil(B / R), the last ranks fewer or none
+                               (``sharding.rows_of``)
 
-Who writes, who reads. A program pools bags and stores the vectors straight into the rows of their
+Who writes, and who reads: a program pools bags and stores the vectors into the rows of their
 samples and the columns of their table, in the *region* that the owner of the samples has announced
-for this call. Every rank writes its own columns of every region; the owner's later kernels read it.
+for this call. Every rank writes its own columns of every region; later kernels of the owner read
+it.
 
-====================  =====  =====================================  ===================================================
-signal (int32)        value  notifier                               waiter
-====================  =====  =====================================  ===================================================
-[source, READY]       epoch  program 0 of ``source``, behind the    programs about to store to ``source`` for the first
-                             number of its region in [source,       time in this call; a rank that stores nothing, before
-                             REGION]                                it says that it is done
-[source, DONE]        epoch  ``source``'s program that is the last  the last program, before it leaves
-                             to have stored to peers
-====================  =====  =====================================  ===================================================
+================  =====  ==============================  =====================================
+signal (int32)    value  notifier                        waiter
+================  =====  ==============================  =====================================
+[source, READY]   epoch  program 0 of ``source``, after  programs about to store to ``source``
+                         the number of its region in     for the first time in this call; a
+                         [source, REGION]                rank that stores nothing, before it
+                                                         says that it is done
+[source, DONE]    epoch  the last program of ``source``  the last program, before it leaves
+                         to have stored to peers
+================  =====  ==============================  =====================================
 
-    rank r    | announce | pool | ready? store to r+1 | r+2 | r+3 | own | r+1 | r+2 | ... | done | own | done of all? | leave
+    rank r | announce | pool | ready? store to r+1 | r+2 | r+3 | own | ... | done | own | done of
+    all?
 
-After a fault DONE carries the epoch before, so that nobody takes what was not stored for done
+After a fault DONE carries the epoch before, so that no rank takes what was not stored for done
 (``call_done``).
 
-Why nothing is overwritten: a rank announces a region in call n that is in nobody's hands, behind
-all that was queued before call n, hence behind the last reader of the region
-(``transport/regions.py``); peers store to it only after they saw that. [REGION] at a peer is
-rewritten in call n+1, which begins after DONE of call n came from that peer, hence after its last
-use. So a result may be held for as long as one likes, and a captured graph may have its region
-frozen.
+Why nothing is overwritten: the region that a rank announces in call n is held by no caller, and it
+is announced after all that was queued before call n, hence after the last reader of the region
+(``transport/regions.py``). Peers store to it only after they saw that. [REGION] at a peer is
+written again in call n+1, which begins after DONE of call n came from that peer, hence after its
+last use. So a result may be held for as long as the caller likes, and a captured graph may have its
+region frozen.
 
-Why nobody is stuck: program 0 announces before it waits for anybody; all waits are for other ranks,
-and READY depends on no wait. DONE of a rank needs all its programs to have passed their last store,
-and only the last one waits for DONE.
+Why no rank waits for ever: program 0 announces before it waits; all waits are for other ranks, and
+READY depends on no wait. DONE of a rank needs all its programs to have passed their last store, and
+only the last one waits for DONE.
 
-Order: tickets are handed out one by one, so long bags are balanced; they alternate between peers,
-own blocks between them, ``lag`` rounds later, so that links and memory work all the time and the
-last stores travel beside own work.
+Order: tickets are handed out one by one, so that long bags are balanced. They alternate between
+peers, with own blocks between them, ``lag`` rounds later, so that links and memory work all the
+time and the last stores travel concurrently with own work.
 
 After a time-out the last program to leave writes NaN over the result: a fault ends all waits, so
-others may still store own blocks when the last program has heard it. Columns of a peer that comes
-when it is no longer waited for may land on top.
+others may still store own blocks when the last program has seen it. Columns of a peer that comes
+when this rank no longer waits for it may land on top.
 
 Limits: one dtype for all tables. Sources: fused operators (arXiv 2305.06942) for remote-first
 stores into place; a ticket counter as in stream-ordered queues.

@@ -1,12 +1,12 @@
-"""The gradient's way back: rows of the result's gradient to the tables' owners, summed there while
-the next tables travel.
+"""Backward of embedding_bag_all_to_all: rows of the result's gradient go to the tables' owners.
 
-Rank r stores the columns of owner p's tables, for its own samples, straight into p's slot; sums
-(``table_sums.py``) read them there, and those of their own rank's samples where they were made:
+There they are summed while the next tables travel. Rank r stores the columns of owner p's tables,
+for its own samples, into p's slot. Sums (``table_sums.py``) read them there, and those of their own
+rank's samples where they were made:
 
-    grad  [b, width]   gradient of the result, own samples          slot [B, D_p]  p's tables side by side, all samples
-    slot of p [first sample of r + s, columns of table t there] = grad of r [s, columns of t in the
-    result]
+    grad  [b, width]  gradient of the result, own samples
+    slot  [B, D_p]    p's tables next to each other, all samples
+    slot of p [first sample of r + s, columns of table t there] = grad of r [s, columns of t]
 
 One launch. An owner's tables travel in ``GROUPS`` groups, in the order in which sorted positions
 name them, the first table by itself. One program *watches* what comes; all others *sum*, some tiles
@@ -14,58 +14,62 @@ of positions each, when their table's group is there:
 
     carriers  | group 0 to r+1, r+2, r+3 | group 1 | ... | group 7 |
     watcher   group 0 of all here? | 1? | ... | 7? | leave
-    sums           | tiles of group 0 | group 1 | ...                            || sum_runs (next kernel)
+    sums           | tiles of group 0 | group 1 | ...                    || sum_runs (next kernel)
 
-Who carries, two transports:
+Two transports carry the gradient:
 
-``"copy_engine"``  columns of a table, or of several that stand side by side, row after row; a signal behind each group. The
-    copies take no multiprocessor, and little time from sums: 485 us of sums take 530 beside 335 of
-    copies (decision 0033).
-``"sm"``  lower programs, *candidates*: those push that find themselves on one of ``EVERY`` multiprocessors, and the ``LEAST``
-    lowest wherever they are; the others leave at once. Stores to peers that wait for a link hold up
-    all loads and stores of their multiprocessor: pushed from everywhere, gradients took as long
-    beside the sums as before them. Tickets are dealt, so any number of candidates may push. For
-    pieces too small or too narrow for copy engines.
+``"copy_engine"``  columns of a table, or of several that are adjacent, row after row; a signal
+    after each group. The copies take no multiprocessor, and little time from sums: 485 us of sums
+    take 530 concurrently with 335 us of copies (decision 0033).
+``"sm"``  lower programs, *candidates*: those push that run on one of ``EVERY`` multiprocessors, and
+    the ``LEAST`` lowest wherever they are; the others leave at once. Stores to peers that wait for
+    a link hold up all loads and stores of their multiprocessor: pushed from all multiprocessors,
+    gradients took as long during the sums as before them. Tickets are dealt, so any number of
+    candidates may push. For pieces too small or too narrow for copy engines.
 
-====================  ======  ========================================  ===========================================
-word (int32)          value   written by                                waited for by
-====================  ======  ========================================  ===========================================
-[source, READY]       epoch   "sm": program 0 of ``source``             pushers about to store to ``source`` for the
-                                                                        first time in this call;
-                                                                        program 0 of a rank with no
-                                                                        ticket
-[met, source]         epoch   "copy_engine": the watcher of ``source``  the watchers of all, before copies go
-[source, DONE + g]    epoch   ``source``'s copy engine; "sm": the       the watcher, group by group
-                              pusher that counts the last ticket of
-                              group g, also to its own rank. Of a group
-                              with no ticket, program 0; where there is
-                              none at all, when every peer is READY
-counters[ARRIVED]     g + 1   the watcher: groups up to g of all        sums of tables of group g
-                              sources are in this rank's slot
-                      0       ``sum_runs``, behind all sums             (the next call begins so)
-counters[GATE]        1       the watcher, when all ranks have met      own copy engine, before its first copy
-[pushed] (own)        epoch   own copy engine, behind its last copy     the watcher, before gate and epoch move
-====================  ======  ========================================  ===========================================
+=================  =====  =====================================  =================================
+word (int32)       value  written by                             waited for by
+=================  =====  =====================================  =================================
+[source, READY]    epoch  "sm": program 0 of ``source``          pushers about to store to
+                                                                 ``source`` for the first time in
+                                                                 this call; program 0 of a rank
+                                                                 with no ticket
+[met, source]      epoch  "copy_engine": the watcher of          the watchers of all, before
+                          ``source``                             copies go
+[source, DONE+g]   epoch  ``source``'s copy engine; "sm": the    the watcher, group by group
+                          pusher that counts the last ticket of
+                          group g, also to its own rank. Of a
+                          group with no ticket, program 0; where
+                          there is none at all, when every peer
+                          is READY
+counters[ARRIVED]  g + 1  the watcher: groups up to g of all     sums of tables of group g
+                          sources are in this rank's slot
+                   0      ``sum_runs``, after all sums           (the next call begins so)
+counters[GATE]     1      the watcher, when all ranks have met   own copy engine, before its first
+                                                                 copy
+[pushed] (own)     epoch  own copy engine, after its last copy   the watcher, before gate and
+                                                                 epoch move
+=================  =====  =====================================  =================================
 
 Counters of tickets dealt and stored are in two sets by parity of the epoch; program 0 clears that
 of the next call.
 
 One slot, at an address that the host knows: READY, or the meeting, of call n says that the kernels
-which read the slot of call n-1 have ended, since they stand before call n on the stream. Both are
-said before anybody is waited for.
+which read the slot of call n-1 have ended, since they precede call n on the stream. Both are said
+before any wait.
 
-Nobody is stuck: pushers and program 0 wait for READY alone, which waits for nothing; copies for the
-meeting; the watcher and the sums for lower programs, of which the ``LEAST`` lowest push whatever
-the others do, for own copies, and other ranks.
+Why no rank waits for ever: pushers and program 0 wait for READY alone, which waits for nothing;
+copies for the meeting; the watcher and the sums for lower programs, of which the ``LEAST`` lowest
+push whatever the others do, for own copies, and for other ranks.
 
-Where there are no sums (no lookup here, or weights' gradients, which want tables as they were),
-carriers and watcher alone, and own rows go into the slot too; behind them ``poison_kernel``, and
-behind all that reads the slot ``refuse_kernel``.
+Where there are no sums (no lookup here, or gradients of weights, which need the tables as they
+were), carriers and watcher run alone, and own rows go into the slot too. ``poison_kernel`` follows,
+and after all that reads the slot ``refuse_kernel``.
 
-After a time-out sums are NaN. Nothing is stored to peers and no group is said to be done, so they
-run out of time as well; but copies go. A rank whose time has run out says that to all, for good
-(``or_gone``), and who has summed looks whether someone did: the copies of that one's next call may
-have come too early.
+After a time-out sums are NaN. Nothing is stored to peers and no group is said to be done, so their
+waits time out as well; but copies go. A rank whose wait timed out says that to all, for good
+(``or_gone``), and a rank that has summed looks whether another one did: the copies of that one's
+next call may have come too early.
 """
 
 from __future__ import annotations
@@ -385,14 +389,23 @@ def refuse_kernel(peers, rank, WORLD_SIZE: tl.constexpr):
 class Push:
     """A gradient that is about to leave: all that a launch needs but for the sums.
 
-    grad : here. plan : pieces of all owners, by group, see :func:`push_block`; silent : bits of
-        groups that have none.
-    slot : [B, sum of own dims], where peers' gradients arrive. columns : first one in ``grad`` of
-        each of this rank's tables.
-    first_sample : of this rank, among all. aligned : elements that columns and dims are multiples
-        of (16 bytes), else 1.
-    candidates : programs that may push; none by copy engines, which ``beside`` sets off around a
-        launch.
+    grad : [b, width], on this rank.
+
+    plan : pieces of all owners, by group, see :func:`push_block`.
+
+    silent : bits of groups that have no pieces.
+
+    slot : [B, sum of own dims], where peers' gradients arrive.
+
+    columns : first column in ``grad`` of each of this rank's tables.
+
+    first_sample : of this rank, among all.
+
+    aligned : elements that columns and dims are multiples of (16 bytes), else 1.
+
+    candidates : programs that may push; none where copy engines do.
+
+    concurrently : starts the copies of copy engines around a launch; None: programs push.
     """
 
     peers: Peers
@@ -406,7 +419,7 @@ class Push:
     rank: int
     world_size: int
     candidates: int
-    beside: Callable[[Callable[[], None]], None] | None = None
+    concurrently: Callable[[Callable[[], None]], None] | None = None
 
     def arrived(self) -> torch.Tensor:
         """The counter on which sums wait."""
@@ -414,22 +427,22 @@ class Push:
 
     def launch(self, summing: int = 0, sums: Sequence[object] = (), **options: Any) -> None:
         """On the current stream. ``sums``: arguments of ``sum_rows`` from the slot on, for
-        ``summing`` programs; behind them ``sum_runs`` has to set the counter ``ARRIVED`` to
+        ``summing`` programs; after them ``sum_runs`` has to set the counter ``ARRIVED`` to
         zero."""
-        if self.beside is None:
+        if self.concurrently is None:
             self._launch(summing, sums, options)
         else:
-            self.beside(lambda: self._launch(summing, sums, options))
+            self.concurrently(lambda: self._launch(summing, sums, options))
 
     def launch_alone(self) -> None:
-        """:meth:`launch` for others that read the slot; :meth:`end_alone` behind them."""
+        """:meth:`launch` for others that read the slot; :meth:`end_alone` follows them."""
         self.launch()
         if self.slot.numel():
             poison_kernel[(1,)](self.slot, self.peers, self.slot.numel(), BLOCK=1024)
 
     def end_alone(self) -> None:
         """What was read is right, or a time-out is reported."""
-        if self.beside is not None:
+        if self.concurrently is not None:
             refuse_kernel[(1,)](self.peers, self.rank, WORLD_SIZE=self.world_size)
 
     def _launch(self, summing: int, sums: Sequence[object], options: dict[str, Any]) -> None:
@@ -437,7 +450,7 @@ class Push:
         blocks = triton.cdiv(rows, ROWS)
         tickets = self.plan.shape[0] * blocks
         silent = self.silent if tickets else (1 << GROUPS.value) - 1
-        copies = self.beside is not None
+        copies = self.concurrently is not None
         candidates = 0
         if not copies:  # alone they have four warps each
             most = self.candidates if summing else self.candidates // 8

@@ -1,20 +1,23 @@
-"""The device's part of ``distribute_indices``: lengths and values into the order in which they
-leave, and in which they stay.
+"""The device's part of ``distribute_indices``: lengths and values in the order in which they leave
+and arrive.
 
-    lengths [F * b], values [N]   feature after feature, own samples; F features
+    lengths [F * b], values [N]  feature after feature, own samples; F features
     message to an owner of T tables, int64 [T * b + F + 1]: lengths of its tables' features | how
         many values each feature has, BELOW where a length is below 0 | ``passed``, what the rank
         says of all its values: a word that nothing here reads
 
-    pack_kernel     lengths -> messages to all owners                                    | all-to-all |
-    unpack_kernel   messages from all sources -> offsets, ``told`` (all that the host has to know), and pieces of values
-    move_kernel     values -> pieces, owner after owner   | all-to-all |   pieces, source after source -> table after table
+    pack_kernel    lengths -> messages to all owners                       | all-to-all |
+    unpack_kernel  messages from all sources -> offsets, ``told`` (all that the host has to know),
+                   and pieces of values
+    move_kernel    values -> pieces, owner after owner | all-to-all | pieces, source after source ->
+                   table after table
 
-A *piece* is what one rank has of one table, (begin in what is read, begin in what is written,
-elements). A message has the sums of all of its sender's features, so where a piece begins nobody
-has to find by adding up lengths.
+A *piece* is what one rank has of one table: (begin in what is read, begin in what is written,
+elements). A message has the sums of all of its sender's features, so no program has to find where a
+piece begins by adding up lengths.
 
-One launch each: these run beside a training step, and what they cost is host time (decision 0034).
+One launch each: these run concurrently with a training step, and what they cost is host time
+(decision 0034).
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ INTEGERS = ["samples", "tables", "world_size", "features", "pieces", "rank", "pa
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Who owns what, on the device, all int64. It depends on features alone.
+    """Which rank owns what, on the device, all int64. It depends on features alone.
 
     mine : [T] features of this rank's tables. wanted : [P] those of all ranks' tables, rank after
         rank. owners : [P] of those.
@@ -122,7 +125,7 @@ def pack_kernel(
         row = lengths + tl.load(wanted + program) * samples
         place = program.to(tl.int64) * samples + tl.load(owners + program) * (
             features + 1
-        )  # behind other pieces, and sums
+        )  # after other pieces, and sums
         pack_piece(row, whole + place, samples, BLOCK)
     else:
         row = lengths + (program - pieces).to(tl.int64) * samples
@@ -212,7 +215,7 @@ def leaving_piece(
 
 @triton.jit
 def tell(tails, stride, told, world_size, features, FEATURES: tl.constexpr):
-    """The ends of all messages, from their sums on, one behind the other."""
+    """The ends of all messages, from their sums on, one after the other."""
     word = tl.arange(0, FEATURES)
     for source in range(0, world_size):
         end = tl.load(tails + source * stride + word, mask=word <= features, other=0)

@@ -1,20 +1,23 @@
-"""embedding_lookup: out[s, columns of t] = sum or mean over bag (t, s) of weight * table_t[index],
-on one rank.
+"""embedding_lookup: out[s, columns of t] = sum or mean over bag (t, s) of weight * table_t[index].
 
-    tables   [T] of [rows_t, D_t]    by address: ``meta`` int64 [T, 4] = (address, rows, D, first column in the result)
-    indices  [N]                     table after table, sample after sample; int32 or int64
-    offsets  [T * B + 1]             bag (t, s) is indices[offsets[t * B + s] : offsets[t * B + s + 1]]
+On one rank:
+
+    tables   [T] of [rows_t, D_t]  by address: ``meta`` int64 [T, 4] = (address, rows, D, first
+                                   column in the result)
+    indices  [N]                   table after table, sample after sample; int32 or int64
+    offsets  [T * B + 1]           bag (t, s) is indices[offsets[t * B + s] :
+                                   offsets[t * B + s + 1]]
     out      [B, width]
 
-A program pools ``BAGS`` bags of one table, ``UNROLL`` rows of each at once. What decides the time
-is how many rows are in flight: a row of 512 bytes is one 16-byte load of each lane of a warp, and
-BAGS * UNROLL such loads are issued before any is used; their indices were loaded one step earlier.
-Where one bag is much longer than its neighbours, its rows take the places of all the bags, so that
-as many are in flight.
+A program pools ``BAGS`` bags of one table, ``UNROLL`` rows of each at once. The time depends on how
+many rows are in flight: a row of 512 bytes is one 16-byte load of each lane of a warp, and BAGS *
+UNROLL such loads are issued before any is used; their indices were loaded one step earlier. Where
+one bag is much longer than the others, its rows take the places of all the bags, so that as many
+are in flight.
 
 Memory safety: bags are cut to [0, N), and an index outside its table reads nothing and counts as a
-vector of zeros. Order of summation depends on the lengths alone: the same bits each time. Sums in
-fp32, rounded once.
+vector of zeros. The order of summation depends on the lengths alone: the same bits each time. Sums
+are in fp32, rounded once.
 """
 
 from __future__ import annotations

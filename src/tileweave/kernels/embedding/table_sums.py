@@ -1,19 +1,19 @@
-"""Sums of pooled vectors' gradients for each table row, applied once: deterministic, with no
-atomics.
+"""Sums of pooled vectors' gradients for each table row, applied once: deterministic, no atomics.
 
-    grad [B, slot width]   gradients in columns of this rank's tables        keys, bags [N]   positions of all bags by table row
-    sum of a table row = factor * sum over its positions p, in order: scales[p] * grad[sample of
-    bags[p], its table's columns]
+    grad [B, slot width]  gradients in columns of this rank's tables
+    keys, bags [N]        positions of all bags by table row
+    sum of a table row = factor * sum over its positions p, in order:
+                         scales[p] * grad[sample of bags[p], its table's columns]
 
 ``keys_kernel`` finds the table row and the bag of each position; ``torch.sort`` sorts. Equal keys
 then make *runs*, and ``sum_rows`` has a *tile* for each ``TILE`` positions: it sums the runs that
 open there, in order, the last one to its end in the next tile, and applies each sum: as a
-gradient's row, or as a step of SGD or of row-wise Adagrad in place. Only a run that goes on behind
+gradient's row, or as a step of SGD or of row-wise Adagrad in place. Only a run that goes on after
 the next tile leaves partial sums, which ``sum_runs`` adds in order of tiles. Nothing depends on
-timing, so the same bits each time, also for a row that is looked up a million times.
+timing, so the bits are the same each time, also for a row that is looked up a million times.
 
 One warp has a tile (more above 128 columns): its rows, and the weights that its steps change, are
-loaded at once, 16 bytes a thread of fp32, and added from registers; keys and bags are scalars of
+loaded at once, 16 bytes per thread of fp32, and added from registers; keys and bags are scalars of
 the warp.
 
 Limits: sums in fp32. Out-of-range indices sort last and are left out.
@@ -580,7 +580,7 @@ def sum_rows(
         0 if push is None else push.rank,
         meta.shape[0],
         tiles,
-        COPIED=0 if push is None or push.beside is None else push.world_size,
+        COPIED=0 if push is None or push.concurrently is None else push.world_size,
         FLIGHT=16,
         GROUP=GROUP,
         DTYPE=TYPES[dtype],

@@ -344,7 +344,7 @@ def spans_of(
 def end_push(push: Push, group_name: str) -> None:
     """Behind the launch: what is queued from here on waits for no peer; under the interpreter,
     report what ran out of time."""
-    if not push.grad.is_cuda and push.beside is None:  # beside copies the launch has looked
+    if not push.grad.is_cuda and push.concurrently is None:  # with copies the launch has looked
         workspace_of(group_name, push.grad.device).instance(BACKWARD, "sm").check()
     out_of_line(push.grad)
 
