@@ -16,15 +16,11 @@ import pytest
 
 from tileweave.errors import InputError
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import (
-    MatmulConfig,
-    Problem,
-    nearest,
-    scatter_schedule_for,
-    schedule_for,
-)
+from tileweave.planning.matmul import scatter_schedule_for, schedule_for
+from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
+from tileweave.planning.table import nearest
 from tileweave.sim import chakra, dlrm, moe, perfetto, replay, serving, training
 from tileweave.sim.advise import advise
 from tileweave.sim.costs import Costs, load_calibration

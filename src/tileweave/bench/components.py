@@ -41,7 +41,7 @@ from tileweave.launcher import (
 from tileweave.ops import reference
 from tileweave.ops.core.registry import name_of
 from tileweave.ops.matmul import matmul_all_to_all_fused, matmul_reduce_scatter_fused
-from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.profile.timing import measure
 from tileweave.transport.torch_collectives import all_gather_flat, reduce_scatter_flat

@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 
 from tileweave.explore.ranks import World
-from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.transport.interface import EPOCH
 
 # Constants of kernels that are sized for GPUs, made small: a shard of 256 elements has several

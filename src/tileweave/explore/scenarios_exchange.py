@@ -18,7 +18,7 @@ from tileweave.explore.scenarios import (
     triton_config,
     whole_numbers,
 )
-from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
 
 OUT, IN = "matmul_all_to_all", "all_to_all_matmul"

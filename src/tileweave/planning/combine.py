@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import KernelName, Plan, why_no_kernel, why_unfused
+from tileweave.planning.problem import KernelName, Plan, why_no_kernel, why_unfused
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import GroupedProblem
 

@@ -16,7 +16,7 @@ from numbers import Integral, Real
 
 from tileweave.errors import InputError, require
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import FUSED_WORLD_SIZES, Plan
+from tileweave.planning.problem import FUSED_WORLD_SIZES, Plan
 
 ALIGNMENT = 16  # bytes that one thread loads and stores at once
 # bytes: of a row, and of a table's part, that copy engines take

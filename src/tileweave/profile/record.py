@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from tileweave.ops.core.registry import group_of, interpreting, name_of, workspace_of
 from tileweave.ops.matmul import all_gather_matmul as ag
-from tileweave.planning.matmul import Plan, Problem, schedule_for
+from tileweave.planning.matmul import schedule_for
+from tileweave.planning.problem import Plan, Problem
 from tileweave.planning.schedules.gather import push_order
 from tileweave.profile.trace import COPY_ENGINE, Event, Trace, decode, merge
 from tileweave.transport.interface import Copy, Transport

@@ -16,19 +16,16 @@ from typing import Any, Literal
 from tileweave.planning.combine import plan_combine
 from tileweave.planning.machine import Machine
 from tileweave.planning.matmul import (
-    FUSED_WORLD_SIZES,
     MEASURED_ALL_REDUCE_ROWS,
-    Entry,
-    MatmulConfig,
-    Problem,
     exchange_schedule_for,
-    nearest,
     scatter_schedule_for,
     schedule_for,
 )
+from tileweave.planning.problem import FUSED_WORLD_SIZES, MatmulConfig, Problem
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import GroupedProblem, dispatch_config
 from tileweave.planning.schedules.scatter import Exchange
+from tileweave.planning.table import Entry, nearest
 from tileweave.sim.collectives import Group, collective_time, protocol_of
 from tileweave.sim.costs import Calibration, Costs, load_calibration
 from tileweave.sim.machine import Cluster

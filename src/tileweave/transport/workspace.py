@@ -23,7 +23,7 @@ from tileweave.transport.call_ledger import Ledger
 from tileweave.transport.regions import Regions
 
 if TYPE_CHECKING:
-    from tileweave.planning.matmul import Plan
+    from tileweave.planning.problem import Plan
     from tileweave.transport.interface import SymmetricBuffer, Transport
 
 MAX_SLICES = 32

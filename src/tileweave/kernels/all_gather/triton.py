@@ -68,7 +68,7 @@ from tileweave.device.triton.trace import label, stamp
 from tileweave.kernels.all_to_all.gather_triton import copy_exchanged, multiply_sources, push_parts
 from tileweave.kernels.runtime.endpoint import Endpoint, lines
 from tileweave.kernels.runtime.launch import Launches
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, slice_bounds
 
 MAX_SLICES = tl.constexpr(32)  # signal words of each source, as in ``transport/workspace.py``

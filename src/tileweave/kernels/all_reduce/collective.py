@@ -37,7 +37,7 @@ from tileweave.device.triton.signal import faulted, leave_early, load_epoch
 from tileweave.errors import require
 from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import cdiv
 
 MAX_SLICES = tl.constexpr(

@@ -50,7 +50,7 @@ from tileweave.device.triton.signal import (
 from tileweave.errors import require
 from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.kernels.runtime.launch import Launches
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 
 MAX_SLICES = tl.constexpr(
     32

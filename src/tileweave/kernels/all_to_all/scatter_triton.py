@@ -64,7 +64,7 @@ from tileweave.device.triton.signal import (
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.kernels.reduce_scatter.triton import store_rows, tile_place
 from tileweave.kernels.runtime.endpoint import Endpoint, lines
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
 
 MAX_SLICES = tl.constexpr(32)  # signal words of each source, as in ``transport/workspace.py``

@@ -57,7 +57,7 @@ from tileweave.device.triton.self_signaling import put_marked, take_marked
 from tileweave.device.triton.signal import count_in, faulted, leave, load_epoch, wait
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.kernels.runtime.endpoint import Endpoint, lines
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import ScatterSchedule
 
 MAX_SLICES = tl.constexpr(32)  # signal words of each source, as in ``transport/workspace.py``

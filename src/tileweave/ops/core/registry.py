@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from tileweave.errors import InputError, RankMismatchError, TileweaveError, UnsupportedError
 from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.planning.machine import CPU, Machine
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 from tileweave.transport import torch_collectives as collectives
 from tileweave.transport.call_ledger import NBYTES
 from tileweave.transport.interface import Copies, Transport

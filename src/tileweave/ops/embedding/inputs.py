@@ -20,7 +20,7 @@ from tileweave.ops.core.registry import agree, group_of, interpreting, machine_o
 from tileweave.ops.embedding.bag_all_to_all_fused import OP
 from tileweave.ops.embedding.table_gradient import KINDS
 from tileweave.ops.matmul.inputs import refuse_alias
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, plan_embedding, rows_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -57,7 +57,7 @@ from tileweave.ops.experts.routing_plan import (
 )
 from tileweave.ops.matmul.inputs import DTYPES, refuse_alias
 from tileweave.planning.combine import plan_combine
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch, routes_fused
 
 _SAID: set[tuple[str, str]] = set()

@@ -17,13 +17,8 @@ import torch
 from tileweave.errors import require
 from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.ops.core.registry import copy_slot, endpoint, push_beside, workspace_of
-from tileweave.planning.matmul import (
-    MatmulConfig,
-    Plan,
-    Problem,
-    exchange_schedule_for,
-    schedule_for,
-)
+from tileweave.planning.matmul import exchange_schedule_for, schedule_for
+from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import Parts, TileSchedule, push_order, slot_place
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.interface import EPOCH, Copies, Copy, Transport

@@ -23,7 +23,7 @@ from tileweave.ops.core.registry import (
     mark_of,
     workspace_of,
 )
-from tileweave.planning.matmul import MOST_ELEMENTS
+from tileweave.planning.problem import MOST_ELEMENTS
 from tileweave.planning.schedules.gather import arrival_order, push_order
 from tileweave.transport.interface import EPOCH, Copies, Copy
 from tileweave.transport.workspace import CALL, GATHER, MAX_SLICES, Instance

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 from tileweave.ops.core.registry import endpoint, workspace_of
-from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 if TYPE_CHECKING:

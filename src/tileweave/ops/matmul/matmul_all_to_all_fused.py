@@ -21,7 +21,8 @@ from tileweave.ops.core.registry import (
     push_beside,
     workspace_of,
 )
-from tileweave.planning.matmul import MatmulConfig, Plan, Problem, scatter_schedule_for
+from tileweave.planning.matmul import scatter_schedule_for
+from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import arrival_order, cdiv
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
 from tileweave.transport.interface import EPOCH, Copies, Copy

@@ -16,7 +16,8 @@ import torch
 from tileweave.errors import require
 from tileweave.kernels.runtime.endpoint import Endpoint
 from tileweave.ops.core.registry import copy_slot, endpoint, push_beside, workspace_of
-from tileweave.planning.matmul import MatmulConfig, Plan, Problem, scatter_schedule_for
+from tileweave.planning.matmul import scatter_schedule_for
+from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
 from tileweave.transport.interface import EPOCH, Copies, Copy

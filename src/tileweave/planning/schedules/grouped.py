@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import (
+from tileweave.planning.problem import (
     FUSED_WORLD_SIZES,
     KernelName,
     Plan,
