@@ -23,7 +23,9 @@ def test_largest_first_where_most_read_first_does_not_fit() -> None:
         4,
         1280,
     )
-    assert max(plan.memory(rank) for rank in (0, 1)) <= 1280 and plan.layout().faults() == ""
+    assert (
+        max(plan.memory(rank) for rank in (0, 1)) <= 1280 and plan.layout().invalid_reason() == ""
+    )
 
 
 def test_tables_are_cut_where_they_do_not_fit_whole() -> None:

@@ -49,7 +49,9 @@ def part(seconds: float, phase: str = "work", exposed: float = 0.0) -> Part:
 )
 def test_a_gather_does_the_units_of_the_kernels_schedule(rows: int, cols: int, depth: int) -> None:
     problem = Problem(4, rows, cols, depth, 2, "bfloat16")
-    config = nearest("all_gather_matmul", 4, 4 * rows, cols, depth, lambda c: c.takes(rows)).config
+    config = nearest(
+        "all_gather_matmul", 4, 4 * rows, cols, depth, lambda c: c.fits_rows(rows)
+    ).config
     schedule = schedule_for(problem, config, 0, Machine("x", "cuda", 90, 132))
     run = gather_matmul(schedule, config, COSTS, FOUR, False, record=True)
     done = Counter((event.program, event.tile) for event in run.events if event.kind == "compute")

@@ -80,15 +80,15 @@ def scatter_schedule_for(
 
 
 def exchange_schedule_for(
-    problem: Problem, config: MatmulConfig, how: Exchange, rank: int, machine: Machine
+    problem: Problem, config: MatmulConfig, exchange: Exchange, rank: int, machine: Machine
 ) -> tuple[TileSchedule, Parts]:
     """The tile schedule of an exchange before a matmul, and where the parts of x stand.
 
     problem : ``rows`` and ``depth`` of a rank's x, ``cols`` of the result."""
     p, c, size = problem, config, problem.world_size
-    rows, depth = how.part(p.rows, p.depth, size)
-    step = rows * p.depth if how.scatter_dim == 0 else depth
-    if how.gather_dim == 0:
+    rows, depth = exchange.part(p.rows, p.depth, size)
+    step = rows * p.depth if exchange.scatter_dim == 0 else depth
+    if exchange.gather_dim == 0:
         schedule = schedule_for(replace(p, rows=rows, depth=depth), c, rank, machine)
         return schedule, Parts(rank, size, depth, p.depth, step, True)
     blocks = size * cdiv(depth, c.tile_k)
@@ -107,40 +107,42 @@ def plan_all_gather_matmul(
 ) -> Plan[MatmulConfig]:
     """The path of an all_gather_matmul: what can run, then what is fastest."""
     p = problem
-    settled = _before_measured(p, machine, interpreting, "gather", "a shard")
-    if settled is not None:
-        return settled
+    early = _unmeasured_plan(p, machine, interpreting, "gather", "a shard")
+    if early is not None:
+        return early
     plan = _plan_gpu(
         "all_gather_matmul",
         p,
         machine,
         p.rows * p.world_size,
-        lambda c: c.takes(p.rows) and _suits(c, p),
+        lambda c: c.fits_rows(p.rows) and _aligned_for_cublas(c, p),
     )
     if plan.config is None or p.depth * p.itemsize % 32 == 0:
         return plan
-    config, how = _for_rows_between_sectors(plan.config, p)
+    config, change = _config_for_odd_rows(plan.config, p)
     return (
         plan
         if config == plan.config
-        else replace(plan, config=config, reason=f"{plan.reason}; {how}, {_BETWEEN_SECTORS}")
+        else replace(plan, config=config, reason=f"{plan.reason}; {change}, {_ODD_ROWS}")
     )
 
 
-_BETWEEN_SECTORS = "for rows at odd multiples of 16 bytes"
-_BY_SHARDS = MatmulConfig("library", "copy_engine", 128, 256, 64, 4, 8)
+_ODD_ROWS = "for rows at odd multiples of 16 bytes"
+_CUBLAS_PER_SHARD = MatmulConfig("library", "copy_engine", 128, 256, 64, 4, 8)
 # products of a shard: some 100 us, which hide what the host does for each
-_WORTH_A_LAUNCH = 1 << 35
+_MIN_PRODUCTS_PER_SHARD = 1 << 35
 
 
-def _for_rows_between_sectors(config: MatmulConfig, p: Problem) -> tuple[MatmulConfig, str]:
+def _config_for_odd_rows(config: MatmulConfig, p: Problem) -> tuple[MatmulConfig, str]:
     """Where a block of 128 bytes begins between sectors of L2 it is five of them in two lines,
     which holds up our main loop and not the library's: that one multiplies shards that are large
     (decision 0114). Else wider tiles, which load a quarter less (decision 0102)."""
     if config.transport == "sm" or config.kernel != "hopper":
         return config, ""
-    if p.rows * p.cols * p.depth >= _WORTH_A_LAUNCH and _suits(_BY_SHARDS, p):
-        return _BY_SHARDS, "the library's matmul"
+    if p.rows * p.cols * p.depth >= _MIN_PRODUCTS_PER_SHARD and _aligned_for_cublas(
+        _CUBLAS_PER_SHARD, p
+    ):
+        return _CUBLAS_PER_SHARD, "the library's matmul"
     return _widened(config), "wider tiles"
 
 
@@ -172,7 +174,7 @@ def _without_fusion(
     return None if reason is None else Plan("unfused", reason)
 
 
-def _before_measured(
+def _unmeasured_plan(
     p: Problem, machine: Machine, interpreting: bool, purpose: str, of_what: str
 ) -> Plan[MatmulConfig] | None:
     """The path of what is not planned by measurement: no fusion, or the interpreter; else None."""
@@ -219,7 +221,7 @@ def _plan_gpu(
     return Plan("fused", f"as measured for {where}", entry.config)
 
 
-def _suits(config: MatmulConfig, p: Problem) -> bool:
+def _aligned_for_cublas(config: MatmulConfig, p: Problem) -> bool:
     """Not the library's matmul where rows of its result are no multiple of 16 bytes: it takes 2 to
     3 times as long there."""
     return config.kernel != "library" or p.cols * p.itemsize % 16 == 0
@@ -231,15 +233,15 @@ def plan_matmul_reduce_scatter(
     """The path of a matmul_reduce_scatter. ``rows`` = M/R, of one rank's result; ``cols`` = N;
     ``depth`` = K/R."""
     p = problem
-    settled = _before_measured(p, machine, interpreting, "reduce", "a rank's result")
-    if settled is not None:
-        return settled
+    early = _unmeasured_plan(p, machine, interpreting, "reduce", "a rank's result")
+    if early is not None:
+        return early
     return _plan_gpu(
         "matmul_reduce_scatter",
         p,
         machine,
         p.rows * p.world_size,
-        lambda c: c.takes(p.rows) and _suits(c, p),
+        lambda c: c.fits_rows(p.rows) and _aligned_for_cublas(c, p),
     )
 
 
@@ -249,9 +251,9 @@ def plan_matmul_all_to_all(
     """The path of a matmul_all_to_all. ``rows``, ``cols``: of the part for one rank; ``depth`` =
     K."""
     p = problem
-    settled = _before_measured(p, machine, interpreting, "exchange", "a part")
-    if settled is not None:
-        return settled
+    early = _unmeasured_plan(p, machine, interpreting, "exchange", "a part")
+    if early is not None:
+        return early
     if p.cols * p.itemsize % 16:  # tiles leave by TMA
         return Plan(
             "unfused",
@@ -266,15 +268,15 @@ def plan_all_to_all_matmul(
     """The path of an all_to_all_matmul. ``rows``, ``depth``: of the part of x for one rank;
     ``cols`` = N."""
     p = problem
-    settled = _before_measured(p, machine, interpreting, "exchange", "a part")
-    if settled is not None:
-        return settled
+    early = _unmeasured_plan(p, machine, interpreting, "exchange", "a part")
+    if early is not None:
+        return early
     return _plan_gpu(
         "all_to_all_matmul",
         p,
         machine,
         p.rows * p.world_size,
-        lambda c: c.takes(p.rows) and p.depth % c.tile_k == 0,
+        lambda c: c.fits_rows(p.rows) and p.depth % c.tile_k == 0,
     )
 
 

@@ -58,7 +58,7 @@ class MatmulConfig:
     own_first: bool = True
     shots: int = 2
 
-    def takes(self, rows: int) -> bool:
+    def fits_rows(self, rows: int) -> bool:
         """Whether its transport takes shards of that many rows: copy engines need a tile of them or
         more."""
         return self.transport == "sm" or rows >= self.tile_m
@@ -93,14 +93,14 @@ class Plan(Generic[C]):
     path : "fused", "unfused" or "local". config : how the operator's own kernel is cut up, None
         where it does not run: :class:`MatmulConfig`, ``DispatchConfig``, ``CombineConfig`` or
         ``EmbeddingConfig``.
-    Once the call was accepted, ``mark``: a checksum of what ranks must agree on; ``world_size``:
+    Once the call was accepted, ``checksum``: a checksum of what ranks must agree on; ``world_size``:
     how many they are.
     """
 
     path: Literal["fused", "unfused", "local"]
     reason: str
     config: C | None = None
-    mark: int = field(default=0, compare=False, repr=False)
+    checksum: int = field(default=0, compare=False, repr=False)
     world_size: int = field(default=0, compare=False, repr=False)
 
     def __str__(self) -> str:

@@ -67,7 +67,7 @@ class EmbeddingLayout:
             at += 1 + 2 * count
         return cls(tuple(columns), tuple(dims))
 
-    def faults(self) -> str:
+    def invalid_reason(self) -> str:
         """What is wrong with it, in words; empty if each column of a row is written exactly
         once."""
         spans = sorted(
@@ -155,12 +155,12 @@ def plan_embedding(
     if machine.backend == "cuda" and machine.arch < 80:
         return Plan("unfused", f"{machine.name} is below sm_80")
     return Plan(
-        "fused", f"stores to the samples' owners, {row_bytes} bytes a row", _side_by_side(config)
+        "fused", f"stores to the samples' owners, {row_bytes} bytes a row", _interleaved(config)
     )
 
 
 @cache
-def _side_by_side(config: EmbeddingConfig) -> EmbeddingConfig:
+def _interleaved(config: EmbeddingConfig) -> EmbeddingConfig:
     """``config`` with tables in turns: one that reads much leaves the links idle, and one that
     reads little the memory."""
     return replace(config, run=config.run or 64)

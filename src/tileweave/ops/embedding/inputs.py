@@ -179,7 +179,7 @@ def _check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) 
 
 @functools.lru_cache(64)
 def _faults_of(layout: EmbeddingLayout) -> str:
-    return layout.faults()
+    return layout.invalid_reason()
 
 
 def check_inputs(call: Call, out: torch.Tensor | None, size: int, rank: int) -> None:

@@ -50,13 +50,13 @@ def run_fused(
         from tileweave.ops.matmul.cublas import gather_then_multiply, multiply_shards
 
         if config.transport == "sm":
-            gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config, chosen.mark)
+            gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config, chosen.checksum)
         else:
-            multiply_shards(x, w, bias, out, gathered, group_name, chosen.mark)
+            multiply_shards(x, w, bias, out, gathered, group_name, chosen.checksum)
         return
     call = _fused_call(workspace, x, w, config, how)
     instance = call.instance
-    capturing = instance.begin(chosen.mark)
+    capturing = instance.begin(chosen.checksum)
     launch = call.launcher(x, w)
     if config.transport == "copy_engine":
         slot = copy_slot(instance)

@@ -296,7 +296,7 @@ def accept(
     if chosen.config is not None:
         workspace = workspace_of(group_name, x.device)
         chosen = workspace.accepted[signature] = replace(
-            chosen, mark=mark_of(common), world_size=size
+            chosen, checksum=mark_of(common), world_size=size
         )
     return chosen
 

@@ -47,11 +47,11 @@ def run_fused(
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import multiply_then_exchange
 
-        multiply_then_exchange(workspace, OP, x, w, bias, out, how, config, chosen.mark)
+        multiply_then_exchange(workspace, OP, x, w, bias, out, how, config, chosen.checksum)
         return
     call = _fused_call(workspace, x, w, how, config)
     instance = call.instance
-    capturing = instance.begin(chosen.mark)
+    capturing = instance.begin(chosen.checksum)
     launch = call.launcher(x, w, out)
     if config.transport == "sm":
         try:

@@ -41,7 +41,7 @@ def run_fused(
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import multiply_then_reduce
 
-        multiply_then_reduce(workspace, OP, x, w, bias, out, None, config, chosen.mark)
+        multiply_then_reduce(workspace, OP, x, w, bias, out, None, config, chosen.checksum)
         return
     call = _fused_call(workspace, x, w, config)
     instance = call.instance
@@ -50,7 +50,7 @@ def run_fused(
         if config.transport == "sm"
         else torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
     )
-    capturing = instance.begin(chosen.mark)
+    capturing = instance.begin(chosen.checksum)
     launch = call.launcher(x, w, out)
     if staging is None:
         try:
