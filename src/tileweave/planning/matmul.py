@@ -26,14 +26,13 @@ from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
 from tileweave.planning.table import nearest, tuned_entries
 
 MEASURED_ALL_REDUCE_ROWS = 512
-ONE_SHOT_ROWS = 16  # up to these the partials of all ranks are fewer bytes than weights by far
+ONE_SHOT_ROWS = 16  # up to here all partial sums together are far fewer bytes than the weight
 
 
 def schedule_for(
     problem: Problem, config: MatmulConfig, rank: int, machine: Machine
 ) -> TileSchedule:
-    """The tile schedule of a fused call: as many programs as the device holds at once, fewer if
-    there is less work."""
+    """The tile schedule of a fused all-gather: one program per multiprocessor."""
     return TileSchedule(
         rank,
         problem.world_size,
@@ -56,8 +55,8 @@ def schedule_for(
 def scatter_schedule_for(
     problem: Problem, config: MatmulConfig, rank: int, machine: Machine
 ) -> ScatterSchedule:
-    """The tile schedule of a matmul whose tiles go to owners; ``problem.rows`` are those of one
-    owner."""
+    """The tile schedule of a matmul whose tiles go to their owners; ``problem.rows`` are the rows
+    of one owner."""
     p, c = problem, config
     chunk_rows = (
         cdiv(cdiv(p.rows, c.tile_m), c.num_slices) if c.transport == "copy_engine" else 1 << 20
@@ -82,9 +81,10 @@ def scatter_schedule_for(
 def exchange_schedule_for(
     problem: Problem, config: MatmulConfig, exchange: Exchange, rank: int, machine: Machine
 ) -> tuple[TileSchedule, Parts]:
-    """The tile schedule of an exchange before a matmul, and where the parts of x stand.
+    """The tile schedule of an all-to-all before a matmul, and where the parts of x are in memory.
 
-    problem : ``rows`` and ``depth`` of a rank's x, ``cols`` of the result."""
+    problem : ``rows`` and ``depth`` of a rank's x, ``cols`` of the result.
+    """
     p, c, size = problem, config, problem.world_size
     rows, depth = exchange.part(p.rows, p.depth, size)
     step = rows * p.depth if exchange.scatter_dim == 0 else depth
@@ -92,7 +92,7 @@ def exchange_schedule_for(
         schedule = schedule_for(replace(p, rows=rows, depth=depth), c, rank, machine)
         return schedule, Parts(rank, size, depth, p.depth, step, True)
     blocks = size * cdiv(depth, c.tile_k)
-    # all sources are one, in rows
+    # parts follow each other along K, so all rows have one source
     whole = replace(p, world_size=1, rows=rows, depth=blocks * c.tile_k)
     schedule = schedule_for(whole, c, 0, machine)
     chunk_rows, chunks = 1 << 30, 1
@@ -105,7 +105,7 @@ def exchange_schedule_for(
 def plan_all_gather_matmul(
     problem: Problem, machine: Machine, interpreting: bool
 ) -> Plan[MatmulConfig]:
-    """The path of an all_gather_matmul: what can run, then what is fastest."""
+    """The plan of an all_gather_matmul: what can run, then what is fastest."""
     p = problem
     early = _unmeasured_plan(p, machine, interpreting, "gather", "a shard")
     if early is not None:
@@ -129,20 +129,23 @@ def plan_all_gather_matmul(
 
 _ODD_ROWS = "for rows at odd multiples of 16 bytes"
 _CUBLAS_PER_SHARD = MatmulConfig("library", "copy_engine", 128, 256, 64, 4, 8)
-# products of a shard: some 100 us, which hide what the host does for each
+# Multiply-adds of a shard that take about 100 us, enough to hide the host's work for its launch.
 _MIN_PRODUCTS_PER_SHARD = 1 << 35
 
 
 def _config_for_odd_rows(config: MatmulConfig, p: Problem) -> tuple[MatmulConfig, str]:
-    """Where a block of 128 bytes begins between sectors of L2 it is five of them in two lines,
-    which holds up our main loop and not the library's: that one multiplies shards that are large
-    (decision 0114). Else wider tiles, which load a quarter less (decision 0102)."""
+    """The config for rows at odd multiples of 16 bytes, and what it changes.
+
+    128 bytes that begin inside a 32-byte sector of L2 touch five sectors in two cache lines. That
+    slows our main loop but not cuBLAS, which therefore multiplies large shards (decision 0114).
+    For small ones, wider tiles load a quarter less (decision 0102).
+    """
     if config.transport == "sm" or config.kernel != "hopper":
         return config, ""
     if p.rows * p.cols * p.depth >= _MIN_PRODUCTS_PER_SHARD and _aligned_for_cublas(
         _CUBLAS_PER_SHARD, p
     ):
-        return _CUBLAS_PER_SHARD, "the library's matmul"
+        return _CUBLAS_PER_SHARD, "cuBLAS"
     return _widened(config), "wider tiles"
 
 
@@ -165,7 +168,7 @@ def _widened(config: MatmulConfig) -> MatmulConfig:
 def _without_fusion(
     p: Problem, machine: Machine, interpreting: bool, purpose: str
 ) -> Plan[MatmulConfig] | None:
-    """The path of what no fused operator can do, or does slower; None where a fused one can."""
+    """The plan of a call that no fused operator can run or speed up; None if one may."""
     if p.world_size == 1:
         return Plan("local", f"a group of one rank has nothing to {purpose}")
     reason = why_unfused(p.world_size, (p.rows, p.cols, p.depth), machine, interpreting)
@@ -177,7 +180,8 @@ def _without_fusion(
 def _unmeasured_plan(
     p: Problem, machine: Machine, interpreting: bool, purpose: str, of_what: str
 ) -> Plan[MatmulConfig] | None:
-    """The path of what is not planned by measurement: no fusion, or the interpreter; else None."""
+    """The plan of a call that needs no measured table, because it is not fused or is interpreted;
+    else None."""
     refused = _without_fusion(p, machine, interpreting, purpose)
     if refused is not None or machine.backend != "cpu":
         return refused
@@ -196,10 +200,9 @@ def _plan_cpu(p: Problem, of_what: str) -> Plan[MatmulConfig]:
 def _plan_gpu(
     op: str, p: Problem, machine: Machine, rows: int, can_run: Callable[[MatmulConfig], bool]
 ) -> Plan[MatmulConfig]:
-    """The measured configuration of ``op`` nearest to M = ``rows`` that ``can_run``.
+    """The plan with the measured config of ``op`` nearest to M = ``rows`` that ``can_run``.
 
-    The fused kernel that pays is the Hopper one, so what it cannot run goes unfused: nobody should
-    lose.
+    Only the Hopper kernel is faster than the unfused path, so what it cannot run is unfused.
     """
     reason = why_no_kernel(p.dtype, machine)
     if reason is not None:
@@ -207,12 +210,12 @@ def _plan_gpu(
     if p.depth * p.itemsize % 16:
         return Plan(
             "unfused",
-            f"rows of K = {p.depth} are no multiple of 16 bytes, which the copy hardware needs",
+            f"rows of K = {p.depth} are not a multiple of 16 bytes, which the copy hardware needs",
         )
     if not any(can_run(e.config) for e in tuned_entries(op)):
         return Plan(
             "unfused",
-            f"K = {p.depth}, or so few rows: no measured configuration has tiles that fit",
+            f"no measured config has tiles that fit K = {p.depth} and {rows} rows",
         )
     entry = nearest(op, p.world_size, rows, p.cols, p.depth, can_run)
     where = (
@@ -222,16 +225,16 @@ def _plan_gpu(
 
 
 def _aligned_for_cublas(config: MatmulConfig, p: Problem) -> bool:
-    """Not the library's matmul where rows of its result are no multiple of 16 bytes: it takes 2 to
-    3 times as long there."""
+    """False for cuBLAS if rows of the result are not a multiple of 16 bytes: it takes 2 to 3 times
+    as long then."""
     return config.kernel != "library" or p.cols * p.itemsize % 16 == 0
 
 
 def plan_matmul_reduce_scatter(
     problem: Problem, machine: Machine, interpreting: bool
 ) -> Plan[MatmulConfig]:
-    """The path of a matmul_reduce_scatter. ``rows`` = M/R, of one rank's result; ``cols`` = N;
-    ``depth`` = K/R."""
+    """The plan of a matmul_reduce_scatter. ``rows`` = M/R, the rows of one rank's result; ``cols``
+    = N; ``depth`` = K/R."""
     p = problem
     early = _unmeasured_plan(p, machine, interpreting, "reduce", "a rank's result")
     if early is not None:
@@ -248,7 +251,7 @@ def plan_matmul_reduce_scatter(
 def plan_matmul_all_to_all(
     problem: Problem, machine: Machine, interpreting: bool
 ) -> Plan[MatmulConfig]:
-    """The path of a matmul_all_to_all. ``rows``, ``cols``: of the part for one rank; ``depth`` =
+    """The plan of a matmul_all_to_all. ``rows``, ``cols``: of the part for one rank; ``depth`` =
     K."""
     p = problem
     early = _unmeasured_plan(p, machine, interpreting, "exchange", "a part")
@@ -257,7 +260,8 @@ def plan_matmul_all_to_all(
     if p.cols * p.itemsize % 16:  # tiles leave by TMA
         return Plan(
             "unfused",
-            f"parts of {p.cols} columns are no multiple of 16 bytes, which the copy hardware needs",
+            f"parts of {p.cols} columns are not a multiple of 16 bytes, "
+            "which the copy hardware needs",
         )
     return _plan_gpu("matmul_all_to_all", p, machine, p.rows * p.world_size, lambda c: True)
 
@@ -265,7 +269,7 @@ def plan_matmul_all_to_all(
 def plan_all_to_all_matmul(
     problem: Problem, machine: Machine, interpreting: bool
 ) -> Plan[MatmulConfig]:
-    """The path of an all_to_all_matmul. ``rows``, ``depth``: of the part of x for one rank;
+    """The plan of an all_to_all_matmul. ``rows``, ``depth``: of the part of x for one rank;
     ``cols`` = N."""
     p = problem
     early = _unmeasured_plan(p, machine, interpreting, "exchange", "a part")
@@ -283,8 +287,8 @@ def plan_all_to_all_matmul(
 def plan_matmul_all_reduce(
     problem: Problem, machine: Machine, interpreting: bool
 ) -> Plan[MatmulConfig]:
-    """The path of a matmul_all_reduce. ``rows`` = M, of the whole result; ``cols`` = N; ``depth`` =
-    K/R."""
+    """The plan of a matmul_all_reduce. ``rows`` = M, the rows of the whole result; ``cols`` = N;
+    ``depth`` = K/R."""
     p = problem
     refused = _without_fusion(p, machine, interpreting, "reduce")
     if refused is not None:
@@ -293,7 +297,7 @@ def plan_matmul_all_reduce(
         if p.rows > MEASURED_ALL_REDUCE_ROWS:
             return Plan(
                 "unfused",
-                f"above {MEASURED_ALL_REDUCE_ROWS} rows no measurement shows the fused kernel ahead",
+                f"no measurement shows the kernel ahead above {MEASURED_ALL_REDUCE_ROWS} rows",
             )
         return _plan_gpu(
             "matmul_all_reduce",

@@ -1,4 +1,4 @@
-"""What is planned: the sizes of a call, the cut of its kernel, and the plan that joins them.
+"""The sizes of a call (Problem), how its kernel divides them (MatmulConfig), and what runs (Plan).
 
 No torch, no triton.
 """
@@ -12,33 +12,37 @@ from tileweave.planning.machine import Machine
 
 TransportName = Literal["copy_engine", "sm"]
 KernelName = Literal["triton", "hopper", "library"]
-C = TypeVar("C")  # how an operator is cut up
+C = TypeVar("C")  # the config of an operator
 FUSED_WORLD_SIZES = range(2, 9)
-MOST_ELEMENTS = 2**31 - 2**22  # of a shard: programs take equal shares of it, rounded up to blocks
+# Limit on the elements of a shard: programs index equal parts of it, rounded up to whole blocks.
+MOST_ELEMENTS = 2**31 - 2**22
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulConfig:
-    """How one fused matmul is cut up.
+    """How a fused matmul is divided into tiles, stages and transfers.
 
-    kernel : whose main loop. "library": the vendor's matmul as launches of its own; ours send or
-        gather before or behind it (``"sm"``), or copy engines bring the shards, each of which has a
-        matmul of its own (``"copy_engine"``, all-gather).
-    tile_m, tile_n, tile_k : the tile a program computes at once, elements.
-    num_stages : tiles of K in flight. num_warps : warps that multiply. group_m : tile rows in an L2
-        band.
-    transport : who pushes.
-    num_slices : pieces of a shard that are signalled one by one: what producers push (all-gather,
-        ``"sm"``), what a copy engine takes at once (reduce-scatter, ``"copy_engine"``).
-    num_producers : programs that push (``"sm"``); few, so that they are resident whatever else
-        runs.
+    kernel : whose main loop runs. ``"library"`` is cuBLAS in launches of its own: with transport
+        ``"sm"``, our kernels communicate before or after it; with ``"copy_engine"`` (all-gather
+        only), copy engines bring the shards and each shard is multiplied by a launch of its own.
+    transport : how data reaches peers.
+    tile_m, tile_n, tile_k : the tile that a program computes at once, in elements.
+    num_stages : K blocks of operands in flight.
+    num_warps : warps that multiply.
+    group_m : tile rows that share columns of w in L2; see ``schedules.gather.grouped``.
+    num_slices : slices of a shard that have signals of their own. A producer pushes one at a time
+        (all-gather, ``"sm"``); a copy engine copies one at a time (reduce-scatter,
+        ``"copy_engine"``).
+    num_producers : programs that push (``"sm"``). They are few, so that all of them are resident
+        whatever else runs.
     split_tail : cut the tiles that do not fill a last wave along K.
-    team : programs that share columns of w in the cut tiles.
-    own_first : start with the own shard; without it the bands begin with it.
-    shots : of an all-reduce: 1, every rank sums all partials; 2 ("library" alone), owners sum and
-        pass the result on.
-    band_sources, cut_bands : how many sources follow the own one together, and whether each such
-        band fills its own waves; see ``schedule.TileSchedule``.
+    band_sources : sources of an all-gather whose tiles form one band.
+    cut_bands : whether each band is a segment with waves of its own; see
+        ``schedules.gather.TileSchedule``.
+    team : programs that share columns of w in the tiles that are cut along K.
+    own_first : compute the own shard alone before the bands; otherwise it is in the first band.
+    shots : of an all-reduce. 1: every rank sums all partial sums. 2 (``"library"`` only): each
+        rank sums its part and sends the result to the others.
     """
 
     kernel: KernelName
@@ -59,24 +63,24 @@ class MatmulConfig:
     shots: int = 2
 
     def fits_rows(self, rows: int) -> bool:
-        """Whether its transport takes shards of that many rows: copy engines need a tile of them or
+        """Whether its transport can move shards of ``rows`` rows: copy engines need a tile or
         more."""
         return self.transport == "sm" or rows >= self.tile_m
 
     def __str__(self) -> str:
-        """What a plan says of it; repr has all of it."""
+        """The summary that a plan shows; repr has every field."""
         if self.kernel == "library" and self.transport == "copy_engine":
-            return "library matmul of each shard as copy engines bring it"
+            return "cuBLAS on each shard as copy engines bring it"
         if self.kernel == "library":
-            return f"library matmul, then one launch by tiles of {self.tile_m}x{self.tile_n}"
+            return f"cuBLAS, then one launch by tiles of {self.tile_m}x{self.tile_n}"
         tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"
         return f"{self.kernel} kernel, {self.transport} transport, {tile}, {self.num_stages} stages"
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Sizes of one call: ``rows`` of a shard, local ``cols`` of the output, ``depth`` = K, bytes of
-    an element."""
+    """The sizes of one call: ``rows`` per shard, local ``cols`` of the output, ``depth`` = K, and
+    ``itemsize``, the bytes of an element."""
 
     world_size: int
     rows: int
@@ -88,13 +92,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Plan(Generic[C]):
-    """What a call will do.
+    """What a call will do, and why.
 
-    path : "fused", "unfused" or "local". config : how the operator's own kernel is cut up, None
-        where it does not run: :class:`MatmulConfig`, ``DispatchConfig``, ``CombineConfig`` or
-        ``EmbeddingConfig``.
-    Once the call was accepted, ``checksum``: a checksum of what ranks must agree on; ``world_size``:
-    how many they are.
+    path : ``"fused"``, ``"unfused"`` or ``"local"`` (a group of one rank).
+    reason : why, as text.
+    config : :class:`MatmulConfig`, ``DispatchConfig``, ``CombineConfig`` or ``EmbeddingConfig``;
+        None if the operator's own kernel does not run.
+    checksum : of what ranks must agree on; set once the arguments of the call were checked.
+    world_size : number of ranks; set at the same time.
     """
 
     path: Literal["fused", "unfused", "local"]
@@ -111,7 +116,7 @@ class Plan(Generic[C]):
 def why_unfused(
     world_size: int, sizes: tuple[int, ...], machine: Machine, interpreting: bool
 ) -> str | None:
-    """Why no fused operator runs over more than one rank, on any device; None where one may."""
+    """Why no fused operator can run for this world size and these sizes; None if one may."""
     if world_size not in FUSED_WORLD_SIZES:
         return f"world size {world_size} is above {FUSED_WORLD_SIZES[-1]}"
     if min(sizes) == 0:
@@ -122,7 +127,7 @@ def why_unfused(
 
 
 def why_no_kernel(dtype: str, machine: Machine) -> str | None:
-    """Why no kernel on this GPU is known to be ahead; None where one is."""
+    """Why no kernel is known to be faster on this GPU than the unfused path; None if one is."""
     if dtype == "float32":
         return "float32 is not a tensor-core dtype"
     if machine.arch != 90:

@@ -1,5 +1,4 @@
-"""Measured tables: which config was fastest for which shape. They are data and are checked as
-such.
+"""Measured tables: which config was fastest for which shape. Every field of a table is checked.
 
 No torch, no triton.
 """
@@ -23,8 +22,12 @@ _POWERS = (16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A measured shape: ``rows`` of all ranks, local ``cols``, ``depth``, in a world of
-    ``world_size``; ``us`` is None where it was not timed itself."""
+    """A measured shape and its fastest config.
+
+    rows, cols, depth : rows of all ranks together, local columns, K.
+    us : time in microseconds; None if this shape was not timed itself.
+    world_size : number of ranks.
+    """
 
     rows: int
     cols: int
@@ -34,17 +37,17 @@ class Entry:
     world_size: int = 4
 
     def distance(self, rows: int, cols: int, depth: int, world_size: int) -> float:
-        """How far this shape is from another: octaves of rows, columns, depth, ranks. Rows decide
-        most: they count double."""
+        """Distance from another shape, in octaves of rows, columns, depth and ranks. Rows matter
+        most and count double."""
         sizes = ((cols, self.cols), (depth, self.depth), (world_size, self.world_size))
         return math.hypot(
-            2 * math.log2(rows / self.rows), *(math.log2(there / here) for there, here in sizes)
+            2 * math.log2(rows / self.rows), *(math.log2(theirs / own) for theirs, own in sizes)
         )
 
 
 @cache
 def tuned_entries(op: str) -> tuple[Entry, ...]:
-    """The measured table of ``op``, a file of ``planning/tables/``."""
+    """The measured table of ``op``, from ``planning/tables/``."""
     require(
         op.isidentifier(),
         f"the table of {op!r}",
@@ -58,25 +61,26 @@ def tuned_entries(op: str) -> tuple[Entry, ...]:
 
 
 def read_entries(text: str, where: str) -> tuple[Entry, ...]:
-    """A measured table from JSON ``text``: data, checked field by field, whoever wrote it.
-    ``where``: for messages.
+    """Read a measured table from JSON ``text`` and check every field. ``where`` names it in errors.
 
     Raises
     ------
-    InputError for anything that is not what :class:`Entry` and :class:`MatmulConfig` say.
+    InputError
+        if anything is not as :class:`Entry` and :class:`MatmulConfig` define it.
     """
     try:
         data = json.loads(text)
     except ValueError as error:
         raise InputError(
-            f"asked: table {where}, which is no JSON ({error}); allowed: JSON; remedy: write it anew"
+            f"asked: table {where}, which is not JSON ({error}); allowed: JSON; "
+            "remedy: write it again"
         ) from None
     entries: Any = data.get("entries") if isinstance(data, dict) else None
     require(
         isinstance(entries, list) and bool(entries),
         f"table {where} without entries",
         '{"entries": [...]}',
-        "write it anew",
+        "write it again",
     )
     return tuple(_entry(raw, f"{where}, entry {number}") for number, raw in enumerate(entries))
 
@@ -106,14 +110,13 @@ _SIZES = ("rows", "cols", "depth")
 
 
 def _checked(raw: object, kind: type, where: str) -> dict[str, Any]:
-    """``raw`` as arguments of ``kind``: no unknown field, none missing, each of the type and range
-    it must have."""
+    """``raw`` as arguments of ``kind``, after a check of names, types and ranges of all fields."""
     known = {field.name: field for field in fields_of(kind)}
     needed = {name for name, field in known.items() if field.default is MISSING}
     if not isinstance(raw, dict) or not needed <= set(raw) <= set(known):
         given = sorted(map(str, raw)) if isinstance(raw, dict) else type(raw).__name__
         raise InputError(
-            f"asked: {given} in {where}; allowed: {', '.join(known)}; remedy: write the table anew"
+            f"asked: {given} in {where}; allowed: {', '.join(known)}; remedy: write the table again"
         )
     for name, value in raw.items():
         if name in _ALLOWED:
@@ -129,8 +132,8 @@ def _checked(raw: object, kind: type, where: str) -> dict[str, Any]:
         require(
             good,
             f"{name} = {value!r} in {where}",
-            "what config.MatmulConfig and config.Entry say",
-            "write the table anew",
+            "what planning.problem.MatmulConfig and planning.table.Entry define",
+            "write the table again",
         )
     return dict(raw)
 
@@ -144,8 +147,10 @@ def nearest(
     can_run: Callable[[MatmulConfig], bool] = lambda _: True,
     entries: tuple[Entry, ...] | None = None,
 ) -> Entry:
-    """The measured entry of ``op`` nearest to a shape, of those whose configuration ``can_run``.
-    ``entries``: another table."""
+    """The measured entry of ``op`` nearest to a shape, among those whose config ``can_run``.
+
+    ``entries`` replaces the table of ``op``.
+    """
     known = tuned_entries(op) if entries is None else entries
     return min(
         (e for e in known if can_run(e.config)),
