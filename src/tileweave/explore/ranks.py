@@ -304,14 +304,14 @@ class ModelTransport:
         self,
         copies: Sequence[Copy],
         source: int = 0,
-        line: int = 0,
+        queue: int = 0,
         launch: Callable[[], None] | None = None,
     ) -> None:
         self._world.push(self._world.ranks[self.rank], copies, source)
         if launch is not None:
             launch()
 
-    def join(self, line: int = 0) -> None:
+    def join(self, queue: int = 0) -> None:
         self._world.join(self._world.ranks[self.rank])
 
     def order(self) -> None:

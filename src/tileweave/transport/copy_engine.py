@@ -134,7 +134,7 @@ def driver() -> ctypes.CDLL:
     return library
 
 
-def _checked(status: int, what: str) -> None:
+def _check_status(status: int, what: str) -> None:
     if status:
         raise RuntimeError(
             f"the driver refused {what}: it returned {status}; `tileweave doctor` checks peer access"
@@ -159,8 +159,8 @@ class _Graph:
         self._moving: list[tuple[Copy, ctypes.c_void_p, _Block]] = []
         self._given = given
         what = "a graph of copies to peers"
-        _checked(self._driver.cuStreamGetCtx(stream, self._context), what)
-        _checked(self._driver.cuGraphCreate(self._graph, 0), what)
+        _check_status(self._driver.cuStreamGetCtx(stream, self._context), what)
+        _check_status(self._driver.cuGraphCreate(self._graph, 0), what)
         ends: dict[int, ctypes.c_void_p] = {}  # of each lane
         waits: dict[int, ctypes.c_void_p] = {}  # the last one of each lane
         asides: list[ctypes.c_void_p] = []
@@ -182,7 +182,7 @@ class _Graph:
                 asides.append(node)
             else:
                 ends[copy.lane] = node
-        _checked(self._driver.cuGraphInstantiateWithFlags(self._ready, self._graph, 0), what)
+        _check_status(self._driver.cuGraphInstantiateWithFlags(self._ready, self._graph, 0), what)
 
     def _wait(self, copy: Copy, before: list[ctypes.c_void_p]) -> ctypes.c_void_p:
         wait = _Operation(kind=_WAIT_VALUE, address=copy.counter, value=copy.count, flags=_AT_LEAST)
@@ -217,7 +217,7 @@ class _Graph:
     ) -> ctypes.c_void_p:
         node = ctypes.c_void_p()
         follows = (ctypes.c_void_p * len(before))(*(other.value for other in before))
-        _checked(
+        _check_status(
             function(node, self._graph, follows, len(before), *about), "a graph of copies to peers"
         )
         return node
@@ -236,7 +236,7 @@ class _Graph:
         return True
 
     def launch(self, stream: int) -> None:
-        _checked(self._driver.cuGraphLaunch(self._ready, stream), "copies to peers")
+        _check_status(self._driver.cuGraphLaunch(self._ready, stream), "copies to peers")
 
     def __del__(self) -> None:
         if self._ready:
@@ -262,7 +262,7 @@ class _SideStream:
     def __init__(self, device: torch.device) -> None:
         made = ctypes.c_void_p()
         with torch.cuda.device(device):
-            _checked(
+            _check_status(
                 driver().cuStreamCreateWithPriority(made, _NON_BLOCKING, _URGENT),
                 "a stream for copies",
             )
@@ -329,7 +329,7 @@ class CopyEngine:
         status = cuda.cuEventRecord(self._start, current_handle(self._index))
         for lane in self._lanes[:lanes]:
             status = status or cuda.cuStreamWaitEvent(lane.handle, self._start, 0)
-        _checked(status, "one stream behind another")
+        _check_status(status, "one stream behind another")
 
     def _submit(self, copies: Sequence[Copy], source: int, lanes: int) -> None:
         """One by one: waits and copies ``aside`` stand in line here."""
@@ -346,7 +346,7 @@ class CopyEngine:
             else:
                 status = status or self._submit_rows(copy, target, start, side)
             if status:
-                _checked(status, f"a copy of {copy.nbytes} bytes to a peer")
+                _check_status(status, f"a copy of {copy.nbytes} bytes to a peer")
 
     def _submit_rows(self, copy: Copy, target: int, source: int, side: int) -> int:
         about = _Pitched(
@@ -366,7 +366,7 @@ class CopyEngine:
         first = self._lanes[0]
         for lane in self._lanes[1:lanes]:
             status = self._driver.cuEventRecord(lane.done, lane.handle)
-            _checked(
+            _check_status(
                 status or self._driver.cuStreamWaitEvent(first.handle, lane.done, 0),
                 "one stream behind another",
             )
@@ -376,4 +376,4 @@ class CopyEngine:
         last = self._lanes[0]
         status = self._driver.cuEventRecord(last.done, last.handle)
         status = status or self._driver.cuStreamWaitEvent(current_handle(self._index), last.done, 0)
-        _checked(status, "one stream behind another")
+        _check_status(status, "one stream behind another")

@@ -56,7 +56,7 @@ class CpuTransport:
         self,
         copies: Sequence[Copy],
         source: int = 0,
-        line: int = 0,
+        queue: int = 0,
         launch: Callable[[], None] | None = None,
     ) -> None:
         abandoned = threading.Event()  # the kernel whose counters copies wait for has raised
@@ -84,7 +84,7 @@ class CpuTransport:
         if self.watch is not None:
             self.watch(copies, begin, time.perf_counter_ns())
 
-    def join(self, line: int = 0) -> None:
+    def join(self, queue: int = 0) -> None:
         if self._pushed is not None:
             self._pushed.result()
             self._pushed = None

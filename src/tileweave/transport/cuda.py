@@ -42,7 +42,7 @@ def describe(index: int) -> Machine:
 _LOG = logging.getLogger("tileweave")
 
 
-class Lane:
+class LaunchOrder:
     """The order of our launches on one device: the stream of the last one. Not a lane of copies
     (``base.Copy``).
 
@@ -74,22 +74,24 @@ class Lane:
             self.end.record()
 
 
-_LANES: dict[int, Lane] = {}
+_LAUNCH_ORDERS: dict[int, LaunchOrder] = {}
 
 
-def enter_line(device: torch.device) -> None:
+def enter_launch_order(device: torch.device) -> None:
     """Order what is queued next on the current stream behind our last launch on ``device``, and our
     next one behind it."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    _LANES.setdefault(index, Lane()).enter(current_handle(index))
+    _LAUNCH_ORDERS.setdefault(index, LaunchOrder()).enter(current_handle(index))
 
 
-def leave_line(device: torch.device) -> None:
+def leave_launch_order(device: torch.device) -> None:
     """Behind a launch: ours on other streams need not wait for what this one is given from here on,
     which waits for no peer."""
-    lane = _LANES.get(torch.cuda.current_device() if device.index is None else device.index)
-    if lane is not None:
-        lane.leave()
+    order = _LAUNCH_ORDERS.get(
+        torch.cuda.current_device() if device.index is None else device.index
+    )
+    if order is not None:
+        order.leave()
 
 
 class CudaTransport:
@@ -105,7 +107,7 @@ class CudaTransport:
         self._meeting = Meeting(group, device)
         self._engines = [CopyEngine(device)]
         self.watch: Watcher | None = None
-        self._lane = _LANES.setdefault(self._index, Lane())
+        self._launch_order = _LAUNCH_ORDERS.setdefault(self._index, LaunchOrder())
 
     def _require_peer_access(self) -> None:
         if dist.get_backend(self.group) == "gloo":
@@ -155,20 +157,20 @@ class CudaTransport:
         self,
         copies: Sequence[Copy],
         source: int = 0,
-        line: int = 0,
+        queue: int = 0,
         launch: Callable[[], None] | None = None,
     ) -> None:
-        while len(self._engines) <= line:
+        while len(self._engines) <= queue:
             self._engines.append(CopyEngine(self.device))
-        self._engines[line].push(copies, source, launch)
+        self._engines[queue].push(copies, source, launch)
         if self.watch is not None:
             self.watch(copies, 0, 0)
 
-    def join(self, line: int = 0) -> None:
-        self._engines[line].join()
+    def join(self, queue: int = 0) -> None:
+        self._engines[queue].join()
 
     def order(self) -> torch.cuda.Stream:
-        return self._lane.enter(current_handle(self._index))
+        return self._launch_order.enter(current_handle(self._index))
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

@@ -46,17 +46,17 @@ def _open(place: str, nbytes: int) -> mmap.mmap:
     try:
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise _not_there(process, error.strerror or str(error)) from error
+        raise _unavailable(process, error.strerror or str(error)) from error
     try:
         link = os.readlink(f"/proc/self/fd/{opened}")
         if not link.startswith(f"/memfd:tileweave-{token}"):
-            raise _not_there(process, "something else stands there")
+            raise _unavailable(process, "something else stands there")
         return mmap.mmap(opened, nbytes)
     finally:
         os.close(opened)
 
 
-def _not_there(process: str, why: str) -> UnsupportedError:
+def _unavailable(process: str, why: str) -> UnsupportedError:
     """A rank that has given up has let go of its block; ranks that see other processes in /proc
     look at somebody else's."""
     there = os.path.exists(f"/proc/{int(process)}")

@@ -138,7 +138,7 @@ class Transport(Protocol):
         self,
         copies: Sequence[Copy],
         source: int = 0,
-        line: int = 0,
+        queue: int = 0,
         launch: Callable[[], None] | None = None,
     ) -> None:
         """Copy engine: do ``copies``, lane by lane in order, behind what is queued now and beside
@@ -152,7 +152,7 @@ class Transport(Protocol):
         """
         ...
 
-    def join(self, line: int = 0) -> None:
+    def join(self, queue: int = 0) -> None:
         """Order what is queued later behind the last :meth:`push` of ``line``."""
         ...
 

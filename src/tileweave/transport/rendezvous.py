@@ -34,10 +34,10 @@ from tileweave.transport.workspace import timeout_seconds
 
 _NUMBERED = re.compile(r"(.*?/)(\d+)((?:/.*)?)$")  # topic/number, topic/number/...
 _MET, _GIVEN_UP = "met", "given up"  # how a meeting ended
-_AWAY = "away|"  # how texts begin of ranks that have closed their workspace
+_CLOSED_PREFIX = "away|"  # how texts begin of ranks that have closed their workspace
 MAPPING = "mapping symmetric memory"
 MEMORY, HERE, MAPPED = "memory", "here", "mapped"  # what meetings of a workspace are about
-_SPOKEN = {
+_DESCRIPTIONS = {
     MEMORY: "the first call of an operator",
     HERE: "an operator that needs more memory",
     MAPPED: "an operator whose memory is mapped",
@@ -68,13 +68,13 @@ def meet(text: str, group: dist.ProcessGroup, what: str) -> tuple[int, list[str]
     has waits for the others.
     """
     store = dist.PrefixStore("tileweave-meetings", store_of(group))
-    rank, size, away = dist.get_rank(group), dist.get_world_size(group), group in _CLOSED
-    seconds = timeout_seconds() * (LATE if away else 1.0)
+    rank, size, closed_here = dist.get_rank(group), dist.get_world_size(group), group in _CLOSED
+    seconds = timeout_seconds() * (LATE if closed_here else 1.0)
     while True:
         # in the store: it may outlive the group, and serve the next one
         number = store.add(f"last-of-{rank}", 1)
         keys = [f"{number}/{other}" for other in range(size)]
-        store.set(keys[rank], _AWAY + text if away else text)
+        store.set(keys[rank], _CLOSED_PREFIX + text if closed_here else text)
         end = ""
         try:
             store.wait(keys, timedelta(seconds=seconds))
@@ -91,12 +91,14 @@ def meet(text: str, group: dist.ProcessGroup, what: str) -> tuple[int, list[str]
             store.delete_key(f"{number - 1}/{rank}")
             if rank == 0:
                 store.delete_key(f"{number - 1}/end")
-        those_away = [other for other, theirs in enumerate(texts) if theirs.startswith(_AWAY)]
-        if end == _GIVEN_UP or (away and len(those_away) < size):
+        closed_ranks = [
+            other for other, theirs in enumerate(texts) if theirs.startswith(_CLOSED_PREFIX)
+        ]
+        if end == _GIVEN_UP or (closed_here and len(closed_ranks) < size):
             continue
-        if those_away and not away:
-            raise PeerTimeout(what, rank, those_away[0], -1, 0, 0, 0.0, "closed")
-        return number, [text.removeprefix(_AWAY) for text in texts]
+        if closed_ranks and not closed_here:
+            raise PeerTimeout(what, rank, closed_ranks[0], -1, 0, 0, 0.0, "closed")
+        return number, [text.removeprefix(_CLOSED_PREFIX) for text in texts]
 
 
 def _end(store: dist.Store, number: int, wanted: str) -> str:
@@ -139,7 +141,7 @@ class Texts:
 def require_alike(texts: Sequence[str]) -> None:
     """Raise the same :class:`RankMismatchError` on every rank if texts differ: of workspaces, in
     what they are about."""
-    refuse_differences([_SPOKEN.get(text.partition("|")[0], text) for text in texts])
+    refuse_differences([_DESCRIPTIONS.get(text.partition("|")[0], text) for text in texts])
 
 
 def refuse_differences(said: Sequence[str], hint: str = "") -> None:

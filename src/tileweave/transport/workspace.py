@@ -70,7 +70,7 @@ def _first_words(seconds: float) -> list[int]:
     return [min(word, 2**31 - 1) for word in words]
 
 
-class Recent(dict[Any, Any]):
+class BoundedCache(dict[Any, Any]):
     """What may be made again: all is forgotten where keys of ever new sizes would fill memory."""
 
     def __setitem__(self, key: object, value: object) -> None:
@@ -303,7 +303,7 @@ class Workspace:
         self.ledger = Ledger()
         self.instances: dict[tuple[str, str], Instance] = {}
         # signatures of calls whose arguments were checked, and their plans
-        self.accepted: dict[object, Plan] = Recent()
+        self.accepted: dict[object, Plan] = BoundedCache()
 
     def instance(self, op: str, kind: str) -> Instance:
         """The instance of ``op`` over transport ``kind``; the first call for it is collective."""
