@@ -1,21 +1,21 @@
-"""The ledger: what each rank calls, written down where its peers read it, so that calls that do not
+"""The ledger: each rank records its calls where its peers can read them, so that calls that do not
 match are found.
 
-Every rank has a page in memory that all ranks of the host share. Before it launches call n of the
-group it writes there, in place n modulo ``PLACES``, the number n and a mark of what it calls (a
-checksum of operator, shapes, dtypes, options). Then it looks at what its peers wrote for the calls
-that it has not compared yet. Nobody waits: who is first finds nothing and goes on, who comes later
-finds the difference before its kernel is launched, and who was first finds it at its next call, or
-when its kernel gives up waiting. One 8-byte word is both number and mark, so no order between words
-is needed.
+Every rank has a page in memory that all ranks of the host share. Before a rank launches call n of
+the group, it writes the number n and a checksum of the call (operator, shapes, dtypes, options)
+into entry n modulo ``PLACES`` of its page. Then it compares the entries of its peers for all calls
+that it has not compared yet. It never waits. The first rank finds nothing and goes on. A later rank
+finds the difference before it launches its kernel, and the first rank finds it at its next call, or
+when its kernel stops waiting. Number and checksum are one 8-byte word, so no order between words is
+needed.
 
-A call that breaks off for a reason of this rank alone (no memory, Ctrl-C) has been called by the
-others, who wait for it; if this rank then went on, its next call would stand for it, of other data
-and without a difference. So it is written down as broken, over the mark that it may have had: who
-finds that where its own call did not break is told (decision 0105).
+A call may fail for a reason of one rank alone (no memory, Ctrl-C) while its peers made it and wait
+for that rank. If that rank then went on, its next call would be taken for the failed one, with
+other data and without a visible difference. So the entry is marked as broken: a rank that finds it
+where its own call did not fail raises an error (decision 0105).
 
-Host only: nothing of this is in a captured graph. An eager call pays for a store, and for a load of
-each peer that is in step.
+This runs on the host only and is not part of a captured graph. An eager call costs one store, and
+one load per peer that is in step.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from typing import Any
 
 from tileweave.errors import RankMismatchError
 
-# so many calls may a rank be ahead of another one until some of them are not compared
+# A rank may be this many calls ahead of another before some calls are not compared.
 PLACES = 1024
 NBYTES = 8 * PLACES
 _NUMBER, _HALF = 0xFFFFFFFF, 1 << 31
-_BROKEN = 0  # a mark that no call has
+_BROKEN = 0  # a checksum that no call has
 
 
 class Ledger:
-    """One for a workspace. Until :meth:`open`, and without blocks, it compares nothing. ``calls``:
-    what this rank wrote."""
+    """The ledger of one workspace. It compares nothing before :meth:`open` or without blocks.
+    ``calls`` counts the calls that this rank recorded."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.opened = False
         self._rank = -1
         self._pages: list[Any] = []
-        self._peers: list[tuple[int, Any]] = []  # rank and page of each other one
-        self._compared: list[int] = []  # calls compared, by rank
+        self._peers: list[tuple[int, Any]] = []  # rank and page of each peer
+        self._compared: list[int] = []  # number of calls compared, for each rank
 
     def open(self, blocks: Sequence[Any], rank: int) -> None:
-        """``blocks``: a writable buffer of ``NBYTES`` zeros of each rank."""
+        """``blocks`` has a writable buffer of ``NBYTES`` zeros for each rank."""
         self.opened, self._rank = True, rank
         self._pages = [memoryview(block).cast("B").cast("Q") for block in blocks]
         self._peers = [(peer, page) for peer, page in enumerate(self._pages) if peer != rank]
         self._compared = [0] * len(blocks)
 
     def post(self, op: str, mark: int) -> None:
-        """Write down that ``op`` is called next, with ``mark``; raise :class:`RankMismatchError` if
-        a peer calls another.
+        """Record that ``op`` is called next, with checksum ``mark``. Raise
+        :class:`RankMismatchError` if a peer calls something else.
 
-        Earlier calls are compared before: who is told of one of those does not make this one, so
-        peers must not find it.
+        Earlier calls are compared first: if one of them differs, this call is not made, so peers
+        must not find it.
         """
         if not self._pages:
             return
@@ -73,22 +73,22 @@ class Ledger:
                 self._compare(op, peer, page, number)
 
     def break_off(self, posted: bool) -> None:
-        """This rank's last call, or one that it did not come to write down, was not made, for a
-        reason of its own."""
+        """Record that a call of this rank failed for a reason of its own: the last one if it was
+        ``posted``, else the next one."""
         if not self._pages:
             return
         self.calls = number = self.calls + (not posted)
         self._pages[self._rank][number % PLACES] = _BROKEN << 32 | number & _NUMBER
-        # peers may have been there
+        # peers may have compared it before
         self._compared = [min(compared, number - 1) for compared in self._compared]
 
     def compare(self, op: str) -> None:
-        """Look at what peers have written for the calls that this rank has made."""
+        """Compare what peers have recorded for the calls that this rank has made."""
         for peer, page in self._peers:
             self._compare(op, peer, page, self.calls)
 
     def _compare(self, op: str, peer: int, page: Any, current: int) -> None:
-        """``current``: the number of the call that this rank is in."""
+        """``current`` is the number of the call that this rank is in."""
         last = self.calls
         number = max(self._compared[peer] + 1, last - PLACES + 1)
         while number <= last:
@@ -98,7 +98,7 @@ class Ledger:
                 ahead = (theirs - number) & _NUMBER
                 if ahead == 0:
                     self._refuse(op, peer, number, theirs >> 32 == _BROKEN, current - number)
-                if ahead >= _HALF:  # an older call stands there: the peer has not come so far
+                if ahead >= _HALF:  # the entry is of an older call: the peer is not there yet
                     break
             number += 1  # the same, or overwritten by a peer that is far ahead
         self._compared[peer] = number - 1
@@ -121,8 +121,9 @@ class Ledger:
             )
             remedy = f"look at what rank {broke} raised"
         raise RankMismatchError(
-            f"asked: {what} where {where}; allowed: the same operators in the same order, with the same shapes, dtypes and "
-            f"options on every rank; remedy: {remedy}, then tileweave.close(group), and call again on every rank"
+            f"asked: {what} where {where}; allowed: the same operators in the same order, with the "
+            f"same shapes, dtypes and options on every rank; remedy: {remedy}, then "
+            "tileweave.close(group), and call again on every rank"
         )
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Symmetric memory on one host without a GPU: shared host memory (``host_memory.py``). The copy
-engine is a thread.
+"""Symmetric memory on one host without a GPU: shared host memory (``host_memory.py``).
 
-It does all copies one after another, in the order of their list, whatever their lanes and lines.
+The copy engine is a thread. It does all copies one after another, in the order of their list,
+whatever their lanes and queues.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CpuTransport:
             return
         launched = False
         try:
-            # behind the copies: the interpreter's launch returns when the kernel has ended
+            # after the copies were queued: an interpreted launch returns when the kernel has ended
             launch()
             launched = True
         finally:
@@ -90,7 +90,7 @@ class CpuTransport:
             self._pushed = None
 
     def order(self) -> None:
-        """Calls on the CPU are synchronous, hence already in order."""
+        """Calls on the CPU are synchronous, so they are in order already."""
 
     def capturing(self) -> bool:
         return False

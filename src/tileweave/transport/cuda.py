@@ -1,9 +1,9 @@
-"""Symmetric memory on GPUs: torch's symmetric memory; ``copy_engine.py`` has the copies.
+"""Symmetric memory on GPUs, allocated by torch; ``copy_engine.py`` has the copies.
 
-Of what operators stand on, only this file and ``rendezvous.py`` touch
-``torch.distributed._symmetric_memory``, a private API that changes from release to release. We use
-it to allocate, to exchange handles and to learn peers' addresses; signals, epochs and waits are
-ours (torch's signal pad is shared by everything on a handle, and two streams on it can dead-lock).
+Only this file and ``rendezvous.py`` use ``torch.distributed._symmetric_memory``, a private API that
+changes between releases. We use it to allocate, to exchange handles and to learn the addresses of
+peers. Signals, epochs and waits are ours: torch's signal pad is shared by everything on a handle,
+and two streams that use it can deadlock.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ _LOG = logging.getLogger("tileweave")
 
 
 class LaunchOrder:
-    """The order of our launches on one device: the stream of the last one. Not a lane of copies
-    (``base.Copy``).
+    """The order of our launches on one device, across streams and groups.
 
-    Two kernels that each fill a device and wait for peers must not run side by side in different
-    orders on different ranks. So all our launches on a device form one line, across streams and
-    groups.
+    Two kernels that each fill the device and wait for peers must not run at the same time in
+    different orders on different ranks. So all our launches on a device are serialized.
     """
 
     def __init__(self) -> None:
         self.stream: torch.cuda.Stream | None = None
         self.handle: int | None = None
-        self.end: torch.cuda.Event | None = None  # of the last launch, where it is known
+        self.end: torch.cuda.Event | None = None  # of the last launch, if it was recorded
 
     def enter(self, handle: int) -> torch.cuda.Stream:
-        """The current stream. ``handle``: its own, which costs a tenth of asking for the stream
-        itself."""
+        """Order what follows on the current stream after the last launch. Returns that stream.
+
+        ``handle`` is the handle of the current stream; to get it costs a tenth of getting the
+        stream itself.
+        """
         end, self.end = self.end, None
         if self.stream is not None and handle == self.handle:
             return self.stream
@@ -78,15 +79,15 @@ _LAUNCH_ORDERS: dict[int, LaunchOrder] = {}
 
 
 def enter_launch_order(device: torch.device) -> None:
-    """Order what is queued next on the current stream behind our last launch on ``device``, and our
-    next one behind it."""
+    """Order the work queued next on the current stream after our last launch on ``device``, and our
+    next launch after that work."""
     index = torch.cuda.current_device() if device.index is None else device.index
     _LAUNCH_ORDERS.setdefault(index, LaunchOrder()).enter(current_handle(index))
 
 
 def leave_launch_order(device: torch.device) -> None:
-    """Behind a launch: ours on other streams need not wait for what this one is given from here on,
-    which waits for no peer."""
+    """Call this after a launch. Launches on other streams need not wait for what is queued on this
+    stream later, because that waits for no peer."""
     order = _LAUNCH_ORDERS.get(
         torch.cuda.current_device() if device.index is None else device.index
     )
@@ -112,7 +113,8 @@ class CudaTransport:
     def _require_peer_access(self) -> None:
         if dist.get_backend(self.group) == "gloo":
             raise UnsupportedError(
-                "asked: fused operators on CUDA tensors with a gloo group; allowed: a group that has an NCCL backend; "
+                "asked: fused operators on CUDA tensors with a gloo group; "
+                "allowed: a group that has an NCCL backend; "
                 "remedy: init_process_group('nccl') or 'cpu:gloo,cuda:nccl'"
             )
 
@@ -123,11 +125,12 @@ class CudaTransport:
         except RuntimeError as error:  # also torch.OutOfMemoryError
             failure = f"{type(error).__name__}: {error}"
         agree_on_memory(nbytes, failure, "", self._meeting.exchange)
-        assert local is not None, "who fails does not agree"
+        assert local is not None, "agree_on_memory raises if this rank failed"
         handle = self._meeting.rendezvous(local)
         if handle is None:
             raise UnsupportedError(
-                f"asked: {nbytes} bytes that all ranks can map; allowed: devices with peer access on one host; "
+                f"asked: {nbytes} bytes that all ranks can map; "
+                "allowed: devices with peer access on one host; "
                 "remedy: check `nvidia-smi topo -m`, or use the unfused operators"
             )
         addresses = tuple(
@@ -141,14 +144,14 @@ class CudaTransport:
             return share(nbytes, self.rank, self._meeting.exchange)
         except UnsupportedError as error:  # the same on all ranks
             _LOG.warning(
-                "ranks share no host memory, so calls that do not match end in a time-out: %s",
+                "ranks share no host memory, so calls that do not match end in a timeout: %s",
                 error,
             )
             return []
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
-        self._meeting.barrier()  # NCCL would wait ten minutes for a rank that does not come
+        self._meeting.barrier()  # NCCL would wait ten minutes for a missing rank
 
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
@@ -179,5 +182,5 @@ class CudaTransport:
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """torch frees symmetric memory with its last tensor."""
+        """Leave the group; torch frees symmetric memory with its last tensor."""
         self._meeting.close()
