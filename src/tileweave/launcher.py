@@ -155,7 +155,7 @@ def given_world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
 
 
-def tells() -> bool:
+def is_main_process() -> bool:
     """Whether this process speaks for its world: every one but torchrun's other ranks."""
     return not under_torchrun() or int(os.environ["RANK"]) == 0
 

@@ -35,7 +35,7 @@ from tileweave.launcher import (
     default_device_type,
     default_world_size,
     launch,
-    tells,
+    is_main_process,
     under_torchrun,
 )
 from tileweave.ops import reference
@@ -323,7 +323,7 @@ def main() -> None:
             seconds=seconds + 120,
         )
         found += one or []
-    if not tells():  # rank 0 has it
+    if not is_main_process():  # rank 0 has it
         return
     about = (
         "Component times by tileweave.bench.components: slowest rank, median of repeats; shapes as sim/predict.py reads them. "

@@ -92,9 +92,7 @@ def meet(text: str, group: dist.ProcessGroup, what: str) -> tuple[int, list[str]
             store.delete_key(f"{number - 1}/{rank}")
             if rank == 0:
                 store.delete_key(f"{number - 1}/end")
-        closed_ranks = [
-            other for other, theirs in enumerate(texts) if theirs.startswith(_CLOSED_PREFIX)
-        ]
+        closed_ranks = [r for r, text in enumerate(texts) if text.startswith(_CLOSED_PREFIX)]
         if end == _GIVEN_UP or (closed_here and len(closed_ranks) < size):
             continue
         if closed_ranks and not closed_here:
