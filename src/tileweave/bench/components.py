@@ -34,8 +34,8 @@ from tileweave.launcher import (
     Member,
     default_device_type,
     default_world_size,
-    launch,
     is_main_process,
+    launch,
     under_torchrun,
 )
 from tileweave.ops import reference
