@@ -82,7 +82,7 @@ class Replayed:
 
     priority : its kernels start before those of other streams. A graph keeps the priority of its
         capture, but memsets and copies in it have none: they wait until a concurrent kernel has no
-        program left to start (decision 0098). So do not use this for functions with large ones,
+        program left to start (decision 0034). So do not use this for functions with large ones,
         such as a sort.
     """
 

@@ -445,7 +445,7 @@ def test_an_output_whose_pitch_tma_cannot_have_is_stored_plainly() -> None:
 
 @pytest.mark.parametrize("case", [*TRITON_CASES, *HOPPER_CASES], ids=str)
 def test_no_wait_waits_for_stores(case: Case) -> None:
-    """Full fences hold up a tile by 3 to 7 us (decision 0089), and a waiter has nothing to
+    """Full fences hold up a tile by 3 to 7 us (decision 0004), and a waiter has nothing to
     release."""
     ptx = str(compile_case(case).ptx)
     assert "fence.acquire.sys" in ptx

@@ -49,7 +49,7 @@ from tileweave.planning.table import tuned_entries
 M, N = 1024, 2048
 HOWS = tuple(Exchange(scatter, gather) for scatter in (0, 1) for gather in (0, 1))
 QKV, PROJECTION = Exchange(1, 0), Exchange(0, 1)
-# in no table since decision 0111
+# in no table since decision 0014
 PUSHED = MatmulConfig("hopper", "sm", 64, 128, 128, num_stages=4, num_warps=4)
 
 

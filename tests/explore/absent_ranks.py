@@ -380,7 +380,7 @@ def _run_to_a_moment(
 
     Whatever anybody gets is right, or NaN, or (of rows that stay, and of whole numbers) it has run
     out of time. But where copy engines send what a rank that gave up still has to send, only that
-    all come to an end: decision 0093, what is left open.
+    all come to an end: decision 0007, what is left open.
     """
     drawn, wrong, waiting, ended = Drawn(programs, None, 1, 3, 0), [], [], set(absent)
     moment = random.Random(f"{scenario.name} {programs} {sorted(absent)}").choice(

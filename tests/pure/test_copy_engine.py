@@ -279,7 +279,7 @@ def test_what_the_driver_refuses_is_told(refused: str, monkeypatch: pytest.Monke
             ]
         )
     assert not isinstance(caught.value, TileweaveError), (
-        "this rank's alone, so that peers are told (decision 0105)"
+        "this rank's alone, so that peers are told (decision 0025)"
     )
     if refused in ("cuEventRecord", "cuStreamWaitEvent"):
         with pytest.raises(RuntimeError):

@@ -314,7 +314,7 @@ def test_many_rows_go_by_copy_engine(cols: int) -> None:
 def test_the_library_multiplies_where_rows_of_its_result_are_whole(
     plan_for: Callable[..., Plan],
 ) -> None:
-    """Of 16 bytes: it takes 2 to 3 times as long elsewhere (decision 0110)."""
+    """Of 16 bytes: it takes 2 to 3 times as long elsewhere (decision 0017)."""
     for rows in (32, 64, 128):
         plans = [plan_for(problem(rows=rows, cols=cols), H200, False) for cols in (7168, 7164)]
         assert [plan.config.kernel for plan in plans] == ["library", "hopper"]

@@ -124,7 +124,7 @@ _PORTABLE = CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32,
 
 def _config_of(s: GroupedProblem) -> CombineConfig:
     """Chosen by the average rows per expert. Few rows are bound by reading weights, many by the
-    tensor cores (decisions 0069, 0077)."""
+    tensor cores (decisions 0029, 0030)."""
     rows = s.rows_per_expert
     if rows <= 4:
         workers = 32 if rows <= 2 else 64

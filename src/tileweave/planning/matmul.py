@@ -137,8 +137,8 @@ def _config_for_odd_rows(config: MatmulConfig, p: Problem) -> tuple[MatmulConfig
     """The config for rows at odd multiples of 16 bytes, and what it changes.
 
     128 bytes that begin inside a 32-byte sector of L2 touch five sectors in two cache lines. That
-    slows our main loop but not cuBLAS, which therefore multiplies large shards (decision 0114).
-    For small ones, wider tiles load a quarter less (decision 0102).
+    slows our main loop but not cuBLAS, which therefore multiplies large shards (decision 0016).
+    For small ones, wider tiles load a quarter less (decision 0017).
     """
     if config.transport == "sm" or config.kernel != "hopper":
         return config, ""

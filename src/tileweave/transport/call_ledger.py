@@ -12,7 +12,7 @@ needed.
 A call may fail for a reason of one rank alone (no memory, Ctrl-C) while its peers made it and wait
 for that rank. If that rank then went on, its next call would be taken for the failed one, with
 other data and without a visible difference. So the entry is marked as broken: a rank that finds it
-where its own call did not fail raises an error (decision 0105).
+where its own call did not fail raises an error (decision 0025).
 
 This runs on the host only and is not part of a captured graph. An eager call costs one store, and
 one load per peer that is in step.

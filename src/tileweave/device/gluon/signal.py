@@ -170,7 +170,7 @@ def acquire(epoch):
     """Behind :func:`spin`: later loads, TMA's too, see what was stored before the signals seen. ``epoch``: any int32.
 
     Both fences are the narrow ones. ``fence.acq_rel`` and ``fence.proxy.async`` without a state space wait for all that the
-    multiprocessor has under way: 3 us in front of a tile, 7 beside copies (decision 0089).
+    multiprocessor has under way: 3 us in front of a tile, 7 beside copies (decision 0004).
     """
     gl.inline_asm_elementwise(
         "fence.acquire.sys; fence.proxy.async.global; mov.u32 $0, 0;",

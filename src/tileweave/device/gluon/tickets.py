@@ -1,8 +1,8 @@
 """Tiles as tickets, in Gluon: *load* draws the number of its next tile and hands it to *multiply*.
 
 Numbers that follow each other are drawn at almost the same time, so tiles that share operands begin together and find them in
-L2. Dealt in turn, tile p + P j to program p, they drift apart: where programs wait for peers (decision 0076), or where weights
-are read at the memory's rate for hundreds of microseconds (decision 0113).
+L2. Dealt in turn, tile p + P j to program p, they drift apart: where programs wait for peers (decision 0011), or where weights
+are read at the memory's rate for hundreds of microseconds (decision 0011).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each rank sends to the next one first, then to the one behind that, ...: as long as ranks are in step no receiver has two
 senders. Nothing in the other waits of a call keeps them in step: what one is late goes round from rank to rank, call by call,
 and a receiver with two senders gets both late. Three copies of 8.4 MB from each of four H200 take 110 to 125 us out of step
-where the link alone would take 64 (decision 0091).
+where the link alone would take 64 (decision 0002).
 
 ==============================  =====  =====================================  ==========================================
 signal (int32)                  value  notifier                               waiter

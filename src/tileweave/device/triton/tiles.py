@@ -5,7 +5,7 @@ undecorated functions, which ``device/gluon/matmul.py`` compiles as Gluon.
 
 A kernel makes one :class:`Tiles` (or :class:`OwnerTiles`) of its arguments and hands it around. Named tuples cost nothing:
 their fields are the arguments themselves. But in a tuple that is assigned to a name Triton makes numbers of constants: they
-are folded, but can be no shape and no bound of ``static_range``, so those are handed around beside it (decision 0108).
+are folded, but can be no shape and no bound of ``static_range``, so those are handed around beside it (decision 0009).
 """
 
 from __future__ import annotations

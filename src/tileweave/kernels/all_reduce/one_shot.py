@@ -57,7 +57,7 @@ MAX_SLICES = tl.constexpr(
 )  # signal words of each rank: here only the report, which names a peer by one, needs them
 AT_THE_END = tl.constexpr(
     64
-)  # rows of a tile from which programs leave behind the result: early was slower (decision 0086)
+)  # rows of a tile from which programs leave behind the result: early was slower (decision 0015)
 NORM_BLOCK = 2048  # columns that a norm program reads at once
 
 

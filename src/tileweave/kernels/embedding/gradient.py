@@ -16,7 +16,7 @@ itself. One program *watches* what comes; all others *sum*, some tiles of positi
 Who carries, two transports:
 
 ``"copy_engine"``  columns of a table, or of several that stand side by side, row after row; a signal behind each group. The
-    copies take no multiprocessor, and little time from sums: 485 us of sums take 530 beside 335 of copies (decision 0096).
+    copies take no multiprocessor, and little time from sums: 485 us of sums take 530 beside 335 of copies (decision 0033).
 ``"sm"``  lower programs, *candidates*: those push that find themselves on one of ``EVERY`` multiprocessors, and the ``LEAST``
     lowest wherever they are; the others leave at once. Stores to peers that wait for a link hold up all loads and stores of
     their multiprocessor: pushed from everywhere, gradients took as long beside the sums as before them. Tickets are dealt, so

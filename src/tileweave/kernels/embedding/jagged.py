@@ -11,7 +11,7 @@
 A *piece* is what one rank has of one table, (begin in what is read, begin in what is written, elements). A message has the sums
 of all of its sender's features, so where a piece begins nobody has to find by adding up lengths.
 
-One launch each: these run beside a training step, and what they cost is host time (decision 0095).
+One launch each: these run beside a training step, and what they cost is host time (decision 0034).
 """
 
 from __future__ import annotations

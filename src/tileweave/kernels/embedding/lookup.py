@@ -92,7 +92,7 @@ def pool_bags(
     longest = tl.max(length, axis=0)
     acc = tl.zeros((BAGS, BLOCK_D), tl.float32)
     # UNROLL is 1 where bags have one row on average. BAGS rows of a long one would then take as many registers as the usual way
-    # below does; with 8, more programs fit (decision 0043).
+    # below does; with 8, more programs fit (decision 0032).
     SPREAD: tl.constexpr = 8 if UNROLL == 1 and BAGS > 8 else BAGS
     if (longest > 4 * UNROLL) & (2 * tl.sum(length, axis=0) < longest * BAGS):
         spread = tl.arange(0, SPREAD)

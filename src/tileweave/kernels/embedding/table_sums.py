@@ -466,7 +466,7 @@ def sum_rows(
     keys, bags (int32), scales : [N], by table row: its number over all tables (``last_key``: out of range), the bag, a
         factor of its own. factor : of all sums.
     places : [N], with SPARSE the row of the values; else None. meta : see :func:`table_of`. rate : a word on the device.
-    tile : positions of a tile. steps : tiles of a program. Both as measured (decision 0047).
+    tile : positions of a tile. steps : tiles of a program. Both as measured (decision 0032).
     aligned : elements that all addresses, dims and columns are multiples of (16 bytes), else 1.
     """
     count = keys.numel()

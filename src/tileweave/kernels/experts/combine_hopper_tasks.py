@@ -17,7 +17,7 @@ that chunk here, which are in an earlier stretch, here and elsewhere. Whoever ho
 so of all that are not done those of the earliest stretch are at work, and wait for no other.
 
 Sums wait for memory, so what is needed is asked for before any of it is used: four rows of each token that a thread holds
-(decision 0087).
+(decision 0028).
 """
 
 from __future__ import annotations

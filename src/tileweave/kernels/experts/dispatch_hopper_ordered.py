@@ -22,7 +22,7 @@ which wait for nobody and precede tickets in every program; *load* waits for uni
 
 Why the copy: a row is read once more and written once, beside a matmul that reads it N / TILE_N times. For Mixtral's experts
 the main loop fed by TMA is as fast as ``torch._grouped_mm`` on rows in order; the one that gathers by ``cp.async`` has 0.87 of
-that (decision 0075).
+that (decision 0027).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ See ``dispatch_hopper.py`` and ``dispatch_hopper_ordered.py`` for the partitions
 ``dispatch_triton.py`` for the protocol.
 
 Tiles are tickets (``device/gluon/tickets.py``): whoever feeds the ring, *gather* in one kernel, *load* in the other, draws
-them. So tiles that share weights begin at almost the same time, also after some have waited for a peer (decision 0076).
+them. So tiles that share weights begin at almost the same time, also after some have waited for a peer (decision 0011).
 """
 
 from __future__ import annotations

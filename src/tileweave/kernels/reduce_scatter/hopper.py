@@ -215,7 +215,7 @@ def matmul_reduce_scatter_hopper_kernel(
     free = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     boxes = Boxes(pieces, free, full)
-    if not PUSH:  # the compiler gives memory of unused barriers to sums, and they may come back over those: decision 0103
+    if not PUSH:  # the compiler gives memory of unused barriers to sums, and they may come back over those: decision 0036
         for i in gl.static_range(BOXES):
             mbarrier.init(free.index(i), count=1)
             mbarrier.init(full.index(i), count=1)

@@ -2,8 +2,8 @@
 input gradient is made, in forward the library multiplies shard after shard.
 
 NCCL's kernels need multiprocessors, so they may not run beside a kernel that fills the device and
-waits for peers (decision 0052); copy engines may. What arrives stays in symmetric memory, where
-matmuls read it: decisions 0058, 0114.
+waits for peers (decision 0020); copy engines may. What arrives stays in symmetric memory, where
+matmuls read it: decisions 0020, 0016.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 One launch of ours for what goes between ranks, before it or behind it: for sizes where data is
 short of time to travel and cuBLAS is faster than a matmul that waits for peers as it goes
-(decisions 0011 and 0056). Or, of an all-gather, a matmul for each shard as copy engines bring it:
-where our main loop is slower (decision 0114). Tables and planners choose (``MatmulConfig.kernel ==
+(decision 0014). Or, of an all-gather, a matmul for each shard as copy engines bring it:
+where our main loop is slower (decision 0016). Tables and planners choose (``MatmulConfig.kernel ==
 "library"``, and its transport).
 """
 

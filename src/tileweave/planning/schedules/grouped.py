@@ -200,7 +200,7 @@ def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Pl
 
 def dispatch_config(p: GroupedProblem) -> DispatchConfig:
     """Chosen by rows per expert. Small tiles while reading weights takes the time; for more rows,
-    rows in the order of experts (decisions 0069, 0075)."""
+    rows in the order of experts (decisions 0029, 0027)."""
     rows = p.rows_per_expert
     if rows <= 2:
         return DispatchConfig("triton", 16, 128, 128, 5, 4, 8, 16, push_rows=1, signal_blocks=1)
