@@ -1,14 +1,15 @@
-"""DLRM on synthetic Criteo-shaped data: 26 embedding tables shared out over the ranks, MLPs on
-every rank.
+"""DLRM on synthetic Criteo-shaped data: 26 embedding tables sharded over the ranks, MLPs
+replicated.
 
-    python examples/dlrm.py [ranks]            # trains; the losses must be those of one device. GPUs if there are two
-    python examples/dlrm.py [ranks] --time     # also times a step by phases; see dlrm_peers.py
+    python examples/dlrm.py [ranks]         # train; losses must equal those on one device
+    python examples/dlrm.py [ranks] --time  # also time a step by phases; see dlrm_peers.py
 
-Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100 rows a sample) over 2, over 10 on
-CPUs; tables are scaled to fit. A step:
+It runs on GPUs if there are two. Multi-hot sizes are those of MLPerf's DLRM-v2 (one table has 100
+rows per sample) divided by 2, on CPUs by 10; tables are scaled to fit. A step:
 
-    ids -> owners of tables | lookup to owners of samples | bottom MLP | interaction, top MLP, loss
-    | backward; tables take an SGD step in place | all-reduce of the MLPs' gradients | MLPs' SGD step
+    ids to the owners of tables | lookup to the owners of samples | bottom MLP
+    | interaction, top MLP, loss | backward with an SGD step of the tables in place
+    | all-reduce of the gradients of the MLPs | SGD step of the MLPs
 """
 
 import argparse
@@ -41,7 +42,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Towers(nn.Module):
-    """Bottom MLP, pairwise dot products of all features, top MLP."""
+    """The bottom MLP, the pairwise dot products of all features, and the top MLP."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -67,19 +68,13 @@ def specs(rows: int, dim: int) -> list[tw.TableSpec]:
 
 
 def draw(step: int, rank: int, samples: int, rows: int, scale: int, device: torch.device) -> Batch:
-    """(dense, labels, lengths, values) of one rank: bags of about the multi-hot sizes over
-    ``scale``, some empty."""
+    """(dense, labels, lengths, values) of one rank. Bags have about the multi-hot sizes divided by
+    ``scale``; some are empty."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    dense, labels = (
-        torch.randn(samples, DENSE, generator=generator),
-        torch.rand(samples, generator=generator).round(),
-    )
-    lengths = torch.stack(
-        [
-            torch.randint(0, 2 * max(n // scale, 1) + 1, (samples,), generator=generator)
-            for n in MULTI_HOT
-        ]
-    )
+    dense = torch.randn(samples, DENSE, generator=generator)
+    labels = torch.rand(samples, generator=generator).round()
+    limits = [2 * max(n // scale, 1) + 1 for n in MULTI_HOT]
+    lengths = torch.stack([torch.randint(0, n, (samples,), generator=generator) for n in limits])
     values = torch.randint(0, rows, (int(lengths.sum()),), generator=generator)
     return dense.to(device), labels.to(device), lengths.view(-1).to(device), values.to(device)
 
@@ -121,8 +116,7 @@ def on_one_device(
 
 
 class Step:
-    """A training step on one rank, one thing after the other; ``dlrm_peers.py`` overlaps what can
-    be."""
+    """A training step on one rank without concurrency; ``dlrm_peers.py`` overlaps its phases."""
 
     def __init__(self, member: Member, rows: int, dim: int, hidden: int) -> None:
         self.member = member
@@ -137,14 +131,14 @@ class Step:
         self.optimizer = torch.optim.SGD(self.towers.parameters(), lr=RATE)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """The loss on this rank's samples."""
+        """Train on ``batch``. Returns the loss of this rank's samples."""
         dense, labels, lengths, values = batch
         pooled = self.tables(lengths, values)
         loss = nn.functional.binary_cross_entropy_with_logits(
             self.towers(self.towers.bottom(dense), pooled), labels
         )
         self.optimizer.zero_grad()
-        loss.backward()  # the tables take their step in it
+        loss.backward()  # also updates the tables
         for parameter in self.towers.parameters():
             parameter.grad = all_reduce(parameter.grad, dist.group.WORLD) / self.member.world_size
         self.optimizer.step()
@@ -154,7 +148,7 @@ class Step:
 def train(
     member: Member, samples: int, rows: int, dim: int, hidden: int, scale: int
 ) -> tuple[list[float], str]:
-    """Losses over all ranks, and the plan's explanation."""
+    """The mean losses over all ranks, and the explanation of the sharding plan."""
     step = Step(member, rows, dim, hidden)
     step.tables.load_tables([t.to(member.device) for t in whole_tables(rows, dim)])
     losses = []
@@ -171,22 +165,24 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "ranks", nargs="?", type=int, help="default: the GPUs there are, up to 4, or 4 on the CPU"
+        "ranks", nargs="?", type=int, help="default: as many as GPUs, up to 4, or 4 on the CPU"
     )
     parser.add_argument(
-        "--time", action="store_true", help="also time a step by phases, beside its rivals"
+        "--time", action="store_true", help="also time a step by phases, and those of its rivals"
     )
-    parser.add_argument("--json", type=Path, help="with --time: where to write the times")
+    parser.add_argument("--json", type=Path, help="with --time: the file to write the times to")
     words = parser.parse_args()
     require(
         not under_torchrun(),
         "a rank of torchrun",
-        "a process that starts its worlds itself",
+        "a process that starts its ranks itself",
         "run it with python",
     )
     kind = default_device_type()
     size = default_world_size(kind, words.ranks)
-    require(words.time or words.json is None, "--json without --time", "with it only", "add --time")
+    require(
+        words.time or words.json is None, "--json without --time", "only with --time", "add --time"
+    )
     file_for(words.json)
     small = (6, 40, 8, 16, 10) if kind == "cpu" else (64, 1000, 32, 64, 2)
     print(

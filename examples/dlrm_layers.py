@@ -1,13 +1,14 @@
-"""What a DLRM step's MLPs do beside their matmuls, in one kernel each way; see ``dlrm_peers.py``.
+"""Fused kernels for the parts of the MLPs of DLRM that are not matmuls; see ``dlrm_peers.py``.
 
-=================  ================================================================================================
-``relu_backward``  the gradient before a ReLU, and its sum over samples, which is the bias's
-``last_layer``     ReLU, a layer with one output and the binary cross entropy, forward and backward: z is read once
-=================  ================================================================================================
+=================  ==============================================================================
+``relu_backward``  the gradient before a ReLU, and its sum over samples, the gradient of the bias
+``last_layer``     ReLU, a layer with one output and the binary cross entropy, forward and
+                   backward; z is read once
+=================  ==============================================================================
 
-As torch runs them these are 30 kernels and 160 us of a step of 16384 samples, half of it in kernels
-of 1 to 4 us that follow one another. Sums over samples are partial sums of programs, added by one
-reduction: the same bits each time.
+In torch these are 30 kernels and take 160 us of a step of 16384 samples, half of it in short
+kernels of 1 to 4 us. Sums over samples are partial sums of programs that one reduction adds, so
+results have the same bits each time.
 """
 
 import torch
@@ -15,25 +16,22 @@ import triton
 import triton.language as tl
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-PROGRAMS, ROWS = 528, 4  # four programs a multiprocessor of an H200; samples that one has at a time
+PROGRAMS, ROWS = 528, 4  # four programs per multiprocessor of an H200; samples at a time
 
 
 @triton.jit
 def relu_backward_kernel(
     g, y, masked, sums, samples, width, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """masked = g where y > 0, and of each program the sum over its samples."""
+    """masked = g where y > 0, else 0; sums has its sum over the samples of each program."""
     col = tl.arange(0, COLS)[None, :]
     total = tl.zeros((ROWS, COLS), tl.float32)
     for begin in range(tl.program_id(0) * ROWS, samples, tl.num_programs(0) * ROWS):
         row = begin + tl.arange(0, ROWS)[:, None]
-        here, place = (row < samples) & (col < width), row * width + col
-        value = tl.where(
-            tl.load(y + place, mask=here, other=0.0) > 0,
-            tl.load(g + place, mask=here, other=0.0),
-            0.0,
-        )
-        tl.store(masked + place, value, mask=here)
+        mask, index = (row < samples) & (col < width), row * width + col
+        positive = tl.load(y + index, mask=mask, other=0.0) > 0
+        value = tl.where(positive, tl.load(g + index, mask=mask, other=0.0), 0.0)
+        tl.store(masked + index, value, mask=mask)
         total += value
     column = tl.arange(0, COLS)
     tl.store(sums + tl.program_id(0) * width + column, tl.sum(total, axis=0), mask=column < width)
@@ -53,11 +51,11 @@ def last_layer_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """h = relu(z + bias), logit = h . weight + last_bias, the mean loss over samples, and gradients
-    of all of these.
+    """h = relu(z + bias), logit = h . weight + last_bias, the mean loss over samples, and their
+    gradients.
 
-    ``sums`` [programs, 2 * width + 2]: gradients of bias, weight and last bias, and the loss, of
-    each program's samples.
+    ``sums`` [programs, 2 * width + 2] has the gradients of bias, weight and last bias, and the
+    loss, each summed over the samples of a program.
     """
     col = tl.arange(0, COLS)[None, :]
     b = tl.load(bias + col, mask=col < width, other=0.0)
@@ -66,32 +64,32 @@ def last_layer_kernel(
     of_last, loss = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     for begin in range(tl.program_id(0) * ROWS, samples, tl.num_programs(0) * ROWS):
         sample = begin + tl.arange(0, ROWS)
-        row, there = sample[:, None], sample < samples
-        here, place = (row < samples) & (col < width), row * width + col
-        h = tl.maximum(tl.load(z + place, mask=here, other=0.0) + b, 0.0)
+        row, valid = sample[:, None], sample < samples
+        mask, index = (row < samples) & (col < width), row * width + col
+        h = tl.maximum(tl.load(z + index, mask=mask, other=0.0) + b, 0.0)
         logit = tl.sum(h * w, axis=1) + tl.load(last_bias)
-        label = tl.load(labels + sample, mask=there, other=0.0)
+        label = tl.load(labels + sample, mask=valid, other=0.0)
         small = tl.exp(-tl.abs(logit))  # at most 1
         sigmoid = tl.where(logit >= 0, 1.0, small) / (1.0 + small)
-        g = tl.where(there, (sigmoid - label) / samples, 0.0)
-        loss += tl.where(there, tl.maximum(logit, 0.0) - logit * label + tl.log(1.0 + small), 0.0)
+        g = tl.where(valid, (sigmoid - label) / samples, 0.0)
+        loss += tl.where(valid, tl.maximum(logit, 0.0) - logit * label + tl.log(1.0 + small), 0.0)
         value = tl.where(h > 0, g[:, None] * w, 0.0)
-        tl.store(gz + place, value, mask=here)
+        tl.store(gz + index, value, mask=mask)
         of_bias += value
         of_weight += g[:, None] * h
         of_last += g
-    line, column = sums + tl.program_id(0) * (2 * width + 2), tl.arange(0, COLS)
-    tl.store(line + column, tl.sum(of_bias, axis=0), mask=column < width)
-    tl.store(line + width + column, tl.sum(of_weight, axis=0), mask=column < width)
-    tl.store(line + 2 * width, tl.sum(of_last, axis=0))
-    tl.store(line + 2 * width + 1, tl.sum(loss, axis=0) / samples)
+    own, column = sums + tl.program_id(0) * (2 * width + 2), tl.arange(0, COLS)
+    tl.store(own + column, tl.sum(of_bias, axis=0), mask=column < width)
+    tl.store(own + width + column, tl.sum(of_weight, axis=0), mask=column < width)
+    tl.store(own + 2 * width, tl.sum(of_last, axis=0))
+    tl.store(own + 2 * width + 1, tl.sum(loss, axis=0) / samples)
 
 
 def relu_backward(
     g: torch.Tensor, y: torch.Tensor, compiled: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(g where y > 0 [b, n], its sum over samples [n]), fp32; ``compiled``: by the kernel, else in
-    torch."""
+    """(g where y > 0 [b, n], its sum over samples [n]), fp32. ``compiled``: with the kernel, else
+    in torch."""
     if not compiled:
         masked = g * (y > 0)
         return masked, masked.sum(0)
@@ -107,8 +105,8 @@ def relu_backward(
 def last_layer(
     z: torch.Tensor, bias: torch.Tensor, last: torch.nn.Linear, labels: torch.Tensor, compiled: bool
 ) -> tuple[torch.Tensor, ...]:
-    """z [b, n] -> (mean loss of relu(z + bias) through ``last``, gradients of z, bias, ``last``'s
-    weight and bias)."""
+    """z [b, n] -> (mean loss of ``last`` of relu(z + bias), gradients of z, bias, and the weight
+    and bias of ``last``)."""
     if not compiled:
         leaves = [t.detach().requires_grad_() for t in (z, bias, last.weight, last.bias)]
         hidden = torch.relu(leaves[0] + leaves[1])
@@ -137,5 +135,5 @@ def last_layer(
 
 
 def programs_for(samples: int) -> int:
-    """No more than have samples."""
+    """How many programs to launch: each has samples."""
     return min(PROGRAMS, triton.cdiv(samples, ROWS))

@@ -1,20 +1,26 @@
-"""A DLRM step by phases, beside two that are not fused; ``dlrm.py --time`` prints it.
+"""A fused DLRM step by phases, compared with two unfused ones; ``dlrm.py --time`` prints it.
 
-========  ===================================================================================================
-fused     lookups with stores to the samples' owners; gradients pushed to the tables' owners, sums, step in place
-unfused   the same lookups, sums and step, but NCCL all-to-alls and one copy into or out of columns between
-torch     a call of ``embedding_bag`` for each table, sparse gradients, ``torch.optim.SGD``, NCCL all-to-alls
-========  ===================================================================================================
+========  ====================================================================================
+fused     lookups that store to the owners of samples; gradients pushed to the owners of
+          tables, sums, step in place
+unfused   the same lookups, sums and step, with NCCL all-to-alls and one copy into or out of
+          columns between them
+torch     a call of ``embedding_bag`` per table, sparse gradients, ``torch.optim.SGD``, NCCL
+          all-to-alls
+========  ====================================================================================
 
-All else is the same code for all three, but that torch's SGD step cannot be captured. MLPs,
-interaction and what the gradient does are replayed from CUDA graphs, in TF32; what is not data of
-this batch's tables runs beside, on a second stream:
+All else is the same code for all three, except that torch's SGD step cannot be captured. MLPs,
+interaction and backward are replayed from CUDA graphs, in TF32. Work that does not depend on the
+tables of this batch runs concurrently on a second stream:
 
-    main   | lookup | to samples' owners | interaction, top MLP, backward  | to tables' owners | sums, step of the tables
-    beside |                             | ids of batch n + 1 to owners,   | bottom MLP's backward, all-reduce, MLPs' step,
-           |                             | lengths of batch n + 2; sort    | bottom MLP of batch n + 1
+    main  | lookup,            | interaction,          | to owners of tables,
+          | to owners of       | top MLP,              | sums, step of the tables
+          | samples            | backward              |
+    side  |                    | ids of batch n + 1,   | backward of the bottom MLP, all-reduce,
+          |                    | lengths of batch      | step of the MLPs,
+          |                    | n + 2; sort           | bottom MLP of batch n + 1
 
-The host waits for nothing but lengths that came a step before, so it is a step ahead of the device.
+The host waits only for lengths that arrived a step before, so it is a step ahead of the device.
 """
 
 import time
@@ -71,21 +77,21 @@ LOSS_ERROR = 1e-3
 
 
 class Replayed:
-    """A function of tensors that stay where they are, replayed from a CUDA graph; on the CPU called
-    as it stands.
+    """A function of tensors at fixed addresses, replayed from a CUDA graph; on the CPU it is
+    called.
 
-    beside : its kernels go before those that wait on other streams; graphs keep the priority of
-        their capture. What the driver runs for memsets and copies in a graph has none, and waits
-        until the kernel beside has no program left to start (decision 0034): a function that has
-        large ones, as a sort has, should not come here.
+    priority : its kernels start before those of other streams. A graph keeps the priority of its
+        capture, but memsets and copies in it have none: they wait until a concurrent kernel has no
+        program left to start (decision 0034). So do not use this for functions with large ones,
+        such as a sort.
     """
 
     def __init__(
-        self, function: Callable[[], Any], device: torch.device, beside: bool = False
+        self, function: Callable[[], Any], device: torch.device, priority: bool = False
     ) -> None:
         self.function, self.graph = function, None
         if device.type == "cuda":
-            side = torch.cuda.Stream(device, priority=-int(beside))
+            side = torch.cuda.Stream(device, priority=-int(priority))
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(3):
@@ -105,27 +111,27 @@ class Replayed:
         return self.result
 
 
-class Beside:
-    """A second stream, whose kernels go before those that wait on the first; on the CPU one thing
-    after the other."""
+class SideStream:
+    """A second stream with a higher priority than the first; on the CPU everything is done in
+    order."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextmanager
-    def __call__(self, behind: torch.cuda.Event | None) -> Iterator[None]:
-        """What is queued inside runs on the second stream, behind the event."""
-        if self.stream is not None and behind is not None:
-            self.stream.wait_event(behind)
+    def __call__(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """Queue the work inside on the second stream, after the event."""
+        if self.stream is not None and after is not None:
+            self.stream.wait_event(after)
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             yield
 
-    def mark(self) -> torch.cuda.Event | None:
-        """What the current stream has been given until now."""
+    def record(self) -> torch.cuda.Event | None:
+        """An event for the work queued on the current stream until now."""
         return None if self.stream is None else torch.cuda.current_stream().record_event()
 
     def join(self, event: torch.cuda.Event | None, *tensors: torch.Tensor) -> None:
-        """The first stream goes on behind the event, and will read ``tensors`` of the second."""
+        """Make the first stream wait for the event; it will read ``tensors`` of the second."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
             for t in tensors:
@@ -133,8 +139,8 @@ class Beside:
 
 
 class PipelinedStep:
-    """Training steps on one rank, each beside what the next batches need; ``phase`` is told where
-    each part begins."""
+    """Training steps on one rank, each of which also prepares the next batches. ``phase`` is called
+    where each phase begins."""
 
     def __init__(
         self,
@@ -144,22 +150,22 @@ class PipelinedStep:
         hidden: int,
         batch: Batch,
     ) -> None:
-        self.member, self.features, self.beside = member, tables.features, Beside(member.device)
+        self.member, self.features, self.side = member, tables.features, SideStream(member.device)
         dim, on_gpu = tables.plan.tables[0].dim, member.device.type == "cuda"
         self.towers = towers_from_seed(dim, hidden).to(member.device)
         self.dense, self.labels = torch.empty_like(batch[0]), torch.empty_like(batch[1])
         self.exchange = kind(tables, batch[0].shape[0] * member.world_size)
         indices, offsets, _ = tw.distribute_indices(batch[2], batch[3], self.features)
-        # so that the result has a place
+        # so that the result exists before the captures
         self.exchange.lookup(indices, offsets, self.exchange.arriving(offsets), quiet)
         member.barrier()
-        self.bottom = Replayed(self._bottom, member.device, beside=True)
+        self.bottom = Replayed(self._bottom, member.device, priority=True)
         self.middle = Replayed(self._middle, member.device)
-        self.backward = Replayed(self._backward, member.device, beside=True)
+        self.backward = Replayed(self._backward, member.device, priority=True)
         self.descend = (
-            Replayed(self._descend, member.device, beside=True) if on_gpu else self._descend
+            Replayed(self._descend, member.device, priority=True) if on_gpu else self._descend
         )
-        # warming up took steps
+        # the warm-up before the captures changed the parameters
         self.towers.load_state_dict(towers_from_seed(dim, hidden).state_dict())
         member.barrier()
         self.look = self.update = self.ordered = self.reduced = None
@@ -168,12 +174,12 @@ class PipelinedStep:
         member.barrier()
 
     def _capture(self, indices: torch.Tensor, offsets: torch.Tensor) -> None:
-        """The lookup and the update as graphs, of ids and of an order that stand at one place."""
+        """Capture lookup and update as graphs of ids and of an order at fixed addresses."""
         device = self.member.device
-        # room for longer bags
+        # room for batches with more ids
         self.ids, self.ends = indices.new_zeros(indices.numel() * 9 // 8 + 512), offsets.clone()
         self.ordered = self.exchange.sort(self.ids, self.ends)
-        self.middle.result[2].zero_()  # so that tables stay as they are
+        self.middle.result[2].zero_()  # so that tables do not change
         self.look = Replayed(lambda: self.exchange.lookup(self.ids, self.ends, None, quiet), device)
         self.update = Replayed(
             lambda: self.exchange.update(self.middle.result[2], self.ordered, quiet), device
@@ -181,14 +187,14 @@ class PipelinedStep:
 
     @torch.no_grad()
     def _bottom(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What both layers of the bottom MLP put out."""
+        """The outputs of both layers of the bottom MLP."""
         first, second = self.towers.bottom[0], self.towers.bottom[2]
         y = linear(self.dense, first.weight, first.bias).relu_()
         return y, linear(y, second.weight, second.bias).relu_()
 
     def _middle(self) -> tuple[torch.Tensor, ...]:
-        """(loss, gradients of the bottom MLP's output, of pooled vectors, of the top MLP's
-        parameters)"""
+        """(loss, gradients of the output of the bottom MLP, of pooled vectors, and of the
+        parameters of the top MLP)"""
         first, last = self.towers.top[0], self.towers.top[2]
         leaves = [
             t.detach().requires_grad_()
@@ -203,7 +209,7 @@ class PipelinedStep:
 
     @torch.no_grad()
     def _backward(self) -> torch.Tensor:
-        """Gradients of all MLPs' parameters, flat."""
+        """The gradients of the parameters of both MLPs, as one flat tensor."""
         (y, x), (_, gx, _, *top) = self.bottom.result, self.middle.result
         g, of_second = relu_backward(gx, x, x.is_cuda)
         weight = g.T @ y
@@ -214,32 +220,32 @@ class PipelinedStep:
 
     @torch.no_grad()
     def _descend(self) -> None:
-        """SGD with the mean over ranks."""
+        """The SGD step of the MLPs with the mean of gradients over ranks."""
         parameters = [*self.towers.bottom.parameters(), *self.towers.top.parameters()]
         flat = self.backward.result.split([p.numel() for p in parameters])
         grads = [g.view_as(p) for g, p in zip(flat, parameters, strict=True)]
         torch._foreach_add_(parameters, grads, alpha=-RATE / self.member.world_size)
 
     def prepare(self, batches: list[Batch]) -> None:
-        """Make the first two batches ready as far as each step leaves its next two."""
+        """Prepare the first two batches as each step prepares its next two."""
         self.coming: deque = deque()
         for batch in batches:
             self.begin(batch)
         self.finish()
         self.sort()
         self.multiply(batches[0], quiet)
-        self.settle(None)
+        self.store_order(None)
 
-    def begin(self, batch: Batch, behind: torch.cuda.Event | None = None) -> None:
-        """Lengths of a batch to the tables' owners, on the second stream."""
-        with self.beside(behind):
+    def begin(self, batch: Batch, after: torch.cuda.Event | None = None) -> None:
+        """Send the lengths of a batch to the owners of the tables, on the second stream."""
+        with self.side(after):
             pending = tw.begin_distribute_indices(batch[2], batch[3], self.features)
             self.coming.append((pending, self.exchange.arriving(pending.offsets)))
 
-    def finish(self, behind: torch.cuda.Event | None = None) -> None:
-        """Ids of the batch whose lengths left first, on the second stream; the host waits for those
-        lengths."""
-        with self.beside(behind):
+    def finish(self, after: torch.cuda.Event | None = None) -> None:
+        """Send the ids of the oldest batch whose lengths were sent, on the second stream. The host
+        waits for those lengths."""
+        with self.side(after):
             pending, known = self.coming.popleft()
             indices, offsets, _ = pending.finish()
             if self.look is not None:
@@ -247,74 +253,74 @@ class PipelinedStep:
                 assert count <= self.ids.numel(), (
                     f"{count} ids and room for {self.ids.numel()}: begin with a larger batch"
                 )
-                self.ids[:count].copy_(indices)  # what follows them is in no bag
+                self.ids[:count].copy_(indices)  # the rest of self.ids is in no bag
                 self.ends.copy_(offsets)
             self.ahead = indices, offsets, known
 
     def sort(self) -> None:
-        """The order by table row of the ids that came last, on the second stream; steps wait for
-        what stands there before."""
-        with self.beside(None):
-            self.exchanged = self.beside.mark()
+        """Sort the ids that came last by table row, on the second stream. Steps wait for what was
+        queued there before."""
+        with self.side(None):
+            self.exchanged = self.side.record()
             self.sorted = self.exchange.sort(*self.ahead[:2])
 
-    def settle(self, behind: torch.cuda.Event | None) -> None:
-        """That order to where the update looks for it, on the second stream and behind the update
-        before."""
+    def store_order(self, after: torch.cuda.Event | None) -> None:
+        """Copy the sorted order to where the update reads it, on the second stream and after the
+        last update."""
         if self.ordered is not None:
-            with self.beside(behind):
+            with self.side(after):
                 fixed, count = self.ordered, self.sorted.keys.numel()
                 fixed.keys[:count].copy_(self.sorted.keys)
                 fixed.bags[:count].copy_(self.sorted.bags)
                 fixed.keys[count:].fill_(fixed.first[-1])  # no row
 
     def multiply(self, batch: Batch, phase: Phase) -> None:
-        """The bottom MLP of a batch, on the second stream."""
-        with self.beside(None):
+        """Run the bottom MLP on a batch, on the second stream."""
+        with self.side(None):
             phase("bottom MLP")
             self.dense.copy_(batch[0])
             self.labels.copy_(batch[1])
             self.bottom()
-            self.multiplied = self.beside.mark()
+            self.multiplied = self.side.record()
 
     def __call__(self, following: Batch, third: Batch, phase: Phase = quiet) -> torch.Tensor:
-        """The loss of the batch that was made ready last; ``following`` and the ``third`` are made
-        ready beside."""
+        """Train on the batch that was prepared last, and prepare ``following`` and ``third``.
+        Returns the loss."""
         indices, offsets, known = self.ahead
-        self.beside.join(self.exchanged, indices, offsets)
-        self.beside.join(self.reduced)
+        self.side.join(self.exchanged, indices, offsets)
+        self.side.join(self.reduced)
         if self.look is not None and phase is quiet:
             self.look()
         else:
             self.exchange.lookup(indices, offsets, known, phase)
-        looked = self.beside.mark()
+        looked = self.side.record()
         phase("interaction, top MLP, backward")
-        self.beside.join(self.multiplied)
+        self.side.join(self.multiplied)
         loss, _, grad = self.middle()[:3]
         loss = loss.clone()
-        back = self.beside.mark()
+        back = self.side.record()
         phase("ids to owners, sort")
-        self.finish(looked)  # ids change behind the lookup
+        self.finish(looked)  # ids change only after the lookup
         self.begin(third)
         self.sort()
-        self.beside.join(self.exchanged)  # and what stands before: the order of this batch, settled
+        self.side.join(self.exchanged)  # and so for the order of this batch, queued before
         if self.update is not None and phase is quiet:
             self.update()
         else:
             self.exchange.update(grad, self.ordered, phase)
-        done = self.beside.mark()
-        with self.beside(back):
+        done = self.side.record()
+        with self.side(back):
             phase("backward of bottom MLP")
             flat = self.backward()
             phase("all-reduce, MLPs' step")
-            # Beside the update, though both wait for peers: what an update waits for are the lowest
-            # programs of its launch and copy engines, on every rank, and NCCL's few blocks leave
-            # room for those whichever of the two comes first.
+            # This runs concurrently with the update, although both wait for peers. An update waits
+            # only for the lowest programs of its launch on every rank, and for copy engines. NCCL's
+            # few blocks leave room for those programs, whichever of the two starts first.
             flat.copy_(all_reduce(flat, dist.group.WORLD))
-            self.reduced = self.beside.mark()
+            self.reduced = self.side.record()
             self.descend()
         self.multiply(following, phase)
-        self.settle(done)
+        self.store_order(done)
         phase("")
         return loss
 
@@ -325,8 +331,8 @@ class PipelinedStep:
 def losses_of(
     member: Member, steps: dict[str, PipelinedStep], plain: Step, batches: list[Batch]
 ) -> dict[str, list[float]]:
-    """Three steps of each from the same weights, and of the plain step, on every rank; all have to
-    lose alike."""
+    """Losses of three steps of each kind and of the plain step, from the same weights, on every
+    rank. They must be equal."""
     weights = plain.tables.weights()
     before = [w.detach().clone() for w in weights]
     found = {}
@@ -345,8 +351,8 @@ def losses_of(
 
 
 def timed(member: Member, samples: int, rows: int, dim: int, hidden: int) -> dict[str, Any]:
-    """Milliseconds of each phase and of a step, on rank 0, medians over repeats, the three steps in
-    turn; and their losses."""
+    """Milliseconds of each phase and of a step on rank 0, medians over repeats, with the three
+    steps in turn; and their losses."""
     torch.set_float32_matmul_precision("high")
     batches = [draw(number, member.rank, samples, rows, 2, member.device) for number in range(2)]
     plain = Step(member, rows, dim, hidden)
@@ -358,7 +364,7 @@ def timed(member: Member, samples: int, rows: int, dim: int, hidden: int) -> dic
     }
     assert all(
         torch.equal(w, old) for w, old in zip(plain.tables.weights(), before, strict=True)
-    ), "making steps takes none"
+    ), "making steps must not change tables"
     losses = losses_of(member, steps, plain, batches)
     repeats, calls = (9, 16) if member.device.type == "cuda" else (1, 2)
     found: dict[str, dict[str, list[float]]] = {name: {} for name in steps}
@@ -389,8 +395,8 @@ def timed(member: Member, samples: int, rows: int, dim: int, hidden: int) -> dic
 
 
 class PhaseClock:
-    """Phases begin together on all ranks and none runs beside another, so their sum is far above a
-    whole step."""
+    """Times phases. They begin together on all ranks and none runs concurrently with another, so
+    their sum is far above a whole step."""
 
     def __init__(self, member: Member, found: dict[str, list[float]]) -> None:
         self.member, self.found, self.label, self.begin = member, found, "", 0.0
@@ -404,16 +410,12 @@ class PhaseClock:
 
 
 def report(found: dict[str, Any]) -> bool:
-    """Print the table; whether all lost alike."""
+    """Print the table. Returns whether losses are equal."""
     times, losses = found["ms"], found["losses"]
     print(f"{'ms':46}" + "".join(f"{name:>10}" for name in times))
     for label in PHASES:
-        print(
-            f"{label:46}"
-            + "".join(
-                f"{of[label]:10.3f}" if label in of else f"{'-':>10}" for of in times.values()
-            )
-        )
+        cells = (f"{of[label]:10.3f}" if label in of else f"{'-':>10}" for of in times.values())
+        print(f"{label:46}" + "".join(cells))
     fused, unfused = times["fused"], times["unfused"]
     for name in ("unfused", "torch"):
         print(f"the {name} step takes {times[name][WHOLE] / fused[WHOLE]:.2f} times as long")
@@ -421,7 +423,8 @@ def report(found: dict[str, Any]) -> bool:
     if exchange < fused[WHOLE]:
         bound = unfused[WHOLE] / (fused[WHOLE] - exchange)
         print(
-            f"the fused step waits {exchange:.2f} ms for its exchanges; were they free, that would be {bound:.2f}"
+            f"the fused step waits {exchange:.2f} ms for its exchanges; "
+            f"if they were free, the unfused step would take {bound:.2f} times as long"
         )
     error = worst_of(
         abs(a - b) / abs(a)

@@ -1,5 +1,5 @@
-"""Three ways between tables and samples, for the step of ``dlrm_peers.py``: the fused operator, and
-two to hold it against."""
+"""Three exchanges between tables and samples, for the step of ``dlrm_peers.py``: the fused operator
+and two rivals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,22 +32,22 @@ Phase = Callable[[str], object]
 
 
 def quiet(name: str) -> None:
-    """No clock: the step is not cut into phases."""
+    """A phase callback that does nothing: the step is not divided into phases."""
 
 
 class Exchange:
-    """What the three have in common: they need to know nothing of ids before they look them up."""
+    """The common part of the three. By default the host needs no data of ids before a lookup."""
 
     captured = False
 
     def arriving(self, offsets: torch.Tensor) -> object:
-        """Lengths of a batch have come, steps before its lookup: what that will want to know on the
-        host."""
+        """Called when the lengths of a batch have arrived, steps before its lookup. Returns what
+        the host needs for that lookup."""
 
 
 class Ours(Exchange):
-    """Our lookup, sort, sums and step in place; sizes are no data of these, so CUDA graphs take
-    them."""
+    """Our lookup, sort, sums and step in place. Their sizes do not depend on data, so CUDA graphs
+    can capture them."""
 
     captured = True
 
@@ -55,10 +55,10 @@ class Ours(Exchange):
         self.module, self.batch, self.layout, self.rank = module, batch, module.layout, module.rank
         self.tables = [w.detach() for w in module.weights()]
         none = torch.empty(0, dtype=torch.int64, device=self.tables[0].device)
-        self.bags = Lookups(none, none, None, batch, False)  # sums ask for no more than the batch
+        self.bags = Lookups(none, none, None, batch, False)  # sums read only the batch size
 
     def sort(self, indices: torch.Tensor, offsets: torch.Tensor) -> SortedLookups:
-        """Positions by table row; needs no gradient, hence beside the step before."""
+        """Positions by table row. It needs no gradient, so it can run during the step before."""
         return sort_lookups(
             self.tables,
             Lookups(indices, offsets, None, self.batch, False),
@@ -85,8 +85,8 @@ class Ours(Exchange):
 
 
 class Fused(Ours):
-    """The operator; its result stands in one region of symmetric memory, since graphs have frozen
-    where it is."""
+    """The fused operator. Its result is always in the same region of symmetric memory, because
+    graphs freeze its address."""
 
     compiled = True
     pooled: Any = None
@@ -112,18 +112,18 @@ class Fused(Ours):
     def update(self, grad: torch.Tensor, ordered: SortedLookups, phase: Phase) -> None:
         phase(BOTH_BACK)
         push = begin_push(grad, self.layout, self.batch, self.module.group_name)
-        self.sums(push.slot, ordered, quiet, push)  # one launch
+        self.sums(push.slot, ordered, quiet, push)  # in the same launch
         end_push(push, self.module.group_name)
 
 
 class Unfused(Ours):
-    """NCCL, and one copy into or out of columns."""
+    """NCCL all-to-alls, and one copy into or out of columns."""
 
     compiled = False
 
     def __init__(self, module: ShardedEmbeddingBag, batch: int) -> None:
         super().__init__(module, batch)
-        self.pooled = place_of(module, batch)
+        self.pooled = pooled_buffer(module, batch)
 
     @torch.no_grad()
     def lookup(
@@ -140,17 +140,17 @@ class Unfused(Ours):
 
 
 class Torch(Exchange):
-    """Torch alone: a call of ``embedding_bag`` for each table, sparse gradients, its SGD; sizes of
-    those are data."""
+    """torch alone: a call of ``embedding_bag`` per table, sparse gradients and torch's SGD. The
+    sizes of gradients depend on data."""
 
     def __init__(self, module: ShardedEmbeddingBag, batch: int) -> None:
         self.batch, self.layout, self.rank = batch, module.layout, module.rank
         self.weights = module.weights()
         self.optimizer = torch.optim.SGD(self.weights, lr=RATE / module.world_size)
-        self.pooled = place_of(module, batch)
+        self.pooled = pooled_buffer(module, batch)
 
     def arriving(self, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Where each table's ids end, which a slice needs, on its way to the host."""
+        """Copies to the host where the ids of each table end, for slicing."""
         ends = offsets[:: self.batch]
         if not ends.is_cuda:
             return ends, None
@@ -191,32 +191,30 @@ class Torch(Exchange):
         self.optimizer.zero_grad()
 
 
-def place_of(module: ShardedEmbeddingBag, batch: int) -> torch.Tensor:
-    """Where pooled vectors of this rank's samples stand, step after step: [b, width]."""
+def pooled_buffer(module: ShardedEmbeddingBag, batch: int) -> torch.Tensor:
+    """The tensor for the pooled vectors of this rank's samples in all steps: [b, width]."""
     begin, end = rows_of(batch, module.world_size, module.rank)
     return torch.empty(end - begin, module.layout.width, device=module.weights()[0].device)
 
 
 def to_samples(pooled: torch.Tensor, layout: EmbeddingLayout, rank: int, out: torch.Tensor) -> None:
-    """Pooled vectors [B, own columns] to their samples' owners: an all-to-all, and one copy into
-    columns of ``out``."""
+    """Send pooled vectors [B, own columns] to the owners of the samples: an all-to-all, and one
+    copy into columns of ``out``."""
     (batch, width), size = pooled.shape, len(layout.dims)
-    shares = [end - begin for begin, end in (rows_of(batch, size, r) for r in range(size))]
-    sizes = [shares[rank] * sum(dims) for dims in layout.dims]
-    got = all_to_all_whole(
-        pooled.view(-1), [n * width for n in shares], sizes, dist.group.WORLD
-    ).split(sizes)
+    samples = [end - begin for begin, end in (rows_of(batch, size, r) for r in range(size))]
+    sizes = [samples[rank] * sum(dims) for dims in layout.dims]
+    sends = [n * width for n in samples]
+    got = all_to_all_whole(pooled.view(-1), sends, sizes, dist.group.WORLD).split(sizes)
     placed = []
     for block, columns, dims in zip(got, layout.columns, layout.dims, strict=True):
-        placed += zip(
-            columns, block.view(shares[rank], sum(dims)).split(list(dims), 1), strict=True
-        )
+        parts = block.view(samples[rank], sum(dims)).split(list(dims), 1)
+        placed += zip(columns, parts, strict=True)
     torch.cat([part for _, part in sorted(placed, key=lambda pair: pair[0])], 1, out=out)
 
 
 def to_tables(grad: torch.Tensor, layout: EmbeddingLayout, rank: int, batch: int) -> torch.Tensor:
-    """The other way: [b, width] to [B, own columns]; one copy out of columns, an all-to-all, which
-    lands in place."""
+    """Send gradients [b, width] to the owners of the tables, [B, own columns]: one copy out of
+    columns, and an all-to-all."""
     samples, size = grad.shape[0], len(layout.dims)
     split = [samples * sum(dims) for dims in layout.dims]
     flat = grad.new_empty(sum(split))

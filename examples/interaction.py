@@ -1,13 +1,14 @@
-"""DLRM's interaction: all dot products of a sample's features, in one kernel each way; see
-``dlrm.py``.
+"""The interaction of DLRM, all dot products of a sample's features, as one kernel for forward and
+one for backward; see ``dlrm.py``.
 
-    x [b, D] from the bottom MLP, pooled [b, (F - 1) * D] -> y [b, D + pairs, zeros to a multiple of
-    8]: x, then the products of features r > c, row after row of the triangle, F features with x the
-    first of them
+    x [b, D] from the bottom MLP, pooled [b, (F - 1) * D]
+    -> y [b, D + pairs, zeros to a multiple of 8]
 
-As torch writes it (``cat``, ``bmm``, ``index_select``) the pooled vectors are copied, multiplied
-and picked apart in eight kernels, backward included; here they are read once forward, and read and
-written once backward.
+y has x, then the products of features r > c, row after row of the triangle. x is the first of the F
+features.
+
+In torch (``cat``, ``bmm``, ``index_select``) the pooled vectors pass through eight kernels,
+including backward. Here they are read once in forward, and read and written once in backward.
 """
 
 import torch
@@ -22,8 +23,8 @@ def width_of(features: int, dim: int) -> int:
 
 @triton.jit
 def features_at(x, pooled, sample, FEATURES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """([ROWS, DIM] addresses of x's row and of the pooled vectors behind it, which of them there
-    are)"""
+    """(addresses [ROWS, DIM] of the row of x and then of the pooled vectors, mask of those that
+    exist)"""
     row = tl.arange(0, ROWS)
     begin = tl.where(
         row == 0, x + sample * DIM + row * 0, pooled + (sample * (FEATURES - 1) + row - 1) * DIM
@@ -33,7 +34,7 @@ def features_at(x, pooled, sample, FEATURES: tl.constexpr, ROWS: tl.constexpr, D
 
 @triton.jit
 def pair_of(ROWS: tl.constexpr):
-    """[ROWS, ROWS]: the number of the pair of two features."""
+    """The index of each pair of features, [ROWS, ROWS]."""
     row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
     high, low = tl.maximum(row, col), tl.minimum(row, col)
     return high * (high - 1) // 2 + low
@@ -50,18 +51,18 @@ def interact(
     WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One sample a program."""
+    """One sample per program."""
     sample = tl.program_id(0).to(tl.int64)
     row, col = tl.arange(0, ROWS), tl.arange(0, DIM)
-    places, here = features_at(x, pooled, sample, FEATURES, ROWS, DIM)
-    features = tl.load(places, mask=here, other=0.0)
+    pointers, mask = features_at(x, pooled, sample, FEATURES, ROWS, DIM)
+    features = tl.load(pointers, mask=mask, other=0.0)
     products = tl.dot(features, tl.trans(features), input_precision=PRECISION)
-    line = y + sample * WIDTH
-    tl.store(line + col, tl.load(x + sample * DIM + col))
+    out = y + sample * WIDTH
+    tl.store(out + col, tl.load(x + sample * DIM + col))
     below = (row[:, None] > row[None, :]) & (row < FEATURES)[:, None]
-    tl.store(line + DIM + pair_of(ROWS), products, mask=below)
+    tl.store(out + DIM + pair_of(ROWS), products, mask=below)
     pad = DIM + FEATURES * (FEATURES - 1) // 2 + tl.arange(0, 8)
-    tl.store(line + pad, tl.zeros((8,), tl.float32), mask=pad < WIDTH)
+    tl.store(out + pad, tl.zeros((8,), tl.float32), mask=pad < WIDTH)
 
 
 @triton.jit
@@ -77,25 +78,23 @@ def interact_backward(
     WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient of feature r is the sum over the others of the pair's gradient times the
-    other."""
+    """The gradient of a feature is the sum over all others of the gradient of the pair times the
+    other feature."""
     sample = tl.program_id(0).to(tl.int64)
     row, col = tl.arange(0, ROWS), tl.arange(0, DIM)
-    places, here = features_at(x, pooled, sample, FEATURES, ROWS, DIM)
-    features = tl.load(places, mask=here, other=0.0)
-    line = gy + sample * WIDTH
+    pointers, mask = features_at(x, pooled, sample, FEATURES, ROWS, DIM)
+    features = tl.load(pointers, mask=mask, other=0.0)
+    g = gy + sample * WIDTH
     pairs = (row[:, None] != row[None, :]) & (row < FEATURES)[:, None] & (row < FEATURES)[None, :]
-    weights = tl.load(line + DIM + pair_of(ROWS), mask=pairs, other=0.0)
+    weights = tl.load(g + DIM + pair_of(ROWS), mask=pairs, other=0.0)
     gradient = tl.dot(weights, features, input_precision=PRECISION)
-    gradient += tl.load(
-        line + (row * 0)[:, None] + col[None, :], mask=(row == 0)[:, None], other=0.0
-    )
-    places, here = features_at(gx, gpooled, sample, FEATURES, ROWS, DIM)
-    tl.store(places, gradient, mask=here)
+    gradient += tl.load(g + (row * 0)[:, None] + col[None, :], mask=(row == 0)[:, None], other=0.0)
+    pointers, mask = features_at(gx, gpooled, sample, FEATURES, ROWS, DIM)
+    tl.store(pointers, gradient, mask=mask)
 
 
 class Interaction(torch.autograd.Function):
-    """The kernels, fp32; D a power of two from 16 on. In TF32 where torch is told to
+    """The kernels, for fp32 and D a power of two, 16 at least. They use TF32 if torch does
     (``set_float32_matmul_precision``)."""
 
     @staticmethod
@@ -131,7 +130,7 @@ def _run(kernel, x, pooled, *others):
 
 
 def interaction(x: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-    """x [b, D], pooled [b, (F - 1) * D] -> y; by the kernels on a GPU, in torch elsewhere."""
+    """x [b, D], pooled [b, (F - 1) * D] -> y; with the kernels on a GPU, else in torch."""
     if x.is_cuda:
         return Interaction.apply(x, pooled)
     features = torch.cat([x[:, None], pooled.view(x.shape[0], -1, x.shape[1])], 1)

@@ -1,18 +1,19 @@
-"""A mixture-of-experts layer with its experts sharded over ranks, trained beside the same layer on
+"""A mixture-of-experts layer whose experts are sharded over ranks, compared with the same layer on
 one device.
 
-    python examples/moe_layer.py                        # 4 ranks, a Qwen3-MoE-style layer: the same losses as on one device?
-    python examples/moe_layer.py --style deepseek       # sigmoid router with a correction bias, a shared expert
+    python examples/moe_layer.py                   # 4 ranks, as in Qwen3-MoE: same losses?
+    python examples/moe_layer.py --style deepseek  # sigmoid router, correction bias, shared expert
     python examples/moe_layer.py --style mixtral --ranks 2
-    python examples/moe_layer.py --bench                # GPUs: forward + backward against NCCL + torch._grouped_mm
+    python examples/moe_layer.py --bench           # GPUs: time against NCCL + torch._grouped_mm
 
-A layer is ``tw.nn.MoE``; a step is
+The layer is ``tw.nn.MoE``. A step is
 
     router | tokens to the ranks of their experts, gate and up projections | silu(gate) * up
-           | down projection, weighted sums back to the tokens' ranks | loss, backward: the same two operators, swapped
+           | down projection, weighted sums to the ranks of the tokens | loss
+           | backward: the same two operators, swapped
 
-Each rank has tokens of its own, and ranks have different numbers of them. Gradients of experts are
-complete; those of router and shared expert, which every rank has, are summed over ranks.
+Each rank has tokens of its own, and their number differs between ranks. Gradients of experts are
+complete. Those of router and shared expert, which are replicated, are summed over ranks.
 """
 
 import argparse
@@ -41,15 +42,15 @@ from tileweave.ops.core import collectives
 from tileweave.ops.experts.routing_plan import reference_plan
 from tileweave.profile.timing import measure
 
-# Largest relative difference of a loss from that on one device. fp32 differs by the order of sums
-# only; in bf16 a partial sum is rounded once a rank.
+# Largest relative difference of a loss from that on one device. In fp32 only the order of sums
+# differs; in bf16 each rank rounds a partial sum.
 ALLOWED = {"float32": 1e-5, "bfloat16": 2e-2}
 TOKENS, RATE = 6, 1.0
 
 
 @dataclass(frozen=True)
 class Style:
-    """Sizes of a layer, reduced; ``experts`` of all ranks."""
+    """The sizes of a layer; ``experts`` is the number on all ranks."""
 
     hidden: int
     width: int
@@ -67,8 +68,8 @@ STYLES = {
 
 
 class SigmoidTopK(nn.Module):
-    """DeepSeek-V3's router without groups: a bias corrects who is chosen, not how much it
-    weighs."""
+    """The router of DeepSeek-V3 without groups: a bias corrects which experts are chosen, but not
+    their weights."""
 
     def __init__(self, s: Style, scale: float = 2.5) -> None:
         super().__init__()
@@ -84,8 +85,8 @@ class SigmoidTopK(nn.Module):
 
 
 class WholeMoE(nn.Module):
-    """The layer on one device in plain torch, expert by expert, with the names of transformers'
-    blocks."""
+    """The layer on one device in plain torch, expert by expert, with the parameter names of
+    transformers."""
 
     def __init__(self, s: Style) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ def router(s: Style) -> nn.Module:
 
 
 def train(member: Member, style: str, steps: int, dtype: str) -> list[tuple[float, float]]:
-    """Losses of each step, over ranks and on one device, from the same weights and data."""
+    """The loss of each step, over ranks and on one device, from the same weights and data."""
     s, kind = STYLES[style], getattr(torch, dtype)
     torch.manual_seed(0)  # all ranks draw the same layer and data
     whole = WholeMoE(s).to(member.device, kind)
@@ -164,38 +165,37 @@ def train(member: Member, style: str, steps: int, dtype: str) -> list[tuple[floa
 
 
 class Routes:
-    """What the unfused layer is told for free: how many rows go where, and the indices that bring
-    them into order."""
+    """Routes of the unfused layer, computed before it is timed: how many rows go to each rank, and
+    the indices that order them."""
 
     def __init__(
         self, ids: torch.Tensor, rank: int, size: int, experts: int, group: dist.ProcessGroup
     ) -> None:
         (tokens, topk), device = ids.shape, ids.device
         self.group, self.local = group, experts // size
-        everyone = collectives.all_gather(ids.int().contiguous(), group).view(size, tokens, topk)
-        plan = reference_plan(everyone, rank, experts)
+        all_ids = collectives.all_gather(ids.int().contiguous(), group).view(size, tokens, topk)
+        plan = reference_plan(all_ids, rank, experts)
         self.offsets, self.rows = plan.offsets, int(plan.offsets[-1])
         entry = plan.row_entry[: self.rows].long()
         owner = ids.reshape(-1) // self.local
         self.order = torch.argsort(owner, stable=True)  # of own choices: by destination, then token
         self.tokens = self.order // topk
-        self.here, self.there = (
+        self.sent, self.received = (
             torch.bincount(n, minlength=size).tolist() for n in (owner, entry // (tokens * topk))
         )
-        self.leaving = torch.argsort(entry)  # of rows: by source, then token
-        self.by_expert = torch.argsort(self.leaving)
-        self.arriving = torch.empty_like(self.order)
-        self.arriving[self.order] = torch.arange(tokens * topk, device=device)
+        self.by_source = torch.argsort(entry)  # of rows: by source, then token
+        self.by_expert = torch.argsort(self.by_source)
+        self.by_token = torch.empty_like(self.order)
+        self.by_token[self.order] = torch.arange(tokens * topk, device=device)
 
     def to_experts(self, choices: torch.Tensor) -> torch.Tensor:
         """[T k, H] by destination -> rows of this rank's experts."""
-        return self._exchange(choices, self.here, self.there).index_select(0, self.by_expert)
+        return self._exchange(choices, self.sent, self.received).index_select(0, self.by_expert)
 
     def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of this rank's experts -> [T k, H], choices of own tokens."""
-        return self._exchange(
-            rows.index_select(0, self.leaving), self.there, self.here
-        ).index_select(0, self.arriving)
+        rows = self._exchange(rows.index_select(0, self.by_source), self.received, self.sent)
+        return rows.index_select(0, self.by_token)
 
     def _exchange(self, rows: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
         width = rows.shape[1]
@@ -204,8 +204,8 @@ class Routes:
 
 
 class _UnfusedExperts(torch.autograd.Function):
-    """Forward and backward with four exchanges, six grouped products and a top-k weighted sum;
-    keeps rows, sends none again."""
+    """Forward and backward with four exchanges, six grouped matmuls and a weighted sum. Rows are
+    kept for backward and not sent again."""
 
     @staticmethod
     def forward(ctx, x, gate_up, down, weights, routes):
@@ -234,8 +234,7 @@ class _UnfusedExperts(torch.autograd.Function):
 
 
 class LayerBench:
-    """One layer and the same layer unfused, with the same parameters, tokens and incoming
-    gradient."""
+    """The fused and the unfused layer, with the same parameters, tokens and output gradient."""
 
     def __init__(self, member: Member, s: Style, tokens: int, dtype: torch.dtype) -> None:
         self.member = member
@@ -279,15 +278,11 @@ class LayerBench:
     def step(self, forward: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
         """The output and all gradients."""
         y, named = forward(), {"x": self.x, **dict(self.layer.named_parameters())}
-        return {
-            "y": y.detach(),
-            **dict(
-                zip(named, torch.autograd.grad(y, list(named.values()), self.grad), strict=True)
-            ),
-        }
+        gradients = torch.autograd.grad(y, list(named.values()), self.grad)
+        return {"y": y.detach(), **dict(zip(named, gradients, strict=True))}
 
     def matmuls(self) -> Callable[[], None]:
-        """The six grouped products of a step alone, on operands of their own."""
+        """The six grouped matmuls of a step alone, on operands of their own."""
         experts, offsets = self.layer.experts, self.routes.offsets
         gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
         widths = (gate_up.shape[2], gate_up.shape[1], down.shape[2])
@@ -310,7 +305,8 @@ class LayerBench:
         return run
 
     def differences(self) -> dict[str, float]:
-        """How far output and gradients are from those unfused, the largest of the ranks."""
+        """The relative difference of output and gradients from the unfused ones, the largest of all
+        ranks."""
         got, want = self.step(self.fused), self.step(self.unfused)
         off = {
             n: float((got[n].float() - w.float()).norm() / w.float().norm())
@@ -335,7 +331,7 @@ class LayerBench:
 def bench(
     member: Member, cases: list[tuple[str, Style, int]], dtype: str, repeats: int, kernels: bool
 ) -> list[dict[str, Any]]:
-    """Each case's differences, and its times: slowest rank, median, interleaved."""
+    """The differences and times of each case: median of the slowest rank, variants interleaved."""
     found: list[dict[str, Any]] = []
     for name, style, tokens in cases:
         case = LayerBench(member, style, tokens, getattr(torch, dtype))
@@ -365,7 +361,7 @@ def bench(
 
 
 def report(found: list[dict[str, Any]], dtype: str) -> bool:
-    """A table; whether all results were right."""
+    """Print a table. Returns whether all results were right."""
     names = list(found[0]["times"])
     print(
         "  ".join(
@@ -380,23 +376,22 @@ def report(found: list[dict[str, Any]], dtype: str) -> bool:
     for entry in found:
         us = {name: entry["times"][name]["median_us"] for name in names}
         ours, theirs = (
-            [us[who], us[f"{who}, forward"], us[who] - us[f"{who}, forward"]]
-            for who in ("tileweave", "unfused")
+            [us[name], us[f"{name}, forward"], us[name] - us[f"{name}, forward"]]
+            for name in ("tileweave", "unfused")
         )
         ratios = "  ".join(f"{b / a:8.2f}x" for a, b in zip(ours, theirs, strict=True))
         largest = worst_of(entry["differences"].values())
         right &= largest < ALLOWED[dtype]
         numbers = "  ".join(f"{us[name]:18.0f}" for name in names)
-        print(
-            f"{entry['case']:20}  {numbers}  {ratios}  {largest:.1e}{'' if largest < ALLOWED[dtype] else ': WRONG'}"
-        )
+        verdict = "" if largest < ALLOWED[dtype] else ": WRONG"
+        print(f"{entry['case']:20}  {numbers}  {ratios}  {largest:.1e}{verdict}")
         for kernel, time, calls in entry.get("kernels", [])[:24]:
             print(f"    {time:8.0f} us  {calls:3}  {kernel[:120]}")
     return right
 
 
 def bench_cases(on_gpu: bool) -> list[tuple[str, Style, int]]:
-    """Layers of published models; off GPUs a reduced one, to try the machinery."""
+    """Layers of published models; without GPUs a small one, to try the script."""
     if not on_gpu:
         return [("qwen3, reduced", STYLES["qwen3"], TOKENS)]
     sizes = (("qwen3-235b", 4096), ("deepseek-v3", 4096), ("deepseek-v3", 1024))
@@ -409,12 +404,12 @@ def main() -> int:
         "--style",
         choices=list(STYLES),
         default="qwen3",
-        help="whose layer to train; default: qwen3",
+        help="the model whose layer is trained; default: qwen3",
     )
     parser.add_argument(
         "--ranks",
         type=int,
-        help="2 or 4, or 8 but for Mixtral; default: the GPUs there are, or 4 on the CPU",
+        help="2 or 4, or 8 except for Mixtral; default: as many as GPUs, or 4 on the CPU",
     )
     parser.add_argument("--steps", type=int, default=4, help="steps to train; default: 4")
     parser.add_argument(
@@ -423,32 +418,31 @@ def main() -> int:
     parser.add_argument(
         "--kernels",
         action="store_true",
-        help="with --bench: what the kernels of a step on rank 0 take",
+        help="with --bench: also print the times of the kernels of a step on rank 0",
     )
     parser.add_argument(
         "--repeats", type=int, default=9, help="with --bench: timed repeats of each; default: 9"
     )
-    parser.add_argument("--json", type=Path, help="with --bench: where to write all times")
+    parser.add_argument("--json", type=Path, help="with --bench: the file to write all times to")
     words = parser.parse_args()
     kind = default_device_type()
     size, dtype = default_world_size(kind, words.ranks), "bfloat16" if kind == "cuda" else "float32"
     require(
         words.steps > 0 and words.repeats > 0,
         f"{words.steps} steps, {words.repeats} repeats",
-        "one or more",
-        "ask for some",
+        "1 or more",
+        "ask for more",
     )
-    only = words.json is not None or words.kernels
     require(
-        words.bench or not only,
+        words.bench or (words.json is None and not words.kernels),
         "--json or --kernels without --bench",
-        "with it only",
+        "only with --bench",
         "add --bench",
     )
     require(
         STYLES[words.style].experts % size == 0,
         f"{words.style} over {size} ranks",
-        "as many experts a rank",
+        "the same number of experts on each rank",
         "change ranks",
     )
     file_for(words.json)
@@ -476,12 +470,12 @@ def main() -> int:
     losses = launch(train, words.style, words.steps, dtype, world_size=size, device_type=kind)
     if losses is None:
         return 0
-    print(
-        f"losses, {words.style}, {size} ranks on {'GPUs' if kind == 'cuda' else 'the CPU'}, {STYLES[words.style]}"
-    )
+    devices = "GPUs" if kind == "cuda" else "the CPU"
+    print(f"losses, {words.style}, {size} ranks on {devices}, {STYLES[words.style]}")
     for number, (over_ranks, alone) in enumerate(losses):
         print(
-            f"  step {number}: over ranks {over_ranks:.6f}, one device {alone:.6f}, differ by {abs(over_ranks / alone - 1):.1e}"
+            f"  step {number}: over ranks {over_ranks:.6f}, one device {alone:.6f}, "
+            f"differ by {abs(over_ranks / alone - 1):.1e}"
         )
     largest = worst_of(abs(over_ranks / alone - 1) for over_ranks, alone in losses)
     right = largest < ALLOWED[dtype] and (words.steps < 2 or losses[-1][0] < losses[0][0])

@@ -1,23 +1,24 @@
-"""Heat flowing over a torus that is cut into bands of rows, one a rank: a kernel of your own, in
-tileweave's words.
+"""A kernel of your own with tileweave's device functions: heat diffusion on a torus that is split
+into bands of rows, one per rank.
 
-    python examples/neighbour_exchange.py [ranks]     # on GPUs if there are two, else in Triton's interpreter
+    python examples/neighbour_exchange.py [ranks]   # on two GPUs, else in Triton's interpreter
 
-A step needs the four neighbours of each point, hence one row of the rank above and one of the rank
-below. The first two programs push those rows, the rows in between need nobody and hide the way they
-travel, the last two programs wait.
+A step needs the four neighbours of each point, so it needs one row of the rank above and one of the
+rank below. The first two programs push those rows. The rows in between need no other rank and hide
+the transfer. The last two programs wait.
 
     x, y  [rows, WIDTH]  own band before and after the step
-    slot  [2, WIDTH]     one of two, by parity of the epoch: the row above the band, the row below it
+    slot  [2, WIDTH]     the row above the band and the row below it; the parity of the epoch
+                         chooses one of two slots
 
-==============  =====  ===============================================  ===================================
-signal (int32)  value  notifier                                         waiter
-==============  =====  ===============================================  ===================================
-[source, side]  epoch  the rank above (side 0) or below (1), behind it  the program of the first (last) row
-==============  =====  ===============================================  ===================================
+==============  =====  =======================================  ===================================
+signal (int32)  value  notifier, after its row                  waiter
+==============  =====  =======================================  ===================================
+[source, side]  epoch  the rank above (side 0) or below (1)     the program of the first (last) row
+==============  =====  =======================================  ===================================
 
-Why no slot is overwritten: I push to two ranks and wait for the same two, so when my step n ends
-both have begun n and ended n-1, the last reader of the slot that step n+1 writes.
+Why no slot is overwritten: a rank pushes to two ranks and waits for the same two. When its step n
+ends, both have begun step n and have ended step n-1, which read the slot that step n+1 writes.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from tileweave.ops.core.registry import endpoint, name_of, workspace_of
 from tileweave.transport.protocol import MAX_SLICES
 from tileweave.transport.workspace import Instance
 
-WORDS = tl.constexpr(MAX_SLICES)  # signals that each source has at each rank
+WORDS = tl.constexpr(MAX_SLICES)  # signals per source
 ROWS, COLS, STEPS, RATE = 8, 256, 20, 0.2
 
 
@@ -54,8 +55,8 @@ def push_border(
     WORLD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Producer: the first row to the rank above, whose row below it is (side 1); the last row to
-    the rank below."""
+    """Producer. Side 0: the last row to the rank below, as the row above its band. Side 1: the
+    first row to the rank above, as the row below its band."""
     peer = (rank + WORLD_SIZE + 1 - 2 * side) % WORLD_SIZE
     target = symm_at(slot_table, peer, x.dtype.element_ty, 16) + slot + side * WIDTH
     put(target, x + (1 - side) * (rows - 1) * WIDTH, 0, WIDTH, WIDTH)
@@ -79,7 +80,7 @@ def diffuse_kernel(
     WORLD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """y = x + rate * (the four neighbours - 4 x), one row a program, the border rows last."""
+    """y = x + rate * (the four neighbours - 4 x), one row per program, the border rows last."""
     program = tl.program_id(0)
     epoch = load_epoch(control)
     slot = (epoch & 1) * slot_size
@@ -108,8 +109,8 @@ def diffuse_kernel(
 
 
 def diffuse(x: torch.Tensor, y: torch.Tensor, instance: Instance) -> None:
-    """One step from ``x`` to ``y`` (two rows or more). No barrier, no host synchronisation; a graph
-    may capture it."""
+    """One step from ``x`` to ``y`` (two rows or more). There is no barrier and no host
+    synchronization, so a CUDA graph may capture it."""
     (rows, width), transport = x.shape, instance.transport
     instance.reserve(2 * width * x.element_size())
     instance.begin()
@@ -132,12 +133,12 @@ def diffuse(x: torch.Tensor, y: torch.Tensor, instance: Instance) -> None:
             WIDTH=width,
         )
     finally:
-        instance.check()  # PeerTimeout, if a neighbour did not come
+        instance.check()  # raises PeerTimeout if a neighbour did not come
 
 
 def simulate(member: Member) -> float:
-    """Many steps on this rank's band; returns the largest difference, over all ranks, from the
-    whole torus in fp64."""
+    """Many steps on this rank's band. Returns the largest difference on any rank from the whole
+    torus in fp64."""
     torch.manual_seed(0)  # all ranks draw the same torus
     torus = torch.randn(member.world_size * ROWS, COLS, dtype=torch.float64)
     x = torus.chunk(member.world_size)[member.rank].to(member.device, torch.float32).contiguous()
@@ -145,7 +146,7 @@ def simulate(member: Member) -> float:
     instance = workspace_of(name_of(member.group), member.device).instance("diffuse", "sm")
     for step in range(STEPS):
         if step % member.world_size == member.rank:
-            # each rank is late in turn: a wait that is missing shows in the result
+            # each rank is late in turn, so that a missing wait shows in the result
             time.sleep(0.02)
         diffuse(x, y, instance)
         x, y = y, x
@@ -162,7 +163,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("ranks", nargs="?", help="2 to 8; default: two")
     asked = parser.parse_args().ranks
-    require(asked is None or asked.isdecimal(), f"{asked!r} ranks", "a number", "pass one")
+    require(asked is None or asked.isdecimal(), f"{asked!r} ranks", "a number", "pass a number")
     kind = default_device_type()
     ranks = default_world_size(kind, None if asked is None else int(asked), most=2)
     error = launch(simulate, world_size=ranks, device_type=kind)

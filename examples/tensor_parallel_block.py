@@ -1,17 +1,18 @@
-"""A Llama-style block, tensor and sequence parallel, trained beside the same block on one device;
-and timed.
+"""A Llama-style block with tensor and sequence parallelism, compared with the same block on one
+device.
 
-    python examples/tensor_parallel_block.py                 # 4 ranks, small: the same losses as on one device?
-    python examples/tensor_parallel_block.py --bench         # GPUs: forward + backward against NCCL + cuBLAS
+    python examples/tensor_parallel_block.py          # 4 ranks, small: are the losses the same?
+    python examples/tensor_parallel_block.py --bench  # GPUs: time against NCCL + cuBLAS
 
-Between layers each rank holds a part of the sequence: x [S/R, B, H]. Column-parallel layers gather
-it along the sequence (``all_gather_matmul``) and leave every rank all tokens of its own heads, or
-of its own part of the MLP; row-parallel ones sum over ranks and scatter the sequence again
+Between layers each rank has a part of the sequence: x [S/R, B, H]. Column-parallel layers gather it
+along the sequence (``all_gather_matmul``); then each rank has all tokens of its own heads, or of
+its own part of the MLP. Row-parallel layers sum over ranks and scatter the sequence again
 (``matmul_reduce_scatter``). Backward runs the same two operators, swapped.
 
-    x [S/R, B, H] -- norm -- qkv: gather, matmul -- attention of own heads -- out: matmul, scatter
-    -- + x
-                  -- norm -- gate, up: gather, matmul -- silu(gate) * up -- down: matmul, scatter -- + x
+    x [S/R, B, H] -- norm -- qkv: gather, matmul -- attention of own heads
+                  -- out: matmul, scatter -- + x
+                  -- norm -- gate, up: gather, matmul -- silu(gate) * up
+                  -- down: matmul, scatter -- + x
 """
 
 import argparse
@@ -30,21 +31,20 @@ from tileweave.bench.subjects import worst, worst_of
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
 from tileweave.nn import ColumnParallelLinear, RowParallelLinear
-from tileweave.ops.core import collectives
+from tileweave.ops.core import collectives, registry
 from tileweave.profile.timing import measure
 
-# Largest relative difference of a loss from that on one device. fp32 differs by the order of sums
-# only.
+# Largest relative difference of a loss from that on one device. In fp32 only the order of sums
+# differs.
 ALLOWED = {"float32": 1e-5, "bfloat16": 1e-2}
-# And of outputs and gradients from those of the unfused block: there, in bf16, both have rounded
-# partial sums (1.4e-2 seen).
+# Largest relative difference of outputs and gradients from those of the unfused block. In bf16 both
+# have rounded partial sums (1.4e-2 was seen).
 APART = {"float32": 1e-5, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """One block: ``tokens`` = sequence * batch, hidden, heads of queries and of keys and values,
-    the MLP's width."""
+    """The sizes of one block; ``width`` is that of the MLP."""
 
     sequence: int = 32
     batch: int = 2
@@ -83,8 +83,7 @@ class Block(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """This rank's share of a :class:`Block`; ``column`` and ``row`` are the layers it is made
-    of."""
+    """This rank's shard of a :class:`Block`, built of ``column`` and ``row`` layers."""
 
     def __init__(
         self,
@@ -109,14 +108,14 @@ class ParallelBlock(nn.Module):
         return x + self.down(silu(gate) * up)
 
     def sum_replicated_gradients(self) -> None:
-        """A norm's weight saw this rank's tokens only; its gradient is the sum over ranks."""
+        """Sum the gradients of norms over ranks: each rank computed them from its own tokens."""
         for weight in (self.norm1.weight, self.norm2.weight):
             weight.grad = collectives.all_reduce(weight.grad, self.group)
 
 
 def interleaved(size: int, *layers: nn.Linear) -> nn.Linear:
-    """One layer with the features of several, ordered so that an equal cut gives each rank its
-    share of each."""
+    """One layer with the features of several, ordered so that an equal split gives each rank its
+    features of each layer."""
     shards = zip(*(layer.weight.chunk(size) for layer in layers), strict=True)
     merged = nn.Linear(
         layers[0].in_features,
@@ -129,8 +128,8 @@ def interleaved(size: int, *layers: nn.Linear) -> nn.Linear:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, head: int) -> torch.Tensor:
-    """Causal attention with rotary positions and grouped keys: q [S, B, heads * head], k, v with
-    fewer heads -> as q."""
+    """Causal attention with rotary positions and grouped keys: q [S, B, heads * head], k and v with
+    fewer heads -> the shape of q."""
     q, k, v = (t.unflatten(-1, (-1, head)).permute(1, 2, 0, 3) for t in (q, k, v))
     y = scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
     return y.permute(2, 0, 1, 3).flatten(2)
@@ -150,7 +149,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 def train(member: Member, sizes: Sizes, steps: int) -> list[tuple[float, float]]:
-    """Losses of each step, in parallel and on one device, from the same weights and data."""
+    """The loss of each step, in parallel and on one device, from the same weights and data."""
     torch.manual_seed(0)  # all ranks draw the same block and data
     whole = Block(sizes, member.device)
     part = ParallelBlock(whole, member.group)
@@ -182,8 +181,8 @@ def train(member: Member, sizes: Sizes, steps: int) -> list[tuple[float, float]]
 
 
 class _GatherMatmul(torch.autograd.Function):
-    """all-gather, matmul. ``overlap``: in backward, as Megatron-LM does it: each matmul runs beside
-    a collective."""
+    """All-gather, then matmul. With ``overlap``, each matmul of backward runs concurrently with a
+    collective, as in Megatron-LM."""
 
     @staticmethod
     def forward(ctx, x, w, group, overlap):
@@ -207,7 +206,8 @@ class _GatherMatmul(torch.autograd.Function):
 
 
 class _MatmulScatter(torch.autograd.Function):
-    """matmul, reduce-scatter. Backward gathers the gradient first: both of its matmuls need it."""
+    """Matmul, then reduce-scatter. Backward gathers the gradient first, because both of its matmuls
+    need it."""
 
     @staticmethod
     def forward(ctx, x, w, group):
@@ -228,7 +228,7 @@ def wait(work: dist.Work | None) -> None:
 
 
 class UnfusedColumn(ColumnParallelLinear):
-    """The layer on an all-gather and a matmul."""
+    """The layer as an all-gather and a matmul."""
 
     overlap = False
 
@@ -238,13 +238,13 @@ class UnfusedColumn(ColumnParallelLinear):
 
 
 class OverlappedColumn(UnfusedColumn):
-    """That, with the collectives of backward beside its matmuls."""
+    """The unfused layer, with collectives and matmuls of backward running concurrently."""
 
     overlap = True
 
 
 class UnfusedRow(RowParallelLinear):
-    """The layer on a matmul and a reduce-scatter."""
+    """The layer as a matmul and a reduce-scatter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = _MatmulScatter.apply(x.flatten(0, -2), self.weight, group_of(self))
@@ -252,12 +252,12 @@ class UnfusedRow(RowParallelLinear):
 
 
 def group_of(layer: ColumnParallelLinear | RowParallelLinear) -> dist.ProcessGroup:
-    return tw.ops.registry.group_of(layer.group_name)
+    return registry.group_of(layer.group_name)
 
 
 def bench(member: Member, sizes: Sizes, repeats: int) -> dict[str, dict[str, float]]:
-    """Forward and backward of each variant, interleaved: microseconds, slowest rank, median; and
-    how far results differ."""
+    """Time forward + backward of all variants, interleaved: median of the slowest rank in
+    microseconds, and the difference of results."""
     torch.manual_seed(0)
     whole = Block(sizes, member.device)
     variants = {
@@ -271,10 +271,8 @@ def bench(member: Member, sizes: Sizes, repeats: int) -> dict[str, dict[str, flo
     shape = (sizes.sequence // member.world_size, sizes.batch, sizes.hidden)
     generator = torch.Generator(member.device).manual_seed(member.rank)
     x, grad = (torch.randn(shape, generator=generator, device=member.device) for _ in range(2))
-    x, grad = (
-        x.to(getattr(torch, sizes.dtype)).requires_grad_(),
-        grad.to(getattr(torch, sizes.dtype)),
-    )
+    x, grad = (t.to(getattr(torch, sizes.dtype)) for t in (x, grad))
+    x.requires_grad_()
 
     def step(block: ParallelBlock) -> tuple[torch.Tensor, ...]:
         y = block(x)
@@ -296,7 +294,7 @@ def bench(member: Member, sizes: Sizes, repeats: int) -> dict[str, dict[str, flo
 
 
 def difference(found: list[torch.Tensor], right: list[torch.Tensor], member: Member) -> float:
-    """The largest relative difference of output and gradients, on any rank; collective."""
+    """The largest relative difference of output and gradients on any rank. Collective."""
     off = worst_of(
         ((a - b).float().norm() / b.float().norm()).item()
         for a, b in zip(found, right, strict=True)
@@ -309,18 +307,20 @@ def difference(found: list[torch.Tensor], right: list[torch.Tensor], member: Mem
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, help="default: 4, fewer where there are fewer GPUs")
+    parser.add_argument("--ranks", type=int, help="default: 4, or as many as there are GPUs")
     parser.add_argument("--steps", type=int, default=8, help="steps to train; default: 8")
     parser.add_argument(
         "--bench", action="store_true", help="time forward + backward instead of training"
     )
     parser.add_argument(
-        "--tokens", type=int, help="sequence * batch; default: 8192 to bench on GPUs, else 64"
+        "--tokens", type=int, help="sequence * batch; default: 8192 with --bench on GPUs, else 64"
     )
     parser.add_argument(
-        "--sequence", type=int, help="default: 4096 to bench on GPUs, else 32; at most the tokens"
+        "--sequence",
+        type=int,
+        help="default: 4096 with --bench on GPUs, else 32; at most the tokens",
     )
-    parser.add_argument("--hidden", type=int, help="default: 8192 to bench on GPUs, else 64")
+    parser.add_argument("--hidden", type=int, help="default: 8192 with --bench on GPUs, else 64")
     parser.add_argument(
         "--dtype", choices=sorted(ALLOWED), help="default: bfloat16 on GPUs, float32 elsewhere"
     )
@@ -331,8 +331,8 @@ def arguments() -> argparse.Namespace:
 
 
 def sizes_of(given: argparse.Namespace, on_gpu: bool, ranks: int) -> Sizes:
-    """Small, or those of a Llama 70B block: 128 a head, 8 query heads for each of keys, 3.5 hidden
-    in the MLP."""
+    """Small sizes, or those of a Llama 70B block: heads of 128, 8 query heads per key head, an MLP
+    of 3.5 times hidden."""
     large = given.bench and on_gpu
     usual = (
         {"hidden": 8192, "tokens": 8192, "sequence": 4096}
@@ -344,24 +344,24 @@ def sizes_of(given: argparse.Namespace, on_gpu: bool, ranks: int) -> Sizes:
     )
     sequence = min(sequence, tokens)
     asked = f"{tokens} tokens in sequences of {sequence}, hidden {hidden}, {ranks} ranks"
-    require(min(hidden, tokens, sequence) > 0, asked, "one or more of each", "ask for some")
+    require(min(hidden, tokens, sequence) > 0, asked, "1 or more of each", "ask for more")
     require(
         tokens % sequence == 0 and tokens % ranks == 0,
         asked,
-        "whole sequences, as many tokens a rank",
+        "whole sequences, and the same number of tokens on each rank",
         "change tokens",
     )
     require(
         hidden % (1024 if hidden >= 1024 else 64) == 0,
         asked,
-        "hidden a multiple of 64, above 1024 of it",
+        "a multiple of 64, and of 1024 from 1024 on",
         "change hidden",
     )
     require(
         given.steps > 0 and given.repeats > 0,
         f"{given.steps} steps, {given.repeats} repeats",
-        "one or more",
-        "ask for some",
+        "1 or more",
+        "ask for more",
     )
     sizes = Sizes(
         sequence,
@@ -374,21 +374,21 @@ def sizes_of(given: argparse.Namespace, on_gpu: bool, ranks: int) -> Sizes:
         sizes = replace(sizes, heads=hidden // 128, kv_heads=max(hidden // 1024, 4))
     require(
         sizes.kv_heads % ranks == 0,
-        f"{sizes.kv_heads} heads of keys over {ranks} ranks",
-        "as many a rank",
+        f"{sizes.kv_heads} key heads over {ranks} ranks",
+        "the same number on each rank",
         "change ranks",
     )
     return sizes
 
 
 def report(found: dict[str, dict[str, float]], dtype: str) -> bool:
-    """A table; whether all variants agree."""
+    """Print a table. Returns whether all variants agree."""
     ours, right = found["tileweave"]["us"], True
     for name, row in found.items():
         agrees = row["difference"] < APART[dtype]
         print(
-            f"  {name:34} {row['us']:10.0f} us  {row['us'] / ours:6.3f}x  differs by {row['difference']:.1e}"
-            + ("" if agrees else ": WRONG")
+            f"  {name:34} {row['us']:10.0f} us  {row['us'] / ours:6.3f}x  "
+            f"differs by {row['difference']:.1e}" + ("" if agrees else ": WRONG")
         )
         right &= agrees
     return right
@@ -413,7 +413,8 @@ def main() -> int:
     print(f"losses, {place}")
     for number, (parallel, alone) in enumerate(losses):
         print(
-            f"  step {number}: parallel {parallel:.6f}, one device {alone:.6f}, differ by {abs(parallel / alone - 1):.1e}"
+            f"  step {number}: parallel {parallel:.6f}, one device {alone:.6f}, "
+            f"differ by {abs(parallel / alone - 1):.1e}"
         )
     largest = worst_of(abs(parallel / alone - 1) for parallel, alone in losses)
     fell = given.steps < 2 or losses[-1][0] < losses[0][0]

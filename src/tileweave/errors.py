@@ -1,4 +1,4 @@
-"""Every exception tileweave raises on purpose: what was asked, what is allowed, and the remedy."""
+"""The exceptions of tileweave. Messages say what was asked, what is allowed, and the remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Waited = Literal["signal", "meeting", "closed"]
 
 
 class TileweaveError(Exception):
-    """Base class, so that a caller can catch everything of ours with one name."""
+    """Base class of all exceptions that tileweave raises."""
 
 
 class InputError(TileweaveError, ValueError):
@@ -17,8 +17,8 @@ class InputError(TileweaveError, ValueError):
 
 
 class RankMismatchError(InputError):
-    """Ranks called different operators, or the same one with arguments that do not match;
-    ``TILEWEAVE_DEBUG=1`` shows them."""
+    """Ranks called different operators, or the same one with arguments that do not match.
+    ``TILEWEAVE_DEBUG=1`` shows the arguments."""
 
 
 class CaptureError(TileweaveError, RuntimeError):
@@ -26,7 +26,7 @@ class CaptureError(TileweaveError, RuntimeError):
 
 
 class UnsupportedError(TileweaveError, RuntimeError):
-    """This machine cannot run what was asked, and a fallback would not be what was asked."""
+    """This machine cannot run what was asked, and there is no fallback that would do the same."""
 
 
 class PeerTimeout(TileweaveError, RuntimeError):
@@ -34,13 +34,28 @@ class PeerTimeout(TileweaveError, RuntimeError):
 
     Attributes
     ----------
-    op, rank, peer : which operator, or what else was waited for; who waited, and for whom (-1: it
-        is not known for whom).
-    at : where. "signal": in a kernel, for a peer's signal; "meeting": on the host, where memory is
-        mapped and calls are compared; "closed": there, too, but the peer has closed its workspace
-        meanwhile.
-    unit : of a signal, the index of the waiting unit of work (a tile, or ``-1`` for a barrier).
-    expected, seen : of a signal, the epoch that was awaited and the one that stood there.
+    op : str
+        the operator, or what else the rank waited for.
+
+    rank : int
+        the rank that waited.
+
+    peer : int
+        the rank that it waited for; -1: unknown.
+
+    at : str
+        where it waited. ``"signal"``: in a kernel, for a signal of the peer. ``"meeting"``: on the
+        host, where memory is mapped and calls are compared. ``"closed"``: on the host, but the peer
+        has closed its workspace.
+
+    unit : int
+        with ``"signal"``, the index of the unit of work that waited (a tile); -1: at a barrier.
+
+    expected, seen : int
+        with ``"signal"``, the epoch that the signal should have had, and the one that it had.
+
+    seconds : float
+        how long it waited.
     """
 
     def __init__(
@@ -57,24 +72,31 @@ class PeerTimeout(TileweaveError, RuntimeError):
         self.op, self.rank, self.peer, self.unit = op, rank, peer, unit
         self.expected, self.seen, self.seconds = expected, seen, seconds
         self.at: Waited = at
-        whom = f"rank {peer}" if peer >= 0 else "some rank of its group"
-        place = "at a barrier" if unit < 0 else f"in work unit {unit}"
-        where = (
-            f"{place} (expected epoch {expected}, saw {seen})" if at == "signal" else "on the host"
+        name = f"rank {peer}" if peer >= 0 else "some rank of its group"
+        where = "on the host"
+        if at == "signal":
+            place = "at a barrier" if unit < 0 else f"in work unit {unit}"
+            where = f"{place} (expected epoch {expected}, saw {seen})"
+        text = (
+            f"waited {seconds:g} s for {name} {where}, which did not call the same operator in "
+            "time: it died, raised, called something else, or is late. Remedy: find out what that "
+            "rank did; raise TILEWEAVE_TIMEOUT (seconds) if it is only late."
         )
-        late = (
-            f"waited {seconds:g} s for {whom} {where}, which did not call the same operator in time: it died, raised, called "
-            "something else, or is late. Remedy: find out what that rank did; raise TILEWEAVE_TIMEOUT (seconds) if it is only "
-            "late."
+        if at == "closed":
+            text = (
+                f"met {name}, which has closed its workspace since. "
+                "Remedy: find out why that rank closed it."
+            )
+        after = (
+            "The workspace of this group is no longer usable: "
+            "tileweave.close(group), then call again on every rank."
         )
-        closed = f"met {whom}, which has closed its workspace since. Remedy: find out why that rank closed it."
-        after = "The workspace of this group is no longer usable: tileweave.close(group), then call again on every rank."
-        super().__init__(f"{op}: rank {rank} {closed if at == 'closed' else late} {after}")
+        super().__init__(f"{op}: rank {rank} {text} {after}")
 
     def __reduce__(
         self,
     ) -> tuple[type[PeerTimeout], tuple[str, int, int, int, int, int, float, Waited]]:
-        """Launchers and process pools pickle what a rank raised."""
+        """For pickle, which launchers and process pools use on exceptions of ranks."""
         return PeerTimeout, (
             self.op,
             self.rank,
@@ -100,10 +122,10 @@ def peers_know(error: TileweaveError, posted: bool) -> bool:
 
 
 def require(condition: bool, asked: str | Callable[[], str], allowed: str, remedy: str) -> None:
-    """Raise :class:`InputError` with the three parts that every message of ours has.
+    """Raise :class:`InputError` with the three parts of our messages if ``condition`` is false.
 
-    ``asked`` may be made only then; where ``torch.compile`` traces it must be: a text about a size
-    fixes that size.
+    ``asked`` may be a function that makes the text only then. Where ``torch.compile`` traces the
+    call it must be one, because a text about a size specializes the graph for that size.
     """
     if not condition:
         asked = asked if isinstance(asked, str) else asked()

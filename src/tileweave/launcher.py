@@ -1,10 +1,9 @@
-"""Worlds for the commands: N ranks on this machine, one process each, or the world that
-``torchrun`` made.
+"""Start the ranks of a command: N processes on this machine, or the ranks that ``torchrun`` made.
 
 ``launch(function, *args, world_size=4, device_type="cuda")`` calls ``function(member, *args)`` on
-every rank and returns what rank 0 returned. A rank that raises or dies ends the others and becomes
-a :class:`RankFailure` here; so does a world that is not done in time. On the CPU the ranks run
-Triton's interpreter: ``TRITON_INTERPRET`` stands in their environment before they start, since
+every rank and returns what rank 0 returned. If a rank raises or dies, the others are ended and
+:class:`RankFailure` is raised; likewise if the ranks are not done in time. On the CPU the ranks use
+Triton's interpreter. ``TRITON_INTERPRET`` is set in their environment before they start, because
 kernels read it when they are decorated.
 """
 
@@ -35,16 +34,16 @@ DeviceType = Literal["cuda", "cpu"]
 MAX_RANKS = 8
 _GRACE_SECONDS = 5.0
 _TEARDOWN_SECONDS = 30.0
-_CYCLES_A_SECOND = 1.5e9  # roughly: what torch.cuda._sleep counts
+_CYCLES_PER_SECOND = 1.5e9  # of torch.cuda._sleep, roughly
 
 
 class RankFailure(TileweaveError, RuntimeError):
-    """A rank of a launched world raised, died, or was not done in time."""
+    """A launched rank raised, died, or was not done in time."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """What a launched function knows of its world."""
+    """The rank on which a launched function runs."""
 
     rank: int
     world_size: int
@@ -53,7 +52,7 @@ class Member:
     @property
     def group(self) -> dist.ProcessGroup:
         group = dist.group.WORLD
-        assert group is not None, "a member exists inside a world only"
+        assert group is not None, "a member exists only while the group does"
         return group
 
     @property
@@ -61,20 +60,19 @@ class Member:
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait for what is queued on this rank's device."""
+        """Wait for the work queued on this rank's device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def pause(self, seconds: float) -> None:
-        """Come late: hold up what is queued on this rank's device, or its process where there is
-        none."""
+        """Make this rank late: delay the work queued on its device, or its process on the CPU."""
         if self.on_gpu:
-            torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))
+            torch.cuda._sleep(int(seconds * _CYCLES_PER_SECOND))
         else:
             time.sleep(seconds)
 
     def barrier(self) -> None:
-        """All ranks, and all that is queued on their devices."""
+        """Wait for all ranks and the work queued on their devices."""
         self.synchronize()
         if self.on_gpu:
             dist.barrier(device_ids=[self.device.index])
@@ -84,18 +82,19 @@ class Member:
 
 
 def default_device_type() -> DeviceType:
-    """``"cuda"`` where this machine has two devices or more, else ``"cpu"``."""
+    """``"cuda"`` if this machine has two devices or more, else ``"cpu"``."""
     return "cuda" if torch.cuda.device_count() >= 2 else "cpu"
 
 
 def default_world_size(device_type: DeviceType, wanted: int | None, most: int = 4) -> int:
-    """How many ranks to run with: those that ``torchrun`` started, else ``wanted``, or ``most`` as
-    far as there are devices.
+    """How many ranks to run: as many as ``torchrun`` started, else ``wanted``, else up to ``most``
+    as devices allow.
 
     Raises
     ------
-    InputError for fewer than two ranks, or more than there are GPUs, or more than eight; for other
-    ranks than torchrun started.
+    InputError
+        for fewer than two ranks, more than eight, or more than there are GPUs; or if ``wanted`` is
+        not the number that torchrun started.
     """
     given = given_world_size()
     if given is not None:
@@ -125,20 +124,18 @@ def default_world_size(device_type: DeviceType, wanted: int | None, most: int = 
 
 
 def _require_given(wanted: int | None, given: int) -> None:
-    """Refuse a world of another size than the one that torchrun has started: no process is started
-    here."""
-    allowed = f"{given}, its WORLD_SIZE"
+    """Refuse another world size than that of torchrun, under which no process is started here."""
     require(
         wanted in (None, given),
         f"{wanted} ranks under torchrun",
-        allowed,
-        "name no number, or change torchrun's",
+        f"{given}, its WORLD_SIZE",
+        "give no number, or change that of torchrun",
     )
 
 
 def end_with(main: Callable[[], int | None]) -> NoReturn:
-    """End this process with what a command returns; with an error of ours as one line on stderr,
-    and 1."""
+    """Exit with what ``main`` returns; print an error of ours as one line on stderr and exit with
+    1."""
     try:
         sys.exit(main())
     except TileweaveError as error:
@@ -146,17 +143,17 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank of a world that somebody else started."""
+    """Whether this process is a rank that ``torchrun`` started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def given_world_size() -> int | None:
-    """How many ranks ``torchrun`` has started; None where it has not."""
+    """How many ranks ``torchrun`` has started; None without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
 
 
-def tells() -> bool:
-    """Whether this process speaks for its world: every one but torchrun's other ranks."""
+def is_main_process() -> bool:
+    """Whether this process prints: False on all ranks of torchrun but rank 0."""
     return not under_torchrun() or int(os.environ["RANK"]) == 0
 
 
@@ -168,17 +165,34 @@ def launch(
     seconds: float = 1800.0,
     extra: Mapping[str, str] | None = None,
 ) -> Any:
-    """Run ``function(member, *args)`` on every rank of a new world; returns what rank 0 returned.
+    """Run ``function(member, *args)`` on new ranks; returns what rank 0 returned.
+
+    Under ``torchrun`` no process is started: this process is a rank, and all but rank 0 get None.
 
     Parameters
     ----------
-    function : at the top level of a module (ranks find it by name); its result must be picklable.
-    seconds : how long the world may last; then every rank prints its stacks and is killed.
-    extra : environment variables of the ranks.
+    function : callable
+        defined at the top level of a module, because ranks import it by name. Its result must be
+        picklable.
 
-    Under ``torchrun`` no process is started: this process is a rank, and all but rank 0 get None.
+    world_size : int
+        number of ranks.
+
+    device_type : str
+        ``"cuda"`` or ``"cpu"``.
+
+    seconds : float
+        time limit. After it every rank that is not done prints its stacks and is killed.
+
+    extra : mapping, optional
+        environment variables of the ranks.
+
+    Raises
+    ------
+    RankFailure
+        if a rank raises, dies, or is not done in time.
     """
-    timeout_seconds()  # what ranks could not read is told once, here
+    timeout_seconds()  # raises once here, and not on every rank, if the variable is invalid
     given = given_world_size()
     if given is not None:
         _require_given(world_size, given)
@@ -208,14 +222,14 @@ def launch(
 
 
 def _await(context: Any, result: Path, seconds: float) -> None:
-    """Until all ranks have ended, or the result is there and they take too long to go."""
+    """Wait until all ranks have ended, or the result is there and they take too long to end."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             if context.join(timeout=0.2, grace_period=_GRACE_SECONDS):
                 break
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            if result.exists():  # every rank was done: only its going home went wrong
+            if result.exists():  # every rank was done, and failed only while it ended
                 return
             raise RankFailure(str(error).strip()) from None
         if result.exists():
@@ -229,17 +243,20 @@ def _await(context: Any, result: Path, seconds: float) -> None:
 
 
 def _stuck(context: Any, seconds: float) -> str:
-    """Have the ranks that are still at work write down where, to stderr; then say who they are."""
+    """Make the ranks that are not done print their stacks to stderr; returns the error text."""
     late = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
     if hasattr(signal, "SIGUSR1"):
         for rank in late:
             os.kill(context.processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.3)  # one after the other, so that stacks do not mix
-    return f"ranks {late} were not done after {seconds:g} s and were killed; their stacks are on stderr"
+    return (
+        f"ranks {late} were not done after {seconds:g} s and were killed; "
+        "their stacks are on stderr"
+    )
 
 
 def _rank_environment(device_type: DeviceType) -> dict[str, str | None]:
-    """What a rank needs in its environment; None removes a variable."""
+    """Changes to the environment of a rank; None removes a variable."""
     if device_type == "cuda":
         return {"TRITON_INTERPRET": None}
     wanted: dict[str, str | None] = {
@@ -248,13 +265,13 @@ def _rank_environment(device_type: DeviceType) -> dict[str, str | None]:
         "OPENBLAS_NUM_THREADS": "1",
     }
     if sys.platform == "linux":
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks the resolver for the host's own name
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo resolves the name of the host
     return wanted
 
 
 @contextmanager
 def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """This process's environment with changes, for processes started inside."""
+    """Change the environment of this process, for processes started inside."""
     before = {name: os.environ.get(name) for name in changes}
     _apply(changes)
     try:
@@ -265,9 +282,9 @@ def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C until :func:`_rank_main`: their parent ends them,
-    without a traceback."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+    """Processes started inside ignore Ctrl-C until :func:`_rank_main`, so that their parent ends
+    them without a traceback."""
+    if threading.current_thread() is not threading.main_thread():  # only that one sets handlers
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -295,17 +312,18 @@ def _rank_main(
     function: Callable[..., Any],
     args: tuple[object, ...],
 ) -> None:
-    """A started rank: join the world, do the work, leave a result if rank 0."""
-    # Ctrl-C, or the parent's death, ends a rank at once and silently
+    """The main function of a started rank: join the group, call ``function``, write the result on
+    rank 0."""
+    # Ctrl-C, or the death of the parent, ends a rank at once and silently
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if os.getppid() != parent:  # it died while signals were ignored
+    if os.getppid() != parent:  # the parent died while signals were ignored
         return
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     member = _join(device_type, rank, world_size, rank, store)
     value = function(member, *args)
-    member.barrier()  # nobody failed: what happens from here on cannot spoil the result
+    member.barrier()  # no rank has failed: what happens after this cannot invalidate the result
     if rank == 0:
         draft = Path(result).with_suffix(".draft")
         draft.write_bytes(pickle.dumps(value))
@@ -317,7 +335,7 @@ def _rank_main(
 def _join(
     device_type: DeviceType, rank: int, world_size: int, index: int, store: dist.Store | None
 ) -> Member:
-    """Initialise the default group (``store`` None: from the environment) on device ``index``."""
+    """Initialize the default group on device ``index``; ``store`` None: from the environment."""
     if device_type == "cuda":
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
@@ -334,11 +352,12 @@ def _join(
 def _run_in_given_world(
     function: Callable[..., Any], args: tuple[object, ...], device_type: DeviceType
 ) -> Any:
-    """This process is a rank already: join by the environment, run, leave."""
+    """Run ``function`` under torchrun, where this process is a rank already."""
     if device_type == "cpu":
         if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
             raise InputError(
-                "asked: interpreted kernels in a process that has imported triton; allowed: before that; "
+                "asked: interpreted kernels in a process that has imported triton; "
+                "allowed: before triton is imported; "
                 "remedy: set TRITON_INTERPRET=1 in the environment of torchrun"
             )
         os.environ["TRITON_INTERPRET"] = "1"

@@ -41,7 +41,9 @@ from tileweave.kernels.runtime.barrier import barrier
 from tileweave.kernels.runtime.descriptors import fits
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.machine import H200
-from tileweave.planning.matmul import Entry, MatmulConfig, Problem, schedule_for, tuned_entries
+from tileweave.planning.matmul import schedule_for
+from tileweave.planning.problem import MatmulConfig, Problem
+from tileweave.planning.table import Entry, tuned_entries
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "neighbour_exchange.py"
 NVIDIA = tuple(target for target in TARGETS if target.startswith("sm_"))

@@ -41,8 +41,10 @@ from tileweave.kernels.all_to_all import scatter_hopper as matmul_all_to_all_hop
 from tileweave.kernels.all_to_all import scatter_triton as matmul_all_to_all
 from tileweave.ops.matmul.all_gather_matmul_fused import _cut
 from tileweave.planning.machine import H200
-from tileweave.planning.matmul import MatmulConfig, Problem, scatter_schedule_for, tuned_entries
+from tileweave.planning.matmul import scatter_schedule_for
+from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.scatter import Exchange
+from tileweave.planning.table import tuned_entries
 
 M, N = 1024, 2048
 HOWS = tuple(Exchange(scatter, gather) for scatter in (0, 1) for gather in (0, 1))

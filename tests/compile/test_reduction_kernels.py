@@ -38,13 +38,9 @@ from tileweave.kernels.reduce_scatter import triton as plain
 from tileweave.kernels.runtime.descriptors import fits
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import _FusedCall
 from tileweave.planning.machine import H200
-from tileweave.planning.matmul import (
-    Entry,
-    MatmulConfig,
-    Problem,
-    scatter_schedule_for,
-    tuned_entries,
-)
+from tileweave.planning.matmul import scatter_schedule_for
+from tileweave.planning.problem import MatmulConfig, Problem
+from tileweave.planning.table import Entry, tuned_entries
 
 COLS = 512
 WORDS = re.compile(r"st\.global(\.v\d)?\.b(32|64|128)")  # at least 4 bytes at once

@@ -16,7 +16,7 @@ import tileweave as tw
 from tileweave.ops.core.registry import name_of, workspace_of
 from tileweave.ops.matmul.concurrent_gather import begin_gather
 from tileweave.ops.matmul.cublas import multiply_shards
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.transport.protocol import TIMEOUT_US
 
 SM = MatmulConfig("triton", "sm", 16, 32, 16, 1, 4, group_m=2, num_slices=4, num_producers=1)

@@ -13,7 +13,7 @@ from tests.support.worlds import Member, Worlds
 from tileweave.ops import reference
 from tileweave.ops.core.registry import name_of
 from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
-from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
 
 

@@ -20,7 +20,7 @@ from tests.support.worlds import Member, World, Worlds, one_shot
 
 import tileweave as tw
 from tileweave.ops.core.registry import name_of
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.transport import host_memory
 
 SECONDS = 2.0  # TILEWEAVE_TIMEOUT of the worlds that end in a time-out

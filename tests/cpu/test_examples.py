@@ -229,7 +229,7 @@ def test_moe_layer() -> None:
 
 
 class TwoStreams:
-    """Stands for ``dlrm_peers.Beside``: on which stream a mark was made, and behind what. All goes
+    """Stands for ``dlrm_peers.SideStream``: on which stream a mark was made, and behind what. All goes
     on in order."""
 
     def __init__(self, device: torch.device) -> None:
@@ -241,7 +241,7 @@ class TwoStreams:
         yield
         self.current = before
 
-    def mark(self) -> tuple[str, int]:
+    def record(self) -> tuple[str, int]:
         return self.current, len(self.log)
 
     def join(self, event: object, *tensors: object) -> None:
@@ -257,7 +257,7 @@ def dlrm_step(me: Member) -> tuple[Any, list[Any]]:
 
     batches = [dlrm.draw(number, me.rank, 4, 40, 2, me.device) for number in range(2)]
     tables = dlrm.Step(me, 40, 8, 16).tables
-    with mock.patch.object(dlrm_peers, "Beside", TwoStreams):
+    with mock.patch.object(dlrm_peers, "SideStream", TwoStreams):
         return dlrm_peers.PipelinedStep(me, tables, dlrm_rivals.Unfused, 16, batches[0]), batches
 
 
@@ -265,7 +265,7 @@ def order_of_a_dlrm_step(me: Member) -> list[tuple[str, object]]:
     """Joins of the first stream, exchanges, lookups and updates, in the order in which two steps
     queue them."""
     step, batches = dlrm_step(me)
-    log = step.beside.log
+    log = step.side.log
 
     def told(name, function):
         def call(*arguments):
@@ -309,7 +309,7 @@ def orders_for_the_graph(me: Member) -> list[bool]:
         whole = step.sorted
         count = whole.keys.numel() // part
         step.sorted = replace(whole, keys=whole.keys[:count], bags=whole.bags[:count])
-        step.settle(None)
+        step.store_order(None)
         fixed = step.ordered
         found.append(torch.equal(fixed.keys[:count], whole.keys[:count]))
         found.append(torch.equal(fixed.bags[:count], whole.bags[:count]))

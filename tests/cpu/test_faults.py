@@ -31,7 +31,7 @@ from tests.support.matmul_cases import Case, prepare
 from tests.support.worlds import Member, one_shot
 
 import tileweave as tw
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.transport.host_memory import _make
 
 # TILEWEAVE_TIMEOUT, of good calls on busy cores too; and how much later an error may come

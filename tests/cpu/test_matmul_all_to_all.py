@@ -23,7 +23,7 @@ from tests.support.worlds import Member, Worlds
 
 import tileweave as tw
 from tileweave.ops import reference
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import Exchange
 
 HOWS = [(0, 0), (0, 1), (1, 0), (1, 1)]

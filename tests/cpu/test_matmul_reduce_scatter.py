@@ -17,7 +17,7 @@ from tests.support.worlds import Member, World, Worlds
 import tileweave as tw
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 
 PATH = "fused" if has_kernel(RS) else "unfused"
 

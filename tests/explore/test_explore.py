@@ -57,7 +57,7 @@ def test_time_is_no_part_of_a_schedule(worker: Executor) -> None:
 
 def test_what_does_not_come_again_is_told(worker: Executor) -> None:
     told = worker.submit(told_of_what_does_not_come_again).result()
-    assert told.startswith("error: once\nreplay: ") and "did not come again" in told
+    assert told.startswith("error: once\nreplay: ") and "did not fail again" in told
 
 
 def test_partitions_beside_each_other() -> None:

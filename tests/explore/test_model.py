@@ -159,12 +159,12 @@ def wrong_place(cells: Cells) -> None:
 
 
 WRONG = {
-    wrong_read_without_acquire: "early read: writer 1 reads words.0:1., which nothing orders behind the store by writer 0",
+    wrong_read_without_acquire: "early read: writer 1 reads words.0:1., which nothing orders after the store by writer 0",
     wrong_read_behind_a_plain_signal: "early read: .* by writer 0",
     wrong_read_of_what_was_stored_after_the_signal: "early read",
-    wrong_read_of_nothing: "early read: .* was not written by anybody",
-    wrong_store_while_somebody_reads: "overwrite: writer 0 writes words.0:1., .* behind the read by writer 1",
-    wrong_store_beside_a_store: "overwrite: writer 1 writes .* behind the store by writer 0",
+    wrong_read_of_nothing: "early read: .* was not written by any task",
+    wrong_store_while_somebody_reads: "overwrite: writer 0 writes words.0:1., .* after the read by writer 1",
+    wrong_store_beside_a_store: "overwrite: writer 1 writes .* after the store by writer 0",
     wrong_place: "wild access",
 }
 

@@ -21,7 +21,7 @@ from tests.support.tolerances import GRADIENT_ERROR, assert_norm_near
 from tests.support.worlds import Member, World, one_shot
 
 import tileweave as tw
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 

@@ -10,7 +10,7 @@ from tests.cpu.test_all_to_all_matmul import kept
 from tests.multi.test_matmul_all_to_all import COPIED, HOPPER, HOWS, TRITON, on_hopper
 from tests.support.worlds import World
 
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 

@@ -14,7 +14,7 @@ from tests.support import gpu_behaviour as device_behaviour
 from tests.support.matmul_cases import AR, Case, has_kernel
 from tests.support.worlds import World, one_shot
 
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 

@@ -17,12 +17,8 @@ from tests.support.matmul_cases import IN, OUT, Case
 from tests.support.worlds import World, one_shot
 
 from tileweave.planning.machine import H200
-from tileweave.planning.matmul import (
-    MatmulConfig,
-    Problem,
-    plan_all_to_all_matmul,
-    plan_matmul_all_to_all,
-)
+from tileweave.planning.matmul import plan_all_to_all_matmul, plan_matmul_all_to_all
+from tileweave.planning.problem import MatmulConfig, Problem
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 

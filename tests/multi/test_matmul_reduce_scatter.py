@@ -18,7 +18,8 @@ from tests.support.matmul_cases import RS, Case, has_kernel
 from tests.support.worlds import World, gpu_ranks, one_shot
 
 from tileweave.planning.machine import H200
-from tileweave.planning.matmul import MatmulConfig, Problem, plan_matmul_reduce_scatter
+from tileweave.planning.matmul import plan_matmul_reduce_scatter
+from tileweave.planning.problem import MatmulConfig, Problem
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 

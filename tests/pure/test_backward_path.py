@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from tileweave.planning.matmul import MOST_ELEMENTS
+from tileweave.planning.problem import MOST_ELEMENTS
 
 MODULE = importlib.import_module("tileweave.ops.matmul.all_gather_matmul")
 FUSED, OVERLAPPED = "_products_fused", "_products_overlapped"

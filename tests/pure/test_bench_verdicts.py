@@ -23,7 +23,9 @@ def test_largest_first_where_most_read_first_does_not_fit() -> None:
         4,
         1280,
     )
-    assert max(plan.memory(rank) for rank in (0, 1)) <= 1280 and plan.layout().faults() == ""
+    assert (
+        max(plan.memory(rank) for rank in (0, 1)) <= 1280 and plan.layout().invalid_reason() == ""
+    )
 
 
 def test_tables_are_cut_where_they_do_not_fit_whole() -> None:
@@ -62,7 +64,7 @@ def test_paths_of_lookups() -> None:
 
 def test_plans_of_experts_and_of_lookups_read_well() -> None:
     p = GroupedProblem(4, 4096, 8, 32, 4096, 1536, 2, "bfloat16")
-    balanced = "1024 rows an expert if balanced"
+    balanced = "1024 rows per expert if balanced"
     assert (
         str(plan_combine(p, H200, False))
         == f"fused, hopper kernel, tile 128x256x64, 4 stages, 4 chunks: {balanced}"

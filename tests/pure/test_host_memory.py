@@ -43,7 +43,7 @@ def test_a_block_is_there_when_it_is_made(block: int) -> None:
 def test_another_block_does_not_pass_for_a_peers(block: int, token: str) -> None:
     """Its number may have been given to something else since, whose bytes would be taken for a
     peer's."""
-    with pytest.raises(tw.UnsupportedError, match="something else stands there"):
+    with pytest.raises(tw.UnsupportedError, match="something else is there"):
         host_memory._open(f"{os.getpid()} {block} {token}", NBYTES)
 
 
@@ -52,7 +52,7 @@ def test_a_file_does_not_pass_for_a_peers(tmp_path) -> None:
     place.write_bytes(bytes(NBYTES))
     with (
         place.open("r+b") as file,
-        pytest.raises(tw.UnsupportedError, match="something else stands there"),
+        pytest.raises(tw.UnsupportedError, match="something else is there"),
     ):
         host_memory._open(f"{os.getpid()} {file.fileno()} a-token", NBYTES)
 

@@ -35,7 +35,7 @@ def launches(steps: list[str], capturing: bool = False) -> list[str]:
     ended; more follows)."""
     notes: list[str] = []
     streams = {name: Stream(name, notes) for name in "abc"}
-    lane = cuda.Lane()
+    order = cuda.LaunchOrder()
     for step in steps:
         Event.current = streams[step[0]]
         with (
@@ -45,9 +45,9 @@ def launches(steps: list[str], capturing: bool = False) -> list[str]:
             ),
             mock.patch.object(cuda.torch.cuda, "Event", Event),
         ):
-            lane.enter(ord(step[0]))
+            order.enter(ord(step[0]))
             if step.endswith("."):
-                lane.leave()
+                order.leave()
     return notes
 
 
@@ -79,13 +79,13 @@ def test_a_region_is_written_again_behind_what_reads_it() -> None:
 
 
 def test_a_line_tells_which_stream_is_current() -> None:
-    streams, lane = [Stream(name, []) for name in "ab"], cuda.Lane()
+    streams, order = [Stream(name, []) for name in "ab"], cuda.LaunchOrder()
     for number in (0, 0, 1):
         with (
             mock.patch.object(cuda.torch.cuda, "current_stream", return_value=streams[number]),
             mock.patch.object(cuda.torch.cuda, "is_current_stream_capturing", return_value=False),
         ):
-            assert lane.enter(number) is streams[number]
+            assert order.enter(number) is streams[number]
 
 
 def test_a_capture_waits_for_no_other_stream() -> None:

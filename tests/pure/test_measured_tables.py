@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tileweave.errors import InputError
-from tileweave.planning.matmul import Entry, read_entries, tuned_entries
+from tileweave.planning.table import Entry, read_entries, tuned_entries
 
 CONFIG = {
     "kernel": "triton",

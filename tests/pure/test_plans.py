@@ -13,11 +13,6 @@ from hypothesis import strategies as st
 from tileweave.planning.machine import CPU, H200, Machine
 from tileweave.planning.matmul import (
     MEASURED_ALL_REDUCE_ROWS,
-    Entry,
-    MatmulConfig,
-    Plan,
-    Problem,
-    nearest,
     plan_all_gather_matmul,
     plan_all_to_all_matmul,
     plan_matmul_all_reduce,
@@ -25,8 +20,9 @@ from tileweave.planning.matmul import (
     plan_matmul_reduce_scatter,
     scatter_schedule_for,
     schedule_for,
-    tuned_entries,
 )
+from tileweave.planning.problem import MatmulConfig, Plan, Problem
+from tileweave.planning.table import Entry, nearest, tuned_entries
 
 WORLD_SIZES = range(2, 9)
 SMALL_GPU = Machine("some GPU", "cuda", 80, 108)

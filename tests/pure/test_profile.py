@@ -147,7 +147,7 @@ ALL = [
 def test_a_picture_of_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     heading, words, titles, _ = picture_of(monkeypatch, WAITS)
     only = "waits only; the rest is not recorded"
-    assert heading == f"Who waited for whom ({only})" and titles == [f"waits   ({only})"]
+    assert heading == f"Waits of each rank ({only})" and titles == [f"waits   ({only})"]
     assert not any("push" in word or "compute" in word for word in words)
     assert "wait for that rank" in words and "blank: not recorded" in words
 
@@ -157,12 +157,12 @@ def test_a_picture_names_all_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch, merge("all", [ALL, ALL[1:2]], True), WAITS
     )
     assert (
-        heading == "Who pushed, who computed, who waited for whom"
+        heading == "Pushes, computations, waits of each rank"
         and titles[0] == "all"
         and "waits only" in titles[1]
     )
     assert any(
-        "copies" in word and "sender's colour" in word for word in words
+        "copies" in word and "colour of the sender" in word for word in words
     ) and "push by the kernel" not in str(words)
     assert "compute on rows of that rank" in words and "blank: not recorded" in words
     assert {"25.0 us", "494 ms"} <= set(words), "a matrix has values of both units"

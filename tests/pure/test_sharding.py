@@ -28,7 +28,7 @@ tables = st.lists(
 def test_every_column_has_one_owner(tables: list[TableSpec], ranks: int, itemsize: int) -> None:
     plan = plan_sharding(tables, ranks, itemsize)
     layout = plan.layout()
-    assert layout.faults() == ""
+    assert layout.invalid_reason() == ""
     assert layout.width == sum(t.dim for t in tables)
     assert [s.rank for s in plan.shards] == sorted(s.rank for s in plan.shards)
     for shard in plan.shards:

@@ -10,13 +10,8 @@ from itertools import pairwise
 import pytest
 
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import (
-    MatmulConfig,
-    Problem,
-    exchange_schedule_for,
-    scatter_schedule_for,
-    schedule_for,
-)
+from tileweave.planning.matmul import exchange_schedule_for, scatter_schedule_for, schedule_for
+from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.gather import Parts, TileSchedule
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.sim.collectives import Group, collective_time, protocol_of

@@ -16,15 +16,11 @@ import pytest
 
 from tileweave.errors import InputError
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import (
-    MatmulConfig,
-    Problem,
-    nearest,
-    scatter_schedule_for,
-    schedule_for,
-)
+from tileweave.planning.matmul import scatter_schedule_for, schedule_for
+from tileweave.planning.problem import MatmulConfig, Problem
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
+from tileweave.planning.table import nearest
 from tileweave.sim import chakra, dlrm, moe, perfetto, replay, serving, training
 from tileweave.sim.advise import advise
 from tileweave.sim.costs import Costs, load_calibration
@@ -53,7 +49,9 @@ def part(seconds: float, phase: str = "work", exposed: float = 0.0) -> Part:
 )
 def test_a_gather_does_the_units_of_the_kernels_schedule(rows: int, cols: int, depth: int) -> None:
     problem = Problem(4, rows, cols, depth, 2, "bfloat16")
-    config = nearest("all_gather_matmul", 4, 4 * rows, cols, depth, lambda c: c.takes(rows)).config
+    config = nearest(
+        "all_gather_matmul", 4, 4 * rows, cols, depth, lambda c: c.fits_rows(rows)
+    ).config
     schedule = schedule_for(problem, config, 0, Machine("x", "cuda", 90, 132))
     run = gather_matmul(schedule, config, COSTS, FOUR, False, record=True)
     done = Counter((event.program, event.tile) for event in run.events if event.kind == "compute")

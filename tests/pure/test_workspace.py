@@ -64,12 +64,12 @@ class NotingTransport:
         self,
         copies: Sequence[Copy],
         source: int = 0,
-        line: int = 0,
+        queue: int = 0,
         launch: Callable[[], None] | None = None,
     ) -> None:
         self.events.append("push")
 
-    def join(self, line: int = 0) -> None:
+    def join(self, queue: int = 0) -> None:
         self.events.append("join")
 
     def order(self) -> None:
@@ -280,7 +280,7 @@ def test_calls_of_ever_new_sizes_are_forgotten(
     assert any(kept is graphs for kept in instance._held) and len(graphs) == 4, (
         "a graph may read what stands there"
     )
-    accepted = workspace.Recent()
+    accepted = workspace.BoundedCache()
     for size in range(9):
         accepted[size] = size
     assert len(accepted) <= 4 and accepted[8] == 8

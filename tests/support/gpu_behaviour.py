@@ -17,7 +17,7 @@ from tests.support.matmul_cases import Call, Case, prepare
 from tests.support.worlds import Member
 
 import tileweave as tw
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 
 SECONDS = 3.0  # TILEWEAVE_TIMEOUT where a peer never comes, or too late
 QUEUED = 4  # calls that the others queue meanwhile: more than there are slots

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import torch
 from tests.support.tolerances import TOLERANCE, assert_near
 
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 
 # times that absolute difference, where ranks' partial results are rounded before they are added
 PARTIALS = 2.5

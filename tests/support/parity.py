@@ -21,7 +21,7 @@ from tests.support.worlds import Member
 import tileweave as tw
 from tileweave.ops.core.registry import name_of, workspace_of
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.protocol import EPOCH, LEAVERS
 from tileweave.transport.workspace import Instance

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 
 # Kernels that store tiles to their owners, whether or not the library takes them for a shape: up to
 # so many rows.

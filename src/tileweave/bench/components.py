@@ -34,14 +34,14 @@ from tileweave.launcher import (
     Member,
     default_device_type,
     default_world_size,
+    is_main_process,
     launch,
-    tells,
     under_torchrun,
 )
 from tileweave.ops import reference
 from tileweave.ops.core.registry import name_of
 from tileweave.ops.matmul import matmul_all_to_all_fused, matmul_reduce_scatter_fused
-from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.profile.timing import measure
 from tileweave.transport.torch_collectives import all_gather_flat, reduce_scatter_flat
@@ -323,7 +323,7 @@ def main() -> None:
             seconds=seconds + 120,
         )
         found += one or []
-    if not tells():  # rank 0 has it
+    if not is_main_process():  # rank 0 has it
         return
     about = (
         "Component times by tileweave.bench.components: slowest rank, median of repeats; shapes as sim/predict.py reads them. "

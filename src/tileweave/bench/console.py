@@ -15,7 +15,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from tileweave.launcher import tells
+from tileweave.launcher import is_main_process
 
 _WIDTH_OF_A_FILE = 190
 _SILENCE = 10.0  # seconds between two lines in a file, at most
@@ -26,7 +26,7 @@ def console() -> Console:
 
     Silent on torchrun's other ranks, so that what a command says stands there once.
     """
-    quiet = not tells()
+    quiet = not is_main_process()
     made = Console(highlight=False, quiet=quiet)
     return (
         made if made.is_terminal else Console(highlight=False, width=_WIDTH_OF_A_FILE, quiet=quiet)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import tileweave as tw
 from tileweave.ops import reference
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 from tileweave.planning.sharding import EmbeddingLayout, rows_of
 from tileweave.profile.record import Recording
 

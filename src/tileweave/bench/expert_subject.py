@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import tileweave as tw
 from tileweave.ops.experts.routing_plan import RoutingPlan, reference_plan
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 from tileweave.profile.record import Recording
 
 if TYPE_CHECKING:

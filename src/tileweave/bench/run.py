@@ -30,7 +30,7 @@ from tileweave.bench.environment import environment
 from tileweave.bench.rivals import CORUN, GEMM, OURS, PEERS, PEERS_OF, TORCHS, UNFUSED
 from tileweave.bench.subjects import TOLERANCE, worst
 from tileweave.launcher import Member
-from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.profile.metrics import e_overlap, limit_ratio, speed_up
 from tileweave.profile.timing import measure
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import tileweave as tw
 from tileweave.bench.embedding_subject import EmbeddingBagAllToAll
 from tileweave.bench.expert_subject import DispatchGroupedMatmul, GroupedMatmulCombine
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 from tileweave.profile.record import Recording, record, record_call
 
 # Largest ||got - want|| / ||want|| against fp32, by dtype of the operands.

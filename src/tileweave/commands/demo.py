@@ -25,7 +25,7 @@ from tileweave.bench.console import Steps
 from tileweave.bench.run import short
 from tileweave.bench.subjects import SUBJECTS, TOLERANCE, Shape, poisoned, worst, worst_of
 from tileweave.launcher import Member
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 from tileweave.profile.record import gather
 from tileweave.profile.trace import Trace, chrome, summary
 

@@ -23,14 +23,13 @@ from tileweave.bench.cases import Case
 from tileweave.bench.environment import nccl_version, version_of
 from tileweave.planning.machine import CPU, Machine
 from tileweave.planning.matmul import (
-    Problem,
     plan_all_gather_matmul,
     plan_all_to_all_matmul,
     plan_matmul_all_reduce,
     plan_matmul_all_to_all,
     plan_matmul_reduce_scatter,
-    why_no_kernel,
 )
+from tileweave.planning.problem import Problem, why_no_kernel
 from tileweave.planning.sharding import plan_embedding
 
 LEAST_TORCH, LEAST_TRITON = (2, 11), (3, 6)

@@ -1,10 +1,10 @@
-"""Blocks of a kernel as numpy arrays, in place of the interpreter's tensors: the same kernels,
-several times faster.
+"""Blocks of a kernel as numpy arrays instead of the tensors of Triton's interpreter: the same
+kernels run several times faster.
 
-Triton's interpreter checks types and shapes of every operation as its compiler would, 30 us each.
-That is checked elsewhere (``tests/cpu``, ``tests/compile``); exploration needs the values. What
-stands here covers what kernels do most; any other word of Triton's language goes the long way,
-through Triton's interpreter itself, and comes back as a block.
+Triton's interpreter checks types and shapes of every operation as its compiler does, which takes
+30 us each. Tests elsewhere check that (``tests/cpu``, ``tests/compile``); exploration needs only
+the values. This file has the most frequent operations. All others are converted, done by Triton's
+interpreter (``long_way``), and converted back.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TRITON = {np.dtype(value): key for key, value in _NUMPY.items()}
 
 
 class Block:
-    """``data``: an array, or a numpy scalar. Pointers are addresses, int64."""
+    """``data`` is an array or a numpy scalar. Pointers are int64 addresses."""
 
     __slots__ = ("data", "dtype")
 
@@ -52,7 +52,7 @@ class Block:
         return self.data.shape
 
     @property
-    def handle(self) -> Block:  # what the interpreted words look into
+    def handle(self) -> Block:  # read by interpreted device functions
         return self
 
     def __getitem__(self, where: Any) -> Block:
@@ -98,7 +98,7 @@ class Block:
         return Block(~self.data, self.dtype)
 
     def __getattr__(self, name: str) -> Any:
-        """Other methods of ``tl.tensor``: the long way."""
+        """Other methods of ``tl.tensor``, by Triton's interpreter."""
         if name.startswith("_") or name == "value" or not hasattr(tl.tensor, name):
             raise AttributeError(name)
         member = getattr(to_triton(self), name)
@@ -106,7 +106,7 @@ class Block:
 
 
 def to_triton(value: Any) -> Any:
-    """A block as the interpreter's tensor; all else stays."""
+    """A block as a tensor of the interpreter; other values unchanged."""
     if isinstance(value, tuple):
         return tuple(to_triton(v) for v in value)
     if not isinstance(value, Block):
@@ -121,7 +121,7 @@ def to_triton(value: Any) -> Any:
 
 
 def from_triton(value: Any) -> Any:
-    """The interpreter's tensor as a block."""
+    """A tensor of the interpreter as a block; other values unchanged."""
     if isinstance(value, (tuple, tl.tuple)):
         return tuple(from_triton(v) for v in value)
     if not isinstance(value, tl.tensor):
@@ -153,7 +153,7 @@ def _bare(value: Any) -> Any:
 
 
 def _values(a: Any, b: Any) -> tuple[Any, Any]:
-    """Both operands for numpy: Python numbers take the type of the block beside them."""
+    """Both operands for numpy; large Python integers become int64 if the other is an array."""
     a, b = _bare(plain(a)), _bare(plain(b))
     if type(b) is int and not -(2**31) <= b < 2**31 and isinstance(a, _ARRAYS):
         b = np.int64(b)
@@ -174,7 +174,7 @@ def _binary(
 ) -> Callable[[Block, Any], Block]:
     def method(self: Block, other: Any) -> Block:
         kind = type(other)
-        if kind is Block:  # these two most often
+        if kind is Block:  # the most frequent cases first
             a, b = self.data, other.data
         elif kind is Scalar and -(2**31) <= other < 2**31:
             a, b = self.data, int(other)
@@ -190,7 +190,7 @@ def _shift_pointer(
 ) -> Callable[[Block, Any], Block]:
     def method(self: Block, other: Any) -> Block:
         theirs = other.dtype if type(other) is Block else None
-        if type(self.dtype) is not _POINTER and type(theirs) is not _POINTER:  # most often
+        if type(self.dtype) is not _POINTER and type(theirs) is not _POINTER:  # most frequent
             return plain_method(self, other)
         if self.dtype.is_ptr():
             pointer: Any = self.dtype
@@ -225,7 +225,7 @@ Block.__rsub__ = _binary(operator.sub, swapped=True)  # type: ignore[attr-define
 Block.__hash__ = None  # type: ignore[assignment]
 
 
-# --- Words of Triton's language ---
+# --- Functions of Triton's language ---
 
 
 def _arange(start: Any, end: Any) -> Block:

@@ -1,5 +1,5 @@
-"""``tileweave fuzz``: many interleavings of every operator, in worker processes; stops at the first
-that goes wrong."""
+"""``tileweave fuzz``: many interleavings of every operator, in worker processes, until the first
+one that fails."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tileweave.errors import InputError
 from tileweave.launcher import changed_environment
 
 STRATEGIES = ("walk", "pct", "delay", "malice")
-# of thirteen interleavings, in a world of so many ranks: a larger world takes longer
+# How many of thirteen interleavings have a world of 2, 3 or 4 ranks; a larger world takes longer.
 SHARES = {2: 8, 3: 4, 4: 1}
 _CHUNK = 60
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What one chunk did: for each seed its schedule's hash and steps; the story of a failure, if
-    there was one."""
+    """The result of one chunk of seeds: hashes of their schedules, steps in all, and the story of a
+    failure ("": none)."""
 
     scenario: str
     world: int
@@ -41,8 +41,8 @@ class Tried:
 
 @dataclass
 class Report:
-    """What was explored. ``distinct``: interleavings that differ; ``story``: the first failure,
-    shrunk ("": none)."""
+    """What was explored. ``distinct`` counts interleavings that differ; ``story`` is the first
+    failure, shrunk ("": none)."""
 
     runs: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     schedules: dict[str, set[int]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Report:
 
 
 def chunks(names: list[str], total: int, first: int) -> list[tuple[str, int, str, range]]:
-    """Who runs what: ``total`` seeds, or a few more, over scenarios, worlds and strategies, numbers
+    """Chunks of ``total`` seeds, or a few more, over scenarios, worlds and strategies, with numbers
     from ``first`` on."""
     parts = len(names) * len(STRATEGIES) * sum(SHARES.values())
     work = [
@@ -91,16 +91,16 @@ def chunks(names: list[str], total: int, first: int) -> list[tuple[str, int, str
         for name in names
         for world, share in SHARES.items()
         for strategy in STRATEGIES
-        for end in (first - (-total * share // parts),)  # rounded up: never fewer than asked
+        for end in (first - (-total * share // parts),)  # rounded up
         for start in range(first, end, _CHUNK)
     ]
-    # a run that is cut short has seen a part of everything
+    # so that a run that ends early has seen a part of each
     work.sort(key=lambda item: item[3].start)
     return work
 
 
 def _work(scenario: str, world: int, strategy: str, numbers: range) -> Tried:
-    """In a worker: these seeds, up to the first that goes wrong."""
+    """Run these seeds up to the first failure, in a worker."""
     from tileweave.explore.search import Seed, run, shrink, story
 
     began, steps, schedules = time.process_time(), 0, []
@@ -110,20 +110,13 @@ def _work(scenario: str, world: int, strategy: str, numbers: range) -> Tried:
         steps += found.steps
         schedules.append(found.schedule)
         if found.failure is not None:
-            told = story(shrink(found, enter))
-            return Tried(
-                scenario,
-                world,
-                strategy,
-                tuple(schedules),
-                steps,
-                time.process_time() - began,
-                told,
-            )
+            text = story(shrink(found, enter))
+            seconds = time.process_time() - began
+            return Tried(scenario, world, strategy, tuple(schedules), steps, seconds, text)
     return Tried(scenario, world, strategy, tuple(schedules), steps, time.process_time() - began)
 
 
-_OPEN = ExitStack()  # a worker takes the interpreter over once, for as long as it lives
+_OPEN = ExitStack()  # a worker takes over the interpreter once, until it ends
 _ENTER: list = []
 
 
@@ -146,7 +139,8 @@ def _scenarios(pattern: str) -> list[str]:
     if not chosen:
         allowed = ", ".join(map(repr, names))  # quoted, since names have commas
         raise InputError(
-            f"asked: scenarios with {pattern!r}; allowed: {allowed}; remedy: pass a part of one of these"
+            f"asked: scenarios with {pattern!r}; allowed: {allowed}; "
+            "remedy: pass a part of one of these"
         )
     return chosen
 
@@ -157,7 +151,7 @@ def require_packages() -> None:
 
 @contextmanager
 def pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes in which kernels are interpreted: that is fixed before triton is imported. They
+    """Processes whose kernels are interpreted, which must be set before triton is imported. They
     start with their first work."""
     require_packages()
     wanted = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -176,12 +170,12 @@ def fuzz(
     seconds: float = 0.0,
     show: bool = True,
 ) -> Report:
-    """Explore about ``total`` interleavings, for at most ``seconds`` (0: as long as it takes)."""
+    """Explore about ``total`` interleavings, for at most ``seconds`` (0: no limit)."""
     report, began = Report(), time.monotonic()
     with pool(workers) as processes:
         names = processes.submit(_scenarios, pattern).result()
         work, finished = chunks(names, total, first), 0
-        part = max(len(work) // 20, 1)  # chunks of a line
+        part = max(len(work) // 20, 1)  # chunks per line of progress
         left = iter(work)
         with Steps("fuzz", len(work) // part, show) as steps:
             running: set[Future[Tried]] = set()
@@ -214,7 +208,7 @@ def fuzz(
 
 
 def replay(seed: str) -> str:
-    """Run one seed again; the shrunk story, or "" if nothing goes wrong."""
+    """Run one seed again. Returns the shrunk story, or "" if it does not fail."""
     with pool(1) as processes:
         return processes.submit(_replay, seed).result()
 

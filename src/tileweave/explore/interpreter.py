@@ -1,8 +1,8 @@
-"""Puts a model world under Triton's interpreter: launches become tasks, loads and stores become
+"""Connects a model world to Triton's interpreter: launches become tasks, loads and stores become
 scheduling points.
 
-Private parts of the interpreter are touched here and in ``device/interpreter/speedups.py`` only;
-they are the same in Triton 3.6 and 3.9.
+Only this file and ``device/interpreter/speedups.py`` use private parts of the interpreter. They are
+the same in Triton 3.6 and 3.9.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ _NATIVE = triton_interpreter._interpreter
 
 @contextmanager
 def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
-    """Take over the interpreter of this process. Gives a function that says which world kernels now
-    run in.
+    """Take over the interpreter of this process. Yields a function that sets the world in which
+    kernels run.
 
-    Triton's own interpreter patches its language anew at every call of every device function,
-    checks integers for overflow, and makes arrays of scalars; here that happens once, and never: a
-    run takes a small part of the time. ``fast`` False keeps Triton's own tensors, which tests
-    compare with.
+    Triton's interpreter patches its language at every call of every device function, checks
+    integers for overflow, and makes arrays of scalars. Here the language is patched once and the
+    rest is left out, so a run takes a small part of the time. ``fast`` False keeps the tensors of
+    Triton, for comparison in tests.
     """
     if not bool(INTERPRETED.value):
         raise RuntimeError(
-            "asked: exploration; allowed: with TRITON_INTERPRET=1 set before triton is imported; remedy: set it"
+            "asked: exploration; allowed: with TRITON_INTERPRET=1 set before triton is imported; "
+            "remedy: set it"
         )
     hooks = Hooks(fast)
     words = _words()
@@ -104,7 +105,7 @@ def exploring(fast: bool = True) -> Iterator[Callable[[World | None], None]]:
 
 
 def _words() -> list[tuple[Any, str]]:
-    """Everything in Triton's language that a kernel may call."""
+    """All functions of Triton's language that a kernel may call."""
     kinds = (triton_interpreter.InterpretedFunction,)
     return [
         (module, name)
@@ -138,8 +139,8 @@ def _plain_argument(value: object) -> object:
 
 
 class Hooks(interpreted.HostMemory):
-    """What Triton's interpreter calls in place of its own functions; and the memory of the
-    interpreted words."""
+    """What Triton's interpreter calls instead of its own functions, and the memory of interpreted
+    device functions."""
 
     def __init__(self, fast: bool) -> None:
         self._world: World | None = None
@@ -156,7 +157,7 @@ class Hooks(interpreted.HostMemory):
 
     @property
     def world(self) -> World:
-        assert self._world is not None, "a kernel runs in some world"
+        assert self._world is not None, "kernels run in a world"
         return self._world
 
     def _me(self) -> Task:
@@ -269,7 +270,7 @@ class Hooks(interpreted.HostMemory):
                 self._read(part, size, volatile)
             return
         region = world.memory.region(low, high, me.name)
-        if region.writer is None:  # nobody ever stores there
+        if region.writer is None:  # no kernel has stored there
             return
         if volatile:
             self._poll(me, ("load", active.tobytes()), low, high)
@@ -286,7 +287,8 @@ class Hooks(interpreted.HostMemory):
         size: int,
         store: Callable[[np.ndarray], object],
     ) -> None:
-        """``store(mask)`` stores to some of these addresses; it happens when memory lets it."""
+        """``store(mask)`` stores to some of these addresses; it is called when the store
+        arrives."""
         active = places[inside]
         if not active.size:
             return
@@ -304,7 +306,7 @@ class Hooks(interpreted.HostMemory):
                 me, Store(low, high, lambda: store(inside), region=region, cells=cells)
             )
             return
-        alone = np.zeros_like(inside)  # nothing keeps the elements of a block together
+        alone = np.zeros_like(inside)  # elements of a block may arrive separately
         alone.flat[np.flatnonzero(inside)[serial * 7919 % active.size]] = True
         for some in (alone, inside & ~alone) if serial % 2 else (inside & ~alone, alone):
             part = places[some]
@@ -320,10 +322,8 @@ class Hooks(interpreted.HostMemory):
         )
 
     def atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
-        everywhere = np.ones(ptr.data.shape, bool)
-        return self._atomic(
-            ptr, everywhere, sem, lambda: self._native_cas(ptr, cmp, val, sem, scope)
-        )
+        mask = np.ones(ptr.data.shape, bool)
+        return self._atomic(ptr, mask, sem, lambda: self._native_cas(ptr, cmp, val, sem, scope))
 
     def _atomic(self, ptr: Any, mask: np.ndarray, sem: Any, change: Callable[[], Any]) -> Any:
         active = ptr.data[np.broadcast_to(mask, ptr.data.shape)]
@@ -336,10 +336,8 @@ class Hooks(interpreted.HostMemory):
         self._poll(me, ("atomic", ptr.data.tobytes()), low, high)
         self.world.tasks.point()
         before = ctypes.string_at(low, high - low)
-        acquires, releases = (
-            sem in (_SEM.ACQUIRE, _SEM.ACQUIRE_RELEASE),
-            sem in (_SEM.RELEASE, _SEM.ACQUIRE_RELEASE),
-        )
+        acquires = sem in (_SEM.ACQUIRE, _SEM.ACQUIRE_RELEASE)
+        releases = sem in (_SEM.RELEASE, _SEM.ACQUIRE_RELEASE)
         result = memory.exchange(
             me, [int(a) for a in active.flat], size, change, acquires, releases
         )
@@ -350,8 +348,8 @@ class Hooks(interpreted.HostMemory):
         return result
 
     def _poll(self, me: Task, key: object, low: int, high: int) -> None:
-        """A second look at the same place, with nothing done since: wait until something there
-        changes."""
+        """Park the task if it polls the same bytes again and has done nothing since, until they
+        change."""
         if key in me.polled:
             if me.patience > 0:
                 me.patience -= 1
@@ -413,11 +411,11 @@ class Hooks(interpreted.HostMemory):
         self.world.tasks.park((self._awaited, self._awaited + 4))
 
     def idle(self) -> None:
-        """The poll that follows parks if nothing has changed."""
+        """Nothing to do: the next poll parks if nothing has changed."""
 
     def seconds(self) -> float:
-        """Time stands: who waits for ever is found as a dead-lock, and a machine that slept is no
-        finding."""
+        """Time does not advance: an endless wait is found as a deadlock, and a suspended machine is
+        not a failure."""
         return 0.0
 
 
@@ -432,7 +430,7 @@ _KINDS: dict[int, tuple[tl.dtype, np.dtype, int]] = {}
 
 
 def _kind(dtype: tl.dtype) -> tuple[np.dtype, int]:
-    """numpy's type and bytes of an element; by identity, since hashing one of Triton's types is
+    """numpy's type and bytes of an element. Cached by identity, because hashing Triton's types is
     slow."""
     found = _KINDS.get(id(dtype))
     if found is None:
@@ -442,7 +440,7 @@ def _kind(dtype: tl.dtype) -> tuple[np.dtype, int]:
 
 
 def _places(pointer: Block, mask: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Addresses as the interpreter wants them, and which of them count."""
+    """Addresses in the type that the interpreter uses, and their mask."""
     places = np.atleast_1d(pointer.data).astype(np.uint64)
     mask = blocks.plain(mask)
     if mask is None:

@@ -1,20 +1,19 @@
-"""Weak memory as a model: store buffers, vector clocks, and for each cell who touched it.
+"""A model of weak memory: store buffers, vector clocks, and the last accesses of each cell.
 
-What a GPU may do, done on purpose: a plain store becomes visible to others at any later time, and
-stores of one program to different places become visible in any order. Only a release orders them:
-what its program stored before is visible first. Copies of one copy engine stay in order. Loads see
-what has arrived; a program sees its own stores.
+It does what a GPU may do. A plain store becomes visible to others at any later time, and stores of
+one program to different addresses become visible in any order. Only a release orders them: earlier
+stores of its program are visible first. Copies of one copy engine stay in order. Loads see what has
+arrived, and a program sees its own stores.
 
-Words that carry an epoch order data by release and acquire. Data that announces itself
-(``device/triton/self_signaling.py``) is polled by volatile loads, which order nothing: who sees
-such an element knows only that all kernels before the one that stored it have ended on that rank,
-and may write the very same element.
+Signals order data by release and acquire. Self-signaling data
+(``device/triton/self_signaling.py``) is polled by volatile loads, which order nothing. A program
+that sees such an element knows only that all kernels before the one that stored it have ended on
+that rank, and it may write that same element.
 
-What counts as wrong (:class:`Violation`), with the ideas' names: two accesses to one cell, one of
-them a store, that no chain of release and acquire orders (a data race, by vector clocks as in
-FastTrack, PLDI 2009). That one rule covers a read before the data is there and a slot that is
-overwritten while somebody reads it. Besides: a read of what nobody wrote, an access outside of
-every tensor.
+A :class:`Violation` is a data race: two accesses to one cell, at least one of them a store, that no
+chain of release and acquire orders (found with vector clocks as in FastTrack, PLDI 2009). That
+includes a read before the data is there and a slot that is overwritten while it is read. Other
+violations are a read of memory that was never written and an access outside of all tensors.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ T = TypeVar("T")
 
 
 class Violation(Exception):
-    """What exploration found: ``kind`` in a word or two, the story, and which bytes it is about (0,
-    0: no particular ones)."""
+    """What exploration found: its ``kind``, a text, and the bytes [low, high) concerned (0, 0: none
+    in particular)."""
 
     def __init__(self, kind: str, text: str, low: int = 0, high: int = 0) -> None:
         super().__init__(f"{kind}: {text}")
@@ -42,23 +41,23 @@ class Violation(Exception):
 
 @dataclass(eq=False)
 class Region:
-    """Bytes [start, end) that kernels touch. ``shared``: what nobody wrote must not be read
-    there."""
+    """Bytes [start, end) that kernels use. ``shared``: bytes must be written before they are
+    read."""
 
     name: str
     start: int
     end: int
     shared: bool = False
-    writer: np.ndarray | None = None  # int16 by cell: component of the last writer, -1: nobody
-    written: np.ndarray | None = None  # int32 by cell: that component's clock
-    reads: np.ndarray | None = None  # int32 [cell, component]: clock of each component's last read
-    # int32 by cell: serial of the last store, and of the last one that has arrived
+    writer: np.ndarray | None = None  # int16 per cell: component of the last writer, -1: none
+    written: np.ndarray | None = None  # int32 per cell: the clock of that component
+    reads: np.ndarray | None = None  # int32 [cell, component]: clock of the last read
+    # int32 per cell: serial of the last store, and of the last one that has arrived
     issued: np.ndarray | None = None
     arrived: np.ndarray | None = None
-    observer: np.ndarray | None = None  # int16 by cell: who polled the last store and saw it
+    observer: np.ndarray | None = None  # int16 per cell: component that saw the last store
 
     def watch(self, components: int) -> None:
-        """Remember accesses from now on."""
+        """Record accesses from now on."""
         cells = (self.end - self.start + CELL - 1) // CELL
         self.issued, self.arrived = np.zeros(cells, np.int32), np.zeros(cells, np.int32)
         self.observer = np.full(cells, -1, np.int16)
@@ -72,7 +71,7 @@ class Region:
 
 @dataclass(eq=False)
 class Store:
-    """A store that is on its way: bytes [low, high) of memory change when ``apply`` is called."""
+    """A pending store: bytes [low, high) of memory change when ``apply`` is called."""
 
     low: int
     high: int
@@ -86,14 +85,14 @@ class Store:
 
 @dataclass(eq=False)
 class Writer:
-    """One order of stores: a program, or a copy engine. ``component``: its place in vector
+    """A source of ordered stores: a program, or a copy engine. ``component`` is its index in vector
     clocks."""
 
     name: str
     component: int
     clock: np.ndarray
     pending: list[Store] = field(default_factory=list)
-    launch: int = 0  # which launch this program belongs to, see Memory.begin_launch
+    launch: int = 0  # the launch of this program, see Memory.begin_launch
 
     def tick(self) -> None:
         self.clock[self.component] += 1
@@ -114,14 +113,13 @@ class Writer:
 
 
 class Memory:
-    """All regions of a world and the rules above. Knows nothing of scheduling: ``tasks`` calls it
-    at its points."""
+    """All regions of a world and the rules above. It does not schedule: ``tasks`` calls it."""
 
     def __init__(self, components: int) -> None:
         self.components = components
         self.names: list[str] = [""] * components
-        self.clocks: dict[int, np.ndarray] = {}  # by word: what the last release left there
-        # by launch: what had happened on its rank when it began
+        self.clocks: dict[int, np.ndarray] = {}  # by word: the clock of its last release
+        # by launch: the clock of its rank when it began
         self.launches = [np.zeros(components, np.int32)]
         self.launch_of = [0]  # by serial of a store
         self.synced: set[int] = set()  # words that acquire, release and atomics use: not data
@@ -133,7 +131,7 @@ class Memory:
     # --- Regions ---
 
     def add(self, region: Region) -> Region:
-        """Know ``region`` from now on; what it overlaps has been freed and is forgotten."""
+        """Add ``region``. Regions that overlap it have been freed and are removed."""
         at = bisect.bisect_left(self._starts, region.start)
         if at and self._regions[at - 1].end > region.start:
             at -= 1
@@ -149,22 +147,22 @@ class Memory:
         at = bisect.bisect_right(self._starts, start) - 1
         return at >= 0 and self._regions[at].end >= end
 
-    def apart(self, places: np.ndarray, size: int, who: str) -> Iterator[np.ndarray]:
-        """Addresses of elements of ``size`` bytes, those of one region after another: rows may be
-        gathered from several."""
+    def apart(self, places: np.ndarray, size: int, task: str) -> Iterator[np.ndarray]:
+        """Addresses of elements of ``size`` bytes, split by region: rows may be gathered from
+        several regions."""
         left = np.sort(places, axis=None)
         while left.size:
-            end = self.region(int(left[0]), int(left[0]) + size, who).end
+            end = self.region(int(left[0]), int(left[0]) + size, task).end
             yield left[left < end]
             left = left[left >= end]
 
-    def region(self, low: int, high: int, who: str) -> Region:
+    def region(self, low: int, high: int, task: str) -> Region:
         at = bisect.bisect_right(self._starts, low) - 1
         if at >= 0 and high <= self._regions[at].end:
             return self._regions[at]
         raise self.fail(
             "wild access",
-            f"{who} touches bytes {high - low} long that no tensor of the call holds",
+            f"{task} accesses {high - low} bytes that are in no tensor of the call",
             low,
             high,
         )
@@ -172,32 +170,31 @@ class Memory:
     # --- Rules ---
 
     def begin_launch(self, clock: np.ndarray) -> int:
-        """A kernel starts, behind all that ``clock`` knows and that has arrived. Returns its
-        number."""
+        """A kernel starts after all that ``clock`` has seen. Returns the number of the launch."""
         self.launches.append(clock.copy())
         return len(self.launches) - 1
 
-    def observe(self, who: Writer, region: Region, cells: np.ndarray | slice) -> None:
-        """A poll of data that announces itself."""
+    def observe(self, task: Writer, region: Region, cells: np.ndarray | slice) -> None:
+        """A poll of self-signaling data."""
         if region.issued is None or region.arrived is None or region.observer is None:
             return
         arrived = region.arrived[cells]
         for launch in {self.launch_of[serial] for serial in np.unique(arrived).tolist()}:
-            who.learn(self.launches[launch])
+            task.learn(self.launches[launch])
         seen = arrived == region.issued[cells]
-        region.observer[cells] = np.where(seen, who.component, region.observer[cells])
+        region.observer[cells] = np.where(seen, task.component, region.observer[cells])
 
-    def check_read(self, who: Writer, region: Region, cells: np.ndarray | slice) -> None:
+    def check_read(self, task: Writer, region: Region, cells: np.ndarray | slice) -> None:
         if region.writer is None or region.written is None or region.reads is None:
             return
         writer = region.writer[cells]
-        late = region.written[cells] > who.clock[writer]
+        late = region.written[cells] > task.clock[writer]
         late &= writer >= 0
         if late.any():
             self._race(
                 "early read",
-                f"{who.name} reads",
-                "which nothing orders behind the store by",
+                f"{task.name} reads",
+                "which nothing orders after the store by",
                 region,
                 cells,
                 late,
@@ -206,16 +203,16 @@ class Memory:
         if region.shared and (writer < 0).any():
             self._race(
                 "early read",
-                f"{who.name} reads",
+                f"{task.name} reads",
                 "which was not written by",
                 region,
                 cells,
                 writer < 0,
                 writer,
             )
-        region.reads[cells, who.component] = who.clock[who.component]
+        region.reads[cells, task.component] = task.clock[task.component]
 
-    def check_write(self, who: Writer, region: Region, cells: np.ndarray | slice) -> None:
+    def check_write(self, task: Writer, region: Region, cells: np.ndarray | slice) -> None:
         if region.writer is None or region.written is None or region.reads is None:
             region.watch(self.components)
         assert (
@@ -223,33 +220,33 @@ class Memory:
         ), "watched"
         assert region.observer is not None, "watched"
         writer = region.writer[cells]
-        late = region.written[cells] > who.clock[writer]
-        late &= (writer >= 0) & (region.observer[cells] != who.component)
+        late = region.written[cells] > task.clock[writer]
+        late &= (writer >= 0) & (region.observer[cells] != task.component)
         if late.any():
             self._race(
                 "overwrite",
-                f"{who.name} writes",
-                "which nothing orders behind the store by",
+                f"{task.name} writes",
+                "which nothing orders after the store by",
                 region,
                 cells,
                 late,
                 writer,
             )
-        unread = region.reads[cells] > who.clock
+        unread = region.reads[cells] > task.clock
         if unread.any():
             reader = unread.argmax(axis=-1)
-            text = "which nothing orders behind the read by"
+            text = "which nothing orders after the read by"
             self._race(
-                "overwrite", f"{who.name} writes", text, region, cells, unread.any(axis=-1), reader
+                "overwrite", f"{task.name} writes", text, region, cells, unread.any(axis=-1), reader
             )
-        region.writer[cells] = who.component
-        region.written[cells] = who.clock[who.component]
+        region.writer[cells] = task.component
+        region.written[cells] = task.clock[task.component]
         region.observer[cells] = -1
 
     def _race(
         self,
         kind: str,
-        who: str,
+        task: str,
         how: str,
         region: Region,
         cells: np.ndarray | slice,
@@ -258,26 +255,24 @@ class Memory:
     ) -> None:
         numbers = np.arange((region.end - region.start) // CELL)[cells][bad]
         component = int(np.broadcast_to(other, bad.shape)[bad][0])
-        name = self.names[component] if component >= 0 else "anybody"
-        low, high = (
-            region.start + CELL * int(numbers.min()),
-            region.start + CELL * (int(numbers.max()) + 1),
-        )
-        raise self.fail(kind, f"{who} {region.where(low, high)}, {how} {name}", low, high)
+        name = self.names[component] if component >= 0 else "any task"
+        low = region.start + CELL * int(numbers.min())
+        high = region.start + CELL * (int(numbers.max()) + 1)
+        raise self.fail(kind, f"{task} {region.where(low, high)}, {how} {name}", low, high)
 
     # --- Stores on their way ---
 
-    def put(self, who: Writer, store: Store) -> None:
-        """``store`` is on its way from now on."""
+    def put(self, task: Writer, store: Store) -> None:
+        """Add ``store`` to the pending ones."""
         store.serial = len(self.launch_of)
-        self.launch_of.append(who.launch)
+        self.launch_of.append(task.launch)
         if store.region is not None and store.region.issued is not None:
             store.region.issued[store.cells] = store.serial
-        who.pending.append(store)
+        task.pending.append(store)
 
-    def arrive(self, who: Writer, at: int) -> Store:
-        """Make the pending store at this position visible to everybody."""
-        store = who.pending.pop(at)
+    def arrive(self, task: Writer, at: int) -> Store:
+        """Make the pending store at this position visible to all tasks."""
+        store = task.pending.pop(at)
         store.apply()
         if store.region is not None and store.region.arrived is not None:
             store.region.arrived[store.cells] = store.serial
@@ -289,77 +284,77 @@ class Memory:
         self.arrived(store.low, store.high)
         return store
 
-    def settle(self, who: Writer, low: int, high: int) -> None:
+    def settle(self, task: Writer, low: int, high: int) -> None:
         """A program sees its own stores: let those to [low, high) arrive, and what must arrive
         before."""
-        while any(s.low < high and low < s.high for s in who.pending):
-            last = max(i for i, s in enumerate(who.pending) if s.low < high and low < s.high)
+        while any(s.low < high and low < s.high for s in task.pending):
+            last = max(i for i, s in enumerate(task.pending) if s.low < high and low < s.high)
             needed = (
                 0
-                if who.pending[last].release
+                if task.pending[last].release
                 else min(
                     i
-                    for i, s in enumerate(who.pending)
-                    if s.low < who.pending[last].high and who.pending[last].low < s.high
+                    for i, s in enumerate(task.pending)
+                    if s.low < task.pending[last].high and task.pending[last].low < s.high
                 )
             )
-            self.arrive(who, needed)
+            self.arrive(task, needed)
 
-    def drain(self, who: Writer) -> None:
-        while who.pending:
-            self.arrive(who, 0)
+    def drain(self, task: Writer) -> None:
+        while task.pending:
+            self.arrive(task, 0)
 
     # --- Words ---
 
-    def read_word(self, who: Writer, address: int) -> int:
-        self.settle(who, address, address + 4)
+    def read_word(self, task: Writer, address: int) -> int:
+        self.settle(task, address, address + 4)
         return ctypes.c_int32.from_address(address).value
 
-    def acquire(self, who: Writer, address: int) -> int:
+    def acquire(self, task: Writer, address: int) -> int:
         self.synced.add(address)
-        value = self.read_word(who, address)
+        value = self.read_word(task, address)
         clock = self.clocks.get(address)
         if clock is not None:
-            who.learn(clock)
+            task.learn(clock)
         return value
 
-    def release(self, who: Writer, address: int, value: int, ordered: bool = True) -> Store:
-        """A store of a signal; ``ordered`` False: without its release, which mutants forget."""
+    def release(self, task: Writer, address: int, value: int, ordered: bool = True) -> Store:
+        """A store of a signal. ``ordered`` False: without release, as in some mutants."""
         self.synced.add(address)
         word = ctypes.c_int32.from_address(address)
 
         def apply() -> None:
             word.value = value
 
-        store = Store(address, address + 4, apply, ordered, who.clock.copy() if ordered else None)
+        store = Store(address, address + 4, apply, ordered, task.clock.copy() if ordered else None)
         if ordered:
-            who.tick()
-        self.put(who, store)
+            task.tick()
+        self.put(task, store)
         return store
 
     def exchange(
         self,
-        who: Writer,
+        task: Writer,
         addresses: list[int],
         size: int,
         change: Callable[[], T],
         acquires: bool,
         releases: bool,
     ) -> T:
-        """An atomic read-modify-write of words; it happens at once, behind what its release
+        """An atomic read-modify-write of words. It happens at once, after what its release
         orders."""
         self.synced.update(addresses)
         if releases:
-            self.drain(who)
+            self.drain(task)
         else:
-            self.settle(who, min(addresses), max(addresses) + size)
-        mine = who.clock.copy()
+            self.settle(task, min(addresses), max(addresses) + size)
+        mine = task.clock.copy()
         if releases:
-            who.tick()
+            task.tick()
         for address in addresses:
             clock = self.clocks.get(address)
             if releases:
                 self.clocks[address] = mine if clock is None else np.maximum(clock, mine)
             if acquires and clock is not None:
-                who.learn(clock)
+                task.learn(clock)
         return change()

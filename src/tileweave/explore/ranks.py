@@ -1,4 +1,4 @@
-"""Ranks out of tasks: a host that calls operators, the programs of its kernels, its copy engine;
+"""Ranks made of tasks: a host that calls operators, the programs of its kernels, its copy engines;
 and their transport."""
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ from tileweave.transport.interface import Copy, SymmetricBuffer, Watcher
 from tileweave.transport.workspace import REGISTRY, Workspace
 
 MAX_PROGRAMS = 6
-LANES = 3  # of copies that run beside each other: one a peer
+LANES = 3  # of copies that run concurrently: one per peer
 # tasks of a rank, in this order: programs, host, copy engines
 COMPONENTS = MAX_PROGRAMS + 1 + LANES
-PIECES = 2  # a copy of data arrives in so many parts
+PIECES = 2  # a copy of data arrives in this many parts
 
 
 @dataclass(eq=False)
 class Rank:
-    """One rank: its tasks and its transport. ``group``: the name under which operators find its
-    workspace."""
+    """The tasks of one rank. ``group`` is the name by which operators find its workspace."""
 
     rank: int
     host: Task
-    engines: list[Task]  # one for each lane of copies
+    engines: list[Task]  # one per lane of copies
     programs: list[Task]
     group: str = ""
 
 
 class World:
-    """R ranks in this process. ``resident``: how many programs of a rank run at once (None: all),
-    in order of their ids."""
+    """R ranks in this process. ``resident`` programs of a rank run at once (None: all), in order of
+    their ids."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class World:
 
     def workspace(self, rank: int) -> Workspace:
         found = REGISTRY.find(self.ranks[rank].group, self.transports[rank].device)
-        assert found is not None, "ranks have workspaces from the start"
+        assert found is not None, "every rank has a workspace"
         return found
 
     def close(self) -> None:
@@ -81,21 +80,21 @@ class World:
             REGISTRY.close(rank.group)
 
     def run(self, body: Callable[[int], None]) -> None:
-        """``body(rank)`` on every host, until all are done."""
+        """Run ``body(rank)`` on every host until all are done."""
         for rank in self.ranks:
             self.tasks.start(rank.host, lambda r=rank.rank: body(r))
         self.tasks.run()
 
     @property
     def rank(self) -> Rank:
-        """The rank whose task runs."""
+        """The rank of the running task."""
         return self.ranks[self.tasks.running().rank]
 
     # --- Launches ---
 
     def launch(self, grid: tuple[int, int, int], body: Callable[[], None]) -> None:
-        """Run ``body`` in each program of ``grid``; back when all have ended and their stores are
-        visible."""
+        """Run ``body`` in each program of ``grid``. Returns when all have ended and their stores
+        are visible."""
         rank, count = self.rank, grid[0] * grid[1] * grid[2]
         if count > MAX_PROGRAMS:
             raise ValueError(
@@ -136,25 +135,24 @@ class World:
             rank.host.learn(rank.programs[number].clock)
 
     def know(self, rank: int, name: str, tensor: torch.Tensor) -> None:
-        """Memory that kernels may touch: what they are given, or find by address. Symmetric buffers
-        are known already."""
+        """Add memory that kernels may use: their arguments, or what they find by address. Symmetric
+        buffers are known already."""
         storage = tensor.untyped_storage()
         start, nbytes = storage.data_ptr(), storage.nbytes()
         if nbytes and not self.memory.has(start, start + nbytes):
             self.memory.add(Region(f"rank {rank} {name}", start, start + nbytes))
-            self.kept.append(tensor)  # its address is nobody else's while this world lives
+            self.kept.append(tensor)  # so that its address is not used again
 
     def read(self, rank: int, tensor: torch.Tensor) -> None:
-        """The user of ``rank`` looks at a result, behind the call: all of it must have been ordered
-        before."""
+        """The user of ``rank`` reads a result after the call: all of it must be ordered before."""
         low = tensor.data_ptr()
         high = low + tensor.numel() * tensor.element_size()
         if high > low and tensor.is_contiguous():
             self._read(self.ranks[rank].host, low, high)
 
     def wrote(self, rank: int, tensor: torch.Tensor) -> None:
-        """What torch wrote into ``tensor`` on this rank's stream just now: the kernels launched
-        next are behind it."""
+        """torch wrote ``tensor`` on the stream of this rank, before the kernels that are launched
+        next."""
         low = tensor.data_ptr()
         high = low + tensor.numel() * tensor.element_size()
         if high > low:
@@ -165,7 +163,7 @@ class World:
     # --- Host rendezvous ---
 
     def barrier(self) -> None:
-        """Every host comes here before any goes on."""
+        """Wait for all hosts."""
         me = self.rank.host
         self._arrived.append(me)
         if len(self._arrived) < self.size:
@@ -180,7 +178,7 @@ class World:
         self._arrived = []
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        """Collective, in the same order on each rank."""
+        """Allocate symmetric memory. Collective, in the same order on each rank."""
         rank = self.rank.rank
         local = torch.zeros(nbytes, dtype=torch.uint8)
         number = len(self._buffers[rank])
@@ -195,10 +193,11 @@ class World:
     # --- Copy engines ---
 
     def push(self, rank: Rank, copies: Sequence[Copy], source: int) -> None:
-        """Copies of a lane follow each other, lanes run beside each other; the last copy, on lane
-        0, follows all.
+        """Copies of a lane run in order, lanes run concurrently; the last copy, in lane 0, follows
+        all others.
 
-        One that stands aside has its place in line, too: on a GPU it may come later, not sooner.
+        A copy ``aside`` is in the order of its lane, too: on a GPU it may be later, but not
+        earlier.
         """
         lanes = 1 + max(copy.lane for copy in copies)
         first = rank.engines[0]
@@ -249,7 +248,7 @@ class World:
                     )
 
     def _await(self, engine: Task, counter: int, count: int) -> None:
-        """A copy engine's wait for a count that programs bring about."""
+        """The wait of a copy engine for a counter that programs advance."""
         while True:
             self.tasks.point()
             if self.memory.acquire(engine, counter) >= count:
@@ -263,7 +262,7 @@ class World:
         cells = _cells(region, target, target + nbytes)
         self.memory.check_write(engine, region, cells)
         self.tasks.note("copies", target, target + nbytes)
-        # released: a copy engine does one copy after the other
+        # a release, because a copy engine does its copies in order
         apply = lambda: ctypes.memmove(target, data, nbytes)  # noqa: E731
         self.memory.put(
             engine, Store(target, target + nbytes, apply, release=True, region=region, cells=cells)
@@ -294,7 +293,7 @@ class ModelTransport:
         return self._world.allocate(nbytes)
 
     def share(self, nbytes: int) -> list[bytearray]:
-        return []  # ranks of one process: calls are not compared
+        return []  # ranks of one process do not compare calls
 
     def barrier(self) -> None:
         self._world.barrier()
@@ -306,24 +305,24 @@ class ModelTransport:
         self,
         copies: Sequence[Copy],
         source: int = 0,
-        line: int = 0,
+        queue: int = 0,
         launch: Callable[[], None] | None = None,
     ) -> None:
         self._world.push(self._world.ranks[self.rank], copies, source)
         if launch is not None:
             launch()
 
-    def join(self, line: int = 0) -> None:
+    def join(self, queue: int = 0) -> None:
         self._world.join(self._world.ranks[self.rank])
 
     def order(self) -> None:
-        """Calls are synchronous, hence in order."""
+        """Calls are synchronous, so they are in order."""
 
     def capturing(self) -> bool:
         return self.captured
 
     def synchronize(self) -> None:
-        """Calls are synchronous, hence done."""
+        """Calls are synchronous, so they are done."""
 
     def close(self) -> None:
-        """The world holds the memory."""
+        """Nothing to do: the world owns the memory."""

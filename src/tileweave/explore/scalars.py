@@ -1,10 +1,10 @@
-"""Scalars of a kernel as Python integers: most of what a kernel does under the interpreter is index
+"""Scalars of a kernel as Python integers, because most of what an interpreted kernel does is index
 arithmetic.
 
-Triton's interpreter wraps every integer into an array and checks types at every operation, 30 us
-each. Here scalars are a kind of ``int``, with Triton's rules where they differ from Python's:
-division truncates. They do not wrap at 32 bits; epochs, the only numbers that get there, are
-wrapped where they are stored (``device/interpreter/words.py``).
+Triton's interpreter makes an array of every integer and checks types at every operation, which
+takes 30 us each. Here scalars are a subclass of ``int`` whose division truncates, as in Triton.
+They do not wrap at 32 bits. Only epochs become that large, and they are wrapped where they are
+stored (``device/interpreter/words.py``).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ for _name, _function in {
 
 
 class Truth(Scalar):
-    """What a comparison of scalars says."""
+    """The result of a comparison of scalars."""
 
     def __repr__(self) -> str:
         return repr(bool(self))
@@ -107,7 +107,8 @@ Truth.__invert__ = lambda self: Truth(not self)
 
 
 def kept(value: object) -> object:
-    """What an assignment in a kernel leaves in a name: integers become scalars, all else stays."""
+    """The value that an assignment in a kernel stores: integers become scalars, other values are
+    unchanged."""
     value = plain(value)
     if type(value) is bool:
         return Truth(value)
@@ -115,7 +116,7 @@ def kept(value: object) -> object:
 
 
 class ScalarTransformer(triton_interpreter.ASTTransformer):
-    """Triton's rewriting of kernels, but an assigned integer becomes a :class:`Scalar` and not an
+    """Triton's rewriting of kernels, but assigned integers become a :class:`Scalar` and not an
     array."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:  # noqa: N802 - ast's name

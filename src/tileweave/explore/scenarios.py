@@ -1,9 +1,9 @@
-"""What is explored: for each operator a few small scenarios. A new operator is one entry here.
+"""Scenarios: for each operator a few small cases to explore. A new operator is one entry here.
 
-A scenario makes calls of one operator on one rank of a model world, by the path that users take
-below the argument checks, and says what must come out. Operands are whole numbers, so results are
-exact; they differ from call to call, so that data of an older call cannot pass for this one's.
-Tiles are as small as the interpreter lets them be: its time goes by operations.
+A scenario calls one operator on one rank of a model world, below the argument checks, and says what
+the results must be. Operands are small integers, so results are exact. They differ between calls,
+so that data of an older call is not right by chance. Tiles are as small as the interpreter allows,
+because its time depends on the number of operations.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from zlib import crc32
 import torch
 
 from tileweave.explore.ranks import World
-from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.transport.protocol import EPOCH
 
-# Constants of kernels that are sized for GPUs, made small: a shard of 256 elements has several
-# slices then.
+# Smaller values for constants of kernels that are sized for GPUs, so that a shard of 256 elements
+# has several slices.
 SMALLER: tuple[tuple[str, str, object], ...] = (
     ("tileweave.kernels.all_gather.triton", "PUSH_BLOCK", 128),
     ("tileweave.kernels.all_reduce.one_shot", "NORM_BLOCK", 16),
 )
-# sets of operands of one shape; a prime, so that calls, slots and sets do not move in step
+# Sets of operands per shape. A prime, so that all combinations of calls, slots and sets occur.
 POOL = 7
 
 
@@ -42,8 +42,8 @@ class Drawn:
 
 
 class Scenario(Protocol):
-    """One way to call one operator. ``programs``: how many a kernel may have, at most
-    ``ranks.MAX_PROGRAMS``."""
+    """One way to call one operator. ``programs`` are numbers of programs that a kernel may have, at
+    most ``ranks.MAX_PROGRAMS``."""
 
     @property
     def name(self) -> str: ...
@@ -53,22 +53,22 @@ class Scenario(Protocol):
     def programs(self) -> tuple[int, ...]: ...
     @property
     def resident(self) -> int:
-        """How many programs must fit a device at once: those that push before anyone may wait."""
+        """How many programs must be resident at once, because others wait for them."""
         ...
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
-        """On every host before the first call; collective."""
+        """Called on every host before the first call. Collective."""
         ...
 
     def call(
         self, world: World, rank: int, number: int, drawn: Drawn
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Call once; what came out under which name, and what it must equal."""
+        """Call once. Yields (name, result, what it must equal)."""
         ...
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
-        """After the last call: numbers that must have come back to what they were; name, seen,
-        expected."""
+        """Called after the last call. Yields (name, value, expected value) of numbers that calls
+        must restore."""
         ...
 
 
@@ -77,12 +77,11 @@ def wrap(epoch: int) -> int:
 
 
 def begin_instance(world: World, rank: int, op: str, kind: str, epoch: int) -> None:
-    """Make the instance of ``op``, and let its count of calls stand at ``epoch``, as after as many
-    calls."""
+    """Make the instance of ``op`` and set its epoch to ``epoch``, as after that many calls."""
     instance = world.workspace(rank).instance(op, kind)
     instance.control[EPOCH] = epoch
     instance.signals.fill_(wrap(epoch - 1))
-    instance.calls = epoch & 1 ^ 1  # the host's count alternates in step with the device's
+    instance.calls = epoch & 1 ^ 1  # the host's count has a fixed parity relative to the epoch
     world.barrier()
 
 
@@ -97,13 +96,13 @@ def end_instance(
 
 @lru_cache(maxsize=4096)
 def whole_numbers(shape: tuple[int, ...], *seed: object) -> torch.Tensor:
-    """Small whole numbers in fp32, the same for the same seed; never written to."""
+    """Small integers in fp32, the same for the same seed; never written to."""
     generator = torch.Generator().manual_seed(crc32(repr(seed).encode()))
     return torch.randint(-3, 4, shape, generator=generator).float()
 
 
 def instance_of(config: MatmulConfig) -> str:
-    """The name of the protocol instance that calls with ``config`` use."""
+    """The kind of instance that calls with ``config`` use."""
     if config.kernel == "library":
         return "library" if config.transport == "sm" else "gather"
     return config.transport
@@ -115,7 +114,7 @@ def instance_of(config: MatmulConfig) -> str:
 @dataclass(frozen=True)
 class AllGatherMatmul:
     """``shapes``: (rows, cols, K) of a rank, used in turn. ``captured``: as after a graph capture,
-    slot 0 alone."""
+    when only slot 0 is used."""
 
     name: str
     config: MatmulConfig
@@ -138,11 +137,11 @@ class AllGatherMatmul:
         from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
 
         shape = self.shapes[(number + drawn.order) % len(self.shapes)]
-        everyone, w, want = _gather_operands(shape, world.size, rank, (number + drawn.order) % POOL)
+        whole, w, want = _gather_operands(shape, world.size, rank, (number + drawn.order) % POOL)
         out = torch.full_like(want, float("nan"))
-        gathered = torch.full_like(everyone, float("nan")) if self.gathered else None
+        gathered = torch.full_like(whole, float("nan")) if self.gathered else None
         world.transports[rank].captured = self.captured and number > 0
-        x = everyone[rank * shape[0] : (rank + 1) * shape[0]].clone()
+        x = whole[rank * shape[0] : (rank + 1) * shape[0]].clone()
         run_fused(
             x,
             w,
@@ -154,16 +153,16 @@ class AllGatherMatmul:
         )
         yield "out", out, want
         if gathered is not None:
-            yield "gathered", gathered, everyone
+            yield "gathered", gathered, whole
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
         yield from end_instance(world, rank, self.op, instance_of(self.config), drawn)
 
 
 @dataclass(frozen=True)
-class GatherBeside:
-    """The all-gather of backward. ``shapes``: (rows, K) of a rank. What arrived is read late, as by
-    a matmul."""
+class ConcurrentGather:
+    """The all-gather of backward. ``shapes``: (rows, K) of a rank. The result is read late, as by a
+    matmul."""
 
     name: str
     shapes: tuple[tuple[int, int], ...]
@@ -181,15 +180,14 @@ class GatherBeside:
         from tileweave.ops.matmul.concurrent_gather import begin_gather
 
         rows, depth = self.shapes[(number + drawn.order) % len(self.shapes)]
-        everyone = whole_numbers((world.size * rows, depth), "x", (number + drawn.order) % POOL)
+        whole = whole_numbers((world.size * rows, depth), "x", (number + drawn.order) % POOL)
         world.transports[rank].captured = self.captured and number > 0
-        gathering = begin_gather(
-            everyone[rank * rows : (rank + 1) * rows].clone(), world.ranks[rank].group
-        )
+        x = whole[rank * rows : (rank + 1) * rows].clone()
+        gathering = begin_gather(x, world.ranks[rank].group)
         world.tasks.point()
-        whole = gathering.wait()
+        gathered = gathering.wait()
         world.tasks.point()
-        yield "gathered", whole, everyone
+        yield "gathered", gathered, whole
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
         yield from end_instance(world, rank, self.op, "gather", drawn)
@@ -200,9 +198,9 @@ def _gather_operands(
     shape: tuple[int, int, int], size: int, rank: int, seed: int
 ) -> tuple[torch.Tensor, ...]:
     rows, cols, depth = shape
-    everyone = whole_numbers((size * rows, depth), "x", seed)
+    whole = whole_numbers((size * rows, depth), "x", seed)
     w = whole_numbers((cols, depth), "w", rank, seed)
-    return everyone, w, everyone @ w.t()
+    return whole, w, whole @ w.t()
 
 
 def triton_config(transport: str, **changes: object) -> MatmulConfig:
@@ -218,13 +216,13 @@ def triton_config(transport: str, **changes: object) -> MatmulConfig:
     return MatmulConfig(transport=transport, **options)  # type: ignore[arg-type]
 
 
-# --- matmul_reduce_scatter, and matmul_all_reduce beside the library's matmul ---
+# --- matmul_reduce_scatter, and matmul_all_reduce with cuBLAS ---
 
 
 @dataclass(frozen=True)
 class MatmulReduce:
-    """``shapes``: (rows of all ranks, cols, K of a rank). Tiles of peers come back; ``op`` says to
-    one rank or to all."""
+    """``shapes``: (rows of all ranks, cols, K of a rank). ``op``: matmul_reduce_scatter or
+    matmul_all_reduce."""
 
     name: str
     op: str
@@ -235,7 +233,7 @@ class MatmulReduce:
 
     @property
     def resident(self) -> int:
-        return max(self.programs)  # a program waits for any program of a peer
+        return max(self.programs)  # a program may wait for any program of a peer
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
         begin_instance(world, rank, self.op, instance_of(self.config), drawn.epoch)
@@ -280,20 +278,20 @@ def _reduce_operands(
 
 @dataclass(frozen=True)
 class OneShot:
-    """matmul_all_reduce in one shot, with residual and norm. ``shapes``: (rows, cols, K of a rank),
-    rows at most a tile."""
+    """matmul_all_reduce in one shot, with residual and norm. ``shapes``: (rows, cols, K of a rank);
+    rows fit one tile."""
 
     name: str
     config: MatmulConfig
     shapes: tuple[tuple[int, int, int], ...]
     norm: bool
     op: str = "matmul_all_reduce"
-    # as many as there are tiles and rows, whatever the device holds
+    # a kernel has as many programs as there are tiles and rows, whatever the device
     programs: tuple[int, ...] = (1,)
     resident: int = 1
 
     def _epoch(self, drawn: Drawn) -> int:
-        # a local word starts at 0, which is behind the positive ones
+        # a local word starts at 0, which is before the positive epochs
         return drawn.epoch if drawn.epoch > 0 else 2**31 - 2
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
@@ -373,8 +371,8 @@ SCENARIOS: tuple[Scenario, ...] = (
         (1,),
         captured=True,
     ),
-    GatherBeside("gather beside", ((2, 16), (3, 8))),
-    GatherBeside("gather beside, captured", ((2, 16),), captured=True),
+    ConcurrentGather("gather beside", ((2, 16), (3, 8))),
+    ConcurrentGather("gather beside, captured", ((2, 16),), captured=True),
     MatmulReduce(
         "sm", "matmul_reduce_scatter", triton_config("sm"), ((48, 16, 16), (68, 16, 16)), (1, 2, 3)
     ),

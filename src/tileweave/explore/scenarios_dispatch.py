@@ -1,4 +1,4 @@
-"""Scenarios of routing plans and of dispatch_grouped_matmul: few tokens, and experts that nobody
+"""Scenarios of routing plans and of dispatch_grouped_matmul: few tokens, and experts that no token
 has chosen."""
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ def _ends(world: World, rank: int, op: str, drawn: Drawn) -> Iterator[tuple[str,
 
 @dataclass(frozen=True)
 class Routing:
-    """Plans from ids. ``tokens``: the most of a rank, used in turn; rank r has r fewer, if any.
-    ``experts``: of a rank.
+    """Routing plans from ids.
 
-    ``cut``: None: what few tokens get.
+    tokens : of rank 0, used in turn; rank r has r fewer.
+    cut : None is the cut for few tokens.
+    experts : per rank.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """dispatch_grouped_matmul by given plans. ``tokens``: as above. ``sizes``: (cols, depth)."""
+    """dispatch_grouped_matmul with given plans. ``tokens`` as above; ``sizes``: (cols, depth)."""
 
     name: str
     config: DispatchConfig
@@ -113,7 +114,7 @@ class Dispatch:
 
 @lru_cache(maxsize=4096)
 def _ids(most: int, topk: int, experts: int, size: int, seed: int) -> torch.Tensor:
-    """[R, most, k], of all ranks."""
+    """The ids of all ranks, [R, most, k]."""
     ids = torch.randint(
         -1, experts * size, (size, most, topk), generator=torch.Generator().manual_seed(seed)
     )
@@ -129,13 +130,13 @@ def _operands(
     """This rank's x, experts and plan, and its rows of y."""
     tokens = max(most - rank, 0)
     plan = reference_plan(_ids(most, topk, experts, size, seed), rank, experts * size, tokens)
-    everyone = torch.cat([whole_numbers((most, sizes[1]), "x", r, seed) for r in range(size)])
+    whole = torch.cat([whole_numbers((most, sizes[1]), "x", r, seed) for r in range(size)])
     weights = whole_numbers((experts, *sizes), "w", rank, seed)
-    rows = everyone[plan.row_entry[: int(plan.offsets[-1])].long() // topk]
+    rows = whole[plan.row_entry[: int(plan.offsets[-1])].long() // topk]
     parts = [
         rows[b:e] @ w.t() for b, e, w in zip(plan.offsets, plan.offsets[1:], weights, strict=False)
     ]
-    return everyone[rank * most : rank * most + tokens], weights, plan, torch.cat(parts)
+    return whole[rank * most : rank * most + tokens], weights, plan, torch.cat(parts)
 
 
 _CUT = DispatchConfig("triton", 16, 16, 8, 1, 4, 1, num_producers=1, push_rows=2, signal_blocks=2)

@@ -1,8 +1,7 @@
-"""Scenarios of embedding_bag_all_to_all: results are held over further calls, whose regions must be
-others.
+"""Scenarios of embedding_bag_all_to_all and its backward.
 
-And of its backward, which pushes gradients and sums them, table group by table group, in one
-launch.
+Results are held over further calls, which must use other regions. Backward pushes gradients and
+sums them, one group of tables after another, in one launch.
 """
 
 from __future__ import annotations
@@ -24,10 +23,12 @@ ROWS, DIM, BAG = 5, 8, 2  # of a table; indices in a bag
 
 @dataclass(frozen=True)
 class EmbeddingBag:
-    """``batches``: samples of all ranks, used in turn. ``tables``: of each rank.
+    """embedding_bag_all_to_all.
 
-    ``held``: every other rank keeps so many results over further calls, so that ranks announce
-    different regions.
+    batches : samples of all ranks, used in turn.
+    tables : per rank.
+    held : every other rank keeps this many results over further calls, so that ranks announce
+        different regions.
     """
 
     name: str
@@ -84,7 +85,7 @@ class EmbeddingBag:
 @lru_cache(maxsize=4096)
 def _bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any, ...]:
     """This rank's tables, indices and offsets of the global batch, and its rows of the result."""
-    everyone = [
+    all_tables = [
         [whole_numbers((ROWS, DIM), "table", r, t, seed) for t in range(tables)]
         for r in range(size)
     ]
@@ -94,20 +95,23 @@ def _bags(batch: int, tables: int, size: int, rank: int, seed: int) -> tuple[Any
         .view(tables, batch, BAG)
         for r in range(size)
     ]
-    columns = [everyone[r][t][indices[r][t]].sum(1) for r in range(size) for t in range(tables)]
+    columns = [all_tables[r][t][indices[r][t]].sum(1) for r in range(size) for t in range(tables)]
     chunk = -(-batch // size)
     want = torch.cat(columns, 1)[rank * chunk : (rank + 1) * chunk]
     offsets = torch.arange(tables * batch + 1) * BAG
-    return [t.clone() for t in everyone[rank]], indices[rank].reshape(-1).clone(), offsets, want
+    return [t.clone() for t in all_tables[rank]], indices[rank].reshape(-1).clone(), offsets, want
 
 
 @dataclass(frozen=True)
 class TableGradient:
-    """SGD steps in place. ``samples``: of each rank; ``tables``: of each rank, in as many groups.
-    ``carrier``: of gradients.
+    """Backward with SGD steps in place.
 
-    ``alone``: the push is a launch of its own, as where weights' gradients want tables as they
-    were. ``first_only``: only the first rank has samples.
+    samples : per rank.
+    tables : per rank, each in a group of its own.
+    carrier : transport of gradients.
+    alone : the push is a launch of its own, as when gradients of per-sample weights need the old
+        tables.
+    first_only : only rank 0 has samples.
     """
 
     name: str
@@ -117,7 +121,7 @@ class TableGradient:
     alone: bool = False
     first_only: bool = False
     op: str = "embedding_bag_all_to_all_backward"
-    programs: tuple[int, ...] = (1, 2, 3)  # that may push; one more watches, two or three sum
+    programs: tuple[int, ...] = (1, 2, 3)  # that push; one more watches, and two or three sum
     resident: int = 1
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:
@@ -129,11 +133,9 @@ class TableGradient:
         from tileweave.ops.embedding.bag_all_to_all_fused import begin_push, end_push
         from tileweave.ops.embedding.table_gradient import Lookups, sort_lookups, table_gradients
 
-        assert self.samples == 1 or not self.first_only, "one sample is one rank's"
-        batch, seed = (
-            self.samples * (1 if self.first_only else world.size),
-            (number + drawn.order) % POOL,
-        )
+        assert self.samples == 1 or not self.first_only, "one sample belongs to one rank"
+        batch = self.samples * (1 if self.first_only else world.size)
+        seed = (number + drawn.order) % POOL
         rows = [rows_of(batch, world.size, peer) for peer in range(world.size)]
         tables, indices, offsets, _ = _bags(batch, self.tables, world.size, rank, seed)
         layout = EmbeddingLayout.in_rank_order([[DIM] * self.tables] * world.size)
@@ -146,7 +148,7 @@ class TableGradient:
         ordered = sort_lookups(tables, lookups, False)
         push = begin_push(grad, layout, batch, world.ranks[rank].group, self.alone, self.carrier)
         if self.alone and self.carrier == "copy_engine":
-            world.wrote(rank, push.slot[slice(*rows[rank])])  # own rows: by torch
+            world.wrote(rank, push.slot[slice(*rows[rank])])  # torch copies the own rows
         push = replace(push, candidates=drawn.programs * (8 if self.alone else 1))
         known = (
             ("gradient", grad),
@@ -157,7 +159,7 @@ class TableGradient:
         )
         for name, tensor in known:
             world.know(rank, name, tensor)
-        # the others come again, and a time-out leaves NaN in these
+        # clones: the operands are used again, and a timeout leaves NaN in these
         before, tables = tables, [t.clone() for t in tables]
         for table in tables:
             world.know(rank, "table", table)

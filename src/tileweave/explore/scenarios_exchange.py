@@ -1,4 +1,4 @@
-"""Scenarios of matmul_all_to_all and all_to_all_matmul: all four ways to exchange, by turns."""
+"""Scenarios of matmul_all_to_all and all_to_all_matmul: all four exchanges, in turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tileweave.explore.scenarios import (
     triton_config,
     whole_numbers,
 )
-from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
 
 OUT, IN = "matmul_all_to_all", "all_to_all_matmul"
@@ -26,14 +26,14 @@ OUT, IN = "matmul_all_to_all", "all_to_all_matmul"
 
 @dataclass(frozen=True)
 class Exchanged:
-    """``shapes``: (rows, cols, depth) of a part, used in turn, as the ways are. ``kept``: the
-    exchanged x is handed back."""
+    """``shapes``: (rows, cols, depth) of a part, used in turn, and so are ``exchanges``. ``kept``:
+    the exchanged x is returned, too."""
 
     name: str
     op: str
     config: MatmulConfig
     shapes: tuple[tuple[int, int, int], ...]
-    ways: tuple[Exchange, ...]
+    exchanges: tuple[Exchange, ...]
     programs: tuple[int, ...]
     kept: bool = False
     captured: bool = False
@@ -42,7 +42,7 @@ class Exchanged:
     def resident(self) -> int:
         if self.op == IN or self.config.kernel == "library":
             return 1
-        # where a program waits for any of a peer's
+        # with "sm", a program may wait for any program of a peer
         return max(self.programs) if self.config.transport == "sm" else 1
 
     @property
@@ -59,72 +59,66 @@ class Exchanged:
         from tileweave.ops.matmul.matmul_all_to_all_fused import run_fused as run_out
 
         turn = number + drawn.order
-        how, shape = self.ways[turn % len(self.ways)], self.shapes[turn % len(self.shapes)]
-        x, w, exchanged, want = _operands(self.op, shape, how, world.size, rank, turn % POOL)
+        exchange = self.exchanges[turn % len(self.exchanges)]
+        shape = self.shapes[turn % len(self.shapes)]
+        x, w, exchanged, want = _operands(self.op, shape, exchange, world.size, rank, turn % POOL)
         out, plan = torch.full_like(want, float("nan")), Plan("fused", "explored", self.config)
         world.know(rank, "result", out)
         world.transports[rank].captured = self.captured and number > 0
         if self.op == OUT:
-            run_out(x.clone(), w, None, out, how, world.ranks[rank].group, plan)
+            run_out(x.clone(), w, None, out, exchange, world.ranks[rank].group, plan)
         else:
             got = torch.full_like(exchanged, float("nan")) if self.kept else None
-            run_in(x.clone(), w, None, out, got, world.ranks[rank].group, plan, how=how)
+            run_in(x.clone(), w, None, out, got, world.ranks[rank].group, plan, how=exchange)
             if got is not None:
                 yield "exchanged", got, exchanged
         yield "out", out, want
 
     def end(self, world: World, rank: int, drawn: Drawn) -> Iterator[tuple[str, int, int]]:
         yield from end_instance(world, rank, self.op, self.kind, drawn)
-        yield (
-            "flags not at zero",
-            int(world.workspace(rank).instance(self.op, self.kind).flags.count_nonzero()),
-            0,
-        )
+        flags = world.workspace(rank).instance(self.op, self.kind).flags
+        yield "flags not at zero", int(flags.count_nonzero()), 0
 
 
 @lru_cache(maxsize=4096)
 def _operands(
-    op: str, shape: tuple[int, int, int], how: Exchange, size: int, rank: int, seed: int
+    op: str, shape: tuple[int, int, int], exchange: Exchange, size: int, rank: int, seed: int
 ) -> tuple[torch.Tensor, ...]:
-    """x, w, what x is exchanged into (or nothing), the result."""
+    """x, w, the exchanged x (all_to_all_matmul), the result."""
     rows, cols, depth = shape
-    m = rows * size if how.scatter_dim == 0 else rows
+    scatter_dim, gather_dim = exchange.scatter_dim, exchange.gather_dim
+    m = rows * size if scatter_dim == 0 else rows
 
     def exchanged(wholes: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(
-            [whole.tensor_split(size, how.scatter_dim)[rank] for whole in wholes], how.gather_dim
-        )
+        parts = [whole.tensor_split(size, scatter_dim)[rank] for whole in wholes]
+        return torch.cat(parts, gather_dim)
 
     if op == OUT:
-        n = cols if how.scatter_dim == 0 else cols * size
+        n = cols if scatter_dim == 0 else cols * size
         xs, ws = (
             [whole_numbers(s, v, r, seed) for r in range(size)]
             for s, v in (((m, depth), "x"), ((n, depth), "w"))
         )
-        return (
-            xs[rank],
-            ws[rank],
-            xs[rank],
-            exchanged([x @ w.t() for x, w in zip(xs, ws, strict=True)]),
-        )
-    k, k_there = (depth * size if dim == 1 else depth for dim in (how.scatter_dim, how.gather_dim))
+        products = [x @ w.t() for x, w in zip(xs, ws, strict=True)]
+        return xs[rank], ws[rank], xs[rank], exchanged(products)
+    k, gathered_k = (depth * size if dim == 1 else depth for dim in (scatter_dim, gather_dim))
     xs = [whole_numbers((m, k), "x", r, seed) for r in range(size)]
-    w, got = whole_numbers((cols, k_there), "w", rank, seed), exchanged(xs)
+    w, got = whole_numbers((cols, gathered_k), "w", rank, seed), exchanged(xs)
     return xs[rank], w, got, got @ w.t()
 
 
-_WAYS = tuple(Exchange(scatter, gather) for scatter in (0, 1) for gather in (0, 1))
+_ALL = tuple(Exchange(scatter, gather) for scatter in (0, 1) for gather in (0, 1))
 _QKV, _PROJECTION = Exchange(1, 0), Exchange(0, 1)
 
 SCENARIOS = (
-    Exchanged("sm", OUT, triton_config("sm"), ((16, 16, 16), (18, 16, 16)), _WAYS, (1, 2, 3)),
+    Exchanged("sm", OUT, triton_config("sm"), ((16, 16, 16), (18, 16, 16)), _ALL, (1, 2, 3)),
     Exchanged("sm, cut", OUT, triton_config("sm", tile_k=8), ((16, 16, 48),), (_QKV,), (2, 3)),
     Exchanged(
         "library",
         OUT,
         triton_config("sm", kernel="library"),
         ((16, 16, 16), (5, 8, 16)),
-        _WAYS,
+        _ALL,
         (1, 2, 3),
     ),
     Exchanged(
@@ -132,7 +126,7 @@ SCENARIOS = (
         OUT,
         triton_config("copy_engine"),
         ((32, 24, 16), (17, 8, 16)),
-        _WAYS,
+        _ALL,
         (1, 2, 3),
     ),
     Exchanged(
@@ -144,8 +138,8 @@ SCENARIOS = (
         (1, 2),
         captured=True,
     ),
-    Exchanged("sm", IN, triton_config("sm"), ((16, 16, 16), (5, 16, 16)), _WAYS, (1, 2, 3)),
-    Exchanged("copy engine", IN, triton_config("copy_engine"), ((32, 16, 16),), _WAYS, (1, 2)),
+    Exchanged("sm", IN, triton_config("sm"), ((16, 16, 16), (5, 16, 16)), _ALL, (1, 2, 3)),
+    Exchanged("copy engine", IN, triton_config("copy_engine"), ((32, 16, 16),), _ALL, (1, 2)),
     Exchanged(
         "copy engine, kept",
         IN,

@@ -20,8 +20,8 @@ EXPERTS, DEPTH, COLS = 2, 8, 16  # experts of a rank
 
 @dataclass(frozen=True)
 class Combine:
-    """grouped_matmul_combine. ``tokens``: the most of a rank, used in turn; rank r has r fewer, at
-    least one."""
+    """grouped_matmul_combine. ``tokens``: of rank 0, used in turn; rank r has r fewer, at least
+    one."""
 
     name: str
     config: CombineConfig
@@ -29,7 +29,7 @@ class Combine:
     topk: int
     weighted: bool = True
     op: str = "grouped_matmul_combine"
-    programs: tuple[int, ...] = (1, 4)  # multiprocessors, of which roles take some
+    programs: tuple[int, ...] = (1, 4)  # multiprocessors, which roles divide
     resident: int = 1
 
     def begin(self, world: World, rank: int, drawn: Drawn) -> None:

@@ -1,4 +1,4 @@
-"""One run of a scenario under a strategy; how to replay it, shrink it, and show what happened."""
+"""Run a scenario under a strategy; replay it, shrink it, and show what happened."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tileweave.explore.strategies import Delays, Malice, Noting, Priorities, Wal
 from tileweave.explore.tasks import Decision, Event
 
 STRATEGIES = ("walk", "pct", "delay", "malice")
-DELAYS = 2000  # numbers of one systematic search
-MOST_RUNS, LINES = 150, 40  # to shrink one failure; steps that its story tells
+DELAYS = 2000  # seeds of one systematic search
+MOST_RUNS, LINES = 150, 40  # runs to shrink one failure; steps that its story shows
 # the first call, the other parity, the wrap to negative numbers, the wrap to zero
 EPOCHS = (1, 2, 2**31 - 2, -1)
 RAISED = (
@@ -41,8 +41,8 @@ Enter = Callable[[World | None], None]
 
 @dataclass(frozen=True)
 class Seed:
-    """Names one run: ``scenario@world:strategy:number``. Everything about the run follows from
-    it."""
+    """The name of one run, ``scenario@world:strategy:number``. It determines everything about the
+    run."""
 
     scenario: str
     world: int
@@ -54,7 +54,7 @@ class Seed:
 
     @staticmethod
     def parse(text: str) -> Seed:
-        """The seed of a name; one that names nothing is an :class:`InputError`."""
+        """The seed of a name. Raises :class:`InputError` if there is none of that name."""
         scenario, _, rest = text.rpartition("@")
         world, strategy, number, *more = (*rest.split(":"), "", "")
         remedy = "copy the seed that a failure printed"
@@ -83,28 +83,27 @@ class Seed:
 
 @dataclass
 class Found:
-    """How a run ended: after how many steps, by which schedule, and what was wrong (None:
-    nothing)."""
+    """The result of a run: its steps, its schedule, and its failure (None: none)."""
 
     seed: Seed
     steps: int
-    # a hash of all decisions: two runs of a scenario with the same one are the same interleaving
+    # hash of all decisions; runs of a scenario with the same hash are the same interleaving
     schedule: int
     failure: Violation | None
-    choices: int = 0  # of a delay-bounded run: steps at which more than one task could go
+    choices: int = 0  # of a delay-bounded run: steps at which more than one task was ready
     departures: dict[int, Decision] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     describe: Callable[[int, int], str] = lambda low, high: ""
 
 
 def by_name() -> dict[str, Scenario]:
-    """The scenarios there are, by what seeds call them."""
+    """All scenarios, by the names that seeds have."""
     return {f"{s.op}/{s.name}": s for s in SCENARIOS}
 
 
 def draw(scenario: Scenario, seed: Seed) -> Drawn:
-    """What the seed decides besides the schedule; the same for all of a systematic search, so that
-    it is one."""
+    """What the seed decides besides the schedule. It is the same for all seeds of a systematic
+    search."""
     number = seed.number // DELAYS if seed.strategy == "delay" else seed.number
     choice = random.Random(f"{seed.scenario} {seed.world} {number}")
     programs = choice.choice(scenario.programs)
@@ -124,11 +123,11 @@ def strategy_of(seed: Seed, enter: Enter) -> Walk | Priorities | Delays | Malice
 
 
 def delays_of(seed: Seed, enter: Enter) -> Delays:
-    """Number n of a systematic search: stores early or late, each rank first; no delay, every
-    single one, then pairs.
+    """Seed n of a systematic search: stores early or late, each rank first; first without delays,
+    then with every single one, then with pairs.
 
-    Numbers next to each other delay at choices far apart, so that a part of the search is spread
-    over the run.
+    Neighbouring numbers delay at choices that are far apart, so that a part of the search is spread
+    over the whole run.
     """
     number, place = seed.number % DELAYS, seed.number // DELAYS
     eager, first, index = number % 2 == 0, number // 2 % seed.world, number // 2 // seed.world
@@ -150,15 +149,18 @@ _CHOICES: dict[Seed, int] = {}
 
 
 def _choices(base: Seed, enter: Enter) -> int:
-    """How many choices a run without delays has; it is run once to know."""
+    """How many choices a run without delays has; it is run once to count them."""
     if base not in _CHOICES:
         _CHOICES[base] = max(run(base, enter).choices, 1)
     return _CHOICES[base]
 
 
 def malice_of(number: int, world: int) -> Malice:
-    """Each rank late, each rank's stores late, each copy engine late; and all pairs of these."""
-    everyone = range(world * COMPONENTS)
+    """Each rank late, the stores of each rank late, each copy engine late; and all pairs of
+    these."""
+    all_tasks = range(world * COMPONENTS)
+    # (tasks that are late, writers whose stores are late): a rank, the stores of a rank, its copy
+    # engines, its upper programs
     singles = []
     for rank in range(world):
         mine = range(rank * COMPONENTS, (rank + 1) * COMPONENTS)
@@ -166,10 +168,8 @@ def malice_of(number: int, world: int) -> Malice:
             (frozenset(mine), frozenset()),
             (frozenset(), frozenset(mine)),
             (frozenset(mine[MAX_PROGRAMS + 1 :]), frozenset()),
+            (frozenset(mine[1:MAX_PROGRAMS]), frozenset(all_tasks)),
         ]
-        singles.append((frozenset(mine[1:MAX_PROGRAMS]), frozenset(everyone)))
-    # (tasks that are late, writers whose stores are late): a rank, a rank's stores, its copy
-    # engine, its upper programs
     late, stores = singles[number % len(singles)]
     if number >= len(singles):
         other = singles[number // len(singles) % len(singles)]
@@ -180,7 +180,7 @@ def malice_of(number: int, world: int) -> Malice:
 def run(
     seed: Seed, enter: Enter, departures: dict[int, Decision] | None = None, recording: bool = False
 ) -> Found:
-    """One run; ``departures``: replay these in place of the seed's strategy."""
+    """Run ``seed``. ``departures`` are replayed instead of the strategy of the seed."""
     scenario = by_name()[seed.scenario]
     drawn = draw(scenario, seed)
     strategy = strategy_of(seed, enter) if departures is None else Written(departures)
@@ -193,7 +193,7 @@ def run(
         _check_ends(world, scenario, drawn)
     except Violation as error:
         failure = error
-    except RAISED as error:  # whatever a kernel raises is a finding
+    except RAISED as error:  # what a kernel raises is a failure, too
         failure = Violation("error", f"{type(error).__name__}: {error}")
     finally:
         enter(None)
@@ -235,12 +235,12 @@ def _check_ends(world: World, scenario: Scenario, drawn: Drawn) -> None:
 
 
 def shrink(found: Found, enter: Enter) -> Found:
-    """The same failure with fewer departures from the plain schedule: drop parts, ever smaller,
-    while it stays.
+    """The same failure with fewer departures from the plain schedule: ever smaller parts of them
+    are dropped while it fails.
 
-    ``found`` itself, without events, if it does not come again.
+    Returns ``found`` itself, without events, if it does not fail again.
     """
-    assert found.failure is not None, "there is something to shrink"
+    assert found.failure is not None, "only failures are shrunk"
     best = run(found.seed, enter, found.departures, recording=True)
     if best.failure is None or best.failure.kind != found.failure.kind:
         again = run(found.seed, enter, recording=True)
@@ -272,30 +272,29 @@ def shrink(found: Found, enter: Enter) -> Found:
 
 
 def story(found: Found) -> str:
-    """What went wrong, how to see it again, and what happened before: steps, tasks, memory."""
-    assert found.failure is not None, "there is something to tell"
+    """The failure, how to replay it, and the steps before it."""
+    assert found.failure is not None, "only failures have a story"
     about = found.failure
+    head = [f"{about.kind}: {about.text}", f"replay: tileweave fuzz --replay '{found.seed}'"]
     if not found.events:
-        return f"{about.kind}: {about.text}\nreplay: tileweave fuzz --replay '{found.seed}'\nbut then it did not come again"
-    told = [
+        return "\n".join([*head, "but it did not fail again"])
+    shown = [
         e
         for e in found.events
         if e.what != "arrives" or (e.low < about.high and about.low < e.high)
     ]
     if about.high:
-        touching = [e for e in told if e.low < about.high and about.low < e.high]
+        touching = [e for e in shown if e.low < about.high and about.low < e.high]
         involved = {e.task for e in touching[-4:]}
-        told = [e for e in told if e.task in involved or e in touching]
+        shown = [e for e in shown if e.task in involved or e in touching]
     text = [
-        f"{about.kind}: {about.text}",
-        f"replay: tileweave fuzz --replay '{found.seed}'",
+        *head,
         f"shrunk to {len(found.departures)} departures from the plain schedule; "
-        f"the last {min(LINES, len(told))} of {len(told)} steps:",
+        f"the last {min(LINES, len(shown))} of {len(shown)} steps:",
     ]
-    for event in told[-LINES:]:
+    for event in shown[-LINES:]:
         where = found.describe(event.low, event.high) if event.high else ""
-        mark = "  <--" if event.low < about.high and about.low < event.high else ""
-        text.append(
-            f"{event.step:6}  {event.task:<18}  {event.what:<16} {where} {event.detail}{mark}".rstrip()
-        )
+        arrow = "  <--" if event.low < about.high and about.low < event.high else ""
+        line = f"{event.step:6}  {event.task:<18}  {event.what:<16} {where} {event.detail}{arrow}"
+        text.append(line.rstrip())
     return "\n".join(text)

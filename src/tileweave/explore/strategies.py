@@ -1,8 +1,9 @@
-"""Who goes next: at random, by priorities, by bounded delays, by malice, or as written down.
+"""Strategies that choose the next task: at random, by priorities, with bounded delays, adversarial,
+or from a record.
 
-Sources: priorities with a few change points, PCT (ASPLOS 2010), finds a fault of depth d with a
-probability that has a bound; delay-bounded scheduling (POPL 2011) tries every schedule that departs
-from a plain one in at most d places.
+Sources: PCT (ASPLOS 2010), priorities with a few change points, finds a bug of depth d with a
+bounded probability. Delay-bounded scheduling (POPL 2011) tries every schedule that departs from a
+plain one in at most d places.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from tileweave.explore.tasks import Decision, Task
 
 
 def _carry_on(ready: list[Task], dirty: list[Task], current: Task | None) -> Decision:
-    """The plain schedule: the current task until it waits, then the first that can; stores arrive
-    when nobody can."""
+    """The plain schedule: the current task until it waits, then the first ready one; stores arrive
+    when no task is ready."""
     if current is not None and current.state == "ready":
         return Decision(current.component)
     if ready:
@@ -25,8 +26,8 @@ def _carry_on(ready: list[Task], dirty: list[Task], current: Task | None) -> Dec
 
 @dataclass
 class Walk:
-    """A random walk. How often tasks take turns and how late stores are is drawn once a run, from
-    none to always."""
+    """A random walk. How often tasks switch and how late stores arrive is drawn once per run, from
+    never to always."""
 
     seed: int
     random: random.Random = field(init=False)
@@ -50,8 +51,8 @@ class Walk:
 
 @dataclass
 class Priorities:
-    """PCT: the ready task of highest priority runs; at a few random steps it falls below all
-    others."""
+    """PCT: the ready task with the highest priority runs; at a few random steps it gets the lowest
+    one."""
 
     seed: int
     random: random.Random = field(init=False)
@@ -84,16 +85,16 @@ class Priorities:
 
 @dataclass
 class Delays:
-    """Delay-bounded: the plain schedule, but at the given choices the task that would go is passed
+    """Delay-bounded: the plain schedule, but at the given choices the task that would run is passed
     over once.
 
-    A choice is a step at which more than one task may run. ``eager``: stores arrive at once, else
-    as late as they can, the newest first.
+    A choice is a step at which more than one task may run. ``eager``: stores arrive at once;
+    otherwise as late as possible, the newest first.
     """
 
     steps: frozenset[int]  # numbers of choices, from 1
     eager: bool
-    first: int = 0  # the task to begin with: another round of the same ring
+    first: int = 0  # the task to begin with
     choices: int = 0  # so far
 
     def choose(
@@ -120,10 +121,10 @@ class Delays:
 
 @dataclass
 class Malice:
-    """Adversarial delays: what is named goes only when nothing else can.
+    """Adversarial delays: the given tasks run, and stores arrive, only when nothing else can.
 
-    ``late``: components of the tasks; ``late_stores``: components of the writers whose stores
-    arrive last, newest first.
+    ``late`` are components of tasks; ``late_stores`` components of writers whose stores arrive
+    last, the newest first.
     """
 
     late: frozenset[int]
@@ -151,8 +152,7 @@ class Malice:
 
 @dataclass
 class Written:
-    """The plain schedule with ``departures`` from it, by step: how a run is replayed, and
-    shrunk."""
+    """The plain schedule with ``departures`` from it, by step; for replays and shrinking."""
 
     departures: dict[int, Decision]
 
@@ -171,7 +171,7 @@ class Written:
 
 @dataclass
 class Noting:
-    """Another strategy, with its departures from the plain schedule written down."""
+    """Another strategy, whose departures from the plain schedule are recorded."""
 
     inner: Walk | Priorities | Delays | Malice | Written
     departures: dict[int, Decision] = field(default_factory=dict)

@@ -1,10 +1,10 @@
-"""Tasks that run one at a time and hand over only at scheduling points; who goes next is a
-strategy's choice.
+"""Tasks that run one at a time and switch only at scheduling points; a strategy chooses the next
+one.
 
-A task is a greenlet: a stack of its own in one thread, so that the interpreter's deep calls need no
-change. A task that waits for a word is *parked* until a store to that word arrives. If nobody can
-run and nothing is on its way, the world is dead-locked: that is known at once, no time-out is
-involved.
+A task is a greenlet: a stack of its own in one thread, so that the deep calls of the interpreter
+need no change. A task that waits for a word is *parked* until a store to that word arrives. If no
+task can run and no store is pending, the world is deadlocked. That is known at once, without a
+timeout.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class Task(Writer):
     watched: tuple[tuple[int, int], ...] = ()  # bytes [low, high) whose change wakes a parked task
     grid_index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
-    # polls since it last changed anything: where
+    # the bytes that it has polled since it last changed anything
     polled: dict[object, tuple[int, int]] = field(default_factory=dict)
     patience: int = 0  # further polls before it parks again; see Tasks._stuck
-    patient: bool = False  # it was given that, and nothing has changed since
+    patient: bool = False  # it got that, and nothing has changed since
     on_drained: Callable[[Task], None] | None = None
 
 
 class Decision(NamedTuple):
-    """Who goes next: a task, or one of its pending stores (``store``: position among those that may
-    arrive)."""
+    """What happens next: ``task`` runs, or one of its pending stores arrives (``store``: position
+    among the eligible ones)."""
 
     task: int
     store: int = -1
 
 
 class Strategy(Protocol):
-    """``ready`` tasks may run; ``dirty`` ones have stores on their way; one of the two lists is not
+    """``ready`` tasks may run; ``dirty`` ones have pending stores; one of the two lists is not
     empty."""
 
     def choose(
@@ -58,7 +58,7 @@ class Strategy(Protocol):
 
 @dataclass
 class Event:
-    """For a trace: at ``step``, ``task`` did ``what`` to bytes [low, high)."""
+    """An entry of the trace: at ``step``, ``task`` did ``what`` to bytes [low, high)."""
 
     step: int
     task: str
@@ -83,7 +83,7 @@ class Tasks:
 
     def __post_init__(self) -> None:
         self._hub = greenlet.getcurrent()
-        self.failure: Violation | None = None  # the first one; afterwards nobody goes on
+        self.failure: Violation | None = None  # the first one, which ends all tasks
         self.on_enter: Callable[[Task], None] = lambda task: None
         self.memory.arrived, self.memory.fail = self._wake, self.fail
 
@@ -96,8 +96,8 @@ class Tasks:
         return self.tasks[-1]
 
     def start(self, task: Task, body: Callable[[], None]) -> None:
-        """Make ``task`` ready to run ``body``; what the current task did happened before."""
-        assert task.state == "idle", f"{task.name} is at work"
+        """Make ``task`` ready to run ``body``, after all that the current task did."""
+        assert task.state == "idle", f"{task.name} is running"
         if self.current is not None:
             task.learn(self.current.clock)
             self.current.tick()
@@ -114,7 +114,7 @@ class Tasks:
             task.on_drained(task)
 
     def run(self) -> None:
-        """Until every task is idle. Raises the first thing that went wrong in any of them."""
+        """Run until every task is idle. Raises the first failure of any task."""
         self._hub = greenlet.getcurrent()
         try:
             while self.failure is None and (task := self._next()) is not None:
@@ -122,14 +122,11 @@ class Tasks:
         except (Violation, greenlet.GreenletExit):
             pass
         finally:
-            self.current, unfinished = (
-                None,
-                [t.thread for t in self.tasks if t.thread is not None and not t.thread.dead],
-            )
-            failure, self.failure = (
-                self.failure,
-                self.failure or Violation("ended", "the world is closed"),
-            )
+            self.current, failure = None, self.failure
+            self.failure = failure or Violation("ended", "the world is closed")
+            unfinished = [
+                t.thread for t in self.tasks if t.thread is not None and not t.thread.dead
+            ]
             for thread in unfinished:
                 thread.throw()
             self.failure = failure
@@ -137,8 +134,7 @@ class Tasks:
             raise self.failure
 
     def fail(self, kind: str, text: str, low: int = 0, high: int = 0) -> Violation:
-        """Nobody goes on after this. The first failure counts: what follows are its
-        consequences."""
+        """End all tasks. The first failure counts: later ones are its consequences."""
         if self.failure is None:
             self.failure = Violation(kind, text, low, high)
         return self.failure
@@ -146,7 +142,7 @@ class Tasks:
     # --- What tasks call ---
 
     def point(self) -> None:
-        """A scheduling point of the current task: anything may happen here."""
+        """A scheduling point of the current task: other tasks may run, and stores may arrive."""
         me = self.running()
         following = self._next()
         if following is not me:
@@ -157,11 +153,11 @@ class Tasks:
             self._entered(me)
 
     def park(self, *watched: tuple[int, int]) -> None:
-        """The current task goes on when some of the bytes [low, high) have changed."""
+        """Suspend the current task until some of the bytes [low, high) have changed."""
         self._leave("parked", watched)
 
     def block(self) -> None:
-        """The current task goes on when somebody calls :meth:`unblock`."""
+        """Suspend the current task until :meth:`unblock`."""
         self._leave("blocked", ())
 
     def unblock(self, task: Task) -> None:
@@ -170,7 +166,7 @@ class Tasks:
 
     def note(self, what: str, low: int = 0, high: int = 0, detail: str = "") -> None:
         if self.recording:
-            assert self.current is not None, "only tasks do things"
+            assert self.current is not None, "events are those of a task"
             self.events.append(Event(self.step, self.current.name, what, low, high, detail))
 
     # --- Switching ---
@@ -186,10 +182,10 @@ class Tasks:
         self._entered(me)
 
     def running(self) -> Task:
-        """The task that runs."""
-        if self.failure is not None:  # on the way out, through somebody's finally
+        """The running task."""
+        if self.failure is not None:  # called in a `finally` while the task is being ended
             raise greenlet.GreenletExit
-        assert self.current is not None, "only tasks come here"
+        assert self.current is not None, "only tasks call this"
         return self.current
 
     def _enter(self, task: Task) -> None:
@@ -202,7 +198,8 @@ class Tasks:
         self.on_enter(task)
 
     def _next(self) -> Task | None:
-        """Let stores arrive until the strategy picks a task; None when all are idle."""
+        """The task that the strategy chooses, after the stores that it lets arrive; None when all
+        are idle."""
         while True:
             ready = [t for t in self.tasks if t.state == "ready"]
             dirty = [t for t in self.tasks if t.pending]
@@ -211,10 +208,10 @@ class Tasks:
                     return None
                 if not self._stuck():
                     continue
-                raise self.fail("deadlock", self._who_waits())
+                raise self.fail("deadlock", self._waiting_tasks())
             self.step += 1
             if self.step > MAX_STEPS:
-                raise self.fail("livelock", f"{MAX_STEPS} steps and no end")
+                raise self.fail("livelock", f"not done after {MAX_STEPS} steps")
             decision = self.strategy.choose(ready, dirty, self.current, self.step)
             self.decisions.append(decision)
             task = self.tasks[decision.task]
@@ -235,7 +232,7 @@ class Tasks:
             if task.polled and any(
                 first < high and low < last for first, last in task.polled.values()
             ):
-                task.polled.clear()  # another look is worth it
+                task.polled.clear()  # another poll may see something new
                 task.patient = False
             if task.state == "parked" and any(
                 first < high and low < last for first, last in task.watched
@@ -243,14 +240,14 @@ class Tasks:
                 task.state, task.patient = "ready", False
 
     def _stuck(self) -> bool:
-        """Nobody can run: whether that is final. A task that polled in vain gets a last chance to
-        do something else."""
+        """Whether it is final that no task can run. A task that polled in vain gets one more chance
+        to do something else."""
         again = [t for t in self.tasks if t.state == "parked" and t.polled and not t.patient]
         for task in again:
             task.state, task.patience, task.patient = "ready", 3, True
         return not again
 
-    def _who_waits(self) -> str:
+    def _waiting_tasks(self) -> str:
         parts = []
         for task in self.tasks:
             if task.state == "parked":

@@ -1,4 +1,4 @@
-"""Modules with the stock parameter layout over the fused operators."""
+"""Layers that call the fused operators, with the parameter names and layouts of stock layers."""
 
 from __future__ import annotations
 

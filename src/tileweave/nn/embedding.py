@@ -1,5 +1,5 @@
-"""Embedding tables shared out over a group: pooled lookups of the global batch, results with the
-samples' owners."""
+"""Embedding tables sharded over a group: pooled lookups of the global batch, whose results go to
+the ranks that own the samples."""
 
 from __future__ import annotations
 
@@ -23,40 +23,75 @@ from tileweave.planning.sharding import ShardingPlan, TableSpec, plan_sharding
 
 
 class ShardedEmbeddingBag(nn.Module):
-    """Many ``nn.EmbeddingBag`` tables, whole or by columns on the ranks of a group, as
-    ``plan_sharding`` deals them out.
+    """Many ``nn.EmbeddingBag`` tables, sharded over a group by tables or by columns.
 
-    ========  ==========================  ==========================================================
-    lengths   [F * b]                     indices of each bag, table after table, own samples
-    values    [sum(lengths)]              their rows, as in TorchRec's KeyedJaggedTensor; int32 or int64
-    y         [b, sum of all dims]        tables in the order in which they were given
-    weight_i  [rows, dim of the part]     this rank's i-th part, see ``plan.of_rank(rank)``
-    moment_i  [rows] fp32                 with "adagrad": sums of its mean squares, saved with the weights
-    ========  ==========================  ==========================================================
+    ========  =======================  =======================================================
+    lengths   [F * b]                  indices per bag of own samples, table after table
+    values    [sum(lengths)]           the indices, as in TorchRec's KeyedJaggedTensor; int32
+                                       or int64
+    y         [b, sum of all dims]     tables in the order in which they were given
+    weight_i  [rows, dim of the part]  this rank's i-th part, see ``plan.of_rank(rank)``
+    moment_i  [rows] fp32              with "adagrad": sums of mean squares of gradients; saved
+                                       with the weights
+    ========  =======================  =======================================================
+
+    Weights are initialized as in ``nn.EmbeddingBag``. ``print(module.plan.explain())`` shows which
+    rank owns what.
 
     Parameters
     ----------
-    tables : rows, dim and mean pooling of each table. plan : who owns what; None:
-        :func:`tileweave.plan_sharding`.
-    optimizer : None (gradients, for an optimizer of torch's), or "sgd" or "adagrad": backward takes
-        the step in place. Row-wise Adagrad of a part takes the mean of squares over the part's
-        columns. ``rate`` (fp32 [1]) may be changed at any time; it is in no checkpoint, and
-        ``reset_parameters`` makes it ``learning_rate`` again, and moments 0. Each backward steps at
-        once: a GradScaler, clipping of gradients and accumulation over batches want an optimizer of
-        torch's.
-    sparse : gradients as COO tensors. divide_gradient : over R, as for a loss that is a mean over
-        ranks.
-    out_dtype : of what travels and of y; None: ``dtype``, or what the module is converted to.
+    tables : sequence of TableSpec
+        name, rows, dim and mean pooling of each of the F tables.
 
-    ``print(module.plan.explain())`` says why the tables are where they are. Weights start as
-    ``nn.EmbeddingBag``'s. Compilers leave the way of ids alone, so a compiled module is no full
-    graph; Inductor wants ``reorder_for_peak_memory`` False where ranks have different tables
-    (README, limits).
+    group : ProcessGroup, optional
+        the ranks that share the tables; None is the default group.
+
+    plan : ShardingPlan, optional
+        which rank owns what; None calls :func:`tileweave.plan_sharding`.
+
+    mode : str
+        ``"sum"`` or ``"mean"``.
+
+    dtype : torch.dtype
+        of the tables: float32, float16 or bfloat16.
+
+    out_dtype : torch.dtype, optional
+        of what is sent and of y. None: ``dtype``, or the dtype that the module is converted to.
+
+    device : optional
+        of the tables.
+
+    optimizer : str, optional
+        None makes gradients for an optimizer of torch. ``"sgd"`` or ``"adagrad"``: backward
+        updates the tables in place, so it cannot be combined with a GradScaler, gradient clipping
+        or accumulation over batches. Row-wise Adagrad uses the mean of squares over the columns of
+        the part.
+
+    learning_rate : float
+        initial value of the buffer ``rate`` (fp32 [1]), which may be changed at any time.
+        ``rate`` is not in checkpoints; ``reset_parameters`` sets it to ``learning_rate`` and
+        moments to 0.
+
+    epsilon : float
+        of Adagrad.
+
+    sparse : bool
+        gradients are COO tensors.
+
+    divide_gradient : bool
+        divide gradients by R, as for a loss that is a mean over ranks.
 
     Raises
     ------
-    InputError for options that do not fit, on every rank. What calls raise: see
-    ``tileweave.distribute_indices`` and ``tileweave.embedding_bag_all_to_all``.
+    InputError
+        if options do not fit, on every rank. For errors of a call see
+        ``tileweave.distribute_indices`` and ``tileweave.embedding_bag_all_to_all``.
+
+    Notes
+    -----
+    Compilers do not trace the exchange of indices, so a compiled module is not one full graph. With
+    Inductor set ``reorder_for_peak_memory`` to False if ranks have different tables (README,
+    limits).
     """
 
     rate: torch.Tensor
@@ -86,37 +121,28 @@ class ShardedEmbeddingBag(nn.Module):
         require(
             fits,
             "a plan for other tables or ranks",
-            "one made for these",
-            "call tw.plan_sharding with them",
+            "a plan made for these",
+            "call tw.plan_sharding with these tables and the world size",
         )
         self.layout = self.plan.layout()
         self.features = [
             [s.table for s in self.plan.of_rank(rank)] for rank in range(self.world_size)
         ]
-        self.mode, self.out_dtype, self.sparse, self.divide_gradient = (
-            mode,
-            out_dtype,
-            sparse,
-            divide_gradient,
-        )
+        self.mode, self.out_dtype = mode, out_dtype
+        self.sparse, self.divide_gradient = sparse, divide_gradient
         for number, shard in enumerate(self.plan.of_rank(self.rank)):
             weight = torch.empty(
                 self.plan.tables[shard.table].rows, shard.dim, dtype=dtype, device=device
             )
             self.register_parameter(f"weight_{number}", nn.Parameter(weight))
-        # A rank without tables learns from this whether the others have theirs trained. In no
-        # checkpoint.
+        # Tells a rank without tables whether the tables of others are trained. Not in checkpoints.
         self.anchor = (
             None
             if self.plan.of_rank(self.rank)
             else nn.Parameter(torch.zeros(0, dtype=dtype, device=device))
         )
-        self.kind, self.epsilon, self.dtype, self.learning_rate = (
-            optimizer,
-            epsilon,
-            dtype,
-            learning_rate,
-        )
+        self.kind, self.epsilon = optimizer, epsilon
+        self.dtype, self.learning_rate = dtype, learning_rate
         if optimizer is not None:
             self.register_buffer(
                 "rate", torch.empty(1, dtype=torch.float32, device=device), persistent=False
@@ -129,25 +155,27 @@ class ShardedEmbeddingBag(nn.Module):
 
     @property
     def optimizer(self) -> FusedOptimizer | None:
-        """The step that backward takes; ``rate`` and ``moment_i`` are buffers of this module."""
+        """The optimizer that backward applies. ``rate`` and ``moment_i`` are buffers of this
+        module."""
         if self.kind is None:
             return None
         self._refuse_parametrized("a fused step")
-        rate, *moments = (getattr(self, name) for name in self._numbers())
+        rate, *moments = (getattr(self, name) for name in self._optimizer_state())
         return FusedOptimizer(self.kind, rate, moments, self.epsilon)
 
     def _refuse_parametrized(self, what: str) -> None:
-        """What writes to a weight that is computed anew each time would be lost."""
+        """Refuse to write to parametrized weights: they are computed for each use, so it would be
+        lost."""
         fits = not hasattr(self, "parametrizations")
         require(
             fits,
             f"{what} of parametrized tables",
             "plain parameters",
-            "remove the parametrization, or let an optimizer of torch's step",
+            "remove the parametrization, or use an optimizer of torch",
         )
 
-    def _numbers(self) -> dict[str, float]:
-        """The optimizer's buffers and what they start as; a user may have registered others."""
+    def _optimizer_state(self) -> dict[str, float]:
+        """The buffers of the optimizer and their initial values; users may register others."""
         moments = len(self.plan.of_rank(self.rank)) if self.kind == "adagrad" else 0
         return (
             {}
@@ -155,11 +183,11 @@ class ShardedEmbeddingBag(nn.Module):
             else {"rate": self.learning_rate, **{f"moment_{i}": 0.0 for i in range(moments)}}
         )
 
-    def _place_number(self, name: str, old: torch.Tensor, device: torch.device) -> None:
-        """``old`` on ``device``, or what it starts as if it has no memory yet: no checkpoint brings
-        the rate."""
+    def _move_state(self, name: str, old: torch.Tensor, device: torch.device) -> None:
+        """Set buffer ``name`` to ``old`` on ``device``, or to its initial value if ``old`` is a
+        meta tensor, since no checkpoint has the rate."""
         new = (
-            torch.full_like(old, self._numbers()[name], device=device)
+            torch.full_like(old, self._optimizer_state()[name], device=device)
             if old.is_meta
             else old.to(device)
         )
@@ -168,14 +196,14 @@ class ShardedEmbeddingBag(nn.Module):
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> ShardedEmbeddingBag:
-        """As of every module, but that the optimizer's numbers only move: they stay fp32, and what
-        they were."""
-        before = {name: getattr(self, name) for name in self._numbers()}
+        """As in ``nn.Module``, but the buffers of the optimizer keep their dtype and values: only
+        their device may change."""
+        before = {name: getattr(self, name) for name in self._optimizer_state()}
         super()._apply(fn, recurse)
-        # the same where there are no tables
+        # also on a rank without tables
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         for name, old in before.items():
-            self._place_number(name, old, getattr(self, name).device)
+            self._move_state(name, old, getattr(self, name).device)
         return self
 
     def _save_to_state_dict(
@@ -191,37 +219,47 @@ class ShardedEmbeddingBag(nn.Module):
             state_dict if self.anchor is None else {**state_dict, f"{prefix}anchor": self.anchor}
         )
         super()._load_from_state_dict(known, prefix, metadata, *rest)
-        # weights are where the checkpoint is: so is what it does not have
+        # weights are on the device of the checkpoint: move what it does not have there, too
         if metadata.get("assign_to_params_buffers", False):
             if self.anchor is not None and self.anchor.is_meta:
                 fresh = torch.zeros_like(self.anchor, device=self.device_and_dtype()[0])
                 self.anchor = nn.Parameter(fresh, requires_grad=self.anchor.requires_grad)
-            for name in self._numbers():
-                self._place_number(name, getattr(self, name), self.device_and_dtype()[0])
+            for name in self._optimizer_state():
+                self._move_state(name, getattr(self, name), self.device_and_dtype()[0])
 
     def weights(self) -> list[torch.Tensor]:
-        """This rank's parts, in the plan's order: parameters, or what stands for them
+        """This rank's parts, in the order of the plan: parameters, or what replaces them
         (parametrizations, functional calls)."""
         return [getattr(self, f"weight_{i}") for i in range(len(self.plan.of_rank(self.rank)))]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights as ``nn.EmbeddingBag`` draws them, seed all ranks alike; the optimizer as it
-        begins."""
+        """Initialize weights as ``nn.EmbeddingBag`` does, and the state of the optimizer. Use the
+        same seed on all ranks before."""
         self._refuse_parametrized("reset_parameters")
         weights = self.weights()
-        # without tables, too: what ranks draw behind it is alike
+        # also on a rank without tables, so that later draws are the same on all ranks
         seed = draw_seed(next(self.parameters(recurse=False)))
         for weight, shard in zip(weights, self.plan.of_rank(self.rank), strict=True):
-            number = (shard.table << 20) + shard.column  # the same wherever it stands
+            number = (shard.table << 20) + shard.column  # the same on whichever rank it is
             nn.init.normal_(weight, generator=generator_of(weight, seed, number))
-        for name, start in self._numbers().items():
+        for name, start in self._optimizer_state().items():
             getattr(self, name).fill_(start)
 
     @torch.no_grad()
     def load_tables(self, tables: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's parts out of whole tables [rows, dim], one for each table; InputError if
-        these are others."""
+        """Copy this rank's parts from whole tables.
+
+        Parameters
+        ----------
+        tables
+            all F tables [rows, dim], in the order of the plan.
+
+        Raises
+        ------
+        InputError
+            if number or shapes differ from the plan.
+        """
         self._refuse_parametrized("load_tables")
         wanted = [(spec.rows, spec.dim) for spec in self.plan.tables]
         given = [tuple(table.shape) for table in tables]
@@ -236,7 +274,7 @@ class ShardedEmbeddingBag(nn.Module):
 
     @torch.no_grad()
     def whole_tables(self) -> list[torch.Tensor]:
-        """Collective: every table whole, on every rank; for checkpoints of small tables and for
+        """Collective. All whole tables, on every rank; for checkpoints of small tables and for
         tests."""
         group, found = group_of(self.group_name), []
         device = self.device_and_dtype()[0]
@@ -256,16 +294,15 @@ class ShardedEmbeddingBag(nn.Module):
         return found
 
     def device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
-        """Of the tables; where this rank has none, those it would have, and the group's device for
-        what is nowhere yet."""
+        """Device and dtype of the tables. On a rank without tables: those it would have, on the
+        device of the group if no parameter has one."""
         for weight in self.weights():
             return weight.device, weight.dtype
         if self.anchor is not None and not self.anchor.is_meta:
             return self.anchor.device, self.anchor.dtype
-        gpu = dist.get_backend(group_of(self.group_name)) != "gloo"
-        return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device(
-            "cpu"
-        ), self.dtype
+        if dist.get_backend(group_of(self.group_name)) == "gloo":
+            return torch.device("cpu"), self.dtype
+        return torch.device("cuda", torch.cuda.current_device()), self.dtype
 
     def forward(
         self,
@@ -276,7 +313,7 @@ class ShardedEmbeddingBag(nn.Module):
         leaving = begin_distribute_indices(
             lengths, values, self.features, weights=per_sample_weights, group=self.group_name
         )
-        # of which lookups read: others are refused on every rank
+        # the dtypes that lookups read; others are refused on every rank
         indices, offsets, weights = leaving.finish(INDEX_DTYPES)
         return self.lookup(
             indices, offsets, weights, lengths.numel() // len(self.plan.tables) * self.world_size
@@ -285,8 +322,17 @@ class ShardedEmbeddingBag(nn.Module):
     def lookup(
         self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, batch: int
     ) -> torch.Tensor:
-        """The lookup alone, from what ``tileweave.distribute_indices`` returned; a train pipeline
-        may call them apart."""
+        """The lookup of what ``tileweave.distribute_indices`` returned. A train pipeline may call
+        the two separately.
+
+        Parameters
+        ----------
+        indices, offsets, weights
+            as returned by ``tileweave.distribute_indices``.
+
+        batch
+            samples of all ranks.
+        """
         return embedding_bag_all_to_all(
             self.weights(),
             indices,
@@ -304,7 +350,10 @@ class ShardedEmbeddingBag(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"{len(self.plan.tables)} tables / {self.world_size} ranks, {self.layout.width} columns, mode={self.mode!r}"
+        return (
+            f"{len(self.plan.tables)} tables / {self.world_size} ranks, "
+            f"{self.layout.width} columns, mode={self.mode!r}"
+        )
 
 
 def _check_options(
@@ -330,5 +379,5 @@ def _check_options(
         fits,
         f"learning_rate {learning_rate}, epsilon {epsilon}",
         "finite numbers, 0 at least",
-        "pass such ones",
+        "pass such numbers",
     )

@@ -1,5 +1,5 @@
-"""A mixture of experts with its experts sharded over a group: one layer of a Mixtral-, Qwen3-MoE-
-or DeepSeek-style model."""
+"""A mixture of experts whose experts are sharded over a group: a layer as in Mixtral, Qwen3-MoE or
+DeepSeek models."""
 
 from __future__ import annotations
 
@@ -20,12 +20,28 @@ from tileweave.ops.experts.swiglu import swiglu
 
 
 class SoftmaxTopK(nn.Module):
-    """The stock router: softmax over all experts in fp32, the k largest, scaled to a sum of 1 if
-    ``normalize``.
+    """The default router: softmax over all experts in fp32, then the k largest weights.
 
-    x [T, H] -> (weights [T, k] fp32, ids [T, k]). ``weight`` [E, H] is the same on every rank.
-    Logits are computed in the wider dtype of x and ``weight``: a gate kept in fp32
-    (``moe.gate.float()``) decides in fp32 for tokens in bf16.
+    It maps x [T, H] to (weights [T, k] fp32, ids [T, k] int64). Its ``weight`` [E, H] is the same
+    on every rank. Logits are computed in the wider dtype of x and ``weight``, so a router in fp32
+    (``moe.gate.float()``) computes in fp32 for tokens in bf16.
+
+    Parameters
+    ----------
+    hidden_size : int
+        H, the size of a token.
+
+    num_experts : int
+        E, the experts of all ranks.
+
+    top_k : int
+        k, the experts per token.
+
+    normalize : bool
+        scale the k weights of a token to a sum of 1.
+
+    device, dtype : optional
+        of ``weight``.
     """
 
     def __init__(
@@ -59,8 +75,8 @@ class SoftmaxTopK(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) without biases: a shared expert, on own tokens only; the same on
-    every rank."""
+    """``down(silu(gate(x)) * up(x))`` without biases: the shared expert. It is replicated and
+    computes own tokens only."""
 
     def __init__(
         self,
@@ -79,7 +95,7 @@ class GatedMLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """This rank's experts, stacked: ``gate_up_proj`` [E / R, 2 I, H], gate rows before up rows,
+    """This rank's experts, stacked: ``gate_up_proj`` [E / R, 2 I, H] (gate rows, then up rows) and
     ``down_proj`` [E / R, H, I]."""
 
     def __init__(
@@ -107,44 +123,76 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """``sum over its k experts of weight * expert(x)``, plus a shared expert if there is one;
-    tokens and experts sharded.
+    """``sum over its k experts of weight * expert(x)`` for each token, plus a shared expert.
 
-    ==============================  =====================  ========================================================
-    gate.weight                     [E, H]                 router; the same on every rank
-    experts.gate_up_proj            [E / R, 2 I, H]        SwiGLU experts of this rank, stacked
+    Tokens and experts are sharded over the group; the shared expert is optional.
+
+    ==============================  ==================  ======================================
+    gate.weight                     [E, H]              router; the same on every rank
+    experts.gate_up_proj            [E / R, 2 I, H]     SwiGLU experts of this rank, stacked
     experts.down_proj               [E / R, H, I]
-    shared_experts.*_proj.weight    Linear layout          optional; the same on every rank
-    x                               [..., H]               this rank's tokens
-    y                               [..., H]
-    ==============================  =====================  ========================================================
+    shared_experts.*_proj.weight    as in nn.Linear     optional; the same on every rank
+    x                               [..., H]            this rank's tokens
+    y                               [..., H]            of the same shape and dtype
+    ==============================  ==================  ======================================
 
-    Names and layout are those of ``Qwen3MoeSparseMoeBlock`` and ``MixtralSparseMoeBlock`` of
-    transformers 5 (experts stacked), and of ``DeepseekV3MoE`` for the shared expert;
-    :meth:`load_whole_state_dict` takes such a block's state_dict.
+    Names and layouts are those of ``Qwen3MoeSparseMoeBlock`` and ``MixtralSparseMoeBlock`` of
+    transformers 5 (experts stacked), and of ``DeepseekV3MoE`` for the shared expert.
+    :meth:`load_whole_state_dict` reads the state_dict of such a block.
 
     Parameters
     ----------
-    hidden_size, intermediate_size : H, and I of an expert. num_experts : E, of all ranks. top_k :
-        experts of a token.
-    shared_intermediate_size : of the shared expert; 0: none.
-    normalize : scale the k softmax weights to a sum of 1 (``norm_topk_prob``).
-    router : a module x [T, H] -> (weights [T, k] fp32, ids [T, k] of all ranks, -1: none), in place
-        of the softmax top-k.
-    max_tokens : the most tokens any rank may pass, the same on every rank; None: all ranks pass
-        equally many.
-    group : the ranks that share the experts; None is the default group.
+    hidden_size : int
+        H, the size of a token.
 
-    Seed all ranks alike before making the layer: gate and shared expert, which are replicated,
-    start equal then; experts draw from a generator of their rank's own, and start different.
+    intermediate_size : int
+        I, the inner size of an expert.
 
-    Gradients of experts are those of all ranks' tokens, complete; those of gate and shared expert
-    are of own tokens only, to be summed over the group like any replicated parameter's. All ranks
-    run the backward or none does, and x requires a gradient on every rank or on none, those without
-    tokens included: see :func:`dispatch_grouped_matmul`.
+    num_experts : int
+        E, the experts of all ranks; a multiple of R.
 
-    Memory: between the two products each tensor of rows has R * max_tokens * k of them, however
-    tokens are routed.
+    top_k : int
+        k, the experts per token.
+
+    shared_intermediate_size : int
+        inner size of the shared expert; 0: no shared expert.
+
+    normalize : bool
+        scale the k softmax weights of a token to a sum of 1 (``norm_topk_prob``).
+
+    router : nn.Module, optional
+        replaces :class:`SoftmaxTopK`. It maps x [T, H] to (weights [T, k] fp32, ids [T, k]). Ids
+        count the experts of all ranks; -1 is no expert.
+
+    max_tokens : int, optional
+        the largest number of tokens on any rank, the same on all ranks. None: all ranks pass the
+        same number of tokens.
+
+    group : ProcessGroup, optional
+        the ranks that share the experts; None is the default group.
+
+    device, dtype : optional
+        of the parameters.
+
+    Raises
+    ------
+    InputError
+        if ``num_experts`` is not a multiple of R, ``top_k`` is larger, or x does not fit. For
+        other errors of a call see ``tileweave.dispatch_grouped_matmul`` and
+        ``tileweave.grouped_matmul_combine``.
+
+    Notes
+    -----
+    Use the same seed on all ranks before making the layer. Router and shared expert are replicated
+    and are then equal on all ranks. Experts are drawn with a generator per rank and differ.
+
+    Gradients of experts are complete: they include the tokens of all ranks. Gradients of router and
+    shared expert include own tokens only; sum them over the group as for any replicated parameter.
+    Either all ranks run backward or none does, and x requires a gradient on all ranks or on none,
+    also on ranks without tokens; see ``tileweave.dispatch_grouped_matmul``.
+
+    Between the two matmuls each tensor of rows has R * max_tokens * k rows, however tokens are
+    routed.
     """
 
     def __init__(
@@ -171,7 +219,7 @@ class MoE(nn.Module):
         require(
             fits,
             asked,
-            "a multiple of the group's size, top_k of them at most",
+            "a multiple of the world size, and top_k from 1 to the number of experts",
             "choose another group",
         )
         if router is None:
@@ -186,11 +234,18 @@ class MoE(nn.Module):
             self.shared_experts = GatedMLP(hidden_size, shared_intermediate_size, device, dtype)
 
     def load_whole_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load the state_dict of the whole layer, all experts stacked; each rank takes its own."""
+        """Load the state_dict of the whole layer, with all experts stacked; each rank takes its
+        own.
+
+        Raises
+        ------
+        InputError
+            if an ``experts.*`` tensor does not have all E experts.
+        """
         first = dist.get_rank(group_of(self.group_name)) * (self.num_experts // self.world_size)
         mine = slice(first, first + self.num_experts // self.world_size)
         stacked = {name: tensor for name, tensor in state.items() if name.startswith("experts.")}
-        # a shard, or another layer's, would be cut as well, on some ranks even to fit
+        # a shard, or the tensor of another layer, would be sliced, too, and fit on some ranks
         for name, tensor in stacked.items():
             require(
                 tensor.dim() > 0 and tensor.shape[0] == self.num_experts,
@@ -208,7 +263,7 @@ class MoE(nn.Module):
             f"[..., {self.hidden_size}]",
             "pass tokens of hidden_size",
         )
-        # what has two dimensions stays a view, of any strides
+        # an x of two dimensions stays a view, which may have any strides
         tokens = x.reshape(-1, self.hidden_size).contiguous()
         weights, ids = self.gate(tokens)
         rows, up, down = under_autocast(tokens, self.experts.gate_up_proj, self.experts.down_proj)

@@ -1,12 +1,12 @@
-"""Linear layers of tensor and sequence parallelism, with the parameters of ``torch.nn.Linear``, one
-shard a rank.
+"""Linear layers for tensor and sequence parallelism. Each rank has one shard of the parameters of
+``torch.nn.Linear``.
 
-A column-parallel layer, something elementwise, a row-parallel layer: the pair of a Megatron-style
-MLP or attention. Both start as a full ``nn.Linear`` would, and :meth:`from_linear` cuts one out of
-a full layer that every rank has.
+A column-parallel layer, an elementwise function and a row-parallel layer make a Megatron-style MLP
+or attention. Both layers are initialized like the full ``nn.Linear``; ``from_linear`` takes the
+shard of this rank from a full layer that every rank has.
 
-Seed all ranks alike before making layers: what is replicated starts equal then, and shards start
-different all the same.
+Use the same seed on all ranks before making layers: replicated parameters are then equal on all
+ranks, and shards still differ.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tileweave.ops.matmul.matmul_reduce_scatter import matmul_reduce_scatter
 
 
 def under_autocast(*operands: Any) -> tuple[Any, ...]:
-    """Under ``torch.autocast`` in its dtype, as ``nn.Linear`` has its operands (tensors or None);
-    else as they are."""
+    """``operands`` (tensors or None) in the dtype of ``torch.autocast`` if it is enabled, as
+    ``nn.Linear`` casts them; else as they are."""
     kind = operands[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return operands
@@ -36,32 +36,31 @@ def under_autocast(*operands: Any) -> tuple[Any, ...]:
 
 
 def draw_seed(like: torch.Tensor) -> int | None:
-    """A number from the generator of that device; None where a draw has no value, and nothing is
-    filled."""
+    """A random number from the default generator of the device of ``like``; None for meta and fake
+    tensors."""
     if like.is_meta or hasattr(like, "fake_mode"):
         return None
-    # room for what is added
+    # leaves room for the number that is added to it
     return int(torch.empty((), dtype=torch.int64, device=like.device).random_()) >> 1
 
 
 def generator_of(shard: torch.Tensor, seed: int | None, number: int) -> torch.Generator | None:
-    """For shard ``number`` of what is drawn from ``seed``.
+    """The generator of shard ``number`` of a tensor that is drawn from ``seed``.
 
-    From the device's own, ranks that were seeded alike would draw equal shards, whose gradients are
-    equal too: for ever.
+    From the default generator, ranks with the same seed would draw equal shards. Their gradients
+    would be equal, too, so the shards would stay equal for ever.
     """
     return None if seed is None else torch.Generator(shard.device).manual_seed(seed + number)
 
 
 def fill_shard(shard: torch.Tensor, bound: float, group_name: str) -> None:
-    """Uniform in [-bound, bound], other values on each rank."""
+    """Fill ``shard`` with values uniform in [-bound, bound], different on each rank."""
     generator = generator_of(shard, draw_seed(shard), dist.get_rank(group_of(group_name)))
     nn.init.uniform_(shard, -bound, bound, generator)
 
 
 class _ParallelLinear(nn.Module):
-    """What both layers share: ``shape`` of this rank's weight, ``bias_size`` elements of bias (0:
-    none)."""
+    """The common part of both layers."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -75,14 +74,14 @@ class _ParallelLinear(nn.Module):
         self.world_size = dist.get_world_size(group_of(self.group_name))
         self.in_features, self.out_features = in_features, out_features
 
-    def _share(self, name: str) -> int:
-        """This rank's share of the features called ``name``."""
+    def _features_per_rank(self, name: str) -> int:
+        """How many of the features ``name`` ("in_features", "out_features") each rank has."""
         features = getattr(self, name)
         asked = f"{name}={features} over {self.world_size} ranks"
         require(
             features % self.world_size == 0,
             asked,
-            "a multiple of the group's size",
+            "a multiple of the world size",
             "pad the layer or choose another group",
         )
         return features // self.world_size
@@ -101,8 +100,8 @@ class _ParallelLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As ``nn.Linear.reset_parameters`` of the full layer: the bound comes from its
-        ``in_features``."""
+        """Initialize like ``nn.Linear.reset_parameters`` of the full layer, whose ``in_features``
+        give the bound."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
         fill_shard(self.weight, bound, self.group_name)
         if self.bias is not None:
@@ -112,8 +111,8 @@ class _ParallelLinear(nn.Module):
                 nn.init.uniform_(self.bias, -bound, bound)
 
     def _copy_from(self, linear: nn.Linear, dimension: int) -> None:
-        """This rank's shard of the weight along ``dimension``; the bias goes with the rows, or
-        stays whole."""
+        """Copy this rank's shard of ``linear`` along ``dimension`` of the weight. The bias is
+        sharded if ``dimension`` is 0, else whole."""
         rank = dist.get_rank(group_of(self.group_name))
         with torch.no_grad():
             self.weight.copy_(linear.weight.chunk(self.world_size, dimension)[rank])
@@ -126,22 +125,40 @@ class _ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """``gather(x) @ weight.T + bias``, with rows of x sharded over the group and output features
-    too.
+    """``gather(x) @ weight.T + bias``. Rows of x and output features are sharded over the group.
 
-    =======  ===========================  ==========================================
-    weight   [out_features / R, in]       rows of the full Linear weight, rank by rank
+    =======  ===========================  ==============================================
+    weight   [out_features / R, in]       rows of the full Linear weight, in rank order
     bias     [out_features / R]           or None
     x        [m, ..., in]                 this rank's rows (m = M / R)
     y        [M, ..., out_features / R]   all rows, this rank's features
-    =======  ===========================  ==========================================
+    =======  ===========================  ==============================================
 
     Parameters
     ----------
-    in_features, out_features : of the full layer. group : the ranks that share it; None is the
-        default group.
-    save_gathered : keep gather(x) for backward (R times the memory of x) in place of gathering it
+    in_features : int
+        input features of the full layer.
+
+    out_features : int
+        output features of the full layer, a multiple of R.
+
+    bias : bool
+        whether the layer has a bias.
+
+    group : ProcessGroup, optional
+        the ranks that share the layer; None is the default group.
+
+    device, dtype : optional
+        of the parameters, as in ``nn.Linear``.
+
+    save_gathered : bool
+        keep gather(x) for backward, which takes R times the memory of x, instead of gathering it
         again.
+
+    Raises
+    ------
+    InputError
+        if ``out_features`` is not a multiple of R, or x does not fit.
     """
 
     shards_bias = True
@@ -159,7 +176,9 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__(in_features, out_features, group)
         self.save_gathered = save_gathered
-        self._make_parameters((self._share("out_features"), in_features), bias, device, dtype)
+        self._make_parameters(
+            (self._features_per_rank("out_features"), in_features), bias, device, dtype
+        )
 
     @classmethod
     def from_linear(
@@ -169,7 +188,7 @@ class ColumnParallelLinear(_ParallelLinear):
         group: dist.ProcessGroup | None = None,
         save_gathered: bool = False,
     ) -> ColumnParallelLinear:
-        """This rank's share of a full ``nn.Linear`` (which every rank has)."""
+        """This rank's shard of a full ``nn.Linear``, which every rank has."""
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -190,38 +209,58 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def extra_repr(self) -> str:
         return (
-            f"in_features={self.in_features}, out_features={self.out_features} / {self.world_size} ranks, "
+            f"in_features={self.in_features}, "
+            f"out_features={self.out_features} / {self.world_size} ranks, "
             f"bias={self.bias is not None}, save_gathered={self.save_gathered}"
         )
 
 
 class RowParallelLinear(_ParallelLinear):
-    """``sum over ranks of x @ weight.T, plus bias``, with input features sharded over the group.
+    """``sum over ranks of x @ weight.T, plus bias``. Input features are sharded over the group.
 
-    =======  ===========================  ==============================================================
-    weight   [out, in_features / R]       columns of the full Linear weight, rank by rank
+    =======  ===========================  ========================================================
+    weight   [out, in_features / R]       columns of the full Linear weight, in rank order
     bias     [out]                        or None; the same on every rank, and so is its gradient
     x        [M, ..., in_features / R]    all rows, this rank's features
-    y        [M / R, ..., out]            this rank's rows; with ``scatter=False`` [M, ..., out], all rows
-    =======  ===========================  ==============================================================
+    y        [M / R, ..., out]            this rank's rows; all rows with ``scatter=False``
+    =======  ===========================  ========================================================
 
     Parameters
     ----------
-    in_features, out_features : of the full layer. group : the ranks that share it; None is the
-        default group.
-    scatter : True: ``matmul_reduce_scatter``, for sequence parallelism. False:
-        ``matmul_all_reduce``; backward then takes the gradient of y to be the same on every rank.
+    in_features : int
+        input features of the full layer, a multiple of R.
 
-    With ``scatter=False`` all ranks have all rows, and a :class:`ColumnParallelLinear` does not
-    stand before this layer: it gathers rows that ranks share out. What does is a linear layer over
-    this rank's output features, of the same x on every rank (``torch.nn.Linear`` of a shard). Its
-    gradient of x is then this rank's part of the sum over ranks, which nothing here adds up:
-    all-reduce it (an autograd function: identity forward, ``all_reduce`` backward) before whatever
-    is replicated and has parameters below. Gradients of this layer's x, weight and bias need
-    nothing of the kind.
+    out_features : int
+        output features of the full layer.
 
-    A replicated bias has to start equal: seed all ranks alike before making the layer, load a
-    state_dict, or use :meth:`from_linear`.
+    bias : bool
+        whether the layer has a bias. It is replicated and must be equal on all ranks: use the same
+        seed on all ranks before making the layer, load a state_dict, or use :meth:`from_linear`.
+
+    group : ProcessGroup, optional
+        the ranks that share the layer; None is the default group.
+
+    device, dtype : optional
+        of the parameters, as in ``nn.Linear``.
+
+    scatter : bool
+        True calls ``matmul_reduce_scatter``, for sequence parallelism. False calls
+        ``matmul_all_reduce``; backward then assumes that the gradient of y is the same on every
+        rank.
+
+    Raises
+    ------
+    InputError
+        if ``in_features`` is not a multiple of R, or x does not fit.
+
+    Notes
+    -----
+    With ``scatter=False`` all ranks have all rows, so the layer before this one must not be a
+    :class:`ColumnParallelLinear`, which gathers sharded rows. Use a linear layer over this rank's
+    output features with the same x on every rank (a ``torch.nn.Linear`` of a shard). Its gradient
+    of x is this rank's partial sum and is not summed over ranks here. All-reduce it (an autograd
+    function: identity in forward, ``all_reduce`` in backward) before replicated parameters use it.
+    The gradients of this layer's own x, weight and bias are complete.
     """
 
     shards_bias = False
@@ -239,13 +278,15 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__(in_features, out_features, group)
         self.scatter = scatter
-        self._make_parameters((out_features, self._share("in_features")), bias, device, dtype)
+        self._make_parameters(
+            (out_features, self._features_per_rank("in_features")), bias, device, dtype
+        )
 
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, *, group: dist.ProcessGroup | None = None, scatter: bool = True
     ) -> RowParallelLinear:
-        """This rank's share of a full ``nn.Linear`` (which every rank has)."""
+        """This rank's shard of a full ``nn.Linear``, which every rank has."""
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -268,6 +309,7 @@ class RowParallelLinear(_ParallelLinear):
 
     def extra_repr(self) -> str:
         return (
-            f"in_features={self.in_features} / {self.world_size} ranks, out_features={self.out_features}, "
+            f"in_features={self.in_features} / {self.world_size} ranks, "
+            f"out_features={self.out_features}, "
             f"bias={self.bias is not None}, scatter={self.scatter}"
         )

@@ -1,6 +1,8 @@
 """Which path, kernel and tiles a call gets: integers only, no torch, no triton.
 
-``matmul.py`` has problems, plans and the planners of the matmul operators; ``schedules/`` the
-integer maps that hosts, kernels, tests and the simulator share; ``tables/`` the measured
-configurations. Read ``matmul.py`` first, then ``schedules/gather.py``.
+``problem.py`` defines problems, configs and plans. ``matmul.py`` plans the matmul operators,
+``combine.py`` and ``schedules/grouped.py`` the expert operators, ``sharding.py`` the embedding
+operators. ``table.py`` reads the measured configs in ``tables/``. ``schedules/`` has the integer
+maps that host, kernels, tests and simulator share. Read ``problem.py`` and ``matmul.py`` first,
+then ``schedules/gather.py``.
 """

@@ -1,5 +1,4 @@
-"""How a grouped_matmul_combine is cut up, and which path it takes: pure functions of sizes and
-machine facts.
+"""Configs and plans of grouped_matmul_combine, as pure functions of sizes and machine facts.
 
 No torch, no triton. ``plan_combine`` is the single statement of what the fused operator can do and
 when another path is faster; ``tw.explain`` prints what it says.
@@ -10,28 +9,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import KernelName, Plan, why_no_kernel, why_unfused
+from tileweave.planning.problem import KernelName, Plan, why_no_kernel, why_unfused
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import GroupedProblem
 
-# of a token on a rank that the Hopper kernel counts: LENGTH in
-# ``kernels/experts/combine_hopper_tasks.py``
+# Rows of one token on one rank that the Hopper kernel can count: LENGTH in
+# ``kernels/experts/combine_hopper_tasks.py``.
 MAX_ROWS = 255
-MAX_GROUPS = 31  # signals that a rank may send to a peer in a call: pairs of chunk and group
+MAX_GROUPS = 31  # pairs of chunk and group: each is a signal to a peer
 
 
 @dataclass(frozen=True, slots=True)
 class CombineConfig:
-    """How one grouped matmul and its combine are cut up.
+    """How a grouped matmul and its combine are divided.
 
+    kernel : ``"triton"`` or ``"hopper"``.
     tile_m, tile_n, tile_k, num_stages, num_warps, group_m : of the matmul, as in
-        ``config.MatmulConfig``.
-    chunks : column chunks that are combined one after another. groups : signals of a chunk.
-    block_tokens, block_cols : what a program reduces at once; the Hopper kernel's multiplying warps
-        have columns of their own.
-    num_reduce, num_finish : programs that reduce and finish ("triton"); the Hopper kernel has a
-        partition for both.
-    programs_per_sm : programs that multiply, for each multiprocessor.
+        :class:`~tileweave.planning.problem.MatmulConfig`.
+    chunks : column chunks, which are combined one after another.
+    groups : signals per chunk.
+    block_tokens, block_cols : tokens and columns that a program reduces at once. The multiplying
+        warps of the Hopper kernel use columns of their own.
+    num_reduce, num_finish : programs that reduce and that finish (``"triton"``). The Hopper kernel
+        has a warp partition for both.
+    programs_per_sm : programs that multiply, per multiprocessor.
     """
 
     kernel: KernelName
@@ -50,24 +51,24 @@ class CombineConfig:
     programs_per_sm: int = 1
 
     def __str__(self) -> str:
-        """What a plan says of it; repr has all of it."""
+        """The summary that a plan shows; repr has every field."""
         tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"
         return f"{self.kernel} kernel, {tile}, {self.num_stages} stages, {self.chunks} chunks"
 
 
 def partial_bytes(p: GroupedProblem) -> int:
-    """Of a slot: the peers' partials, up to a multiple of 16."""
+    """Bytes of the peers' partial sums in a slot, rounded up to a multiple of 16."""
     return cdiv((p.world_size - 1) * p.max_tokens * p.cols * p.itemsize, 16) * 16
 
 
 def slot_bytes(p: GroupedProblem) -> int:
-    """Partials, and behind them the weights of all ranks' tokens, fp32."""
+    """Bytes of a slot: partial sums, then the routing weights of all ranks' tokens in fp32."""
     return partial_bytes(p) + p.world_size * p.max_tokens * p.topk * 4
 
 
 @dataclass(frozen=True, slots=True)
 class CombineCut:
-    """How a shape is cut by a config: counts that kernel and signals are made from."""
+    """Counts of chunks, blocks and groups that follow from a shape and a config."""
 
     tile_cols: int
     chunks: int
@@ -78,7 +79,7 @@ class CombineCut:
 
     @staticmethod
     def of(shape: GroupedProblem, config: CombineConfig) -> CombineCut:
-        """Chunks of whole tile columns, groups of whole blocks; none is empty."""
+        """Chunks are whole tile columns and groups are whole blocks; none is empty."""
         tile_cols = cdiv(shape.cols, config.tile_n)
         chunk_cols = cdiv(tile_cols, config.chunks)
         chunks = cdiv(tile_cols, chunk_cols)
@@ -92,11 +93,11 @@ class CombineCut:
 def plan_combine(
     shape: GroupedProblem, machine: Machine, interpreting: bool
 ) -> Plan[CombineConfig]:
-    """The path of a grouped_matmul_combine: what can run, then what is fastest. The same on every
-    rank."""
+    """The plan of a grouped_matmul_combine: what can run, then what is fastest. The same on all
+    ranks."""
     s = shape
     if s.world_size == 1:
-        return Plan("local", "a group of one rank has nobody to send to")
+        return Plan("local", "a group of one rank has nothing to send")
     reason = why_unfused(
         s.world_size, (s.max_tokens, s.topk, s.cols, s.depth), machine, interpreting
     )
@@ -104,26 +105,26 @@ def plan_combine(
         return Plan("unfused", reason)
     if machine.backend == "cpu":
         config = CombineConfig("triton", 16, 32, 64, 1, 4, 2, 2, 2, 8, 32, 1, 1)
-        return Plan("fused", f"interpreted; {s.rows_per_expert:.0f} rows an expert", config)
+        return Plan("fused", f"interpreted; {s.rows_per_expert:.0f} rows per expert", config)
     reason = why_no_kernel(s.dtype, machine)
     if reason is not None:
         return Plan("unfused", reason)
-    config, reason = _config_of(s), f"{s.rows_per_expert:.0f} rows an expert if balanced"
+    config, reason = _config_of(s), f"{s.rows_per_expert:.0f} rows per expert if balanced"
     if config.kernel == "hopper" and s.topk > MAX_ROWS:
         config, reason = (
             _PORTABLE,
-            f"{reason}; the Hopper kernel counts {MAX_ROWS} rows of a token at most, k = {s.topk}",
+            f"{reason}; the Hopper kernel counts at most {MAX_ROWS} rows per token, k = {s.topk}",
         )
     return Plan("fused", reason, config)
 
 
-# for what TMA or the Hopper kernel lacks
+# for shapes that TMA or the Hopper kernel cannot take
 _PORTABLE = CombineConfig("triton", 64, 128, 64, 4, 4, 4, 4, 2, 2, 1024, 32, 32, 2)
 
 
 def _config_of(s: GroupedProblem) -> CombineConfig:
-    """By the rows an expert has on average: few are a stream of weights, many are tensor-core work
-    (decision 0029)."""
+    """Chosen by the average rows per expert. Few rows are bound by reading weights, many by the
+    tensor cores (decisions 0029, 0030)."""
     rows = s.rows_per_expert
     if rows <= 4:
         workers = 32 if rows <= 2 else 64

@@ -1,7 +1,7 @@
-"""What a machine is, as frozen facts: no torch, no triton, nothing is queried here.
+"""The facts of a machine that planning needs. No torch, no triton; nothing is queried here.
 
-``transport.cuda.describe`` fills a :class:`Machine` from the devices at hand; tests and the
-simulator make their own.
+``transport.cuda.describe`` makes a :class:`Machine` of a device; tests and the simulator make
+their own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Machine:
     Attributes
     ----------
     backend : ``"cuda"``, ``"hip"`` or ``"cpu"``.
-    arch : compute capability times ten (90 for Hopper), 0 where it means nothing.
+    arch : compute capability times ten (90 for Hopper); 0 if the device has none.
     num_sms : streaming multiprocessors; 1 on the CPU.
     """
 

@@ -1,9 +1,8 @@
-"""Which rank owns which embedding table, or which columns of it, and how its lookups are cut:
-integers and names only.
+"""Which rank owns which embedding tables or columns of them, and how lookups are divided.
 
-No torch, no triton. ``plan_sharding`` balances what a sample reads from tables, and what travels;
-``plan_embedding`` says which path a call takes. ``tw.explain`` and ``ShardingPlan.explain`` print
-what they say.
+No torch, no triton. ``plan_sharding`` balances the bytes that a sample reads from tables and the
+bytes that it sends; ``plan_embedding`` chooses the path of a call. ``ShardingPlan.explain`` and
+``tw.explain`` print what they say.
 """
 
 from __future__ import annotations
@@ -16,19 +15,23 @@ from numbers import Integral, Real
 
 from tileweave.errors import InputError, require
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import FUSED_WORLD_SIZES, Plan
+from tileweave.planning.problem import FUSED_WORLD_SIZES, Plan
 
 ALIGNMENT = 16  # bytes that one thread loads and stores at once
-# bytes: of a row, and of a table's part, that copy engines take
+# Bytes of a row and of a table's part from which on copy engines are used.
 NARROWEST_COPY, LEAST_COPY = 256, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingLayout:
-    """Where each rank's vectors stand in a row of the result.
+    """Where the pooled vectors of each rank are in a row of the result.
 
-    ``columns[rank][i]``, ``dims[rank][i]``: first column and number of columns of the rank's i-th
-    local table (or part).
+    Attributes
+    ----------
+    columns
+        ``columns[rank][i]`` is the first column of the i-th local table (or part) of ``rank``.
+    dims
+        ``dims[rank][i]`` is the number of its columns.
     """
 
     columns: tuple[tuple[int, ...], ...]
@@ -36,8 +39,13 @@ class EmbeddingLayout:
 
     @classmethod
     def in_rank_order(cls, dims: Sequence[Sequence[int]]) -> EmbeddingLayout:
-        """Tables one after the other, rank by rank: the row is the concatenation of all ranks'
-        pooled vectors."""
+        """A row is the concatenation of the pooled vectors of all ranks, in rank order.
+
+        Parameters
+        ----------
+        dims
+            ``dims[rank][i]`` is the number of columns of the i-th local table of ``rank``.
+        """
         columns, at = [], 0
         for mine in dims:
             columns.append(tuple(at + sum(mine[:i]) for i in range(len(mine))))
@@ -51,7 +59,7 @@ class EmbeddingLayout:
         return max((c + d for cs, ds in pairs for c, d in zip(cs, ds, strict=True)), default=0)
 
     def flat(self) -> list[int]:
-        """As the integers that an operator carries; :meth:`unflatten` reads them back."""
+        """The layout as a list of integers, as operators take it; :meth:`unflatten` reads it."""
         numbers = [len(self.dims)]
         for columns, dims in zip(self.columns, self.dims, strict=True):
             numbers += [len(dims), *columns, *dims]
@@ -67,9 +75,8 @@ class EmbeddingLayout:
             at += 1 + 2 * count
         return cls(tuple(columns), tuple(dims))
 
-    def faults(self) -> str:
-        """What is wrong with it, in words; empty if each column of a row is written exactly
-        once."""
+    def invalid_reason(self) -> str:
+        """Why the layout is invalid; empty if each column of a row is written exactly once."""
         spans = sorted(
             (c, c + d)
             for cs, ds in zip(self.columns, self.dims, strict=True)
@@ -81,23 +88,24 @@ class EmbeddingLayout:
 
 
 def rows_of(batch: int, world_size: int, rank: int) -> tuple[int, int]:
-    """The samples [begin, end) of the global batch that ``rank`` owns; as even as whole chunks
-    allow."""
+    """The samples [begin, end) of the global batch that ``rank`` owns: equal chunks, rounded
+    up."""
     chunk = -(-batch // world_size)
     return min(rank * chunk, batch), min((rank + 1) * chunk, batch)
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingConfig:
-    """How lookups are cut up.
+    """How lookups are divided.
 
-    bags : bags that a program pools at once. unroll : rows of each bag in flight. num_warps : warps
-        of a program.
-    programs_per_sm : programs of the fused kernel for each multiprocessor.
-    run : blocks of bags of one table, then as many of the next, and so on, before the next blocks
-        of the first; 0: table after table. 1 writes rows of the result whole.
-    lag : rounds by which own bags come behind those of the peers, so that the last stores to peers
-        are hidden.
+    bags : bags that a program pools at once.
+    unroll : rows of each bag in flight.
+    num_warps : warps per program.
+    programs_per_sm : programs of the fused kernel per multiprocessor.
+    lag : rounds by which own bags follow those of the peers, so that the last stores to peers are
+        hidden.
+    run : how many blocks of bags of one table are done before the same number of the next table.
+        0: all of them, one table after the other. 1: rows of the result are written whole.
     """
 
     bags: int = 16
@@ -108,20 +116,20 @@ class EmbeddingConfig:
     run: int = 0
 
     def run_of(self, blocks: int) -> int:
-        """``run`` for tables of that many blocks."""
+        """``run`` for tables of ``blocks`` blocks."""
         return max(min(self.run or blocks, blocks), 1)
 
     def __str__(self) -> str:
-        """What a plan says of it; repr has all of it."""
+        """The summary that a plan shows; repr has every field."""
         return f"{self.bags} bags x {self.unroll} rows, {self.num_warps} warps"
 
 
 def config_for(row_bytes: int, pooling: float, interpreting: bool = False) -> EmbeddingConfig:
-    """Four 16-byte loads in flight a thread where bags have one row, else up to 16: no more bags
-    than give that (measured).
+    """As many bags as give each thread four 16-byte loads in flight if bags have one row, else up
+    to 16 (measured).
 
-    Programs of more than one row a bag are small: where lengths differ, all bags of a program last
-    as long as its longest.
+    With more rows per bag programs are small, because all bags of a program take as long as its
+    longest one.
     """
     if interpreting:
         return EmbeddingConfig(8, 2, 1, 2, 1)
@@ -137,10 +145,10 @@ def config_for(row_bytes: int, pooling: float, interpreting: bool = False) -> Em
 def plan_embedding(
     world_size: int, row_bytes: int, pooling: float, machine: Machine, interpreting: bool
 ) -> Plan[EmbeddingConfig]:
-    """The path of a call: what can run, then what is fastest.
+    """The plan of a call: what can run, then what is fastest.
 
-    It depends on facts that all ranks share but for ``row_bytes`` and ``pooling``, which only
-    choose the cut.
+    The path depends only on facts that all ranks share. ``row_bytes`` and ``pooling`` may differ;
+    they choose the config.
     """
     config = config_for(row_bytes, pooling, machine.backend == "cpu")
     if machine.backend == "cpu" and not interpreting:
@@ -155,20 +163,20 @@ def plan_embedding(
     if machine.backend == "cuda" and machine.arch < 80:
         return Plan("unfused", f"{machine.name} is below sm_80")
     return Plan(
-        "fused", f"stores to the samples' owners, {row_bytes} bytes a row", _side_by_side(config)
+        "fused", f"stores to the samples' owners, {row_bytes} bytes per row", _interleaved(config)
     )
 
 
 @cache
-def _side_by_side(config: EmbeddingConfig) -> EmbeddingConfig:
-    """``config`` with tables in turns: one that reads much leaves the links idle, and one that
-    reads little the memory."""
+def _interleaved(config: EmbeddingConfig) -> EmbeddingConfig:
+    """``config`` with tables in turns. A table that reads much leaves the links idle, one that
+    reads little leaves the memory idle."""
     return replace(config, run=config.run or 64)
 
 
 def gradient_carrier(layout: EmbeddingLayout, batch: int, itemsize: int) -> str:
-    """Who takes gradients to the tables' owners: "copy_engine" for rows and pieces that are worth a
-    copy each, else "sm"."""
+    """The transport that takes gradients to the owners of the tables: "copy_engine" if rows and
+    parts are large enough, else "sm"."""
     dims = [dim for mine in layout.dims for dim in mine]
     rows = batch // len(layout.dims)
     worth = (
@@ -185,8 +193,19 @@ def gradient_carrier(layout: EmbeddingLayout, batch: int, itemsize: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """One embedding table: ``rows`` x ``dim``, and how many rows a sample reads from it on
-    average."""
+    """One embedding table.
+
+    Attributes
+    ----------
+    name
+        name of the table, for messages.
+    rows
+        number of embeddings.
+    dim
+        number of columns.
+    pooling
+        rows that a sample reads from it, on average.
+    """
 
     name: str
     rows: int
@@ -196,7 +215,7 @@ class TableSpec:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Columns [column, column + dim) of table number ``table``, on ``rank``."""
+    """Columns [column, column + dim) of the table with index ``table``, on ``rank``."""
 
     table: int
     column: int
@@ -206,9 +225,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """Who owns what. ``shards`` are in order of rank, then most read first: gradients go back, and
-    are summed, in that order, so that tables of many lookups are summed while those of few are on
-    their way."""
+    """Which rank owns which shards of the tables.
+
+    ``shards`` are in rank order, and within a rank by bytes read, most first. Gradients are sent
+    and summed in that order, so tables with many lookups are summed while others still arrive.
+    """
 
     tables: tuple[TableSpec, ...]
     shards: tuple[Shard, ...]
@@ -219,7 +240,8 @@ class ShardingPlan:
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
     def layout(self) -> EmbeddingLayout:
-        """Result rows have the tables in the order in which they were given, whoever owns them."""
+        """The layout of result rows: tables in the order in which they were given, whichever rank
+        owns them."""
         first = [sum(spec.dim for spec in self.tables[:i]) for i in range(len(self.tables))]
         ranks = [self.of_rank(rank) for rank in range(self.world_size)]
         columns = tuple(tuple(first[s.table] + s.column for s in shards) for shards in ranks)
@@ -230,8 +252,7 @@ class ShardingPlan:
         return sum(self.tables[s.table].pooling * s.dim * self.itemsize for s in self.of_rank(rank))
 
     def bytes_sent(self, rank: int) -> int:
-        """Bytes of pooled vectors that ``rank`` makes of one sample; its gradient brings as many
-        back."""
+        """Bytes of pooled vectors that ``rank`` makes of one sample; the gradient has as many."""
         return sum(s.dim for s in self.of_rank(rank)) * self.itemsize
 
     def memory(self, rank: int) -> int:
@@ -239,27 +260,25 @@ class ShardingPlan:
         return sum(self.tables[s.table].rows * s.dim * self.itemsize for s in self.of_rank(rank))
 
     def explain(self) -> str:
-        """The plan in a few lines: each rank's tables, memory, and bytes read and pooled a sample
-        beside the mean."""
+        """The plan as text: tables and memory per rank, and bytes read and pooled per sample,
+        relative to the mean of all ranks."""
         ranks = range(self.world_size)
-        read, pooled = (
-            [self.bytes_read(rank) for rank in ranks],
-            [self.bytes_sent(rank) for rank in ranks],
-        )
+        read = [self.bytes_read(rank) for rank in ranks]
+        pooled = [self.bytes_sent(rank) for rank in ranks]
         lines = []
         for rank in ranks:
             names = [self._name(s) for s in self.of_rank(rank)]
             lines.append(
-                f"rank {rank}: reads {read[rank]:.0f} bytes a sample ({_share(read, rank):.2f} of the mean), "
-                f"pools {pooled[rank]} ({_share(pooled, rank):.2f}), {self.memory(rank) / 2**20:.1f} MiB, "
+                f"rank {rank}: reads {read[rank]:.0f} bytes per sample "
+                f"({_to_mean(read, rank):.2f} of the mean), "
+                f"pools {pooled[rank]} ({_to_mean(pooled, rank):.2f}), "
+                f"{self.memory(rank) / 2**20:.1f} MiB, "
                 f"{len(names)} tables: {', '.join(names) or 'none'}"
             )
         split = sorted(
             {self.tables[s.table].name for s in self.shards if s.dim != self.tables[s.table].dim}
         )
-        lines.append(
-            f"cut by columns, more than a rank's share or room alone: {', '.join(split) or 'none'}"
-        )
+        lines.append(f"cut by columns, too large for one rank: {', '.join(split) or 'none'}")
         return "\n".join(lines)
 
     def _name(self, shard: Shard) -> str:
@@ -268,7 +287,7 @@ class ShardingPlan:
         return spec.name if whole else f"{spec.name}[:, {shard.column}:{shard.column + shard.dim}]"
 
 
-def _share(numbers: Sequence[float], rank: int) -> float:
+def _to_mean(numbers: Sequence[float], rank: int) -> float:
     mean = sum(numbers) / len(numbers)
     return numbers[rank] / mean if mean else 1.0
 
@@ -276,22 +295,32 @@ def _share(numbers: Sequence[float], rank: int) -> float:
 def plan_sharding(
     tables: Sequence[TableSpec], world_size: int, itemsize: int = 4, memory: int | None = None
 ) -> ShardingPlan:
-    """Give every table to a rank so that all read about as many bytes a sample, and send as many;
-    cut what is too large alone.
+    """Assign tables to ranks so that all ranks read and send about as many bytes per sample.
 
-    Most read first, each to the rank where the larger of two shares stays least: of all bytes read,
-    which memory serves, and of all columns, which links carry (ties: the other share, memory,
-    lowest rank). Tables of one lookup a sample are nothing to read, but as much to send as any. A
-    table that reads more than a rank's even share, or does not fit ``memory`` bytes, is cut by
-    columns into equal parts of at least 16 bytes a row.
+    Tables are assigned in order of bytes read, most first. Each goes to the rank where the larger
+    of two fractions stays smallest: of all bytes read (memory bandwidth), and of all columns (link
+    bandwidth). Ties are decided by the other fraction, then memory, then the lowest rank. A table
+    that reads more than the mean of the ranks, or that does not fit ``memory``, is cut by columns
+    into equal parts of at least 16 bytes per row.
 
-    Where that does not fit ``memory``: largest first, to the rank that holds least; then both ways
-    again with tables cut as finely as they may be.
+    If that does not fit ``memory``, tables are assigned by size, largest first, to the rank that
+    holds least; then both ways are tried with tables cut as finely as possible.
+
+    Parameters
+    ----------
+    tables
+        the tables, in the order of their columns in the result.
+    world_size
+        number of ranks.
+    itemsize
+        bytes of an element.
+    memory
+        bytes that each rank has for tables; None: no limit.
 
     Raises
     ------
-    InputError for sizes that are none, and if the tables do not fit ``memory`` bytes on each rank,
-    by any of these.
+    InputError
+        if sizes are invalid, or the tables do not fit ``memory`` in any of these ways.
     """
     _check_sizes(tables, world_size, itemsize)
     share = sum(t.pooling * t.dim * itemsize for t in tables) / world_size
@@ -321,13 +350,16 @@ def _check_sizes(tables: Sequence[TableSpec], world_size: int, itemsize: int) ->
     require(
         fits,
         f"{world_size} ranks, {itemsize} bytes an element",
-        "whole numbers, 1 at least",
-        "pass such ones",
+        "integers, 1 at least",
+        "pass such numbers",
     )
     for table in tables:
         fits = isinstance(table, TableSpec) and counts(table.rows, table.dim)
         fits = fits and isinstance(table.pooling, Real) and 0 <= table.pooling < math.inf
-        allowed = "TableSpec(name, rows, dim, pooling): whole rows and dim, 1 at least; finite pooling, 0 at least"
+        allowed = (
+            "TableSpec(name, rows, dim, pooling): integer rows and dim, 1 at least; "
+            "finite pooling, 0 at least"
+        )
         require(fits, lambda table=table: f"{table}", allowed, "correct the table")
 
 
@@ -342,7 +374,7 @@ def _deal(
     memory: int | None,
     largest_first: bool,
 ) -> list[Shard]:
-    """Which rank gets each piece, one after the other; see :func:`plan_sharding`."""
+    """Assign the pieces to ranks one after the other; see :func:`plan_sharding`."""
     read, wide, held, shards = [0.0] * world_size, [0.0] * world_size, [0] * world_size, []
     all_read, all_wide = max(share * world_size, 1e-9), max(sum(t.dim for t in tables), 1)
     for cost, number, column, dim, nbytes in sorted(
@@ -353,8 +385,9 @@ def _deal(
         ]
         if not fitting:
             raise InputError(
-                f"asked: {tables[number].name} of {nbytes} bytes on a rank beside {min(held)} bytes of others; "
-                f"allowed: {memory} bytes a rank; remedy: more ranks, a narrower dtype, or more memory"
+                f"asked: {tables[number].name} of {nbytes} bytes on a rank that has {min(held)} "
+                f"bytes of other tables; allowed: {memory} bytes per rank; "
+                "remedy: more ranks, a narrower dtype, or more memory"
             )
         reading, sending = -cost / all_read, dim / all_wide
 
@@ -376,8 +409,8 @@ def _deal(
 def _parts(
     table: TableSpec, share: float, world_size: int, itemsize: int, memory: int | None, finely: bool
 ) -> int:
-    """Into how many equal parts a table is cut: as few as keep each under a rank's share and
-    memory, or ``finely``."""
+    """Into how many equal parts a table is cut: as few as keep each part below the ``share`` and
+    ``memory`` of a rank; with ``finely`` as many as allowed."""
     grain = max(ALIGNMENT // itemsize, 1)
     allowed = [
         n

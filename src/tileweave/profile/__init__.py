@@ -1,1 +1,1 @@
-"""Looking at what operators do: one timer, one trace decoder, the metrics."""
+"""Measuring and tracing operators: the timer, the decoder of traces, the metrics and the plots."""

@@ -1,5 +1,5 @@
-"""Pictures: who waited for whom in one call, and how far each peer is from the co-run bound. Needs
-matplotlib."""
+"""Plots with matplotlib: which rank waited for which in a call, and how far each rival is from the
+co-run bound."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from tileweave.profile.trace import COPY_ENGINE, SEVERAL, Event, Trace, summary
 
-# Okabe and Ito's colours: eight ranks that a colour-blind reader can tell apart.
+# The colours of Okabe and Ito, which colour-blind readers can tell apart, for eight ranks.
 RANK_COLOURS = (
     "#0072B2",
     "#E69F00",
@@ -26,14 +26,14 @@ RANK_COLOURS = (
     "#7F7F7F",
 )
 _SEVERAL_COLOUR = "#444444"
-_MOST_LANES = 4  # of programs, for each rank
+_MOST_ROWS = 4  # of programs, per rank
 _DPI = 130
 _WAITS_ONLY = "waits only; the rest is not recorded"
 
 
 def plot_traces(traces: Sequence[Trace], path: Path | str) -> None:
-    """One row for each trace: a time line of all ranks, and the matrix of who waited how long for
-    whom."""
+    """One row per trace: a time line of all ranks, and the matrix of how long each rank waited for
+    each other."""
     heights = [max(2.2, 0.34 * len(_lanes(trace)) + 1.1) for trace in traces]
     figure = Figure(figsize=(14, sum(heights) + 1.2), layout="constrained")
     grid = figure.subplots(
@@ -64,8 +64,8 @@ def _kinds(traces: Sequence[Trace]) -> set[str]:
 
 
 def _heading(traces: Sequence[Trace]) -> str:
-    """What can be seen, no more."""
-    words = {"push": "who pushed", "compute": "who computed", "wait": "who waited for whom"}
+    """A heading that names only what was recorded."""
+    words = {"push": "pushes", "compute": "computations", "wait": "waits of each rank"}
     seen = _kinds(traces)
     text = (
         ", ".join(word for kind, word in words.items() if kind in seen).capitalize()
@@ -75,14 +75,14 @@ def _heading(traces: Sequence[Trace]) -> str:
 
 
 def _lanes(trace: Trace) -> list[tuple[int, int]]:
-    """(rank, program), from the top down; programs of one rank are thinned out to a few."""
+    """(rank, program) of each row from top to bottom; only a few programs of each rank."""
     lanes = []
     for rank in range(trace.world_size):
         programs = sorted({event.program for event in trace.events if event.rank == rank})
         computing = [program for program in programs if program != COPY_ENGINE]
-        if len(computing) > _MOST_LANES:
-            step = (len(computing) - 1) / (_MOST_LANES - 1)
-            computing = [computing[round(i * step)] for i in range(_MOST_LANES)]
+        if len(computing) > _MOST_ROWS:
+            step = (len(computing) - 1) / (_MOST_ROWS - 1)
+            computing = [computing[round(i * step)] for i in range(_MOST_ROWS)]
         engine = [COPY_ENGINE] if COPY_ENGINE in programs else []
         lanes += [(rank, program) for program in (engine + computing or [0])]
     return lanes
@@ -140,7 +140,7 @@ def _draw_event(axes: Axes, event: Event, y: float, scale: float) -> None:
 
 
 def _legend(traces: Sequence[Trace]) -> list[Patch]:
-    """The ranks, and the kinds that are there."""
+    """The ranks, and the kinds of events that occur."""
     events = [event for trace in traces for event in trace.events]
     size = max((trace.world_size for trace in traces), default=0)
     entries = [
@@ -157,11 +157,11 @@ def _legend(traces: Sequence[Trace]) -> list[Patch]:
                 facecolor=grey,
                 edgecolor="black",
                 linewidth=0.6,
-                label="push by the kernel, sender's colour",
+                label="push by the kernel, in the colour of the sender",
             )
         )
     if True in pushers:
-        label = 'lanes "copies": push by a copy engine, sender\'s colour'
+        label = 'rows "copies": push by a copy engine, in the colour of the sender'
         entries.append(Patch(facecolor=grey, edgecolor="black", linewidth=0.6, label=label))
     if "compute" in kinds:
         entries.append(
@@ -178,7 +178,8 @@ def _legend(traces: Sequence[Trace]) -> list[Patch]:
 
 
 def _waited(trace: Trace) -> tuple[list[int], list[list[float]]]:
-    """Columns (for whom), and rows (who waited) of nanoseconds, mean over programs."""
+    """The ranks of columns (waited for), and rows (ranks that waited) of nanoseconds, mean over
+    programs."""
     figures = summary(trace)
     columns = [*range(trace.world_size)]
     if any(SEVERAL in rank.waited_ns for rank in figures):
@@ -189,7 +190,7 @@ def _waited(trace: Trace) -> tuple[list[int], list[list[float]]]:
 
 
 def _draw_matrix(axes: Axes, columns: list[int], cells: list[list[float]], longest: float) -> None:
-    """``longest``: of all matrices of the figure, so that greys can be compared."""
+    """``longest`` is the longest wait in all matrices of the figure, so that greys compare."""
     axes.imshow(cells, cmap="Greys", vmin=0, vmax=longest * 1.6 or 1.0, aspect="auto")
     for row, values in enumerate(cells):
         for column, value in enumerate(values):
@@ -206,7 +207,7 @@ def _draw_matrix(axes: Axes, columns: list[int], cells: list[list[float]], longe
 
 
 def _duration(ns: float) -> str:
-    """Three digits or less, with the unit: a matrix may have both."""
+    """A duration with up to three digits and its unit."""
     if ns == 0:
         return "0"
     value, unit = (ns / 1e6, "ms") if ns >= 1e6 else (ns / 1e3, "us")
@@ -215,8 +216,8 @@ def _duration(ns: float) -> str:
 
 # --- Bench ---
 
-# Who is drawn, from left to right, in every bench's picture: ours, unfused paths, others' fused
-# ones, the bare matmul.
+# The rivals that plots of all benches show, from left to right: ours, unfused paths, fused ones of
+# others, the bare matmul.
 PEER_COLOURS = {
     "tileweave": "#0072B2",
     "nccl+cublas": "#999999",
@@ -235,10 +236,9 @@ _HIGHEST = 3.0
 
 
 def plot_bench(report: dict[str, Any], path: Path | str) -> None:
-    """Bars: time over the co-run bound (1 is what no overlap can beat), by case and peer; eager
-    above captured calls.
+    """Bars of time divided by the co-run bound, by case and rival; eager calls above captured ones.
 
-    Where the bound was not measured, over the bare matmul, and labelled so.
+    If the bound was not measured, times are divided by that of the bare matmul and labelled so.
     """
     blocks = [
         (title, [case for case in report["cases"] if _captured(case) == graph])
@@ -258,7 +258,8 @@ def plot_bench(report: dict[str, Any], path: Path | str) -> None:
 def plot_over(
     report: dict[str, Any], path: Path | str, base: str, base_of: Callable[[dict[str, Any]], float]
 ) -> None:
-    """Bars: time over ``base``, which ``base_of`` gives in microseconds, by case and peer."""
+    """Bars of time divided by ``base``, which ``base_of`` returns in microseconds, by case and
+    rival."""
     cases = [case for case in report["cases"] if case["right"]]
     names = _drawn(cases)
     figure = Figure(figsize=(max(8.0, 1.1 * len(cases)), 4.4), layout="constrained")
@@ -295,7 +296,8 @@ def _bench_heading(report: dict[str, Any]) -> str:
     where = (
         f"{report['op']}, world {report['world_size']}, {report['environment'].get('device', '')}"
     )
-    return f"{where}: {'interpreted: times mean nothing' if report.get('device_type') == 'cpu' else 'lower is better'}"
+    on_cpu = report.get("device_type") == "cpu"
+    return f"{where}: {'interpreted: times mean nothing' if on_cpu else 'lower is better'}"
 
 
 def _drawn(cases: list[dict[str, Any]]) -> list[str]:
@@ -303,8 +305,7 @@ def _drawn(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def _captured(case: dict[str, Any]) -> bool:
-    """Whether our calls were replayed from a graph: on the CPU none is, whatever the case asks
-    for."""
+    """Whether our calls were replayed from a graph; on the CPU none is, whatever the case says."""
     return bool(case["times"].get("tileweave", case).get("graph", case["graph"]))
 
 
@@ -347,7 +348,7 @@ def _draw_block(axes: Axes, title: str, cases: list[dict[str, Any]]) -> None:
 
 
 def _bound_of(case: dict[str, Any]) -> str:
-    """What its bars are relative to."""
+    """What the bars of a case are relative to."""
     return "co-run bound" if "co-run bound" in case["times"] else "matmul"
 
 

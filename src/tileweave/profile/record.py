@@ -1,9 +1,9 @@
-"""Recording one call: run the fused operator with stamps on, and say what was sent, signalled and
+"""Record one call: run the fused operator with time stamps, and report what was sent, signaled and
 waited for.
 
-Pushes by copy engines leave no stamps. Where the copy engine is a thread of this process (the CPU),
-:func:`record` notes when it worked; on GPUs their trace shows waits and computations only, and
-signals are counted as they are queued.
+Pushes by copy engines have no stamps. On the CPU, where the copy engine is a thread of this
+process, :func:`record` notes when it worked. On GPUs the trace shows waits and computations only,
+and signals are counted when they are queued.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from tileweave.ops.core.registry import group_of, interpreting, name_of, workspace_of
 from tileweave.ops.matmul import all_gather_matmul as ag
-from tileweave.planning.matmul import Plan, Problem, schedule_for
+from tileweave.planning.matmul import schedule_for
+from tileweave.planning.problem import Plan, Problem
 from tileweave.planning.schedules.gather import push_order
 from tileweave.profile.trace import COPY_ENGINE, Event, Trace, decode, merge
 from tileweave.transport.interface import Copy, Transport
@@ -30,7 +31,7 @@ _SIGNAL_BYTES = 4
 
 @dataclass
 class Recording:
-    """What one rank knows of one recorded call; ``sent_bytes`` and ``signals`` count what this rank
+    """One recorded call, as seen by one rank; ``sent_bytes`` and ``signals`` count what this rank
     sent."""
 
     plan: Plan
@@ -42,7 +43,7 @@ class Recording:
 
 @dataclass
 class _Watched:
-    """Copies, signals and waits that went by, and when the copy engine (a thread) worked."""
+    """Observed copies, signals and waits, and when the copy engine (a thread) worked."""
 
     rank: int
     size: int
@@ -54,8 +55,7 @@ class _Watched:
     wait_begin_ns: int = 0
 
     def observe(self, event: str, details: dict[str, int]) -> None:
-        """What an interpreted kernel does: its one program signals and waits, a source at a
-        time."""
+        """Called for each signal and wait of an interpreted kernel, which has one program."""
         self.notified += event == "notify"
         now = time.perf_counter_ns()
         if event == "wait":
@@ -82,8 +82,8 @@ def record(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Recording:
-    """One all_gather_matmul with stamps on; collective, synchronous. Without a fused path there are
-    no events."""
+    """Record one all_gather_matmul with time stamps. Collective and synchronous. There are no
+    events if the plan is not fused."""
     name = name_of(group)
     size = dist.get_world_size(group_of(name))
     plan = ag.plan(x, w, size)
@@ -107,7 +107,7 @@ def record(
         transport.synchronize()
     sent = (size - 1) * x.numel() * x.element_size()
     events = decode(stamps.tolist(), schedule, slices, producers, sent if pushes else 0)
-    # seen one by one, where stamps know only how long a unit waited for all its sources
+    # observed one by one; a stamp has only how long a unit waited for all of its sources
     if interpreting():
         events = [event for event in events if event.kind != "wait"] + watched.waits
     events += _copy_engine_events(watched)
@@ -124,11 +124,10 @@ def record_call(
     sent_bytes: int,
     group: dist.ProcessGroup | None = None,
 ) -> Recording:
-    """One call of an operator whose kernel has no stamps: what can be seen from outside.
-    Collective, synchronous.
+    """Record one call of an operator whose kernel has no stamps. Collective and synchronous.
 
-    Signals and waits are seen where kernels are interpreted; ``sent_bytes`` is what the caller
-    knows the call to send.
+    Signals and waits are observed only if kernels are interpreted. ``sent_bytes`` is how many bytes
+    the call sends.
     """
     if plan.config is None:
         return Recording(plan, call(), sent_bytes=sent_bytes if plan.path == "unfused" else 0)
@@ -141,7 +140,7 @@ def record_call(
 
 @contextmanager
 def _watching(transport: Transport) -> Iterator[_Watched]:
-    """Count what ``transport`` is told to push, and the signals of an interpreted kernel."""
+    """Observe the pushes of ``transport``, and the signals and waits of interpreted kernels."""
     watched = _Watched(transport.rank, transport.world_size)
     transport.watch = watched.pushed
     try:
@@ -157,8 +156,8 @@ def _watching(transport: Transport) -> Iterator[_Watched]:
 
 
 def _copy_engine_events(watched: _Watched) -> list[Event]:
-    """The copies as pushes, one behind the other; only the first begin and the last end were
-    seen."""
+    """The copies as consecutive pushes. Only the begin of the first and the end of the last were
+    observed."""
     data = [copy for copy in watched.data if copy.nbytes]
     if not data or not watched.end_ns:
         return []
@@ -177,8 +176,8 @@ def _copy_engine_events(watched: _Watched) -> list[Event]:
 
 
 def gather(title: str, recording: Recording, group: dist.ProcessGroup | None = None) -> Trace:
-    """Collective: the events of all ranks as one trace, on every rank."""
+    """Collective. The events of all ranks as one trace, on every rank."""
     size = dist.get_world_size(group)
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, recording.events, group=group)
-    return merge(title, everyone, shared_clock=interpreting())
+    by_rank: list[Any] = [None] * size
+    dist.all_gather_object(by_rank, recording.events, group=group)
+    return merge(title, by_rank, shared_clock=interpreting())

@@ -1,19 +1,17 @@
-"""The one timer: functions of one group against each other, interleaved in one run.
+"""The timer: it compares functions of one group, interleaved in one run.
 
-What it does against the usual mistakes:
+It avoids the usual mistakes:
 
-- every rank makes the same number of calls, found from a first estimate that all ranks agree on;
-- a barrier before each repeat; the time of a repeat is that of the slowest rank; the figure is the
-  median of repeats;
-- functions take turns, and each follows each other one as often: what ran before leaves a chip hot,
-  and throttled;
-- rank times are exchanged once, after the last repeat, so that no collective runs between timed
-  regions;
-- small functions are captured into a CUDA graph, many calls each, so that it is not the host that
-  is timed.
+- every rank makes the same number of calls, from a first estimate that all ranks agree on;
+- there is a barrier before each repeat, the time of a repeat is that of the slowest rank, and the
+  result is the median of repeats;
+- functions take turns so that each follows each other one equally often, because the function
+  before may leave the chip hot and throttled;
+- times are exchanged once, after the last repeat, so that no collective runs between timed regions;
+- small functions are captured into a CUDA graph of many calls, so that the host is not timed.
 
-Inputs that would stay in the L2 are the caller's matter: its functions rotate through several
-copies of them. Without a GPU the host's clock is read instead, for trying the machinery out.
+The caller must keep inputs out of the L2: its functions should rotate through several copies of
+them. Without a GPU the clock of the host is used, to try the scripts.
 """
 
 from __future__ import annotations
@@ -30,22 +28,24 @@ import torch.distributed as dist
 
 REPEAT_MS = 20.0
 MAX_CALLS = 2000
-GRAPH_CALLS = 50  # calls in one captured graph: replaying it costs the host about one launch
+GRAPH_CALLS = 50  # calls in one captured graph; a replay costs the host about one launch
 _WARM_UP_CALLS = 3
 _CAPTURE_ERRORS = (RuntimeError, ValueError, NotImplementedError)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one call, microseconds.
+    """The times of one call, in microseconds.
 
     Attributes
     ----------
-    median_us, low_us, high_us : over repeats, each repeat being the slowest rank's mean over
-        ``calls`` calls.
-    repeats_us : those repeats. per_rank_us : each rank's own median.
-    graph : whether captured calls were replayed. note : why a figure is missing, or not what was
-        asked for.
+    median_us, low_us, high_us : median, minimum and maximum over repeats. The time of a repeat is
+        the mean over ``calls`` calls on the slowest rank.
+    repeats_us : the times of the repeats.
+    per_rank_us : the median of each rank.
+    calls : calls per repeat.
+    graph : whether calls were replayed from a CUDA graph.
+    note : why a time is missing, or is not of what was asked for.
     """
 
     median_us: float
@@ -63,7 +63,7 @@ class Timing:
 
 @dataclass
 class _Lap:
-    """One function made ready: ``run()`` makes ``calls`` calls."""
+    """A function that is ready to be timed: ``run()`` makes ``calls`` calls."""
 
     run: Callable[[], None]
     calls: int
@@ -87,15 +87,14 @@ def measure(
 
     Parameters
     ----------
-    functions : name -> one call, the same names in the same order on every rank. Calls allocate
-        what they like.
+    functions : name -> one call, with the same names in the same order on every rank.
     repeats : timed repeats of each function.
-    iterations : calls in a repeat; None: as many as take about 20 ms.
-    graph : capture calls in a CUDA graph and time its replay (GPUs only; ignored on the CPU).
-    on_capture_failure : what becomes of a function that cannot be captured: no figure, or an eager
-        one with a note.
-    not_capturable : name -> reason; these are not even tried.
-    progress : told the name of what is being prepared or timed.
+    iterations : calls per repeat; None: as many as take about 20 ms.
+    graph : capture calls in a CUDA graph and time its replay (ignored on the CPU).
+    on_capture_failure : the result for a function that cannot be captured: NaN, or the time of
+        eager calls with a note.
+    not_capturable : name -> reason, for functions whose capture is not tried.
+    progress : called with what is being prepared or timed.
     """
     clock = _CudaClock(device, group) if device.type == "cuda" else _HostClock(group)
     tell = progress or (lambda _: None)
@@ -126,14 +125,14 @@ def measure(
                 seconds[name].append(clock.time(lap.run) / lap.calls)
     clock.barrier()
     return {
-        name: _timing(laps[name], clock.everyone(seconds[name]), notes.get(name, ""))
+        name: _timing(laps[name], clock.gather(seconds[name]), notes.get(name, ""))
         for name in names
     }
 
 
 def turn(count: int, number: int) -> list[int]:
-    """The order of ``count`` functions in repeat ``number``: in ``2 * count`` repeats each follows
-    each other one as often.
+    """The order of ``count`` functions in repeat ``number``. In ``2 * count`` repeats each function
+    follows each other one equally often.
 
     E. J. Williams, "Experimental designs balanced for the estimation of residual effects of
     treatments", 1949.
@@ -144,7 +143,7 @@ def turn(count: int, number: int) -> list[int]:
 
 
 def _timing(lap: _Lap | None, by_rank: list[list[float]], note: str) -> Timing:
-    """``by_rank``: seconds of a call, ``[ranks][repeats]``."""
+    """``by_rank`` has the seconds of a call, ``[ranks][repeats]``."""
     if lap is None or not by_rank[0]:
         return Timing(math.nan, note=note)
     slowest = [max(column) * 1e6 for column in zip(*by_rank, strict=True)]
@@ -163,24 +162,23 @@ def _repeat(function: Callable[[], object], calls: int) -> Callable[[], None]:
 
 
 def _calls_for(clock: _CudaClock | _HostClock, function: Callable[[], object]) -> int:
-    """Warm up, and say how many calls last about :data:`REPEAT_MS`; the same number on every
-    rank."""
+    """Warm up. Returns how many calls take about :data:`REPEAT_MS`, the same on every rank."""
     for _ in range(_WARM_UP_CALLS):
         function()
     estimate = clock.time(_repeat(function, 2)) / 2
-    slowest = max(row[0] for row in clock.everyone([estimate]))
+    slowest = max(row[0] for row in clock.gather([estimate]))
     return max(2, min(MAX_CALLS, round(REPEAT_MS * 1e-3 / max(slowest, 1e-7))))
 
 
 def _captured(
     clock: _CudaClock | _HostClock, function: Callable[[], object], calls: int
 ) -> tuple[_Lap | None, str]:
-    """The function in a graph of up to :data:`GRAPH_CALLS` calls; None and the reason if any rank
-    cannot capture it."""
+    """The function in a graph of up to :data:`GRAPH_CALLS` calls; or None and the reason, if any
+    rank cannot capture it."""
     inside = min(calls, GRAPH_CALLS)
     replays = max(1, round(calls / inside))
     replay, reason = clock.capture(_repeat(function, inside))
-    failed = any(row[0] for row in clock.everyone([0.0 if replay is not None else 1.0]))
+    failed = any(row[0] for row in clock.gather([0.0 if replay is not None else 1.0]))
     if failed or replay is None:
         return None, reason or "another rank could not capture it"
     replay()  # the first replay uploads the graph
@@ -189,17 +187,14 @@ def _captured(
 
 
 class _CudaClock:
-    """CUDA events on the current stream, behind a collective that lets all ranks start together."""
+    """CUDA events on the current stream, after a collective that makes all ranks start together."""
 
     captures = True
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
         self.device, self.group = device, group
-        self._start, self._end = (
-            torch.cuda.Event(enable_timing=True),
-            torch.cuda.Event(enable_timing=True),
-        )
-        self._gun = torch.zeros(1, device=device)
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._start_signal = torch.zeros(1, device=device)
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -209,7 +204,8 @@ class _CudaClock:
     def time(self, run: Callable[[], None]) -> float:
         """Seconds that ``run`` takes on this rank's device."""
         self.barrier()
-        dist.all_reduce(self._gun, group=self.group)  # ends on all devices within microseconds
+        # it ends on all devices within microseconds
+        dist.all_reduce(self._start_signal, group=self.group)
         self._start.record()
         run()
         self._end.record()
@@ -217,7 +213,7 @@ class _CudaClock:
         return self._start.elapsed_time(self._end) * 1e-3
 
     def capture(self, run: Callable[[], None]) -> tuple[Callable[[], None] | None, str]:
-        """``run`` as a graph's replay, or None and the reason why it cannot be captured."""
+        """``run`` as the replay of a graph; or None and the reason why it cannot be captured."""
         current = torch.cuda.current_stream(self.device)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(current)
@@ -227,8 +223,7 @@ class _CudaClock:
         self.barrier()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Thread-local: the thread that watches over NCCL may query its events while this one
-            # captures.
+            # thread_local: the watchdog thread of NCCL may query its events during the capture
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 run()
         except _CAPTURE_ERRORS as error:
@@ -237,8 +232,8 @@ class _CudaClock:
             return None, str(error).strip().splitlines()[0][:200]
         return graph.replay, ""
 
-    def everyone(self, values: list[float]) -> list[list[float]]:
-        """All ranks' values, ``[ranks][values]``."""
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """The values of all ranks, ``[ranks][values]``."""
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         if values:
@@ -247,7 +242,7 @@ class _CudaClock:
 
 
 class _HostClock:
-    """The host's clock, for worlds without GPUs."""
+    """The clock of the host, for ranks without GPUs."""
 
     captures = False
 
@@ -266,7 +261,7 @@ class _HostClock:
     def capture(self, run: Callable[[], None]) -> tuple[Callable[[], None] | None, str]:
         return None, "there is no GPU"
 
-    def everyone(self, values: list[float]) -> list[list[float]]:
+    def gather(self, values: list[float]) -> list[list[float]]:
         mine = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         if values:

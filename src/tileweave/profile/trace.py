@@ -1,14 +1,13 @@
-"""From stamps of kernels to events that can be read: who pushed, who waited for whom, who computed
-what.
+"""Time stamps of kernels as events: which rank pushed, waited or computed, and when.
 
-``device/triton/trace.py`` says what a kernel stamps. :func:`decode` turns one rank's stamps into
-:class:`Event` objects with the help of the tile schedule, :func:`merge` puts the ranks on one axis,
-and what is left is plain data: :func:`summary` adds it up, :func:`chrome` makes the JSON that
-Perfetto (ui.perfetto.dev) and chrome://tracing open.
+``device/triton/trace.py`` defines what a kernel stamps. :func:`decode` turns the stamps of one rank
+into :class:`Event` objects with the help of the tile schedule, and :func:`merge` puts all ranks on
+one time axis. :func:`summary` adds up waits; :func:`chrome` makes the JSON that Perfetto
+(ui.perfetto.dev) and chrome://tracing open.
 
-Clocks: ranks of one host that run interpreted share a clock. GPUs do not: each has its own
-``%globaltimer``, so a trace of GPUs starts every rank at zero, and only durations and orders inside
-one rank can be compared. ``Trace.clock`` says which.
+Interpreted ranks of one host share a clock. GPUs do not: each has its own ``%globaltimer``. So in a
+trace of GPUs every rank starts at zero, and only durations and orders inside one rank can be
+compared. ``Trace.clock`` says which it is.
 """
 
 from __future__ import annotations
@@ -31,15 +30,17 @@ OWN_CLOCKS = (
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something one rank did between two times.
+    """What a program did between two times.
 
     Attributes
     ----------
-    rank, program : who; program -1 is the copy engine.
-    kind : ``push`` of own data, ``wait`` for a peer's data with nothing else to do, ``compute`` on
-        one unit of work.
-    peer : push: to whom; wait: for whom; compute: whose rows. -1: several ranks.
-    begin_ns, end_ns : nanoseconds. unit : tile, or slice of a push. nbytes : bytes pushed.
+    rank, program : the program; -1 is the copy engine.
+    kind : ``push`` of own data, ``wait`` for the data of a peer while idle, or ``compute`` on one
+        unit of work.
+    peer : the rank that is pushed to, waited for, or whose rows are computed; -1: several ranks.
+    begin_ns, end_ns : nanoseconds.
+    unit : index of the tile, or of the slice of a push.
+    nbytes : bytes pushed.
     """
 
     rank: int
@@ -58,7 +59,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """Events of all ranks in one call, the earliest at 0."""
+    """The events of all ranks in one call; the earliest is at 0."""
 
     title: str
     world_size: int
@@ -77,14 +78,14 @@ def decode(
     num_producers: int,
     pushed_bytes: int = 0,
 ) -> list[Event]:
-    """Events of one rank.
+    """The events of one rank.
 
     Parameters
     ----------
-    stamps : rows of four, as ``device/triton/trace.py`` describes: ``num_slices`` of pushes, then
-        for each program ``schedule.max_units()`` rows.
+    stamps : rows of four numbers, see ``device/triton/trace.py``: ``num_slices`` rows of pushes,
+        then ``schedule.max_units()`` rows per program.
     num_producers : programs that push; slice i is pushed by program ``i % num_producers``.
-    pushed_bytes : bytes that the stamped pushes sent together, to all peers.
+    pushed_bytes : bytes of all stamped pushes to all peers.
     """
     rank = schedule.rank
     pushed = [(piece, row) for piece, row in enumerate(stamps[:num_slices]) if row[0] and row[1]]
@@ -105,7 +106,7 @@ def decode(
     per_program = schedule.max_units()
     for program in range(schedule.num_programs):
         first = num_slices + program * per_program
-        idle_from = 0  # this program's own last end: a wait before that hid behind a computation
+        idle_from = 0  # the end of the last unit: a wait before that was hidden by a computation
         for unit, row in zip(
             schedule.units(program), stamps[first : first + per_program], strict=False
         ):
@@ -124,7 +125,7 @@ def decode(
 
 
 def _source(schedule: TileSchedule, unit: Unit) -> int:
-    """The one rank whose rows a unit needs: the own one only if it needs no other; -1 for several
+    """The rank whose rows a unit needs: the own rank if it needs no other, -1 for several
     others."""
     others = [source for source in schedule.sources(unit) if source != schedule.rank]
     if not others:
@@ -133,8 +134,8 @@ def _source(schedule: TileSchedule, unit: Unit) -> int:
 
 
 def merge(title: str, by_rank: Sequence[Iterable[Event]], shared_clock: bool) -> Trace:
-    """All ranks on one axis that starts at 0: the earliest event of all, or of each rank where
-    clocks differ."""
+    """The events of all ranks on one time axis. The earliest event is at 0; with separate clocks
+    the earliest of each rank."""
     ranks = [list(events) for events in by_rank]
     starts = [min((event.begin_ns for event in events), default=0) for events in ranks]
     if shared_clock:
@@ -153,8 +154,8 @@ def merge(title: str, by_rank: Sequence[Iterable[Event]], shared_clock: bool) ->
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What one rank waited for: source -> time, summed over ``programs``; key -1 where one unit
-    needed several ranks' rows."""
+    """How long one rank waited for each source, summed over ``programs``; key -1 is a wait for
+    several ranks."""
 
     waited_ns: dict[int, int]
     programs: int
@@ -165,7 +166,7 @@ class RankSummary:
 
 
 def summary(trace: Trace) -> list[RankSummary]:
-    """Figures of each rank, by rank."""
+    """The summaries of all ranks, in rank order."""
     found = []
     for rank in range(trace.world_size):
         events = [event for event in trace.events if event.rank == rank]
@@ -179,8 +180,8 @@ def summary(trace: Trace) -> list[RankSummary]:
 
 
 def chrome(trace: Trace) -> dict[str, Any]:
-    """The trace in Chrome's event format, which Perfetto opens: a process for each rank, a thread
-    for each program."""
+    """The trace in the event format of Chrome, which Perfetto opens: a process per rank, a thread
+    per program."""
     rows: list[dict[str, Any]] = []
     for rank in range(trace.world_size):
         rows.append(
@@ -218,8 +219,7 @@ def chrome(trace: Trace) -> dict[str, Any]:
 
 
 def describe(event: Event) -> str:
-    """An event in words."""
-    whom = "several ranks" if event.peer == SEVERAL else f"rank {event.peer}"
-    return {"push": f"push to {whom}", "wait": f"wait for {whom}", "compute": f"rows of {whom}"}[
-        event.kind
-    ]
+    """An event as text."""
+    peer = "several ranks" if event.peer == SEVERAL else f"rank {event.peer}"
+    texts = {"push": f"push to {peer}", "wait": f"wait for {peer}", "compute": f"rows of {peer}"}
+    return texts[event.kind]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tileweave.errors import InputError, require
-from tileweave.planning.matmul import Entry, read_entries
+from tileweave.planning.table import Entry, read_entries
 from tileweave.sim.document import text_of
 
 RULE = "held out where SHA-256 of the cell's global shape ('8192x28672x8192', or the message's bytes), as a number, is even"

@@ -16,19 +16,16 @@ from typing import Any, Literal
 from tileweave.planning.combine import plan_combine
 from tileweave.planning.machine import Machine
 from tileweave.planning.matmul import (
-    FUSED_WORLD_SIZES,
     MEASURED_ALL_REDUCE_ROWS,
-    Entry,
-    MatmulConfig,
-    Problem,
     exchange_schedule_for,
-    nearest,
     scatter_schedule_for,
     schedule_for,
 )
+from tileweave.planning.problem import FUSED_WORLD_SIZES, MatmulConfig, Problem
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.grouped import GroupedProblem, dispatch_config
 from tileweave.planning.schedules.scatter import Exchange
+from tileweave.planning.table import Entry, nearest
 from tileweave.sim.collectives import Group, collective_time, protocol_of
 from tileweave.sim.costs import Calibration, Costs, load_calibration
 from tileweave.sim.machine import Cluster
@@ -534,7 +531,7 @@ def gather_config(world: int, m: int, n: int, k: int, entries: Table | None = No
     """What the library's planner takes for an all-gather + matmul, or took by ``entries``."""
     rows = max(m // world, 1)
     return nearest(
-        "all_gather_matmul", world, rows * world, n, k, lambda c: c.takes(rows), entries
+        "all_gather_matmul", world, rows * world, n, k, lambda c: c.fits_rows(rows), entries
     ).config
 
 
@@ -553,7 +550,7 @@ def behind_exchange_config(
 ) -> MatmulConfig:
     """Likewise for an exchange of x [m, k], times w of ``n`` rows."""
     rows, depth = how.part(m, k, world)
-    can_run: Callable[[MatmulConfig], bool] = lambda c: c.takes(rows) and depth % c.tile_k == 0  # noqa: E731
+    can_run: Callable[[MatmulConfig], bool] = lambda c: c.fits_rows(rows) and depth % c.tile_k == 0  # noqa: E731
     return nearest("all_to_all_matmul", world, rows * world, n, depth, can_run, entries).config
 
 
@@ -567,7 +564,9 @@ def scatter_config(
             "matmul_all_reduce", world, m, n, k, lambda c: c.shots == 2 or m <= c.tile_m, entries
         ).config
     rows = cdiv(m, world)
-    return nearest("matmul_reduce_scatter", world, m, n, k, lambda c: c.takes(rows), entries).config
+    return nearest(
+        "matmul_reduce_scatter", world, m, n, k, lambda c: c.fits_rows(rows), entries
+    ).config
 
 
 def machine_of(cluster: Cluster) -> Machine:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tileweave.errors import require
-from tileweave.planning.matmul import MatmulConfig, read_entries
+from tileweave.planning.problem import MatmulConfig
+from tileweave.planning.table import read_entries
 from tileweave.sim.cells import Cell, Tables, read_cells, read_tables
 
 _FOLDER = resources.files("tileweave.sim") / "data" / "cells"

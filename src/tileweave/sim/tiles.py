@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import simpy
 
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import TileSchedule, Unit, push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
 from tileweave.sim.costs import Costs

@@ -15,7 +15,7 @@ from typing import Any
 
 import simpy
 
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, Unit, cdiv
 from tileweave.sim.costs import Costs
 from tileweave.sim.machine import Cluster

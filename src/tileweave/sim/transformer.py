@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from tileweave.errors import require
-from tileweave.planning.matmul import FUSED_WORLD_SIZES
+from tileweave.planning.problem import FUSED_WORLD_SIZES
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.sim.document import (
     REQUIRED,

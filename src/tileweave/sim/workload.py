@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from tileweave.planning.matmul import FUSED_WORLD_SIZES
+from tileweave.planning.problem import FUSED_WORLD_SIZES
 from tileweave.sim import dlrm, moe, serving, training
 from tileweave.sim.costs import Calibration
 from tileweave.sim.document import REQUIRED, Reader, Record, Spot, choice, fail, open_document

@@ -1,7 +1,8 @@
-"""Memory that every rank can see, and the state an operator keeps between calls.
+"""Symmetric memory, and the state that an operator keeps between calls.
 
-``base`` is the contract, ``workspace`` the bookkeeping, ``cuda`` and ``cpu`` the two kinds of
-memory. What those are made of: ``rendezvous``, how ranks meet on the host; ``host_memory``, what
-they share there; ``collectives``, what they agree on; ``copy_engine``, copies beside a kernel;
-``ledger``, calls that do not match; ``regions``, slots that are handed out as results.
+``interface`` is the contract, ``cuda`` and ``cpu`` are the two transports, ``workspace`` has the
+state. They are built from these: ``rendezvous`` (ranks meet on the host), ``host_memory`` (shared
+by the ranks of a host), ``torch_collectives`` (ranks agree before a collective), ``copy_engine``
+(copies that run concurrently with a kernel), ``call_ledger`` (finds calls that do not match) and
+``regions`` (slots that are lent as results). Read ``interface`` first.
 """

@@ -1,27 +1,28 @@
-"""The ledger: what each rank calls, written down where its peers read it, so that calls that do not
+"""The ledger: each rank records its calls where its peers can read them, so that calls that do not
 match are found.
 
-Every rank has a page in memory that all ranks of the host share. Before it launches call n of the
-group it writes there, in place n modulo ``PLACES``, the number n and a mark of what it calls (a
-checksum of operator, shapes, dtypes, options). Then it looks at what its peers wrote for the calls
-that it has not compared yet. Nobody waits: who is first finds nothing and goes on, who comes later
-finds the difference before its kernel is launched, and who was first finds it at its next call, or
-when its kernel gives up waiting. One 8-byte word is both number and mark, so no order between words
-is needed.
+Every rank has a page in memory that all ranks of the host share. Before a rank launches call n of
+the group, it writes the number n and a checksum of the call (operator, shapes, dtypes, options)
+into entry n modulo ``PLACES`` of its page. Then it compares the entries of its peers for all calls
+that it has not compared yet. It never waits. The first rank finds nothing and goes on. A later rank
+finds the difference before it launches its kernel, and the first rank finds it at its next call, or
+when its kernel stops waiting. Number and checksum are one 8-byte word, so no order between words is
+needed.
 
-A call that breaks off for a reason of this rank alone (no memory, Ctrl-C) has been called by the
-others, who wait for it; if this rank then went on, its next call would stand for it, of other data
-and without a difference. So it is written down as broken, over the mark that it may have had: who
-finds that where its own call did not break is told (decision 0025). What a rank gave up for a peer,
-which did not come or called something else, has another mark: only ranks that all did so go on.
+A call may fail for a reason of one rank alone (no memory, Ctrl-C) while its peers made it and wait
+for that rank. If that rank then went on, its next call would be taken for the failed one, with
+other data and without a visible difference. So the entry is marked as broken: a rank that finds it
+where its own call did not fail raises an error (decision 0025). A call that a rank gave up for a
+peer, which did not come or called something else, has a mark of its own: ranks go on together only
+if all of them gave the call up.
 
-Before a call that needs more memory, all ranks map it, in a *set-up*. A rank that needs none would
-launch its call while the others wait for it to come. So each rank writes, in the place of the call,
-that it is in a set-up, and in which: who finds that a peer is in one that it has not been in, or
-has made the call without, is told.
+Before a call that needs more memory all ranks map it, in a *set-up*. A rank that needs none would
+launch its call while the others wait for it. So each rank writes into the entry of the call that it
+is in a set-up, and which one: a rank that finds a peer in a set-up that it has not been in, or that
+has made the call without one, raises an error.
 
-Host only: nothing of this is in a captured graph. An eager call pays for a store, and for a load of
-each peer that is in step.
+This runs on the host only and is not part of a captured graph. An eager call costs one store, and
+one load per peer that is in step.
 """
 
 from __future__ import annotations
@@ -32,40 +33,42 @@ from typing import Any
 
 from tileweave.errors import PeerTimeout, RankMismatchError, UnsupportedError
 
-# so many calls may a rank be ahead of another one until some of them are not compared
+# A rank may be this many calls ahead of another before some calls are not compared.
 PLACES = 1024
 NBYTES = 8 * PLACES
 _NUMBER, _HALF = 0xFFFFFFFF, 1 << 31
-_MARK = 0x7FFFFFFF  # the bits that marks of calls have
-_BROKEN, _GIVEN_UP = 0, 1  # marks that no call has
-_IN_SET_UP = 1 << 31  # marks from here on: not yet made, the rank is in the set-up of that number
+_MARK = 0x7FFFFFFF  # the bits of a checksum
+_BROKEN, _GIVEN_UP = 0, 1  # checksums that no call has
+# from here on: the call is not yet made, and the rank is in the set-up of that number
+_IN_SET_UP = 1 << 31
 
 
 class Ledger:
-    """One for a workspace. Until :meth:`open`, and without blocks, it compares nothing. ``calls``:
-    what this rank wrote. ``set_ups``: those that ended alike on all ranks."""
+    """The ledger of one workspace. It compares nothing before :meth:`open` or without blocks.
+    ``calls`` counts the calls that this rank recorded, ``set_ups`` those that ended alike on all
+    ranks."""
 
     def __init__(self) -> None:
         self.calls = self.set_ups = 0
         self.opened = False
         self._rank = -1
         self._pages: list[Any] = []
-        self._peers: list[tuple[int, Any]] = []  # rank and page of each other one
-        self._compared: list[int] = []  # calls compared, by rank
+        self._peers: list[tuple[int, Any]] = []  # rank and page of each peer
+        self._compared: list[int] = []  # number of calls compared, for each rank
 
     def open(self, blocks: Sequence[Any], rank: int) -> None:
-        """``blocks``: a writable buffer of ``NBYTES`` zeros of each rank."""
+        """``blocks`` has a writable buffer of ``NBYTES`` zeros for each rank."""
         self.opened, self._rank = True, rank
         self._pages = [memoryview(block).cast("B").cast("Q") for block in blocks]
         self._peers = [(peer, page) for peer, page in enumerate(self._pages) if peer != rank]
         self._compared = [0] * len(blocks)
 
     def post(self, op: str, mark: int) -> None:
-        """Write down that ``op`` is called next, with ``mark``; raise :class:`RankMismatchError` if
-        a peer calls another.
+        """Record that ``op`` is called next, with checksum ``mark``. Raise
+        :class:`RankMismatchError` if a peer calls something else.
 
-        Earlier calls are compared before: who is told of one of those does not make this one, so
-        peers must not find it.
+        Earlier calls are compared first: if one of them differs, this call is not made, so peers
+        must not find it.
         """
         if not self._pages:
             return
@@ -83,11 +86,11 @@ class Ledger:
 
     @contextmanager
     def set_up(self, op: str) -> Iterator[None]:
-        """What all ranks do together before the next call is written down, which is of ``op``.
+        """What all ranks do together before the next call, which is of ``op``, is recorded.
 
-        A peer that has made that call, or has broken it off, does not come:
-        :class:`RankMismatchError`. After a :class:`PeerTimeout`, too, if a peer made it; those that
-        broke it off may have waited for the same rank.
+        A peer that has made that call without a set-up, or whose call failed, does not come:
+        :class:`RankMismatchError`. After a :class:`PeerTimeout` it is raised, too, if a peer made
+        the call; peers whose call failed may have waited for the same rank.
         """
         self.compare(op)
         if self._pages:
@@ -105,7 +108,7 @@ class Ledger:
         self.set_ups += 1
 
     def _require_set_up(self, op: str, lowest: int) -> None:
-        """Raise if a peer has written the next call, with a mark from ``lowest`` on, without the
+        """Raise if a peer has recorded the next call, with a mark from ``lowest`` on, without the
         set-up of this rank."""
         number = self.calls + 1
         for peer, page in self._peers:
@@ -115,10 +118,10 @@ class Ledger:
                 self._refuse(op, peer, number, theirs >> 32 <= _GIVEN_UP, 0)
 
     def break_off(self, posted: bool, given_up: bool = False) -> None:
-        """This rank's last call, or one that it did not come to write down, was not made, for a
-        reason of its own.
+        """Record that a call of this rank failed for a reason of its own: the last one if it was
+        ``posted``, else the next one.
 
-        ``given_up``: for one of peers.
+        ``given_up``: the reason is a peer.
         """
         if not self._pages:
             return
@@ -126,16 +129,16 @@ class Ledger:
         self._pages[self._rank][number % PLACES] = (
             _GIVEN_UP if given_up else _BROKEN
         ) << 32 | number & _NUMBER
-        # peers may have been there
+        # peers may have compared it before
         self._compared = [min(compared, number - 1) for compared in self._compared]
 
     def compare(self, op: str) -> None:
-        """Look at what peers have written for the calls that this rank has made."""
+        """Compare what peers have recorded for the calls that this rank has made."""
         for peer, page in self._peers:
             self._compare(op, peer, page, self.calls)
 
     def _compare(self, op: str, peer: int, page: Any, current: int) -> None:
-        """``current``: the number of the call that this rank is in."""
+        """``current`` is the number of the call that this rank is in."""
         last = self.calls
         number = max(self._compared[peer] + 1, last - PLACES + 1)
         while number <= last:
@@ -145,10 +148,10 @@ class Ledger:
                 ahead = (theirs - number) & _NUMBER
                 if ahead == 0:
                     if theirs >> 32 >= _IN_SET_UP and (theirs >> 32) - _IN_SET_UP < self.set_ups:
-                        # it was in that one with this rank, and has not written what it did next
+                        # it was in that set-up with this rank, and has not recorded its next call
                         break
                     self._refuse(op, peer, number, theirs >> 32 <= _GIVEN_UP, current - number)
-                if ahead >= _HALF:  # an older call stands there: the peer has not come so far
+                if ahead >= _HALF:  # the entry is of an older call: the peer is not there yet
                     break
             number += 1  # the same, or overwritten by a peer that is far ahead
         self._compared[peer] = number - 1
@@ -171,8 +174,9 @@ class Ledger:
             )
             remedy = f"look at what rank {broke} raised"
         raise RankMismatchError(
-            f"asked: {what} where {where}; allowed: the same operators in the same order, with the same shapes, dtypes and "
-            f"options on every rank; remedy: {remedy}, then tileweave.close(group), and call again on every rank"
+            f"asked: {what} where {where}; allowed: the same operators in the same order, with the "
+            f"same shapes, dtypes and options on every rank; remedy: {remedy}, then "
+            "tileweave.close(group), and call again on every rank"
         )
 
     def close(self) -> None:

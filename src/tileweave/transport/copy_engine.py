@@ -1,11 +1,11 @@
-"""Copies by the copy engines of one GPU: queued one by one where a CUDA graph is captured, else as
-one prepared graph.
+"""Copies by the copy engines of one GPU: one prepared graph per call, or copies queued one by one
+while a CUDA graph is captured.
 
-A call of an operator queues 7 to 27 copies, waits and events, and each call of the driver costs the
-host 2 us and more, as much as an operator may cost in all. The copies are the same in each call but
-for one address. So copies that come again (``base.Copies``) are made into a graph, and a call
-launches that: decision 0022. A graph takes 0.1 to 0.8 MB of the device, so the ones that were not
-used for longest are let go, and sizes that come once get none.
+A call of an operator queues 7 to 27 copies, waits and events. Each call of the driver costs the
+host 2 us or more, as much as an operator may cost in all. Between calls the copies differ in one
+address only. So copies that repeat (``interface.Copies``) are made into a graph that a call
+launches (decision 0022). A graph takes 0.1 to 0.8 MB of device memory, so the least recently used
+ones are dropped, and sizes that occur once get none.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tileweave.transport.interface import Copies, Copy
 
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WAIT_VALUE = 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32
-_MOST_GRAPHS = 128  # of a line
+_MOST_GRAPHS = 128  # per queue
 # CU_STREAM_NON_BLOCKING; a priority above that of torch's own streams
 _NON_BLOCKING, _URGENT = 1, -1
-_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, so it is safe when counts wrap
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ compares the difference, so counts may wrap
 
-# The stream's handle alone; torch.cuda.current_stream() makes an object around it.
+# The handle of the current stream; torch.cuda.current_stream() makes an object around it.
 current_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda index: torch.cuda.current_stream(index).cuda_stream
 )
@@ -81,7 +81,7 @@ class _Block(ctypes.Structure):
 
 
 class _Operation(ctypes.Structure):
-    """``CUstreamBatchMemOpParams``, of a wait."""
+    """``CUstreamBatchMemOpParams`` for a wait."""
 
     _fields_ = (
         ("kind", ctypes.c_uint),
@@ -106,12 +106,12 @@ class _Operations(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def driver() -> ctypes.CDLL:
-    """The CUDA driver, for copies by address and the events around them: through torch each costs
-    twice the host time."""
+    """The CUDA driver, for copies by address and the events around them. Through torch each of them
+    takes twice the host time."""
     library = ctypes.CDLL("libcuda.so.1")
     handle, at, words = ctypes.c_void_p, ctypes.POINTER, ctypes.c_uint64
-    # of a node: itself, graph, what it follows
-    place = [at(handle), handle, at(handle), ctypes.c_size_t]
+    # a node, its graph, its dependencies
+    node = [at(handle), handle, at(handle), ctypes.c_size_t]
     for name, types in {
         "cuMemcpyDtoDAsync_v2": [words, words, ctypes.c_size_t, handle],
         "cuMemcpy2DAsync_v2": [at(_Pitched), handle],
@@ -122,8 +122,8 @@ def driver() -> ctypes.CDLL:
         "cuStreamDestroy_v2": [handle],
         "cuStreamGetCtx": [handle, at(handle)],
         "cuGraphCreate": [at(handle), ctypes.c_uint],
-        "cuGraphAddMemcpyNode": [*place, at(_Block), handle],
-        "cuGraphAddBatchMemOpNode": [*place, at(_Operations)],
+        "cuGraphAddMemcpyNode": [*node, at(_Block), handle],
+        "cuGraphAddBatchMemOpNode": [*node, at(_Operations)],
         "cuGraphInstantiateWithFlags": [at(handle), handle, words],
         "cuGraphExecMemcpyNodeSetParams": [handle, handle, at(_Block), handle],
         "cuGraphLaunch": [handle, handle],
@@ -134,35 +134,35 @@ def driver() -> ctypes.CDLL:
     return library
 
 
-def _checked(status: int, what: str) -> None:
+def _check_status(status: int, what: str) -> None:
     if status:
         raise RuntimeError(
-            f"the driver refused {what}: it returned {status}; `tileweave doctor` checks peer access"
+            f"the driver refused {what}: it returned {status}; "
+            "`tileweave doctor` checks peer access"
         )
 
 
 class _Graph:
-    """``copies`` as a graph of the driver's: lanes beside each other, the last copy behind all of
-    them.
+    """``copies`` as a CUDA graph: lanes run concurrently, and the last copy follows all of them.
 
-    A wait for a counter stands beside its lane, in front of its own copy alone, and so does a copy
-    ``aside``, which only the last one follows: in line a wait, even for what is there, takes 2.5
-    us, and a signal 2 (decisions 0013, 0002).
+    A wait for a counter is a dependency of its own copy only, and a copy ``aside`` is one of the
+    last copy only. In the order of the lane a wait takes 2.5 us even if its value is there, and a
+    signal takes 2 us (decisions 0013, 0002).
 
-    ``given``: the address that a push gives; :meth:`point` moves it.
+    ``given`` is the address that a push gives; :meth:`point` changes it.
     """
 
     def __init__(self, copies: Copies, stream: int, given: int) -> None:
         self._driver, self._context = driver(), ctypes.c_void_p()
         self._graph, self._ready = ctypes.c_void_p(), ctypes.c_void_p()
-        # with an end that a push gives
+        # copies whose source or target is the address that a push gives
         self._moving: list[tuple[Copy, ctypes.c_void_p, _Block]] = []
         self._given = given
         what = "a graph of copies to peers"
-        _checked(self._driver.cuStreamGetCtx(stream, self._context), what)
-        _checked(self._driver.cuGraphCreate(self._graph, 0), what)
-        ends: dict[int, ctypes.c_void_p] = {}  # of each lane
-        waits: dict[int, ctypes.c_void_p] = {}  # the last one of each lane
+        _check_status(self._driver.cuStreamGetCtx(stream, self._context), what)
+        _check_status(self._driver.cuGraphCreate(self._graph, 0), what)
+        ends: dict[int, ctypes.c_void_p] = {}  # the last copy of each lane
+        waits: dict[int, ctypes.c_void_p] = {}  # the last wait of each lane
         asides: list[ctypes.c_void_p] = []
         for number, copy in enumerate(copies, start=1):
             before = (
@@ -182,7 +182,7 @@ class _Graph:
                 asides.append(node)
             else:
                 ends[copy.lane] = node
-        _checked(self._driver.cuGraphInstantiateWithFlags(self._ready, self._graph, 0), what)
+        _check_status(self._driver.cuGraphInstantiateWithFlags(self._ready, self._graph, 0), what)
 
     def _wait(self, copy: Copy, before: list[ctypes.c_void_p]) -> ctypes.c_void_p:
         wait = _Operation(kind=_WAIT_VALUE, address=copy.counter, value=copy.count, flags=_AT_LEAST)
@@ -217,14 +217,14 @@ class _Graph:
     ) -> ctypes.c_void_p:
         node = ctypes.c_void_p()
         follows = (ctypes.c_void_p * len(before))(*(other.value for other in before))
-        _checked(
+        _check_status(
             function(node, self._graph, follows, len(before), *about), "a graph of copies to peers"
         )
         return node
 
     def point(self, given: int) -> bool:
-        """Move the ends that a push gives; False if the driver wants a graph of its own for
-        them."""
+        """Change the address that a push gives; False if the driver cannot change it in this
+        graph."""
         if given != self._given:
             for copy, node, about in self._moving:
                 about.target_device, about.source_device = copy.ends(given)
@@ -236,7 +236,7 @@ class _Graph:
         return True
 
     def launch(self, stream: int) -> None:
-        _checked(self._driver.cuGraphLaunch(self._ready, stream), "copies to peers")
+        _check_status(self._driver.cuGraphLaunch(self._ready, stream), "copies to peers")
 
     def __del__(self) -> None:
         if self._ready:
@@ -246,23 +246,23 @@ class _Graph:
 
 
 def _event(stream: torch.cuda.Stream) -> tuple[torch.cuda.Event, int]:
-    """An event and its handle, which it has once it was recorded."""
+    """An event and its handle; it has one after it was recorded."""
     event = torch.cuda.Event()
     event.record(stream)
     return event, event.cuda_event
 
 
 class _SideStream:
-    """A stream for copies, and an event that marks where it stands.
+    """A stream for copies, and an event for its position.
 
-    Of the driver's own making: torch hands out 32 streams of a priority in turns, so one of its
-    could be the caller's, too, and copies would stand behind the kernel that waits for them.
+    It is made by the driver. torch hands out the same 32 streams per priority in turns, so the
+    caller could have the same one, and copies would be queued after the kernel that waits for them.
     """
 
     def __init__(self, device: torch.device) -> None:
         made = ctypes.c_void_p()
         with torch.cuda.device(device):
-            _checked(
+            _check_status(
                 driver().cuStreamCreateWithPriority(made, _NON_BLOCKING, _URGENT),
                 "a stream for copies",
             )
@@ -276,8 +276,7 @@ class _SideStream:
 
 
 class CopyEngine:
-    """One line of copies beside what the current stream runs: what is pushed follows what was
-    pushed before."""
+    """One queue of copies that run concurrently with the current stream. Pushes run in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = device, device.index
@@ -289,28 +288,28 @@ class CopyEngine:
     def push(
         self, copies: Sequence[Copy], source: int = 0, launch: Callable[[], None] | None = None
     ) -> None:
-        """Queue ``copies`` behind what the current stream has by now; ``launch`` puts a kernel
-        there that runs beside them."""
+        """Queue ``copies`` after the work that the current stream has now. ``launch`` queues a
+        kernel on that stream that runs concurrently with them."""
         graph = self._graph(copies, source)
         lanes = 1 if graph else 1 + max((copy.lane for copy in copies), default=0)
         self._fork(lanes)
         if launch is not None:
-            launch()  # first: if it raises, no copy waits for ever
+            launch()  # before the copies: if it raises, no copy waits for ever
         if graph:
             graph.launch(self._lanes[0].handle)
         else:
             self._submit(copies, source, lanes)
 
     def _graph(self, copies: Sequence[Copy], source: int) -> _Graph | None:
-        """What is launched for copies that come again, None for new ones and under capture. Pitched
-        ones cannot be moved: one graph for each address."""
+        """The graph for copies that repeat; None for new ones and under capture. The address of
+        pitched copies cannot be changed, so they have one graph per address."""
         if not isinstance(copies, Copies) or torch.cuda.is_current_stream_capturing():
             return None
-        # the entry keeps them, so the id stays their own
+        # the entry keeps the copies alive, so their id is not used again
         key = (id(copies), source if copies.pitched else 0)
-        known = self._graphs.pop(key, None)  # and comes back as the newest
+        known = self._graphs.pop(key, None)  # inserted again below, as the newest
         if known is None:
-            # the driver frees one that still runs when it has ended
+            # the driver frees a graph that still runs when it has ended
             if len(self._graphs) == _MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
             self._graphs[key] = (copies, None)
@@ -322,17 +321,18 @@ class CopyEngine:
         return graph
 
     def _fork(self, lanes: int) -> None:
-        """Order the side streams behind what is queued now."""
+        """Order the side streams after the work queued now."""
         cuda = self._driver
         while len(self._lanes) < lanes:
             self._lanes.append(_SideStream(self._device))
         status = cuda.cuEventRecord(self._start, current_handle(self._index))
         for lane in self._lanes[:lanes]:
             status = status or cuda.cuStreamWaitEvent(lane.handle, self._start, 0)
-        _checked(status, "one stream behind another")
+        _check_status(status, "the order of two streams")
 
     def _submit(self, copies: Sequence[Copy], source: int, lanes: int) -> None:
-        """One by one: waits and copies ``aside`` stand in line here."""
+        """Queue the copies one by one; waits and copies ``aside`` are in the order of their
+        lane."""
         submit, await_value = self._driver.cuMemcpyDtoDAsync_v2, self._driver.cuStreamWaitValue32_v2
         handles = [lane.handle for lane in self._lanes]
         for number, copy in enumerate(copies, start=1):
@@ -346,7 +346,7 @@ class CopyEngine:
             else:
                 status = status or self._submit_rows(copy, target, start, side)
             if status:
-                _checked(status, f"a copy of {copy.nbytes} bytes to a peer")
+                _check_status(status, f"a copy of {copy.nbytes} bytes to a peer")
 
     def _submit_rows(self, copy: Copy, target: int, source: int, side: int) -> int:
         about = _Pitched(
@@ -362,18 +362,18 @@ class CopyEngine:
         return self._driver.cuMemcpy2DAsync_v2(about, side)
 
     def _gather(self, lanes: int) -> None:
-        """Order lane 0, which has the last copy, behind the others."""
+        """Order lane 0, which has the last copy, after the other lanes."""
         first = self._lanes[0]
         for lane in self._lanes[1:lanes]:
             status = self._driver.cuEventRecord(lane.done, lane.handle)
-            _checked(
+            _check_status(
                 status or self._driver.cuStreamWaitEvent(first.handle, lane.done, 0),
-                "one stream behind another",
+                "the order of two streams",
             )
 
     def join(self) -> None:
-        """Order what is queued later on the current stream behind the last push."""
+        """Order the work queued later on the current stream after the last push."""
         last = self._lanes[0]
         status = self._driver.cuEventRecord(last.done, last.handle)
         status = status or self._driver.cuStreamWaitEvent(current_handle(self._index), last.done, 0)
-        _checked(status, "one stream behind another")
+        _check_status(status, "the order of two streams")

@@ -1,7 +1,7 @@
-"""Symmetric memory on one host without a GPU: shared host memory (``host_memory.py``). The copy
-engine is a thread.
+"""Symmetric memory on one host without a GPU: shared host memory (``host_memory.py``).
 
-It does all copies one after another, in the order of their list, whatever their lanes and lines.
+The copy engine is a thread. It does all copies one after another, in the order of their list,
+whatever their lanes and queues.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CpuTransport:
         self,
         copies: Sequence[Copy],
         source: int = 0,
-        line: int = 0,
+        queue: int = 0,
         launch: Callable[[], None] | None = None,
     ) -> None:
         abandoned = threading.Event()  # the kernel whose counters copies wait for has raised
@@ -65,7 +65,7 @@ class CpuTransport:
             return
         launched = False
         try:
-            # behind the copies: the interpreter's launch returns when the kernel has ended
+            # after the copies were queued: an interpreted launch returns when the kernel has ended
             launch()
             launched = True
         finally:
@@ -84,13 +84,13 @@ class CpuTransport:
         if self.watch is not None:
             self.watch(copies, begin, time.perf_counter_ns())
 
-    def join(self, line: int = 0) -> None:
+    def join(self, queue: int = 0) -> None:
         if self._pushed is not None:
             self._pushed.result()
             self._pushed = None
 
     def order(self) -> None:
-        """Calls on the CPU are synchronous, hence already in order."""
+        """Calls on the CPU are synchronous, so they are in order already."""
 
     def capturing(self) -> bool:
         return False

@@ -1,9 +1,9 @@
-"""Symmetric memory on GPUs: torch's symmetric memory; ``copy_engine.py`` has the copies.
+"""Symmetric memory on GPUs, allocated by torch; ``copy_engine.py`` has the copies.
 
-Of what operators stand on, only this file and ``rendezvous.py`` touch
-``torch.distributed._symmetric_memory``, a private API that changes from release to release. We use
-it to allocate, to exchange handles and to learn peers' addresses; signals, epochs and waits are
-ours (torch's signal pad is shared by everything on a handle, and two streams on it can dead-lock).
+Only this file and ``rendezvous.py`` use ``torch.distributed._symmetric_memory``, a private API that
+changes between releases. We use it to allocate, to exchange handles and to learn the addresses of
+peers. Signals, epochs and waits are ours: torch's signal pad is shared by everything on a handle,
+and two streams that use it can deadlock.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ def describe(index: int) -> Machine:
 _LOG = logging.getLogger("tileweave")
 
 
-class Lane:
-    """The order of our launches on one device: the stream of the last one. Not a lane of copies
-    (``base.Copy``).
+class LaunchOrder:
+    """The order of our launches on one device, across streams and groups.
 
-    Two kernels that each fill a device and wait for peers must not run side by side in different
-    orders on different ranks. So all our launches on a device form one line, across streams and
-    groups.
+    Two kernels that each fill the device and wait for peers must not run at the same time in
+    different orders on different ranks. So all our launches on a device are serialized.
     """
 
     def __init__(self) -> None:
         self.stream: torch.cuda.Stream | None = None
         self.handle: int | None = None
-        self.end: torch.cuda.Event | None = None  # of the last launch, where it is known
+        self.end: torch.cuda.Event | None = None  # of the last launch, if it was recorded
 
     def enter(self, handle: int) -> torch.cuda.Stream:
-        """The current stream. ``handle``: its own, which costs a tenth of asking for the stream
-        itself."""
+        """Order what follows on the current stream after the last launch. Returns that stream.
+
+        ``handle`` is the handle of the current stream; to get it costs a tenth of getting the
+        stream itself.
+        """
         end, self.end = self.end, None
         if self.stream is not None and handle == self.handle:
             return self.stream
@@ -74,22 +75,24 @@ class Lane:
             self.end.record()
 
 
-_LANES: dict[int, Lane] = {}
+_LAUNCH_ORDERS: dict[int, LaunchOrder] = {}
 
 
-def enter_line(device: torch.device) -> None:
-    """Order what is queued next on the current stream behind our last launch on ``device``, and our
-    next one behind it."""
+def enter_launch_order(device: torch.device) -> None:
+    """Order the work queued next on the current stream after our last launch on ``device``, and our
+    next launch after that work."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    _LANES.setdefault(index, Lane()).enter(current_handle(index))
+    _LAUNCH_ORDERS.setdefault(index, LaunchOrder()).enter(current_handle(index))
 
 
-def leave_line(device: torch.device) -> None:
-    """Behind a launch: ours on other streams need not wait for what this one is given from here on,
-    which waits for no peer."""
-    lane = _LANES.get(torch.cuda.current_device() if device.index is None else device.index)
-    if lane is not None:
-        lane.leave()
+def leave_launch_order(device: torch.device) -> None:
+    """Call this after a launch. Launches on other streams need not wait for what is queued on this
+    stream later, because that waits for no peer."""
+    order = _LAUNCH_ORDERS.get(
+        torch.cuda.current_device() if device.index is None else device.index
+    )
+    if order is not None:
+        order.leave()
 
 
 class CudaTransport:
@@ -105,12 +108,13 @@ class CudaTransport:
         self._meeting = Meeting(group, device)
         self._engines = [CopyEngine(device)]
         self.watch: Watcher | None = None
-        self._lane = _LANES.setdefault(self._index, Lane())
+        self._launch_order = _LAUNCH_ORDERS.setdefault(self._index, LaunchOrder())
 
     def _require_peer_access(self) -> None:
         if dist.get_backend(self.group) == "gloo":
             raise UnsupportedError(
-                "asked: fused operators on CUDA tensors with a gloo group; allowed: a group that has an NCCL backend; "
+                "asked: fused operators on CUDA tensors with a gloo group; "
+                "allowed: a group that has an NCCL backend; "
                 "remedy: init_process_group('nccl') or 'cpu:gloo,cuda:nccl'"
             )
 
@@ -121,11 +125,12 @@ class CudaTransport:
         except RuntimeError as error:  # also torch.OutOfMemoryError
             failure = f"{type(error).__name__}: {error}"
         agree_on_memory(nbytes, failure, "", self._meeting.exchange)
-        assert local is not None, "who fails does not agree"
+        assert local is not None, "agree_on_memory raises if this rank failed"
         handle = self._meeting.rendezvous(local)
         if handle is None:
             failure = (
-                f"asked: {nbytes} bytes that all ranks can map; allowed: devices with peer access on one host; "
+                f"asked: {nbytes} bytes that all ranks can map; "
+                "allowed: devices with peer access on one host; "
                 "remedy: check `nvidia-smi topo -m`, or use the unfused operators"
             )
         torch.cuda.synchronize(self.device)
@@ -141,14 +146,14 @@ class CudaTransport:
             return share(nbytes, self.rank, self._meeting.exchange)
         except UnsupportedError as error:  # the same on all ranks
             _LOG.warning(
-                "ranks share no host memory, so calls that do not match end in a time-out: %s",
+                "ranks share no host memory, so calls that do not match end in a timeout: %s",
                 error,
             )
             return []
 
     def barrier(self) -> None:
         torch.cuda.synchronize(self.device)
-        self._meeting.barrier()  # NCCL would wait ten minutes for a rank that does not come
+        self._meeting.barrier()  # NCCL would wait ten minutes for a missing rank
 
     def host_visible(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32, pin_memory=True)
@@ -157,20 +162,20 @@ class CudaTransport:
         self,
         copies: Sequence[Copy],
         source: int = 0,
-        line: int = 0,
+        queue: int = 0,
         launch: Callable[[], None] | None = None,
     ) -> None:
-        while len(self._engines) <= line:
+        while len(self._engines) <= queue:
             self._engines.append(CopyEngine(self.device))
-        self._engines[line].push(copies, source, launch)
+        self._engines[queue].push(copies, source, launch)
         if self.watch is not None:
             self.watch(copies, 0, 0)
 
-    def join(self, line: int = 0) -> None:
-        self._engines[line].join()
+    def join(self, queue: int = 0) -> None:
+        self._engines[queue].join()
 
     def order(self) -> torch.cuda.Stream:
-        return self._lane.enter(current_handle(self._index))
+        return self._launch_order.enter(current_handle(self._index))
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -179,5 +184,5 @@ class CudaTransport:
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """torch frees symmetric memory with its last tensor."""
+        """Leave the group; torch frees symmetric memory with its last tensor."""
         self._meeting.close()

@@ -1,9 +1,9 @@
-"""Anonymous memory that the ranks of one host share: a block of each rank, mapped by all.
+"""Anonymous memory that the ranks of one host share: one block per rank, mapped by all.
 
-A block is a ``memfd``: it stands in no directory, so nothing can be guessed, opened early, or left
-behind, however a rank ends. Peers of the same user open it through ``/proc/<pid>/fd``, and check
-the token that it carries. It is allocated when it is made (no SIGBUS later) and sealed against
-shrinking.
+A block is a ``memfd``. It is in no directory, so its name cannot be guessed or opened early, and
+nothing is left over however a rank ends. Peers of the same user open it through
+``/proc/<pid>/fd`` and check the token in its name. It is allocated when it is made (no SIGBUS
+later) and sealed against shrinking.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _TOKEN_BYTES = 24
 
 
 def _make(token: str, nbytes: int) -> int:
-    """A descriptor of new shared memory, zeroed, mode 0600; it goes with its last descriptor and
-    mapping."""
+    """A descriptor of new shared memory, zeroed, mode 0600. The memory is freed with its last
+    descriptor and mapping."""
     descriptor = os.memfd_create(f"tileweave-{token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(descriptor, 0o600)
@@ -39,38 +39,40 @@ def _make(token: str, nbytes: int) -> int:
 
 
 def _open(place: str, nbytes: int) -> mmap.mmap:
-    """Map a peer's block, which must be the one it told us of."""
+    """Map a peer's block and check that it is the one that the peer announced."""
     process, descriptor, token = place.split()
     path = f"/proc/{int(process)}/fd/{int(descriptor)}"
     try:
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise _not_there(process, error.strerror or str(error)) from error
+        raise _unavailable(process, error.strerror or str(error)) from error
     try:
         link = os.readlink(f"/proc/self/fd/{opened}")
         if not link.startswith(f"/memfd:tileweave-{token}"):
-            raise _not_there(process, "something else stands there")
+            raise _unavailable(process, "something else is there")
         return mmap.mmap(opened, nbytes)
     finally:
         os.close(opened)
 
 
-def _not_there(process: str, why: str) -> UnsupportedError:
-    """A rank that has given up has let go of its block; ranks that see other processes in /proc
-    look at somebody else's."""
-    there = os.path.exists(f"/proc/{int(process)}")
+def _unavailable(process: str, why: str) -> UnsupportedError:
+    """The error if a peer's block cannot be opened: the peer has given up the call, or the ranks
+    see different processes in /proc."""
+    exists = os.path.exists(f"/proc/{int(process)}")
+    gave_up = ", which may have given up this call" if exists else ""
+    again = "; if they are, tileweave.close(group), and call again on every rank" if exists else ""
     return UnsupportedError(
-        f"asked: memory of process {process} ({why}{', which may have given up this call' if there else ''}); allowed: ranks "
-        "of one user on one host, which see each other in /proc, while they call; remedy: start them in one container"
-        + ("; if they are, tileweave.close(group), and call again on every rank" if there else "")
+        f"asked: memory of process {process} ({why}{gave_up}); allowed: ranks of one user on one "
+        "host, which see each other in /proc, while they call; remedy: start them in one container"
+        f"{again}"
     )
 
 
 def share(nbytes: int, rank: int, exchange: Callable[[str], list[str]]) -> list[mmap.mmap]:
-    """Collective: a zeroed block of ``nbytes`` of every rank, mapped here, by rank. ``exchange``
-    brings all ranks' texts.
+    """Collective. A zeroed block of ``nbytes`` of each rank, mapped here, in rank order.
 
-    Raises on every rank if one has no memory, wants another size, or cannot map a peer's.
+    ``exchange`` sends a text of this rank and returns those of all ranks. Raises on every rank if
+    one of them has no memory, wants another size, or cannot map the block of a peer.
     """
     token, descriptor, failure, mapped = secrets.token_hex(_TOKEN_BYTES), -1, "", []
     try:

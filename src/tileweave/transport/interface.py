@@ -1,21 +1,21 @@
-"""The contract between operators and the memory that all ranks of a group can see.
+"""The contract between operators and symmetric memory.
 
-A *symmetric buffer* is the same number of bytes on each rank, mapped by all. One transfer is data
-into a *slot* of a peer's buffer, then a *signal* there: an int32 word that takes the *epoch*, the
-number of the call.
+A *symmetric buffer* is the same number of bytes on each rank, mapped by all ranks. A transfer
+writes data into a *slot* of a peer's buffer, then a *signal* there: an int32 word that takes the
+*epoch*, the number of the call.
 
-What holds, and who relies on it:
+These guarantees hold:
 
-- Allocation is collective, in the same order on every rank, and ends in a barrier: when it returns,
-  every peer's memory is mapped and signals are zero.
-- A signal is written after the data it announces; who has seen ``signal >= epoch`` may read that
-  data.
-- In every call every rank signals every peer and waits for all of them before the call ends. So
-  when call n of a rank is complete, each peer has begun call n, hence ended n-1: what call n-1 read
-  may be overwritten. Slots alternate, call n+1 writes where call n-1 wrote, and no barrier is
+- Allocation is collective, in the same order on every rank, and ends in a barrier. When it returns,
+  the memory of every peer is mapped and signals are zero.
+- A signal is written after the data it announces. A program that has seen ``signal >= epoch`` may
+  read that data.
+- In every call each rank signals every peer and waits for all peers before the call ends. So when
+  call n of a rank is complete, each peer has begun call n and has ended call n-1, and what call n-1
+  read may be overwritten. Slots alternate: call n+1 writes where call n-1 wrote. No barrier is
   needed.
-- Epochs live in device memory and the device advances them, so a captured graph replays with fresh
-  ones.
+- Epochs are in device memory and the device advances them, so each replay of a captured graph has
+  new epochs.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SymmetricBuffer:
-    """``local``: this rank's bytes (uint8). ``addresses``: where each rank's copy is mapped here,
-    by group rank.
+    """Symmetric memory, as this rank sees it.
 
-    ``handle``: what keeps the peers' bytes mapped.
+    local : the bytes of this rank, uint8.
+    addresses : where the bytes of each rank are mapped here, in rank order.
+    handle : the object that keeps the memory of peers mapped.
     """
 
     local: torch.Tensor
@@ -46,14 +47,19 @@ class SymmetricBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy of ``nbytes`` from ``source`` to ``target``, addresses mapped on this rank: a push,
-    or a pull.
+    """One copy between two addresses that are mapped on this rank: a push or a pull.
 
-    Copies of one ``lane`` follow each other; lanes run beside each other, but for the last copy of
-    a push, which follows all and is of lane 0. ``source`` or ``target`` 0: what a push is given,
-    ``offset`` bytes into it. ``counter``, an address on this device, if not 0: not before the int32
-    there has reached ``count``. ``rows``: so many pieces of ``nbytes``, pitches apart, in bytes.
-    ``aside``: only the last copy of a push need follow it, so the next one of its lane may pass it.
+    target, source : addresses. 0 is the address that is given to ``Transport.push``, plus
+        ``offset``.
+    nbytes : bytes per row.
+    offset : in bytes, added to the address that is given.
+    counter, count : if ``counter`` is not 0, it is an address on this device; the copy begins after
+        the int32 there has reached ``count``.
+    lane : copies of a lane run in order; lanes run concurrently. The last copy of a push is in lane
+        0 and follows all others.
+    rows, target_pitch, source_pitch : number of rows, and bytes from row to row.
+    aside : only the last copy of a push need follow this one; the next copy of its lane may pass
+        it.
     """
 
     target: int
@@ -69,7 +75,7 @@ class Copy:
     aside: bool = False
 
     def ends(self, given: int) -> tuple[int, int]:
-        """(target, source) where a push is given the address ``given``."""
+        """(target, source) if a push is given the address ``given``."""
         return self.target or given + self.offset, self.source or given + self.offset
 
     def pieces(self, given: int) -> Iterator[tuple[int, int]]:
@@ -80,11 +86,11 @@ class Copy:
 
 
 class Copies(tuple[Copy, ...]):
-    """Copies that serve many calls: a transport may make something of them."""
+    """Copies that serve many calls, so that a transport may prepare them."""
 
     @cached_property
     def pitched(self) -> bool:
-        """Whether one of them has several rows."""
+        """Whether any of them has several rows."""
         return any(copy.rows > 1 for copy in self)
 
 
@@ -92,58 +98,61 @@ Watcher = Callable[[Sequence[Copy], int, int], None]
 
 
 class Transport(Protocol):
-    """What ``cuda.py`` and ``cpu.py`` both provide for one (group, device)."""
+    """What ``cuda.py`` and ``cpu.py`` provide for one (group, device)."""
 
     device: torch.device
     rank: int
     world_size: int
     machine: Machine
-    # told of each push: its copies, when the copy engine began and ended (0: not known)
+    # called after each push with its copies and the times when they began and ended (0: unknown)
     watch: Watcher | None
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        """Collective: a zeroed symmetric buffer, mapped on every rank when this returns."""
+        """Collective. A zeroed symmetric buffer, mapped on every rank when this returns."""
         ...
 
     def share(self, nbytes: int) -> Sequence[Any]:
-        """Collective: zeroed host memory of every rank, mapped here, by rank; empty where ranks of
-        a group share none."""
+        """Collective. Zeroed host memory of each rank, mapped here, in rank order; empty if the
+        ranks of the group share none."""
         ...
 
     def barrier(self) -> None:
-        """Host-side rendezvous of the group; set-up and growth only. Work queued before it is
-        complete after it."""
+        """Barrier of the group on the host, for set-up and growth only. It also waits for the work
+        queued on this device."""
         ...
 
     def host_visible(self, words: int) -> torch.Tensor:
-        """Zeroed int32 words that kernels can write and the host can read without synchronising."""
+        """Zeroed int32 words that kernels can write and the host can read without
+        synchronization."""
         ...
 
     def push(
         self,
         copies: Sequence[Copy],
         source: int = 0,
-        line: int = 0,
+        queue: int = 0,
         launch: Callable[[], None] | None = None,
     ) -> None:
-        """Copy engine: do ``copies``, lane by lane in order, behind what is queued now and beside
-        what is queued later.
+        """Queue ``copies`` on copy engines, after the work queued so far and concurrently with the
+        work queued later.
 
-        The same copies serve many calls, from (or to) another ``source`` each time; :class:`Copies`
-        cost the host least. Pushes of one ``line`` follow each other, those of another do not wait
-        for them. Inside one device only single words: larger copies there may need its
-        multiprocessors, which a waiting kernel holds. ``launch`` queues a kernel, beside which the
-        copies run and for whose counters they may wait. If it raises, none waits.
+        copies : pass :class:`Copies` if they serve many calls; that costs the host least. Copies
+            inside one device must be single words, because larger ones may need multiprocessors,
+            which a waiting kernel occupies.
+        source : the address for copies whose source or target is 0; it may differ in each call.
+        queue : pushes of one queue run in order; queues do not wait for each other.
+        launch : queues a kernel that runs concurrently with the copies and whose counters they may
+            wait for. If it raises, no copy waits.
         """
         ...
 
-    def join(self, line: int = 0) -> None:
-        """Order what is queued later behind the last :meth:`push` of ``line``."""
+    def join(self, queue: int = 0) -> None:
+        """Order the work queued later after the last :meth:`push` of ``queue``."""
         ...
 
     def order(self) -> torch.cuda.Stream | None:
-        """Order this call behind the last one on this device, also if that was on another stream;
-        the stream of this one."""
+        """Order this call after the last one on this device, even one on another stream. Returns
+        the stream of this call."""
         ...
 
     def capturing(self) -> bool:
@@ -151,9 +160,9 @@ class Transport(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything queued on this device is done."""
+        """Wait until all work queued on this device is done."""
         ...
 
     def close(self) -> None:
-        """Release what this object holds. Not collective: it must work when a peer is gone."""
+        """Release all memory. Not collective: it must work when a peer is gone."""
         ...

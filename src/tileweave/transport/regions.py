@@ -1,11 +1,11 @@
-"""Symmetric memory lent to callers: which slot of an instance holds a result that somebody still
-has.
+"""Regions: slots that are lent to callers as results.
 
-A result that peers store into is handed out as it stands. Its tensor has a storage of its own
-(through DLPack), and when the last tensor on that storage is gone the region is free again, in the
-order of the stream on which it was made: unlike torch's allocator we are not told of
-``record_stream``, so who reads a result on another stream keeps it until that one is done. A region
-that a CUDA graph was captured with is that capture's for ever: the graph will write there again.
+Peers store directly into a result, and the caller gets that memory without a copy. Its tensor has a
+storage of its own (through DLPack). The region is free again when the last tensor on that storage
+is gone, in the order of the stream on which the result was made. Unlike torch's allocator, we do
+not see ``record_stream``: a caller that reads a result on another stream must keep it until that
+stream is done. A region that a CUDA graph was captured with belongs to that graph for ever, because
+each replay writes there.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch.utils.dlpack import to_dlpack
 
 @dataclass
 class Regions:
-    """The slots [0, count) of one allocation, from the side of who lends them.
+    """The slots [0, count) of one allocation, and which of them are lent.
 
-    ``held``: somebody has the result. ``captured``: a graph was captured with it. ``streams``: by
-    region, that of the last call that had it, on which its result was copied, or read for as long
-    as somebody held it.
+    held : regions whose result a caller still has.
+    captured : regions that a CUDA graph was captured with.
+    streams : for each region, the stream of the last call that used it. The result was copied or
+        read on that stream.
     """
 
     count: int
@@ -33,12 +34,11 @@ class Regions:
     streams: dict[int, Any] = field(default_factory=dict)
 
     def choose(self, capturing: bool) -> tuple[int, bool]:
-        """A region for the next result, and whether it may be lent; otherwise the result must be
+        """A region for the next result, and whether it may be lent; if not, the result must be
         copied out of it.
 
-        One free region is never lent, so that there is always a place to land. A capture gets none
-        that another one had: whose graph is replayed later writes over what the other's user still
-        has.
+        One region always stays free, so that the next call has one. Two captures never get the same
+        region: the replay of one graph would overwrite a result of the other that is still in use.
         """
         free = [k for k in range(self.count) if k not in self.held and k not in self.captured]
         lends = len(free) > 1
@@ -47,11 +47,11 @@ class Regions:
         return free[0] if lends else free[-1], lends
 
     def order(self, region: int, stream: Any) -> None:
-        """Peers may write to ``region`` as soon as ``stream`` comes to what it is given next:
-        behind all that reads it now.
+        """Order the next work of ``stream``, after which peers may write to ``region``, after all
+        that reads the region now.
 
-        The line of launches does not say so, it ends with a kernel; what reads its result may still
-        run, on the stream of that.
+        The order of launches is not enough: it ends with a kernel, and what reads the result of
+        that kernel may still run on its stream.
         """
         last = self.streams.get(region, stream)
         if last != stream:
@@ -59,8 +59,8 @@ class Regions:
         self.streams[region] = stream
 
     def lend(self, region: int, place: torch.Tensor) -> torch.Tensor:
-        """``place``, which is ``region``, as a tensor with a storage of its own; held until the
-        last user lets go."""
+        """``place``, the memory of ``region``, as a tensor with a storage of its own. The region is
+        held until that storage is gone."""
         self.held.add(region)
         lent = place.detach()
         weakref.finalize(lent, self.held.discard, region)

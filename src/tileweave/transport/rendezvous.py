@@ -1,18 +1,18 @@
-"""Meetings of one group on the host: texts of all ranks, and symmetric memory that is mapped; each
+"""Meetings of one group on the host: ranks exchange texts, and map symmetric memory. All waits are
 bounded in time.
 
-Texts go through the group's store and not through a collective. A collective that a rank has given
-up stays in torch's group, where the next one meets it; gloo ends the process then. One word of the
-store says how a meeting ended, the first to write it decides, and the others obey: either all go on
-from it, or it was given up, and whoever comes later goes on to the next one. So ranks that gave up
-at different times find each other again.
+Texts go through the store of the group and not through a collective. A collective that one rank has
+given up stays in torch's group and disturbs the next one; gloo ends the process then. A key of the
+store says how a meeting ended. The first rank to write it decides: either all ranks go on from this
+meeting, or it was given up, and ranks that come later go on to the next one. So ranks that gave up
+at different times meet again.
 
 torch (2.11 to 2.13) numbers the messages of a rendezvous by a counter of the process, not of the
-group. After a rendezvous that only some ranks of a group took part in, say for a sub-group, the
-next one of the whole group looks for messages under different numbers and waits for ever (pytorch
-issue 196082). It waits as long for a rank that never comes. So :class:`Meeting` hands torch a group
-of its own whose store counts messages from the first one of each rendezvous, and waits no longer
-than ``TILEWEAVE_TIMEOUT``.
+group. After a rendezvous of only some ranks of a group, say of a sub-group, the next one of the
+whole group looks for messages under different numbers and waits for ever (pytorch issue 196082). It
+also waits for ever for a rank that never comes. So :class:`Meeting` gives torch a group of its own,
+whose store counts messages from the first one of each rendezvous and waits no longer than
+``TILEWEAVE_TIMEOUT``.
 """
 
 from __future__ import annotations
@@ -34,93 +34,94 @@ from tileweave.transport.workspace import timeout_seconds
 
 _NUMBERED = re.compile(r"(.*?/)(\d+)((?:/.*)?)$")  # topic/number, topic/number/...
 _MET, _GIVEN_UP = "met", "given up"  # how a meeting ended
-_AWAY = "away|"  # how texts begin of ranks that have closed their workspace
+_CLOSED_PREFIX = "away|"  # the texts of ranks that have closed their workspace begin with it
 MAPPING = "mapping symmetric memory"
-MEMORY, HERE, MAPPED = "memory", "here", "mapped"  # what meetings of a workspace are about
-_SPOKEN = {
+MEMORY, HERE, MAPPED = "memory", "here", "mapped"  # subjects of the meetings of a workspace
+_DESCRIPTIONS = {
     MEMORY: "the first call of an operator",
     HERE: "an operator that needs more memory",
     MAPPED: "an operator whose memory is mapped",
 }
 
-# Behind a fault, ranks come to the next meeting as far apart as waits inside a kernel may last, up
-# to twice the time-out.
+# After a fault, the times when ranks come to the next meeting may differ as much as waits inside a
+# kernel may last, up to twice the timeout.
 LATE = 2.5
 _STORES: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
-# groups whose workspace this rank has closed, and not made again since
+# groups whose workspace this rank has closed and has not made again
 _CLOSED: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store of ``group``, through a connection of its own: who waits holds it, and threads with
-    other groups would wait."""
+    """The store of ``group``, through a connection of its own. A wait occupies the connection, and
+    threads that use other groups would wait, too."""
     found = _STORES.get(group)
     if found is None:
-        found = _STORES[group] = _get_process_group_store(group).clone()  # type: ignore[attr-defined]
+        store = _get_process_group_store(group)
+        found = _STORES[group] = store.clone()  # type: ignore[attr-defined]
     return found
 
 
 def meet(text: str, group: dist.ProcessGroup, what: str) -> tuple[int, list[str]]:
-    """Collective: the number of this meeting of ``group``, the same on all ranks, and their texts.
-    ``what`` it is for.
+    """Collective. The number of this meeting, the same on all ranks, and the texts of all ranks.
+    ``what`` names the purpose in errors.
 
-    Where some ranks have closed their workspace and others have not, who has not is told, and who
-    has waits for the others.
+    If only some ranks have closed their workspace, the others raise an error, and those that have
+    closed it wait for the next meeting.
     """
     store = dist.PrefixStore("tileweave-meetings", store_of(group))
-    rank, size, away = dist.get_rank(group), dist.get_world_size(group), group in _CLOSED
-    seconds = timeout_seconds() * (LATE if away else 1.0)
+    rank, size, closed_here = dist.get_rank(group), dist.get_world_size(group), group in _CLOSED
+    seconds = timeout_seconds() * (LATE if closed_here else 1.0)
     while True:
-        # in the store: it may outlive the group, and serve the next one
+        # the number is in the store, which may outlive the group and serve the next one
         number = store.add(f"last-of-{rank}", 1)
         keys = [f"{number}/{other}" for other in range(size)]
-        store.set(keys[rank], _AWAY + text if away else text)
+        store.set(keys[rank], _CLOSED_PREFIX + text if closed_here else text)
         end = ""
         try:
             store.wait(keys, timedelta(seconds=seconds))
             end = _end(store, number, _MET)
         except RuntimeError as error:
             end, absent = _give_up(store, number, keys)
-            if end != _MET:  # else the last one came just now, and the others count on this rank
+            if end != _MET:  # else the last rank came just now, and the others rely on this one
                 raise PeerTimeout(what, rank, absent, -1, 0, 0, seconds, "meeting") from error
         finally:
             if not end:  # Ctrl-C, say
                 _give_up(store, number, keys)
         texts = [text.decode() for text in store.multi_get(keys)]
-        if number > 1:  # who came to this one has read that one
+        if number > 1:  # all ranks that came to this meeting have read the texts of the last one
             store.delete_key(f"{number - 1}/{rank}")
             if rank == 0:
                 store.delete_key(f"{number - 1}/end")
-        those_away = [other for other, theirs in enumerate(texts) if theirs.startswith(_AWAY)]
-        if end == _GIVEN_UP or (away and len(those_away) < size):
+        closed_ranks = [r for r, text in enumerate(texts) if text.startswith(_CLOSED_PREFIX)]
+        if end == _GIVEN_UP or (closed_here and len(closed_ranks) < size):
             continue
-        if those_away and not away:
-            raise PeerTimeout(what, rank, those_away[0], -1, 0, 0, 0.0, "closed")
-        return number, [text.removeprefix(_AWAY) for text in texts]
+        if closed_ranks and not closed_here:
+            raise PeerTimeout(what, rank, closed_ranks[0], -1, 0, 0, 0.0, "closed")
+        return number, [text.removeprefix(_CLOSED_PREFIX) for text in texts]
 
 
 def _end(store: dist.Store, number: int, wanted: str) -> str:
-    """How meeting ``number`` ended: as ``wanted``, unless somebody has said otherwise before."""
+    """How meeting ``number`` ended: as ``wanted``, unless another rank decided before."""
     return store.compare_set(f"{number}/end", "", wanted).decode()
 
 
 def _give_up(store: dist.Store, number: int, keys: Sequence[str]) -> tuple[str, int]:
-    """How the meeting ended, and the rank that did not come, -1 if that cannot be known."""
-    with suppress(RuntimeError):  # of a store that is gone
+    """How the meeting ended, and the rank that did not come; -1 if that is unknown."""
+    with suppress(RuntimeError):  # raised if the store is gone
         absent = next((other for other, key in enumerate(keys) if not store.check([key])), -1)
         return _end(store, number, _GIVEN_UP), absent
     return _GIVEN_UP, -1
 
 
 class Texts:
-    """What the ranks of ``group`` tell each other while they share one workspace."""
+    """The texts that the ranks of ``group`` exchange while they share one workspace."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.number = group, 0
 
     def exchange(self, text: str) -> list[str]:
-        """Collective: the texts of all ranks, which begin alike: with what they are about, then
-        ``|`` if there is more."""
+        """Collective. The texts of all ranks. All must begin with the same subject; ``|`` separates
+        it from the rest."""
         number, texts = meet(text, self.group, MAPPING)
         require_alike(texts)
         self.number = number
@@ -131,32 +132,31 @@ class Texts:
         self.exchange(HERE)
 
     def close(self) -> None:
-        """Not collective."""
+        """Mark the workspace of this rank as closed. Not collective."""
         if self.number:
             _CLOSED.add(self.group)
 
 
 def require_alike(texts: Sequence[str]) -> None:
-    """Raise the same :class:`RankMismatchError` on every rank if texts differ: of workspaces, in
-    what they are about."""
-    refuse_differences([_SPOKEN.get(text.partition("|")[0], text) for text in texts])
+    """Raise the same :class:`RankMismatchError` on every rank if the subjects of texts differ."""
+    refuse_differences([_DESCRIPTIONS.get(text.partition("|")[0], text) for text in texts])
 
 
-def refuse_differences(said: Sequence[str], hint: str = "") -> None:
-    """Raise the same :class:`RankMismatchError` on every rank, majority or not, if what ranks
-    ``said`` is not alike."""
-    common = max(sorted(set(said)), key=said.count)
-    odd = [rank for rank, text in enumerate(said) if text != common]
+def refuse_differences(texts: Sequence[str], hint: str = "") -> None:
+    """Raise the same :class:`RankMismatchError` on every rank if ``texts`` are not all equal."""
+    common = max(sorted(set(texts)), key=texts.count)
+    odd = [rank for rank, text in enumerate(texts) if text != common]
     if odd:
-        differences = "; ".join(f"rank {rank}: {said[rank]}" for rank in odd)
+        differences = "; ".join(f"rank {rank}: {texts[rank]}" for rank in odd)
         raise RankMismatchError(
-            f"asked: {differences}, where the other ranks have {common}; allowed: the same operator, shapes, dtypes "
-            f"and options on every rank; remedy: look at what rank {odd[0]} passes{hint}"
+            f"asked: {differences}, where the other ranks have {common}; allowed: the same "
+            "operator, shapes, dtypes and options on every rank; "
+            f"remedy: look at what rank {odd[0]} passes{hint}"
         )
 
 
 class Messages(dist.Store):
-    """``store`` with keys ``topic/number/...`` renumbered: each topic of a round starts at 0."""
+    """``store`` with renumbered keys ``topic/number/...``: each topic of a round starts at 0."""
 
     def __init__(self, store: dist.Store, what: str, rank: int) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Messages(dist.Store):
         self._seconds = 0.0
 
     def start_round(self, number: int) -> None:
-        """Before each rendezvous, on every rank: a number of its own, the same on all of them."""
+        """Call this before each rendezvous with a new ``number``, the same on all ranks."""
         self._round = number
         self._first.clear()
         self._seconds = timeout_seconds()
@@ -196,7 +196,7 @@ class Messages(dist.Store):
         return self._store.multi_get([self._own(key) for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys; ``timeout`` is torch's and far too long for us."""
+        """Wait for keys. ``timeout`` is torch's and is ignored, since it is far too long for us."""
         try:
             self._store.wait([self._own(key) for key in keys], timedelta(seconds=self._seconds))
         except RuntimeError as error:
@@ -206,7 +206,7 @@ class Messages(dist.Store):
 
 
 class Meeting(Texts):
-    """What maps symmetric memory between the ranks of ``group``."""
+    """Maps symmetric memory between the ranks of ``group``."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
@@ -214,21 +214,22 @@ class Meeting(Texts):
         self._name = f"tileweave-{group.group_name}-{store.add(f'tileweave-workspaces-{rank}', 1)}"
         self._messages = Messages(dist.PrefixStore("tileweave-rendezvous", store), MAPPING, rank)
         self._group = dist.ProcessGroup(self._messages, rank, dist.get_world_size(group))
-        # torch 2.13 asks the group's backend about it
+        # torch 2.13 asks the backend of the group whether to use it
         if hasattr(dist.ProcessGroup, "use_pg_for_symm_mem_rendezvous"):
             kinds, backend = dist.ProcessGroup.BackendType, group._get_backend(device)
             kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
-            # else the backend would be told to forget it
+            # otherwise the backend would lose its own
             self._group.bound_device_id = group.bound_device_id
             self._group._register_backend(device, kind, backend)
             self._group._set_default_backend(kind)
         _register_process_group(self._name, self._group)  # type: ignore[arg-type]
 
     def rendezvous(self, local: torch.Tensor) -> Any:
-        """torch's handle on ``local`` (from ``symm_mem.empty``) of every rank; None where it cannot
-        be mapped.
+        """torch's handle on ``local`` (from ``symm_mem.empty``) of all ranks; None if it cannot be
+        mapped.
 
-        Behind an :meth:`exchange`, which says that all ranks are there, and has a number.
+        Call it after an :meth:`exchange`, which makes sure that all ranks are there and sets the
+        number.
         """
         import torch.distributed._symmetric_memory as symm_mem
 

@@ -1,4 +1,4 @@
-"""torch's collectives under the names that this torch has (2.13 renamed the flat ones), and what
+"""torch's collectives under the names of the installed torch (2.13 renamed the flat ones), and what
 ranks agree on before them."""
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_to_all_flat = dist.all_to_all_single
 
-_LONGEST = 512  # characters of a rank's text
+_LONGEST = 512  # characters of the text of a rank
 
 
 def agree(text: str, group: dist.ProcessGroup, what: str = "") -> None:
-    """Collective: raise the same :class:`RankMismatchError` on every rank if their texts differ.
+    """Collective. Raise the same :class:`RankMismatchError` on every rank if their texts differ.
 
-    ``what`` they are about; "": the text itself.
+    ``what`` names the subject in a :class:`PeerTimeout`; "" is the text itself. That error is
+    raised if a peer does not come in time, and nothing of it is left in torch's group.
 
-    Of a text that is too long the beginning and a checksum of all: texts that differ still do. A
-    peer that does not come in time is a :class:`PeerTimeout`, and leaves nothing in torch's group.
-    Calls that broke off on some ranks only differ.
+    A text that is too long is replaced by its beginning and a checksum of all of it. The number of
+    calls that broke off on this rank is part of the text, so ranks where it differs are refused.
     """
     broken = REGISTRY.broken_off(group.group_name)
     if broken:
-        what, text = what or text, f"{text} behind {broken}"
+        what, text = what or text, f"{text} after {broken}"
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST - 20]}... crc32 {zlib.crc32(text.encode()):08x}"
     require_alike(meet(text, group, what or text)[1])
@@ -39,12 +39,12 @@ def agree(text: str, group: dist.ProcessGroup, what: str = "") -> None:
 def agree_on_memory(
     nbytes: int, failure: str, place: str, exchange: Callable[[str], list[str]]
 ) -> list[str]:
-    """Collective, while symmetric memory is made: every rank says how much it wants, what failed
-    ("": nothing), and where.
+    """Collective. Every rank tells the others how much symmetric memory it wants, what failed ("":
+    nothing) and where its memory is. Returns the places, in rank order.
 
-    ``exchange`` brings all ranks' texts. Returns the places, by rank. If a rank failed or sizes
-    differ, every rank raises the same error at once: nobody is left in a collective that others
-    have given up, and nobody writes past a peer's end.
+    ``exchange`` sends a text of this rank and returns those of all ranks. If a rank failed or sizes
+    differ, every rank raises the same error at once. So no rank stays in a collective that others
+    have given up, and none writes past the end of a peer's memory.
     """
     rows = [
         text.split("|", 3)[1:] for text in exchange(f"{MEMORY}|{nbytes}|{failure[:60]}|{place}")
@@ -52,7 +52,8 @@ def agree_on_memory(
     failed = [f"rank {rank}: {row[0]} bytes, {row[1]}" for rank, row in enumerate(rows) if row[1]]
     if failed:
         raise UnsupportedError(
-            f"asked: memory that all ranks can map ({'; '.join(failed)}); allowed: what that rank has free; "
+            f"asked: memory that all ranks can map ({'; '.join(failed)}); "
+            "allowed: what that rank has free; "
             "remedy: free some there, or call with smaller shapes"
         )
     refuse_differences(

@@ -1,8 +1,8 @@
 """Workspace: the state that operators keep between calls, one per (group, device).
 
-An :class:`Instance` is one protocol instance: slots (two, or as many as an operator asks for),
-signals, and a control block whose first word is the epoch. An operator has one per transport, so
-that copy-engine calls (whose addresses a graph freezes) and in-kernel pushes never share a slot.
+An :class:`Instance` has slots (two, or as many as an operator asks for), signals, and a control
+block whose first word is the epoch. An operator has one per transport, so that copy-engine calls
+(whose addresses a graph freezes) and pushes of kernels never share a slot.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tileweave.transport.interface import Copy
 from tileweave.transport.regions import Regions
 
 if TYPE_CHECKING:
-    from tileweave.planning.matmul import Plan
+    from tileweave.planning.problem import Plan
     from tileweave.transport.interface import SymmetricBuffer, Transport
 
-GATHER = "gather"  # the kind of instance of a gather beside other kernels
-# kinds whose data copy engines bring, by addresses of the host: tables do not hold them back
+GATHER = "gather"  # the kind of instance of a gather that runs concurrently with other kernels
+# kinds whose data copy engines move, by addresses that the host knows and not by address tables
 COPIED = ("copy_engine", GATHER)
-MOST_KEPT = 1024  # sizes of calls for which something is kept
+MOST_KEPT = 1024  # entries of a cache that has one for each size of calls
 _ALIGN = 1024
 
 
 class _Call(threading.local):
-    """The operator call that this thread is in. ``posted``: it stands in the ledger."""
+    """The operator call that this thread is in. ``posted``: whether it is in the ledger."""
 
     posted = False
 
@@ -44,7 +44,7 @@ CALL = _Call()
 
 
 def timeout_seconds() -> float:
-    """How long a wait may last: ``TILEWEAVE_TIMEOUT``, seconds, default 30."""
+    """How long a wait may last, in seconds: ``TILEWEAVE_TIMEOUT``, default 30."""
     text = os.environ.get("TILEWEAVE_TIMEOUT", "30")
     try:
         seconds = float(text)
@@ -59,7 +59,7 @@ def timeout_seconds() -> float:
 
 
 def _first_words(seconds: float) -> list[int]:
-    """A control block before the first call, where a wait may last ``seconds``."""
+    """The control block before the first call, if a wait may last ``seconds``."""
     limit, words = int(seconds * 1e6), [0] * protocol.CONTROL_WORDS
     words[protocol.EPOCH] = 1
     words[protocol.TIMEOUT_US], words[protocol.MEETING_US], words[protocol.PUSHED_US] = (
@@ -70,8 +70,9 @@ def _first_words(seconds: float) -> list[int]:
     return [min(word, 2**31 - 1) for word in words]
 
 
-class Recent(dict[Any, Any]):
-    """What may be made again: all is forgotten where keys of ever new sizes would fill memory."""
+class BoundedCache(dict[Any, Any]):
+    """A cache of what can be made again. It is emptied when it has ``MOST_KEPT`` entries, so that
+    calls of ever new sizes do not fill memory."""
 
     def __setitem__(self, key: object, value: object) -> None:
         if len(self) >= MOST_KEPT:
@@ -84,22 +85,20 @@ class Instance:
 
     Attributes
     ----------
-    signals : int32 ``[R, MAX_SLICES]`` then ``[R]`` words to meet by then ``[1]`` for own pushes
-        done; symmetric. Behind them, ``[2, R, MAX_SLICES]`` *flags* by slot: 1 where a peer has
-        something for a copy engine of this rank, else 0.
-    signal_table, slot_table : int64 ``[R]``, the address of each rank's signals and slots as mapped
-        here.
-    control : int32, local: epoch of the next call, programs that left, fault flag, limits of waits
-        in microseconds, tables.
-    report : int32, readable by the host while kernels run: the first wait that ran out of time.
-    regions : which slots are lent to callers as results; all but operators that announce regions
-        leave it alone.
-    counters : int32, local, zero at first: what programs of this device count, and copy engines
-        wait for. What stands where, and who sets it to zero again, the operator's kernel says; some
+    signals : int32, symmetric: ``[R, MAX_SLICES]`` signals of data, ``[R]`` to meet, and ``[1]``
+        for the end of own pushes.
+    flags : int32, symmetric, ``[2, R, MAX_SLICES]`` by slot: 1 if a peer has data for a copy engine
+        of this rank, else 0.
+    signal_table, slot_table : int64 ``[R]``, where the signals and slots of each rank are mapped.
+    control : int32, local: the control block, see ``interface.py``.
+    report : int32, readable by the host while kernels run: the first wait that timed out.
+    regions : which slots are lent as results; used only by operators that lend them.
+    counters : int32, local, initially zero: what programs of this device count and copy engines
+        wait for. The kernel of the operator defines their meaning and resets them; some kernels
         have a set for each parity of the epoch.
-    captured : whether a CUDA graph holds a call, so that the host no longer knows the epoch.
-    calls : the number of the next call that has its copies pushed; outside of graphs its parity is
-        the slot.
+    captured : whether a CUDA graph has a call, so that the host does not know the epoch.
+    calls : the number of the next call whose copies are pushed; outside of graphs its parity is the
+        slot.
     """
 
     @torch.inference_mode(False)  # calls outside of it write to what is made here
@@ -123,7 +122,7 @@ class Instance:
         )
         self.signal_table = self._table(self._signals)
         self.report = transport.host_visible(protocol.REPORT_WORDS)
-        # numpy need not be there
+        # ctypes, because numpy may not be installed
         self._report = (ctypes.c_int32 * protocol.REPORT_WORDS).from_address(self.report.data_ptr())
         self.seconds = timeout_seconds()
         self.control = torch.tensor(
@@ -131,7 +130,7 @@ class Instance:
         )
         self.counters = torch.zeros(0, dtype=torch.int32, device=transport.device)
         self._slots: SymmetricBuffer | None = None
-        self._held: list[object] = []  # what graphs read and write
+        self._held: list[object] = []  # memory that graphs read and write
         self.slot_table = torch.zeros(0)
         self.slot_bytes = self.num_slots = 0
         self.regions = Regions(0)
@@ -172,11 +171,11 @@ class Instance:
         return Copy(target, self.control.data_ptr() + 4 * protocol.EPOCH, 4, aside=aside)
 
     def reserve(self, slot_bytes: int, counters: int = 0, slots: int = 2) -> None:
-        """Make room for ``slots`` slots of ``slot_bytes`` each. Collective if they grow, so sizes
-        must agree on all ranks.
+        """Make room for ``slots`` slots of ``slot_bytes`` each, and for ``counters``. Collective if
+        slots grow, so sizes must agree on all ranks.
 
-        Operators that push have two slots, chosen by the parity of the epoch; who asks for more
-        hands them out as regions.
+        Operators that push have two slots, chosen by the parity of the epoch. Those that ask for
+        more lend them as regions.
         """
         if (
             counters > self.counters.numel()
@@ -189,7 +188,7 @@ class Instance:
     def _grow(self, slot_bytes: int, counters: int, slots: int) -> None:
         if counters > self.counters.numel():
             self._refuse_capture("more tile counters")
-            self.transport.synchronize()  # copies may still wait for these
+            self.transport.synchronize()  # copies may still wait for the old ones
             self.counters = torch.zeros(counters, dtype=torch.int32, device=self.transport.device)
             self._forget()
         if slot_bytes <= self.slot_bytes and slots <= self.num_slots:
@@ -221,30 +220,28 @@ class Instance:
         self.slot_bytes, self.num_slots = size, slots
 
     def keep(self, key: object, value: object) -> None:
-        """Into the cache, which a call looks into first. It is emptied where calls of ever new
-        sizes fill it."""
+        """Put ``value`` into the cache. The cache is emptied first if it is full."""
         if len(self.cache) >= MOST_KEPT and not self.transport.capturing():
-            self.transport.synchronize()  # kernels may still read tables that go with it
+            self.transport.synchronize()  # kernels may still read tables that the cache keeps alive
             self._forget()
         self.cache[key] = value
 
     def _forget(self) -> None:
-        """An empty cache, for what is about to stand elsewhere."""
+        """Empty the cache, because addresses change; a cache that a graph needs is replaced."""
         if any(self.cache is one for one in self._held):
             self.cache = {}
         else:
             self.cache.clear()
 
     def _hold(self) -> None:
-        """A graph is captured: it will read and write where things stand now, so that must outlive
-        what takes its place."""
+        """Keep the memory that a captured graph reads and writes, also after it is replaced."""
         for part in (self.cache, self._slots, self.slot_table, self.counters):
             if not any(part is one for one in self._held):
                 self._held.append(part)
 
     def close(self) -> None:
-        """Let go of everything: what is cached refers to this instance, so memory would stay until
-        Python collects garbage."""
+        """Release everything. Cached objects refer to this instance, so memory would otherwise stay
+        until Python collects garbage."""
         for cache in (self.cache, *self._held):
             if isinstance(cache, dict):
                 cache.clear()
@@ -253,17 +250,17 @@ class Instance:
     def _refuse_capture(self, what: str) -> None:
         if self.transport.capturing():
             raise CaptureError(
-                f"asked: {self.op} under CUDA-graph capture, which needs {what}; allowed: calls that fit the memory "
-                "reserved before the capture; remedy: call tw.warmup(...) with each shape that will be captured, before"
+                f"asked: {self.op} under CUDA-graph capture, which needs {what}; allowed: calls "
+                "that fit the memory reserved before the capture; "
+                "remedy: call tw.warmup(...) before, with each shape that will be captured"
             )
 
     def begin(self, mark: int = 0, region: int | None = None) -> bool:
-        """Open a call: report an earlier time-out, and order this call behind the last one on this
-        device.
+        """Begin a call: report an earlier timeout, and order this call after the last one on this
+        device. Returns whether the call is being captured into a CUDA graph.
 
-        ``mark``: a checksum of the call, compared with what peers call (0: not compared).
-        ``region``: where its result will be, if in one. Returns whether the call is being captured
-        into a CUDA graph.
+        mark : a checksum of the call, which is compared with those of peers; 0: not compared.
+        region : the region of its result, if it has one.
         """
         self.check()
         capturing = self.transport.capturing()
@@ -273,7 +270,7 @@ class Instance:
         if mark:
             calls = self.ledger.calls
             try:
-                # who has captured takes other slots than who has not
+                # a rank that has captured a call uses other slots than one that has not
                 self.ledger.post(self.op, mark + self.captured)
             finally:
                 CALL.posted = self.ledger.calls > calls
@@ -283,24 +280,24 @@ class Instance:
         return capturing
 
     def launched(self) -> None:
-        """Behind a launch, also one that raised: an interpreted kernel has ended by now, where a
-        wait ran out of time with an error of the interpreter's, which says less. What runs on a
-        device is looked at when the next call begins."""
+        """Call this after each launch, even one that raised. An interpreted kernel has ended by
+        now; a wait that timed out raised an error of the interpreter, and this one says more.
+        Kernels on a device are checked when the next call begins."""
         if self._interpreted:
             self.check()
 
     def check(self) -> None:
-        """Raise :class:`PeerTimeout` if a wait of an earlier call ran out of time, or the mismatch
-        that it comes from."""
+        """Raise :class:`PeerTimeout` if a wait of an earlier call timed out, or the
+        :class:`RankMismatchError` that caused it."""
         if not self._report[protocol.REPORT_SET]:
             return
-        self.ledger.compare(self.op)  # the peer may have been there, with another call
+        self.ledger.compare(self.op)  # the peer may have made another call
         rank, signal = self.transport.rank, int(self._report[protocol.REPORT_SIGNAL])
         peer = self.layout.source_of(signal)
         raise PeerTimeout(
             self.op,
             rank,
-            peer if peer < self.world_size else -1,  # own copies: whom they waited for is not known
+            peer if peer < self.world_size else -1,  # own copies: the late peer is not known
             int(self._report[protocol.REPORT_UNIT]),
             int(self._report[protocol.REPORT_EXPECTED]),
             int(self._report[protocol.REPORT_SEEN]),
@@ -309,29 +306,29 @@ class Instance:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory this rank holds for this instance."""
+        """Bytes of symmetric memory that this rank has for this instance."""
         return self._signals.local.numel() + self.num_slots * self.slot_bytes
 
 
 class Workspace:
-    """All instances of one (group, device); made by :func:`workspace_for`, ended by
-    :meth:`close`."""
+    """All instances of one (group, device)."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.ledger = Ledger()
         self.instances: dict[tuple[str, str], Instance] = {}
-        # signatures of calls whose arguments were checked, and their plans
-        self.accepted: dict[object, Plan] = Recent()
+        # the plans of calls whose arguments were checked, by signature
+        self.accepted: dict[object, Plan] = BoundedCache()
 
     def instance(self, op: str, kind: str) -> Instance:
-        """The instance of ``op`` over transport ``kind``; the first call for it is collective."""
+        """The instance of ``op`` for transport ``kind``. Collective the first time."""
         found = self.instances.get((op, kind))
         if found is None:
             if self.transport.capturing():
                 raise CaptureError(
-                    f"asked: the first call of {op} under CUDA-graph capture; allowed: capture after the workspace "
-                    "exists; remedy: call tw.warmup(...) with each shape that will be captured, before"
+                    f"asked: the first call of {op} under CUDA-graph capture; allowed: capture "
+                    "after the workspace exists; "
+                    "remedy: call tw.warmup(...) before, with each shape that will be captured"
                 )
             found = self.instances[op, kind] = Instance(
                 op, self.transport, self.ledger, kind in COPIED
@@ -344,12 +341,12 @@ class Workspace:
         self.ledger.compare("the last operator")
 
     def close(self) -> None:
-        """Wait for this device, then let go of all memory. Not collective; usable after a peer
+        """Wait for this device, then release all memory. Not collective; it works after a peer
         died.
 
-        Now, and not when Python next collects garbage: torch ends the process if symmetric memory
-        is freed while a CUDA graph is being captured. What is cached of an instance refers to it,
-        so caches go first.
+        Memory must not stay until Python collects garbage: torch ends the process if symmetric
+        memory is freed while a CUDA graph is being captured. Cached objects refer to their
+        instance, so caches are emptied first.
         """
         self.transport.synchronize()
         for instance in self.instances.values():
@@ -365,9 +362,9 @@ class Registry:
     def __init__(self) -> None:
         self._workspaces: dict[tuple[str, torch.device], Workspace] = {}
         self._groups: dict[str, object] = {}
-        # calls that broke off; whether they were given up
+        # calls that broke off: whether this rank gave them up for its peers
         self._broken: dict[tuple[str, torch.device], list[bool]] = {}
-        # of a forked process
+        # the workspaces and groups of the parent, in a forked process
         self._of_parent: list[
             tuple[dict[tuple[str, torch.device], Workspace], dict[str, object]]
         ] = []
@@ -375,20 +372,21 @@ class Registry:
             os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        """This process is a copy of a rank, and shares its memory: to use it, or to let go of it,
-        would be that rank's loss."""
+        """This process is a copy of a rank and shares its memory, so it must neither use that
+        memory nor release it."""
         self._of_parent.append((self._workspaces, self._groups))
         self._workspaces, self._groups = {}, {}
 
     def belongs(self, group_name: str, group: object) -> None:
-        """``group`` goes by this name now. If another one did (destroyed since), close what it
-        left: its ranks may differ."""
+        """Note that ``group`` has this name. If a destroyed group had it before, close the
+        workspaces of that one, whose ranks may differ."""
         if self._of_parent and any(
             group is one for _, groups in self._of_parent for one in groups.values()
         ):
             raise InputError(
-                f"asked: an operator over group {group_name!r} in a process forked since; allowed: in the one that joined the "
-                "group; remedy: start processes that call operators by spawn, and initialise a group in them"
+                f"asked: an operator over group {group_name!r} in a process forked since; "
+                "allowed: in the process that joined the group; "
+                "remedy: start processes that call operators by spawn, and join a group in them"
             )
         before = self._groups.setdefault(group_name, group)
         if before is not group:
@@ -396,8 +394,8 @@ class Registry:
             self._groups[group_name] = group
 
     def look_up(self, group_name: str, resolve: Callable[[str], object]) -> None:
-        """:meth:`belongs`, unless who last went by this name still exists: to ask takes 0.1 us, to
-        ``resolve`` the name 0.4."""
+        """:meth:`belongs`, unless the last group of this name still exists. That check takes 0.1
+        us, to ``resolve`` the name 0.4 us."""
         if self._groups.get(group_name) not in _world.pg_map:
             self.belongs(group_name, resolve(group_name))
 
@@ -418,8 +416,8 @@ class Registry:
     def break_off(
         self, group_name: str, device: torch.device, posted: bool, error: BaseException | None
     ) -> None:
-        """An operator of this rank has raised what its peers know nothing of; ``posted``: behind
-        what stands in the ledger."""
+        """Note that a call raised an error of this rank alone, which its peers do not know of.
+        ``posted``: whether the call is in the ledger."""
         given_up = isinstance(error, PeerTimeout)
         self._broken.setdefault((group_name, device), []).append(given_up)
         found = self.find(group_name, device)
@@ -427,12 +425,12 @@ class Registry:
             found.ledger.break_off(posted, given_up)
 
     def opened(self, group_name: str, device: torch.device) -> None:
-        """There is a ledger now: write down what broke off before."""
+        """Record the calls that broke off before the ledger existed."""
         for given_up in self._broken.get((group_name, device), ()):
             self._workspaces[group_name, device].ledger.break_off(False, given_up)
 
     def broken_off(self, group_name: str) -> str:
-        """Of the calls that broke off since the group was closed, how many: peers had as many, or
+        """The calls of this rank that broke off since the group was closed. Peers had as many, or
         wait for some of them."""
         calls = [
             given_up
@@ -443,8 +441,8 @@ class Registry:
         return f"{len(calls)} that broke off, {sum(calls)} of them given up" if calls else ""
 
     def close(self, group_name: str | None = None) -> None:
-        """Close the workspaces of one group, or all. Groups are let go: a destroyed one has threads
-        and sockets."""
+        """Close the workspaces of one group, or all. Groups are released, because a destroyed group
+        has threads and sockets."""
         for key in [k for k in self._workspaces if group_name in (None, k[0])]:
             self._workspaces.pop(key).close()
         for key in [k for k in self._broken if group_name in (None, k[0])]:

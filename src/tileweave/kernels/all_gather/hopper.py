@@ -45,7 +45,7 @@ from tileweave.kernels.all_gather.hopper_move import move_partition
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
 from tileweave.kernels.runtime.launch import Launches
 from tileweave.kernels.runtime.peers import Peers, lines
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, slice_bounds
 
 

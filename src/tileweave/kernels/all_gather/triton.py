@@ -69,7 +69,7 @@ from tileweave.device.triton.trace import label, stamp
 from tileweave.kernels.all_to_all.gather_triton import copy_exchanged, multiply_sources, push_parts
 from tileweave.kernels.runtime.launch import Launches
 from tileweave.kernels.runtime.peers import Peers, lines
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, slice_bounds
 
 PUSH_BLOCK = 2048  # elements that a producer moves at once: 16 bytes a thread with 8 warps

@@ -45,7 +45,7 @@ from tileweave.device.triton.self_signaling import expected_zero, put_marked
 from tileweave.errors import require
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import cdiv
 
 

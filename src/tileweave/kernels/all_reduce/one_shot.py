@@ -51,7 +51,7 @@ from tileweave.device.triton.signal import (
 from tileweave.errors import require
 from tileweave.kernels.runtime.launch import Launches
 from tileweave.kernels.runtime.peers import Peers
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 
 AT_THE_END = tl.constexpr(
     64

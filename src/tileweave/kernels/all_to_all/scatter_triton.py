@@ -65,7 +65,7 @@ from tileweave.device.triton.signal import (
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.kernels.reduce_scatter.triton import store_rows, tile_place
 from tileweave.kernels.runtime.peers import Peers, lines
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
 
 POISON_BLOCK = 1024

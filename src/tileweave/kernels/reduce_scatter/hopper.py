@@ -59,7 +59,7 @@ from tileweave.kernels.reduce_scatter.hopper_epilogue import (
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
 from tileweave.kernels.runtime.launch import Launches
 from tileweave.kernels.runtime.peers import Peers, lines
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import ScatterSchedule
 
 

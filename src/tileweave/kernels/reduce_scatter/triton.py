@@ -57,7 +57,7 @@ from tileweave.device.triton.self_signaling import put_marked, take_marked
 from tileweave.device.triton.signal import MAX_SLICES, count_in, faulted, leave, load_epoch, wait
 from tileweave.device.triton.tiles import OwnerTiles, part_range, place_out, share_of, unit_range
 from tileweave.kernels.runtime.peers import Peers, lines
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import ScatterSchedule
 
 

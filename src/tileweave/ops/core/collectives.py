@@ -28,18 +28,18 @@ def in_line(x: torch.Tensor) -> None:
     orders on different ranks, they would wait for each other for ever.
     """
     if x.is_cuda:
-        from tileweave.transport.cuda import enter_line
+        from tileweave.transport.cuda import enter_launch_order
 
-        enter_line(x.device)
+        enter_launch_order(x.device)
 
 
 def out_of_line(x: torch.Tensor) -> None:
     """What follows on this stream waits for no peer, so a collective or launch of ours on another
     stream may run beside it."""
     if x.is_cuda:
-        from tileweave.transport.cuda import leave_line
+        from tileweave.transport.cuda import leave_launch_order
 
-        leave_line(x.device)
+        leave_launch_order(x.device)
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from tileweave.errors import InputError, TileweaveError, UnsupportedError, peers_know
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.machine import CPU, Machine
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 from tileweave.transport import torch_collectives as collectives
 from tileweave.transport.call_ledger import NBYTES
 from tileweave.transport.interface import Copies, Transport

@@ -53,7 +53,7 @@ from tileweave.ops.embedding.inputs import (
     step_of,
 )
 from tileweave.ops.embedding.table_gradient import KINDS
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout
 
 _SAID: set[tuple[str, str]] = set()

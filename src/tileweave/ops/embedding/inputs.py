@@ -20,7 +20,7 @@ from tileweave.ops.core.registry import agree, group_of, interpreting, machine_o
 from tileweave.ops.embedding.bag_all_to_all_fused import OP
 from tileweave.ops.embedding.table_gradient import KINDS
 from tileweave.ops.matmul.inputs import refuse_alias
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout, plan_embedding, rows_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -182,7 +182,7 @@ def _check_optimizer(tables: Sequence[torch.Tensor], optimizer: FusedOptimizer) 
 
 @functools.lru_cache(64)
 def _faults_of(layout: EmbeddingLayout) -> str:
-    return layout.faults()
+    return layout.invalid_reason()
 
 
 def check_inputs(call: Call, out: torch.Tensor | None, size: int, rank: int) -> None:

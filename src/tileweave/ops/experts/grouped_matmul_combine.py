@@ -46,7 +46,7 @@ from tileweave.ops.experts.grouped_matmul_combine_fused import OP, run_fused
 from tileweave.ops.experts.routing_plan import RoutingPlan, check_plan, routing_plan, shape_of
 from tileweave.ops.matmul.inputs import DTYPES, check_shape, refuse_alias
 from tileweave.planning.combine import CombineConfig, plan_combine
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 from tileweave.transport.workspace import REGISTRY
 
 _SAID: set[tuple[str, str]] = set()

@@ -44,7 +44,8 @@ from tileweave.ops.matmul.inputs import (
     plan_for,
     publish_matmul,
 )
-from tileweave.planning.matmul import MatmulConfig, Plan, plan_all_gather_matmul
+from tileweave.planning.matmul import plan_all_gather_matmul
+from tileweave.planning.problem import MatmulConfig, Plan
 
 _SAID: set[tuple[str, str]] = set()
 

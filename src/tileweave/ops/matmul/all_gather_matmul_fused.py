@@ -17,13 +17,8 @@ import torch
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import copy_slot, endpoint, push_beside, workspace_of
-from tileweave.planning.matmul import (
-    MatmulConfig,
-    Plan,
-    Problem,
-    exchange_schedule_for,
-    schedule_for,
-)
+from tileweave.planning.matmul import exchange_schedule_for, schedule_for
+from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import Parts, TileSchedule, push_order, slot_place
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.interface import Copies, Copy, Transport
@@ -55,13 +50,13 @@ def run_fused(
         from tileweave.ops.matmul.cublas import gather_then_multiply, multiply_shards
 
         if config.transport == "sm":
-            gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config, chosen.mark)
+            gather_then_multiply(workspace, OP, x, w, bias, out, gathered, config, chosen.checksum)
         else:
-            multiply_shards(x, w, bias, out, gathered, group_name, chosen.mark)
+            multiply_shards(x, w, bias, out, gathered, group_name, chosen.checksum)
         return
     call = _fused_call(workspace, x, w, config, how)
     instance = call.instance
-    capturing = instance.begin(chosen.mark)
+    capturing = instance.begin(chosen.checksum)
     launch = call.launcher(x, w)
     if config.transport == "copy_engine":
         slot = copy_slot(instance)

@@ -44,7 +44,8 @@ from tileweave.ops.matmul.inputs import (
     out_as_rows,
     plan_for,
 )
-from tileweave.planning.matmul import MatmulConfig, Plan, plan_all_to_all_matmul
+from tileweave.planning.matmul import plan_all_to_all_matmul
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
 
 _SAID: set[tuple[str, str]] = set()

@@ -23,7 +23,7 @@ from tileweave.ops.core.registry import (
     mark_of,
     workspace_of,
 )
-from tileweave.planning.matmul import MOST_ELEMENTS
+from tileweave.planning.problem import MOST_ELEMENTS
 from tileweave.planning.schedules.gather import arrival_order, push_order
 from tileweave.transport.interface import Copies, Copy
 from tileweave.transport.workspace import CALL, GATHER, Instance
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tileweave.kernels.all_gather.await_shards import ShardLaunches
 
 OP = "all_gather_matmul"
-LINE = 1  # of copies: those of the kernel beside us do not queue behind ours
+QUEUE = 1  # of copies: those of the kernel beside us do not queue behind ours
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class Gathering:
         finally:
             # As in push_beside: the kernel on a device ends behind our pushes anyway.
             if self._capturing or not self._whole.is_cuda:
-                instance.transport.join(LINE)
+                instance.transport.join(QUEUE)
             instance.launched()
         CALL.posted = False  # it has been made: what breaks off from here on is what follows
 
@@ -128,7 +128,7 @@ def begin_gather(x: torch.Tensor, group_name: str, mark: int = 0) -> Gathering:
     capturing = instance.begin(mark or call.mark)
     slot = copy_slot(instance)
     await_frozen_slot(instance, call.endpoint)
-    transport.push(call.copies[slot], x.data_ptr(), LINE)
+    transport.push(call.copies[slot], x.data_ptr(), QUEUE)
     instance.calls += 1
     return Gathering(instance, x, call, call.slots[slot], capturing)
 

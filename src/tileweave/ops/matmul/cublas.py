@@ -16,7 +16,7 @@ from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops import reference
 from tileweave.ops.core.registry import endpoint
 from tileweave.ops.matmul.concurrent_gather import begin_gather
-from tileweave.planning.matmul import MatmulConfig
+from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import cdiv
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.workspace import Instance, Workspace

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops.core.registry import name_of, place_in, publish
 from tileweave.ops.matmul.inputs import call_for_warmup, operands_for_warmup
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.scatter import Exchange
 
 

@@ -29,7 +29,7 @@ from tileweave.ops.core.registry import (
     workspace_of,
 )
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import MatmulConfig, Plan, Problem
+from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.transport.workspace import REGISTRY
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -296,7 +296,7 @@ def accept(
     if chosen.config is not None:
         workspace = workspace_of(group_name, x.device)
         chosen = workspace.accepted[signature] = replace(
-            chosen, mark=mark_of(common), world_size=size
+            chosen, checksum=mark_of(common), world_size=size
         )
     return chosen
 

@@ -49,7 +49,8 @@ from tileweave.ops.matmul.inputs import (
     plan_for,
 )
 from tileweave.ops.matmul.matmul_all_reduce_fused import OP, run_fused
-from tileweave.planning.matmul import MatmulConfig, Plan, plan_matmul_all_reduce
+from tileweave.planning.matmul import plan_matmul_all_reduce
+from tileweave.planning.problem import MatmulConfig, Plan
 
 EPS = 1e-6
 _SAID: set[tuple[str, str]] = set()

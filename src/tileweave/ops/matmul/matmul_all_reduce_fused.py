@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 from tileweave.ops.core.registry import endpoint, workspace_of
-from tileweave.planning.matmul import MatmulConfig, Plan
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ def run_fused(
         from tileweave.ops.matmul.cublas import multiply_then_reduce
 
         target = out if residual_out is None else residual_out
-        multiply_then_reduce(workspace, OP, x, w, bias, target, residual, config, chosen.mark)
+        multiply_then_reduce(workspace, OP, x, w, bias, target, residual, config, chosen.checksum)
         # a kernel of its own: rows of many tiles, which no program has seen whole
         if norm_weight is not None:
             out.copy_(rms_norm(target.float(), norm_weight.shape, norm_weight.float(), norm_eps))
         return
     instance, launch = _one_shot(workspace, x, w, config)
-    instance.begin(chosen.mark)
+    instance.begin(chosen.checksum)
     try:
         launch(x, w, bias, residual, norm_weight, norm_eps, out, residual_out)
     finally:

@@ -43,7 +43,8 @@ from tileweave.ops.matmul.inputs import (
     plan_for,
 )
 from tileweave.ops.matmul.matmul_all_to_all_fused import OP, run_fused
-from tileweave.planning.matmul import MatmulConfig, Plan, plan_matmul_all_to_all
+from tileweave.planning.matmul import plan_matmul_all_to_all
+from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
 
 _SAID: set[tuple[str, str]] = set()

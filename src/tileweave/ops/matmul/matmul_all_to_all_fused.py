@@ -21,7 +21,8 @@ from tileweave.ops.core.registry import (
     push_beside,
     workspace_of,
 )
-from tileweave.planning.matmul import MatmulConfig, Plan, Problem, scatter_schedule_for
+from tileweave.planning.matmul import scatter_schedule_for
+from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import arrival_order, cdiv
 from tileweave.planning.schedules.scatter import Exchange, ScatterSchedule
 from tileweave.transport.interface import Copies, Copy
@@ -47,11 +48,11 @@ def run_fused(
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import multiply_then_exchange
 
-        multiply_then_exchange(workspace, OP, x, w, bias, out, how, config, chosen.mark)
+        multiply_then_exchange(workspace, OP, x, w, bias, out, how, config, chosen.checksum)
         return
     call = _fused_call(workspace, x, w, how, config)
     instance = call.instance
-    capturing = instance.begin(chosen.mark)
+    capturing = instance.begin(chosen.checksum)
     launch = call.launcher(x, w, out)
     if config.transport == "sm":
         try:

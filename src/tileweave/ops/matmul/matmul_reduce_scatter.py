@@ -40,7 +40,8 @@ from tileweave.ops.matmul.inputs import (
     publish_matmul,
 )
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import OP, run_fused
-from tileweave.planning.matmul import MatmulConfig, Plan, plan_matmul_reduce_scatter
+from tileweave.planning.matmul import plan_matmul_reduce_scatter
+from tileweave.planning.problem import MatmulConfig, Plan
 
 _SAID: set[tuple[str, str]] = set()
 

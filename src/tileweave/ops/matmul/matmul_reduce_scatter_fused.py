@@ -16,7 +16,8 @@ import torch
 from tileweave.errors import require
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.ops.core.registry import copy_slot, endpoint, push_beside, workspace_of
-from tileweave.planning.matmul import MatmulConfig, Plan, Problem, scatter_schedule_for
+from tileweave.planning.matmul import scatter_schedule_for
+from tileweave.planning.problem import MatmulConfig, Plan, Problem
 from tileweave.planning.schedules.gather import push_order
 from tileweave.planning.schedules.scatter import ScatterSchedule
 from tileweave.transport.interface import Copies, Copy
@@ -41,7 +42,7 @@ def run_fused(
     if config.kernel == "library":
         from tileweave.ops.matmul.cublas import multiply_then_reduce
 
-        multiply_then_reduce(workspace, OP, x, w, bias, out, None, config, chosen.mark)
+        multiply_then_reduce(workspace, OP, x, w, bias, out, None, config, chosen.checksum)
         return
     call = _fused_call(workspace, x, w, config)
     instance = call.instance
@@ -50,7 +51,7 @@ def run_fused(
         if config.transport == "sm"
         else torch.empty(call.staging_elements, dtype=x.dtype, device=x.device)
     )
-    capturing = instance.begin(chosen.mark)
+    capturing = instance.begin(chosen.checksum)
     launch = call.launcher(x, w, out)
     if staging is None:
         try:

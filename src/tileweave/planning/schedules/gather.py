@@ -1,11 +1,11 @@
-"""Integer maps that hosts, kernels, tests and the simulator share: who sends what, in which order
-work is done.
+"""Integer maps that host, kernels, tests and simulator share: what each rank sends, and in which
+order work is done.
 
-No torch and no triton here. The kernels' own copies of these maps live in
-``device/triton/tiles.py`` and are tested equal to these, element by element.
+No torch and no triton here. The copies that kernels use are in ``device/triton/tiles.py`` and are
+tested equal to these, element by element.
 
-Words: R ranks, each with a *shard* of m rows. A *unit* is one piece of work of a program: a tile,
-or a part of a tile's K range. Units are ordered so that what needs nothing from others comes first.
+R ranks have a *shard* of m rows each. A *unit* is one piece of work of a program: a tile, or a part
+of a tile's K range. Units are ordered so that those that need no data of other ranks come first.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MIN_SPAN = 4  # K blocks: spans of cut tiles are as long at least, but for the last one in line
+MIN_SPAN = 4  # K blocks of a span of cut tiles, at least, except for the last span
 
 
 def arrival_order(rank: int, world_size: int) -> list[int]:
-    """Sources in the order in which ``rank`` uses them: itself, then who pushes to it first."""
+    """Sources in the order in which ``rank`` uses them: itself, then in the order of their
+    pushes."""
     return [(rank - step) % world_size for step in range(world_size)]
 
 
 def push_order(rank: int, world_size: int) -> list[int]:
-    """Peers in the order in which ``rank`` pushes: the next rank first, so no receiver has two
-    senders."""
+    """Peers in the order in which ``rank`` pushes to them: the next rank first, so that no receiver
+    has two senders at a time."""
     return [(rank + step) % world_size for step in range(1, world_size)]
 
 
 def slot_place(rank: int, source: int, world_size: int, spans_shards: bool) -> int:
-    """Where ``source``'s shard stands in a slot of ``rank``, in shards.
+    """The index of the shard of ``source`` in a slot of ``rank``.
 
-    By order of arrival, R-1 places: the own shard is read where it is. Only where tiles span
-    shards, all R in rank order, the own one too: then a tile's rows are contiguous, and one load
-    fetches them.
+    A slot has R-1 shards in order of arrival; the own shard is read from the input. If tiles span
+    shards, a slot has all R shards in rank order, so that the rows of a tile are contiguous and one
+    load fetches them.
     """
     return source if spans_shards else (rank - source - 1) % world_size
 
@@ -44,11 +45,11 @@ def cdiv(a: int, b: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One unit of work: tile (first_row, tile_col) over k blocks [k_begin, k_end).
+    """One unit of work: tile (first_row, tile_col) over K blocks [k_begin, k_end).
 
     ``first_row`` is a global row of the output; rows from ``row_limit`` on belong to other tiles.
-    ``owner`` stores the tile; ``helpers`` programs below it, ``team`` apart, each hand it one part
-    of the sum (0 for a whole tile).
+    Program ``owner`` stores the tile. The ``helpers`` programs owner - team, owner - 2 team, ...
+    each give it one partial tile (0 for a whole tile).
     """
 
     tile: int
@@ -64,15 +65,16 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How the inputs of an all-gather, or of an all-to-all, stand in memory: R parts of ``depth``
-    columns.
+    """The layout of the input of an all-gather or all-to-all: R parts of ``depth`` columns.
 
-    step, pitch : elements of the input from one peer's part to the next one's (0: all get the
-        same), and from row to row.
-    exchange : an all-to-all. side_by_side : parts follow each other along K, and not along rows;
-        the schedule then has one source, of all K.
-    chunk_rows, chunks : rows that a copy engine sends, and signals, at once; how many such chunks a
-        part has.
+    step : elements of the input from the part of one peer to that of the next (0: all peers get the
+        same part).
+    pitch : elements from row to row.
+    exchange : whether it is an all-to-all.
+    side_by_side : parts follow each other along K and not along rows; the schedule then has one
+        source, with all of K.
+    chunk_rows : rows of a chunk, which one copy moves and one signal announces.
+    chunks : chunks per part.
     """
 
     rank: int
@@ -88,27 +90,28 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class TileSchedule:
-    """The work of one all-gather + matmul on one rank, split over persistent programs.
+    """The work of one all-gather + matmul on one rank, divided among persistent programs.
 
-    Tiles stand in one line: those of the own shard (``own_first``), then *bands* of
-    ``band_sources`` sources by order of arrival. The line is cut into *segments*: all of it
-    (``cut_bands=False``), or the own shard and each band by itself, so that every program works on
-    what is there. In a segment program p takes tiles p, p+P, p+2P ... as long as they fill whole
-    waves; the rest is cut along K (``split_tail``), so that every program gets about the same
-    number of k blocks of it (stream-K, arXiv 2301.03598).
+    Tiles are numbered in the order of work: those of the own shard (``own_first``), then those of
+    *bands* of ``band_sources`` sources, in order of arrival. The numbers are divided into
+    *segments*: one segment (``cut_bands=False``), or the own shard and each band by itself, so that
+    every program works on data that has arrived. In a segment, program p takes tiles p, p+P,
+    p+2P ... as long as they fill whole waves. The remaining tiles are cut along K (``split_tail``),
+    so that every program gets about the same number of K blocks of them (stream-K, arXiv
+    2301.03598).
 
-    Programs that share columns of w should read them at the same time, or L2 cannot serve them:
-    ``team`` programs in a row take a bundle of ``team`` tiles, which stand in one column, over one
-    K range.
+    Programs that share columns of w should read them at the same time, so that L2 serves them:
+    ``team`` consecutive programs take ``team`` tiles of one column over the same K range.
 
-    Spans of the cut tiles are dealt from the last team down. So a tile that several programs share
-    is begun by the highest of them, as the last thing in its span; that one is its *owner*, and it
-    waits for lower programs only.
+    Spans of the cut tiles are assigned from the last team down. So of the programs that share a
+    tile, the highest one begins it, as the last work of its span. That program is the *owner* of
+    the tile and waits for lower programs only.
 
-    rows : rows of a shard (m). cols, depth : N/R, K. tile_rows : tiles along m of one shard, or
-        along M if tiles span shards.
-    group_m : tile rows of an L2 band, see :func:`grouped`. num_programs : P. own_first : see
-        :attr:`lead`.
+    rows : rows of a shard (m).
+    cols, depth : N/R and K.
+    group_m : tile rows that share columns of w in L2, see :func:`grouped`.
+    num_programs : P.
+    own_first : see :attr:`lead`.
     """
 
     rank: int
@@ -129,12 +132,13 @@ class TileSchedule:
 
     @property
     def spans_shards(self) -> bool:
-        """True where a tile is taller than a shard: then tiles cover the gathered rows in rank
+        """Whether a tile is taller than a shard: then tiles cover the gathered rows in rank
         order."""
         return self.rows < self.tile_m
 
     @property
     def tile_rows(self) -> int:
+        """Tiles along the rows of one shard; of all shards if tiles span shards."""
         return cdiv(self.rows * (self.world_size if self.spans_shards else 1), self.tile_m)
 
     @property
@@ -147,12 +151,12 @@ class TileSchedule:
 
     @property
     def per_source(self) -> int:
-        """Tiles of one source; all tiles where tiles span shards."""
+        """Tiles of one source; all tiles if tiles span shards."""
         return self.tile_rows * self.tile_cols
 
     @property
     def slot_rows(self) -> int:
-        """Rows that a slot holds."""
+        """Rows of a slot."""
         return self.rows * (self.world_size if self.spans_shards else self.world_size - 1)
 
     @property
@@ -165,7 +169,7 @@ class TileSchedule:
 
     @property
     def lead(self) -> int:
-        """Sources before the first band: the own one, or none."""
+        """Sources before the first band: 1 (the own shard) or 0."""
         return int(self.own_first)
 
     @property
@@ -184,10 +188,9 @@ class TileSchedule:
         return first, min(self.band_tiles, self.num_tiles - first)
 
     def cut(self, count: int) -> tuple[int, int, int]:
-        """Tiles in a segment -> (tiles done whole, team, k blocks of the cut ones that each team
-        takes).
+        """Tiles in a segment -> (whole tiles, team, K blocks of cut tiles per team).
 
-        Teams are given up (1) where they would not come out even.
+        The team is 1 if ``team`` does not divide the tiles and the programs.
         """
         whole = count // self.num_programs * self.num_programs if self.split_tail else count
         team = 1 if count % self.team or self.num_programs % self.team else self.team
@@ -200,7 +203,7 @@ class TileSchedule:
         )
 
     def place(self, tile: int) -> tuple[int, int, int]:
-        """Tile number -> (first row, row limit, tile column), by order of arrival and in groups of
+        """Tile number -> (first row, row limit, tile column), in order of arrival and in groups of
         tile rows."""
         if self.spans_shards:
             row, col = grouped(tile, self.tile_rows, self.tile_cols, self.group_m)
@@ -219,7 +222,7 @@ class TileSchedule:
         )
 
     def units(self, program: int) -> Iterator[Unit]:
-        """The units of one program, in the order in which it does them."""
+        """The units of one program, in its order of work."""
         for index in range(self.num_segments):
             first, count = self.segment(index)
             whole, team, span = self.cut(count)
@@ -248,7 +251,7 @@ class TileSchedule:
                 begin = stop
 
     def max_units(self) -> int:
-        """An upper bound on the units of one program (the kernel's trace has a row for each)."""
+        """An upper bound on the units of one program; the trace of a kernel has a row for each."""
         total = 0
         for index in range(self.num_segments):
             whole, _, span = self.cut(self.segment(index)[1])
@@ -262,14 +265,14 @@ class TileSchedule:
 
 
 def grouped(index: int, rows: int, cols: int, group: int) -> tuple[int, int]:
-    """Tile number -> (row, column) in bands of ``group`` rows, which keeps both operands in L2."""
+    """Tile number -> (row, column) in groups of ``group`` rows, which keeps both operands in L2."""
     band, within = divmod(index, group * cols)
     height = min(rows - band * group, group)
     return band * group + within % height, within // height
 
 
 def slice_bounds(total: int, num_slices: int, index: int, quantum: int) -> tuple[int, int]:
-    """Elements [begin, end) of slice ``index`` of a shard of ``total`` elements, in whole
-    quanta."""
+    """Elements [begin, end) of slice ``index`` of a shard of ``total`` elements, in multiples of
+    ``quantum``."""
     size = cdiv(cdiv(total, num_slices), quantum) * quantum
     return min(index * size, total), min((index + 1) * size, total)

@@ -1,8 +1,7 @@
-"""Grouped matmuls of a mixture of experts: how they are cut, and the host's twin of the device's
-walk over tiles.
+"""Grouped matmuls of a mixture of experts: configs, plans, and the order of tiles that kernels use.
 
 No torch, no triton. ``plan_dispatch`` says which path a call of dispatch_grouped_matmul takes, and
-how it is cut.
+with which config.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import (
+from tileweave.planning.problem import (
     FUSED_WORLD_SIZES,
     KernelName,
     Plan,
@@ -23,16 +22,17 @@ from tileweave.planning.schedules.gather import cdiv
 
 @dataclass(frozen=True, slots=True)
 class DispatchConfig:
-    """How one dispatch_grouped_matmul is cut up.
+    """How a dispatch_grouped_matmul is divided.
 
-    tile_m, tile_n, tile_k, num_stages, num_warps, group_m : as in ``config.MatmulConfig``.
-    num_producers : programs that push tokens ("triton": before they multiply); they must be
-        resident together, so not all.
-    push_rows : tokens that one has in flight ("triton").
-    signal_blocks : at how many points of its list of experts a rank says that its tokens so far are
-        there (at most 32).
-    ordered : whether rows are lined up in memory for TMA before they are multiplied, or gathered by
-        tiles ("hopper").
+    kernel : ``"triton"`` or ``"hopper"``.
+    tile_m, tile_n, tile_k, num_stages, num_warps, group_m : as in
+        :class:`~tileweave.planning.problem.MatmulConfig`.
+    num_producers : programs that push tokens (``"triton"``: before they multiply). They must all be
+        resident at once, so they are only some of the programs.
+    push_rows : tokens that a producer has in flight (``"triton"``).
+    signal_blocks : signals per peer, at most 32. Each announces the tokens of a block of experts.
+    ordered : whether rows are copied into the order of experts for TMA before they are multiplied;
+        otherwise tiles gather them (``"hopper"``).
     """
 
     kernel: KernelName
@@ -48,14 +48,19 @@ class DispatchConfig:
     ordered: bool = False
 
     def __str__(self) -> str:
-        """What a plan says of it; repr has all of it."""
-        return f"{self.kernel} kernel, tile {self.tile_m}x{self.tile_n}x{self.tile_k}, {self.num_stages} stages"
+        """The summary that a plan shows; repr has every field."""
+        tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"
+        return f"{self.kernel} kernel, {tile}, {self.num_stages} stages"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedProblem:
-    """Sizes of one grouped matmul: tokens and choices of a rank, local experts, columns and depth
-    of each."""
+    """The sizes of one grouped matmul.
+
+    max_tokens, topk : tokens per rank, at most, and experts per token.
+    experts : local experts.
+    cols, depth : columns and K of each expert's weight.
+    """
 
     world_size: int
     max_tokens: int
@@ -68,19 +73,20 @@ class GroupedProblem:
 
     @property
     def rows_per_expert(self) -> float:
-        """What an expert gets if routing is balanced: its share of the choices of all ranks."""
+        """Rows per expert if routing is balanced."""
         return self.max_tokens * self.topk / self.experts
 
 
-ONE_LAUNCH = 8192  # choices of all ranks up to which a routing plan takes one launch
+ONE_LAUNCH = 8192  # up to this many choices of all ranks a routing plan takes one launch
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingCut:
-    """How a routing plan is made.
+    """How a routing plan is computed.
 
-    launches : 1, or 2 for a sort with a histogram. block : choices that a program looks at at once.
-        slices : programs that push ids.
+    launches : 1, or 2 for a sort with a histogram.
+    block : choices that a program reads at once.
+    slices : programs that push ids.
     """
 
     launches: int
@@ -88,18 +94,18 @@ class RoutingCut:
     slices: int
 
     def span(self, entries: int, num_sms: int) -> int:
-        """Blocks of a unit of the sort: two units for each multiprocessor."""
+        """Blocks per unit of the sort, for two units per multiprocessor."""
         return max(1, cdiv(entries, self.block * 2 * num_sms))
 
     def units(self, world_size: int, max_tokens: int, topk: int, num_sms: int) -> int:
-        """Units of all sorts, hence rows of the histogram: of each source's choices, and of own
-        tokens for each peer."""
+        """Units of all sorts, which are the rows of the histogram: the choices of each source, and
+        the own tokens for each peer."""
         unit = self.block * self.span(world_size * max_tokens * topk, num_sms)
         return world_size * (cdiv(max_tokens * topk, unit) + cdiv(max_tokens, unit))
 
 
 def routing_cut(world_size: int, max_tokens: int, topk: int) -> RoutingCut:
-    """One launch while programs that count for themselves are quick, else the sort."""
+    """One launch while it is fast for every program to count by itself, else the sort."""
     size = max_tokens * topk
     if world_size * size <= ONE_LAUNCH:
         return RoutingCut(1, max(1024, 1 << max(size - 1, 0).bit_length()), 1)
@@ -116,7 +122,7 @@ def dispatch_counts(
 ) -> tuple[int, int, int, int]:
     """(programs, how many of them push, experts between two signals, tile columns) of one shape."""
     tile_cols = cdiv(cols, c.tile_n)
-    tiles = min(bound, experts + bound // c.tile_m) * tile_cols  # the most there can be
+    tiles = min(bound, experts + bound // c.tile_m) * tile_cols  # an upper bound
     programs = max(1, min(num_sms, tiles))
     producers = max(1, min(c.num_producers, programs))
     return (
@@ -130,7 +136,7 @@ def dispatch_counts(
 def walk(
     offsets: Sequence[int], cols: int, tile_m: int, tile_n: int, group_m: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(expert, first row, end of the expert's rows, tile column) of each tile in turn; see
+    """(expert, first row, end of the expert's rows, tile column) of each tile, in order; see
     ``kernels/experts/tiles.py``."""
     tile_cols = cdiv(cols, tile_n)
     for expert in range(len(offsets) - 1):
@@ -145,10 +151,10 @@ def walk(
 def tickets(
     chunks: int, sends: int, own: int
 ) -> tuple[list[tuple[bool, int, int]], list[tuple[bool, int, int]]]:
-    """Early and late tickets of a combine as (for a peer, chunk, block of it); see
+    """Early and late tickets of a combine as (for a peer, chunk, block); see
     ``kernels/experts/combine_hopper_tasks.py``.
 
-    Of a chunk there are ``sends`` blocks for peers and ``own`` ones.
+    A chunk has ``sends`` blocks for peers and ``own`` blocks of this rank.
     """
     early = []
     for chunk in range(chunks - 1):
@@ -158,7 +164,7 @@ def tickets(
         (False, chunk, block) for chunk in range(max(chunks - 2, 0), chunks) for block in range(own)
     )
     mixed = sends + (own if chunks > 1 else 0)
-    # even: send i at the i-th part of the stretch
+    # spread evenly: send i at the i-th part of the tickets
     places = {block * mixed // sends: block for block in range(sends)}
     late = [
         (True, chunks - 1, places[n]) if n in places else next(finished)
@@ -168,13 +174,13 @@ def tickets(
 
 
 def routes_fused(world_size: int, machine: Machine, interpreting: bool) -> bool:
-    """Whether the routing plan of a group is made by our kernel. Integers only, so it runs wherever
-    ranks see each other."""
+    """Whether our kernel makes the routing plan of a group. It computes with integers only, so it
+    runs on any device whose ranks share memory."""
     return world_size in FUSED_WORLD_SIZES and (machine.backend != "cpu" or interpreting)
 
 
 def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Plan[DispatchConfig]:
-    """The path of a dispatch_grouped_matmul: what can run, then what is fastest."""
+    """The plan of a dispatch_grouped_matmul: what can run, then what is fastest."""
     if p.world_size == 1:
         return Plan("unfused", "a group of one rank has nothing to send")
     reason = why_unfused(
@@ -188,13 +194,13 @@ def plan_dispatch(p: GroupedProblem, machine: Machine, interpreting: bool) -> Pl
     if reason is not None:
         return Plan("unfused", reason)
     if p.depth * p.itemsize % 16:
-        return Plan("unfused", f"rows of K = {p.depth} are no multiple of 16 bytes")
-    return Plan("fused", f"{p.rows_per_expert:.0f} rows an expert if balanced", dispatch_config(p))
+        return Plan("unfused", f"rows of K = {p.depth} are not a multiple of 16 bytes")
+    return Plan("fused", f"{p.rows_per_expert:.0f} rows per expert if balanced", dispatch_config(p))
 
 
 def dispatch_config(p: GroupedProblem) -> DispatchConfig:
-    """By rows of an expert: low tiles where weights are all there is to read; above, rows in order
-    (decisions 0029, 0027)."""
+    """Chosen by rows per expert. Small tiles while reading weights takes the time; for more rows,
+    rows in the order of experts (decisions 0029, 0027)."""
     rows = p.rows_per_expert
     if rows <= 2:
         return DispatchConfig("triton", 16, 128, 128, 5, 4, 8, 16, push_rows=1, signal_blocks=1)

@@ -1,0 +1,135 @@
+"""The sizes of a call (Problem), how its kernel divides them (MatmulConfig), and what runs (Plan).
+
+No torch, no triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+from tileweave.planning.machine import Machine
+
+TransportName = Literal["copy_engine", "sm"]
+KernelName = Literal["triton", "hopper", "library"]
+C = TypeVar("C")  # the config of an operator
+FUSED_WORLD_SIZES = range(2, 9)
+# Limit on the elements of a shard: programs index equal parts of it, rounded up to whole blocks.
+MOST_ELEMENTS = 2**31 - 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulConfig:
+    """How a fused matmul is divided into tiles, stages and transfers.
+
+    kernel : whose main loop runs. ``"library"`` is cuBLAS in launches of its own: with transport
+        ``"sm"``, our kernels communicate before or after it; with ``"copy_engine"`` (all-gather
+        only), copy engines bring the shards and each shard is multiplied by a launch of its own.
+    transport : how data reaches peers.
+    tile_m, tile_n, tile_k : the tile that a program computes at once, in elements.
+    num_stages : K blocks of operands in flight.
+    num_warps : warps that multiply.
+    group_m : tile rows that share columns of w in L2; see ``schedules.gather.grouped``.
+    num_slices : slices of a shard that have signals of their own. A producer pushes one at a time
+        (all-gather, ``"sm"``); a copy engine copies one at a time (reduce-scatter,
+        ``"copy_engine"``).
+    num_producers : programs that push (``"sm"``). They are few, so that all of them are resident
+        whatever else runs.
+    split_tail : cut the tiles that do not fill a last wave along K.
+    band_sources : sources of an all-gather whose tiles form one band.
+    cut_bands : whether each band is a segment with waves of its own; see
+        ``schedules.gather.TileSchedule``.
+    team : programs that share columns of w in the tiles that are cut along K.
+    own_first : compute the own shard alone before the bands; otherwise it is in the first band.
+    shots : of an all-reduce. 1: every rank sums all partial sums. 2 (``"library"`` only): each
+        rank sums its part and sends the result to the others.
+    """
+
+    kernel: KernelName
+    transport: TransportName
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_stages: int
+    num_warps: int
+    group_m: int = 8
+    num_slices: int = 32
+    num_producers: int = 32
+    split_tail: bool = True
+    band_sources: int = 1
+    cut_bands: bool = False
+    team: int = 1
+    own_first: bool = True
+    shots: int = 2
+
+    def fits_rows(self, rows: int) -> bool:
+        """Whether its transport can move shards of ``rows`` rows: copy engines need a tile or
+        more."""
+        return self.transport == "sm" or rows >= self.tile_m
+
+    def __str__(self) -> str:
+        """The summary that a plan shows; repr has every field."""
+        if self.kernel == "library" and self.transport == "copy_engine":
+            return "cuBLAS on each shard as copy engines bring it"
+        if self.kernel == "library":
+            return f"cuBLAS, then one launch by tiles of {self.tile_m}x{self.tile_n}"
+        tile = f"tile {self.tile_m}x{self.tile_n}x{self.tile_k}"
+        return f"{self.kernel} kernel, {self.transport} transport, {tile}, {self.num_stages} stages"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The sizes of one call: ``rows`` per shard, local ``cols`` of the output, ``depth`` = K, and
+    ``itemsize``, the bytes of an element."""
+
+    world_size: int
+    rows: int
+    cols: int
+    depth: int
+    itemsize: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[C]):
+    """What a call will do, and why.
+
+    path : ``"fused"``, ``"unfused"`` or ``"local"`` (a group of one rank).
+    reason : why, as text.
+    config : :class:`MatmulConfig`, ``DispatchConfig``, ``CombineConfig`` or ``EmbeddingConfig``;
+        None if the operator's own kernel does not run.
+    checksum : of what ranks must agree on; set once the arguments of the call were checked.
+    world_size : number of ranks; set at the same time.
+    """
+
+    path: Literal["fused", "unfused", "local"]
+    reason: str
+    config: C | None = None
+    checksum: int = field(default=0, compare=False, repr=False)
+    world_size: int = field(default=0, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        cut = "" if self.config is None else f", {self.config}"
+        return f"{self.path}{cut}: {self.reason}"
+
+
+def why_unfused(
+    world_size: int, sizes: tuple[int, ...], machine: Machine, interpreting: bool
+) -> str | None:
+    """Why no fused operator can run for this world size and these sizes; None if one may."""
+    if world_size not in FUSED_WORLD_SIZES:
+        return f"world size {world_size} is above {FUSED_WORLD_SIZES[-1]}"
+    if min(sizes) == 0:
+        return "a dimension is zero"
+    if machine.backend == "cpu" and not interpreting:
+        return "on the CPU torch is faster than interpreted kernels (TRITON_INTERPRET=1 runs those)"
+    return None
+
+
+def why_no_kernel(dtype: str, machine: Machine) -> str | None:
+    """Why no kernel is known to be faster on this GPU than the unfused path; None if one is."""
+    if dtype == "float32":
+        return "float32 is not a tensor-core dtype"
+    if machine.arch != 90:
+        return f"no measurement shows the fused kernel ahead on {machine.name}"
+    return None
