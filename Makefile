@@ -11,10 +11,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU ')
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test fuzz lint bench clean
+.PHONY: help venv demo test test-fast fuzz lint bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 venv: $(STAMP) ## create the environment with the package and its tools (PYTHON=, VENV=, TORCH_INDEX= change how)
 
@@ -34,6 +34,12 @@ demo: venv ## show what the library does; needs no GPU
 
 test: venv ## run the tests this machine can run; WORKERS= other than 2 processes, 0 for none (GPUs: one file at a time)
 	$(BIN)/python -m pytest -q -n $(if $(GPUS),0,$(WORKERS)) --dist loadfile
+
+test-fast: venv ## run the tests of the edit loop: no simulator, each operator interpreted and explored once (docs/testing.md)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m fast tests/pure tests/cpu tests/explore
+
+# Tests start many processes: without bytecode each compiles the package again.
+test test-fast: export PYTHONDONTWRITEBYTECODE :=
 
 fuzz: venv ## explore 100,000 interleavings of the kernels of every operator (RUNS=, FIRST= change which); needs no GPU
 	$(BIN)/tileweave fuzz --runs $(or $(RUNS),105000) --first $(or $(FIRST),0)

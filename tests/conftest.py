@@ -1,8 +1,9 @@
-"""Skips tests marked `gpu` or `multi` where this machine has too few GPUs for them; keeps the
+"""Skips tests marked `gpu` or `multi` where GPUs are too few; marks the `fast` ones; keeps the
 worlds of the session."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -11,6 +12,8 @@ import torch
 from tests.support.worlds import ON_ONE_GPU, Worlds, gpu_ranks
 
 GPUS_NEEDED = {"gpu": 1, "multi": 2}
+# of tests/cpu and tests/explore, beside all that needs no kernel
+FAST = ("test_public_calls", "test_each_operator_once")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     present = torch.cuda.device_count()
     for item in items:
+        if _is_fast(item):
+            item.add_marker(pytest.mark.fast)
         needed = max(
             (count for marker, count in GPUS_NEEDED.items() if item.get_closest_marker(marker)),
             default=0,
@@ -40,6 +45,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
         elif ON_ONE_GPU in os.environ and item.get_closest_marker("own_gpu"):
             item.add_marker(pytest.mark.skip(reason="ranks share a GPU here"))
+
+
+def _is_fast(item: pytest.Item) -> bool:
+    if item.path.parent.name == "pure":
+        return not item.path.name.startswith("test_sim_")
+    return item.path.parent.name in ("cpu", "explore") and getattr(item, "originalname", "") in FAST
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what imports made stays: collections have a tenth to look through
 
 
 @pytest.fixture(scope="session")

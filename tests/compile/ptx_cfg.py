@@ -24,6 +24,9 @@ _NAME = re.compile(r"[A-Za-z_$%][\w$]*")
 _PIECES = re.compile(r"[;{}]|[^;{}]+")
 _HEAD = re.compile(r"\.(?:entry|func)\s*(?:\([^)]*\)\s*)?([\w$]+)")
 _ENDS = ("ret", "exit", "trap")
+_ORDERED = frozenset(
+    ("ld", "st", "red", "atom", "multimem", "cp", "bar", "barrier", "fence", "membar")
+)
 _NO_RESULT = (
     "st",
     "red",
@@ -59,8 +62,17 @@ class Instruction:
         """The opcode cut at '.' and '::', modifiers in their order."""
         return tuple(re.split(r"::|\.", self.opcode))
 
+    @cached_property
+    def _set_of_parts(self) -> frozenset[str]:
+        return frozenset(self.parts)
+
     def has(self, *modifiers: str) -> bool:
-        return all(m in self.parts for m in modifiers)
+        return self._set_of_parts.issuperset(modifiers)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether this touches memory, or orders what does. All else is most of a kernel."""
+        return not _ORDERED.isdisjoint(self._set_of_parts)
 
     @cached_property
     def _names(self) -> tuple[list[str], list[str]]:
@@ -225,17 +237,21 @@ class Function:
                 stack.append(s)
         return False
 
+    @cached_property
+    def _ordered(self) -> list[list[Instruction]]:
+        return [[ins for ins in block.instructions if ins.is_ordered] for block in self.blocks]
+
     def flow(
         self, step: Callable[[Facts, Instruction], Facts]
     ) -> Iterator[tuple[Instruction, Facts]]:
-        """Forward "may" analysis: every instruction with the facts that hold before it on at least
-        one path."""
+        """Forward "may" analysis: instructions that touch or order memory, and what holds before on
+        at least one path."""
         entering: dict[int, Facts] = {0: frozenset()}
         work = [0]
         while work:
             block = self.blocks[work.pop()]
             facts = entering[block.index]
-            for ins in block.instructions:
+            for ins in self._ordered[block.index]:
                 facts = step(facts, ins)
             for s in block.successors:
                 merged = entering.get(s, frozenset()) | facts
@@ -244,7 +260,7 @@ class Function:
                     work.append(s)
         for index in sorted(entering):
             facts = entering[index]
-            for ins in self.blocks[index].instructions:
+            for ins in self._ordered[index]:
                 yield ins, facts
                 facts = step(facts, ins)
 
@@ -292,21 +308,28 @@ class Function:
         origins: dict[str, frozenset[Origin]] = {}
 
         def of(name: str) -> frozenset[Origin]:
-            match = parameter.match(name)
+            match = None if name.startswith("%") else parameter.match(name)
             return frozenset([(int(match[1]), 0)]) if match else origins.get(name, frozenset())
 
+        steps = [
+            (
+                ins.writes,
+                [n for n in ins.reads if not n.startswith("%p")],
+                ins.parts[0] in ("ld", "atom") and not ins.has("param"),
+            )
+            for ins in self.instructions  # what travels through shared memory is not followed
+            if ins.writes and not (ins.parts[0] in ("ld", "ldmatrix") and ins.has("shared"))
+        ]
         changed = True
         while changed:
             changed = False
-            for ins in self.instructions:
-                if not ins.writes or (ins.parts[0] in ("ld", "ldmatrix") and ins.has("shared")):
-                    continue  # what travels through shared memory is not followed
-                found: frozenset[Origin] = frozenset().union(
-                    *(of(n) for n in ins.reads if not n.startswith("%p"))
-                )
-                if ins.parts[0] in ("ld", "atom") and not ins.has("param"):
+            for writes, reads, loads in steps:
+                found: frozenset[Origin] = frozenset().union(*map(of, reads))
+                if not found:
+                    continue
+                if loads:
                     found = frozenset((p, 1) for p, _ in found)
-                for name in ins.writes:
+                for name in writes:
                     if not found <= origins.get(name, frozenset()):
                         origins[name], changed = origins.get(name, frozenset()) | found, True
         return origins

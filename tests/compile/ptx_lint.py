@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from tests.compile.ptx_cfg import Facts, Function, Instruction, Origin, parse
+from tests.compile.ptx_cfg import Facts, Function, Instruction, Loop, Origin, parse
 
 STORE_BEFORE_SIGNAL = "store-before-signal"
 LOAD_AFTER_WAIT = "load-after-wait"
@@ -158,12 +158,19 @@ def _is_vector(ins: Instruction) -> bool:
 
 def is_bulk_store(ins: Instruction) -> bool:
     """A bulk (TMA) copy or reduction from shared to global memory."""
-    return re.match(r"cp\.(reduce\.)?async\.bulk\b.*\bglobal\b.*\bshared\b", ins.opcode) is not None
+    return (
+        ins.parts[0] == "cp"
+        and re.match(r"cp\.(reduce\.)?async\.bulk\b.*\bglobal\b.*\bshared\b", ins.opcode)
+        is not None
+    )
 
 
 def is_bulk_load(ins: Instruction) -> bool:
     """A bulk (TMA) copy from global to shared memory."""
-    return re.match(r"cp\.async\.bulk\b.*\bshared\b.*\bglobal\b", ins.opcode) is not None
+    return (
+        ins.parts[0] == "cp"
+        and re.match(r"cp\.async\.bulk\b.*\bshared\b.*\bglobal\b", ins.opcode) is not None
+    )
 
 
 def is_proxy_fence(ins: Instruction) -> bool:
@@ -187,6 +194,9 @@ class _Protocol:
         self.guarded = guarded
         self.unsignalled = unsignalled
         self.scopes = frozenset(scopes)
+        # By loop: of each instruction what it reads and writes, and whether it loads or stores
+        # shared memory.
+        self._steps: dict[Loop, list[tuple[list[str], list[str], bool, bool]]] = {}
 
     def _in_scope(self, ins: Instruction) -> bool:
         return not self.scopes.isdisjoint(ins.parts)
@@ -252,12 +262,17 @@ class _Protocol:
         if loop is None:
             return False
         blocks = [self.function.blocks[b] for b in sorted(loop.blocks)]
+        if loop not in self._steps:
+            inside = (i for b in blocks for i in b.instructions)
+            self._steps[loop] = [
+                (i.reads, i.writes, i.has("ld", "shared"), i.has("st", "shared")) for i in inside
+            ]
         tainted, shared, before = set(ins.writes), False, -1
         while before != (before := len(tainted) + shared):
-            for other in (i for b in blocks for i in b.instructions):
-                if any(n in tainted for n in other.reads) or (shared and other.has("ld", "shared")):
-                    tainted.update(other.writes)
-                    shared |= other.has("st", "shared")
+            for reads, writes, loads, stores in self._steps[loop]:
+                if not tainted.isdisjoint(reads) or (shared and loads):
+                    tainted.update(writes)
+                    shared |= stores
         exits = [b.instructions[-1] for b in blocks if not loop.blocks.issuperset(b.successors)]
         return any(last.predicate in tainted for last in exits)
 
@@ -293,6 +308,8 @@ class _Protocol:
         return frozenset(i for i in self.function.instructions if self._is_guarded_load(i))
 
     def _is_guarded_load(self, ins: Instruction) -> bool:
+        if ins.parts[0] not in ("ld", "cp"):
+            return False
         tile = is_bulk_load(ins) or re.match(r"cp\.async\.c[ag]\b", ins.opcode) is not None
         plain = (
             ins.parts[0] == "ld"

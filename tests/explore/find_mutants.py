@@ -1,21 +1,25 @@
 """Runs every mutant in a process of its own until exploration finds it: ``python -m
 tests.explore.find_mutants [name ...]``.
 
-This process has imported torch and triton and forks; each child puts a mutated copy of the package
-first in its path. Prints one JSON line a mutant, with ``--story`` also the shrunk trace. Needs
+This process has imported all but the package and forks; each child imports the package with one
+module mutated. Prints one JSON line a mutant, with ``--story`` also the shrunk trace. Needs
 TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
 
+import compileall
+import gc
 import json
 import os
 import select
-import shutil
 import signal
 import sys
 import tempfile
 import time
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 from tests.explore.mutants import MUTANTS as MATMULS
@@ -34,15 +38,29 @@ RUNS = 400  # at most so many interleavings for one mutant
 SECONDS = 100
 
 
+class Mutated(MetaPathFinder):
+    """Imports the module that ``mutant`` changes from ``path``, and nothing else."""
+
+    def __init__(self, mutant: Mutant, path: Path) -> None:
+        self._module, self._path = (
+            ".".join(("tileweave", *Path(mutant.file).with_suffix("").parts)),
+            path,
+        )
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
+        return spec_from_file_location(fullname, self._path) if fullname == self._module else None
+
+
 def hunt(mutant: Mutant, runs: int = RUNS) -> dict[str, object]:
     """In a child: explore the scenarios of ``mutant``, all strategies in turn, until something is
     wrong."""
     with tempfile.TemporaryDirectory(prefix="tileweave-mutant-") as folder:
-        package = Path(folder) / "tileweave"
-        shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
-        path = package / mutant.file
-        path.write_text(mutant.apply(path.read_text("utf-8")), "utf-8")
-        sys.path.insert(0, folder)
+        path = Path(folder) / Path(mutant.file).name
+        path.write_text(mutant.apply((SOURCE / mutant.file).read_text("utf-8")), "utf-8")
+        sys.path.insert(0, str(SOURCE.parent))
+        sys.meta_path.insert(0, Mutated(mutant, path))
         tempfile.tempdir = folder  # what a child leaves behind goes with it
         from tileweave.explore import search
         from tileweave.explore.interpreter import exploring
@@ -130,12 +148,14 @@ def hunt_all(mutants: list[Mutant], workers: int = 2) -> list[dict[str, object]]
 
 
 def main(wanted: list[str]) -> None:
-    import greenlet  # noqa: F401 - children have it from here
+    import greenlet  # noqa: F401 - children have these from here
     import torch
-    import triton  # noqa: F401
+    import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
 
     torch.set_num_threads(1)
     assert "tileweave" not in sys.modules, "children import their own"
+    compileall.compile_dir(SOURCE, quiet=2)  # else each child does
+    gc.freeze()
     chosen = [m for m in MUTANTS if not wanted or any(text in m.name for text in wanted)]
     results = hunt_all(chosen)
     survivors = [r["mutant"] for r in results if not r["found"]]

@@ -1,5 +1,5 @@
-"""Run in a worker of exploration: do numpy blocks and Triton's own tensors say the same, and does a
-seed say all?"""
+"""Run in a worker of exploration: each operator once; do blocks and Triton's tensors say the same;
+does a seed say all?"""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ def triton_and_blocks_agree() -> list[str]:
         or fast.failure
         or slow.failure
     ]
+
+
+def found_in_each_operator() -> tuple[list[str], list[str]]:
+    """In a worker: the operators that have scenarios, and what is wrong in one walk of the first
+    scenario of each."""
+    from tileweave.explore.interpreter import exploring
+    from tileweave.explore.search import SCENARIOS, Seed, run, shrink, story
+
+    first = {scenario.op: f"{scenario.op}/{scenario.name}" for scenario in reversed(SCENARIOS)}
+    with exploring() as enter:
+        ends = [run(Seed(name, 2, "walk", 1), enter) for name in first.values()]
+        return sorted(first), [story(shrink(end, enter)) for end in ends if end.failure is not None]
 
 
 def found_while_clocks_leap() -> list[str]:

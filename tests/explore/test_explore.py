@@ -16,12 +16,14 @@ import pytest
 from tests.explore.absent_ranks import found_where_a_rank_stands_still, found_where_ranks_never_come
 from tests.explore.find_mutants import MUTANTS
 from tests.explore.numpy_blocks_agree import (
+    found_in_each_operator,
     found_while_clocks_leap,
     told_of_what_does_not_come_again,
     triton_and_blocks_agree,
 )
 from tests.explore.partitions import found_in_partitions
 
+from tileweave import OPERATORS
 from tileweave.errors import InputError
 from tileweave.explore.fuzz import STRATEGIES, _replay, fuzz, pool, replay
 
@@ -45,6 +47,12 @@ def test_there_are_enough_mutants() -> None:
 def test_documents_say_how_many_there_are(name: str) -> None:
     said = re.findall(r"(\d+) planted faults", (ROOT / name).read_text("utf-8"))
     assert said == [str(len(MUTANTS))]
+
+
+def test_each_operator_once(worker: Executor) -> None:
+    """For the edit loop: all of this is in ``test_interleavings``, too."""
+    operators, found = worker.submit(found_in_each_operator).result()
+    assert set(OPERATORS) <= set(operators) and found == []
 
 
 def test_triton_and_blocks_agree(worker: Executor) -> None:

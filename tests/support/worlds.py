@@ -30,6 +30,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.fork_server import Forked, server
 
 ROOT = Path(__file__).parents[2]
 # what a wait of the library may last; on GPUs ranks also compile meanwhile
@@ -175,8 +176,12 @@ class World:
 
     def __init__(self, backend: str, size: int, extra: Mapping[str, str] | None = None) -> None:
         self.backend, self.size = backend, size
-        self._environment = environment_for(backend, extra or {"WORLD_ENDS_WELL": "1"})
-        self._processes: list[subprocess.Popen[bytes]] = []
+        extra = extra or {"WORLD_ENDS_WELL": "1"}
+        self._environment = environment_for(backend, extra)
+        # Imports read none of these variables. Ranks on GPUs keep processes of their own.
+        late = all(name.startswith(("TILEWEAVE_", "WORLD_")) for name in extra)
+        self._forks = late and backend == "gloo" and sys.platform == "linux"
+        self._processes: list[subprocess.Popen[bytes] | Forked] = []
         self._pipes: list[Connection] = []
         self._logs: list[tempfile._TemporaryFileWrapper[bytes]] = []
         self._store: dist.TCPStore | None = None
@@ -234,28 +239,29 @@ class World:
         for rank in range(self.size):
             here, there = Pipe()
             log = tempfile.NamedTemporaryFile(prefix=f"rank{rank}-")  # noqa: SIM115 - closed in kill()
-            call = f"{there.fileno()}, {rank}, {self.size}, {self.backend!r}, {self._store.port}"
-            command = [
-                sys.executable,
-                "-c",
-                f"from tests.support.worlds import serve; serve({call})",
-            ]
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    env=self._environment,
-                    cwd=ROOT,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[there.fileno()],
-                )
-            )
+            self._processes.append(self._start_rank(rank, there.fileno(), log.fileno()))
             there.close()
             self._pipes.append(here)
             self._logs.append(log)
         answers = self._collect(time.monotonic() + START_SECONDS, grace=3.0)
         if len(answers) < self.size or not all(answer.ok for answer in answers.values()):
             self._fail(f"a world of {self.size} over {self.backend} did not start", answers)
+
+    def _start_rank(self, rank: int, pipe: int, log: int) -> subprocess.Popen[bytes] | Forked:
+        assert self._store is not None, "ranks meet at the store"
+        arguments = (rank, self.size, self.backend, self._store.port)
+        if self._forks:
+            return server(environment_for(self.backend, {})).fork(
+                self._environment, pipe, log, *arguments
+            )
+        command = [
+            sys.executable,
+            "-c",
+            f"from tests.support.worlds import serve; serve({pipe}, *{arguments!r})",
+        ]
+        return subprocess.Popen(
+            command, env=self._environment, cwd=ROOT, stdout=log, stderr=log, pass_fds=[pipe]
+        )
 
     def close(self) -> None:
         """Let the ranks go home; whoever stays is ended."""

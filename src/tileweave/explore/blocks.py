@@ -185,21 +185,39 @@ def _binary(
     return method
 
 
-def _shift_pointer(
-    sign: int, plain_method: Callable[[Block, Any], Block]
-) -> Callable[[Block, Any], Block]:
+def _shift_pointer(sign: int, function: Callable[[Any, Any], Any]) -> Callable[[Block, Any], Block]:
+    plain_method = _binary(function)
+
     def method(self: Block, other: Any) -> Block:
-        theirs = other.dtype if type(other) is Block else None
+        kind = type(other)
+        theirs = other.dtype if kind is Block else None
         if type(self.dtype) is not _POINTER and type(theirs) is not _POINTER:  # most frequent
-            return plain_method(self, other)
+            return (
+                Block(function(self.data, other.data))
+                if kind is Block
+                else plain_method(self, other)
+            )
         if self.dtype.is_ptr():
-            pointer: Any = self.dtype
-            size = pointer.element_ty.primitive_bitwidth // 8
+            size = _element_bytes(self.dtype)
+            if kind is Scalar:
+                return Block(self.data + sign * size * int(other), self.dtype)
             offset = other.data if theirs is not None else _values(other, 0)[0]
             return Block(self.data + sign * size * np.asarray(offset, np.int64)[()], self.dtype)
         return method(other, self)
 
     return method
+
+
+# by identity, since types compute their size anew each time
+_BYTES: dict[int, tuple[tl.dtype, int]] = {}
+
+
+def _element_bytes(pointer: Any) -> int:
+    element = pointer.element_ty
+    found = _BYTES.get(id(element))
+    if found is None:
+        found = _BYTES[id(element)] = (element, element.primitive_bitwidth // 8)
+    return found[1]
 
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
@@ -219,10 +237,37 @@ for _name, _function in _ARITHMETIC.items():
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Block, f"__{_name}__", _binary(getattr(operator, _name)))
 for _name, _sign in {"add": 1, "sub": -1}.items():
-    setattr(Block, f"__{_name}__", _shift_pointer(_sign, _binary(getattr(operator, _name))))
-Block.__radd__ = _shift_pointer(1, _binary(operator.add))  # type: ignore[attr-defined]
+    setattr(Block, f"__{_name}__", _shift_pointer(_sign, getattr(operator, _name)))
+Block.__radd__ = _shift_pointer(1, operator.add)  # type: ignore[attr-defined]
 Block.__rsub__ = _binary(operator.sub, swapped=True)  # type: ignore[attr-defined]
 Block.__hash__ = None  # type: ignore[assignment]
+
+
+# --- Loads and stores ---
+
+
+def is_one(mask: Any) -> bool | None:
+    """Whether a single element is loaded or stored; None where the mask is a block."""
+    mask = plain(mask)
+    if isinstance(mask, Block):
+        return bool(mask.data) if not mask.data.ndim else None
+    return mask is None or bool(mask)
+
+
+def instead(other: Any) -> Any:
+    """What a load gives where its mask is off."""
+    return 0 if other is None else other.data if isinstance(other, Block) else plain(other)
+
+
+def places(pointer: Block, mask: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Addresses in the type that the interpreter uses, and their mask."""
+    places = np.atleast_1d(pointer.data).astype(np.uint64)
+    mask = plain(mask)
+    if mask is None:
+        return places, np.ones(places.shape, np.bool_)
+    return places, np.full(
+        places.shape, mask.data if isinstance(mask, Block) else bool(mask), np.bool_
+    )
 
 
 # --- Functions of Triton's language ---
@@ -270,8 +315,10 @@ def _cast(value: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: boo
 def _where(condition: Any, x: Any, y: Any) -> Any:
     condition = plain(condition)
     if isinstance(condition, (bool, np.bool_, Truth)):
-        blocks = [v for v in (x, y) if isinstance(v, Block)]
         chosen = x if condition else y
+        if type(x) is Block and type(y) is Block and x.data.shape == y.data.shape:
+            return chosen
+        blocks = [v for v in (x, y) if isinstance(v, Block)]
         if (
             not blocks
             or blocks[0].dtype.is_ptr()
@@ -284,7 +331,7 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
     pointers = [v.dtype for v in (x, y) if isinstance(v, Block) and v.dtype.is_ptr()]
     a, b = _values(x, y)
     for one, other in ((a, b), (b, a)):
-        if isinstance(one, (int, float)) and isinstance(other, np.ndarray | np.generic):
+        if isinstance(one, (int, float)) and isinstance(other, _ARRAYS):
             kind = (
                 other.dtype
                 if not (isinstance(one, float) and other.dtype.kind in "iub")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,7 @@ from tileweave.device.interpreter.speedups import LANGUAGE
 from tileweave.device.triton.signal import INTERPRETED
 from tileweave.explore import blocks
 from tileweave.explore.blocks import Block
-from tileweave.explore.memory import CELL, Region, Store
+from tileweave.explore.memory import Cells, Region, Store
 from tileweave.explore.ranks import World
 from tileweave.explore.scalars import KEPT, Scalar, ScalarTransformer, kept
 from tileweave.explore.scenarios import SMALLER
@@ -213,13 +214,19 @@ class Hooks(interpreted.HostMemory):
     ) -> Any:
         """``tl.load`` of blocks."""
         dtype = pointer.dtype.element_ty
-        places, inside = _places(pointer, mask)
         kind, size = _kind(dtype)
-        instead = (
-            0 if other is None else other.data if isinstance(other, Block) else blocks.plain(other)
-        )
+        # most often
+        if not pointer.data.ndim and size and (one := blocks.is_one(mask)) is not None:
+            if not one:
+                return Block(np.full(1, blocks.instead(other), kind)[0], dtype)
+            address = int(pointer.data)
+            self._read_one(address, size, bool(blocks.plain(volatile)))
+            return Block(np.frombuffer(ctypes.string_at(address, size), kind)[0], dtype)
+        places, inside = blocks.places(pointer, mask)
         self._read(places if inside.all() else places[inside], size, bool(blocks.plain(volatile)))
-        data = _NATIVE.load(places, inside, np.full(places.shape, instead, kind), kind)
+        data = _NATIVE.load(
+            places, inside, np.full(places.shape, blocks.instead(other), kind), kind
+        )
         return Block(data if pointer.data.ndim else data[0], dtype)
 
     def word_store(
@@ -233,7 +240,9 @@ class Hooks(interpreted.HostMemory):
     ) -> None:
         """``tl.store`` of blocks."""
         dtype = pointer.dtype.element_ty
-        places, inside = _places(pointer, mask)
+        if mask is not None and not pointer.data.ndim and blocks.is_one(mask) is False:
+            return
+        places, inside = blocks.places(pointer, mask)
         value = blocks.plain(value)
         if isinstance(value, Block):
             value = value.to(dtype).data if not value.dtype.is_ptr() else value.data
@@ -270,15 +279,29 @@ class Hooks(interpreted.HostMemory):
                 self._read(part, size, volatile)
             return
         region = world.memory.region(low, high, me.name)
-        if region.writer is None:  # no kernel has stored there
-            return
-        if volatile:
-            self._poll(me, ("load", active.tobytes()), low, high)
+        if region.writer is not None:  # a kernel stores there
+            self._read_cells(
+                region, low, high, region.cells(active), active.tobytes() if volatile else None
+            )
+
+    def _read_one(self, address: int, size: int, volatile: bool) -> None:
+        """:meth:`_read` of one element."""
+        region = self.world.memory.region(address, address + size, self._me().name)
+        if region.writer is not None:
+            polled = address.to_bytes(8, sys.byteorder) if volatile else None
+            self._read_cells(region, address, address + size, region.cell(address), polled)
+
+    def _read_cells(
+        self, region: Region, low: int, high: int, cells: Cells, polled: bytes | None
+    ) -> None:
+        me, world = self._me(), self.world
+        if polled is not None:
+            self._poll(me, ("load", polled), low, high)
         world.tasks.point()
         world.memory.settle(me, low, high)
         world.tasks.note("loads", low, high)
-        check = world.memory.observe if volatile else world.memory.check_read
-        check(me, region, _cells(region, active))
+        check = world.memory.check_read if polled is None else world.memory.observe
+        check(me, region, cells)
 
     def _write(
         self,
@@ -298,7 +321,7 @@ class Hooks(interpreted.HostMemory):
         world.tasks.point()
         me.polled.clear()
         world.tasks.note("stores", low, high)
-        cells = _cells(region, active)
+        cells = region.cells(active)
         world.memory.check_write(me, region, cells)
         serial = len(world.memory.launch_of)
         if not region.shared or active.size == 1 or serial % TORN:
@@ -313,7 +336,7 @@ class Hooks(interpreted.HostMemory):
             first, last = _span(part, size)
             world.memory.put(
                 me,
-                Store(first, last, partial(store, some), region=region, cells=_cells(region, part)),
+                Store(first, last, partial(store, some), region=region, cells=region.cells(part)),
             )
 
     def atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
@@ -362,7 +385,7 @@ class Hooks(interpreted.HostMemory):
     def load(self, address: int) -> int:
         me, memory = self._me(), self.world.memory
         region = memory.region(address, address + 4, me.name)
-        memory.check_read(me, region, _cell(region, address))
+        memory.check_read(me, region, region.cell(address))
         return memory.read_word(me, address)
 
     def store(self, address: int, value: int) -> None:
@@ -371,11 +394,11 @@ class Hooks(interpreted.HostMemory):
         self.world.tasks.point()
         me.polled.clear()
         self.world.tasks.note("stores", address, address + 4, str(value))
-        memory.check_write(me, region, _cell(region, address))
+        memory.check_write(me, region, region.cell(address))
         word = ctypes.c_int32.from_address(address)
         apply = lambda: setattr(word, "value", value)  # noqa: E731
         memory.put(
-            me, Store(address, address + 4, apply, region=region, cells=_cell(region, address))
+            me, Store(address, address + 4, apply, region=region, cells=region.cell(address))
         )
 
     def acquire(self, address: int) -> int:
@@ -439,29 +462,9 @@ def _kind(dtype: tl.dtype) -> tuple[np.dtype, int]:
     return found[1:]
 
 
-def _places(pointer: Block, mask: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Addresses in the type that the interpreter uses, and their mask."""
-    places = np.atleast_1d(pointer.data).astype(np.uint64)
-    mask = blocks.plain(mask)
-    if mask is None:
-        return places, np.ones(places.shape, np.bool_)
-    return places, np.full(
-        places.shape, mask.data if isinstance(mask, Block) else bool(mask), np.bool_
-    )
-
-
 def _span(active: np.ndarray, size: int) -> tuple[int, int]:
     """The bytes [low, high) between the first and the last of these elements."""
     if active.size == 1:
         low = int(active.flat[0])
         return low, low + size
     return int(active.min()), int(active.max()) + size
-
-
-def _cells(region: Region, active: np.ndarray) -> np.ndarray:
-    return (active - np.uint64(region.start)) >> np.uint64(2)
-
-
-def _cell(region: Region, address: int) -> slice:
-    cell = (address - region.start) // CELL
-    return slice(cell, cell + 1)

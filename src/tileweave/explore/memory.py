@@ -22,12 +22,13 @@ import bisect
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 CELL = 4  # bytes
 T = TypeVar("T")
+Cells: TypeAlias = "np.ndarray | slice | int"  # of a region: their numbers
 
 
 class Violation(Exception):
@@ -55,6 +56,9 @@ class Region:
     issued: np.ndarray | None = None
     arrived: np.ndarray | None = None
     observer: np.ndarray | None = None  # int16 per cell: component that saw the last store
+    # int32 per component: clock of its last read and write of any cell
+    last_read: np.ndarray | None = None
+    last_written: np.ndarray | None = None
 
     def watch(self, components: int) -> None:
         """Record accesses from now on."""
@@ -64,6 +68,20 @@ class Region:
         self.writer = np.full(cells, -1, np.int16)
         self.written = np.zeros(cells, np.int32)
         self.reads = np.zeros((cells, components), np.int32)
+        self.last_read, self.last_written = (
+            np.zeros(components, np.int32),
+            np.zeros(components, np.int32),
+        )
+
+    def cell(self, address: int) -> int:
+        return (address - self.start) // CELL
+
+    def cells(self, addresses: np.ndarray) -> Cells:
+        """The cells of elements: by number, which is quicker, where there is one."""
+        if addresses.size == 1:
+            return self.cell(int(addresses.flat[0]))
+        # numpy's own kind of index
+        return ((addresses - np.uint64(self.start)) >> np.uint64(2)).view(np.int64)
 
     def where(self, low: int, high: int) -> str:
         return f"{self.name}[{(low - self.start) // CELL}:{(high - self.start) // CELL}]"
@@ -79,7 +97,7 @@ class Store:
     release: bool = False
     clock: np.ndarray | None = None  # what an acquire of this word learns
     region: Region | None = None  # of data: where it arrives
-    cells: np.ndarray | slice | None = None
+    cells: Cells | None = None
     serial: int = 0
 
 
@@ -174,9 +192,15 @@ class Memory:
         self.launches.append(clock.copy())
         return len(self.launches) - 1
 
-    def observe(self, task: Writer, region: Region, cells: np.ndarray | slice) -> None:
+    def observe(self, task: Writer, region: Region, cells: Cells) -> None:
         """A poll of self-signaling data."""
         if region.issued is None or region.arrived is None or region.observer is None:
+            return
+        if isinstance(cells, int):
+            arrived = region.arrived.item(cells)
+            task.learn(self.launches[self.launch_of[arrived]])
+            if arrived == region.issued.item(cells):
+                region.observer[cells] = task.component
             return
         arrived = region.arrived[cells]
         for launch in {self.launch_of[serial] for serial in np.unique(arrived).tolist()}:
@@ -184,9 +208,30 @@ class Memory:
         seen = arrived == region.issued[cells]
         region.observer[cells] = np.where(seen, task.component, region.observer[cells])
 
-    def check_read(self, task: Writer, region: Region, cells: np.ndarray | slice) -> None:
+    def check_read(self, task: Writer, region: Region, cells: Cells) -> None:
         if region.writer is None or region.written is None or region.reads is None:
             return
+        assert region.last_read is not None and region.last_written is not None, "watched"
+        clock = task.clock
+        if type(cells) is int:  # most often, and numpy is slow at it
+            writer = region.writer.item(cells)
+            wrong = (
+                region.written.item(cells) > clock.item(writer) if writer >= 0 else region.shared
+            )
+        else:
+            wrong = (region.last_written > clock).any() or (
+                region.shared and (region.writer[cells] < 0).any()
+            )
+        if wrong:
+            self._refuse_read(task, region, cells)
+        now = clock.item(task.component)
+        region.reads[cells, task.component] = now
+        region.last_read[task.component] = now
+
+    def _refuse_read(self, task: Writer, region: Region, cells: Cells) -> None:
+        """Where some cell is read too early; else nothing."""
+        assert region.writer is not None and region.written is not None, "watched"
+        cells = slice(cells, cells + 1) if isinstance(cells, int) else cells
         writer = region.writer[cells]
         late = region.written[cells] > task.clock[writer]
         late &= writer >= 0
@@ -210,15 +255,31 @@ class Memory:
                 writer < 0,
                 writer,
             )
-        region.reads[cells, task.component] = task.clock[task.component]
 
-    def check_write(self, task: Writer, region: Region, cells: np.ndarray | slice) -> None:
+    def check_write(self, task: Writer, region: Region, cells: Cells) -> None:
         if region.writer is None or region.written is None or region.reads is None:
             region.watch(self.components)
+        assert (
+            region.writer is not None and region.written is not None and region.observer is not None
+        ), "watched"
+        assert region.last_read is not None and region.last_written is not None, "watched"
+        clock, me = task.clock, task.component
+        # Nothing in the region is newer than what this writer knows: most often.
+        if (region.last_written > clock).any() or (region.last_read > clock).any():
+            self._refuse_write(task, region, cells)
+        now = clock.item(me)
+        region.writer[cells] = me
+        region.written[cells] = now
+        region.last_written[me] = now
+        region.observer[cells] = -1
+
+    def _refuse_write(self, task: Writer, region: Region, cells: Cells) -> None:
+        """Where some cell is overwritten too early; else nothing."""
         assert (
             region.writer is not None and region.written is not None and region.reads is not None
         ), "watched"
         assert region.observer is not None, "watched"
+        cells = slice(cells, cells + 1) if isinstance(cells, int) else cells
         writer = region.writer[cells]
         late = region.written[cells] > task.clock[writer]
         late &= (writer >= 0) & (region.observer[cells] != task.component)
@@ -239,9 +300,6 @@ class Memory:
             self._race(
                 "overwrite", f"{task.name} writes", text, region, cells, unread.any(axis=-1), reader
             )
-        region.writer[cells] = task.component
-        region.written[cells] = task.clock[task.component]
-        region.observer[cells] = -1
 
     def _race(
         self,

@@ -19,11 +19,12 @@ from triton.runtime import interpreter as triton_interpreter
 
 
 def _divide(a: int, b: int) -> int:
+    a, b = int(a), int(b)
     return a // b if (a >= 0) == (b > 0) else -(-a // b)
 
 
 def _remainder(a: int, b: int) -> int:
-    return a - b * _divide(a, b)
+    return int(a) - int(b) * _divide(a, b)
 
 
 class Scalar(int):
@@ -41,29 +42,33 @@ def plain(value: Any, constexpr: type = tl.constexpr) -> Any:
 
 
 def _binary(function: Callable[[int, int], int], swapped: bool) -> Callable[[Scalar, object], Any]:
-    def method(self: Scalar, other: object) -> Any:
-        if type(other) is not int:
+    """``function`` is one of ``int``'s own, so that scalars need no conversion."""
+
+    def method(self: Scalar, other: Any) -> Any:
+        if type(other) is not Scalar and type(other) is not int:  # these two most often
             other = plain(other)
             if not isinstance(other, int):
                 return NotImplemented
-            other = int(other)
-        a = int(self)
-        return Scalar(function(other, a) if swapped else function(a, other))
+        return Scalar(function(self, other))
 
-    return method
+    def swapped_method(self: Scalar, other: Any) -> Any:
+        other = plain(other)
+        return Scalar(function(other, self)) if isinstance(other, int) else NotImplemented
+
+    return swapped_method if swapped else method
 
 
 for _name, _function in {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
+    "add": int.__add__,
+    "sub": int.__sub__,
+    "mul": int.__mul__,
     "floordiv": _divide,
     "mod": _remainder,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-    "lshift": operator.lshift,
-    "rshift": operator.rshift,
+    "and": int.__and__,
+    "or": int.__or__,
+    "xor": int.__xor__,
+    "lshift": int.__lshift__,
+    "rshift": int.__rshift__,
 }.items():
     setattr(Scalar, f"__{_name}__", _binary(_function, swapped=False))
     setattr(Scalar, f"__r{_name}__", _binary(_function, swapped=True))
@@ -77,9 +82,12 @@ class Truth(Scalar):
 
 
 def _comparison(function: Callable[[int, int], bool]) -> Callable[[Scalar, object], Any]:
-    def method(self: Scalar, other: object) -> Any:
-        other = plain(other)
-        return Truth(function(int(self), int(other))) if isinstance(other, int) else NotImplemented
+    def method(self: Scalar, other: Any) -> Any:
+        if type(other) is not Scalar and type(other) is not int:
+            other = plain(other)
+            if not isinstance(other, int):
+                return NotImplemented
+        return Truth(function(self, other))
 
     return method
 
@@ -96,7 +104,7 @@ def _logic(function: Callable[[int, int], int]) -> Callable[[Truth, object], Any
 
 
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Scalar, f"__{_name}__", _comparison(getattr(operator, _name)))
+    setattr(Scalar, f"__{_name}__", _comparison(getattr(int, f"__{_name}__")))
 for _name in ("and", "or", "xor"):
     setattr(
         Truth, f"__{_name}__", _logic(getattr(operator, f"{_name}_" if _name != "xor" else "xor"))
@@ -109,10 +117,16 @@ Truth.__invert__ = lambda self: Truth(not self)
 def kept(value: object) -> object:
     """The value that an assignment in a kernel stores: integers become scalars, other values are
     unchanged."""
+    kind = type(value)
+    if kind not in _NOT_KEPT:
+        return value
     value = plain(value)
     if type(value) is bool:
         return Truth(value)
     return Scalar(value) if type(value) is int else value
+
+
+_NOT_KEPT = frozenset((int, bool, tl.constexpr))
 
 
 class ScalarTransformer(triton_interpreter.ASTTransformer):

@@ -180,6 +180,11 @@ class Noting:
         self, ready: list[Task], dirty: list[Task], current: Task | None, step: int
     ) -> Decision:
         decision = self.inner.choose(ready, dirty, current, step)
-        if decision != _carry_on(ready, dirty, current):
+        # the plain schedule, most often; see _carry_on
+        if current is not None and current.state == "ready":
+            departs = decision.store >= 0 or decision.task != current.component
+        else:
+            departs = decision != _carry_on(ready, dirty, current)
+        if departs:
             self.departures[step] = decision
         return decision

@@ -229,6 +229,8 @@ class Tasks:
     def _wake(self, low: int, high: int) -> None:
         """Bytes [low, high) have changed."""
         for task in self.tasks:
+            if not task.polled and task.state != "parked":  # most often
+                continue
             if task.polled and any(
                 first < high and low < last for first, last in task.polled.values()
             ):

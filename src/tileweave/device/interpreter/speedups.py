@@ -31,6 +31,9 @@ _numpy_type_as_triton_does = triton_interpreter._get_np_dtype
 _unwrapped_as_triton_does = tl.core._unwrap_if_constexpr
 _convert_as_triton_does = triton_interpreter._convert_float
 _block_type_as_triton_does = tl.block_type.__init__
+_with_element_type_as_triton_does = tl.block_type.with_element_ty
+_expand_dims_as_triton_does = triton_interpreter.InterpreterBuilder.create_expand_dims
+TensorHandle = triton_interpreter.TensorHandle
 _types_equal_as_triton_does = tl.dtype.__eq__
 _broadcast_as_triton_does = TritonSemantic.broadcast_impl_value
 _operands_as_triton_does = TritonSemantic.binary_op_type_checking_impl
@@ -186,14 +189,70 @@ def _types_equal(self: object, other: object) -> bool:
     return self is other or _types_equal_as_triton_does(self, other)
 
 
+def _with_element_type(self: Any, scalar_ty: Any) -> object:
+    """``tl.block_type.with_element_ty``, with nothing looked at again."""
+    if type(self) is not tl.block_type or not isinstance(scalar_ty, tl.dtype):
+        return _with_element_type_as_triton_does(self, scalar_ty)
+    made = object.__new__(tl.block_type)
+    vars(made).update(_block(scalar_ty.name, *self.shape.values))
+    made.element_ty = scalar_ty
+    return made
+
+
+def _to_ir(self: Any, builder: Any) -> object:
+    """``tl.block_type.to_ir``: in the interpreter most types are their own."""
+    element = self.element_ty.to_ir(builder)
+    return self if element is self.element_ty else builder.get_block_ty(element, self.shape)
+
+
+def _expand_dims(self: Any, arg: Any, axis: int) -> object:
+    """``InterpreterBuilder.create_expand_dims``, by the reshape that ``np.expand_dims`` ends in."""
+    sizes = arg.data.shape
+    if not 0 <= axis <= len(sizes):
+        return _expand_dims_as_triton_does(self, arg, axis)
+    return TensorHandle(arg.data.reshape(*sizes[:axis], 1, *sizes[axis:]), arg.dtype.scalar)
+
+
+def _splat(value: Any, like: Any) -> object:
+    """A scalar in each element of a block."""
+    handle = value.handle
+    data = np.empty(like.shape.values, _numpy_type(handle.dtype))
+    data[...] = handle.data
+    return tl.tensor(
+        TensorHandle(data, handle.dtype.scalar), like.with_element_ty(value.type.scalar)
+    )
+
+
+def _stretched(block: Any, sizes: list[int]) -> object:
+    """A block with its sizes of 1 made larger."""
+    handle = block.handle
+    if list(block.type.shape.values) == sizes:
+        return block
+    data = np.broadcast_to(handle.data, sizes)
+    return tl.tensor(
+        TensorHandle(data, handle.dtype.scalar), tl.block_type(block.type.scalar, sizes)
+    )
+
+
 def _broadcast(self: Any, lhs: Any, rhs: Any) -> object:
-    """``TritonSemantic.broadcast_impl_value``: two of one shape are as they should be."""
+    """``TritonSemantic.broadcast_impl_value``: two of one shape are as they should be, a scalar is spread over a block."""
     left, right = lhs.type, rhs.type
-    if left.is_block():
-        alike = right.is_block() and left.shape.values == right.shape.values
+    if left.is_block() and right.is_block():
+        mine, theirs = left.shape.values, right.shape.values
+        if mine == theirs:
+            return lhs, rhs
+        if len(mine) == len(theirs) and all(
+            a == b or a == 1 or b == 1 for a, b in zip(mine, theirs, strict=True)
+        ):
+            sizes = [b if a == 1 else a for a, b in zip(mine, theirs, strict=True)]
+            return _stretched(lhs, sizes), _stretched(rhs, sizes)
+    elif left.is_block():
+        return lhs, _splat(rhs, left)
+    elif right.is_block():
+        return _splat(lhs, right), rhs
     else:
-        alike = not right.is_block()
-    return (lhs, rhs) if alike else _broadcast_as_triton_does(self, lhs, rhs)
+        return lhs, rhs
+    return _broadcast_as_triton_does(self, lhs, rhs)
 
 
 def _operands(
@@ -242,7 +301,10 @@ def patch_once() -> None:
     triton_interpreter._get_np_dtype = _numpy_type
     tl.tensor.__init__ = _tensor
     tl.block_type.__init__ = _block_type
+    tl.block_type.with_element_ty = _with_element_type
+    tl.block_type.to_ir = _to_ir
     tl.core._unwrap_if_constexpr = _unwrapped
+    triton_interpreter.InterpreterBuilder.create_expand_dims = _expand_dims
     tl.dtype.__eq__ = _types_equal
     triton_interpreter._convert_float = _convert
     TritonSemantic.broadcast_impl_value = _broadcast

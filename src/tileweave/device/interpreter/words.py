@@ -34,6 +34,8 @@ def _tell(event: str, **details: int) -> None:
 
 def _value(x: object) -> int:
     """A scalar of the interpreter (or of Python) as an int."""
+    if isinstance(x, int):
+        return int(x)
     x = getattr(x, "value", x)  # a constexpr
     handle = getattr(x, "handle", None)
     return int(x) if handle is None else int(np.asarray(handle.data).reshape(-1)[0])  # type: ignore[arg-type]

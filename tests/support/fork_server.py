@@ -1,0 +1,168 @@
+"""Processes of ranks without the imports: forks of one process that has imported torch, triton and
+the package.
+
+Imports cost 1.5 s of CPU time per process, and three where ``torch.compile`` is called; a fork
+costs milliseconds. The server starts no threads and touches no device, so a fork of it is what a
+new process is after the same imports. Each fork gets its own environment, pipe and output, and ends
+as a Python process does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+IMPORTS = ("torch._dynamo", "tests.support.worlds", "tileweave.kernels.all_gather.triton")
+LARGEST = 1 << 16  # bytes of a message: an environment
+
+
+# --- In the server ---
+
+
+def main(descriptor: int) -> None:
+    """Fork on request and report how each fork ended, until the process of the tests closes its
+    end."""
+    requests = socket.socket(fileno=descriptor)
+    for module in IMPORTS:
+        import_module(module)
+    # a fork neither copies these objects nor looks through them when it ends, which took 0.8 s
+    gc.freeze()
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        if woken in select.select([requests, woken], [], [])[0]:
+            os.read(woken, LARGEST)
+            _report(requests)
+            continue
+        message, descriptors, _, _ = socket.recv_fds(requests, LARGEST, 2)
+        if not message:
+            return
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for ours in (woken, wake):
+                os.close(ours)
+            requests.close()
+            _become(pickle.loads(message), *descriptors)
+            return
+        for theirs in descriptors:
+            os.close(theirs)
+        requests.send(pickle.dumps(("started", pid, 0)))
+
+
+def _report(requests: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            requests.send(pickle.dumps(("ended", ended[0], os.waitstatus_to_exitcode(ended[1]))))
+
+
+def _become(request: tuple[dict[str, str], tuple[object, ...]], pipe: int, log: int) -> None:
+    """In a fork: be the rank that was asked for."""
+    environment, arguments = request
+    os.environ.clear()
+    os.environ.update(environment)
+    for output in (1, 2):
+        os.dup2(log, output)
+    os.close(log)
+    import_module("tests.support.worlds").serve(pipe, *arguments)
+
+
+# --- In the process of the tests ---
+
+
+class Forked:
+    """One fork: the part of :class:`subprocess.Popen` that worlds use."""
+
+    def __init__(self, server: Server, pid: int) -> None:
+        self._server, self.pid = server, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self._server.listen(0.0)
+            self.returncode = self._server.ended.pop(self.pid, None)
+        return self.returncode
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            self._server.listen(1.0)
+        assert self.returncode is not None, "it has ended"
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Server:
+    """The process that forks. What imports read from ``environment`` is the same in all of its
+    forks."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [
+            sys.executable,
+            "-c",
+            f"from tests.support.fork_server import main; main({theirs.fileno()})",
+        ]
+        self._process = subprocess.Popen(
+            command, env=environment, cwd=ROOT, pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        self._started: list[int] = []
+        self.ended: dict[int, int] = {}
+        atexit.register(self.close)
+
+    def fork(
+        self, environment: Mapping[str, str], pipe: int, log: int, *arguments: object
+    ) -> Forked:
+        """``tests.support.worlds.serve(pipe, *arguments)`` in a fork that writes to ``log``."""
+        socket.send_fds(self._requests, [pickle.dumps((dict(environment), arguments))], [pipe, log])
+        while not self._started:
+            self.listen(1.0)
+        return Forked(self, self._started.pop())
+
+    def listen(self, seconds: float) -> None:
+        """Take in all reports of the server; wait at most ``seconds`` for the first one."""
+        while select.select([self._requests], [], [], seconds)[0]:
+            report = self._requests.recv(LARGEST)
+            if not report:
+                raise RuntimeError(f"the fork server ended with exit code {self._process.wait()}")
+            kind, pid, code = pickle.loads(report)
+            if kind == "started":
+                self._started.append(pid)
+            else:
+                self.ended[pid] = code
+            seconds = 0.0
+
+    def close(self) -> None:
+        self._requests.close()
+        self._process.wait()
+
+
+_SERVERS: list[Server] = []
+
+
+def server(environment: Mapping[str, str]) -> Server:
+    """The server of this process, started at the first call."""
+    if not _SERVERS:
+        _SERVERS.append(Server(environment))
+    return _SERVERS[0]
