@@ -36,7 +36,7 @@ from triton import knobs
 
 from tileweave.kernels.all_gather import hopper
 from tileweave.kernels.all_gather import triton as plain
-from tileweave.kernels.all_gather.await_shards import ShardLaunches, await_shards
+from tileweave.kernels.all_gather.await_shards import await_shards, shard_launches
 from tileweave.kernels.runtime.barrier import barrier
 from tileweave.kernels.runtime.descriptors import fits
 from tileweave.kernels.runtime.peers import Peers
@@ -236,7 +236,7 @@ def compile_await(target: str) -> Compiled:
 
 def compile_by_shards(target: str, ends: bool) -> Compiled:
     launches, out = (
-        ShardLaunches(endpoint(64, torch.bfloat16), WORLD_SIZE, RANK),
+        shard_launches(endpoint(64, torch.bfloat16), WORLD_SIZE, RANK),
         torch.empty(64, DEPTH, dtype=torch.bfloat16),
     )
     return compile_one(
