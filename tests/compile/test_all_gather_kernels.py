@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -209,11 +210,9 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     )
     if c.kernel == "hopper":
         assert fits(x, w)
-        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(
-            peers, schedule, c, dtype, w.stride()
-        )
+        launcher: Any = hopper.Launcher(peers, schedule, c, dtype, w.stride())
     else:
-        launcher = plain.Launcher(peers, schedule, c)
+        launcher = plain.launcher(peers, schedule, c)
     return compile_one(
         lambda: launcher(x, w, bias, out, gathered, 0, trace if case.trace else None), target
     )

@@ -75,6 +75,17 @@ class Share(NamedTuple):
     end: Any
 
 
+class Unit(NamedTuple):
+    """One unit of work: K blocks [``k_begin``, ``k_end``) of a tile; see ``schedules.gather.Unit``."""
+
+    tile: Any
+    first_row: Any
+    row_limit: Any
+    col: Any
+    k_begin: Any
+    k_end: Any
+
+
 def place(tiles, tile):
     """Tile number -> (first row, row limit, tile column); see ``TileSchedule.place``."""
     rows, tile_rows = tiles.rows, tiles.tile_rows

@@ -105,9 +105,9 @@ class _FusedCall:
                 return HopperLauncher(
                     self.endpoint, self.schedule, self.config, x.dtype, w.stride(), self.parts
                 )
-        from tileweave.kernels.all_gather.triton import Launcher
+        from tileweave.kernels.all_gather.triton import launcher
 
-        return Launcher(self.endpoint, self.schedule, self.config, self.parts)
+        return launcher(self.endpoint, self.schedule, self.config, self.parts)
 
 
 def _fused_call(
