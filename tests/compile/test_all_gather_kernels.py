@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -210,7 +209,7 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     )
     if c.kernel == "hopper":
         assert fits(x, w)
-        launcher: Any = hopper.Launcher(peers, schedule, c, dtype, w.stride())
+        launcher = hopper.launcher(peers, schedule, c, dtype, w.stride())
     else:
         launcher = plain.launcher(peers, schedule, c)
     return compile_one(

@@ -98,11 +98,11 @@ class _FusedCall:
 
     def _make(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
         if self.config.kernel == "hopper":
-            from tileweave.kernels.all_gather.hopper import Launcher as HopperLauncher
+            from tileweave.kernels.all_gather.hopper import launcher as hopper_launcher
             from tileweave.kernels.runtime.descriptors import fits
 
             if fits(x, w):
-                return HopperLauncher(
+                return hopper_launcher(
                     self.endpoint, self.schedule, self.config, x.dtype, w.stride(), self.parts
                 )
         from tileweave.kernels.all_gather.triton import launcher
