@@ -356,8 +356,8 @@ def launcher(
     strides_w: Sequence[int],
     parts: Parts | None = None,
 ) -> Launcher:
-    """Launches for one shape and stride of w, for tensors that ``descriptors.fits``; called as those
-    of ``triton.launcher``."""
+    """Launches for one shape and stride of w, for tensors that ``descriptors.fits``; called as
+    those of ``triton.launcher``."""
     s, c = schedule, config
     parts = parts or Parts(s.rank, s.world_size, s.depth, s.depth)
     push = c.transport == "sm"

@@ -1,5 +1,5 @@
-"""The *move* partition of the Hopper ``all_gather_matmul`` and ``all_to_all_matmul``: it pushes, and
-copies what arrived.
+"""The *move* partition of the Hopper ``all_gather_matmul`` and ``all_to_all_matmul``: it pushes,
+and copies what arrived.
 
 Read ``triton.py`` for the protocol and ``hopper.py`` for the partitions and the tuples.
 """
@@ -62,7 +62,8 @@ def push_slices(x, peers, rank, slot_offset, sizes, epoch, num_producers, trace,
 
 @gluon.jit
 def copy_out(target, source, begin, end, depth, target_pitch, source_pitch, C: gl.constexpr):
-    """Copy elements [``begin``, ``end``) of a shard, or of a part with rows of ``depth`` elements."""
+    """Copy elements [``begin``, ``end``) of a shard, or of a part with rows of ``depth``
+    elements."""
     if C.EXCHANGE:
         copy_rows(
             target, source, begin, end, depth, target_pitch, source_pitch, C.BLOCK, C.MOVE_WARPS
