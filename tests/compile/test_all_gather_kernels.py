@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from tileweave.kernels.all_gather import triton as plain
 from tileweave.kernels.all_gather.await_shards import await_shards, shard_launches
 from tileweave.kernels.runtime.barrier import barrier
 from tileweave.kernels.runtime.descriptors import fits
+from tileweave.kernels.runtime.launch import Launcher
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.machine import H200
 from tileweave.planning.matmul import Entry, MatmulConfig, Problem, schedule_for, tuned_entries
@@ -191,8 +193,8 @@ def weight(cols: int, depth: int, dtype: torch.dtype, depth_first: bool) -> torc
     )
 
 
-@functools.cache
-def compile_case(case: Case, target: str = "sm_90") -> Compiled:
+def launch_of(case: Case) -> tuple[Launcher, tuple[Any, ...]]:
+    """A launcher for the case, and what to call it with: tensors made anew."""
     c, dtype = case.config, case.dtype
     problem = Problem(WORLD_SIZE, case.rows, case.cols, DEPTH, dtype.itemsize, "")
     schedule = schedule_for(problem, c, RANK, H200)
@@ -212,9 +214,13 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
         launcher = hopper.launcher(peers, schedule, c, dtype, w.stride())
     else:
         launcher = plain.launcher(peers, schedule, c)
-    return compile_one(
-        lambda: launcher(x, w, bias, out, gathered, 0, trace if case.trace else None), target
-    )
+    return launcher, (x, w, bias, out, gathered, 0, trace if case.trace else None)
+
+
+@functools.cache
+def compile_case(case: Case, target: str = "sm_90") -> Compiled:
+    launcher, arguments = launch_of(case)
+    return compile_one(lambda: launcher(*arguments), target)
 
 
 @functools.cache
