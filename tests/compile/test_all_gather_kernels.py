@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,9 +37,10 @@ from triton import knobs
 
 from tileweave.kernels.all_gather import hopper
 from tileweave.kernels.all_gather import triton as plain
-from tileweave.kernels.all_gather.await_shards import ShardLaunches, await_shards
+from tileweave.kernels.all_gather.await_shards import await_shards, shard_launches
 from tileweave.kernels.runtime.barrier import barrier
 from tileweave.kernels.runtime.descriptors import fits
+from tileweave.kernels.runtime.launch import Launcher
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.machine import H200
 from tileweave.planning.matmul import schedule_for
@@ -193,8 +195,8 @@ def weight(cols: int, depth: int, dtype: torch.dtype, depth_first: bool) -> torc
     )
 
 
-@functools.cache
-def compile_case(case: Case, target: str = "sm_90") -> Compiled:
+def launch_of(case: Case) -> tuple[Launcher, tuple[Any, ...]]:
+    """A launcher for the case, and what to call it with: tensors made anew."""
     c, dtype = case.config, case.dtype
     problem = Problem(WORLD_SIZE, case.rows, case.cols, DEPTH, dtype.itemsize, "")
     schedule = schedule_for(problem, c, RANK, H200)
@@ -211,14 +213,16 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     )
     if c.kernel == "hopper":
         assert fits(x, w)
-        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(
-            peers, schedule, c, dtype, w.stride()
-        )
+        launcher = hopper.launcher(peers, schedule, c, dtype, w.stride())
     else:
-        launcher = plain.Launcher(peers, schedule, c)
-    return compile_one(
-        lambda: launcher(x, w, bias, out, gathered, 0, trace if case.trace else None), target
-    )
+        launcher = plain.launcher(peers, schedule, c)
+    return launcher, (x, w, bias, out, gathered, 0, trace if case.trace else None)
+
+
+@functools.cache
+def compile_case(case: Case, target: str = "sm_90") -> Compiled:
+    launcher, arguments = launch_of(case)
+    return compile_one(lambda: launcher(*arguments), target)
 
 
 @functools.cache
@@ -238,7 +242,7 @@ def compile_await(target: str) -> Compiled:
 
 def compile_by_shards(target: str, ends: bool) -> Compiled:
     launches, out = (
-        ShardLaunches(endpoint(64, torch.bfloat16), WORLD_SIZE, RANK),
+        shard_launches(endpoint(64, torch.bfloat16), WORLD_SIZE, RANK),
         torch.empty(64, DEPTH, dtype=torch.bfloat16),
     )
     return compile_one(

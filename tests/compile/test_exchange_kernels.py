@@ -141,9 +141,9 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     schedule, parts = _cut(x, w, c, case.how, rank)  # type: ignore[arg-type]
     peers = endpoint(x.numel(), dtype)
     if c.kernel == "hopper":
-        launch = all_gather_matmul_hopper.Launcher(peers, schedule, c, dtype, w.stride(), parts)
+        launch = all_gather_matmul_hopper.launcher(peers, schedule, c, dtype, w.stride(), parts)
     else:
-        launch = all_gather_matmul.Launcher(peers, schedule, c, parts)
+        launch = all_gather_matmul.launcher(peers, schedule, c, parts)
     kept = torch.empty(rows, depth, dtype=dtype) if case.kept else None
     return compile_one(lambda: launch(x, w, bias, out, kept, 0), target)
 

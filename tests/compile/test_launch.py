@@ -14,7 +14,13 @@ import torch
 import triton
 import triton.language as tl
 from tests.compile.harness import Compiled, compile_kernel, offline
-from tests.compile.test_all_gather_kernels import HOPPER_CASES, TRITON_CASES, compile_case
+from tests.compile.test_all_gather_kernels import (
+    HOPPER_CASES,
+    TRITON_CASES,
+    Case,
+    compile_case,
+    launch_of,
+)
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
@@ -78,8 +84,15 @@ def test_every_kind_of_parameter_is_laid_out() -> None:
 
 
 def test_an_unknown_kind_is_left_to_triton() -> None:
-    assert launch.layout({"x": "*fp32", "pair": ("i32", "i32")}) is None
     assert launch.layout({"x": "fp8"}) is None
+    assert launch.layout({"x": "*fp32", "pair": ("i32", "fp8")}) is None
+
+
+def test_tuples_are_taken_apart() -> None:
+    signature = {"pair": ("i32", ("constexpr", "*fp32")), "last": "i64"}
+    kinds = launch.layout(signature)
+    assert kinds is not None
+    assert list(kinds.items())[:3] == [("pair.0", "i32"), ("pair.1.1", "pointer"), ("last", "i64")]
 
 
 # --- A driver that takes notes ---
@@ -271,12 +284,9 @@ def test_registers_are_limited_where_a_compiler_can() -> None:
         assert launch.limit_registers(96) == {}
 
 
-def test_lookups_are_launched_again_with_what_changed(
-    notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that the driver is given, by name: at first as Triton was, then what another batch brings
-    and nothing else."""
-
+@pytest.fixture
+def on_a_device(notes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """``notes``, where launchers prepare what Triton launches."""
     prepare = launch.prepare
 
     def with_a_device(compiled: Any, *rest: Any) -> launch.Prepared | None:
@@ -284,6 +294,43 @@ def test_lookups_are_launched_again_with_what_changed(
         return prepare(compiled, *rest)
 
     monkeypatch.setattr(launch, "prepare", with_a_device)
+    return notes
+
+
+@pytest.mark.parametrize(
+    "case", [next(c for c in cases if c.trace) for cases in (TRITON_CASES, HOPPER_CASES)], ids=str
+)
+def test_a_matmul_is_launched_again_with_what_changed(
+    case: Case, on_a_device: SimpleNamespace
+) -> None:
+    """Every parameter, by name, is what Triton would have been given for the second call."""
+    again, first = launch_of(case)
+    again(*first)
+    assert not on_a_device.launches, "the first one is Triton's"
+    *tensors, _, trace = launch_of(case)[1]
+    second = (*tensors, 1, trace)
+    again(*second)
+    (prepared,) = again.prepared.values()
+    assert prepared is not None
+    seen = parameters(prepared, on_a_device.launches[-1][2])
+    wanted = launch.flat({**again.fixed, **again._pack(*second).changing()})
+    del wanted["tensors.partials"]  # made by each call
+    compared = [name for name in seen if name in wanted and not name.endswith("_desc")]
+    groups = {name.partition(".")[0] for name in compared}
+    assert groups >= {"tensors", "peers", "sizes", "slot", "num_tiles", "k_blocks"}
+    for name in compared:
+        value = wanted[name]
+        assert seen[name] == (value.data_ptr() if hasattr(value, "data_ptr") else value), name
+    assert seen["tensors.x"] == tensors[0].data_ptr() and seen["slot"] == 1
+    if case.config.kernel == "hopper":
+        bases = [address for address, _ in on_a_device.maps]
+        assert {tensor.data_ptr() for tensor in tensors[:2]} <= set(bases[-3:])
+
+
+def test_lookups_are_launched_again_with_what_changed(on_a_device: SimpleNamespace) -> None:
+    """All that the driver is given, by name: at first as Triton was, then what another batch brings
+    and nothing else."""
+    notes = on_a_device
     tables, columns, config = (
         [torch.empty(100, 64) for _ in range(3)],
         (0, 64, 128),

@@ -68,20 +68,24 @@ MEET = "device/triton/meet.py"
 PARITY = "return 0 if instance.captured else instance.calls & 1"
 BARRIER = "    barrier(peers, instance.transport.world_size, instance.transport.rank)\n"
 
-_PUSH = "        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, SPANS, BLOCK)\n"
-_NOTIFY = (
-    "        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)\n"
+_PUSH = (
+    "        put_all(peers.slot_table, rank, C.WORLD_SIZE, slot_offset, size, x, begin, end, C.SPANS, "
+    "C.PUSH_BLOCK)\n"
 )
-_WAIT = "token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report, EXACT=EXACT)"
-_PUSHED = "            await_pushed(signals, epoch, control, report, WORLD_SIZE)\n"
-_LEAVE = "    leave(control, epoch, num_programs)\n"
+_NOTIFY = (
+    "        notify_all(peers, rank * MAX_SLICES + piece, rank, epoch, C.WORLD_SIZE, C.SPANS)\n"
+)
+_EXACT = "unit.tile, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)"
+_WAIT = "token = wait(peers, source * MAX_SLICES, epoch, " + _EXACT
+_PUSHED = "            await_pushed(peers, epoch, C.WORLD_SIZE)\n"
+_LEAVE = "    leave(peers, epoch, num_programs)\n"
 _EARLY = "        leave_early(control, epoch, num_programs)\n"
 _DATA = """        if pitch == width:
             copies.append(Copy(target, 0, (end - begin) * width, start))
         else:
             copies.append(Copy(target, 0, width, start, rows=end - begin, target_pitch=width, source_pitch=pitch))
 """
-_MEET = "        meet(signal_table, signals, rank, epoch, -1, control, report, WORLD_SIZE)\n"
+_MEET = "        meet(peers, rank, epoch, -1, C.WORLD_SIZE)\n"
 _OPEN = "        count_in(counters + num_segments * num_programs)\n"
 _ALL_WAIT = "range(1, WORLD_SIZE):\n        wait"
 _NEVER = "            if 0: tl.store(counters + num_segments"
@@ -117,7 +121,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a tile waits for one slice of several",
         KERNEL,
         _WAIT,
-        _WAIT.replace("NUM_SLICES", "1"),
+        _WAIT.replace("C.NUM_SLICES", "1"),
         AG + "sm",
     ),
     Mutant(
@@ -136,14 +140,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "who is a call ahead is refused",
         KERNEL,
-        "NUM_SLICES, SPANS, not PUSH",
-        "NUM_SLICES, SPANS, True",
+        _EXACT,
+        _EXACT.replace("not C.PUSH", "True"),
         AG + "sm",
     ),
     Mutant(
         "a tile waits for the last source only",
         KERNEL,
-        "range(first_row // rows, last_row",
+        "range(unit.first_row // rows, last_row",
         "range(last_row // rows, last_row",
         AG + "sm, spans",
     ),
@@ -157,22 +161,22 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the last slice is never signalled",
         KERNEL,
-        "range(program, NUM_SLICES, num_producers)",
-        "range(program, NUM_SLICES - 1, num_producers)",
+        "range(program, C.NUM_SLICES, num_producers)",
+        "range(program, C.NUM_SLICES - 1, num_producers)",
         AG + "sm",
     ),
     Mutant("one slot", KERNEL, "slot = epoch & 1", "slot = epoch & 0", AG + "sm"),
     Mutant(
         "a shard is looked for in the next place",
         KERNEL,
-        "place = (rank + WORLD_SIZE - source - 1)",
-        "place = (rank + WORLD_SIZE - source)",
+        "place = (rank + C.WORLD_SIZE - source - 1)",
+        "place = (rank + C.WORLD_SIZE - source)",
         AG,
     ),
     Mutant(
         "the gathered input is copied without a wait",
         KERNEL,
-        "        wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, -1, control, report, EXACT=EXACT)\n",
+        "        wait(peers, source * MAX_SLICES, epoch, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)\n",
         "",
         AG + "sm, cut, gathered",
     ),
@@ -186,8 +190,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a program leaves before the last push",
         KERNEL,
-        "    if not PUSH:  # the copy",
-        _LEAVE + "    if not PUSH:  # the copy",
+        "    if not C.PUSH:\n        if program == num",
+        _LEAVE + "    if not C.PUSH:\n        if program == num",
         AG + "copy engine",
     ),
     Mutant(

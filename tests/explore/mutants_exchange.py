@@ -17,8 +17,8 @@ _FLAG = "    notify(signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZ
 _DONE = "    await_pushed(signals, epoch, control, report, WORLD_SIZE)\n"
 _RESET = "    tl.store(flags + words, tl.zeros_like(words), mask=inside)\n"
 _COUNT = "                if count_last(counters + num_programs + place * MAX_SLICES + chunk, tiles_of_chunk):\n"
-_TOKEN = "token = wait(signals, NUM_SLICES, epoch, word, tile, control, report, EXACT=EXACT)"
-_KEPT = "                wait(signals, NUM_SLICES, epoch, source * MAX_SLICES + chunk, -1, control, report, EXACT=EXACT)\n"
+_TOKEN = "token = wait(peers, index, epoch, unit.tile, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)"
+_KEPT = "                wait(peers, index, epoch, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)\n"
 
 MUTANTS: tuple[Mutant, ...] = (
     # --- matmul_all_to_all ---
@@ -99,7 +99,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a source's first chunk is awaited for all",
         SOURCES,
-        "MAX_SLICES + first_row // chunk_rows",
+        "MAX_SLICES + unit.first_row // chunk_rows",
         "MAX_SLICES",
         IN + "copy",
     ),
@@ -107,7 +107,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "one slice of a source is awaited",
         SOURCES,
         _TOKEN,
-        _TOKEN.replace("NUM_SLICES", "1"),
+        _TOKEN.replace("C.NUM_SLICES", "1"),
         IN + "sm",
     ),
     Mutant("the call before is awaited", SOURCES, _TOKEN, _TOKEN.replace("epoch", "epoch - 1"), IN),

@@ -5,30 +5,30 @@ from __future__ import annotations
 from tests.explore.mutants import AG, BARRIER, PARITY, REGISTRY, Mutant
 
 AWAITED, BESIDE = "kernels/all_gather/await_shards.py", "ops/matmul/concurrent_gather.py"
-_SHARD = "    await_source(signals, control, report, load_epoch(control), source * MAX_SLICES)\n"
-_END = "\n    if last_to_leave(control, 1)"
-_ENDS = "\n    await_pushed(signals, epoch, control, report, WORLD_SIZE)" + _END
+_SHARD = "    await_source(peers, load_epoch(peers), source * MAX_SLICES)\n"
+_END = "\n    if last_to_leave(peers, 1)"
+_ENDS = "\n    await_pushed(peers, epoch, WORLD_SIZE)" + _END
 
 MUTANTS: tuple[Mutant, ...] = (
     # --- of backward ---
     Mutant(
         "gathered without a wait",
         AWAITED,
-        "    wait(signals, 1, epoch, word, -1, control, report)\n",
+        "    wait(peers, index, epoch)\n",
         "",
         AG + "gather beside",
     ),
     Mutant(
         "a gather that refuses who is a call ahead",
         AWAITED,
-        "epoch + 1, word",
-        "epoch, word",
+        "epoch + 1, index",
+        "epoch, index",
         AG + "gather beside",
     ),
     Mutant(
         "the epoch may move before the last push of a gather",
         AWAITED,
-        "        await_pushed(signals, epoch, control, report, WORLD_SIZE)\n",
+        "        await_pushed(peers, epoch, WORLD_SIZE)\n",
         "",
         AG + "gather beside",
     ),

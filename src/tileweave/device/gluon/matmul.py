@@ -1,9 +1,11 @@
-"""The warp-specialised main loop for Hopper, in Gluon: ``device/triton/matmul.py`` once more.
+"""The warp-specialised main loop for Hopper, in Gluon: the counterpart of
+``device/triton/matmul.py``.
 
-A kernel here has partitions, each a set of warps with its own program: *load* (one warp: waits for signals, feeds TMA),
-*multiply* (one or two warpgroups: wgmma, epilogue) and one or more beside them, such as *move* (pushes, copies) or *store*.
-Load and multiply share a :class:`Ring` of ``STAGES`` buffers; ``ready[i]`` tells that buffer i is full, ``empty[i]`` that it
-was read. ``turn`` counts the buffers that a partition has filled, or read.
+A kernel here has partitions, each a set of warps that run their own code: *load* (one warp: waits
+for signals, feeds TMA), *multiply* (one or two warpgroups: wgmma, epilogue) and others, such as
+*move* (pushes, copies) or *store*. Load and multiply share a :class:`Ring` of ``STAGES`` buffers;
+``ready[i]`` says that buffer i is full, ``empty[i]`` that it was read. ``turn`` counts the buffers
+that a partition has filled, or read.
 """
 
 from __future__ import annotations
@@ -41,9 +43,15 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def make_ring(
-    a_desc, b_desc, TILE_M: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr = 1
-):  # fmt: skip
-    """Shared memory of a :class:`Ring`. ``ARRIVALS``: how often a buffer is said to be full."""
+    a_desc,
+    b_desc,
+    TILE_M: gl.constexpr,
+    TILE_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    ARRIVALS: gl.constexpr = 1,
+):
+    """Shared memory of a :class:`Ring`. ``ARRIVALS``: how many arrivals at ``ready[i]`` fill buffer
+    i."""
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_M, TILE_K], a_desc.dtype)
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE_M, TILE_K], a_layout)
     b_ring = gl.allocate_shared_memory(
@@ -59,7 +67,8 @@ def make_ring(
 
 @gluon.jit
 def claim(ring, turn, BYTES: gl.constexpr, STAGES: gl.constexpr):
-    """*load*: wait until the buffer of this turn was read, and expect ``BYTES`` in it. Returns its number."""
+    """*load*: wait until the buffer of this turn was read, and expect ``BYTES`` in it. Returns its
+    index."""
     at = turn % STAGES
     mbarrier.wait(ring.empty.index(at), ((turn // STAGES) & 1) ^ 1)
     mbarrier.expect(ring.ready.index(at), BYTES)
@@ -68,7 +77,8 @@ def claim(ring, turn, BYTES: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_weight(desc, col, k, bar, buffer, DEPTH_FIRST: gl.constexpr):
-    """Ask TMA for a K block of b from column ``col`` on; ``desc`` is of [N, K], or of [K, N] where ``DEPTH_FIRST``."""
+    """Ask TMA for a K block of b from column ``col`` on; ``desc`` is of [N, K], or of [K, N] where
+    ``DEPTH_FIRST``."""
     if DEPTH_FIRST:
         load_async(desc, [k, col], bar, buffer)
     else:
@@ -77,7 +87,8 @@ def load_weight(desc, col, k, bar, buffer, DEPTH_FIRST: gl.constexpr):
 
 @gluon.jit
 def load_expert(desc, expert, cols, depth, col, k, bar, buffer, DEPTH_FIRST: gl.constexpr):
-    """:func:`load_weight` from the weight of ``expert``: experts stand one behind the other in ``desc``."""
+    """:func:`load_weight` from the weight of ``expert``; ``desc`` is of the weights of all experts,
+    one after the other."""
     if DEPTH_FIRST:
         load_weight(desc, col, expert * depth + k, bar, buffer, DEPTH_FIRST)
     else:
@@ -86,7 +97,8 @@ def load_expert(desc, expert, cols, depth, col, k, bar, buffer, DEPTH_FIRST: gl.
 
 @gluon.jit
 def load_slot(slot0_desc, slot1_desc, slot, row, col, bar, buffer):
-    """Ask TMA for a block of the slot that is used: there is a descriptor of each, and no choice between descriptors."""
+    """Ask TMA for a block of slot number ``slot``. Each slot has a descriptor, since code cannot
+    choose between descriptors."""
     if slot == 0:
         load_async(slot0_desc, [row, col], bar, buffer)
     else:
@@ -104,18 +116,27 @@ def depth_by_cols(buffer, DEPTH_FIRST: gl.constexpr):
 
 @gluon.jit
 def multiply_tile(
-    turn, num_blocks, ring, control,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, GATHERED: gl.constexpr = False,
-    DEPTH_FIRST: gl.constexpr = False, LATE: gl.constexpr = False,
-):  # fmt: skip
+    turn,
+    num_blocks,
+    ring,
+    control,
+    TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    GATHERED: gl.constexpr = False,
+    DEPTH_FIRST: gl.constexpr = False,
+    LATE: gl.constexpr = False,
+):
     """Multiply ``num_blocks`` >= 1 K blocks from the ring. Returns (fp32 tile, turn, fault).
 
-    ``GATHERED``: rows of a came by ``cp.async``, through the generic proxy, so wgmma reads them behind a proxy fence.
-    ``DEPTH_FIRST``: buffers of b are [TILE_K, TILE_N] and not [TILE_N, TILE_K].
+    ``GATHERED``: rows of a were loaded by ``cp.async``, through the generic proxy, so that wgmma
+    needs a proxy fence before it reads them. ``DEPTH_FIRST``: buffers of b are [TILE_K, TILE_N] and
+    not [TILE_N, TILE_K].
 
-    One wgmma stays in flight: buffer i is released when block i+1 is under way. ``fault`` is read behind the first full
-    buffer, so it is set if this tile's wait ran out of time, and the load costs nothing. ``LATE``: behind the last one, since
-    *load* waits in front of later blocks, too.
+    One wgmma stays in flight: buffer i is released when block i+1 has begun. ``fault`` is read
+    after the first buffer is full, so it is set if this tile's wait timed out, and the load costs
+    nothing. ``LATE``: it is read after the last one, since *load* waits before later blocks, too.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, TILE_N, 16]
@@ -154,7 +175,8 @@ def multiply_tile(
 
 @gluon.jit
 def finish(tile, fault, bias, col, cols, HAS_BIAS: gl.constexpr):
-    """Epilogue on registers: bias in fp32, NaN where a wait ran out of time. ``col``: first column of ``tile``."""
+    """Epilogue on registers: bias in fp32, NaN where a wait timed out. ``col``: first column of
+    ``tile``."""
     if HAS_BIAS:
         column: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
         index = col + gl.arange(0, tile.shape[1], layout=column)
@@ -164,7 +186,8 @@ def finish(tile, fault, bias, col, cols, HAS_BIAS: gl.constexpr):
 
 @gluon.jit
 def store_masked(tile, out, row, row_limit, col, cols):
-    """Plain stores of the rows and columns that exist: ragged tiles, and pitches that TMA cannot have."""
+    """Plain stores of the rows and columns that exist: for ragged tiles, and for pitches that TMA
+    does not support."""
     rows: gl.constexpr = gl.SliceLayout(1, tile.type.layout)
     columns: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
     r = row + gl.arange(0, tile.shape[0], layout=rows)
@@ -176,7 +199,8 @@ def store_masked(tile, out, row, row_limit, col, cols):
 
 @gluon.jit
 def store_tma(tile, desc, buffer, row, col):
-    """Store through shared memory by TMA; returns while the store is under way. Before a signal, drain it fully."""
+    """Store through shared memory by TMA; returns before the store is complete. Before a signal,
+    drain it fully."""
     tma.store_wait(0)
     buffer.store(tile.to(desc.dtype))
     fence_async_shared()
@@ -185,8 +209,9 @@ def store_tma(tile, desc, buffer, row, col):
 
 @gluon.jit
 def part_offsets(tile, first_col, TILE_N: gl.constexpr):
-    """Where a tile's elements stand in ``partials``: 8 x 8 blocks, since a warp holds those, so that a warp's access is
-    256 contiguous bytes. ``tile``: [TILE_M, any width] whose first column is ``first_col`` of the whole."""
+    """Offsets of a tile's elements in ``partials``: 8 x 8 blocks, since a warp holds those, so that
+    a warp's access is 256 contiguous bytes. ``tile``: [TILE_M, any width], whose first column is
+    column ``first_col`` of the whole tile."""
     rows: gl.constexpr = gl.SliceLayout(1, tile.type.layout)
     columns: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
     r = gl.arange(0, tile.shape[0], layout=rows)
@@ -198,7 +223,8 @@ def part_offsets(tile, first_col, TILE_N: gl.constexpr):
 def give_part(
     tile, partials, counters, base, share, number, TILE_M: gl.constexpr, TILE_N: gl.constexpr
 ):
-    """Helper's end of a cut tile: put the part (fp32) where the owner finds it and count it in; see ``matmul.give_part``."""
+    """The helper's side of a cut tile: store the partial tile (fp32) where the owner finds it, and
+    count it in; see ``matmul.give_part``."""
     gl.store(
         partials
         + (base + share.program).to(gl.int64) * (TILE_M * TILE_N)
@@ -211,7 +237,8 @@ def give_part(
 
 @gluon.jit
 def await_parts(counters, base, share, number, helpers):
-    """Owner's wait for its helpers, lower programs of this grid; leaves the counter at zero for the next call."""
+    """The owner's wait for its helpers, lower programs of this grid; leaves the counter at zero for
+    the next call."""
     cut_tile = base + number - share.whole
     while gl.atomic_add(counters + cut_tile, 0, sem="acquire", scope="gpu") < helpers:
         pass
@@ -220,7 +247,8 @@ def await_parts(counters, base, share, number, helpers):
 
 
 class Helped(NamedTuple):
-    """Of a tile's helpers: ``helpers`` parts in ``partials``, downwards from the owner's place ``at``, ``team`` apart."""
+    """The partial tiles of a tile's helpers: ``helpers`` of them in ``partials``, below the owner's
+    index ``at``, ``team`` apart."""
 
     partials: Any
     at: Any
@@ -230,7 +258,8 @@ class Helped(NamedTuple):
 
 @gluon.jit
 def add_parts(tile, first_col, helped, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
-    """Add the helpers' parts of these columns, from the highest program down; behind :func:`await_parts`."""
+    """Add these columns of the helpers' partial tiles, from the highest program down; after
+    :func:`await_parts`."""
     offsets = part_offsets(tile, first_col, TILE_N)
     for below in range(1, helped.helpers + 1):
         tile += gl.load(
@@ -241,40 +270,75 @@ def add_parts(tile, first_col, helped, TILE_M: gl.constexpr, TILE_N: gl.constexp
     return tile
 
 
+class Output(NamedTuple):
+    """Where a tile is stored: ``first_row`` and ``col`` are its first row and column of ``out``.
+    ``by_tma``: through ``buffer``, not by plain stores."""
+
+    out: Any
+    out_desc: Any
+    buffer: Any
+    bias: Any
+    first_row: Any
+    row_limit: Any
+    col: Any
+    cols: Any
+    by_tma: Any
+
+
 @gluon.jit
 def store_half(
-    half, first_col, fault, bias, out, out_desc, buffer, helped, first_row, row_limit, col, cols, by_tma,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, HAS_BIAS: gl.constexpr,
-):  # fmt: skip
-    """Columns [first_col, ...) of a finished tile: add helpers' parts, bias, round once, store."""
+    half,
+    first_col,
+    fault,
+    output,
+    helped,
+    TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    """Columns [first_col, ...) of a finished tile: add helpers' partial tiles, then bias, round
+    once, store."""
+    first_row, col = output.first_row, output.col
     half = add_parts(half, first_col, helped, TILE_M, TILE_N)
-    half = finish(half, fault, bias, col + first_col, cols, HAS_BIAS)
-    if by_tma:
-        store_tma(half, out_desc, buffer, first_row, col + first_col)
+    half = finish(half, fault, output.bias, col + first_col, output.cols, HAS_BIAS)
+    if output.by_tma:
+        store_tma(half, output.out_desc, output.buffer, first_row, col + first_col)
     else:
-        store_masked(half, out, first_row, row_limit, col + first_col, cols)
+        store_masked(half, output.out, first_row, output.row_limit, col + first_col, output.cols)
 
 
 @gluon.jit
 def store_tile(
-    tile, fault, bias, out, out_desc, buffer, helped, first_row, row_limit, col, cols, total_rows,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr, OUT_TMA: gl.constexpr,
-):  # fmt: skip
-    """Epilogue of the program that owns a tile, in two halves where its shared-memory image would be too large."""
+    tile,
+    fault,
+    bias,
+    out,
+    out_desc,
+    out_buffer,
+    helped,
+    first_row,
+    row_limit,
+    col,
+    cols,
+    total_rows,
+    TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr,
+    HALVES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    OUT_TMA: gl.constexpr,
+):
+    """Epilogue of the program that owns a tile, in two halves (``HALVES``) where its image in
+    shared memory would be too large.
+
+    ``first_row``, ``col``: the tile's first row and column of ``out``, which has ``total_rows``
+    rows and ``cols`` columns. ``OUT_TMA``: TMA can store rows of ``out``.
+    """
     width: gl.constexpr = TILE_N // HALVES
     by_tma = OUT_TMA and ((first_row + TILE_M <= row_limit) | (row_limit == total_rows))
+    output = Output(out, out_desc, out_buffer, bias, first_row, row_limit, col, cols, by_tma)
     if HALVES == 2:
         low, high = tile.reshape((TILE_M, 2, width)).permute((0, 2, 1)).split()
-        store_half(
-            low, 0, fault, bias, out, out_desc, buffer, helped, first_row, row_limit, col, cols, by_tma, TILE_M, TILE_N,
-            HAS_BIAS,
-        )  # fmt: skip
-        store_half(
-            high, width, fault, bias, out, out_desc, buffer, helped, first_row, row_limit, col, cols, by_tma, TILE_M, TILE_N,
-            HAS_BIAS,
-        )  # fmt: skip
+        store_half(low, 0, fault, output, helped, TILE_M, TILE_N, HAS_BIAS)
+        store_half(high, width, fault, output, helped, TILE_M, TILE_N, HAS_BIAS)
     else:
-        store_half(
-            tile, 0, fault, bias, out, out_desc, buffer, helped, first_row, row_limit, col, cols, by_tma, TILE_M, TILE_N,
-            HAS_BIAS,
-        )  # fmt: skip
+        store_half(tile, 0, fault, output, helped, TILE_M, TILE_N, HAS_BIAS)

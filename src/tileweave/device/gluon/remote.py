@@ -1,4 +1,5 @@
-"""Copies to peers and within a device in Gluon, 16 bytes a thread at once; as ``device/triton/remote.py`` in Triton."""
+"""Copies to peers and within a device in Gluon, 16 bytes per thread at once: the counterpart of
+``device/triton/remote.py``."""
 
 from __future__ import annotations
 
@@ -10,10 +11,20 @@ from tileweave.device.gluon.signal import symm_at
 
 @gluon.jit
 def put_all(
-    table, rank, offset, size, source, begin, end,
-    WORLD_SIZE: gl.constexpr, OWN: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Elements [begin, end) of the own shard into a slot of every peer, block by block; see ``remote.put_all``."""
+    table,
+    rank,
+    offset,
+    size,
+    source,
+    begin,
+    end,
+    WORLD_SIZE: gl.constexpr,
+    OWN: gl.constexpr,
+    BLOCK: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Store elements [begin, end) of the own shard into a slot of every peer, block by block; see
+    ``remote.put_all``."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
     for start in range(begin, end, BLOCK):
         index = start + gl.arange(0, BLOCK, layout=layout)
@@ -30,7 +41,7 @@ def put_all(
 
 @gluon.jit
 def copy_flat(target, source, begin, end, BLOCK: gl.constexpr, WARPS: gl.constexpr):
-    """Copy elements [begin, end), 16 bytes a thread at once."""
+    """Copy elements [begin, end), 16 bytes per thread at once."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
     for start in range(begin, end, BLOCK):
         index = start + gl.arange(0, BLOCK, layout=layout)
@@ -40,8 +51,9 @@ def copy_flat(target, source, begin, end, BLOCK: gl.constexpr, WARPS: gl.constex
 
 @gluon.jit
 def _rows(start, width, pitch, V: gl.constexpr, WARPS: gl.constexpr):
-    """Of V words of 8 elements, from element ``start`` on of a matrix ``width`` wide: the number of each one's first element
-    [V, 1], and where elements stand [V, 8], rows ``pitch`` apart. ``start``, ``width`` and ``pitch``: multiples of 8."""
+    """Of V vectors of 8 elements, from element ``start`` on, of a matrix with rows of ``width``
+    elements: the number of each one's first element [V, 1], and the elements' offsets [V, 8], with
+    rows ``pitch`` apart. ``start``, ``width`` and ``pitch``: multiples of 8."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0])
     word = start // 8 + gl.arange(0, V, layout=gl.SliceLayout(1, layout))
     at = (word * 8 // width).to(gl.int64) * pitch + word * 8 % width
@@ -52,9 +64,18 @@ def _rows(start, width, pitch, V: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def copy_rows(
-    target, source, begin, end, width, target_pitch, source_pitch, BLOCK: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
-    """Elements [begin, end) of a matrix ``width`` wide (all multiples of 8); see ``remote.put_rows``."""
+    target,
+    source,
+    begin,
+    end,
+    width,
+    target_pitch,
+    source_pitch,
+    BLOCK: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Copy elements [begin, end) of a matrix with rows of ``width`` elements (all multiples of 8);
+    see ``remote.put_rows``."""
     for start in range(begin, end, BLOCK):
         index, there = _rows(start, width, source_pitch, BLOCK // 8, WARPS)
         _, here = _rows(start, width, target_pitch, BLOCK // 8, WARPS)
@@ -65,10 +86,23 @@ def copy_rows(
 
 @gluon.jit
 def put_parts(
-    table, rank, offset, size, source, step, pitch, width, begin, end,
-    WORLD_SIZE: gl.constexpr, OWN: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Elements [begin, end) of every peer's own part into a slot there; see ``remote.put_parts``."""
+    table,
+    rank,
+    offset,
+    size,
+    source,
+    step,
+    pitch,
+    width,
+    begin,
+    end,
+    WORLD_SIZE: gl.constexpr,
+    OWN: gl.constexpr,
+    BLOCK: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Store elements [begin, end) of every peer's part into a slot there; see
+    ``remote.put_parts``."""
     for start in range(begin, end, BLOCK):
         index, there = _rows(start, width, pitch, BLOCK // 8, WARPS)
         _, here = _rows(start, width, width, BLOCK // 8, WARPS)

@@ -1,8 +1,9 @@
-"""Tiles as tickets, in Gluon: *load* draws the number of its next tile and hands it to *multiply*.
+"""Tiles as tickets, in Gluon: *load* draws the number of its next tile and passes it to *multiply*.
 
-Numbers that follow each other are drawn at almost the same time, so tiles that share operands begin together and find them in
-L2. Dealt in turn, tile p + P j to program p, they drift apart: where programs wait for peers (decision 0011), or where weights
-are read at the memory's rate for hundreds of microseconds (decision 0011).
+Consecutive numbers are drawn at almost the same time, so tiles that share operands begin together
+and find them in L2. Dealt in turn, tile p + P j to program p, they drift apart: where programs wait
+for peers, or where weights are read at the memory's rate for hundreds of microseconds (decision
+0011).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from tileweave.device.gluon.signal import block_barrier
 
 
 class Deal(NamedTuple):
-    """Shared memory for two numbers under way, and the barriers of each: it was dealt, it was taken."""
+    """Shared memory for two numbers in transit, and the barriers of each: it was dealt, it was
+    taken."""
 
     numbers: Any
     dealt: Any
@@ -38,9 +40,11 @@ def make_deal():
 
 @gluon.jit
 def deal(tickets, count, line, WARPS: gl.constexpr):
-    """*load*: draw the number of a tile from the counter ``tickets`` and hand it on, as the ``count``-th. Returns it.
+    """*load*: draw the number of a tile from the counter ``tickets`` and pass it on, as the
+    ``count``-th. Returns it.
 
-    Call it when all of the tile before was asked for, and go on until there is no such tile: *multiply* takes that number, too.
+    Call it when all loads of the previous tile have been issued, and continue until there is no
+    such tile: *multiply* takes that number, too.
     """
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tile = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")

@@ -1,7 +1,9 @@
-"""The matmul main loop in plain Triton, and the two ends of a tile that several programs share.
+"""The matmul main loop in plain Triton, and how programs exchange the partial tiles of a tile that
+is cut along K.
 
-The Triton kernels of operators that multiply are built on these. An operator differs in what happens before (which rows, what
-to wait for: its prologue hands over row pointers) and after (where the accumulator goes: its epilogue receives it).
+The Triton kernels of operators that multiply are built on these. An operator differs in what
+happens before (which rows, what to wait for: its prologue passes row pointers) and after (where the
+accumulator goes: its epilogue receives it).
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ def matmul_tile(
     DEPTH_FIRST: tl.constexpr = False,
     start=None,
 ):
-    """fp32 ``[TILE_M, TILE_N]``: rows at ``a_rows`` (pointers ``[TILE_M]``) times rows of ``w [N, K]`` over K blocks
-    [k_begin, k_end).
+    """fp32 ``[TILE_M, TILE_N]``: rows at ``a_rows`` (pointers ``[TILE_M]``) times rows of
+    ``w [N, K]`` over K blocks [k_begin, k_end).
 
-    Rows out of range must point at something readable, columns out of range wrap around: what they compute is not stored.
-    ``EVEN_K``: ``depth`` is a multiple of TILE_K, so loads need no mask along K. ``FEW_ROWS``, of ``EVEN_K`` only: just the
-    first ``rows`` are read, which saves the way to the rest of a tile. ``DEPTH_FIRST``: ``w`` is [K, N], its rows ``stride_w``
+    Rows out of range must point to readable memory, columns out of range wrap around: their
+    products are not stored. ``EVEN_K``: ``depth`` is a multiple of TILE_K, so loads need no mask
+    along K. ``FEW_ROWS``, with ``EVEN_K`` only: just the first ``rows`` rows are read, which saves
+    the traffic for the rest of a tile. ``DEPTH_FIRST``: ``w`` is [K, N], its rows ``stride_w``
     apart: a weight as backward reads it. ``start``: what the sum begins with.
     """
     n = (tile_col * TILE_N + tl.arange(0, TILE_N)) % cols
@@ -78,7 +81,8 @@ def matmul_tile(
 
 @triton.jit
 def part_offsets(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Where a tile's elements stand in a slot: in 8 x 8 blocks, as warps of tensor cores hold them (``device/gluon/matmul.py``)."""
+    """Offsets of a tile's elements in a slot: 8 x 8 blocks, as warps hold the results of tensor
+    cores (``device/gluon/matmul.py``)."""
     row = tl.arange(0, TILE_M)
     col = tl.arange(0, TILE_N)
     return (row // 8 * (8 * TILE_N) + row % 8 * 8)[:, None] + (col // 8 * 64 + col % 8)[None, :]
@@ -88,11 +92,13 @@ def part_offsets(TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 def give_part(
     acc, partials, counters, base, share, tile, TILE_M: tl.constexpr, TILE_N: tl.constexpr
 ):
-    """Helper's end of a cut tile, ``tile`` of a segment: put the part where the owner finds it, and count it in.
+    """The helper's side of a cut tile, ``tile`` of a segment: store the partial tile where the
+    owner finds it, and count it in.
 
-    ``partials`` is fp32, one tile for each program of a segment: a program helps at most once in a segment, with the
-    first unit of its span. ``counters`` is int32, zero between calls. ``base``: programs of the segments before this one, so
-    segments share neither parts nor counters.
+    ``partials`` is fp32, one tile for each program of a segment: a program helps at most once in a
+    segment, with the first unit of its span. ``counters`` is int32, zero between calls. ``base``:
+    programs of the segments before this one, so that segments share neither partial tiles nor
+    counters.
     """
     within = tl.arange(0, TILE_M)[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
     tl.store(partials + (base + share.program).to(tl.int64) * (TILE_M * TILE_N) + within, acc)
@@ -104,10 +110,11 @@ def give_part(
 def take_parts(
     acc, partials, counters, base, share, tile, helpers, TILE_M: tl.constexpr, TILE_N: tl.constexpr
 ):
-    """Owner's end: wait for all helpers, add their parts in program order, downwards, so results never depend on timing.
+    """The owner's side: wait for all helpers, then add their partial tiles in order of programs,
+    from the highest down, so that results never depend on timing.
 
-    Needs no bound: helpers are lower programs, and each gives its part before it takes any in this segment. What they wait for
-    from other ranks is bounded.
+    The wait needs no bound: helpers are lower programs, and each gives its partial tile before it
+    takes any in this segment. Their waits for other ranks are bounded.
     """
     cut_tile = base + tile - share.whole
     while tl.atomic_add(counters + cut_tile, 0, sem="acquire", scope="gpu") < helpers:

@@ -10,8 +10,8 @@ import triton.language as tl
 def symm_at(table, peer, dtype: tl.constexpr, alignment: tl.constexpr):
     """Pointer to ``dtype`` at the start of ``peer``'s symmetric buffer, as mapped on this rank.
 
-    ``table`` is int64 ``[R]`` in device memory. ``alignment``, bytes: what the buffer's start is a multiple of; without it
-    the compiler would split stores into single elements.
+    ``table`` is int64 ``[R]`` in device memory. ``alignment``: the buffer's start is a multiple of
+    so many bytes; without it the compiler would split stores into single elements.
     """
     pointer = tl.load(table + peer).to(tl.pointer_type(dtype), bitcast=True)
     return tl.multiple_of(pointer, alignment)
@@ -19,7 +19,7 @@ def symm_at(table, peer, dtype: tl.constexpr, alignment: tl.constexpr):
 
 @triton.jit
 def put(target, source, begin, end, BLOCK: tl.constexpr):
-    """Store elements [begin, end) of ``source`` at the same places of ``target``.
+    """Store elements [begin, end) of ``source`` at the same offsets of ``target``.
 
     Plain stores: where ``target`` is a peer's, a ``notify`` must follow before the peer may read.
     """
@@ -31,7 +31,7 @@ def put(target, source, begin, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def get(target, source, begin, end, BLOCK: tl.constexpr):
-    """:func:`put` with a local ``target``. Where peers wrote ``source``, it stands behind a ``wait``."""
+    """:func:`put` with a local ``target``. Where peers wrote ``source``, first ``wait``."""
     put(target, source, begin, end, BLOCK)
 
 
@@ -48,12 +48,14 @@ def put_all(
     OWN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store elements [begin, end) of the own shard ``source`` into a slot of every peer, each block to all in turn.
+    """Store elements [begin, end) of the own shard ``source`` into a slot of every peer, each block
+    to all in turn.
 
-    The slot starts at element ``offset`` of each peer's buffer and holds shards of ``size`` elements; the own shard's place
-    there is that of ``schedule.slot_place``. ``OWN``: the slot has all shards in rank order, the own one too. ``begin``: a
-    multiple of ``BLOCK``. Alternating peers block by block keeps all links busy; while ranks are in step no receiver has two
-    senders.
+    The slot starts at element ``offset`` of each peer's buffer and holds shards of ``size``
+    elements; the own shard's index there is that of ``schedules.gather.slot_place``. ``OWN``: the
+    slot has all shards in rank order, the own one too. ``begin``: a multiple of ``BLOCK``.
+    Alternating peers block by block keeps all links busy; while ranks are in step no receiver has
+    two senders.
     """
     for block in range(begin // BLOCK, (end + BLOCK - 1) // BLOCK):
         index = block * BLOCK + tl.arange(0, BLOCK)
@@ -70,7 +72,8 @@ def put_all(
 
 @triton.jit
 def put_rows(target, source, begin, end, width, target_pitch, source_pitch, BLOCK: tl.constexpr):
-    """Copy elements [begin, end) of a matrix ``width`` wide, whose rows stand at other pitches in ``target`` and ``source``."""
+    """Copy elements [begin, end) of a matrix with rows of ``width`` elements, which have different
+    pitches in ``target`` and ``source``."""
     for offset in range(begin, end, BLOCK):
         index = offset + tl.arange(0, BLOCK)
         row, col = (index // width).to(tl.int64), index % width
@@ -80,11 +83,23 @@ def put_rows(target, source, begin, end, width, target_pitch, source_pitch, BLOC
 
 @triton.jit
 def put_parts(
-    table, rank, WORLD_SIZE: tl.constexpr, offset, size, source, step, pitch, width, begin, end, OWN: tl.constexpr,
+    table,
+    rank,
+    WORLD_SIZE: tl.constexpr,
+    offset,
+    size,
+    source,
+    step,
+    pitch,
+    width,
+    begin,
+    end,
+    OWN: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """As :func:`put_all`, but each peer gets its own part: at element ``peer * step`` of ``source``, rows of ``width``
-    elements, ``pitch`` apart. Parts are stored without gaps."""
+):
+    """As :func:`put_all`, but each peer receives another part: the one at element ``peer * step``
+    of ``source``, with rows of ``width`` elements, ``pitch`` apart. Parts are stored without
+    gaps."""
     for block in range(begin // BLOCK, (end + BLOCK - 1) // BLOCK):
         index = block * BLOCK + tl.arange(0, BLOCK)
         mask = index < end

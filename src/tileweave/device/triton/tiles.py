@@ -1,11 +1,14 @@
-"""Device twins of ``planning/schedules/gather.py``: which tile, which rows, which share of K. Tested equal to it, element by element.
+"""The integer maps of ``planning/schedules`` for kernels: which tile, which rows, which part of K.
+Tested equal to the maps there, element by element.
 
-Integer arithmetic only, with no word of Triton's, so that the same source serves Triton and Gluon: ``SOURCES`` are the
-undecorated functions, which ``device/gluon/matmul.py`` compiles as Gluon.
+Integer arithmetic only, without functions of Triton, so that the same source serves Triton and
+Gluon: ``SOURCES`` are the undecorated functions, which ``device/gluon/matmul.py`` compiles as
+Gluon.
 
-A kernel makes one :class:`Tiles` (or :class:`OwnerTiles`) of its arguments and hands it around. Named tuples cost nothing:
-their fields are the arguments themselves. But in a tuple that is assigned to a name Triton makes numbers of constants: they
-are folded, but can be no shape and no bound of ``static_range``, so those are handed around beside it (decision 0009).
+A kernel makes one :class:`Tiles` (or :class:`OwnerTiles`) of its arguments and passes it on. Named
+tuples cost nothing: their fields are the arguments themselves. But in a tuple that is assigned to a
+name Triton makes numbers of constants: they are folded, but cannot be a shape or a bound of
+``static_range``, so those are passed separately (decision 0009).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ MIN_SPAN = tl.constexpr(_MIN_SPAN)
 
 
 class Tiles(NamedTuple):
-    """What the device needs of a ``TileSchedule``, whose fields these are."""
+    """What the device needs of a ``TileSchedule``; the fields have the same names there."""
 
     rank: Any
     world_size: Any
@@ -40,7 +43,8 @@ class Tiles(NamedTuple):
 
 
 class OwnerTiles(NamedTuple):
-    """The same of a ``ScatterSchedule``; ``chunk_rows``, tile rows of a chunk, at most ``tile_rows``."""
+    """What the device needs of a ``ScatterSchedule``. ``chunk_rows``: tile rows of a chunk, at most
+    ``tile_rows``."""
 
     rank: Any
     world_size: Any
@@ -57,10 +61,12 @@ class OwnerTiles(NamedTuple):
 
 
 class Share(NamedTuple):
-    """One program's part of a segment: ``tiles`` whole ones in turn, then parts of those that are cut; ``units`` in all.
+    """One program's part of a segment: ``tiles`` whole tiles in turn, then parts of tiles that are
+    cut; ``units`` in total.
 
-    Tiles of the segment from number ``whole`` on are cut along K. They stand in bundles of ``team`` tiles, one for each program
-    of a team; this program takes K blocks [begin, end) of the line of bundles, ``k_blocks`` in each, at most ``span`` of them.
+    Tiles of the segment from number ``whole`` on are cut along K. They form bundles of ``team``
+    tiles, one for each program of a team. The bundles' K blocks, ``k_blocks`` in each, are numbered
+    consecutively; this program takes K blocks [begin, end), at most ``span`` of them.
     """
 
     program: Any
@@ -73,6 +79,21 @@ class Share(NamedTuple):
     span: Any
     begin: Any
     end: Any
+
+
+class Unit(NamedTuple):
+    """One unit of work: K blocks [``k_begin``, ``k_end``) of a tile.
+
+    ``tile``: its number among all tiles. Rows from ``row_limit`` on belong to other tiles. ``col``:
+    the tile's column, in tiles.
+    """
+
+    tile: Any
+    first_row: Any
+    row_limit: Any
+    col: Any
+    k_begin: Any
+    k_end: Any
 
 
 def place(tiles, tile):
@@ -106,7 +127,8 @@ def place(tiles, tile):
 
 
 def place_out(tiles, tile):
-    """Tile number -> (first row, row limit, tile column), remote owners first; see ``ScatterSchedule.place``."""
+    """Tile number -> (first row, row limit, tile column), remote owners first; see
+    ``ScatterSchedule.place``."""
     rows, tile_rows, chunk_rows = tiles.rows, tiles.tile_rows, tiles.chunk_rows
     per_owner = tile_rows * tiles.tile_cols
     step = tile // per_owner
@@ -117,6 +139,7 @@ def place_out(tiles, tile):
     if height > chunk_rows:
         height = chunk_rows
     if rows < tiles.tile_m:
+        # numbers, not constants: both branches need the same types
         chunk = 0 * tile
         rest = tile + 0
         height = tile_rows + 0
@@ -158,7 +181,7 @@ def share_of(tiles, program, num_programs, count):
     if tiles.split_tail:
         whole = count // num_programs * num_programs
     if count % team != 0 or num_programs % team != 0:
-        team = team * 0 + 1
+        team = team * 0 + 1  # a number, not a constant, as the other branch has
     span = ((count - whole) * k_blocks + num_programs - 1) // num_programs
     if span < MIN_SPAN:
         span = MIN_SPAN
@@ -193,7 +216,8 @@ def unit_range(share, index):
 
 
 def part_range(share, tile):
-    """Tile of a segment -> (its owner's program, how many helpers below it, ``team`` apart, hand it a part)."""
+    """Tile of a segment -> (the program that owns it, the number of helpers: programs below the
+    owner, ``team`` apart, that each give it a partial tile)."""
     team, k_blocks = share.team, share.k_blocks
     owner = share.program
     helpers = 0

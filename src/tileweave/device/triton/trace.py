@@ -1,8 +1,10 @@
-"""Stamps from inside a kernel: when each unit of work waited, computed and ended. Compiled out when off.
+"""Time stamps from inside a kernel: when each unit of work waited, computed and ended. Compiled out
+when off.
 
-A trace is int64 ``[rows, 4]`` on the device. Rows ``[0, num_slices)`` belong to slices that a rank pushed: begin, end, 0,
-slice. Then each program has ``max_units`` rows, one for each unit of work: begin of its wait, end of its wait, end of the
-unit, tile + 1 (0: no unit). Times are nanoseconds of the device's clock. ``profile/trace.py`` decodes.
+A trace is int64 ``[rows, 4]`` on the device. Rows ``[0, num_slices)`` belong to slices that a rank
+pushed: begin, end, 0, slice. Then each program has ``max_units`` rows, one for each unit of work:
+begin of its wait, end of its wait, end of the unit, tile + 1 (0: no unit). Times are nanoseconds of
+the device's clock. ``profile/trace.py`` decodes.
 """
 
 from __future__ import annotations

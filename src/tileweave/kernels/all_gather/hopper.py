@@ -1,23 +1,31 @@
-"""The Hopper twin of ``all_gather_matmul``: the same protocol and schedule, warp-specialised in Gluon.
+"""The Hopper kernel of ``all_gather_matmul``: the same protocol and schedule, warp-specialised in
+Gluon.
 
-Read ``kernels/all_gather/triton.py`` first: equation, signals, timeline and proof are there and hold here. What differs:
+Read ``kernels/all_gather/triton.py`` first: equation, signals, timeline and proof are there and
+hold here. What differs:
 
-- Three partitions in each program: *load* waits for the shards of a tile and feeds TMA, *multiply* runs wgmma and the epilogue.
-  *move*, beside them, pushes the own shard (``"sm"``), or meets the other ranks and opens the gate (``"copy_engine"``), and
-  copies the gathered input out. *multiply* of the last program waits for [pushed]. Each partition leaves by itself.
-- While it waits for a shard, *load* has already asked for the weights of that tile: they depend on nobody.
-- ``EXCHANGE`` (``kernels/all_to_all/gather_triton.py``): the descriptor of x is one of the own part. Where parts stand side by side
-  (``GATHER_K``), *load* asks for a K block's weights, then waits for its source, once for each chunk of rows.
-- Stores go by TMA where the tile has all its rows, or ends where ``out`` does (TMA clips), and rows of ``out`` are at multiples
-  of 16 bytes; else they are plain masked stores. No signal follows them.
+- Each program has three partitions: *load* waits for the shards of a tile and feeds TMA, *multiply*
+  runs wgmma and the epilogue. Concurrently *move* pushes the own shard (``"sm"``), or meets the
+  other ranks and opens the gate (``"copy_engine"``), and copies the gathered input out. *multiply*
+  of the last program waits for [pushed]. Each partition leaves by itself.
+- While it waits for a shard, *load* has already asked for the weights of that tile: they depend on
+  no other rank.
+- ``EXCHANGE`` (``kernels/all_to_all/gather_triton.py``): the descriptor of x is one of the own
+  part. Where parts are side by side (``GATHER_K``), *load* asks for a K block's weights, then waits
+  for its source, once for each chunk of rows.
+- Stores go by TMA where the tile has all its rows, or ends where ``out`` does (TMA clips), and rows
+  of ``out`` are at multiples of 16 bytes; else they are plain masked stores. No signal follows
+  them.
 
-Limits: 2 bytes an element; rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16 bytes; ``GATHER_K``: the depth
-of a part a multiple of ``tile_k``, which ``planning/matmul.py`` sees to.
+Limits: 2 bytes per element; rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16
+bytes; ``GATHER_K``: the depth of a part is a multiple of ``tile_k``, which ``planning/matmul.py``
+ensures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -37,30 +45,111 @@ from tileweave.device.gluon.matmul import (
     store_tile,
     unit_range,
 )
-from tileweave.device.gluon.meet import await_pushed
-from tileweave.device.gluon.signal import FAULT, leave, stamp
+from tileweave.device.gluon.peers import await_pushed, faulted, leave, load_epoch
+from tileweave.device.gluon.signal import stamp
 from tileweave.device.triton.tiles import Tiles
-from tileweave.kernels.all_gather.hopper_load import load_partition
+from tileweave.kernels.all_gather.hopper_load import Operands, load_partition
 from tileweave.kernels.all_gather.hopper_move import move_partition
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
-from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers, lines
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, slice_bounds
 
 
+class Tensors(NamedTuple):
+    """The tensors of a call that are not only loaded by TMA; ``bias``, ``gathered``, ``partials``
+    and ``trace`` are any tensor where there is none."""
+
+    x: Any
+    bias: Any
+    out: Any
+    gathered: Any
+    partials: Any
+    trace: Any
+
+
+class Sizes(NamedTuple):
+    """Numbers that belong to the shape; Triton may specialise each of them.
+
+    cols : columns of the output.
+
+    size, depth : elements of a shard or part, and of one of its rows.
+
+    slice_size : elements of a shard that a producer pushes between two signals.
+
+    copy_size : elements of each shard that each program copies into ``gathered``.
+
+    step, pitch : of ``Parts``.
+    """
+
+    cols: Any
+    size: Any
+    slice_size: Any
+    copy_size: Any
+    depth: Any
+    step: Any
+    pitch: Any
+
+
+class Choices(NamedTuple):
+    """What is decided when the kernel is compiled; see ``triton.py`` for what is not here.
+
+    BLOCK : elements that *move* has in flight.
+
+    STAGES : buffers of the ring.
+
+    WARPS, MOVE_WARPS : of *multiply* and of *move*.
+
+    HALVES : in how many halves a tile is stored: 2 where its image in shared memory would be too
+    large.
+
+    OUT_TMA : TMA can store rows of ``out``.
+    """
+
+    WORLD_SIZE: int
+    NUM_SLICES: int
+    PUSH: bool
+    BLOCK: int
+    TILE_M: int
+    TILE_N: int
+    TILE_K: int
+    SPANS: bool
+    GROUP_M: int
+    STAGES: int
+    WARPS: int
+    MOVE_WARPS: int
+    HALVES: int
+    SPLIT_TAIL: bool
+    EXCHANGE: bool
+    GATHER_K: bool
+    DEPTH_FIRST: bool
+    HAS_BIAS: bool = False
+    GATHERED: bool = False
+    OUT_TMA: bool = False
+    TRACE: bool = False
+
+
 @gluon.jit
 def multiply_partition(
-    out, out_desc, out_buffer, bias, partials, counters, ring, signals, control, report, trace, tiles, cols, max_units,
-    num_partitions, WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr,
-    OUT_TMA: gl.constexpr, TRACE: gl.constexpr, GATHER_K: gl.constexpr, DEPTH_FIRST: gl.constexpr,
-):  # fmt: skip
-    """The warpgroups: multiply each unit from the ring, then store it or hand it to the tile's owner."""
+    tensors,
+    out_desc,
+    out_buffer,
+    peers,
+    ring,
+    tiles,
+    cols,
+    max_units,
+    num_partitions,
+    C: gl.constexpr,
+):
+    """The warpgroups: multiply each unit from the ring, then store it or hand it to the tile's
+    owner."""
+    partials, counters = tensors.partials, peers.counters
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
-    epoch = gl.load(control, volatile=True)
-    record = NUM_SLICES + program * max_units
+    epoch = load_epoch(peers)
+    record = C.NUM_SLICES + program * max_units
     turn = 0
     for part in range(0, tiles.num_segments):
         base = part * num_programs
@@ -70,156 +159,280 @@ def multiply_partition(
             number, k_begin, k_end = unit_range(share, index)
             first_row, row_limit, col = place(tiles, first_tile + number)
             tile, turn, fault = multiply_tile(
-                turn, k_end - k_begin, ring, control, TILE_M, TILE_N, STAGES, WARPS,
-                DEPTH_FIRST=DEPTH_FIRST, LATE=GATHER_K,
-            )  # fmt: skip
+                turn,
+                k_end - k_begin,
+                ring,
+                peers.control,
+                C.TILE_M,
+                C.TILE_N,
+                C.STAGES,
+                C.WARPS,
+                DEPTH_FIRST=C.DEPTH_FIRST,
+                LATE=C.GATHER_K,
+            )
             owner, helpers = part_range(share, number)
             if program != owner:
-                give_part(tile, partials, counters, base, share, number, TILE_M, TILE_N)
+                give_part(tile, partials, counters, base, share, number, C.TILE_M, C.TILE_N)
             else:
                 if helpers > 0:
                     await_parts(counters, base, share, number, helpers)
-                    fault = gl.load(
-                        control + FAULT, volatile=True
-                    )  # helpers waited for what this program did not need
+                    # helpers waited for what this program did not need
+                    fault = faulted(peers)
                 helped = Helped(partials, base + program, helpers, share.team)
                 store_tile(
-                    tile, fault, bias, out, out_desc, out_buffer, helped, first_row, row_limit, col * TILE_N, cols,
-                    tiles.rows * tiles.world_size, TILE_M, TILE_N, HALVES, HAS_BIAS, OUT_TMA,
-                )  # fmt: skip
-            stamp(trace, record, 2, epoch, TRACE)
+                    tile,
+                    fault,
+                    tensors.bias,
+                    tensors.out,
+                    out_desc,
+                    out_buffer,
+                    helped,
+                    first_row,
+                    row_limit,
+                    col * C.TILE_N,
+                    cols,
+                    tiles.rows * tiles.world_size,
+                    C.TILE_M,
+                    C.TILE_N,
+                    C.HALVES,
+                    C.HAS_BIAS,
+                    C.OUT_TMA,
+                )
+            stamp(tensors.trace, record, 2, epoch, C.TRACE)
             record += 1
     tma.store_wait(0)
-    if not PUSH:  # the copy engine reads the epoch word: it must have pushed before the word moves
+    # the copy engine reads the epoch: it must have pushed before the epoch moves
+    if not C.PUSH:
         if program == num_programs - 1:
-            await_pushed(signals, epoch, control, report, WORLD_SIZE, WARPS)
+            await_pushed(peers, epoch, C.WORLD_SIZE, C.WARPS)
             gl.store(counters + tiles.num_segments * num_programs, 0)
-    leave(control, epoch, num_partitions)
+    leave(peers, epoch, num_partitions)
 
 
-UNSPECIALIZED = [  # rows, too: Triton 3.6 fails on this kernel where it knows that there is one
-    "rank", "slot", "rows", "num_producers", "num_tiles", "num_segments", "band_sources", "lead", "team", "tile_rows",
-    "tile_cols", "k_blocks", "max_units", "chunk_rows", "num_chunks",
-]  # fmt: skip
+# rows, too: Triton 3.6 fails on this kernel where it knows that there is one
+UNSPECIALIZED = [
+    "rank",
+    "slot",
+    "rows",
+    "num_producers",
+    "num_tiles",
+    "num_segments",
+    "band_sources",
+    "lead",
+    "team",
+    "tile_rows",
+    "tile_cols",
+    "k_blocks",
+    "max_units",
+    "chunk_rows",
+    "num_chunks",
+]
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def all_gather_matmul_hopper_kernel(
-    x_desc, slot0_desc, slot1_desc, w_desc, out_desc, x, bias, out, gathered, slots, partials, counters,
-    slot_table, signal_table, signals, control, report, trace,
-    rank, slot, slot_size, rows, cols, size, slice_size, share_size, num_producers,
-    num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
-    depth, x_step, x_pitch, chunk_rows, num_chunks,
-    WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, BLOCK: gl.constexpr,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, SPANS: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, HAS_BIAS: gl.constexpr, GATHERED: gl.constexpr,
-    OUT_TMA: gl.constexpr, SPLIT_TAIL: gl.constexpr, TRACE: gl.constexpr, EXCHANGE: gl.constexpr, GATHER_K: gl.constexpr,
-    DEPTH_FIRST: gl.constexpr,
-):  # fmt: skip
-    """Dispatch the partitions; *move* ends at once where there is nothing to move."""
-    MOVE_WARPS: gl.constexpr = 4 if WARPS == 4 else 2  # what fits into 12 warps of 168 registers
-    ring = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
+    x_desc,
+    slot0_desc,
+    slot1_desc,
+    w_desc,
+    out_desc,
+    tensors,
+    peers,
+    rank,
+    slot,
+    rows,
+    sizes,
+    num_producers,
+    num_tiles,
+    num_segments,
+    band_sources,
+    lead,
+    team,
+    tile_rows,
+    tile_cols,
+    k_blocks,
+    max_units,
+    chunk_rows,
+    num_chunks,
+    C: gl.constexpr,
+):
+    """Dispatch the partitions; *move* ends at once where there is nothing to move.
+
+    The numbers are those of ``all_gather_matmul_kernel``. Descriptors are parameters and no tuple,
+    since Triton 3.6 cannot launch them in tuples.
+    """
+    operands = Operands(x_desc, slot0_desc, slot1_desc, w_desc)
+    ring = make_ring(x_desc, w_desc, C.TILE_M, C.TILE_K, C.STAGES)
     out_buffer = gl.allocate_shared_memory(
         out_desc.dtype, out_desc.block_type.shape, out_desc.layout
     )
     num_partitions = gl.num_programs(0) * 3
-    line = band_sources  # sources in the line of tiles. GATHER_K: 1, which band_sources is: Triton 3.6 fails on the constant
-    if not GATHER_K:
-        line = WORLD_SIZE
+    # GATHER_K: 1, which band_sources is; Triton 3.6 fails on the constant
+    num_sources = band_sources
+    if not C.GATHER_K:
+        num_sources = C.WORLD_SIZE
     tiles = Tiles(
-        rank % line, line, rows, TILE_M, GROUP_M, num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols,
-        k_blocks, SPLIT_TAIL,
-    )  # fmt: skip
-    gate = counters + num_segments * gl.num_programs(0)
+        rank % num_sources,
+        num_sources,
+        rows,
+        C.TILE_M,
+        C.GROUP_M,
+        num_tiles,
+        num_segments,
+        band_sources,
+        lead,
+        team,
+        tile_rows,
+        tile_cols,
+        k_blocks,
+        C.SPLIT_TAIL,
+    )
+    gate = peers.counters + num_segments * gl.num_programs(0)
+    # written out here: a tuple that is assigned to a name would make numbers of constants
     gl.warp_specialize(
         [
-            (multiply_partition, (
-                out, out_desc, out_buffer, bias, partials, counters, ring, signals, control,
-                report, trace, tiles, cols, max_units, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N, STAGES,
-                WARPS, HALVES, HAS_BIAS, OUT_TMA, TRACE, GATHER_K, DEPTH_FIRST,
-            )),
-            (load_partition, (
-                x_desc, slot0_desc, slot1_desc, w_desc, ring, signals, control, report, trace,
-                slot, rank, tiles, max_units, chunk_rows, num_partitions, WORLD_SIZE, NUM_SLICES, PUSH, TILE_M, TILE_N,
-                TILE_K, SPANS, STAGES, TRACE, GATHER_K, DEPTH_FIRST,
-            )),
-            (move_partition, (
-                x, gathered, slots, slot_table, signal_table, signals, gate, control, report, trace, slot, slot_size, rank,
-                size, slice_size, share_size, num_producers, depth, x_step, x_pitch, num_chunks, num_partitions, WORLD_SIZE,
-                NUM_SLICES, PUSH, GATHERED, SPANS, BLOCK, MOVE_WARPS, TRACE, EXCHANGE, GATHER_K,
-            )),
+            (
+                multiply_partition,
+                (
+                    tensors,
+                    out_desc,
+                    out_buffer,
+                    peers,
+                    ring,
+                    tiles,
+                    sizes.cols,
+                    max_units,
+                    num_partitions,
+                    C,
+                ),
+            ),
+            (
+                load_partition,
+                (
+                    operands,
+                    ring,
+                    peers,
+                    tensors.trace,
+                    slot,
+                    rank,
+                    tiles,
+                    max_units,
+                    chunk_rows,
+                    num_partitions,
+                    C,
+                ),
+            ),
+            (
+                move_partition,
+                (
+                    tensors,
+                    peers,
+                    slot,
+                    rank,
+                    sizes,
+                    gate,
+                    num_producers,
+                    num_chunks,
+                    num_partitions,
+                    C,
+                ),
+            ),
         ],
-        [1, MOVE_WARPS],
-        [40, 40 if WARPS == 8 else 72],
-    )  # fmt: skip
+        [1, C.MOVE_WARPS],
+        [40, 40 if C.WARPS == 8 else 72],
+    )
 
 
-# What changes between the launches of one shape; the bases of the descriptors, in the order of Launcher.descriptors.
-WORDS = ("x", "bias", "out", "gathered", "partials", "trace", "slot")
+# what changes between the launches of one shape; and the descriptors whose bases change
+WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "slot")
 MAPS = ("x_desc", "w_desc", "out_desc")
 
 
-class Launcher:
-    """One shape's launches: descriptors, integers and prepared kernels, kept between calls (``kernels/runtime/launch.py``)."""
+def launcher(
+    peers: Peers,
+    schedule: TileSchedule,
+    config: MatmulConfig,
+    dtype: torch.dtype,
+    strides_w: Sequence[int],
+    parts: Parts | None = None,
+) -> Launcher:
+    """Launches for one shape and stride of w, for tensors that ``descriptors.fits``; called as
+    those of ``triton.launcher``."""
+    s, c = schedule, config
+    parts = parts or Parts(s.rank, s.world_size, s.depth, s.depth)
+    push = c.transport == "sm"
+    slices = c.num_slices if push else 1
+    size, pitch = s.rows * parts.depth, parts.depth
+    # elements that the move partition has in flight: 32 per thread
+    block = 4096 if c.num_warps == 4 else 2048
+    halves = 2 if c.tile_n == 256 else 1
+    choices = Choices(
+        WORLD_SIZE=parts.world_size,
+        NUM_SLICES=slices,
+        PUSH=push,
+        BLOCK=block,
+        TILE_M=c.tile_m,
+        TILE_N=c.tile_n,
+        TILE_K=c.tile_k,
+        SPANS=s.spans_shards and not parts.side_by_side,
+        GROUP_M=c.group_m,
+        STAGES=c.num_stages,
+        WARPS=c.num_warps,
+        # what fits into 12 warps of 168 registers
+        MOVE_WARPS=4 if c.num_warps == 4 else 2,
+        HALVES=halves,
+        SPLIT_TAIL=s.split_tail,
+        EXCHANGE=parts.exchange,
+        GATHER_K=parts.side_by_side,
+        DEPTH_FIRST=lines(strides_w)[1],
+    )
+    slot_rows = s.rows * (parts.world_size - 1) if parts.side_by_side else s.slot_rows
+    base, row_tile = peers.slots.data_ptr(), [c.tile_m, c.tile_k]
+    slot0, slot1 = (
+        descriptor(
+            base + i * peers.slot_size * dtype.itemsize, dtype, [slot_rows, pitch], pitch, row_tile
+        )
+        for i in (0, 1)
+    )
+    pitch_fits = s.cols * dtype.itemsize % 16 == 0
+    out_shape = [s.rows * s.world_size, s.cols] if pitch_fits else [s.rows, s.depth]
+    descriptors = (
+        descriptor(base, dtype, [s.rows, pitch], parts.pitch, row_tile),
+        weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k]),
+        descriptor(base, dtype, out_shape, out_shape[1], [c.tile_m, c.tile_n // halves]),
+    )
+    fixed = {
+        "slot0_desc": slot0,
+        "slot1_desc": slot1,
+        "peers": peers,
+        "rank": parts.rank,
+        "rows": s.rows,
+        "sizes": Sizes(
+            cols=s.cols,
+            size=size,
+            slice_size=slice_bounds(size, slices, 0, block)[1],
+            copy_size=slice_bounds(size, s.num_programs, 0, block)[1],
+            depth=parts.depth,
+            step=parts.step,
+            pitch=parts.pitch,
+        ),
+        "num_producers": min(c.num_producers, s.num_programs),
+        "num_tiles": s.num_tiles,
+        "num_segments": s.num_segments,
+        "band_sources": s.band_sources,
+        "lead": s.lead,
+        "team": s.team,
+        "tile_rows": s.tile_rows,
+        "tile_cols": s.tile_cols,
+        "k_blocks": s.k_blocks,
+        "max_units": s.max_units(),
+        "chunk_rows": parts.chunk_rows,
+        "num_chunks": parts.chunks,
+    }
+    cut_tiles = s.num_segments * s.num_programs if s.has_cut_tiles else 0
+    shift = parts.rank * parts.step * dtype.itemsize  # of the own part in x
 
-    def __init__(
-        self, peers: Peers, schedule: TileSchedule, config: MatmulConfig, dtype: torch.dtype,
-        strides_w: Sequence[int],
-        parts: Parts | None = None,
-    ) -> None:  # fmt: skip
-        self.parts = parts = parts or Parts(
-            schedule.rank, schedule.world_size, schedule.depth, schedule.depth
-        )
-        self.peers, self.schedule, self.config = peers, schedule, config
-        push, s, c = config.transport == "sm", schedule, config
-        self.size, self.programs = s.rows * parts.depth, s.num_programs
-        self.shift = parts.rank * parts.step * dtype.itemsize  # of the own part in x
-        self.slices = c.num_slices if push else 1
-        block = (
-            4096 if c.num_warps == 4 else 2048
-        )  # elements that the move partition has in flight: 32 a thread
-        halves = 2 if c.tile_n == 256 else 1
-        row_tile, pitch = [c.tile_m, c.tile_k], parts.depth
-        slot_rows = s.rows * (parts.world_size - 1) if parts.side_by_side else s.slot_rows
-        self.base = base = peers.slots.data_ptr()
-        self.slots = [
-            descriptor(
-                base + i * peers.slot_size * dtype.itemsize,
-                dtype,
-                [slot_rows, pitch],
-                pitch,
-                row_tile,
-            )
-            for i in (0, 1)
-        ]
-        x_desc = descriptor(base, dtype, [s.rows, pitch], parts.pitch, row_tile)
-        w_desc = weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k])
-        self.depth_first = lines(strides_w)[1]
-        self.pitch_fits = s.cols * dtype.itemsize % 16 == 0
-        out_tile = [c.tile_m, c.tile_n // halves]
-        shape = [s.rows * s.world_size, s.cols] if self.pitch_fits else [s.rows, s.depth]
-        self.descriptors = (x_desc, w_desc, descriptor(base, dtype, shape, shape[1], out_tile))
-        self.part_words = (
-            s.num_segments * self.programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
-        )
-        self.integers = (
-            s.rows, s.cols, self.size, slice_bounds(self.size, self.slices, 0, block)[1],
-            slice_bounds(self.size, self.programs, 0, block)[1], min(c.num_producers, self.programs),
-            s.num_tiles, s.num_segments, s.band_sources, s.lead, s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
-            parts.depth, parts.step, parts.pitch, parts.chunk_rows, parts.chunks,
-        )  # fmt: skip
-        spans = s.spans_shards and not parts.side_by_side
-        self.constants = (
-            parts.world_size, self.slices, push, block, c.tile_m, c.tile_n, c.tile_k, spans, c.group_m,
-            c.num_stages, c.num_warps, halves,
-        )  # fmt: skip
-        # 12 warps share the registers: 8 + 1 + 2, or 4 + 1 + 4, each sum rounded up to whole warpgroups
-        self.launches = Launches(
-            all_gather_matmul_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168
-        )
-
-    def __call__(
-        self,
+    def pack(
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
@@ -227,44 +440,48 @@ class Launcher:
         gathered: torch.Tensor | None,
         slot: int,
         trace: torch.Tensor | None = None,
-    ) -> None:
-        """Launch on the current stream; as ``all_gather_matmul.Launcher``, for what ``descriptors.fits``."""
-        to = out.data_ptr()
-        by_tma = self.pitch_fits and to % 16 == 0
+    ) -> Call:
         partials = out
-        if self.part_words:
-            partials = torch.empty(self.part_words, dtype=torch.float32, device=x.device)
+        if cut_tiles:
+            elements = cut_tiles * c.tile_m * c.tile_n
+            partials = torch.empty(elements, dtype=torch.float32, device=x.device)
         added, kept = out if bias is None else bias, out if gathered is None else gathered
-        stamps = self.peers.control if trace is None else trace
-        bias_at, gathered_at = added.data_ptr(), kept.data_ptr()
-        variant = (
-            to % 16 == 0,
-            bias_at % 16 == 0,
-            gathered_at % 16 == 0,
-            bias is None,
-            gathered is None,
-            trace is None,
-        )
-        bases = (x.data_ptr() + self.shift, w.data_ptr(), to if by_tma else self.base)
-        words = (
-            x.data_ptr(),
-            bias_at,
-            to,
-            gathered_at,
-            partials.data_ptr(),
-            stamps.data_ptr(),
-            slot,
-        )
+        stamps = peers.control if trace is None else trace
+        start, to = x.data_ptr(), out.data_ptr()
+        bias_at, kept_at = added.data_ptr(), kept.data_ptr()
+        words = (start, bias_at, to, kept_at, partials.data_ptr(), stamps.data_ptr(), slot)
+        by_tma = pitch_fits and to % 16 == 0
+        bases = (start + shift, w.data_ptr(), to if by_tma else base)
 
-        def arguments() -> tuple[object, ...]:
-            peers = self.peers
-            x_desc, w_desc, out_desc = based(self.descriptors, bases, x.dtype)
-            return (
-                x_desc, *self.slots, w_desc, out_desc, x, added, out, kept, peers.slots, partials, peers.counters,
-                peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, stamps,
-                self.parts.rank, slot, peers.slot_size, *self.integers, *self.constants,
-                bias is not None, gathered is not None, by_tma, self.schedule.split_tail, trace is not None,
-                self.parts.exchange, self.parts.side_by_side, self.depth_first,
-            )  # fmt: skip
+        def changing() -> dict[str, Any]:
+            x_desc, w_desc, out_desc = based(descriptors, bases, x.dtype)
+            chosen = choices._replace(
+                HAS_BIAS=bias is not None,
+                GATHERED=gathered is not None,
+                OUT_TMA=by_tma,
+                TRACE=trace is not None,
+            )
+            return {
+                "x_desc": x_desc,
+                "w_desc": w_desc,
+                "out_desc": out_desc,
+                "tensors": Tensors(x, added, out, kept, partials, stamps),
+                "slot": slot,
+                "C": chosen,
+            }
 
-        self.launches(self.programs, variant, arguments, words, bases)
+        aligned = (to % 16 == 0, bias_at % 16 == 0, kept_at % 16 == 0)
+        variant = (*aligned, bias is None, gathered is None, trace is None)
+        return Call(variant, words, changing, bases)
+
+    # 12 warps share the registers: 8 + 1 + 2, or 4 + 1 + 4, each sum rounded up to whole warpgroups
+    return Launcher(
+        all_gather_matmul_hopper_kernel,
+        s.num_programs,
+        fixed,
+        pack,
+        WORDS,
+        MAPS,
+        num_warps=c.num_warps,
+        maxnreg=168,
+    )

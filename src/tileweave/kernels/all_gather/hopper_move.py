@@ -1,6 +1,7 @@
-"""The *move* partition of the Hopper ``all_gather_matmul`` and ``all_to_all_matmul``: pushes, copies of what came.
+"""The *move* partition of the Hopper ``all_gather_matmul`` and ``all_to_all_matmul``: it pushes,
+and copies what arrived.
 
-Read ``triton.py`` for the protocol and ``hopper.py`` for the partitions.
+Read ``triton.py`` for the protocol and ``hopper.py`` for the partitions and the tuples.
 """
 
 from __future__ import annotations
@@ -8,124 +9,122 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileweave.device.gluon.meet import meet
+from tileweave.device.gluon.peers import leave, load_epoch, meet, notify_all, wait
 from tileweave.device.gluon.remote import copy_flat, copy_rows, put_all, put_parts
-from tileweave.device.gluon.signal import count_in, label, leave, notify_all, stamp, wait
+from tileweave.device.gluon.signal import count_in, label, stamp
 from tileweave.device.triton.signal import MAX_SLICES
 
 
 @gluon.jit
-def move_partition(
-    x, gathered, slots, slot_table, signal_table, signals, gate, control, report, trace,
-    slot, slot_size, rank, size, slice_size, share_size, num_producers, depth, x_step, x_pitch, num_chunks, num_partitions,
-    WORLD_SIZE: gl.constexpr, NUM_SLICES: gl.constexpr, PUSH: gl.constexpr, GATHERED: gl.constexpr,
-    SPANS: gl.constexpr, BLOCK: gl.constexpr, MOVE_WARPS: gl.constexpr, TRACE: gl.constexpr, EXCHANGE: gl.constexpr,
-    GATHER_K: gl.constexpr,
-):  # fmt: skip
-    """Two or four warps beside the matmul: push slices of the own shard and signal each, or, in program 0, open the gate for
-    the copy engine when all ranks have met; then copy the gathered input out.
-
-    Elements: ``size`` of a shard or part, ``slice_size`` of a slice, ``share_size`` of a program's share of each shard.
-    """
-    program = gl.program_id(0)
-    epoch = gl.load(control, volatile=True)
-    if PUSH:
-        slot = epoch & 1
-    slot_offset = (
-        slot.to(gl.int64) * slot_size
-    )  # here, since what crosses into a partition loses its known alignment
-    if PUSH:
-        if program < num_producers:
-            for piece in range(program, NUM_SLICES, num_producers):
-                stamp(trace, piece, 0, epoch, TRACE)
-                end = gl.minimum((piece + 1) * slice_size, size)
-                if EXCHANGE:
-                    put_parts(
-                        slot_table, rank, slot_offset, size, x, x_step, x_pitch, depth, piece * slice_size, end,
-                        WORLD_SIZE, SPANS, BLOCK, MOVE_WARPS,
-                    )  # fmt: skip
-                else:
-                    put_all(
-                        slot_table,
-                        rank,
-                        slot_offset,
-                        size,
-                        x,
-                        piece * slice_size,
-                        end,
-                        WORLD_SIZE,
-                        SPANS,
-                        BLOCK,
-                        MOVE_WARPS,
-                    )
-                notify_all(
-                    signal_table,
-                    rank * MAX_SLICES + piece,
-                    rank,
-                    epoch,
-                    WORLD_SIZE,
-                    SPANS,
-                    MOVE_WARPS,
-                )
-                stamp(trace, piece, 1, epoch, TRACE)
-                label(trace, piece, epoch * 0 + piece, TRACE)
-    elif program == 0:
-        meet(signal_table, signals, rank, epoch, -1, control, report, WORLD_SIZE, MOVE_WARPS)
-        count_in(gate)
-    if GATHERED:
-        begin = program * share_size
-        end = gl.minimum(begin + share_size, size)
-        apart = (
-            depth if GATHER_K else size
-        )  # from one source's part of the result to the next one's
-        pitch = depth * WORLD_SIZE if GATHER_K else depth
-        if EXCHANGE:
-            own = x + rank.to(gl.int64) * x_step
-            copy_rows(
-                gathered + rank.to(gl.int64) * apart,
-                own,
-                begin,
+def push_slices(x, peers, rank, slot_offset, sizes, epoch, num_producers, trace, C: gl.constexpr):
+    """Push this program's slices of the own shard, or of every peer's part, and signal each."""
+    size = sizes.size
+    for piece in range(gl.program_id(0), C.NUM_SLICES, num_producers):
+        stamp(trace, piece, 0, epoch, C.TRACE)
+        end = gl.minimum((piece + 1) * sizes.slice_size, size)
+        if C.EXCHANGE:
+            put_parts(
+                peers.slot_table,
+                rank,
+                slot_offset,
+                size,
+                x,
+                sizes.step,
+                sizes.pitch,
+                sizes.depth,
+                piece * sizes.slice_size,
                 end,
-                depth,
-                pitch,
-                x_pitch,
-                BLOCK,
-                MOVE_WARPS,
+                C.WORLD_SIZE,
+                C.SPANS,
+                C.BLOCK,
+                C.MOVE_WARPS,
             )
         else:
-            copy_flat(gathered + rank.to(gl.int64) * size, x, begin, end, BLOCK, MOVE_WARPS)
-        for step in range(1, WORLD_SIZE):
-            source = (rank + WORLD_SIZE - step) % WORLD_SIZE
+            put_all(
+                peers.slot_table,
+                rank,
+                slot_offset,
+                size,
+                x,
+                piece * sizes.slice_size,
+                end,
+                C.WORLD_SIZE,
+                C.SPANS,
+                C.BLOCK,
+                C.MOVE_WARPS,
+            )
+        notify_all(
+            peers, rank * MAX_SLICES + piece, rank, epoch, C.WORLD_SIZE, C.SPANS, C.MOVE_WARPS
+        )
+        stamp(trace, piece, 1, epoch, C.TRACE)
+        label(trace, piece, piece, C.TRACE)
+
+
+@gluon.jit
+def copy_out(target, source, begin, end, depth, target_pitch, source_pitch, C: gl.constexpr):
+    """Copy elements [``begin``, ``end``) of a shard, or of a part with rows of ``depth``
+    elements."""
+    if C.EXCHANGE:
+        copy_rows(
+            target, source, begin, end, depth, target_pitch, source_pitch, C.BLOCK, C.MOVE_WARPS
+        )
+    else:
+        copy_flat(target, source, begin, end, C.BLOCK, C.MOVE_WARPS)
+
+
+@gluon.jit
+def move_partition(
+    tensors,
+    peers,
+    slot,
+    rank,
+    sizes,
+    gate,
+    num_producers,
+    num_chunks,
+    num_partitions,
+    C: gl.constexpr,
+):
+    """Two or four warps that run concurrently with the matmul.
+
+    They push slices of the own shard and signal each, or, in program 0, open the gate for the copy
+    engine when all ranks have met; then they copy the gathered input out.
+    """
+    x, gathered = tensors.x, tensors.gathered
+    program = gl.program_id(0)
+    epoch = load_epoch(peers)
+    if C.PUSH:
+        slot = epoch & 1
+    # here, since what crosses into a partition loses its known alignment
+    slot_offset = slot.to(gl.int64) * peers.slot_size
+    if C.PUSH:
+        if program < num_producers:
+            push_slices(x, peers, rank, slot_offset, sizes, epoch, num_producers, tensors.trace, C)
+    elif program == 0:
+        meet(peers, rank, epoch, -1, C.WORLD_SIZE, C.MOVE_WARPS)
+        count_in(gate)
+    if C.GATHERED:
+        size, depth = sizes.size, sizes.depth
+        begin = program * sizes.copy_size
+        end = gl.minimum(begin + sizes.copy_size, size)
+        # elements from one source's part of the result to the next one's
+        apart = depth if C.GATHER_K else size
+        pitch = depth * C.WORLD_SIZE if C.GATHER_K else depth
+        own = x
+        if C.EXCHANGE:
+            own = x + rank.to(gl.int64) * sizes.step
+        copy_out(
+            gathered + rank.to(gl.int64) * apart, own, begin, end, depth, pitch, sizes.pitch, C
+        )
+        for step in range(1, C.WORLD_SIZE):
+            source = (rank + C.WORLD_SIZE - step) % C.WORLD_SIZE
             for chunk in range(0, num_chunks):
-                wait(
-                    signals,
-                    source * MAX_SLICES + chunk,
-                    epoch,
-                    -1,
-                    control,
-                    report,
-                    NUM_SLICES,
-                    MOVE_WARPS,
-                    EXACT=not PUSH,
-                )
+                index = source * MAX_SLICES + chunk
+                wait(peers, index, epoch, -1, C.NUM_SLICES, C.MOVE_WARPS, EXACT=not C.PUSH)
             at = step - 1
-            if SPANS:
+            if C.SPANS:
                 at = source
-            remote = slots + slot_offset + at * size.to(gl.int64)
-            if EXCHANGE:
-                copy_rows(
-                    gathered + source.to(gl.int64) * apart,
-                    remote,
-                    begin,
-                    end,
-                    depth,
-                    pitch,
-                    depth,
-                    BLOCK,
-                    MOVE_WARPS,
-                )
-            else:
-                copy_flat(
-                    gathered + source.to(gl.int64) * size, remote, begin, end, BLOCK, MOVE_WARPS
-                )
-    leave(control, epoch, num_partitions)
+            remote = peers.slots + slot_offset + at * size.to(gl.int64)
+            target = gathered + source.to(gl.int64) * apart
+            copy_out(target, remote, begin, end, depth, pitch, depth, C)
+    leave(peers, epoch, num_partitions)

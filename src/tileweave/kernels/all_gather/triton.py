@@ -1,50 +1,62 @@
-"""all_gather_matmul: out[M, N/R] = gather(x)[M, K] @ w[N/R, K].T + bias, in one launch; no tile waits for a barrier.
+"""all_gather_matmul: out[M, N/R] = gather(x)[M, K] @ w[N/R, K].T + bias, in one launch; each tile
+waits only for the shards that it needs.
 
     x     [m, K]       own shard, m = M/R; read where it is
-    slot  [R-1, m, K]  one of two, by parity of the epoch; place i holds the shard of rank-1-i
+    slot  [R-1, m, K]  one of two, by parity of the epoch; index i holds the shard of rank-1-i
     w     [N/R, K]     out [M, N/R]     gathered [M, K] if asked for
 
-Who writes, who reads. Rank r's shard goes into its own place of each peer's slot, where nobody else writes. Either the copy
-engines push it (``transport="copy_engine"``: one chunk, one signal for each peer), or the first ``num_producers``
-programs of this kernel do (``"sm"``: ``NUM_SLICES`` slices, one signal each). A tile waits for the shards its rows are in.
+Which rank writes what: rank r's shard has an index of its own in each peer's slot, where no other
+rank writes. Either the copy engines push it (``transport="copy_engine"``: one chunk, one signal for
+each peer), or the first ``num_producers`` programs of this kernel do (``"sm"``: ``NUM_SLICES``
+slices, one signal each). A tile waits for the shards its rows are in.
 
-==================  =====  =====================================  ==========================================
-signal (int32)      value  notifier                               waiter
-==================  =====  =====================================  ==========================================
-[source, slice]     epoch  rank ``source``, behind that slice     tiles with rows of that source
-[met, source]       epoch  program 0 of ``source``                program 0 of every rank ("copy_engine")
-counter [gate]      1      program 0, when all ranks have met     own copy engine, before its first push
-[pushed] (own)      epoch  own copy engine, behind its last push  the last program, before gate and epoch move
-==================  =====  =====================================  ==========================================
+==================  =====  ================================  =====================================
+signal (int32)      value  notifier                          waiter
+==================  =====  ================================  =====================================
+[source, slice]     epoch  rank ``source``, after that       tiles with rows of that source
+                           slice
+[met, source]       epoch  program 0 of ``source``           program 0 of every rank
+                                                             ("copy_engine")
+counter [gate]      1      program 0, when all ranks have    own copy engine, before its first
+                           met                               push
+[pushed] (own)      epoch  own copy engine, after its last   the last program, before gate and
+                           push                              epoch move
+==================  =====  ================================  =====================================
 
-[source, slice] is word ``source * MAX_SLICES + slice``; [met] and [pushed] follow all of these (``device/triton/meet.py``). The gate
-is the counter behind those of cut tiles.
+[source, slice] is signal ``source * MAX_SLICES + slice``; [met] and [pushed] follow all of these
+(``device/triton/meet.py``). The gate is the counter after those of cut tiles.
 
-    rank r   | push to r+1 | push to r+2 | push to r+3 |             (copy engines begin together: ``device/triton/meet.py``)
-    tiles    | own shard ......... | rank r-1 ......... | rank r-2 ......... | rank r-3 ......... | cut tiles |
-                                   ^ wait, once a tile; long arrived
+    rank r   | push to r+1 | push to r+2 | push to r+3 |      (copy engines begin together: meet.py)
+    tiles    | own shard ...... | rank r-1 ...... | rank r-2 ...... | rank r-3 ...... | cut tiles |
+                                ^ wait, once per tile; the shard arrived long ago
 
-Why no slot is overwritten: every rank signals every peer in every call and each source's rows are in some tile, so when
-my call n ends I have call n's signals of all peers: each has begun call n, hence ended n-1, the last reader of the slot
-that call n+1 writes. It leans on stream order. Once an instance was captured in a CUDA graph, its copy-engine calls all use
-slot 0: the copies of call n go when all ranks have met in it, hence ended n-1, which read that slot last. Since ranks meet, a
-copy engine's signal is of this very call; one of a later call says that its rank gave this one up: a time-out (``EXACT``).
+Why no slot is overwritten: every rank signals every peer in every call, and each source's rows are
+in some tile. So when my call n ends I have call n's signals of all peers: each has begun call n,
+hence ended n-1, the last reader of the slot that call n+1 writes. This depends on stream order.
+Once an instance was captured in a CUDA graph, its copy-engine calls all use slot 0: the copies of
+call n start when all ranks have met in it, hence ended n-1, which read that slot last. Since ranks
+meet, a copy engine's signal is of this very call; one of a later call says that its rank gave this
+call up: a time-out (``EXACT`` of ``wait``).
 
-Why nobody is stuck: producers push before they wait, and are the lowest programs (they start first). Copy engines wait for the
-gate only, which program 0 opens before it waits for a tile. Tiles wait for producers or copy engines of other ranks (where
-``SPANS``, for own producers, too), owners of cut tiles for lower programs, the last program for the own copy engine. Under the
+Why no rank waits for ever: producers push before they wait, and are the lowest programs, which
+start first. Copy engines wait for the gate only, which program 0 opens before it waits for a tile.
+Tiles wait for producers or copy engines of other ranks (where ``SPANS``, for own producers, too),
+owners of cut tiles for lower programs, the last program for the own copy engine. Under the
 interpreter one program is the producer and runs first.
 
-Waves: programs take whole tiles in turn; tiles that do not fill a last wave are cut along K (``device/triton/tiles.py``).
-Small shards: where a tile is taller than a shard (``SPANS``, only ``"sm"``) a slot has all R shards in rank order, the own
-one too, and is signalled by this rank to itself: then one load fetches a tile's rows.
+Waves: programs take whole tiles in turn; tiles that do not fill a last wave are cut along K
+(``device/triton/tiles.py``).
 
-Limits: x contiguous along K, w along K or (``DEPTH_FIRST``, as backward reads it) along N; fp32
-accumulation; cut tiles are summed in a fixed order.
-Sources: FLUX (arXiv 2406.06858) for tile-level waits and order; stream-K (arXiv 2301.03598) for the tail.
+Limits: x contiguous along K, w along K or along N (``DEPTH_FIRST``); fp32 accumulation; the partial
+tiles of a cut tile are added in a fixed order.
+
+Sources: FLUX (arXiv 2406.06858) for waits and order by tiles; stream-K (arXiv 2301.03598) for the
+last wave.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -52,122 +64,225 @@ import triton.language as tl
 from triton.language.target_info import is_hip
 
 from tileweave.device.triton.matmul import give_part, matmul_tile, take_parts
-from tileweave.device.triton.meet import await_pushed, meet
-from tileweave.device.triton.remote import get, put_all
-from tileweave.device.triton.signal import (
-    MAX_SLICES,
-    consume_token,
-    count_in,
+from tileweave.device.triton.peers import (
+    await_pushed,
     faulted,
     leave,
     load_epoch,
+    meet,
     notify_all,
     wait,
 )
-from tileweave.device.triton.tiles import Tiles, part_range, place, segment, share_of, unit_range
+from tileweave.device.triton.remote import get, put_all
+from tileweave.device.triton.signal import MAX_SLICES, consume_token, count_in
+from tileweave.device.triton.tiles import (
+    Tiles,
+    Unit,
+    part_range,
+    place,
+    segment,
+    share_of,
+    unit_range,
+)
 from tileweave.device.triton.trace import label, stamp
 from tileweave.kernels.all_to_all.gather_triton import copy_exchanged, multiply_sources, push_parts
-from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers, lines
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.gather import Parts, TileSchedule, slice_bounds
 
-PUSH_BLOCK = 2048  # elements that a producer moves at once: 16 bytes a thread with 8 warps
+PUSH_BLOCK = 2048  # elements that a producer moves at once: 16 bytes per thread with 8 warps
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call; ``bias``, ``gathered``, ``partials`` and ``trace`` are any tensor
+    where there is none."""
+
+    x: Any
+    w: Any
+    bias: Any
+    out: Any
+    gathered: Any
+    partials: Any
+    trace: Any
+
+
+class Sizes(NamedTuple):
+    """Numbers that belong to the shape; Triton may specialise each of them.
+
+    rows, cols, depth : of a shard or part, ``[rows, depth]``, and of the output.
+
+    stride_w : elements from one line of w to the next.
+
+    slice_size : elements of a shard that a producer pushes between two signals.
+
+    copy_size : elements of each shard that each program copies into ``gathered``.
+
+    step, pitch : of ``Parts``.
+    """
+
+    rows: Any
+    cols: Any
+    depth: Any
+    stride_w: Any
+    slice_size: Any
+    copy_size: Any
+    step: Any
+    pitch: Any
+
+
+class Choices(NamedTuple):
+    """What is decided when the kernel is compiled.
+
+    NUM_SLICES : signals of each source, or of each chunk of a source.
+
+    PUSH : producers of this kernel push (``"sm"``), and not the copy engines.
+
+    PUSH_BLOCK : elements that one store instruction of a program moves.
+
+    SPANS : a tile is taller than a shard (small shards, only ``"sm"``). A slot then has all R
+    shards in rank order, the own one too, which this rank signals to itself: one load fetches a
+    tile's rows.
+
+    SPLIT_TAIL : tiles that do not fill a last wave are cut along K.
+
+    EVEN_K : ``depth`` is a multiple of ``TILE_K``.
+
+    TRACE : stamp times into ``trace``.
+
+    EXCHANGE : this is ``all_to_all_matmul`` (``kernels/all_to_all/gather_triton.py``), in which
+    each rank receives another part of x.
+
+    GATHER_K : the parts of an all-to-all are side by side, so that every tile needs every source.
+
+    DEPTH_FIRST : w is contiguous along N, as backward reads it.
+    """
+
+    WORLD_SIZE: int
+    NUM_SLICES: int
+    PUSH: bool
+    PUSH_BLOCK: int
+    SPANS: bool
+    SPLIT_TAIL: bool
+    TILE_M: int
+    TILE_N: int
+    TILE_K: int
+    GROUP_M: int
+    EVEN_K: bool
+    EXCHANGE: bool
+    GATHER_K: bool
+    HAS_BIAS: bool = False
+    GATHERED: bool = False
+    TRACE: bool = False
+    DEPTH_FIRST: bool = False
 
 
 @triton.jit
 def push_shard(
-    x, slot_table, signal_table, rank, slot_offset, size, slice_size, epoch, program, num_producers, trace,
-    WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr,
-):  # fmt: skip
+    x, peers, rank, slot_offset, sizes, epoch, program, num_producers, trace, C: tl.constexpr
+):
     """Producer: push this program's slices of the own shard to every peer, and signal each."""
-    for piece in range(program, NUM_SLICES, num_producers):
-        stamp(trace, piece, 0, TRACE)
-        begin = piece * slice_size
-        end = tl.minimum(begin + slice_size, size)
-        put_all(slot_table, rank, WORLD_SIZE, slot_offset, size, x, begin, end, SPANS, BLOCK)
-        notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, SPANS)
-        stamp(trace, piece, 1, TRACE)
-        label(trace, piece, piece, TRACE)
+    size = sizes.rows * sizes.depth
+    for piece in range(program, C.NUM_SLICES, num_producers):
+        stamp(trace, piece, 0, C.TRACE)
+        begin = piece * sizes.slice_size
+        end = tl.minimum(begin + sizes.slice_size, size)
+        put_all(
+            peers.slot_table,
+            rank,
+            C.WORLD_SIZE,
+            slot_offset,
+            size,
+            x,
+            begin,
+            end,
+            C.SPANS,
+            C.PUSH_BLOCK,
+        )
+        notify_all(peers, rank * MAX_SLICES + piece, rank, epoch, C.WORLD_SIZE, C.SPANS)
+        stamp(trace, piece, 1, C.TRACE)
+        label(trace, piece, piece, C.TRACE)
 
 
 @triton.jit
-def wait_sources(
-    signals, first_row, row_limit, rows, rank, epoch, tile, control, report,
-    TILE_M: tl.constexpr, NUM_SLICES: tl.constexpr, SPANS: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Wait for every shard that rows [first_row, first_row + TILE_M) are in and that is not read from x. Returns a token."""
+def wait_sources(peers, unit, rows, rank, epoch, C: tl.constexpr):
+    """Wait for every shard that a tile's rows are in and that is not read from x.
+
+    Returns a token for ``consume_token``.
+    """
     token = tl.cast(0, tl.int32)
-    last_row = tl.minimum(first_row + TILE_M, row_limit) - 1
-    for source in range(first_row // rows, last_row // rows + 1):
-        if SPANS or source != rank:
+    last_row = tl.minimum(unit.first_row + C.TILE_M, unit.row_limit) - 1
+    for source in range(unit.first_row // rows, last_row // rows + 1):
+        if C.SPANS or source != rank:
             token = wait(
-                signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report, EXACT=EXACT
+                peers,
+                source * MAX_SLICES,
+                epoch,
+                unit.tile,
+                COUNT=C.NUM_SLICES,
+                EXACT=not C.PUSH,
             )
     return token
 
 
 @triton.jit
-def row_pointers(
-    x, slot, first_row, row_limit, rows, depth, x_pitch, rank,
-    WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, SPANS: tl.constexpr,
-):  # fmt: skip
-    """Pointers to a tile's rows: in ``x`` (rows ``x_pitch`` apart) for the own shard, else in the slot. Rows past the limit
-    repeat the last."""
-    row = tl.minimum(first_row + tl.arange(0, TILE_M), row_limit - 1)
-    if SPANS:
+def row_pointers(x, slot, unit, sizes, rank, C: tl.constexpr):
+    """Pointers to a tile's rows: in ``x``, rows ``pitch`` apart, for the own shard, else in the
+    slot. Rows past the limit repeat the last."""
+    TILE_M: tl.constexpr = C.TILE_M
+    rows, depth = sizes.rows, sizes.depth
+    row = tl.minimum(unit.first_row + tl.arange(0, TILE_M), unit.row_limit - 1)
+    if C.SPANS:
         pointers = slot + row.to(tl.int64) * depth
     else:
-        source = first_row // rows
-        within = (row - source * rows).to(tl.int64) * tl.where(source == rank, x_pitch, depth)
-        place = (rank + WORLD_SIZE - source - 1) % WORLD_SIZE
+        source = unit.first_row // rows
+        within = (row - source * rows).to(tl.int64) * tl.where(source == rank, sizes.pitch, depth)
+        place = (rank + C.WORLD_SIZE - source - 1) % C.WORLD_SIZE
         remote = place.to(tl.int64) * rows * depth
-        if is_hip():  # its pointer analysis in Triton 3.6 cannot choose between two bases: go from one to the other
-            apart = (x.to(tl.int64) - slot.to(tl.int64)) // (
-                x.dtype.element_ty.primitive_bitwidth // 8
-            )
+        if is_hip():
+            # its pointer analysis in Triton 3.6 cannot choose between two bases: go from one base
+            # to the other
+            itemsize: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+            apart = (x.to(tl.int64) - slot.to(tl.int64)) // itemsize
             pointers = slot + tl.where(source == rank, apart, remote) + within
         else:
-            pointers = (
-                tl.where(source == rank, x, slot + remote) + within
-            )  # scalars: keeps the alignment known
+            # a choice between scalars keeps the alignment known
+            pointers = tl.where(source == rank, x, slot + remote) + within
     return pointers
 
 
 @triton.jit
-def copy_gathered(
-    x, slot, gathered, signals, rank, size, share, program, epoch, control, report,
-    WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Hand the gathered input back: each program copies its share of every shard, locally."""
-    begin = program * share
-    end = tl.minimum(begin + share, size)
-    get(gathered + rank.to(tl.int64) * size, x, begin, end, BLOCK)
-    for step in range(1, WORLD_SIZE):
-        source = (rank + WORLD_SIZE - step) % WORLD_SIZE
-        wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, -1, control, report, EXACT=EXACT)
-        place = source if SPANS else step - 1
+def copy_gathered(x, slot, gathered, peers, rank, sizes, program, epoch, C: tl.constexpr):
+    """Return the gathered input: each program copies its part of every shard, locally."""
+    size = sizes.rows * sizes.depth
+    begin = program * sizes.copy_size
+    end = tl.minimum(begin + sizes.copy_size, size)
+    get(gathered + rank.to(tl.int64) * size, x, begin, end, C.PUSH_BLOCK)
+    for step in range(1, C.WORLD_SIZE):
+        source = (rank + C.WORLD_SIZE - step) % C.WORLD_SIZE
+        wait(peers, source * MAX_SLICES, epoch, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)
+        place = source if C.SPANS else step - 1
         get(
             gathered + source.to(tl.int64) * size,
             slot + place.to(tl.int64) * size,
             begin,
             end,
-            BLOCK,
+            C.PUSH_BLOCK,
         )
 
 
 @triton.jit
-def store_tile(
-    acc, out, bias, first_row, row_limit, tile_col, cols, control,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """Epilogue: bias, rounding once, masked store; NaN if a wait of this rank ran out of time."""
-    row = first_row + tl.arange(0, TILE_M)
-    col = tile_col * TILE_N + tl.arange(0, TILE_N)
-    if HAS_BIAS:
-        acc += tl.load(bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
-    acc = tl.where(faulted(control) != 0, float("nan"), acc)
-    mask = (row < row_limit)[:, None] & (col < cols)[None, :]
+def store_tile(acc, tensors, peers, unit, cols, C: tl.constexpr):
+    """Epilogue: bias, rounding once, masked store; NaN if a wait of this rank timed out."""
+    TILE_M: tl.constexpr = C.TILE_M
+    TILE_N: tl.constexpr = C.TILE_N
+    out = tensors.out
+    row = unit.first_row + tl.arange(0, TILE_M)
+    col = unit.col * TILE_N + tl.arange(0, TILE_N)
+    if C.HAS_BIAS:
+        acc += tl.load(tensors.bias + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
+    acc = tl.where(faulted(peers) != 0, float("nan"), acc)
+    mask = (row < unit.row_limit)[:, None] & (col < cols)[None, :]
     tl.store(
         out + row.to(tl.int64)[:, None] * cols + col[None, :],
         acc.to(out.dtype.element_ty),
@@ -175,102 +290,139 @@ def store_tile(
     )
 
 
+# A kernel that was compiled for one value of these would be compiled again for the next shape.
 UNSPECIALIZED = [
-    "rank", "slot", "num_producers", "num_tiles", "num_segments", "band_sources", "lead", "team", "tile_rows", "tile_cols",
+    "rank",
+    "slot",
+    "num_producers",
+    "num_tiles",
+    "num_segments",
+    "band_sources",
+    "lead",
+    "team",
+    "tile_rows",
+    "tile_cols",
     "k_blocks",
-    "max_units", "chunk_rows", "num_chunks",
-]  # fmt: skip
+    "max_units",
+    "chunk_rows",
+    "num_chunks",
+]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def all_gather_matmul_kernel(
-    x, w, bias, out, gathered, slots, partials, counters,
-    slot_table, signal_table, signals, control, report, trace,
-    rank, slot, slot_size, rows, cols, depth, stride_w, slice_size, share_size, num_producers,
-    num_tiles, num_segments, band_sources, lead, team, tile_rows, tile_cols, k_blocks, max_units,
-    x_step, x_pitch, chunk_rows, num_chunks,
-    WORLD_SIZE: tl.constexpr, NUM_SLICES: tl.constexpr, PUSH: tl.constexpr, PUSH_BLOCK: tl.constexpr,
-    SPANS: tl.constexpr, SPLIT_TAIL: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATHERED: tl.constexpr, TRACE: tl.constexpr,
-    EXCHANGE: tl.constexpr, GATHER_K: tl.constexpr, DEPTH_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Dispatch the roles; see the module's docstring for the protocol, ``kernels/all_to_all/gather_triton.py`` for ``EXCHANGE``, ``GATHER_K``.
+    tensors,
+    peers,
+    rank,
+    slot,
+    sizes,
+    num_producers,
+    num_tiles,
+    num_segments,
+    band_sources,
+    lead,
+    team,
+    tile_rows,
+    tile_cols,
+    k_blocks,
+    max_units,
+    chunk_rows,
+    num_chunks,
+    C: tl.constexpr,
+):
+    """Dispatch the roles; see the module's docstring for the protocol.
 
-    ``slot``: the one that copy engines write; a push (``PUSH``) takes it from the epoch. In elements: ``slot_size``;
-    ``stride_w``, from line to line of w; ``slice_size``, which a producer pushes between two signals; ``share_size``, which
-    each program copies of each shard into ``gathered``. ``num_tiles`` to ``k_blocks``: of ``TileSchedule``; ``x_step`` to
-    ``num_chunks``: of ``Parts``. ``max_units``: rows of ``trace`` that a program has.
+    ``slot``: the one that copy engines write; a push (``PUSH``) takes it from the epoch.
+    ``num_tiles`` to ``k_blocks``: of ``TileSchedule``; ``chunk_rows``, ``num_chunks``: of
+    ``Parts``. ``max_units``: rows of ``trace`` that each program has.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    epoch = load_epoch(control)
-    if PUSH:
+    x, trace = tensors.x, tensors.trace
+    partials, counters = tensors.partials, peers.counters
+    epoch = load_epoch(peers)
+    if C.PUSH:
         slot = epoch & 1
-    slot_offset = tl.cast(slot, tl.int64) * slot_size
-    if PUSH:
+    slot_offset = tl.cast(slot, tl.int64) * peers.slot_size
+    if C.PUSH:
         if program < num_producers:
-            if EXCHANGE:
+            if C.EXCHANGE:
                 push_parts(
-                    x, slot_table, signal_table, rank, slot_offset, rows, depth, x_step, x_pitch, slice_size, epoch, program,
-                    num_producers, trace, WORLD_SIZE, NUM_SLICES, SPANS, PUSH_BLOCK, TRACE,
-                )  # fmt: skip
+                    x, peers, rank, slot_offset, sizes, epoch, program, num_producers, trace, C
+                )
             else:
                 push_shard(
-                    x, slot_table, signal_table, rank, slot_offset, rows * depth, slice_size, epoch, program, num_producers,
-                    trace, WORLD_SIZE, NUM_SLICES, SPANS, PUSH_BLOCK, TRACE,
-                )  # fmt: skip
+                    x, peers, rank, slot_offset, sizes, epoch, program, num_producers, trace, C
+                )
     elif program == 0:
-        meet(signal_table, signals, rank, epoch, -1, control, report, WORLD_SIZE)
+        meet(peers, rank, epoch, -1, C.WORLD_SIZE)
         count_in(counters + num_segments * num_programs)
     own = x
-    if EXCHANGE:
-        own = x + rank.to(tl.int64) * x_step
-    record = NUM_SLICES + program * max_units
+    if C.EXCHANGE:
+        own = x + rank.to(tl.int64) * sizes.step
+    record = C.NUM_SLICES + program * max_units
     tiles = Tiles(
-        0 if GATHER_K else rank, 1 if GATHER_K else WORLD_SIZE, rows, TILE_M, GROUP_M, num_tiles, num_segments, band_sources,
-        lead, team, tile_rows, tile_cols, k_blocks, SPLIT_TAIL,
-    )  # fmt: skip
+        0 if C.GATHER_K else rank,
+        1 if C.GATHER_K else C.WORLD_SIZE,
+        sizes.rows,
+        C.TILE_M,
+        C.GROUP_M,
+        num_tiles,
+        num_segments,
+        band_sources,
+        lead,
+        team,
+        tile_rows,
+        tile_cols,
+        k_blocks,
+        C.SPLIT_TAIL,
+    )
     for part in range(0, num_segments):
         first_tile, count = segment(tiles, part)
         share = share_of(tiles, program, num_programs, count)
         for index in range(0, share.units):
             tile, k_begin, k_end = unit_range(share, index)
             first_row, row_limit, col = place(tiles, first_tile + tile)
-            label(trace, record, first_tile + tile + 1, TRACE)
-            stamp(trace, record, 0, TRACE)
-            if GATHER_K:
+            unit = Unit(first_tile + tile, first_row, row_limit, col, k_begin, k_end)
+            label(trace, record, unit.tile + 1, C.TRACE)
+            stamp(trace, record, 0, C.TRACE)
+            if C.GATHER_K:
                 acc = multiply_sources(
-                    own, slots + slot_offset, w, stride_w, col, cols, rows, depth, x_pitch, first_row, rank, k_begin, k_end,
-                    signals, chunk_rows, epoch, first_tile + tile, control, report,
-                    WORLD_SIZE, NUM_SLICES, TILE_M, TILE_N, TILE_K, EVEN_K, DEPTH_FIRST, not PUSH,
-                )  # fmt: skip
-            else:
-                token = wait_sources(
-                    signals, first_row, row_limit, rows, rank, epoch, first_tile + tile, control, report,
-                    TILE_M, NUM_SLICES, SPANS, not PUSH,
-                )  # fmt: skip
-                stamp(trace, record, 1, TRACE)
-                a_rows = row_pointers(
                     own,
-                    slots + slot_offset,
-                    first_row,
-                    row_limit,
-                    rows,
-                    depth,
-                    x_pitch,
+                    peers.slots + slot_offset,
+                    tensors.w,
+                    peers,
+                    unit,
+                    sizes,
                     rank,
-                    WORLD_SIZE,
-                    TILE_M,
-                    SPANS,
+                    chunk_rows,
+                    epoch,
+                    C,
                 )
+            else:
+                token = wait_sources(peers, unit, sizes.rows, rank, epoch, C)
+                stamp(trace, record, 1, C.TRACE)
+                a_rows = row_pointers(own, peers.slots + slot_offset, unit, sizes, rank, C)
                 acc = matmul_tile(
-                    a_rows, w, stride_w, col, cols, depth, consume_token(k_begin, token), k_end, TILE_M, TILE_N, TILE_K, EVEN_K,
-                    DEPTH_FIRST=DEPTH_FIRST,
-                )  # fmt: skip
+                    a_rows,
+                    tensors.w,
+                    sizes.stride_w,
+                    col,
+                    sizes.cols,
+                    sizes.depth,
+                    consume_token(k_begin, token),
+                    k_end,
+                    C.TILE_M,
+                    C.TILE_N,
+                    C.TILE_K,
+                    C.EVEN_K,
+                    DEPTH_FIRST=C.DEPTH_FIRST,
+                )
             owner, helpers = part_range(share, tile)
             if program != owner:
-                give_part(acc, partials, counters, part * num_programs, share, tile, TILE_M, TILE_N)
+                give_part(
+                    acc, partials, counters, part * num_programs, share, tile, C.TILE_M, C.TILE_N
+                )
             else:
                 if helpers > 0:
                     acc = take_parts(
@@ -281,77 +433,100 @@ def all_gather_matmul_kernel(
                         share,
                         tile,
                         helpers,
-                        TILE_M,
-                        TILE_N,
+                        C.TILE_M,
+                        C.TILE_N,
                     )
-                store_tile(
-                    acc,
-                    out,
-                    bias,
-                    first_row,
-                    row_limit,
-                    col,
-                    cols,
-                    control,
-                    TILE_M,
-                    TILE_N,
-                    HAS_BIAS,
-                )
-            stamp(trace, record, 2, TRACE)
+                store_tile(acc, tensors, peers, unit, sizes.cols, C)
+            stamp(trace, record, 2, C.TRACE)
             record += 1
-    if GATHERED and EXCHANGE:
-        copy_exchanged(
-            own, slots + slot_offset, gathered, signals, rank, rows, depth, x_pitch, share_size, num_chunks, program, epoch,
-            control, report, WORLD_SIZE, NUM_SLICES, SPANS, GATHER_K, PUSH_BLOCK, not PUSH,
-        )  # fmt: skip
-    if GATHERED and not EXCHANGE:
-        copy_gathered(
-            x, slots + slot_offset, gathered, signals, rank, rows * depth, share_size, program, epoch, control, report,
-            WORLD_SIZE, NUM_SLICES, SPANS, PUSH_BLOCK, not PUSH,
-        )  # fmt: skip
-    if not PUSH:  # the copy engine reads the epoch word: it must have pushed before the word moves
+    if C.GATHERED:
+        gathered = tensors.gathered
+        if C.EXCHANGE:
+            copy_exchanged(
+                own,
+                peers.slots + slot_offset,
+                gathered,
+                peers,
+                rank,
+                sizes,
+                num_chunks,
+                program,
+                epoch,
+                C,
+            )
+        else:
+            copy_gathered(
+                x, peers.slots + slot_offset, gathered, peers, rank, sizes, program, epoch, C
+            )
+    # the copy engine reads the epoch: it must have pushed before the epoch moves
+    if not C.PUSH:
         if program == num_programs - 1:
-            await_pushed(signals, epoch, control, report, WORLD_SIZE)
+            await_pushed(peers, epoch, C.WORLD_SIZE)
             tl.store(counters + num_segments * num_programs, 0)
-    leave(control, epoch, num_programs)
+    leave(peers, epoch, num_programs)
 
 
-# What changes between the launches of one shape.
-WORDS = ("x", "w", "bias", "out", "gathered", "partials", "trace", "slot")
+# what changes between the launches of one shape
+WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "slot")
 
 
-class Launcher:
-    """One shape's launches of this kernel; ``ops`` keeps one for each shape and stride of w, and checks the arguments."""
+def launcher(
+    peers: Peers, schedule: TileSchedule, config: MatmulConfig, parts: Parts | None = None
+) -> Launcher:
+    """Launches for one shape and stride of w; the caller checks the arguments.
 
-    def __init__(
-        self,
-        peers: Peers,
-        schedule: TileSchedule,
-        config: MatmulConfig,
-        parts: Parts | None = None,
-    ) -> None:
-        s, c = schedule, config
-        parts = parts or Parts(s.rank, s.world_size, s.depth, s.depth)
-        self.peers, self.schedule, self.config, self.parts = peers, schedule, config, parts
-        self.push = c.transport == "sm"
-        self.slices, size = c.num_slices if self.push else 1, s.rows * parts.depth
-        self.part_words = (
-            s.num_segments * s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
-        )
-        self.integers = (
-            slice_bounds(size, self.slices, 0, PUSH_BLOCK)[1], slice_bounds(size, s.num_programs, 0, PUSH_BLOCK)[1],
-            min(c.num_producers, s.num_programs),
-            s.num_tiles, s.num_segments, s.band_sources, s.lead, s.team, s.tile_rows, s.tile_cols, s.k_blocks, s.max_units(),
-            parts.step, parts.pitch, parts.chunk_rows, parts.chunks,
-            parts.world_size, self.slices, self.push, PUSH_BLOCK, s.spans_shards and not parts.side_by_side, s.split_tail,
-            c.tile_m, c.tile_n, c.tile_k, c.group_m, parts.depth % c.tile_k == 0,
-        )  # fmt: skip
-        self.launches = Launches(
-            all_gather_matmul_kernel, WORDS, num_warps=c.num_warps, num_stages=c.num_stages
-        )
+    The launcher is called with (x, w, bias or None, out, gathered or None, slot, trace or None).
+    ``slot``: the one that a copy-engine call uses; a push takes it from the epoch.
+    """
+    s, c = schedule, config
+    parts = parts or Parts(s.rank, s.world_size, s.depth, s.depth)
+    push = c.transport == "sm"
+    slices = c.num_slices if push else 1
+    size = s.rows * parts.depth
+    choices = Choices(
+        WORLD_SIZE=parts.world_size,
+        NUM_SLICES=slices,
+        PUSH=push,
+        PUSH_BLOCK=PUSH_BLOCK,
+        SPANS=s.spans_shards and not parts.side_by_side,
+        SPLIT_TAIL=s.split_tail,
+        TILE_M=c.tile_m,
+        TILE_N=c.tile_n,
+        TILE_K=c.tile_k,
+        GROUP_M=c.group_m,
+        EVEN_K=parts.depth % c.tile_k == 0,
+        EXCHANGE=parts.exchange,
+        GATHER_K=parts.side_by_side,
+    )
+    sizes = Sizes(
+        rows=s.rows,
+        cols=s.cols,
+        depth=parts.depth,
+        stride_w=0,
+        slice_size=slice_bounds(size, slices, 0, PUSH_BLOCK)[1],
+        copy_size=slice_bounds(size, s.num_programs, 0, PUSH_BLOCK)[1],
+        step=parts.step,
+        pitch=parts.pitch,
+    )
+    fixed = {
+        "peers": peers,
+        "rank": parts.rank,
+        "num_producers": min(c.num_producers, s.num_programs),
+        "num_tiles": s.num_tiles,
+        "num_segments": s.num_segments,
+        "band_sources": s.band_sources,
+        "lead": s.lead,
+        "team": s.team,
+        "tile_rows": s.tile_rows,
+        "tile_cols": s.tile_cols,
+        "k_blocks": s.k_blocks,
+        "max_units": s.max_units(),
+        "chunk_rows": parts.chunk_rows,
+        "num_chunks": parts.chunks,
+    }
+    cut_tiles = s.num_segments * s.num_programs if s.has_cut_tiles else 0
 
-    def __call__(
-        self,
+    def pack(
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
@@ -359,30 +534,40 @@ class Launcher:
         gathered: torch.Tensor | None,
         slot: int,
         trace: torch.Tensor | None = None,
-    ) -> None:
-        """Launch on the current stream. ``slot``: which one a copy-engine call uses; a push reads it from the epoch."""
-        peers, s = self.peers, self.schedule
+    ) -> Call:
         partials = out
-        if self.part_words:
-            partials = torch.empty(self.part_words, dtype=torch.float32, device=x.device)
+        if cut_tiles:
+            elements = cut_tiles * c.tile_m * c.tile_n
+            partials = torch.empty(elements, dtype=torch.float32, device=x.device)
         added, kept = out if bias is None else bias, out if gathered is None else gathered
         tensors = (x, w, added, out, kept, partials, peers.control if trace is None else trace)
         words = [tensor.data_ptr() for tensor in tensors]
-        variant = (
-            *[word % 16 == 0 for word in words],
-            bias is None,
-            gathered is None,
-            trace is None,
-        )
 
-        def arguments() -> tuple[object, ...]:
+        def changing() -> dict[str, Any]:
             stride_w, depth_first = lines(w.stride())
-            return (
-                *tensors[:5], peers.slots, partials, peers.counters,
-                peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report, tensors[6],
-                self.parts.rank, slot, peers.slot_size, s.rows, s.cols, self.parts.depth, stride_w, *self.integers,
-                bias is not None, gathered is not None, trace is not None, self.parts.exchange, self.parts.side_by_side,
-                depth_first,
-            )  # fmt: skip
+            chosen = choices._replace(
+                HAS_BIAS=bias is not None,
+                GATHERED=gathered is not None,
+                TRACE=trace is not None,
+                DEPTH_FIRST=depth_first,
+            )
+            return {
+                "tensors": Tensors(*tensors),
+                "slot": slot,
+                "sizes": sizes._replace(stride_w=stride_w),
+                "C": chosen,
+            }
 
-        self.launches(s.num_programs, variant, arguments, (*words, slot))
+        aligned = [word % 16 == 0 for word in words]
+        variant = (*aligned, bias is None, gathered is None, trace is None)
+        return Call(variant, (*words, slot), changing)
+
+    return Launcher(
+        all_gather_matmul_kernel,
+        s.num_programs,
+        fixed,
+        pack,
+        WORDS,
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+    )

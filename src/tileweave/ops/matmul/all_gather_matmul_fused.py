@@ -93,16 +93,16 @@ class _FusedCall:
 
     def _make(self, x: torch.Tensor, w: torch.Tensor) -> Callable[..., None]:
         if self.config.kernel == "hopper":
-            from tileweave.kernels.all_gather.hopper import Launcher as HopperLauncher
+            from tileweave.kernels.all_gather.hopper import launcher as hopper_launcher
             from tileweave.kernels.runtime.descriptors import fits
 
             if fits(x, w):
-                return HopperLauncher(
+                return hopper_launcher(
                     self.endpoint, self.schedule, self.config, x.dtype, w.stride(), self.parts
                 )
-        from tileweave.kernels.all_gather.triton import Launcher
+        from tileweave.kernels.all_gather.triton import launcher
 
-        return Launcher(self.endpoint, self.schedule, self.config, self.parts)
+        return launcher(self.endpoint, self.schedule, self.config, self.parts)
 
 
 def _fused_call(

@@ -145,7 +145,7 @@ def begin_gather_of_backward(x: torch.Tensor, group_name: str) -> Gathering:
 
 
 def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
-    from tileweave.kernels.all_gather.await_shards import ShardLaunches
+    from tileweave.kernels.all_gather.await_shards import shard_launches
 
     transport, nbytes = instance.transport, x.numel() * x.element_size()
     rank, size = transport.rank, transport.world_size
@@ -166,6 +166,6 @@ def _prepare(instance: Instance, x: torch.Tensor) -> _Call:
         pushes.append(Copies(copies))
     mark = mark_of({"op": "gather", "shapes": [list(x.shape)], "dtype": str(x.dtype)})
     peers = endpoint(instance, x.dtype)
-    call = _Call(peers, tuple(slots), tuple(pushes), mark, ShardLaunches(peers, size, rank))
+    call = _Call(peers, tuple(slots), tuple(pushes), mark, shard_launches(peers, size, rank))
     instance.keep((x.shape, x.dtype), call)
     return call
