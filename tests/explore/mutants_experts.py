@@ -12,15 +12,17 @@ TASKS, ORDER = (
     "kernels/experts/combine_hopper_tickets.py",
 )
 
-_NOTIFY = "notify(symm_at(signal_table, peer, tl.int32, 4) + rank * MAX_SLICES + 1 + chunk * groups + group, epoch)"
-_WAIT = "                wait(signals, 1, epoch, word, group, control, report)\n"
-_WEIGHTS = "wait(signals, 1, epoch, peer * MAX_SLICES + WEIGHTS, task, control, report)"
-_AWAIT = "        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N))\n"
+_NOTIFY = "signal = signals_at(peers, peer) + rank * MAX_SLICES + 1 + chunk * groups + group\n"
+_WAIT = "                wait(peers, word, current.epoch, group)\n"
+_WEIGHTS = "wait(peers, peer * MAX_SLICES + WEIGHTS, epoch, task)"
+_AWAIT = (
+    "        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, cut, C))\n"
+)
 _COUNT = '            tl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")\n'
-_MADE = "                made <= chunk\n"
+_MADE = "            while made <= chunk:\n"
 _LATE = "        before = ticket  # sends before this ticket\n"
 _TURNED = "        ticket = (ticket + sends) % (sends + 2 * own)\n"
-_TILES = "                await_count(counts + TILES + made"
+_TILES = "                counter = counts + TILES + made\n"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("combine: nobody waits for tiles", COMBINE, _AWAIT, "", GC, count=2),
@@ -41,8 +43,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("combine: counts are not cleared", COMBINE, "    if program == 0:\n", "    if program < 0:\n", GC),
     Mutant("combine: counts of this call are cleared", COMBINE, "counters + (1 - parity) * COUNTER_WORDS",
            "counters + parity * COUNTER_WORDS", GC),
-    Mutant("combine: partials into another rank's place", COMBINE, "place = rank - (rank > peer).to(tl.int32)",
-           "place = 0 * rank", GC),
+    Mutant("combine: partials into another rank's place", COMBINE, "index = rank - (rank > peer).to(tl.int32)",
+           "index = 0 * rank", GC),
     Mutant("combine: a stale partial of a rank without an expert of the token", COMBINE, "mask = (there & (", "mask = ((", GC),
     Mutant("combine: the next expert's rows are overwritten", COMBINE, "(row < walk.end)[:", "(row <= walk.end)[:", GC),
     # --- partitions, and the order of their tickets ---

@@ -278,3 +278,10 @@ def store_tile(
             tile, 0, fault, bias, out, out_desc, buffer, helped, first_row, row_limit, col, cols, by_tma, TILE_M, TILE_N,
             HAS_BIAS,
         )  # fmt: skip
+
+
+@gluon.jit
+def runtime(value, like):
+    """``value`` as a number that is known when the kernel runs, not when it is compiled: a name that a
+    loop or a branch assigns needs one type. ``like``: any number of that type."""
+    return like * 0 + value
