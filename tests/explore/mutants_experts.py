@@ -16,7 +16,7 @@ _NOTIFY = "signal = signals_at(peers, peer) + rank * MAX_SLICES + 1 + chunk * gr
 _WAIT = "                wait(peers, word, current.epoch, group)\n"
 _WEIGHTS = "wait(peers, peer * MAX_SLICES + WEIGHTS, epoch, task)"
 _AWAIT = (
-    "        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, cut, C))\n"
+    "        await_count(counter, tile_rows * chunk_columns(chunk, tile_cols, cut.chunk_cols))\n"
 )
 _COUNT = '            tl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")\n'
 _MADE = "            while made <= chunk:\n"
@@ -26,8 +26,7 @@ _TILES = "                counter = counts + TILES + made\n"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("combine: nobody waits for tiles", COMBINE, _AWAIT, "", GC, count=2),
-    Mutant("combine: tiles of the chunk before are enough", COMBINE, "counts + TILES + chunk, tile_rows",
-           "counts + TILES + chunk, 0 * tile_rows", GC, count=2),
+    Mutant("combine: tiles of the chunk before are enough", COMBINE, "counter, tile_rows", "counter, 0 * tile_rows", GC, count=2),
     Mutant("combine: tiles are counted without a release", COMBINE, _COUNT, _COUNT.replace("release", "relaxed"), GC),
     Mutant("combine: results do not wait for peers", COMBINE, _WAIT, "                pass\n", GC),
     Mutant("combine: results wait for the last call", COMBINE, _WAIT, _WAIT.replace("epoch", "epoch - 1"), GC),
@@ -43,8 +42,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("combine: counts are not cleared", COMBINE, "    if program == 0:\n", "    if program < 0:\n", GC),
     Mutant("combine: counts of this call are cleared", COMBINE, "counters + (1 - parity) * COUNTER_WORDS",
            "counters + parity * COUNTER_WORDS", GC),
-    Mutant("combine: partials into another rank's place", COMBINE, "index = rank - (rank > peer).to(tl.int32)",
-           "index = 0 * rank", GC),
+    Mutant("combine: partials into another rank's place", COMBINE, "index = index_of(rank, peer)", "index = 0 * rank", GC),
     Mutant("combine: a stale partial of a rank without an expert of the token", COMBINE, "mask = (there & (", "mask = ((", GC),
     Mutant("combine: the next expert's rows are overwritten", COMBINE, "(row < walk.end)[:", "(row <= walk.end)[:", GC),
     # --- partitions, and the order of their tickets ---

@@ -41,6 +41,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from tileweave.kernels.experts import combine_hopper_tickets as combine_tickets
+from tileweave.kernels.experts import combine_layout
+from tileweave.kernels.experts.combine_layout import (
+    COUNTER_WORDS, LISTED, SENT, TICKETS, TILES, WEIGHTS
+)
 from tileweave.device.triton import peers as protocol
 from tileweave.device.triton import signal
 from tileweave.device.triton.peers import faulted, signals_at, slots_at

@@ -51,21 +51,20 @@ from tileweave.device.gluon.matmul import (
 from tileweave.device.gluon.peers import leave, load_epoch, wait
 from tileweave.device.gluon.signal import block_barrier, drain_tma_stores, load_async
 from tileweave.device.gluon.tickets import deal, make_deal, take
+from tileweave.device.triton.signal import MAX_SLICES
 from tileweave.kernels.experts import tiles as grouped_tiles
 from tileweave.kernels.experts.combine_hopper_tasks import (
-    COUNTER_WORDS,
-    DRAWN,
     HELD,
-    MAX_SLICES,
-    TILES,
     Current,
     Cut,
     Tensors,
+    chunk_columns,
     clear_other_counts,
     list_rows,
     push_weights,
     serve_tickets,
 )
+from tileweave.kernels.experts.combine_layout import COUNTER_WORDS, DRAWN, TILES
 from tileweave.kernels.runtime.descriptors import based, descriptor
 from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers
@@ -143,13 +142,13 @@ def load_partition(operands, ring, line, offsets, peers, cut, C: gl.constexpr):
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
     experts, cols, chunk_cols = cut.experts, cut.cols, cut.chunk_cols
     tickets = peers.counters + (load_epoch(peers) & 1) * COUNTER_WORDS + DRAWN
-    tile_limit = (cols + TILE_N - 1) // TILE_N
+    all_cols = (cols + TILE_N - 1) // TILE_N
     turn = 0
     drawn = 0
     before = 0  # tiles of the chunks before this one
     tile = deal(tickets, drawn, line, 1)
     for chunk in range(0, cut.chunks):
-        tile_cols = gl.minimum(tile_limit - chunk * chunk_cols, chunk_cols)
+        tile_cols = chunk_columns(chunk, all_cols, chunk_cols)
         start = first_expert(offsets, tile_cols, TILE_M)
         walk = walk_to(start, tile - before, offsets, experts, tile_cols, TILE_M)
         while walk.expert < experts:
@@ -217,14 +216,14 @@ def multiply_partition(
     experts, cols, chunk_cols = cut.experts, cut.cols, cut.chunk_cols
     epoch = load_epoch(peers)
     counts = peers.counters + (epoch & 1) * COUNTER_WORDS
-    tile_limit = (cols + TILE_N - 1) // TILE_N
+    all_cols = (cols + TILE_N - 1) // TILE_N
     turn = 0
     drawn = 0
     before = 0
     stored = runtime(-1, epoch)  # the chunk of the last tile that is not counted in
     tile = take(drawn, line, WARPS)
     for chunk in range(0, cut.chunks):
-        tile_cols = gl.minimum(tile_limit - chunk * chunk_cols, chunk_cols)
+        tile_cols = chunk_columns(chunk, all_cols, chunk_cols)
         start = first_expert(offsets, tile_cols, TILE_M)
         walk = walk_to(start, tile - before, offsets, experts, tile_cols, TILE_M)
         while walk.expert < experts:

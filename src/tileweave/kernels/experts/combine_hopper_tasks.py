@@ -38,19 +38,19 @@ from tileweave.device.gluon.peers import faulted, notify_all, signals_at, slots_
 from tileweave.device.gluon.signal import acquire, block_barrier, notify, spin
 from tileweave.device.triton.signal import MAX_SLICES
 from tileweave.kernels.experts import combine_hopper_tickets as combine_tickets
+from tileweave.kernels.experts import combine_layout
+from tileweave.kernels.experts.combine_layout import (
+    COUNTER_WORDS,
+    LISTED,
+    SENT,
+    TICKETS,
+    TILES,
+    WEIGHTS,
+)
 
 count_tickets, place_ticket = (gluon.jit(source) for source in combine_tickets.SOURCES)
+index_of, chunk_columns = (gluon.jit(source) for source in combine_layout.SOURCES)
 
-# Counters of a call, as in ``combine_triton.py``. Of the 32 words that each rank has in [SENT] no
-# group uses the last, since there are at most 31 pairs of chunk and group: those of ranks 0 to 3
-# are the Hopper kernel's four counters below.
-WEIGHTS = gl.constexpr(0)
-TILES = gl.constexpr(1)
-SENT = gl.constexpr(32)
-LISTED = gl.constexpr(63)  # programs whose part of the lists is made
-TICKETS = gl.constexpr(95)  # the early ones; late ones MAX_SLICES further
-DRAWN = gl.constexpr(159)  # tiles that were drawn
-COUNTER_WORDS = gl.constexpr(32 * 9)
 AHEAD = gl.constexpr(4)  # rows of a token that are loaded at once
 HELD = gl.constexpr(2)  # tokens that a thread sums at once
 # An entry of ``lengths`` is how many rows a token has on this rank, at most MAX_ROWS of
@@ -383,7 +383,7 @@ def add_partials(own, partials, cut, rank, owners, token, col, inside, C: gl.con
     acc = gl.zeros(own.shape, gl.float32, layout)
     for source in gl.static_range(WORLD_SIZE):
         there = (((owners >> source) & 1) > 0) & (token * 0 + source != rank)
-        row = (source - (rank < source).to(gl.int32)) * cut.max_tokens + token
+        row = index_of(source, rank) * cut.max_tokens + token
         part = load_row(partials, row, there, col, inside, cut.cols).to(gl.float32)
         acc += gl.where(source == rank, own, part)
     return acc
@@ -441,8 +441,7 @@ def serve_tickets(
             # one by one: a chunk of fewer tiles than programs may be complete before the last chunk
             while made <= chunk:
                 counter = counts + TILES + made
-                chunk_tiles = gl.minimum(tile_cols - made * chunk_cols, chunk_cols)
-                await_count(counter, tile_rows * chunk_tiles)
+                await_count(counter, tile_rows * chunk_columns(made, tile_cols, chunk_cols))
                 made += 1
             first_col = chunk * chunk_cols * TILE_N
             col_limit = gl.minimum(first_col + chunk_cols * TILE_N, cols)
@@ -450,7 +449,7 @@ def serve_tickets(
                 peer = (rank + 1 + step // blocks) % WORLD_SIZE
                 number = step % blocks
                 slot = slots_at(peers, peer, dtype) + slot_offset
-                slot += (rank - (rank > peer).to(gl.int32)).to(gl.int64) * cut.max_tokens * cols
+                slot += index_of(rank, peer).to(gl.int64) * cut.max_tokens * cols
                 block = Block(peer, number, cut.max_tokens, first_col, col_limit)
                 reduce_block(
                     tensors, peers, cut, block, slot, peers.slots, C, False, SUB, COLS, layout

@@ -81,17 +81,20 @@ from tileweave.device.triton.peers import (
     wait,
 )
 from tileweave.device.triton.signal import MAX_SLICES, notify
+from tileweave.kernels.experts.combine_layout import (
+    COUNTER_WORDS,
+    SENT,
+    TILES,
+    WEIGHTS,
+    chunk_columns,
+    index_of,
+)
 from tileweave.kernels.experts.tiles import first_expert, place_in_expert, walk_to
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.combine import CombineConfig, CombineCut, partial_bytes
 from tileweave.planning.schedules.grouped import GroupedProblem
 
-WEIGHTS = tl.constexpr(0)  # signal and counter of the weights; those of chunks follow
-# counters: [WEIGHTS], [TILES + chunk], then [SENT + peer * MAX_SLICES + chunk * groups + group]
-TILES = tl.constexpr(1)
-SENT = tl.constexpr(32)
-COUNTER_WORDS = tl.constexpr(32 * 9)
-COUNTERS = 2 * 32 * 9
+COUNTERS = 2 * COUNTER_WORDS.value  # see ``combine_layout.py``
 PUSH_BLOCK = tl.constexpr(1024)
 
 
@@ -229,12 +232,6 @@ def push_weights(weights, peers, current, size, program, programs, C: tl.constex
 
 
 @triton.jit
-def chunk_columns(chunk, cols, cut, C: tl.constexpr):
-    """How many tile columns a chunk has: ``chunk_cols``, or fewer in the last one."""
-    return tl.minimum((cols + C.TILE_N - 1) // C.TILE_N - chunk * cut.chunk_cols, cut.chunk_cols)
-
-
-@triton.jit
 def count_tile_rows(offsets, experts, C: tl.constexpr):
     """Tile rows of all experts."""
     EXPERTS: tl.constexpr = C.EXPERTS
@@ -255,9 +252,10 @@ def multiply_role(tensors, sizes, cut, counts, program, programs, C: tl.constexp
     DEPTH_FIRST: tl.constexpr = C.DEPTH_FIRST
     offsets, products = tensors.offsets, tensors.products
     experts, cols, depth = sizes.experts, sizes.cols, sizes.depth
+    all_cols = (cols + TILE_N - 1) // TILE_N
     tile = program
     for chunk in range(0, cut.chunks):
-        tile_cols = chunk_columns(chunk, cols, cut, C)
+        tile_cols = chunk_columns(chunk, all_cols, cut.chunk_cols)
         start = first_expert(offsets, tile_cols, TILE_M)
         walk = walk_to(start, tile, offsets, experts, tile_cols, TILE_M)
         while walk.expert < experts:
@@ -331,7 +329,9 @@ def reduce_role(tensors, peers, sizes, cut, current, program, programs, C: tl.co
     max_tokens, groups = cut.max_tokens, cut.groups
     tile_rows = count_tile_rows(tensors.offsets, sizes.experts, C)
     for chunk in range(0, cut.chunks):
-        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, cut, C))
+        counter = counts + TILES + chunk
+        tile_cols = (cols + TILE_N - 1) // TILE_N
+        await_count(counter, tile_rows * chunk_columns(chunk, tile_cols, cut.chunk_cols))
         first_col = chunk * cut.chunk_cols * TILE_N
         col_limit = tl.minimum(first_col + cut.chunk_cols * TILE_N, cols)
         for task in range(program, blocks * (WORLD_SIZE - 1), programs):
@@ -342,7 +342,7 @@ def reduce_role(tensors, peers, sizes, cut, current, program, programs, C: tl.co
                     wait(peers, peer * MAX_SLICES + WEIGHTS, epoch, task)
             weights = slots_at(peers, rank, tl.float32) + current.weights_offset
             weights += peer * current.weights_stride
-            index = rank - (rank > peer).to(tl.int32)
+            index = index_of(rank, peer)
             token = block * TOKENS + tl.arange(0, TOKENS)
             target = slots_at(peers, peer, dtype) + current.slot_offset
             target += (index * max_tokens + token).to(tl.int64)[:, None] * cols
@@ -374,7 +374,9 @@ def finish_role(tensors, peers, sizes, cut, current, program, programs, C: tl.co
     tile_rows = count_tile_rows(tensors.offsets, sizes.experts, C)
     blocks = (cut.tokens + TOKENS - 1) // TOKENS
     for chunk in range(0, cut.chunks):
-        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, cut, C))
+        counter = counts + TILES + chunk
+        tile_cols = (cols + TILE_N - 1) // TILE_N
+        await_count(counter, tile_rows * chunk_columns(chunk, tile_cols, cut.chunk_cols))
         first_col = chunk * cut.chunk_cols * TILE_N
         col_limit = tl.minimum(first_col + cut.chunk_cols * TILE_N, cols)
         for group in range(0, cut.groups):
@@ -407,7 +409,7 @@ def finish_block(tensors, peers, sizes, cut, current, token, col, limit, C: tl.c
             exists = token < cut.tokens
             expert = tl.load(tensors.topk_ids + token * TOPK + j, mask=exists, other=-1)
             there = there | ((expert >= source * experts) & (expert < source * experts + experts))
-        index = source - (rank < source).to(tl.int32)
+        index = index_of(source, rank)
         mask = (there & (token * 0 + rank != source))[:, None] & (col < limit)[None, :]
         row = (index * cut.max_tokens + token).to(tl.int64)[:, None] * cols
         slot = peers.slots + current.slot_offset
