@@ -41,6 +41,7 @@ from tileweave.kernels.experts import combine_hopper_tickets as combine_tickets
 from tileweave.kernels.experts import combine_layout
 from tileweave.kernels.experts.combine_layout import (
     COUNTER_WORDS,
+    LINE,
     LISTED,
     SENT,
     TICKETS,
@@ -432,7 +433,7 @@ def serve_tickets(
     heard = 0
     await_count(counts + LISTED, programs)
     for late in range(0, KINDS):
-        tickets = counts + TICKETS + late * MAX_SLICES
+        tickets = counts + TICKETS + late * LINE
         count = count_tickets(late, cut.chunks, peer_blocks, own_blocks)
         ticket = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         while ticket < count:
