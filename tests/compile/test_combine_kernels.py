@@ -82,7 +82,7 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     peers = endpoint(slot_bytes(p) // 2, dtype)
     tensors = (y, experts, offsets, entry_row, ids, weights, products, out)
     if c.kernel == "hopper":
-        launcher = hopper.Launcher(peers, p, c, RANK, 132, dtype, case.depth_first, bound, p.depth)
+        launcher = hopper.launcher(peers, p, c, RANK, 132, dtype, case.depth_first, bound, p.depth)
         return compile_one(lambda: launcher(*tensors), target)
     return compile_one(lambda: plain.launch(peers, *tensors, p, c, RANK, 132), target)
 

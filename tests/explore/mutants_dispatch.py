@@ -89,8 +89,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what came is kept from the other slot",
         ROWS,
-        "(load_epoch(control) - 1) & 1",
-        "load_epoch(control) & 1",
+        ") - 1) & 1).to",
+        ") - 0) & 1).to",
         DI,
         count=2,
     ),

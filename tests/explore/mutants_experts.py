@@ -12,20 +12,21 @@ TASKS, ORDER = (
     "kernels/experts/combine_hopper_tickets.py",
 )
 
-_NOTIFY = "notify(symm_at(signal_table, peer, tl.int32, 4) + rank * MAX_SLICES + 1 + chunk * groups + group, epoch)"
-_WAIT = "                wait(signals, 1, epoch, word, group, control, report)\n"
-_WEIGHTS = "wait(signals, 1, epoch, peer * MAX_SLICES + WEIGHTS, task, control, report)"
-_AWAIT = "        await_count(counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N))\n"
+_NOTIFY = "signal = signals_at(peers, peer) + rank * MAX_SLICES + 1 + chunk * groups + group\n"
+_WAIT = "                wait(peers, word, current.epoch, group)\n"
+_WEIGHTS = "wait(peers, peer * MAX_SLICES + WEIGHTS, epoch, task)"
+_AWAIT = (
+    "        await_count(counter, tile_rows * chunk_columns(chunk, tile_cols, cut.chunk_cols))\n"
+)
 _COUNT = '            tl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")\n'
-_MADE = "                made <= chunk\n"
+_MADE = "            while made <= chunk:\n"
 _LATE = "        before = ticket  # sends before this ticket\n"
 _TURNED = "        ticket = (ticket + sends) % (sends + 2 * own)\n"
-_TILES = "                await_count(counts + TILES + made"
+_TILES = "                counter = counts + TILES + made\n"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("combine: nobody waits for tiles", COMBINE, _AWAIT, "", GC, count=2),
-    Mutant("combine: tiles of the chunk before are enough", COMBINE, "counts + TILES + chunk, tile_rows",
-           "counts + TILES + chunk, 0 * tile_rows", GC, count=2),
+    Mutant("combine: tiles of the chunk before are enough", COMBINE, "counter, tile_rows", "counter, 0 * tile_rows", GC, count=2),
     Mutant("combine: tiles are counted without a release", COMBINE, _COUNT, _COUNT.replace("release", "relaxed"), GC),
     Mutant("combine: results do not wait for peers", COMBINE, _WAIT, "                pass\n", GC),
     Mutant("combine: results wait for the last call", COMBINE, _WAIT, _WAIT.replace("epoch", "epoch - 1"), GC),
@@ -41,8 +42,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("combine: counts are not cleared", COMBINE, "    if program == 0:\n", "    if program < 0:\n", GC),
     Mutant("combine: counts of this call are cleared", COMBINE, "counters + (1 - parity) * COUNTER_WORDS",
            "counters + parity * COUNTER_WORDS", GC),
-    Mutant("combine: partials into another rank's place", COMBINE, "place = rank - (rank > peer).to(tl.int32)",
-           "place = 0 * rank", GC),
+    Mutant("combine: partials into another rank's place", COMBINE, "index = index_of(rank, peer)", "index = 0 * rank", GC),
     Mutant("combine: a stale partial of a rank without an expert of the token", COMBINE, "mask = (there & (", "mask = ((", GC),
     Mutant("combine: the next expert's rows are overwritten", COMBINE, "(row < walk.end)[:", "(row <= walk.end)[:", GC),
     # --- partitions, and the order of their tickets ---
@@ -50,7 +50,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("tickets: only the tiles of their chunk", TASKS, _TILES, "                made = chunk + 0\n" + _TILES, PARTITIONS),
     Mutant("tickets: results do not wait for peers", TASKS, "if word >= heard:", "if word > 99:", PARTITIONS),
     Mutant("tickets: one signal is taken for two", TASKS, "heard = word + 1", "heard = word + 2", PARTITIONS),
-    Mutant("tickets: one counter", TASKS, "TICKETS + late * MAX_SLICES", "TICKETS + late * 0", PARTITIONS),
+    Mutant("tickets: one counter", TASKS, "TICKETS + late * LINE", "TICKETS + late * 0", PARTITIONS),
     Mutant("tickets: lists are counted without a release", TASKS, 'LISTED, 1, sem="release"', 'LISTED, 1, sem="relaxed"',
            PARTITIONS),
     Mutant("tickets: a group is signalled by its first block", TASKS, "word, group_size):", "word, 1):", PARTITIONS),

@@ -17,7 +17,7 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,19 +26,29 @@ from tests.support import combine as combining
 from tests.support.experts import Case
 from tests.support.worlds import Member
 
-from tileweave.device.triton.signal import MAX_SLICES, leave, load_epoch, wait
+from tileweave.device.triton.peers import leave, load_epoch, wait
+from tileweave.device.triton.signal import MAX_SLICES
 from tileweave.kernels.experts import combine_hopper_tasks as gluon_tasks
 from tileweave.kernels.experts import combine_triton as plain
 from tileweave.kernels.experts.combine_triton import multiply_role
-from tileweave.planning.combine import CombineConfig, CombineCut, partial_bytes
+from tileweave.kernels.runtime.peers import Peers
+from tileweave.planning.combine import CombineConfig, CombineCut
+from tileweave.planning.schedules.grouped import GroupedProblem
 
 WORDS = """
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from tileweave.kernels.experts import combine_hopper_tickets as combine_tickets
-from tileweave.device.triton import remote
+from tileweave.kernels.experts import combine_layout
+from tileweave.kernels.experts.combine_layout import (
+    COUNTER_WORDS, LINE, LISTED, SENT, TICKETS, TILES, WEIGHTS
+)
+from tileweave.device.triton import peers as protocol
 from tileweave.device.triton import signal
-from tileweave.device.triton.signal import FAULT, MAX_SLICES, notify
+from tileweave.device.triton.peers import faulted, signals_at, slots_at
+from tileweave.device.triton.signal import MAX_SLICES, notify
 
 
 @triton.jit
@@ -52,18 +62,25 @@ def acquire(epoch):
 
 
 @triton.jit
-def symm_at(table, peer, dtype: tl.constexpr):
-    return remote.symm_at(table, peer, dtype, 16)
-
-
-@triton.jit
-def notify_all(table, offset, rank, epoch, WORLD_SIZE: tl.constexpr, OWN: tl.constexpr, WARPS: tl.constexpr):
-    signal.notify_all(table, offset, rank, epoch, WORLD_SIZE, OWN)
+def notify_all(
+    peers, index, rank, epoch, WORLD_SIZE: tl.constexpr, OWN: tl.constexpr, WARPS: tl.constexpr
+):
+    protocol.notify_all(peers, index, rank, epoch, WORLD_SIZE, OWN)
 
 
 @triton.jit
 def spin(
-    signals, first, last, stride, epoch, unit, control, report, COUNT: tl.constexpr, SPREAD: tl.constexpr, WARPS: tl.constexpr
+    signals,
+    first,
+    last,
+    stride,
+    epoch,
+    unit,
+    control,
+    report,
+    COUNT: tl.constexpr,
+    SPREAD: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     for source in range(first, last + 1):
         signal.wait(signals, 1, epoch, source * stride, unit, control, report)
@@ -125,297 +142,135 @@ clear_other_counts, push_weights, list_rows = (
     _tasks.list_rows,
 )
 serve_tickets, COUNTER_WORDS = _tasks.serve_tickets, _tasks.COUNTER_WORDS
+Cut, Current = _tasks.Cut, _tasks.Current
+
+
+class Choices(NamedTuple):
+    """Of both kernels' choices what the functions here read. ``COLS`` and ``WARPS`` are those of
+    the partition that serves tickets; with ``PARTITIONS`` = 2, *reduce* and *multiply* are two
+    programs."""
+
+    WORLD_SIZE: int
+    TOPK: int
+    WEIGHTED: bool
+    EXPERTS: int
+    TILE_M: int
+    TILE_N: int
+    TILE_K: int
+    GROUP_M: int
+    EVEN_K: bool
+    DEPTH_FIRST: bool
+    TOKENS: int
+    COLS: int
+    WARPS: int
+    PARTITIONS: int
 
 
 @triton.jit
 def twin_kernel(
-    y,
-    w,
-    offsets,
-    entry_row,
-    topk_ids,
-    weights,
-    products,
-    out,
-    rows,
-    factors,
-    lengths,
-    slots,
-    counters,
-    slot_table,
-    signal_table,
-    signals,
-    control,
-    report,
+    operands,
+    tensors,
+    peers,
     rank,
-    slot_size,
-    weights_base,
-    weights_slot,
+    sizes,
     tokens,
     max_tokens,
-    experts,
-    cols,
-    depth,
-    stride_y,
-    stride_e,
-    stride_w,
     chunks,
     chunk_cols,
     groups,
     group_blocks,
     blocks,
-    WORLD_SIZE: tl.constexpr,
-    TOPK: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    DEPTH_FIRST: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLS: tl.constexpr,
-    WARPS: tl.constexpr,
-    PARTITIONS: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """A rank's one program: all roles, one after another. ``PARTITIONS`` 2: *reduce* and *multiply*
-    are two programs."""
+    """One program per rank has all roles, one after another, or the partitions are two programs.
+    ``operands``: ``combine_triton.Tensors``; ``tensors``: those of the tasks."""
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+    PARTITIONS: tl.constexpr = C.PARTITIONS
+    WARPS: tl.constexpr = C.WARPS
+    COLS: tl.constexpr = C.COLS
     partition = tl.program_id(0) % PARTITIONS
     program = tl.program_id(0) // PARTITIONS
     programs = tl.num_programs(0) // PARTITIONS
-    epoch = load_epoch(control)
+    cut = Cut(
+        tokens,
+        max_tokens,
+        sizes.experts,
+        sizes.cols,
+        sizes.depth,
+        chunks,
+        chunk_cols,
+        0,
+        groups,
+        group_blocks,
+        blocks,
+    )
+    epoch = load_epoch(peers)
     parity = epoch & 1
-    slot_offset = parity.to(tl.int64) * slot_size
-    weights_offset = weights_base + parity.to(tl.int64) * weights_slot
-    counts = counters + parity * COUNTER_WORDS
+    weights_offset = sizes.weights_base + parity.to(tl.int64) * sizes.weights_slot
+    counts = peers.counters + parity * COUNTER_WORDS
+    current = Current(rank, epoch, counts)
     if partition == 0:
         if program == 0:
-            clear_other_counts(counters, parity, WARPS)
-        if WEIGHTED:
-            push_weights(
-                weights,
-                counts,
-                slot_table,
-                signal_table,
-                weights_offset,
-                rank,
-                tokens * TOPK,
-                max_tokens * TOPK,
-                epoch,
-                program,
-                programs,
-                WORLD_SIZE,
-                WARPS,
-            )
-        list_rows(
-            entry_row,
-            topk_ids,
-            rows,
-            factors,
-            lengths,
-            counts,
-            slot_table,
-            signals,
-            control,
-            report,
-            weights_offset,
-            rank,
-            experts,
-            tokens,
-            max_tokens,
-            epoch,
-            program,
-            programs,
-            WORLD_SIZE,
-            TOPK,
-            WEIGHTED,
-            WARPS,
-        )
+            clear_other_counts(peers.counters, parity, WARPS)
+        if C.WEIGHTED:
+            weights = tensors.weights
+            push_weights(weights, peers, cut, current, weights_offset, program, programs, C, WARPS)
+        list_rows(tensors, peers, cut, current, weights_offset, program, programs, C, WARPS)
         if PARTITIONS == 2:
-            serve_tickets(
-                products,
-                rows,
-                factors,
-                lengths,
-                offsets,
-                out,
-                counts,
-                slots,
-                slot_table,
-                signal_table,
-                signals,
-                control,
-                report,
-                slot_offset,
-                rank,
-                epoch,
-                experts,
-                cols,
-                chunks,
-                chunk_cols,
-                tokens,
-                max_tokens,
-                groups,
-                group_blocks,
-                blocks,
-                programs,
-                WORLD_SIZE,
-                TOPK,
-                WEIGHTED,
-                EXPERTS,
-                TILE_M,
-                TILE_N,
-                TOKENS,
-                COLS,
-                WARPS,
-                1,
-            )
+            serve_tickets(tensors, peers, cut, current, programs, C, COLS, WARPS, KINDS=1)
     if partition == PARTITIONS - 1:
-        multiply_role(
-            y,
-            w,
-            offsets,
-            products,
-            counts,
-            program,
-            programs,
-            experts,
-            cols,
-            depth,
-            chunks,
-            chunk_cols,
-            stride_y,
-            stride_e,
-            stride_w,
-            TILE_M,
-            TILE_N,
-            TILE_K,
-            GROUP_M,
-            EVEN_K,
-            DEPTH_FIRST,
-        )
-        serve_tickets(
-            products,
-            rows,
-            factors,
-            lengths,
-            offsets,
-            out,
-            counts,
-            slots,
-            slot_table,
-            signal_table,
-            signals,
-            control,
-            report,
-            slot_offset,
-            rank,
-            epoch,
-            experts,
-            cols,
-            chunks,
-            chunk_cols,
-            tokens,
-            max_tokens,
-            groups,
-            group_blocks,
-            blocks,
-            programs,
-            WORLD_SIZE,
-            TOPK,
-            WEIGHTED,
-            EXPERTS,
-            TILE_M,
-            TILE_N,
-            TOKENS,
-            COLS,
-            WARPS,
-            2,
-        )
+        multiply_role(operands, sizes, cut, counts, program, programs, C)
+        serve_tickets(tensors, peers, cut, current, programs, C, COLS, WARPS, KINDS=2)
     if (partition == 0) & (program == programs - 1):
-        for step in tl.static_range(1, WORLD_SIZE):  # also where this rank has no tokens
-            word = (rank + step) % WORLD_SIZE * MAX_SLICES + chunks * groups
-            wait(signals, 1, epoch, word, -1, control, report)
-    leave(control, epoch, tl.num_programs(0))
+        for step in tl.static_range(1, WORLD_SIZE):  # also if this rank has no tokens
+            index = (rank + step) % WORLD_SIZE * MAX_SLICES + chunks * groups
+            wait(peers, index, epoch, -1)
+    leave(peers, epoch, tl.num_programs(0))
 
 
 def launch(
-    peers,
-    y,
-    experts,
-    offsets,
-    entry_row,
-    topk_ids,
-    weights,
-    products,
-    out,
-    shape,
-    config,
-    rank,
-    num_sms,
+    peers: Peers,
+    y: torch.Tensor,
+    experts: torch.Tensor,
+    offsets: torch.Tensor,
+    entry_row: torch.Tensor,
+    topk_ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    products: torch.Tensor,
+    out: torch.Tensor,
+    shape: GroupedProblem,
+    config: CombineConfig,
+    rank: int,
+    num_sms: int,
 ) -> None:
-    """As ``grouped_matmul_combine.launch``, one program a rank; with ``num_reduce`` = 0 two for
-    each multiprocessor."""
+    """As ``combine_triton.launch``, one program per rank; with ``num_reduce`` = 0, two for each
+    multiprocessor."""
     s, c, cut = shape, config, CombineCut.of(shape, config)
-    depth_first = experts.stride(2) != 1
-    slot_bytes = peers.slot_size * out.element_size()
     entries = s.world_size * s.max_tokens
     # NaN as a weight
     garbage = torch.full((entries * (2 * s.topk + 1),), 0x7FC00001, dtype=torch.int32)
     rows, factors, lengths = garbage.split([entries * s.topk, entries * s.topk, entries])
+    factors = factors.view(torch.float32)
     products.fill_(float("nan"))
+    given = offsets if weights is None else weights
     partitions = 2 if c.num_reduce == 0 else 1
+    choices = plain.choices_of(experts, weights, shape, config)
     twin_kernel[(2 * num_sms if partitions == 2 else 1,)](
-        y,
-        experts,
-        offsets,
-        entry_row,
-        topk_ids,
-        offsets if weights is None else weights,
-        products,
-        out,
-        rows,
-        factors.view(torch.float32),
-        lengths,
-        peers.slots,
-        peers.counters,
-        peers.slot_table,
-        peers.signal_table,
-        peers.signals,
-        peers.control,
-        peers.report,
+        plain.Tensors(y, experts, offsets, entry_row, topk_ids, given, products, out),
+        gluon_tasks.Tensors(
+            products, rows, factors, lengths, offsets, entry_row, topk_ids, given, out
+        ),
+        peers,
         rank,
-        peers.slot_size,
-        partial_bytes(s) // 4,
-        slot_bytes // 4,
+        plain.sizes_of(peers, y, experts, shape),
         out.shape[0],
         s.max_tokens,
-        s.experts,
-        s.cols,
-        s.depth,
-        y.stride(0),
-        experts.stride(0),
-        experts.stride(2) if depth_first else experts.stride(1),
         cut.chunks,
         cut.chunk_cols,
         cut.groups,
         cut.group_blocks,
         cut.blocks,
-        WORLD_SIZE=s.world_size,
-        TOPK=s.topk,
-        WEIGHTED=weights is not None,
-        EXPERTS=triton.next_power_of_2(s.experts),
-        TILE_M=c.tile_m,
-        TILE_N=c.tile_n,
-        TILE_K=c.tile_k,
-        GROUP_M=c.group_m,
-        EVEN_K=s.depth % c.tile_k == 0,
-        DEPTH_FIRST=depth_first,
-        TOKENS=c.block_tokens,
-        COLS=c.block_cols,
-        WARPS=c.num_warps,
-        PARTITIONS=partitions,
+        Choices(*choices, WARPS=c.num_warps, PARTITIONS=partitions),
     )
 
 

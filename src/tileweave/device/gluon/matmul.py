@@ -342,3 +342,10 @@ def store_tile(
         store_half(high, width, fault, output, helped, TILE_M, TILE_N, HAS_BIAS)
     else:
         store_half(tile, 0, fault, output, helped, TILE_M, TILE_N, HAS_BIAS)
+
+
+@gluon.jit
+def runtime(value, like):
+    """``value`` as a number that is known when the kernel runs, not when it is compiled: a name that a
+    loop or a branch assigns needs one type. ``like``: any number of that type."""
+    return like * 0 + value

@@ -1,71 +1,144 @@
-"""The Hopper ``grouped_matmul_combine`` beside its matmul, in Gluon: lists of rows, blocks that are reduced or finished.
+"""The part of the Hopper ``grouped_matmul_combine`` that runs concurrently with its matmul, in
+Gluon: lists of rows, and blocks of tokens that are reduced or finished.
 
-See ``combine_hopper.py`` for the partitions and ``combine_triton.py`` for the protocol. Blocks of tokens
-are *tickets*, handed out one by one, by a counter for early and one for late ones, to whoever has time: peers' blocks to be
-reduced and sent, own ones to be reduced and finished. With C chunks, a bar between *stretches*:
+``combine_hopper.py`` describes the partitions, ``combine_triton.py`` the protocol. Blocks of tokens
+are *tickets*: peers' blocks to be reduced and sent, own blocks to be reduced and finished. They are
+drawn one by one from two counters, one for early and one for late tickets, by whichever partition
+has time. With C chunks, and a bar between *stretches*:
 
-    early  peers' blocks of chunk 0 | of chunk 1, own blocks of chunk 0 | ... | of C - 2, own of C - 3    *reduce*, then all
-    late   peers' blocks of chunk C - 1 evenly among own blocks of chunk C - 2 | own blocks of chunk C - 1    *multiply*,
-                                                                                                     when out of tiles
+    early  peers' blocks of chunk 0 | of chunk 1, own blocks of chunk 0 | ...
+               | of C - 2, own of C - 3
+           drawn by *reduce*, then by all
+    late   peers' blocks of chunk C - 1, evenly among own blocks of chunk C - 2
+               | own blocks of chunk C - 1
+           drawn by *multiply*, when it is out of tiles
 
-So what peers wait for goes first, and own blocks are finished when peers have long sent theirs. Behind the matmul links and
-memory work at the same time, and what is left is dealt to those who take a quarter of the time for a ticket: else the
-call would wait for two warps that took one of the last.
+So what peers wait for goes first, and own blocks are finished when peers have sent theirs long ago.
+After the matmul, links and memory work at the same time, and the tickets that are left go to the
+warps that take a quarter of the time per ticket; otherwise the call would wait for two warps that
+drew one of the last tickets.
 
-Why nobody is stuck: peers' blocks wait for own tiles only, and own blocks of a chunk for the peers' tickets that send blocks of
-that chunk here, which are in an earlier stretch, here and elsewhere. Whoever holds two tickets works off the earlier one first,
-so of all that are not done those of the earliest stretch are at work, and wait for no other.
+Why no rank waits for ever: peers' blocks wait for own tiles only. Own blocks of a chunk wait for
+the peers' tickets that send blocks of that chunk to this rank, which are in an earlier stretch on
+every rank. A partition that holds two tickets works off the earlier one first. So of all tickets
+that are not done, those of the earliest stretch are being worked on, and wait for no other ticket.
 
-Sums wait for memory, so what is needed is asked for before any of it is used: four rows of each token that a thread holds
-(decision 0028).
+Sums wait for memory, so what is needed is loaded before any of it is used: four rows of each token
+that a thread holds (decision 0028).
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tileweave.device.gluon.signal import (
-    FAULT,
-    acquire,
-    block_barrier,
-    notify,
-    notify_all,
-    spin,
-    symm_at,
-)
+from tileweave.device.gluon.peers import faulted, notify_all, signals_at, slots_at
+from tileweave.device.gluon.signal import acquire, block_barrier, notify, spin
 from tileweave.device.triton.signal import MAX_SLICES
 from tileweave.kernels.experts import combine_hopper_tickets as combine_tickets
+from tileweave.kernels.experts import combine_layout
+from tileweave.kernels.experts.combine_layout import (
+    COUNTER_WORDS,
+    LINE,
+    LISTED,
+    SENT,
+    TICKETS,
+    TILES,
+    WEIGHTS,
+)
 
 count_tickets, place_ticket = (gluon.jit(source) for source in combine_tickets.SOURCES)
+index_of, chunk_columns = (gluon.jit(source) for source in combine_layout.SOURCES)
 
-# Counters of a call, as in ``combine_triton.py``. Of the 32 words that each rank has in [SENT] no group uses the last,
-# since there are at most 31 pairs of chunk and group: those of ranks 0 to 3 are the Hopper kernel's four counters below.
-WEIGHTS = gl.constexpr(0)
-TILES = gl.constexpr(1)
-SENT = gl.constexpr(32)
-LISTED = gl.constexpr(63)  # programs whose share of the lists is made
-TICKETS = gl.constexpr(95)  # the early ones; late ones MAX_SLICES further
-DRAWN = gl.constexpr(159)  # tiles that were drawn
-COUNTER_WORDS = gl.constexpr(32 * 9)
-AHEAD = gl.constexpr(4)  # rows of a token that are asked for at once
+AHEAD = gl.constexpr(4)  # rows of a token that are loaded at once
 HELD = gl.constexpr(2)  # tokens that a thread sums at once
-LENGTH = gl.constexpr(
-    255
-)  # of a token's entry in ``lengths``: its rows here, at most k; see ``config_combine.MAX_ROWS``
-OWNERS = gl.constexpr(8)  # and from this bit on the ranks that have rows of it
+# An entry of ``lengths`` is how many rows a token has on this rank, at most MAX_ROWS of
+# ``planning/combine.py``, and from bit OWNERS on which ranks have rows of it.
+LENGTH = gl.constexpr(255)
+OWNERS = gl.constexpr(8)
+
+
+class Tensors(NamedTuple):
+    """Pointers of a call; see ``combine_triton.Tensors``.
+
+    rows, factors : for each token of all ranks, its rows on this rank and their weights, without
+        gaps; int32 and fp32 [R * max_tokens, k].
+
+    lengths : int32 [R * max_tokens]; see :data:`LENGTH`.
+    """
+
+    products: Any
+    rows: Any
+    factors: Any
+    lengths: Any
+    offsets: Any
+    entry_row: Any
+    topk_ids: Any
+    weights: Any
+    out: Any
+
+
+class Cut(NamedTuple):
+    """Sizes of a shape, and how tokens and columns are cut up.
+
+    tokens, max_tokens : own tokens; the most that a rank has.
+
+    experts, cols, depth : E_local, H, I.
+
+    chunks, chunk_cols : chunks of columns; tile columns of a chunk, except perhaps the last.
+
+    k_blocks : blocks of I.
+
+    groups, group_blocks : groups of blocks of tokens; blocks of a group, except perhaps the last.
+
+    blocks : blocks of ``max_tokens``.
+    """
+
+    tokens: Any
+    max_tokens: Any
+    experts: Any
+    cols: Any
+    depth: Any
+    chunks: Any
+    chunk_cols: Any
+    k_blocks: Any
+    groups: Any
+    group_blocks: Any
+    blocks: Any
+
+
+class Current(NamedTuple):
+    """The call that is running: the own rank, its number, and its set of counters."""
+
+    rank: Any
+    epoch: Any
+    counts: Any
+
+
+class Block(NamedTuple):
+    """A block of tokens of ``source``, by number, and a chunk of columns, from ``first_col`` up to
+    ``col_limit``. ``limit``: how many tokens there are."""
+
+    source: Any
+    number: Any
+    limit: Any
+    first_col: Any
+    col_limit: Any
 
 
 @gluon.jit
 def is_last(counter, count):
-    """See ``grouped_matmul_combine.is_last``."""
+    """See ``combine_triton.is_last``."""
     block_barrier()
     return gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
 
 
 @gluon.jit
 def await_count(counter, count):
-    """Wait for other programs of this grid, which are all resident; their stores are visible afterwards."""
+    """Wait for other programs of this grid, which are all resident; afterwards their stores are
+    visible."""
     while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < count:
         pass
     block_barrier()
@@ -73,7 +146,7 @@ def await_count(counter, count):
 
 @gluon.jit
 def clear_other_counts(counters, parity, WARPS: gl.constexpr):
-    """Zero what the next call counts in; nobody uses it now."""
+    """Zero the counters of the next call, which nothing uses now."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     word = gl.arange(0, 512, layout=lane)
     gl.store(counters + (1 - parity) * COUNTER_WORDS + word, word * 0, mask=word < COUNTER_WORDS)
@@ -81,40 +154,75 @@ def clear_other_counts(counters, parity, WARPS: gl.constexpr):
 
 @gluon.jit
 def push_weights(
-    weights, counts, slot_table, signal_table, offset, rank, size, place, epoch, program, programs,
-    WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Own weights into place ``rank`` of every slot, the own one too; see ``grouped_matmul_combine.push_weights``."""
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    weights,
+    peers,
+    cut,
+    current,
+    weights_offset,
+    program,
+    programs,
+    C: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """As ``combine_triton.push_weights``, but also into the own slot."""
+    WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
     BLOCK: gl.constexpr = 256
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    size = cut.tokens * C.TOPK
+    stride = cut.max_tokens * C.TOPK
+    rank = current.rank
     for begin in range(program * BLOCK, size, programs * BLOCK):
         at = begin + gl.arange(0, BLOCK, layout=lane)
         value = gl.load(weights + at, mask=at < size)
         for step in gl.static_range(WORLD_SIZE):
-            target = (
-                symm_at(slot_table, (rank + step) % WORLD_SIZE, gl.float32) + offset + rank * place
-            )
+            slot = slots_at(peers, (rank + step) % WORLD_SIZE, gl.float32)
+            target = slot + weights_offset + rank * stride
             gl.store(target + at, value, mask=at < size)
-    if is_last(counts + WEIGHTS, programs):
-        notify_all(signal_table, rank * MAX_SLICES + WEIGHTS, rank, epoch, WORLD_SIZE, True, WARPS)
+    if is_last(current.counts + WEIGHTS, programs):
+        index = rank * MAX_SLICES + WEIGHTS
+        notify_all(peers, index, rank, current.epoch, WORLD_SIZE, True, WARPS)
 
 
 @gluon.jit
 def list_rows(
-    entry_row, topk_ids, rows, factors, lengths, counts, slot_table, signals, control, report, weights_offset, rank, experts,
-    tokens, max_tokens, epoch, program, programs, WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr,
+    tensors,
+    peers,
+    cut,
+    current,
+    weights_offset,
+    program,
+    programs,
+    C: gl.constexpr,
     WARPS: gl.constexpr,
-):  # fmt: skip
-    """For each token of all ranks: its rows here, in order of j and without gaps, their weights, and how many there are.
+):
+    """For each token of all ranks: its rows on this rank, in order of j and without gaps, their
+    weights, and how many there are.
 
-    Of own tokens also which ranks have a row: bit OWNERS + r of the length. Counts in at [LISTED], which tickets wait for.
+    For own tokens also which ranks have a row: bit OWNERS + r of the length. Counts in at [LISTED],
+    which tickets wait for.
     """
+    WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
+    TOPK: gl.constexpr = C.TOPK
     BLOCK: gl.constexpr = 32 * WARPS
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    if WEIGHTED:
-        spin(signals, 0, WORLD_SIZE - 1, MAX_SLICES, epoch, -1, control, report, 1, 8, WARPS)
-        acquire(epoch)
-    everyone = symm_at(slot_table, rank, gl.float32) + weights_offset
+    rank, tokens, max_tokens = current.rank, cut.tokens, cut.max_tokens
+    rows, factors = tensors.rows, tensors.factors
+    if C.WEIGHTED:
+        spin(
+            peers.signals,
+            0,
+            WORLD_SIZE - 1,
+            MAX_SLICES,
+            current.epoch,
+            -1,
+            peers.control,
+            peers.report,
+            COUNT=1,
+            SPREAD=8,
+            WARPS=WARPS,
+        )
+        acquire(current.epoch)
+    weights = slots_at(peers, rank, gl.float32) + weights_offset
     total = WORLD_SIZE * max_tokens
     for begin in range(program * BLOCK, total, programs * BLOCK):
         token = begin + gl.arange(0, BLOCK, layout=lane)
@@ -122,25 +230,25 @@ def list_rows(
         length = token * 0
         owners = token * 0
         for j in gl.static_range(TOPK):
-            row = gl.load(entry_row + token * TOPK + j, mask=token < total, other=-1)
+            row = gl.load(tensors.entry_row + token * TOPK + j, mask=token < total, other=-1)
             found = row >= 0
             gl.store(rows + token * TOPK + length, row, mask=found)
-            if WEIGHTED:
-                factor = gl.load(everyone + token * TOPK + j, mask=found, other=0.0)
+            if C.WEIGHTED:
+                factor = gl.load(weights + token * TOPK + j, mask=found, other=0.0)
                 gl.store(factors + token * TOPK + length, factor, mask=found)
             length += found.to(gl.int32)
-            expert = gl.load(topk_ids + own * TOPK + j, mask=(own >= 0) & (own < tokens), other=-1)
-            owners = owners | gl.where(expert >= 0, 1 << (gl.maximum(expert, 0) // experts), 0)
-        gl.store(lengths + token, length + (owners << OWNERS), mask=token < total)
-        if WEIGHTED:
-            for j in gl.static_range(
-                TOPK
-            ):  # behind a list's end: rows read there are zeros, and 0 * NaN would be NaN
-                gl.store(
-                    factors + token * TOPK + j, length * 0.0, mask=(j >= length) & (token < total)
-                )
+            exists = (own >= 0) & (own < tokens)
+            expert = gl.load(tensors.topk_ids + own * TOPK + j, mask=exists, other=-1)
+            owner = gl.maximum(expert, 0) // cut.experts
+            owners = owners | gl.where(expert >= 0, 1 << owner, 0)
+        gl.store(tensors.lengths + token, length + (owners << OWNERS), mask=token < total)
+        if C.WEIGHTED:
+            # after a list's end: rows loaded there are zeros, and 0 * NaN would be NaN
+            for j in gl.static_range(TOPK):
+                unused = (j >= length) & (token < total)
+                gl.store(factors + token * TOPK + j, length * 0.0, mask=unused)
     block_barrier()
-    gl.atomic_add(counts + LISTED, 1, sem="release", scope="gpu")
+    gl.atomic_add(current.counts + LISTED, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -160,243 +268,221 @@ def load_entries(entries, base, here, i, TOPK: gl.constexpr):
 
 
 @gluon.jit
-def load_list(
-    rows, factors, lengths, first, token, limit, TOPK: gl.constexpr, WEIGHTED: gl.constexpr
-):
-    """Of tokens ``first + token``: their entry of ``lengths``, and the first AHEAD entries of their lists, used or not."""
+def load_list(tensors, first, token, limit, C: gl.constexpr):
+    """Of tokens ``first + token``: their entry of ``lengths``, and the first AHEAD rows and factors
+    of their lists, whether used or not."""
+    TOPK: gl.constexpr = C.TOPK
     here = token < limit
     base = (first + token) * TOPK
-    length = gl.load(lengths + first + token, mask=here, other=0)
-    row0, row1, row2, row3 = load_entries(rows, base, here, 0, TOPK)
-    if WEIGHTED:
-        factor0, factor1, factor2, factor3 = load_entries(factors, base, here, 0, TOPK)
+    length = gl.load(tensors.lengths + first + token, mask=here, other=0)
+    rows = load_entries(tensors.rows, base, here, 0, TOPK)
+    if C.WEIGHTED:
+        factors = load_entries(tensors.factors, base, here, 0, TOPK)
     else:
-        factor0 = token.to(gl.float32) * 0 + 1
-        factor1, factor2, factor3 = factor0, factor0, factor0
-    return length, row0, row1, row2, row3, factor0, factor1, factor2, factor3
+        one = token.to(gl.float32) * 0 + 1
+        factors = (one, one, one, one)
+    return length, rows, factors
 
 
 @gluon.jit
 def load_row(products, row, here, col, inside, cols):
-    """Columns ``col`` of rows of products; zeros where ``here`` or ``inside`` says that there are none."""
-    place = gl.multiple_of(products + row.to(gl.int64)[:, None] * cols + col[None, :], [1, 16])
-    return gl.load(place, mask=here[:, None] & inside, other=0.0)
+    """Columns ``col`` of rows of products; zeros where ``here`` or ``inside`` is false."""
+    pointers = products + row.to(gl.int64)[:, None] * cols + col[None, :]
+    return gl.load(gl.multiple_of(pointers, [1, 16]), mask=here[:, None] & inside, other=0.0)
 
 
 @gluon.jit
-def add_rows(
-    acc, products, length, first, row0, row1, row2, row3, factor0, factor1, factor2, factor3, col, inside, cols
-):  # fmt: skip
-    """``acc`` plus AHEAD weighted rows of each token, its entries from ``first`` on, which are asked for at once."""
-    value0 = load_row(products, row0, length > first, col, inside, cols)
-    value1 = load_row(products, row1, length > first + 1, col, inside, cols)
-    value2 = load_row(products, row2, length > first + 2, col, inside, cols)
-    value3 = load_row(products, row3, length > first + 3, col, inside, cols)
-    acc += value0.to(gl.float32) * factor0[:, None]
-    acc += value1.to(gl.float32) * factor1[:, None]
-    acc += value2.to(gl.float32) * factor2[:, None]
-    acc += value3.to(gl.float32) * factor3[:, None]
+def add_rows(acc, products, length, first, rows, factors, col, inside, cols):
+    """``acc`` plus AHEAD weighted rows of each token, its entries from ``first`` on. All are loaded
+    before any is used."""
+    value0 = load_row(products, rows[0], length > first, col, inside, cols)
+    value1 = load_row(products, rows[1], length > first + 1, col, inside, cols)
+    value2 = load_row(products, rows[2], length > first + 2, col, inside, cols)
+    value3 = load_row(products, rows[3], length > first + 3, col, inside, cols)
+    acc += value0.to(gl.float32) * factors[0][:, None]
+    acc += value1.to(gl.float32) * factors[1][:, None]
+    acc += value2.to(gl.float32) * factors[2][:, None]
+    acc += value3.to(gl.float32) * factors[3][:, None]
     return acc
 
 
 @gluon.jit
 def sum_rows(
-    products, rows, factors, base, length, row0, row1, row2, row3, factor0, factor1, factor2, factor3, col, inside, cols,
-    TOPK: gl.constexpr, WEIGHTED: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """fp32 [tokens, columns]: weighted rows of tokens added in order of their lists."""
+    tensors, base, length, rows, factors, col, inside, cols, C: gl.constexpr, layout: gl.constexpr
+):
+    """fp32 [tokens, columns]: weighted rows of tokens added in order of their lists, which begin at
+    ``base`` and of which ``rows`` and ``factors`` are the first AHEAD entries."""
+    TOPK: gl.constexpr = C.TOPK
+    products = tensors.products
     acc = gl.zeros((length.shape[0], col.shape[0]), gl.float32, layout)
-    acc = add_rows(
-        acc,
-        products,
-        length,
-        0,
-        row0,
-        row1,
-        row2,
-        row3,
-        factor0,
-        factor1,
-        factor2,
-        factor3,
-        col,
-        inside,
-        cols,
-    )
+    acc = add_rows(acc, products, length, 0, rows, factors, col, inside, cols)
     if TOPK > AHEAD:
         for first in range(AHEAD, gl.max(length, axis=0), AHEAD):
             here = length > first
-            row0, row1, row2, row3 = load_entries(rows, base, here, first, TOPK)
-            if WEIGHTED:
-                factor0, factor1, factor2, factor3 = load_entries(factors, base, here, first, TOPK)
-            acc = add_rows(
-                acc,
-                products,
-                length,
-                first,
-                row0,
-                row1,
-                row2,
-                row3,
-                factor0,
-                factor1,
-                factor2,
-                factor3,
-                col,
-                inside,
-                cols,
-            )
+            rows = load_entries(tensors.rows, base, here, first, TOPK)
+            if C.WEIGHTED:
+                factors = load_entries(tensors.factors, base, here, first, TOPK)
+            acc = add_rows(acc, products, length, first, rows, factors, col, inside, cols)
     return acc
 
 
 @gluon.jit
 def reduce_block(
-    products, rows, factors, lengths, target, slots, control, source, rank, block, limit, max_tokens, first_col, col_limit,
-    cols, FINISH: gl.constexpr, WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, TOKENS: gl.constexpr,
-    SUB: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """A block of tokens of ``source``, one chunk of columns: sums of their rows here, stored in rows of ``target``.
+    tensors,
+    peers,
+    cut,
+    block,
+    target,
+    partials,
+    C: gl.constexpr,
+    FINISH: gl.constexpr,
+    SUB: gl.constexpr,
+    COLS: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Sums of the rows that a block of tokens has on this rank, stored in rows of ``target``.
 
-    ``FINISH``: they are own tokens; peers' partials, in ``slots``, are added in rank order, and tokens without a row are zero.
+    ``FINISH``: they are own tokens; the peers' ``partials`` are added in rank order, and tokens
+    without a row are zero. ``SUB``, ``COLS``: tokens and columns that are summed at once.
     """
-    fault = gl.load(
-        control + FAULT, volatile=True
-    )  # also where weights never came: sums with old ones must not pass for right
-    first = source * max_tokens
-    end = gl.minimum((block + 1) * TOKENS, limit)
-    token = block * TOKENS + gl.arange(0, SUB, layout=gl.SliceLayout(1, layout))
-    for begin in range(block * TOKENS, end, SUB):
-        entry, row0, row1, row2, row3, factor0, factor1, factor2, factor3 = load_list(
-            rows, factors, lengths, first, token, end, TOPK, WEIGHTED
-        )
+    TOPK: gl.constexpr = C.TOPK
+    TOKENS: gl.constexpr = C.TOKENS
+    source, cols = block.source, cut.cols
+    # also if weights never came: sums with old ones must not pass for results
+    fault = faulted(peers)
+    first = source * cut.max_tokens
+    end = gl.minimum((block.number + 1) * TOKENS, block.limit)
+    token = block.number * TOKENS + gl.arange(0, SUB, layout=gl.SliceLayout(1, layout))
+    for begin in range(block.number * TOKENS, end, SUB):
+        entry, rows, factors = load_list(tensors, first, token, end, C)
         length = entry & LENGTH
-        for left in range(first_col, col_limit, COLS):
+        for left in range(block.first_col, block.col_limit, COLS):
             col = left + gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
-            inside = (col < col_limit)[None, :]
-            acc = sum_rows(
-                products, rows, factors, (first + token) * TOPK, length, row0, row1, row2, row3,
-                factor0, factor1, factor2, factor3, col, inside, cols, TOPK, WEIGHTED, layout,
-            )  # fmt: skip
+            inside = (col < block.col_limit)[None, :]
+            base = (first + token) * TOPK
+            acc = sum_rows(tensors, base, length, rows, factors, col, inside, cols, C, layout)
             if FINISH:
                 acc = add_partials(
-                    acc,
-                    slots,
-                    entry >> OWNERS,
-                    rank,
-                    token,
-                    max_tokens,
-                    col,
-                    inside,
-                    cols,
-                    WORLD_SIZE,
+                    acc, partials, cut, source, entry >> OWNERS, token, col, inside, C
                 )
                 stored = token < end
             else:
                 stored = length > 0
             acc = gl.where(fault != 0, float("nan"), acc)
-            place = gl.multiple_of(
-                target + token.to(gl.int64)[:, None] * cols + col[None, :], [1, 16]
-            )
-            gl.store(place, acc.to(target.dtype.element_ty), mask=stored[:, None] & inside)
+            pointers = target + token.to(gl.int64)[:, None] * cols + col[None, :]
+            pointers = gl.multiple_of(pointers, [1, 16])
+            gl.store(pointers, acc.to(target.dtype.element_ty), mask=stored[:, None] & inside)
         token += SUB
 
 
 @gluon.jit
-def add_partials(
-    own, slots, owners, rank, token, max_tokens, col, inside, cols, WORLD_SIZE: gl.constexpr
-):
-    """Peers' partials and the own one in rank order; bit r of ``owners``: rank r has one."""
+def add_partials(own, partials, cut, rank, owners, token, col, inside, C: gl.constexpr):
+    """The peers' partials and the own one, added in rank order; bit r of ``owners``: rank r has
+    one."""
+    WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
     layout: gl.constexpr = own.type.layout
     acc = gl.zeros(own.shape, gl.float32, layout)
     for source in gl.static_range(WORLD_SIZE):
         there = (((owners >> source) & 1) > 0) & (token * 0 + source != rank)
-        row = (source - (rank < source).to(gl.int32)) * max_tokens + token
-        part = load_row(slots, row, there, col, inside, cols).to(gl.float32)
+        row = index_of(source, rank) * cut.max_tokens + token
+        part = load_row(partials, row, there, col, inside, cut.cols).to(gl.float32)
         acc += gl.where(source == rank, own, part)
     return acc
 
 
 @gluon.jit
 def serve_tickets(
-    products, rows, factors, lengths, offsets, out, counts, slots, slot_table, signal_table, signals, control, report,
-    slot_offset, rank, epoch, experts, cols, chunks, chunk_cols, tokens, max_tokens, groups, group_blocks, blocks, programs,
-    WORLD_SIZE: gl.constexpr, TOPK: gl.constexpr, WEIGHTED: gl.constexpr, EXPERTS: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, TOKENS: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
-    """Reduce and finish blocks until there are none. ``PARTS``: 1 for the early tickets, 2 for the late ones as well.
+    tensors,
+    peers,
+    cut,
+    current,
+    programs,
+    C: gl.constexpr,
+    COLS: gl.constexpr,
+    WARPS: gl.constexpr,
+    KINDS: gl.constexpr,
+):
+    """Reduce and finish blocks until there are none. ``KINDS``: 1 to draw early tickets, 2 to
+    draw the late ones after them. ``COLS``: columns that are summed at once.
 
-    ``blocks``: of a peer's tokens, max_tokens of them. The last block of a (chunk, group) that is stored for a peer signals it.
+    The program that stores the last block of a (chunk, group) for a peer signals it.
     """
+    WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
+    EXPERTS: gl.constexpr = C.EXPERTS
+    TILE_M: gl.constexpr = C.TILE_M
+    TILE_N: gl.constexpr = C.TILE_N
+    TOKENS: gl.constexpr = C.TOKENS
     ACROSS: gl.constexpr = WARPS if COLS // 256 > WARPS else COLS // 256
     SUB: gl.constexpr = HELD * (WARPS // ACROSS)
     layout: gl.constexpr = gl.BlockedLayout([HELD, 8], [1, 32], [WARPS // ACROSS, ACROSS], [1, 0])
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    rank, epoch, counts = current.rank, current.epoch, current.counts
+    slot_offset = (epoch & 1).to(gl.int64) * peers.slot_size
+    experts, cols, chunk_cols, blocks = cut.experts, cut.cols, cut.chunk_cols, cut.blocks
+    dtype: gl.constexpr = tensors.products.dtype.element_ty
     index = gl.arange(0, EXPERTS, layout=lane)
-    first_rows = gl.load(offsets + index, mask=index < experts, other=0)
-    ends = gl.load(offsets + index + 1, mask=index < experts, other=0)
+    first_rows = gl.load(tensors.offsets + index, mask=index < experts, other=0)
+    ends = gl.load(tensors.offsets + index + 1, mask=index < experts, other=0)
     tile_rows = gl.sum((ends - first_rows + TILE_M - 1) // TILE_M, axis=0)
     tile_cols = (cols + TILE_N - 1) // TILE_N
 
-    own_blocks = (tokens + TOKENS - 1) // TOKENS
+    own_blocks = (cut.tokens + TOKENS - 1) // TOKENS
     peer_blocks = (WORLD_SIZE - 1) * blocks
-    made = 0  # all chunks before this one are known to be made
-    heard = 0  # 1 + the last word (chunk, group) that all peers are known to have sent; own blocks come in order of words
+    made = 0  # all tiles of the chunks before this one are known to be stored
+    # 1 + the last (chunk, group) that all peers are known to have sent; own blocks come in order
+    heard = 0
     await_count(counts + LISTED, programs)
-    for late in range(0, PARTS):
-        tickets = counts + TICKETS + late * MAX_SLICES
-        count = count_tickets(late, chunks, peer_blocks, own_blocks)
+    for late in range(0, KINDS):
+        tickets = counts + TICKETS + late * LINE
+        count = count_tickets(late, cut.chunks, peer_blocks, own_blocks)
         ticket = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         while ticket < count:
             following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
-            is_send, chunk, step = place_ticket(ticket, late, chunks, peer_blocks, own_blocks)
-            while (
-                made <= chunk
-            ):  # each: one of fewer tiles than programs may be complete before the one in front of it
-                await_count(
-                    counts + TILES + made,
-                    tile_rows * gl.minimum(tile_cols - made * chunk_cols, chunk_cols),
-                )
+            is_send, chunk, step = place_ticket(ticket, late, cut.chunks, peer_blocks, own_blocks)
+            # one by one: a chunk of fewer tiles than programs may be complete before the last chunk
+            while made <= chunk:
+                counter = counts + TILES + made
+                await_count(counter, tile_rows * chunk_columns(made, tile_cols, chunk_cols))
                 made += 1
             first_col = chunk * chunk_cols * TILE_N
             col_limit = gl.minimum(first_col + chunk_cols * TILE_N, cols)
             if is_send:
                 peer = (rank + 1 + step // blocks) % WORLD_SIZE
-                block = step % blocks
-                slot = symm_at(slot_table, peer, products.dtype.element_ty) + slot_offset
-                slot += (rank - (rank > peer).to(gl.int32)).to(gl.int64) * max_tokens * cols
+                number = step % blocks
+                slot = slots_at(peers, peer, dtype) + slot_offset
+                slot += index_of(rank, peer).to(gl.int64) * cut.max_tokens * cols
+                block = Block(peer, number, cut.max_tokens, first_col, col_limit)
                 reduce_block(
-                    products, rows, factors, lengths, slot, slots, control, peer, rank, block, max_tokens, max_tokens,
-                    first_col, col_limit, cols, False, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, SUB, COLS, layout,
-                )  # fmt: skip
-                group = block // group_blocks
-                word = chunk * groups + group
-                group_size = gl.minimum(group_blocks, blocks - group * group_blocks)
+                    tensors, peers, cut, block, slot, peers.slots, C, False, SUB, COLS, layout
+                )
+                group = number // cut.group_blocks
+                word = chunk * cut.groups + group
+                group_size = gl.minimum(cut.group_blocks, blocks - group * cut.group_blocks)
                 if is_last(counts + SENT + peer * MAX_SLICES + word, group_size):
-                    notify(
-                        symm_at(signal_table, peer, gl.int32) + rank * MAX_SLICES + 1 + word, epoch
-                    )
+                    notify(signals_at(peers, peer) + rank * MAX_SLICES + 1 + word, epoch)
             else:
-                word = chunk * groups + step // group_blocks
+                word = chunk * cut.groups + step // cut.group_blocks
                 if word >= heard:
                     for i in gl.static_range(1, WORLD_SIZE):
                         source = (rank + i) % WORLD_SIZE
                         spin(
-                            signals + 1 + word,
+                            peers.signals + 1 + word,
                             source,
                             source,
                             MAX_SLICES,
                             epoch,
                             step,
-                            control,
-                            report,
-                            1,
-                            1,
-                            WARPS,
+                            peers.control,
+                            peers.report,
+                            COUNT=1,
+                            SPREAD=1,
+                            WARPS=WARPS,
                         )
                     acquire(epoch)
                     heard = word + 1
+                block = Block(rank, step, cut.tokens, first_col, col_limit)
+                partials = peers.slots + slot_offset
                 reduce_block(
-                    products, rows, factors, lengths, out, slots + slot_offset, control, rank, rank, step, tokens, max_tokens,
-                    first_col, col_limit, cols, True, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, SUB, COLS, layout,
-                )  # fmt: skip
+                    tensors, peers, cut, block, tensors.out, partials, C, True, SUB, COLS, layout
+                )
             ticket = following

@@ -1,14 +1,16 @@
-"""Which block a ticket of the Hopper ``grouped_matmul_combine`` is; see ``combine_hopper_tasks.py`` for the order and why.
+"""Which block a ticket of the Hopper ``grouped_matmul_combine`` is; ``combine_hopper_tasks.py`` has
+the order and the reasons for it.
 
-Blocks of a chunk: ``sends`` for peers, at least one, and ``own`` ones that are finished, maybe none. ``late``: 1 for tickets of
-the late counter, 0 for those of the early one. Integer arithmetic only, so that the same source serves Triton and Gluon, as in
-``device/triton/tiles.py``; the host's twin is ``schedule_grouped.tickets``.
+A chunk has ``sends`` blocks for peers, at least one, and ``own`` blocks that are finished, possibly
+none. ``late``: 1 for tickets of the late counter, 0 for those of the early one. Integer arithmetic
+only, so that the same source serves Triton and Gluon, as in ``device/triton/tiles.py``; the host's
+counterpart is ``planning.schedules.grouped.tickets``.
 """
 
 from __future__ import annotations
 
 import triton
-import triton.language as tl  # noqa: F401 - the interpreter wants it in sight of every jitted function
+import triton.language as tl  # noqa: F401 - the interpreter looks it up here
 
 
 def count_tickets(late, chunks, sends, own):
@@ -26,9 +28,10 @@ def count_tickets(late, chunks, sends, own):
 def place_ticket(ticket, late, chunks, sends, own):
     """Ticket -> (whether it is for a peer, chunk, block of that chunk).
 
-    Late: ``mixed`` tickets of the last chunk's sends and own blocks of the chunk before, then own blocks of the last chunk. Of
-    the first n, ceil(n * sends / mixed) are sends. That rises by 0 or 1 a ticket, from 0 to all at ``mixed``. Where the product
-    would pass 31 bits, sends stand in front instead.
+    Late: ``mixed`` tickets of the last chunk's sends and own blocks of the chunk before, then own
+    blocks of the last chunk. Of the first n, ceil(n * sends / mixed) are sends. That rises by 0 or
+    1 per ticket, from 0 to all at ``mixed``. If the product would exceed 31 bits, all sends go
+    first instead.
     """
     is_send = ticket < sends
     chunk = 0

@@ -1,164 +1,286 @@
-"""grouped_matmul_combine: z[t] = sum over j of weight[t, j] * (row of (t, j)) @ experts[its expert].T, in one launch.
+"""grouped_matmul_combine, in one launch:
+z[t] = sum over j of weight[t, j] * (row of (t, j)) @ experts[expert of (t, j)].T
 
-    y        [bound, I]          rows of this rank's experts, sorted by expert; see ``ops/experts/routing_plan.py``
-    experts  [E_local, H, I]     products [bound, H] local: y's rows times their expert, rounded to y's dtype
-    weights  [T, k] fp32         of own tokens, or none (1)      z [T, H] own tokens
-    slot     [R-1, max_tokens, H]  one of two, by parity of the epoch: place i holds the i-th peer's *partials*, the sums over
-                                 its experts of own tokens; behind them weights [R, max_tokens * k] fp32 of the peers' tokens
-    plan     entry_row [R * max_tokens * k]: the row of choice j of token t of a rank, at (rank * max_tokens + t) * k + j; -1:
-             not here. offsets [E_local + 1]: first row of each expert. topk_ids [max_tokens, k]: own choices
+    y        [bound, I]            rows of this rank's experts, sorted by expert
+    experts  [E_local, H, I]
+    products [bound, H]            local: y's rows times their expert, rounded to y's dtype
+    weights  [T, k] fp32           of own tokens, or none (1)
+    z        [T, H]                of own tokens
+    slot     [R-1, max_tokens, H]  one of two, by parity of the epoch. Entry i has the *partials* of
+                                   the i-th peer: sums of own tokens over that peer's experts. After
+                                   them: weights [R, max_tokens * k] fp32 of the peers' tokens
+    plan (``ops/experts/routing_plan.py``)
+        entry_row [R * max_tokens * k]  row of choice j of token t of a rank, at index
+                                        (rank * max_tokens + t) * k + j; -1: not on this rank
+        offsets   [E_local + 1]         first row of each expert
+        topk_ids  [max_tokens, k]       experts that own tokens chose
 
-Who writes, who reads. H is cut into *chunks* of columns; tokens into *blocks*, and blocks into a few *groups*. Three roles,
-by program id, each waiting for lower ids and other ranks only:
+H is cut into *chunks* of columns, tokens into *blocks*, and blocks into a few *groups*. There are
+three roles, by program id. Each waits only for lower program ids and for other ranks:
 
-*multiply*  programs [0, G): push their share of the weights to all peers; then tiles, chunk by chunk, in a chunk expert by
-            expert. A stored tile is counted in [tiles, chunk].
-*reduce*    programs [G, G + S): chunk by chunk, once all of its tiles are counted: for each peer, next rank first, and each
-            block of its tokens: gather a token's rows (at most k), times weights, add in fp32 in order of j, round once,
-            store in the peer's slot. A token with no expert here is skipped. The last block of a group to be stored signals.
-*finish*    the last F programs: blocks of own tokens: own rows are reduced on the spot, peers' partials are added in rank
-            order in fp32, the sum is rounded once into z. Which ranks have a partial of a token ``topk_ids`` says.
+*multiply*  programs [0, G): push their part of the weights to all peers, then compute tiles, chunk
+            by chunk, within a chunk expert by expert. A stored tile is counted in [tiles, chunk].
+*reduce*    programs [G, G + S): chunk by chunk, once all of its tiles are counted: for each peer,
+            next rank first, and for each block of its tokens: gather a token's rows (at most k),
+            multiply by weights, add in fp32 in order of j, round once, store in the peer's slot. A
+            token with no expert on this rank is skipped. The program that stores the last block of
+            a group sends the signal.
+*finish*    the last F programs: for blocks of own tokens, sum own rows, add the peers' partials in
+            rank order in fp32, and round the sum once into z. ``topk_ids`` says which ranks have a
+            partial of a token.
 
-==========================  =====  ======================================  =========================================
-signal (int32)              value  notifier                                waiter
-==========================  =====  ======================================  =========================================
-[source, 0]                 epoch  ``source``'s last program to have       *reduce*, before its first token of
-                                   pushed its share of the weights         ``source``
-[source, 1 + chunk, group]  epoch  ``source``'s last program to have       *finish*, before blocks of that group
-                                   stored a block of that group
-==========================  =====  ======================================  =========================================
+==========================  =====  =====================================  =========================
+signal (int32)              value  notifier                               waiter
+==========================  =====  =====================================  =========================
+[source, 0]                 epoch  ``source``'s last program to have      *reduce*, before its first
+                                   pushed its part of the weights         token of ``source``
+[source, 1 + chunk, group]  epoch  ``source``'s last program to have      *finish*, before blocks of
+                                   stored a block of that group           that group
+==========================  =====  =====================================  =========================
 
     G programs  | weights | chunk 0 tiles    | chunk 1 tiles    | ... |
     S programs                               | chunk 0 to peers | chunk 1 to peers | ...
-    F programs                                                  | z of chunk 0     | z of chunk 1 | ... | leave
+    F programs                                                  | z of chunk 0     | ... | leave
 
-Why no slot is overwritten: every rank signals every (chunk, group) to every peer in every call, also where it has nothing to
-store, and *finish* waits for all of them; so when my call n ends each peer has begun call n, hence ended n-1, the last reader
-of the slot that call n+1 writes. The weights of call n+1 go into the same slot, by the same argument.
+Why no slot is overwritten: every rank signals every (chunk, group) to every peer in every call,
+even if it has nothing to store, and *finish* waits for all of them. So when call n ends on this
+rank, each peer has begun call n, hence ended call n-1, the last reader of the slot that call n+1
+writes. The weights of call n+1 go into the same slot, by the same argument.
 
-Counters (local): one set for each parity of the epoch. Program 0 clears the other set, which nobody uses: its last call has
-ended, its next has not begun. So the counts of a call start from zero with no launch of their own.
+Counters (local): one set for each parity of the epoch. Program 0 clears the other set, which no
+program uses: the last call with it has ended, the next one has not begun. So a call's counts start
+from zero without a launch of their own.
 
-Why nobody is stuck: *multiply* waits for nobody. *reduce* waits for own *multiply* and for weights, which *multiply* of a
-peer pushes. *finish* waits for own *multiply* and for *reduce* of the peers. Each role waits for those above it only, here and
-elsewhere, and they are lower programs.
+Why no rank waits for ever: *multiply* does not wait. *reduce* waits for own *multiply* and for
+weights, which a peer's *multiply* pushes. *finish* waits for own *multiply* and for the peers'
+*reduce*. Each role waits only for the roles listed above it, on any rank, and those are lower
+programs.
 
-Limits: at most 31 pairs of chunk and group; y's rows contiguous; fp32 accumulation; partials travel in y's dtype.
-Sources: Triton-distributed and Comet (arXiv 2502.19811) order a MoE's tiles by columns so that the combine may begin early;
-DeepEP sums per rank before it sends.
+Limits: at most 31 pairs of chunk and group; y's rows contiguous; fp32 accumulation; partials travel
+in y's dtype.
+Sources: Triton-distributed and Comet (arXiv 2502.19811) order the tiles of an MoE by columns so
+that the combine can begin early; DeepEP sums on each rank before it sends.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from tileweave.device.triton.matmul import matmul_tile
-from tileweave.device.triton.remote import symm_at
-from tileweave.device.triton.signal import (
-    MAX_SLICES,
+from tileweave.device.triton.peers import (
     faulted,
     leave,
     load_epoch,
-    notify,
     notify_all,
+    signals_at,
+    slots_at,
     wait,
+)
+from tileweave.device.triton.signal import MAX_SLICES, notify
+from tileweave.kernels.experts.combine_layout import (
+    COUNTER_WORDS,
+    SENT,
+    TILES,
+    WEIGHTS,
+    chunk_columns,
+    index_of,
 )
 from tileweave.kernels.experts.tiles import first_expert, place_in_expert, walk_to
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.combine import CombineConfig, CombineCut, partial_bytes
 from tileweave.planning.schedules.grouped import GroupedProblem
 
-WEIGHTS = tl.constexpr(0)  # word, and counter, of the weights; those of chunks follow
-TILES = tl.constexpr(
-    1
-)  # counters: [WEIGHTS], [TILES + chunk], then [SENT + peer * MAX_SLICES + chunk * groups + group]
-SENT = tl.constexpr(32)
-COUNTER_WORDS = tl.constexpr(32 * 9)
-COUNTERS = 2 * 32 * 9
+COUNTERS = 2 * COUNTER_WORDS.value  # see ``combine_layout.py``
 PUSH_BLOCK = tl.constexpr(1024)
+
+
+class Tensors(NamedTuple):
+    """Pointers of a call; see the module's docstring. ``weights``: any tensor if there are none."""
+
+    y: Any
+    experts: Any
+    offsets: Any
+    entry_row: Any
+    topk_ids: Any
+    weights: Any
+    products: Any
+    out: Any
+
+
+class Sizes(NamedTuple):
+    """Numbers of a shape, for which Triton specialises the kernel.
+
+    weights_base, weights_slot : in a slot, where the weights begin; fp32 elements of a slot.
+
+    experts, cols, depth : E_local, H, I.
+
+    stride_y, stride_e, stride_w : elements between rows of y, experts, and rows of an expert
+        (columns, if it is depth first).
+    """
+
+    weights_base: Any
+    weights_slot: Any
+    experts: Any
+    cols: Any
+    depth: Any
+    stride_y: Any
+    stride_e: Any
+    stride_w: Any
+
+
+class Cut(NamedTuple):
+    """How tokens and columns are cut up; see ``planning.combine.CombineCut``.
+
+    tokens, max_tokens : own tokens; the most that a rank has.
+
+    chunks, chunk_cols : chunks of columns; tile columns of a chunk, except perhaps the last.
+
+    groups, group_blocks : groups of blocks of tokens; blocks of a group, except perhaps the last.
+    """
+
+    tokens: Any
+    max_tokens: Any
+    chunks: Any
+    chunk_cols: Any
+    groups: Any
+    group_blocks: Any
+
+
+class Current(NamedTuple):
+    """The call that is running.
+
+    rank, epoch : the own rank; the number of the call.
+
+    counts : its set of counters.
+
+    slot_offset, weights_offset : where its partials and its weights begin in ``peers.slots``, in
+        elements of each.
+
+    weights_stride : elements of the weights of one rank.
+    """
+
+    rank: Any
+    epoch: Any
+    counts: Any
+    slot_offset: Any
+    weights_offset: Any
+    weights_stride: Any
+
+
+class Choices(NamedTuple):
+    """What is decided at compile time.
+
+    EXPERTS : a power of two, at least E_local.
+
+    EVEN_K : I is a multiple of TILE_K.
+
+    DEPTH_FIRST : experts are stored as [I, H], as the backward pass of a dispatch reads them.
+
+    TOKENS, COLS : tokens of a block; columns that are summed at once.
+    """
+
+    WORLD_SIZE: int
+    TOPK: int
+    WEIGHTED: bool
+    EXPERTS: int
+    TILE_M: int
+    TILE_N: int
+    TILE_K: int
+    GROUP_M: int
+    EVEN_K: bool
+    DEPTH_FIRST: bool
+    TOKENS: int
+    COLS: int
 
 
 @triton.jit
 def is_last(counter, count):
-    """Count this program's stores in; whether it was the last of ``count``, and then all their stores are visible to it."""
+    """Count this program's stores in. Returns whether it was the last of ``count`` programs; then
+    it sees the stores of all of them."""
     tl.debug_barrier()
     return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
 
 
 @triton.jit
 def await_count(counter, count):
-    """Wait for lower programs of this grid; their stores are visible afterwards. Ends without a bound: they wait for nobody."""
+    """Wait for lower programs of this grid; afterwards their stores are visible. Without a time
+    limit: those programs do not wait."""
     while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < count:
         pass
     tl.debug_barrier()
 
 
 @triton.jit
-def push_weights(
-    weights, counts, slot_table, signal_table, offset, rank, size, place, epoch, program, programs, WORLD_SIZE: tl.constexpr
-):  # fmt: skip
-    """Share ``program`` of ``programs`` of own weights into place ``rank`` of every peer's slot; the last to do so signals."""
+def push_weights(weights, peers, current, size, program, programs, C: tl.constexpr):
+    """Store part ``program`` of ``programs`` of the own weights, ``size`` in all, in every peer's
+    slot. The last program to do so signals."""
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+    rank = current.rank
     for begin in range(program * PUSH_BLOCK, size, programs * PUSH_BLOCK):
         at = begin + tl.arange(0, PUSH_BLOCK)
         value = tl.load(weights + at, mask=at < size)
         for step in tl.static_range(1, WORLD_SIZE):
-            target = (
-                symm_at(slot_table, (rank + step) % WORLD_SIZE, tl.float32, 16)
-                + offset
-                + rank * place
-            )
+            slot = slots_at(peers, (rank + step) % WORLD_SIZE, tl.float32)
+            target = slot + current.weights_offset + rank * current.weights_stride
             tl.store(target + at, value, mask=at < size)
-    if is_last(counts + WEIGHTS, programs):
-        notify_all(signal_table, rank * MAX_SLICES + WEIGHTS, rank, epoch, WORLD_SIZE, False)
+    if is_last(current.counts + WEIGHTS, programs):
+        notify_all(peers, rank * MAX_SLICES + WEIGHTS, rank, current.epoch, WORLD_SIZE, False)
 
 
 @triton.jit
-def chunk_columns(chunk, cols, chunk_cols, TILE_N: tl.constexpr):
-    """How many tile columns a chunk has: ``chunk_cols``, the last one maybe fewer."""
-    return tl.minimum((cols + TILE_N - 1) // TILE_N - chunk * chunk_cols, chunk_cols)
-
-
-@triton.jit
-def count_tile_rows(offsets, experts, EXPERTS: tl.constexpr, TILE_M: tl.constexpr):
-    """Tile rows of all experts; ``EXPERTS``: a power of two that is not below ``experts``."""
+def count_tile_rows(offsets, experts, C: tl.constexpr):
+    """Tile rows of all experts."""
+    EXPERTS: tl.constexpr = C.EXPERTS
     index = tl.arange(0, EXPERTS)
     begin = tl.load(offsets + index, mask=index < experts, other=0)
     end = tl.load(offsets + index + 1, mask=index < experts, other=0)
-    return tl.sum((end - begin + TILE_M - 1) // TILE_M, axis=0)
+    return tl.sum((end - begin + C.TILE_M - 1) // C.TILE_M, axis=0)
 
 
 @triton.jit
-def multiply_role(
-    y, w, offsets, products, counts, program, programs, experts, cols, depth, chunks, chunk_cols,
-    stride_y, stride_e, stride_w,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
-    DEPTH_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Tiles of all chunks, every ``programs``-th is this program's."""
+def multiply_role(tensors, sizes, cut, counts, program, programs, C: tl.constexpr):
+    """Tiles of all chunks; this program computes every ``programs``-th."""
+    TILE_M: tl.constexpr = C.TILE_M
+    TILE_N: tl.constexpr = C.TILE_N
+    TILE_K: tl.constexpr = C.TILE_K
+    GROUP_M: tl.constexpr = C.GROUP_M
+    EVEN_K: tl.constexpr = C.EVEN_K
+    DEPTH_FIRST: tl.constexpr = C.DEPTH_FIRST
+    offsets, products = tensors.offsets, tensors.products
+    experts, cols, depth = sizes.experts, sizes.cols, sizes.depth
+    all_cols = (cols + TILE_N - 1) // TILE_N
     tile = program
-    for chunk in range(0, chunks):
-        tile_cols = chunk_columns(chunk, cols, chunk_cols, TILE_N)
-        walk = walk_to(
-            first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M
-        )
+    for chunk in range(0, cut.chunks):
+        tile_cols = chunk_columns(chunk, all_cols, cut.chunk_cols)
+        start = first_expert(offsets, tile_cols, TILE_M)
+        walk = walk_to(start, tile, offsets, experts, tile_cols, TILE_M)
         while walk.expert < experts:
             first_row, tile_col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
-            tile_col += chunk * chunk_cols
+            tile_col += chunk * cut.chunk_cols
             row = first_row + tl.arange(0, TILE_M)
-            a_rows = y + tl.minimum(row, walk.end - 1).to(tl.int64) * stride_y
             acc = matmul_tile(
-                a_rows, w + walk.expert.to(tl.int64) * stride_e, stride_w, tile_col, cols, depth, 0, tl.cdiv(depth, TILE_K),
-                TILE_M, TILE_N, TILE_K, EVEN_K, DEPTH_FIRST=DEPTH_FIRST,
-            )  # fmt: skip
-            col = tile_col * TILE_N + tl.arange(0, TILE_N)
-            place = products + row.to(tl.int64)[:, None] * cols + col[None, :]
-            tl.store(
-                place,
-                acc.to(products.dtype.element_ty),
-                mask=(row < walk.end)[:, None] & (col < cols)[None, :],
+                tensors.y + tl.minimum(row, walk.end - 1).to(tl.int64) * sizes.stride_y,
+                tensors.experts + walk.expert.to(tl.int64) * sizes.stride_e,
+                sizes.stride_w,
+                tile_col,
+                cols,
+                depth,
+                0,
+                tl.cdiv(depth, TILE_K),
+                TILE_M,
+                TILE_N,
+                TILE_K,
+                EVEN_K,
+                DEPTH_FIRST=DEPTH_FIRST,
             )
+            col = tile_col * TILE_N + tl.arange(0, TILE_N)
+            target = products + row.to(tl.int64)[:, None] * cols + col[None, :]
+            mask = (row < walk.end)[:, None] & (col < cols)[None, :]
+            tl.store(target, acc.to(products.dtype.element_ty), mask=mask)
             tl.debug_barrier()
             tl.atomic_add(counts + TILES + chunk, 1, sem="release", scope="gpu")
             tile += programs
@@ -167,26 +289,27 @@ def multiply_role(
 
 
 @triton.jit
-def sum_rows(
-    products, entry_row, weights, source, token, col, col_limit, cols, max_tokens,
-    TOPK: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """fp32 [TOKENS, COLS]: weighted rows of tokens of ``source`` added in order of j; and which tokens have a row here.
+def sum_rows(tensors, weights, source, token, col, limit, cols, max_tokens, C: tl.constexpr):
+    """fp32 [tokens, columns]: weighted rows of tokens of ``source``, added in order of j; and which
+    tokens have a row on this rank.
 
-    ``weights``: those of ``source``. A token of ``max_tokens`` or more has none.
+    ``weights``: those of ``source``. There is no token ``max_tokens`` or later. ``limit``: of
+    columns.
     """
+    TOPK: tl.constexpr = C.TOPK
+    TOKENS: tl.constexpr = C.TOKENS
+    COLS: tl.constexpr = C.COLS
     acc = tl.zeros((TOKENS, COLS), tl.float32)
     here = token < 0
     for j in tl.static_range(TOPK):
-        row = tl.load(
-            entry_row + (source * max_tokens + token) * TOPK + j, mask=token < max_tokens, other=-1
-        )
+        exists = token < max_tokens
+        entry = (source * max_tokens + token) * TOPK + j
+        row = tl.load(tensors.entry_row + entry, mask=exists, other=-1)
         found = row >= 0
-        value = tl.load(
-            products + row.to(tl.int64)[:, None] * cols + col[None, :],
-            mask=found[:, None] & (col < col_limit)[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        if WEIGHTED:
+        mask = found[:, None] & (col < limit)[None, :]
+        pointers = tensors.products + row.to(tl.int64)[:, None] * cols + col[None, :]
+        value = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        if C.WEIGHTED:
             value *= tl.load(weights + token * TOPK + j, mask=found, other=0.0)[:, None]
         acc += value
         here = here | found
@@ -194,207 +317,168 @@ def sum_rows(
 
 
 @triton.jit
-def reduce_role(
-    products, entry_row, offsets, counts, slot_table, signal_table, signals, control, report,
-    program, programs, experts, cols, chunks, chunk_cols, max_tokens, groups, group_blocks, blocks,
-    slot_offset, weights_offset, weights_place, rank, epoch,
-    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """Partials of the peers' tokens, every ``programs``-th block is this program's."""
-    tile_rows = count_tile_rows(offsets, experts, EXPERTS, TILE_M)
-    dtype: tl.constexpr = products.dtype.element_ty
-    for chunk in range(0, chunks):
-        await_count(
-            counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N)
-        )
-        first_col = chunk * chunk_cols * TILE_N
-        col_limit = tl.minimum(first_col + chunk_cols * TILE_N, cols)
+def reduce_role(tensors, peers, sizes, cut, current, program, programs, C: tl.constexpr):
+    """Partials of the peers' tokens; this program makes every ``programs``-th block."""
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+    TILE_N: tl.constexpr = C.TILE_N
+    TOKENS: tl.constexpr = C.TOKENS
+    COLS: tl.constexpr = C.COLS
+    dtype: tl.constexpr = tensors.products.dtype.element_ty
+    blocks = (cut.max_tokens + TOKENS - 1) // TOKENS  # of a peer's tokens
+    rank, epoch, counts, cols = current.rank, current.epoch, current.counts, sizes.cols
+    max_tokens, groups = cut.max_tokens, cut.groups
+    tile_rows = count_tile_rows(tensors.offsets, sizes.experts, C)
+    for chunk in range(0, cut.chunks):
+        counter = counts + TILES + chunk
+        tile_cols = (cols + TILE_N - 1) // TILE_N
+        await_count(counter, tile_rows * chunk_columns(chunk, tile_cols, cut.chunk_cols))
+        first_col = chunk * cut.chunk_cols * TILE_N
+        col_limit = tl.minimum(first_col + cut.chunk_cols * TILE_N, cols)
         for task in range(program, blocks * (WORLD_SIZE - 1), programs):
             peer = (rank + 1 + task // blocks) % WORLD_SIZE
             block = task % blocks
-            if WEIGHTED:
+            if C.WEIGHTED:
                 if chunk == 0:  # later chunks give this program the same tasks
-                    wait(signals, 1, epoch, peer * MAX_SLICES + WEIGHTS, task, control, report)
-            weights = (
-                symm_at(slot_table, rank, tl.float32, 16) + weights_offset + peer * weights_place
-            )
-            place = rank - (rank > peer).to(tl.int32)
+                    wait(peers, peer * MAX_SLICES + WEIGHTS, epoch, task)
+            weights = slots_at(peers, rank, tl.float32) + current.weights_offset
+            weights += peer * current.weights_stride
+            index = index_of(rank, peer)
             token = block * TOKENS + tl.arange(0, TOKENS)
-            target = symm_at(slot_table, peer, dtype, 16) + slot_offset
-            target += (place * max_tokens + token).to(tl.int64)[:, None] * cols
-            fault = faulted(
-                control
-            )  # weights that never came: what was made with old ones must not pass for right
+            target = slots_at(peers, peer, dtype) + current.slot_offset
+            target += (index * max_tokens + token).to(tl.int64)[:, None] * cols
+            # if weights never came, sums with old ones must not pass for results
+            fault = faulted(peers)
             for begin in range(first_col, col_limit, COLS):
                 col = begin + tl.arange(0, COLS)
                 acc, here = sum_rows(
-                    products,
-                    entry_row,
-                    weights,
-                    peer,
-                    token,
-                    col,
-                    col_limit,
-                    cols,
-                    max_tokens,
-                    TOPK,
-                    WEIGHTED,
-                    TOKENS,
-                    COLS,
+                    tensors, weights, peer, token, col, col_limit, cols, max_tokens, C
                 )
                 acc = tl.where(fault != 0, float("nan"), acc)
-                tl.store(
-                    target + col[None, :],
-                    acc.to(dtype),
-                    mask=here[:, None] & (col < col_limit)[None, :],
-                )
-            group = block // group_blocks
-            count = tl.minimum(group_blocks, blocks - group * group_blocks)
+                mask = here[:, None] & (col < col_limit)[None, :]
+                tl.store(target + col[None, :], acc.to(dtype), mask=mask)
+            group = block // cut.group_blocks
+            count = tl.minimum(cut.group_blocks, blocks - group * cut.group_blocks)
             if is_last(counts + SENT + peer * MAX_SLICES + chunk * groups + group, count):
-                notify(
-                    symm_at(signal_table, peer, tl.int32, 4)
-                    + rank * MAX_SLICES
-                    + 1
-                    + chunk * groups
-                    + group,
-                    epoch,
-                )
+                signal = signals_at(peers, peer) + rank * MAX_SLICES + 1 + chunk * groups + group
+                notify(signal, epoch)
 
 
 @triton.jit
-def finish_role(
-    products, entry_row, offsets, topk_ids, weights, out, counts, slots, signals, control, report,
-    program, programs, experts, cols, chunks, chunk_cols, tokens, max_tokens, groups, group_blocks, slot_offset, rank, epoch,
-    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """Results of own tokens, every ``programs``-th block of a group is this program's."""
-    tile_rows = count_tile_rows(offsets, experts, EXPERTS, TILE_M)
-    blocks = (tokens + TOKENS - 1) // TOKENS
-    for chunk in range(0, chunks):
-        await_count(
-            counts + TILES + chunk, tile_rows * chunk_columns(chunk, cols, chunk_cols, TILE_N)
-        )
-        first_col = chunk * chunk_cols * TILE_N
-        col_limit = tl.minimum(first_col + chunk_cols * TILE_N, cols)
-        for group in range(0, groups):
+def finish_role(tensors, peers, sizes, cut, current, program, programs, C: tl.constexpr):
+    """Results of own tokens; this program makes every ``programs``-th block of a group."""
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+    TILE_N: tl.constexpr = C.TILE_N
+    TOKENS: tl.constexpr = C.TOKENS
+    COLS: tl.constexpr = C.COLS
+    counts, cols = current.counts, sizes.cols
+    tile_rows = count_tile_rows(tensors.offsets, sizes.experts, C)
+    blocks = (cut.tokens + TOKENS - 1) // TOKENS
+    for chunk in range(0, cut.chunks):
+        counter = counts + TILES + chunk
+        tile_cols = (cols + TILE_N - 1) // TILE_N
+        await_count(counter, tile_rows * chunk_columns(chunk, tile_cols, cut.chunk_cols))
+        first_col = chunk * cut.chunk_cols * TILE_N
+        col_limit = tl.minimum(first_col + cut.chunk_cols * TILE_N, cols)
+        for group in range(0, cut.groups):
             for step in tl.static_range(1, WORLD_SIZE):
-                word = (rank + step) % WORLD_SIZE * MAX_SLICES + 1 + chunk * groups + group
-                wait(signals, 1, epoch, word, group, control, report)
-            for block in range(
-                group * group_blocks + program,
-                tl.minimum((group + 1) * group_blocks, blocks),
-                programs,
-            ):
+                source = (current.rank + step) % WORLD_SIZE
+                word = source * MAX_SLICES + 1 + chunk * cut.groups + group
+                wait(peers, word, current.epoch, group)
+            first = group * cut.group_blocks + program
+            last = tl.minimum((group + 1) * cut.group_blocks, blocks)
+            for block in range(first, last, programs):
                 token = block * TOKENS + tl.arange(0, TOKENS)
                 for begin in range(first_col, col_limit, COLS):
                     col = begin + tl.arange(0, COLS)
-                    finish_block(
-                        products, entry_row, topk_ids, weights, out, slots, control, token, tokens, max_tokens, col, col_limit,
-                        cols, experts, slot_offset, rank, WORLD_SIZE, TOPK, WEIGHTED, TOKENS, COLS,
-                    )  # fmt: skip
+                    finish_block(tensors, peers, sizes, cut, current, token, col, col_limit, C)
 
 
 @triton.jit
-def finish_block(
-    products, entry_row, topk_ids, weights, out, slots, control, token, tokens, max_tokens, col, col_limit, cols, experts,
-    slot_offset, rank,
-    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+def finish_block(tensors, peers, sizes, cut, current, token, col, limit, C: tl.constexpr):
     """z of a block of own tokens and some columns: partials added in rank order, rounded once."""
-    own, _ = sum_rows(
-        products,
-        entry_row,
-        weights,
-        rank,
-        token,
-        col,
-        col_limit,
-        cols,
-        max_tokens,
-        TOPK,
-        WEIGHTED,
-        TOKENS,
-        COLS,
-    )
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+    TOPK: tl.constexpr = C.TOPK
+    TOKENS: tl.constexpr = C.TOKENS
+    COLS: tl.constexpr = C.COLS
+    rank, experts, cols, out = current.rank, sizes.experts, sizes.cols, tensors.out
+    own, _ = sum_rows(tensors, tensors.weights, rank, token, col, limit, cols, cut.max_tokens, C)
     acc = tl.zeros((TOKENS, COLS), tl.float32)
     for source in tl.static_range(WORLD_SIZE):
         there = token < 0
         for j in tl.static_range(TOPK):
-            expert = tl.load(topk_ids + token * TOPK + j, mask=token < tokens, other=-1)
+            exists = token < cut.tokens
+            expert = tl.load(tensors.topk_ids + token * TOPK + j, mask=exists, other=-1)
             there = there | ((expert >= source * experts) & (expert < source * experts + experts))
-        place = source - (rank < source).to(tl.int32)
-        mask = (there & (token * 0 + rank != source))[:, None] & (col < col_limit)[None, :]
-        row = (place * max_tokens + token).to(tl.int64)[:, None] * cols
-        part = tl.load(slots + slot_offset + row + col[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        index = index_of(source, rank)
+        mask = (there & (token * 0 + rank != source))[:, None] & (col < limit)[None, :]
+        row = (index * cut.max_tokens + token).to(tl.int64)[:, None] * cols
+        slot = peers.slots + current.slot_offset
+        part = tl.load(slot + row + col[None, :], mask=mask, other=0.0).to(tl.float32)
         acc += tl.where(token * 0 + rank == source, 1.0, 0.0)[:, None] * own + part
-    acc = tl.where(faulted(control) != 0, float("nan"), acc)
+    acc = tl.where(faulted(peers) != 0, float("nan"), acc)
     target = out + token.to(tl.int64)[:, None] * cols + col[None, :]
-    tl.store(
-        target,
-        acc.to(out.dtype.element_ty),
-        mask=(token < tokens)[:, None] & (col < col_limit)[None, :],
-    )
+    mask = (token < cut.tokens)[:, None] & (col < limit)[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
 
 
 UNSPECIALIZED = [
-    "rank", "tokens", "max_tokens", "chunks", "chunk_cols", "groups", "group_blocks", "num_multiply", "num_reduce",
-]  # fmt: skip
+    "rank",
+    "tokens",
+    "max_tokens",
+    "chunks",
+    "chunk_cols",
+    "groups",
+    "group_blocks",
+    "num_multiply",
+    "num_reduce",
+]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def grouped_matmul_combine_kernel(
-    y, w, offsets, entry_row, topk_ids, weights, products, out, slots, counters, slot_table, signal_table, signals, control,
-    report, rank, slot_size, weights_base, weights_slot, tokens, max_tokens, experts, cols, depth, stride_y, stride_e, stride_w,
-    chunks, chunk_cols, groups, group_blocks, num_multiply, num_reduce,
-    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, WEIGHTED: tl.constexpr, EXPERTS: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
-    DEPTH_FIRST: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """Dispatch the roles; see the module's docstring for the protocol."""
+    tensors,
+    peers,
+    rank,
+    sizes,
+    tokens,
+    max_tokens,
+    chunks,
+    chunk_cols,
+    groups,
+    group_blocks,
+    num_multiply,
+    num_reduce,
+    C: tl.constexpr,
+):
+    """Start the roles; see the module's docstring for the protocol."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    epoch = load_epoch(control)
+    epoch = load_epoch(peers)
     parity = epoch & 1
-    slot_offset = parity.to(tl.int64) * slot_size
-    weights_offset = weights_base + parity.to(tl.int64) * weights_slot
-    weights_place = max_tokens * TOPK
-    counts = counters + parity * COUNTER_WORDS
+    slot_offset = parity.to(tl.int64) * peers.slot_size
+    weights_offset = sizes.weights_base + parity.to(tl.int64) * sizes.weights_slot
+    weights_stride = max_tokens * C.TOPK
+    counts = peers.counters + parity * COUNTER_WORDS
+    current = Current(rank, epoch, counts, slot_offset, weights_offset, weights_stride)
+    cut = Cut(tokens, max_tokens, chunks, chunk_cols, groups, group_blocks)
     if program == 0:
         word = tl.arange(0, 512)
-        tl.store(
-            counters + (1 - parity) * COUNTER_WORDS + word,
-            tl.zeros_like(word),
-            mask=word < COUNTER_WORDS,
-        )
+        mask = word < COUNTER_WORDS
+        other_counts = peers.counters + (1 - parity) * COUNTER_WORDS
+        tl.store(other_counts + word, tl.zeros_like(word), mask=mask)
     if program < num_multiply:
-        if WEIGHTED:
-            push_weights(
-                weights, counts, slot_table, signal_table, weights_offset, rank, tokens * TOPK, weights_place, epoch,
-                program, num_multiply, WORLD_SIZE,
-            )  # fmt: skip
-        multiply_role(
-            y, w, offsets, products, counts, program, num_multiply, experts, cols, depth, chunks, chunk_cols,
-            stride_y, stride_e, stride_w, TILE_M, TILE_N, TILE_K, GROUP_M, EVEN_K, DEPTH_FIRST,
-        )  # fmt: skip
+        if C.WEIGHTED:
+            size = tokens * C.TOPK
+            push_weights(tensors.weights, peers, current, size, program, num_multiply, C)
+        multiply_role(tensors, sizes, cut, counts, program, num_multiply, C)
     elif program < num_multiply + num_reduce:
-        reduce_role(
-            products, entry_row, offsets, counts, slot_table, signal_table, signals, control, report,
-            program - num_multiply, num_reduce, experts, cols, chunks, chunk_cols, max_tokens, groups, group_blocks,
-            (max_tokens + TOKENS - 1) // TOKENS, slot_offset, weights_offset, weights_place, rank, epoch,
-            WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS,
-        )  # fmt: skip
+        program -= num_multiply
+        reduce_role(tensors, peers, sizes, cut, current, program, num_reduce, C)
     else:
-        finish_role(
-            products, entry_row, offsets, topk_ids, weights, out, counts, slots, signals, control, report,
-            program - num_multiply - num_reduce, num_programs - num_multiply - num_reduce, experts, cols, chunks, chunk_cols,
-            tokens, max_tokens, groups, group_blocks, slot_offset, rank, epoch,
-            WORLD_SIZE, TOPK, WEIGHTED, EXPERTS, TILE_M, TILE_N, TOKENS, COLS,
-        )  # fmt: skip
-    leave(control, epoch, num_programs)
+        program -= num_multiply + num_reduce
+        num_finish = num_programs - num_multiply - num_reduce
+        finish_role(tensors, peers, sizes, cut, current, program, num_finish, C)
+    leave(peers, epoch, num_programs)
 
 
 def launch(
@@ -412,22 +496,68 @@ def launch(
     rank: int,
     num_sms: int,
 ) -> None:
-    """Launch on the current stream; ``ops`` checks the arguments. ``experts``: contiguous along I or along H."""
+    """Launch on the current stream; ``ops`` checks the arguments. ``experts``: contiguous along I
+    or along H."""
     s, c, cut = shape, config, CombineCut.of(shape, config)
-    depth_first = experts.stride(2) != 1
-    slot_bytes = peers.slot_size * out.element_size()
-    multiply = max(
-        1,
-        num_sms * c.programs_per_sm
-        - (c.num_reduce + c.num_finish if c.programs_per_sm == 1 else 0),
-    )
+    given = offsets if weights is None else weights
+    tensors = Tensors(y, experts, offsets, entry_row, topk_ids, given, products, out)
+    multiply = num_sms * c.programs_per_sm
+    if c.programs_per_sm == 1:
+        multiply -= c.num_reduce + c.num_finish
+    multiply = max(1, multiply)
     grouped_matmul_combine_kernel[(multiply + c.num_reduce + c.num_finish,)](
-        y, experts, offsets, entry_row, topk_ids, offsets if weights is None else weights, products, out, peers.slots,
-        peers.counters, peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
-        rank, peers.slot_size, partial_bytes(s) // 4, slot_bytes // 4, out.shape[0], s.max_tokens, s.experts, s.cols, s.depth,
-        y.stride(0), experts.stride(0), experts.stride(2) if depth_first else experts.stride(1),
-        cut.chunks, cut.chunk_cols, cut.groups, cut.group_blocks, multiply, c.num_reduce,
-        WORLD_SIZE=s.world_size, TOPK=s.topk, WEIGHTED=weights is not None, EXPERTS=triton.next_power_of_2(s.experts),
-        TILE_M=c.tile_m, TILE_N=c.tile_n, TILE_K=c.tile_k, GROUP_M=c.group_m, EVEN_K=s.depth % c.tile_k == 0,
-        DEPTH_FIRST=depth_first, TOKENS=c.block_tokens, COLS=c.block_cols, num_warps=c.num_warps, num_stages=c.num_stages,
-    )  # fmt: skip
+        tensors,
+        peers,
+        rank,
+        sizes_of(peers, y, experts, shape),
+        out.shape[0],
+        s.max_tokens,
+        cut.chunks,
+        cut.chunk_cols,
+        cut.groups,
+        cut.group_blocks,
+        multiply,
+        c.num_reduce,
+        choices_of(experts, weights, shape, config),
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+    )
+
+
+def sizes_of(peers: Peers, y: torch.Tensor, experts: torch.Tensor, shape: GroupedProblem) -> Sizes:
+    s = shape
+    slot_bytes = peers.slot_size * y.element_size()
+    stride_w = experts.stride(1) if experts.stride(2) == 1 else experts.stride(2)
+    return Sizes(
+        partial_bytes(s) // 4,
+        slot_bytes // 4,
+        s.experts,
+        s.cols,
+        s.depth,
+        y.stride(0),
+        experts.stride(0),
+        stride_w,
+    )
+
+
+def choices_of(
+    experts: torch.Tensor,
+    weights: torch.Tensor | None,
+    shape: GroupedProblem,
+    config: CombineConfig,
+) -> Choices:
+    s, c = shape, config
+    return Choices(
+        s.world_size,
+        s.topk,
+        weights is not None,
+        triton.next_power_of_2(s.experts),
+        c.tile_m,
+        c.tile_n,
+        c.tile_k,
+        c.group_m,
+        s.depth % c.tile_k == 0,
+        experts.stride(2) != 1,
+        c.block_tokens,
+        c.block_cols,
+    )

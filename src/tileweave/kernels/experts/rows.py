@@ -1,33 +1,61 @@
-"""Local kernels on the rows of a routing plan (``ops/experts/routing_plan.py``); only the device knows how many: ``offsets[-1]``.
+"""Local kernels on the rows of a routing plan (``ops/experts/routing_plan.py``). Only the device
+knows how many rows there are: ``offsets[-1]``.
 
-Programs take blocks of rows in turn until there are none, so a plan's bound costs nothing. Rows behind the last are not read
-and not written.
+Programs take blocks of rows in turn until there are none, so that a plan's bound costs nothing.
+Rows after the last one are not read and not written.
 
-Two of them read tokens out of the slot of the dispatch that has just ended, call n; ``load_epoch`` says n + 1 by then. Nobody
-writes there meanwhile: they stand on the stream in front of this rank's call n + 1, no peer ends its call n + 1 before it has
-a signal of ours, and only its call n + 2 writes the same slot.
+``keep_tokens`` and ``gather_rows`` read tokens from the slot of the dispatch that has just ended,
+call n; ``load_epoch`` says n + 1 by then. No rank writes to it meanwhile: these kernels are on the
+stream before this rank's call n + 1, no peer ends its call n + 1 before it has a signal of this
+rank, and only its call n + 2 writes to the same slot.
 
-=================  ===================================================================================================
-``keep_tokens``    copy what the peers sent in the call that just ended, before a later call overwrites it
-``gather_rows``    the token of each row, side by side, for the gradient of the experts, from kept tokens or from the slot
-``zero_unused``    gradients of experts that have no rows, which a grouped product may leave undefined
+=================  =================================================================================
+``keep_tokens``    copy what the peers sent in the last call, before a later call overwrites it
+``gather_rows``    the token of each row, in order of rows, for the gradient of the experts; from
+                   kept tokens or from the slot
+``zero_unused``    zero gradients of experts that have no rows, which a grouped product may leave
+                   undefined
 ``swiglu``         silu(gate) * up of rows [gate, up], and its gradient
-``weigh_rows``     gradients of rows times the combine weights of their entries, and the gradients of those
-=================  ===================================================================================================
+``weigh_rows``     gradients of rows times the combine weights of their entries, and the gradients
+                   of those weights
+=================  =================================================================================
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from tileweave.device.triton.signal import load_epoch
+from tileweave.device.triton.peers import load_epoch
+from tileweave.device.triton.signal import load_epoch as load_epoch_at
 from tileweave.kernels.runtime.peers import Peers
 
-PROGRAMS = 1056  # 8 for each multiprocessor of an H200; any number is right
+PROGRAMS = 1056  # 8 for each multiprocessor of an H200; any number is correct
 INTERPRETED_PROGRAMS = 2
 COPY_ROWS = 4
+
+
+class Sizes(NamedTuple):
+    """``max_tokens``: the most that a rank has; ``topk``: choices of a token; ``depth``: columns
+    of a token."""
+
+    max_tokens: Any
+    topk: Any
+    rank: Any
+    depth: Any
+
+
+class KeepChoices(NamedTuple):
+    """``TOPK``: a power of two, at least ``topk``; ``ROWS``, ``WIDTH``: tokens and columns that are
+    copied at once."""
+
+    WORLD_SIZE: int
+    TOPK: int
+    ROWS: int
+    WIDTH: int
 
 
 def _programs(tensor: torch.Tensor, most: int) -> int:
@@ -35,23 +63,26 @@ def _programs(tensor: torch.Tensor, most: int) -> int:
 
 
 @triton.jit
-def keep_tokens_kernel(
-    slots, kept, entry_row, control, slot_size, max_tokens, topk, rank, depth,
-    WORLD_SIZE: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Copy the tokens that have an expert here out of the slot of the call that has just ended, each to the same place."""
-    slot = slots + ((load_epoch(control) - 1) & 1).to(tl.int64) * slot_size
+def keep_tokens_kernel(kept, entry_row, peers, sizes, C: tl.constexpr):
+    """Copy the tokens that have an expert on this rank from the slot of the last call, each to the
+    same index."""
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+    TOPK: tl.constexpr = C.TOPK
+    ROWS: tl.constexpr = C.ROWS
+    WIDTH: tl.constexpr = C.WIDTH
+    max_tokens, topk, rank, depth = sizes
+    slot = peers.slots + ((load_epoch(peers) - 1) & 1).to(tl.int64) * peers.slot_size
     tokens = (WORLD_SIZE - 1) * max_tokens
     choice = tl.arange(0, TOPK)
     for block in range(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.num_programs(0)):
-        place = block * ROWS + tl.arange(0, ROWS)
-        source = (rank + WORLD_SIZE - 1 - place // max_tokens) % WORLD_SIZE
-        entry = (source * max_tokens + place % max_tokens)[:, None] * topk + choice[None, :]
-        asked = (place < tokens)[:, None] & (choice < topk)[None, :]
-        here = tl.max(tl.load(entry_row + entry, mask=asked, other=-1), axis=1) >= 0
+        index = block * ROWS + tl.arange(0, ROWS)
+        source = (rank + WORLD_SIZE - 1 - index // max_tokens) % WORLD_SIZE
+        entry = (source * max_tokens + index % max_tokens)[:, None] * topk + choice[None, :]
+        exists = (index < tokens)[:, None] & (choice < topk)[None, :]
+        here = tl.max(tl.load(entry_row + entry, mask=exists, other=-1), axis=1) >= 0
         for column in range(0, depth, WIDTH):
             at = column + tl.arange(0, WIDTH)
-            within = place.to(tl.int64)[:, None] * depth + at[None, :]
+            within = index.to(tl.int64)[:, None] * depth + at[None, :]
             mask = here[:, None] & (at < depth)[None, :]
             tl.store(kept + within, tl.load(slot + within, mask=mask), mask=mask)
 
@@ -59,26 +90,54 @@ def keep_tokens_kernel(
 def keep_tokens(
     peers: Peers, kept: torch.Tensor, entry_row: torch.Tensor, topk: int, rank: int
 ) -> None:
-    """kept [R - 1, max_tokens, K] = the tokens that the last call of this instance received; others are not written."""
-    places, max_tokens, depth = kept.shape
-    keep_tokens_kernel[(_programs(kept, triton.cdiv(places * max_tokens, COPY_ROWS)),)](
-        peers.slots, kept, entry_row, peers.control, peers.slot_size, max_tokens, topk, rank, depth,
-        WORLD_SIZE=places + 1, TOPK=triton.next_power_of_2(topk), ROWS=COPY_ROWS,
-        WIDTH=min(1024, triton.next_power_of_2(depth)),
-    )  # fmt: skip
+    """kept [R - 1, max_tokens, K] = the tokens that the last call of this instance received and
+    that have an expert on this rank; other elements are not written."""
+    num_peers, max_tokens, depth = kept.shape
+    keep_tokens_kernel[(_programs(kept, triton.cdiv(num_peers * max_tokens, COPY_ROWS)),)](
+        kept,
+        entry_row,
+        peers,
+        Sizes(max_tokens, topk, rank, depth),
+        KeepChoices(
+            num_peers + 1,
+            triton.next_power_of_2(topk),
+            COPY_ROWS,
+            min(1024, triton.next_power_of_2(depth)),
+        ),
+    )
+
+
+class GatherTensors(NamedTuple):
+    """Pointers; ``kept``: tokens that peers sent, or both slots of an instance."""
+
+    x: Any
+    kept: Any
+    row_entry: Any
+    offsets: Any
+    out: Any
+
+
+class GatherChoices(NamedTuple):
+    """``FROM_SLOT``: ``kept`` is both slots, and the one of the last call is read. ``ROWS``,
+    ``WIDTH``: rows and columns that are copied at once."""
+
+    FROM_SLOT: bool
+    WORLD_SIZE: int
+    ROWS: int
+    WIDTH: int
 
 
 @triton.jit
-def gather_rows_kernel(
-    x, kept, row_entry, offsets, out, control, slot_size, experts, max_tokens, topk, rank, depth,
-    FROM_SLOT: tl.constexpr, WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Tokens of rows, own ones from x, those of rank-1-i from place i of ``kept``.
-
-    ``FROM_SLOT``: ``kept`` is both slots, and the one of the call that has just ended is read.
-    """
-    if FROM_SLOT:
-        kept += ((load_epoch(control) - 1) & 1).to(tl.int64) * slot_size
+def gather_rows_kernel(tensors, control, slot_size, experts, sizes, C: tl.constexpr):
+    """Tokens of rows: own ones from x, those of rank - 1 - i from entry i of ``kept``. ``control``
+    and ``slot_size`` are those of the instance, of ``FROM_SLOT`` only."""
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+    ROWS: tl.constexpr = C.ROWS
+    WIDTH: tl.constexpr = C.WIDTH
+    x, kept, row_entry, offsets, out = tensors
+    max_tokens, topk, rank, depth = sizes
+    if C.FROM_SLOT:
+        kept += ((load_epoch_at(control) - 1) & 1).to(tl.int64) * slot_size
     rows = tl.load(offsets + experts)
     for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = block * ROWS + tl.arange(0, ROWS)
@@ -92,42 +151,49 @@ def gather_rows_kernel(
         for column in range(0, depth, WIDTH):
             at = column + tl.arange(0, WIDTH)
             inside = (at < depth)[None, :]
-            value = tl.load(
-                x + token[:, None] * depth + at[None, :], mask=own[:, None] & inside, other=0.0
-            )
-            value += tl.load(
-                kept + remote[:, None] * depth + at[None, :],
-                mask=there[:, None] & inside,
-                other=0.0,
-            )
-            tl.store(
-                out + row.to(tl.int64)[:, None] * depth + at[None, :],
-                value,
-                mask=(row < rows)[:, None] & inside,
-            )
+            mask = own[:, None] & inside
+            value = tl.load(x + token[:, None] * depth + at[None, :], mask=mask, other=0.0)
+            mask = there[:, None] & inside
+            value += tl.load(kept + remote[:, None] * depth + at[None, :], mask=mask, other=0.0)
+            mask = (row < rows)[:, None] & inside
+            target = out + row.to(tl.int64)[:, None] * depth + at[None, :]
+            tl.store(target, value, mask=mask)
 
 
 def gather_rows(
-    x: torch.Tensor, kept: torch.Tensor | Peers, fields: tuple[torch.Tensor, ...], experts: int, max_tokens: int, topk: int,
-    rank: int, world_size: int,
-) -> torch.Tensor:  # fmt: skip
-    """[bound, K]: the token of each row of the plan with ``fields``. x [T, K] own tokens; kept [R - 1, max_tokens, K], or the
-    instance whose last call received them."""
+    x: torch.Tensor,
+    kept: torch.Tensor | Peers,
+    fields: tuple[torch.Tensor, ...],
+    experts: int,
+    max_tokens: int,
+    topk: int,
+    rank: int,
+    world_size: int,
+) -> torch.Tensor:
+    """[bound, K]: the token of each row of the plan with ``fields``. x [T, K]: own tokens; kept
+    [R - 1, max_tokens, K], or the instance whose last call received them."""
     offsets, row_entry = fields[0], fields[1]
     in_slot = isinstance(kept, Peers)
-    places, control, slot_size = (
-        (kept.slots, kept.control, kept.slot_size) if in_slot else (kept, offsets, 0)
-    )
-    out = x.new_empty(row_entry.numel(), x.shape[1])
+    tokens, control, slot_size = kept, offsets, 0
+    if isinstance(kept, Peers):
+        tokens, control, slot_size = kept.slots, kept.control, kept.slot_size
+    depth = x.shape[1]
+    out = x.new_empty(row_entry.numel(), depth)
+    width = min(1024, triton.next_power_of_2(depth))
     gather_rows_kernel[(_programs(x, triton.cdiv(out.shape[0], COPY_ROWS)),)](
-        x, places, row_entry, offsets, out, control, slot_size, experts, max_tokens, topk, rank, x.shape[1],
-        FROM_SLOT=in_slot, WORLD_SIZE=world_size, ROWS=COPY_ROWS, WIDTH=min(1024, triton.next_power_of_2(x.shape[1])),
-    )  # fmt: skip
+        GatherTensors(x, tokens, row_entry, offsets, out),
+        control,
+        slot_size,
+        experts,
+        Sizes(max_tokens, topk, rank, depth),
+        GatherChoices(in_slot, world_size, COPY_ROWS, width),
+    )
     return out
 
 
 @triton.jit
 def zero_unused_kernel(gradient, offsets, size, BLOCK: tl.constexpr):
+    """See :func:`zero_unused`; ``size``: elements of an expert."""
     expert = tl.program_id(0)
     if tl.load(offsets + expert) == tl.load(offsets + expert + 1):
         for begin in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
@@ -140,7 +206,7 @@ def zero_unused_kernel(gradient, offsets, size, BLOCK: tl.constexpr):
 
 
 def zero_unused(gradient: torch.Tensor, offsets: torch.Tensor) -> None:
-    """Zeros where expert e of gradient [E, ...], contiguous, has no rows."""
+    """Zero gradient[e] of each expert e that has no rows; gradient [E, ...] is contiguous."""
     experts, size = gradient.shape[0], gradient[0].numel()
     zero_unused_kernel[(experts, max(1, min(32, triton.cdiv(size, 1024))))](
         gradient, offsets, size, BLOCK=1024
@@ -199,17 +265,38 @@ def swiglu_gradient(
     )
 
 
+class WeighTensors(NamedTuple):
+    """Pointers; see :func:`weigh_rows`."""
+
+    g: Any
+    y: Any
+    weights: Any
+    weighted: Any
+    row_entry: Any
+    offsets: Any
+    dots: Any
+
+
+class WeighChoices(NamedTuple):
+    """``WEIGHTED``: there are weights. ``BOTH``: ``weighted`` is written. ``WIDTH``: columns that
+    are read at once."""
+
+    WEIGHTED: bool
+    BOTH: bool
+    WIDTH: int
+
+
 @triton.jit
-def weigh_rows_kernel(
-    g, y, weights, weighted, row_entry, offsets, dots, experts, width,
-    WEIGHTED: tl.constexpr, BOTH: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """A row at a time: dots[entry of row] = g . y in fp32; g *= weight, in place; ``BOTH``: weighted = y * weight."""
+def weigh_rows_kernel(tensors, experts, width, C: tl.constexpr):
+    """Row by row: dots[entry of row] = g . y in fp32; g *= weight, in place; weighted = y *
+    weight."""
+    WIDTH: tl.constexpr = C.WIDTH
+    g, y, weights, weighted, row_entry, offsets, dots = tensors
     for number in range(tl.program_id(0), tl.load(offsets + experts), tl.num_programs(0)):
         row = tl.cast(number, tl.int64) * width
         factor = 1.0
         entry = tl.load(row_entry + number)
-        if WEIGHTED:
+        if C.WEIGHTED:
             factor = tl.load(weights + entry)
         total = tl.zeros((WIDTH,), tl.float32)
         for begin in range(0, width, WIDTH):
@@ -217,23 +304,38 @@ def weigh_rows_kernel(
             a = tl.load(g + row + at, mask=at < width, other=0.0).to(tl.float32)
             b = tl.load(y + row + at, mask=at < width, other=0.0).to(tl.float32)
             total += a * b
-            if WEIGHTED:
+            if C.WEIGHTED:
                 tl.store(g + row + at, (a * factor).to(g.dtype.element_ty), mask=at < width)
-            if BOTH:
+            if C.BOTH:
                 tl.store(weighted + row + at, (b * factor).to(g.dtype.element_ty), mask=at < width)
         tl.store(dots + entry, tl.sum(total, axis=0))
 
 
 def weigh_rows(
-    g: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None, weighted: torch.Tensor | None,
-    fields: tuple[torch.Tensor, ...], experts: int,
-) -> torch.Tensor:  # fmt: skip
-    """g, y [bound, I], contiguous; weights fp32 of all entries, None: 1. Gives dots of the rows of g and y, fp32, by entry, 0
-    for those that are not here; g *= weights; ``weighted``, if there is one, is y * weights."""
+    g: torch.Tensor,
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    weighted: torch.Tensor | None,
+    fields: tuple[torch.Tensor, ...],
+    experts: int,
+) -> torch.Tensor:
+    """Returns the dot products of the rows of g and y, fp32, by entry, 0 for entries that are not
+    on this rank. Then g *= weights, and weighted = y * weights.
+
+    g, y : [bound, I], contiguous.
+
+    weights : fp32, of all entries. None: 1.
+
+    weighted : like y. None: not wanted.
+    """
     dots = torch.zeros(fields[2].numel(), dtype=torch.float32, device=g.device)
+    factors = dots if weights is None else weights
+    target = y if weighted is None else weighted
+    width = g.shape[1]
+    choices = WeighChoices(
+        weights is not None, weighted is not None, min(2048, triton.next_power_of_2(width))
+    )
     weigh_rows_kernel[(_programs(g, g.shape[0]),)](
-        g, y, dots if weights is None else weights, y if weighted is None else weighted, fields[1], fields[0], dots, experts,
-        g.shape[1], WEIGHTED=weights is not None, BOTH=weighted is not None,
-        WIDTH=min(2048, triton.next_power_of_2(g.shape[1])),
-    )  # fmt: skip
+        WeighTensors(g, y, factors, target, fields[1], fields[0], dots), experts, width, choices
+    )
     return dots

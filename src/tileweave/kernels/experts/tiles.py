@@ -1,11 +1,14 @@
-"""Which rows and columns a tile of a grouped matmul covers, from the offsets of the experts, on the device.
+"""Which rows and columns a tile of a grouped matmul covers, computed on the device from the offsets
+of the experts.
 
-Tiles are numbered expert by expert; in an expert by bands of ``group_m`` tile rows, in a band column by column, so that
-programs that work side by side share weights and rows. An expert without rows has no tile. Programs take rising tile
-numbers, so they *walk*: they know the expert they are at and the number of its first tile, and a step costs one load.
+Tiles are numbered expert by expert; within an expert by bands of ``group_m`` tile rows, within a
+band column by column, so that programs that run at the same time share weights and rows. An expert
+without rows has no tile. Programs take rising tile numbers, so they *walk*: they know the expert
+they are at and the number of its first tile, and a step costs one load.
 
-Integer arithmetic and loads of words only: the same source serves Triton and Gluon (``SOURCES``), as in
-``device/triton/tiles.py``. The host's twin, for tests, is ``schedule_grouped.walk``.
+Integer arithmetic and loads of integers only: the same source serves Triton and Gluon
+(``SOURCES``), as in ``device/triton/tiles.py``. The host's counterpart, for tests, is
+``planning.schedules.grouped.walk``.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import triton.language as tl
 
 
 class Walk(NamedTuple):
-    """Where a program stands: an expert, its first tile and the next one's, its rows [begin, end)."""
+    """Where a program is: an expert, its first tile and the next expert's, and its rows [begin,
+    end)."""
 
     expert: Any
     first_tile: Any
@@ -27,7 +31,8 @@ class Walk(NamedTuple):
 
 
 def first_expert(offsets, tile_cols, tile_m):
-    """A walk's beginning, at expert 0. ``offsets`` int32 [experts + 1]: first row of each; ``tile_cols``: tiles across."""
+    """The beginning of a walk, at expert 0. ``offsets`` int32 [experts + 1]: first row of each;
+    ``tile_cols``: tiles across."""
     begin = tl.load(offsets)
     end = tl.load(offsets + 1)
     tiles = (end - begin + tile_m - 1) // tile_m * tile_cols
@@ -35,7 +40,8 @@ def first_expert(offsets, tile_cols, tile_m):
 
 
 def walk_to(walk, tile, offsets, experts, tile_cols, tile_m):
-    """The walk at ``tile``, which may not be before that of the last call. ``expert == experts``: there is no such tile."""
+    """The walk at ``tile``, which may not be before the walk's. The result has ``expert`` ==
+    ``experts`` if there is no such tile."""
     expert, first_tile, next_tile, begin, end = walk
     while (expert < experts) & (tile >= next_tile):
         expert += 1
@@ -48,7 +54,8 @@ def walk_to(walk, tile, offsets, experts, tile_cols, tile_m):
 
 
 def place_in_expert(walk, tile, tile_cols, tile_m, group_m):
-    """A tile of the walk's expert -> (first row, tile column); its rows end at ``walk.end`` at most."""
+    """A tile of the walk's expert -> (first row, tile column); its rows end at ``walk.end`` or
+    before."""
     tile_rows = (walk.end - walk.begin + tile_m - 1) // tile_m
     within = tile - walk.first_tile
     group = within // (group_m * tile_cols)

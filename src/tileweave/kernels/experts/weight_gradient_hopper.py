@@ -1,23 +1,30 @@
-"""Gradient of experts: out[e] = left[rows of e].T @ right[rows of e], summed in fp32, rounded once; Hopper, no communication.
+"""Gradient of experts on Hopper, without communication, summed in fp32 and rounded once:
+out[e] = left[rows of e].T @ right[rows of e].
 
-    left     [bound, N]       right    [bound, K]       rows expert by expert, those of e at [offsets[e], offsets[e + 1])
-    out      [E, N, K]        zeros where an expert has no rows
+    left   [bound, N]    right  [bound, K]    rows sorted by expert; those of e are
+                                              [offsets[e], offsets[e + 1])
+    out    [E, N, K]     zeros for an expert without rows
 
-A grouped product whose depth is ragged and short: in DeepSeek-V3 (64 experts here, 4096 tokens a rank) a tile of out has some
-17 blocks of 32 rows, and then 64 KB to write. Two partitions: *load* (one warp) keeps a ring of [TILE_R, TILE_M] of left and
-[TILE_R, TILE_N] of right full by TMA; *multiply* runs wgmma on both as they are, depth first, and hands a tile to TMA in
-one piece, which writes it behind the next tile's matmul. A program takes every ``num_programs``-th tile; an expert's tiles
-go in bands, so that who works side by side shares rows.
+This is a grouped product whose depth is ragged and short: in DeepSeek-V3 (64 experts per rank, 4096
+tokens) a tile of out has some 17 blocks of 32 rows, and then 64 KB to write. There are two
+partitions. *load* (one warp) keeps a ring of [TILE_R, TILE_M] of left and [TILE_R, TILE_N] of right
+full by TMA. *multiply* runs wgmma on both as they are, depth first, and hands a whole tile to TMA,
+which writes it during the next tile's matmul. A program takes every ``num_programs``-th tile; an
+expert's tiles go in bands, so that programs that run at the same time share rows.
 
-The last block of an expert ends with its last row and begins before, in rows that have been multiplied: those are zeroed in
-shared memory, of left, and right's are the expert's own, so nothing of another expert or behind the last row is touched.
-Only an expert with fewer than TILE_R rows is read past its end; then both are zeroed there. An infinite value of right's in
-rows met twice is multiplied by such a zero: its expert's gradient, infinite anyway, may say NaN instead.
+The last block of an expert ends with its last row and begins earlier, in rows that have been
+multiplied already. Those rows of left are zeroed in shared memory, and right's are the expert's
+own, so nothing of another expert or after the last row is used. Only an expert with fewer than
+TILE_R rows is read past its end; then both are zeroed there. If right has an infinite value in rows
+that are read twice, it is multiplied by such a zero: the gradient of its expert, infinite anyway,
+may be NaN instead.
 
 Limits: bf16 or fp16, contiguous; N a multiple of TILE_M; rows at multiples of 16 bytes.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -35,12 +42,41 @@ from tileweave.device.gluon.matmul import claim, make_ring, store_tma
 from tileweave.device.gluon.signal import block_barrier, load_async
 from tileweave.kernels.runtime.descriptors import descriptor, fits
 
-TILE_M, TILE_N, TILE_R, STAGES, GROUP_M, WARPS = 128, 256, 32, 6, 8, 8
+TILE_M, TILE_N, TILE_R = 128, 256, 32
+
+
+class Sizes(NamedTuple):
+    """Tiles of all experts; tile rows and columns of an expert; N."""
+
+    tiles: Any
+    tile_rows: Any
+    tile_cols: Any
+    cols: Any
+
+
+class Choices(NamedTuple):
+    """What is decided at compile time.
+
+    TILE_M, TILE_N, TILE_R : rows and columns of a tile of out; rows of left and right in a block.
+
+    GROUP_M : tile rows of a band.
+
+    STAGES, WARPS : buffers of the ring; warps of *multiply*.
+    """
+
+    TILE_M: int = TILE_M
+    TILE_N: int = TILE_N
+    TILE_R: int = TILE_R
+    GROUP_M: int = 8
+    STAGES: int = 6
+    WARPS: int = 8
 
 
 @gluon.jit
-def place(tile, tile_rows, tile_cols, GROUP_M: gl.constexpr):
-    """Tile -> (expert, tile row, tile column): in an expert by bands of ``GROUP_M`` tile rows, in a band column by column."""
+def place(tile, sizes, GROUP_M: gl.constexpr):
+    """Tile -> (expert, tile row, tile column): within an expert by bands of ``GROUP_M`` tile rows,
+    within a band column by column."""
+    tile_rows, tile_cols = sizes.tile_rows, sizes.tile_cols
     expert = tile // (tile_rows * tile_cols)
     within = tile % (tile_rows * tile_cols)
     group = within // (GROUP_M * tile_cols)
@@ -50,15 +86,17 @@ def place(tile, tile_rows, tile_cols, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def load_partition(
-    left_desc, right_desc, ring, offsets, tiles, tile_rows, tile_cols,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_R: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def load_partition(left_desc, right_desc, ring, offsets, sizes, C: gl.constexpr):
     """One warp: keep the ring full."""
+    TILE_M: gl.constexpr = C.TILE_M
+    TILE_N: gl.constexpr = C.TILE_N
+    TILE_R: gl.constexpr = C.TILE_R
+    GROUP_M: gl.constexpr = C.GROUP_M
+    STAGES: gl.constexpr = C.STAGES
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_R * 2
     turn = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, row, col = place(tile, tile_rows, tile_cols, GROUP_M)
+    for tile in range(gl.program_id(0), sizes.tiles, gl.num_programs(0)):
+        expert, row, col = place(tile, sizes, GROUP_M)
         begin = gl.load(offsets + expert)
         end = gl.load(offsets + expert + 1)
         last = gl.maximum(begin, end - TILE_R)
@@ -72,7 +110,7 @@ def load_partition(
 
 @gluon.jit
 def keep_rows(buffer, low, high, TILE_R: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """Zero rows of a buffer but for [low, high)."""
+    """Zero rows of a buffer except [low, high)."""
     LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     row = gl.arange(0, TILE_R, layout=gl.SliceLayout(1, layout))
@@ -81,18 +119,20 @@ def keep_rows(buffer, low, high, TILE_R: gl.constexpr, WIDTH: gl.constexpr, WARP
 
 
 @gluon.jit
-def multiply_partition(
-    out_desc, box, ring, offsets, tiles, tile_rows, tile_cols, cols,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_R: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
+def multiply_partition(out_desc, box, ring, offsets, sizes, C: gl.constexpr):
     """The warpgroups: multiply each tile from the ring, then store it."""
+    TILE_M: gl.constexpr = C.TILE_M
+    TILE_N: gl.constexpr = C.TILE_N
+    TILE_R: gl.constexpr = C.TILE_R
+    GROUP_M: gl.constexpr = C.GROUP_M
+    STAGES: gl.constexpr = C.STAGES
+    WARPS: gl.constexpr = C.WARPS
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, TILE_N, 16]
     )
     turn = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, row, col = place(tile, tile_rows, tile_cols, GROUP_M)
+    for tile in range(gl.program_id(0), sizes.tiles, gl.num_programs(0)):
+        expert, row, col = place(tile, sizes, GROUP_M)
         rows = gl.load(offsets + expert + 1) - gl.load(offsets + expert)
         blocks = (rows + TILE_R - 1) // TILE_R
         acc = warpgroup_mma_init(gl.zeros((TILE_M, TILE_N), gl.float32, layout))
@@ -121,37 +161,30 @@ def multiply_partition(
             turn += 1
         product = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(ring.empty.index((turn + STAGES - 1) % STAGES), count=1, pred=blocks > 0)
-        store_tma(product, out_desc, box, expert * cols + row * TILE_M, col * TILE_N)
+        store_tma(product, out_desc, box, expert * sizes.cols + row * TILE_M, col * TILE_N)
     tma.store_wait(0)
 
 
 @gluon.jit
-def grouped_outer_hopper_kernel(
-    left_desc, right_desc, out_desc, offsets, tiles, tile_rows, tile_cols, cols,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_R: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """Dispatch the partitions."""
+def grouped_outer_hopper_kernel(left_desc, right_desc, out_desc, offsets, sizes, C: gl.constexpr):
+    """Start the partitions."""
+    TILE_M: gl.constexpr = C.TILE_M
+    TILE_R: gl.constexpr = C.TILE_R
+    STAGES: gl.constexpr = C.STAGES
     ring = make_ring(left_desc, right_desc, TILE_R, TILE_M, STAGES)
     box = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
     gl.warp_specialize(
         [
-            (multiply_partition, (
-                out_desc, box, ring, offsets, tiles, tile_rows, tile_cols, cols, TILE_M, TILE_N, TILE_R,
-                GROUP_M, STAGES, WARPS,
-            )),
-            (load_partition, (
-                left_desc, right_desc, ring, offsets, tiles, tile_rows, tile_cols, TILE_M, TILE_N,
-                TILE_R, GROUP_M, STAGES,
-            )),
+            (multiply_partition, (out_desc, box, ring, offsets, sizes, C)),
+            (load_partition, (left_desc, right_desc, ring, offsets, sizes, C)),
         ],
         [1],
         [40],
-    )  # fmt: skip
+    )
 
 
 def takes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether the kernel runs on these; else ``torch._grouped_mm`` does."""
+    """Whether the kernel can run on these; if not, ``torch._grouped_mm`` does."""
     rows = left.is_contiguous() and right.is_contiguous() and fits(left, right)
     return (
         rows
@@ -164,7 +197,7 @@ def takes(left: torch.Tensor, right: torch.Tensor) -> bool:
 def grouped_outer(
     left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, num_sms: int
 ) -> torch.Tensor:
-    """left [bound, N], right [bound, K], offsets int32 [E + 1] -> [E, N, K]; for what it :func:`takes`."""
+    """left [bound, N], right [bound, K], offsets int32 [E + 1] -> [E, N, K]; see :func:`takes`."""
     (bound, cols), depth, experts = left.shape, right.shape[1], offsets.numel() - 1
     out = left.new_empty(experts, cols, depth)
     left_desc = descriptor(left.data_ptr(), left.dtype, [bound, cols], cols, [TILE_R, TILE_M])
@@ -173,9 +206,16 @@ def grouped_outer(
         out.data_ptr(), left.dtype, [experts * cols, depth], depth, [TILE_M, TILE_N]
     )
     tile_rows, tile_cols = cols // TILE_M, -(-depth // TILE_N)
-    tiles = experts * tile_rows * tile_cols
-    grouped_outer_hopper_kernel[(min(num_sms, tiles),)](
-        left_desc, right_desc, out_desc, offsets, tiles, tile_rows, tile_cols, cols, TILE_M, TILE_N, TILE_R, GROUP_M, STAGES,
-        WARPS, num_warps=WARPS, maxnreg=168,
-    )  # fmt: skip
+    sizes = Sizes(experts * tile_rows * tile_cols, tile_rows, tile_cols, cols)
+    choices = Choices()
+    grouped_outer_hopper_kernel[(min(num_sms, sizes.tiles),)](
+        left_desc,
+        right_desc,
+        out_desc,
+        offsets,
+        sizes,
+        choices,
+        num_warps=choices.WARPS,
+        maxnreg=168,
+    )
     return out

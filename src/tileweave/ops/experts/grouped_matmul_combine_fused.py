@@ -68,14 +68,14 @@ def _launcher(
     config: CombineConfig,
 ) -> Callable[..., None]:
     """The Hopper kernel's launches of one shape, made once."""
-    from tileweave.kernels.experts.combine_hopper import Launcher
+    from tileweave.kernels.experts.combine_hopper import launcher
 
     depth_first = experts.stride(2) != 1
     key = (shape, config, depth_first, y.shape[0], y.stride(0))
     found = instance.cache.get(key)
     if found is None:
         transport = instance.transport
-        found = Launcher(
+        found = launcher(
             endpoint(instance, y.dtype),
             shape,
             config,
