@@ -68,10 +68,10 @@ def compile_routing(
     with knobs.compilation.scope(), offline(target) as launched:
         knobs.compilation.disable_line_info = True
         ids = torch.zeros(TOKENS, TOPK, dtype=kind)
-        launcher = moe_routing.Launcher(
+        launch = moe_routing.launcher(
             peers, cut, begins, TOKENS, TOPK, experts, RANK, WORLD_SIZE, 132
         )
-        launcher(ids, torch.zeros(begins[-1], dtype=torch.int32), TOKENS)
+        launch(ids, torch.zeros(begins[-1], dtype=torch.int32), TOKENS)
     return launched
 
 

@@ -18,12 +18,10 @@ _WAIT = (
 _LAST = "        wait_steps(signals, blocks - 1, 1, WORLD_SIZE - 1, rank, epoch, -1, control, report, WORLD_SIZE)\n"
 _COUNT = '        if tl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:\n'
 _SIGNAL = "            notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False)\n"
-_IDS = "        wait(signals, 1, epoch, source * MAX_SLICES, -1, control, report)\n"
-_COUNTED = (
-    "                wait(signals, SLICES, epoch, source * MAX_SLICES, -1, control, report)\n"
-)
+_IDS = "        wait(peers, source * MAX_SLICES, epoch)\n"
+_COUNTED = "                wait(peers, source * MAX_SLICES, epoch, COUNT=SLICES)\n"
 _KEPT = "\n\n@triton.jit(do_not_specialize=_SAME)\ndef place_kernel"
-_SENT = "    notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, True)\n"
+_SENT = "    notify_all(peers, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, True)\n"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("rows do not wait for their sources", KERNEL, _WAIT, "        token = 0\n", DI),
@@ -140,7 +138,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "counting ends the call",
         SORT,
         _KEPT,
-        "    leave(control, epoch, tl.num_programs(0))\n" + _KEPT,
+        "    leave(peers, epoch, tl.num_programs(0))\n" + _KEPT,
         RO + "sorted",
     ),
     Mutant("a unit starts behind itself", SORT, "(row < unit)", "(row <= unit)", RO + "sorted"),
