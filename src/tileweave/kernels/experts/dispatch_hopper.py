@@ -42,7 +42,7 @@ from tileweave.kernels.experts.dispatch_hopper_roles import (
     wait_steps,
     walk_to,
 )
-from tileweave.kernels.experts.dispatch_triton import Launcher as TritonLauncher
+from tileweave.kernels.experts.dispatch_triton import launcher as TritonLauncher
 from tileweave.kernels.experts.dispatch_triton import depth_first
 from tileweave.kernels.runtime.descriptors import descriptor
 from tileweave.kernels.runtime.peers import Peers

@@ -149,6 +149,6 @@ def _launcher(config: DispatchConfig) -> Callable[..., Callable[..., torch.Tenso
         from tileweave.kernels.experts.dispatch_hopper import Launcher as HopperLauncher
 
         return HopperLauncher
-    from tileweave.kernels.experts.dispatch_triton import Launcher
+    from tileweave.kernels.experts.dispatch_triton import launcher
 
-    return Launcher
+    return launcher
