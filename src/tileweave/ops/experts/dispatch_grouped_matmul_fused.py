@@ -142,13 +142,13 @@ def _counters() -> int:
 
 def _launcher(config: DispatchConfig) -> Callable[..., Callable[..., torch.Tensor | None]]:
     if config.kernel == "hopper" and config.ordered:
-        from tileweave.kernels.experts.dispatch_hopper_ordered import Launcher as OrderedLauncher
+        from tileweave.kernels.experts.dispatch_hopper_ordered import launcher as ordered_launcher
 
-        return OrderedLauncher
+        return ordered_launcher
     if config.kernel == "hopper":
-        from tileweave.kernels.experts.dispatch_hopper import Launcher as HopperLauncher
+        from tileweave.kernels.experts.dispatch_hopper import launcher as hopper_launcher
 
-        return HopperLauncher
+        return hopper_launcher
     from tileweave.kernels.experts.dispatch_triton import launcher
 
     return launcher
