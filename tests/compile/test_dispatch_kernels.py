@@ -68,10 +68,10 @@ def compile_routing(
     with knobs.compilation.scope(), offline(target) as launched:
         knobs.compilation.disable_line_info = True
         ids = torch.zeros(TOKENS, TOPK, dtype=kind)
-        launcher = moe_routing.Launcher(
+        launch = moe_routing.launcher(
             peers, cut, begins, TOKENS, TOPK, experts, RANK, WORLD_SIZE, 132
         )
-        launcher(ids, torch.zeros(begins[-1], dtype=torch.int32), TOKENS)
+        launch(ids, torch.zeros(begins[-1], dtype=torch.int32), TOKENS)
     return launched
 
 
@@ -89,7 +89,7 @@ def compile_dispatch(
     bound = WORLD_SIZE * TOKENS * TOPK
     y = torch.empty(bound, COLS, dtype=torch.bfloat16)
     peers = endpoint(3 * TOKENS * depth, torch.bfloat16)
-    make = (ordered if config.ordered else hopper if config.kernel == "hopper" else plain).Launcher
+    make = (ordered if config.ordered else hopper if config.kernel == "hopper" else plain).launcher
     with knobs.compilation.scope(), offline(target) as launched:
         knobs.compilation.disable_line_info = True
         make(peers, config, RANK, WORLD_SIZE, TOKENS, TOPK, bound, w, 132)(x, w, y, fields())

@@ -12,18 +12,18 @@ KERNEL, ROUTING, SORT, ROWS = (
     "kernels/experts/rows.py",
 )
 
-_WAIT = (
-    "        token = wait(signals, 1, epoch, source * MAX_BLOCKS + block, tile, control, report)\n"
+_WAIT = "        token = wait(peers, source * MAX_BLOCKS + block, epoch, tile)\n"
+_LAST = "        wait_steps(peers, rank, blocks - 1, 1, WORLD_SIZE - 1, epoch, -1, WORLD_SIZE)\n"
+_COUNT = (
+    '        if tl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == sizes.num_producers - 1:\n'
 )
-_LAST = "        wait_steps(signals, blocks - 1, 1, WORLD_SIZE - 1, rank, epoch, -1, control, report, WORLD_SIZE)\n"
-_COUNT = '        if tl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:\n'
-_SIGNAL = "            notify_all(signal_table, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False)\n"
-_IDS = "        wait(signals, 1, epoch, source * MAX_SLICES, -1, control, report)\n"
-_COUNTED = (
-    "                wait(signals, SLICES, epoch, source * MAX_SLICES, -1, control, report)\n"
+_SIGNAL = (
+    "            notify_all(peers, rank * MAX_BLOCKS + block, rank, epoch, WORLD_SIZE, False)\n"
 )
+_IDS = "        wait(peers, source * MAX_SLICES, epoch)\n"
+_COUNTED = "                wait(peers, source * MAX_SLICES, epoch, COUNT=SLICES)\n"
 _KEPT = "\n\n@triton.jit(do_not_specialize=_SAME)\ndef place_kernel"
-_SENT = "    notify_all(signal_table, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, True)\n"
+_SENT = "    notify_all(peers, rank * MAX_SLICES + piece, rank, epoch, WORLD_SIZE, True)\n"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("rows do not wait for their sources", KERNEL, _WAIT, "        token = 0\n", DI),
@@ -38,8 +38,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rows wait for the nearest source",
         KERNEL,
-        "block_experts, nearest, farthest,",
-        "block_experts, nearest, nearest,",
+        "block, nearest, farthest, epoch, tile, WORLD_SIZE)",
+        "block, nearest, nearest, epoch, tile, WORLD_SIZE)",
         DI,
     ),
     Mutant("a dispatch ends before its peers have begun", KERNEL, _LAST, "        pass\n", DI),
@@ -47,7 +47,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a block is signalled by the first to have pushed",
         KERNEL,
         _COUNT,
-        _COUNT.replace("num_producers - 1", "0"),
+        _COUNT.replace("sizes.num_producers - 1", "0"),
         DI + "producers",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "counters of the next call are not cleared",
         KERNEL,
-        "        clear_counters(counters, epoch)\n",
+        "        clear_counters(peers, epoch)\n",
         "        pass\n",
         DI,
     ),
@@ -140,7 +140,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "counting ends the call",
         SORT,
         _KEPT,
-        "    leave(control, epoch, tl.num_programs(0))\n" + _KEPT,
+        "    leave(peers, epoch, tl.num_programs(0))\n" + _KEPT,
         RO + "sorted",
     ),
     Mutant("a unit starts behind itself", SORT, "(row < unit)", "(row <= unit)", RO + "sorted"),

@@ -1,46 +1,64 @@
-"""The Hopper ``dispatch_grouped_matmul`` that lines rows up first: for experts with many rows, whose matmul TMA feeds best.
+"""``dispatch_grouped_matmul`` for Hopper that puts rows in order first: for experts with many rows,
+where TMA pays most.
 
-Read ``kernels/experts/dispatch_triton.py`` first: equation, signals, timeline and proof are there and hold here; *multiply* and
-pushing are those of ``dispatch_hopper.py``. What differs:
+Read ``dispatch_triton.py`` first: equation, signals, timeline and proof are there and hold here;
+*multiply* and pushing are those of ``dispatch_hopper.py``. What differs:
 
-    rows    [bound, K]   local: the token of each row of the plan, row by row; what TMA loads, and what a caller may keep
-    placed  [units]      local, zero before the call: 1 where all ``UNIT`` rows of a unit, or all there are, are in ``rows``
+    rows    [bound, K]  local: the token of each row of the plan, row by row; TMA loads them, and
+                        the caller may keep them
+    placed  [units]     local, zero before the call: 1 where all ``UNIT`` rows of a unit, or as many
+                        as there are, are in ``rows``
 
-- *move* (two warps of every program): the first programs push own tokens; then all take units of rows, one by one in rising
-  order (tickets), wait for the tokens of each, and copy them from x or the slot.
-- *load* (one warp): waits until the units of a tile are placed, then keeps the ring full by TMA, rows and weights.
+- *move* (two warps of every program): the first programs push own tokens; then all take units of
+  rows, one by one in rising order (tickets), wait for the tokens of each, and copy them from x or
+  the slot.
+- *load* (one warp): waits until the units of a tile are placed, then keeps the ring full by TMA,
+  rows and weights.
 
-    move  | push own tokens (first programs) | unit 0, own rows | unit 1 ... ^ wait for the block of a source | ...
+    move  | push own tokens (first programs) | unit 0, own rows | unit 1 ^ wait for a source | ...
     load  | wait for the units of a tile     | tile | tile ...
 
-``placed[u]`` is set by who took ticket u, behind its copies, and read by *load* of any program, which acquires it and fences
-the proxies before TMA reads the rows. A tile that reaches past its expert's rows also loads rows of the next expert, placed
-or not: they make no row that is stored.
+``placed[u]`` is set by the program that took ticket u, after its copies, and read by *load* of any
+program, which acquires it and fences the proxies before TMA reads the rows. A tile that reaches
+past its expert's rows also loads rows of the next expert, placed or not: they do not affect any row
+that is stored.
 
-Why nobody is stuck: units are taken in rising order by programs that run, and who took one waits for other ranks' pushes only,
-which wait for nobody and precede tickets in every program; *load* waits for units only.
+Why no rank waits for ever: units are taken in rising order by programs that run, and a program that
+took one waits for pushes of other ranks only, which do not wait and precede tickets in every
+program; *load* waits for units only.
 
-Why the copy: a row is read once more and written once, beside a matmul that reads it N / TILE_N times. For Mixtral's experts
-the main loop fed by TMA is as fast as ``torch._grouped_mm`` on rows in order; the one that gathers by ``cp.async`` has 0.87 of
-that (decision 0027).
+Why the copy: a row is read once more and written once, concurrently with a matmul that reads it N /
+TILE_N times. For Mixtral's experts the main loop fed by TMA is as fast as ``torch._grouped_mm`` on
+rows in order; the one that gathers by ``cp.async`` has 0.87 of that speed (decision 0027).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tileweave.device.gluon.matmul import claim, load_expert, make_ring
-from tileweave.device.gluon.signal import acquire, block_barrier, leave, load_async
+from tileweave.device.gluon.peers import leave, load_epoch
+from tileweave.device.gluon.signal import acquire, block_barrier, load_async
 from tileweave.device.gluon.tickets import deal, make_deal
-from tileweave.kernels.experts.dispatch_hopper import Launcher as HopperLauncher
+from tileweave.kernels.experts.dispatch_hopper import (
+    MAPS,
+    MAX_REGISTERS,
+    WORDS,
+    arguments,
+    packing,
+    portable,
+    takes,
+)
 from tileweave.kernels.experts.dispatch_hopper_roles import (
     PUSH_WARPS,
-    SET,
-    TICKETS,
-    UNITS,
     UNSPECIALIZED,
+    Operands,
+    Sizes,
     all_have,
     await_all,
     clear_counters,
@@ -48,32 +66,50 @@ from tileweave.kernels.experts.dispatch_hopper_roles import (
     multiply_partition,
     place_in_expert,
     push_tokens,
+    row_sources,
     row_steps,
     wait_steps,
     walk_to,
 )
+from tileweave.kernels.experts.dispatch_triton import SET, TICKETS, UNITS, Launch
+from tileweave.kernels.experts.dispatch_triton import launcher as triton_launcher
 from tileweave.kernels.runtime.descriptors import descriptor
+from tileweave.kernels.runtime.launch import Call, Launcher
+from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.schedules.gather import cdiv
+from tileweave.planning.schedules.grouped import DispatchConfig
 
-UNIT = gl.constexpr(16)  # rows that are placed, and said to be, at once
+UNIT = gl.constexpr(16)  # rows that are placed, and signaled, at once
 AT_ONCE = gl.constexpr(8)  # rows, by
 WIDTH = gl.constexpr(1024)  # elements, that *move* has in flight
-MOVE_REGISTERS = 152
+MOVE_REGISTERS = gl.constexpr(152)
+
+
+class Placement(NamedTuple):
+    """Rows in order, and which units of them are placed; see the module's docstring."""
+
+    rows: Any
+    placed: Any
 
 
 @gluon.jit
 def place_unit(
-    x, slot, rows, row_entry, first, total, max_tokens, topk, depth, rank, WORLD_SIZE: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """Copy the tokens of rows [first, first + UNIT) that there are."""
+    tensors,
+    slot,
+    rows,
+    first,
+    total,
+    rank,
+    sizes,
+    WORLD_SIZE: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Copy the tokens of those rows of [first, first + UNIT) that there are."""
+    depth = sizes.depth
     for begin in range(first, gl.minimum(first + UNIT, total), AT_ONCE):
         row = begin + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, layout))
         there = row < total
-        token = gl.load(row_entry + gl.minimum(row, total - 1)) // topk
-        step = (rank + WORLD_SIZE - token // max_tokens) % WORLD_SIZE
-        token = token % max_tokens
-        remote = ((step - 1).to(gl.int64) * max_tokens + token) * depth
-        source = gl.where(step == 0, x + token.to(gl.int64) * depth, slot + remote)
+        source = row_sources(tensors, slot, gl.minimum(row, total - 1), rank, sizes, WORLD_SIZE)
         target = rows + row.to(gl.int64) * depth
         for column in range(0, depth, WIDTH):
             at = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
@@ -83,62 +119,55 @@ def place_unit(
 
 
 @gluon.jit
-def place_rows(
-    x, slot, rows, placed, row_entry, offsets, tickets, signals, control, report, epoch,
-    rank, max_tokens, topk, experts, depth, block_experts, blocks, WORLD_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Take units until there are none: wait for their tokens, copy them, say so."""
+def place_rows(tensors, placement, peers, slot, tickets, rank, sizes, epoch, C: gl.constexpr):
+    """Take units until there are none: wait for their tokens, copy them, set ``placed``."""
+    WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [PUSH_WARPS, 1], [1, 0])
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [PUSH_WARPS], [0])
-    total = gl.load(offsets + experts)
-    expert = epoch * 0
+    offsets = tensors.offsets
+    total = gl.load(offsets + sizes.experts)
+    expert = gl.to_tensor(0)
     end = gl.load(offsets + 1)
-    arrived = False  # everything, and acquired by the ``wait_steps`` of the unit that found it so
+    # whether all tokens are here, and acquired by the ``wait_steps`` of the unit that found it so
+    arrived = False
     unit = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while unit * UNIT < total:
         following = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         first = unit * UNIT
         last = gl.minimum(first + UNIT, total) - 1
         if not arrived:
-            arrived = all_have(signals, blocks - 1, rank, epoch, WORLD_SIZE, PUSH_WARPS)
-            while (
-                end <= last
-            ):  # the last row's expert: a source signals its block behind those before it
+            arrived = all_have(peers, rank, sizes.blocks - 1, epoch, WORLD_SIZE, PUSH_WARPS)
+            # the last row's expert: a source signals its block after those before it
+            while end <= last:
                 expert += 1
                 end = gl.load(offsets + expert + 1)
             row = gl.minimum(first + gl.arange(0, UNIT, layout=lane), last)
-            step = row_steps(row_entry, row, max_tokens, topk, rank, WORLD_SIZE)
+            step = row_steps(tensors, row, rank, sizes, WORLD_SIZE)
             wait_steps(
-                signals, expert // block_experts, gl.min(step, axis=0), gl.max(step, axis=0), rank, epoch, unit, control,
-                report, WORLD_SIZE, PUSH_WARPS,
-            )  # fmt: skip
-        place_unit(
-            x,
-            slot,
-            rows,
-            row_entry,
-            first,
-            total,
-            max_tokens,
-            topk,
-            depth,
-            rank,
-            WORLD_SIZE,
-            layout,
-        )
+                peers,
+                rank,
+                expert // sizes.block_experts,
+                gl.min(step, axis=0),
+                gl.max(step, axis=0),
+                epoch,
+                unit,
+                WORLD_SIZE,
+                PUSH_WARPS,
+            )
+        place_unit(tensors, slot, placement.rows, first, total, rank, sizes, WORLD_SIZE, layout)
         block_barrier()
-        gl.atomic_xchg(placed + unit, 1, sem="release", scope="gpu")
+        gl.atomic_xchg(placement.placed + unit, 1, sem="release", scope="gpu")
         unit = following
 
 
 @gluon.jit
 def await_placed(placed, first_row, end, epoch, TILE_M: gl.constexpr):
-    """Until rows [first_row, end) of a tile are there; TMA may read them afterwards."""
-    WORDS: gl.constexpr = 32 if TILE_M // UNIT < 32 else 2 * TILE_M // UNIT
+    """Wait until rows [first_row, end) of a tile are placed; TMA may read them afterwards."""
+    COUNT: gl.constexpr = 32 if TILE_M // UNIT < 32 else 2 * TILE_M // UNIT
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     first = first_row // UNIT
     last = (gl.minimum(first_row + TILE_M, end) - 1) // UNIT
-    unit = gl.minimum(first + gl.arange(0, WORDS, layout=lane), last)
+    unit = gl.minimum(first + gl.arange(0, COUNT, layout=lane), last)
     while gl.min(gl.load(placed + unit, volatile=True), axis=0) == 0:
         pass
     acquire(epoch)
@@ -146,116 +175,181 @@ def await_placed(placed, first_row, end, epoch, TILE_M: gl.constexpr):
 
 @gluon.jit
 def load_partition(
-    rows_desc, w_desc, ring, line, counters, placed, offsets, control, experts, cols,
-    depth, tile_cols, k_blocks, num_partitions,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    DEPTH_FIRST: gl.constexpr,
-):  # fmt: skip
+    tensors, placement, rows_desc, w_desc, operands, peers, sizes, num_partitions, C: gl.constexpr
+):
     """One warp: for each tile wait for its rows, then keep the ring full."""
+    TILE_M: gl.constexpr = C.TILE_M
+    TILE_N: gl.constexpr = C.TILE_N
+    TILE_K: gl.constexpr = C.TILE_K
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
-    epoch = gl.load(control, volatile=True)
-    tickets = counters + (epoch & 1) * SET + TICKETS
+    ring, deals = operands.ring, operands.deals
+    offsets, experts, tile_cols = tensors.offsets, sizes.experts, sizes.tile_cols
+    epoch = load_epoch(peers)
+    tickets = peers.counters + (epoch & 1) * SET + TICKETS
     turn = 0
     count = 0
-    tile = deal(tickets, count, line, 1)
+    tile = deal(tickets, count, deals, 1)
     walk = walk_to(
         first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M
     )
     while walk.expert < experts:
-        first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
-        await_placed(placed, first_row, walk.end, epoch, TILE_M)
-        for block in range(0, k_blocks):
-            at = claim(ring, turn, block_bytes, STAGES)
+        first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, C.GROUP_M)
+        await_placed(placement.placed, first_row, walk.end, epoch, TILE_M)
+        for block in range(0, sizes.k_blocks):
+            at = claim(ring, turn, block_bytes, C.STAGES)
             load_expert(
-                w_desc, walk.expert, cols, depth, col * TILE_N, block * TILE_K, ring.ready.index(at), ring.b.index(at),
-                DEPTH_FIRST,
-            )  # fmt: skip
+                w_desc,
+                walk.expert,
+                sizes.cols,
+                sizes.depth,
+                col * TILE_N,
+                block * TILE_K,
+                ring.ready.index(at),
+                ring.b.index(at),
+                C.DEPTH_FIRST,
+            )
             load_async(
                 rows_desc, [first_row, block * TILE_K], ring.ready.index(at), ring.a.index(at)
             )
             turn += 1
         count += 1
-        tile = deal(tickets, count, line, 1)
+        tile = deal(tickets, count, deals, 1)
         walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
-    leave(control, epoch, num_partitions)
+    leave(peers, epoch, num_partitions)
 
 
 @gluon.jit
-def move_partition(
-    x, rows, placed, offsets, row_entry, send_order, send_offsets, slots, slot_table, signal_table, signals, control, report,
-    counters, slot_size, rank, max_tokens, topk, experts, depth, block_experts, blocks, num_producers, num_partitions,
-    WORLD_SIZE: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
-    """Two warps: push own tokens, place rows; at last, in the last program, wait for all ranks."""
+def move_partition(tensors, placement, peers, rank, sizes, num_partitions, C: gl.constexpr):
+    """Two warps: push own tokens, place rows; finally, in the last program, wait for all ranks."""
     program = gl.program_id(0)
-    epoch = gl.load(control, volatile=True)
-    offset = (epoch & 1).to(gl.int64) * slot_size
-    clear_counters(counters, epoch, program)
-    push_tokens(
-        x, send_order, send_offsets, slot_table, signal_table, counters, offset, rank, max_tokens, experts, depth,
-        block_experts, blocks, program, num_producers, epoch, WORLD_SIZE, BLOCK,
-    )  # fmt: skip
+    epoch = load_epoch(peers)
+    offset = (epoch & 1).to(gl.int64) * peers.slot_size
+    clear_counters(peers, epoch, program)
+    push_tokens(tensors, peers, rank, sizes, offset, program, epoch, C)
     acquire(epoch)
-    place_rows(
-        x, slots + offset, rows, placed, row_entry, offsets, counters + (epoch & 1) * SET + UNITS, signals, control,
-        report, epoch, rank, max_tokens, topk, experts, depth, block_experts, blocks, WORLD_SIZE,
-    )  # fmt: skip
-    await_all(signals, blocks, program, rank, epoch, control, report, WORLD_SIZE)
-    leave(control, epoch, num_partitions)
+    slot = peers.slots + offset
+    tickets = peers.counters + (epoch & 1) * SET + UNITS
+    place_rows(tensors, placement, peers, slot, tickets, rank, sizes, epoch, C)
+    await_all(peers, rank, sizes.blocks, program, epoch, C.WORLD_SIZE)
+    leave(peers, epoch, num_partitions)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def dispatch_grouped_matmul_ordered_kernel(
-    rows_desc, w_desc, y_desc, x, y, rows, placed, offsets, row_entry, send_order, send_offsets, slots, slot_table,
-    signal_table, signals, control, report, counters,
-    slot_size, rank, max_tokens, topk, experts, cols, depth, block_experts, blocks, num_producers, tile_cols, k_blocks,
-    WORLD_SIZE: gl.constexpr, PUSH_BLOCK: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr, BY_TMA: gl.constexpr,
-    MOVE_REGISTERS: gl.constexpr, DEPTH_FIRST: gl.constexpr,
-):  # fmt: skip
-    """Dispatch the partitions."""
-    ring = make_ring(rows_desc, w_desc, TILE_M, TILE_K, STAGES)
+    rows_desc,
+    w_desc,
+    y_desc,
+    tensors,
+    placement,
+    peers,
+    rank,
+    max_tokens,
+    topk,
+    experts,
+    weight,
+    block_experts,
+    blocks,
+    num_producers,
+    tile_cols,
+    k_blocks,
+    C: gl.constexpr,
+):
+    """Start the partitions."""
+    sizes = Sizes(
+        max_tokens,
+        topk,
+        experts,
+        weight.cols,
+        weight.depth,
+        block_experts,
+        blocks,
+        num_producers,
+        tile_cols,
+        k_blocks,
+    )
+    ring = make_ring(rows_desc, w_desc, C.TILE_M, C.TILE_K, C.STAGES)
     y_buffer = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
-    line = make_deal()
-    num_partitions = gl.num_programs(0) * 3
+    operands = Operands(ring, y_buffer, make_deal())
+    parts = gl.num_programs(0) * 3
     gl.warp_specialize(
         [
-            (multiply_partition, (
-                y, y_desc, y_buffer, ring, line, offsets, control, experts, cols,
-                tile_cols, k_blocks, num_partitions, TILE_M, TILE_N, GROUP_M, STAGES, WARPS, HALVES, BY_TMA, DEPTH_FIRST, False,
-            )),
-            (load_partition, (
-                rows_desc, w_desc, ring, line, counters, placed, offsets, control,
-                experts, cols, depth, tile_cols, k_blocks, num_partitions, TILE_M, TILE_N, TILE_K, GROUP_M, STAGES, DEPTH_FIRST,
-            )),
-            (move_partition, (
-                x, rows, placed, offsets, row_entry, send_order, send_offsets, slots, slot_table, signal_table, signals,
-                control, report, counters, slot_size, rank, max_tokens, topk, experts, depth, block_experts, blocks,
-                num_producers, num_partitions, WORLD_SIZE, PUSH_BLOCK,
-            )),
+            (multiply_partition, (tensors, y_desc, operands, peers, sizes, parts, C)),
+            (
+                load_partition,
+                (tensors, placement, rows_desc, w_desc, operands, peers, sizes, parts, C),
+            ),
+            (move_partition, (tensors, placement, peers, rank, sizes, parts, C)),
         ],
         [1, PUSH_WARPS],
         [40, MOVE_REGISTERS],
-    )  # fmt: skip
+    )
 
 
-class Launcher(HopperLauncher):
-    """One shape's launches; as the gathering kernel's, for what it takes."""
+ORDERED_WORDS = (*WORDS, *(f"placement.{name}" for name in Placement._fields))
+ORDERED_MAPS = (*MAPS, "rows_desc")
+
+
+def launcher(
+    peers: Peers,
+    config: DispatchConfig,
+    rank: int,
+    world_size: int,
+    max_tokens: int,
+    topk: int,
+    bound: int,
+    w: torch.Tensor,
+    num_sms: int,
+) -> Launch:
+    """Launches for one shape, as ``dispatch_triton.launcher``: of this kernel for what
+    ``dispatch_hopper`` takes, and then they return the rows in order [bound, K]."""
+    common = (rank, world_size, max_tokens, topk, bound, w, num_sms)
+    programs, fixed, choices = arguments(peers, config, *common, gathered=False)
+    plain = triton_launcher(peers, portable(config), *common)
+    depth, units = w.shape[2], cdiv(bound, UNIT.value)
+    tile = [config.tile_m, config.tile_k]
+    pack_others = packing(choices, bound, w)
+
+    def pack(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        y: torch.Tensor,
+        fields: Sequence[torch.Tensor],
+        rows: torch.Tensor,
+        placed: torch.Tensor,
+    ) -> Call:
+        call, address = pack_others(x, w, y, fields), rows.data_ptr()
+
+        def changing() -> dict[str, Any]:
+            rows_desc = descriptor(address, rows.dtype, [bound, depth], depth, tile)
+            return {
+                **call.changing(),
+                "placement": Placement(rows, placed),
+                "rows_desc": rows_desc,
+            }
+
+        # both are allocated for this call, so they are aligned
+        words = (*call.words, address, placed.data_ptr())
+        return Call(call.variant, words, changing, (*call.addresses, address))
+
+    ordered = Launcher(
+        dispatch_grouped_matmul_ordered_kernel,
+        programs,
+        fixed,
+        pack,
+        ORDERED_WORDS,
+        ORDERED_MAPS,
+        num_warps=config.num_warps,
+        maxnreg=MAX_REGISTERS,
+    )
 
     def launch(
-        self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: tuple[torch.Tensor, ...]
+        x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, fields: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
-        p, c, depth = self.peers, self.config, w.shape[2]
-        offsets, row_entry, _, _, send_order, send_offsets = fields
-        rows = x.new_empty(self.bound, depth)
-        placed = torch.zeros(cdiv(self.bound, UNIT.value), dtype=torch.int32, device=x.device)
-        w_desc, y_desc, by_tma, turned = self.maps(w, y)
-        rows_desc = descriptor(
-            rows.data_ptr(), rows.dtype, [self.bound, depth], depth, [c.tile_m, c.tile_k]
-        )
-        dispatch_grouped_matmul_ordered_kernel[(self.programs,)](
-            rows_desc, w_desc, y_desc, x, y, rows, placed, offsets, row_entry, send_order, send_offsets, p.slots, p.slot_table,
-            p.signal_table, p.signals, p.control, p.report, p.counters, *self.integers, *self.constants, self.halves, by_tma,
-            MOVE_REGISTERS, turned, num_warps=c.num_warps, maxnreg=168,
-        )  # fmt: skip
+        if not takes(x, w, config):
+            return plain(x, w, y, fields)
+        rows = x.new_empty(bound, depth)
+        placed = torch.zeros(units, dtype=torch.int32, device=x.device)
+        ordered(x, w, y, fields, rows, placed)
         return rows
+
+    return launch

@@ -1,163 +1,322 @@
-"""Roles that both Hopper kernels of ``dispatch_grouped_matmul`` have: multiplying, pushing, waiting, in Gluon.
+"""Roles that both Hopper kernels of ``dispatch_grouped_matmul`` have: multiply, push, wait.
 
-See ``dispatch_hopper.py`` and ``dispatch_hopper_ordered.py`` for the partitions they make up, and
+See ``dispatch_hopper.py`` and ``dispatch_hopper_ordered.py`` for the partitions that use them, and
 ``dispatch_triton.py`` for the protocol.
 
-Tiles are tickets (``device/gluon/tickets.py``): whoever feeds the ring, *gather* in one kernel, *load* in the other, draws
-them. So tiles that share weights begin at almost the same time, also after some have waited for a peer (decision 0011).
+Tiles are tickets (``device/gluon/tickets.py``), drawn by the partition that fills the ring:
+*gather* in one kernel, *load* in the other. So tiles that share weights begin at almost the same
+time, also after some programs have waited for a peer (decision 0011).
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from tileweave.device.gluon.matmul import Helped, multiply_tile, store_tile
-from tileweave.device.gluon.signal import acquire, block_barrier, leave, notify_all, spin, symm_at
+from tileweave.device.gluon.peers import leave, load_epoch, notify_all, slots_at
+from tileweave.device.gluon.signal import acquire, block_barrier, spin
 from tileweave.device.gluon.tickets import take
+from tileweave.kernels.experts.dispatch_triton import MAX_BLOCKS, PUSHED, SET
 from tileweave.kernels.experts.tiles import SOURCES
 
-# These are those of ``dispatch_triton.py``, whose kernel runs on the same instance: they must be alike.
-MAX_BLOCKS = gl.constexpr(32)  # signal words of a source
-# Counters of a call: tickets for tiles, pushed blocks, tickets for units of rows. There are two sets, by parity of the epoch.
-TICKETS, PUSHED, UNITS, SET = gl.constexpr(0), gl.constexpr(1), gl.constexpr(33), gl.constexpr(34)
 PUSH_WARPS = gl.constexpr(2)
-UNSPECIALIZED = [
-    "rank", "max_tokens", "topk", "experts", "block_experts", "blocks", "num_producers", "tile_cols", "k_blocks",
-]  # fmt: skip
 
 first_expert, walk_to, place_in_expert = (gluon.jit(source) for source in SOURCES)
 
 
+class Tensors(NamedTuple):
+    """What a call is about; ``offsets`` to ``send_offsets`` are fields of the plan."""
+
+    x: Any
+    y: Any
+    offsets: Any
+    row_entry: Any
+    send_order: Any
+    send_offsets: Any
+
+
+class Weight(NamedTuple):
+    """Columns and depth (N and K) of each expert's weight, which Triton specializes."""
+
+    cols: Any
+    depth: Any
+
+
+class Sizes(NamedTuple):
+    """Sizes of the routing, the weights and the schedule.
+
+    max_tokens, topk, experts : tokens of a rank at most, choices of a token, experts of a rank.
+
+    cols, depth : as in :class:`Weight`.
+
+    block_experts, blocks : experts between two signals, and signals of a source.
+
+    num_producers, tile_cols : programs that push, and tiles across y.
+
+    k_blocks : blocks of TILE_K in K.
+    """
+
+    max_tokens: Any
+    topk: Any
+    experts: Any
+    cols: Any
+    depth: Any
+    block_experts: Any
+    blocks: Any
+    num_producers: Any
+    tile_cols: Any
+    k_blocks: Any
+
+
+class Operands(NamedTuple):
+    """What partitions share: the ring of operands, the image of a finished tile in shared memory,
+    and the numbers of tiles on their way from the partition that draws them (``deals``)."""
+
+    ring: Any
+    y_buffer: Any
+    deals: Any
+
+
+class Choices(NamedTuple):
+    """Decided when a kernel is compiled.
+
+    PUSH_BLOCK : elements of a token that a producer has in flight.
+
+    STAGES : buffers of the ring.
+
+    WARPS : of *multiply*.
+
+    HALVES : parts in which a finished tile goes through shared memory.
+
+    GATHERED : rows came by ``cp.async``, which needs a fence before wgmma, and not by TMA.
+
+    BY_TMA : whole tiles are stored by TMA; y has rows at multiples of 16 bytes.
+
+    DEPTH_FIRST : experts are [E_local, K, N] in memory, as the backward pass reads them: the
+        input gradient of an operator whose weights are [E_local, N, K].
+    """
+
+    WORLD_SIZE: int
+    PUSH_BLOCK: int
+    TILE_M: int
+    TILE_N: int
+    TILE_K: int
+    GROUP_M: int
+    STAGES: int
+    WARPS: int
+    HALVES: int
+    GATHERED: bool
+    BY_TMA: bool = True
+    DEPTH_FIRST: bool = False
+
+
+# sizes of the routing and of the schedule; Triton specializes those of the weight
+UNSPECIALIZED = ["rank", *(name for name in Sizes._fields if name not in Weight._fields)]
+
+
 @gluon.jit
-def row_steps(row_entry, row, max_tokens, topk, rank, WORLD_SIZE: gl.constexpr):
-    """How far down the ranks the tokens of ``row`` come from, one or many."""
-    return (rank + WORLD_SIZE - gl.load(row_entry + row) // topk // max_tokens) % WORLD_SIZE
+def row_steps(tensors, row, rank, sizes, WORLD_SIZE: gl.constexpr):
+    """How many steps down the ranks the sources of ``row`` are, one row or many."""
+    return (
+        rank + WORLD_SIZE - gl.load(tensors.row_entry + row) // sizes.topk // sizes.max_tokens
+    ) % WORLD_SIZE
+
+
+@gluon.jit
+def row_sources(tensors, slot, row, rank, sizes, WORLD_SIZE: gl.constexpr):
+    """Pointers to the tokens of ``row``, in x or in the slot."""
+    token = gl.load(tensors.row_entry + row) // sizes.topk
+    step = (rank + WORLD_SIZE - token // sizes.max_tokens) % WORLD_SIZE
+    token = token % sizes.max_tokens
+    remote = ((step - 1).to(gl.int64) * sizes.max_tokens + token) * sizes.depth
+    return gl.where(step == 0, tensors.x + token.to(gl.int64) * sizes.depth, slot + remote)
 
 
 @gluon.jit
 def wait_steps(
-    signals, block, nearest, farthest, rank, epoch, tile, control, report, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
-    """Wait for ``block`` from the ranks ``nearest`` to ``farthest`` steps down, but for this rank. ``tile``: for the report."""
+    peers,
+    rank,
+    block,
+    nearest,
+    farthest,
+    epoch,
+    unit,
+    WORLD_SIZE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Wait for ``block`` from the ranks ``nearest`` to ``farthest`` steps down, but not for this
+    rank. ``unit``: for the report."""
     for step in range(gl.maximum(nearest, 1), farthest + 1):
         source = (rank + WORLD_SIZE - step) % WORLD_SIZE
-        spin(signals + block, source, source, MAX_BLOCKS, epoch, tile, control, report, 1, 1, WARPS)
+        spin(
+            peers.signals + block,
+            source,
+            source,
+            MAX_BLOCKS,
+            epoch,
+            unit,
+            peers.control,
+            peers.report,
+            1,
+            1,
+            WARPS,
+        )
     acquire(epoch)
 
 
 @gluon.jit
-def await_all(signals, blocks, program, rank, epoch, control, report, WORLD_SIZE: gl.constexpr):
-    """The last program: wait for the last block of all other ranks, without which a call may not end."""
-    farthest = gl.where(
-        program == gl.num_programs(0) - 1, WORLD_SIZE - 1, 0
-    )  # the others wait for nobody
-    wait_steps(
-        signals, blocks - 1, 1, farthest, rank, epoch, -1, control, report, WORLD_SIZE, PUSH_WARPS
-    )
+def await_all(peers, rank, blocks, program, epoch, WORLD_SIZE: gl.constexpr):
+    """The last program: wait for the last block of all other ranks, without which a call may not
+    end."""
+    # the others wait for no rank
+    farthest = gl.where(program == gl.num_programs(0) - 1, WORLD_SIZE - 1, 0)
+    wait_steps(peers, rank, blocks - 1, 1, farthest, epoch, -1, WORLD_SIZE, PUSH_WARPS)
 
 
 @gluon.jit
-def all_have(signals, block, rank, epoch, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr):
-    """Whether all other ranks have signalled ``block``; orders nothing.
+def all_have(peers, rank, block, epoch, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr):
+    """Whether all other ranks have signaled ``block``; orders nothing.
 
-    A word for each lane, and the least over all lanes: every lane gets the same answer, though the words change meanwhile.
-    Scalar loads would be one for each lane, and lanes that disagree part for ever at the next barrier.
+    Each lane loads one signal, and all lanes take the minimum, so they get the same answer although
+    signals change in between. With scalar loads each lane would load each signal by itself, and
+    lanes with different answers would wait for each other for ever at the next barrier.
     """
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     source = (rank + 1 + gl.arange(0, 32 * WARPS, layout=lane) % (WORLD_SIZE - 1)) % WORLD_SIZE
-    return (
-        gl.min(gl.load(signals + source * MAX_BLOCKS + block, volatile=True) - epoch, axis=0) >= 0
-    )
+    seen = gl.load(peers.signals + source * MAX_BLOCKS + block, volatile=True)
+    return gl.min(seen - epoch, axis=0) >= 0
 
 
 @gluon.jit
-def multiply_partition(
-    y, y_desc, y_buffer, ring, line, offsets, control, experts, cols, tile_cols,
-    k_blocks, num_partitions,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    HALVES: gl.constexpr, BY_TMA: gl.constexpr, DEPTH_FIRST: gl.constexpr, GATHERED: gl.constexpr,
-):  # fmt: skip
+def multiply_partition(tensors, y_desc, operands, peers, sizes, num_partitions, C: gl.constexpr):
     """The warpgroups: multiply each tile from the ring, then store its rows."""
-    epoch = gl.load(control, volatile=True)
+    TILE_M: gl.constexpr = C.TILE_M
+    TILE_N: gl.constexpr = C.TILE_N
+    WARPS: gl.constexpr = C.WARPS
+    offsets, experts, tile_cols = tensors.offsets, sizes.experts, sizes.tile_cols
+    epoch = load_epoch(peers)
     turn = 0
     count = 0
-    tile = take(count, line, WARPS)
+    tile = take(count, operands.deals, WARPS)
     walk = walk_to(
         first_expert(offsets, tile_cols, TILE_M), tile, offsets, experts, tile_cols, TILE_M
     )
     while walk.expert < experts:
-        first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, GROUP_M)
+        first_row, col = place_in_expert(walk, tile, tile_cols, TILE_M, C.GROUP_M)
         acc, turn, fault = multiply_tile(
-            turn, k_blocks, ring, control, TILE_M, TILE_N, STAGES, WARPS, GATHERED, DEPTH_FIRST
+            turn,
+            sizes.k_blocks,
+            operands.ring,
+            peers.control,
+            TILE_M,
+            TILE_N,
+            C.STAGES,
+            WARPS,
+            C.GATHERED,
+            C.DEPTH_FIRST,
         )
-        store_tile(  # no bias, no helpers; -1: a tile that reaches past its expert never goes by TMA
-            acc, fault, y, y, y_desc, y_buffer, Helped(y, epoch * 0, 0, 1), first_row, walk.end, col * TILE_N, cols, -1,
-            TILE_M, TILE_N, HALVES, False, BY_TMA,
-        )  # fmt: skip
+        # no bias, no helpers; -1: a tile that reaches past its expert never goes by TMA
+        store_tile(
+            acc,
+            fault,
+            tensors.y,
+            tensors.y,
+            y_desc,
+            operands.y_buffer,
+            Helped(tensors.y, gl.to_tensor(0), 0, 1),
+            first_row,
+            walk.end,
+            col * TILE_N,
+            sizes.cols,
+            -1,
+            TILE_M,
+            TILE_N,
+            C.HALVES,
+            False,
+            C.BY_TMA,
+        )
         count += 1
-        tile = take(count, line, WARPS)
+        tile = take(count, operands.deals, WARPS)
         walk = walk_to(walk, tile, offsets, experts, tile_cols, TILE_M)
     tma.store_wait(0)
-    leave(control, epoch, num_partitions)
+    leave(peers, epoch, num_partitions)
 
 
 @gluon.jit
 def push_to(
-    x, send_order, send_offsets, slot_table, slot_offset, peer, place, first, last, max_tokens, experts, depth, program,
-    num_producers, BLOCK: gl.constexpr,
-):  # fmt: skip
-    """This program's share of the tokens whose lowest expert on ``peer`` is in [first, last), into its slot at ``place``."""
+    tensors,
+    peers,
+    slot_offset,
+    peer,
+    place,
+    first,
+    last,
+    sizes,
+    program,
+    PUSH_BLOCK: gl.constexpr,
+):
+    """This program's part of the tokens whose lowest expert on ``peer`` is in [first, last), into
+    tokens ``place`` of its slot."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [PUSH_WARPS], [0])
-    bounds = send_offsets + peer * (experts + 1)
+    x, depth = tensors.x, sizes.depth
+    bounds = tensors.send_offsets + peer * (sizes.experts + 1)
     target = (
-        symm_at(slot_table, peer, x.dtype.element_ty)
+        slots_at(peers, peer, x.dtype.element_ty)
         + slot_offset
-        + place * max_tokens.to(gl.int64) * depth
+        + place * sizes.max_tokens.to(gl.int64) * depth
     )
-    for index in range(gl.load(bounds + first) + program, gl.load(bounds + last), num_producers):
-        row = gl.load(send_order + peer * max_tokens + index).to(gl.int64) * depth
-        for column in range(0, depth, BLOCK):
-            at = column + gl.arange(0, BLOCK, layout=layout)
+    for index in range(
+        gl.load(bounds + first) + program, gl.load(bounds + last), sizes.num_producers
+    ):
+        token = gl.load(tensors.send_order + peer * sizes.max_tokens + index)
+        row = token.to(gl.int64) * depth
+        for column in range(0, depth, PUSH_BLOCK):
+            at = column + gl.arange(0, PUSH_BLOCK, layout=layout)
             mask = at < depth
             value = gl.load(gl.multiple_of(x + row + at, [16]), mask=mask)
             gl.store(gl.multiple_of(target + row + at, [16]), value, mask=mask)
 
 
 @gluon.jit
-def push_tokens(
-    x, send_order, send_offsets, slot_table, signal_table, counters, slot_offset, rank, max_tokens, experts, depth,
-    block_experts, blocks, program, num_producers, epoch, WORLD_SIZE: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
-    """Producer, if this program is one: its share of the own tokens, block by block; who is the last in one signals it."""
-    if program < num_producers:
-        for block in range(0, blocks):
-            first = block * block_experts
-            last = gl.minimum(first + block_experts, experts)
+def push_tokens(tensors, peers, rank, sizes, slot_offset, program, epoch, C: gl.constexpr):
+    """Producer, if this program is one: its part of the own tokens, block by block; the program
+    that is the last to have pushed a block signals it."""
+    WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
+    PUSH_BLOCK: gl.constexpr = C.PUSH_BLOCK
+    if program < sizes.num_producers:
+        for block in range(0, sizes.blocks):
+            first = block * sizes.block_experts
+            last = gl.minimum(first + sizes.block_experts, sizes.experts)
             for i in gl.static_range(1, WORLD_SIZE):
+                peer = (rank + i) % WORLD_SIZE
                 push_to(
-                    x, send_order, send_offsets, slot_table, slot_offset, (rank + i) % WORLD_SIZE, i - 1, first, last,
-                    max_tokens, experts, depth, program, num_producers, BLOCK,
-                )  # fmt: skip
-            block_barrier()
-            pushed = counters + (epoch & 1) * SET + PUSHED + block
-            if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == num_producers - 1:
-                notify_all(
-                    signal_table,
-                    rank * MAX_BLOCKS + block,
-                    rank,
-                    epoch,
-                    WORLD_SIZE,
-                    False,
-                    PUSH_WARPS,
+                    tensors,
+                    peers,
+                    slot_offset,
+                    peer,
+                    i - 1,
+                    first,
+                    last,
+                    sizes,
+                    program,
+                    PUSH_BLOCK,
                 )
+            block_barrier()
+            pushed = peers.counters + (epoch & 1) * SET + PUSHED + block
+            if gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == sizes.num_producers - 1:
+                index = rank * MAX_BLOCKS + block
+                notify_all(peers, index, rank, epoch, WORLD_SIZE, False, PUSH_WARPS)
 
 
 @gluon.jit
-def clear_counters(counters, epoch, program):
+def clear_counters(peers, epoch, program):
     """Program 0: zero what the next call counts."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [PUSH_WARPS], [0])
     if program == 0:
         at = gl.arange(0, 64, layout=lanes)
-        gl.store(counters + (1 - (epoch & 1)) * SET + at, at * 0, mask=at < SET)
+        zero = gl.zeros([64], gl.int32, lanes)
+        gl.store(peers.counters + (1 - (epoch & 1)) * SET + at, zero, mask=at < SET)

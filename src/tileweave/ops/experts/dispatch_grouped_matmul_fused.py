@@ -67,7 +67,7 @@ def _routing_launcher(
     cut: RoutingCut | None,
 ) -> tuple[Callable[..., None], int]:
     """What launches for one shape, and the words of a table."""
-    from tileweave.kernels.experts.routing import Launcher
+    from tileweave.kernels.experts.routing import launcher
 
     cut = cut or routing_cut(size, max_tokens, topk)
     # the histogram lives in the instance's counters, which nobody else uses here and nobody clears
@@ -79,7 +79,7 @@ def _routing_launcher(
     instance.reserve(max(size * max_tokens * topk, 1) * 4, histogram)
     begins, _ = layout_of(size, max_tokens, topk, experts)
     peers = endpoint(instance, torch.int32)
-    return Launcher(peers, cut, begins, max_tokens, topk, experts, rank, size, num_sms), begins[-1]
+    return launcher(peers, cut, begins, max_tokens, topk, experts, rank, size, num_sms), begins[-1]
 
 
 def run_fused(
@@ -142,13 +142,13 @@ def _counters() -> int:
 
 def _launcher(config: DispatchConfig) -> Callable[..., Callable[..., torch.Tensor | None]]:
     if config.kernel == "hopper" and config.ordered:
-        from tileweave.kernels.experts.dispatch_hopper_ordered import Launcher as OrderedLauncher
+        from tileweave.kernels.experts.dispatch_hopper_ordered import launcher as ordered_launcher
 
-        return OrderedLauncher
+        return ordered_launcher
     if config.kernel == "hopper":
-        from tileweave.kernels.experts.dispatch_hopper import Launcher as HopperLauncher
+        from tileweave.kernels.experts.dispatch_hopper import launcher as hopper_launcher
 
-        return HopperLauncher
-    from tileweave.kernels.experts.dispatch_triton import Launcher
+        return hopper_launcher
+    from tileweave.kernels.experts.dispatch_triton import launcher
 
-    return Launcher
+    return launcher
