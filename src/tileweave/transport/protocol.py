@@ -1,7 +1,7 @@
 """Every word that ranks and programs signal with, and its number: the one definition.
 
-Kernels (``device/triton/signal.py`` makes ``tl.constexpr`` of these), their interpreted bodies, the host
-and the tests all read it. Plain integers: no torch, no triton.
+Kernels (``device/triton/signal.py`` makes ``tl.constexpr`` of these), their interpreted bodies, the
+host and the tests all read it. Plain integers: no torch, no triton.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MAX_SLICES = 32  # signals that each source has at each rank, for slices or chun
 class SignalLayout:
     """Which signal has which index, for ``world_size`` ranks.
 
-    ``[source, slice]`` for data, then ``[source]`` for meetings, then ``[pushed]``, which the own copy
-    engine sets after its last copy. They are followed by the flags of both slots, ``[slot, source,
-    chunk]``: 1 where a peer has a chunk for a copy engine of this rank to pull, else 0.
+    ``[source, slice]`` for data, then ``[source]`` for meetings, then ``[pushed]``, which the own
+    copy engine sets after its last copy. They are followed by the flags of both slots, ``[slot,
+    source, chunk]``: 1 where a peer has a chunk for a copy engine of this rank to pull, else 0.
     """
 
     world_size: int
@@ -61,16 +61,17 @@ class SignalLayout:
 EPOCH = 0  # number of this call
 LEAVERS = 1  # programs that have left this call
 FAULT = 2  # 1 once a wait has timed out
-# Limits of waits in microseconds. For data: the time-out and an eighth; 0 after a fault, so that a call
-# with many waits ends. For meetings: the time-out; it runs out first, so that the report names the rank
-# that is late, and not one that waits for it, too. For own copies: twice the time-out, since they may
-# begin only when the meeting has timed out, and a kernel must not end before they have.
+# Limits of waits in microseconds. For data: the time-out and an eighth; 0 after a fault, so that a
+# call with many waits ends. For meetings: the time-out; it runs out first, so that the report names
+# the rank that is late, and not one that waits for it, too. For own copies: twice the time-out,
+# since they may begin only when the meeting has timed out, and a kernel must not end before they
+# have.
 TIMEOUT_US = 3
 MEETING_US = 4
 PUSHED_US = 5
 # The ranks in the address tables and the own rank; 0 ranks where copy engines bring the data. From
-# TABLES on the addresses (int64) of the tables: at the end of a call with a fault all of their entries
-# are made to lead to the own rank, so that this rank sends nothing from then on.
+# TABLES on the addresses (int64) of the tables: at the end of a call with a fault all of their
+# entries are made to lead to the own rank, so that this rank sends nothing from then on.
 TABLE_RANKS = 6
 TABLE_RANK = 7
 TABLES = 8

@@ -1,1 +1,2 @@
-"""Device functions in Gluon for Hopper: the counterparts of ``device/triton``, and the warp-specialised main loop (``matmul.py``)."""
+"""Device functions in Gluon for Hopper: the counterparts of ``device/triton``, and the
+warp-specialised main loop (``matmul.py``)."""

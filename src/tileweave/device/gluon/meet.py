@@ -1,4 +1,7 @@
-"""Ranks that begin to send at the same time, and the end of their copies, in Gluon: twins of words in ``device/triton/meet.py``."""
+"""Ranks that begin to send at the same time, and the end of their copies, in Gluon.
+
+Counterparts of ``device/triton/meet.py``; read that first.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,16 @@ from tileweave.device.triton.signal import MAX_SLICES, MEETING_US, PUSHED_US
 
 @gluon.jit
 def meet(
-    signal_table, signals, rank, epoch, unit, control, report, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
+    signal_table,
+    signals,
+    rank,
+    epoch,
+    unit,
+    control,
+    report,
+    WORLD_SIZE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Tell every rank that this one has come, and wait until all have; see ``meet.meet``."""
     first: gl.constexpr = WORLD_SIZE * MAX_SLICES
     notify_all(signal_table, first + rank, rank, epoch, WORLD_SIZE, True, WARPS)

@@ -1,4 +1,4 @@
-"""The device words in Gluon for Hopper: ``device/triton/signal.py`` once more.
+"""Signals, waits and epochs in Gluon for Hopper: the counterparts of ``device/triton/signal.py``.
 
 The integer maps, compiled as Gluon, are in ``matmul.py``.
 """
@@ -29,7 +29,8 @@ block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 @gluon.jit
 def clock(anything):
-    """Nanoseconds, ``%globaltimer``. ``anything``: an int32 scalar, since this assembly needs an operand."""
+    """Nanoseconds, ``%globaltimer``. ``anything``: an int32 scalar, since this assembly needs an
+    operand."""
     return gl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer;", "=l,r", [anything], dtype=gl.int64, is_pure=False, pack=1
     )
@@ -37,7 +38,8 @@ def clock(anything):
 
 @gluon.jit
 def drain_tma_stores(anything):
-    """Wait until this thread's TMA stores are visible, not only read; see ``signal.drain_tma_stores``, and :func:`clock`."""
+    """Wait until this thread's TMA stores are visible, not only read; see
+    ``signal.drain_tma_stores``, and :func:`clock`."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
         "=r,r",
@@ -57,7 +59,8 @@ def count_in(counter):
 
 @gluon.jit
 def count_last(counter, total):
-    """Count this partition's stores in, drained before; whether all are in now: see ``signal.count_last``."""
+    """Count this partition's stores in, drained before; whether all are in now: see
+    ``signal.count_last``."""
     block_barrier()
     last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == total - 1
     if last:
@@ -73,7 +76,7 @@ def symm_at(table, peer, dtype: gl.constexpr):
 
 @gluon.jit
 def notify(signal, epoch):
-    """Store ``epoch`` in ``signal`` behind this partition's plain stores; see ``signal.notify``."""
+    """Store ``epoch`` in ``signal`` after this partition's plain stores; see ``signal.notify``."""
     block_barrier()
     gl.atomic_xchg(signal, epoch, sem="release", scope="sys")
 
@@ -88,7 +91,8 @@ def notify_all(
     OWN: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """:func:`notify` every peer at ``offset`` of its signals, one lane a peer: one fence in time, not R - 1."""
+    """:func:`notify` every peer at ``offset`` of its signals, one lane a peer: one fence in time,
+    not R - 1."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     count: gl.constexpr = WORLD_SIZE if OWN else WORLD_SIZE - 1
     index = gl.arange(0, 32, layout=lane)
@@ -102,14 +106,19 @@ def notify_all(
 def expire(control, report, signal, unit, expected, seen):
     """Each thread by itself, without a barrier; see ``signal.expire``."""
     gl.inline_asm_elementwise(
-        EXPIRE, "=r,l,l,r,r,r,r", [control + FAULT, report, expected * 0 + signal, expected * 0 + unit, expected, seen],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        EXPIRE,
+        "=r,l,l,r,r,r,r",
+        [control + FAULT, report, expected * 0 + signal, expected * 0 + unit, expected, seen],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def words_of(first, last, stride, COUNT: gl.constexpr, SPREAD: gl.constexpr, WARPS: gl.constexpr):
-    """Where the signals stand that :func:`spin` polls, one a lane at least: what is left over polls the last source again."""
+    """The indices of the signals that :func:`spin` polls, at least one per lane: lanes left over
+    poll the last source again."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     WORDS: gl.constexpr = SPREAD * COUNT if SPREAD * COUNT > 32 else 32
     number = gl.arange(0, WORDS, layout=lane)
@@ -124,22 +133,44 @@ def _lag(seen, epoch, EXACT: gl.constexpr):
 
 @gluon.jit
 def are_there(
-    signals, first, last, stride, epoch, COUNT: gl.constexpr, SPREAD: gl.constexpr, WARPS: gl.constexpr, EXACT: gl.constexpr
-):  # fmt: skip
-    """Whether :func:`spin` would return at once; in front of work that only a wait leaves time for."""
+    signals,
+    first,
+    last,
+    stride,
+    epoch,
+    COUNT: gl.constexpr,
+    SPREAD: gl.constexpr,
+    WARPS: gl.constexpr,
+    EXACT: gl.constexpr,
+):
+    """Whether :func:`spin` would return at once; before work that only a wait leaves time
+    for."""
     index = words_of(first, last, stride, COUNT, SPREAD, WARPS)
     return gl.min(_lag(gl.load(signals + index, volatile=True), epoch, EXACT), axis=0) >= 0
 
 
 @gluon.jit
 def spin(
-    signals, first, last, stride, epoch, unit, control, report, COUNT: gl.constexpr, SPREAD: gl.constexpr, WARPS: gl.constexpr,
-    LIMIT: gl.constexpr = TIMEOUT_US, EXACT: gl.constexpr = False,
-):  # fmt: skip
-    """Poll until all of ``signals[s * stride : s * stride + COUNT]`` for s in [first, last] have reached ``epoch``.
+    signals,
+    first,
+    last,
+    stride,
+    epoch,
+    unit,
+    control,
+    report,
+    COUNT: gl.constexpr,
+    SPREAD: gl.constexpr,
+    WARPS: gl.constexpr,
+    LIMIT: gl.constexpr = TIMEOUT_US,
+    EXACT: gl.constexpr = False,
+):
+    """Poll until all of ``signals[s * stride : s * stride + COUNT]`` for s in [first, last] have
+    reached ``epoch``.
 
-    All words are polled at once, ``SPREAD`` * ``COUNT`` of them (powers of two, ``SPREAD`` > last - first). It orders
-    nothing yet: after it, :func:`acquire`. ``EXACT``: data of a later call will not do; see ``signal.wait``.
+    All words are polled at once, ``SPREAD`` * ``COUNT`` of them (powers of two, ``SPREAD`` > last -
+    first). It orders nothing yet: after it, :func:`acquire`. ``EXACT``: data of a later call will
+    not do; see ``signal.wait``.
     """
     index = words_of(first, last, stride, COUNT, SPREAD, WARPS)
     lag = gl.min(_lag(gl.load(signals + index, volatile=True), epoch, EXACT), axis=0)
@@ -167,10 +198,12 @@ def spin(
 
 @gluon.jit
 def acquire(epoch):
-    """Behind :func:`spin`: later loads, TMA's too, see what was stored before the signals seen. ``epoch``: any int32.
+    """After :func:`spin`: later loads, TMA's too, see what was stored before the signals seen.
+    ``epoch``: any int32.
 
-    Both fences are the narrow ones. ``fence.acq_rel`` and ``fence.proxy.async`` without a state space wait for all that the
-    multiprocessor has under way: 3 us in front of a tile, 7 beside copies (decision 0004).
+    Both fences are the narrow ones. ``fence.acq_rel`` and ``fence.proxy.async`` without a state
+    space wait for all that the multiprocessor has under way: 3 us before a tile, 7 us concurrently
+    with copies (decision 0004).
     """
     gl.inline_asm_elementwise(
         "fence.acquire.sys; fence.proxy.async.global; mov.u32 $0, 0;",
@@ -185,16 +218,26 @@ def acquire(epoch):
 
 @gluon.jit
 def wait(
-    signals, first, epoch, unit, control, report, COUNT: gl.constexpr, WARPS: gl.constexpr, EXACT: gl.constexpr = False
-):  # fmt: skip
-    """:func:`spin` on ``signals[first : first + COUNT]``, then :func:`acquire`; see ``signal.wait``."""
+    signals,
+    first,
+    epoch,
+    unit,
+    control,
+    report,
+    COUNT: gl.constexpr,
+    WARPS: gl.constexpr,
+    EXACT: gl.constexpr = False,
+):
+    """:func:`spin` on ``signals[first : first + COUNT]``, then :func:`acquire`; see
+    ``signal.wait``."""
     spin(signals, first, first, 1, epoch, unit, control, report, COUNT, 1, WARPS, EXACT=EXACT)
     acquire(epoch)
 
 
 @gluon.jit
 def leave(control, epoch, num_partitions):
-    """End of a partition that has read the epoch; the last one of the grid advances it; see ``signal.leave``."""
+    """End of a partition that has read the epoch; the last one of the grid advances it; see
+    ``signal.leave``."""
     fault = gl.load(control + FAULT, volatile=True)
     block_barrier()
     left = gl.atomic_add(control + LEAVERS, 1, sem="acq_rel", scope="gpu")

@@ -1,1 +1,4 @@
-"""Device functions under Triton's interpreter: bodies in plain Python (``words.py``), and a faster interpreter (``speedups.py``)."""
+"""Device functions under Triton's interpreter.
+
+``words.py`` has bodies in plain Python; ``speedups.py`` makes Triton's interpreter faster.
+"""

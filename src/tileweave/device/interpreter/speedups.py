@@ -1,13 +1,15 @@
 """Triton's interpreter without what it does over and over: four fifths of its time in our kernels.
 
-It looks through its whole language and patches it anew at every call of every device function, 3 ms each; it makes the same
-table of types, the same tuple of a shape, the same name and sizes of a type at every operation; it seeks what two operands have
-in common where they are alike; it does sums and products of integers again in 64 bits, to compare, and then ignores the outcome
-(``device_assert`` does nothing without ``debug``). Here the language is patched once a launch, from a list; types and shapes
-are kept; what is alike is left alone; nothing is compared in vain. What kernels compute, and every check of it, is Triton's.
+It looks through its whole language and patches it anew at every call of every device function, 3 ms
+each; it makes the same table of types, the same tuple of a shape, the same name and sizes of a type
+at every operation; it seeks what two operands have in common where they are alike; it does sums and
+products of integers again in 64 bits, to compare, and then ignores the outcome (``device_assert``
+does nothing without ``debug``). Here the language is patched once a launch, from a list; types and
+shapes are kept; what is alike is left alone; nothing is compared in vain. What kernels compute, and
+every check of it, is Triton's.
 
-Private parts of the interpreter are touched here and in ``explore/interpreter.py``; they are the same in Triton 3.6 to 3.9,
-and ``device/triton/signal.py`` leaves other versions as they are.
+Private parts of the interpreter are touched here and in ``explore/interpreter.py``; they are the
+same in Triton 3.6 to 3.9, and ``device/triton/signal.py`` leaves other versions as they are.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class _Writing(triton_interpreter._LangPatchScope):
 
 
 def _patches_of_triton() -> list[tuple[Any, str, object]]:
-    """For a function that sees all of the language, as our kernels and Triton's own standard library do."""
+    """For a function that sees all of the language, as our kernels and Triton's own standard
+    library do."""
 
     def sees_both() -> None: ...
 
@@ -63,7 +66,8 @@ def _patches_of_triton() -> list[tuple[Any, str, object]]:
     finally:
         triton_interpreter._LangPatchScope = usual
         writing.restore()
-    # Triton 3.6 takes int() of an array of one element here, which NumPy allows up to 2.3 only where it has dimensions
+    # Triton 3.6 takes int() of an array of one element here, which NumPy allows up to 2.3 only
+    # where it has dimensions
     return [
         (where, name, _index if name == "__index__" else _direct(value))
         for where, name, value in writing.patches
@@ -78,7 +82,8 @@ _GUARD = tl.core.builtin(lambda _semantic: None).__code__
 
 
 def _direct(patch: Any) -> object:
-    """A word of the language without the two functions around it: one says where it runs, one checks that somebody did."""
+    """A function of the language without the two functions around it: one notes where it runs, the
+    other checks that this was done."""
     member = (getattr(patch, "__kwdefaults__", None) or {}).get("member")
     if getattr(member, "__code__", None) is not _GUARD:
         return patch
@@ -92,7 +97,8 @@ def _direct(patch: Any) -> object:
 
 
 class Language:
-    """Triton's language in this process: patched while somebody runs a kernel, from whichever thread."""
+    """Triton's language in this process: patched while a kernel runs, from whichever
+    thread."""
 
     def __init__(self) -> None:
         self._patches: list[tuple[Any, str, object]] = []
@@ -101,7 +107,8 @@ class Language:
         self._lock = threading.Lock()
 
     def patch(self) -> Language:
-        """Stands for Triton's ``_patch_lang``; as many ``restore`` as there were ``patch`` end it."""
+        """Stands for Triton's ``_patch_lang``; as many ``restore`` as there were ``patch`` end
+        it."""
         with self._lock:
             if self._users == 0:
                 self._patches = self._patches or _patches_of_triton()
@@ -153,7 +160,8 @@ def _tensor(self: Any, handle: object, type: Any) -> None:
 
 @lru_cache(maxsize=4096, typed=True)
 def _block(element: str, *sizes: object) -> dict[str, object]:
-    """What Triton's block types of these sizes, of elements of this name, have but the type of their elements."""
+    """What Triton's block types of these sizes, of elements of this name, have but the type of
+    their elements."""
     made = object.__new__(tl.block_type)
     _block_type_as_triton_does(made, element, list(sizes))  # raises where it does
     return {name: value for name, value in vars(made).items() if name != "element_ty"}
@@ -235,7 +243,8 @@ def _stretched(block: Any, sizes: list[int]) -> object:
 
 
 def _broadcast(self: Any, lhs: Any, rhs: Any) -> object:
-    """``TritonSemantic.broadcast_impl_value``: two of one shape are as they should be, a scalar is spread over a block."""
+    """``TritonSemantic.broadcast_impl_value``: two of one shape are as they should be, a scalar is
+    spread over a block."""
     left, right = lhs.type, rhs.type
     if left.is_block() and right.is_block():
         mine, theirs = left.shape.values, right.shape.values
@@ -256,10 +265,16 @@ def _broadcast(self: Any, lhs: Any, rhs: Any) -> object:
 
 
 def _operands(
-    self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, arithmetic_check: bool = True,
+    self: Any,
+    lhs: Any,
+    rhs: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
     div_or_mod: bool = False,
-) -> object:  # fmt: skip
-    """``TritonSemantic.binary_op_type_checking_impl``: tensors of one type, not pointers, need no cast (but to divide)."""
+) -> object:
+    """``TritonSemantic.binary_op_type_checking_impl``: tensors of one type, not pointers, need no
+    cast (but to divide)."""
     if (
         type(lhs) is type(rhs) is tl.tensor
         and lhs.dtype is rhs.dtype
@@ -273,7 +288,8 @@ def _operands(
 
 
 def _convert(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-    """``_convert_float``: fp32 and bf16 differ in 16 bits of the mantissa, but Triton has its own way with subnormals."""
+    """``_convert_float``: fp32 and bf16 differ in 16 bits of the mantissa, but Triton has its own
+    way with subnormals."""
     widens = source is tl.bfloat16 and target is tl.float32
     if rounding_mode is None and (widens or (source is tl.float32 and target is tl.bfloat16)):
         bits = values.view(np.uint16 if widens else np.uint32)
@@ -312,5 +328,5 @@ def patch_once() -> None:
     builder = triton_interpreter.interpreter_builder
     if (
         not builder.options.debug
-    ):  # each sum is done again in 64 bits, compared, and nobody asked for the outcome
+    ):  # each sum is done again in 64 bits and compared, and the outcome is not used
         builder.options = replace(builder.options, sanitize_overflow=False)

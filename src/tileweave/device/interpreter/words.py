@@ -1,11 +1,14 @@
-"""Bodies of the device words for the Triton interpreter: plain Python over memory that processes share.
+"""Bodies of the device functions for the Triton interpreter: plain Python over memory that
+processes share.
 
-The interpreter runs a kernel's programs one after another in the calling thread, so a wait here sleeps between polls
-and can raise. x86 and Arm hosts order the interpreter's stores (each is a library call), so a 4-byte store is a release.
+The interpreter runs a kernel's programs one after another in the calling thread, so a wait here
+sleeps between polls and can raise. x86 and Arm hosts order the interpreter's stores (each is a
+library call), so a 4-byte store is a release.
 
-Words touch shared memory only through ``MEMORY``: plainly (:class:`HostMemory`) here, through a model of weak memory
-in schedule exploration (``explore/memory.py``), which puts its own in place. ``OBSERVERS`` sees every signal and wait, in
-the order of this rank: traces, statistics and tests hook in here.
+Words touch shared memory only through ``MEMORY``: plainly (:class:`HostMemory`) here, through a
+model of weak memory in schedule exploration (``explore/memory.py``), which puts its own in place.
+``OBSERVERS`` sees every signal and wait, in the order of this rank: traces, statistics and tests
+hook in here.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ OBSERVERS: list[Callable[[str, dict[str, int]], None]] = []
 
 
 class WaitExpired(RuntimeError):
-    """A wait ran out of time; the launcher turns the report behind it into ``PeerTimeout``."""
+    """A wait timed out; the launcher turns its report into ``PeerTimeout``."""
 
 
 def _tell(event: str, **details: int) -> None:
@@ -47,7 +50,8 @@ def wrapped(value: int) -> int:
 
 
 class HostMemory:
-    """int32 words at addresses of this process, in the order in which the words below touch them."""
+    """int32 words at addresses of this process, in the order in which the words below touch
+    them."""
 
     def load(self, address: int) -> int:
         """A plain load of a word of this rank."""
@@ -62,7 +66,7 @@ class HostMemory:
         return self.load(address)
 
     def release(self, address: int, value: int) -> None:
-        """A store, behind all earlier stores of this program."""
+        """A store, after all earlier stores of this program."""
         self.store(address, value)
 
     def add(self, address: int, value: int) -> int:
@@ -110,9 +114,16 @@ def must_wait(seen: int, expected: int, exact: object) -> bool:
 
 
 def wait(
-    signals: object, count: object, epoch: object, first: object, unit: object, control: object, report: object,
-    LIMIT: object = protocol.TIMEOUT_US, EXACT: object = False,
-) -> object:  # fmt: skip
+    signals: object,
+    count: object,
+    epoch: object,
+    first: object,
+    unit: object,
+    control: object,
+    report: object,
+    LIMIT: object = protocol.TIMEOUT_US,
+    EXACT: object = False,
+) -> object:
     base, number, expected, index = _value(signals), _value(count), _value(epoch), _value(first)
     block = _value(control)
     limit = MEMORY.load(block + 4 * _value(LIMIT)) * 1e-6

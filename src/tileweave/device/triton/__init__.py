@@ -1,1 +1,2 @@
-"""Device functions in Triton: signals, remote memory, tiles, the matmul main loop. Read ``signal.py`` first."""
+"""Device functions in Triton: signals, remote memory, tiles, the matmul main loop. Read
+``signal.py`` first."""

@@ -1,39 +1,50 @@
-"""Signals, waits and epochs in Triton: the words that order one rank's data before another rank's reads.
+"""Signals, waits and epochs in Triton: device functions that order data between ranks.
 
-A *signal* is an int32 in symmetric memory; its value is an *epoch*, the number of a call. Epochs only grow, signals are
-never reset, and waiting is ``signal - epoch >= 0`` in 32-bit arithmetic, hence safe when the count wraps.
+A *signal* is an int32 in symmetric memory; its value is an *epoch*, the number of a call. Epochs
+only grow, signals are never reset, and a wait ends when ``signal - epoch >= 0`` in 32-bit
+arithmetic, which is safe when the count wraps.
 
-Which word, when:
+These functions take pointers. Kernels call them by ``peers.py``, which takes an instance as a
+whole.
 
-==============================  =====================================================================================
-``notify``, ``notify_all``      after plain stores: all of this program's stores are visible to who sees the signal
-``drain_tma_stores``            before ``notify``, where the stores went through ``tensor_descriptor.store``
-``wait``                        before loads of what was notified; returns a *token*
-``wait_here``                   the same for a word that programs of this device wrote with release
-``refuse_later``                behind a wait, where a signal of a later call means that its rank gave this one up
-``consume_token``               for loads in a loop that contains the wait: the software pipeliner would move them over it
-``fence``                       a full fence over all GPUs of the host; ``wait`` and ``notify`` contain what they need
-``acquire``                     the half of it that orders loads: in ``wait``; behind polls of your own
-``load_epoch``                  the number of this call, once at the start of a program
-``leave``, ``leave_early``      once at the end of a program (in its middle): the last one advances the epoch for the next call
-``last_to_leave``, ``advance``  its halves, for what only the last of all may do: ``poison`` over what others store
-``count_in``                    after plain stores that this device's copy engine takes further
-``count_last``                  after plain stores of one of several programs: the last of them may say so with ``notify``
-``poison``                      over a result that nobody may take for right
-``pause``, ``expire``           in loops that poll data instead of signals (``self_signaling.py``)
-``multiprocessor``              where a program runs: for roles that a few multiprocessors should have to themselves
-``faulted``                     whether a wait of this rank ran out of time, so that a result must be poisoned
-``call_done``                   what a rank says that it has done: after a fault the call before
-==============================  =====================================================================================
+Which function to use when:
 
-The *control block* (int32, local) is ``[epoch, leavers, fault, time-out in us, ...]``; the *report* (int32, host
-memory) is ``[set, signal, unit, expected, seen, ...]``: see ``transport/interface.py``.
+==========================  ======================================================================
+``notify``, ``notify_all``  after plain stores: all of this program's stores are visible to any
+                            thread that observes the signal
+``drain_tma_stores``        before ``notify``, if stores went through ``tensor_descriptor.store``
+``wait``                    before loads of what was notified; returns a *token*
+``wait_here``               the same for a counter that programs of this device write with release
+``refuse_later``            after a wait, where a signal of a later call means that its rank gave
+                            this call up
+``consume_token``           for loads in a loop that contains the wait: the software pipeliner
+                            would move them before it
+``fence``                   a full fence over all GPUs of the host; ``wait`` and ``notify`` contain
+                            the fences that they need
+``acquire``                 the half of it that orders loads: part of ``wait``; after your own polls
+``load_epoch``              the number of this call, once at the start of a program
+``leave``, ``leave_early``  once at the end of a program (in the middle of it): the last program
+                            advances the epoch for the next call
+``last_to_leave``,          the two halves of ``leave``, for what only the last program may do,
+``advance``                 such as ``poison`` over what others store
+``count_in``                after plain stores that this device's copy engine copies further
+``count_last``              after plain stores of one of several programs: the last of them may
+                            ``notify``
+``poison``                  over a result that must not pass for right
+``pause``, ``expire``       in loops that poll data instead of signals (``self_signaling.py``)
+``multiprocessor``          where a program runs: for roles that need a multiprocessor to themselves
+``faulted``                 whether a wait of this rank timed out, so that a result must be poisoned
+``call_done``               the call that a rank says it has done: after a fault the one before
+==========================  ======================================================================
 
-Every wait is bounded. One that runs out of time writes the report, sets ``fault`` and sets the limits for data and meetings
-to zero, so that waits for other ranks return at once; the kernel ends, its results are NaN, the host raises ``PeerTimeout``.
+The *control block* and the *report* are described in ``transport/protocol.py``.
 
-Verified in the PTX of Triton 3.6 to 3.9 (``tests/compile``): a release atomic is *not* preceded by a CTA barrier, so
-``notify`` has its own.
+Every wait is bounded. One that times out writes the report, sets ``fault`` and sets the limits for
+data and meetings to zero, so that waits for other ranks return at once. The kernel ends, its
+results are NaN, and the host raises ``PeerTimeout``.
+
+Verified in the PTX of Triton 3.6 to 3.9 (``tests/compile``): a release atomic is *not* preceded by
+a CTA barrier, so ``notify`` has its own.
 """
 
 from __future__ import annotations
@@ -67,7 +78,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def clock():
-    """Nanoseconds of a clock that all programs of a device share (``%globaltimer``; 0 where there is none)."""
+    """Nanoseconds of a clock that all programs of a device share (``%globaltimer``; 0 where there
+    is none)."""
     if is_hip():
         return tl.cast(0, tl.int64)
     else:
@@ -78,7 +90,8 @@ def clock():
 
 @triton.jit
 def multiprocessor():
-    """The number of the multiprocessor that this program runs on (0 where there is none). For roles that anybody may take."""
+    """The number of the multiprocessor that this program runs on (0 where there is none). For roles
+    that anybody may take."""
     if is_hip():
         return tl.cast(0, tl.int32)
     else:
@@ -91,7 +104,7 @@ def multiprocessor():
 def fence():
     """Order all memory operations of each thread before all later ones, for every GPU of the host.
 
-    Returns a 0 that the compiler cannot know to be one: what depends on it stays behind the fence.
+    Returns a 0 that the compiler cannot know to be one: what depends on it stays after the fence.
     """
     if is_hip():
         tl.debug_barrier()
@@ -104,10 +117,12 @@ def fence():
 
 @triton.jit
 def acquire():
-    """Order loads of words that signal before all later loads: the half of :func:`fence` that a wait needs.
+    """Order loads of words that signal before all later loads: the half of :func:`fence` that a
+    wait needs.
 
-    From Hopper on it waits for no store, as a full fence does: that costs 3 to 7 us where the multiprocessor has much under
-    way. Below, ptxas takes the narrow fence without a word and makes an illegal instruction of it.
+    From Hopper on it waits for no store, as a full fence does: that costs 3 to 7 us where the
+    multiprocessor has much under way. Below, ptxas takes the narrow fence without a warning and
+    makes an illegal instruction of it.
     """
     if cuda_capability_geq(9, 0):
         return tl.inline_asm_elementwise(
@@ -121,7 +136,8 @@ def acquire():
 def drain_tma_stores():
     """Wait until this program's ``tensor_descriptor`` stores are visible, not only read.
 
-    What ``store`` emits itself ends in ``wait_group.read``: the source may be overwritten, the data may be under way.
+    What ``store`` emits itself ends in ``wait_group.read``: the source may be overwritten, the data
+    may be under way.
     """
     if not is_hip():
         tl.inline_asm_elementwise(
@@ -136,7 +152,8 @@ def drain_tma_stores():
 
 @triton.jit
 def notify(signal, epoch):
-    """Store ``epoch`` in ``signal`` (int32 pointer, usually a peer's), after all stores of this program.
+    """Store ``epoch`` in ``signal`` (int32 pointer, usually a peer's), after all stores of this
+    program.
 
     The barrier makes every thread's stores precede the release of the one thread that signals.
     """
@@ -146,9 +163,11 @@ def notify(signal, epoch):
 
 @triton.jit
 def notify_all(table, offset, rank, epoch, WORLD_SIZE: tl.constexpr, OWN: tl.constexpr):
-    """:func:`notify` every peer at word ``offset`` of its signals (``OWN``: this rank too), all at once.
+    """:func:`notify` every peer at index ``offset`` of its signals (``OWN``: this rank too), all at
+    once.
 
-    One lane a peer, at most 8: the fence of a release is paid once in time, not R - 1 times. ``table``: as for ``symm_at``.
+    One lane per peer, at most 8: the time of a release fence is paid once, not R - 1 times.
+    ``table``: as for ``symm_at``.
     """
     lane = tl.arange(0, 8)
     count: tl.constexpr = WORLD_SIZE if OWN else WORLD_SIZE - 1
@@ -162,19 +181,22 @@ def notify_all(table, offset, rank, epoch, WORLD_SIZE: tl.constexpr, OWN: tl.con
 
 @triton.jit
 def pause():
-    """Between two polls of a loop that waits: nothing on a GPU; the interpreter lets other ranks run."""
+    """Between two polls of a loop that waits: nothing on a GPU; the interpreter lets other ranks
+    run."""
 
 
 @triton.jit
 def count_in(counter):
-    """Count this program's stores in at ``counter``, for a copy engine of this device that waits for a number of them."""
+    """Count this program's stores in at ``counter``, for a copy engine of this device that waits
+    for a number of them."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="sys")
 
 
 @triton.jit
 def count_last(counter, total):
-    """Count this program's stores in at ``counter``. Whether all ``total`` are in: it is 0 again, ``notify`` may follow."""
+    """Count this program's stores in at ``counter``. Whether all ``total`` are in: it is 0 again,
+    ``notify`` may follow."""
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == total - 1
     if last:
@@ -184,15 +206,16 @@ def count_last(counter, total):
 
 @triton.jit
 def poison(target, size, BLOCK: tl.constexpr):
-    """After a time-out: nothing of these elements may pass for right."""
+    """After a time-out: NaN over these elements, so that none of them passes for right."""
     for begin in range(0, size, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         tl.store(target + at, float("nan"), mask=at < size)
 
 
-# $1: control + FAULT; $2: report; $3 to $6: signal, unit, epochs expected and seen. FAULT is set first,
-# then two limits to a 0 computed from what it was: a wait that stops for such a limit finds FAULT set,
-# and reports nothing. LEAVERS has it before this program leaves: the last may have read FAULT already.
+# $1: control + FAULT; $2: report; $3 to $6: signal, unit, epochs expected and seen. FAULT is set
+# first, then two limits to a 0 computed from what it was: a wait that stops for such a limit finds
+# FAULT set, and reports nothing. LEAVERS has it before this program leaves: the last may have read
+# FAULT already.
 _WORDS = {"leavers": protocol.LEAVERS, "data": protocol.TIMEOUT_US, "meeting": protocol.MEETING_US}
 _FROM_FAULT = {name: 4 * (word - protocol.FAULT) for name, word in _WORDS.items()}
 EXPIRE = tl.constexpr(f"""{{
@@ -214,9 +237,11 @@ EXPIRE = tl.constexpr(f"""{{
 
 @triton.jit
 def expire(control, report, signal, unit, expected, seen):
-    """Report a wait that ran out of time, the first one only, and let later ones pass (but for ``PUSHED_US``).
+    """Report a wait that timed out, the first one only, and let later ones pass (but for
+    ``PUSHED_US``).
 
-    Each thread by itself and without a barrier: warps poll one by one, so what is late for one may have come for the next.
+    Each thread by itself and without a barrier: warps poll one by one, so what is late for one may
+    have come for the next.
     """
     if is_hip():
         if tl.atomic_xchg(control + FAULT, 1, sem="relaxed", scope="gpu") == 0:
@@ -231,14 +256,19 @@ def expire(control, report, signal, unit, expected, seen):
         tl.store(control + MEETING_US, 0)
     else:
         tl.inline_asm_elementwise(
-            EXPIRE, "=r,l,l,r,r,r,r", [control + FAULT, report, expected * 0 + signal, expected * 0 + unit, expected, seen],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            EXPIRE,
+            "=r,l,l,r,r,r,r",
+            [control + FAULT, report, expected * 0 + signal, expected * 0 + unit, expected, seen],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
 def _wait_one(signal, epoch):
-    """Spin with scalar acquire atomics, at most 2**27 times: the portable poll, for targets with no clock word."""
+    """Spin with scalar acquire atomics, at most 2**27 times: the portable poll, for targets with no
+    clock word."""
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     polls = 0
     while (seen - epoch < 0) & (polls < 1 << 27):
@@ -249,7 +279,8 @@ def _wait_one(signal, epoch):
 
 @triton.jit
 def _lag(seen, epoch, EXACT: tl.constexpr):
-    """Below zero where a wait must go on: for what is behind, and ``EXACT`` for what is ahead, too."""
+    """Below zero where a wait must go on: for an older signal, and with ``EXACT`` for a newer one,
+    too."""
     return tl.minimum(seen - epoch, epoch - seen) if EXACT else seen - epoch
 
 
@@ -265,7 +296,8 @@ def _poll(
     LIMIT: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Until :func:`wait` may go on, or its time is up. Orders nothing; each warp by itself, without a barrier."""
+    """Until :func:`wait` may go on, or its time is up. Orders nothing; each warp by itself, without
+    a barrier."""
     lane = tl.arange(0, count)
     words = signals + first + lane
     lag = tl.min(_lag(tl.load(words, volatile=True), epoch, EXACT), axis=0)
@@ -292,17 +324,26 @@ def _poll(
 
 @triton.jit
 def wait(
-    signals, count: tl.constexpr, epoch, first, unit, control, report, LIMIT: tl.constexpr = TIMEOUT_US,
+    signals,
+    count: tl.constexpr,
+    epoch,
+    first,
+    unit,
+    control,
+    report,
+    LIMIT: tl.constexpr = TIMEOUT_US,
     EXACT: tl.constexpr = False,
-):  # fmt: skip
-    """Wait until ``signals[first : first + count]`` have all reached ``epoch``. Returns a token, always 0.
+):
+    """Wait until ``signals[first : first + count]`` have all reached ``epoch``. Returns a token,
+    always 0.
 
-    Afterwards this program's loads see what was stored before each of those signals. ``count`` is a power of two, at
-    most 32. ``unit``: the waiting unit of work, for the report; ``LIMIT``: the word of ``control`` with the time it has.
-    ``EXACT``: data of a later call will not do. For what copy engines bring behind a meeting of all ranks: a rank in a later
-    call has given this one up, and its copies still come, since :func:`advance` cannot change addresses that the host holds.
-    It belongs outside the loop over K, once a tile; inside a pipelined loop pass the loads' offset through
-    :func:`consume_token`.
+    Afterwards this program's loads see what was stored before each of those signals. ``count`` is a
+    power of two, at most 32. ``unit``: the waiting unit of work, for the report; ``LIMIT``: the
+    word of ``control`` with the time it has. ``EXACT``: data of a later call will not do. For what
+    copy engines bring after a meeting of all ranks: a rank in a later call has given this one up,
+    and its copies still come, since :func:`advance` cannot change addresses that the host holds. It
+    belongs outside the loop over K, once a tile; inside a pipelined loop pass the loads' offset
+    through :func:`consume_token`.
     """
     token = tl.cast(0, tl.int32)
     if is_hip():
@@ -322,7 +363,8 @@ def wait(
 
 @triton.jit
 def refuse_later(signals, epoch, index, unit, control, report):
-    """A time-out if ``signals[index]`` is of a call later than ``epoch``, which a peer reaches only if it gave this rank up."""
+    """A time-out if ``signals[index]`` is of a call later than ``epoch``, which a peer reaches only
+    if it gave this rank up."""
     seen = tl.load(signals + index, volatile=True)
     if seen - epoch > 0:
         expire(control, report, index, unit, epoch, seen)
@@ -330,9 +372,11 @@ def refuse_later(signals, epoch, index, unit, control, report):
 
 @triton.jit
 def wait_here(words, value, index, unit, control, report, LIMIT: tl.constexpr = TIMEOUT_US):
-    """:func:`wait` for ``words[index]``, which only this device's programs write, with release: one load if it is there.
+    """:func:`wait` for ``words[index]``, which only this device's programs write, with release: one
+    load if it is there.
 
-    Warps ask one after the other and may be told different things, so no barrier stands where only some of them come.
+    Warps poll one after the other and may see different values, so there is no barrier where only
+    some of them come.
     """
     if is_hip():
         wait(words, 1, value, index, unit, control, report, LIMIT)
@@ -353,25 +397,28 @@ def wait_here(words, value, index, unit, control, report, LIMIT: tl.constexpr = 
 
 @triton.jit
 def consume_token(value, token):
-    """``value``, made to depend on a wait's token: an edge that keeps loads at ``value`` behind the wait."""
+    """``value``, made to depend on a wait's token: an edge that keeps loads at ``value`` after the
+    wait."""
     return value + token
 
 
 @triton.jit
 def load_epoch(control):
-    """The number of this call. All programs read the same one: it advances only when the last has left."""
+    """The number of this call. All programs read the same one: it advances only when the last has
+    left."""
     return tl.load(control + EPOCH, volatile=True)
 
 
 @triton.jit
 def faulted(control):
-    """Non-zero once a wait of this rank has run out of time."""
+    """Non-zero once a wait of this rank has timed out."""
     return tl.load(control + FAULT, volatile=True)
 
 
 @triton.jit
 def call_done(control, epoch):
-    """The call that a rank says it has done: this one, or after a fault, which may have kept stores back, the one before."""
+    """The call that a rank says it has done: this one, or after a fault, which may have kept stores
+    back, the one before."""
     return epoch - (faulted(control) != 0).to(tl.int32)
 
 
@@ -379,11 +426,10 @@ def call_done(control, epoch):
 def leave(control, epoch, num_programs):
     """End of a program; the last of ``num_programs`` advances the epoch for the next call.
 
-    Stands after everything this program has to say to peers in this call.
+    To be called after everything that this program signals to peers in this call.
     """
-    fault = faulted(
-        control
-    )  # of earlier calls at least; of this one LEAVERS tells, so the last to leave need not load again
+    # of earlier calls at least; LEAVERS tells of this one, so the last to leave need not load again
+    fault = faulted(control)
     last, faults = _leave(control, num_programs, "acq_rel")
     if last:
         advance(control, epoch, fault + faults)
@@ -399,17 +445,20 @@ def _leave(control, num_programs, SEM: tl.constexpr):
 
 @triton.jit
 def last_to_leave(control, num_programs):
-    """Whether all other programs have left, and what they stored is visible; then this one must :func:`advance`."""
+    """Whether all other programs have left, and what they stored is visible; then this one must
+    :func:`advance`."""
     return _leave(control, num_programs, "acq_rel")[0]
 
 
 @triton.jit
 def advance(control, epoch, fault):
-    """The end of the call that :func:`last_to_leave` found. ``fault``: what :func:`faulted` said in it.
+    """The end of the call that :func:`last_to_leave` found. ``fault``: what :func:`faulted` said in
+    it.
 
-    After a fault no wait holds this rank. What it sends two calls later would land in the slot that somebody late still
-    reads, who would take it for right. So from here on it sends to itself only: who is late waits for it in vain, and says
-    so. Within a call nothing changes, or a signal might go where its data did not.
+    After a fault no wait holds this rank. What it sends two calls later would land in the slot that
+    a late rank still reads, which would take it for right. So from here on it sends to itself only:
+    a late rank waits for it in vain, and reports that. Within a call nothing changes, or a signal
+    might go where its data did not.
     """
     if fault != 0:
         ranks = tl.load(control + TABLE_RANKS)
@@ -425,11 +474,13 @@ def advance(control, epoch, fault):
 
 @triton.jit
 def leave_early(control, epoch, num_programs):
-    """:func:`leave` in the middle of a program, where waiting for peers hides what it takes (a microsecond at the end).
+    """:func:`leave` in the middle of a program, where waiting for peers hides what it takes (a
+    microsecond at the end).
 
-    Stands behind stores whose addresses were made with ``epoch``, of all threads: then no load of it is on its way, and
-    nothing need be released. The next call is ordered by its stream. Not for kernels whose copy engines read the word.
-    A fault of this call may come after it: so a kernel that leaves early reads FAULT at its begin, too, and then sends nothing.
+    To be called after stores whose addresses were made with ``epoch``, of all threads: then no load
+    of it is on its way, and nothing need be released. The next call is ordered by its stream. Not
+    for kernels whose copy engines read the epoch. A fault of this call may come after it: so a
+    kernel that leaves early reads FAULT at its begin, too, and then sends nothing.
     """
     fault = faulted(control)
     last, faults = _leave(control, num_programs, "relaxed")

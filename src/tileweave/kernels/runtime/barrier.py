@@ -1,11 +1,12 @@
 """barrier: no rank passes before every rank of the group has come, on the device, in stream order.
 
-Needed only where a slot's address is frozen, in a CUDA graph, and its copies wait for nobody: a gather beside another kernel,
-and what copy engines pull. It is the meeting of ``device/triton/meet.py``, by itself: all ranks have begun this call, hence ended
-the one before, which read that slot last.
+Needed only where a CUDA graph freezes a slot's address and the copies to it wait for no meeting: a
+gather that runs concurrently with another kernel, and what copy engines pull. It is the meeting of
+``device/triton/meet.py`` by itself: all ranks have begun this call, hence ended the one before,
+which read that slot last.
 
-It reads the epoch of the call that it stands in front of, and leaves it as it is. One program, on the same stream as the call:
-beside a kernel that fills the device it might never start.
+It reads the epoch of the call that it precedes, and leaves it as it is. It has one program, on the
+same stream as the call: concurrently with a kernel that fills the device it might never start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tensor descriptors that the Hopper kernels keep between launches, and which tensors TMA can read."""
+"""Tensor descriptors that the Hopper kernels keep between launches, and which tensors TMA can
+read."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tileweave.kernels.runtime.peers import lines
 
 
 def fits(*tensors: torch.Tensor) -> bool:
-    """Whether TMA can reach these tensors (rows at multiples of 16 bytes); if not, the Triton kernel runs."""
+    """Whether TMA can reach these tensors (rows at multiples of 16 bytes); if not, the Triton
+    kernel runs."""
     return all(
         t.data_ptr() % 16 == 0 and lines(t.stride())[0] * t.element_size() % 16 == 0
         for t in tensors
@@ -23,7 +25,8 @@ def fits(*tensors: torch.Tensor) -> bool:
 def weight(
     address: int, dtype: torch.dtype, cols: int, depth: int, strides: Sequence[int], tile: list[int]
 ) -> TensorDescriptor:
-    """A weight [cols, depth], loaded by the ``tile`` of those; both the other way round where its lines run along N."""
+    """A weight [cols, depth], loaded by the ``tile`` of those; both the other way round where its
+    lines run along N."""
     stride, depth_first = lines(strides)
     if depth_first:
         return descriptor(address, dtype, [depth, cols], stride, tile[::-1])
@@ -43,7 +46,8 @@ class Pointer:
 def descriptor(
     address: int, dtype: torch.dtype, shape: list[int], stride: int, tile: list[int]
 ) -> TensorDescriptor:
-    """A matrix of ``shape`` at ``address``, rows ``stride`` elements apart, loaded or stored by the ``tile``."""
+    """A matrix of ``shape`` at ``address``, rows ``stride`` elements apart, loaded or stored by the
+    ``tile``."""
     kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for(tile, kind)
     return TensorDescriptor(Pointer(address, dtype), shape, [stride, 1], tile, layout)

@@ -1,10 +1,12 @@
-"""Launching one compiled kernel many times: its parameters stand in memory, and a launch writes the few that change.
+"""Launching one compiled kernel many times: its parameters are kept in memory, and a launch writes
+the few that change.
 
-Triton's own path looks at every argument of every launch and encodes every tensor descriptor anew, which for the kernels
-here takes 20 us of host time and more. :func:`prepare` does that once; a launch of what it returns is one call of the
-driver, with the addresses that changed.
+Triton's own path looks at every argument of every launch and encodes every tensor descriptor anew,
+which for the kernels here takes 20 us of host time and more. :func:`prepare` does that once; a
+launch of what it returns is one call of the driver, with the addresses that changed.
 
-What a parameter block looks like is the compiler's affair; ``tests/compile`` holds :func:`layout` against its PTX.
+What a parameter block looks like is the compiler's affair; ``tests/compile`` holds :func:`layout`
+against its PTX.
 """
 
 from __future__ import annotations
@@ -19,10 +21,20 @@ from triton import knobs
 from triton.runtime import driver as active
 
 WORDS = {
-    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
-    "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
-    "fp32": ctypes.c_float, "fp64": ctypes.c_double, "pointer": ctypes.c_uint64,
-}  # fmt: skip
+    "i1": ctypes.c_int8,
+    "i8": ctypes.c_int8,
+    "i16": ctypes.c_int16,
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "u1": ctypes.c_uint8,
+    "u8": ctypes.c_uint8,
+    "u16": ctypes.c_uint16,
+    "u32": ctypes.c_uint32,
+    "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float,
+    "fp64": ctypes.c_double,
+    "pointer": ctypes.c_uint64,
+}
 MAP, MAP_BYTES = "map", 128
 _SCRATCH = (
     "global_scratch",
@@ -32,7 +44,8 @@ _MAX_MAPS = 64  # addresses of which tensor maps are kept: weights come again, a
 
 
 def limit_registers(most: int) -> dict[str, int]:
-    """The launch option that holds a kernel to ``most`` registers a thread, where its compiler has one."""
+    """The launch option that holds a kernel to ``most`` registers a thread, where its compiler has
+    one."""
     if knobs.runtime.interpret or active.active.get_current_target().backend != "cuda":
         return {}
     return {"maxnreg": most}
@@ -60,7 +73,8 @@ def _launch_function() -> Any:
 
 @lru_cache(maxsize=1)
 def _map_offset() -> int | None:
-    """Where Triton's object around a tensor map has the map: at its end, behind a header. None if that changed."""
+    """Where Triton's object around a tensor map has the map: at its end, after a header. None if
+    that changed."""
     from triton.backends.nvidia import driver
 
     size = getattr(getattr(driver, "PyCUtensorMap", None), "__basicsize__", 0)
@@ -83,10 +97,11 @@ def flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layout(signature: Mapping[str, Any]) -> dict[str, str] | None:
-    """Parameter -> kind of a kernel for NVIDIA, in order; None where an argument is of a kind not known here.
+    """Parameter -> kind of a kernel for NVIDIA, in order; None where an argument is of a kind not
+    known here.
 
-    ``kind`` is :data:`MAP` or one of :data:`WORDS`. A tensor descriptor is a map, its sizes, its strides. Constants take
-    no place.
+    ``kind`` is :data:`MAP` or one of :data:`WORDS`. A tensor descriptor is a map, its sizes, its
+    strides. Constants take no place.
     """
     found: dict[str, str] = {}
     for name, kind in flat(signature).items():
@@ -173,7 +188,8 @@ class Launcher:
 
 
 class Launches:
-    """Launches of ``kernel`` with ``options``: the first of each variant by Triton, later ones from what it was given then.
+    """Launches of ``kernel`` with ``options``: the first of each variant by Triton, later ones from
+    what it was given then.
 
     ``words``, ``maps``: names of arguments that change from launch to launch; see :func:`prepare`.
     """
@@ -185,12 +201,17 @@ class Launches:
         self.prepared: dict[Hashable, Prepared | None] = {}
 
     def __call__(
-        self, programs: int, variant: Hashable, arguments: Callable[[], Sequence[Any]], words: Sequence[Any],
+        self,
+        programs: int,
+        variant: Hashable,
+        arguments: Callable[[], Sequence[Any]],
+        words: Sequence[Any],
         addresses: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Launch on the current stream.
 
-        variant : whatever Triton specialises for, and ``programs`` where they vary. arguments : makes all of them.
+        variant : whatever Triton specialises for, and ``programs`` where they vary. arguments :
+            makes all of them.
         words, addresses : values of the words, base addresses of the maps.
         """
         prepared = self.prepared.get(variant)
@@ -204,7 +225,8 @@ class Launches:
 
 
 def hooked() -> bool:
-    """Whether somebody listens to Triton's launches (a profiler): then they take Triton's path."""
+    """Whether a hook listens to Triton's launches (a profiler): then launches take Triton's
+    path."""
     hook = knobs.runtime.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
 
@@ -216,13 +238,16 @@ def prepare(
     words: Sequence[str],
     maps: Sequence[str] = (),
 ) -> Prepared | None:
-    """What later launches of ``compiled`` over ``programs`` programs need; None where only Triton's path can launch it.
+    """What later launches of ``compiled`` over ``programs`` programs need; None where only Triton's
+    path can launch it.
 
     Parameters
     ----------
-    compiled : what a launch of a jit function returned. arguments : all that it was launched with, in order.
-    words : arguments that change from launch to launch, pointers and numbers. maps : likewise, descriptors, whose base
-        changes and nothing else. None may change what the kernel was specialised for: its alignment.
+    compiled : what a launch of a jit function returned. arguments : all that it was launched with,
+        in order.
+    words : arguments that change from launch to launch, pointers and numbers. maps : likewise,
+        descriptors, whose base changes and nothing else. None may change what the kernel was
+        specialised for: its alignment.
     """
     metadata = getattr(compiled, "metadata", None)
     if (
@@ -248,9 +273,14 @@ class Prepared:
     """A kernel with its parameters in place; see :func:`prepare`. For one thread at a time."""
 
     def __init__(
-        self, compiled: Any, programs: int, kinds: Mapping[str, str], arguments: Mapping[str, Any],
-        words: Sequence[str], maps: Sequence[str],
-    ) -> None:  # fmt: skip
+        self,
+        compiled: Any,
+        programs: int,
+        kinds: Mapping[str, str],
+        arguments: Mapping[str, Any],
+        words: Sequence[str],
+        maps: Sequence[str],
+    ) -> None:
         self._compiled, metadata = (
             compiled,
             compiled.metadata,
@@ -271,7 +301,7 @@ class Prepared:
         values, described = _expand(arguments), iter(metadata.tensordesc_meta or ())
         self._words = ctypes.create_string_buffer(8 * len(kinds))
         self._tables: dict[str, _Maps] = {}
-        # words stand side by side, those that change first: they are written at once
+        # words are adjacent, those that change first: they are written at once
         places = {name: place for place, name in enumerate(dict.fromkeys((*words, *kinds)))}
         for index, (name, kind) in enumerate(kinds.items()):
             value = values.get(name)
@@ -289,7 +319,8 @@ class Prepared:
         self._pack = struct.Struct("".join(_format(kinds[name]) for name in words)).pack_into
 
     def __call__(self, words: Sequence[int], addresses: Sequence[int] = ()) -> None:
-        """Launch on the current stream: values of the changing words, base addresses of the changing descriptors."""
+        """Launch on the current stream: values of the changing words, base addresses of the
+        changing descriptors."""
         self._pack(self._words, 0, *words)
         for table, address in zip(self._maps, addresses, strict=True):
             self._parameters[table.index] = table.known.get(address) or table.make(address)
@@ -297,7 +328,8 @@ class Prepared:
         status = self._launch(*self._call)
         if status:
             raise RuntimeError(
-                f"the driver refused to launch {self._compiled.name}: cuLaunchKernelEx returned {status}"
+                f"the driver refused to launch {self._compiled.name}: "
+                f"cuLaunchKernelEx returned {status}"
             )
 
 
@@ -308,7 +340,8 @@ def _format(kind: str) -> str:
 
 
 def _expand(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments, and the sizes and strides of descriptors by the names :func:`layout` gives them."""
+    """Arguments, and the sizes and strides of descriptors by the names :func:`layout` gives
+    them."""
     found = flat(arguments)
     for name, value in list(found.items()):
         if hasattr(value, "block_shape"):
@@ -318,7 +351,8 @@ def _expand(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Maps:
-    """The tensor maps of one descriptor argument, by base address. ``known``: where they stand; ``index``: of the argument."""
+    """The tensor maps of one descriptor argument, by base address. ``known``: their addresses;
+    ``index``: of the argument."""
 
     def __init__(self, index: int, descriptor: Any, metadata: Mapping[str, Any]) -> None:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
