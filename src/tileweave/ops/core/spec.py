@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -87,10 +87,11 @@ class OperatorSpec:
     warmup : see :func:`tileweave.warmup`; None: one call of the arguments given, then ``explain``.
     backward : None for an operator without gradients.
     reference : the unfused operator in plain torch: specification, oracle, baseline.
-    kernel : the module of the fused kernel, below ``tileweave/kernels`` if it does not begin with
-        another package's name.
+    kernel : the module of the fused kernel; of several, the one to read first.
     dual : the name of the operator that computes the gradient of the first argument; "" if there
         is none.
+    traced : what ``tileweave trace`` sees inside: "stamps" that the kernel writes; "waits", of a
+        kernel without stamps, where it is interpreted; "" for nothing.
     samples : the module that has its ``SAMPLES``: how commands draw, call and judge it, and sizes.
         Only commands import it. "": ``tileweave.bench.samples.<name>``.
     """
@@ -108,6 +109,7 @@ class OperatorSpec:
     warmup: Callable[..., Plan] | None = None
     backward: Backward | BackwardOperator | None = None
     dual: str = ""
+    traced: Literal["stamps", "waits", ""] = ""
     samples: str = ""
 
     @property

@@ -328,5 +328,5 @@ SPEC = OperatorSpec(
     explain=explain,
     backward=Backward(setup_context, backward),
     reference=reference.embedding_bag_all_to_all,
-    kernel="embedding.bag_all_to_all",
+    kernel="tileweave.kernels.embedding.bag_all_to_all",
 )

@@ -487,6 +487,6 @@ SPEC = OperatorSpec(
         like=_like,
     ),
     reference=reference.dispatch_grouped_matmul,
-    kernel="experts.dispatch_triton",
+    kernel="tileweave.kernels.experts.dispatch_triton",
     dual="grouped_matmul_combine",
 )

@@ -341,6 +341,6 @@ SPEC = OperatorSpec(
         like=_like,
     ),
     reference=reference.grouped_matmul_combine,
-    kernel="experts.combine_triton",
+    kernel="tileweave.kernels.experts.combine_triton",
     dual="dispatch_grouped_matmul",
 )

@@ -272,6 +272,7 @@ SPEC = OperatorSpec(
         like=_like,
     ),
     reference=reference.all_gather_matmul,
-    kernel="all_gather.triton",
+    kernel="tileweave.kernels.all_gather.triton",
     dual="matmul_reduce_scatter",
+    traced="stamps",
 )

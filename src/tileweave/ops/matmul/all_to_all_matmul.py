@@ -256,6 +256,7 @@ SPEC = OperatorSpec(
         like=_like,
     ),
     reference=reference.all_to_all_matmul,
-    kernel="all_to_all.gather_triton",
+    kernel="tileweave.kernels.all_to_all.gather_triton",
     dual="matmul_all_to_all",
+    traced="waits",
 )

@@ -326,5 +326,5 @@ SPEC = OperatorSpec(
     warmup=warmup,
     backward=Backward(_setup_context, _gradients),
     reference=reference.matmul_all_reduce,
-    kernel="all_reduce.one_shot",
+    kernel="tileweave.kernels.all_reduce.one_shot",
 )

@@ -232,6 +232,7 @@ SPEC = OperatorSpec(
         like=_like,
     ),
     reference=reference.matmul_all_to_all,
-    kernel="all_to_all.scatter_triton",
+    kernel="tileweave.kernels.all_to_all.scatter_triton",
     dual="all_to_all_matmul",
+    traced="waits",
 )

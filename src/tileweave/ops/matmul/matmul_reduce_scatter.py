@@ -212,6 +212,7 @@ SPEC = OperatorSpec(
         like=_like,
     ),
     reference=reference.matmul_reduce_scatter,
-    kernel="reduce_scatter.triton",
+    kernel="tileweave.kernels.reduce_scatter.triton",
     dual="all_gather_matmul",
+    traced="waits",
 )
