@@ -70,6 +70,11 @@ def test_the_simulator_models_every_operator() -> None:
     assert set(OPERATORS) <= set(predict._MODELS)
 
 
+def test_every_operator_is_explored() -> None:
+    search = pytest.importorskip("tileweave.explore.search")
+    assert set(OPERATORS) <= {scenario.op for scenario in search.SCENARIOS}
+
+
 def test_a_name_is_registered_once() -> None:
     with pytest.raises(ValueError, match="registered already"):
         importlib.import_module("tileweave.ops.core.registration").register(SPECS[OPERATORS[0]])

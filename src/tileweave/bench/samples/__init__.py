@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from tileweave.bench.subjects import Shape, Subject
+from tileweave.bench.subjects import Shape
 from tileweave.ops.core.registration import spec_of
 from tileweave.planning.machine import Machine
 from tileweave.planning.matmul import Plan
@@ -90,7 +90,7 @@ class Samples:
 
     Parameters
     ----------
-    subject : how operands are drawn, how it is called, recorded and judged.
+    subject : how operands are drawn, how it is called, recorded and judged: ``subjects.Subject``.
     check_on_gpu, check_on_cpu, stress_on_gpu, stress_on_cpu : shapes, in the meaning that
         ``subject.draw`` gives them. Interpreted kernels take few and small ones.
     demo : ``demo(on_gpu, world_size)``, the cases of the demo.
@@ -107,7 +107,7 @@ class Samples:
     measured : it has a section in docs/measured.md.
     """
 
-    subject: Subject
+    subject: Any  # a Subject, over operands of its own type
     check_on_gpu: Checked
     check_on_cpu: Checked
     stress_on_gpu: Stressed

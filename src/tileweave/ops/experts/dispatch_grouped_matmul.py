@@ -118,9 +118,9 @@ def dispatch_grouped_matmul(
     name = name_of(group)
     check_own(OP, name, _check_call, x, experts, topk_ids, max_tokens, plan, out, name)
     if plan is None:
-        plan = make_plan(
-            topk_ids, experts.shape[0], x.shape[0] if max_tokens is None else max_tokens, name
-        )  # type: ignore[arg-type]
+        assert topk_ids is not None, "checked above"
+        most = x.shape[0] if max_tokens is None else max_tokens
+        plan = make_plan(topk_ids, experts.shape[0], most, name)
     numbers = (plan.table, plan.max_tokens, plan.topk, name)
     if out is not None:
         torch.ops.tileweave.dispatch_grouped_matmul.out(x, experts, *numbers, out=out)
