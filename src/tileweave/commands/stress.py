@@ -314,12 +314,13 @@ class Stress:
 
     def poison(self) -> None:
         """Fill slots with NaN, between calls: those that hold no result that somebody has."""
+        signaled = [op for op in tw.OPERATORS if not samples_of(op).self_signaling]
         for lane in self.lanes:
             self.member.barrier()
             for workspace in self._workspaces(lane):
                 for (op, kind), instance in workspace.instances.items():
                     if (
-                        not samples_of(op).self_signaling
+                        op in signaled
                         and kind in ("sm", "copy_engine")
                         and instance.slot_bytes
                         and not instance.regions.held
