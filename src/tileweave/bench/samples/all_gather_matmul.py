@@ -9,15 +9,7 @@ import torch
 from tileweave.bench.cases import LARGE, LAYERS, SMALL, Case, smoke_cases, typical_plans
 from tileweave.bench.rivals import AllGatherMatmulPeers
 from tileweave.bench.run import BENCHED
-from tileweave.bench.samples import (
-    Bar,
-    Checked,
-    DemoCase,
-    Samples,
-    Stressed,
-    of_rows,
-    shapes,
-)
+from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
 from tileweave.bench.subjects import AllGatherMatmul, Shape
 from tileweave.planning.matmul import plan_all_gather_matmul
 

@@ -7,15 +7,7 @@ import torch
 from tileweave.bench.cases import QKV_LAYERS, exchange_cases, smoke_cases, typical_plans
 from tileweave.bench.rivals import ExchangePeers
 from tileweave.bench.run import BENCHED
-from tileweave.bench.samples import (
-    Bar,
-    Checked,
-    DemoCase,
-    Samples,
-    Stressed,
-    of_rows,
-    shapes,
-)
+from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
 from tileweave.bench.subjects import MatmulAllToAll, Shape
 from tileweave.planning.matmul import plan_matmul_all_to_all
 
