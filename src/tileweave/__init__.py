@@ -25,7 +25,8 @@ from tileweave.errors import (
     TileweaveError,
     UnsupportedError,
 )
-from tileweave.ops.core.registry import explain, warmup
+from tileweave.ops.core.registration import SPECS as _SPECS
+from tileweave.ops.core.registration import explain, warmup
 from tileweave.ops.core.registry import name_of as _name_of
 from tileweave.ops.embedding.bag_all_to_all import embedding_bag, embedding_bag_all_to_all
 from tileweave.ops.embedding.distribute_indices import (
@@ -47,16 +48,8 @@ from tileweave.planning.sharding import EmbeddingLayout, ShardingPlan, TableSpec
 from tileweave.transport.workspace import REGISTRY as _REGISTRY
 
 __version__ = "0.1.0"
-OPERATORS = (
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "matmul_all_to_all",
-    "all_to_all_matmul",
-    "dispatch_grouped_matmul",
-    "grouped_matmul_combine",
-    "embedding_bag_all_to_all",
-)
+# Names of all operators: a view, which shows those that are registered later, too.
+OPERATORS = _SPECS.keys()
 
 
 def close(group: _dist.ProcessGroup | str | None = None) -> None:

@@ -10,11 +10,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.matmul_cases import IN, OUT
 from tests.support.worlds import Member, World, Worlds
 
 from tileweave.bench import experts
 from tileweave.bench import rivals as peers
-from tileweave.bench.cases import IN, OUT, Case
+from tileweave.bench.cases import Case
 from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
 from tileweave.bench.subjects import worst_of
 from tileweave.launcher import Member as Rank

@@ -66,10 +66,10 @@ def test_a_failing_rank_fails_the_world(body, said: str) -> None:
 
 
 def check_with_one_that_lies(me: Member, liar: int) -> list[object]:
-    from tileweave.bench.subjects import SUBJECTS
+    from tileweave.bench.samples import samples_of
     from tileweave.commands.check import check
 
-    kind, made = type(SUBJECTS["all_gather_matmul"]), [0]
+    kind, made = type(samples_of("all_gather_matmul").subject), [0]
     call = kind.call
 
     def lie(self, *args, **named):

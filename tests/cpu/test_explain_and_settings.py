@@ -23,7 +23,6 @@ from tests.support.worlds import Member, Worlds
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tileweave as tw
-from tileweave.ops.core import registry
 from tileweave.transport.cpu import CpuTransport
 
 ROUND = {
@@ -65,7 +64,7 @@ def calls(size: int) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
 
 def explained(me: Member) -> None:
     asked = calls(me.world_size)
-    assert set(asked) == set(registry._OPERATORS)
+    assert set(asked) == set(tw.OPERATORS)
     for op, (args, more) in asked.items():
         for given in (more, more | {"group": None}):
             plan = tw.explain(op, *args, **given)

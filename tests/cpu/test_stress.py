@@ -37,10 +37,10 @@ def everything(member: Member) -> tuple[tuple[int, int], set[str], list[int]]:
 
 
 def one_that_lies(member: Member, wrong_rank: int) -> tuple[int, int, int]:
-    from tileweave.bench.subjects import SUBJECTS
+    from tileweave.bench.samples import samples_of
     from tileweave.commands import stress
 
-    subject = SUBJECTS["all_gather_matmul"]
+    subject = samples_of("all_gather_matmul").subject
     call, made = type(subject).call, [0]
 
     def sometimes_wrong(self, operands, group, *rest, **named):

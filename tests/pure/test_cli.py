@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tileweave as tw
 from tileweave.bench import prerequisites as beforehand
 from tileweave.errors import InputError
 
@@ -19,9 +20,10 @@ runner = pytest.importorskip("typer.testing").CliRunner()
 
 from rich.console import Console  # noqa: E402
 
+from tileweave.bench.samples import DemoCase, samples_of  # noqa: E402
 from tileweave.bench.subjects import Shape  # noqa: E402
 from tileweave.commands.app import app  # noqa: E402
-from tileweave.commands.demo import DEMOS, DemoCase, DemoResult, DemoRow, closing, table_of  # noqa: E402
+from tileweave.commands.demo import DemoResult, DemoRow, closing, table_of  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,7 @@ def refused(*words: str) -> str:
 
 
 def a_result(wrong: int = -1) -> DemoResult:
-    cases = [case for op in DEMOS for case in DEMOS[op](False, 4)]
+    cases = [case for op in tw.OPERATORS for case in samples_of(op).demo(False, 4)]
     rows = [
         DemoRow(case, "triton copy_engine 32x64", 1.4e-7, 26800.0, 4, 239600.0, number != wrong)
         for number, case in enumerate(cases)
@@ -53,7 +55,9 @@ def test_every_width_shows_verdicts(width: int) -> None:
     text, result = StringIO(), a_result(wrong=3)
     Console(file=text, width=width, highlight=False).print(table_of(result, width))
     lines = [
-        line for line in text.getvalue().splitlines() if line.split() and line.split()[0] in DEMOS
+        line
+        for line in text.getvalue().splitlines()
+        if line.split() and line.split()[0] in tw.OPERATORS
     ]
     assert [line.split()[1] for line in lines] == [
         "WRONG" if n == 3 else "ok" for n in range(len(result.rows))
@@ -107,7 +111,9 @@ def test_an_unknown_case_is_told_the_names(pattern: str, monkeypatch: pytest.Mon
 
 def test_a_demo_case_has_the_rows_that_its_name_says() -> None:
     for on_gpu in (False, True):
-        cases = [case for case in DEMOS["matmul_all_reduce"](on_gpu, 4) if "token" in case.name]
+        cases = [
+            case for case in samples_of("matmul_all_reduce").demo(on_gpu, 4) if "token" in case.name
+        ]
         assert [int(re.findall(r"(\d+) tokens?", case.name)[0]) for case in cases] == [
             case.shape.rows for case in cases
         ]

@@ -1,34 +1,29 @@
 """Every public operator is whole: kernel, reference, fake, gradient, tests on CPU and GPUs, bench
-case, README row."""
+cases, README row; and no file but one lists the operators."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 import tileweave
+from tileweave.ops.core.registration import SPECS, spec_of
+from tileweave.sim import modelled, predict
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src/tileweave"
-OPERATORS: tuple[str, ...] = getattr(tileweave, "OPERATORS", ())
-
-KERNELS = {
-    "all_gather_matmul": "all_gather/triton.py",
-    "matmul_reduce_scatter": "reduce_scatter/triton.py",
-    "matmul_all_reduce": "all_reduce/one_shot.py",
-    "matmul_all_to_all": "all_to_all/scatter_triton.py",
-    "all_to_all_matmul": "all_to_all/gather_triton.py",
-    "dispatch_grouped_matmul": "experts/dispatch_triton.py",
-    "grouped_matmul_combine": "experts/combine_triton.py",
-    "embedding_bag_all_to_all": "embedding/bag_all_to_all.py",
-}
+OPERATORS = tuple(tileweave.OPERATORS)
 TESTS = ("tests/cpu/test_{}.py", "tests/multi/test_{}.py")
-
-for_each_operator = pytest.mark.parametrize("op", OPERATORS)
+# The one place that lists the operators, in the order in which everything shows them.
+THE_LIST = "ops/__init__.py"
+MOST_NAMES = 2  # of operators in one literal
 
 
 def is_registered(op: str, *dispatch_keys: str) -> bool:
@@ -38,56 +33,122 @@ def is_registered(op: str, *dispatch_keys: str) -> bool:
     return any(has_kernel(f"tileweave::{op}", key) for key in dispatch_keys)
 
 
+def lacking(op: str) -> list[str]:
+    """What the operator does not have, and should."""
+    spec, readme = spec_of(op), (ROOT / "README.md").read_text("utf-8")
+    samples = importlib.import_module(spec.samples or f"tileweave.bench.samples.{op}").SAMPLES
+    there = {
+        f"a kernel, {spec.kernel}": find_spec(spec.kernel) is not None,
+        "a reference": callable(spec.reference),
+        "a public function": getattr(tileweave, op, None) is spec.call,
+        "a fake": is_registered(op, "Meta") and is_registered(f"{op}.out", "Meta"),
+        "a gradient": is_registered(op, "Autograd", "AutogradCUDA", "AutogradCPU"),
+        "a dual that exists": not spec.dual or spec_of(spec.dual).dual == op,
+        "bench cases": bool(samples.cases and samples.smoke),
+        "a row in README.md": bool(re.search(rf"\b{op}\b", readme)),
+        **{path: (ROOT / path).is_file() for path in (test.format(op) for test in TESTS)},
+    }
+    return [what for what, found in there.items() if not found]
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_operator_is_whole(op: str) -> None:
+    assert not lacking(op)
+
+
 def test_no_operator_is_forgotten() -> None:
-    """An operator's fused call is in a file of its own, and every operator has a kernel."""
+    """An operator's fused call is in a file of its own, and every operator has its samples."""
     fused = {path.stem.removesuffix("_fused") for path in (PACKAGE / "ops").rglob("*_fused.py")}
     public = {re.sub("^embedding_bag_", "bag_", op) for op in OPERATORS}
     assert fused <= public
-    assert set(KERNELS) == set(OPERATORS)
+    sampled = {path.stem for path in (PACKAGE / "bench/samples").glob("*.py")} - {"__init__"}
+    assert sampled == set(OPERATORS)
 
 
-@for_each_operator
-def test_has_kernel(op: str) -> None:
-    assert (PACKAGE / "kernels" / KERNELS[op]).is_file(), f"kernels/{KERNELS[op]} is missing"
+def test_the_simulator_models_every_operator() -> None:
+    assert set(modelled.MODELLED) == set(OPERATORS)
+    assert set(OPERATORS) <= set(predict._MODELS)
 
 
-@for_each_operator
-@pytest.mark.parametrize("file", TESTS)
-def test_has_tests(op: str, file: str) -> None:
-    assert (ROOT / file.format(op)).is_file(), f"{file.format(op)} is missing"
+def test_every_operator_is_explored() -> None:
+    search = pytest.importorskip("tileweave.explore.search")
+    assert set(OPERATORS) <= {scenario.op for scenario in search.SCENARIOS}
 
 
-@for_each_operator
-def test_is_public(op: str) -> None:
-    assert callable(getattr(tileweave, op, None)), f"tileweave.{op} is missing"
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="registered already"):
+        importlib.import_module("tileweave.ops.core.registration").register(SPECS[OPERATORS[0]])
 
 
-@for_each_operator
-def test_has_reference(op: str) -> None:
-    reference = importlib.import_module("tileweave.ops.reference")
-    assert callable(getattr(reference, op, None)), f"ops/reference.py has no {op}"
+# --- Nothing lists the operators ---
 
 
-@for_each_operator
-def test_has_bench_case(op: str) -> None:
-    cases = importlib.import_module("tileweave.bench.cases")
-    assert op in cases.CASES, f"bench/cases.py has no case for {op}"
+def lists_of_operators(text: str) -> Iterator[tuple[int, set[str]]]:
+    """Line and names of every dict, tuple, list or set in a source file with more than
+    `MOST_NAMES` operators in it, also by names of constants. What a module exports does not
+    count."""
+    tree = ast.parse(text)
+    constants, exports = {}, set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            constants[node.targets[0].id] = node.value
+            if node.targets[0].id == "__all__":
+                exports.add(node.value)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            names = getattr(node.targets[0], "elts", ())
+            constants.update(
+                {getattr(n, "id", ""): v for n, v in zip(names, node.value.elts, strict=False)}
+            )
+
+    def name_of(node: ast.AST | None) -> str:
+        if isinstance(node, ast.Name):
+            value = constants.get(node.id)
+            return value.value if isinstance(value, ast.Constant) else node.id
+        if isinstance(node, ast.Attribute):
+            return node.attr
+        return node.value if isinstance(node, ast.Constant) else ""
+
+    def elements(node: ast.AST) -> list[ast.AST | None]:
+        if isinstance(node, ast.Dict):
+            return [*node.keys, *node.values]
+        return [*node.elts] if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else []
+
+    for node in ast.walk(tree):
+        found = {name_of(element) for element in elements(node)} & set(OPERATORS)
+        if len(found) > MOST_NAMES and node not in exports:
+            yield node.lineno, found
 
 
-@for_each_operator
-def test_is_in_the_readme(op: str) -> None:
-    assert re.search(rf"\b{op}\b", (ROOT / "README.md").read_text("utf-8")), (
-        f"README.md does not mention {op}"
-    )
+def test_one_place_lists_the_operators() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE).as_posix()}:{line}: {', '.join(sorted(names))}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, names in lists_of_operators(path.read_text("utf-8"))
+    ]
+    assert len(found) == 1 and found[0].startswith(THE_LIST), "\n".join(["", *found])
 
 
-@for_each_operator
-def test_has_fake(op: str) -> None:
-    assert is_registered(op, "Meta"), f"tileweave::{op} has no fake implementation"
+A, B, C = OPERATORS[:3]
 
 
-@for_each_operator
-def test_has_gradient(op: str) -> None:
-    assert is_registered(op, "Autograd", "AutogradCUDA", "AutogradCPU"), (
-        f"tileweave::{op} has no autograd registration"
-    )
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"X = ('{A}', '{B}', '{C}')",
+        f"X = {{'{A}': 1, '{B}': 2, '{C}': 3}}",
+        f"X = {{1: '{A}', 2: '{B}', 3: '{C}'}}",
+        f"def f():\n    return ['{A}', 'other', '{B}', '{C}']",
+        f"A, B, C = '{A}', 'x', '{C}'\nX = {{A, '{B}', C}}",
+        f"X = '{A}'\nY = (X, ops.{B}, {C})",
+    ],
+)
+def test_a_list_of_operators_is_noticed(text: str) -> None:
+    assert list(lists_of_operators(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"__all__ = ['{A}', '{B}', '{C}']", f"X = ('{A}', '{B}', '{A}')", f"f('{A}', '{B}', '{C}')"],
+)
+def test_what_lists_no_operators_passes(text: str) -> None:
+    assert not list(lists_of_operators(text))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import tileweave
 from tileweave.planning.schedules.gather import TileSchedule
 from tileweave.profile.metrics import e_overlap, geometric_mean, limit_ratio, speed_up
 from tileweave.profile.timing import turn
@@ -92,8 +93,8 @@ def test_chrome_events() -> None:
 
 def test_every_bench_case_is_found_by_its_name() -> None:
     cases = pytest.importorskip("tileweave.bench.cases")
-    for op, found in cases.CASES.items():
-        names = [case.name for case in found]
+    for op in tileweave.OPERATORS:
+        names = [case.name for case in cases.samples_of(op).cases]
         assert len(set(names)) == len(names)
         assert len(cases.select(op)) == len(names)
         assert 0 < len(cases.select(op, quick=True)) < len(names)

@@ -35,23 +35,23 @@ class Component:
     config: MatmulConfig | None = None
 
 
+def _both(op: str, *shapes: tuple[int, ...]) -> list[Component]:
+    return [Component(op, what, s, s[0] <= 1024) for s in shapes for what in ("fused", "unfused")]
+
+
 def _operators(_: int) -> list[Component]:
-    operators = {
-        "all_gather_matmul": ((512, 28672, 8192), (2048, 28672, 8192), (8192, 10240, 8192)),
-        "matmul_reduce_scatter": ((512, 8192, 28672), (2048, 8192, 8192), (8192, 8192, 28672)),
-        "matmul_all_reduce": (
+    return [
+        *_both("all_gather_matmul", (512, 28672, 8192), (2048, 28672, 8192), (8192, 10240, 8192)),
+        *_both(
+            "matmul_reduce_scatter", (512, 8192, 28672), (2048, 8192, 8192), (8192, 8192, 28672)
+        ),
+        *_both(
+            "matmul_all_reduce",
             (1, 8192, 8192),
             (16, 8192, 28672),
             (64, 8192, 28672),
             (256, 8192, 8192),
         ),
-    }
-    both = ("fused", "unfused")
-    return [
-        Component(op, what, s, s[0] <= 1024)
-        for op, shapes in operators.items()
-        for s in shapes
-        for what in both
     ]
 
 

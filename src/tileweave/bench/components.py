@@ -46,7 +46,6 @@ from tileweave.planning.schedules.scatter import Exchange
 from tileweave.profile.timing import measure
 from tileweave.transport.torch_collectives import all_gather_flat, reduce_scatter_flat
 
-_OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 _COPIES_BYTES = 160 << 20  # operands rotate through so many bytes, past any L2
 
 
@@ -70,7 +69,7 @@ class _Maker:
         if component.config is not None:
             m, n, k = component.shape
             return self.stores(op, m, n, k, component.config)
-        if op in _OPERATORS:
+        if op in tw.OPERATORS:
             m, n, k = component.shape
             n, k = (n // self.size, k) if op == "all_gather_matmul" else (n, k // self.size)
             if component.quantity == "compute":

@@ -8,9 +8,10 @@ from typing import Any
 
 import tileweave as tw
 from tileweave.bench.console import Steps
-from tileweave.bench.embedding import PEERS, EmbeddingPeers, entry_of, judge
+from tileweave.bench.embedding import PEERS, EmbeddingPeers, entry_of, judge, tables_of
 from tileweave.bench.embedding_cases import OP, EmbeddingCase
 from tileweave.bench.run import Options, run_cases, time_all
+from tileweave.bench.samples import Benched
 from tileweave.bench.subjects import worst
 from tileweave.launcher import Member
 
@@ -46,3 +47,6 @@ def plot(report: dict[str, Any], path: Path) -> None:
         "the larger floor",
         lambda case: max(case["floor_read_us"], case["floor_sent_us"]),
     )
+
+
+BENCHED = Benched(bench, PEERS, tables_of, plot)

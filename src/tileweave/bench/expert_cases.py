@@ -1,9 +1,19 @@
 """Cases of the expert operators: layers of published models at prefill, under skew, and at decode.
-Plain data."""
+Plain data.
+
+Shapes are tokens of a rank, columns and K of an expert, of which a rank has two; few rows for an
+expert, and many.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
+
+from tileweave.bench.samples import Checked, DemoCase, Stressed, of_rows, shapes
+from tileweave.bench.subjects import Shape
 
 DISPATCH, COMBINE = "dispatch_grouped_matmul", "grouped_matmul_combine"
 # hidden, an expert's width, experts, choices of a token
@@ -45,22 +55,22 @@ class ExpertCase:
         return self.hidden if self.op == DISPATCH else self.width
 
 
-def _cases(op: str, bars: tuple[float, float, float]) -> list[ExpertCase]:
+def cases(op: str, bars: tuple[float, float, float]) -> list[ExpertCase]:
     prefill = [
         ("qwen3-235b", 4096, bars[0]),
         ("deepseek-v3", 1024, bars[1]),
         ("deepseek-v3", 4096, bars[1]),
         ("mixtral-8x7b", 4096, bars[2]),
     ]
-    cases = [
+    found = [
         ExpertCase(op, f"{model}-t{tokens}", tokens, *MODELS[model], bar)
         for model, tokens, bar in prefill
     ]
-    cases += [
+    found += [
         ExpertCase(op, f"{model}-t4096-zipf", 4096, *MODELS[model], 1.0, zipf=True)
         for model in ("qwen3-235b", "deepseek-v3")
     ]
-    return cases + [
+    return found + [
         ExpertCase(
             op, f"{model}-t{tokens}", tokens, *MODELS[model], 1.1, graph=True, block="decode"
         )
@@ -69,14 +79,42 @@ def _cases(op: str, bars: tuple[float, float, float]) -> list[ExpertCase]:
     ]
 
 
-CASES = {DISPATCH: _cases(DISPATCH, (1.5, 1.3, 1.05)), COMBINE: _cases(COMBINE, (1.7, 1.4, 1.08))}
-SMOKE = {
-    op: [
+def smoke(op: str) -> list[ExpertCase]:
+    """Tiny cases; times without meaning."""
+    return [
         ExpertCase(op, "smoke-even", 4, 16, 16, 4, 2, 0.0, block="smoke", dtype="float32"),
         ExpertCase(
             op, "smoke-zipf", 3, 24, 16, 4, 2, 0.0, zipf=True, block="smoke", dtype="float16"
         ),
     ]
-    for op in CASES
-}
+
+
+def demo_of(op: str) -> Callable[[bool, int], list[DemoCase]]:
+    """The cases of the demo."""
+
+    def cases_of(on_gpu: bool, world_size: int) -> list[DemoCase]:
+        half, scale = (torch.bfloat16, 1) if on_gpu else (torch.float16, 64)
+        first = torch.float16 if on_gpu else torch.float32
+        odd = Shape(301, 328, 200) if on_gpu else Shape(3, 24, 20)
+        return [
+            DemoCase(op, "random, odd sizes, weighted", odd, first, bias=True),
+            DemoCase(
+                op,
+                "Qwen3-MoE, 2 experts a rank" + ("" if on_gpu else f", 1/{scale}"),
+                Shape(1024 if on_gpu else 4, 4096 // scale, 1536 // scale),
+                half,
+            ),
+        ]
+
+    return cases_of
+
+
+CHECKED_ON_GPU = Checked(
+    shapes((1, 256, 512), (37, 328, 200), (300, 520, 384), (1021, 1000, 1024)),
+    of_rows((1, 16, 37, 200, 777), 384, 256),
+    shapes((4, 1024, 512), (600, 1024, 512)),
+)
+CHECKED_ON_CPU = Checked(shapes((3, 24, 20)), of_rows((1, 2, 4), 16, 16))
+STRESSED_ON_GPU = Stressed(of_rows((16, 200), 384, 256), of_rows((37,), 384, 256))
+STRESSED_ON_CPU = Stressed(of_rows((4,), 16, 16), of_rows((2,), 16, 16))
 QUICK = r"(qwen3-235b-t(4096|1|128)|deepseek-v3-t1024|mixtral-8x7b-t4096)$"

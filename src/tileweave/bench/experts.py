@@ -32,6 +32,7 @@ from tileweave.bench.expert_cases import COMBINE, DISPATCH, ExpertCase
 from tileweave.bench.expert_rivals import Gathered, Order
 from tileweave.bench.report import marked, median, new_table, number
 from tileweave.bench.run import Options, run_cases, time_all
+from tileweave.bench.samples import Benched
 from tileweave.bench.subjects import TOLERANCE, worst, worst_of
 from tileweave.launcher import Member
 from tileweave.ops import reference
@@ -368,3 +369,6 @@ def plot(report: dict[str, Any], path: Any) -> None:
     from tileweave.profile.plot import plot_over
 
     plot_over(report, path, UNFUSED, lambda case: median(case, UNFUSED))
+
+
+BENCHED = Benched(bench, PEERS, tables_of, plot)

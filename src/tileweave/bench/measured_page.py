@@ -15,22 +15,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tileweave.bench.cases import CASES
+import tileweave as tw
 from tileweave.bench.report import BLOCKS
+from tileweave.bench.samples import samples_of
 from tileweave.errors import require
 from tileweave.launcher import end_with
 from tileweave.profile.metrics import geometric_mean
 
 MACHINE = "4xH200"
-OPERATORS = (
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "matmul_all_to_all",
-    "all_to_all_matmul",
-    "dispatch_grouped_matmul",
-    "grouped_matmul_combine",
-)
 RATIOS = {
     "limit_ratio": "limit ratio",
     "over_unfused": "over unfused",
@@ -62,7 +54,12 @@ def markdown(folder: Path, machine: str = MACHINE) -> str:
     InputError where the folder has nothing to show.
     """
     used: dict[str, Report] = {}
-    lines = [line for op in OPERATORS for line in _operator(op, folder, machine, used)]
+    lines = [
+        line
+        for op in tw.OPERATORS
+        if samples_of(op).measured
+        for line in _operator(op, folder, machine, used)
+    ]
     allowed = f"a folder with what `tileweave bench --json` wrote, as OPERATOR-{machine}-DATE.json, with all cases of a block"
     require(bool(used), f"a page on {folder}", allowed, "pass docs/results")
     return "\n".join([_head(used.values(), machine), *lines])
@@ -102,7 +99,7 @@ def _operator(op: str, folder: Path, machine: str, used: dict[str, Report]) -> I
     in_turn = sorted(reports, key=lambda name: reports[name]["environment"]["date"], reverse=True)
     yield f"## {op}\n"
     for block, title in TITLES.items():
-        wanted = {case.name for case in CASES[op] if case.block == block}
+        wanted = {case.name for case in samples_of(op).cases if case.block == block}
         found = {
             name: [case for case in reports[name]["cases"] if case["block"] == block]
             for name in in_turn

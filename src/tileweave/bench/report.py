@@ -9,9 +9,9 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tileweave.bench.cases import AR, BARS, Bar
 from tileweave.bench.environment import WITHOUT_GPUS
-from tileweave.bench.rivals import CORUN, GEMM, ONE_SHOT, OURS, TORCH, TORCHS, TWO_SHOT, UNFUSED
+from tileweave.bench.rivals import CORUN, GEMM, ONE_SHOT, OURS, TORCHS, TWO_SHOT, UNFUSED
+from tileweave.bench.samples import Bar, samples_of
 from tileweave.profile.metrics import geometric_mean
 
 BLOCKS = {
@@ -57,7 +57,7 @@ def tables_of(report: dict[str, Any], width: int) -> list[Table]:
             heading = f"{report['op']}, {title}; world {report['world_size']}, {device}; us, slowest rank, median of repeats"
             columns = _columns(report["op"], width)
             table = new_table(heading, columns, _HEADINGS, _TEXTS)
-            bars = BARS.get((report["op"], block), {})
+            bars = samples_of(report["op"]).bars.get(block, {})
             for case in cases:
                 cells = _cells(case, bars)
                 table.add_row(*[cells.get(name, "") for name in columns])
@@ -86,8 +86,7 @@ def new_table(
 
 def _columns(op: str, width: int) -> list[str]:
     """Times of this operator's own rivals only; less on a narrow screen."""
-    torchs = {AR: (ONE_SHOT, TWO_SHOT)}.get(op, (TORCH,))
-    hidden = [name for name in TORCHS if name not in torchs]
+    hidden = [name for name in TORCHS if name not in samples_of(op).rival.torchs]
     return [
         name
         for name in _COLUMNS

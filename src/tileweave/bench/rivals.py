@@ -21,17 +21,19 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import cycle
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 import tileweave as tw
-from tileweave.bench.cases import AG, AR, IN, OUT, RS, Case
-from tileweave.bench.subjects import SUBJECTS, Operands, Shape, normal, poisoned, worst_of
+from tileweave.bench.cases import Case
+from tileweave.bench.samples import samples_of
+from tileweave.bench.subjects import Operands, Shape, normal, poisoned, worst_of
 from tileweave.launcher import Member
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
+from tileweave.ops.core.registration import spec_of
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.transport.torch_collectives import all_gather_flat, reduce_scatter_flat
 
@@ -59,6 +61,8 @@ class Peers(ABC):
     and what it must push.
     """
 
+    torchs: ClassVar[tuple[str, ...]] = (TORCH,)  # torch's own operators among the rivals
+
     def __init__(self, case: Case, member: Member, names: tuple[str, ...], seed: int) -> None:
         self.case, self.member = case, member
         self.group, self.device, self.rank, self.size = (
@@ -68,7 +72,7 @@ class Peers(ABC):
             member.world_size,
         )
         self.dtype = getattr(torch, case.dtype)
-        self.subject = SUBJECTS[case.op]
+        self.subject: Any = samples_of(case.op).subject
         self.operands = self._draw(seed)
         self.weights = self._weights()
         self.out = poisoned(self.operands.out_shape, self.dtype, self.device)
@@ -117,7 +121,7 @@ class Peers(ABC):
 
     def ours(self) -> Call:
         x, group, out, ws = self.operands.x, self.group, self.out, cycle(self.weights)
-        operator, options = getattr(tw, self.case.op), self.subject.options
+        operator, options = spec_of(self.case.op).call, self.subject.options
         return lambda: operator(x, next(ws), group=group, out=out, **options)
 
     @abstractmethod
@@ -188,7 +192,7 @@ class Peers(ABC):
             self.subject.call(operands, self.group, out=self.out)
             tw.synchronize(self.group)
             against_fp32.append(self.subject.error(operands, self.out))
-            want = getattr(reference, self.case.op)(
+            want = spec_of(self.case.op).reference(
                 operands.x, operands.w, None, self.group, **self.subject.options
             )
             want = want[0] if isinstance(want, tuple) else want
@@ -275,6 +279,8 @@ class MatmulAllReducePeers(Peers):
     """The partial product; a rank sends at least what a reduce-scatter and an all-gather send, 2
     (R-1) / R of the result."""
 
+    torchs = (ONE_SHOT, TWO_SHOT)
+
     def makers(self) -> dict[str, Callable[[], Call | None]]:
         return {**super().makers(), ONE_SHOT: self.one_shot, TWO_SHOT: self.two_shot}
 
@@ -329,7 +335,7 @@ class ExchangePeers(Peers):
     """
 
     def input(self) -> torch.Tensor:
-        return self.operands.x if self.case.op == OUT else self.operands.rows
+        return self.operands.x if self.case.op == "matmul_all_to_all" else self.operands.rows
 
     def unfused(self) -> Call:
         x, size, out, on_gpu = (
@@ -341,7 +347,7 @@ class ExchangePeers(Peers):
         ws = cycle(self.weights)
         rows, cols = (
             (x.shape[0], self.out.shape[1])
-            if self.case.op == OUT
+            if self.case.op == "matmul_all_to_all"
             else (self.out.shape[0], x.shape[1])
         )
         moved = x.new_empty(size, rows, cols)
@@ -367,24 +373,15 @@ class ExchangePeers(Peers):
             exchanged.view(rows, size, cols).copy_(moved.transpose(0, 1))
             return torch.mm(exchanged, next(ws).t(), out=out)
 
-        return project if self.case.op == OUT else collect
+        return project if self.case.op == "matmul_all_to_all" else collect
 
     def pushes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         x = self.operands.x
         shape = (
             (x.shape[0], self.out.shape[1])
-            if self.case.op == OUT
+            if self.case.op == "matmul_all_to_all"
             else (self.out.shape[0], x.shape[1])
         )
         local, handle = self.symmetric(self.size, *shape)
         source = torch.zeros(shape, dtype=self.dtype, device=self.device)
         return [(source, target[self.rank]) for target in self.others(handle, local.shape)]
-
-
-PEERS_OF: dict[str, type[Peers]] = {
-    AG: AllGatherMatmulPeers,
-    RS: MatmulReduceScatterPeers,
-    AR: MatmulAllReducePeers,
-    OUT: ExchangePeers,
-    IN: ExchangePeers,
-}

@@ -24,10 +24,12 @@ import torch
 import torch.distributed as dist
 
 import tileweave as tw
-from tileweave.bench.cases import SMOKE, Case, select
+from tileweave.bench.cases import Case, select
 from tileweave.bench.console import Steps
 from tileweave.bench.environment import environment
-from tileweave.bench.rivals import CORUN, GEMM, OURS, PEERS, PEERS_OF, TORCHS, UNFUSED
+from tileweave.bench.report import tables_of
+from tileweave.bench.rivals import CORUN, GEMM, OURS, PEERS, TORCHS, UNFUSED
+from tileweave.bench.samples import Benched, samples_of
 from tileweave.bench.subjects import TOLERANCE, worst
 from tileweave.launcher import Member
 from tileweave.planning.problem import MatmulConfig, Plan
@@ -54,7 +56,10 @@ class Options:
     def cases(self) -> list[Any]:
         """Eager ones first: a captured call of an instance costs its later eager calls a
         barrier."""
-        found = SMOKE[self.op] if self.smoke else select(self.op, self.pattern, self.quick)
+        if self.smoke:
+            found = samples_of(self.op).smoke
+        else:
+            found = select(self.op, self.pattern, self.quick)
         return sorted(found, key=lambda case: case.graph)
 
 
@@ -167,7 +172,7 @@ def _bench_case(
     uncapturable: dict[str, str],
 ) -> dict[str, Any]:
     steps.detail("draws operands")
-    peers = PEERS_OF[case.op](case, member, options.peers or PEERS, seed)
+    peers = samples_of(case.op).rival(case, member, options.peers or PEERS, seed)
     plan = peers.subject.explain(peers.operands, member.group)
     steps.detail("compiles and checks")
     member.barrier()
@@ -264,3 +269,12 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plot(report: dict[str, Any], path: Path) -> None:
+    from tileweave.profile.plot import plot_bench
+
+    plot_bench(report, path)
+
+
+BENCHED = Benched(bench, PEERS, tables_of, _plot)

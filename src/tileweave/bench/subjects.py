@@ -1,8 +1,8 @@
 """How each operator is drawn, called and judged: what ``bench``, ``check`` and ``demo`` share.
 
 Every rank draws the operands of all ranks from seeds, so what must come out is computed locally in
-fp32 and nothing that is tested is part of the oracle. A new operator adds one entry to
-:data:`SUBJECTS`.
+fp32 and nothing that is tested is part of the oracle. ``bench/samples`` says which subject is that
+of an operator.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 
 import tileweave as tw
-from tileweave.bench.embedding_subject import EmbeddingBagAllToAll
-from tileweave.bench.expert_subject import DispatchGroupedMatmul, GroupedMatmulCombine
 from tileweave.planning.problem import Plan
 from tileweave.profile.record import Recording, record, record_call
 
@@ -425,21 +423,6 @@ class AllToAllMatmul(_Exchanged):
         b = normal((shape.cols,), 1.0, dtype, device, seed, 2) if bias else None
         mine = slice(rank * shape.rows, (rank + 1) * shape.rows)
         return Operands(xs[rank].clone(), w, b, torch.cat([x[mine] for x in xs], 1), w)
-
-
-SUBJECTS: dict[str, Any] = {
-    subject.op: subject
-    for subject in (
-        AllGatherMatmul(),
-        MatmulReduceScatter(),
-        MatmulAllReduce(),
-        MatmulAllToAll(),
-        AllToAllMatmul(),
-        EmbeddingBagAllToAll(),
-        DispatchGroupedMatmul(),
-        GroupedMatmulCombine(),
-    )
-}
 
 
 def normal(

@@ -17,6 +17,7 @@ from tileweave.launcher import (
     launch,
     under_torchrun,
 )
+from tileweave.ops.core.registration import SPECS
 
 try:
     import typer
@@ -34,12 +35,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# What ``trace`` sees inside; of the others' kernels, which have no stamps, waits where they are
-# interpreted.
-STAMPED, WATCHED = (
-    "all_gather_matmul",
-    ("matmul_reduce_scatter", "all_to_all_matmul", "matmul_all_to_all"),
-)
+# What ``trace`` sees inside: stamps, or waits of interpreted kernels.
+STAMPED = tuple(name for name, spec in SPECS.items() if spec.traced == "stamps")
+WATCHED = tuple(name for name, spec in SPECS.items() if spec.traced == "waits")
 WAITS = f"waits of {', '.join(WATCHED)} by copy engines"
 World = Annotated[int | None, typer.Option("--world", help="Ranks to start (default: up to 4).")]
 Device = Annotated[
@@ -281,19 +279,11 @@ def bench(
 ) -> None:
     """Time an operator against its unfused path, its rivals and the physical limit. Needs two GPUs
     or more."""
-    from tileweave.bench.cases import CASES
-    from tileweave.bench.report import is_right, notes_of, tables_of, why_nothing
-    from tileweave.bench.rivals import PEERS
+    from tileweave.bench.report import is_right, notes_of, why_nothing
     from tileweave.bench.run import Options
-    from tileweave.bench.run import bench as run
+    from tileweave.bench.samples import samples_of
 
-    kind = default_device_type()
-    own = {
-        "embedding_bag_all_to_all": "embedding",
-        "dispatch_grouped_matmul": "experts",
-        "grouped_matmul_combine": "experts",
-    }
-    kin = own.get(_operator(op))  # a bench of its own
+    kind, samples = default_device_type(), samples_of(_operator(op))
     if kind == "cpu" and not smoke:
         raise InputError(
             "asked: a benchmark; allowed: on two GPUs or more, since interpreted kernels have no meaningful time; "
@@ -306,19 +296,7 @@ def bench(
     need_kernels("tileweave bench", kind)
     if picture_for(plot) is not None:
         need("tileweave bench --plot", "matplotlib")
-    allowed = PEERS
-    if kin == "embedding":
-        from tileweave.bench import embedding
-        from tileweave.bench.embedding import tables_of
-        from tileweave.bench.embedding_run import bench as run
-
-        allowed = embedding.PEERS
-    elif kin == "experts":
-        from tileweave.bench import experts
-        from tileweave.bench.experts import bench as run
-        from tileweave.bench.experts import tables_of
-
-        allowed = experts.PEERS
+    allowed = samples.bench.rivals
     named = tuple(name.strip() for name in peers.split(",")) if peers else None
     if not set(named or ()) <= set(allowed):
         raise InputError(
@@ -330,24 +308,20 @@ def bench(
     if not _found(options):
         raise InputError(
             f"asked: {'--quick ' if quick else ''}cases {cases!r} of {op}; allowed: a regular expression that finds one of "
-            f"{', '.join(case.name for case in CASES[op])}; remedy: pass such a one"
+            f"{', '.join(case.name for case in samples.cases)}; remedy: pass such a one"
         )
     size = default_world_size(kind, world, most=8 if kind == "cuda" else 4)
-    report = launch(run, options, world_size=size, device_type=kind, seconds=2 * seconds + 300)
+    report = launch(
+        samples.bench.run, options, world_size=size, device_type=kind, seconds=2 * seconds + 300
+    )
     if report is None:
         return
     screen = console()
-    screen.print(*tables_of(report, screen.width), sep="\n")
+    screen.print(*samples.bench.tables_of(report, screen.width), sep="\n")
     for line in notes_of(report):
         screen.print(line, markup=False)
     if plot is not None:
-        if kin == "embedding":
-            from tileweave.bench.embedding_run import plot as plot_bench
-        elif kin == "experts":
-            from tileweave.bench.experts import plot as plot_bench
-        else:
-            from tileweave.profile.plot import plot_bench
-        plot_bench(report, plot)
+        samples.bench.plot(report, plot)
         screen.print(f"picture: {plot}", markup=False)
     nothing = why_nothing(report)
     if nothing:
@@ -371,9 +345,9 @@ def trace(
     op: Annotated[
         str,
         typer.Argument(
-            help=f"{STAMPED}, if fused; without GPUs, {WAITS}, no more. Others have no stamps."
+            help=f"{', '.join(STAMPED)}, if fused; without GPUs, {WAITS}, no more. Others have no stamps."
         ),
-    ] = STAMPED,
+    ] = STAMPED[0],
     rows: Annotated[int, typer.Option(min=1, help="M of the whole problem.")] = 256,
     cols: Annotated[int, typer.Option(min=1, help="N of the whole problem.")] = 512,
     depth: Annotated[int, typer.Option(min=1, help="K of the whole problem.")] = 128,
@@ -386,19 +360,20 @@ def trace(
 ) -> None:
     """Record one call from inside its kernels: who pushed, who waited for whom, who computed
     what."""
-    from tileweave.bench.cases import SHARED, Case
+    from tileweave.bench.cases import Case
+    from tileweave.bench.samples import samples_of
     from tileweave.commands.demo import trace_one
 
     kind, size = _place(device, world)
     allowed, remedy = (
-        f"one of {', '.join((STAMPED, *WATCHED))}",
+        f"one of {', '.join((*STAMPED, *WATCHED))}",
         "name such a one: the others' kernels have no stamps",
     )
-    require(_operator(op) in (STAMPED, *WATCHED), f"a trace of {op}", allowed, remedy)
+    require(_operator(op) in (*STAMPED, *WATCHED), f"a trace of {op}", allowed, remedy)
     few = [
         f"--{name} {value}"
         for name, value in (("rows", rows), ("cols", cols), ("depth", depth))
-        if name in SHARED[op] and value < size
+        if name in samples_of(op).shared and value < size
     ]
     require(not few, ", ".join(few), f"{size} or more, one for each rank", "grow them")
     need_kernels("tileweave trace", kind)
@@ -415,7 +390,7 @@ def trace(
     found, plan = result
     screen.print(f"{found.title}; {found.clock}", markup=False)
     if not found.events:
-        none = f"this kernel has no stamps: what can be traced is {STAMPED}; without GPUs, {WAITS}"
+        none = f"this kernel has no stamps: what can be traced is {', '.join(STAMPED)}; without GPUs, {WAITS}"
         screen.print(
             none
             if plan.path == "fused"

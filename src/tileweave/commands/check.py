@@ -25,8 +25,8 @@ from rich.table import Table
 import tileweave as tw
 from tileweave.bench.console import Steps
 from tileweave.bench.run import short
+from tileweave.bench.samples import samples_of
 from tileweave.bench.subjects import (
-    SUBJECTS,
     TOLERANCE,
     Operands,
     Shape,
@@ -38,140 +38,6 @@ from tileweave.bench.subjects import (
 from tileweave.launcher import Member
 
 _BATCH = 50  # calls that are queued before any is looked at
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What an operator is checked with: ``shapes`` once each, ``changing`` in random order many
-    times."""
-
-    shapes: tuple[Shape, ...]
-    changing: tuple[Shape, ...]
-    captured: tuple[Shape, ...]
-
-
-# Tokens a rank, columns and K of an expert; few rows an expert and many.
-_EXPERTS_ON_GPU = Sizes(
-    tuple(Shape(*s) for s in ((1, 256, 512), (37, 328, 200), (300, 520, 384), (1021, 1000, 1024))),
-    tuple(Shape(rows, 384, 256) for rows in (1, 16, 37, 200, 777)),
-    (Shape(4, 1024, 512), Shape(600, 1024, 512)),
-)
-_EXPERTS_ON_CPU = Sizes((Shape(3, 24, 20),), tuple(Shape(rows, 16, 16) for rows in (1, 2, 4)), ())
-# (m, n, K) of one rank. Rows of 1 and of odd counts, tiles that span shards, both transports, K
-# that no tile divides.
-ON_GPU = {
-    "all_gather_matmul": Sizes(
-        tuple(
-            Shape(*s)
-            for s in (
-                (1, 256, 512),
-                (16, 384, 1024),
-                (37, 200, 328),
-                (256, 2560, 4096),
-                (1021, 2500, 5000),
-            )
-        ),
-        tuple(Shape(rows, 384, 512) for rows in (1, 16, 37, 64, 128, 200, 256, 512, 777, 1024)),
-        (Shape(16, 1024, 2048), Shape(128, 1024, 2048), Shape(1024, 2048, 2048)),
-    ),
-    "matmul_reduce_scatter": Sizes(
-        tuple(
-            Shape(*s)
-            for s in (
-                (1, 256, 512),
-                (16, 1024, 384),
-                (37, 328, 200),
-                (256, 4096, 2560),
-                (1021, 2504, 1000),
-            )
-        ),
-        tuple(Shape(rows, 512, 384) for rows in (1, 16, 37, 64, 128, 200, 256, 777)),
-        (Shape(16, 2048, 1024), Shape(1024, 2048, 2048)),
-    ),
-    "matmul_all_reduce": Sizes(
-        tuple(
-            Shape(*s)
-            for s in (
-                (1, 4096, 1024),
-                (5, 328, 200),
-                (16, 1024, 384),
-                (64, 2504, 1000),
-                (512, 4096, 2560),
-            )
-        ),
-        tuple(Shape(rows, 1024, 384) for rows in (1, 2, 7, 16, 17, 64, 200, 512)),
-        (Shape(1, 4096, 2048), Shape(16, 4096, 2048), Shape(256, 2048, 1024)),
-    ),
-    "matmul_all_to_all": Sizes(  # rows of x, columns of the result, K
-        tuple(
-            Shape(*s)
-            for s in (
-                (1, 64, 512),
-                (16, 384, 1024),
-                (37, 200, 328),
-                (256, 1280, 4096),
-                (1021, 1000, 1000),
-            )
-        ),
-        tuple(Shape(rows, 128, 384) for rows in (1, 16, 37, 128, 256, 777)),
-        (Shape(16, 512, 1024), Shape(1024, 512, 2048)),
-    ),
-    "all_to_all_matmul": Sizes(  # rows and columns of the result, K of a part
-        tuple(
-            Shape(*s)
-            for s in (
-                (1, 256, 128),
-                (16, 384, 256),
-                (37, 200, 328),
-                (256, 2560, 1024),
-                (1021, 1000, 1000),
-            )
-        ),
-        tuple(Shape(rows, 384, 128) for rows in (1, 16, 37, 128, 256, 777)),
-        (Shape(16, 1024, 512), Shape(1024, 2048, 512)),
-    ),
-    "embedding_bag_all_to_all": Sizes(  # samples a rank, tables a rank, columns of a table
-        tuple(Shape(*s) for s in ((1, 1, 128), (37, 3, 64), (512, 8, 128), (100, 2, 13))),
-        tuple(Shape(rows, 4, 64) for rows in (1, 16, 37, 200, 512)),
-        (Shape(16, 4, 128), Shape(1024, 8, 128)),
-    ),
-    "dispatch_grouped_matmul": _EXPERTS_ON_GPU,
-    "grouped_matmul_combine": _EXPERTS_ON_GPU,
-}
-ON_CPU = {
-    "all_gather_matmul": Sizes(
-        tuple(Shape(*s) for s in ((1, 32, 64), (17, 50, 100), (64, 48, 96))),
-        tuple(Shape(rows, 32, 64) for rows in (1, 8, 17, 32, 64)),
-        (),
-    ),
-    "matmul_reduce_scatter": Sizes(
-        tuple(Shape(*s) for s in ((1, 32, 64), (17, 50, 100))),
-        tuple(Shape(rows, 64, 32) for rows in (1, 8, 17, 32)),
-        (),
-    ),
-    "matmul_all_reduce": Sizes(
-        tuple(Shape(*s) for s in ((1, 64, 32), (65, 50, 100))),
-        tuple(Shape(rows, 64, 32) for rows in (1, 2, 17, 64)),
-        (),
-    ),
-    "matmul_all_to_all": Sizes(
-        tuple(Shape(*s) for s in ((1, 16, 32), (17, 25, 50))),
-        tuple(Shape(rows, 16, 32) for rows in (1, 8, 17, 64)),
-        (),
-    ),
-    "all_to_all_matmul": Sizes(
-        tuple(Shape(*s) for s in ((1, 32, 16), (17, 50, 25))),
-        tuple(Shape(rows, 32, 16) for rows in (1, 8, 17, 64)),
-        (),
-    ),
-    "embedding_bag_all_to_all": Sizes(
-        tuple(Shape(*s) for s in ((1, 1, 8), (3, 2, 5))),
-        tuple(Shape(rows, 2, 4) for rows in (1, 2, 4)),
-        (),
-    ),
-    "dispatch_grouped_matmul": _EXPERTS_ON_CPU,
-    "grouped_matmul_combine": _EXPERTS_ON_CPU,
-}
 
 
 @dataclass(frozen=True)
@@ -213,8 +79,9 @@ class Checker:
 
     def __init__(self, member: Member, op: str, calls: int) -> None:
         self.member, self.op, self.calls = member, op, calls
-        self.subject = SUBJECTS[op]
-        self.sizes = (ON_GPU if member.on_gpu else ON_CPU)[op]
+        samples = samples_of(op)
+        self.subject = samples.subject
+        self.sizes = samples.check_on_gpu if member.on_gpu else samples.check_on_cpu
         self.dtypes = (
             (torch.bfloat16, torch.float16) if member.on_gpu else (torch.float32, torch.float16)
         )

@@ -4,14 +4,12 @@ Without GPUs the real Triton kernels run in Triton's interpreter, one process a 
 host memory; with two GPUs or more the compiled kernels run. Each case is several calls on fresh
 data, so that slots and epochs wrap; every result is compared with fp32 computed locally. The last
 call of a case is recorded: what was sent, signalled, awaited.
-
-A new operator adds one entry to :data:`DEMOS`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,33 +21,14 @@ from rich.table import Table
 import tileweave as tw
 from tileweave.bench.console import Steps
 from tileweave.bench.run import short
-from tileweave.bench.subjects import SUBJECTS, TOLERANCE, Shape, poisoned, worst, worst_of
+from tileweave.bench.samples import DemoCase, samples_of
+from tileweave.bench.subjects import TOLERANCE, Shape, poisoned, worst, worst_of
 from tileweave.launcher import Member
 from tileweave.planning.problem import Plan
 from tileweave.profile.record import gather
 from tileweave.profile.trace import Trace, chrome, summary
 
 CALLS = 4  # both slots twice
-
-
-@dataclass(frozen=True)
-class DemoCase:
-    """Several calls of one operator. ``shape``: sizes of one rank; ``drawn``: its trace goes into
-    the picture.
-
-    ``second``: with the second result, the gathered input or the sum before the norm (the recorded
-    call has one result). ``late_seconds``: how much later than the others the last rank makes the
-    recorded call.
-    """
-
-    op: str
-    name: str
-    shape: Shape
-    dtype: torch.dtype
-    bias: bool = False
-    second: bool = False
-    drawn: bool = False
-    late_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,212 +59,14 @@ class DemoResult:
         return all(row.right for row in self.rows)
 
 
-def _all_gather_matmul(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """Random odd sizes, then the column-parallel layers of a Llama-3-8B block: hidden 4096, qkv
-    6144, gate+up 28672.
-
-    Prefill is long enough for copy engines, a chunk and decoding are pushed by the kernel itself.
-    """
-    op = "all_gather_matmul"
-    scale = 1 if on_gpu else 32
-    prefill, chunk, decode = (2048, 128, 16) if on_gpu else (64, 32, 2)
-    hidden, qkv, gate_up = (
-        4096 // scale,
-        6144 // scale // world_size,
-        2 * 14336 // scale // world_size,
-    )
-    odd_rows, odd_cols, odd_depth = (1021, 1000, 1240) if on_gpu else (67, 50, 100)
-    half = torch.bfloat16 if on_gpu else torch.float16
-    first = torch.float16 if on_gpu else torch.float32
-    scaled, late = ("", 3e-4) if on_gpu else (f", 1/{scale}", 0.5)
-    chunked = Shape(chunk, gate_up, hidden)
-    return [
-        DemoCase(
-            op, "random, odd sizes, bias", Shape(odd_rows, odd_cols, odd_depth), first, bias=True
-        ),
-        DemoCase(op, "random, gathered too", Shape(24, odd_cols, odd_depth), first, second=True),
-        DemoCase(
-            op, f"Llama-3-8B qkv, prefill{scaled}", Shape(prefill, qkv, hidden), half, drawn=True
-        ),
-        DemoCase(op, f"Llama-3-8B gate+up, prefill{scaled}", Shape(prefill, gate_up, hidden), half),
-        DemoCase(op, f"Llama-3-8B gate+up, chunk{scaled}", chunked, torch.bfloat16, drawn=True),
-        DemoCase(
-            op, "the same, last rank late", chunked, torch.bfloat16, drawn=True, late_seconds=late
-        ),
-        DemoCase(op, f"Llama-3-8B qkv, decode{scaled}", Shape(decode, qkv, hidden), half),
-        DemoCase(op, f"Llama-3-8B gate+up, decode{scaled}", Shape(decode, gate_up, hidden), half),
-    ]
-
-
-def _matmul_reduce_scatter(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """Odd sizes, then the row-parallel layers of a Llama-3-8B block: attention's output 4096, the
-    MLP's second 14336."""
-    op = "matmul_reduce_scatter"
-    scale = 1 if on_gpu else 32
-    prefill, chunk = (2048, 128) if on_gpu else (32, 16)
-    hidden, attention, mlp = (
-        4096 // scale,
-        4096 // scale // world_size,
-        14336 // scale // world_size,
-    )
-    odd = Shape(1021, 1000, 1240) if on_gpu else Shape(17, 50, 100)
-    half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
-    return [
-        DemoCase(
-            op,
-            "random, odd sizes, bias",
-            odd,
-            torch.float16 if on_gpu else torch.float32,
-            bias=True,
-        ),
-        DemoCase(
-            op,
-            f"Llama-3-8B attention out, prefill{scaled}",
-            Shape(prefill, hidden, attention),
-            half,
-        ),
-        DemoCase(op, f"Llama-3-8B down, prefill{scaled}", Shape(prefill, hidden, mlp), half),
-        DemoCase(op, f"Llama-3-8B down, chunk{scaled}", Shape(chunk, hidden, mlp), torch.bfloat16),
-    ]
-
-
-def _matmul_all_reduce(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """The same layers when decoding: a row or a few, with the residual and the norm that follow in
-    serving."""
-    op = "matmul_all_reduce"
-    scale = 1 if on_gpu else 32
-    hidden, attention, mlp = (
-        4096 // scale,
-        4096 // scale // world_size,
-        14336 // scale // world_size,
-    )
-    half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
-    many = 256 if on_gpu else 64
-    return [
-        DemoCase(
-            op,
-            "random, odd sizes, bias",
-            Shape(5, 50, 100),
-            torch.float16 if on_gpu else torch.float32,
-            bias=True,
-        ),
-        DemoCase(op, f"Llama-3-8B down, 1 token{scaled}", Shape(1, hidden, mlp), half),
-        DemoCase(
-            op,
-            f"Llama-3-8B attention out, 16 tokens, norm{scaled}",
-            Shape(16, hidden, attention),
-            half,
-            second=True,
-        ),
-        DemoCase(
-            op, f"Llama-3-8B down, {many} tokens{scaled}", Shape(many, hidden, mlp), torch.bfloat16
-        ),
-    ]
-
-
-def _matmul_all_to_all(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """The QKV projection of Ulysses-style sequence parallelism: hidden 4096, 64 heads of 128, GQA:
-    10240 columns."""
-    op, scale = "matmul_all_to_all", 1 if on_gpu else 64
-    half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
-    first = torch.float16 if on_gpu else torch.float32
-    return [
-        DemoCase(
-            op,
-            "random, odd sizes, bias",
-            Shape(1021, 1000, 1240) if on_gpu else Shape(17, 25, 50),
-            first,
-            bias=True,
-        ),
-        DemoCase(
-            op,
-            f"Ulysses QKV, 16384 tokens{scaled}",
-            Shape(16384 // world_size // scale, 10240 // world_size // scale, 4096 // scale),
-            half,
-        ),
-    ]
-
-
-def _all_to_all_matmul(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """The output projection of the same layer: 8192 columns of heads, of which a rank has a
-    share."""
-    op, scale = "all_to_all_matmul", 1 if on_gpu else 64
-    half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
-    first = torch.float16 if on_gpu else torch.float32
-    return [
-        DemoCase(
-            op,
-            "random, odd sizes, bias",
-            Shape(1021, 1000, 1240) if on_gpu else Shape(17, 50, 25),
-            first,
-            bias=True,
-        ),
-        DemoCase(
-            op,
-            f"Ulysses output, 16384 tokens{scaled}",
-            Shape(16384 // world_size // scale, 4096 // scale, 8192 // world_size // scale),
-            half,
-        ),
-    ]
-
-
-def _embedding_bag_all_to_all(on_gpu: bool, world_size: int) -> list[DemoCase]:
-    """Sizes are samples a rank, tables a rank, columns of a table."""
-    op = "embedding_bag_all_to_all"
-    first = torch.float16 if on_gpu else torch.float32
-    samples = 1024 if on_gpu else 4
-    return [
-        DemoCase(op, "random, odd sizes, weighted", Shape(samples + 1, 3, 13), first, bias=True),
-        DemoCase(
-            op,
-            "DLRM, 8 tables a rank" if on_gpu else "DLRM, 2 tables a rank",
-            Shape(samples, 8 if on_gpu else 2, 128 if on_gpu else 16),
-            torch.bfloat16,
-        ),
-    ]
-
-
-def _experts(op: str) -> Callable[[bool, int], list[DemoCase]]:
-    """Sizes are tokens a rank, columns and K of an expert; two experts a rank."""
-
-    def cases(on_gpu: bool, world_size: int) -> list[DemoCase]:
-        half, scale = (torch.bfloat16, 1) if on_gpu else (torch.float16, 64)
-        odd = Shape(301, 328, 200) if on_gpu else Shape(3, 24, 20)
-        return [
-            DemoCase(
-                op,
-                "random, odd sizes, weighted",
-                odd,
-                torch.float16 if on_gpu else torch.float32,
-                bias=True,
-            ),
-            DemoCase(
-                op,
-                "Qwen3-MoE, 2 experts a rank" + ("" if on_gpu else f", 1/{scale}"),
-                Shape(1024 if on_gpu else 4, 4096 // scale, 1536 // scale),
-                half,
-            ),
-        ]
-
-    return cases
-
-
-DEMOS: dict[str, Callable[[bool, int], list[DemoCase]]] = {
-    "all_gather_matmul": _all_gather_matmul,
-    "matmul_reduce_scatter": _matmul_reduce_scatter,
-    "matmul_all_reduce": _matmul_all_reduce,
-    "matmul_all_to_all": _matmul_all_to_all,
-    "all_to_all_matmul": _all_to_all_matmul,
-    "embedding_bag_all_to_all": _embedding_bag_all_to_all,
-    "dispatch_grouped_matmul": _experts("dispatch_grouped_matmul"),
-    "grouped_matmul_combine": _experts("grouped_matmul_combine"),
-}
-
-
 def demo(member: Member) -> DemoResult:
     """Every case of every operator, on every rank of the world; collective. Only rank 0 shows
     progress."""
-    cases = [case for op in tw.OPERATORS for case in DEMOS[op](member.on_gpu, member.world_size)]
+    cases = [
+        case
+        for op in tw.OPERATORS
+        for case in samples_of(op).demo(member.on_gpu, member.world_size)
+    ]
     rows, traces = [], []
     with Steps("demo", len(cases), show=member.rank == 0) as steps:
         for number, case in enumerate(cases):
@@ -306,7 +87,7 @@ def demo(member: Member) -> DemoResult:
 
 
 def _run_case(member: Member, case: DemoCase, seed: int, steps: Steps) -> tuple[DemoRow, Trace]:
-    subject = SUBJECTS[case.op]
+    subject = samples_of(case.op).subject
     errors, recording = [0.0], None
     for call in range(CALLS):
         steps.detail(f"call {call + 1} of {CALLS}")
@@ -458,7 +239,7 @@ def trace_one(
 ) -> tuple[Trace, Plan]:
     """The second call of an operator on random data, recorded; sizes are those of one rank.
     Collective."""
-    subject = SUBJECTS[op]
+    subject = samples_of(op).subject
     shape = Shape(rows, cols, depth)
     operands = subject.draw(
         shape, getattr(torch, dtype), member.device, member.rank, member.world_size, 1, False

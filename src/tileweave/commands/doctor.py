@@ -19,18 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tileweave.bench.cases import Case
+import tileweave as tw
 from tileweave.bench.environment import nccl_version, version_of
+from tileweave.bench.samples import samples_of
 from tileweave.planning.machine import CPU, Machine
-from tileweave.planning.matmul import (
-    plan_all_gather_matmul,
-    plan_all_to_all_matmul,
-    plan_matmul_all_reduce,
-    plan_matmul_all_to_all,
-    plan_matmul_reduce_scatter,
-)
-from tileweave.planning.problem import Problem, why_no_kernel
-from tileweave.planning.sharding import plan_embedding
+from tileweave.planning.problem import why_no_kernel
 
 LEAST_TORCH, LEAST_TRITON = (2, 11), (3, 6)
 _TROUBLE = (
@@ -42,20 +35,6 @@ _TROUBLE = (
     TypeError,
     AssertionError,
 )
-_PLANS = {
-    "all_gather_matmul": plan_all_gather_matmul,
-    "matmul_reduce_scatter": plan_matmul_reduce_scatter,
-    "matmul_all_reduce": plan_matmul_all_reduce,
-    "matmul_all_to_all": plan_matmul_all_to_all,
-    "all_to_all_matmul": plan_all_to_all_matmul,
-}
-_TYPICAL = {  # global M, N, K
-    "all_gather_matmul": ((64, 28672, 8192), (1024, 28672, 8192), (8192, 28672, 8192)),
-    "matmul_reduce_scatter": ((64, 8192, 28672), (1024, 8192, 28672), (8192, 8192, 28672)),
-    "matmul_all_reduce": ((1, 8192, 28672), (16, 8192, 28672), (256, 8192, 28672)),
-    "matmul_all_to_all": ((1024, 10240, 4096), (16384, 10240, 4096)),
-    "all_to_all_matmul": ((1024, 4096, 8192), (16384, 4096, 8192)),
-}
 _OPTIONAL = {
     "typer": "the commands",
     "rich": "the commands",
@@ -205,21 +184,11 @@ def _verdicts(count: int, linked: bool, machine: Machine) -> list[Fact]:
     compiled = _compiled(count, linked, machine)
     verdicts = [_interpreted(), compiled]
     if compiled.good:
-        for op in _PLANS:
-            for m, n, k in _TYPICAL[op]:
-                size = min(count, 8)
-                problem = Problem(
-                    size, *Case(op, "", m, n, k, False, "large").shard(size), 2, "bfloat16"
-                )
-                plan = _guarded(
-                    lambda op=op, problem=problem: str(_PLANS[op](problem, machine, False)),
-                    "unknown",
-                )
-                verdicts.append(Fact(f"{op} {m}, {n}, {k}", str(plan)))
-        lookups = str(plan_embedding(min(count, 8), 512, 8.0, machine, False))
-        verdicts.append(
-            Fact("embedding_bag_all_to_all, 128 columns of fp32, 8 rows a bag", lookups)
-        )
+        size = min(count, 8)
+        for op in tw.OPERATORS:
+            for what, planned in samples_of(op).typical:
+                plan = _guarded(lambda planned=planned: str(planned(size, machine)), "unknown")
+                verdicts.append(Fact(what, plan))
     return verdicts
 
 

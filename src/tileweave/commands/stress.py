@@ -29,7 +29,8 @@ import torch.distributed as dist
 import tileweave as tw
 from tileweave.bench.console import Steps
 from tileweave.bench.run import short
-from tileweave.bench.subjects import SUBJECTS, TOLERANCE, Operands, Shape, Subject, poisoned, worst
+from tileweave.bench.samples import samples_of
+from tileweave.bench.subjects import TOLERANCE, Operands, Shape, Subject, poisoned, worst
 from tileweave.launcher import Member
 from tileweave.ops.core.registry import name_of
 from tileweave.transport.protocol import EPOCH
@@ -43,48 +44,6 @@ _SLEEPY, _LONGEST = 0.06, 2e-3
 _REPLAYED = 0.25  # share of moves that replay a graph, where there are any
 _POISONED = 0.02  # share of batches after which slots are filled with NaN
 _HOST_SLEEPY = 0.01  # share of moves at which its host does
-# Operators whose signals announce data, so that slots may hold anything before. The others' data
-# announces itself.
-SIGNALLED = ("all_gather_matmul", "all_to_all_matmul", "embedding_bag_all_to_all")
-
-
-def _shapes(*sizes: tuple[int, int, int]) -> tuple[Shape, ...]:
-    return tuple(Shape(*size) for size in sizes)
-
-
-# By operator: what the world calls, and what the part of two calls. Odd ones have a bias.
-ON_GPU = {
-    "all_gather_matmul": (
-        _shapes((16, 384, 512), (37, 384, 512), (200, 384, 512), (777, 384, 512)),
-        _shapes((16, 384, 512), (777, 384, 512)),
-    ),
-    "matmul_reduce_scatter": (
-        _shapes((16, 512, 384), (200, 512, 384), (777, 512, 384)),
-        _shapes((200, 512, 384), (777, 512, 384)),
-    ),
-    "matmul_all_reduce": (
-        _shapes((2, 1024, 384), (17, 1024, 384), (64, 1024, 384), (200, 1024, 384)),
-        _shapes((7, 1024, 384), (200, 1024, 384)),
-    ),
-    "matmul_all_to_all": (_shapes((16, 128, 384), (256, 128, 384)), _shapes((37, 128, 384))),
-    "all_to_all_matmul": (_shapes((16, 384, 128), (777, 384, 128)), _shapes((128, 384, 128))),
-    "dispatch_grouped_matmul": (_shapes((16, 384, 256), (200, 384, 256)), _shapes((37, 384, 256))),
-    "grouped_matmul_combine": (_shapes((16, 384, 256), (200, 384, 256)), _shapes((37, 384, 256))),
-    "embedding_bag_all_to_all": (
-        _shapes((1, 4, 64), (37, 4, 64), (512, 4, 64)),
-        _shapes((16, 4, 64)),
-    ),
-}
-ON_CPU = {
-    "all_gather_matmul": (_shapes((1, 32, 64), (17, 32, 64), (64, 32, 64)), _shapes((17, 32, 64))),
-    "matmul_reduce_scatter": (_shapes((1, 64, 32), (17, 64, 32)), _shapes((17, 64, 32))),
-    "matmul_all_reduce": (_shapes((1, 64, 32), (17, 64, 32)), _shapes((2, 64, 32))),
-    "matmul_all_to_all": (_shapes((17, 16, 32)), _shapes((8, 16, 32))),
-    "all_to_all_matmul": (_shapes((17, 32, 16)), _shapes((8, 32, 16))),
-    "dispatch_grouped_matmul": (_shapes((4, 16, 16)), _shapes((2, 16, 16))),
-    "grouped_matmul_combine": (_shapes((4, 16, 16)), _shapes((2, 16, 16))),
-    "embedding_bag_all_to_all": (_shapes((1, 2, 4), (4, 2, 4)), _shapes((2, 2, 4))),
-}
 
 
 @dataclass
@@ -180,14 +139,15 @@ class Stress:
     def prepare(self) -> None:
         """Draw operands, make the results that all others must equal, capture graphs, move the
         epochs to the wrap."""
-        sizes = ON_GPU if self.member.on_gpu else ON_CPU
         for number, lane in enumerate(self.lanes):
             for op in tw.OPERATORS if lane.group is not None else ():
-                for which, shape in enumerate(sizes[op][number]):
+                samples = samples_of(op)
+                sizes = samples.stress_on_gpu if self.member.on_gpu else samples.stress_on_cpu
+                for which, shape in enumerate((sizes.world, sizes.part)[number]):
                     seeds = [100 * self.seed + 10 * number + n for n in range(_DATA)]
                     lane.sets.append(
                         [
-                            self._set(lane, SUBJECTS[op], shape, seed, which % 2 == 1)
+                            self._set(lane, samples.subject, shape, seed, which % 2 == 1)
                             for seed in seeds
                         ]
                     )
@@ -354,12 +314,13 @@ class Stress:
 
     def poison(self) -> None:
         """Fill slots with NaN, between calls: those that hold no result that somebody has."""
+        signaled = [op for op in tw.OPERATORS if not samples_of(op).self_signaling]
         for lane in self.lanes:
             self.member.barrier()
             for workspace in self._workspaces(lane):
                 for (op, kind), instance in workspace.instances.items():
                     if (
-                        op in SIGNALLED
+                        op in signaled
                         and kind in ("sm", "copy_engine")
                         and instance.slot_bytes
                         and not instance.regions.held

@@ -8,17 +8,12 @@ from dataclasses import dataclass, replace
 
 from tileweave.errors import InputError
 from tileweave.sim.costs import Calibration
+from tileweave.sim.modelled import operators_of
 from tileweave.sim.moe import MoE
 from tileweave.sim.serving import Serving
 from tileweave.sim.training import Training
 from tileweave.sim.workload import Scenario, simulate_all
 
-OPERATORS = {
-    "train": ("all_gather_matmul", "matmul_reduce_scatter"),
-    "serve": ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"),
-    "moe": ("dispatch_grouped_matmul", "grouped_matmul_combine"),
-    "dlrm": ("embedding_bag_all_to_all",),
-}
 # Bytes of memory a parameter takes in training: bf16 weight and gradient, and fp32 master and
 # moments over data parallel ranks.
 _WEIGHT, _OPTIMISER = 4.0, 12.0
@@ -96,7 +91,7 @@ def advise(
     none = simulate_all(best, calibration, ("fused",), fuse=()).seconds("fused")
     savings = {
         op: none - simulate_all(best, calibration, ("fused",), fuse=(op,)).seconds("fused")
-        for op in OPERATORS[best.kind]
+        for op in operators_of(best.kind)
     }
     return Advice(found, rejected, savings)
 

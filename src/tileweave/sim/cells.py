@@ -26,6 +26,7 @@ from typing import Any
 from tileweave.errors import InputError, require
 from tileweave.planning.table import Entry, read_entries
 from tileweave.sim.document import text_of
+from tileweave.sim.modelled import MODELLED
 
 RULE = "held out where SHA-256 of the cell's global shape ('8192x28672x8192', or the message's bytes), as a number, is even"
 # Names of subjects in bench results -> the quantity that the model predicts.
@@ -124,15 +125,6 @@ class Cell:
         return f"{self.op} {self.quantity}, world {self.world_size}, {self.key}{', graph' if self.graph else ''}"
 
 
-_COLLECTIVES = {
-    "all_gather_matmul": "all_gather",
-    "matmul_reduce_scatter": "reduce_scatter",
-    "matmul_all_reduce": "all_reduce",
-    "embedding_bag_all_to_all": "all_to_all",
-    "grouped_matmul_combine": "all_to_all",
-}
-
-
 def alone(cell: Cell) -> Cell:
     """A collective by itself, named by its kind and its bytes instead of by the operator that it
     was measured for."""
@@ -144,11 +136,13 @@ def alone(cell: Cell) -> Cell:
         nbytes = batch * tables // cell.world_size * dim * itemsize
     elif cell.op == "grouped_matmul_combine":
         nbytes = shape[0] * shape[4] * shape[1] * cell.itemsize
-    elif cell.op in _COLLECTIVES:
+    elif cell.op in MODELLED:
         nbytes = shape[0] * shape[2 if cell.op == "all_gather_matmul" else 1] * cell.itemsize
     else:
         nbytes = shape[0] if len(shape) == 1 else shape[0] * shape[1] * cell.itemsize
-    return replace(cell, op=_COLLECTIVES.get(cell.op, cell.op), shape=(nbytes,))
+    return replace(
+        cell, op=MODELLED[cell.op].collective if cell.op in MODELLED else cell.op, shape=(nbytes,)
+    )
 
 
 def holds_cells(path: Path) -> bool:

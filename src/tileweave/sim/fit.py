@@ -15,6 +15,7 @@ from tileweave.sim.cells import Cell
 from tileweave.sim.collectives import KINDS
 from tileweave.sim.costs import REFERENCE, Calibration, Coefficients, Curve
 from tileweave.sim.machine import presets
+from tileweave.sim.modelled import MODELLED, is_matmul
 from tileweave.sim.predict import Predictor
 
 # Kept as they are.
@@ -110,7 +111,7 @@ START = Coefficients(
 )
 
 _SCATTERS = ("matmul_reduce_scatter", "matmul_all_reduce")
-_MATMULS = ("matmul", "all_gather_matmul", *_SCATTERS, "matmul_all_to_all", "all_to_all_matmul")
+_MATMULS = ("matmul", *filter(is_matmul, MODELLED))
 
 
 @dataclass(frozen=True)
@@ -124,20 +125,13 @@ class Block:
     rounds: int = 1
 
 
-_UNFUSED = {
-    "all_gather_matmul": "all_gather",
-    "matmul_reduce_scatter": "reduce_scatter",
-    "matmul_all_reduce": "all_reduce",
-    "matmul_all_to_all": "all_to_all",
-    "all_to_all_matmul": "all_to_all",
-}
-
-
 def _collective(cell: Cell) -> str | None:
     """The collective that a cell has in it, alone or beside a matmul in turn."""
     if cell.quantity == "comm" and not cell.primitive:
         return cell.op
-    return _UNFUSED.get(cell.op) if cell.quantity == "unfused" else None
+    if cell.quantity == "unfused" and is_matmul(cell.op):
+        return MODELLED[cell.op].collective
+    return None
 
 
 def _collectives() -> list[Block]:

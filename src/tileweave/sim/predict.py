@@ -9,9 +9,10 @@ from dataclasses import replace
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import Exchange
 from tileweave.sim.cells import Cell, alone
-from tileweave.sim.collectives import Group
+from tileweave.sim.collectives import KINDS, Group
 from tileweave.sim.costs import SHORT, Calibration
 from tileweave.sim.machine import Cluster, make_cluster
+from tileweave.sim.modelled import is_matmul
 from tileweave.sim.network import Flow, inside_hops, view
 from tileweave.sim.operators import (
     Operators,
@@ -26,6 +27,20 @@ from tileweave.sim.transformer import Layer, Model
 # as the benches have them: Ulysses, columns out and rows in, and back
 _BEHIND, _BEFORE = Exchange(1, 0), Exchange(0, 1)
 _SCATTERS = {"matmul_reduce_scatter": "reduce_scatter", "matmul_all_reduce": "all_reduce"}
+
+
+_Model = Callable[[Operators, Cell], float | None]
+_MODELS: dict[str, _Model] = {}
+
+
+def _predicts(*ops: str) -> Callable[[_Model], _Model]:
+    """The decorated function is the time of cells of ``ops``."""
+
+    def add(model: _Model) -> _Model:
+        _MODELS.update(dict.fromkeys(ops, model))
+        return model
+
+    return add
 
 
 class Predictor:
@@ -60,7 +75,7 @@ def _entries(cell: Cell) -> Table | None:
 
 def planned(cell: Cell) -> MatmulConfig | None:
     """The configuration that a fused cell was measured in."""
-    if cell.op not in ("all_gather_matmul", "matmul_all_to_all", "all_to_all_matmul", *_SCATTERS):
+    if not is_matmul(cell.op):
         return None
     m, n, k = cell.shape
     world, entries = cell.world_size, _entries(cell)
@@ -73,6 +88,7 @@ def planned(cell: Cell) -> MatmulConfig | None:
     return scatter_config(_SCATTERS[cell.op], world, m, n, k // world, entries)
 
 
+@_predicts("all_gather_matmul")
 def _gather(ops: Operators, cell: Cell) -> float | None:
     m, n, k = cell.shape
     world, local = cell.world_size, n // cell.world_size
@@ -85,6 +101,7 @@ def _gather(ops: Operators, cell: Cell) -> float | None:
     return _together(ops, cell, ops.costs.matmul(m, local, k, cell.itemsize), "all_gather", m * k)
 
 
+@_predicts(*_SCATTERS)
 def _scatter(ops: Operators, cell: Cell) -> float | None:
     m, n, k = cell.shape
     if cell.quantity == "prototype":  # another kernel than the library's
@@ -121,6 +138,7 @@ def _copies(ops: Operators, nbytes: float, world: int) -> float:
     return (world - 1) * (ops.c.copy_queued + nbytes / rate)
 
 
+@_predicts("matmul_all_to_all", "all_to_all_matmul")
 def _exchange(ops: Operators, cell: Cell) -> float | None:
     """M rows in all, M / R of each rank times the whole weight [N, K]; exchanged with columns
     permuted, behind or before it."""
@@ -146,6 +164,7 @@ def _exchange(ops: Operators, cell: Cell) -> float | None:
     )
 
 
+@_predicts("embedding_bag_all_to_all")
 def _embedding(ops: Operators, cell: Cell) -> float | None:
     batch, tables, dim, pooling, itemsize = cell.shape
     bags, row = batch * tables // cell.world_size, float(dim * itemsize)
@@ -159,6 +178,7 @@ def _embedding(ops: Operators, cell: Cell) -> float | None:
     return {"compute": time.compute, "unfused": time.unfused}.get(cell.quantity)
 
 
+@_predicts("grouped_matmul_combine")
 def _combine(ops: Operators, cell: Cell) -> float | None:
     tokens, hidden, inter, experts, top_k = cell.shape
     world, rows = cell.world_size, cell.shape[0] * top_k
@@ -178,6 +198,7 @@ def _combine(ops: Operators, cell: Cell) -> float | None:
     )
 
 
+@_predicts("dispatch_grouped_matmul")
 def _dispatch(ops: Operators, cell: Cell) -> float | None:
     """The first matmul of experts with two projections, side by side."""
     tokens, hidden, inter, experts, top_k = cell.shape
@@ -188,6 +209,7 @@ def _dispatch(ops: Operators, cell: Cell) -> float | None:
     )
 
 
+@_predicts(*KINDS)
 def _collective(ops: Operators, cell: Cell) -> float | None:
     """A collective by itself, again and again."""
     nbytes = float(cell.shape[0])
@@ -195,6 +217,7 @@ def _collective(ops: Operators, cell: Cell) -> float | None:
     return again + ops.collective(cell.op, nbytes, Group(cell.world_size))
 
 
+@_predicts("push_sm", "push_copy_engine")
 def _push(ops: Operators, cell: Cell) -> float | None:
     """Every rank to all peers at once; the measurement had one barrier (3.5 us) in each round."""
     c = ops.c
@@ -207,12 +230,14 @@ def _push(ops: Operators, cell: Cell) -> float | None:
     return late + flow.nbytes / rate + 3.5e-6
 
 
+@_predicts("matmul")
 def _matmul(ops: Operators, cell: Cell) -> float | None:
     """One rank's own, of its own sizes."""
     m, n, k = cell.shape
     return ops.costs.matmul(m, n, k, cell.itemsize, cell.again)
 
 
+@_predicts("layer")
 def _layer(ops: Operators, cell: Cell) -> float | None:
     """One decoder layer forward, sequence parallel: rows, hidden, ffn, heads, kv_heads, tokens of a
     sequence."""
@@ -222,17 +247,3 @@ def _layer(ops: Operators, cell: Cell) -> float | None:
     return sum(
         part.seconds for part in Layer(model, ops, cell.world_size, mode).forward(m, min(m, seq))
     )
-
-
-_MODELS: dict[str, Callable[[Operators, Cell], float | None]] = {
-    "matmul": _matmul,
-    "all_gather_matmul": _gather,
-    **dict.fromkeys(_SCATTERS, _scatter),
-    **dict.fromkeys(("matmul_all_to_all", "all_to_all_matmul"), _exchange),
-    "embedding_bag_all_to_all": _embedding,
-    "grouped_matmul_combine": _combine,
-    "dispatch_grouped_matmul": _dispatch,
-    "layer": _layer,
-    **dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), _collective),
-    **dict.fromkeys(("push_sm", "push_copy_engine"), _push),
-}

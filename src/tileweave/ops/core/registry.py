@@ -13,10 +13,8 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from inspect import signature
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,6 +32,7 @@ from tileweave.transport.workspace import CALL, REGISTRY, Instance, Workspace
 
 LIBRARY = torch.library.Library("tileweave", "DEF")
 _LOG = logging.getLogger("tileweave")
+_SAID: set[tuple[str, str]] = set()  # operators and reasons of calls that ran unfused
 
 
 def define(
@@ -55,9 +54,8 @@ def define(
         LIBRARY.impl(name, _as_given(schema, key.lower(), implementation), key)
     torch.library.register_fake(f"tileweave::{name}", _on_one_device(name, fake), lib=LIBRARY)
     if backward is not None:
-        once = _first_derivative(name, backward)
         torch.library.register_autograd(
-            f"tileweave::{name}", once, setup_context=setup_context, lib=LIBRARY
+            f"tileweave::{name}", backward, setup_context=setup_context, lib=LIBRARY
         )
 
 
@@ -65,6 +63,7 @@ def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Calla
     """Autograd is told that arguments marked (a!) are others now: kernels that write to memory tell
     nobody."""
     changed = [(at, words[1]) for at, words in enumerate(_arguments(schema)) if "!)" in words[0]]
+    returns = not schema.endswith("-> ()")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         counted = []
@@ -81,7 +80,7 @@ def _counting_versions(schema: str, implementation: Callable[..., Any]) -> Calla
         result = implementation(*args, **kwargs)
         for t in counted:
             torch.autograd.graph.increment_version(t)
-        return result
+        return result if returns else None
 
     return call
 
@@ -172,95 +171,24 @@ def _has_tangent(t: torch.Tensor) -> bool:
         return forward_ad.unpack_dual(t).tangent is not None
 
 
-def _first_derivative(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A gradient that is not differentiated: what it sends, and its kernels, have none of their
-    own."""
+def first_derivative(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward`` of an operator whose gradient is not differentiated: what it sends, and its
+    kernels, have none of their own."""
 
     def call(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():  # create_graph=True
-            raise UnsupportedError(
-                f"asked: the gradient of {name} as something to differentiate (create_graph=True); allowed: first derivatives; "
-                "remedy: leave create_graph out, or use torch's own operators for that part"
-            )
+            refuse_second_derivative(name)
         return backward(ctx, *grads)
 
     return call
 
 
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """The questions every public operator answers: which path a call takes, and what a capture
-    needs first."""
-
-    call: Callable[..., Any]
-    explain: Callable[..., Plan]
-    warmup: Callable[..., Plan]
-
-
-_OPERATORS: dict[str, Operator] = {}
-
-
-def publish(
-    call: Callable[..., Any], explain: Callable[..., Plan], warmup: Callable[..., Plan]
-) -> None:
-    """``explain`` names what it needs as ``call`` does, which is public by its own name; it raises
-    for what a call refuses."""
-    _OPERATORS[call.__name__] = Operator(call, explain, warmup)
-
-
-def _operator(op: str) -> Operator:
-    if op not in _OPERATORS:
-        raise InputError(
-            f"asked: operator {op!r}; allowed: {', '.join(sorted(_OPERATORS))}; remedy: pass one of these names"
-        )
-    return _OPERATORS[op]
-
-
-def explain(op: str, *args: object, **kwargs: object) -> Plan:
-    """Which path a call of ``op`` with these arguments takes, and why; ``print`` it. Sends nothing.
-
-    ``tw.explain("all_gather_matmul", x, w, bias, group=group)`` is about ``tw.all_gather_matmul(x,
-    w, bias, group=group)``. In place of topk_ids a number will do: how many experts a token has.
-
-    Raises
-    ------
-    InputError for what the call would refuse by shape, dtype or device (of ``bias``, ``out`` and
-    the like, too, if given), and for operators that do not exist.
-    """
-    operator = _operator(op)
-    given = signature(operator.call).bind_partial(*args, **kwargs).arguments
-    return operator.explain(
-        **{name: given[name] for name in signature(operator.explain).parameters if name in given}
+def refuse_second_derivative(name: str) -> NoReturn:
+    """Raise :class:`UnsupportedError`."""
+    raise UnsupportedError(
+        f"asked: the gradient of {name} as something to differentiate (create_graph=True); allowed: first derivatives; "
+        "remedy: leave create_graph out, or use torch's own operators for that part"
     )
-
-
-def warmup(op: str, *args: object, **kwargs: object) -> Plan:
-    """Collective: reserve what ``op`` needs and compile its kernels, so that a CUDA graph may
-    capture calls afterwards.
-
-    One call on zeros, of one size; returns the plan of calls of that size. Another row count may go
-    another way, with memory of its own: warm up each size to come. A capture that also holds the
-    backward of a matmul operator needs ``backward=True``: operands then require gradients, and
-    their backward follows. Arguments by operator:
-
-    ==========================================  ===========================================================================
-    all_gather_matmul, matmul_reduce_scatter,   rows, cols, depth: of this rank's x [rows, depth] and w [cols, depth]
-    matmul_all_reduce                           (``norm=True``: with norm_weight, which is another kernel)
-    matmul_all_to_all, all_to_all_matmul        the same, and ``scatter_dim=``, ``gather_dim=``
-    dispatch_grouped_matmul                     tokens, experts [E/R, N, K] (a tensor), topk; tokens: max_tokens of calls
-    grouped_matmul_combine                      the call's: y, experts, plan, topk_weights
-    embedding_bag_all_to_all                    the call's, with the largest batch
-    ==========================================  ===========================================================================
-
-    The matmul operators also take ``backward=`` (False), ``dtype=`` (bfloat16) and ``device=`` (the
-    current GPU, or the CPU); all take ``group=``.
-
-    Raises
-    ------
-    InputError for sizes, dtypes and devices that are none; PeerTimeout if a rank does not come:
-    every rank calls it alike.
-    """
-    return _operator(op).warmup(*args, **kwargs)
 
 
 def name_of(group: dist.ProcessGroup | str | None) -> str:
@@ -416,11 +344,11 @@ def await_frozen_slot(instance: Instance, peers: Peers) -> None:
         barrier(peers, instance.transport.world_size, instance.transport.rank)
 
 
-def log_fallback(op: str, plan: Plan, seen: set[tuple[str, str]]) -> None:
+def log_fallback(op: str, plan: Plan) -> None:
     """Say once per reason that a call takes another path than the fused one."""
     key = (op, plan.reason)
-    if plan.path == "unfused" and key not in seen:
-        seen.add(key)
+    if plan.path == "unfused" and key not in _SAID:
+        _SAID.add(key)
         _LOG.info("%s runs unfused: %s", op, plan.reason)
 
 

@@ -30,14 +30,12 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.registry import (
     debugging,
-    define,
     group_of,
     log_fallback,
     name_of,
     number_of,
-    publish,
 )
-from tileweave.ops.core.registry import explain as explain_call
+from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.embedding.backward import backward, setup_context
 from tileweave.ops.embedding.bag_all_to_all_fused import OP, run_fused, run_lookup
 from tileweave.ops.embedding.inputs import (
@@ -56,7 +54,6 @@ from tileweave.ops.embedding.table_gradient import KINDS
 from tileweave.planning.problem import Plan
 from tileweave.planning.sharding import EmbeddingConfig, EmbeddingLayout
 
-_SAID: set[tuple[str, str]] = set()
 _METAS: dict = {}
 # compilers cannot make a tensor that requires a gradient
 _ANCHOR = torch.zeros(0, device="cpu", requires_grad=True)
@@ -242,18 +239,35 @@ def _call(
 
 
 def _forward(
-    call: Call, out: torch.Tensor | None = None, stepped: Sequence[torch.Tensor] = ()
+    tables: list[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    layout: list[int],
+    batch: int,
+    mean: bool,
+    out_dtype: torch.dtype,
+    group_name: str,
+    gradient: str = KINDS[0],
+    divide: bool = False,
+    states: Sequence[torch.Tensor] = (),
+    rate: torch.Tensor | None = None,
+    epsilon: float = 0.0,
+    anchor: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``stepped``: what backward will change in place."""
+    columns = EmbeddingLayout.unflatten(layout)
+    call = Call(tables, indices, offsets, weights, columns, batch, mean, out_dtype, group_name)
     group = group_of(call.group_name) if call.group_name else None
     size, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     if debugging():
         agree_on_call(call, size)
-    refuse_shared(stepped)
+    refuse_shared((*tables, *states) if gradient in KINDS[2:] else ())  # what backward changes
     check_inputs(call, out, size, rank)
     chosen = plan(call.tables, call.indices, call.batch, size)
     if chosen.config is None:
-        log_fallback(OP, chosen, _SAID)
+        log_fallback(OP, chosen)
         y = reference.embedding_bag_all_to_all(*call[:-1], group if size > 1 else None)
         return y if out is None else out.copy_(y)
     if chosen.path == "fused":
@@ -263,14 +277,13 @@ def _forward(
             or 1
         )
         return run_fused(*call, chosen.config, out, mark)
-    tables, indices, offsets, weights, layout, batch, mean, out_dtype, _ = call
     y = run_lookup(
         tables,
         indices,
         offsets,
         weights,
-        layout.columns[0],
-        layout.width,
+        columns.columns[0],
+        columns.width,
         batch,
         mean,
         out_dtype,
@@ -281,76 +294,15 @@ def _forward(
     return y if tables else y.zero_()
 
 
-def _implementation(
-    tables,
-    indices,
-    offsets,
-    weights,
-    layout,
-    batch,
-    mean,
-    out_dtype,
-    group_name,
-    gradient,
-    divide,
-    states,
-    rate,
-    epsilon,
-    anchor,
+def _fake(
+    tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, *_, out=None
 ):
-    call = Call(
-        tables,
-        indices,
-        offsets,
-        weights,
-        EmbeddingLayout.unflatten(layout),
-        batch,
-        mean,
-        out_dtype,
-        group_name,
-    )
-    return _forward(call, stepped=(*tables, *states) if gradient in KINDS[2:] else ())
-
-
-def _implementation_out(
-    tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, *, out
-):
-    call = Call(
-        tables,
-        indices,
-        offsets,
-        weights,
-        EmbeddingLayout.unflatten(layout),
-        batch,
-        mean,
-        out_dtype,
-        group_name,
-    )
-    _forward(call, out)
-
-
-def _fake(tables, indices, offsets, weights, layout, batch, mean, out_dtype, group_name, *_):
     found = EmbeddingLayout.unflatten(layout)
     rank = dist.get_rank(group_of(group_name)) if group_name else 0
     # as rows_of, which would ask how large a batch is that compilers leave open
     chunk = -(-batch // len(found.dims))
     begin, end = (torch.sym_min(r * chunk, batch) for r in (rank, rank + 1))
     return indices.new_empty(end - begin, found.width, dtype=out_dtype)
-
-
-_ARGUMENTS = (
-    "Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, int[] layout, SymInt batch, bool mean,"
-    " ScalarType out_dtype, str group_name"
-)
-define(
-    f"embedding_bag_all_to_all({_ARGUMENTS}, str gradient, bool divide, Tensor[] states, Tensor? rate, float epsilon,"
-    " Tensor? anchor) -> Tensor",
-    _implementation,
-    _fake,
-    backward,
-    setup_context,
-)
-define(f"embedding_bag_all_to_all.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out)
 
 
 def explain(
@@ -366,17 +318,15 @@ def explain(
     return plan(tables, indices, batch, dist.get_world_size(group_of(name_of(group))))
 
 
-def warmup(
-    tables: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    **options: object,
-) -> Plan[EmbeddingConfig]:
-    """Collective: one call with these tables and the largest batch, so that a capture may follow;
-    arguments as the call's."""
-    with torch.no_grad():
-        embedding_bag_all_to_all(tables, indices, offsets, **options)  # type: ignore[arg-type]
-    return explain_call(OP, tables, indices, offsets, **options)
-
-
-publish(embedding_bag_all_to_all, explain, warmup)
+SPEC = OperatorSpec(
+    call=embedding_bag_all_to_all,
+    arguments="Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, int[] layout,"
+    " SymInt batch, bool mean, ScalarType out_dtype, str group_name",
+    options="str gradient, bool divide, Tensor[] states, Tensor? rate, float epsilon, Tensor? anchor",
+    forward=_forward,
+    fake=_fake,
+    explain=explain,
+    backward=Backward(setup_context, backward),
+    reference=reference.embedding_bag_all_to_all,
+    kernel="tileweave.kernels.embedding.bag_all_to_all",
+)

@@ -40,8 +40,8 @@ from tileweave.ops.core.registry import (
     machine_of,
     name_of,
     place_in,
-    publish,
 )
+from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.experts.dispatch_grouped_matmul_fused import OP, run_fused, run_routing
 from tileweave.ops.experts.gradients import gradient_of_experts
 from tileweave.ops.experts.grouped_matmul_combine_fused import run_fused as run_combine
@@ -60,7 +60,6 @@ from tileweave.planning.combine import plan_combine
 from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.grouped import DispatchConfig, plan_dispatch, routes_fused
 
-_SAID: set[tuple[str, str]] = set()
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
@@ -317,7 +316,7 @@ def plan_call(experts: torch.Tensor, plan: RoutingPlan) -> Plan[DispatchConfig]:
     return plan_dispatch(shape, machine_of(experts.device), interpreting())
 
 
-def _forward(x, experts, table, max_tokens, topk, group_name, keep, out=None):
+def _forward(x, experts, table, max_tokens, topk, group_name, keep=False, *, out=None):
     routed = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
     if debugging():
         signature = {
@@ -336,18 +335,14 @@ def _forward(x, experts, table, max_tokens, topk, group_name, keep, out=None):
         places = kept.view(routed.world_size - 1, max_tokens, x.shape[1]) if keep else None
         run_fused(x, experts, routed, y, group_name, chosen.config, places)
     else:
-        log_fallback(OP, chosen, _SAID)
+        log_fallback(OP, chosen)
         received = receive(x, routed, group_of(group_name))
         y.copy_(reference.grouped_matmul(rows_of(x, received, routed), experts, routed.offsets))
         kept = received if keep else new_kept(x, routed, False)
     return y, kept
 
 
-def _implementation_out(x, experts, table, max_tokens, topk, group_name, *, out):
-    _forward(x, experts, table, max_tokens, topk, group_name, False, out)
-
-
-def _fake(x, experts, table, max_tokens, topk, group_name, keep):
+def _fake(x, experts, table, max_tokens, topk, group_name, keep=False, *, out=None):
     routed = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
     return x.new_empty(routed.bound, experts.shape[1]), new_kept(x, routed, keep)
 
@@ -356,35 +351,26 @@ def _fake(x, experts, table, max_tokens, topk, group_name, keep):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, experts, table, ctx.max_tokens, ctx.topk, ctx.group_name, ctx.kept = inputs
+    x, experts, table, *ctx.sizes, keep = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # zeros for kept tokens would be written and never read
+    require(
+        keep or not ctx.needs_input_grad[1],
+        "keep=False with experts that require a gradient",
+        "keep=True",
+        "call tileweave.dispatch_grouped_matmul",
+    )
     ctx.shape = output[0].shape
     ctx.save_for_backward(x, experts, table, output[1])
 
 
-def _backward(ctx, grad, _):
+def _passed(ctx, grad, _):
     x, experts, table, kept = ctx.saved_tensors
-    need_x, need_experts = ctx.needs_input_grad[:2]
     grad = x.new_zeros(ctx.shape) if grad is None else grad  # all ranks call
-    dx, dexperts = torch.ops.tileweave.dispatch_grouped_matmul_backward(
-        grad,
-        x,
-        kept,
-        experts,
-        table,
-        ctx.max_tokens,
-        ctx.topk,
-        ctx.group_name,
-        need_x,
-        need_experts and ctx.kept,
-    )
-    return dx if need_x else None, dexperts if need_experts else None, None, None, None, None, None
+    return grad, x, kept, experts, table, *ctx.sizes
 
 
-def _backward_implementation(
-    grad, x, kept, experts, table, max_tokens, topk, group_name, need_x, need_experts
-):
+def _backward(grad, x, kept, experts, table, max_tokens, topk, group_name, need_x, need_experts):
     routed = routing_plan(table, experts, x.shape[0], max_tokens, topk, group_name)
     grad = grad.contiguous()
     empty = grad.new_empty(0)
@@ -425,28 +411,14 @@ def _sum_over_rows(
     return dx
 
 
-def _backward_fake(
-    grad, x, kept, experts, table, max_tokens, topk, group_name, need_x, need_experts
-):
-    dx = torch.empty_like(x) if need_x else grad.new_empty(0)
-    return dx, experts.new_empty(experts.shape) if need_experts else grad.new_empty(0)
+def _like(grad, x, kept, experts, table, max_tokens, topk, group_name):
+    return torch.empty_like(x), experts.new_empty(experts.shape)
 
 
 define(
     "route_tokens(Tensor topk_ids, int experts, SymInt max_tokens, str group_name) -> Tensor",
     _route,
     _route_fake,
-)
-_ARGUMENTS = "Tensor x, Tensor experts, Tensor table, SymInt max_tokens, int topk, str group_name"
-define(
-    f"{OP}({_ARGUMENTS}, bool keep) -> (Tensor, Tensor)", _forward, _fake, _backward, _setup_context
-)
-define(f"{OP}.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out)
-define(
-    f"{OP}_backward(Tensor grad, Tensor x, Tensor kept, Tensor experts, Tensor table, SymInt max_tokens, int topk,"
-    " str group_name, bool need_x, bool need_experts) -> (Tensor, Tensor)",
-    _backward_implementation,
-    _backward_fake,
 )
 
 
@@ -496,4 +468,25 @@ def warmup(
     return explain(x, experts, topk, group=group)
 
 
-publish(dispatch_grouped_matmul, explain, warmup)
+SPEC = OperatorSpec(
+    call=dispatch_grouped_matmul,
+    arguments="Tensor x, Tensor experts, Tensor table, SymInt max_tokens, int topk, str group_name",
+    options="bool keep",
+    results="(Tensor, Tensor)",
+    forward=_forward,
+    fake=_fake,
+    explain=explain,
+    warmup=warmup,
+    backward=BackwardOperator(
+        arguments="Tensor grad, Tensor x, Tensor kept, Tensor experts, Tensor table,"
+        " SymInt max_tokens, int topk, str group_name",
+        of=("x", "experts"),
+        setup_context=_setup_context,
+        passed=_passed,
+        run=_backward,
+        like=_like,
+    ),
+    reference=reference.dispatch_grouped_matmul,
+    kernel="tileweave.kernels.experts.dispatch_triton",
+    dual="grouped_matmul_combine",
+)

@@ -32,15 +32,14 @@ from tileweave.ops.core.debug_agreement import check_own, check_together
 from tileweave.ops.core.registry import (
     agree,
     debugging,
-    define,
     group_of,
     interpreting,
     log_fallback,
     machine_of,
     name_of,
-    publish,
     workspace_of,
 )
+from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.experts.gradients import combine_gradients
 from tileweave.ops.experts.grouped_matmul_combine_fused import OP, run_fused
 from tileweave.ops.experts.routing_plan import RoutingPlan, check_plan, routing_plan, shape_of
@@ -48,8 +47,6 @@ from tileweave.ops.matmul.inputs import DTYPES, check_shape, refuse_alias
 from tileweave.planning.combine import CombineConfig, plan_combine
 from tileweave.planning.problem import Plan
 from tileweave.transport.workspace import REGISTRY
-
-_SAID: set[tuple[str, str]] = set()
 
 
 def grouped_matmul_combine(
@@ -265,11 +262,11 @@ def _accept(y, experts, plan: RoutingPlan, weights, out, group_name: str) -> Pla
     return chosen
 
 
-def _forward(y, experts, table, weights, tokens, max_tokens, topk, group_name, out):
+def _forward(y, experts, table, weights, tokens, max_tokens, topk, group_name, *, out=None):
     plan = routing_plan(table, experts, tokens, max_tokens, topk, group_name)
     chosen = _accept(y, experts, plan, weights, out, group_name)
     if chosen.config is None:
-        log_fallback(OP, chosen, _SAID)
+        log_fallback(OP, chosen)
         z = reference.grouped_matmul_combine(y, experts, plan, weights, group_of(group_name))
         return z if out is None else out.copy_(z)
     z = y.new_empty(tokens, experts.shape[1]) if out is None else out
@@ -277,19 +274,11 @@ def _forward(y, experts, table, weights, tokens, max_tokens, topk, group_name, o
     return z
 
 
-def _implementation(y, experts, table, weights, tokens, max_tokens, topk, group_name):
-    return _forward(y, experts, table, weights, tokens, max_tokens, topk, group_name, None)
-
-
-def _implementation_out(y, experts, table, weights, tokens, max_tokens, topk, group_name, *, out):
-    _forward(y, experts, table, weights, tokens, max_tokens, topk, group_name, out)
-
-
-def _fake(y, experts, table, weights, tokens, max_tokens, topk, group_name):
+def _fake(y, experts, table, weights, tokens, max_tokens, topk, group_name, *, out=None):
     return y.new_empty(tokens, experts.shape[1])
 
 
-def _backward_implementation(
+def _backward(
     grad,
     y,
     experts,
@@ -311,25 +300,9 @@ def _backward_implementation(
     )
 
 
-def _backward_fake(
-    grad,
-    y,
-    experts,
-    table,
-    weights,
-    tokens,
-    max_tokens,
-    topk,
-    group_name,
-    need_y,
-    need_experts,
-    need_weights,
-):
-    return (
-        torch.empty_like(y) if need_y else grad.new_empty(0),
-        experts.new_empty(experts.shape) if need_experts else grad.new_empty(0),
-        grad.new_empty(tokens, topk, dtype=torch.float32) if need_weights else grad.new_empty(0),
-    )
+def _like(grad, y, experts, table, weights, tokens, max_tokens, topk, group_name):
+    of_weights = grad.new_empty(tokens, topk, dtype=torch.float32)
+    return torch.empty_like(y), experts.new_empty(experts.shape), of_weights
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -337,35 +310,8 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(y, experts, table, weights)
 
 
-def _backward(ctx, grad):
-    y, experts, table, weights = ctx.saved_tensors
-    needs = (
-        ctx.needs_input_grad[0],
-        ctx.needs_input_grad[1],
-        weights is not None and ctx.needs_input_grad[3],
-    )
-    found = torch.ops.tileweave.grouped_matmul_combine_backward(
-        grad, y, experts, table, weights, *ctx.sizes, *needs
-    )
-    gy, ge, gw = (g if needed else None for g, needed in zip(found, needs, strict=True))
-    return gy, ge, None, gw, None, None, None, None
-
-
-_ARGUMENTS = "Tensor y, Tensor experts, Tensor table, Tensor? weights, SymInt tokens, SymInt max_tokens, int topk, str group_name"
-define(
-    f"grouped_matmul_combine({_ARGUMENTS}) -> Tensor",
-    _implementation,
-    _fake,
-    _backward,
-    _setup_context,
-)
-define(f"grouped_matmul_combine.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out)
-define(
-    f"grouped_matmul_combine_backward(Tensor grad, {_ARGUMENTS}, bool need_y, bool need_experts, bool need_weights)"
-    " -> (Tensor, Tensor, Tensor)",
-    _backward_implementation,
-    _backward_fake,
-)
+def _passed(ctx, grad):
+    return grad, *ctx.saved_tensors, *ctx.sizes
 
 
 def explain(y: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan) -> Plan[CombineConfig]:
@@ -376,19 +322,25 @@ def explain(y: torch.Tensor, experts: torch.Tensor, plan: RoutingPlan) -> Plan[C
     return plan_call(plan, experts)
 
 
-def warmup(
-    y: torch.Tensor,
-    experts: torch.Tensor,
-    plan: RoutingPlan,
-    topk_weights: torch.Tensor | None = None,
-    *,
-    group: dist.ProcessGroup | str | None = None,
-) -> Plan[CombineConfig]:
-    """Collective: one call with the largest shapes, so that a capture may follow; arguments as the
-    call's."""
-    with torch.no_grad():
-        grouped_matmul_combine(y, experts, plan, topk_weights, group=group)
-    return explain(y, experts, plan)
-
-
-publish(grouped_matmul_combine, explain, warmup)
+_ARGUMENTS = (
+    "Tensor y, Tensor experts, Tensor table, Tensor? weights, SymInt tokens, SymInt max_tokens,"
+    " int topk, str group_name"
+)
+SPEC = OperatorSpec(
+    call=grouped_matmul_combine,
+    arguments=_ARGUMENTS,
+    forward=_forward,
+    fake=_fake,
+    explain=explain,
+    backward=BackwardOperator(
+        arguments=f"Tensor grad, {_ARGUMENTS}",
+        of=("y", "experts", "weights"),
+        setup_context=_setup_context,
+        passed=_passed,
+        run=_backward,
+        like=_like,
+    ),
+    reference=reference.grouped_matmul_combine,
+    kernel="tileweave.kernels.experts.combine_triton",
+    dual="dispatch_grouped_matmul",
+)

@@ -6,7 +6,7 @@ import torch
 
 from tileweave.errors import require
 from tileweave.ops import reference
-from tileweave.ops.core.registry import define, interpreting
+from tileweave.ops.core.registry import define, first_derivative, interpreting
 from tileweave.ops.experts.routing_plan import RoutingPlan, new_rows
 from tileweave.ops.matmul.inputs import DTYPES
 
@@ -100,7 +100,7 @@ define(
     "swiglu(Tensor y, Tensor offsets, int experts) -> Tensor",
     _forward,
     _fake,
-    _backward,
+    first_derivative("swiglu", _backward),
     _setup_context,
 )
 define(

@@ -30,7 +30,8 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import define, group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.all_gather_matmul_fused import OP, run_fused
 from tileweave.ops.matmul.backward import multiply_and_scatter, scatters_fused
 from tileweave.ops.matmul.concurrent_gather import begin_gather_of_backward, too_large
@@ -40,14 +41,13 @@ from tileweave.ops.matmul.inputs import (
     check_operands,
     check_shape,
     check_traced,
+    explain_matmul,
     out_as_rows,
     plan_for,
-    publish_matmul,
+    warmup_matmul,
 )
 from tileweave.planning.matmul import plan_all_gather_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
-
-_SAID: set[tuple[str, str]] = set()
 
 
 def all_gather_matmul(
@@ -133,8 +133,9 @@ def _forward(
     w: torch.Tensor,
     bias: torch.Tensor | None,
     group_name: str,
-    out: torch.Tensor | None,
-    keep: bool,
+    return_gathered: bool = False,
+    *,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     chosen = accept(
         OP,
@@ -143,15 +144,15 @@ def _forward(
         w,
         (bias,),
         (out,),
-        "gathered" if keep else "",
+        "gathered" if return_gathered else "",
         lambda size: check_inputs(x, w, bias, out, size),
         lambda size: plan(x, w, size),
     )
     if chosen.config is None:
-        return _unfused(x, w, bias, group_name, out, keep, chosen)
+        return _unfused(x, w, bias, group_name, out, return_gathered, chosen)
     rows = chosen.world_size * x.shape[0]
     y = x.new_empty(rows, w.shape[0]) if out is None else out
-    gathered = x.new_empty(rows, x.shape[1]) if keep else None
+    gathered = x.new_empty(rows, x.shape[1]) if return_gathered else None
     run_fused(x, w, bias, y, gathered, group_name, chosen)
     return y, x.new_empty(0) if gathered is None else gathered
 
@@ -165,35 +166,20 @@ def _unfused(
     keep: bool,
     chosen: Plan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    log_fallback(OP, chosen, _SAID)
+    log_fallback(OP, chosen)
     y, gathered = reference.all_gather_matmul(x, w, bias, group_of(group_name), out)
     return y, (gathered.clone() if gathered is x else gathered) if keep else x.new_empty(0)
 
 
-def _implementation(x, w, bias, group_name, return_gathered=False):
-    return _forward(x, w, bias, group_name, None, return_gathered)
-
-
-def _implementation_out(x, w, bias, group_name, *, out):
-    _forward(x, w, bias, group_name, out, False)
-
-
-def _fake(x, w, bias, group_name, return_gathered=False):
+def _fake(x, w, bias, group_name, return_gathered=False, *, out=None):
     size = dist.get_world_size(group_of(group_name))
-    check_traced(lambda: check_inputs(x, w, bias, None, size))
+    check_traced(lambda: check_inputs(x, w, bias, out, size))
     rows = size * x.shape[0]
-    return x.new_empty(rows, w.shape[0]), x.new_empty(
-        rows, x.shape[1]
-    ) if return_gathered else x.new_empty(0)
+    y = x.new_empty(rows, w.shape[0])
+    return y, x.new_empty(rows, x.shape[1]) if return_gathered else x.new_empty(0)
 
 
-def _fake_out(x, w, bias, group_name, *, out):
-    check_traced(lambda: check_inputs(x, w, bias, out, dist.get_world_size(group_of(group_name))))
-
-
-def _backward_implementation(
-    grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, need_bias
-):
+def _backward(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, need_bias):
     """Gradients of x, w, bias (empty where not needed)."""
     grad = grad.contiguous()
     gathers = need_w and gathered is None
@@ -246,67 +232,48 @@ def _products_overlapped(grad, grad_gathered, x, w, gathered, group_name, need_x
     return gx, gw
 
 
-def _backward_fake(grad, grad_gathered, x, w, gathered, group_name, need_x, need_w, need_bias):
-    return (
-        torch.empty_like(x) if need_x else grad.new_empty(0),
-        w.new_empty(w.shape) if need_w else grad.new_empty(0),
-        grad.new_empty(grad.shape[1]) if need_bias else grad.new_empty(0),
-    )
+def _like(grad, grad_gathered, x, w, gathered, group_name):
+    return torch.empty_like(x), w.new_empty(w.shape), grad.new_empty(grad.shape[1])
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, w, bias, ctx.group_name, ctx.keep = inputs
+    x, w, _, ctx.group_name, ctx.keep = inputs
     # a gathered input that the loss does not use must not cost a reduce-scatter
     ctx.set_materialize_grads(False)
-    ctx.has_bias = bias is not None
     ctx.save_for_backward(x, w, *((output[1],) if ctx.keep else ()))
 
 
-def _backward(ctx, grad, grad_gathered):
+def _passed(ctx, grad, grad_gathered):
     x, w, *kept = ctx.saved_tensors
-    needs = ctx.needs_input_grad
     if grad is None:
         if grad_gathered is None:
-            return None, None, None, None, None
+            return None
         grad = grad_gathered.new_zeros(grad_gathered.shape[0], w.shape[0])
-    gx, gw, gb = torch.ops.tileweave.all_gather_matmul_backward(
-        grad,
-        grad_gathered if ctx.keep else None,
-        x,
-        w,
-        kept[0] if kept else None,
-        ctx.group_name,
-        needs[0],
-        needs[1],
-        ctx.has_bias and needs[2],
-    )
-    return (
-        gx if needs[0] else None,
-        gw if needs[1] else None,
-        gb if ctx.has_bias and needs[2] else None,
-        None,
-        None,
-    )
+    gathered = kept[0] if kept else None
+    return grad, grad_gathered if ctx.keep else None, x, w, gathered, ctx.group_name
 
 
-define(
-    "all_gather_matmul(Tensor x, Tensor w, Tensor? bias, str group_name, bool return_gathered=False) -> (Tensor, Tensor)",
-    _implementation,
-    _fake,
-    _backward,
-    _setup_context,
+explain = explain_matmul(_as_called, check_inputs, plan)
+SPEC = OperatorSpec(
+    call=all_gather_matmul,
+    arguments="Tensor x, Tensor w, Tensor? bias, str group_name",
+    options="bool return_gathered=False",
+    results="(Tensor, Tensor)",
+    forward=_forward,
+    fake=_fake,
+    explain=explain,
+    warmup=warmup_matmul(all_gather_matmul, explain),
+    backward=BackwardOperator(
+        arguments="Tensor grad, Tensor? grad_gathered, Tensor x, Tensor w, Tensor? gathered,"
+        " str group_name",
+        of=("x", "w", "bias"),
+        setup_context=_setup_context,
+        passed=_passed,
+        run=_backward,
+        like=_like,
+    ),
+    reference=reference.all_gather_matmul,
+    kernel="tileweave.kernels.all_gather.triton",
+    dual="matmul_reduce_scatter",
+    traced="stamps",
 )
-define(
-    "all_gather_matmul.out(Tensor x, Tensor w, Tensor? bias, str group_name, *, Tensor(a!) out) -> ()",
-    _implementation_out,
-    _fake_out,
-)
-define(
-    "all_gather_matmul_backward(Tensor grad, Tensor? grad_gathered, Tensor x, Tensor w, Tensor? gathered,"
-    " str group_name, bool need_x, bool need_w, bool need_bias) -> (Tensor, Tensor, Tensor)",
-    _backward_implementation,
-    _backward_fake,
-)
-
-
-publish_matmul(all_gather_matmul, _as_called, check_inputs, plan)

@@ -30,11 +30,17 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import define, group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.all_gather_matmul_fused import EXCHANGED as OP
 from tileweave.ops.matmul.all_gather_matmul_fused import run_fused
 from tileweave.ops.matmul.backward import multiply_and_exchange
-from tileweave.ops.matmul.exchange_inputs import as_exchange, check_divides, publish_exchange
+from tileweave.ops.matmul.exchange_inputs import (
+    as_exchange,
+    check_divides,
+    explain_exchange,
+    warmup_exchange,
+)
 from tileweave.ops.matmul.inputs import (
     accept,
     as_rows,
@@ -47,8 +53,6 @@ from tileweave.ops.matmul.inputs import (
 from tileweave.planning.matmul import plan_all_to_all_matmul
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
-
-_SAID: set[tuple[str, str]] = set()
 
 
 def all_to_all_matmul(
@@ -155,12 +159,15 @@ def _forward(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    how: Exchange,
+    scatter_dim: int,
+    gather_dim: int,
     group_name: str,
-    out: torch.Tensor | None,
-    keep: bool,
+    keep: bool = False,
+    *,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = (how.scatter_dim, how.gather_dim, keep)
+    how = Exchange(scatter_dim, gather_dim)
+    options = (scatter_dim, gather_dim, keep)
     chosen = accept(
         OP,
         group_name,
@@ -173,7 +180,7 @@ def _forward(
         lambda size: plan(x, w, how, size),
     )
     if chosen.config is None:
-        log_fallback(OP, chosen, _SAID)
+        log_fallback(OP, chosen)
         y, exchanged = reference.all_to_all_matmul(
             x, w, bias, group_of(group_name), how.scatter_dim, how.gather_dim, out
         )
@@ -186,29 +193,14 @@ def _forward(
     return y, x.new_empty(0) if kept is None else kept
 
 
-def _implementation(x, w, bias, scatter_dim, gather_dim, group_name, keep=False):
-    return _forward(x, w, bias, Exchange(scatter_dim, gather_dim), group_name, None, keep)
-
-
-def _implementation_out(x, w, bias, scatter_dim, gather_dim, group_name, *, out):
-    _forward(x, w, bias, Exchange(scatter_dim, gather_dim), group_name, out, False)
-
-
-def _fake(x, w, bias, scatter_dim, gather_dim, group_name, keep=False):
+def _fake(x, w, bias, scatter_dim, gather_dim, group_name, keep=False, *, out=None):
     how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group_of(group_name))
-    check_traced(lambda: check_inputs(x, w, bias, how, None, size))
+    check_traced(lambda: check_inputs(x, w, bias, how, out, size))
     rows, depth = how.result(x.shape[0], x.shape[1], size)
     return x.new_empty(rows, w.shape[0]), x.new_empty(rows, depth) if keep else x.new_empty(0)
 
 
-def _fake_out(x, w, bias, scatter_dim, gather_dim, group_name, *, out):
-    how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group_of(group_name))
-    check_traced(lambda: check_inputs(x, w, bias, how, out, size))
-
-
-def _backward_implementation(
-    grad, exchanged, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias
-):
+def _backward(grad, exchanged, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias):
     """Gradients of x, w, bias (empty where not needed)."""
     back = Exchange(scatter_dim, gather_dim).reverse
     grad, empty = grad.contiguous(), grad.new_empty(0)
@@ -217,23 +209,17 @@ def _backward_implementation(
     return gx, gw, grad.sum(0) if need_bias else empty
 
 
-def _backward_fake(
-    grad, exchanged, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias
-):
-    size = dist.get_world_size(group_of(group_name))
-    back = Exchange(scatter_dim, gather_dim).reverse
-    return (
-        grad.new_empty(back.result(grad.shape[0], w.shape[1], size))
-        if need_x
-        else grad.new_empty(0),
-        w.new_empty(w.shape) if need_w else grad.new_empty(0),
-        grad.new_empty(grad.shape[1]) if need_bias else grad.new_empty(0),
+def _like(grad, exchanged, w, scatter_dim, gather_dim, group_name):
+    size, back = (
+        dist.get_world_size(group_of(group_name)),
+        Exchange(scatter_dim, gather_dim).reverse,
     )
+    gx = grad.new_empty(back.result(grad.shape[0], w.shape[1], size))
+    return gx, w.new_empty(w.shape), grad.new_empty(grad.shape[1])
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    _, w, bias, ctx.scatter_dim, ctx.gather_dim, ctx.group_name, keep = inputs
-    ctx.has_bias = bias is not None
+    _, w, _, *ctx.how, keep = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     require(
@@ -245,57 +231,33 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(w, output[1] if ctx.needs_input_grad[1] else None)
 
 
-def _backward(ctx, grad, _):
+def _passed(ctx, grad, _):
     w, exchanged = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    need_bias = ctx.has_bias and needs[2]
-    if grad is None:
-        return (None,) * 7
-    gx, gw, gb = torch.ops.tileweave.all_to_all_matmul_backward(
-        grad,
-        exchanged,
-        w,
-        ctx.scatter_dim,
-        ctx.gather_dim,
-        ctx.group_name,
-        needs[0],
-        needs[1],
-        need_bias,
-    )
-    return (
-        gx if needs[0] else None,
-        gw if needs[1] else None,
-        gb if need_bias else None,
-        None,
-        None,
-        None,
-        None,
-    )
+    return None if grad is None else (grad, exchanged, w, *ctx.how)
 
 
-_ARGUMENTS = "Tensor x, Tensor w, Tensor? bias, int scatter_dim, int gather_dim, str group_name"
-define(
-    f"all_to_all_matmul({_ARGUMENTS}, bool keep=False) -> (Tensor, Tensor)",
-    _implementation,
-    _fake,
-    _backward,
-    _setup_context,
-)
-define(
-    f"all_to_all_matmul.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out
-)
-define(
-    "all_to_all_matmul_backward(Tensor grad, Tensor? exchanged, Tensor w, int scatter_dim, int gather_dim, str group_name,"
-    " bool need_x, bool need_w, bool need_bias) -> (Tensor, Tensor, Tensor)",
-    _backward_implementation,
-    _backward_fake,
-)
-
-
-publish_exchange(
-    all_to_all_matmul,
-    _as_called,
-    check_inputs,
-    plan,
-    lambda how, rows, depth, size: how.result(rows, depth, size)[1],
+explain = explain_exchange(_as_called, check_inputs, plan)
+SPEC = OperatorSpec(
+    call=all_to_all_matmul,
+    arguments="Tensor x, Tensor w, Tensor? bias, int scatter_dim, int gather_dim, str group_name",
+    options="bool keep=False",
+    results="(Tensor, Tensor)",
+    forward=_forward,
+    fake=_fake,
+    explain=explain,
+    warmup=warmup_exchange(
+        all_to_all_matmul, explain, lambda how, rows, depth, size: how.result(rows, depth, size)[1]
+    ),
+    backward=BackwardOperator(
+        arguments="Tensor grad, Tensor? exchanged, Tensor w, int scatter_dim, int gather_dim, str group_name",
+        of=("x", "w", "bias"),
+        setup_context=_setup_context,
+        passed=_passed,
+        run=_backward,
+        like=_like,
+    ),
+    reference=reference.all_to_all_matmul,
+    kernel="tileweave.kernels.all_to_all.gather_triton",
+    dual="matmul_all_to_all",
+    traced="waits",
 )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tileweave.errors import require
-from tileweave.ops.core.registry import name_of, place_in, publish
+from tileweave.ops.core.registry import name_of, place_in
 from tileweave.ops.matmul.inputs import call_for_warmup, operands_for_warmup
 from tileweave.planning.problem import Plan
 from tileweave.planning.schedules.scatter import Exchange
@@ -33,18 +33,16 @@ def check_divides(how: Exchange, rows: int, cols: int, size: int, columns_of: st
     require(count % size == 0, lambda: f"{count} {what} over {size} ranks", allowed, remedy)
 
 
-def publish_exchange(
-    call: Callable[..., object],
+def explain_exchange(
     as_called: Callable[..., tuple[Exchange, torch.Tensor, torch.Tensor | None]],
     check: Callable[..., None],
     plan: Callable[..., Plan],
-    depth_of: Callable[[Exchange, int, int, int], int],
-) -> None:
-    """As :func:`matmul_inputs.publish_matmul`, with the two dimensions.
+) -> Callable[..., Plan]:
+    """As :func:`inputs.explain_matmul`, with the two dimensions.
 
     ``as_called(x, w, bias, scatter_dim, gather_dim, out, group_name)`` gives the exchange, and x
     and out as rows, ``check(x, w, bias, how, out, size)`` raises, ``plan(x, w, how, size)``
-    decides, and ``depth_of(how, rows, depth, size)`` is that of w for x [rows, depth].
+    decides.
     """
 
     def explain(
@@ -62,6 +60,17 @@ def publish_exchange(
         how, rows, flat = as_called(x, w, bias, scatter_dim, gather_dim, out, name)
         check(rows, w, bias, how, flat, size)
         return plan(rows, w, how, size)
+
+    return explain
+
+
+def warmup_exchange(
+    call: Callable[..., object],
+    explain: Callable[..., Plan],
+    depth_of: Callable[[Exchange, int, int, int], int],
+) -> Callable[..., Plan]:
+    """As :func:`inputs.warmup_matmul`, with the two dimensions; ``depth_of(how, rows, depth,
+    size)`` is that of w for x [rows, depth]."""
 
     def warmup(
         rows: int,
@@ -86,4 +95,4 @@ def publish_exchange(
         )
         return explain(x, w, group=group, scatter_dim=scatter_dim, gather_dim=gather_dim)
 
-    publish(call, explain, warmup)
+    return warmup

@@ -25,7 +25,6 @@ from tileweave.ops.core.registry import (
     mark_of,
     name_of,
     place_in,
-    publish,
     workspace_of,
 )
 from tileweave.planning.machine import Machine
@@ -350,13 +349,12 @@ def call_for_warmup(
         y.sum().backward()
 
 
-def publish_matmul(
-    call: Callable[..., object],
+def explain_matmul(
     as_called: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
     check: Callable[..., None],
     plan: Callable[..., Plan],
-) -> None:
-    """:func:`registry.publish` of an operator over x, w and bias.
+) -> Callable[..., Plan]:
+    """``explain`` of an operator over x, w and bias.
 
     ``as_called(x, w, bias, out, group_name)`` gives x and out as rows, ``check(x, w, bias, out,
     size)`` raises, ``plan(x, w, size)`` decides.
@@ -376,6 +374,12 @@ def publish_matmul(
         check(rows, w, bias, flat, size)
         return plan(rows, w, size)
 
+    return explain
+
+
+def warmup_matmul(call: Callable[..., object], explain: Callable[..., Plan]) -> Callable[..., Plan]:
+    """``warmup`` of an operator over x, w and bias."""
+
     def warmup(
         rows: int,
         cols: int,
@@ -390,4 +394,4 @@ def publish_matmul(
         call_for_warmup(call, x, w, backward, group=group)
         return explain(x, w, group=group)
 
-    publish(call, explain, warmup)
+    return warmup

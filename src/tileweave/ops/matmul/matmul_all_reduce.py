@@ -35,7 +35,8 @@ import torch.distributed as dist
 from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import define, group_of, log_fallback, name_of, place_in, publish
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.spec import Backward, OperatorSpec
 from tileweave.ops.matmul.inputs import (
     accept,
     as_rows,
@@ -53,7 +54,6 @@ from tileweave.planning.matmul import plan_matmul_all_reduce
 from tileweave.planning.problem import MatmulConfig, Plan
 
 EPS = 1e-6
-_SAID: set[tuple[str, str]] = set()
 
 
 def matmul_all_reduce(
@@ -195,8 +195,9 @@ def _forward(
     norm_weight: torch.Tensor | None,
     norm_eps: float,
     group_name: str,
-    out: torch.Tensor | None,
-    residual_out: torch.Tensor | None,
+    *,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     inputs = (x, w, bias, residual, norm_weight)
     chosen = accept(
@@ -211,35 +212,21 @@ def _forward(
         lambda size: plan(x, w, size),
     )
     if chosen.config is None:
-        log_fallback(OP, chosen, _SAID)
-        return reference.matmul_all_reduce(
+        log_fallback(OP, chosen)
+        y, kept = reference.matmul_all_reduce(
             x, w, bias, group_of(group_name), residual, norm_weight, norm_eps, out, residual_out
         )
+        return y, x.new_empty(0) if kept is None else kept
     y = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
     kept = torch.empty_like(y) if residual_out is None and norm_weight is not None else residual_out
     run_fused(x, w, bias, residual, norm_weight, norm_eps, y, kept, group_name, chosen)
-    return y, kept
+    return y, x.new_empty(0) if kept is None and out is None else kept
 
 
-def _implementation(x, w, bias, residual, norm_weight, norm_eps, group_name):
-    y, kept = _forward(x, w, bias, residual, norm_weight, norm_eps, group_name, None, None)
-    return y, x.new_empty(0) if kept is None else kept
-
-
-def _implementation_out(
-    x, w, bias, residual, norm_weight, norm_eps, group_name, *, out, residual_out
-):
-    _forward(x, w, bias, residual, norm_weight, norm_eps, group_name, out, residual_out)
-
-
-def _fake(x, w, bias, residual, norm_weight, norm_eps, group_name):
-    check_traced(lambda: check_inputs(x, w, bias, residual, norm_weight, None, None))
+def _fake(x, w, bias, residual, norm_weight, norm_eps, group_name, *, out=None, residual_out=None):
+    check_traced(lambda: check_inputs(x, w, bias, residual, norm_weight, out, residual_out))
     y = x.new_empty(x.shape[0], w.shape[0])
     return y, x.new_empty(0) if norm_weight is None else torch.empty_like(y)
-
-
-def _fake_out(x, w, bias, residual, norm_weight, norm_eps, group_name, *, out, residual_out):
-    check_traced(lambda: check_inputs(x, w, bias, residual, norm_weight, out, residual_out))
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -249,7 +236,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(x, w, norm_weight, output[1] if norm_weight is not None else None)
 
 
-def _backward(ctx, grad, grad_kept):
+def _gradients(ctx, grad, grad_kept):
     """Plain torch, since nothing is sent: compilers see through it."""
     x, w, norm_weight, kept = ctx.saved_tensors
     has_bias, has_residual, has_norm = ctx.optional
@@ -283,22 +270,6 @@ def _through_norm(grad, grad_kept, weight, kept, eps):
     if grad_kept is not None:
         g_y = g_y + grad_kept.float()
     return g_y.to(kept.dtype), (g * unit).sum(0).to(weight.dtype)
-
-
-define(
-    "matmul_all_reduce(Tensor x, Tensor w, Tensor? bias, Tensor? residual, Tensor? norm_weight, float norm_eps,"
-    " str group_name) -> (Tensor, Tensor)",
-    _implementation,
-    _fake,
-    _backward,
-    _setup_context,
-)
-define(
-    "matmul_all_reduce.out(Tensor x, Tensor w, Tensor? bias, Tensor? residual, Tensor? norm_weight, float norm_eps,"
-    " str group_name, *, Tensor(a!) out, Tensor(b!)? residual_out) -> ()",
-    _implementation_out,
-    _fake_out,
-)
 
 
 def explain(
@@ -344,4 +315,17 @@ def warmup(
     return plan(x, w, place_in(name_of(group))[1])
 
 
-publish(matmul_all_reduce, explain, warmup)
+SPEC = OperatorSpec(
+    call=matmul_all_reduce,
+    arguments="Tensor x, Tensor w, Tensor? bias, Tensor? residual, Tensor? norm_weight,"
+    " float norm_eps, str group_name",
+    results="(Tensor, Tensor)",
+    out="Tensor(a!) out, Tensor(b!)? residual_out",
+    forward=_forward,
+    fake=_fake,
+    explain=explain,
+    warmup=warmup,
+    backward=Backward(_setup_context, _gradients),
+    reference=reference.matmul_all_reduce,
+    kernel="tileweave.kernels.all_reduce.one_shot",
+)

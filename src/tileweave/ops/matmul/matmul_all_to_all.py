@@ -30,9 +30,15 @@ import torch.distributed as dist
 
 from tileweave.ops import reference
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import define, group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.backward import exchange_and_multiply
-from tileweave.ops.matmul.exchange_inputs import as_exchange, check_divides, publish_exchange
+from tileweave.ops.matmul.exchange_inputs import (
+    as_exchange,
+    check_divides,
+    explain_exchange,
+    warmup_exchange,
+)
 from tileweave.ops.matmul.inputs import (
     accept,
     as_rows,
@@ -46,8 +52,6 @@ from tileweave.ops.matmul.matmul_all_to_all_fused import OP, run_fused
 from tileweave.planning.matmul import plan_matmul_all_to_all
 from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.planning.schedules.scatter import Exchange
-
-_SAID: set[tuple[str, str]] = set()
 
 
 def matmul_all_to_all(
@@ -144,11 +148,14 @@ def _forward(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    how: Exchange,
+    scatter_dim: int,
+    gather_dim: int,
     group_name: str,
-    out: torch.Tensor | None,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    options = (how.scatter_dim, how.gather_dim)
+    how = Exchange(scatter_dim, gather_dim)
+    options = (scatter_dim, gather_dim)
     chosen = accept(
         OP,
         group_name,
@@ -161,35 +168,20 @@ def _forward(
         lambda size: plan(x, w, how, size),
     )
     if chosen.config is None:
-        log_fallback(OP, chosen, _SAID)
+        log_fallback(OP, chosen)
         return reference.matmul_all_to_all(x, w, bias, group_of(group_name), *options, out)
     y = x.new_empty(how.result(x.shape[0], w.shape[0], chosen.world_size)) if out is None else out
     run_fused(x, w, bias, y, how, group_name, chosen)
     return y
 
 
-def _implementation(x, w, bias, scatter_dim, gather_dim, group_name):
-    return _forward(x, w, bias, Exchange(scatter_dim, gather_dim), group_name, None)
-
-
-def _implementation_out(x, w, bias, scatter_dim, gather_dim, group_name, *, out):
-    _forward(x, w, bias, Exchange(scatter_dim, gather_dim), group_name, out)
-
-
-def _fake(x, w, bias, scatter_dim, gather_dim, group_name):
+def _fake(x, w, bias, scatter_dim, gather_dim, group_name, *, out=None):
     how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group_of(group_name))
-    check_traced(lambda: check_inputs(x, w, bias, how, None, size))
+    check_traced(lambda: check_inputs(x, w, bias, how, out, size))
     return x.new_empty(how.result(x.shape[0], w.shape[0], size))
 
 
-def _fake_out(x, w, bias, scatter_dim, gather_dim, group_name, *, out):
-    how, size = Exchange(scatter_dim, gather_dim), dist.get_world_size(group_of(group_name))
-    check_traced(lambda: check_inputs(x, w, bias, how, out, size))
-
-
-def _backward_implementation(
-    grad, x, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias
-):
+def _backward(grad, x, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias):
     """Gradients of x, w, bias (empty where not needed). The gradient is exchanged once, by dgrad
     where there is one."""
     back = Exchange(scatter_dim, gather_dim).reverse
@@ -206,56 +198,42 @@ def _backward_implementation(
     return gx, gw, gb
 
 
-def _backward_fake(grad, x, w, scatter_dim, gather_dim, group_name, need_x, need_w, need_bias):
-    size = dist.get_world_size(group_of(group_name))
-    rows, cols = Exchange(scatter_dim, gather_dim).reverse.result(
-        grad.shape[0], grad.shape[1], size
+def _like(grad, x, w, scatter_dim, gather_dim, group_name):
+    size, back = (
+        dist.get_world_size(group_of(group_name)),
+        Exchange(scatter_dim, gather_dim).reverse,
     )
-    return (
-        grad.new_empty(rows, w.shape[1]) if need_x else grad.new_empty(0),
-        w.new_empty(w.shape) if need_w else grad.new_empty(0),
-        grad.new_empty(cols) if need_bias else grad.new_empty(0),
-    )
+    rows, cols = back.result(grad.shape[0], grad.shape[1], size)
+    return grad.new_empty(rows, w.shape[1]), w.new_empty(w.shape), grad.new_empty(cols)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, w, bias, ctx.scatter_dim, ctx.gather_dim, ctx.group_name = inputs
-    ctx.has_bias = bias is not None
+    x, w, _, *ctx.how = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
 
 
-def _backward(ctx, grad):
-    x, w = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    need_bias = ctx.has_bias and needs[2]
-    gx, gw, gb = torch.ops.tileweave.matmul_all_to_all_backward(
-        grad, x, w, ctx.scatter_dim, ctx.gather_dim, ctx.group_name, needs[0], needs[1], need_bias
-    )
-    return (
-        gx if needs[0] else None,
-        gw if needs[1] else None,
-        gb if need_bias else None,
-        None,
-        None,
-        None,
-    )
+def _passed(ctx, grad):
+    return grad, *ctx.saved_tensors, *ctx.how
 
 
-_ARGUMENTS = "Tensor x, Tensor w, Tensor? bias, int scatter_dim, int gather_dim, str group_name"
-define(
-    f"matmul_all_to_all({_ARGUMENTS}) -> Tensor", _implementation, _fake, _backward, _setup_context
-)
-define(
-    f"matmul_all_to_all.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()", _implementation_out, _fake_out
-)
-define(
-    "matmul_all_to_all_backward(Tensor grad, Tensor? x, Tensor w, int scatter_dim, int gather_dim, str group_name,"
-    " bool need_x, bool need_w, bool need_bias) -> (Tensor, Tensor, Tensor)",
-    _backward_implementation,
-    _backward_fake,
-)
-
-
-publish_exchange(
-    matmul_all_to_all, _as_called, check_inputs, plan, lambda how, rows, depth, size: depth
+explain = explain_exchange(_as_called, check_inputs, plan)
+SPEC = OperatorSpec(
+    call=matmul_all_to_all,
+    arguments="Tensor x, Tensor w, Tensor? bias, int scatter_dim, int gather_dim, str group_name",
+    forward=_forward,
+    fake=_fake,
+    explain=explain,
+    warmup=warmup_exchange(matmul_all_to_all, explain, lambda how, rows, depth, size: depth),
+    backward=BackwardOperator(
+        arguments="Tensor grad, Tensor? x, Tensor w, int scatter_dim, int gather_dim, str group_name",
+        of=("x", "w", "bias"),
+        setup_context=_setup_context,
+        passed=_passed,
+        run=_backward,
+        like=_like,
+    ),
+    reference=reference.matmul_all_to_all,
+    kernel="tileweave.kernels.all_to_all.scatter_triton",
+    dual="all_to_all_matmul",
+    traced="waits",
 )

@@ -27,7 +27,8 @@ from tileweave.errors import require
 from tileweave.ops import reference
 from tileweave.ops.core import collectives
 from tileweave.ops.core.debug_agreement import check_own
-from tileweave.ops.core.registry import define, group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.registry import group_of, log_fallback, name_of, place_in
+from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
 from tileweave.ops.matmul.backward import gather_and_multiply
 from tileweave.ops.matmul.inputs import (
     accept,
@@ -35,15 +36,14 @@ from tileweave.ops.matmul.inputs import (
     check_operands,
     check_shape,
     check_traced,
+    explain_matmul,
     out_as_rows,
     plan_for,
-    publish_matmul,
+    warmup_matmul,
 )
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import OP, run_fused
 from tileweave.planning.matmul import plan_matmul_reduce_scatter
 from tileweave.planning.problem import MatmulConfig, Plan
-
-_SAID: set[tuple[str, str]] = set()
 
 
 def matmul_reduce_scatter(
@@ -134,7 +134,8 @@ def _forward(
     w: torch.Tensor,
     bias: torch.Tensor | None,
     group_name: str,
-    out: torch.Tensor | None,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     chosen = accept(
         OP,
@@ -148,7 +149,7 @@ def _forward(
         lambda size: plan(x, w, size),
     )
     if chosen.config is None:
-        log_fallback(OP, chosen, _SAID)
+        log_fallback(OP, chosen)
         return reference.matmul_reduce_scatter(x, w, bias, group_of(group_name), out)
     rows = x.shape[0] // chosen.world_size
     y = x.new_empty(rows, w.shape[0]) if out is None else out
@@ -156,25 +157,13 @@ def _forward(
     return y
 
 
-def _implementation(x, w, bias, group_name):
-    return _forward(x, w, bias, group_name, None)
-
-
-def _implementation_out(x, w, bias, group_name, *, out):
-    _forward(x, w, bias, group_name, out)
-
-
-def _fake(x, w, bias, group_name):
+def _fake(x, w, bias, group_name, *, out=None):
     size = dist.get_world_size(group_of(group_name))
-    check_traced(lambda: check_inputs(x, w, bias, None, size))
+    check_traced(lambda: check_inputs(x, w, bias, out, size))
     return x.new_empty(x.shape[0] // size, w.shape[0])
 
 
-def _fake_out(x, w, bias, group_name, *, out):
-    check_traced(lambda: check_inputs(x, w, bias, out, dist.get_world_size(group_of(group_name))))
-
-
-def _backward_implementation(grad, x, w, group_name, need_x, need_w, need_bias):
+def _backward(grad, x, w, group_name, need_x, need_w, need_bias):
     """Gradients of x, w, bias (empty where not needed). The gradient is gathered once, by dgrad
     where there is one."""
     group = group_of(group_name)
@@ -192,50 +181,39 @@ def _backward_implementation(grad, x, w, group_name, need_x, need_w, need_bias):
     return gx, gw, gb
 
 
-def _backward_fake(grad, x, w, group_name, need_x, need_w, need_bias):
-    return (
-        grad.new_empty(dist.get_world_size(group_of(group_name)) * grad.shape[0], w.shape[1])
-        if need_x
-        else grad.new_empty(0),
-        w.new_empty(w.shape) if need_w else grad.new_empty(0),
-        grad.new_empty(grad.shape[1]) if need_bias else grad.new_empty(0),
-    )
+def _like(grad, x, w, group_name):
+    rows = dist.get_world_size(group_of(group_name)) * grad.shape[0]
+    gx = grad.new_empty(rows, w.shape[1])
+    return gx, w.new_empty(w.shape), grad.new_empty(grad.shape[1])
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, w, bias, ctx.group_name = inputs
-    ctx.has_bias = bias is not None
+    x, w, _, ctx.group_name = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
 
 
-def _backward(ctx, grad):
-    x, w = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    need_bias = ctx.has_bias and needs[2]
-    gx, gw, gb = torch.ops.tileweave.matmul_reduce_scatter_backward(
-        grad, x, w, ctx.group_name, needs[0], needs[1], need_bias
-    )
-    return gx if needs[0] else None, gw if needs[1] else None, gb if need_bias else None, None
+def _passed(ctx, grad):
+    return grad, *ctx.saved_tensors, ctx.group_name
 
 
-define(
-    "matmul_reduce_scatter(Tensor x, Tensor w, Tensor? bias, str group_name) -> Tensor",
-    _implementation,
-    _fake,
-    _backward,
-    _setup_context,
+explain = explain_matmul(_as_called, check_inputs, plan)
+SPEC = OperatorSpec(
+    call=matmul_reduce_scatter,
+    arguments="Tensor x, Tensor w, Tensor? bias, str group_name",
+    forward=_forward,
+    fake=_fake,
+    explain=explain,
+    warmup=warmup_matmul(matmul_reduce_scatter, explain),
+    backward=BackwardOperator(
+        arguments="Tensor grad, Tensor? x, Tensor w, str group_name",
+        of=("x", "w", "bias"),
+        setup_context=_setup_context,
+        passed=_passed,
+        run=_backward,
+        like=_like,
+    ),
+    reference=reference.matmul_reduce_scatter,
+    kernel="tileweave.kernels.reduce_scatter.triton",
+    dual="all_gather_matmul",
+    traced="waits",
 )
-define(
-    "matmul_reduce_scatter.out(Tensor x, Tensor w, Tensor? bias, str group_name, *, Tensor(a!) out) -> ()",
-    _implementation_out,
-    _fake_out,
-)
-define(
-    "matmul_reduce_scatter_backward(Tensor grad, Tensor? x, Tensor w, str group_name, bool need_x, bool need_w,"
-    " bool need_bias) -> (Tensor, Tensor, Tensor)",
-    _backward_implementation,
-    _backward_fake,
-)
-
-
-publish_matmul(matmul_reduce_scatter, _as_called, check_inputs, plan)

@@ -1,0 +1,140 @@
+"""What the commands need to know about each operator: one module per operator, with ``SAMPLES``.
+
+``check``, ``check --stress``, ``demo``, ``doctor``, ``bench`` and ``trace`` list no operators. They
+ask :func:`samples_of` for those in ``tileweave.OPERATORS``. A module is imported when it is asked
+for; the description of the operator names it (``ops/core/spec.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from tileweave.bench.subjects import Shape
+from tileweave.ops.core.registration import spec_of
+from tileweave.planning.machine import Machine
+from tileweave.planning.matmul import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What the ratios of a block should reach: their geometric mean, and each of them. ``most``: at
+    most, each of them."""
+
+    mean: float | None = None
+    worst: float | None = None
+    most: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Shapes of ``check``: ``shapes`` once each, ``changing`` in random order many times, and
+    ``captured`` in CUDA graphs."""
+
+    shapes: tuple[Shape, ...]
+    changing: tuple[Shape, ...]
+    captured: tuple[Shape, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stressed:
+    """Shapes of ``check --stress``: what the world calls, and what a part of two ranks calls. Every
+    second one has a bias."""
+
+    world: tuple[Shape, ...]
+    part: tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DemoCase:
+    """Several calls of one operator. ``shape``: sizes of one rank; ``drawn``: its trace goes into
+    the picture.
+
+    ``second``: with the second result, the gathered input or the sum before the norm (the recorded
+    call has one result). ``late_seconds``: how much later than the others the last rank makes the
+    recorded call.
+    """
+
+    op: str
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    bias: bool = False
+    second: bool = False
+    drawn: bool = False
+    late_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Benched:
+    """How ``bench`` runs an operator, and what it makes of the report. Several operators share one.
+
+    ``run(member, options)`` is called on every rank; ``rivals``: names of what can be timed.
+    """
+
+    run: Callable[..., dict[str, Any]]
+    rivals: tuple[str, ...]
+    tables_of: Callable[[dict[str, Any], int], list[Table]]
+    plot: Callable[[dict[str, Any], Path], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """One operator, as the commands see it.
+
+    Parameters
+    ----------
+    subject : how operands are drawn, how it is called, recorded and judged: ``subjects.Subject``.
+    check_on_gpu, check_on_cpu, stress_on_gpu, stress_on_cpu : shapes, in the meaning that
+        ``subject.draw`` gives them. Interpreted kernels take few and small ones.
+    demo : ``demo(on_gpu, world_size)``, the cases of the demo.
+    bench : how it is benched; ``cases`` of real layers, ``smoke`` cases that are tiny, and
+        ``quick``, a regular expression that finds the names of a short list.
+    rival : the class of a bench that makes the functions that are timed.
+    bars : block of cases -> figure (as ``run.judge`` names it) -> what it should reach.
+    shared : which of ``rows``, ``cols`` and ``depth`` of a whole problem the ranks share, for
+        operators that are benched or traced by those sizes.
+    typical : what ``doctor`` shows: the text of a problem, and its plan for so many ranks of a
+        machine.
+    self_signaling : its data announces itself, so its slots must hold zeros; else they may hold
+        anything before a call.
+    measured : it has a section in docs/measured.md.
+    """
+
+    subject: Any  # a Subject, over operands of its own type
+    check_on_gpu: Checked
+    check_on_cpu: Checked
+    stress_on_gpu: Stressed
+    stress_on_cpu: Stressed
+    demo: Callable[[bool, int], list[DemoCase]]
+    bench: Benched
+    cases: list[Any]
+    smoke: list[Any]
+    quick: str
+    rival: Any
+    bars: dict[str, dict[str, Bar]] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
+    typical: tuple[tuple[str, Callable[[int, Machine], Plan]], ...] = ()
+    self_signaling: bool = False
+    measured: bool = True
+
+
+def samples_of(op: str) -> Samples:
+    """The samples of an operator; raises :class:`InputError` if there is no such operator."""
+    return import_module(spec_of(op).samples or f"tileweave.bench.samples.{op}").SAMPLES
+
+
+def shapes(*sizes: tuple[int, int, int]) -> tuple[Shape, ...]:
+    """Shapes of these sizes."""
+    return tuple(Shape(*each) for each in sizes)
+
+
+def of_rows(rows: tuple[int, ...], cols: int, depth: int) -> tuple[Shape, ...]:
+    """Shapes that differ in their rows."""
+    return tuple(Shape(each, cols, depth) for each in rows)

@@ -1,0 +1,90 @@
+"""Samples of matmul_reduce_scatter. Shapes: rows of a rank's result, columns and K of its weight."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from tileweave.bench.cases import LARGE, ROW_LAYERS, SMALL, Case, smoke_cases, typical_plans
+from tileweave.bench.rivals import MatmulReduceScatterPeers
+from tileweave.bench.run import BENCHED
+from tileweave.bench.samples import Bar, Checked, DemoCase, Samples, Stressed, of_rows, shapes
+from tileweave.bench.subjects import MatmulReduceScatter, Shape
+from tileweave.planning.matmul import plan_matmul_reduce_scatter
+
+OP = "matmul_reduce_scatter"
+
+
+def _demo(on_gpu: bool, world_size: int) -> list[DemoCase]:
+    """Odd sizes, then the row-parallel layers of a Llama-3-8B block: attention's output 4096, the
+    MLP's second 14336."""
+    scale = 1 if on_gpu else 32
+    prefill, chunk = (2048, 128) if on_gpu else (32, 16)
+    hidden, attention, mlp = (
+        4096 // scale,
+        4096 // scale // world_size,
+        14336 // scale // world_size,
+    )
+    odd = Shape(1021, 1000, 1240) if on_gpu else Shape(17, 50, 100)
+    half, scaled = (torch.bfloat16, "") if on_gpu else (torch.float16, f", 1/{scale}")
+    first = torch.float16 if on_gpu else torch.float32
+    return [
+        DemoCase(OP, "random, odd sizes, bias", odd, first, bias=True),
+        DemoCase(
+            OP,
+            f"Llama-3-8B attention out, prefill{scaled}",
+            Shape(prefill, hidden, attention),
+            half,
+        ),
+        DemoCase(OP, f"Llama-3-8B down, prefill{scaled}", Shape(prefill, hidden, mlp), half),
+        DemoCase(OP, f"Llama-3-8B down, chunk{scaled}", Shape(chunk, hidden, mlp), torch.bfloat16),
+    ]
+
+
+SAMPLES = Samples(
+    subject=MatmulReduceScatter(),
+    check_on_gpu=Checked(
+        shapes(
+            (1, 256, 512), (16, 1024, 384), (37, 328, 200), (256, 4096, 2560), (1021, 2504, 1000)
+        ),
+        of_rows((1, 16, 37, 64, 128, 200, 256, 777), 512, 384),
+        shapes((16, 2048, 1024), (1024, 2048, 2048)),
+    ),
+    check_on_cpu=Checked(shapes((1, 32, 64), (17, 50, 100)), of_rows((1, 8, 17, 32), 64, 32)),
+    stress_on_gpu=Stressed(of_rows((16, 200, 777), 512, 384), of_rows((200, 777), 512, 384)),
+    stress_on_cpu=Stressed(of_rows((1, 17), 64, 32), of_rows((17,), 64, 32)),
+    demo=_demo,
+    bench=BENCHED,
+    cases=[
+        *(
+            Case(OP, f"{layer}-m{m}", m, *ROW_LAYERS[layer], False, "large")
+            for m, layer in product(LARGE, ROW_LAYERS)
+        ),
+        Case(OP, "odd-m4084", 4 * 1021, 2500, 4 * 5000, False, "odd"),
+        *(
+            Case(OP, f"{layer}-m{m}", m, *ROW_LAYERS[layer], True, "small")
+            for m, layer in product(SMALL, ROW_LAYERS)
+        ),
+    ],
+    smoke=smoke_cases(OP, (256, 64, 256), (32, 96, 128)),
+    quick=r"llama70b-(o|down)-m(1|16|64|512|2048|8192)$|odd",
+    rival=MatmulReduceScatterPeers,
+    bars={
+        "large": {
+            "limit_ratio": Bar(0.95, 0.90),
+            "over_unfused": Bar(worst=1.0),
+            "over_torch": Bar(1.10, 1.0),
+        },
+        "small": {"over_unfused": Bar(1.2, 0.98)},
+    },
+    shared=("rows", "depth"),
+    typical=typical_plans(
+        OP,
+        plan_matmul_reduce_scatter,
+        (64, 8192, 28672),
+        (1024, 8192, 28672),
+        (8192, 8192, 28672),
+    ),
+    self_signaling=True,
+)
