@@ -525,6 +525,7 @@ def launch(
 
 
 def sizes_of(peers: Peers, y: torch.Tensor, experts: torch.Tensor, shape: GroupedProblem) -> Sizes:
+    """:class:`Sizes` of a call."""
     s = shape
     slot_bytes = peers.slot_size * y.element_size()
     stride_w = experts.stride(1) if experts.stride(2) == 1 else experts.stride(2)
@@ -546,6 +547,7 @@ def choices_of(
     shape: GroupedProblem,
     config: CombineConfig,
 ) -> Choices:
+    """:class:`Choices` of a call."""
     s, c = shape, config
     return Choices(
         s.world_size,
