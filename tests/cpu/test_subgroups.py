@@ -145,7 +145,7 @@ def a_thread_a_group(me: Member) -> list[bool]:
 
 
 @pytest.mark.parametrize("interpreted", [True, False], ids=["interpreted", "unfused"])
-def test_threads_with_a_group_each_do_not_wait_for_each_other(
+def test_threads_with_own_groups_do_not_block_each_other(
     worlds: Worlds, interpreted: bool
 ) -> None:
     """Who waits holds the connection to the store."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tileweave.bench.samples import samples_of
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import Plan, Problem
+from tileweave.planning.problem import Plan, Problem
 
 Block = Literal["large", "odd", "gemv", "small", "smoke"]
 

@@ -25,7 +25,7 @@ from tileweave.ops.core import collectives
 from tileweave.ops.core.registration import register
 from tileweave.ops.core.registry import group_of, name_of
 from tileweave.ops.core.spec import BackwardOperator, OperatorSpec
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 from tileweave.profile.record import Recording, record_call
 
 OP = "scale_all_reduce"

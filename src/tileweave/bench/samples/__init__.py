@@ -19,7 +19,7 @@ from rich.table import Table
 from tileweave.bench.subjects import Shape
 from tileweave.ops.core.registration import spec_of
 from tileweave.planning.machine import Machine
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 from tileweave.errors import InputError
 from tileweave.ops.core.registry import define, first_derivative, refuse_second_derivative
 from tileweave.ops.core.spec import Backward, BackwardOperator, OperatorSpec
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 
 # All registered operators by name, in the order of registration.
 SPECS: dict[str, OperatorSpec] = {}

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from tileweave.planning.matmul import Plan
+from tileweave.planning.problem import Plan
 
 Tensors = tuple[torch.Tensor, ...]
 
