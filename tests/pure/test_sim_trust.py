@@ -17,14 +17,14 @@ from tileweave.sim import crosscheck
 from tileweave.sim.cells import Cell, alone, holds_cells, read_cells
 from tileweave.sim.costs import load_calibration
 from tileweave.sim.fit import BLOCKS, START, fit, nelder_mead
-from tileweave.sim.measurements import STEADY, quantity_of, settle, unsteadiness
+from tileweave.sim.measurements import STEADY, merge_runs, quantity_of, unsteadiness
 from tileweave.sim.predict import planned
 from tileweave.sim.trust import GOOD_MEAN, GOOD_WORST, judge, published, repeatability, summarise
 
 ROOT = Path(__file__).parents[2]
 RESULTS = [path for path in sorted((ROOT / "docs" / "results").glob("*.json")) if holds_cells(path)]
 TIMES = read_cells(RESULTS)
-CELLS, UNSTEADY = settle(TIMES)
+CELLS, UNSTEADY = merge_runs(TIMES)
 RECORDED_OVER = 0  # held-out cells over 20 %, as docs/simulator.md has them
 UNMODELLED = {  # measured, and said in docs/simulator.md: the library's kernels are others now
     (op, "prototype")
@@ -65,7 +65,7 @@ def test_the_shipped_calibration_holds_the_bar() -> None:
 def test_another_device_is_predicted_by_its_data_sheet() -> None:
     """Two H100, which no fit has seen, by H200's fractions of their peaks; figures as
     docs/simulator.md has them."""
-    cells, _ = settle(
+    cells, _ = merge_runs(
         read_cells(sorted((ROOT / "docs" / "results" / "h100").glob("*_*-2xH100-2026-11-25.json")))
     )
     judged, unknown = judge(cells, device="h100")
@@ -97,11 +97,11 @@ def test_a_quantity_counts_once_with_the_median_of_its_runs() -> None:
     ) == len(CELLS)
     cell = replace(next(cell for cell in CELLS if cell.quantity == "unfused"), runs=1)
     runs = [replace(cell, seconds=cell.seconds * factor) for factor in (1.0, 3.0, 1.2)]
-    assert [(one.runs, one.seconds) for one in settle(runs)[0]] == [
+    assert [(one.runs, one.seconds) for one in merge_runs(runs)[0]] == [
         (3, pytest.approx(1.2 * cell.seconds))
     ]
     # another launch mode is another quantity
-    assert settle([cell, replace(cell, graph=not cell.graph)])[0][1].runs == 1
+    assert merge_runs([cell, replace(cell, graph=not cell.graph)])[0][1].runs == 1
 
 
 def test_unsteady_times_are_left_out_by_their_repeats_alone() -> None:
@@ -111,17 +111,19 @@ def test_unsteady_times_are_left_out_by_their_repeats_alone() -> None:
             cell for cell in CELLS if cell.held_out == held_out and cell.quantity == "unfused"
         )
         late = replace(cell, repeats=(1.0, 1.0, 1.0, 1.2, 1.2))
-        assert settle([late]) == ([], [late]) and settle([replace(late, seconds=9.0)])[0] == []
+        assert (
+            merge_runs([late]) == ([], [late]) and merge_runs([replace(late, seconds=9.0)])[0] == []
+        )
         # one that is late is what a median is for
         once = replace(cell, repeats=(1.0, 1.0, 1.0, 1.0, 5.0))
-        assert len(settle([once])[0]) == 1
+        assert len(merge_runs([once])[0]) == 1
     assert UNSTEADY and all(unsteadiness(cell) > STEADY for cell in UNSTEADY)
 
 
 def test_collectives_alone_are_one_quantity_whatever_they_were_measured_for() -> None:
     of_matmul = Cell("x", "all_gather_matmul", "comm", 4, (512, 28672, 8192), True, 1e-4)
     by_bytes = Cell("y", "all_gather", "comm", 4, (8388608,), True, 2e-4)
-    assert [(c.key, c.seconds, c.runs) for c in settle([of_matmul, by_bytes])[0]] == [
+    assert [(c.key, c.seconds, c.runs) for c in merge_runs([of_matmul, by_bytes])[0]] == [
         ("8388608", pytest.approx(1.5e-4), 2)
     ]
 

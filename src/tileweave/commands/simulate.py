@@ -38,7 +38,7 @@ try:
     from tileweave.sim.costs import Calibration, Costs, load_calibration
     from tileweave.sim.crosscheck import compare
     from tileweave.sim.machine import Cluster, make_cluster, with_gpus
-    from tileweave.sim.measurements import UNSTEADY, settle
+    from tileweave.sim.measurements import UNSTEADY, merge_runs
     from tileweave.sim.sensitivity import sensitivity
     from tileweave.sim.step import Result
     from tileweave.sim.workload import Scenario, cluster_notes, read_scenario, simulate_all
@@ -456,10 +456,10 @@ def trust_command(
     if folder_for(out) is not None:
         need("tileweave simulate trust --out", "matplotlib")
     measured = read_cells(_cell_files(cells))
-    settled, unsteady = settle(measured)
+    merged, unsteady = merge_runs(measured)
     with _progress(screen) as say:
-        say(f"predicts {len(settled)} cells")
-        judged, unknown = trust.judge(settled, used, device)
+        say(f"predicts {len(merged)} cells")
+        judged, unknown = trust.judge(merged, used, device)
         say("published tables")
         published = trust.published(used)
     screen.print(f"rule: {RULE}", markup=False)
@@ -472,7 +472,7 @@ def trust_command(
         apart = f"{mean:.1%} apart (geometric mean), worst {worst:.1%}"
         screen.print(f"the same quantity measured in two runs: {pairs} pairs, {apart}")
     screen.print(
-        f"{len(measured)} times, {len(unsteady)} {UNSTEADY}; the others are {len(settled)} quantities",
+        f"{len(measured)} times, {len(unsteady)} {UNSTEADY}; the others are {len(merged)} quantities",
         markup=False,
     )
     if every:
@@ -508,7 +508,7 @@ def calibrate(
     file_for(to)
     screen = console()
     used = fit.fit(
-        settle(read_cells(_cell_files(cells)))[0],
+        merge_runs(read_cells(_cell_files(cells)))[0],
         progress=lambda text: screen.print(text, markup=False),
     )
     to.write_text(json.dumps(used.as_dict(), indent=1) + "\n", "utf-8")

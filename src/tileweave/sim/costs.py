@@ -262,10 +262,10 @@ class Costs:
                 memory = nbytes / min(self.memory_rate, active * c.matmul_stream)
                 # fp32, out and back, in L2
                 parts = c.matmul_split + 8.0 * split * m * n / self.feed if split > 1 else 0.0
-                best = min(best, self._beside(cdiv(tiles * split, sms) * one, memory) + parts)
+                best = min(best, self._overlapped(cdiv(tiles * split, sms) * one, memory) + parts)
         return best
 
-    def _beside(self, multiply: float, memory: float) -> float:
+    def _overlapped(self, multiply: float, memory: float) -> float:
         """Both at once: the longer, and a share of the shorter."""
         return max(multiply, memory) + self.c.matmul_overlap * min(multiply, memory)
 
@@ -292,7 +292,7 @@ class Costs:
             2 * tile_m * tile_n * k / (self.flops * self.c.fused_rate * rate / self.device.num_sms)
         )
         feed = (tile_m + tile_n) * k * itemsize * active / self.fused_feed
-        return self._beside(_norm(self.c.matmul_norm, multiply, feed), memory)
+        return self._overlapped(_norm(self.c.matmul_norm, multiply, feed), memory)
 
     def throttled(self, seconds: float, busy: float = 1.0, before: float = 0.0) -> float:
         """A time at full clock -> under the power limit. ``busy``: the share of it that tensor
@@ -311,7 +311,7 @@ class Costs:
             one = self.block(tile_m, tile_n, k, min(sms, tiles)) + self.c.matmul_tile
             best = min(best, cdiv(tiles, sms) * one)
         memory = groups * (m * k + n * k + m * n) * 2 / self.memory_rate
-        return self.c.matmul_launch + self.throttled(self._beside(best, memory))
+        return self.c.matmul_launch + self.throttled(self._overlapped(best, memory))
 
     def stream(self, nbytes: float) -> float:
         """An elementwise kernel that reads and writes ``nbytes`` in all."""

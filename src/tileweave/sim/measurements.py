@@ -35,7 +35,7 @@ def unsteadiness(cell: Cell) -> float:
     return max(inner) / min(inner) - 1.0 if len(inner) >= 2 else 0.0
 
 
-def settle(cells: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
+def merge_runs(cells: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
     """Measured times as they are -> one cell a quantity, in the order of first measurement; and
     what was left out."""
     runs: dict[Hashable, list[Cell]] = defaultdict(list)
@@ -45,11 +45,11 @@ def settle(cells: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
             unsteady.append(cell)
         else:
             runs[quantity_of(cell)].append(cell)
-    settled = [
+    merged = [
         replace(same[0], seconds=median(one.seconds for one in same), repeats=(), runs=len(same))
         for same in runs.values()
     ]
-    return settled, unsteady
+    return merged, unsteady
 
 
 def quantity_of(cell: Cell) -> Hashable:

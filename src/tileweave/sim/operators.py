@@ -157,8 +157,8 @@ class Operators:
         config = gather_config(world, m, n, k, entries)
         if config.kernel == "library":
             if config.transport == "copy_engine":
-                return self.by_shards(world, m, n, k, itemsize)
-            return self.beside_the_library("all_gather", world, m, n, k, itemsize)
+                return self.cublas_per_shard(world, m, n, k, itemsize)
+            return self.cublas_and_exchange("all_gather", world, m, n, k, itemsize)
         schedule = schedule_for(problem, config, 0, machine_of(self.cluster))
         return gather_matmul(
             schedule, config, self.costs, self._node(world), self.graph, itemsize
@@ -188,7 +188,7 @@ class Operators:
             compute, comm, fused, factor * (world - 1) / world * nbytes, Group(world), kind
         )
 
-    def beside_the_library(
+    def cublas_and_exchange(
         self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2
     ) -> float:
         """The vendor's matmul, and one launch of ours for what goes between ranks, before or behind
@@ -209,7 +209,7 @@ class Operators:
             + self._queued()
         )
 
-    def by_shards(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
+    def cublas_per_shard(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
         """The vendor's matmul of each rank's rows, as copy engines bring them; launches between
         them, and one behind all."""
         seen = view(self._node(world), self.c.copy_fraction)
@@ -232,7 +232,7 @@ class Operators:
 
     def fused_matmul_all_to_all(
         self,
-        how: Exchange,
+        exchange: Exchange,
         world: int,
         m: int,
         n: int,
@@ -240,12 +240,12 @@ class Operators:
         itemsize: int = 2,
         entries: Table | None = None,
     ) -> float:
-        """Seconds of the fused x [m, k] @ w [n, k].T whose parts along ``how.scatter_dim`` go to
+        """Seconds of the fused x [m, k] @ w [n, k].T whose parts along ``exchange.scatter_dim`` go to
         their ranks."""
-        rows, cols = how.part(m, n, world)
-        config = before_exchange_config(how, world, m, n, k, entries)
+        rows, cols = exchange.part(m, n, world)
+        config = matmul_exchange_config(exchange, world, m, n, k, entries)
         if config.kernel == "library":
-            return self.beside_the_library("all_to_all", world, m, n, k, itemsize)
+            return self.cublas_and_exchange("all_to_all", world, m, n, k, itemsize)
         problem = Problem(
             world, cdiv(rows, config.tile_m) * config.tile_m, cols, k, itemsize, "bfloat16"
         )
@@ -258,12 +258,12 @@ class Operators:
             self.graph,
             itemsize,
             by_engine=config.transport == "copy_engine",
-            by_columns=how.scatter_dim == 1,
+            by_columns=exchange.scatter_dim == 1,
         ).seconds
 
     def fused_all_to_all_matmul(
         self,
-        how: Exchange,
+        exchange: Exchange,
         world: int,
         m: int,
         n: int,
@@ -272,9 +272,11 @@ class Operators:
         entries: Table | None = None,
     ) -> float:
         """Seconds of the fused exchange of x [m, k], times w of ``n`` rows."""
-        config = behind_exchange_config(how, world, m, n, k, entries)
+        config = exchange_matmul_config(exchange, world, m, n, k, entries)
         problem = Problem(world, m, n, k, itemsize, "bfloat16")
-        schedule, parts = exchange_schedule_for(problem, config, how, 0, machine_of(self.cluster))
+        schedule, parts = exchange_schedule_for(
+            problem, config, exchange, 0, machine_of(self.cluster)
+        )
         simulated = (self.costs, self._node(world), self.graph, itemsize)
         if parts.side_by_side:
             return exchange_matmul(schedule, parts, config, *simulated).seconds
@@ -296,7 +298,7 @@ class Operators:
             return self.fused_matmul_all_to_all(Exchange(0, 0), world, m, n, k, itemsize)
         config = scatter_config(kind, world, m, n, k, entries)
         if config.kernel == "library":
-            return self.beside_the_library(kind, world, m, n, k, itemsize)
+            return self.cublas_and_exchange(kind, world, m, n, k, itemsize)
         problem = Problem(world, cdiv(m, world), n, k, itemsize, "bfloat16")
         schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
         way: Combine = (
@@ -535,21 +537,21 @@ def gather_config(world: int, m: int, n: int, k: int, entries: Table | None = No
     ).config
 
 
-def before_exchange_config(
-    how: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
+def matmul_exchange_config(
+    exchange: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
 ) -> MatmulConfig:
     """Likewise for x [m, k] @ w [n, k].T with an exchange behind it."""
-    rows, cols = how.part(m, n, world)
+    rows, cols = exchange.part(m, n, world)
     return nearest(
         "matmul_all_to_all", world, rows * world, cols, k, lambda _: True, entries
     ).config
 
 
-def behind_exchange_config(
-    how: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
+def exchange_matmul_config(
+    exchange: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
 ) -> MatmulConfig:
     """Likewise for an exchange of x [m, k], times w of ``n`` rows."""
-    rows, depth = how.part(m, k, world)
+    rows, depth = exchange.part(m, k, world)
     can_run: Callable[[MatmulConfig], bool] = lambda c: c.fits_rows(rows) and depth % c.tile_k == 0  # noqa: E731
     return nearest("all_to_all_matmul", world, rows * world, n, depth, can_run, entries).config
 

@@ -16,9 +16,9 @@ from tileweave.sim.network import Flow, inside_hops, view
 from tileweave.sim.operators import (
     Operators,
     Table,
-    before_exchange_config,
-    behind_exchange_config,
+    exchange_matmul_config,
     gather_config,
+    matmul_exchange_config,
     scatter_config,
 )
 from tileweave.sim.transformer import Layer, Model
@@ -65,9 +65,9 @@ def planned(cell: Cell) -> MatmulConfig | None:
     m, n, k = cell.shape
     world, entries = cell.world_size, _entries(cell)
     if cell.op == "matmul_all_to_all":
-        return before_exchange_config(_BEHIND, world, m // world, n, k, entries)
+        return matmul_exchange_config(_BEHIND, world, m // world, n, k, entries)
     if cell.op == "all_to_all_matmul":
-        return behind_exchange_config(_BEFORE, world, m, n, k // world, entries)
+        return exchange_matmul_config(_BEFORE, world, m, n, k // world, entries)
     if cell.op == "all_gather_matmul":
         return gather_config(world, m, n // world, k, entries)
     return scatter_config(_SCATTERS[cell.op], world, m, n, k // world, entries)
@@ -79,7 +79,7 @@ def _gather(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "compute":
         return ops.costs.matmul(m, local, k, cell.itemsize, cell.again)
     if cell.quantity == "library":
-        return ops.beside_the_library("all_gather", world, m, local, k, cell.itemsize)
+        return ops.cublas_and_exchange("all_gather", world, m, local, k, cell.itemsize)
     if cell.quantity == "fused":
         return ops.fused_all_gather_matmul(world, m, local, k, cell.itemsize, _entries(cell))
     return _together(ops, cell, ops.costs.matmul(m, local, k, cell.itemsize), "all_gather", m * k)
@@ -94,7 +94,7 @@ def _scatter(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "compute":
         return ops.costs.matmul(m, n, local, cell.itemsize, cell.again)
     if cell.quantity == "library":
-        return ops.beside_the_library(kind, world, m, n, local, cell.itemsize)
+        return ops.cublas_and_exchange(kind, world, m, n, local, cell.itemsize)
     if cell.quantity == "fused":
         return ops.fused_matmul_scatter(kind, world, m, n, local, cell.itemsize, _entries(cell))
     return _together(ops, cell, ops.costs.matmul(m, n, local, cell.itemsize), kind, m * n)

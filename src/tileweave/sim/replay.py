@@ -31,7 +31,7 @@ _MODELLED = (COMP, COLL, SEND, RECV)
 _Key = tuple[int, int]  # index of the trace, number of the node
 
 
-def groups_beside(path: Path) -> dict[str, list[int]]:
+def read_groups(path: Path) -> dict[str, list[int]]:
     """The groups' ranks, if a file beside ``path`` tells them."""
     side = path.parent / "comm_group.json"
     if not side.is_file():
@@ -64,8 +64,7 @@ def ranks_of(paths: Sequence[Path]) -> list[int]:
 def world_of(paths: Sequence[Path]) -> int:
     """Ranks there must be, by these files' names and the groups beside them."""
     return (
-        max([*ranks_of(paths), *(rank for of in groups_beside(paths[0]).values() for rank in of)])
-        + 1
+        max([*ranks_of(paths), *(rank for of in read_groups(paths[0]).values() for rank in of)]) + 1
     )
 
 
@@ -134,7 +133,7 @@ class _Replay:
         self.ranks = ranks_of(paths)
         self.there = set(self.ranks)
         # "0" is everybody, to ASTRA-sim, too
-        self.groups = {"0": list(range(world_of(paths)))} | groups_beside(paths[0])
+        self.groups = {"0": list(range(world_of(paths)))} | read_groups(paths[0])
         self.placed: dict[str, Group] = {}
         self.protocol = bulk(c)
         self.seen = view(cluster, self.protocol.fraction)
