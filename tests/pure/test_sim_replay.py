@@ -174,7 +174,7 @@ def test_dependences_hold_through_what_is_not_modelled_and_in_any_order(tmp_path
     for nodes, said in (
         ([coll(1, [77])], "node coll 1 waits for 77, which is not there"),
         ([comp(0, [1]), comp(1, [0])], "nodes that wait for each other"),
-        ([comp(0, []), comp(0, [])], "a number of several nodes"),
+        ([comp(0, []), comp(0, [])], "several nodes with the same number"),
     ):
         with pytest.raises(InputError, match=said):
             replayed(tmp_path, nodes)
@@ -332,6 +332,6 @@ def test_a_replay_says_what_was_not_measured(tmp_path: Path) -> None:
         .output
     )
     assert (
-        "b200: fractions of peak measured on H200, transferred" in told
+        "b200: fractions of peak of an H200 are assumed" in told
         and "between nodes: rates" in told
     )

@@ -1,5 +1,4 @@
-"""What the model says of a measured cell; ``None`` where it has no model for it, with the
-reason."""
+"""The prediction of the model for a measured cell; ``None`` if it has no model for it."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ from tileweave.sim.operators import (
 )
 from tileweave.sim.transformer import Layer, Model
 
-# as the benches have them: Ulysses, columns out and rows in, and back
+# as in the benches: Ulysses, columns out and rows in, and back
 _BEHIND, _BEFORE = Exchange(1, 0), Exchange(0, 1)
 _SCATTERS = {"matmul_reduce_scatter": "reduce_scatter", "matmul_all_reduce": "all_reduce"}
 
 
 class Predictor:
-    """Predictions for cells measured on ``device``; operators are kept by world size and launch
+    """Predictions for cells measured on ``device``. Operators are cached by world size and launch
     mode."""
 
     def __init__(self, calibration: Calibration, device: str = "h200") -> None:
@@ -54,12 +53,12 @@ class Predictor:
 
 
 def _entries(cell: Cell) -> Table | None:
-    """The table that a cell was planned with, if not the one that ships."""
+    """The table that a cell was planned with, if not the current one."""
     return cell.tables and cell.tables.of(cell.op)
 
 
 def planned(cell: Cell) -> MatmulConfig | None:
-    """The configuration that a fused cell was measured in."""
+    """The config with which a fused cell was measured."""
     if cell.op not in ("all_gather_matmul", "matmul_all_to_all", "all_to_all_matmul", *_SCATTERS):
         return None
     m, n, k = cell.shape
@@ -87,7 +86,7 @@ def _gather(ops: Operators, cell: Cell) -> float | None:
 
 def _scatter(ops: Operators, cell: Cell) -> float | None:
     m, n, k = cell.shape
-    if cell.quantity == "prototype":  # another kernel than the library's
+    if cell.quantity == "prototype":  # a kernel that no longer exists
         return None
     world, local = cell.world_size, k // cell.world_size
     kind = _SCATTERS[cell.op]
@@ -110,8 +109,8 @@ def _together(ops: Operators, cell: Cell, compute: float, kind: str, elements: i
 
 
 def _copies(ops: Operators, nbytes: float, world: int) -> float:
-    """What the bench's bound has beside the matmul: ``nbytes`` to each peer by copy engine, one
-    copy behind the other."""
+    """The copies of the co-run bound in the bench: ``nbytes`` to each peer by copy engines, one
+    after the other."""
     seen = view(ops.cluster, ops.c.copy_fraction)
     loads = seen.loads(inside_hops(ops.cluster, 1))
     rate = min(
@@ -122,8 +121,8 @@ def _copies(ops: Operators, nbytes: float, world: int) -> float:
 
 
 def _exchange(ops: Operators, cell: Cell) -> float | None:
-    """M rows in all, M / R of each rank times the whole weight [N, K]; exchanged with columns
-    permuted, behind or before it."""
+    """M rows in all; each rank multiplies M / R rows with the whole weight [N, K], with an exchange
+    and a permutation of columns before or after."""
     m, n, k = cell.shape
     rows = m // cell.world_size
     compute, nbytes = ops.costs.matmul(rows, n, k, cell.itemsize), float(rows * cell.itemsize)
@@ -179,7 +178,7 @@ def _combine(ops: Operators, cell: Cell) -> float | None:
 
 
 def _dispatch(ops: Operators, cell: Cell) -> float | None:
-    """The first matmul of experts with two projections, side by side."""
+    """The first matmul of experts, whose weight has two projections."""
     tokens, hidden, inter, experts, top_k = cell.shape
     if cell.quantity != "fused":
         return None
@@ -189,14 +188,15 @@ def _dispatch(ops: Operators, cell: Cell) -> float | None:
 
 
 def _collective(ops: Operators, cell: Cell) -> float | None:
-    """A collective by itself, again and again."""
+    """A collective alone, repeated."""
     nbytes = float(cell.shape[0])
     again = ops.c.nccl_repeat if nbytes <= SHORT else 0.0
     return again + ops.collective(cell.op, nbytes, Group(cell.world_size))
 
 
 def _push(ops: Operators, cell: Cell) -> float | None:
-    """Every rank to all peers at once; the measurement had one barrier (3.5 us) in each round."""
+    """Every rank pushes to all peers at once. The measurement had one barrier (3.5 us) per
+    round."""
     c = ops.c
     engine = cell.op == "push_copy_engine"
     seen = view(ops.cluster, c.copy_fraction if engine else c.push_fraction)
@@ -208,14 +208,14 @@ def _push(ops: Operators, cell: Cell) -> float | None:
 
 
 def _matmul(ops: Operators, cell: Cell) -> float | None:
-    """One rank's own, of its own sizes."""
+    """The matmul of one rank, with its local sizes."""
     m, n, k = cell.shape
     return ops.costs.matmul(m, n, k, cell.itemsize, cell.again)
 
 
 def _layer(ops: Operators, cell: Cell) -> float | None:
-    """One decoder layer forward, sequence parallel: rows, hidden, ffn, heads, kv_heads, tokens of a
-    sequence."""
+    """The forward of one decoder layer, sequence parallel. ``shape``: rows, hidden, ffn, heads,
+    kv_heads, tokens per sequence."""
     m, hidden, ffn, heads, kv_heads, seq = cell.shape
     model = Model("measured", 1, hidden, ffn, heads, kv_heads, 1, True, seq, "")
     mode = "fused" if cell.quantity == "fused" else "unfused"
