@@ -332,6 +332,5 @@ def test_a_replay_says_what_was_not_measured(tmp_path: Path) -> None:
         .output
     )
     assert (
-        "b200: fractions of peak of an H200 are assumed" in told
-        and "between nodes: rates" in told
+        "b200: fractions of peak of an H200 are assumed" in told and "between nodes: rates" in told
     )
