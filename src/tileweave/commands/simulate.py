@@ -38,7 +38,7 @@ try:
     from tileweave.sim.costs import REFERENCE, Calibration, Costs, load_calibration
     from tileweave.sim.crosscheck import compare
     from tileweave.sim.machine import Cluster, make_cluster, with_gpus
-    from tileweave.sim.measurements import UNSTEADY, settle
+    from tileweave.sim.measurements import UNSTEADY, merge_runs
     from tileweave.sim.packaged import packaged_cells
     from tileweave.sim.sensitivity import sensitivity
     from tileweave.sim.step import Result
@@ -457,10 +457,10 @@ def trust_command(
     if folder_for(out) is not None:
         need("tileweave simulate trust --out", "matplotlib")
     measured = _measured(cells, device)
-    settled, unsteady = settle(measured)
+    merged, unsteady = merge_runs(measured)
     with _progress(screen) as say:
-        say(f"predicts {len(settled)} cells")
-        judged, unknown = trust.judge(settled, used, device)
+        say(f"predicts {len(merged)} cells")
+        judged, unknown = trust.judge(merged, used, device)
         say("published tables")
         published = trust.published(used)
     screen.print(f"rule: {RULE}", markup=False)
@@ -473,7 +473,7 @@ def trust_command(
         apart = f"{mean:.1%} apart (geometric mean), worst {worst:.1%}"
         screen.print(f"the same quantity measured in two runs: {pairs} pairs, {apart}")
     screen.print(
-        f"{len(measured)} times, {len(unsteady)} {UNSTEADY}; the others are {len(settled)} quantities",
+        f"{len(measured)} times, {len(unsteady)} {UNSTEADY}; the others are {len(merged)} quantities",
         markup=False,
     )
     if every:
@@ -509,7 +509,7 @@ def calibrate(
     file_for(to)
     screen = console()
     used = fit.fit(
-        settle(_measured(cells, REFERENCE))[0],
+        merge_runs(_measured(cells, REFERENCE))[0],
         progress=lambda text: screen.print(text, markup=False),
     )
     to.write_text(json.dumps(used.as_dict(), indent=1) + "\n", "utf-8")

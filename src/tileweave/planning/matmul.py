@@ -149,7 +149,7 @@ def _config_for_odd_rows(config: MatmulConfig, p: Problem) -> tuple[MatmulConfig
     return _widened(config), "wider tiles"
 
 
-@cache  # calls are kept by the identity of their configuration
+@cache  # one object per config, so that lookups by config compare identities
 def _widened(config: MatmulConfig) -> MatmulConfig:
     if config.tile_n != 128:
         return config

@@ -5,7 +5,7 @@ No torch, no triton.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Generic, Literal, TypeVar
 
 from tileweave.planning.machine import Machine
@@ -18,8 +18,22 @@ FUSED_WORLD_SIZES = range(2, 9)
 MOST_ELEMENTS = 2**31 - 2**22
 
 
+class _CachedHash:
+    """Keeps the hash of a frozen dataclass, because configs are in the keys of every call."""
+
+    __slots__ = ("_hash",)
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:  # the first time, or in the process that unpickled it
+            found = hash(tuple(getattr(self, each.name) for each in fields(self)))  # type: ignore
+            object.__setattr__(self, "_hash", found)
+            return found
+
+
 @dataclass(frozen=True, slots=True)
-class MatmulConfig:
+class MatmulConfig(_CachedHash):
     """How a fused matmul is divided into tiles, stages and transfers.
 
     kernel : whose main loop runs. ``"library"`` is cuBLAS in launches of its own: with transport
@@ -61,6 +75,8 @@ class MatmulConfig:
     team: int = 1
     own_first: bool = True
     shots: int = 2
+
+    __hash__ = _CachedHash.__hash__
 
     def fits_rows(self, rows: int) -> bool:
         """Whether its transport can move shards of ``rows`` rows: copy engines need a tile or

@@ -14,16 +14,19 @@ from tileweave.sim.serving import Serving
 from tileweave.sim.training import Training
 from tileweave.sim.workload import Scenario, simulate_all
 
-# Bytes of memory a parameter takes in training: bf16 weight and gradient, and fp32 master and
-# moments over data parallel ranks.
+# Bytes per parameter in training: bf16 weight and gradient; fp32 master and moments, which are
+# sharded over data parallel ranks.
 _WEIGHT, _OPTIMISER = 4.0, 12.0
 _USABLE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One set of degrees. per_second : tokens or samples of one GPU. memory : bytes of one GPU,
-    estimated."""
+    """One set of degrees of parallelism.
+
+    per_second : tokens or samples per GPU and second.
+    memory : bytes per GPU, estimated.
+    """
 
     name: str
     scenario: Scenario
@@ -36,8 +39,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Candidates, best first; then what each operator alone saves in the best of them (seconds of a
-    step)."""
+    """Candidates, best first, and the seconds per step that each operator alone saves in the best
+    one."""
 
     candidates: list[Candidate]
     rejected: list[str]
@@ -53,8 +56,8 @@ def advise(
     calibration: Calibration | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Advice:
-    """Simulate every candidate, rank those that fit into memory by throughput of a GPU when
-    fused."""
+    """Simulate every candidate, and order those that fit into memory by their fused throughput per
+    GPU."""
     found, rejected = [], []
     for name, candidate in candidates(scenario):
         progress(name)
@@ -82,9 +85,11 @@ def advise(
     found.sort(key=lambda one: (not one.fits, -one.per_second))
     if not found or not found[0].fits:
         device = scenario.cluster.device
+        tried = ", ".join(one.name for one in found) or "; ".join(rejected)
         raise InputError(
-            f"asked: {scenario.title} on {scenario.cluster.describe()}; allowed: what fits {device.memory / 1e9:g} GB; "
-            f"remedy: more GPUs, or smaller batches. Tried: {', '.join(one.name for one in found) or '; '.join(rejected)}"
+            f"asked: {scenario.title} on {scenario.cluster.describe()}; "
+            f"allowed: what fits {device.memory / 1e9:g} GB; "
+            f"remedy: more GPUs, or smaller batches. Tried: {tried}"
         )
     best = found[0].scenario
     progress("operators one by one")
@@ -97,7 +102,7 @@ def advise(
 
 
 def candidates(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
-    """Degrees worth trying."""
+    """Degrees of parallelism to try."""
     work, cluster = scenario.workload, scenario.cluster
     if isinstance(work, Training):
         for tp in _powers(cluster.gpus_per_node):
@@ -127,8 +132,8 @@ def _powers(most: int) -> Iterable[int]:
 
 
 def memory_of(scenario: Scenario) -> float:
-    """Bytes of a GPU: parameters, their gradients and moments, activations of micro-batches in
-    flight, caches. An estimate."""
+    """An estimate of the bytes per GPU: parameters, gradients and moments, activations of
+    micro-batches in flight, and caches."""
     work, cluster = scenario.workload, scenario.cluster
     if isinstance(work, Training):
         model, shards = work.model, work.tp * work.pp

@@ -1,9 +1,9 @@
-"""ASTRA-sim 2's other two inputs: the network as YAML (analytical backend), the system as JSON; and
-the network back.
+"""The other two inputs of ASTRA-sim 2: the network as YAML (analytical backend) and the system as
+JSON; and reading such a network.
 
-Its units: bandwidth in GB/s of 2^30 bytes, latency in nanoseconds, local memory in GB/s, peak in
-TFLOP/s. Its Switch counts two hops for a message, so that a latency is written at half its value,
-as its own validated files do.
+Units of ASTRA-sim: bandwidth in GB/s of 2^30 bytes, latency in nanoseconds, local memory in GB/s,
+peak in TFLOP/s. Its Switch counts two hops per message, so half of the latency is written, as in
+its validated files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GIB = 2.0**30
 
 
 def network_of(cluster: Cluster, costs: Costs) -> dict[str, list[Any]]:
-    """Dimensions from the inside out: the node, then the network (a torus: a Ring a side)."""
+    """Dimensions from the inside out: the node, then the network (a torus: a Ring per side)."""
     protocol = bulk(costs.c)
     device, network = cluster.device, cluster.network
     found: dict[str, list[Any]] = {"topology": [], "npus_count": [], "bandwidth": [], "latency": []}
@@ -39,7 +39,7 @@ def network_of(cluster: Cluster, costs: Costs) -> dict[str, list[Any]]:
 
     if cluster.gpus_per_node > 1 or cluster.nodes == 1:
         mesh = device.inside == "mesh"
-        # of a device: a rate is that of one
+        # links per device; a rate is that of one link
         links = max(device.gpus_per_node - 1, 1) if mesh else 1
         rate = device.link_rate * protocol.fraction / links
         dimension(
@@ -68,8 +68,8 @@ def network_of(cluster: Cluster, costs: Costs) -> dict[str, list[Any]]:
 
 
 def system_of(cluster: Cluster, costs: Costs, dimensions: int) -> dict[str, Any]:
-    """The system file: collectives as this model has them, roofline off (computation has
-    durations)."""
+    """The system file: collectives as in this model, roofline off, because computation has
+    durations."""
     ring, direct = ["ring"] * dimensions, ["direct"] * dimensions
     return {
         "scheduling-policy": "FIFO",
@@ -89,7 +89,7 @@ def system_of(cluster: Cluster, costs: Costs, dimensions: int) -> dict[str, Any]
 
 
 def export(cluster: Cluster, costs: Costs, folder: Path) -> list[Path]:
-    """``network.yml`` and ``system.json``."""
+    """Write ``network.yml`` and ``system.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     network = network_of(cluster, costs)
     lines = [f"{name}: [ {', '.join(map(str, values))} ]" for name, values in network.items()]
@@ -100,11 +100,11 @@ def export(cluster: Cluster, costs: Costs, folder: Path) -> list[Path]:
 
 
 def read_network(path: Path, device: Device, costs: Costs) -> Cluster:
-    """A network file as a cluster of ``device``: the first dimension is the node (or all are rings:
-    a torus of single GPUs).
+    """A network file as a cluster of ``device``. The first dimension is the node, unless all are
+    rings: a torus of single GPUs.
 
-    The rates are the file's; the latency inside a node is not read, since ``costs`` have what was
-    measured there.
+    Rates are those of the file. The latency inside a node is not read, because ``costs`` has the
+    measured one.
     """
     fields = {
         "topology": (items(choice(("Ring", "Switch", "FullyConnected"))), REQUIRED),
@@ -121,14 +121,14 @@ def read_network(path: Path, device: Device, costs: Costs) -> Cluster:
         len(lengths) == 1 and 0 not in lengths,
         asked,
         "four lists of one length",
-        "write an item for each dimension",
+        "write one item per dimension",
     )
-    begin = 0 if kinds[0] == "Ring" else 1  # of what joins nodes
+    begin = 0 if kinds[0] == "Ring" else 1  # the first dimension between nodes
     outer = kinds[begin:]
     require(
         set(outer) == {"Ring"} or (begin == 1 and outer in ((), ("Switch",))),
         f"{path}: {', '.join(kinds)}",
-        "Switch or FullyConnected, in front of nothing, one Switch, or rings; or rings alone",
+        "Switch or FullyConnected, alone or before one Switch or rings; or rings alone",
         "another network: nothing else is modelled",
     )
     require(
@@ -153,8 +153,8 @@ def read_network(path: Path, device: Device, costs: Costs) -> Cluster:
 
 
 def _device(device: Device, kind: str, count: int, rate: float) -> Device:
-    """``device``, joined inside its node as the file says; ``rate``: of a link, which a mesh has
-    for each peer."""
+    """``device``, connected inside its node as in the file. ``rate`` is that of a link; a mesh has
+    one per peer."""
     mesh = kind == "FullyConnected"
     rate *= max(count - 1, 1) if mesh else 1
     return replace(

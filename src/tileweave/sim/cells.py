@@ -1,16 +1,15 @@
-"""Measured cells: one number a bench or a component measurement gave, and what the model says it
-should have been.
+"""Measured cells: each is one time that a bench or a component measurement gave.
 
-A cell is read from a results file, of ``tileweave bench --json``, of the component form
-(``"components"``: a list of ``{kind, world_size, ..., us}``) or of sweeps (``"sweeps"``:
-configurations of a kernel beside its peers, of which the library takes the best), so a new file
-extends fit and hold-out by itself.
+Cells are read from results files: of ``tileweave bench --json``, of components (``"components"``: a
+list of ``{kind, world_size, ..., us}``), or of sweeps (``"sweeps"``: configs of a kernel and its
+rivals, of which tileweave uses the fastest). A new file extends both the fitted and the held-out
+cells.
 
-Which cells are held out is fixed by a rule that knows no errors: SHA-256 of the global shape, even:
-held out. All quantities of a shape (matmul, unfused, fused, of every operator and file) go the same
-way, so a held-out shape was never seen in any form. A collective by itself knows no matmul: its
-shape is its bytes, whatever operator it was measured for (:func:`alone`). Pushes by themselves are
-inputs of a calibration, not cells to be judged by: always fitted, in no figure of error.
+A cell is held out if the SHA-256 of its global shape is even, whatever the errors of the model are.
+All quantities of a shape (matmul, unfused, fused, of every operator and file) are on the same side,
+so a held-out shape was never seen in any form. The shape of a collective alone is its bytes,
+whatever operator it was measured for (:func:`alone`). Pushes alone are inputs of the calibration:
+they are always fitted and not part of any error.
 """
 
 from __future__ import annotations
@@ -28,7 +27,10 @@ from tileweave.planning.table import Entry, read_entries
 from tileweave.sim.document import text_of
 from tileweave.sim.modelled import MODELLED
 
-RULE = "held out where SHA-256 of the cell's global shape ('8192x28672x8192', or the message's bytes), as a number, is even"
+RULE = (
+    "held out where SHA-256 of the cell's global shape "
+    "('8192x28672x8192', or the message's bytes), as a number, is even"
+)
 # Names of subjects in bench results -> the quantity that the model predicts.
 QUANTITIES = {
     "gemm": "compute",
@@ -40,7 +42,7 @@ QUANTITIES = {
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Measured configurations by operator, as ``planning/tables/*.json`` had them at some time."""
+    """Measured configs by operator, as ``planning/tables/*.json`` had them at some time."""
 
     entries: dict[str, tuple[Entry, ...]]
 
@@ -59,8 +61,13 @@ def _read(path: Path) -> Any:
 
 @cache
 def read_tables(path: Path) -> Tables:
-    """Tables kept beside the results that were measured with them."""
-    require(path.is_file(), f"tables {path}", "a file beside the results", "keep it with them")
+    """The tables in the folder of the results that were measured with them."""
+    require(
+        path.is_file(),
+        f"tables {path}",
+        "a file in the folder of the results",
+        "keep it with them",
+    )
     data = _read(path)
     return Tables(
         {
@@ -72,13 +79,14 @@ def read_tables(path: Path) -> Tables:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measured time. ``shape``: M, N, K (global), or bytes; ``graph``: replayed from a CUDA
-    graph.
+    """One measured time.
 
-    ``tables``: what the library planned with then, if not with what it plans with now. ``repeats``:
-    the times, seconds, of which ``seconds`` is the median, where the file has them. ``runs``: how
-    many measurements stand behind it. ``again``: one call behind the other, with nothing between;
-    benches take turns among peers.
+    shape : global M, N, K; or bytes.
+    graph : whether calls were replayed from a CUDA graph.
+    tables : the tables that it was planned with, if not the current ones.
+    repeats : the times whose median is ``seconds``, if the file has them.
+    runs : number of measurements.
+    again : calls were repeated with nothing between. (In benches, rivals take turns.)
     """
 
     source: str
@@ -100,14 +108,14 @@ class Cell:
 
     @property
     def primitive(self) -> bool:
-        """A measurement of the links alone: what a calibration is made of, always fitted, in no
-        figure of error."""
+        """Whether it is a measurement of the links alone: an input of the calibration, always
+        fitted and not part of any error."""
         return self.op.startswith("push")
 
     @property
     def in_domain(self) -> bool:
-        """Whether the model claims to cover it: rows of 16 bytes in operands and results of
-        matmuls, as alignment wants."""
+        """Whether the model covers it: rows of operands and results of matmuls are multiples of 16
+        bytes."""
         if len(self.shape) != 3 or self.op == "layer":
             return True
         scatters = self.op != "all_gather_matmul"
@@ -122,12 +130,13 @@ class Cell:
         return int(hashlib.sha256(self.key.encode()).hexdigest(), 16) % 2 == 0
 
     def __str__(self) -> str:
-        return f"{self.op} {self.quantity}, world {self.world_size}, {self.key}{', graph' if self.graph else ''}"
+        graph = ", graph" if self.graph else ""
+        return f"{self.op} {self.quantity}, world {self.world_size}, {self.key}{graph}"
 
 
 def alone(cell: Cell) -> Cell:
-    """A collective by itself, named by its kind and its bytes instead of by the operator that it
-    was measured for."""
+    """A collective alone, with its kind and its bytes instead of the operator that it was measured
+    for."""
     if cell.quantity != "comm" or cell.primitive:
         return cell
     shape = cell.shape
@@ -146,8 +155,7 @@ def alone(cell: Cell) -> Cell:
 
 
 def holds_cells(path: Path) -> bool:
-    """Whether a results file is one of measured times, and not of interleavings or checked
-    calls."""
+    """Whether a results file has measured times, and not interleavings or checked calls."""
     data = _read(path)
     return isinstance(data, dict) and bool({"components", "sweeps", "cases"} & set(data))
 
@@ -217,7 +225,7 @@ _EMBEDDING = {
 
 
 def _embedding(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell]:
-    """Lookups of bags of one size; where sizes differ between tables the file has no size."""
+    """Lookups of bags of one size; for bags that differ between tables the file has no size."""
     if case["multi_hot"]:
         return []
     world, itemsize = data["world_size"], 4 if case["dtype"] == "float32" else 2
@@ -240,10 +248,11 @@ def _embedding(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[
 
 
 def _experts(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Cell]:
-    """A fused expert operator under random routing; of skewed routing the file does not say which
-    experts are busy.
+    """A fused expert operator with random routing. (For skewed routing the file does not say which
+    experts are busy.)
 
-    ``prototypes`` of a file: its cases by kernels, or cuts, that the library has no more."""
+    ``prototypes`` of a file are its cases with kernels or configs that no longer exist.
+    """
     timing = case["times"].get("tileweave", {})
     if case["zipf"] or not timing.get("median_us") or not case["plan"].startswith("fused"):
         return []
@@ -266,7 +275,7 @@ def _experts(source: str, data: dict[str, Any], case: dict[str, Any]) -> list[Ce
 
 
 def _sweep(source: str, world_size: int, sweep: dict[str, Any], case: dict[str, Any]) -> list[Cell]:
-    """Configurations of one kernel beside its peers: the library takes the best of its own."""
+    """Configs of one kernel and its rivals: tileweave uses the fastest of its own."""
     peers = {"gemm": "compute", "nccl": "unfused", "corun": "bound"}
     times = {peers[name]: us for name, us in case["us"].items() if name in peers}
     own = [us for name, us in case["us"].items() if name not in (*peers, *sweep["others"])]
@@ -278,7 +287,7 @@ def _sweep(source: str, world_size: int, sweep: dict[str, Any], case: dict[str, 
 
 
 def _component(source: str, data: dict[str, Any], entry: dict[str, Any]) -> Cell:
-    """``config``: the kernel that was measured, if not the one that tables say."""
+    """A measurement of a component; ``config`` is the one measured, if not that of the tables."""
     if "config" in entry:
         table = {
             "entries": [{"rows": 1, "cols": 1, "depth": 1, "us": None, "config": entry["config"]}]

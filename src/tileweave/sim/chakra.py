@@ -1,13 +1,13 @@
 """Chakra execution traces (MLCommons, schema 0.0.4 as ASTRA-sim 2 reads it): a step as one ``.et``
-file a rank.
+file per rank.
 
-A file is a stream of protobuf messages, each behind its length as a varint: one GlobalMetadata,
-then nodes. Computation becomes COMP_NODE with a duration, a collective COMM_COLL_NODE, a message
-between stages COMM_SEND_NODE and COMM_RECV_NODE. A fused operator is ``slices`` pairs of
-computation and collective, chained, so that an engine which only knows whole collectives can
-overlap them. As ASTRA-sim wants it, groups are named by numbers from 1 on, and an all-gather's
-``comm_size`` is one rank's part. Only what is named here is written; the schema's other fields are
-left alone when reading. ``replay.py`` makes a timeline of traces again.
+A file is a stream of protobuf messages, each after its length as a varint: one GlobalMetadata, then
+nodes. Computation is a COMP_NODE with a duration, a collective a COMM_COLL_NODE, a message between
+stages a COMM_SEND_NODE and a COMM_RECV_NODE. A fused operator is a chain of ``slices`` pairs of
+computation and collective, so that simulators that only know whole collectives can overlap them. As
+ASTRA-sim requires, the names of groups are numbers from 1 on, and ``comm_size`` of an all-gather is
+the part of one rank. Only these fields are written; other fields of the schema are ignored when
+reading. ``replay.py`` makes a timeline of traces.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ COLLECTIVES = {"all_reduce": 0, "all_gather": 2, "all_to_all": 6, "reduce_scatte
 MOST_NODES = 2_000_000
 
 _Type = descriptor_pb2.FieldDescriptorProto
-# message -> field -> (number, type, repeated, message type), as in the schema; what is not listed
-# is skipped when reading.
+# message -> field -> (number, type, repeated, message type), as in the schema; other fields are
+# skipped when reading.
 _SCHEMA: dict[str, dict[str, tuple[int, int, bool, str]]] = {
     "BoolList": {"values": (1, _Type.TYPE_BOOL, True, "")},
     "AttributeProto": {
@@ -91,7 +91,7 @@ _MESSAGES = _messages()
 
 @dataclass(slots=True)
 class Node:
-    """One node of a trace. ``attributes``: name -> int, bool, str or list of bool."""
+    """A node of a trace. ``attributes``: name -> int, bool, str or list of bool."""
 
     number: int
     name: str
@@ -103,7 +103,7 @@ class Node:
 
 
 def write_trace(target: BinaryIO, nodes: Iterator[Node] | list[Node]) -> None:
-    """Nodes of one rank as a trace."""
+    """Write the nodes of one rank as a trace."""
     _put(target, _MESSAGES["GlobalMetadata"](version=VERSION))
     for node in nodes:
         message = _MESSAGES["Node"](
@@ -148,7 +148,7 @@ def _size_at(data: bytes, position: int) -> tuple[int, int]:
 
 
 def read_trace(data: bytes, name: str = "trace") -> tuple[str, list[Node]]:
-    """(schema version, nodes) of a trace's bytes."""
+    """(schema version, nodes) of a trace."""
     position, nodes, version = 0, [], ""
     try:
         while position < len(data):
@@ -200,10 +200,10 @@ def export(
     detail: str = "operators",
     progress: Callable[[], None] = lambda: None,
 ) -> list[Path]:
-    """``<folder>/step.<rank>.et`` for every rank, and ``comm_group.json`` with the groups' ranks.
+    """Write ``<folder>/step.<rank>.et`` for every rank, and ``comm_group.json`` with the groups.
 
-    detail : ``"operators"``, or ``"tasks"``: computation of a task in one node, its collectives
-        summed by kind and group.
+    detail : ``"operators"``, or ``"tasks"``: one node for the computation of a task, and one for
+        its collectives of each kind and group.
     """
     world, pieces = timeline.world_size, {}
     groups: dict[tuple[int, ...], str] = {}
@@ -251,8 +251,8 @@ def _representative(rank: int, firsts: dict[int, int]) -> int:
 
 
 def _members(part: Part, rank: int, first: int, count: int) -> list[int]:
-    """Ranks of the group of one part: tensor parallel ranks are neighbours, data parallel ones
-    stand a tensor group apart."""
+    """The ranks of the group of a part. Tensor parallel ranks are consecutive, data parallel ranks
+    are a tensor group apart."""
     if part.axis == "dp":
         apart = count // part.ranks
         return [first + (rank - first) % apart + apart * i for i in range(part.ranks)]
@@ -349,7 +349,7 @@ def _nodes(
 
 
 def _merged(parts: tuple[Part, ...]) -> list[Part]:
-    """A task's parts as one computation and one collective of each kind and group."""
+    """The parts of a task as one computation and one collective of each kind and group."""
     found: dict[tuple[str, str, int], Part] = {}
     for part in parts:
         key = (part.collective, part.axis, part.ranks) if part.collective else ("", "", 1)

@@ -1,7 +1,7 @@
 """Collectives as flows over a cluster's links: direct, ring and hierarchical, whole or in K slices.
 
-Sizes: ``nbytes`` is what NCCL calls the size: all-gather and reduce-scatter: the gathered buffer;
-all-reduce: the vector; all-to-all: what one rank holds for all ranks, its own part included.
+``nbytes`` is the size as in NCCL. All-gather and reduce-scatter: the gathered buffer. All-reduce:
+the vector. All-to-all: what one rank has for all ranks, including its own part.
 
 A group is ``inside`` ranks of a node times ``across`` nodes. Steps of a ring overlap (it is
 pipelined), so a ring is one flow to the next rank plus a latency for each step.
@@ -39,8 +39,8 @@ KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How a library moves bytes: seconds before the first one, share of the line rate inside a
-    node, seconds a ring step."""
+    """How NCCL moves bytes: seconds before the first byte, fraction of the line rate inside a node,
+    and seconds per ring step."""
 
     latency: float
     fraction: float
@@ -49,7 +49,7 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that take part: ``inside`` of each of ``across`` nodes."""
+    """The ranks of a collective: ``inside`` ranks of each of ``across`` nodes."""
 
     inside: int
     across: int = 1
@@ -60,8 +60,8 @@ class Group:
 
 
 def group_of(cluster: Cluster, size: int, inside_used: int = 1) -> Group:
-    """``size`` ranks that stand ``inside_used`` apart (the ranks between belong to an inner group
-    such as TP)."""
+    """``size`` ranks that are ``inside_used`` apart (the ranks between them belong to an inner
+    group such as TP)."""
     inside = max(min(cluster.gpus_per_node // inside_used, size), 1)
     require(
         size % inside == 0,
@@ -73,13 +73,13 @@ def group_of(cluster: Cluster, size: int, inside_used: int = 1) -> Group:
 
 
 def group_on(cluster: Cluster, ranks: Sequence[int]) -> Group:
-    """The group of these ranks on the nodes where they stand; a node's ranks have neighbouring
-    numbers."""
+    """The group of these ranks on their nodes; the ranks of a node have consecutive numbers."""
     counts = Counter(rank // cluster.gpus_per_node for rank in ranks)
     require(
         len(set(counts.values())) == 1,
         lambda: (
-            f"a collective of {len(ranks)} ranks, of which nodes have {sorted(set(counts.values()))}"
+            f"a collective of {len(ranks)} ranks, "
+            f"of which nodes have {sorted(set(counts.values()))}"
         ),
         f"as many on each of its nodes, which have {cluster.gpus_per_node} GPUs",
         "another number of GPUs a node",
@@ -90,8 +90,8 @@ def group_on(cluster: Cluster, ranks: Sequence[int]) -> Group:
 def phases(
     kind: Kind, nbytes: float, group: Group, seen: View, c: Protocol, algorithm: Algorithm = "auto"
 ) -> list[Phase]:
-    """The flows of one rank, phase after phase; every phase starts when the one before has arrived
-    everywhere."""
+    """The flows of one rank by phase; a phase starts when the one before has arrived at all
+    ranks."""
     if group.size == 1 or nbytes <= 0.0:
         return []
     chosen = algorithm if algorithm != "auto" else _usual(kind, group)
@@ -116,10 +116,10 @@ def phases(
     if chosen == "direct":
         return [_direct(nbytes / group.size, group, seen, c)]
     inner = _inside(nbytes, group, seen, c)
-    # first inside: to who stands where the receiver stands, then one message a node
+    # first inside the node, to the rank at the index of the receiver; then one message per node
     if kind == "all_to_all":
         return [flows for flows in (inner, _across(nbytes, group, seen, c)) if flows]
-    # every rank of a node has its part of the node's sum
+    # every rank of a node has its part of the sum of the node
     outer = _across(nbytes / group.inside, group, seen, c)
     return [
         flows for flows in ((outer, inner) if kind == "all_gather" else (inner, outer)) if flows
@@ -127,8 +127,7 @@ def phases(
 
 
 def _usual(kind: Kind, group: Group) -> Algorithm:
-    """What libraries do: rings inside a node, a ring per NIC across nodes with the node in front;
-    all-to-all direct."""
+    """What NCCL does: rings inside a node, a ring per NIC across nodes, and direct all-to-all."""
     if kind == "all_to_all":
         return "direct"
     return "hierarchical" if group.across > 1 and group.inside > 1 else "ring"
@@ -139,7 +138,7 @@ def _ring(nbytes: float, steps: int, group: Group, seen: View, c: Protocol) -> P
     if group.across == 1:
         loads = seen.loads(inside_hops(cluster, 1))
         return [Flow(nbytes, loads, c.latency + c.step * steps, name="ring")]
-    # of each node one rank sends out, the others to their neighbour: NICs carry one flow a node
+    # one rank of each node sends to another node, the others to their neighbour: one flow per node
     if group.inside > 1:
         crossing = 1.0 / group.inside
         hops = _next_node(cluster, group)
@@ -154,18 +153,18 @@ def _ring(nbytes: float, steps: int, group: Group, seen: View, c: Protocol) -> P
 
 
 def _next_node(cluster: Cluster, group: Group) -> dict[str, float]:
-    if cluster.network.topology == "torus":  # a Hamiltonian ring: each node sends over one link
+    if cluster.network.topology == "torus":  # a Hamiltonian cycle: each node sends over one link
         axis = max(range(len(cluster.dims)), key=lambda a: cluster.dims[a])
         return torus_hops(
             cluster.dims, tuple(1 if a == axis else 0 for a in range(len(cluster.dims)))
         )
-    if cluster.network.leaf % group.across == 0:  # neighbouring nodes that lie in one leaf
+    if cluster.network.leaf % group.across == 0:  # neighbouring nodes of one leaf
         return {"nic_out": 1.0, "nic_in": 1.0}
     return shifted_hops(cluster, 1)
 
 
 def _direct(each: float, group: Group, seen: View, c: Protocol) -> Phase:
-    """``each`` bytes to every other rank of the group at once."""
+    """Send ``each`` bytes to every other rank of the group at once."""
     flows = _inside(each * group.inside, group, seen, c, "") if group.inside > 1 else []
     if group.across > 1:
         scale = (group.across - 1) / max(seen.cluster.nodes - 1, 1)
@@ -182,8 +181,7 @@ def _direct(each: float, group: Group, seen: View, c: Protocol) -> Phase:
 
 
 def _inside(nbytes: float, group: Group, seen: View, c: Protocol, name: str = "inside") -> Phase:
-    """Spread ``nbytes`` evenly over the ranks of the node, own part included: each sends what the
-    others get."""
+    """Spread ``nbytes`` evenly over the ranks of the node, including the own one."""
     each = nbytes / group.inside
     return [
         Flow(
@@ -197,7 +195,7 @@ def _inside(nbytes: float, group: Group, seen: View, c: Protocol, name: str = "i
 
 
 def _across(nbytes: float, group: Group, seen: View, c: Protocol) -> Phase:
-    """The same over the ranks of one rail, one of each node."""
+    """The same over the ranks of one rail, which has one rank of each node."""
     return (
         _direct(nbytes / group.across, Group(1, group.across), seen, c) if group.across > 1 else []
     )
@@ -214,8 +212,8 @@ def collective_time(
     slices: int = 1,
     graph: bool = False,
 ) -> float:
-    """Seconds until the last rank is done, on idle links; in ``slices`` that follow each other
-    through the phases."""
+    """Seconds until the last rank is done, on idle links, in ``slices`` that are pipelined through
+    the phases."""
     if group.size == 1 or nbytes <= 0.0:
         return 0.0
     protocol = protocol_of(c, kind, nbytes / slices, group.inside, graph)
@@ -225,9 +223,8 @@ def collective_time(
 def protocol_of(
     c: Coefficients, kind: Kind, nbytes: float, ranks: int, graph: bool = False
 ) -> Protocol:
-    """How a library sends ``nbytes`` among ``ranks`` of a node: by the curve that was measured for
-    as many ranks or the next more. For more than were measured, a step costs what it cost between
-    the two largest measured worlds."""
+    """How NCCL sends ``nbytes`` among ``ranks`` of a node, by the curve of the next larger measured
+    world size. Beyond the largest one, a step costs as much as between the two largest."""
     curves = sorted(
         (curve for curve in c.nccl if curve.kind == kind), key=lambda curve: curve.world
     )
@@ -281,7 +278,7 @@ def _timed(
 def run_sliced(
     env: simpy.Environment, links: Links, make: Callable[[], list[Phase]], slices: int
 ) -> Generator[simpy.Event, Any, None]:
-    """``slices`` copies of the phases as a pipeline: slice i enters phase p when it left p-1 and
+    """``slices`` copies of the phases as a pipeline: slice i enters phase p after it left p-1 and
     slice i-1 left p."""
     before: list[simpy.Event] = []
     last: simpy.Event = env.timeout(0.0)

@@ -1,13 +1,14 @@
-"""What one piece of work costs on a device: measured coefficients, scaled to other devices by their
+"""The time of pieces of work on a device: measured coefficients, scaled to other devices by their
 data sheets.
 
-Units: seconds, bytes, elements. Nothing here knows of other ranks except the speed of a transfer.
+Units are seconds, bytes and elements. Costs do not depend on other ranks, except for transfer
+rates.
 
-The matmul is a roofline over waves. A library picks, among many tile shapes, the one whose waves
-fit best; a tile takes as long as its multiplications, or as L2 takes to feed it (a p-norm of the
-two: near a balance they slow each other down); beside that, memory is read: the longer of both, and
-a share of the shorter. Matmuls that last draw the device into its power limit: time grows as (1 + t
-/ sustained)^power.
+The matmul is a roofline over waves. cuBLAS chooses, among many tile shapes, the one whose waves fit
+best. The time of a tile is a p-norm of its multiplications and of the time that L2 takes to feed
+it, since the two slow each other down when they are close. Memory is read concurrently: the time is
+the longer of both plus a fraction of the shorter. Long matmuls reach the power limit of the device:
+time grows as (1 + t / sustained)^power.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from tileweave.planning.schedules.gather import cdiv
 from tileweave.sim.machine import Device, presets
 
 REFERENCE = "h200"
-# Tile shapes that a matmul library chooses among: rows x columns of the output, as Hopper libraries
-# ship them.
+# Tile shapes (rows x columns of the output) that cuBLAS has for Hopper.
 _TILES = tuple(
     (m, n) for m in (64, 128, 192, 256, 384) for n in range(32, 257, 32) if m * n <= 256 * 192
 )
-# all-gathers of 2.1 MB on the fit side repeat slower than behind a matmul, those of 8 MB as fast
+# Consecutive all-gathers of 2.1 MB (fitted cells) are slower than after a matmul, those of 8 MB are
+# not.
 SHORT = 2.5e6
 _SPLITS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A library's collective of one kind among ``world`` ranks: ``latency`` s; the fraction of link
-    rate at ``knots`` bytes.
+    """An NCCL collective of one kind among ``world`` ranks: ``latency`` in seconds, and fractions
+    of the link rate at ``knots`` bytes.
 
-    Between knots the fraction is a power of the bytes (a line on logarithms); outside them it
-    stays.
+    Between knots the logarithm of the fraction is linear in that of the bytes; outside them it is
+    constant.
     """
 
     kind: str
@@ -52,7 +53,7 @@ class Curve:
     fractions: tuple[float, ...]
 
     def fraction(self, nbytes: float) -> float:
-        """What a message of ``nbytes`` reaches of the link's rate, once begun."""
+        """The fraction of the link rate that a message of ``nbytes`` reaches after its latency."""
         right = bisect(self.knots, nbytes)
         if right in (0, len(self.knots)):
             return self.fractions[min(right, len(self.knots) - 1)]
@@ -63,46 +64,48 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What was fitted, or read off a measurement; ``data/calibration/*.json`` says from what. See
-    :class:`Costs` for use.
+    """Coefficients that were fitted or measured; ``data/calibration/*.json`` has their origin. See
+    :class:`Costs` for their use. Times are in seconds, rates in bytes/s.
 
-    matmul_* : launch s; fractions of peak (flops, memory); feed bytes/s (L2 to all
-        multiprocessors); p of the norm; sustained s and power of the power limit; split s for a cut
-        along K; tile s for what a tile begins and ends with; overlap: share of the shorter of
-        memory and multiplication that does not hide behind the longer; stream: bytes/s of memory
-        that one multiprocessor can ask for; again: a short matmul measured again and again, with
-        nothing between, has the clock of one that takes so many s.
-    fused_* : the fused kernel: s a launch in a graph and eagerly, s a tile (prologue and epilogue),
-        s a part handed over, fraction of the library's rate in its main loop, and its feed,
-        bytes/s.
-    grouped_rate : of grouped matmuls in the expert operators, share of the rate of the other fused
-        main loops. grouped_step: s of a combine's program for a block of tokens, if memory and
-        links do not take longer for all of them.
-    scatter_* : where tiles are pushed as they are made: s a launch, eager likewise; tile: s that a
-        program stands still while it stores one to a peer. staged_tile: s that one ends with that
-        copy engines take, or that stays. take: s until a piece (64 columns) that one peer stored is
-        out of the slot, if memory does not take longer.
-    exchange_* : one launch that gathers or scatters beside a library's matmul: latency s, fraction
-        of link rate.
-    corun : relative slow-down of a matmul while links are busy.
-    nccl : a curve for each kind of collective and each world that was measured. nccl_eager: s more
-        outside a CUDA graph; repeat: s between two short ones (up to ``SHORT`` bytes) with nothing
-        else between them (longer than a gap: why, we have not found; behind a matmul it does not
-        show).
-    push_* : in-kernel pushes: latency s, fraction of link rate.
-    copy_* : copy engines likewise; latency: before the first copy of a call; queued: s each; one:
-        the fraction that those of the measured bound reach, beside a matmul.
-    signal s : a remote store until its waiter sees it. gap s : between two dependent launches, in a
-        graph or queued.
-    stream, permute : fraction of memory rate of copying kernels, and of those that read a
+    matmul_* : of cuBLAS. ``launch``; ``flops`` and ``memory``, fractions of peak; ``feed``, rate of
+        L2 to all multiprocessors; ``norm``, the p of the norm; ``sustained`` and ``power`` of the
+        power limit; ``split``, time of a cut along K; ``tile``, begin and end of a tile;
+        ``overlap``, the fraction of the shorter of memory and multiplication that is not hidden;
+        ``stream``, memory rate of one multiprocessor; ``again``: a short matmul that is repeated
+        without anything between has the clock rate of a matmul of this duration.
+    fused_* : of fused kernels. ``launch`` in a graph and ``eager``; ``tile``, prologue and epilogue
+        of a tile; ``part``, a partial tile that is passed on; ``rate``, the main loop relative to
+        cuBLAS; ``feed``, rate of L2.
+    grouped_rate : main loop of the expert operators relative to the other fused kernels.
+    grouped_step : time of a program of the combine for a block of tokens, if memory and links are
+        not slower.
+    one_shot_launch, scatter_eager : launches of kernels that push tiles, in a graph and eager.
+    scatter_tile : how long a program is blocked while it stores a tile to a peer.
+    staged_tile : end of a tile that copy engines move, or that stays.
+    take : time to read a piece (64 columns) of one peer from the slot, if memory is not slower.
+    exchange_* : one launch that gathers or scatters before or after cuBLAS: ``latency``,
+        ``fraction`` of the link rate.
+    corun : relative slowdown of a matmul while links are busy.
+    nccl : a curve for each kind of collective and each measured world size.
+    nccl_eager : additional time outside a CUDA graph.
+    nccl_repeat : time between two short ones (up to ``SHORT`` bytes) with nothing between them. It
+        is longer than a gap for an unknown reason; after a matmul it is not there.
+    push_* : pushes by kernels: ``latency``, ``fraction`` of the link rate.
+    copy_* : copy engines: ``latency`` before the first copy of a call; ``fraction``; ``queued``,
+        time per copy; ``one``, the fraction that the copies of the co-run bound reach.
+    signal : from a remote store until a program there sees it.
+    gap : between two dependent launches, in a graph or queued.
+    stream, permute : fraction of the memory rate of copying kernels, and of those that read a
         transposed view.
-    reduce : s an element that a sum over top-k rows makes. reduce_memory: fraction of memory rate
-        that it reads and writes at.
+    reduce, reduce_memory : of sums over top-k rows: time per element of the result, and fraction of
+        the memory rate.
     attention : fraction of the matmul rate.
-    lookup_* : torch's embedding lookups: s an element of results, s an element read, and bytes
-        beside that as a fraction of memory rate (over 1: some of them hide). own_* : by this
-        library's kernel: fraction of memory rate, s a bag. pooled_* : where it stores to peers:
-        latency s, p of the norm of reading and sending.
+    lookup_* : torch's embedding lookups: ``made``, time per element of the result; ``read``, per
+        element read; ``memory``, bytes as a fraction of the memory rate (over 1: some are hidden).
+    own_* : lookups by tileweave's kernel: ``memory``, fraction of the memory rate; ``bag``, time
+        per bag.
+    pooled_* : lookups that store to peers: ``latency``; ``norm``, the p of the norm of reading and
+        sending.
     """
 
     matmul_launch: float
@@ -160,7 +163,7 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Coefficients with their origin: on which device, from which cells, when."""
+    """Coefficients with their origin: device, cells and date."""
 
     name: str
     about: str
@@ -174,7 +177,7 @@ class Calibration:
 
 @cache
 def load_calibration(path: str | None = None) -> Calibration:
-    """A calibration file; by default the one that ships, measured on H200."""
+    """A calibration file; by default the one of this package, measured on H200."""
     if path is None:
         found = resources.files("tileweave.sim") / "data" / "calibration" / f"{REFERENCE}.json"
         data = json.loads(found.read_text("utf-8"))
@@ -184,9 +187,10 @@ def load_calibration(path: str | None = None) -> Calibration:
     got = set(data["coefficients"])
     require(
         got == names,
-        f"calibration with coefficients missing {sorted(names - got)} and unknown {sorted(got - names)}",
+        f"calibration with coefficients missing {sorted(names - got)} "
+        f"and unknown {sorted(got - names)}",
         "exactly the fields of sim.costs.Coefficients",
-        "make it anew: tileweave simulate calibrate",
+        "make it again: tileweave simulate calibrate",
     )
     coefficients = dict(data["coefficients"])
     curves = tuple(
@@ -200,7 +204,7 @@ def load_calibration(path: str | None = None) -> Calibration:
 
 
 def _calibration_at(path: Path) -> dict[str, Any]:
-    """What a calibration file holds, as far as its fields have names."""
+    """The contents of a calibration file, with its top-level fields checked."""
     remedy = "make one: tileweave simulate calibrate"
     require(path.is_file(), f"calibration {path}", "a file that exists", remedy)
     try:
@@ -222,8 +226,8 @@ def _calibration_at(path: Path) -> dict[str, Any]:
 class Costs:
     """Times of single pieces of work on ``device``, by ``coefficients`` measured on H200.
 
-    Another device keeps the measured fractions of its own peaks, and the measured latencies: a
-    transfer, no measurement.
+    For other devices the same fractions of their own peaks and the same latencies are assumed; that
+    is not measured.
     """
 
     def __init__(self, device: Device, coefficients: Coefficients | None = None) -> None:
@@ -232,13 +236,13 @@ class Costs:
         scale = device.flops / presets()["devices"][REFERENCE].flops
         self.flops = c.matmul_flops * device.flops
         self.memory_rate = c.matmul_memory * device.memory_rate
-        # L2 feeds tensor cores: scaled with them
+        # the rate of L2 is scaled with that of tensor cores, which it feeds
         self.feed, self.fused_feed = c.matmul_feed * scale, c.fused_feed * scale
         self._matmuls: dict[tuple[int, int, int, int, bool], float] = {}
 
     def matmul(self, m: int, n: int, k: int, itemsize: int = 2, again: bool = False) -> float:
-        """x [m, k] @ w [n, k].T by the vendor's library, from its launch to its end; ``again``: one
-        behind the other, only."""
+        """x [m, k] @ w [n, k].T by cuBLAS, from launch to end. ``again``: repeated with nothing
+        between."""
         key = (m, n, k, itemsize, again)
         if key not in self._matmuls:
             seconds = self._matmul(m, n, k, itemsize)
@@ -260,17 +264,17 @@ class Costs:
                 active = min(sms, tiles * split)
                 one = self.block(tile_m, tile_n, k / split, active, itemsize) + c.matmul_tile
                 memory = nbytes / min(self.memory_rate, active * c.matmul_stream)
-                # fp32, out and back, in L2
+                # partial sums in fp32 are written to L2 and read back
                 parts = c.matmul_split + 8.0 * split * m * n / self.feed if split > 1 else 0.0
-                best = min(best, self._beside(cdiv(tiles * split, sms) * one, memory) + parts)
+                best = min(best, self._overlapped(cdiv(tiles * split, sms) * one, memory) + parts)
         return best
 
-    def _beside(self, multiply: float, memory: float) -> float:
-        """Both at once: the longer, and a share of the shorter."""
+    def _overlapped(self, multiply: float, memory: float) -> float:
+        """Both concurrently: the longer plus a fraction of the shorter."""
         return max(multiply, memory) + self.c.matmul_overlap * min(multiply, memory)
 
     def block(self, tile_m: int, tile_n: int, k: float, active: int, itemsize: int = 2) -> float:
-        """The library's tile over ``k`` on one multiprocessor while ``active`` of them work."""
+        """A tile of cuBLAS over ``k`` on one multiprocessor while ``active`` of them work."""
         multiply = 2 * tile_m * tile_n * k / (self.flops / self.device.num_sms)
         return _norm(
             self.c.matmul_norm, multiply, (tile_m + tile_n) * k * itemsize * active / self.feed
@@ -286,17 +290,17 @@ class Costs:
         memory: float,
         rate: float = 1.0,
     ) -> float:
-        """The same in our kernels; ``memory``: s that bytes nobody has read yet take; ``rate``:
-        share of their usual one."""
+        """The same in our kernels. ``memory``: seconds to read bytes that are not in L2. ``rate``:
+        relative to their usual rate."""
         multiply = (
             2 * tile_m * tile_n * k / (self.flops * self.c.fused_rate * rate / self.device.num_sms)
         )
         feed = (tile_m + tile_n) * k * itemsize * active / self.fused_feed
-        return self._beside(_norm(self.c.matmul_norm, multiply, feed), memory)
+        return self._overlapped(_norm(self.c.matmul_norm, multiply, feed), memory)
 
     def throttled(self, seconds: float, busy: float = 1.0, before: float = 0.0) -> float:
-        """A time at full clock -> under the power limit. ``busy``: the share of it that tensor
-        cores work; ``before``: s of the same in front of it."""
+        """A time at full clock -> a time under the power limit. ``busy``: the fraction of it in
+        which tensor cores work. ``before``: seconds of the same work before it."""
         return seconds * (1.0 + max(seconds, before) / self.c.matmul_sustained) ** (
             self.c.matmul_power * busy
         )
@@ -311,14 +315,14 @@ class Costs:
             one = self.block(tile_m, tile_n, k, min(sms, tiles)) + self.c.matmul_tile
             best = min(best, cdiv(tiles, sms) * one)
         memory = groups * (m * k + n * k + m * n) * 2 / self.memory_rate
-        return self.c.matmul_launch + self.throttled(self._beside(best, memory))
+        return self.c.matmul_launch + self.throttled(self._overlapped(best, memory))
 
     def stream(self, nbytes: float) -> float:
         """An elementwise kernel that reads and writes ``nbytes`` in all."""
         return self.c.gap + nbytes / (self.c.stream * self.device.memory_rate)
 
     def permuted(self, nbytes: float) -> float:
-        """A copy of a transposed view, by torch, of ``nbytes``."""
+        """torch's copy of a transposed view of ``nbytes``."""
         return self.c.gap + 2.0 * nbytes / (self.c.permute * self.device.memory_rate)
 
     def attention(self, flops: float) -> float:
@@ -326,17 +330,16 @@ class Costs:
         return self.c.matmul_launch + flops / (self.c.attention * self.flops)
 
     def reduce_rows(self, rows: int, terms: int, width: int) -> float:
-        """A library's sum of ``terms`` bf16 rows into each of ``rows``: a thread's time for each
-        result, which few terms do not shorten, or bytes of rows that lie apart, whichever is
-        longer."""
+        """torch's sum of ``terms`` bf16 rows into each of ``rows``: the longer of the time of
+        threads, which does not depend on the number of terms, and that of memory."""
         elements = float(rows * width)
         memory = elements * (terms + 1) * 2 / (self.c.reduce_memory * self.device.memory_rate)
         scale = presets()["devices"][REFERENCE].num_sms / self.device.num_sms
         return self.c.matmul_launch + max(memory, self.c.reduce * elements * scale)
 
     def lookup(self, bags: float, rows: float, row_bytes: float, itemsize: int = 2) -> float:
-        """Pool ``rows`` rows of ``row_bytes`` into ``bags`` bags by torch: a time for each element
-        read and made, and bytes."""
+        """torch's pooling of ``rows`` rows of ``row_bytes`` into ``bags`` bags: a time per element
+        read and per element of the result, and bytes."""
         scale = presets()["devices"][REFERENCE].num_sms / self.device.num_sms
         width = row_bytes / itemsize * scale
         one = (self.c.lookup_made * bags + self.c.lookup_read * rows) * width
@@ -347,8 +350,8 @@ class Costs:
         )
 
     def own_lookup(self, bags: float, rows: float, row_bytes: float) -> float:
-        """The same by this library's kernel: bytes of rows, results and row numbers; a time a bag,
-        which short ones show."""
+        """The same by tileweave's kernel: bytes of rows, results and indices, and a time per bag,
+        which matters for short bags."""
         return self.c.matmul_launch + self._own_lookup(bags, rows, row_bytes)
 
     def _own_lookup(self, bags: float, rows: float, row_bytes: float) -> float:
@@ -357,7 +360,7 @@ class Costs:
         return _norm(3.0, memory, self.c.own_bag * bags * scale)
 
     def pooled(self, bags: float, rows: float, row_bytes: float, sent: float) -> float:
-        """That kernel with results stored to peers, which takes ``sent`` s by itself."""
+        """That kernel with results stored to peers, which alone takes ``sent`` seconds."""
         return self.c.pooled_latency + _norm(
             self.c.pooled_norm, self._own_lookup(bags, rows, row_bytes), sent
         )

@@ -1,13 +1,12 @@
-"""The same exchanges in SimGrid, an engine of its own that others validated: do our shared links
-share as its do?
+"""Compare our network model with SimGrid, an independent and validated simulator.
 
-SimGrid simulates every flow of every rank; here one rank stands for all. Compared are all-to-all
-and ring all-reduce over a switch and over a torus, once with SimGrid's plain max-min fairness (the
-same model, so they should agree) and once with its default, calibrated for TCP over Ethernet
-(another model, for orientation).
+SimGrid simulates every flow of every rank; here one rank represents all. All-to-all and ring
+all-reduce over a switch and over a torus are compared, once with SimGrid's plain max-min fairness
+(the same model, so they should agree) and once with its default, which is calibrated for TCP over
+Ethernet (a different model, for orientation).
 
-SimGrid is not needed otherwise: `apt install python3-simgrid` (Debian, for the system's Python), or
-`pip install simgrid`.
+SimGrid is needed only here: `apt install python3-simgrid` (Debian, for the Python of the system),
+or `pip install simgrid`.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _SECONDS = 300
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One exchange on ``nodes`` nodes; seconds by us, by SimGrid with the same fairness, by SimGrid
-    as it comes."""
+    """One exchange on ``nodes`` nodes: seconds by our model, by SimGrid with the same fairness, and
+    by SimGrid's default."""
 
     kind: str
     topology: str
@@ -53,7 +52,7 @@ class Comparison:
 
 @cache
 def interpreter() -> str | None:
-    """A Python that has SimGrid: this one, or the system's; None if neither."""
+    """A Python that has SimGrid: this one or that of the system; None if neither has."""
     for python in (sys.executable, "/usr/bin/python3", shutil.which("python3") or ""):
         if python and Path(python).exists():
             done = subprocess.run(
@@ -65,7 +64,7 @@ def interpreter() -> str | None:
 
 
 def compare(nodes: int = 128, progress: Callable[[str], None] = lambda _: None) -> list[Comparison]:
-    """All exchanges; raises :class:`UnsupportedError` where SimGrid is missing."""
+    """All exchanges. Raises :class:`UnsupportedError` without SimGrid."""
     python = interpreter()
     if python is None:
         raise UnsupportedError(
@@ -81,7 +80,7 @@ def compare(nodes: int = 128, progress: Callable[[str], None] = lambda _: None) 
 
 
 def cluster_of(topology: str, nodes: int) -> Cluster:
-    """Nodes of one GPU each, links at their full rate."""
+    """Nodes of one GPU each, with links at their full rate."""
     torus = topology == "torus"
     latency = _HOP_LATENCY if torus else _SWITCH_LATENCY
     return make_cluster(
@@ -90,7 +89,7 @@ def cluster_of(topology: str, nodes: int) -> Cluster:
 
 
 def ours(kind: Kind, cluster: Cluster, nbytes: float) -> float:
-    """Our seconds, without what a library adds."""
+    """Seconds by our model, without the overhead of NCCL."""
     seen = view(cluster, 1.0)
     env = simpy.Environment()
     links = Links(env, seen.capacities)
@@ -121,7 +120,7 @@ def _compare(python: str, kind: Kind, topology: str, nodes: int, nbytes: float) 
 
 
 def rounds_of(kind: Kind, nodes: int, nbytes: float) -> list[list[tuple[int, int, float]]]:
-    """Every flow of every rank: all at once, or ring step by ring step."""
+    """All flows of all ranks: all at once, or by ring step."""
     piece = nbytes / nodes
     if kind == "all_to_all":
         return [[(a, b, piece) for a in range(nodes) for b in range(nodes) if a != b]]
@@ -141,6 +140,7 @@ def _run(python: str, asked: dict[str, Any]) -> float:
     lines = [line for line in done.stdout.splitlines() if line.startswith("seconds ")]
     if done.returncode != 0 or not lines:
         raise UnsupportedError(
-            f"asked: SimGrid; allowed: a run that ends; remedy: see its message: {done.stderr[-400:]}"
+            "asked: SimGrid; allowed: a run that ends; "
+            f"remedy: see its message: {done.stderr[-400:]}"
         )
     return float(lines[-1].split()[1])

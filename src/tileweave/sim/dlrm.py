@@ -1,11 +1,11 @@
-"""One training step of a deep-learning recommendation model: tables spread over ranks, everything
-else data parallel.
+"""One training step of a deep-learning recommendation model: tables sharded over ranks, all else
+data parallel.
 
-    comm     | indices (all-to-all) |                         | gradients of vectors | all-reduce of dense gradients |
-    compute  | bottom MLP           | lookup + all-to-all | interaction, top MLP, back ... | update of tables |
+    comm     indices (all-to-all) | gradients of vectors | all-reduce of dense gradients
+    compute  bottom MLP | lookup + all-to-all | interaction, top MLP, backward | update of tables
 
-One rank is simulated; it is the busiest one (``imbalance``), for which the others wait. The fused
-operator is embedding_bag_all_to_all, forward; the backward exchange stays as it is.
+One rank is simulated, the busiest one (``imbalance``), for which the others wait. The fused
+operator is embedding_bag_all_to_all in forward; the exchange of backward is not fused.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ from tileweave.sim.transformer import catalogue
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """A model. tables : in all, or tables_per_gpu of each rank. pooling : rows a bag. batch_per_gpu
-    : samples of a rank.
+    """A model.
 
-    dense : dense features. bottom, top : widths of the MLPs. compress : vectors that interact
-        (tables are mixed down to so many; 0: all of them). itemsize : bytes of an element of tables
-        and of what is sent.
+    tables, tables_per_gpu : number of tables, in all or per rank.
+    pooling : rows per bag.
+    batch_per_gpu : samples per rank.
+    dense : dense features.
+    bottom, top : widths of the MLPs.
+    compress : number of vectors that interact, to which tables are mixed down; 0: all of them.
+    itemsize : bytes of an element of tables and of what is sent.
     """
 
     name: str
@@ -67,7 +70,7 @@ class Tables:
         require(
             len(self.bottom) > 0,
             "bottom []",
-            "a width for each of its layers, one at least",
+            "the width of each layer, one at least",
             "write them, such as [128]",
         )
 
@@ -93,7 +96,7 @@ _SHAPE: dict[str, tuple[Reader, Any]] = {
 
 
 def tables_reader(spot: Spot) -> Tables:
-    """A known model's name, or a mapping."""
+    """The name of a known model, or a mapping."""
     known = catalogue("dlrm")
     return either(
         lambda s: known_tables(choice(tuple(known))(s)),
@@ -108,9 +111,12 @@ def known_tables(name: str) -> Tables:
 
 @dataclass(frozen=True, slots=True)
 class Dlrm:
-    """imbalance : how much more than the average the busiest rank looks up and sends. slices :
-    messages that the fused operator cuts its result into. prefetch : the indices of a step travel
-    during the step before."""
+    """A training step.
+
+    imbalance : by how much the load of the busiest rank is above the average.
+    slices : messages into which the fused operator cuts its result.
+    prefetch : the indices of a step are sent during the step before.
+    """
 
     model: Tables
     imbalance: float = 0.0
@@ -134,7 +140,7 @@ def by_name(model: str, **fields: Any) -> Dlrm:
 def simulate(
     dlrm: Dlrm, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any = None
 ) -> Timeline:
-    """One step, of the busiest rank."""
+    """One step on the busiest rank."""
     return _Builder(dlrm, cluster, ops, mode, fuse).build()
 
 
@@ -150,7 +156,7 @@ class _Builder:
             "tables, or tables_per_gpu, over 0",
             "say how many",
         )
-        # of each table, by columns: fewer tables than ranks are cut
+        # tables are cut by columns if there are fewer than ranks
         self.parts = math.ceil(self.world / self.tables)
         require(
             self.parts <= dlrm.model.dim,
@@ -175,7 +181,7 @@ class _Builder:
         )
         wide = self._interacting() * (self._interacting() + 1) // 2 + model.bottom[-1]
         bottom, top = (model.dense, *model.bottom), (wide, *model.top)
-        # every part of a table needs all its indices
+        # every part of a table needs all indices of the table
         sent = self.batch * self.tables * self.parts * model.pooling * 8.0
         indices = [] if self.d.prefetch else [self._comm("indices", sent, [])]
         forward = self._compute("bottom MLP", [self._mlp("bottom MLP", bottom)], [])
@@ -205,7 +211,7 @@ class _Builder:
         bottom_reduced = self._comm(
             "dense gradients, bottom", 4.0 * self._parameters(bottom), [bottom_back], "all_reduce"
         )
-        # regroup, then rows read and written
+        # gradients are regrouped, then rows are read and written
         update = ops.costs.stream(2.0 * bags * row) + 2.0 * time.compute
         self._compute(
             "update of tables",
@@ -221,7 +227,8 @@ class _Builder:
         return self.step.run()
 
     def _bags(self) -> tuple[int, float]:
-        """Pooled vectors, or parts of them, of the rank that has most, and the bytes of one."""
+        """The number of pooled vectors, or parts of them, on the rank that has most, and the bytes
+        of one."""
         row = float(self.model.dim * self.model.itemsize) / self.parts
         return self.batch * self.world * math.ceil(self.tables * self.parts / self.world), row
 

@@ -1,9 +1,8 @@
-"""YAML that answers back: every value keeps its line, and what does not fit says line, field, and
-what is allowed.
+"""YAML documents whose errors have line, field, and what is allowed.
 
-A document is read against a :class:`Record`: named fields, each with a reader. Readers are
-functions from a YAML node to a value; they raise :class:`~tileweave.errors.InputError` through
-:func:`fail`, which knows file and line.
+A document is read by a :class:`Record`, which has a reader for each field. Readers are functions
+from a YAML node to a value. They raise :class:`~tileweave.errors.InputError` with file and line
+through :func:`fail`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ REQUIRED = object()
 
 @dataclass(frozen=True)
 class Spot:
-    """A YAML node, and the way to it from the root of the file; no ``file``: a value that came from
+    """A YAML node and its path from the root of the file. Without ``file`` it is a value from
     elsewhere."""
 
     file: str
@@ -36,7 +35,7 @@ class Spot:
 
 
 def fail(spot: Spot, asked: str, allowed: str, remedy: str) -> InputError:
-    """The error for one place in a file."""
+    """The error for a position in a file."""
     return InputError(f"{_place(spot)}: asked: {asked}; allowed: {allowed}; remedy: {remedy}")
 
 
@@ -49,7 +48,7 @@ def _place(spot: Spot) -> str:
 
 
 def text_of(path: Path) -> str:
-    """What a file says, if it is text."""
+    """The contents of a text file."""
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
@@ -68,15 +67,16 @@ def open_document(path: Path) -> Spot:
 
 
 def parse_document(text: str, name: str) -> Spot:
-    """The root of YAML in memory; ``name`` stands for the file in messages."""
+    """The root of YAML in memory; ``name`` is used for the file in messages."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise InputError(
-            f"{name}, line {line}: asked: {error.problem}; allowed: YAML; remedy: check indentation, colons and quotes there"
+            f"{name}, line {line}: asked: {error.problem}; allowed: YAML; "
+            "remedy: check indentation, colons and quotes there"
         ) from None
-    except yaml.reader.ReaderError as error:  # counts characters, not lines
+    except yaml.reader.ReaderError as error:  # has a position in characters, not in lines
         line = text.count("\n", 0, error.position) + 1
         asked = f"character #x{error.character:04x}, which YAML does not allow"
         raise InputError(
@@ -84,7 +84,8 @@ def parse_document(text: str, name: str) -> Spot:
         ) from None
     if node is None:
         raise InputError(
-            f"{name}, line 1: asked: an empty file; allowed: a mapping; remedy: see docs/simulator.md"
+            f"{name}, line 1: asked: an empty file; allowed: a mapping; "
+            "remedy: see docs/simulator.md"
         )
     return Spot(name, "", node)
 
@@ -97,7 +98,7 @@ def _scalar(spot: Spot, allowed: str) -> Any:
 
 
 def number(low: float, high: float, unit: str = "") -> Reader:
-    """A number in [low, high]; also ``1e-6`` without a dot, which YAML 1.1 calls text."""
+    """A number in [low, high]; also ``1e-6`` without a dot, which is text in YAML 1.1."""
     allowed = f"a number from {low:g} to {high:g}{' ' + unit if unit else ''}"
 
     def read(spot: Spot) -> float:
@@ -119,7 +120,7 @@ def number(low: float, high: float, unit: str = "") -> Reader:
 
 
 def integer(low: int, high: int, unit: str = "") -> Reader:
-    """A whole number in [low, high]."""
+    """An integer in [low, high]."""
     allowed = f"a whole number from {low} to {high}{' ' + unit if unit else ''}"
 
     def read(spot: Spot) -> int:
@@ -148,7 +149,7 @@ def flag(spot: Spot) -> bool:
 
 
 def choice(options: tuple[str, ...]) -> Reader:
-    """One of some words; a near miss is pointed at."""
+    """One of some words; the error suggests a similar one."""
 
     def read(spot: Spot) -> str:
         value = str(_scalar(spot, ", ".join(options)))
@@ -183,10 +184,9 @@ def either(scalar: Reader, compound: Reader) -> Reader:
 
 @dataclass(frozen=True)
 class Record:
-    """A mapping with named fields: name -> (reader, default). A default of ``REQUIRED`` means it
-    must be there.
+    """A mapping with named fields: name -> (reader, default). ``REQUIRED`` fields have no default.
 
-    ``make`` gets all fields; what it refuses is told with the mapping's place.
+    ``make`` gets all fields; its errors get the position of the mapping.
     """
 
     fields: Mapping[str, tuple[Reader, Any]]
@@ -217,19 +217,18 @@ class Record:
                     raise fail(
                         spot,
                         f"no field {name!r}",
-                        f"it must be there, beside {names}",
+                        f"it is required, with {names}",
                         f"add `{name}: ...`",
                     )
                 found[name] = default
         try:
             return self.make(**found)
-        except InputError as error:  # fields that are right alone, and do not fit each other
+        except InputError as error:  # fields that are valid alone but not together
             raise InputError(f"{_place(spot)}: {error}") from None
 
 
 def checked(values: Mapping[str, Any], fields: Mapping[str, tuple[Reader, Any]]) -> dict[str, Any]:
-    """Values from elsewhere (a command line, a program), each read as a file's field of that name
-    would be."""
+    """Values from elsewhere (a command line, a program), read like the fields of a file."""
     return {
         name: fields[name][0](Spot("", name, yaml.compose(yaml.safe_dump(value))))
         for name, value in values.items()
@@ -237,7 +236,7 @@ def checked(values: Mapping[str, Any], fields: Mapping[str, tuple[Reader, Any]])
 
 
 def mapping_of(reader: Reader) -> Reader:
-    """A mapping of free names, each value read by ``reader``."""
+    """A mapping with any names, each value read by ``reader``."""
 
     def read(spot: Spot) -> dict[str, Any]:
         if not isinstance(spot.node, yaml.MappingNode):

@@ -1,8 +1,8 @@
-"""Fitting coefficients to measured cells: Nelder-Mead on logarithms, a few coefficients at a time,
-each from its own cells.
+"""Fit coefficients to measured cells: Nelder-Mead on logarithms, a few coefficients at a time, each
+from its own cells.
 
-Only cells that the rule leaves (``cells.RULE``) are read here. A block whose coefficients no fit
-cell touches keeps its start values, and the calibration says so.
+Held-out cells (``cells.RULE``) are not used. A block without a cell to fit keeps its start values,
+and the calibration says so.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from tileweave.sim.machine import presets
 from tileweave.sim.modelled import MODELLED, is_matmul
 from tileweave.sim.predict import Predictor
 
-# Kept as they are.
+# Not fitted.
 _GIVEN = {
-    "attention": "not measured by us: arXiv 2407.08608, up to 740 of 989 TFLOP/s forward, less backwards and for short ones",
+    "attention": "not measured by us: arXiv 2407.08608, up to 740 of 989 TFLOP/s forward, "
+    "less backwards and for short ones",
     "signal": "not measured by itself: 3.5 us for a barrier of both ways, less its launch",
 }
 _FRACTIONS = (
@@ -35,9 +36,9 @@ _FRACTIONS = (
     "own_memory",
     "reduce_memory",
 )
-# Bytes at which a collective's curve has a value of its own: where the fit side has cells. Messages
-# of 3 to 4 MB are there among four ranks alone, before and behind matmuls; NCCL changes its
-# protocol below them.
+# The knots of the curves of collectives, in bytes: where there are cells to fit. Messages of 3 to
+# 4 MB were measured among four ranks only, before and after matmuls; NCCL changes its protocol
+# below them.
 _MB = float(1 << 20)
 _KNOTS = {
     (kind, world): (
@@ -51,8 +52,7 @@ _KNOTS = {
     for kind in KINDS
     for world in (2, 4)
 }
-# Where to begin: orders of magnitude from the data sheet and from what launches cost on any such
-# device.
+# Start values: orders of magnitude from the data sheet and from launches on such devices.
 START = Coefficients(
     matmul_launch=4e-6,
     matmul_flops=0.85,
@@ -126,7 +126,7 @@ class Block:
 
 
 def _collective(cell: Cell) -> str | None:
-    """The collective that a cell has in it, alone or beside a matmul in turn."""
+    """The collective of a cell, alone or in turn with a matmul; None without one."""
     if cell.quantity == "comm" and not cell.primitive:
         return cell.op
     if cell.quantity == "unfused" and is_matmul(cell.op):
@@ -135,7 +135,7 @@ def _collective(cell: Cell) -> str | None:
 
 
 def _collectives() -> list[Block]:
-    """A curve for each kind and world, then what all kinds share."""
+    """A curve for each kind and world size, then what all kinds share."""
     curves = [
         Block(
             f"{curve.kind}, world {curve.world}",
@@ -144,7 +144,7 @@ def _collectives() -> list[Block]:
                     f"{curve.kind}/{curve.world}/{part}"
                     for part in ("latency", *range(len(curve.knots)))
                 ),
-                # only exchanges have one
+                # only all-to-alls permute
                 *(("permute",) if (curve.kind, curve.world) == ("all_to_all", 4) else ()),
             ),
             lambda cell, curve=curve: (
@@ -178,7 +178,7 @@ BLOCKS = (
     Block("stream", ("stream",), lambda cell: cell.quantity == "concat" and _past_l2(cell), 60),
     Block("reduce", ("reduce", "reduce_memory"), lambda cell: cell.quantity == "reduce", 60),
     *_collectives(),
-    *_collectives(),  # again: what they share was a start value the first time
+    *_collectives(),  # again, because what they share had start values the first time
     Block("push", ("push_latency", "push_fraction"), lambda cell: cell.op == "push_sm", 60),
     Block(
         "lookup",
@@ -231,8 +231,8 @@ BLOCKS = (
 
 
 def _past_l2(cell: Cell) -> bool:
-    """Whether a concatenation of pooled vectors moves more than L2 holds: only then is its rate the
-    memory's."""
+    """Whether a concatenation of pooled vectors moves more bytes than L2 has; only then does it
+    depend on the memory rate."""
     batch, tables, dim, _, itemsize = cell.shape
     return (
         2.0 * batch * tables / cell.world_size * dim * itemsize > presets()["devices"][REFERENCE].l2
@@ -248,8 +248,8 @@ def _is_fraction(name: str) -> bool:
 
 
 def named(c: Coefficients, name: str) -> float:
-    """A coefficient by its name; of a curve: ``kind/world/latency``, or ``kind/world/0`` for its
-    first fraction."""
+    """A coefficient by its name. Names of curves are ``kind/world/latency``, and ``kind/world/0``
+    for the first fraction."""
     if "/" not in name:
         return float(getattr(c, name))
     kind, world, part = name.split("/")
@@ -271,7 +271,7 @@ def with_named(c: Coefficients, values: dict[str, float]) -> Coefficients:
 
 
 def error_of(predicted: float, measured: float) -> float:
-    """Signed logarithm of predicted over measured: 0.05 is about 5 % too slow."""
+    """The logarithm of predicted over measured: 0.05 is about 5 % too slow."""
     return math.log(predicted / measured)
 
 
@@ -280,7 +280,7 @@ def fit(
     start: Coefficients = START,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Coefficients from those of ``cells`` that are not held out, block by block."""
+    """Fit coefficients to the ``cells`` that are not held out, block by block."""
     mine = [cell for cell in cells if not cell.held_out and cell.in_domain]
     found, missing, used = start, dict(_GIVEN), []
     for block in BLOCKS:
@@ -325,7 +325,7 @@ def _fit_block(found: Coefficients, block: Block, cells: list[Cell]) -> tuple[Co
 
     start = [math.log(named(found, name)) for name in block.coefficients]
     best = start
-    for _ in range(block.rounds):  # a new simplex each time: an old one goes flat
+    for _ in range(block.rounds):  # a new simplex each time, because it becomes flat
         best = nelder_mead(loss, best, 0.25, block.steps)
     final = errors(best)
     return with_values(best), sum(map(abs, final)) / max(len(final), 1)

@@ -1,6 +1,6 @@
-"""Machines and clusters as data: devices, what joins them inside a node, what joins nodes.
+"""Machines and clusters as data: devices, their links inside a node, and the network of nodes.
 
-Everything comes from ``data/machines.yaml`` or from a file of the same form that a user writes.
+The data is in ``data/machines.yaml`` or in a user's file of the same form.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ MOST_NODES, MOST_PER_NODE = 65536, 1024
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU by its data sheet: peaks, which ``costs.Costs`` scales by measured fractions.
+    """A GPU by its data sheet. ``costs.Costs`` scales the peaks by measured fractions.
 
-    flops : dense bf16, flop/s. memory_rate : bytes/s. memory : bytes. link_rate : bytes/s a device
-        sends inside its node.
-    inside : what joins the devices of a node. bridge_rate : bytes/s that all devices of a node
-        share (``"bridge"``; else 0).
-    l2 : bytes of the cache that all multiprocessors share.
+    flops : dense bf16, flop/s.
+    memory_rate : bytes/s.
+    memory : bytes.
+    link_rate : bytes/s that a device sends inside its node.
+    inside : how the devices of a node are connected.
+    bridge_rate : bytes/s that all devices of a node share (``"bridge"``; otherwise 0).
+    l2 : bytes of L2.
     """
 
     name: str
@@ -60,20 +62,21 @@ class Device:
             (self.inside == "bridge") == (self.bridge_rate > 0.0),
             f"bridge_rate {self.bridge_rate:g} of a {self.inside}",
             "above 0 for a bridge, 0 for anything else",
-            "say how much goes over the bridge, or leave bridge_rate out",
+            "give the rate of the bridge, or leave bridge_rate out",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What joins nodes.
+    """The network between nodes.
 
-    nic_rate : bytes/s, one direction, line rate of one NIC (torus: of one link of a node). nics :
-        NICs of a node; 0: one for each GPU. fraction : of line rate that is reached. latency :
-        seconds, one way.
+    nic_rate : bytes/s in one direction, the line rate of one NIC (torus: of one link of a node).
+    fraction : of the line rate that is reached.
+    latency : seconds, one way.
     topology : ``fat_tree`` (leaves of ``leaf`` nodes, ``oversubscription``), ``rail`` (GPU i of
-        every node on one switch) or ``torus`` of nodes with sides ``dims`` (empty: as square as it
-        gets).
+        every node on one switch) or ``torus`` of nodes with sides ``dims`` (empty: two sides, as
+        equal as possible).
+    nics : NICs per node; 0: one per GPU.
     """
 
     name: str
@@ -121,7 +124,7 @@ class Cluster:
 
 
 def _square(nodes: int) -> tuple[int, ...]:
-    """The two sides of a torus, as equal as the number allows."""
+    """The two sides of a torus, as equal as possible."""
     side = next(a for a in range(math.isqrt(nodes), 0, -1) if nodes % a == 0)
     return (nodes // side, side)
 
@@ -153,7 +156,7 @@ _NETWORK_FIELDS: dict[str, tuple[Reader, Any]] = {
 
 @cache
 def presets() -> dict[str, dict[str, Any]]:
-    """``devices`` and ``networks`` that ship with the package, by name."""
+    """The ``devices`` and ``networks`` of this package, by name."""
     data = (resources.files("tileweave.sim") / "data" / "machines.yaml").read_text("utf-8")
     fields = {
         "devices": (mapping_of(Record(_DEVICE_FIELDS)), REQUIRED),
@@ -169,7 +172,7 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def device_reader(spot: Spot) -> Device:
-    """A preset's name, or a mapping with the fields of a device."""
+    """The name of a preset, or a mapping with the fields of a device."""
     known = presets()["devices"]
     named = choice(tuple(known))
     own = Record(_DEVICE_FIELDS, lambda **fields: Device(name="own device", **fields))
@@ -177,7 +180,7 @@ def device_reader(spot: Spot) -> Device:
 
 
 def network_reader(spot: Spot) -> Network:
-    """A preset's name, or a mapping with the fields of a network."""
+    """The name of a preset, or a mapping with the fields of a network."""
     known = presets()["networks"]
     named = choice(tuple(known))
     own = Record(_NETWORK_FIELDS, lambda **fields: Network(name="own network", **fields))
@@ -201,8 +204,8 @@ def make_cluster(
     nodes: int = 1,
     gpus_per_node: int | None = None,
 ) -> Cluster:
-    """A cluster from presets' names or own data; a node has as many GPUs as its device usually has
-    unless said."""
+    """A cluster from names of presets or own data. ``gpus_per_node`` None is the usual number of
+    the device."""
     chosen: Device = _preset("device", device) if isinstance(device, str) else device
     joined: Network = _preset("network", network) if isinstance(network, str) else network
     _require_its_own_fields(joined)
@@ -218,7 +221,7 @@ def make_cluster(
     return made
 
 
-# Fields that mean something on some topologies only, with what stands for "not said".
+# Fields that only some topologies use, with their defaults.
 _OF_TOPOLOGY: dict[str, tuple[tuple[Topology, ...], Any]] = {
     "nics": (("fat_tree", "rail"), 0),
     "leaf": (("fat_tree",), 16),
@@ -228,9 +231,9 @@ _OF_TOPOLOGY: dict[str, tuple[tuple[Topology, ...], Any]] = {
 
 
 def _require_its_own_fields(network: Network) -> None:
-    """Refuse a field that would change nothing: who wrote it expects that it does."""
-    for name, (where, unsaid) in _OF_TOPOLOGY.items():
-        fits = network.topology in where or getattr(network, name) == unsaid
+    """Refuse a field that would have no effect, since its author expects one."""
+    for name, (where, default) in _OF_TOPOLOGY.items():
+        fits = network.topology in where or getattr(network, name) == default
         require(
             fits,
             f"{name} of a network that is a {network.topology}",

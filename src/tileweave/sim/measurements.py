@@ -1,17 +1,15 @@
-"""One measured value for each quantity: the median of all runs that measured it, without those
-whose repeats do not agree.
+"""One measured value per quantity: the median of all runs that measured it, without unsteady ones.
 
-Two rules, the same for cells that are fitted and for those that are held out, and neither knows
-what the model says:
+Two rules are the same for fitted and for held-out cells, and do not depend on the model:
 
-*Unsteady.* A time whose own repeats, the smallest and the largest left out, are more than
-``STEADY`` apart is none: the host was late, or the clock of the device changed. Only benches keep
-repeats; components and sweeps have medians alone.
+*Unsteady.* A time is left out if its repeats, without the smallest and the largest, are more than
+``STEADY`` apart: the host was late, or the clock rate of the device changed. Only benches have
+repeats; components and sweeps have medians only.
 
-*Median.* What was measured in several runs counts once, with the median of the runs. The same
-quantity is: the same operator, sizes, world, launch mode, and for fused kernels the same
-configuration. A collective alone is the same whatever operator it was measured for, and so is the
-matmul in front of a reduce-scatter and of an all-reduce.
+*Median.* A quantity that was measured in several runs counts once, with the median of the runs. It
+is the same quantity if operator, sizes, world size, launch mode and, for fused kernels, config are
+equal. A collective alone is the same whatever operator it was measured for, and so is the matmul
+before a reduce-scatter or an all-reduce.
 """
 
 from __future__ import annotations
@@ -25,19 +23,22 @@ from tileweave.sim.cells import Cell, alone
 from tileweave.sim.predict import planned
 
 STEADY = 0.10
-UNSTEADY = f"left out where the repeats of a measurement, the smallest and the largest aside, are over {STEADY:.0%} apart"
+UNSTEADY = (
+    "left out where the repeats of a measurement, the smallest and the largest aside, "
+    f"are over {STEADY:.0%} apart"
+)
 
 
 def unsteadiness(cell: Cell) -> float:
-    """How far the repeats are apart, the smallest and the largest left out: 0.1 is 10 %; 0 where
-    fewer than four are known."""
+    """How far the repeats are apart, without the smallest and the largest: 0.1 is 10 %. 0 for fewer
+    than four repeats."""
     inner = sorted(cell.repeats)[1:-1]
     return max(inner) / min(inner) - 1.0 if len(inner) >= 2 else 0.0
 
 
-def settle(cells: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
-    """Measured times as they are -> one cell a quantity, in the order of first measurement; and
-    what was left out."""
+def merge_runs(cells: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
+    """Measured times -> one cell per quantity, in the order of the first measurement; and the cells
+    that were left out."""
     runs: dict[Hashable, list[Cell]] = defaultdict(list)
     unsteady = []
     for cell in map(alone, cells):
@@ -45,15 +46,15 @@ def settle(cells: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
             unsteady.append(cell)
         else:
             runs[quantity_of(cell)].append(cell)
-    settled = [
+    merged = [
         replace(same[0], seconds=median(one.seconds for one in same), repeats=(), runs=len(same))
         for same in runs.values()
     ]
-    return settled, unsteady
+    return merged, unsteady
 
 
 def quantity_of(cell: Cell) -> Hashable:
-    """Equal for cells that measured the same thing."""
+    """A key that is equal for cells of the same quantity."""
     op = cell.op
     if cell.quantity == "compute" and op == "matmul_all_reduce":
         op = "matmul_reduce_scatter"

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer stack, forward: attention data parallel, experts spread over ``ep``
+"""The forward of mixture-of-experts layers: attention data parallel, experts sharded over ``ep``
 ranks.
 
 dispatch (all-to-all) - first grouped matmul - activation - second grouped matmul - combine
@@ -32,10 +32,10 @@ from tileweave.sim.transformer import catalogue, require_heads
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A model's expert layers: ``ffn`` columns of one expert, gated. head_dim : columns of a head
-    (0: hidden / heads).
+    """The expert layers of a model. Shared experts, and layers without experts, are left out.
 
-    Experts that every token passes, and layers without experts, are not counted.
+    ffn : columns of one expert, which is gated.
+    head_dim : columns of a head; 0: hidden / heads.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Experts:
 
     @property
     def attended(self) -> int:
-        """Columns of all heads' queries, which is also what attention gives."""
+        """Columns of the queries of all heads, and of the output of attention."""
         return self.heads * (self.head_dim or self.hidden // self.heads)
 
     @property
@@ -85,7 +85,7 @@ _SHAPE: dict[str, tuple[Reader, Any]] = {
 
 
 def experts_reader(spot: Spot) -> Experts:
-    """A published model's name, or a mapping."""
+    """The name of a published model, or a mapping."""
     known = catalogue("moe")
     return either(
         lambda s: known_experts(choice(tuple(known))(s)),
@@ -100,10 +100,12 @@ def known_experts(name: str) -> Experts:
 
 @dataclass(frozen=True, slots=True)
 class MoE:
-    """ep : ranks over which experts are spread (0: all). tokens : of one rank. seq : tokens of a
-    sample, for attention.
+    """A forward pass.
 
-    imbalance : how much more than the average the busiest rank gets.
+    ep : ranks over which experts are sharded; 0: all.
+    tokens : per rank.
+    seq : tokens per sample, for attention.
+    imbalance : by how much the load of the busiest rank is above the average.
     """
 
     model: Experts
@@ -128,7 +130,7 @@ def by_name(model: str, **fields: Any) -> MoE:
 
 
 def simulate(moe: MoE, cluster: Cluster, ops: Operators, mode: Mode, fuse: Any = None) -> Timeline:
-    """All layers forward; every rank has its own tokens."""
+    """The forward of all layers; every rank has its own tokens."""
     model, ep = moe.model, moe.ep or cluster.world_size
     require(
         ep <= cluster.world_size and cluster.world_size % ep == 0,

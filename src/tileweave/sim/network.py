@@ -1,13 +1,13 @@
-"""Links and what travels over them: a fluid model with max-min fair shares, on SimPy, of one rank
-that stands for all.
+"""Links and flows: a fluid model with max-min fair rates, on SimPy, of one rank that represents all
+ranks.
 
-Symmetry. A collective that every rank of a uniform cluster does alike looks the same from each
-rank. So one rank is simulated: a *flow class* stands for the flows that all ranks send to "the rank
-d further", a *link* for all links of its kind. If a class has h hops over links of a kind of which
-there are ``density`` for each rank, and each rank has ``count`` such flows, a link of that kind
-carries ``count * h / density`` of them. That is exact for tori (translations), switches and evenly
-loaded trees, and makes the cost of an all-to-all the number of classes, not of pairs. ``explicit``
-builds the same without symmetry: tests compare the two.
+A collective of all ranks of a uniform cluster looks the same from each rank. So one rank is
+simulated: a *flow class* represents the flows of all ranks to "the rank d further", and a *link*
+all links of its kind. If a class has h hops over links of a kind of which there are ``density`` per
+rank, and each rank has ``count`` such flows, a link of that kind carries ``count * h / density`` of
+them. That is exact for tori (translations), switches and evenly loaded trees. The cost of an
+all-to-all is then the number of classes, not of pairs. Tests compare it with a model without
+symmetry.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from tileweave.sim.machine import Cluster
 
 @dataclass(slots=True)
 class Flow:
-    """Equal flows that share a fate. ``loads``: link -> how many of them that link carries.
-    ``nbytes``: of each."""
+    """Equal flows of ``nbytes`` each. ``loads``: link -> how many of them that link carries."""
 
     nbytes: float
     loads: Mapping[str, float]
@@ -49,8 +48,8 @@ class Links:
         self._since, self._version = 0.0, 0
 
     def send(self, flows: Iterable[Flow]) -> simpy.Event:
-        """Start flows together; the event is their last byte's arrival. A flow takes links after
-        its latency has passed."""
+        """Start flows together. The event is the arrival of their last byte. A flow uses links
+        after its latency."""
         flows = list(flows)
         if not flows:
             return self.env.timeout(0.0)
@@ -77,8 +76,9 @@ class Links:
             flow.left -= flow.rate * passed
 
     def _reshare(self) -> None:
-        """Finish what has arrived, share links anew, and wake up when the next flow ends."""
-        # a shorter wait than that would not move the clock: it would hang
+        """End the flows that have arrived, compute new rates, and wake up when the next flow
+        ends."""
+        # a shorter wait would not advance the clock, and would hang
         kept, soon = [], 8.0 * math.ulp(self.env.now)
         for flow in self._active:
             if flow.left <= flow.rate * soon or flow.left <= 1e-9 * flow.nbytes:
@@ -93,14 +93,14 @@ class Links:
             wake.callbacks.append(lambda _, version=self._version: self._wake(version))
 
     def _wake(self, version: int) -> None:
-        if version == self._version:  # else somebody shared anew meanwhile, and set a later alarm
+        if version == self._version:  # otherwise rates have changed and there is a later wake-up
             self._advance()
             self._reshare()
 
 
 def share(flows: list[Flow], capacities: Mapping[str, float]) -> None:
-    """Max-min fair rates by progressive filling: all grow alike until a link is full, whose flows
-    then stay."""
+    """Max-min fair rates by progressive filling: all rates grow equally until a link is full, whose
+    flows then keep theirs."""
     left = {link: capacities[link] for flow in flows for link in flow.loads}
     growing = list(flows)
     level = 0.0
@@ -113,7 +113,7 @@ def share(flows: list[Flow], capacities: Mapping[str, float]) -> None:
         step = min([*room.values(), *(flow.cap - level for flow in growing)])
         level += step
         for link, load in loads.items():
-            # rounding must not leave less than nothing
+            # rounding must not make it negative
             left[link] = max(left[link] - step * load, 0.0)
         full = {link for link, space in room.items() if space <= step * (1.0 + 1e-12)}
         still = []
@@ -129,22 +129,22 @@ def share(flows: list[Flow], capacities: Mapping[str, float]) -> None:
 
 @dataclass(frozen=True)
 class View:
-    """Links of each kind as one rank sees them: ``capacities`` of one link, ``density``: how many a
-    rank has."""
+    """The links of each kind as one rank sees them: ``capacities`` of one link, and ``density``,
+    their number per rank."""
 
     cluster: Cluster
     capacities: dict[str, float]
     density: dict[str, float]
 
     def loads(self, hops: Mapping[str, float], count: float = 1.0) -> dict[str, float]:
-        """Link -> flows it carries, if every rank has ``count`` flows that take ``hops`` hops over
-        each kind."""
+        """Link -> number of flows, if every rank has ``count`` flows with ``hops`` over each
+        kind."""
         return {link: count * h / self.density[link] for link, h in hops.items() if h > 0.0}
 
 
 def view(cluster: Cluster, inside_fraction: float) -> View:
-    """The links of ``cluster``; ``inside_fraction``: what a transfer inside a node reaches of the
-    line rate."""
+    """The links of ``cluster``. ``inside_fraction``: the fraction of the line rate that transfers
+    inside a node reach."""
     device, per_node = cluster.device, cluster.gpus_per_node
     capacities = {
         "up": device.link_rate * inside_fraction,
@@ -184,8 +184,8 @@ def _add_network(cluster: Cluster, capacities: dict[str, float], density: dict[s
 
 
 def has_uplinks(cluster: Cluster) -> bool:
-    """Whether links between leaves are fewer than what hangs on them: else they hold nobody up, and
-    are left out."""
+    """Whether links between leaves are oversubscribed; otherwise they limit no flow and are left
+    out."""
     network = cluster.network
     return (
         network.topology == "fat_tree"
@@ -195,8 +195,8 @@ def has_uplinks(cluster: Cluster) -> bool:
 
 
 def shifted_hops(cluster: Cluster, nodes: int) -> dict[str, float]:
-    """Mean hops where every node sends to the one ``nodes`` further on a switch: of a leaf so many
-    nodes send out of it."""
+    """Mean hops if every node sends to the node ``nodes`` further: that many nodes of a leaf send
+    out of it."""
     hops = {"nic_out": 1.0, "nic_in": 1.0}
     if has_uplinks(cluster):
         share = min(nodes, cluster.network.leaf) / cluster.network.leaf
@@ -205,8 +205,8 @@ def shifted_hops(cluster: Cluster, nodes: int) -> dict[str, float]:
 
 
 def message(seen: View, nbytes: float, source: int, target: int, inside_latency: float) -> Flow:
-    """From rank ``source`` to rank ``target``, while all ranks send as far. ``inside_latency``:
-    seconds, inside a node."""
+    """A message from rank ``source`` to ``target`` while all ranks send to the same distance.
+    ``inside_latency``: seconds, inside a node."""
     cluster = seen.cluster
     here, there = source // cluster.gpus_per_node, target // cluster.gpus_per_node
     if here == there:
@@ -226,7 +226,8 @@ def message(seen: View, nbytes: float, source: int, target: int, inside_latency:
 
 
 def _place(cluster: Cluster, node: int) -> list[int]:
-    """Coordinates of a node of a torus; neighbours in number are neighbours along the last side."""
+    """The coordinates of a node of a torus; consecutive nodes are neighbours along the last
+    side."""
     found = []
     for side in reversed(cluster.dims):
         found.append(node % side)
@@ -235,21 +236,21 @@ def _place(cluster: Cluster, node: int) -> list[int]:
 
 
 def inside_hops(cluster: Cluster, distance: int) -> dict[str, float]:
-    """Hops to the GPU ``distance`` further in the same node. Half of a node hangs on either end of
-    a bridge."""
+    """Hops to the GPU ``distance`` further in the same node. Half of the node is at either end of a
+    bridge."""
     per_node = cluster.gpus_per_node
     hops = {"up": 1.0, "down": 1.0}
     if cluster.device.inside == "mesh":
         hops[f"pair{distance % per_node}"] = 1.0
     elif cluster.device.inside == "bridge":
-        # of a ring through both halves two hops cross
+        # two hops of a ring through both halves cross it
         hops["bridge"] = 2.0 * min(distance, per_node - distance) / per_node
     return hops
 
 
 def torus_hops(dims: tuple[int, ...], offset: tuple[int, ...]) -> dict[str, float]:
-    """Hops along each axis and way to the node at ``offset``: the shorter way round, at half a ring
-    forwards, as deterministic dimension-ordered routing goes."""
+    """Hops along each axis and direction to the node at ``offset``, with deterministic
+    dimension-ordered routing: the shorter way, or forwards if both are equal."""
     hops: dict[str, float] = {}
     for axis, (side, step) in enumerate(zip(dims, offset, strict=True)):
         step %= side
@@ -261,13 +262,12 @@ def torus_hops(dims: tuple[int, ...], offset: tuple[int, ...]) -> dict[str, floa
 
 
 def node_classes(cluster: Cluster) -> list[tuple[float, dict[str, float], float]]:
-    """Other nodes in classes that share a fate: (how many, mean hops over each kind of link,
-    latency).
+    """The other nodes in classes: (number, mean hops over each kind of link, latency).
 
     On a torus, flows over the same kinds of links that begin together always have the same rate,
-    however many hops of each they take: max-min shares depend on which links are full, not on how
-    often a flow crosses them. So offsets are one class if they use the same kinds and have the same
-    latency: about the sum of the sides in number, not their product.
+    however many hops they have: max-min fair rates depend on which links are full, not on how often
+    a flow crosses them. So offsets are in one class if they use the same kinds of links and have
+    the same latency. The number of classes is about the sum of the sides, not their product.
     """
     network = cluster.network
     if network.topology == "torus":

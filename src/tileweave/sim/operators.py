@@ -1,9 +1,10 @@
-"""Operators as the library has them: unfused, fused, and the bound that no fusion can beat. Each
-shape is simulated once.
+"""Times of tileweave's operators: unfused, fused, and the bound that no fusion can beat. Each shape
+is simulated once.
 
-unfused   the collective and the matmul (or lookup) one after the other, by the vendor's libraries
-fused     the kernel of this library, tile by tile (``tiles.py``); unfused where that is faster, as the library itself does
-bound     the longer of the two, computation slowed down by the traffic beside it
+unfused   the collective and the matmul (or lookup) one after the other, by NCCL and cuBLAS
+fused     tileweave's kernel, tile by tile (``tiles.py``); unfused if that is faster, as tileweave
+          does itself
+bound     the longer of the two, with computation slowed down by the concurrent traffic
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MODES: tuple[Mode, ...] = ("unfused", "fused", "bound")
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """Seconds of one operator call. ``compute`` and ``comm``: its two halves alone."""
+    """Seconds of one operator call; ``compute`` and ``comm`` are its two halves alone."""
 
     unfused: float
     fused: float
@@ -57,9 +58,9 @@ class OpTime:
 
 
 class Operators:
-    """Times of operators on one cluster, in bf16, for groups inside a node; memoised by shape.
+    """Times of operators on one cluster, in bf16, cached by shape.
 
-    graph : calls are replayed from a CUDA graph (decode), or launched eagerly.
+    graph : whether calls are replayed from a CUDA graph (decode) or launched eagerly.
     """
 
     def __init__(
@@ -99,18 +100,16 @@ class Operators:
         return OpTime(unfused, taken, min(bound, taken), compute, comm + extra)
 
     def in_turn(self, compute: float, comm: float) -> float:
-        """One after the other."""
+        """The time of both, one after the other."""
         return compute + self.c.gap + comm
 
     def at_best(self, compute: float, comm: float) -> float:
-        """Both at once, without any dependence, on two streams that join: the co-run bound."""
+        """The co-run bound: both run concurrently and independently on two streams that join."""
         return max(compute * (1.0 + self.c.corun), comm) + self.c.gap
 
     def wire(self, kind: Any, received: float, group: Group, comm: float) -> float:
-        """The least time in which each rank gets ``received`` bytes: pushes at the link's rate,
-        nothing of a library's.
-
-        Across nodes we have no other measure than the collective (``comm``)."""
+        """The shortest time in which each rank receives ``received`` bytes: pushes at the rate of
+        the links, without NCCL. Across nodes only the collective (``comm``) was measured."""
         if group.across > 1:
             return comm
         seen = view(self._node(group.size), max(self.c.push_fraction, self.c.copy_fraction))
@@ -129,7 +128,8 @@ class Operators:
         return OpTime(time, time, time, time, 0.0)
 
     def all_gather_matmul(self, world: int, m: int, n: int, k: int) -> OpTime:
-        """Gather x [m / world, k], times w [n, k]: ``m`` rows of all ranks, ``n`` local columns."""
+        """Gather x [m / world, k], then multiply with w [n, k]: ``m`` rows of all ranks, ``n``
+        local columns."""
         if world == 1:
             return self.matmul(m, n, k)
         return self._once(("ag", world, m, n, k), lambda: self._all_gather_matmul(world, m, n, k))
@@ -150,22 +150,22 @@ class Operators:
     def fused_all_gather_matmul(
         self, world: int, m: int, n: int, k: int, itemsize: int = 2, entries: Table | None = None
     ) -> float:
-        """Seconds of the fused operator alone, whether it pays or not; the plan is the library's
-        own, or by ``entries``."""
+        """Seconds of the fused operator, even if it is slower. The config is that of tileweave's
+        plan, or by ``entries``."""
         rows = max(m // world, 1)
         problem = Problem(world, rows, n, k, itemsize, "bfloat16")
         config = gather_config(world, m, n, k, entries)
         if config.kernel == "library":
             if config.transport == "copy_engine":
-                return self.by_shards(world, m, n, k, itemsize)
-            return self.beside_the_library("all_gather", world, m, n, k, itemsize)
+                return self.cublas_per_shard(world, m, n, k, itemsize)
+            return self.cublas_and_exchange("all_gather", world, m, n, k, itemsize)
         schedule = schedule_for(problem, config, 0, machine_of(self.cluster))
         return gather_matmul(
             schedule, config, self.costs, self._node(world), self.graph, itemsize
         ).seconds
 
     def _node(self, world: int) -> Cluster:
-        """The links a group inside one node sees."""
+        """The cluster that a group inside one node sees."""
         return replace(self.cluster, nodes=1, gpus_per_node=world)
 
     def matmul_scatter(self, kind: str, world: int, m: int, n: int, k: int) -> OpTime:
@@ -182,17 +182,17 @@ class Operators:
         compute, comm = self.costs.matmul(m, n, k), self.collective(kind, nbytes, Group(world))
         factor = 2 if kind == "all_reduce" else 1
         few_rows = kind != "all_reduce" or m <= MEASURED_ALL_REDUCE_ROWS
-        planned = few_rows and world in FUSED_WORLD_SIZES  # else the library itself goes unfused
+        planned = few_rows and world in FUSED_WORLD_SIZES  # otherwise the plan is unfused
         fused = self.fused_matmul_scatter(kind, world, m, n, k) if planned else math.inf
         return self._join(
             compute, comm, fused, factor * (world - 1) / world * nbytes, Group(world), kind
         )
 
-    def beside_the_library(
+    def cublas_and_exchange(
         self, kind: str, world: int, m: int, n: int, k: int, itemsize: int = 2
     ) -> float:
-        """The vendor's matmul, and one launch of ours for what goes between ranks, before or behind
-        it: nothing overlaps."""
+        """cuBLAS, and one launch of ours for the communication, before or after it. Nothing
+        overlaps."""
         c = self.c
         nbytes = m * (k if kind == "all_gather" else n) * itemsize / world
         seen = view(self._node(world), c.exchange_fraction)
@@ -209,9 +209,9 @@ class Operators:
             + self._queued()
         )
 
-    def by_shards(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
-        """The vendor's matmul of each rank's rows, as copy engines bring them; launches between
-        them, and one behind all."""
+    def cublas_per_shard(self, world: int, m: int, n: int, k: int, itemsize: int = 2) -> float:
+        """cuBLAS on the rows of each rank as copy engines bring them, with launches between them
+        and one after all."""
         seen = view(self._node(world), self.c.copy_fraction)
         loads = seen.loads(inside_hops(seen.cluster, 1), 1.0)
         each = max(
@@ -226,13 +226,13 @@ class Operators:
         return done + self.c.gap + self._queued()
 
     def _queued(self) -> float:
-        """What an eager call of the vendor's matmul and launches of ours takes beyond a captured
+        """How much longer an eager call of cuBLAS and launches of ours takes than a captured
         one."""
         return 0.0 if self.graph else self.c.scatter_eager - self.c.one_shot_launch
 
     def fused_matmul_all_to_all(
         self,
-        how: Exchange,
+        exchange: Exchange,
         world: int,
         m: int,
         n: int,
@@ -240,12 +240,12 @@ class Operators:
         itemsize: int = 2,
         entries: Table | None = None,
     ) -> float:
-        """Seconds of the fused x [m, k] @ w [n, k].T whose parts along ``how.scatter_dim`` go to
-        their ranks."""
-        rows, cols = how.part(m, n, world)
-        config = before_exchange_config(how, world, m, n, k, entries)
+        """Seconds of the fused x [m, k] @ w [n, k].T, whose parts along ``exchange.scatter_dim`` go
+        to their ranks."""
+        rows, cols = exchange.part(m, n, world)
+        config = matmul_exchange_config(exchange, world, m, n, k, entries)
         if config.kernel == "library":
-            return self.beside_the_library("all_to_all", world, m, n, k, itemsize)
+            return self.cublas_and_exchange("all_to_all", world, m, n, k, itemsize)
         problem = Problem(
             world, cdiv(rows, config.tile_m) * config.tile_m, cols, k, itemsize, "bfloat16"
         )
@@ -258,12 +258,12 @@ class Operators:
             self.graph,
             itemsize,
             by_engine=config.transport == "copy_engine",
-            by_columns=how.scatter_dim == 1,
+            by_columns=exchange.scatter_dim == 1,
         ).seconds
 
     def fused_all_to_all_matmul(
         self,
-        how: Exchange,
+        exchange: Exchange,
         world: int,
         m: int,
         n: int,
@@ -271,10 +271,12 @@ class Operators:
         itemsize: int = 2,
         entries: Table | None = None,
     ) -> float:
-        """Seconds of the fused exchange of x [m, k], times w of ``n`` rows."""
-        config = behind_exchange_config(how, world, m, n, k, entries)
+        """Seconds of the fused exchange of x [m, k] and matmul with w of ``n`` rows."""
+        config = exchange_matmul_config(exchange, world, m, n, k, entries)
         problem = Problem(world, m, n, k, itemsize, "bfloat16")
-        schedule, parts = exchange_schedule_for(problem, config, how, 0, machine_of(self.cluster))
+        schedule, parts = exchange_schedule_for(
+            problem, config, exchange, 0, machine_of(self.cluster)
+        )
         simulated = (self.costs, self._node(world), self.graph, itemsize)
         if parts.side_by_side:
             return exchange_matmul(schedule, parts, config, *simulated).seconds
@@ -290,13 +292,13 @@ class Operators:
         itemsize: int = 2,
         entries: Table | None = None,
     ) -> float:
-        """Seconds of the fused operator alone, whether it pays or not, as the library plans it, or
-        by ``entries``."""
+        """Seconds of the fused operator, even if it is slower, with the config of tileweave's plan
+        or by ``entries``."""
         if kind == "all_to_all":
             return self.fused_matmul_all_to_all(Exchange(0, 0), world, m, n, k, itemsize)
         config = scatter_config(kind, world, m, n, k, entries)
         if config.kernel == "library":
-            return self.beside_the_library(kind, world, m, n, k, itemsize)
+            return self.cublas_and_exchange(kind, world, m, n, k, itemsize)
         problem = Problem(world, cdiv(m, world), n, k, itemsize, "bfloat16")
         schedule = scatter_schedule_for(problem, config, 0, machine_of(self.cluster))
         way: Combine = (
@@ -321,13 +323,13 @@ class Operators:
         slices: int = 8,
         itemsize: int = 2,
     ) -> OpTime:
-        """``bags`` pooled vectors of ``row_bytes`` on each rank, of all samples; each goes to the
-        rank of its sample.
+        """Lookups of ``bags`` pooled vectors of ``row_bytes`` on each rank, and their all-to-all to
+        the owners of the samples.
 
-        ``skew``: how much more than the average the busiest rank looks up and sends. Unfused:
-        lookup, all-to-all, and the concatenation that puts columns of all ranks side by side; the
-        lookup is torch's. Fused inside a node: this library's kernel, whose lookup is a faster one.
-        Across nodes, where it does not run: torch's lookup in ``slices``, a pipeline.
+        ``skew`` is the load of the busiest rank relative to the average. Unfused: torch's lookup,
+        the all-to-all, and a concatenation of columns. Fused inside a node: tileweave's kernel,
+        whose lookup is faster. Across nodes, where it does not run: torch's lookup in ``slices``,
+        as a pipeline.
         """
         key = ("emb", group, bags, pooling, row_bytes, skew, slices, itemsize)
         return self._once(
@@ -370,7 +372,7 @@ class Operators:
         return self.costs.pooled(bags, bags * pooling, row_bytes, sent)
 
     def reduce_top_k(self, tokens: int, top_k: int, hidden: int) -> float:
-        """The sum over a token's experts."""
+        """Seconds of the sum over the experts of each token."""
         return self.costs.reduce_rows(tokens, top_k, hidden)
 
     def grouped_combine(
@@ -384,12 +386,12 @@ class Operators:
         skew: float = 1.0,
         slices: int = 8,
     ) -> OpTime:
-        """An expert layer's second matmul, its rows back to their tokens' ranks, and the sum over
-        experts.
+        """The second matmul of an expert layer, the return of its rows to the ranks of the tokens,
+        and the sum over experts.
 
-        ``tokens`` of each rank, each to ``top_k`` of ``experts`` (all ranks'); ``skew``: the
-        busiest rank over the average. Fused inside a node: the kernel, tile by tile. Through nodes:
-        rows leave as they are made, in ``slices``; the sum reads what has arrived.
+        Each rank has ``tokens``, each with ``top_k`` of all ``experts``; ``skew`` is the load of
+        the busiest rank relative to the average. Fused inside a node: the kernel, tile by tile.
+        Across nodes rows are sent in ``slices`` while others are computed.
         """
         key = ("combine", group, tokens, top_k, experts, hidden, inter, skew, slices)
         return self._once(
@@ -436,7 +438,7 @@ class Operators:
         itemsize: int = 2,
         skew: float = 1.0,
     ) -> float:
-        """Seconds of the fused second matmul and combine inside a node, as the library cuts it."""
+        """Seconds of the fused second matmul and combine inside a node, as tileweave plans it."""
         problem = GroupedProblem(
             world, tokens, top_k, experts // world, hidden, inter, itemsize, "bfloat16"
         )
@@ -475,7 +477,7 @@ class Operators:
         skew: float = 1.0,
         slices: int = 8,
     ) -> OpTime:
-        """An expert layer's dispatch and first matmul, to ``cols`` columns; arguments as of
+        """The dispatch and first matmul of an expert layer, with ``cols`` columns; arguments as in
         :meth:`grouped_combine`."""
         key = ("dispatch", group, tokens, top_k, experts, cols, depth, skew, slices)
         return self._once(
@@ -510,8 +512,8 @@ class Operators:
         )
 
     def _sliced(self, compute: float, nbytes: float, group: Group, slices: int) -> float:
-        """Computation in slices, each sent while the next is made: through nodes. Inside one the
-        library has its kernels or goes unfused."""
+        """Computation in slices, each sent while the next is computed; across nodes only. Inside a
+        node tileweave has kernels or is unfused."""
         if group.across == 1:
             return math.inf
         one = self.collective("all_to_all", nbytes / slices, group)
@@ -522,34 +524,34 @@ class Operators:
 
 
 def _one_node(group: Group, experts: int) -> bool:
-    """Whether the fused expert kernels run: all ranks of one node, with the same number of experts
-    each."""
+    """Whether the fused expert kernels run: all ranks are in one node and have the same number of
+    experts."""
     return group.across == 1 and group.size in FUSED_WORLD_SIZES and experts % group.size == 0
 
 
 def gather_config(world: int, m: int, n: int, k: int, entries: Table | None = None) -> MatmulConfig:
-    """What the library's planner takes for an all-gather + matmul, or took by ``entries``."""
+    """The config that tileweave plans for an all-gather + matmul, or the one by ``entries``."""
     rows = max(m // world, 1)
     return nearest(
         "all_gather_matmul", world, rows * world, n, k, lambda c: c.fits_rows(rows), entries
     ).config
 
 
-def before_exchange_config(
-    how: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
+def matmul_exchange_config(
+    exchange: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
 ) -> MatmulConfig:
-    """Likewise for x [m, k] @ w [n, k].T with an exchange behind it."""
-    rows, cols = how.part(m, n, world)
+    """Likewise for x [m, k] @ w [n, k].T with an exchange after it."""
+    rows, cols = exchange.part(m, n, world)
     return nearest(
         "matmul_all_to_all", world, rows * world, cols, k, lambda _: True, entries
     ).config
 
 
-def behind_exchange_config(
-    how: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
+def exchange_matmul_config(
+    exchange: Exchange, world: int, m: int, n: int, k: int, entries: Table | None = None
 ) -> MatmulConfig:
-    """Likewise for an exchange of x [m, k], times w of ``n`` rows."""
-    rows, depth = how.part(m, k, world)
+    """Likewise for an exchange of x [m, k], then a matmul with w of ``n`` rows."""
+    rows, depth = exchange.part(m, k, world)
     can_run: Callable[[MatmulConfig], bool] = lambda c: c.fits_rows(rows) and depth % c.tile_k == 0  # noqa: E731
     return nearest("all_to_all_matmul", world, rows * world, n, depth, can_run, entries).config
 
@@ -557,7 +559,7 @@ def behind_exchange_config(
 def scatter_config(
     kind: str, world: int, m: int, n: int, k: int, entries: Table | None = None
 ) -> MatmulConfig:
-    """What the library's planner takes for a reduce-scatter or an all-reduce, or took by
+    """The config that tileweave plans for a reduce-scatter or an all-reduce, or the one by
     ``entries``."""
     if kind == "all_reduce":
         return nearest(
@@ -570,5 +572,5 @@ def scatter_config(
 
 
 def machine_of(cluster: Cluster) -> Machine:
-    """What the library's planner would see of a device."""
+    """The machine that tileweave's planner would see."""
     return Machine(cluster.device.name, "cuda", 90, cluster.device.num_sms)

@@ -1,5 +1,5 @@
-"""A timeline in Chrome's event format, which ui.perfetto.dev opens: a process a representative
-rank, a thread a stream."""
+"""A timeline in the event format of Chrome, which ui.perfetto.dev opens: a process per
+representative rank, a thread per stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tileweave.sim.step import Timeline
 
 
 def timeline_events(timeline: Timeline) -> dict[str, Any]:
-    """Tasks, and below them their operators in proportion."""
+    """Tasks, and nested in them their operators in proportion to their times."""
     rows: list[dict[str, Any]] = []
     for rank, name in timeline.names.items():
         rows.append(
@@ -73,7 +73,7 @@ def _slice(
 
 
 def write(events: dict[str, Any], path: Path) -> Path:
-    """Write a trace; its path."""
+    """Write a trace. Returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(events) + "\n", "utf-8")
     return path

@@ -1,5 +1,4 @@
-"""Pictures: step time against nodes, exposed communication, where the time of a step goes, error of
-the cells."""
+"""Plots: step time and exposed communication against nodes, time by phase, errors of cells."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def plot_sweep(results: Sequence[tuple[int, Result]], path: Path) -> Path:
 
 
 def plot_phases(result: Result, path: Path) -> Path:
-    """One bar a mode, stacked by phase."""
+    """One bar per mode, stacked by phase."""
     figure = Figure(figsize=(10, 0.8 * len(result.timelines) + 1.8), layout="constrained")
     axes = figure.subplots()
     phases = {mode: timeline.phases() for mode, timeline in result.timelines.items()}
@@ -100,7 +99,7 @@ def plot_phases(result: Result, path: Path) -> Path:
 
 
 def plot_trust(judged: Sequence[Judged], path: Path) -> Path:
-    """Predicted over measured of every cell, fitted ones hollow, held-out ones filled."""
+    """Predicted over measured time of every cell; fitted ones hollow, held-out ones filled."""
     figure = Figure(figsize=(11, 6.0), layout="constrained")
     axes = figure.subplots()
     groups = sorted(

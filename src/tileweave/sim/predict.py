@@ -1,5 +1,4 @@
-"""What the model says of a measured cell; ``None`` where it has no model for it, with the
-reason."""
+"""The prediction of the model for a measured cell; ``None`` if it has no model for it."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ from tileweave.sim.network import Flow, inside_hops, view
 from tileweave.sim.operators import (
     Operators,
     Table,
-    before_exchange_config,
-    behind_exchange_config,
+    exchange_matmul_config,
     gather_config,
+    matmul_exchange_config,
     scatter_config,
 )
 from tileweave.sim.transformer import Layer, Model
 
-# as the benches have them: Ulysses, columns out and rows in, and back
+# as in the benches: Ulysses, columns out and rows in, and back
 _BEHIND, _BEFORE = Exchange(1, 0), Exchange(0, 1)
 _SCATTERS = {"matmul_reduce_scatter": "reduce_scatter", "matmul_all_reduce": "all_reduce"}
 
@@ -44,7 +43,7 @@ def _predicts(*ops: str) -> Callable[[_Model], _Model]:
 
 
 class Predictor:
-    """Predictions for cells measured on ``device``; operators are kept by world size and launch
+    """Predictions for cells measured on ``device``. Operators are cached by world size and launch
     mode."""
 
     def __init__(self, calibration: Calibration, device: str = "h200") -> None:
@@ -69,20 +68,20 @@ class Predictor:
 
 
 def _entries(cell: Cell) -> Table | None:
-    """The table that a cell was planned with, if not the one that ships."""
+    """The table that a cell was planned with, if not the current one."""
     return cell.tables and cell.tables.of(cell.op)
 
 
 def planned(cell: Cell) -> MatmulConfig | None:
-    """The configuration that a fused cell was measured in."""
+    """The config with which a fused cell was measured."""
     if not is_matmul(cell.op):
         return None
     m, n, k = cell.shape
     world, entries = cell.world_size, _entries(cell)
     if cell.op == "matmul_all_to_all":
-        return before_exchange_config(_BEHIND, world, m // world, n, k, entries)
+        return matmul_exchange_config(_BEHIND, world, m // world, n, k, entries)
     if cell.op == "all_to_all_matmul":
-        return behind_exchange_config(_BEFORE, world, m, n, k // world, entries)
+        return exchange_matmul_config(_BEFORE, world, m, n, k // world, entries)
     if cell.op == "all_gather_matmul":
         return gather_config(world, m, n // world, k, entries)
     return scatter_config(_SCATTERS[cell.op], world, m, n, k // world, entries)
@@ -95,7 +94,7 @@ def _gather(ops: Operators, cell: Cell) -> float | None:
     if cell.quantity == "compute":
         return ops.costs.matmul(m, local, k, cell.itemsize, cell.again)
     if cell.quantity == "library":
-        return ops.beside_the_library("all_gather", world, m, local, k, cell.itemsize)
+        return ops.cublas_and_exchange("all_gather", world, m, local, k, cell.itemsize)
     if cell.quantity == "fused":
         return ops.fused_all_gather_matmul(world, m, local, k, cell.itemsize, _entries(cell))
     return _together(ops, cell, ops.costs.matmul(m, local, k, cell.itemsize), "all_gather", m * k)
@@ -104,14 +103,14 @@ def _gather(ops: Operators, cell: Cell) -> float | None:
 @_predicts(*_SCATTERS)
 def _scatter(ops: Operators, cell: Cell) -> float | None:
     m, n, k = cell.shape
-    if cell.quantity == "prototype":  # another kernel than the library's
+    if cell.quantity == "prototype":  # a kernel that no longer exists
         return None
     world, local = cell.world_size, k // cell.world_size
     kind = _SCATTERS[cell.op]
     if cell.quantity == "compute":
         return ops.costs.matmul(m, n, local, cell.itemsize, cell.again)
     if cell.quantity == "library":
-        return ops.beside_the_library(kind, world, m, n, local, cell.itemsize)
+        return ops.cublas_and_exchange(kind, world, m, n, local, cell.itemsize)
     if cell.quantity == "fused":
         return ops.fused_matmul_scatter(kind, world, m, n, local, cell.itemsize, _entries(cell))
     return _together(ops, cell, ops.costs.matmul(m, n, local, cell.itemsize), kind, m * n)
@@ -127,8 +126,8 @@ def _together(ops: Operators, cell: Cell, compute: float, kind: str, elements: i
 
 
 def _copies(ops: Operators, nbytes: float, world: int) -> float:
-    """What the bench's bound has beside the matmul: ``nbytes`` to each peer by copy engine, one
-    copy behind the other."""
+    """The copies of the co-run bound in the bench: ``nbytes`` to each peer by copy engines, one
+    after the other."""
     seen = view(ops.cluster, ops.c.copy_fraction)
     loads = seen.loads(inside_hops(ops.cluster, 1))
     rate = min(
@@ -140,8 +139,8 @@ def _copies(ops: Operators, nbytes: float, world: int) -> float:
 
 @_predicts("matmul_all_to_all", "all_to_all_matmul")
 def _exchange(ops: Operators, cell: Cell) -> float | None:
-    """M rows in all, M / R of each rank times the whole weight [N, K]; exchanged with columns
-    permuted, behind or before it."""
+    """M rows in all; each rank multiplies M / R rows with the whole weight [N, K], with an exchange
+    and a permutation of columns before or after."""
     m, n, k = cell.shape
     rows = m // cell.world_size
     compute, nbytes = ops.costs.matmul(rows, n, k, cell.itemsize), float(rows * cell.itemsize)
@@ -200,7 +199,7 @@ def _combine(ops: Operators, cell: Cell) -> float | None:
 
 @_predicts("dispatch_grouped_matmul")
 def _dispatch(ops: Operators, cell: Cell) -> float | None:
-    """The first matmul of experts with two projections, side by side."""
+    """The first matmul of experts, whose weight has two projections."""
     tokens, hidden, inter, experts, top_k = cell.shape
     if cell.quantity != "fused":
         return None
@@ -211,7 +210,7 @@ def _dispatch(ops: Operators, cell: Cell) -> float | None:
 
 @_predicts(*KINDS)
 def _collective(ops: Operators, cell: Cell) -> float | None:
-    """A collective by itself, again and again."""
+    """A collective alone, repeated."""
     nbytes = float(cell.shape[0])
     again = ops.c.nccl_repeat if nbytes <= SHORT else 0.0
     return again + ops.collective(cell.op, nbytes, Group(cell.world_size))
@@ -219,7 +218,8 @@ def _collective(ops: Operators, cell: Cell) -> float | None:
 
 @_predicts("push_sm", "push_copy_engine")
 def _push(ops: Operators, cell: Cell) -> float | None:
-    """Every rank to all peers at once; the measurement had one barrier (3.5 us) in each round."""
+    """Every rank pushes to all peers at once. The measurement had one barrier (3.5 us) per
+    round."""
     c = ops.c
     engine = cell.op == "push_copy_engine"
     seen = view(ops.cluster, c.copy_fraction if engine else c.push_fraction)
@@ -232,15 +232,15 @@ def _push(ops: Operators, cell: Cell) -> float | None:
 
 @_predicts("matmul")
 def _matmul(ops: Operators, cell: Cell) -> float | None:
-    """One rank's own, of its own sizes."""
+    """The matmul of one rank, with its local sizes."""
     m, n, k = cell.shape
     return ops.costs.matmul(m, n, k, cell.itemsize, cell.again)
 
 
 @_predicts("layer")
 def _layer(ops: Operators, cell: Cell) -> float | None:
-    """One decoder layer forward, sequence parallel: rows, hidden, ffn, heads, kv_heads, tokens of a
-    sequence."""
+    """The forward of one decoder layer, sequence parallel. ``shape``: rows, hidden, ffn, heads,
+    kv_heads, tokens per sequence."""
     m, hidden, ffn, heads, kv_heads, seq = cell.shape
     model = Model("measured", 1, hidden, ffn, heads, kv_heads, 1, True, seq, "")
     mode = "fused" if cell.quantity == "fused" else "unfused"

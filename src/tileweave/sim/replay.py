@@ -1,10 +1,10 @@
-"""Chakra traces of some ranks (ours or others') as a timeline: computation as recorded, what is
-sent by this model.
+"""Replay Chakra traces of some ranks (ours or others'): computation as recorded, communication by
+this model.
 
 Every rank is simulated, with a stream for computation and one for communication. A collective takes
-as long as among the ranks of its group on the nodes where they stand, and begins on each rank when
-that rank is there: who is late holds nobody up. A message takes its time on the sender; who
-receives it waits for its end.
+as long as among the ranks of its group on their nodes. It begins on each rank when that rank
+reaches it, so a late rank does not delay the others. A message takes its time on the sender; the
+receiver waits for its end.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MODELLED = (COMP, COLL, SEND, RECV)
 _Key = tuple[int, int]  # index of the trace, number of the node
 
 
-def groups_beside(path: Path) -> dict[str, list[int]]:
-    """The groups' ranks, if a file beside ``path`` tells them."""
+def read_groups(path: Path) -> dict[str, list[int]]:
+    """The ranks of groups from comm_group.json in the folder of ``path``, if it exists."""
     side = path.parent / "comm_group.json"
     if not side.is_file():
         return {}
@@ -49,64 +49,64 @@ def groups_beside(path: Path) -> dict[str, list[int]]:
 
 
 def _named_ranks(paths: Sequence[Path]) -> list[int]:
-    """The numbers in which names end (``step.3.et``), of those that end in one."""
+    """The numbers at the ends of names (``step.3.et``), of names that end in a number."""
     found = [re.search(r"(\d+)$", path.stem) for path in paths]
     return [int(match[1]) for match in found if match]
 
 
 def ranks_of(paths: Sequence[Path]) -> list[int]:
-    """Each file's rank: the number in which its name ends, or its place, where not every name has
-    one of its own."""
+    """The rank of each file: the number at the end of its name, or its index if not every name has
+    a different number."""
     named = _named_ranks(paths)
     return named if len(set(named)) == len(paths) else list(range(len(paths)))
 
 
 def world_of(paths: Sequence[Path]) -> int:
-    """Ranks there must be, by these files' names and the groups beside them."""
-    return (
-        max([*ranks_of(paths), *(rank for of in groups_beside(paths[0]).values() for rank in of)])
-        + 1
-    )
+    """The world size, by the names of these files and their groups."""
+    in_groups = (rank for ranks in read_groups(paths[0]).values() for rank in ranks)
+    return max([*ranks_of(paths), *in_groups]) + 1
 
 
 def doubts(paths: Sequence[Path]) -> list[str]:
-    """What is odd about the ranks of these files: some missing, some twice."""
+    """Notes about the ranks of these files: some missing, some twice."""
     named = _named_ranks(paths)
     ranks = Counter(named)
     if len(named) < len(paths):
-        odd = "not every file's name ends in a rank (step.3.et): whether all are there is not known, ranks by order of names"
-        return [odd] * (len(paths) > 1)
+        note = (
+            "not every file's name ends in a rank (step.3.et): "
+            "whether all are there is not known, ranks by order of names"
+        )
+        return [note] * (len(paths) > 1)
     size = max([*ranks, world_of(paths) - 1]) + 1
-    missing, doubled = (
-        sorted(set(range(size)) - set(ranks)),
-        sorted(rank for rank, count in ranks.items() if count > 1),
-    )
-    said = (
-        [
-            f"no file of {_few(missing)}, of {size} ranks: what they would hold up is not in the result"
-        ]
-        if missing
-        else []
-    )
-    again = f"several files of {_few(doubled)}: each counts as a rank of its own, ranks by order of names"
-    return said + ([again] if doubled else [])
+    missing = sorted(set(range(size)) - set(ranks))
+    doubled = sorted(rank for rank, count in ranks.items() if count > 1)
+    notes = []
+    if missing:
+        notes.append(
+            f"no file of {_few(missing)}, of {size} ranks: "
+            "what they would delay is not in the result"
+        )
+    if doubled:
+        notes.append(
+            f"several files of {_few(doubled)}: "
+            "each counts as a rank of its own, ranks by order of names"
+        )
+    return notes
 
 
 def _few(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (
-        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    )
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    shown = ", ".join(map(str, ranks[:8])) + more
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def cluster_for(
     paths: Sequence[Path], device: Device | str, network: Network | str, gpus_per_node: int | None
 ) -> Cluster:
-    """So many nodes that all ranks have room."""
+    """A cluster with enough nodes for all ranks."""
     one = make_cluster(device, network, 1, gpus_per_node)
-    return make_cluster(
-        device, network, math.ceil(world_of(paths) / one.gpus_per_node), gpus_per_node
-    )
+    nodes = math.ceil(world_of(paths) / one.gpus_per_node)
+    return make_cluster(device, network, nodes, gpus_per_node)
 
 
 def replay(
@@ -115,8 +115,8 @@ def replay(
     c: Coefficients,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Timeline:
-    """Traces of some ranks as a timeline on ``cluster``; times of what is sent by its links and
-    ``c``."""
+    """Traces of some ranks as a timeline on ``cluster``; communication takes its time by the links
+    of the cluster and ``c``."""
     traces = []
     for index, path in enumerate(paths):
         progress(f"reads {path.name}, {index + 1} of {len(paths)}")
@@ -133,8 +133,8 @@ class _Replay:
         self.paths, self.traces, self.cluster, self.c = paths, traces, cluster, c
         self.ranks = ranks_of(paths)
         self.there = set(self.ranks)
-        # "0" is everybody, to ASTRA-sim, too
-        self.groups = {"0": list(range(world_of(paths)))} | groups_beside(paths[0])
+        # "0" is the group of all ranks, as in ASTRA-sim
+        self.groups = {"0": list(range(world_of(paths)))} | read_groups(paths[0])
         self.placed: dict[str, Group] = {}
         self.protocol = bulk(c)
         self.seen = view(cluster, self.protocol.fraction)
@@ -149,10 +149,10 @@ class _Replay:
     def run(self) -> Timeline:
         for index, path in enumerate(self.paths):
             self.step.representative(index, 1, path.stem, {})
-        tasks: dict[_Key, tuple[int, ...]] = {}  # what to wait for, for who waits for a node
+        tasks: dict[_Key, tuple[int, ...]] = {}  # the tasks that a dependent of a node waits for
         for index, node in self._order():
             after = {task for key in self.waits[index, node.number] for task in tasks[key]}
-            passed = node.kind not in _MODELLED  # takes no time here, but what it waits for counts
+            passed = node.kind not in _MODELLED  # takes no time, but passes its dependences on
             tasks[index, node.number] = (
                 tuple(sorted(after)) if passed else (self._add(index, node, sorted(after)),)
             )
@@ -160,17 +160,18 @@ class _Replay:
         others = sum(count for kind, count in kinds.items() if kind not in _MODELLED)
         if others:
             self.step.notes.append(
-                f"{others} nodes that are no computation, collective or message (memory, metadata): no time"
+                f"{others} nodes that are no computation, collective or message "
+                "(memory, metadata): no time"
             )
         if kinds[COLL]:
             self.step.notes.append(
-                "a collective begins on each rank when that rank is there: who is late holds nobody up"
+                "a collective begins on each rank when that rank reaches it: "
+                "a late rank does not delay the others"
             )
         return self.step.run()
 
     def _waits(self) -> dict[_Key, list[_Key]]:
-        """What each node waits for: its dependences, and of a message that is received its
-        sending."""
+        """What each node waits for: its dependences, and for a received message its send."""
         found: dict[_Key, list[_Key]] = {}
         sent: dict[tuple[int, int, int], list[_Key]] = defaultdict(list)
         received: dict[tuple[int, int, int], list[_Key]] = defaultdict(list)
@@ -179,16 +180,17 @@ class _Replay:
             where = f"{self.paths[index]}: "
             require(
                 len(known) == len(nodes),
-                f"{where}a number of several nodes",
-                "one node a number",
-                "write it anew",
+                f"{where}several nodes with the same number",
+                "one node per number",
+                "write it again",
             )
             for node in nodes:
                 for number in node.after:
                     if number not in known:
                         asked = f"{where}node {node.name} waits for {number}, which is not there"
                         raise InputError(
-                            f"asked: {asked}; allowed: numbers of nodes in the same file; remedy: write it whole"
+                            f"asked: {asked}; allowed: numbers of nodes in the same file; "
+                            "remedy: write it completely"
                         )
                 found[index, node.number] = [(index, number) for number in node.after]
                 if node.kind in (SEND, RECV):
@@ -198,10 +200,13 @@ class _Replay:
                     ].append((index, node.number))
         for one in {*sent, *received}:
             source, target, tag = one
-            # what a missing file would send is nothing to wait for; a note says so
+            # messages of a missing file are not waited for; a note says so
             if {source, target} <= self.there:
                 counts = (len(sent[one]), len(received[one]))
-                asked = f"messages from rank {source} to {target}, tag {tag}: {counts[0]} sent, {counts[1]} received"
+                asked = (
+                    f"messages from rank {source} to {target}, tag {tag}: "
+                    f"{counts[0]} sent, {counts[1]} received"
+                )
                 require(
                     counts[0] == counts[1],
                     asked,
@@ -213,7 +218,7 @@ class _Replay:
         return found
 
     def _ends(self, index: int, node: Node) -> tuple[int, int]:
-        """(source, target) of a message; the own rank where the trace leaves it out."""
+        """(source, target) of a message; the own rank if the trace has none."""
         own, world = self.ranks[index], self.cluster.world_size
         ends = tuple(int(node.attributes.get(name, own)) for name in ("comm_src", "comm_dst"))
         fits = (
@@ -221,7 +226,10 @@ class _Replay:
             and all(0 <= end < world for end in ends)
             and ends[node.kind == RECV] == own
         )
-        asked = f"{self.paths[index]}: node {node.name}, a message from rank {ends[0]} to {ends[1]}, in the trace of rank {own}"
+        asked = (
+            f"{self.paths[index]}: node {node.name}, a message from rank {ends[0]} to {ends[1]}, "
+            f"in the trace of rank {own}"
+        )
         allowed = f"from or to its own rank, and two of {world} ranks"
         require(
             fits,
@@ -232,13 +240,13 @@ class _Replay:
         return ends[0], ends[1]
 
     def _order(self) -> list[tuple[int, Node]]:
-        """All ranks' nodes, none before what it waits for, else as listed: so streams that run in
-        order are never stuck."""
+        """The nodes of all ranks, each after what it waits for and otherwise as listed, so that
+        streams that run in order never deadlock."""
         left = {key: len(waits) for key, waits in self.waits.items()}
-        behind: dict[_Key, list[_Key]] = defaultdict(list)
+        dependents: dict[_Key, list[_Key]] = defaultdict(list)
         for key, waits in self.waits.items():
             for other in waits:
-                behind[other].append(key)
+                dependents[other].append(key)
         place = {
             (i, node.number): n
             for i, nodes in enumerate(self.traces)
@@ -250,7 +258,7 @@ class _Replay:
         while ready:
             at, key = heapq.heappop(ready)
             found.append((key[0], self.traces[key[0]][at]))
-            for other in behind[key]:
+            for other in dependents[key]:
                 left[other] -= 1
                 if not left[other]:
                     heapq.heappush(ready, (place[other], other))
@@ -268,7 +276,7 @@ class _Replay:
         return found
 
     def _add(self, index: int, node: Node, after: list[int]) -> int:
-        """A node as a task; its number."""
+        """Add a node as a task. Returns the number of the task."""
         size = float(node.attributes.get("comm_size", 0))
         if node.kind == COMP:
             part = Part(node.name, "compute", node.micros * 1e-6, compute=node.micros * 1e-6)
@@ -281,24 +289,26 @@ class _Replay:
         missing = node.kind == RECV and source not in self.there
         seconds = self._message(source, target, size) if node.kind == SEND or missing else 0.0
         part = Part(node.name, "communication", seconds, 0.0, "send", size, 2, "pp")
-        # who waits for a message keeps nothing else from starting
+        # a stream of its own, so that waiting for a message blocks nothing else
         stream = "comm" if node.kind == SEND else f"from {source}"
         return self.step.add(index, stream, node.name, [part], after, "comm")
 
     def _collective(self, index: int, node: Node, size: float) -> Part:
         kind = _KINDS.get(int(node.attributes.get("comm_type", -1)))
-        asked = f"{self.paths[index]}: collective {node.attributes.get('comm_type')} of node {node.name}"
+        number = node.attributes.get("comm_type")
+        asked = f"{self.paths[index]}: collective {number} of node {node.name}"
         require(kind is not None, asked, ", ".join(COLLECTIVES), "leave it out")
         name = str(node.attributes.get("pg_name") or "0")
         asked = f"{self.paths[index]}: group {name!r} of node {node.name}"
         require(
             name in self.groups,
             asked,
-            "groups of comm_group.json, beside the traces",
+            "groups of comm_group.json, in the folder of the traces",
             "put that file there",
         )
         ranks = self.groups[name]
-        nbytes = size * (len(ranks) if kind == "all_gather" else 1)  # written is one rank's part
+        # the trace has the size of the part of one rank
+        nbytes = size * (len(ranks) if kind == "all_gather" else 1)
         if name not in self.placed:
             self.placed[name] = group_on(self.cluster, ranks)
         seconds = collective_time(kind, nbytes, self.placed[name], self.cluster, self.c)
@@ -307,7 +317,7 @@ class _Replay:
         )
 
     def _message(self, source: int, target: int, nbytes: float) -> float:
-        """Seconds of one message, by the links that training's messages take."""
+        """Seconds of one message, over the same links as in simulated training."""
         flow = message(self.seen, nbytes, source, target, self.protocol.latency)
         return flow.latency + nbytes * max(
             load / self.seen.capacities[link] for link, load in flow.loads.items()

@@ -1,4 +1,4 @@
-"""Results as tables, for screens and for Markdown."""
+"""Results as tables, for the terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tileweave.sim.trust import Judged, Published, Summary
 
 
 def time_text(seconds: float) -> str:
-    """Seconds in a unit that reads well."""
+    """A duration with a suitable unit."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= scale:
             return (
@@ -33,8 +33,8 @@ def time_text(seconds: float) -> str:
 def _table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], markdown: bool = False
 ) -> Group:
-    """A heading over a table; the heading is a line of its own, since a title is folded to the
-    table's width."""
+    """A heading above a table. It is a line of its own, because a title would be folded to the
+    width of the table."""
     table = Table(box=MARKDOWN if markdown else SIMPLE_HEAD, pad_edge=markdown)
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left")
@@ -44,7 +44,7 @@ def _table(
 
 
 def result_table(result: Result) -> Group:
-    """Unfused, fused and bound: time, rate, what fusion saves."""
+    """Time, rate and saving of unfused, fused and bound."""
     base = result.seconds("unfused") if "unfused" in result.timelines else None
     rows = []
     for mode, timeline in result.timelines.items():
@@ -69,7 +69,7 @@ def phase_table(result: Result) -> Group:
 
 
 def sensitivity_table(result: Result, found: Sequence[Variant]) -> Group:
-    """The saving, and what moves it."""
+    """The saving, and how it depends on the assumptions."""
     rows = [
         (
             "as above",
@@ -83,7 +83,7 @@ def sensitivity_table(result: Result, found: Sequence[Variant]) -> Group:
 
 
 def advice_tables(advice: Advice) -> list[Group]:
-    """Candidates, and operators one by one."""
+    """Tables of the candidates, and of the operators one by one."""
     unit = "tokens or samples / s of a GPU"
     rows = [
         (
@@ -120,7 +120,7 @@ def summary_table(title: str, rows: Sequence[Summary], markdown: bool = False) -
 
 
 def cell_table(judged: Sequence[Judged], markdown: bool = False) -> Group:
-    """Every cell: measured, predicted, error."""
+    """The measured and predicted time and the error of every cell."""
     rows = [
         (
             str(one.cell),
@@ -141,7 +141,7 @@ def cell_table(judged: Sequence[Judged], markdown: bool = False) -> Group:
 
 
 def unsteady_table(cells: Sequence[Cell]) -> Group:
-    """What was left out before anything was predicted, as Markdown."""
+    """The cells that were left out before any prediction, as Markdown."""
     rows = [
         (
             str(cell),
@@ -156,7 +156,7 @@ def unsteady_table(cells: Sequence[Cell]) -> Group:
 
 
 def published_table(rows: Sequence[Published], markdown: bool = False) -> Group:
-    """Published ranges beside ours."""
+    """Published ranges and those of the model."""
     texts = [
         (
             row.what,
@@ -173,7 +173,7 @@ def published_table(rows: Sequence[Published], markdown: bool = False) -> Group:
 
 
 def crosscheck_table(rows: Sequence[Comparison]) -> Group:
-    """Our network beside SimGrid's."""
+    """Our network model compared with SimGrid."""
     texts = [
         (
             f"{row.kind}, {row.topology}, {row.nodes} nodes, {row.nbytes / 1e6:g} MB",

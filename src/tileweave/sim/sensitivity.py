@@ -1,5 +1,5 @@
-"""How far a headline number moves when what it rests on moves: link rates, latencies, imbalance,
-speed of matmuls."""
+"""How much a result depends on its assumptions: link rates, latencies, imbalance, speed of
+matmuls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LATENCIES = ("push_latency", "copy_latency", "signal")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One change, and what comes out: seconds unfused and fused."""
+    """One change and its result: seconds unfused and fused."""
 
     name: str
     unfused: float
@@ -32,7 +32,7 @@ class Variant:
 def variants(
     scenario: Scenario,
 ) -> list[tuple[str, Callable[[Scenario, Calibration], tuple[Scenario, Calibration]]]]:
-    """What is changed, one thing at a time."""
+    """The changes, one at a time."""
     found = [
         ("links inside nodes x 0.5", _rates(0.5, 1.0)),
         ("links inside nodes x 2", _rates(2.0, 1.0)),
@@ -52,7 +52,7 @@ def variants(
             ("busiest rank 30 % above average", _imbalance(0.3)),
         ]
     else:
-        found.append(("slowest GPU 10 % behind", _slow(1.1)))
+        found.append(("slowest GPU 10 % slower", _slow(1.1)))
     return found
 
 
@@ -122,7 +122,7 @@ def _matmul(factor: float) -> Change:
 
 def _slow(factor: float) -> Change:
     def change(scenario: Scenario, calibration: Calibration) -> tuple[Scenario, Calibration]:
-        """Everybody waits for the slowest, so it is as if all were as slow."""
+        """All ranks wait for the slowest one, so they are as slow as it."""
         device = scenario.cluster.device
         slower = replace(
             device, flops=device.flops / factor, memory_rate=device.memory_rate / factor

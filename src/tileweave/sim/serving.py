@@ -16,8 +16,11 @@ from tileweave.sim.transformer import Layer, Model, known_model, model_reader
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """phase : prefill (``batch`` prompts of ``seq`` tokens) or decode (a token for each of
-    ``batch``, ``seq`` in the cache)."""
+    """One prefill or decoding step.
+
+    phase : prefill (``batch`` prompts of ``seq`` tokens) or decode (one token for each of
+        ``batch`` sequences, with ``seq`` tokens in the cache).
+    """
 
     model: Model
     tp: int = 4
@@ -64,8 +67,8 @@ def simulate(
 
 
 def _prefill(s: Serving, layer: Layer) -> list[Part]:
-    """Unfused: row-parallel matmuls end in an all-reduce, as serving engines have it. Fused: with
-    an all-reduce, or with rows scattered and gathered, whichever is faster."""
+    """Unfused: row-parallel matmuls end with an all-reduce, as in serving engines. Fused: with an
+    all-reduce, or with rows scattered and gathered, whichever is faster."""
     rows = s.batch * s.seq
     reduced = layer.forward(rows, s.seq, sequence_parallel=False)
     if not layer.replans:

@@ -1,7 +1,9 @@
-"""Runs one exchange in SimGrid and prints its seconds. A program of its own: SimGrid has one engine
-a process, and Debian's package is for the system's Python. Reads from stdin JSON: ``topology``
-(star or torus), ``dims``, ``rate`` bytes/s, ``latency`` s, ``rounds``: lists of [source, target,
-bytes], each starting when the one before has arrived; ``model``.
+"""Run one exchange in SimGrid and print its seconds.
+
+This is a separate program, because SimGrid has one engine per process and Debian's package is for
+the Python of the system. It reads JSON from stdin: ``topology`` (star or torus), ``dims``, ``rate``
+in bytes/s, ``latency`` in seconds, ``rounds`` (lists of [source, target, bytes]; each round starts
+when the one before has arrived) and ``model``.
 """
 
 import json
@@ -30,8 +32,8 @@ def star(hosts, rate, latency):
 
 
 def torus(dims, rate, latency):
-    """Links of one way each, dimension by dimension, the shorter way round, at half a ring
-    forwards."""
+    """Unidirectional links; routes go dimension by dimension, the shorter way, or forwards if both
+    are equal."""
     hosts = 1
     for side in dims:
         hosts *= side

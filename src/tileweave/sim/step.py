@@ -1,10 +1,8 @@
-"""A step as tasks on streams, run on SimPy: who waits for whom, which links are shared, where time
-goes.
+"""A step as tasks on streams, run on SimPy: dependences, shared links, and times by phase.
 
-One *representative* is simulated for each kind of rank that differs (a pipeline stage); ranks that
-do the same at the same time (tensor, data and expert parallel peers) are replicas of it. Tasks of
-one stream run one after another in the order in which they were added, as a GPU's stream does;
-tasks on different streams overlap.
+One *representative* is simulated for each kind of rank (a pipeline stage). Ranks that do the same
+at the same time (tensor, data and expert parallel peers) are its replicas. Tasks of one stream run
+in the order in which they were added, as on a GPU; tasks on different streams overlap.
 
 A task takes a fixed time (a kernel, or a collective on links of its own), or as long as its flows
 take on links that it shares with others.
@@ -28,11 +26,13 @@ Kind = Literal["compute", "comm", "fused"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One operator inside a task, for break-downs and exports. ``exposed``: seconds of it that are
-    communication alone.
+    """An operator in a task, for break-downs and exports.
 
-    collective : what it sends (all_gather ...), "" for none; ``nbytes``: its size as NCCL counts;
-        ``ranks``: group size; ``axis``: which group (tp, dp, ep, world).
+    exposed : seconds in which only communication runs.
+    collective : all_gather etc.; "" for none.
+    nbytes : its size as in NCCL.
+    ranks : group size.
+    axis : the group (tp, dp, ep, world).
     """
 
     name: str
@@ -48,8 +48,8 @@ class Part:
 
 @dataclass(slots=True)
 class Task:
-    """Something one representative does on one of its streams. Exactly one of ``seconds`` and
-    ``flows`` is used."""
+    """A task of one representative on one of its streams. Exactly one of ``seconds`` and ``flows``
+    is used."""
 
     number: int
     rank: int
@@ -67,8 +67,8 @@ class Task:
 
 @dataclass(slots=True)
 class Timeline:
-    """What happened: tasks with begin and end, in seconds, and how many ranks each representative
-    stands for."""
+    """The result: tasks with begin and end in seconds, and the number of replicas of each
+    representative."""
 
     title: str
     tasks: list[Task]
@@ -85,7 +85,7 @@ class Timeline:
         return sum(self.replicas.values())
 
     def busiest(self) -> int:
-        """The representative that computes longest: the one break-downs speak of."""
+        """The representative that computes longest, which break-downs are about."""
         busy: dict[int, float] = defaultdict(float)
         for task in self.tasks:
             if task.kind != "comm":
@@ -93,8 +93,8 @@ class Timeline:
         return max(busy, key=lambda rank: busy[rank], default=0)
 
     def phases(self) -> dict[str, float]:
-        """Seconds by phase on the busiest representative; ``exposed communication`` and ``idle``
-        beside them; they add up."""
+        """Seconds by phase on the busiest representative, including ``exposed communication`` and
+        ``idle``; they add up to the whole."""
         rank, found = self.busiest(), defaultdict(float)
         computing = sorted(
             (t.begin, t.end)
@@ -121,7 +121,7 @@ class Timeline:
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of sorted spans."""
+    """The length of the union of sorted spans."""
     total, reach = 0.0, float("-inf")
     for begin, end in spans:
         total += max(0.0, end - max(begin, reach))
@@ -143,7 +143,7 @@ class Step:
     def representative(
         self, rank: int, stands_for: int, name: str, capacities: dict[str, float]
     ) -> None:
-        """Declare one; its links are its own, named ``rank:link``."""
+        """Add a representative. Its links are its own and are named ``rank:link``."""
         self.replicas[rank], self.names[rank] = stands_for, name
         self.capacities |= {f"{rank}:{link}": capacity for link, capacity in capacities.items()}
 
@@ -158,7 +158,8 @@ class Step:
         flows: Callable[[], list[Phase]] | None = None,
         peer: int = -1,
     ) -> int:
-        """A task; its number. It takes the sum of its parts, or as long as its flows."""
+        """Add a task, which takes the sum of its parts or as long as its flows. Returns its
+        number."""
         parts, number = tuple(parts), len(self.tasks)
         require(
             rank in self.replicas,
@@ -173,8 +174,7 @@ class Step:
         return number
 
     def run(self) -> Timeline:
-        """Run all tasks. What waits for a task that comes later in its own stream is stuck, and
-        raises."""
+        """Run all tasks. Raises if a task waits for a later one of its own stream."""
         env = simpy.Environment()
         links = Links(env, self.capacities)
         done = [env.event() for _ in self.tasks]
@@ -210,7 +210,7 @@ def _stream(
 
 
 def on_links(phases: list[Phase], rank: int) -> list[Phase]:
-    """Flows over one representative's own links."""
+    """Flows over the links of one representative."""
     for flows in phases:
         for flow in flows:
             flow.loads = {f"{rank}:{link}": load for link, load in flow.loads.items()}
@@ -221,8 +221,8 @@ _RECEIVING = ("down", "nic_in", "leaf_down")
 
 
 def between(flow: Flow, source: int, target: int) -> list[Phase]:
-    """One message from ``source`` to ``target``: over the links into a device of the one, over all
-    others of the other."""
+    """One message from ``source`` to ``target``: over the incoming links of the target and all
+    other links of the source."""
     flow.loads = {
         f"{target if link in _RECEIVING else source}:{link}": load
         for link, load in flow.loads.items()
@@ -247,5 +247,5 @@ class Result:
 
     @property
     def saving(self) -> float:
-        """Share of the unfused time that fusion takes away."""
+        """The fraction of the unfused time that fusion saves."""
         return 1.0 - self.seconds("fused") / self.seconds("unfused")

@@ -1,13 +1,13 @@
-"""Fused kernels, tile by tile, on SimPy: programs, tiles, pushes, signals, driven by the kernels'
-own maps: ``planning/schedules/gather.py`` and ``planning/schedules/scatter.py``.
+"""Fused kernels, tile by tile, on SimPy: programs, tiles, pushes and signals, with the schedules of
+the kernels (``planning/schedules/gather.py`` and ``scatter.py``).
 
-One rank is simulated. Its peers do the same at the same time with their rank in place of its own,
-so what it sends at some time arrives, at that time, from who stands as far behind it: that is how
-arrivals are known without simulating peers.
+One rank is simulated. All ranks do the same at the same time. So when this rank sends data to the
+rank ``d`` further, the data of the rank ``d`` before it arrives here. That is how arrivals are
+known without simulating peers.
 
-Two shapes of kernel: *gather* (the collective comes before the matmul: tiles wait for shards) and
-*scatter* (it comes behind: tiles are pushed to their owner, remote ones first, and what arrives is
-summed or kept).
+There are two kinds of kernels. *gather*: the collective is before the matmul, and tiles wait for
+shards. *scatter*: it is after the matmul, tiles are pushed to their owners, those of peers first,
+and what arrives is summed or kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tileweave.sim.costs import Costs
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import Flow, Links, inside_hops, view
 
-_TILE_AREA = 128 * 128  # what fused_tile and fused_part are for
+_TILE_AREA = 128 * 128  # the tile that fused_tile and fused_part were measured for
 _PIECE = 64  # columns that an epilogue handles at once
 SEVERAL = RESULT = -1
 Combine = Literal["sum", "sum_and_gather", "one_shot", "keep"]
@@ -33,7 +33,7 @@ Combine = Literal["sum", "sum_and_gather", "one_shot", "keep"]
 
 @dataclass(frozen=True, slots=True)
 class TileEvent:
-    """Something the rank did: ``push``, ``wait``, ``compute`` or ``sum``; seconds; program -1 is
+    """A ``push``, ``wait``, ``compute`` or ``sum`` of a program; times in seconds. Program -1 is
     the copy engine."""
 
     program: int
@@ -46,8 +46,8 @@ class TileEvent:
 
 @dataclass(slots=True)
 class KernelRun:
-    """A simulated kernel: seconds from launch to end, the same without launch, and what happened,
-    if it was recorded."""
+    """A simulated kernel: seconds from launch to end, the same without the launch, and the events
+    if they were recorded."""
 
     seconds: float
     inner: float
@@ -56,7 +56,7 @@ class KernelRun:
 
 
 class Kernel:
-    """What both shapes share: the clock, the links, the units of a schedule, the record."""
+    """The common part of both kinds: the clock, the links, the units of a schedule, the events."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Kernel:
         self.area = schedule.tile_m * schedule.tile_n / _TILE_AREA
         blocks = max(schedule.num_tiles * schedule.k_blocks, 1)
         rate = min(costs.memory_rate, self.active * costs.c.matmul_stream)
-        # s a block waits for bytes that nobody has read yet
+        # seconds per K block to read bytes that are not in L2
         self.memory = nbytes / rate / blocks * self.active
 
     def note(self, program: int, kind: str, peer: int, begin: float, tile: int = -1) -> None:
@@ -97,8 +97,8 @@ class Kernel:
             self.events.append(TileEvent(program, kind, peer, begin, self.env.now, tile))
 
     def push(self, nbytes: float, distances: list[int], latency: float) -> simpy.Event:
-        """``nbytes`` to the rank at each distance at once; the event is when a waiter there sees
-        the signal."""
+        """Send ``nbytes`` to the ranks at all ``distances`` at once. The event is the time when a
+        program there sees the signal."""
         self.travelling += 1
         delay = latency + self.c.signal
         sent = self.links.send(
@@ -111,8 +111,8 @@ class Kernel:
         self.travelling -= 1
 
     def blocks(self, count: int) -> simpy.Event:
-        """The main loop over ``count`` K blocks. Work begun while links are busy takes longer:
-        power, memory."""
+        """The main loop over ``count`` K blocks. It takes longer if it begins while links are busy,
+        because of power and memory."""
         schedule = self.schedule
         depth, memory = min(count * schedule.tile_k, schedule.depth), self.memory * count
         one = self.costs.fused_block(
@@ -121,7 +121,7 @@ class Kernel:
         return self.env.timeout(one * (1.0 + self.c.corun) if self.travelling else one)
 
     def unit(self, program: int, unit: Unit, peer: int) -> Generator[simpy.Event, Any, bool]:
-        """Compute one unit; True if its tile is done by it."""
+        """Compute one unit. Returns whether that completes its tile."""
         begin = self.env.now
         yield self.blocks(unit.k_end - unit.k_begin)
         return (yield from self.finish(program, unit, peer, begin))
@@ -129,7 +129,7 @@ class Kernel:
     def finish(
         self, program: int, unit: Unit, peer: int, begin: float
     ) -> Generator[simpy.Event, Any, bool]:
-        """Behind the main loop: hand a part over, or collect parts and end the tile."""
+        """The end of a unit: pass a partial tile on, or collect partial tiles and end the tile."""
         schedule, c, owns = self.schedule, self.c, unit.owner == program
         yield self.env.timeout((self.tile if owns else c.fused_part) * self.area)
         self.note(program, "compute", peer, begin, unit.tile)
@@ -163,8 +163,8 @@ def gather_matmul(
     itemsize: int = 2,
     record: bool = False,
 ) -> KernelRun:
-    """all_gather_matmul as its kernel runs it: pushes by copy engine or producers, tiles that wait
-    for their sources."""
+    """all_gather_matmul: pushes by copy engines or producers, and tiles that wait for their
+    sources."""
     return _Gather(schedule, config, costs, cluster, itemsize, record).run(
         costs.c.fused_launch if graph else costs.c.fused_eager, []
     )
@@ -190,7 +190,7 @@ class _Gather(Kernel):
         self.config = config
         self.shard = schedule.rows * k * itemsize
         self.arrived = {source: self.env.event() for source in range(size)}
-        # else the own shard travels too, to its own slot
+        # otherwise the own shard is pushed to the own slot, too
         if self.by_engine or not schedule.spans_shards:
             self.arrived[schedule.rank].succeed()
         self.slices_left = config.num_slices
@@ -199,14 +199,14 @@ class _Gather(Kernel):
         if self.by_engine:
             processes.append(self.env.process(self._engine()))
         producers = 0 if self.by_engine else self.config.num_producers
-        # warps of their own push, while others of the same program multiply
-        beside = self.config.kernel == "hopper"
-        if beside:
+        # in the Hopper kernel some warps of a program push while others multiply
+        concurrent = self.config.kernel == "hopper"
+        if concurrent:
             processes += [self.env.process(self._produce(program)) for program in range(producers)]
         for program, units in self.work.items():
             if units or program < producers:
                 processes.append(
-                    self.env.process(self._program(program, units, 0 if beside else producers))
+                    self.env.process(self._program(program, units, 0 if concurrent else producers))
                 )
         return super().run(launch, processes)
 
@@ -249,9 +249,9 @@ class _Gather(Kernel):
 
 
 def _operands_read(schedule: ScatterSchedule, itemsize: int, l2: float, by_columns: bool) -> float:
-    """Bytes of x and w that come from memory. Each owner's rows walk over the whole of w
-    (``by_columns``: of x, while each has columns of w of its own): what L2 does not hold is read
-    again for every wave of tiles that need it."""
+    """Bytes of x and w that are read from memory. The rows of each owner need all of w
+    (``by_columns``: the columns of each owner need all of x). What does not fit L2 is read again
+    for every wave of tiles that needs it."""
     size, k = schedule.world_size, schedule.depth
     m, n = (
         (schedule.rows, schedule.cols * size)
@@ -260,7 +260,7 @@ def _operands_read(schedule: ScatterSchedule, itemsize: int, l2: float, by_colum
     )
 
     def operands(tile: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Which rows of x and of w."""
+        """The rows of x and of w that a tile reads."""
         first, _, col = schedule.place(tile)
         owner, row = divmod(first, schedule.rows)
         return ((0, row), (owner, col)) if by_columns else ((owner, row), (0, col))
@@ -291,22 +291,21 @@ def scatter_matmul(
     by_engine: bool = False,
     by_columns: bool = False,
 ) -> KernelRun:
-    """A matmul whose tiles are pushed to their owners as they are made, by the kernels' own order:
-    remote ones first.
+    """A matmul whose tiles are pushed to their owners when they are computed, those of peers first.
 
-    by_engine : copy engines take whole chunks, one by one, when all tiles of a chunk are there;
-        else the kernel stores each tile to its owner.
+    by_engine : copy engines copy whole chunks, one by one, when all tiles of a chunk are there;
+        otherwise the kernel stores each tile to its owner.
 
     by_columns : owners have columns of the result, and not rows (an all-to-all that scatters
         columns).
 
     combine : what an owner does with what arrives: ``sum`` (reduce-scatter), ``sum_and_gather``
-        (all-reduce in two shots), ``one_shot`` (all-reduce: everybody gets all parts and sums
-        them), ``keep`` (all-to-all: takes them out of the slot; copy engines put them where they
-        belong).
+        (all-reduce in two shots), ``one_shot`` (all-reduce: all ranks get all partial sums and add
+        them), ``keep`` (all-to-all: copies them out of the slot; copy engines write to the result
+        directly).
     """
     kernel = _Scatter(schedule, combine, costs, cluster, itemsize, record, by_engine, by_columns)
-    # the kernel of a gather, or a plain one
+    # one shot has a kernel of its own
     late = costs.c.one_shot_launch if combine == "one_shot" else costs.c.fused_launch
     return kernel.run(late if graph else costs.c.scatter_eager, [])
 
@@ -328,14 +327,14 @@ class _Scatter(Kernel):
         super().__init__(schedule, costs, cluster, fraction, itemsize, nbytes, record)
         self.by_engine = by_engine
         self.tile = costs.c.staged_tile
-        # tiles of each remote chunk that are not made yet, by owner's distance less one
+        # tiles of each chunk of peers that are not computed yet, by distance of the owner less one
         self.missing = {
             (step, chunk): (end - first) * schedule.tile_cols
             for step in range(schedule.world_size - 1)
             for chunk in range(schedule.chunks)
             for first, end in [schedule.chunk_bounds(chunk)]
         }
-        # the end of the last copy of each; pulls from each owner have one
+        # the end of the last copy of each lane; pulls have a lane for each owner
         self.lanes: dict[int, simpy.Event] = {}
         self.owners: ScatterSchedule = schedule
         self.combine: Combine = combine
@@ -351,7 +350,7 @@ class _Scatter(Kernel):
         self.tile_bytes = float(
             min(schedule.tile_m, m) * min(schedule.tile_n, schedule.cols) * itemsize
         )
-        # every tile has rows for everybody
+        # whether every tile has rows for all ranks
         self.shares = combine == "one_shot" or schedule.spans_shards
 
     def run(self, launch: float, processes: list[simpy.Process]) -> KernelRun:
@@ -373,35 +372,35 @@ class _Scatter(Kernel):
         return super().run(launch, processes)
 
     def _egress(self, count: int) -> Generator[simpy.Event, Any, None]:
-        """What leaves the rank, one after another: (to how many, bytes in all, whom it tells)."""
+        """Send what is queued, one after the other: (peer, bytes in all, event to succeed)."""
         last: simpy.Event = self.env.timeout(0.0)
         for _ in range(count):
-            peer, nbytes, told = yield self.queue.get()
+            peer, nbytes, arrived = yield self.queue.get()
             begin = self.env.now
             yield self.env.timeout(nbytes / self.rate)
             self.note(-1, "push", peer, begin)
-            # data announces itself: no fence before, nothing behind it
+            # self-signaling data needs no fence and no signal after it
             last = self.env.timeout(self.c.signal)
-            last.callbacks.append(lambda _, told=told: told.succeed())
+            last.callbacks.append(lambda _, arrived=arrived: arrived.succeed())
         yield last
 
     def _all_pulled(self) -> Generator[simpy.Event, Any, None]:
-        """The end of a call in which nobody takes what copy engines bring."""
+        """The end of a call whose programs do not read what copy engines bring."""
         yield self.env.all_of([self._event(step + 1, chunk) for step, chunk in self.missing])
 
-    def _store(self, peer: int, tiles: float, told: simpy.Event) -> simpy.Event:
-        """Stores of so many tiles: links take them while the program stands still."""
-        self.queue.put((peer, self.tile_bytes * tiles, told))
+    def _store(self, peer: int, tiles: float, arrived: simpy.Event) -> simpy.Event:
+        """Store ``tiles`` tiles. The program is blocked while links take them."""
+        self.queue.put((peer, self.tile_bytes * tiles, arrived))
         return self.env.timeout(self.c.scatter_tile * self.area * tiles)
 
     def _within(self, tile: int) -> tuple[int, int, int]:
-        """(how far behind rank + 1 its owner is, chunk of that owner, number among all tiles of
-        that owner)"""
+        """(distance of the owner from rank + 1, chunk of that owner, index among all tiles of that
+        owner)"""
         step, chunk, rest = self.owners.turn(tile)
         return step, chunk, self.owners.chunk_bounds(chunk)[0] * self.owners.tile_cols + rest
 
     def _count(self, step: int, chunk: int) -> None:
-        """A tile of a remote chunk is made; the last one lets its copy go."""
+        """Count a computed tile of a chunk of a peer; the last one starts the copy."""
         self.missing[step, chunk] -= 1
         if self.missing[step, chunk] == 0:
             lane = step if self.combine == "keep" else 0
@@ -443,15 +442,15 @@ class _Scatter(Kernel):
                 yield self._store(owner, 1.0, self._event(step + 1, index))
                 made.append(unit.tile)
             elif self.combine != "keep" or not self.by_engine:
-                place = chunk if self.by_engine else index
-                # a sum reads all peers' at once
+                at = chunk if self.by_engine else index
+                # a sum reads the tiles of all peers at once
                 takes = 0 if self.by_engine else size - 1 if self.combine == "keep" else 1
                 yield from self._sum(
-                    program, [self._event(s, place) for s in range(1, size)], index, takes
+                    program, [self._event(s, at) for s in range(1, size)], index, takes
                 )
                 if self.combine == "sum_and_gather":
                     yield from self._pass_on(index, size - 1.0)
-        for tile in mine:  # by symmetry peers' rows are here when mine are there
+        for tile in mine:  # by symmetry rows of peers are here when own rows are there
             yield from self._sum(
                 program,
                 [self._event(0, tile)],
@@ -460,13 +459,13 @@ class _Scatter(Kernel):
             )
             if self.combine == "sum_and_gather":
                 yield from self._pass_on(tile, (size - 1) / size)
-        # rows of other owners, likewise
+        # likewise rows of other owners
         for tile in made if self.combine == "sum_and_gather" else ():
             yield self._event(RESULT, tile if self.shares else self._within(tile)[2])
             yield self._takes(self._owners(tile)[1])
 
     def _pass_on(self, index: int, copies: float) -> Generator[simpy.Event, Any, None]:
-        """A finished tile, or the own rows of it, to all peers: stores like those of a partial."""
+        """Store a finished tile, or its own rows, to all peers."""
         yield self._store(SEVERAL, copies, self._event(RESULT, index))
 
     def _sum(
@@ -480,7 +479,7 @@ class _Scatter(Kernel):
             if self.owners.spans_shards and self.combine != "one_shot"
             else 1.0
         )
-        # the slot is read and emptied; what is kept is written where it belongs
+        # the slot is read and cleared; "keep" also writes the result
         passes = 3 if self.combine == "keep" else 2
         moved = passes * self.tile_bytes * share * (self.owners.world_size - 1) * self.active
         yield self.env.timeout(moved / (self.c.stream * self.costs.device.memory_rate))
@@ -488,13 +487,13 @@ class _Scatter(Kernel):
         self.note(program, "sum", 0, begin, index)
 
     def _takes(self, sources: int) -> simpy.Event:
-        """A tile out of the slot, from one source after the other, in pieces: each polls, clears,
-        and asks for the fault word, which are ways to memory behind each other, however few bytes
-        there are."""
+        """Read a tile from the slot, one source after the other, in pieces. For each piece a
+        program polls, clears and reads the fault flag: memory latencies one after the other,
+        however few the bytes."""
         return self.env.timeout(self.c.take * sources * max(self.owners.tile_n // _PIECE, 1))
 
     def _owners(self, tile: int) -> tuple[int, int]:
-        """How many of a tile's owners this rank is, and how many others are."""
+        """How many owners of a tile are this rank (0 or 1), and how many are others."""
         first, limit, _ = self.owners.place(tile)
         last = min(first + self.owners.tile_m, limit) - 1
         owners = range(first // self.owners.rows, last // self.owners.rows + 1)

@@ -1,10 +1,10 @@
-"""all_to_all_matmul tile by tile, where what arrives stands side by side along K: every tile needs
-every source.
+"""all_to_all_matmul, tile by tile, if parts follow each other along K: every tile needs every
+source.
 
-A tile's K loop goes over the sources by order of arrival, the own one first, and waits before each.
-Copy engines send chunks of rows, a signal each, to all peers in turn; producers push their slices
-of a part to every peer, beside the warps that multiply. Where parts stand below each other the
-kernel is an all-gather with other addresses: ``tiles.gather_matmul``.
+The K loop of a tile goes over the sources in order of arrival, the own one first, and waits before
+each. Copy engines send chunks of rows, each with a signal, to all peers in turn. Producers push
+slices of a part to every peer while other warps multiply. If parts follow each other along rows,
+the kernel is an all-gather with other addresses: ``tiles.gather_matmul``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def exchange_matmul(
     itemsize: int = 2,
     record: bool = False,
 ) -> KernelRun:
-    """The kernel with ``parts.side_by_side``; ``schedule`` and ``parts`` as
-    ``config.exchange_schedule_for`` makes them."""
+    """The kernel with ``parts.side_by_side``; ``schedule`` and ``parts`` are made by
+    ``planning.matmul.exchange_schedule_for``."""
     kernel = _Exchange(schedule, parts, config, costs, cluster, itemsize, record)
     return kernel.run(costs.c.fused_launch if graph else costs.c.fused_eager, [])
 
@@ -79,8 +79,8 @@ class _Exchange(Kernel):
         return super().run(launch, processes)
 
     def _engine(self) -> Generator[simpy.Event, Any, None]:
-        """Chunk after chunk, to all peers in turn; what leaves for the rank ``step`` further comes
-        from as far behind."""
+        """Send chunk after chunk to all peers in turn. When a chunk is sent to the rank ``step``
+        further, one from the rank ``step`` before arrives."""
         rows, width = self.schedule.rows, self.sent.depth * self.itemsize
         for chunk, step in product(range(self.sent.chunks), self._steps()):
             begin, first = self.env.now, chunk * self.sent.chunk_rows

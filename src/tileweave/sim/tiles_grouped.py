@@ -1,13 +1,14 @@
-"""Fused expert operators tile by tile, by the maps of ``planning/schedules/grouped.py`` and
+"""Fused expert operators, tile by tile, with the schedules of ``planning/schedules/grouped.py`` and
 ``planning/combine.py``.
 
-*dispatch*: own tokens leave for every rank that has an expert of theirs, in the order of the
-receiver's experts, a block of them at a time; tiles go expert by expert and wait for the block of
-theirs. *combine*: tiles go column chunk by column chunk; when a chunk is done on a rank, its rows
-are summed token by token and sent to the tokens' ranks, which add what they get.
+*dispatch*: a rank sends its tokens to all ranks that have an expert of theirs, in the order of the
+receiver's experts, one block of experts at a time. Tiles are computed expert by expert and wait for
+their block. *combine*: tiles are computed in one column chunk after the other. When a chunk is
+done on a rank, its rows are summed per token and sent to the rank of the token, which adds what it
+receives.
 
-Routing is drawn even and at random: each token to ``topk`` of all experts. One rank is simulated,
-the busiest of them by the expectation of the largest of R draws; within it rows lie evenly on the
+Routing is uniformly random: each token goes to ``topk`` of all experts. One rank is simulated, the
+busiest one, by the expectation of the largest of R draws. Its rows are spread evenly over the
 experts that have any.
 """
 
@@ -32,25 +33,25 @@ from tileweave.sim.costs import Costs
 from tileweave.sim.machine import Cluster
 from tileweave.sim.network import Flow, Links, inside_hops, view
 
-_TILE_AREA = 128 * 128  # what fused_tile is for
-MOST_SIGNALS = 32  # signal words of a source
+_TILE_AREA = 128 * 128  # the tile that fused_tile was measured for
+MOST_SIGNALS = 32  # signals per source
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What random routing brings on average. ``p.experts``: those of one rank."""
+    """The expectation of random routing. ``p.experts`` are those of one rank."""
 
     p: GroupedProblem
     skew: float = 1.0
 
     @property
-    def everywhere(self) -> int:
+    def all_experts(self) -> int:
         """Experts of all ranks."""
         return self.p.experts * self.p.world_size
 
     def rows(self) -> int:
-        """Rows of the busiest rank: the mean, and the expected largest of R draws over it; or
-        ``skew`` times the mean."""
+        """Rows of the busiest rank: the mean plus the expected largest deviation of R draws, or
+        ``skew`` times the mean if that is more."""
         p = self.p
         mean = float(p.max_tokens * p.topk)
         share = 1.0 / p.world_size
@@ -59,7 +60,7 @@ class Routing:
             * p.world_size
             * share
             * (1.0 - share)
-            * (1.0 - (p.topk - 1) / max(self.everywhere - 1, 1))
+            * (1.0 - (p.topk - 1) / max(self.all_experts - 1, 1))
         )
         # Blom
         largest = (
@@ -70,22 +71,22 @@ class Routing:
         return max(round(max(mean + largest * drawn**0.5, mean * self.skew)), 1)
 
     def offsets(self) -> list[int]:
-        """Where the rows of each expert begin: evenly over those that are hit."""
+        """Where the rows of each expert begin, spread evenly over the experts that have any."""
         rows, experts = self.rows(), self.p.experts
         hit = min(max(round(experts * (1.0 - (1.0 - 1.0 / experts) ** rows)), 1), rows)
         return [rows * expert // hit for expert in range(hit + 1)]
 
     def reached(self, experts: int) -> float:
-        """The share of tokens that have a choice among so many given experts."""
+        """The fraction of tokens with a choice among ``experts`` given experts."""
         missed = 1.0
         for choice in range(self.p.topk):
-            missed *= max(self.everywhere - experts - choice, 0) / (self.everywhere - choice)
+            missed *= max(self.all_experts - experts - choice, 0) / (self.all_experts - choice)
         return 1.0 - missed
 
 
 class _Grouped:
-    """Programs, tiles and links of both; a tile's main loop waits for memory as the other fused
-    kernels' do."""
+    """Programs, tiles and links of both operators. The main loop of a tile waits for memory as in
+    the other fused kernels."""
 
     def __init__(
         self,
@@ -97,29 +98,24 @@ class _Grouped:
         cluster: Cluster,
     ) -> None:
         self.env = simpy.Environment()
-        self.p, self.costs, self.c, self.cluster, self.programs = (
-            p,
-            costs,
-            costs.c,
-            cluster,
-            programs,
-        )
+        self.p, self.costs, self.c = p, costs, costs.c
+        self.cluster, self.programs = cluster, programs
         self.routing = Routing(p, skew)
         self.offsets = self.routing.offsets()
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.tiles = list(walk(self.offsets, p.cols, config.tile_m, config.tile_n, config.group_m))
         rows, hit = self.offsets[-1], len(self.offsets) - 1
         nbytes = float(rows * p.depth + hit * p.cols * p.depth + rows * p.cols) * p.itemsize
-        # from memory; the rest of a tile's operands is in L2 by then
+        # read from memory; the rest of a tile's operands is in L2
         self.tile_bytes = nbytes / len(self.tiles)
         self.area = self.tile_m * self.tile_n / _TILE_AREA
         self.view = view(cluster, costs.c.push_fraction)
         self.links = Links(self.env, self.view.capacities)
 
     def tile(self, turn: int) -> simpy.Event:
-        """A program's tile number ``turn``: the memory's rate is for those who have one then."""
+        """Tile number ``turn`` of a program; programs that have one share the memory rate."""
         active = min(self.programs, len(self.tiles) - turn * self.programs)
-        # what L2 gives one; rings of weights are deep enough for it
+        # what L2 gives one program; enough stages of weights are in flight for it
         most = self.costs.fused_feed / self.cluster.device.num_sms
         memory = self.tile_bytes / min(self.costs.memory_rate / active, most)
         rate = self.c.grouped_rate
@@ -129,7 +125,7 @@ class _Grouped:
         return self.env.timeout(one + self.c.fused_tile * self.area)
 
     def push(self, nbytes: float) -> simpy.Event:
-        """``nbytes`` to each peer."""
+        """Send ``nbytes`` to each peer."""
         distances = range(1, self.p.world_size)
         loads = [self.view.loads(inside_hops(self.cluster, distance)) for distance in distances]
         return self.links.send(
@@ -162,7 +158,7 @@ def dispatch_matmul(
     graph: bool,
     skew: float = 1.0,
 ) -> float:
-    """Seconds of dispatch_grouped_matmul on the busiest rank; its routing plan is made before."""
+    """Seconds of dispatch_grouped_matmul on the busiest rank, with a routing plan that exists."""
     return _Dispatch(p, config, costs, cluster, skew).seconds(graph)
 
 
@@ -182,8 +178,8 @@ class _Dispatch(_Grouped):
         return self.run(graph, [self.env.process(self._pushes()), *programs])
 
     def _pushes(self) -> Generator[simpy.Event, Any, None]:
-        """Tokens by the lowest expert that they have there; a signal behind each block of
-        experts."""
+        """Send tokens in the order of the lowest expert that they have there, with a signal after
+        each block of experts."""
         p, sent = self.p, 0.0
         for block, event in enumerate(self.arrived):
             share = self.routing.reached(min((block + 1) * self.per_block, p.experts))
@@ -219,14 +215,14 @@ class _Combine(_Grouped):
             p, config, skew, cluster.device.num_sms * config.programs_per_sm, costs, cluster
         )
         self.cut = CombineCut.of(p, config)
-        # within one, expert by expert
+        # by chunk, and within a chunk expert by expert
         by_chunk = sorted(self.tiles, key=lambda tile: tile[3] // self.cut.chunk_cols)
         self.chunk_of = [tile[3] // self.cut.chunk_cols for tile in by_chunk]
         self.missing = [self.chunk_of.count(chunk) for chunk in range(self.cut.chunks)]
         sms, c = cluster.device.num_sms, config
         self.workers = (c.num_reduce, c.num_finish) if c.kernel == "triton" else (sms, sms)
-        # Blocks of one rank and chunk; a ticket of the Hopper kernel has all columns of a chunk,
-        # and is a step for each 1024.
+        # Blocks per rank and chunk. A ticket of the Hopper kernel has all columns of a chunk and
+        # takes a step per 1024 columns.
         step_cols = c.block_cols if c.kernel == "triton" else 1024
         self.blocks = self.cut.blocks * cdiv(self.cut.chunk_cols * self.tile_n, step_cols)
         self.made = [self.env.event() for _ in range(self.cut.chunks)]
@@ -243,20 +239,20 @@ class _Combine(_Grouped):
                 self.made[chunk].succeed()
 
     def _steps(self, workers: int, ranks: int) -> simpy.Event:
-        """The blocks of so many ranks' tokens, one after another in each of the programs that take
-        them."""
+        """The blocks of the tokens of several ranks, one after the other in each program that has
+        some."""
         return self.env.timeout(cdiv(self.blocks * ranks, workers) * self.c.grouped_step)
 
     def _sums(self) -> Generator[simpy.Event, Any, None]:
-        """Chunk by chunk: rows of a token are gathered and added, one partial leaves for its rank;
-        what came is added there."""
+        """Chunk by chunk: the rows of each token are added, the partial sum is sent to the rank of
+        the token, and there partial sums are added."""
         p = self.p
-        # tokens of one rank that have an expert of another
+        # tokens of one rank that have an expert on another
         here = p.max_tokens * self.routing.reached(p.experts)
         for chunk, made in enumerate(self.made):
             yield made
             first = chunk * self.cut.chunk_cols * self.tile_n
-            # of a row
+            # per row
             nbytes = float(min(self.cut.chunk_cols * self.tile_n, p.cols - first) * p.itemsize)
             steps = self._steps(self.workers[0], p.world_size)
             yield self.env.all_of(

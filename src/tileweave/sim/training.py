@@ -1,10 +1,10 @@
 """Megatron-style training: data x pipeline x tensor parallel, 1F1B, sequence parallel (arXiv
 2104.04473, 2205.05198).
 
-One rank a pipeline stage is simulated; it stands for all tensor and data parallel ranks of that
-stage, which do the same at the same time. A stage's forward or backward of one micro-batch is one
-task whose parts are the operators; messages between stages, and the gradients' reduction over data
-parallel ranks, share the NICs.
+One rank per pipeline stage is simulated and represents all tensor and data parallel ranks of that
+stage, which do the same at the same time. The forward or backward of one micro-batch on a stage is
+one task whose parts are the operators. Messages between stages and the reduction of gradients over
+data parallel ranks share the NICs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from tileweave.sim.transformer import Layer, Model, known_model, model_reader
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """tp, pp, dp : degrees (dp 0: all GPUs that are left). global_batch : samples a step.
-    micro_batch : samples at once.
+    """A training run.
 
-    seq : tokens of a sample (0: the model's). recompute : a second forward in front of each
-        backward. overlap_gradients : reduce gradients layer by layer during the last micro-batch's
-        backward.
+    tp, pp, dp : degrees of parallelism; dp 0: all GPUs that are left.
+    global_batch : samples per step.
+    micro_batch : samples at once.
+    seq : tokens per sample; 0: that of the model.
+    recompute : whether there is a second forward before each backward.
+    overlap_gradients : reduce gradients layer by layer during the backward of the last micro-batch.
     """
 
     model: Model
@@ -76,7 +78,7 @@ class _Plan:
 
 
 def plan(training: Training, cluster: Cluster) -> _Plan:
-    """Check that the degrees fit; what is left over is data parallel."""
+    """Check that the degrees fit, and compute dp."""
     t, world = training, cluster.world_size
     require(
         t.tp <= cluster.gpus_per_node,
@@ -160,16 +162,15 @@ class _Builder:
     def build(self) -> Timeline:
         for stage in range(self.t.pp):
             first = stage * self.cluster.world_size // self.t.pp
-            name = f"stage {stage}, ranks {first} to {first + self.cluster.world_size // self.t.pp - 1}"
-            self.step.representative(
-                stage, self.cluster.world_size // self.t.pp, name, self.seen.capacities
-            )
+            ranks = self.cluster.world_size // self.t.pp
+            name = f"stage {stage}, ranks {first} to {first + ranks - 1}"
+            self.step.representative(stage, ranks, name, self.seen.capacities)
         orders = [
             list(one_f_one_b(stage, self.t.pp, self.plan.micro_batches))
             for stage in range(self.t.pp)
         ]
         position = [0] * self.t.pp
-        # add tasks when what they wait for is known
+        # add each task after those that it waits for
         while any(position[s] < len(orders[s]) for s in range(self.t.pp)):
             for stage in range(self.t.pp):
                 while position[stage] < len(orders[stage]) and self._try(
@@ -210,7 +211,8 @@ class _Builder:
         return once * self.plan.layers[stage]
 
     def _last_backward(self, stage: int, parts: list[Part], needs: list[int]) -> int:
-        """In four pieces; the gradients of each are reduced while the next is computed."""
+        """The backward in four parts; the gradients of each are reduced while the next is
+        computed."""
         pieces = min(4, self.plan.layers[stage])
         bounds = [len(parts) * i // pieces for i in range(pieces + 1)]
         number = -1
@@ -228,7 +230,7 @@ class _Builder:
         if self.plan.dp == 1:
             return
         nbytes = 2.0 * layers * self.t.model.layer_parameters / self.t.tp
-        # ranks: tensor, then data, then pipeline
+        # order of ranks: tensor, then data, then pipeline parallel
         group = group_of(self.cluster, self.plan.dp, self.t.tp)
         make: Callable[[], Any] = lambda: on_links(  # noqa: E731
             phases("all_reduce", nbytes, group, self.seen, self.protocol), stage
@@ -257,8 +259,8 @@ class _Builder:
         )
 
     def _update(self, stage: int) -> None:
-        """The optimiser: sharded over data parallel ranks, 26 bytes a parameter (fp32 moments and
-        master read and written)."""
+        """The optimizer, sharded over data parallel ranks: 26 bytes per parameter (fp32 moments and
+        master are read and written)."""
         needs = [
             task.number
             for task in self.step.tasks
@@ -276,7 +278,7 @@ class _Builder:
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[tuple[str, int]]:
-    """The order of a stage's work: ("F" or "B", micro-batch), 1F1B."""
+    """The work of a stage in 1F1B order: ("F" or "B", micro-batch)."""
     warm_up = min(stages - stage - 1, micro_batches)
     for micro in range(warm_up):
         yield "F", micro

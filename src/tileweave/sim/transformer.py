@@ -1,6 +1,6 @@
-"""The operators of a transformer layer, by mode: what training and serving share.
+"""The operators of a transformer layer by mode, for training and serving.
 
-Column-parallel matmuls gather their rows first, row-parallel ones scatter their results (sequence
+Column-parallel matmuls gather their rows first. Row-parallel ones scatter their results (sequence
 parallel, arXiv 2205.05198) or all-reduce them. M = rows of all ranks of the tensor-parallel group.
 """
 
@@ -34,7 +34,8 @@ from tileweave.sim.step import Part
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder. gated: the MLP has gate and up projections. seq: tokens of a training sample."""
+    """A decoder. ``gated``: the MLP has gate and up projections. ``seq``: tokens per training
+    sample."""
 
     name: str
     layers: int
@@ -76,7 +77,7 @@ class Model:
 def require_heads(
     hidden: int, heads: int, kv_heads: int, remedy: str = "change one of both"
 ) -> None:
-    """Refuse sizes of attention that no model can have."""
+    """Refuse impossible sizes of attention."""
     require(
         hidden % heads == 0,
         f"hidden {hidden} with {heads} heads",
@@ -107,15 +108,15 @@ FIELDS: dict[str, tuple[Reader, Any]] = {
 
 @cache
 def catalogue(kind: str) -> dict[str, Spot]:
-    """The published shapes of ``data/models.yaml`` of one kind (transformers, moe, dlrm),
-    unread."""
+    """The published shapes in ``data/models.yaml`` of one kind (transformers, moe, dlrm), not yet
+    parsed."""
     data = (resources.files("tileweave.sim") / "data" / "models.yaml").read_text("utf-8")
     whole = mapping_of(lambda spot: spot)(parse_document(data, "models.yaml"))
     return mapping_of(lambda spot: spot)(whole[kind])
 
 
 def model_reader(spot: Spot) -> Model:
-    """A published model's name, or a mapping with its sizes."""
+    """The name of a published model, or a mapping with its sizes."""
     known = catalogue("transformers")
     return either(
         lambda s: known_model(choice(tuple(known))(s)),
@@ -131,11 +132,11 @@ def known_model(name: str) -> Model:
 
 
 class Layer:
-    """Times of one layer's operators as :class:`Part` objects, for one mode and one tensor-parallel
-    degree.
+    """The times of the operators of one layer as :class:`Part` objects, for one mode and one
+    tensor-parallel degree.
 
-    fuse : names of the operators that may be fused (None: all). ``replans``: whether a layer may be
-        laid out otherwise than unfused, for the sake of fused operators.
+    fuse : names of the operators that may be fused; None: all.
+    replans : whether the layout of a layer may differ from that of unfused, for fused operators.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class Layer:
             "change tp",
         )
         self.model, self.ops, self.tp, self.mode = model, ops, tp, mode
-        self.words = cdiv(model.vocab, tp) * tp  # the vocabulary, padded to what ranks share
+        self.words = cdiv(model.vocab, tp) * tp  # the vocabulary, padded to a multiple of tp
         self.fuse = None if fuse is None else set(fuse)
         self.replans = mode == "bound" or (mode == "fused" and tp in (1, *FUSED_WORLD_SIZES))
 
@@ -161,7 +162,7 @@ class Layer:
         collective: str = "",
         nbytes: float = 0.0,
     ) -> Part:
-        """An operator as a part: what exceeds its computation alone is exposed communication."""
+        """An operator as a part. What exceeds its computation is exposed communication."""
         seconds = time.of(self.mode, self.fuse is None or op in self.fuse)
         exposed = max(seconds - time.compute, 0.0) if collective else 0.0
         return Part(name, phase, seconds, exposed, collective, nbytes, self.tp, "tp", time.compute)
@@ -170,7 +171,7 @@ class Layer:
         return Part(name, phase, seconds, compute=seconds)
 
     def column(self, name: str, m: int, cols: int, depth: int, phase: str = "matmul") -> Part:
-        """Gather rows, multiply with this rank's columns."""
+        """Gather rows, then multiply with this rank's columns."""
         if self.tp == 1:
             return self.part(name, phase, self.ops.matmul(m, cols, depth))
         time = self.ops.all_gather_matmul(self.tp, m, cols // self.tp, depth)
@@ -185,14 +186,14 @@ class Layer:
         reduce: str = "reduce_scatter",
         phase: str = "matmul",
     ) -> Part:
-        """Multiply this rank's part of the depth, sum over ranks."""
+        """Multiply this rank's part of K, then sum over ranks."""
         if self.tp == 1:
             return self.part(name, phase, self.ops.matmul(m, cols, depth))
         time = self.ops.matmul_scatter(reduce, self.tp, m, cols, depth // self.tp)
         return self.part(name, phase, time, f"matmul_{reduce}", reduce, m * cols * 2.0)
 
     def norm(self, rows: float) -> Part:
-        """Normalise and add the residual: three reads or writes of the rows."""
+        """Normalize and add the residual: three reads or writes of the rows."""
         return self.plain(
             "norm", "elementwise", self.ops.costs.stream(3 * rows * self.model.hidden * 2.0)
         )
@@ -205,12 +206,13 @@ class Layer:
         )
 
     def attention(self, m: int, seq: int, factor: float = 1.0) -> Part:
-        """Causal attention over ``seq`` of ``m`` rows in all: 2 * m * seq * hidden flop forward."""
+        """Causal attention over ``seq`` tokens, ``m`` rows in all: 2 * m * seq * hidden flop in
+        forward."""
         seconds = self.ops.costs.attention(factor * 2.0 * m * seq * self.model.hidden / self.tp)
         return self.plain("attention", "attention", seconds)
 
     def forward(self, m: int, seq: int, sequence_parallel: bool = True) -> list[Part]:
-        """One layer over ``m`` rows."""
+        """The forward of one layer over ``m`` rows."""
         model, rows = self.model, m / self.tp if sequence_parallel else float(m)
         reduce = "reduce_scatter" if sequence_parallel else "all_reduce"
         column = self.column if sequence_parallel else self.local_column
@@ -226,13 +228,13 @@ class Layer:
         ]
 
     def local_column(self, name: str, m: int, cols: int, depth: int, phase: str = "matmul") -> Part:
-        """Rows are whole on each rank already: a matmul."""
+        """A matmul alone, because each rank has all rows already."""
         return self.part(name, phase, self.ops.matmul(m, max(cols // self.tp, 1), depth))
 
     def backward(self, m: int, seq: int) -> list[Part]:
-        """One layer backwards, sequence parallel. Unfused as Megatron runs it: the gather of x
-        hides behind dgrad, the reduce-scatter of its result behind wgrad; the gather of dy in front
-        of row-parallel layers is exposed."""
+        """The backward of one layer, sequence parallel. Unfused as in Megatron: the gather of x is
+        hidden by dgrad, the reduce-scatter of its result by wgrad; the gather of dy before
+        row-parallel layers is exposed."""
         model = self.model
         return [
             *self._row_backward("fc2", m, model.hidden, model.ffn),

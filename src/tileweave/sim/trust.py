@@ -1,5 +1,5 @@
-"""How far the model can be trusted: error of every measured cell, fitted and held out apart, and
-trends of published tables."""
+"""How far the model can be trusted: the error of every measured cell, separately for fitted and
+held-out ones, and comparisons with published tables."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GOOD_MEAN, GOOD_WORST = 0.08, 0.20
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A cell and its prediction, seconds. ``side``: fit, held out, input (links alone) or outside
-    (not claimed)."""
+    """A cell and its prediction in seconds. ``side``: fit, held out, input (links alone) or outside
+    (not covered by the model)."""
 
     cell: Cell
     predicted: float
@@ -29,14 +29,14 @@ class Judged:
 
     @property
     def error(self) -> float:
-        """Relative: 0.05 is 5 % too slow."""
+        """The relative error: 0.05 is 5 % too slow."""
         return self.predicted / self.cell.seconds - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Errors of one group: geometric mean of the factor by which predictions are off, less one, and
-    the worst."""
+    """The errors of one group: the geometric mean of the factor by which predictions are off, minus
+    one, and the worst."""
 
     name: str
     count: int
@@ -48,8 +48,7 @@ class Summary:
 def judge(
     cells: Iterable[Cell], calibration: Calibration | None = None, device: str = "h200"
 ) -> tuple[list[Judged], list[Cell]]:
-    """Every cell, measured on ``device``, that the model knows, judged; and those it has no model
-    for."""
+    """The cells measured on ``device`` with their predictions, and the cells that have no model."""
     predictor = Predictor(calibration or load_calibration(), device)
     found, unknown = [], []
     for cell in cells:
@@ -71,7 +70,7 @@ def judge(
 
 
 def summarise(judged: Sequence[Judged], side: str) -> list[Summary]:
-    """By operator and quantity, then all of them."""
+    """Summaries by operator and quantity, then of all cells."""
     groups: dict[str, list[Judged]] = defaultdict(list)
     for one in judged:
         if one.side == side:
@@ -90,7 +89,7 @@ def _summary(name: str, members: Sequence[Judged]) -> Summary:
 
 
 def repeatability(cells: Sequence[Cell]) -> tuple[int, float, float]:
-    """The same quantity measured in more than one run: (pairs, geometric mean of their factor less
+    """Quantities that were measured in several runs: (pairs, geometric mean of their factors minus
     one, worst)."""
     groups: dict[tuple[str, str, str, int, bool], list[float]] = defaultdict(list)
     for cell in cells:
@@ -111,9 +110,10 @@ def repeatability(cells: Sequence[Cell]) -> tuple[int, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A published range, and what the model says of the same set-up: lowest, mean, highest.
+    """A published range, and the lowest, mean and highest value of the model for the same set-up.
 
-    ``agrees``: the model's mean lies in the published range."""
+    ``agrees``: the mean of the model is in the published range.
+    """
 
     source: str
     what: str
@@ -129,7 +129,10 @@ class Published:
 
 
 _FLUX = "FLUX, arXiv 2406.06858, section 5.1: E_overlap, TP 8, GPT-3 shapes"
-_SC24 = "SC24 (arXiv 2305.06942): time saved, four GPUs, average and best; its shapes are not public, ours stand in"
+_SC24 = (
+    "SC24 (arXiv 2305.06942): time saved, four GPUs, average and best; "
+    "its shapes are not public, ours are used"
+)
 _FLUX_RANGES = {
     ("a100-pcie", True): (0.41, 0.57),
     ("a100", True): (0.36, 0.96),
@@ -141,8 +144,8 @@ _FLUX_RANGES = {
 
 
 def published(calibration: Calibration | None = None) -> list[Published]:
-    """FLUX's operator ranges and the averages of the SC24 paper, beside ours. Fused kernels as they
-    are, no fallback."""
+    """The ranges of FLUX and of the SC24 paper, and those of the model. Fused kernels are used even
+    where they are slower."""
     found = []
     for (device, large), (low, high) in _FLUX_RANGES.items():
         rows = (1024, 2048, 4096, 8192) if large else (64, 512)
@@ -169,8 +172,8 @@ def published(calibration: Calibration | None = None) -> list[Published]:
 
 
 def _pooled(ops: Operators, pooling: int) -> OpTime:
-    """The same lookup on both sides, this library's: what is saved is not that torch's is
-    slower."""
+    """With tileweave's lookup on both sides, so that a slower lookup of torch is not counted as a
+    saving."""
     bags, row_bytes = 65536 * 8, 256.0
     time = ops.embedding_all_to_all(Group(4), bags, pooling, row_bytes)
     own = ops.costs.own_lookup(bags, bags * pooling, row_bytes)

@@ -1,5 +1,5 @@
-"""A workload file: what runs, on what. One YAML document with ``workload``, its fields, and
-``cluster``.
+"""A workload file: what runs on which cluster. It is one YAML document with ``workload``, its
+fields, and ``cluster``.
 
 workload: train            # train, serve, moe or dlrm
 model: llama2-70b          # a published one, or its sizes
@@ -50,8 +50,7 @@ class Scenario:
 
 
 def read_scenario(path: Path) -> Scenario:
-    """The scenario of a YAML file; what does not fit is named with its line, its field and what is
-    allowed."""
+    """The scenario of a YAML file. Errors name line, field and what is allowed."""
     return scenario_of(open_document(path))
 
 
@@ -99,7 +98,7 @@ def simulate_all(
     fuse: Iterable[str] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """A scenario unfused, fused and at its bound."""
+    """A scenario in all ``modes``: unfused, fused and its bound."""
     started = time.perf_counter()
     ops = _operators(scenario, calibration)
     timelines = {}
@@ -143,7 +142,7 @@ def _samples(scenario: Scenario) -> tuple[float, str]:
 
 
 def _ranks(scenario: Scenario) -> int:
-    """Ranks that the operators of a workload go between."""
+    """The number of ranks in the groups of the operators of a workload."""
     work = scenario.workload
     if isinstance(work, moe.MoE):
         return work.ep or scenario.cluster.world_size
@@ -151,15 +150,18 @@ def _ranks(scenario: Scenario) -> int:
 
 
 def cluster_notes(cluster: Cluster) -> Iterable[str]:
-    """What was not measured of a cluster."""
+    """Notes about what was not measured for a cluster."""
     if cluster.device.name != "h200":
-        yield f"{cluster.device.name}: fractions of peak measured on H200, transferred, not measured"
+        yield f"{cluster.device.name}: fractions of peak of an H200 are assumed, not measured"
     if cluster.nodes > 1:
-        yield "between nodes: rates and latency of data sheets, assumed or as given, not measured by us"
+        yield (
+            "between nodes: rates and latency of data sheets, "
+            "assumed or as given, not measured by us"
+        )
 
 
 def _notes(scenario: Scenario, ops: Operators) -> Iterable[str]:
-    """What a reader of the figures must know."""
+    """Notes that readers of the results must know."""
     cluster = scenario.cluster
     if isinstance(scenario.workload, serving.Serving) and cluster.nodes > 1:
         yield "one replica, inside one node: the other nodes change nothing"
@@ -167,7 +169,7 @@ def _notes(scenario: Scenario, ops: Operators) -> Iterable[str]:
     yield from cluster_notes(cluster)
     most = FUSED_WORLD_SIZES[-1]
     if most < (ranks := _ranks(scenario)) <= cluster.gpus_per_node:
-        yield f"{ranks} ranks inside a node: unfused, since the library's kernels go between at most {most}"
+        yield f"{ranks} ranks inside a node: unfused, since fused kernels have at most {most}"
     missing = [name for name in ops.calibration.not_fitted if name not in ("attention",)]
     if missing:
         yield f"coefficients that are not fitted to cells: {', '.join(missing)}"
