@@ -50,7 +50,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("tickets: only the tiles of their chunk", TASKS, _TILES, "                made = chunk + 0\n" + _TILES, PARTITIONS),
     Mutant("tickets: results do not wait for peers", TASKS, "if word >= heard:", "if word > 99:", PARTITIONS),
     Mutant("tickets: one signal is taken for two", TASKS, "heard = word + 1", "heard = word + 2", PARTITIONS),
-    Mutant("tickets: one counter", TASKS, "TICKETS + late * LINE", "TICKETS + late * 0", PARTITIONS),
+    Mutant("tickets: one counter", TASKS, "TICKETS + late * MAX_SLICES", "TICKETS + late * 0", PARTITIONS),
     Mutant("tickets: lists are counted without a release", TASKS, 'LISTED, 1, sem="release"', 'LISTED, 1, sem="relaxed"',
            PARTITIONS),
     Mutant("tickets: a group is signalled by its first block", TASKS, "word, group_size):", "word, 1):", PARTITIONS),

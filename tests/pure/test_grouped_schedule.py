@@ -120,18 +120,21 @@ def test_tickets_of_very_many_blocks(sends: int, own: int) -> None:
 
 def test_counters_of_a_combine_are_apart() -> None:
     """Whatever chunks and groups there may be."""
-    layout = pytest.importorskip("tileweave.kernels.experts.combine_layout")
-    slices = pytest.importorskip("tileweave.device.triton.signal").MAX_SLICES.value
-    late = layout.TICKETS.value + layout.LINE.value
-    hopper = [layout.LISTED.value, layout.TICKETS.value, late, layout.DRAWN.value]
-    tiles = [layout.TILES.value + chunk for chunk in range(MAX_GROUPS)]
-    sent = [
-        layout.SENT.value + peer * slices + word for peer in range(8) for word in range(MAX_GROUPS)
+    tasks = pytest.importorskip("tileweave.kernels.experts.combine_hopper_tasks")
+    own = [
+        tasks.WEIGHTS.value,
+        tasks.LISTED.value,
+        tasks.TICKETS.value,
+        tasks.TICKETS.value + tasks.MAX_SLICES.value,
     ]
-    words = [layout.WEIGHTS.value, *hopper, *tiles, *sent]
-    assert len(set(words)) == len(words) and max(words) < layout.COUNTER_WORDS.value
-    lines = {word // layout.LINE.value for word in hopper}
-    assert len(lines) == len(hopper) and lines.isdisjoint(w // 32 for w in (*tiles, *sent))
+    tiles = [tasks.TILES.value + chunk for chunk in range(MAX_GROUPS)]
+    sent = [
+        tasks.SENT.value + peer * tasks.MAX_SLICES.value + word
+        for peer in range(8)
+        for word in range(MAX_GROUPS)
+    ]
+    words = [*own, *tiles, *sent]
+    assert len(set(words)) == len(words) and max(words) < tasks.COUNTER_WORDS.value
 
 
 def test_blocks_of_experts() -> None:

@@ -43,7 +43,7 @@ import triton.language as tl
 from tileweave.kernels.experts import combine_hopper_tickets as combine_tickets
 from tileweave.kernels.experts import combine_layout
 from tileweave.kernels.experts.combine_layout import (
-    COUNTER_WORDS, LINE, LISTED, SENT, TICKETS, TILES, WEIGHTS
+    COUNTER_WORDS, LISTED, SENT, TICKETS, TILES, WEIGHTS
 )
 from tileweave.device.triton import peers as protocol
 from tileweave.device.triton import signal

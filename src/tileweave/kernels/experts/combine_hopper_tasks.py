@@ -41,7 +41,6 @@ from tileweave.kernels.experts import combine_hopper_tickets as combine_tickets
 from tileweave.kernels.experts import combine_layout
 from tileweave.kernels.experts.combine_layout import (
     COUNTER_WORDS,
-    LINE,
     LISTED,
     SENT,
     TICKETS,
@@ -433,7 +432,7 @@ def serve_tickets(
     heard = 0
     await_count(counts + LISTED, programs)
     for late in range(0, KINDS):
-        tickets = counts + TICKETS + late * LINE
+        tickets = counts + TICKETS + late * MAX_SLICES
         count = count_tickets(late, cut.chunks, peer_blocks, own_blocks)
         ticket = gl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         while ticket < count:

@@ -6,12 +6,12 @@ group, at most 30::
     [WEIGHTS]                            programs that have pushed their part of the weights
     [TILES + chunk]                      tiles of a chunk that are stored
     [SENT + peer * MAX_SLICES + word]    blocks of a group that are stored in a peer's slot
+    [LISTED]                             Hopper: programs that have listed their part of the rows
+    [TICKETS], [TICKETS + MAX_SLICES]    Hopper: early tickets, and late tickets, that were drawn
+    [DRAWN]                              Hopper: tiles that were drawn
 
-and those of the Hopper kernel, each in a cache line of its own::
-
-    [LISTED]                             programs that have listed their part of the rows
-    [TICKETS], [TICKETS + LINE]          early tickets, and late tickets, that were drawn
-    [DRAWN]                              tiles that were drawn
+The Hopper kernel's four counters are the last of the MAX_SLICES words of peers 0 to 3 in [SENT],
+which no group uses: one in each cache line.
 
 Integer arithmetic only, so that the same source serves Triton and Gluon: ``SOURCES``.
 """
@@ -21,14 +21,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LINE = tl.constexpr(32)  # words of a cache line
+from tileweave.device.triton.signal import MAX_SLICES
+
+_UNUSED = MAX_SLICES.value - 1
+_SENT = 32
+
 WEIGHTS = tl.constexpr(0)
 TILES = tl.constexpr(1)
-SENT = tl.constexpr(32)  # 8 peers of MAX_SLICES words
-LISTED = tl.constexpr(32 * 9)
-TICKETS = tl.constexpr(32 * 10)
-DRAWN = tl.constexpr(32 * 12)
-COUNTER_WORDS = tl.constexpr(32 * 13)
+SENT = tl.constexpr(_SENT)
+LISTED = tl.constexpr(_SENT + _UNUSED)
+TICKETS = tl.constexpr(_SENT + MAX_SLICES.value + _UNUSED)
+DRAWN = tl.constexpr(_SENT + 3 * MAX_SLICES.value + _UNUSED)
+COUNTER_WORDS = tl.constexpr(_SENT + 8 * MAX_SLICES.value)
 
 
 def index_of(peer, owner):
