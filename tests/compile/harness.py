@@ -77,8 +77,9 @@ class Compiled:
     text or bytes. ``registers`` is per thread (VGPRs on gfx942). ``spills`` is bytes of stack and
     local memory per thread on NVIDIA (kernels of ours keep nothing else there) and spilled VGPRs on
     gfx942. Both are None when no tool could tell. ``params`` names the parameters of the PTX entry
-    in order (a tensor descriptor takes 1 + 2 * rank of them, compile time constants none); it is
-    empty where names could not be matched. ``signature`` is argument -> Triton's type.
+    in order (a tensor descriptor takes 1 + 2 * rank of them, compile time constants none); a member
+    of a named tuple has its name alone. It is empty where names could not be matched. ``signature``
+    is argument -> Triton's type.
     """
 
     name: str
@@ -328,8 +329,10 @@ def _param_names(signature: Mapping[str, Any], ptx: str) -> tuple[str, ...]:
 
 def _expand(name: str, kind: Any, flags: int | None) -> Iterator[str]:
     if isinstance(kind, (tuple, list)):
-        for index, inner in enumerate(kind):
-            yield from _expand(f"{name}.{index}", inner, flags)
+        # A member of a named tuple has the name that it would have as a parameter of its own.
+        names = getattr(kind, "_fields", [f"{name}.{index}" for index in range(len(kind))])
+        for member, inner in zip(names, kind, strict=True):
+            yield from _expand(member, inner, flags)
     elif str(kind).startswith("tensordesc"):
         block = re.search(r"\[([^\]]*)\]", str(kind))
         rank = block[1].count(",") + 1 if block else 0
