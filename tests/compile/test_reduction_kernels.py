@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -36,6 +37,7 @@ from tileweave.kernels.all_reduce import one_shot
 from tileweave.kernels.reduce_scatter import hopper
 from tileweave.kernels.reduce_scatter import triton as plain
 from tileweave.kernels.runtime.descriptors import fits
+from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import _FusedCall
 from tileweave.planning.machine import H200
 from tileweave.planning.matmul import (
@@ -126,11 +128,11 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     )
     if c.kernel == "hopper":
         whole = fits(out)
-        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(
+        launcher: Callable[..., None] = hopper.Launcher(
             peers, schedule, c, dtype, DEPTH, w.stride(), whole
         )
     else:
-        launcher = plain.Launcher(peers, schedule, c)
+        launcher = plain.launcher(peers, schedule, c, DEPTH, w.stride())
     return compile_one(lambda: launcher(x, w, bias, out, staging, 0), target)
 
 
@@ -358,8 +360,10 @@ def test_what_tma_cannot_reach_takes_the_triton_kernel(push: bool) -> None:
         return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view_as(tensor)
 
     assert isinstance(call.launcher(x, w, out), hopper.Launcher)
-    assert isinstance(call.launcher(moved(x), w, out), plain.Launcher)
-    assert isinstance(call.launcher(x, moved(w), out), plain.Launcher)
+    for operands in ((moved(x), w), (x, moved(w))):
+        launcher = call.launcher(*operands, out)
+        assert isinstance(launcher, Launcher)
+        assert launcher.kernel is plain.matmul_reduce_scatter_kernel
     whole, parts = call.launcher(x, w, out), call.launcher(x, w, moved(out))
     assert isinstance(whole, hopper.Launcher) and isinstance(parts, hopper.Launcher), (
         "each choice is kept under its own key"

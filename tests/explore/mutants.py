@@ -98,12 +98,10 @@ _CLEANED = "    tl.store(pointers, tl.zeros(value.shape, value.dtype), mask=mask
 _ANY = "return acc, tl.max(tl.max(missing, axis=1), axis=0)"
 _EACH = "missing = tl.max(_missing(value, mask) + 2 * overdue, axis=1)"
 
-_STAGE = (
-    "                store_rows(acc.to(dtype), staging, line, col, cols, row < row_limit, pitch)\n"
-)
+_STAGE = "                store_rows(acc.to(dtype), tensors.staging, staged, col, cols, mask, sizes.pitch)\n"
 _MET = (
     "                if tile == 0:\n"
-    "                    meet(signal_table, signals, rank, epoch, tile, control, report, WORLD_SIZE)\n"
+    "                    meet(peers, rank, epoch, tile, WORLD_SIZE)\n"
 )
 _IN = "                count_in(counters + num_programs + place * MAX_SLICES + chunk)\n"
 _COUNTED = (
@@ -453,8 +451,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "partials to the wrong owner",
         REDUCE,
-        "symm_at(slot_table, owner, dtype",
-        "symm_at(slot_table, (owner + 1) % WORLD_SIZE, dtype",
+        "slots_at(peers, owner, dtype",
+        "slots_at(peers, (owner + 1) % WORLD_SIZE, dtype",
         RS + "sm",
     ),
     Mutant(
@@ -474,36 +472,36 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "own tiles do not wait for their chunk",
         REDUCE,
-        "                        wait(signals + chunk, 1, epoch, (rank",
-        "                        0 and wait(signals + chunk, 1, epoch, (rank",
+        "        signal.wait(peers",
+        "        0 and signal.wait(peers",
         RS + "copy engine",
     ),
     Mutant(
         "own tiles wait for chunk 0",
         REDUCE,
-        "wait(signals + chunk,",
-        "wait(signals,",
+        "wait(peers.signals + chunk,",
+        "wait(peers.signals,",
         RS + "copy engine",
     ),
     Mutant(
         "own tiles wait for one peer",
         REDUCE,
-        "for i in tl.static_range(1, WORLD_SIZE):\n                        wait",
-        "for i in tl.static_range(1, 2):\n                        wait",
+        "for i in tl.static_range(1, WORLD_SIZE):\n        signal.wait",
+        "for i in tl.static_range(1, 2):\n        signal.wait",
         RS + "copy engine",
     ),
     Mutant(
         "counts move before the last push",
         REDUCE,
-        "    await_pushed(signals, epoch, control, report, WORLD_SIZE)\n",
+        "    await_pushed(peers, epoch, WORLD_SIZE)\n",
         "",
         RS + "copy engine",
     ),
     Mutant(
         "counts of chunks are not reset",
         REDUCE,
-        "    tl.store(counters + words",
-        "    0 and tl.store(counters + words",
+        "    tl.store(peers.counters + num_programs + words",
+        "    0 and tl.store(peers.counters + num_programs + words",
         RS + "copy engine",
     ),
     Mutant(

@@ -105,9 +105,9 @@ class _FusedCall:
                     w.stride(),
                     whole,
                 )
-        from tileweave.kernels.reduce_scatter.triton import Launcher
+        from tileweave.kernels.reduce_scatter.triton import launcher
 
-        return Launcher(self.endpoint, self.schedule, self.config)
+        return launcher(self.endpoint, self.schedule, self.config, x.stride(0), w.stride())
 
 
 def _fused_call(
