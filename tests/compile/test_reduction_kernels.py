@@ -148,7 +148,9 @@ def compile_one_shot(norm: bool, target: str = "sm_90") -> Compiled:
     out = torch.empty(4, COLS, dtype=dtype)
     vector = torch.empty(COLS, dtype=dtype)
     peers = endpoint(WORLD_SIZE * config.tile_m * COLS, dtype)
-    launcher = one_shot.Launcher(peers, WORLD_SIZE, RANK, COLS, config)
+    launcher = one_shot.launcher(
+        peers, WORLD_SIZE, RANK, (4, COLS, DEPTH), DEPTH, DEPTH, norm, config
+    )
     extras = (vector, torch.empty_like(out), vector, 1e-6, out, torch.empty_like(out))
     return compile_one(
         lambda: launcher(x, w, *(extras if norm else (None, None, None, 0.0, out, None))), target

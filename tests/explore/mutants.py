@@ -75,7 +75,7 @@ _NOTIFY = (
 _WAIT = "token = wait(signals, NUM_SLICES, epoch, source * MAX_SLICES, tile, control, report, EXACT=EXACT)"
 _PUSHED = "            await_pushed(signals, epoch, control, report, WORLD_SIZE)\n"
 _LEAVE = "    leave(control, epoch, num_programs)\n"
-_EARLY = "        leave_early(control, epoch, num_programs)\n"
+_EARLY = "        leave_early(peers, epoch, num_programs)\n"
 _DATA = """        if pitch == width:
             copies.append(Copy(target, 0, (end - begin) * width, start))
         else:
