@@ -98,7 +98,9 @@ _CLEANED = "    tl.store(pointers, tl.zeros(value.shape, value.dtype), mask=mask
 _ANY = "return acc, tl.max(tl.max(missing, axis=1), axis=0)"
 _EACH = "missing = tl.max(_missing(value, mask) + 2 * overdue, axis=1)"
 
-_STAGE = "                store_rows(acc.to(dtype), tensors.staging, staged, col, cols, mask, sizes.pitch)\n"
+_STAGE = (
+    "                store_rows(value, tensors.staging, staged, col, cols, mask, sizes.pitch)\n"
+)
 _MET = (
     "                if tile == 0:\n"
     "                    meet(peers, rank, epoch, tile, WORLD_SIZE)\n"

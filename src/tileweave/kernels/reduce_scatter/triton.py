@@ -329,8 +329,8 @@ def matmul_reduce_scatter_kernel(
             if (not C.PUSH) and (home != rank):
                 place = home - (home > rank).to(tl.int32)
                 staged = place * (tile_rows * TILE_M) + row - home * rows
-                mask = row < row_limit
-                store_rows(acc.to(dtype), tensors.staging, staged, col, cols, mask, sizes.pitch)
+                value, mask = acc.to(dtype), row < row_limit
+                store_rows(value, tensors.staging, staged, col, cols, mask, sizes.pitch)
                 chunk = (first_row - home * rows) // TILE_M // chunk_rows
                 if tile == 0:
                     meet(peers, rank, epoch, tile, WORLD_SIZE)

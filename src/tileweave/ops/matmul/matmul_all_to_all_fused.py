@@ -101,9 +101,9 @@ class _FusedCall:
 
             if fits(x, w, out) and self.schedule.cols * x.element_size() % 16 == 0:
                 return HopperLauncher(*common, x.dtype, x.stride(0), w.stride())
-        from tileweave.kernels.all_to_all.scatter_triton import Launcher
+        from tileweave.kernels.all_to_all.scatter_triton import launcher
 
-        return Launcher(*common)
+        return launcher(*common, x.stride(0), w.stride())
 
 
 def _fused_call(
