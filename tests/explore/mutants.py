@@ -502,8 +502,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "counts of chunks are not reset",
         REDUCE,
-        "    tl.store(peers.counters + num_programs + words",
-        "    0 and tl.store(peers.counters + num_programs + words",
+        "    tl.store(counters + words",
+        "    0 and tl.store(counters + words",
         RS + "copy engine",
     ),
     Mutant(

@@ -225,13 +225,13 @@ def add_copied(acc, slot, row, col, slot_rows, rank, sizes, WORLD_SIZE: tl.const
 
 
 @triton.jit
-def end_of_copies(peers, num_programs, epoch, WORLD_SIZE: tl.constexpr):
-    """The copy engine reads the epoch and the counters: wait until it has pushed, then zero the
-    counters."""
+def end_of_copies(peers, counters, epoch, WORLD_SIZE: tl.constexpr):
+    """The copy engine reads the epoch and the ``counters`` of chunks: wait until it has pushed,
+    then reset the counters to zero."""
     await_pushed(peers, epoch, WORLD_SIZE)
     words = tl.arange(0, 8 * MAX_SLICES)
     inside = words < (WORLD_SIZE - 1) * MAX_SLICES
-    tl.store(peers.counters + num_programs + words, tl.zeros_like(words), mask=inside)
+    tl.store(counters + words, tl.zeros_like(words), mask=inside)
 
 
 UNSPECIALIZED = [
@@ -352,8 +352,8 @@ def matmul_reduce_scatter_kernel(
                 else:
                     chunk = (first_row - rank * rows) // TILE_M // chunk_rows
                     await_copied(peers, chunk, rank, epoch, tile, WORLD_SIZE)
-                    slot_rows = tile_rows * TILE_M
                     slot_at = peers.slots + slot_offset
+                    slot_rows = tile_rows * TILE_M
                     acc = add_copied(acc, slot_at, within, col, slot_rows, rank, sizes, WORLD_SIZE)
                 if C.HAS_BIAS:
                     bias = tl.load(tensors.bias + col, mask=col < cols, other=0.0)
@@ -362,7 +362,7 @@ def matmul_reduce_scatter_kernel(
                 store_rows(acc.to(dtype), out, within, col, cols, own)
     if not C.PUSH:
         if program == num_programs - 1:
-            end_of_copies(peers, num_programs, epoch, WORLD_SIZE)
+            end_of_copies(peers, counters + num_programs, epoch, WORLD_SIZE)
     leave(peers, epoch, num_programs)
 
 
