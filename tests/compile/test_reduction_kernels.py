@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -128,9 +127,7 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     )
     if c.kernel == "hopper":
         whole = fits(out)
-        launcher: Callable[..., None] = hopper.Launcher(
-            peers, schedule, c, dtype, DEPTH, w.stride(), whole
-        )
+        launcher = hopper.launcher(peers, schedule, c, dtype, DEPTH, w.stride(), whole)
     else:
         launcher = plain.launcher(peers, schedule, c, DEPTH, w.stride())
     return compile_one(lambda: launcher(x, w, bias, out, staging, 0), target)
@@ -361,15 +358,16 @@ def test_what_tma_cannot_reach_takes_the_triton_kernel(push: bool) -> None:
         """The same, 2 bytes off a 16-byte boundary."""
         return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view_as(tensor)
 
-    assert isinstance(call.launcher(x, w, out), hopper.Launcher)
-    for operands in ((moved(x), w), (x, moved(w))):
-        launcher = call.launcher(*operands, out)
+    def chosen(*operands: torch.Tensor) -> Launcher:
+        launcher = call.launcher(*operands)
         assert isinstance(launcher, Launcher)
-        assert launcher.kernel is plain.matmul_reduce_scatter_kernel
-    whole, parts = call.launcher(x, w, out), call.launcher(x, w, moved(out))
-    assert isinstance(whole, hopper.Launcher) and isinstance(parts, hopper.Launcher), (
-        "each choice is kept under its own key"
-    )
-    assert whole.whole and parts.whole == push, (
-        "what no TMA can store is stored by the warps that multiply"
-    )
+        return launcher
+
+    for operands in ((moved(x), w), (x, moved(w))):
+        assert chosen(*operands, out).kernel is plain.matmul_reduce_scatter_kernel
+    whole, parts = chosen(x, w, out), chosen(x, w, moved(out))
+    for launcher, own in ((whole, True), (parts, push)):
+        assert launcher.kernel is hopper.matmul_reduce_scatter_hopper_kernel
+        choices = launcher._pack(x, w, None, out, None, 0).changing()["C"]
+        assert own == choices.WHOLE, "what no TMA can store is stored by the warps that multiply"
+    assert whole is not parts, "each choice is kept under its own key"
