@@ -130,9 +130,9 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
         peers = endpoint(schedule.slot_elements, dtype)
         common = (peers, schedule, c, case.how, rows)
         if c.kernel == "hopper":
-            launcher = matmul_all_to_all_hopper.Launcher(*common, dtype, DEPTH, w.stride())
+            launcher = matmul_all_to_all_hopper.launcher(*common, dtype, DEPTH, w.stride())
         else:
-            launcher = matmul_all_to_all.Launcher(*common)
+            launcher = matmul_all_to_all.launcher(*common, DEPTH, w.stride())
         out = torch.empty(case.how.result(M, N, WORLD_SIZE), dtype=dtype)
         return compile_one(lambda: launcher(x, w, bias, out, 0), target)
     rows, depth = case.how.result(M, DEPTH, WORLD_SIZE)

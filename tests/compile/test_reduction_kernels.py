@@ -36,6 +36,7 @@ from tileweave.kernels.all_reduce import one_shot
 from tileweave.kernels.reduce_scatter import hopper
 from tileweave.kernels.reduce_scatter import triton as plain
 from tileweave.kernels.runtime.descriptors import fits
+from tileweave.kernels.runtime.launch import Launcher
 from tileweave.ops.matmul.matmul_reduce_scatter_fused import _FusedCall
 from tileweave.planning.machine import H200
 from tileweave.planning.matmul import scatter_schedule_for
@@ -122,11 +123,9 @@ def compile_case(case: Case, target: str = "sm_90") -> Compiled:
     )
     if c.kernel == "hopper":
         whole = fits(out)
-        launcher: plain.Launcher | hopper.Launcher = hopper.Launcher(
-            peers, schedule, c, dtype, DEPTH, w.stride(), whole
-        )
+        launcher = hopper.launcher(peers, schedule, c, dtype, DEPTH, w.stride(), whole)
     else:
-        launcher = plain.Launcher(peers, schedule, c)
+        launcher = plain.launcher(peers, schedule, c, DEPTH, w.stride())
     return compile_one(lambda: launcher(x, w, bias, out, staging, 0), target)
 
 
@@ -142,7 +141,9 @@ def compile_one_shot(norm: bool, target: str = "sm_90") -> Compiled:
     out = torch.empty(4, COLS, dtype=dtype)
     vector = torch.empty(COLS, dtype=dtype)
     peers = endpoint(WORLD_SIZE * config.tile_m * COLS, dtype)
-    launcher = one_shot.Launcher(peers, WORLD_SIZE, RANK, COLS, config)
+    launcher = one_shot.launcher(
+        peers, WORLD_SIZE, RANK, (4, COLS, DEPTH), DEPTH, DEPTH, norm, config
+    )
     extras = (vector, torch.empty_like(out), vector, 1e-6, out, torch.empty_like(out))
     return compile_one(
         lambda: launcher(x, w, *(extras if norm else (None, None, None, 0.0, out, None))), target
@@ -353,13 +354,16 @@ def test_what_tma_cannot_reach_takes_the_triton_kernel(push: bool) -> None:
         """The same, 2 bytes off a 16-byte boundary."""
         return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view_as(tensor)
 
-    assert isinstance(call.launcher(x, w, out), hopper.Launcher)
-    assert isinstance(call.launcher(moved(x), w, out), plain.Launcher)
-    assert isinstance(call.launcher(x, moved(w), out), plain.Launcher)
-    whole, parts = call.launcher(x, w, out), call.launcher(x, w, moved(out))
-    assert isinstance(whole, hopper.Launcher) and isinstance(parts, hopper.Launcher), (
-        "each choice is kept under its own key"
-    )
-    assert whole.whole and parts.whole == push, (
-        "what no TMA can store is stored by the warps that multiply"
-    )
+    def chosen(*operands: torch.Tensor) -> Launcher:
+        launcher = call.launcher(*operands)
+        assert isinstance(launcher, Launcher)
+        return launcher
+
+    for operands in ((moved(x), w), (x, moved(w))):
+        assert chosen(*operands, out).kernel is plain.matmul_reduce_scatter_kernel
+    whole, parts = chosen(x, w, out), chosen(x, w, moved(out))
+    for launcher, own in ((whole, True), (parts, push)):
+        assert launcher.kernel is hopper.matmul_reduce_scatter_hopper_kernel
+        choices = launcher._pack(x, w, None, out, None, 0).changing()["C"]
+        assert own == choices.WHOLE, "what no TMA can store is stored by the warps that multiply"
+    assert whole is not parts, "each choice is kept under its own key"

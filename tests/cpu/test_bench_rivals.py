@@ -50,7 +50,9 @@ def of_an_exchange(me: Member, op: str, dtype: str) -> float:
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-6), ("float16", 1e-3)])
 @pytest.mark.parametrize("op", [OUT, IN])
-def test_an_exchange_beside_a_matmul_lands_in_order(world: World, op: str, dtype: str, allowed: float) -> None:
+def test_an_exchange_beside_a_matmul_lands_in_order(
+    world: World, op: str, dtype: str, allowed: float
+) -> None:
     assert worst_of(world.run(of_an_exchange, op, dtype)) < allowed
 
 

@@ -127,9 +127,7 @@ def both_go_on(me: Member, op: str, rows: int, places: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("places", [(0, 0), (1, 1), (0, 1)], ids=["before", "in", "before and in"])
 @pytest.mark.parametrize(("op", "rows"), CALLS)
-def test_ranks_that_all_broke_off_go_on(
-    world, op: str, rows: int, places: tuple[int, int]
-) -> None:
+def test_ranks_that_all_broke_off_go_on(world, op: str, rows: int, places: tuple[int, int]) -> None:
     """Where all do before they have begun, which is where most memory is asked for; else who begins
     second is told."""
     for found in world.run(

@@ -146,9 +146,7 @@ def test_bench(tmp_path: Path, op: str, world: str) -> None:
         ("embedding_bag_all_to_all", "cat", [], 0),
     ],
 )
-def test_a_bench_says_who_is_no_rival(
-    op: str, peers: str, strangers: list[str], code: int
-) -> None:
+def test_a_bench_says_who_is_no_rival(op: str, peers: str, strangers: list[str], code: int) -> None:
     output = invoke(
         "bench", op, "--smoke", "--world", "2", "--repeats", "1", "--peers", peers, code=code
     )

@@ -149,7 +149,9 @@ def materialised(me: Member, specs: list[TableSpec], optimizer: str | None, way:
 
 @pytest.mark.parametrize("way", ["reset", "no reset", "assign"])
 @pytest.mark.parametrize("optimizer", [None, "sgd", "adagrad"])
-def test_a_module_from_meta_trains_as_one_that_was_not(world, optimizer: str | None, way: str) -> None:
+def test_a_module_from_meta_trains_as_one_that_was_not(
+    world, optimizer: str | None, way: str
+) -> None:
     for specs in (ONE, FOUR):
         on_both(world, materialised, specs, optimizer, way)
 

@@ -335,9 +335,7 @@ def suffered(marked: str) -> list[dict[str, dict[str, object]]]:
 
 
 @pytest.mark.parametrize("name", LIVE, ids=[name.replace(" ", "_") for name in LIVE])
-def test_a_fault_that_all_survive(
-    suffered: list[dict[str, dict[str, object]]], name: str
-) -> None:
+def test_a_fault_that_all_survive(suffered: list[dict[str, dict[str, object]]], name: str) -> None:
     fault = LIVE[name]
     for rank, found in enumerate(suffered):
         seen, taken = str(found[name]["seen"]), float(found[name]["taken"])  # type: ignore[arg-type]

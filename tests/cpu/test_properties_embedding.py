@@ -336,7 +336,9 @@ def wrong_lists(me: Member, what: str) -> str:
 
 
 @pytest.mark.parametrize(("what", "text"), [("values", "values"), ("negative", "lengths below 0")])
-def test_what_only_the_device_knows_is_told_to_every_rank(worlds: Worlds, what: str, text: str) -> None:
+def test_what_only_the_device_knows_is_told_to_every_rank(
+    worlds: Worlds, what: str, text: str
+) -> None:
     for said in worlds("gloo", 2).run(wrong_lists, what):
         assert "rank 1" in said and text in said and "remedy: " in said, said
 

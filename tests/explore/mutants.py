@@ -79,7 +79,7 @@ _EXACT = "unit.tile, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)"
 _WAIT = "token = wait(peers, source * MAX_SLICES, epoch, " + _EXACT
 _PUSHED = "            await_pushed(peers, epoch, C.WORLD_SIZE)\n"
 _LEAVE = "    leave(peers, epoch, num_programs)\n"
-_EARLY = "        leave_early(control, epoch, num_programs)\n"
+_EARLY = "        leave_early(peers, epoch, num_programs)\n"
 _DATA = """        if pitch == width:
             copies.append(Copy(target, 0, (end - begin) * width, start))
         else:
@@ -103,11 +103,11 @@ _ANY = "return acc, tl.max(tl.max(missing, axis=1), axis=0)"
 _EACH = "missing = tl.max(_missing(value, mask) + 2 * overdue, axis=1)"
 
 _STAGE = (
-    "                store_rows(acc.to(dtype), staging, line, col, cols, row < row_limit, pitch)\n"
+    "                store_rows(value, tensors.staging, staged, col, cols, mask, sizes.pitch)\n"
 )
 _MET = (
     "                if tile == 0:\n"
-    "                    meet(signal_table, signals, rank, epoch, tile, control, report, WORLD_SIZE)\n"
+    "                    meet(peers, rank, epoch, tile, WORLD_SIZE)\n"
 )
 _IN = "                count_in(counters + num_programs + place * MAX_SLICES + chunk)\n"
 _COUNTED = (
@@ -457,8 +457,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "partials to the wrong owner",
         REDUCE,
-        "symm_at(slot_table, owner, dtype",
-        "symm_at(slot_table, (owner + 1) % WORLD_SIZE, dtype",
+        "slots_at(peers, owner, dtype",
+        "slots_at(peers, (owner + 1) % WORLD_SIZE, dtype",
         RS + "sm",
     ),
     Mutant(
@@ -478,28 +478,28 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "own tiles do not wait for their chunk",
         REDUCE,
-        "                        wait(signals + chunk, 1, epoch, (rank",
-        "                        0 and wait(signals + chunk, 1, epoch, (rank",
+        "        signal.wait(peers",
+        "        0 and signal.wait(peers",
         RS + "copy engine",
     ),
     Mutant(
         "own tiles wait for chunk 0",
         REDUCE,
-        "wait(signals + chunk,",
-        "wait(signals,",
+        "wait(peers.signals + chunk,",
+        "wait(peers.signals,",
         RS + "copy engine",
     ),
     Mutant(
         "own tiles wait for one peer",
         REDUCE,
-        "for i in tl.static_range(1, WORLD_SIZE):\n                        wait",
-        "for i in tl.static_range(1, 2):\n                        wait",
+        "for i in tl.static_range(1, WORLD_SIZE):\n        signal.wait",
+        "for i in tl.static_range(1, 2):\n        signal.wait",
         RS + "copy engine",
     ),
     Mutant(
         "counts move before the last push",
         REDUCE,
-        "    await_pushed(signals, epoch, control, report, WORLD_SIZE)\n",
+        "    await_pushed(peers, epoch, WORLD_SIZE)\n",
         "",
         RS + "copy engine",
     ),

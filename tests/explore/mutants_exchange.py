@@ -14,7 +14,7 @@ SOURCES, PUSHES, REMOTE = (
 WORDS = "device/triton/signal.py"
 
 _FLAG = "    notify(signals + (1 + slot) * (WORLD_SIZE * MAX_SLICES) + WORLD_SIZE + 1 + mine, 1)\n"
-_DONE = "    await_pushed(signals, epoch, control, report, WORLD_SIZE)\n"
+_DONE = "    await_pushed(peers, epoch, WORLD_SIZE)\n"
 _RESET = "    tl.store(flags + words, tl.zeros_like(words), mask=inside)\n"
 _COUNT = "                if count_last(counters + num_programs + place * MAX_SLICES + chunk, tiles_of_chunk):\n"
 _TOKEN = "token = wait(peers, index, epoch, unit.tile, COUNT=C.NUM_SLICES, EXACT=not C.PUSH)"
@@ -76,8 +76,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a part to the wrong peer",
         PULLED,
-        "symm_at(slot_table, home, dtype",
-        "symm_at(slot_table, (home + 1) % WORLD_SIZE, dtype",
+        "slots_at(peers, home, dtype",
+        "slots_at(peers, (home + 1) % WORLD_SIZE, dtype",
         OUT + "sm",
     ),
     Mutant(

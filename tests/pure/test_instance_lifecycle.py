@@ -70,9 +70,7 @@ def test_growth_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("device", "capturing", "joins"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", False, 1)]
 )
-def test_who_joins_copies_beside_a_kernel(
-    device: str, capturing: bool, joins: int
-) -> None:
+def test_who_joins_copies_beside_a_kernel(device: str, capturing: bool, joins: int) -> None:
     """A capture wants every stream joined that it forked; a kernel on a device ends behind the
     copies anyway."""
     transport = NotingTransport()

@@ -133,9 +133,7 @@ def test_a_meeting_is_a_group_that_torch_finds(world: dist.ProcessGroup) -> None
     assert dist.get_world_size(world) == 1
 
 
-def test_texts_of_all_ranks(
-    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_of_all_ranks(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting(world, torch.device("cpu"))
     texts = ("memory|4096||", "memory|8192|no memory|")
     assert [meeting.exchange(text) for text in texts] == [[text] for text in texts]

@@ -181,7 +181,9 @@ def test_the_second_shot_and_operands_past_the_l2_cost_time() -> None:
 @pytest.mark.parametrize(
     ("combine", "copies"), [("sum", 3), ("keep", 3), ("one_shot", 12), ("sum_and_gather", 6)]
 )
-def test_a_scatter_is_as_long_as_its_traffic_on_slow_links_and_as_its_matmul_on_fast_ones(combine: Any, copies: int) -> None:
+def test_a_scatter_is_as_long_as_its_traffic_on_slow_links_and_as_its_matmul_on_fast_ones(
+    combine: Any, copies: int
+) -> None:
     schedule = scattered(4096, 4096, 1024)
     # as if it cost programs nothing
     costs = Costs(COSTS.device, replace(COSTS.c, scatter_tile=0.0, take=0.0))

@@ -1,7 +1,8 @@
-"""Data that announces itself, in Gluon: the twin of ``device/triton/self_signaling.py``; read that first.
+"""Self-signaling data, in Gluon: the counterpart of ``device/triton/self_signaling.py``; read that
+first.
 
-A tile stands in a slot as its warps hold it, in 8 x 8 blocks (``hopper_matmul.part_offsets``), so that registers go to a
-peer, and come from a slot, in whole 128-byte lines.
+A slot has a tile as its warps hold it, in 8 x 8 blocks (``device/gluon/matmul.py:part_offsets``),
+so that registers go to a peer, and come from a slot, in whole lines of 128 bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ MINUS_ZERO = gl.constexpr(-(2**15))
 
 @gluon.jit
 def put_marked(pointers, value, mask):
-    """Store ``value`` (2 bytes an element) where a peer polls for it; a zero goes as minus zero. ``pointers``: int16.
+    """Store ``value`` (2 bytes per element) where a peer polls for it; a zero travels as minus
+    zero.
 
-    ``gl.multiple_of`` must stand where the pointers are made: inlining loses it here, and stores would be of single elements.
+    ``pointers``: int16. They must be declared by ``gl.multiple_of`` where they are made: a
+    declaration here is lost in inlining, and each store would be of a single element.
     """
     bits = value.to(gl.int16, bitcast=True)
     gl.store(pointers, gl.where(bits == 0, MINUS_ZERO, bits), mask=mask)
@@ -39,12 +42,25 @@ def _sum_marked(acc, pointers, stride, mask, overdue, COUNT: gl.constexpr, dtype
 
 @gluon.jit
 def take_marked(
-    acc, pointers, stride, mask, first_peer, skip, unit, epoch, control, report,
-    COUNT: gl.constexpr, SIGNALS: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
-    """``acc`` plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, in that order; see ``marked.take_marked``.
+    acc,
+    pointers,
+    stride,
+    mask,
+    first_peer,
+    skip,
+    unit,
+    epoch,
+    control,
+    report,
+    COUNT: gl.constexpr,
+    SIGNALS: gl.constexpr,
+    dtype: gl.constexpr,
+):
+    """``acc`` plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, in that order; see
+    ``self_signaling.take_marked`` in Triton.
 
-    But a part that does not come makes no NaN: behind this, callers look at the fault. ``pointers``: int16.
+    But a part that does not come makes no NaN: callers look at the fault afterwards. ``pointers``:
+    int16.
     """
     limit = gl.load(control + TIMEOUT_US, volatile=True).to(gl.int64) * 1000
     total, missing = _sum_marked(acc, pointers, stride, mask, 0, COUNT, dtype)
@@ -72,12 +88,26 @@ def take_marked(
 
 @gluon.jit
 def push_piece(
-    piece, first_col, slot_table, slot_offset, place_size, at, first_row, row_limit, rows, rank, home,
-    WORLD_SIZE: gl.constexpr, TILE_N: gl.constexpr, SPANS: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
-    """Columns of a partial tile into the slots of those who own its rows, but for this rank's. ``rows``: of one owner.
+    piece,
+    first_col,
+    peers,
+    slot_offset,
+    place_size,
+    at,
+    first_row,
+    row_limit,
+    rows,
+    rank,
+    home,
+    WORLD_SIZE: gl.constexpr,
+    TILE_N: gl.constexpr,
+    SPANS: gl.constexpr,
+    dtype: gl.constexpr,
+):
+    """Store columns of a partial tile in the slots of the peers that own its rows.
 
-    ``SPANS``: rows may have several owners; else all are of ``home``, a peer.
+    ``at``: of the tile in this rank's part of a slot. ``rows``: of one owner. ``SPANS``: rows may
+    have several owners; otherwise ``home``, a peer, owns all of them.
     """
     slices: gl.constexpr = gl.SliceLayout(1, piece.type.layout)
     row = first_row + gl.arange(0, piece.shape[0], layout=slices)
@@ -86,16 +116,16 @@ def push_piece(
     if SPANS:
         owner = gl.minimum(row // rows, WORLD_SIZE - 1)
         place = rank - (rank > owner).to(gl.int32)
-        base = gl.load(slot_table + owner) + 2 * (
-            slot_offset + place.to(gl.int64) * place_size + at
-        )
+        base = gl.load(peers.slot_table + owner)
+        base += 2 * (slot_offset + place.to(gl.int64) * place_size + at)
         pointers = gl.multiple_of(
             base.to(gl.pointer_type(gl.int16), bitcast=True)[:, None] + within, [1, 16]
         )
         put_marked(pointers, value, ((owner != rank) & (row < row_limit))[:, None] & (within >= 0))
     else:
         place = rank - (rank > home).to(gl.int32)
-        base = gl.load(slot_table + home) + 2 * (slot_offset + place.to(gl.int64) * place_size + at)
+        base = gl.load(peers.slot_table + home)
+        base += 2 * (slot_offset + place.to(gl.int64) * place_size + at)
         pointers = gl.multiple_of(
             base.to(gl.pointer_type(gl.int16), bitcast=True) + within, [1, 16]
         )

@@ -1,23 +1,27 @@
-"""Data that announces itself: an element of zero bits has not arrived, and a zero travels as minus zero.
+"""Self-signaling data: an element of zero bits has not arrived, and a zero travels as minus zero.
 
-For small messages a fence and a signal behind the data cost more than the data. So each element is its own signal: the
-reader polls the elements themselves, and needs no order between them. Whoever takes elements writes zeros back at once,
-so that the place is clean when its turn comes again, two calls later (see *slots* in ``transport/interface.py``: fresh slots
-are zero).
+For small messages a fence and a signal after the data cost more than the data. So each element is
+its own signal: the reader polls the elements themselves and needs no order between them. The
+program that takes elements writes zeros back at once, so that they can be polled again when the
+slot is used again, two calls later (see *slots* in ``transport/interface.py``: fresh slots are
+zero).
 
-==================  ===============================================================================================
+==================  ==============================================================================
 ``mark``            bits of a value as they travel
-``put_marked``      store them in a peer's slot; nothing follows
-``take_marked``     poll ``COUNT`` parts until all elements have come, add them in order, write zeros back
+``put_marked``      store them in a peer's slot; no signal follows
+``take_marked``     poll ``COUNT`` parts until all elements have come, add them in order, write
+                    zeros back
 ``take_each``       poll a row of elements from each peer until all have come, write zeros back
-``expected_zero``   what a sum is allowed to be: a result that must be the same on all ranks has one zero only
-==================  ===============================================================================================
+``expected_zero``   what a sum may be: a result that must be the same on all ranks has one zero only
+==================  ==============================================================================
 
-Why it is safe: each element is written once a call by one rank, stores of 2 or 4 bytes are not torn, and the reader's
-zeros are behind its own loads of the same addresses. The writer's next store there comes two calls later, when it has
-data of this rank's next call, which was sent behind the end of the call that wrote the zeros.
+Why it is safe: each element is written once per call by one rank, stores of 2 or 4 bytes are not
+torn, and the reader's zeros come after its own loads of the same addresses. The writer's next store
+to that address comes two calls later, when it has data of this rank's next call, which was sent
+after the end of the call that wrote the zeros.
 
-Source of the idea: NCCL's LL protocol (data and flag in one word); "Lamport" buffers of TensorRT-LLM's all-reduce.
+Source of the idea: NCCL's LL protocol (data and flag in one word); "Lamport" buffers of
+TensorRT-LLM's all-reduce.
 """
 
 from __future__ import annotations
@@ -47,7 +51,10 @@ def expected_zero(value):
 
 @triton.jit
 def put_marked(pointers, value, mask):
-    """Store ``value`` (rounded to the slot's dtype already) where a peer polls for it. ``pointers``: in that dtype."""
+    """Store ``value`` (rounded to the slot's dtype already) where a peer polls for it.
+
+    ``pointers``: in that dtype.
+    """
     bits = mark(value)
     tl.store(pointers.to(tl.pointer_type(bits.dtype), bitcast=True), bits, mask=mask)
 
@@ -64,15 +71,17 @@ def _missing(value, mask):
 
 @triton.jit
 def _is_overdue(started, limit):
-    """By each thread's own clock. A program goes by the maximum over its threads: all must take the same way to barriers."""
+    """By each thread's own clock. A program goes by the maximum over its threads: all of them must
+    reach the same barriers."""
     return (clock() - started >= limit).to(tl.int32)
 
 
 @triton.jit
 def _sum_marked(acc, pointers, stride, mask, overdue, COUNT: tl.constexpr):
-    """``acc`` plus ``COUNT`` parts, and whether one is missing: 0 no, 1 yes, 2 somebody's time is up.
+    """``acc`` plus ``COUNT`` parts, and whether one is missing: 0 no, 1 yes, 2 a thread has timed
+    out.
 
-    All loads are under way before the first is used.
+    All loads have been issued before the first result is used.
     """
     missing = tl.zeros(acc.shape, tl.int32) + 2 * overdue
     for i in tl.static_range(COUNT):
@@ -84,21 +93,32 @@ def _sum_marked(acc, pointers, stride, mask, overdue, COUNT: tl.constexpr):
 
 @triton.jit
 def take_marked(
-    acc, pointers, stride, mask, first_peer, skip, unit, epoch, control, report, COUNT: tl.constexpr, SIGNALS: tl.constexpr
-):  # fmt: skip
-    """``acc`` (fp32, 2-D) plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, added in that order.
+    acc,
+    pointers,
+    stride,
+    mask,
+    first_peer,
+    skip,
+    unit,
+    epoch,
+    control,
+    report,
+    COUNT: tl.constexpr,
+    SIGNALS: tl.constexpr,
+):
+    """``acc`` (fp32, 2-D) plus the parts at ``pointers + i * stride``, i = 0 .. COUNT-1, added in
+    that order.
 
-    ``mask``: the elements that are sent. Part i comes from rank ``first_peer + i``, or from the next one if that is ``skip``
-    or more: the rank that sends none (R: no such rank). A part that is not there in time is reported as that rank's
-    (``SIGNALS`` signal words each), sets the fault, and makes the sum NaN: nobody need look at the fault behind it, which
-    would be a load on the way of small messages.
+    ``mask``: the elements that are sent. Part i comes from rank ``first_peer + i``, or from the
+    next one if that is ``skip`` or more: the rank that sends none (R: no such rank). A part that
+    has not come in time is reported as that rank's (each has ``SIGNALS`` signals), sets the fault,
+    and makes the sum NaN: so callers need not look at the fault afterwards, which would be one more
+    load in the latency of small messages.
     """
-    limit = (
-        tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
-    )  # here: on its way beside the data
-    gave_up = (limit == 0).to(
-        tl.int32
-    )  # this rank has a fault: what stands here may be of no call, or of an older one
+    # loaded here, concurrently with the data
+    limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
+    # after a fault of this rank: the data in the slot may be of no call, or of an older one
+    gave_up = (limit == 0).to(tl.int32)
     total, missing = _sum_marked(acc, pointers, stride, mask, gave_up, COUNT)
     if missing > 0:
         started = clock()
@@ -106,9 +126,8 @@ def take_marked(
         while (missing == 1) & (polls < 1 << 30):
             pause()
             overdue = _is_overdue(started, limit)
-            limit = (
-                tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
-            )  # a fault ends waits that have begun, too
+            # again: a fault ends waits that have begun, too
+            limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
             total, missing = _sum_marked(acc, pointers, stride, mask, overdue, COUNT)
             polls += 1
         if missing > 0:
@@ -130,7 +149,8 @@ def take_marked(
 
 @triton.jit
 def _load_each(pointers, mask, overdue):
-    """Rows of elements, which of them are missing, and whether any is, as in :func:`_sum_marked`."""
+    """Rows of elements, which of them are missing, and whether any is, as in
+    :func:`_sum_marked`."""
     value = tl.load(pointers, mask=mask, volatile=True)
     missing = tl.max(_missing(value, mask) + 2 * overdue, axis=1)
     return value, missing, tl.max(missing, axis=0)
@@ -138,9 +158,10 @@ def _load_each(pointers, mask, overdue):
 
 @triton.jit
 def take_each(pointers, mask, rank, unit, epoch, control, report, SIGNALS: tl.constexpr):
-    """What has come to ``pointers`` [peers, n]: row i from the i-th of the other ranks, in order of ranks.
+    """What has come to ``pointers`` [peers, n]: row i from the i-th of the other ranks, in order of
+    ranks.
 
-    ``mask``: the elements that are sent. Who is late is reported as in :func:`take_marked`.
+    ``mask``: the elements that are sent. A rank that is late is reported as in :func:`take_marked`.
     """
     limit = tl.load(control + TIMEOUT_US, volatile=True).to(tl.int64) * 1000
     gave_up = (limit == 0).to(tl.int32)

@@ -1,62 +1,128 @@
-"""matmul_all_reduce in one shot: out[M, N] = sum over ranks of x[M, k] @ w[N, k].T, for few rows, in one launch; then, if
-asked for, + bias, + residual, and an RMSNorm of each row.
+"""matmul_all_reduce in one shot: out[M, N] = sum over ranks of x[M, k] @ w[N, k].T for few rows, in
+one launch; then, if requested, + bias, + residual, and an RMSNorm of each row.
 
-    x [M, k]  w [N, k]  k = K/R, M at most a tile    slot [R, tiles, tile]  one of two, by parity of the epoch; a place a rank
+    x     [M, k]              M at most TILE_M, k = K/R
+    w     [N, k]
+    slot  [R, tiles, tile]    one of two, by parity of the epoch; part i has the partial sums of
+                              rank i
 
-Who writes, who reads. One program a column tile: it streams its rows of w, rounds its partial, stores it into its rank's
-place in every rank's slot, its own too, and polls for the same tile of all ranks. Every rank sums the same numbers in rank
-order, in fp32, and rounds once: results are equal on all ranks, bit by bit. There is no signal and no fence: data announces
-itself (``device/triton/self_signaling.py``).
+What is written where. Each column tile has one program: it streams its rows of w, rounds its
+partial sum, stores it into its rank's part of the slots of all ranks, its own included, and polls
+for the same tile of all ranks. Every rank sums the same numbers in rank order, in fp32, and rounds
+once: results are equal on all ranks, bit by bit. The data is self-signaling
+(``device/triton/self_signaling.py``): no signal, no fence.
 
-======================  =====  ===========================  =============================================
-word (int32, local)     value  notifier                     waiter
-======================  =====  ===========================  =============================================
-counters[0] (``NORM``)  tiles  tile programs, one each      none: the last of them sets it to zero again
-counters[1] (``NORM``)  epoch  the last of them             norm programs, behind all tiles
-======================  =====  ===========================  =============================================
+======================  =====  ===========================  ========================================
+signal (int32, local)   value  notifier                     waiter
+======================  =====  ===========================  ========================================
+counters[0] (``NORM``)  tiles  programs of tiles, one each  none: the last of them resets it to zero
+counters[1] (``NORM``)  epoch  the last of them             norm programs, for all tiles
+======================  =====  ===========================  ========================================
 
-    program t | stream w | push to all | poll, sum, bias, residual | (NORM: round, store, count in)
-    norm programs                                                    | a row each: RMSNorm |
+    program t | stream w | push to all | poll, sum, bias, residual | (NORM: round, store, count) |
+    norm programs                                                                 | a row each |
 
-Why no slot is overwritten: every tile needs data of every peer, so when my call n ends each peer has begun call n, hence ended
-n-1, the last reader of the slot (and writer of its zeros) that call n+1 writes. The epoch may move while programs still poll:
-the next call starts when this one has ended (``leave_early``).
-Why nobody is stuck: a program pushes before it waits, and waits for the same program of peers; norm programs have the
-highest numbers and wait for lower ones. So programs need not be resident at once, and the interpreter may run them in turn.
+Why no slot is overwritten: every tile needs data of every peer. So when call n ends on this rank,
+each peer has begun call n and has ended call n-1, the last reader of the slot (and writer of its
+zeros) that call n+1 writes. The epoch may advance while programs still poll: the next call starts
+when this one has ended (``leave_early``).
 
-With more programs than fit at once, early tiles travel while later ones stream.
-Limits: M <= TILE_M; x and w contiguous along K; partials travel in x's dtype. For more rows two shots are fewer bytes: see
-``collective.py``. Source: GEMV + all-reduce fused in one kernel, arXiv 2305.06942.
+Why no rank waits for ever: a program pushes before it waits, and waits for the same program of
+peers; norm programs have the highest numbers and wait for lower ones. So programs need not be
+resident at the same time, and the interpreter may run them in turn.
+
+With more programs than fit at the same time, early tiles travel while later ones stream.
+
+Limits: M <= TILE_M; x and w contiguous along K; partial sums travel in the dtype of x. For more
+rows, two shots need fewer bytes: see ``collective.py``.
+
+Source: GEMV + all-reduce fused in one kernel, arXiv 2305.06942.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from tileweave.device.triton.matmul import matmul_tile
-from tileweave.device.triton.remote import symm_at
-from tileweave.device.triton.self_signaling import expected_zero, put_marked, take_marked
-from tileweave.device.triton.signal import (
-    MAX_SLICES,
-    PUSHED_US,
+from tileweave.device.triton.peers import (
     faulted,
     leave,
     leave_early,
     load_epoch,
-    notify,
-    wait,
+    slots_at,
+    take_marked,
 )
+from tileweave.device.triton.self_signaling import expected_zero, put_marked
+from tileweave.device.triton.signal import PUSHED_US, notify, wait
 from tileweave.errors import require
-from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers
 from tileweave.planning.problem import MatmulConfig
+from tileweave.planning.schedules.gather import cdiv
 
-AT_THE_END = tl.constexpr(
-    64
-)  # rows of a tile from which programs leave behind the result: early was slower (decision 0015)
+# Rows of a tile from which on programs leave after the result: earlier was slower (decision 0015).
+AT_THE_END = tl.constexpr(64)
 NORM_BLOCK = 2048  # columns that a norm program reads at once
+
+
+class Tensors(NamedTuple):
+    """Operands and results of a call; any tensor where there is none.
+
+    kept : [M, N], where the sum goes that is normalised into ``out``.
+    """
+
+    x: Any
+    w: Any
+    bias: Any
+    residual: Any
+    norm_weight: Any
+    out: Any
+    kept: Any
+
+
+class Sizes(NamedTuple):
+    """Numbers that belong to the shape.
+
+    place_size : elements of a slot for one rank.
+
+    cols : of ``out``.
+
+    depth : columns of ``x``.
+
+    stride_x, stride_w : elements from row to row.
+
+    k_blocks : blocks of ``TILE_K`` along the depth.
+    """
+
+    place_size: Any
+    cols: Any
+    depth: Any
+    stride_x: Any
+    stride_w: Any
+    k_blocks: Any
+
+
+class Choices(NamedTuple):
+    """Decided when the kernel is compiled.
+
+    EVEN_K : the depth is a multiple of ``TILE_K``.
+
+    NORM : further programs, as many as rows, normalise the sum, ``NORM_BLOCK`` columns at a time.
+    """
+
+    WORLD_SIZE: int
+    TILE_M: int
+    TILE_N: int
+    TILE_K: int
+    EVEN_K: bool
+    HAS_BIAS: bool
+    HAS_RESIDUAL: bool
+    NORM: bool
+    NORM_BLOCK: int
 
 
 @triton.jit
@@ -66,34 +132,48 @@ def norm_row(row, y, weight, out, cols, eps, BLOCK: tl.constexpr):
     squares = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, cols, BLOCK):
         inside = begin + index < cols
-        value = tl.load(y + row.to(tl.int64) * cols + begin + index, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        rounded = tl.load(y + row.to(tl.int64) * cols + begin + index, mask=inside, other=0.0)
+        value = rounded.to(tl.float32)
         squares += value * value
     scale = tl.rsqrt(tl.sum(squares, axis=0) / cols + eps)
     for begin in range(0, cols, BLOCK):
         inside = begin + index < cols
-        value = tl.load(y + row.to(tl.int64) * cols + begin + index, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        rounded = tl.load(y + row.to(tl.int64) * cols + begin + index, mask=inside, other=0.0)
+        value = rounded.to(tl.float32)
         gain = tl.load(weight + begin + index, mask=inside, other=0.0).to(tl.float32)
-        tl.store(
-            out + row.to(tl.int64) * cols + begin + index,
-            (value * scale * gain).to(out.dtype.element_ty),
-            mask=inside,
-        )
+        target = out + row.to(tl.int64) * cols + begin + index
+        tl.store(target, (value * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def exchange(
-    acc, row, col, rows, slots, peers, slot_offset, place_size, tile, rank, epoch, fault, num_programs, control, report,
-    WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Push this rank's partial to all, itself too, and sum what all pushed, in rank order.
+    acc,
+    row,
+    col,
+    rows,
+    peers,
+    slots,
+    slot_offset,
+    place_size,
+    tile,
+    rank,
+    epoch,
+    fault,
+    num_programs,
+    dtype: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Push this rank's partial sum to all ranks, itself included, and add what all pushed, in rank
+    order.
 
-    ``place_size``: elements of a slot for one rank. ``fault``: as it was at the begin. After a time-out of an earlier call no
-    wait holds this rank, and it may be two calls ahead of one that still polls this slot: so it pushes nothing.
+    ``slots``: where the slots of all ranks begin. ``place_size``: elements of a slot for one rank.
+    ``fault``: as it was when the program began. After a time-out of an earlier call no wait holds
+    this rank, and it may be two calls ahead of a rank that still polls this slot: so it pushes
+    nothing.
     """
+    TILE_M: tl.constexpr = C.TILE_M
+    TILE_N: tl.constexpr = C.TILE_N
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
     within = (
         tile.to(tl.int64) * (TILE_M * TILE_N)
         + (row * TILE_N)[:, None]
@@ -102,112 +182,136 @@ def exchange(
     mask = (row < rows)[:, None] & (col >= 0)[None, :]
     value = acc.to(dtype)
     for i in tl.static_range(WORLD_SIZE):
-        target = tl.multiple_of(peers[i], 16) + slot_offset + rank.to(tl.int64) * place_size
+        target = tl.multiple_of(slots[i], 16) + slot_offset + rank.to(tl.int64) * place_size
         put_marked(target + within, value, mask & (row < tl.where(fault == 0, rows, 0))[:, None])
     if TILE_M < AT_THE_END:
-        leave_early(control, epoch, num_programs)
+        leave_early(peers, epoch, num_programs)
     return take_marked(
-        tl.zeros((TILE_M, TILE_N), tl.float32), slots + slot_offset + within, place_size, mask, 0, WORLD_SIZE, tile, epoch,
-        control, report, WORLD_SIZE, MAX_SLICES,
-    )  # fmt: skip
+        peers,
+        tl.zeros((TILE_M, TILE_N), tl.float32),
+        peers.slots + slot_offset + within,
+        place_size,
+        mask,
+        0,
+        WORLD_SIZE,
+        tile,
+        epoch,
+        WORLD_SIZE,
+    )
 
 
 @triton.jit(do_not_specialize=["rank", "rows", "num_tiles"])
-def matmul_all_reduce_kernel(
-    x, w, bias, residual, norm_weight, out, kept, slots, slot_table, counters, control, report,
-    rank, slot_size, place_size, rows, cols, depth, stride_x, stride_w, num_tiles, k_blocks, eps,
-    WORLD_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NORM: tl.constexpr, NORM_BLOCK: tl.constexpr,
-):  # fmt: skip
+def matmul_all_reduce_kernel(tensors, peers, rank, rows, sizes, num_tiles, eps, C: tl.constexpr):
     """Column tiles, then norm programs; see the module's docstring for the protocol."""
+    WORLD_SIZE: tl.constexpr = C.WORLD_SIZE
+    TILE_M: tl.constexpr = C.TILE_M
+    TILE_N: tl.constexpr = C.TILE_N
+    out, kept, cols = tensors.out, tensors.kept, sizes.cols
+    dtype: tl.constexpr = out.dtype.element_ty
+    counters = peers.counters
     program = tl.program_id(0)
-    epoch = load_epoch(control)
-    fault = faulted(control)
+    epoch = load_epoch(peers)
+    fault = faulted(peers)
     if program < num_tiles:
-        peers = ()  # where slots of all ranks begin, the next rank's first: asked for here, a load behind the matmul is 0.6 us
+        # Where the slots of all ranks begin, the next rank's first. Loaded here: a load after the
+        # matmul takes 0.6 us.
+        slots = ()
         for i in tl.static_range(1, WORLD_SIZE + 1):
-            peers = peers + (
-                symm_at(slot_table, (rank + i) % WORLD_SIZE, out.dtype.element_ty, 16),
-            )
+            slots = slots + (slots_at(peers, (rank + i) % WORLD_SIZE, dtype),)
         row = tl.arange(0, TILE_M)
         col = program * TILE_N + tl.arange(0, TILE_N)
-        a_rows = x + tl.minimum(row, rows - 1).to(tl.int64) * stride_x
+        a_rows = tensors.x + tl.minimum(row, rows - 1).to(tl.int64) * sizes.stride_x
         acc = matmul_tile(
             a_rows,
-            w,
-            stride_w,
+            tensors.w,
+            sizes.stride_w,
             program,
             cols,
-            depth,
+            sizes.depth,
             0,
-            k_blocks,
+            sizes.k_blocks,
             TILE_M,
             TILE_N,
-            TILE_K,
-            EVEN_K,
+            C.TILE_K,
+            C.EVEN_K,
             rows,
             True,
         )
         mask = (row < rows)[:, None] & (col < cols)[None, :]
-        place = row.to(tl.int64)[:, None] * cols + col[None, :]
-        if HAS_BIAS:  # on their way beside the data
-            bias_row = tl.load(bias + col, mask=col < cols, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            more = tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+        at = row.to(tl.int64)[:, None] * cols + col[None, :]
+        # on their way while data travels
+        if C.HAS_BIAS:
+            bias = tl.load(tensors.bias + col, mask=col < cols, other=0.0).to(tl.float32)
+        if C.HAS_RESIDUAL:
+            residual = tl.load(tensors.residual + at, mask=mask, other=0.0).to(tl.float32)
         acc = exchange(
-            acc, row, col, rows, slots, peers, (epoch & 1).to(tl.int64) * slot_size, place_size, program, rank, epoch,
-            fault, tl.num_programs(0), control, report, WORLD_SIZE, TILE_M, TILE_N, out.dtype.element_ty,
-        )  # fmt: skip
-        if HAS_BIAS:
-            acc += bias_row[None, :]
-        if HAS_RESIDUAL:
-            acc += more
-        result = expected_zero(acc.to(out.dtype.element_ty))
-        if NORM:
-            tl.store(kept + place, result, mask=mask)
+            acc,
+            row,
+            col,
+            rows,
+            peers,
+            slots,
+            (epoch & 1).to(tl.int64) * peers.slot_size,
+            sizes.place_size,
+            program,
+            rank,
+            epoch,
+            fault,
+            tl.num_programs(0),
+            dtype,
+            C,
+        )
+        if C.HAS_BIAS:
+            acc += bias[None, :]
+        if C.HAS_RESIDUAL:
+            acc += residual
+        result = expected_zero(acc.to(dtype))
+        if C.NORM:
+            tl.store(kept + at, result, mask=mask)
             tl.debug_barrier()
             if tl.atomic_add(counters, 1, sem="acq_rel", scope="gpu") == num_tiles - 1:
                 tl.store(counters, 0)
                 notify(counters + 1, epoch)
         else:
-            tl.store(out + place, result, mask=mask)
+            tl.store(out + at, result, mask=mask)
         if TILE_M >= AT_THE_END:
-            leave(control, epoch, tl.num_programs(0))
+            leave(peers, epoch, tl.num_programs(0))
     else:
-        wait(
-            counters, 1, epoch, 1, -1, control, report, PUSHED_US
-        )  # a limit that no fault cuts short: tiles come, NaN then
-        norm_row(program - num_tiles, kept, norm_weight, out, cols, eps, NORM_BLOCK)
-        leave(control, epoch, tl.num_programs(0))
+        # A limit that no fault shortens: tiles come, then with NaN.
+        wait(counters, 1, epoch, 1, -1, peers.control, peers.report, PUSHED_US)
+        norm_row(program - num_tiles, kept, tensors.norm_weight, out, cols, eps, C.NORM_BLOCK)
+        leave(peers, epoch, tl.num_programs(0))
 
 
 # What changes between the launches of one shape.
-WORDS = ("x", "w", "bias", "residual", "norm_weight", "out", "kept", "eps")
+WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "eps")
 
 
-class Launcher:
-    """One shape's launches of this kernel; ``ops`` keeps one for each shape, and checks the arguments."""
+def launcher(
+    peers: Peers,
+    world_size: int,
+    rank: int,
+    shape: tuple[int, int, int],
+    stride_x: int,
+    stride_w: int,
+    norm: bool,
+    config: MatmulConfig,
+) -> Launcher:
+    """Launches for one ``shape`` (M, N, k), called with (x, w, bias or None, residual or None, norm
+    weight or None, eps, out, kept or None); the caller checks them.
 
-    def __init__(
-        self, peers: Peers, world_size: int, rank: int, cols: int, config: MatmulConfig
-    ) -> None:
-        self.peers, self.world_size, self.rank, self.cols, self.config = (
-            peers,
-            world_size,
-            rank,
-            cols,
-            config,
-        )
-        self.num_tiles = -(-cols // config.tile_n)
-        self.launches = Launches(
-            matmul_all_reduce_kernel,
-            WORDS,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+    norm : whether there is a norm weight. ``kept`` gets the sum that is normalised into ``out``.
+    """
+    c, (rows, cols, depth) = config, shape
+    require(
+        rows <= c.tile_m,
+        f"one shot of {rows} rows",
+        f"a tile's, {c.tile_m}",
+        "a configuration of the library's matmul",
+    )
+    num_tiles = cdiv(cols, c.tile_n)
 
-    def __call__(
-        self,
+    def pack(
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
@@ -216,31 +320,42 @@ class Launcher:
         eps: float,
         out: torch.Tensor,
         kept: torch.Tensor | None,
-    ) -> None:
-        """Launch on the current stream. ``kept``: where the sum goes that is normalised into ``out``."""
-        peers, c, tensors = self.peers, self.config, (x, w, bias, residual, norm_weight, out, kept)
-        held = [out if t is None else t for t in tensors]
-        words = [t.data_ptr() for t in held]
-        variant = (
-            x.shape,
-            x.stride(0),
-            w.stride(0),
-            *(t is None for t in tensors),
-            *(at % 16 == 0 for at in words),
-        )
-        (rows, depth), norm = x.shape, norm_weight is not None
+    ) -> Call:
+        given = (x, w, bias, residual, norm_weight, out, kept)
+        tensors = Tensors(*[out if tensor is None else tensor for tensor in given])
+        words = [tensor.data_ptr() for tensor in tensors]
 
-        def arguments() -> tuple[object, ...]:
-            asked, remedy = f"one shot of {rows} rows", "a configuration of the library's matmul"
-            require(rows <= c.tile_m, asked, f"a tile's, {c.tile_m}", remedy)
-            constants = (
-                self.world_size, c.tile_m, c.tile_n, c.tile_k, depth % c.tile_k == 0, bias is not None, residual is not None,
-                norm, NORM_BLOCK,
-            )  # fmt: skip
-            return (
-                *held, peers.slots, peers.slot_table, peers.counters, peers.control, peers.report, self.rank, peers.slot_size,
-                self.num_tiles * c.tile_m * c.tile_n, rows, self.cols, depth, x.stride(0), w.stride(0), self.num_tiles,
-                -(-depth // c.tile_k), eps, *constants,
-            )  # fmt: skip
+        def changing() -> dict[str, Any]:
+            choices = Choices(
+                WORLD_SIZE=world_size,
+                TILE_M=c.tile_m,
+                TILE_N=c.tile_n,
+                TILE_K=c.tile_k,
+                EVEN_K=depth % c.tile_k == 0,
+                HAS_BIAS=bias is not None,
+                HAS_RESIDUAL=residual is not None,
+                NORM=norm,
+                NORM_BLOCK=NORM_BLOCK,
+            )
+            return {"tensors": tensors, "eps": eps, "C": choices}
 
-        self.launches(self.num_tiles + (rows if norm else 0), variant, arguments, (*words, eps))
+        variant = (bias is None, residual is None, *(at % 16 == 0 for at in words))
+        return Call(variant, (*words, eps), changing)
+
+    place_size = num_tiles * c.tile_m * c.tile_n
+    fixed = {
+        "peers": peers,
+        "rank": rank,
+        "sizes": Sizes(place_size, cols, depth, stride_x, stride_w, cdiv(depth, c.tile_k)),
+        "rows": rows,
+        "num_tiles": num_tiles,
+    }
+    return Launcher(
+        matmul_all_reduce_kernel,
+        num_tiles + (rows if norm else 0),
+        fixed,
+        pack,
+        WORDS,
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+    )

@@ -1,31 +1,35 @@
-"""The Hopper twin of ``matmul_reduce_scatter``: the same protocol and schedule, warp-specialised in Gluon.
+"""The Hopper kernel of ``matmul_reduce_scatter``: the same protocol and schedule as in Triton,
+warp-specialised in Gluon.
 
-Read ``kernels/reduce_scatter/triton.py`` first: equation, signals, timeline and proof are there and hold here. What differs:
+Read ``kernels/reduce_scatter/triton.py`` first: equation, signals, timeline and proof are there and
+hold here. What differs:
 
-- Three partitions: *load* feeds TMA, *multiply* runs wgmma and the epilogue, in pieces of 64 columns, *store* takes pieces
-  from shared memory to memory, drains and counts them in, beside the other two.
-- ``"copy_engine"``: what copy engines brought for an own tile comes through the same ring as its operands: behind the last K
-  block *load* waits for the chunk of one peer after the other and asks for its pieces, *multiply* adds them as they come. So
-  the wait and the way from memory are hidden as those of operands are, and behind the last peer's signal stands only that
-  peer's part. Ranks meet in *store*.
+- Three partitions: *load* feeds TMA, *multiply* runs wgmma and the epilogue in pieces of 64
+  columns, *store* takes pieces from shared memory to memory, drains and counts them, concurrently
+  with the other two.
+- ``"copy_engine"``: what copy engines brought for an own tile comes through the same ring as its
+  operands: after the last K block *load* waits for the chunk of one peer after the other and asks
+  for its pieces, *multiply* adds them as they come. So the wait and the way from memory are hidden
+  as those of operands are, and after the last peer's signal only that peer's part is left to add.
+  Ranks meet in *store*.
 - ``"sm"``: *multiply* pushes registers and polls for registers, and *store* has nothing to do.
-- ``EXCHANGE`` (``kernels/all_to_all/scatter_triton.py``, whose protocol it is then): nothing is added. ``rows`` are those of a part, padded to
-  whole tiles; *store* announces chunks to their owners, who pull them, and the last one ends the call.
-- Where TMA cannot store to out (``WHOLE`` is False: its rows are not at multiples of 16 bytes), *multiply* stores own tiles.
+- ``EXCHANGE`` and ``WHOLE``: see :class:`Choices`.
 
-Limits: 2 bytes an element; rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16 bytes; ``"copy_engine"``:
-``tile_k`` 64, as a piece has columns.
+Limits: 2 bytes per element; rows of x and w (or columns of w, ``DEPTH_FIRST``) at multiples of 16
+bytes; ``"copy_engine"``: ``tile_k`` 64, as many as a piece has columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tileweave.device.gluon import signal
 from tileweave.device.gluon.matmul import (
     Helped,
     await_parts,
@@ -40,14 +44,14 @@ from tileweave.device.gluon.matmul import (
     share_of,
     unit_range,
 )
-from tileweave.device.gluon.signal import acquire, leave, load_async, spin
+from tileweave.device.gluon.peers import leave, load_epoch
+from tileweave.device.gluon.signal import acquire, load_async
 from tileweave.device.triton.tiles import OwnerTiles
 from tileweave.kernels.reduce_scatter.hopper_epilogue import (
     BOXES,
     MAX_SLICES,
     PIECE,
     Boxes,
-    Slots,
     Spot,
     add_arrived,
     finish_part,
@@ -57,23 +61,98 @@ from tileweave.kernels.reduce_scatter.hopper_epilogue import (
     tile_place,
 )
 from tileweave.kernels.runtime.descriptors import based, descriptor, weight
-from tileweave.kernels.runtime.launch import Launches
+from tileweave.kernels.runtime.launch import Call, Launcher
 from tileweave.kernels.runtime.peers import Peers, lines
 from tileweave.planning.problem import MatmulConfig
 from tileweave.planning.schedules.scatter import ScatterSchedule
 
 
+class Operands(NamedTuple):
+    """Descriptors that *load* reads through: x, w, and what copy engines brought to either slot."""
+
+    x: Any
+    w: Any
+    slot0: Any
+    slot1: Any
+
+
+class Tensors(NamedTuple):
+    """Tensors of a call that are not read through a descriptor; ``bias`` and ``partials`` are any
+    tensor where there is none."""
+
+    bias: Any
+    out: Any
+    partials: Any
+
+
+class Sizes(NamedTuple):
+    """Numbers that belong to the shape; those from ``x_step`` on only of an exchange, otherwise 0.
+
+    place_size : elements of a slot for one peer.
+
+    cols : of ``out``, or of a part.
+
+    x_step, w_step, out_pitch, out_step, out_size : as in ``all_to_all/scatter_triton.py:Sizes``.
+    """
+
+    place_size: Any
+    cols: Any
+    x_step: Any = 0
+    w_step: Any = 0
+    out_pitch: Any = 0
+    out_step: Any = 0
+    out_size: Any = 0
+
+
+class Choices(NamedTuple):
+    """Decided when the kernel is compiled.
+
+    PUSH : the transport is ``"sm"``: *multiply* stores partial sums in the slots of peers.
+        Otherwise *store* stores them in ``staging``, and copy engines copy them.
+
+    SPANS : a tile is taller than a shard, so that its rows have several owners. Only with ``PUSH``.
+
+    SPLIT_TAIL : tiles that do not fill a last wave are cut along K.
+
+    EXCHANGE : the kernel is ``matmul_all_to_all``, whose protocol it follows
+        (``kernels/all_to_all/scatter_triton.py``), and nothing is added. ``rows`` are those of a
+        part, padded to whole tiles, and ``staging`` is a slot of this rank. *store* announces
+        chunks to their owners, who pull them, and the last program ends the call.
+
+    DEPTH_FIRST : ``w`` is contiguous along N.
+
+    WHOLE : TMA stores own tiles. Otherwise, since rows of ``out`` are not at multiples of 16 bytes,
+        *multiply* stores them.
+    """
+
+    WORLD_SIZE: int
+    PUSH: bool
+    SPANS: bool
+    SPLIT_TAIL: bool
+    TILE_M: int
+    TILE_N: int
+    TILE_K: int
+    GROUP_M: int
+    STAGES: int
+    WARPS: int
+    EXCHANGE: bool
+    DEPTH_FIRST: bool
+    WHOLE: bool
+    HAS_BIAS: bool = False
+
+
 @gluon.jit
-def load_partition(
-    x_desc, w_desc, slot0_desc, slot1_desc, ring, signals, control, report, slot, tiles, x_step, w_step, num_partitions,
-    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr,
-    STAGES: gl.constexpr, EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
-):  # fmt: skip
+def load_partition(operands, ring, peers, slot, tiles, sizes, num_partitions, C: gl.constexpr):
     """One warp: keep the ring full, with operands, then with the peers' pieces of own tiles."""
+    WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
+    TILE_M: gl.constexpr = C.TILE_M
+    TILE_N: gl.constexpr = C.TILE_N
+    TILE_K: gl.constexpr = C.TILE_K
+    STAGES: gl.constexpr = C.STAGES
     block_bytes: gl.constexpr = (TILE_M + TILE_N) * TILE_K * 2
     program = gl.program_id(0)
     rank, rows = tiles.rank, tiles.rows
-    epoch = gl.load(control, volatile=True)
+    epoch = load_epoch(peers)
     turn = 0
     arrived = 0  # bit c: chunk c of own tiles is there from all peers
     share = share_of(tiles, program, gl.num_programs(0), tiles.num_tiles)
@@ -81,34 +160,33 @@ def load_partition(
         tile, k_begin, k_end = unit_range(share, index)
         first_row, row_limit, col = place_out(tiles, tile)
         x_row, w_row = first_row, col * TILE_N
-        if EXCHANGE:
+        if C.EXCHANGE:
             home = first_row // rows
-            x_row = first_row - home * rows + home * x_step
-            w_row = home * w_step + col * TILE_N
+            x_row = first_row - home * rows + home * sizes.x_step
+            w_row = home * sizes.w_step + col * TILE_N
         for block in range(k_begin, k_end):
             at = claim(ring, turn, block_bytes, STAGES)
-            load_weight(
-                w_desc, w_row, block * TILE_K, ring.ready.index(at), ring.b.index(at), DEPTH_FIRST
-            )
-            load_async(x_desc, [x_row, block * TILE_K], ring.ready.index(at), ring.a.index(at))
+            ready, k = ring.ready.index(at), block * TILE_K
+            load_weight(operands.w, w_row, k, ready, ring.b.index(at), C.DEPTH_FIRST)
+            load_async(operands.x, [x_row, k], ready, ring.a.index(at))
             turn += 1
-        if not PUSH and not EXCHANGE:
+        if not C.PUSH and not C.EXCHANGE:
             owner, helpers = part_range(share, tile)
             if (program == owner) & (first_row // rows == rank):
                 row = first_row - rank * rows
                 chunk = row // TILE_M // tiles.chunk_rows
-                for step in gl.static_range(1, WORLD_SIZE):  # in the order in which they come
+                for step in gl.static_range(1, WORLD_SIZE):  # in order of arrival
                     source = (rank + WORLD_SIZE - step) % WORLD_SIZE
                     if ((arrived >> chunk) & 1) == 0:
-                        spin(
-                            signals + chunk,
+                        signal.spin(
+                            peers.signals + chunk,
                             source,
                             source,
                             MAX_SLICES,
                             epoch,
                             tile,
-                            control,
-                            report,
+                            peers.control,
+                            peers.report,
                             1,
                             1,
                             1,
@@ -119,28 +197,43 @@ def load_partition(
                     for piece in gl.static_range(TILE_N // PIECE):
                         at = claim(ring, turn, TILE_M * PIECE * 2, STAGES)
                         load_slot(
-                            slot0_desc, slot1_desc, slot, place * tiles.tile_rows * TILE_M + row, col * TILE_N + piece * PIECE,
-                            ring.ready.index(at), ring.a.index(at),
-                        )  # fmt: skip
+                            operands.slot0,
+                            operands.slot1,
+                            slot,
+                            place * tiles.tile_rows * TILE_M + row,
+                            col * TILE_N + piece * PIECE,
+                            ring.ready.index(at),
+                            ring.a.index(at),
+                        )
                         turn += 1
                 arrived = arrived | (1 << chunk)
-    leave(control, epoch, num_partitions)
+    leave(peers, epoch, num_partitions)
 
 
 @gluon.jit
 def multiply_partition(
-    out, bias, partials, counters, ring, boxes, slots, slot_table, control, report,
-    slot, slot_size, place_size, tiles, cols, part_rows, w_step, out_pitch, out_step, num_partitions,
-    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr,
-    WHOLE: gl.constexpr,
-):  # fmt: skip
-    """The warpgroups: multiply each unit from the ring; send it, add what peers sent, or hand it to the tile's owner."""
+    tensors,
+    peers,
+    ring,
+    boxes,
+    slot,
+    tiles,
+    sizes,
+    part_rows,
+    num_partitions,
+    C: gl.constexpr,
+):
+    """The warpgroups: multiply each unit from the ring; send it, add what peers sent, or hand it to
+    the tile's owner."""
+    WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
+    TILE_M: gl.constexpr = C.TILE_M
+    TILE_N: gl.constexpr = C.TILE_N
+    partials, counters = tensors.partials, peers.counters
     program = gl.program_id(0)
-    epoch = gl.load(control, volatile=True)
-    if PUSH:
+    epoch = load_epoch(peers)
+    if C.PUSH:
         slot = epoch & 1
-    places = Slots(slots, slot_table, slot.to(gl.int64) * slot_size, place_size)
+    slot_offset = slot.to(gl.int64) * peers.slot_size
     turn = 0
     sent = 0
     share = share_of(tiles, program, gl.num_programs(0), tiles.num_tiles)
@@ -151,12 +244,12 @@ def multiply_partition(
             turn,
             k_end - k_begin,
             ring,
-            control,
+            peers.control,
             TILE_M,
             TILE_N,
-            STAGES,
-            WARPS,
-            DEPTH_FIRST=DEPTH_FIRST,
+            C.STAGES,
+            C.WARPS,
+            DEPTH_FIRST=C.DEPTH_FIRST,
         )
         owner, helpers = part_range(share, tile)
         if program != owner:
@@ -165,181 +258,285 @@ def multiply_partition(
             if helpers > 0:
                 await_parts(counters, 0, share, tile, helpers)
             home = first_row // tiles.rows
-            at = tile_place(first_row, home, tiles, tile_col, TILE_N, SPANS)
+            at = tile_place(first_row, home, tiles, tile_col, TILE_N, C.SPANS)
             spot = Spot(tile, at, first_row, row_limit, tile_col * TILE_N, home)
             pieces = pieces_of(acc, TILE_N)
             parts = helpers
-            if not PUSH and not EXCHANGE:
-                peers = (home == tiles.rank).to(gl.int32) * (WORLD_SIZE - 1)
+            if not C.PUSH and not C.EXCHANGE:
+                num_peers = (home == tiles.rank).to(gl.int32) * (WORLD_SIZE - 1)
                 helped = Helped(partials, program, helpers, share.team)
-                pieces, turn = add_arrived(
-                    pieces, turn, peers, ring, helped, TILE_M, TILE_N, STAGES, WARPS
-                )
-                parts = helpers * 0
+                pieces, turn = add_arrived(pieces, turn, num_peers, ring, helped, C)
+                parts = helpers * 0  # they were added; a number, as ``helpers`` is
             rest = Helped(partials, program, parts, share.team)
             for i in gl.static_range(TILE_N // PIECE):
-                if EXCHANGE:
+                if C.EXCHANGE:
                     sent = finish_part(
-                        pieces[i], i * PIECE, sent, spot, rest, bias, out, boxes, places, tiles, cols, epoch, control, report,
-                        part_rows, w_step, out_pitch, out_step, WORLD_SIZE, PUSH, TILE_M, TILE_N, WARPS, HAS_BIAS,
-                    )  # fmt: skip
+                        pieces[i],
+                        i * PIECE,
+                        sent,
+                        spot,
+                        rest,
+                        tensors,
+                        boxes,
+                        peers,
+                        slot_offset,
+                        tiles,
+                        sizes,
+                        part_rows,
+                        epoch,
+                        C,
+                    )
                 else:
                     sent = finish_piece(
-                        pieces[i], i * PIECE, sent, spot, rest, bias, out, boxes, places, tiles, cols, epoch, control, report,
-                        WORLD_SIZE, PUSH, SPANS, TILE_M, TILE_N, WARPS, HAS_BIAS, WHOLE,
-                    )  # fmt: skip
-    leave(control, epoch, num_partitions)
+                        pieces[i],
+                        i * PIECE,
+                        sent,
+                        spot,
+                        rest,
+                        tensors,
+                        boxes,
+                        peers,
+                        slot_offset,
+                        tiles,
+                        sizes,
+                        epoch,
+                        C,
+                    )
+    leave(peers, epoch, num_partitions)
 
 
 UNSPECIALIZED = [
-    "rank", "slot", "rows", "part_rows", "num_tiles", "chunk_rows", "num_chunks", "team", "tile_rows", "tile_cols", "k_blocks",
-]  # fmt: skip
+    "rank",
+    "slot",
+    "rows",
+    "part_rows",
+    "num_tiles",
+    "chunk_rows",
+    "num_chunks",
+    "team",
+    "tile_rows",
+    "tile_cols",
+    "k_blocks",
+]
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def matmul_reduce_scatter_hopper_kernel(
-    x_desc, w_desc, slot0_desc, slot1_desc, out_desc, staging_desc, bias, out, slots, partials, counters,
-    slot_table, signal_table, signals, control, report, rank, slot, slot_size, place_size, rows, cols,
-    part_rows, x_step, w_step, out_pitch, out_step, out_size, num_chunks,
-    num_tiles, chunk_rows, team, tile_rows, tile_cols, k_blocks,
-    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-    TILE_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    SPLIT_TAIL: gl.constexpr, EXCHANGE: gl.constexpr, DEPTH_FIRST: gl.constexpr, WHOLE: gl.constexpr,
-):  # fmt: skip
-    """Dispatch the partitions; *store* ends at once where registers go straight to peers."""
-    ring = make_ring(x_desc, w_desc, TILE_M, TILE_K, STAGES)
-    NUM_BOXES: gl.constexpr = 1 if PUSH else BOXES
-    BOX_ROWS: gl.constexpr = 8 if PUSH else TILE_M  # a push needs none
+    x_desc,
+    w_desc,
+    slot0_desc,
+    slot1_desc,
+    out_desc,
+    staging_desc,
+    tensors,
+    peers,
+    rank,
+    slot,
+    sizes,
+    rows,
+    part_rows,
+    num_chunks,
+    num_tiles,
+    chunk_rows,
+    team,
+    tile_rows,
+    tile_cols,
+    k_blocks,
+    C: gl.constexpr,
+):
+    """Make shared memory, then run the partitions; *store* ends at once where registers go directly
+    to peers.
+
+    ``part_rows``, ``num_chunks``: of an exchange, rows that a part really has, and chunks of it.
+    Others: as in Triton.
+    """
+    WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
+    TILE_M: gl.constexpr = C.TILE_M
+    ring = make_ring(x_desc, w_desc, TILE_M, C.TILE_K, C.STAGES)
+    NUM_BOXES: gl.constexpr = 1 if C.PUSH else BOXES
+    BOX_ROWS: gl.constexpr = 8 if C.PUSH else TILE_M  # a push needs none
     box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX_ROWS, PIECE], x_desc.dtype)
     pieces = gl.allocate_shared_memory(x_desc.dtype, [NUM_BOXES, BOX_ROWS, PIECE], box_layout)
     free = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [BOXES, 1], mbarrier.MBarrierLayout())
     boxes = Boxes(pieces, free, full)
-    if not PUSH:  # the compiler gives memory of unused barriers to sums, and they may come back over those: decision 0036
+    # The compiler gives the memory of unused barriers to sums, and a sum may be kept where these
+    # barriers are initialised: decision 0036.
+    if not C.PUSH:
         for i in gl.static_range(BOXES):
             mbarrier.init(free.index(i), count=1)
             mbarrier.init(full.index(i), count=1)
     num_partitions = gl.num_programs(0) * 3
+    operands = Operands(x_desc, w_desc, slot0_desc, slot1_desc)
     tiles = OwnerTiles(
         rank,
         WORLD_SIZE,
         rows,
         TILE_M,
-        GROUP_M,
+        C.GROUP_M,
         num_tiles,
         chunk_rows,
         team,
         tile_rows,
         tile_cols,
         k_blocks,
-        SPLIT_TAIL,
+        C.SPLIT_TAIL,
     )
     gl.warp_specialize(
         [
-            (multiply_partition, (
-                out, bias, partials, counters, ring, boxes, slots, slot_table, control, report,
-                slot, slot_size, place_size, tiles, cols, part_rows, w_step, out_pitch, out_step, num_partitions,
-                WORLD_SIZE, PUSH, SPANS, TILE_M, TILE_N, STAGES, WARPS, HAS_BIAS, EXCHANGE, DEPTH_FIRST, WHOLE,
-            )),
-            (load_partition, (
-                x_desc, w_desc, slot0_desc, slot1_desc, ring, signals, control, report,
-                slot, tiles, x_step, w_step, num_partitions, WORLD_SIZE, PUSH, TILE_M, TILE_N, TILE_K, STAGES, EXCHANGE,
-                DEPTH_FIRST,
-            )),
-            (store_partition, (
-                out, out_desc, staging_desc, boxes, counters, signal_table, signals, control, report, slot,
-                tiles, num_chunks, out_size, num_partitions, WORLD_SIZE, PUSH, TILE_M, TILE_N, EXCHANGE, WHOLE,
-            )),
+            (
+                multiply_partition,
+                (
+                    tensors,
+                    peers,
+                    ring,
+                    boxes,
+                    slot,
+                    tiles,
+                    sizes,
+                    part_rows,
+                    num_partitions,
+                    C,
+                ),
+            ),
+            (load_partition, (operands, ring, peers, slot, tiles, sizes, num_partitions, C)),
+            (
+                store_partition,
+                (
+                    tensors,
+                    out_desc,
+                    staging_desc,
+                    boxes,
+                    peers,
+                    slot,
+                    tiles,
+                    num_chunks,
+                    sizes,
+                    num_partitions,
+                    C,
+                ),
+            ),
         ],
         [1, 1],
         [40, 40],
-    )  # fmt: skip
+    )
 
 
 # What changes between the launches of one shape: words, and the bases of descriptors.
-WORDS = ("bias", "out", "partials", "slot")
+WORDS = (*(f"tensors.{name}" for name in Tensors._fields), "slot")
 MAPS = ("x_desc", "w_desc", "out_desc", "staging_desc")
-NO_PARTS = (0,) * 7  # part_rows ... num_chunks, of an exchange
 
 
-class Launcher:
-    """One shape's launches: descriptors, integers and prepared kernels, kept between calls (``kernels/runtime/launch.py``)."""
+def choices_of(s: ScatterSchedule, c: MatmulConfig, strides_w: Sequence[int]) -> Choices:
+    """Choices of a reduce-scatter without bias, of which TMA stores own tiles."""
+    return Choices(
+        WORLD_SIZE=s.world_size,
+        PUSH=c.transport == "sm",
+        SPANS=s.spans_shards,
+        SPLIT_TAIL=s.split_tail,
+        TILE_M=c.tile_m,
+        TILE_N=c.tile_n,
+        TILE_K=c.tile_k,
+        GROUP_M=c.group_m,
+        STAGES=c.num_stages,
+        WARPS=c.num_warps,
+        EXCHANGE=False,
+        DEPTH_FIRST=lines(strides_w)[1],
+        WHOLE=True,
+    )
 
-    def __init__(
-        self, peers: Peers, schedule: ScatterSchedule, config: MatmulConfig, dtype: torch.dtype, stride_x: int,
-        strides_w: Sequence[int], whole: bool,
-    ) -> None:  # fmt: skip
-        self.peers, self.schedule, self.config = peers, schedule, config
-        s, c = schedule, config
-        self.push = c.transport == "sm"
-        self.whole = whole or self.push  # a push has no use for it
-        self.base = base = peers.slots.data_ptr()
-        box = [c.tile_m, PIECE.value]
-        place_rows = s.tile_rows * c.tile_m
-        shape = [(s.world_size - 1) * place_rows, s.cols]
-        self.depth_first = lines(strides_w)[1]
-        slot_bytes = peers.slot_size * dtype.itemsize
-        unused = descriptor(base, dtype, [64, 64], 64, box)
-        self.slots = tuple(
-            unused if self.push else descriptor(base + i * slot_bytes, dtype, shape, s.pitch, box)
-            for i in (0, 1)
-        )
-        self.descriptors = (
-            descriptor(
-                base, dtype, [s.world_size * s.rows, s.depth], stride_x, [c.tile_m, c.tile_k]
-            ),
-            weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k]),
-            unused
-            if self.push or not whole
-            else descriptor(base, dtype, [s.rows, s.cols], s.cols, box),
-            unused if self.push else descriptor(base, dtype, shape, s.pitch, box),
-        )
-        self.part_words = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
-        self.integers = (
-            s.num_tiles, min(s.chunk_rows, s.tile_rows), s.team, s.tile_rows, s.tile_cols, s.k_blocks,
-        )  # fmt: skip
-        self.constants = (
-            s.world_size, self.push, s.spans_shards, c.tile_m, c.tile_n, c.tile_k, c.group_m, c.num_stages,
-            c.num_warps,
-        )  # fmt: skip
-        # 12 warps share the registers, or 8: 8 or 4, + 1 + 1, rounded up to whole warpgroups
-        self.launches = Launches(
-            matmul_reduce_scatter_hopper_kernel, WORDS, MAPS, num_warps=c.num_warps, maxnreg=168
-        )
 
-    def __call__(
-        self,
+def schedule_arguments(s: ScatterSchedule) -> dict[str, int]:
+    """Arguments of the kernel that the schedule gives."""
+    return {
+        "rank": s.rank,
+        "rows": s.rows,
+        "num_tiles": s.num_tiles,
+        "chunk_rows": min(s.chunk_rows, s.tile_rows),
+        "team": s.team,
+        "tile_rows": s.tile_rows,
+        "tile_cols": s.tile_cols,
+        "k_blocks": s.k_blocks,
+    }
+
+
+def launcher(
+    peers: Peers,
+    schedule: ScatterSchedule,
+    config: MatmulConfig,
+    dtype: torch.dtype,
+    stride_x: int,
+    strides_w: Sequence[int],
+    whole: bool,
+) -> Launcher:
+    """Launches for one shape, called as those of ``triton.launcher``, for what
+    ``descriptors.fits``. ``whole``: whether TMA can store ``out``."""
+    s, c = schedule, config
+    push = c.transport == "sm"
+    whole = whole or push  # a push has no use for it
+    choices = choices_of(s, c, strides_w)._replace(WHOLE=whole)
+    base, slot_bytes = peers.slots.data_ptr(), peers.slot_size * dtype.itemsize
+    box = [c.tile_m, PIECE.value]
+    shape = [(s.world_size - 1) * s.tile_rows * c.tile_m, s.cols]
+    unused = descriptor(base, dtype, [64, 64], 64, box)
+    x_desc = descriptor(
+        base, dtype, [s.world_size * s.rows, s.depth], stride_x, [c.tile_m, c.tile_k]
+    )
+    w_desc = weight(base, dtype, s.cols, s.depth, strides_w, [c.tile_n, c.tile_k])
+    slot0_desc = slot1_desc = out_desc = staging_desc = unused
+    if not push:
+        slot0_desc = staging_desc = descriptor(base, dtype, shape, s.pitch, box)
+        slot1_desc = descriptor(base + slot_bytes, dtype, shape, s.pitch, box)
+        if whole:
+            out_desc = descriptor(base, dtype, [s.rows, s.cols], s.cols, box)
+    descriptors = (x_desc, w_desc, out_desc, staging_desc)
+    part_elements = s.num_programs * c.tile_m * c.tile_n if s.has_cut_tiles else 0
+
+    def pack(
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
         out: torch.Tensor,
         staging: torch.Tensor | None,
         slot: int,
-    ) -> None:
-        """Launch on the current stream; as ``matmul_reduce_scatter.Launcher``, for what ``descriptors.fits``."""
-        peers, s = self.peers, self.schedule
+    ) -> Call:
         partials = out
-        if self.part_words:
-            partials = torch.empty(self.part_words, dtype=torch.float32, device=x.device)
+        if part_elements:
+            partials = torch.empty(part_elements, dtype=torch.float32, device=x.device)
         added, to = out if bias is None else bias, out.data_ptr()
         bias_at = added.data_ptr()
+        stored = base if push or not whole else to
+        staged = base if staging is None else staging.data_ptr()
+        bases = (x.data_ptr(), w.data_ptr(), stored, staged)
+
+        def changing() -> dict[str, Any]:
+            return {
+                **dict(zip(MAPS, based(descriptors, bases, x.dtype), strict=True)),
+                "tensors": Tensors(added, out, partials),
+                "slot": slot,
+                "C": choices._replace(HAS_BIAS=bias is not None),
+            }
+
         variant = (to % 16 == 0, bias_at % 16 == 0, bias is None)
-        stored = self.base if self.push or not self.whole else to
-        bases = (
-            x.data_ptr(),
-            w.data_ptr(),
-            stored,
-            self.base if staging is None else staging.data_ptr(),
-        )
-        words = (bias_at, to, partials.data_ptr(), slot)
+        return Call(variant, (bias_at, to, partials.data_ptr(), slot), changing, bases)
 
-        def arguments() -> tuple[object, ...]:
-            x_desc, w_desc, out_desc, staging_desc = based(self.descriptors, bases, x.dtype)
-            return (
-                x_desc, w_desc, *self.slots, out_desc, staging_desc, added, out, peers.slots, partials, peers.counters,
-                peers.slot_table, peers.signal_table, peers.signals, peers.control, peers.report,
-                s.rank, slot, peers.slot_size, s.place_elements, s.rows, s.cols, *NO_PARTS, *self.integers,
-                *self.constants, bias is not None, s.split_tail, False, self.depth_first, self.whole,
-            )  # fmt: skip
-
-        self.launches(s.num_programs, variant, arguments, words, bases)
+    fixed = {
+        "slot0_desc": slot0_desc,
+        "slot1_desc": slot1_desc,
+        "peers": peers,
+        "sizes": Sizes(s.place_elements, s.cols),
+        "part_rows": 0,
+        "num_chunks": 0,
+        **schedule_arguments(s),
+    }
+    # 12 warps share the registers, or 8: 8 or 4, + 1 + 1, rounded up to whole warpgroups
+    return Launcher(
+        matmul_reduce_scatter_hopper_kernel,
+        s.num_programs,
+        fixed,
+        pack,
+        WORDS,
+        MAPS,
+        num_warps=c.num_warps,
+        maxnreg=168,
+    )

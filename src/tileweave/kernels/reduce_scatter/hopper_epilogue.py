@@ -1,4 +1,5 @@
-"""The epilogue of the Hopper ``matmul_reduce_scatter``: what *multiply* and *store* do with a finished tile, in Gluon.
+"""The epilogue of the Hopper ``matmul_reduce_scatter``: what *multiply* and *store* do with a
+finished tile, in Gluon.
 
 A tile is handled in *pieces* of 64 columns, which bounds the registers an epilogue needs. See
 ``hopper.py`` for the partitions and ``triton.py`` for the protocol.
@@ -21,29 +22,29 @@ from tileweave.device.gluon.matmul import (
     share_of,
     unit_range,
 )
-from tileweave.device.gluon.meet import await_pushed, meet
-from tileweave.device.gluon.pull import announce_chunk, end_of_pulls
-from tileweave.device.gluon.self_signaling import push_piece, take_marked
-from tileweave.device.gluon.signal import (
-    FAULT,
-    count_in,
-    count_last,
-    drain_tma_stores,
+from tileweave.device.gluon.peers import (
+    await_pushed,
+    faulted,
     leave,
-    store_async,
+    load_epoch,
+    meet,
+    take_marked,
 )
+from tileweave.device.gluon.pull import announce_chunk, end_of_pulls
+from tileweave.device.gluon.self_signaling import push_piece
+from tileweave.device.gluon.signal import count_in, count_last, drain_tma_stores, store_async
 from tileweave.device.triton.signal import MAX_SLICES
 
-PIECE = gl.constexpr(
-    64
-)  # columns that the epilogue handles at once: one swizzled row of shared memory
+# Columns that the epilogue handles at once: one swizzled row of shared memory.
+PIECE = gl.constexpr(64)
 BOXES = gl.constexpr(2)  # pieces on their way from *multiply* to *store*
 
 
 class Boxes(NamedTuple):
-    """Pieces in shared memory on their way from *multiply* to *store*; barriers say which is ``free``, and which ``full``.
+    """Pieces in shared memory on their way from *multiply* to *store*; barriers say which is
+    ``free``, and which ``full``.
 
-    ``sent`` (*multiply*) and ``turn`` (*store*) count those that went through: the *box turn*.
+    ``sent`` (*multiply*) and ``turn`` (*store*) count the pieces that went through: the *box turn*.
     """
 
     pieces: Any
@@ -51,17 +52,19 @@ class Boxes(NamedTuple):
     full: Any
 
 
-class Slots(NamedTuple):
-    """Where pushed tiles go: a slot of this rank, those of all, the call's offset in each, elements from place to place."""
-
-    own: Any
-    table: Any
-    offset: Any
-    place_size: Any
-
-
 class Spot(NamedTuple):
-    """A finished tile: its number, where it stands in a place, its rows and first column, and who owns the first row."""
+    """A finished tile.
+
+    tile : its number.
+
+    at : its first element in a rank's part of a slot.
+
+    first_row, row_limit : its rows.
+
+    col : its first column.
+
+    home : the rank that owns the first row.
+    """
 
     tile: Any
     at: Any
@@ -73,22 +76,34 @@ class Spot(NamedTuple):
 
 @gluon.jit
 def store_partition(
-    out, out_desc, staging_desc, boxes, counters, signal_table, signals, control, report, slot,
-    tiles, num_chunks, out_size, num_partitions,
-    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, EXCHANGE: gl.constexpr,
-    WHOLE: gl.constexpr,
-):  # fmt: skip
-    """One warp: pieces of peers' tiles from shared memory to ``staging``, counted in by tiles; if ``WHOLE``, own ones to out.
+    tensors,
+    out_desc,
+    staging_desc,
+    boxes,
+    peers,
+    slot,
+    tiles,
+    num_chunks,
+    sizes,
+    num_partitions,
+    C: gl.constexpr,
+):
+    """One warp: store pieces of peers' tiles from shared memory in ``staging`` and count the tiles;
+    if ``WHOLE``, store pieces of own tiles in ``out``.
 
-    That of the last program ends the call: it waits for [pushed] and puts the counters back to zero. A push has none of this.
-    ``EXCHANGE``: ``staging_desc`` is of an own slot; who completes a chunk announces it, and the last program ends the pulls.
+    The warp of the last program ends the call: it waits for [pushed] and resets the counters to
+    zero. A push has none of this. ``EXCHANGE``: ``staging_desc`` is of an own slot; the program
+    that completes a chunk announces it, and the last program ends the pulls.
     """
+    WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
+    TILE_M: gl.constexpr = C.TILE_M
+    TILE_N: gl.constexpr = C.TILE_N
     PIECES: gl.constexpr = TILE_N // PIECE
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     rank, rows, chunk_rows, tile_rows = tiles.rank, tiles.rows, tiles.chunk_rows, tiles.tile_rows
-    epoch = gl.load(control, volatile=True)
-    if not PUSH:
+    epoch = load_epoch(peers)
+    if not C.PUSH:
         turn = 0
         share = share_of(tiles, program, num_programs, tiles.num_tiles)
         for index in range(0, share.units):
@@ -97,7 +112,7 @@ def store_partition(
             first_row, row_limit, col = place_out(tiles, tile)
             home = first_row // rows
             stores = program == owner
-            if not WHOLE:
+            if not C.WHOLE:
                 stores = stores & (home != rank)
             if stores:
                 row = first_row - home * rows
@@ -112,9 +127,10 @@ def store_partition(
                         )
                     else:
                         store_async(
-                            staging_desc, [place * tile_rows * TILE_M + row, col * TILE_N + piece * PIECE],
+                            staging_desc,
+                            [place * tile_rows * TILE_M + row, col * TILE_N + piece * PIECE],
                             boxes.pieces.index(turn % BOXES),
-                        )  # fmt: skip
+                        )
                     if piece > 0:
                         tma.store_wait(1)
                         mbarrier.arrive(boxes.free.index((turn - 1) % BOXES), count=1)
@@ -124,56 +140,37 @@ def store_partition(
                 if home != rank:
                     drain_tma_stores(epoch)
                     chunk = row // TILE_M // chunk_rows
-                    counter = counters + num_programs + place * MAX_SLICES + chunk
-                    if EXCHANGE:
-                        if count_last(
-                            counter,
-                            gl.minimum(tile_rows - chunk * chunk_rows, chunk_rows)
-                            * tiles.tile_cols,
-                        ):
-                            announce_chunk(signal_table, home, rank, slot, chunk, epoch, WORLD_SIZE)
+                    counter = peers.counters + num_programs + place * MAX_SLICES + chunk
+                    if C.EXCHANGE:
+                        chunk_height = gl.minimum(tile_rows - chunk * chunk_rows, chunk_rows)
+                        if count_last(counter, chunk_height * tiles.tile_cols):
+                            announce_chunk(peers, home, rank, slot, chunk, epoch, WORLD_SIZE)
                     else:
                         if tile == 0:
-                            meet(
-                                signal_table,
-                                signals,
-                                rank,
-                                epoch,
-                                tile,
-                                control,
-                                report,
-                                WORLD_SIZE,
-                                1,
-                            )
+                            meet(peers, rank, epoch, tile, WORLD_SIZE, 1)
                         count_in(counter)
         drain_tma_stores(epoch)
-        if EXCHANGE:
+        if C.EXCHANGE:
             if program == num_programs - 1:
                 end_of_pulls(
-                    signals,
-                    out,
-                    slot,
-                    num_chunks,
-                    rank,
-                    epoch,
-                    out_size,
-                    control,
-                    report,
-                    WORLD_SIZE,
+                    peers, tensors.out, sizes.out_size, slot, num_chunks, rank, epoch, WORLD_SIZE
                 )
-        elif (
-            program == num_programs - 1
-        ):  # the copy engine reads the epoch word and the counters until it has pushed
-            await_pushed(signals, epoch, control, report, WORLD_SIZE, 1)
-            word = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            for i in gl.static_range(WORLD_SIZE - 1):
-                gl.store(counters + num_programs + i * MAX_SLICES + word, word * 0)
-    leave(control, epoch, num_partitions)
+        else:
+            # The copy engine reads the epoch and the counters until it has pushed.
+            if program == num_programs - 1:
+                await_pushed(peers, epoch, WORLD_SIZE, 1)
+                word = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+                for i in gl.static_range(WORLD_SIZE - 1):
+                    gl.store(peers.counters + num_programs + i * MAX_SLICES + word, word * 0)
+    leave(peers, epoch, num_partitions)
 
 
 @gluon.jit
 def add_piece(piece, turn, ring, STAGES: gl.constexpr):
-    """``piece`` plus what a peer sent for it, from the next buffer of the ring. Returns (piece, ring turn)."""
+    """``piece`` plus what a peer sent for it, from the next buffer of the ring.
+
+    Returns (piece, ring turn).
+    """
     index = turn % STAGES
     mbarrier.wait(ring.ready.index(index), (turn // STAGES) & 1)
     piece += ring.a.index(index).load(piece.type.layout).to(gl.float32)
@@ -182,27 +179,27 @@ def add_piece(piece, turn, ring, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def add_arrived(
-    pieces, turn, peers, ring, helped,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """A tile's pieces, plus what helpers made of it, plus what ``peers`` peers sent, all of one and then of the next.
+def add_arrived(pieces, turn, num_peers, ring, helped, C: gl.constexpr):
+    """A tile's pieces, plus what helpers made of it, plus what ``num_peers`` peers sent, all of one
+    peer and then of the next.
 
     Returns (pieces, ring turn).
     """
+    WARPS: gl.constexpr = C.WARPS
+    TILE_M: gl.constexpr = C.TILE_M
+    TILE_N: gl.constexpr = C.TILE_N
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16]
     )
     summed = ()
     for i in gl.static_range(TILE_N // PIECE):
-        summed = summed + (
-            add_parts(gl.convert_layout(pieces[i], layout), i * PIECE, helped, TILE_M, TILE_N),
-        )
-    for _ in range(0, peers):
+        piece = gl.convert_layout(pieces[i], layout)
+        summed = summed + (add_parts(piece, i * PIECE, helped, TILE_M, TILE_N),)
+    for _ in range(0, num_peers):
         before = summed
         summed = ()
         for i in gl.static_range(TILE_N // PIECE):
-            piece, turn = add_piece(before[i], turn, ring, STAGES)
+            piece, turn = add_piece(before[i], turn, ring, C.STAGES)
             summed = summed + (piece,)
     return summed, turn
 
@@ -219,44 +216,84 @@ def hand_over(piece, sent, boxes, dtype: gl.constexpr):
 
 @gluon.jit
 def finish_piece(
-    piece, first_col, sent, spot, helped, bias, out, boxes, slots, tiles, cols, epoch, control, report,
-    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, SPANS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-    WARPS: gl.constexpr, HAS_BIAS: gl.constexpr, WHOLE: gl.constexpr,
-):  # fmt: skip
-    """Columns [first_col, first_col + 64) of a tile that this program owns. Returns the box turn."""
+    piece,
+    first_col,
+    sent,
+    spot,
+    helped,
+    tensors,
+    boxes,
+    peers,
+    slot_offset,
+    tiles,
+    sizes,
+    epoch,
+    C: gl.constexpr,
+):
+    """Columns [first_col, first_col + 64) of a tile that this program owns.
+
+    Returns the box turn.
+    """
+    WARPS: gl.constexpr = C.WARPS
+    TILE_M: gl.constexpr = C.TILE_M
+    TILE_N: gl.constexpr = C.TILE_N
+    WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16]
     )
+    bias, out, cols = tensors.bias, tensors.out, sizes.cols
     dtype: gl.constexpr = out.dtype.element_ty
     begin, end = tiles.rank * tiles.rows, tiles.rank * tiles.rows + tiles.rows  # own rows
     piece = gl.convert_layout(piece, layout)
     piece = add_parts(piece, first_col, helped, TILE_M, TILE_N)
-    if PUSH:
+    if C.PUSH:
         row = spot.first_row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
-        if SPANS or spot.home != tiles.rank:
+        if C.SPANS or spot.home != tiles.rank:
             push_piece(
-                piece, first_col, slots.table, slots.offset, slots.place_size, spot.at, spot.first_row, spot.row_limit,
-                tiles.rows, tiles.rank, spot.home, WORLD_SIZE, TILE_N, SPANS, dtype,
-            )  # fmt: skip
+                piece,
+                first_col,
+                peers,
+                slot_offset,
+                sizes.place_size,
+                spot.at,
+                spot.first_row,
+                spot.row_limit,
+                tiles.rows,
+                tiles.rank,
+                spot.home,
+                WORLD_SIZE,
+                TILE_N,
+                C.SPANS,
+                dtype,
+            )
         last_row = gl.minimum(spot.first_row + TILE_M, spot.row_limit) - 1
         if (spot.first_row < end) & (last_row >= begin):
             offsets = part_offsets(piece, first_col, TILE_N)
             own = ((row >= begin) & (row < end) & (row < spot.row_limit))[:, None] & (offsets >= 0)
-            mine = (slots.own + slots.offset + spot.at).to(
+            slots = (peers.slots + slot_offset + spot.at).to(
                 gl.pointer_type(gl.int16), bitcast=True
-            ) + offsets
+            )
             piece = take_marked(
-                piece, mine, slots.place_size, own, 0, tiles.rank, spot.tile, epoch, control, report,
-                WORLD_SIZE - 1, MAX_SLICES, dtype,
-            )  # fmt: skip
-            fault = gl.load(control + FAULT, volatile=True)
-            piece = finish(piece, fault, bias, spot.col + first_col, cols, HAS_BIAS)
+                peers,
+                piece,
+                slots + offsets,
+                sizes.place_size,
+                own,
+                0,
+                tiles.rank,
+                spot.tile,
+                epoch,
+                WORLD_SIZE - 1,
+                dtype,
+            )
+            fault = faulted(peers)
+            piece = finish(piece, fault, bias, spot.col + first_col, cols, C.HAS_BIAS)
             store_own(piece, out, begin, spot.first_row, begin, end, spot.col + first_col, cols)
     else:
         if spot.home == tiles.rank:
-            fault = gl.load(control + FAULT, volatile=True)
-            piece = finish(piece, fault, bias, spot.col + first_col, cols, HAS_BIAS)
-        if WHOLE:
+            fault = faulted(peers)
+            piece = finish(piece, fault, bias, spot.col + first_col, cols, C.HAS_BIAS)
+        if C.WHOLE:
             sent = hand_over(piece, sent, boxes, dtype)
         elif spot.home == tiles.rank:
             store_own(piece, out, begin, spot.first_row, begin, end, spot.col + first_col, cols)
@@ -303,77 +340,98 @@ def pieces_of(tile, TILE_N: gl.constexpr):
 
 @gluon.jit
 def tile_place(first_row, home, tiles, col, TILE_N: gl.constexpr, SPANS: gl.constexpr):
-    """Where a tile stands in a place of a slot, elements; see the Triton kernel's."""
-    at = (
-        first_row if SPANS else first_row - home * tiles.rows
-    ) // tiles.tile_m * tiles.tile_cols + col
+    """The first element of a tile in a rank's part of a slot; see ``triton.tile_place``."""
+    row = first_row if SPANS else first_row - home * tiles.rows
+    at = row // tiles.tile_m * tiles.tile_cols + col
     return at.to(gl.int64) * (tiles.tile_m * TILE_N)
 
 
 @gluon.jit
 def finish_part(
-    piece, first_col, sent, spot, helped, bias, out, boxes, slots, tiles, cols, epoch, control, report,
-    part_rows, w_step, out_pitch, out_step,
-    WORLD_SIZE: gl.constexpr, PUSH: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, WARPS: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-):  # fmt: skip
-    """As :func:`finish_piece`, of an exchange (``kernels/all_to_all/scatter_triton.py``): rows of the part of ``spot.home``.
+    piece,
+    first_col,
+    sent,
+    spot,
+    helped,
+    tensors,
+    boxes,
+    peers,
+    slot_offset,
+    tiles,
+    sizes,
+    part_rows,
+    epoch,
+    C: gl.constexpr,
+):
+    """As :func:`finish_piece`, of an exchange (``kernels/all_to_all/scatter_triton.py``): rows of
+    the part of ``spot.home``.
 
-    ``PUSH``: a peer's piece goes to its slot; behind an own one, what peers sent for the same place of their parts is taken out
-    of the slot and stored. ``part_rows``: rows that a part really has; ``w_step``, ``out_pitch``, ``out_step``: as there.
-    Returns the box turn.
+    ``PUSH``: a peer's piece goes to its slot; after an own one, what peers sent for the same
+    position in their parts is taken out of the slot and stored. ``part_rows``: rows that a part
+    really has. Returns the box turn.
     """
+    WARPS: gl.constexpr = C.WARPS
+    TILE_M: gl.constexpr = C.TILE_M
+    TILE_N: gl.constexpr = C.TILE_N
+    WORLD_SIZE: gl.constexpr = C.WORLD_SIZE
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, PIECE, 16]
     )
+    out, cols = tensors.out, sizes.cols
     dtype: gl.constexpr = out.dtype.element_ty
     row = spot.first_row - spot.home * tiles.rows
     col = spot.col + first_col
     piece = gl.convert_layout(piece, layout)
     piece = add_parts(piece, first_col, helped, TILE_M, TILE_N)
-    fault = gl.load(control + FAULT, volatile=True)
-    piece = finish(piece, fault, bias + spot.home * w_step, col, cols, HAS_BIAS)
-    if PUSH:
+    fault = faulted(peers)
+    piece = finish(piece, fault, tensors.bias + spot.home * sizes.w_step, col, cols, C.HAS_BIAS)
+    if C.PUSH:
         if spot.home != tiles.rank:
             push_piece(
-                piece, first_col, slots.table, slots.offset, slots.place_size, spot.at, row, part_rows, part_rows, tiles.rank,
-                spot.home, WORLD_SIZE, TILE_N, False, dtype,
-            )  # fmt: skip
-        else:
-            store_part(
                 piece,
-                out + tiles.rank.to(gl.int64) * out_step,
+                first_col,
+                peers,
+                slot_offset,
+                sizes.place_size,
+                spot.at,
                 row,
                 part_rows,
-                col,
-                cols,
-                out_pitch,
+                part_rows,
+                tiles.rank,
+                spot.home,
+                WORLD_SIZE,
+                TILE_N,
+                False,
+                dtype,
             )
+        else:
+            target = out + tiles.rank.to(gl.int64) * sizes.out_step
+            store_part(piece, target, row, part_rows, col, cols, sizes.out_pitch)
             zeros = gl.zeros((TILE_M, PIECE), gl.float32, layout)
             offsets = part_offsets(zeros, first_col, TILE_N)
-            exists = (row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout)) < part_rows)[
-                :, None
-            ] & (offsets >= 0)
+            part_row = row + gl.arange(0, TILE_M, layout=gl.SliceLayout(1, layout))
+            exists = (part_row < part_rows)[:, None] & (offsets >= 0)
             for step in gl.static_range(1, WORLD_SIZE):
                 source = (tiles.rank + WORLD_SIZE - step) % WORLD_SIZE
                 place = source - (source > tiles.rank).to(gl.int32)
-                theirs = (
-                    slots.own + slots.offset + place.to(gl.int64) * slots.place_size + spot.at
-                ).to(gl.pointer_type(gl.int16), bitcast=True)
+                theirs = peers.slots + slot_offset + place.to(gl.int64) * sizes.place_size + spot.at
+                theirs = theirs.to(gl.pointer_type(gl.int16), bitcast=True)
                 value = take_marked(
-                    zeros, theirs + offsets, 0, exists, source, WORLD_SIZE, spot.tile, epoch, control, report,
-                    1, MAX_SLICES, dtype,
-                )  # fmt: skip
-                value = gl.where(gl.load(control + FAULT, volatile=True) != 0, float("nan"), value)
-                store_part(
-                    value,
-                    out + source.to(gl.int64) * out_step,
-                    row,
-                    part_rows,
-                    col,
-                    cols,
-                    out_pitch,
+                    peers,
+                    zeros,
+                    theirs + offsets,
+                    0,
+                    exists,
+                    source,
+                    WORLD_SIZE,
+                    spot.tile,
+                    epoch,
+                    1,
+                    dtype,
                 )
+                value = gl.where(faulted(peers) != 0, float("nan"), value)
+                target = out + source.to(gl.int64) * sizes.out_step
+                store_part(value, target, row, part_rows, col, cols, sizes.out_pitch)
     else:
         sent = hand_over(piece, sent, boxes, dtype)
     return sent
@@ -381,7 +439,7 @@ def finish_part(
 
 @gluon.jit
 def store_part(piece, target, first_row, rows, col, cols, pitch):
-    """Store a piece of a part [rows, cols], whose rows stand ``pitch`` apart."""
+    """Store a piece of a part [rows, cols], whose rows are ``pitch`` elements apart."""
     r: gl.constexpr = gl.SliceLayout(1, piece.type.layout)
     c: gl.constexpr = gl.SliceLayout(0, piece.type.layout)
     row = first_row + gl.arange(0, piece.shape[0], layout=r)

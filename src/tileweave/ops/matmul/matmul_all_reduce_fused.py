@@ -13,7 +13,7 @@ from tileweave.planning.problem import MatmulConfig, Plan
 from tileweave.transport.workspace import REGISTRY, Instance, Workspace
 
 if TYPE_CHECKING:
-    from tileweave.kernels.all_reduce.one_shot import Launcher
+    from tileweave.kernels.runtime.launch import Launcher
 
 OP = "matmul_all_reduce"
 ONE_SHOT = "one_shot"  # an instance of its own: its slots have another layout
@@ -45,7 +45,7 @@ def run_fused(
         if norm_weight is not None:
             out.copy_(rms_norm(target.float(), norm_weight.shape, norm_weight.float(), norm_eps))
         return
-    instance, launch = _one_shot(workspace, x, w, config)
+    instance, launch = _one_shot(workspace, x, w, norm_weight is not None, config)
     instance.begin(chosen.checksum)
     try:
         launch(x, w, bias, residual, norm_weight, norm_eps, out, residual_out)
@@ -54,17 +54,26 @@ def run_fused(
 
 
 def _one_shot(
-    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, config: MatmulConfig
+    workspace: Workspace, x: torch.Tensor, w: torch.Tensor, norm: bool, config: MatmulConfig
 ) -> tuple[Instance, Launcher]:
     instance = workspace.instance(OP, ONE_SHOT)
-    key = (w.shape[0], x.dtype, config)
+    key = (x.shape, x.stride(0), w.shape[0], w.stride(0), x.dtype, norm, config)
     launch = instance.cache.get(key)
     if launch is None:
-        from tileweave.kernels.all_reduce.one_shot import Launcher
+        from tileweave.kernels.all_reduce.one_shot import launcher
 
-        size, cols = workspace.transport.world_size, w.shape[0]
+        size, (rows, depth), cols = workspace.transport.world_size, x.shape, w.shape[0]
         elements = size * -(-cols // config.tile_n) * config.tile_n * config.tile_m
         instance.reserve(elements * x.element_size(), 2)
-        launch = Launcher(endpoint(instance, x.dtype), size, workspace.transport.rank, cols, config)
+        launch = launcher(
+            endpoint(instance, x.dtype),
+            size,
+            workspace.transport.rank,
+            (rows, cols, depth),
+            x.stride(0),
+            w.stride(0),
+            norm,
+            config,
+        )
         instance.keep(key, launch)
     return instance, launch  # type: ignore[return-value]

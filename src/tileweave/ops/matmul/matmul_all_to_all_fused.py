@@ -97,14 +97,14 @@ class _FusedCall:
     def _make(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
         common = (self.endpoint, self.schedule, self.config, self.how, self.rows)
         if self.config.kernel == "hopper":
-            from tileweave.kernels.all_to_all.scatter_hopper import Launcher as HopperLauncher
+            from tileweave.kernels.all_to_all.scatter_hopper import launcher as hopper_launcher
             from tileweave.kernels.runtime.descriptors import fits
 
             if fits(x, w, out) and self.schedule.cols * x.element_size() % 16 == 0:
-                return HopperLauncher(*common, x.dtype, x.stride(0), w.stride())
-        from tileweave.kernels.all_to_all.scatter_triton import Launcher
+                return hopper_launcher(*common, x.dtype, x.stride(0), w.stride())
+        from tileweave.kernels.all_to_all.scatter_triton import launcher
 
-        return Launcher(*common)
+        return launcher(*common, x.stride(0), w.stride())
 
 
 def _fused_call(

@@ -92,12 +92,12 @@ class _FusedCall:
 
     def _make(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
         if self.config.kernel == "hopper":
-            from tileweave.kernels.reduce_scatter.hopper import Launcher as HopperLauncher
+            from tileweave.kernels.reduce_scatter.hopper import launcher as hopper_launcher
             from tileweave.kernels.runtime.descriptors import fits
 
             if fits(x, w):
                 whole = fits(out)  # otherwise TMA cannot store it
-                return HopperLauncher(
+                return hopper_launcher(
                     self.endpoint,
                     self.schedule,
                     self.config,
@@ -106,9 +106,9 @@ class _FusedCall:
                     w.stride(),
                     whole,
                 )
-        from tileweave.kernels.reduce_scatter.triton import Launcher
+        from tileweave.kernels.reduce_scatter.triton import launcher
 
-        return Launcher(self.endpoint, self.schedule, self.config)
+        return launcher(self.endpoint, self.schedule, self.config, x.stride(0), w.stride())
 
 
 def _fused_call(
