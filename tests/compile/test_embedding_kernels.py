@@ -220,6 +220,13 @@ def test_stores_to_owners_are_16_bytes_and_signalled(case: Case, target: str) ->
     assert lint(compiled, guarded=()) == []
 
 
+@pytest.mark.parametrize("kind", [sums.DENSE, sums.SPARSE], ids=["dense", "sparse"])
+def test_gradients_without_a_step_fit(kind: int) -> None:
+    kernels = compile_gradient("sm_90", torch.float32, kind)
+    assert [k.name for k in kernels] == NAMES
+    assert all(map(fits, kernels))
+
+
 def test_gradients_keep_the_protocol() -> None:
     for target, dtype in zip(
         ("sm_80", "sm_90", "sm_90", "sm_100"), (torch.float32, torch.bfloat16) * 2, strict=True

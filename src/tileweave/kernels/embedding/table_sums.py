@@ -90,7 +90,7 @@ class Source(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A table on the device: where its sums go, its keys, columns, state and row of values."""
+    """A table on the device: where its sums go, its keys, columns, state, and first row of values."""
 
     base: Any
     first_key: Any
@@ -99,7 +99,7 @@ class Target(NamedTuple):
     slot_column: Any
     column: Any
     state: Any
-    values: Any
+    first_row: Any
 
 
 class Cut(NamedTuple):
@@ -161,7 +161,7 @@ def target_of(target, places, at, row, here, C: tl.constexpr):
     BLOCK_D: tl.constexpr = C.BLOCK_D
     col = tl.arange(0, BLOCK_D)
     if C.KIND == 1:
-        row = tl.load(places + at, mask=here, other=0).to(tl.int64) - target.values
+        row = tl.load(places + at, mask=here, other=0).to(tl.int64) - target.first_row
     mask = columns(target.dim, here & (C.KIND >= 2), C.ALIGN, BLOCK_D)
     weight = tl.load(target.base + row * target.dim + col, mask=mask, other=0.0)
     return row, weight, tl.load(target.state + row, mask=here & (C.KIND == 3), other=0.0)
