@@ -30,8 +30,8 @@ import triton.language as tl
 
 import tileweave as tw
 from tileweave.bench.subjects import worst
-from tileweave.device.triton.remote import put, symm_at
-from tileweave.device.triton.signal import faulted, leave, load_epoch, notify, wait
+from tileweave.device.triton.peers import faulted, leave, load_epoch, notify, slots_at, wait
+from tileweave.device.triton.remote import put
 from tileweave.errors import require
 from tileweave.launcher import Member, default_device_type, default_world_size, end_with, launch
 from tileweave.ops.core.registry import endpoint, name_of, workspace_of
@@ -44,50 +44,24 @@ ROWS, COLS, STEPS, RATE = 8, 256, 20, 0.2
 
 @triton.jit
 def push_border(
-    x,
-    slot_table,
-    signal_table,
-    slot,
-    side,
-    rank,
-    rows,
-    epoch,
-    WORLD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x, peers, slot, side, rank, rows, epoch, WORLD_SIZE: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Producer. Side 0: the last row to the rank below, as the row above its band. Side 1: the
     first row to the rank above, as the row below its band."""
     peer = (rank + WORLD_SIZE + 1 - 2 * side) % WORLD_SIZE
-    target = symm_at(slot_table, peer, x.dtype.element_ty, 16) + slot + side * WIDTH
+    target = slots_at(peers, peer, x.dtype.element_ty) + slot + side * WIDTH
     put(target, x + (1 - side) * (rows - 1) * WIDTH, 0, WIDTH, WIDTH)
-    notify(symm_at(signal_table, peer, tl.int32, 4) + rank * WORDS + side, epoch)
+    notify(peers, peer, rank * WORDS + side, epoch)
 
 
 @triton.jit
-def diffuse_kernel(
-    x,
-    y,
-    slots,
-    slot_size,
-    slot_table,
-    signal_table,
-    signals,
-    control,
-    report,
-    rank,
-    rows,
-    rate,
-    WORLD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def diffuse_kernel(x, y, peers, rank, rows, rate, WORLD_SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """y = x + rate * (the four neighbours - 4 x), one row per program, the border rows last."""
     program = tl.program_id(0)
-    epoch = load_epoch(control)
-    slot = (epoch & 1) * slot_size
+    epoch = load_epoch(peers)
+    slot = (epoch & 1) * peers.slot_size
     if program < 2:
-        push_border(
-            x, slot_table, signal_table, slot, program, rank, rows, epoch, WORLD_SIZE, WIDTH
-        )
+        push_border(x, peers, slot, program, rank, rows, epoch, WORLD_SIZE, WIDTH)
     row, side = program + 1, -1
     col = tl.arange(0, WIDTH)
     halo = tl.zeros((WIDTH,), x.dtype.element_ty)
@@ -95,17 +69,17 @@ def diffuse_kernel(
         side = program - (rows - 2)
         row = side * (rows - 1)
         source = (rank + WORLD_SIZE - 1 + 2 * side) % WORLD_SIZE
-        wait(signals, 1, epoch, source * WORDS + side, program, control, report)
-        halo = tl.load(slots + slot + side * WIDTH + col)
+        wait(peers, source * WORDS + side, epoch, program)
+        halo = tl.load(peers.slots + slot + side * WIDTH + col)
     above = tl.where(side == 0, halo, tl.load(x + (row + rows - 1) % rows * WIDTH + col))
     below = tl.where(side == 1, halo, tl.load(x + (row + 1) % rows * WIDTH + col))
     left = tl.load(x + row * WIDTH + (col + WIDTH - 1) % WIDTH)
     right = tl.load(x + row * WIDTH + (col + 1) % WIDTH)
     here = tl.load(x + row * WIDTH + col)
     result = here + rate * (above + below + left + right - 4 * here)
-    result = tl.where(faulted(control) != 0, float("nan"), result)
+    result = tl.where(faulted(peers) != 0, float("nan"), result)
     tl.store(y + row * WIDTH + col, result)
-    leave(control, epoch, tl.num_programs(0))
+    leave(peers, epoch, tl.num_programs(0))
 
 
 def diffuse(x: torch.Tensor, y: torch.Tensor, instance: Instance) -> None:
@@ -116,21 +90,9 @@ def diffuse(x: torch.Tensor, y: torch.Tensor, instance: Instance) -> None:
     instance.begin()
     peers = endpoint(instance, x.dtype)
     try:
+        size = transport.world_size
         diffuse_kernel[(rows,)](
-            x,
-            y,
-            peers.slots,
-            peers.slot_size,
-            peers.slot_table,
-            peers.signal_table,
-            peers.signals,
-            peers.control,
-            peers.report,
-            transport.rank,
-            rows,
-            RATE,
-            WORLD_SIZE=transport.world_size,
-            WIDTH=width,
+            x, y, peers, transport.rank, rows, RATE, WORLD_SIZE=size, WIDTH=width
         )
     finally:
         instance.check()  # raises PeerTimeout if a neighbour did not come

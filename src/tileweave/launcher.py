@@ -10,7 +10,6 @@ kernels read it when they are decorated.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import pickle
 import signal
@@ -319,7 +318,6 @@ def _rank_main(
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.getppid() != parent:  # the parent died while signals were ignored
         return
-    gc.freeze()  # what imports made stays: to look through it all at the end takes 0.4 s
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

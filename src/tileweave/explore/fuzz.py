@@ -3,7 +3,6 @@ one that fails."""
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -128,7 +127,6 @@ def _explorer():
         from tileweave.explore.interpreter import exploring
 
         torch.set_num_threads(1)
-        gc.freeze()  # what imports made stays: collections have a tenth to look through
         _ENTER.append(_OPEN.enter_context(exploring()))
     return _ENTER[0]
 

@@ -346,6 +346,6 @@ def store_tile(
 
 @gluon.jit
 def runtime(value, like):
-    """``value`` as a number that is known when the kernel runs, not when it is compiled: a name that a
-    loop or a branch assigns needs one type. ``like``: any number of that type."""
+    """``value`` as a number that is known when the kernel runs, not when it is compiled: a name
+    that a loop or a branch assigns needs one type. ``like``: any number of that type."""
     return like * 0 + value

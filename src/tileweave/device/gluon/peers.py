@@ -1,5 +1,5 @@
-"""The protocol between ranks, for kernels in Gluon: the counterpart of ``device/triton/peers.py``; read
-that first. ``WARPS``: of the partition that calls."""
+"""The protocol between ranks, for kernels in Gluon: the counterpart of ``device/triton/peers.py``;
+read that first. ``WARPS``: of the partition that calls."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def wait(
     WARPS: gl.constexpr,
     EXACT: gl.constexpr = False,
 ):
-    """Wait until signals [``index``, ``index + COUNT``) have reached ``epoch``; see ``signal.wait``."""
+    """Wait until signals [``index``, ``index + COUNT``) have reached ``epoch``; see
+    ``signal.wait``."""
     signal.wait(peers.signals, index, epoch, unit, peers.control, peers.report, COUNT, WARPS, EXACT)
 
 
@@ -142,7 +143,8 @@ def meet(peers, rank, epoch, unit, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr
 
 @gluon.jit
 def await_pushed(peers, epoch, WORLD_SIZE: gl.constexpr, WARPS: gl.constexpr):
-    """Wait until the own copy engine has done the last copy of this call; see ``meet.await_pushed``."""
+    """Wait until the own copy engine has done the last copy of this call; see
+    ``meet.await_pushed``."""
     meeting.await_pushed(peers.signals, epoch, peers.control, peers.report, WORLD_SIZE, WARPS)
 
 

@@ -1,8 +1,8 @@
 """The protocol between ranks, for kernels: what a program tells its peers, and what it waits for.
 
 Each function takes ``peers``, the slots, signals and control block of an instance
-(``kernels/runtime/peers.py``), and is ``signal.py``, ``meet.py`` or ``remote.py`` with its pointers.
-``signal.py`` says which function to use when, and what is ordered afterwards.
+(``kernels/runtime/peers.py``), and is ``signal.py``, ``meet.py`` or ``remote.py`` with its
+pointers. ``signal.py`` says which function to use when, and what is ordered afterwards.
 
 A program of a kernel whose ranks exchange data reads the epoch, stores into slots of its peers,
 notifies them, waits for its peers' signals, and leaves::
@@ -35,7 +35,8 @@ def load_epoch(peers):
 
 @triton.jit
 def slots_at(peers, peer, dtype: tl.constexpr):
-    """Pointer to ``dtype`` at the first slot of ``peer``, as mapped on this rank; 16-byte aligned."""
+    """Pointer to ``dtype`` at the first slot of ``peer``, as mapped on this rank; 16-byte
+    aligned."""
     return remote.symm_at(peers.slot_table, peer, dtype, 16)
 
 
@@ -67,7 +68,8 @@ def wait(
     LIMIT: tl.constexpr = TIMEOUT_US,
     EXACT: tl.constexpr = False,
 ):
-    """Wait until signals [``index``, ``index + COUNT``) have reached ``epoch``; see ``signal.wait``.
+    """Wait until signals [``index``, ``index + COUNT``) have reached ``epoch``; see
+    ``signal.wait``.
 
     ``unit``: the waiting unit of work, for the report. Returns a token for ``consume_token``.
     """
@@ -78,7 +80,8 @@ def wait(
 
 @triton.jit
 def wait_here(peers, words, value, index, unit, LIMIT: tl.constexpr = TIMEOUT_US):
-    """Wait for ``words[index]``, which only programs of this device write; see ``signal.wait_here``."""
+    """Wait for ``words[index]``, which only programs of this device write; see
+    ``signal.wait_here``."""
     signal.wait_here(words, value, index, unit, peers.control, peers.report, LIMIT)
 
 
@@ -157,13 +160,15 @@ def or_gone(peers, epoch):
 
 @triton.jit
 def refuse_gone(peers, rank, epoch, WORLD_SIZE: tl.constexpr):
-    """A time-out if a peer gave a call up, and may have written to the slot; see ``meet.refuse_gone``."""
+    """A time-out if a peer gave a call up, and may have written to the slot; see
+    ``meet.refuse_gone``."""
     meeting.refuse_gone(peers.signals, rank, epoch, peers.control, peers.report, WORLD_SIZE)
 
 
 @triton.jit
 def await_pushed(peers, epoch, WORLD_SIZE: tl.constexpr):
-    """Wait until the own copy engine has done the last copy of this call; see ``meet.await_pushed``."""
+    """Wait until the own copy engine has done the last copy of this call; see
+    ``meet.await_pushed``."""
     meeting.await_pushed(peers.signals, epoch, peers.control, peers.report, WORLD_SIZE)
 
 

@@ -1,28 +1,39 @@
-"""exchange: an all-gather, reduce-scatter, all-reduce or all-to-all of what stands in memory, in one launch; beside a
-library's matmul.
+"""exchange: an all-gather, reduce-scatter, all-reduce or all-to-all of a finished product, in one
+launch that follows cuBLAS.
 
-    x      local: the own shard (all-gather), or all R shards in a row
-    out    local: all R shards; the own one of a reduce-scatter
-    slot   one of two, by parity of the epoch: [R-1, size] partials of the own shard, or finished shards of the peers; an
-           all-reduce has both, in that order; place i belongs to the i-th peer in order of ranks
+    x     local: the own shard (all-gather), or all R shards in a row
+    out   local: all R shards; of a reduce-scatter the own one
+    slot  one of two, by parity of the epoch: [R-1, size] partial sums of the own shard, or finished
+          shards of the peers; an all-reduce has both, in that order. Index i belongs to the i-th
+          peer in order of ranks
 
-A shard is ``size`` elements in a row. Those of an all-reduce may begin within a row of x, and the last ones may be shorter, or
-empty. Who writes, who reads: a program has the same blocks of every shard. ``REDUCE``: it stores its blocks of a peer's shard
-in that peer's slot; of the own shard it takes what peers stored, adds it to its own in fp32, in order of ranks, then bias and
-residual if there are any, and rounds once. ``GATHER``: it stores the own shard's finished blocks in every peer's slot, and
-takes theirs. Both are an all-reduce, neither is an all-to-all: blocks of a peer's shard go to that peer, and what peers stored
-for this rank is taken as it is. There is no signal and no fence: data announces itself (``device/triton/self_signaling.py``).
+A shard is ``size`` consecutive elements. Those of an all-reduce may begin inside a row of x, and
+the last ones may be shorter, or empty.
 
-    program p | REDUCE: push blocks of r+1, r+2, r+3 | take, add, store: own blocks; GATHER: push them to all | take theirs |
+Who writes, and who reads: a program has the same blocks of every shard. ``REDUCE``: it stores its
+blocks of a peer's shard in that peer's slot. Of the own shard it takes what peers stored, adds it
+to its own in fp32, in order of ranks, then bias and residual if there are any, and rounds once.
+``GATHER``: it stores the own shard's finished blocks in every peer's slot, and takes theirs. Both
+are an all-reduce. Neither is an all-to-all: blocks of a peer's shard go to that peer, and what
+peers stored for this rank is taken as it is. There is no signal and no fence: the data is
+self-signaling (``device/triton/self_signaling.py``).
 
-Why no slot is overwritten: every rank needs data of every peer in every call, so when my call n ends each peer has begun call
-n, hence ended n-1, the last reader of the slot (and writer of its zeros) that call n+1 writes. Where the own shard is empty,
-nothing comes for it, but finished shards do; a peer that has an empty one waits for mine. Two that are empty send each other
-nothing.
-Why nobody is stuck: a program pushes before it waits, and waits for the same program of peers.
+    program p | REDUCE: push blocks of r+1, r+2, r+3 | take, add, store own blocks; GATHER: push
+    them
+              | to all | take theirs |
 
-Limits: x and out contiguous, of one dtype, in which partials travel; of all but a reduce-scatter, minus zero comes out as
-zero, so that all ranks have the same bits. Sources: NCCL's LL protocol; two-shot all-reduce.
+Why no slot is overwritten: every rank needs data of every peer in every call. So when my call n
+ends, each peer has begun call n and has ended call n-1, which was the last reader of the slot (and
+writer of its zeros) that call n+1 writes. Where the own shard is empty, nothing comes for it, but
+finished shards do; a peer whose shard is empty waits for mine. Two ranks with empty shards send
+each other nothing.
+
+Why no rank waits for ever: a program pushes before it waits, and waits for the same program of
+peers.
+
+Limits: x and out are contiguous and of one dtype, in which partial sums travel; minus zero comes
+out as zero, except in a reduce-scatter, so that all ranks have the same bits. Sources: NCCL's LL
+protocol; two-shot all-reduce.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Source(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A table on the device: where its sums go, its keys, columns, state, and first row of values."""
+    """A table on the device: where its sums go, its keys, columns, state, first row of values."""
 
     base: Any
     first_key: Any

@@ -187,43 +187,6 @@ class Launcher:
             self.prepared[call.variant] = prepare(compiled, self.programs, arguments, *self._names)
 
 
-class Launches:
-    """Launches of ``kernel`` with ``options``: the first of each variant by Triton, later ones from
-    what it was given then.
-
-    ``words``, ``maps``: names of arguments that change from launch to launch; see :func:`prepare`.
-    """
-
-    def __init__(
-        self, kernel: Any, words: Sequence[str], maps: Sequence[str] = (), **options: int
-    ) -> None:
-        self._kernel, self._names, self._options = kernel, (words, maps), options
-        self.prepared: dict[Hashable, Prepared | None] = {}
-
-    def __call__(
-        self,
-        programs: int,
-        variant: Hashable,
-        arguments: Callable[[], Sequence[Any]],
-        words: Sequence[Any],
-        addresses: Sequence[int] = (),
-    ) -> None:
-        """Launch on the current stream.
-
-        variant : whatever Triton specialises for, and ``programs`` where they vary. arguments :
-            makes all of them.
-        words, addresses : values of the words, base addresses of the maps.
-        """
-        prepared = self.prepared.get(variant)
-        if prepared is not None and not hooked():
-            return prepared(words, addresses)
-        given = arguments()
-        compiled = self._kernel[(programs,)](*given, **self._options)
-        if variant not in self.prepared:
-            self.prepared[variant] = prepare(compiled, programs, given, *self._names)
-        return None
-
-
 def hooked() -> bool:
     """Whether a hook listens to Triton's launches (a profiler): then launches take Triton's
     path."""
