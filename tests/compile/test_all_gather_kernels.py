@@ -259,20 +259,7 @@ def compile_example(target: str) -> Compiled:
     x, peers = torch.empty(8, 256), endpoint(512, torch.float32)
     return compile_one(
         lambda: example.diffuse_kernel[(8,)](
-            x,
-            x,
-            peers.slots,
-            peers.slot_size,
-            peers.slot_table,
-            peers.signal_table,
-            peers.signals,
-            peers.control,
-            peers.report,
-            RANK,
-            8,
-            0.2,
-            WORLD_SIZE=WORLD_SIZE,
-            WIDTH=256,
+            x, x, peers, RANK, 8, 0.2, WORLD_SIZE=WORLD_SIZE, WIDTH=256
         ),
         target,
     )
