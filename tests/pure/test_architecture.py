@@ -277,13 +277,13 @@ def test_every_layer_is_there() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_package_keeps(rule: Rule) -> None:
+def test_package_keeps_rule(rule: Rule) -> None:
     found = violations(rule, PACKAGE)
     assert not found, "\n".join(["", *found])
 
 
 @pytest.mark.parametrize("folder", BESIDE)
-def test_files_beside_the_package_are_short(folder: str) -> None:
+def test_files_of_tests_and_examples_are_short(folder: str) -> None:
     assert sources(ROOT / folder), "there is something to look at"
     found = violations(files_are_short, ROOT / folder)
     assert not found, "\n".join(["", *found])
@@ -368,7 +368,7 @@ SOUND = {
     BROKEN,
     ids=[f"{rule.__name__}-{place}" for rule, place, _ in BROKEN],
 )
-def test_a_rule_notices(rule: Rule, module: str, text: str) -> None:
+def test_rule_finds_violation(rule: Rule, module: str, text: str) -> None:
     assert list(rule(Source(module, text)))
 
 
@@ -387,7 +387,7 @@ def test_every_rule_is_proven() -> None:
 
 
 @pytest.mark.parametrize("module", SOUND)
-def test_sound_code_passes(module: str) -> None:
+def test_rules_accept_sound_code(module: str) -> None:
     assert not [violation for rule in RULES for violation in rule(Source(module, SOUND[module]))]
 
 

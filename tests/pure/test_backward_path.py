@@ -27,7 +27,7 @@ def path(monkeypatch: pytest.MonkeyPatch, elements: int, need_w: bool, kept: boo
 
 
 @pytest.mark.parametrize(("need_w", "kept"), [(True, False), (True, True), (False, False)])
-def test_a_gather_counts_in_32_bits(
+def test_backward_path_of_gathers_beyond_32_bits(
     monkeypatch: pytest.MonkeyPatch, need_w: bool, kept: bool
 ) -> None:
     """Programs step past the end of a shard, by a block each: above that number of elements they

@@ -19,7 +19,7 @@ def ledgers(size: int) -> list[Ledger]:
     return found
 
 
-def test_without_memory_nothing_is_compared() -> None:
+def test_ledger_without_memory_compares_nothing() -> None:
     alone, closed = Ledger(), ledgers(2)[0]
     closed.close()
     for ledger in (alone, closed):
@@ -28,7 +28,7 @@ def test_without_memory_nothing_is_compared() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_equal_calls_in_any_order(seed: int) -> None:
+def test_equal_calls_match_in_any_order(seed: int) -> None:
     order, found = random.Random(seed), ledgers(3)
     left = [3 * PLACES] * 3
     while any(left):
@@ -42,7 +42,7 @@ def test_equal_calls_in_any_order(seed: int) -> None:
 
 
 @pytest.mark.parametrize("before", [0, 1, PLACES - 1, PLACES, 5 * PLACES + 3])
-def test_who_comes_second_is_refused_at_once_and_who_was_first_at_the_next_look(
+def test_ledger_mismatch_raises_on_both_ranks(
     before: int,
 ) -> None:
     first, second = ledgers(2)
@@ -59,7 +59,7 @@ def test_who_comes_second_is_refused_at_once_and_who_was_first_at_the_next_look(
             first.compare("op")
 
 
-def test_a_difference_is_found_also_some_calls_later() -> None:
+def test_ledger_mismatch_is_found_some_calls_later() -> None:
     first, second = ledgers(2)
     for number in range(20):
         first.post("op", number)
@@ -71,7 +71,7 @@ def test_a_difference_is_found_also_some_calls_later() -> None:
         first.compare("op")
 
 
-def test_numbers_wrap() -> None:
+def test_ledger_call_numbers_wrap() -> None:
     first, second = ledgers(2)
     for ledger in (first, second):
         ledger.calls = 2**32 - PLACES - 3
@@ -90,7 +90,7 @@ def test_numbers_wrap() -> None:
 
 @pytest.mark.parametrize("posted", [True, False], ids=["begun", "not begun"])
 @pytest.mark.parametrize("first", [0, 1], ids=["who breaks off comes first", "second"])
-def test_a_call_that_one_rank_made_and_another_broke_off_is_found(posted: bool, first: int) -> None:
+def test_call_broken_off_on_one_rank_raises_on_both(posted: bool, first: int) -> None:
     """Whoever comes first; also by who had compared the call before it broke off."""
     broken, made = found = ledgers(2)
     for ledger in found:
@@ -111,7 +111,7 @@ def test_a_call_that_one_rank_made_and_another_broke_off_is_found(posted: bool, 
         broken.post("op", 6)
 
 
-def test_who_is_told_of_an_earlier_call_has_not_announced_the_next() -> None:
+def test_mismatch_of_an_earlier_call_does_not_post_the_next() -> None:
     """Or a peer that broke off there, too, a moment later, would wait for it."""
     told, late = ledgers(2)
     told.post("op", 5)
@@ -128,7 +128,7 @@ def test_who_is_told_of_an_earlier_call_has_not_announced_the_next() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_a_call_that_breaks_off_on_every_rank_is_no_difference(ahead: int) -> None:
+def test_call_broken_off_on_every_rank_is_no_mismatch(ahead: int) -> None:
     """Wherever in the call, and however far one rank is ahead of the other."""
     found = ledgers(2)
     for ledger, posted in zip(found, (True, False), strict=True):
@@ -149,7 +149,7 @@ def test_breaking_off_without_memory_does_nothing() -> None:
     assert alone.calls == 0
 
 
-def test_who_was_first_is_told_even_if_the_other_goes_on() -> None:
+def test_mismatch_is_kept_when_the_other_rank_goes_on() -> None:
     """The second was told, and called again all the same: a call that fits hides none before it
     that did not."""
     first, second = ledgers(2)

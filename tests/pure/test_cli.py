@@ -62,7 +62,7 @@ def test_every_width_shows_verdicts(width: int) -> None:
     assert ("allowed" in text.getvalue().split("no room for")[0]) == (width == 190)
 
 
-def test_the_closing_line_counts() -> None:
+def test_demo_closing_line_counts_cases() -> None:
     assert closing(a_result()) == "26 of 26 right"
     assert (
         closing(a_result(wrong=1))
@@ -94,18 +94,18 @@ def test_the_closing_line_counts() -> None:
         ("demo --world 9", "remedy: ask for another number of ranks"),
     ],
 )
-def test_refused_at_once(command: str, said: str) -> None:
+def test_wrong_options_are_refused_before_start(command: str, said: str) -> None:
     assert said in refused(*command.split())
 
 
 @pytest.mark.parametrize("pattern", ["zzz", "["])
-def test_an_unknown_case_is_told_the_names(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_case_lists_known_names(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tileweave.commands.app.default_device_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert "odd-m4084" in refused("bench", "--cases", pattern)
 
 
-def test_a_demo_case_has_the_rows_that_its_name_says() -> None:
+def test_demo_case_rows_match_its_name() -> None:
     for on_gpu in (False, True):
         cases = [case for case in DEMOS["matmul_all_reduce"](on_gpu, 4) if "token" in case.name]
         assert [int(re.findall(r"(\d+) tokens?", case.name)[0]) for case in cases] == [
@@ -113,7 +113,7 @@ def test_a_demo_case_has_the_rows_that_its_name_says() -> None:
         ]
 
 
-def test_the_simulators_options_have_limits_and_are_its_own() -> None:
+def test_simulator_options_are_validated() -> None:
     simulator = pytest.importorskip("tileweave.commands.simulate").app
     assert "completion" not in runner.invoke(simulator, ["--help"]).output
     for words, said in (
@@ -134,12 +134,12 @@ def test_the_simulators_options_have_limits_and_are_its_own() -> None:
     "command",
     ["fuzz --json", "check --stress --json", "trace --out", "demo --out", "bench --smoke --json"],
 )
-def test_places_are_tried_first(command: str, tmp_path: Path) -> None:
+def test_output_paths_are_checked_first(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "asked: to write into" in refused(*command.split(), str(tmp_path / "file" / "x"))
 
 
-def test_folders_are_made(tmp_path: Path) -> None:
+def test_output_folders_are_created(tmp_path: Path) -> None:
     assert beforehand.file_for(tmp_path / "a" / "b.json") == tmp_path / "a" / "b.json"
     assert beforehand.folder_for(tmp_path / "c" / "d") == tmp_path / "c" / "d"
     assert (
@@ -167,7 +167,7 @@ def test_folders_are_made(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_packages_are_looked_for_first(
+def test_missing_packages_are_reported_first(
     command: str, missing: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(beforehand, "sys", type("sys", (), {"modules": {}}))
@@ -175,7 +175,7 @@ def test_packages_are_looked_for_first(
     assert refused(*command.split()) == said
 
 
-def test_a_time_that_ranks_cannot_read_is_told_before_they_start(
+def test_bad_timeout_is_refused_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "abc")
@@ -193,7 +193,7 @@ def test_a_time_that_ranks_cannot_read_is_told_before_they_start(
         ((True, False), "time / co-run bound (*: matmul)"),
     ],
 )
-def test_a_bench_plot_says_what_1_is(bounds: tuple[bool, ...], label: str) -> None:
+def test_bench_plot_axis_names_its_baseline(bounds: tuple[bool, ...], label: str) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 

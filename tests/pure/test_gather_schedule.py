@@ -64,7 +64,7 @@ def all_units(schedule: TileSchedule) -> list[tuple[int, Unit]]:
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
-def test_what_a_rank_pushes_is_where_its_peer_looks(size: int) -> None:
+def test_pushed_shards_are_where_peers_read_them(size: int) -> None:
     for rank in range(size):
         for place, peer in enumerate(push_order(rank, size)):
             assert slot_place(peer, rank, size, False) == place
@@ -75,7 +75,7 @@ def test_what_a_rank_pushes_is_where_its_peer_looks(size: int) -> None:
 
 @pytest.mark.parametrize("spans", [False, True])
 @pytest.mark.parametrize("size", WORLD_SIZES)
-def test_places_of_a_slot_are_all_used_once(size: int, spans: bool) -> None:
+def test_each_slot_index_is_used_once(size: int, spans: bool) -> None:
     for rank in range(size):
         sources = [source for source in range(size) if spans or source != rank]
         places = sorted(slot_place(rank, source, size, spans) for source in sources)
@@ -137,7 +137,7 @@ def test_each_element_of_the_output_is_in_one_tile(schedule: TileSchedule) -> No
 
 @thorough
 @given(schedules())
-def test_sources_come_in_bands_by_arrival(schedule: TileSchedule) -> None:
+def test_sources_are_grouped_in_bands_by_arrival(schedule: TileSchedule) -> None:
     """The own shard alone, if it comes first, then bands of sources: no tile stands outside its
     band."""
     if schedule.spans_shards:
@@ -177,7 +177,7 @@ def test_every_rank_is_waited_for(schedule: TileSchedule) -> None:
 
 @thorough
 @given(schedules())
-def test_who_shares_a_tile(schedule: TileSchedule) -> None:
+def test_programs_of_a_cut_tile(schedule: TileSchedule) -> None:
     """The owner is the highest program of a tile, its helpers stand right below: nobody waits for a
     higher program."""
     shares: dict[int, list[tuple[int, Unit]]] = {}
@@ -196,7 +196,7 @@ def test_who_shares_a_tile(schedule: TileSchedule) -> None:
 
 @thorough
 @given(schedules())
-def test_a_program_helps_once_in_a_segment_and_owns_last(schedule: TileSchedule) -> None:
+def test_program_helps_once_per_segment_and_owns_last(schedule: TileSchedule) -> None:
     """One place for parts in a segment is enough, and an owner has nothing left to do for others
     when it waits."""
     for program in range(schedule.num_programs):
@@ -235,7 +235,7 @@ def test_cut_tiles_are_shared_evenly(schedule: TileSchedule) -> None:
 
 @thorough
 @given(schedules())
-def test_a_team_reads_the_same_k_range_of_tiles_in_a_row(schedule: TileSchedule) -> None:
+def test_team_reads_one_k_range_of_consecutive_tiles(schedule: TileSchedule) -> None:
     for segment in range(schedule.num_segments):
         first, count = schedule.segment(segment)
         whole, team, _ = schedule.cut(count)
@@ -255,7 +255,7 @@ def test_a_team_reads_the_same_k_range_of_tiles_in_a_row(schedule: TileSchedule)
 
 @thorough
 @given(schedules())
-def test_segments_make_up_the_line(schedule: TileSchedule) -> None:
+def test_segments_cover_all_tiles(schedule: TileSchedule) -> None:
     segments = [schedule.segment(index) for index in range(schedule.num_segments)]
     tiles = [tile for first, count in segments for tile in range(first, first + count)]
     assert tiles == list(range(schedule.num_tiles))
@@ -329,7 +329,7 @@ def device_units(s: TileSchedule, program: int) -> Iterator[Unit]:
 @pytest.mark.skipif(find_spec("triton") is None, reason="device/triton/tiles.py needs triton")
 @thorough
 @given(schedules())
-def test_the_device_does_the_same_units(schedule: TileSchedule) -> None:
+def test_device_computes_the_same_units(schedule: TileSchedule) -> None:
     for program in range(schedule.num_programs):
         assert list(device_units(schedule, program)) == list(schedule.units(program))
 

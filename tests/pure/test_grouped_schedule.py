@@ -31,7 +31,7 @@ def offsets_of(seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_row_meets_every_column_once(seed: int) -> None:
+def test_every_row_is_paired_with_every_column_once(seed: int) -> None:
     offsets, cols = offsets_of(seed), 40
     seen: dict[tuple[int, int], int] = {}
     for expert, first, end, col in walk(offsets, cols, 16, 16, 1 + seed % 4):
@@ -103,7 +103,7 @@ def test_device_tickets_equal_the_hosts(sends: int, own: int) -> None:
 
 
 @pytest.mark.parametrize(("sends", "own"), [(34755, 11585), (34755, 11586), (10**5, 10**4)])
-def test_tickets_of_very_many_blocks(sends: int, own: int) -> None:
+def test_tickets_of_many_blocks_fit_int32(sends: int, own: int) -> None:
     """Products stay below 2^31, and each block is one ticket; (34755, 11585): the most that are
     mixed."""
     device = pytest.importorskip("tileweave.kernels.experts.combine_hopper_tickets")
@@ -118,7 +118,7 @@ def test_tickets_of_very_many_blocks(sends: int, own: int) -> None:
     assert kinds == [2 * own, sends]
 
 
-def test_counters_of_a_combine_are_apart() -> None:
+def test_combine_counters_do_not_overlap() -> None:
     """Whatever chunks and groups there may be."""
     layout = pytest.importorskip("tileweave.kernels.experts.combine_layout")
     slices = pytest.importorskip("tileweave.device.triton.signal").MAX_SLICES.value
@@ -141,7 +141,7 @@ def test_blocks_of_experts() -> None:
             assert 1 <= -(-experts // size) <= blocks
 
 
-def test_units_of_a_sort_hold_every_choice_in_bounded_number() -> None:
+def test_sort_units_cover_every_choice_and_are_bounded() -> None:
     for world_size, tokens, topk in ((4, 4096, 8), (8, 16384, 8), (2, 5000, 1), (3, 1031, 5)):
         cut = routing_cut(world_size, tokens, topk)
         assert cut.launches == (1 if world_size * tokens * topk <= 8192 else 2)
@@ -155,7 +155,7 @@ def test_units_of_a_sort_hold_every_choice_in_bounded_number() -> None:
     assert routing_cut(4, 1, 8).launches == 1 == routing_cut(4, 0, 8).launches
 
 
-def test_paths_of_dispatch() -> None:
+def test_dispatch_paths() -> None:
     problem = GroupedProblem(4, 4096, 8, 32, 3072, 4096, 2, "bfloat16")
     assert plan_dispatch(problem, H200, False).path == "fused"
     assert plan_dispatch(problem, CPU, True).path == "fused"

@@ -30,7 +30,7 @@ class Streams(NotingTransport):
         return self.current
 
 
-def test_who_begins_is_told_of_a_capture() -> None:
+def test_begin_reports_capture() -> None:
     """A capture wants every stream joined that it forked."""
     transport = NotingTransport()
     instance = Instance(OP, transport)
@@ -41,7 +41,7 @@ def test_who_begins_is_told_of_a_capture() -> None:
     assert instance.begin() is False, "a call beside graphs is no capture"
 
 
-def test_a_captured_region_waits_for_no_stream() -> None:
+def test_captured_region_waits_for_no_stream() -> None:
     """It is the capture's own, and a stream outside of the capture cannot be waited for in it."""
     transport, notes = Streams(), []
     instance = Instance(OP, transport)
@@ -52,7 +52,7 @@ def test_a_captured_region_waits_for_no_stream() -> None:
     assert notes == ["c behind a"]
 
 
-def test_growth_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_growth_keeps_no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Growth that fails leaves no slots that a smaller call would take for its own."""
     transport = NotingTransport()
     instance = Instance(OP, transport)
@@ -70,7 +70,9 @@ def test_growth_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("device", "capturing", "joins"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", False, 1)]
 )
-def test_who_joins_copies_beside_a_kernel(device: str, capturing: bool, joins: int) -> None:
+def test_concurrent_copies_are_joined_only_where_needed(
+    device: str, capturing: bool, joins: int
+) -> None:
     """A capture wants every stream joined that it forked; a kernel on a device ends behind the
     copies anyway."""
     transport = NotingTransport()
@@ -86,7 +88,7 @@ def test_who_joins_copies_beside_a_kernel(device: str, capturing: bool, joins: i
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_launch_that_fails_is_joined_and_not_counted(device: str) -> None:
+def test_failed_launch_is_joined_and_not_counted(device: str) -> None:
     transport = NotingTransport()
     transport.device = torch.device(device)
 

@@ -62,11 +62,11 @@ def launches(steps: list[str], capturing: bool = False) -> list[str]:
         (["a.", "b.", "a"], ["b behind the launch on a", "a behind the launch on b"]),
     ],
 )
-def test_line(steps: list[str], found: list[str]) -> None:
+def test_launches_are_ordered_across_streams(steps: list[str], found: list[str]) -> None:
     assert launches(steps) == found
 
 
-def test_a_region_is_written_again_behind_what_reads_it() -> None:
+def test_region_is_rewritten_after_its_readers() -> None:
     """The line lets a launch pass what follows the last one; not where peers write over what that
     still copies, or reads."""
     notes: list[str] = []
@@ -78,7 +78,7 @@ def test_a_region_is_written_again_behind_what_reads_it() -> None:
     assert notes == ["b behind all of a", "a behind all of b"]
 
 
-def test_a_line_tells_which_stream_is_current() -> None:
+def test_enter_returns_the_current_stream() -> None:
     streams, order = [Stream(name, []) for name in "ab"], cuda.LaunchOrder()
     for number in (0, 0, 1):
         with (
@@ -88,5 +88,5 @@ def test_a_line_tells_which_stream_is_current() -> None:
             assert order.enter(number) is streams[number]
 
 
-def test_a_capture_waits_for_no_other_stream() -> None:
+def test_capture_waits_for_no_other_stream() -> None:
     assert launches(["a.", "b", "c"], capturing=True) == []

@@ -76,7 +76,7 @@ SMOKE = {
 
 
 @pytest.mark.parametrize("op", SMOKE)
-def test_interpreted_times_are_called_so(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_times_are_labelled(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draw, case = SMOKE[op]
     texts, _ = drawn(monkeypatch, draw, on_the_cpu(op, case))
     title = next(text for text in texts if text.startswith(op))
@@ -96,7 +96,7 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_pictures_of_runs_name_the_device_and_share_colours(
+def test_plots_of_runs_name_the_device_and_share_colours(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = json.loads((RESULTS / name).read_text("utf-8"))
@@ -115,7 +115,7 @@ def test_pictures_of_runs_name_the_device_and_share_colours(
         )
 
 
-def test_captured_calls_are_those_that_were_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_calls_are_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
     report = json.loads((RESULTS / "all_gather_matmul-4xH200-2026-11-22-b.json").read_text("utf-8"))
     texts, _ = drawn(monkeypatch, plot.plot_bench, report)
     assert {"eager calls", "calls in a CUDA graph"} <= set(texts)

@@ -29,7 +29,7 @@ def schedule(rank: int = 0, rows: int = 32, programs: int = 2) -> TileSchedule:
     return TileSchedule(rank, 2, rows, 64, 128, 32, 64, 64, 8, programs, split_tail=False)
 
 
-def test_metrics() -> None:
+def test_overlap_metrics() -> None:
     assert e_overlap(100, 100, 150) == 1
     assert e_overlap(150, 100, 150) == 0
     assert e_overlap(175, 100, 150) == -0.5
@@ -40,7 +40,7 @@ def test_metrics() -> None:
     assert math.isnan(geometric_mean([]))
 
 
-def test_decode_tells_pushes_waits_and_computations() -> None:
+def test_decode_separates_pushes_waits_and_computation() -> None:
     plan = schedule(programs=1)
     stamps = [[10, 20, 0, 0], [20, 35, 0, 1]]  # two slices
     stamps += [[40, 40, 60, 1], [60, 90, 120, 2]] + [[0, 0, 0, 0]] * (plan.max_units() - 2)
@@ -55,7 +55,7 @@ def test_decode_tells_pushes_waits_and_computations() -> None:
     assert sum(e.nbytes for e in events) == 1000
 
 
-def test_a_wait_behind_a_computation_is_no_wait() -> None:
+def test_wait_that_ends_during_computation_is_no_wait() -> None:
     plan = schedule(programs=1)
     stamps = [[0, 0, 0, 0], [10, 10, 100, 1], [20, 80, 150, 2]] + [[0, 0, 0, 0]] * (
         plan.max_units() - 2
@@ -101,7 +101,7 @@ def test_every_bench_case_is_found_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 9))
-def test_each_function_follows_each_other_as_often(count: int) -> None:
+def test_interleaved_order_is_balanced(count: int) -> None:
     rows = [turn(count, number) for number in range(2 * count)]
     assert all(sorted(row) == list(range(count)) for row in rows)
     follows = Counter(pair for row in rows for pair in pairwise(row))
@@ -144,7 +144,7 @@ ALL = [
 ]
 
 
-def test_a_picture_of_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_of_waits_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
     heading, words, titles, _ = picture_of(monkeypatch, WAITS)
     only = "waits only; the rest is not recorded"
     assert heading == f"Waits of each rank ({only})" and titles == [f"waits   ({only})"]
@@ -152,7 +152,7 @@ def test_a_picture_of_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wait for that rank" in words and "blank: not recorded" in words
 
 
-def test_a_picture_names_all_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_labels_name_everything_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     heading, words, titles, scales = picture_of(
         monkeypatch, merge("all", [ALL, ALL[1:2]], True), WAITS
     )

@@ -9,7 +9,7 @@ import torch
 from tileweave.transport.regions import Regions
 
 
-def test_regions_are_lent_while_one_stays_free() -> None:
+def test_regions_are_lent_until_one_is_left() -> None:
     regions = Regions(3)
     assert regions.choose(False) == (0, True)
     assert not regions.captured, "beside captures nothing is reserved"
@@ -27,7 +27,7 @@ def test_regions_are_lent_while_one_stays_free() -> None:
     assert regions.choose(False) == (0, True)
 
 
-def test_a_lent_region_is_free_when_the_last_tensor_on_it_is_gone() -> None:
+def test_region_is_free_after_its_last_tensor() -> None:
     regions, memory = Regions(2), torch.zeros(8)
     lent = regions.lend(1, memory[4:])
     part = lent[1:3]

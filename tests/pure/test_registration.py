@@ -36,7 +36,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize(
     ("on", "made_current"), [(0, []), (3, [3]), (-1, [])], ids=["current", "another", "CPU"]
 )
-def test_an_operator_runs_on_the_device_of_its_tensors(
+def test_operator_runs_on_the_device_of_its_tensors(
     entered: list[Any], on: int, made_current: list[int]
 ) -> None:
     """One that is on the CPU, beside others that are not, is what the operator's own checks
@@ -51,7 +51,7 @@ def test_an_operator_runs_on_the_device_of_its_tensors(
     assert seen == [(([], x, [1, 2], ""), 7, max(on, 0))], "once"
 
 
-def test_arguments_of_a_schema() -> None:
+def test_schema_arguments() -> None:
     assert registry._arguments(SCHEMA) == [
         ["Tensor[]", "tables"],
         ["Tensor", "x"],

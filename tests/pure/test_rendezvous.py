@@ -64,7 +64,7 @@ def on_ranks(size: int, function: Callable[[int], object]) -> list:
 
 @pytest.mark.parametrize("one_by_one", [True, False], ids=["2.11", "2.13"])
 @pytest.mark.parametrize("histories", [(0, 0, 0), (7, 0, 3)], ids=["alike", "different"])
-def test_histories_do_not_matter(histories: tuple[int, ...], one_by_one: bool) -> None:
+def test_ranks_with_different_histories_meet(histories: tuple[int, ...], one_by_one: bool) -> None:
     common, size = dist.HashStore(), len(histories)
 
     def rank(me: int) -> list[list[bytes]]:
@@ -85,7 +85,7 @@ def test_histories_do_not_matter(histories: tuple[int, ...], one_by_one: bool) -
     assert all(other == first for other in others)
 
 
-def test_other_keys_pass() -> None:
+def test_other_store_keys_pass_through() -> None:
     messages = Messages(dist.HashStore(), "test", 0)
     messages.start_round(1)
     keys = ["word", "topic/word/3", "topic/5", "topic/6/x"]
@@ -101,7 +101,7 @@ def test_other_keys_pass() -> None:
     assert not messages.check(["word"]), "a round does not see another's messages"
 
 
-def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEWEAVE_TIMEOUT", "0.2")
     messages = Messages(dist.HashStore(), "test", 0)
     messages.start_round(1)
@@ -118,7 +118,7 @@ def world() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_a_meeting_is_a_group_that_torch_finds(world: dist.ProcessGroup) -> None:
+def test_meeting_is_a_group_known_to_torch(world: dist.ProcessGroup) -> None:
     meetings = [Meeting(world, torch.device("cpu")) for _ in range(2)]
     names = [meeting._name for meeting in meetings]
     assert len(set(names)) == 2
@@ -133,7 +133,9 @@ def test_a_meeting_is_a_group_that_torch_finds(world: dist.ProcessGroup) -> None
     assert dist.get_world_size(world) == 1
 
 
-def test_texts_of_all_ranks(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchange_returns_texts_of_all_ranks(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     meeting = Meeting(world, torch.device("cpu"))
     texts = ("memory|4096||", "memory|8192|no memory|")
     assert [meeting.exchange(text) for text in texts] == [[text] for text in texts]
@@ -174,7 +176,7 @@ def said(function: Callable[..., object], *args: object) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def test_a_meeting_that_was_given_up_is_not_taken_for_a_new_one(three: list[Rank]) -> None:
+def test_abandoned_meeting_is_not_taken_for_a_new_one(three: list[Rank]) -> None:
     """Rank 1 gives up twice; then all come: with a number, and texts, of their own."""
     for n in range(2):
         assert "PeerTimeout: a call: rank 1 waited 1 s for rank 0" in said(
@@ -184,13 +186,13 @@ def test_a_meeting_that_was_given_up_is_not_taken_for_a_new_one(three: list[Rank
     assert found == [(3, ["new 0", "new 1", "new 2"])] * 3
 
 
-def test_texts_do_not_pile_up(three: list[Rank]) -> None:
+def test_store_keeps_only_the_last_texts(three: list[Rank]) -> None:
     for n in range(4):
         on_ranks(3, lambda rank, n=n: meet(f"{n}", three[rank], "a call"))
     assert three[0].store.num_keys() <= 2 * 3 + 3, "counts, and texts of the last meetings"
 
 
-def test_who_closed_waits_for_those_who_have_not(three: list[Rank]) -> None:
+def test_closed_rank_waits_for_ranks_that_have_not_closed(three: list[Rank]) -> None:
     texts = [Texts(rank) for rank in three]  # type: ignore[arg-type]
     on_ranks(3, lambda rank: texts[rank].barrier())
     texts[1].close()
@@ -214,7 +216,7 @@ def test_who_closed_waits_for_those_who_have_not(three: list[Rank]) -> None:
         )
 
 
-def test_who_memory_is_made_for_and_who_compares_calls_are_told_alike(three: list[Rank]) -> None:
+def test_allocation_and_call_comparison_report_the_same_mismatch(three: list[Rank]) -> None:
     texts = Texts(three[0])  # type: ignore[arg-type]
     calls = [
         lambda: texts.exchange("memory|1||"),
@@ -243,7 +245,7 @@ class Held:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("late", [True, False], ids=["behind the others", "before them"])
-def test_a_time_out_as_the_last_one_comes_is_one_for_all_or_for_none(
+def test_timeout_as_the_last_rank_arrives_is_consistent(
     three, monkeypatch, late: bool, error: type
 ) -> None:
     """Rank 2's wait runs out when all texts are there: of the others nobody goes on alone, into a

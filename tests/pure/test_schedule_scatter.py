@@ -60,7 +60,7 @@ def turns_of(schedule: ScatterSchedule) -> list[tuple[int, int]]:
 
 @thorough
 @given(scatter_schedules())
-def test_owners_come_as_they_are_pushed_to_and_the_own_tiles_last(
+def test_owners_follow_push_order_with_own_tiles_last(
     schedule: ScatterSchedule,
 ) -> None:
     tiles = [schedule.place(tile) for tile in range(schedule.num_tiles)]
@@ -83,7 +83,7 @@ def test_owners_come_as_they_are_pushed_to_and_the_own_tiles_last(
 
 @thorough
 @given(scatter_schedules())
-def test_chunks_follow_each_other(schedule: ScatterSchedule) -> None:
+def test_chunks_are_computed_in_order(schedule: ScatterSchedule) -> None:
     """What a copy engine takes at once is made at once, and as many tiles as it waits for are in
     it."""
     bounds = [schedule.chunk_bounds(chunk) for chunk in range(schedule.chunks)]
@@ -155,7 +155,7 @@ def device_place_out(s: ScatterSchedule, tile: int) -> tuple[int, int, int]:
 @pytest.mark.skipif(find_spec("triton") is None, reason="device/triton/tiles.py needs triton")
 @thorough
 @given(scatter_schedules())
-def test_the_device_places_tiles_of_owners_alike(schedule: ScatterSchedule) -> None:
+def test_device_maps_owner_tiles_like_the_host(schedule: ScatterSchedule) -> None:
     for tile in range(schedule.num_tiles):
         assert device_place_out(schedule, tile) == schedule.place(tile)
 

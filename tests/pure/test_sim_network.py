@@ -60,7 +60,7 @@ def explicit(capacities: dict[str, float], flows: list[tuple[float, list[str]]])
     return float(env.now)
 
 
-def test_shares_are_max_min_fair() -> None:
+def test_bandwidth_is_max_min_fair() -> None:
     flows = [Flow(1.0, {"a": 1.0}), Flow(1.0, {"a": 1.0, "b": 1.0}), Flow(1.0, {"b": 1.0})]
     share(flows, {"a": 10.0, "b": 4.0})
     assert [flow.rate for flow in flows] == [8.0, 2.0, 2.0]
@@ -89,7 +89,7 @@ def test_no_link_is_overfull_and_every_flow_has_a_full_link(
         )
 
 
-def test_a_flow_that_ends_leaves_its_share() -> None:
+def test_finished_flow_frees_its_bandwidth() -> None:
     env = simpy.Environment()
     links = Links(env, {"a": 2.0})
     short, long = links.send([Flow(1.0, {"a": 1.0})]), links.send([Flow(3.0, {"a": 1.0})])
@@ -111,7 +111,7 @@ def test_late_flows_end_too() -> None:
     assert env.now == pytest.approx(1e6) and all(flow.done.triggered for flow in flows)
 
 
-def test_one_rank_stands_for_all_of_a_switch() -> None:
+def test_one_rank_represents_all_of_a_switch() -> None:
     nodes = 6
     cluster = make_cluster("h200", network("fat_tree"), nodes, 1)
     capacities = {f"{way}{n}": 50e9 for way in ("out", "in") for n in range(nodes)}
@@ -122,7 +122,7 @@ def test_one_rank_stands_for_all_of_a_switch() -> None:
 
 
 @pytest.mark.parametrize("dims", [(4, 3), (5,), (2, 4), (3, 3, 2)])
-def test_one_rank_stands_for_all_of_a_torus(dims: tuple[int, ...]) -> None:
+def test_one_rank_represents_all_of_a_torus(dims: tuple[int, ...]) -> None:
     """Every flow of every rank, routed hop by hop, takes as long as the folded model says."""
     nodes = math.prod(dims)
     cluster = make_cluster("h200", network("torus", dims=dims), nodes, 1)
@@ -159,7 +159,7 @@ def test_an_oversubscribed_tree_is_as_slow_as_its_uplinks() -> None:
 
 
 @pytest.mark.parametrize(("leaf", "slower"), [(2, 2.0), (1, 4.0), (4, 1.0)])
-def test_a_ring_crosses_the_uplinks_once_a_leaf(leaf: int, slower: float) -> None:
+def test_ring_crosses_uplinks_once_per_leaf(leaf: int, slower: float) -> None:
     cluster = make_cluster("h200", network("fat_tree", leaf=leaf, oversubscription=4.0), 8, 1)
     capacities = {f"{way}{n}": leaf * 50e9 / 4 for way in ("up", "down") for n in range(8 // leaf)}
     capacities |= {f"{way}{n}": 50e9 for way in ("out", "in") for n in range(8)}
@@ -234,7 +234,7 @@ def test_collectives_inside_a_node_have_their_closed_forms(size: int) -> None:
             assert timed(kind, 1e9, Group(size), cluster, algorithm) == pytest.approx(times * one)
 
 
-def test_a_ring_through_nodes_sends_once_a_node_over_the_nic_and_a_hierarchy_less() -> None:
+def test_ring_across_nodes_uses_the_nic_more_than_a_hierarchy() -> None:
     cluster = make_cluster("h200", network("fat_tree"), 4, 8)
     ring = timed("all_reduce", 1e9, Group(8, 4), cluster, "ring")
     # of 8 ranks one sends to the next node: its NIC carries the whole ring's flow, but the model
@@ -254,13 +254,13 @@ def test_slices_pipeline_through_the_phases() -> None:
     assert longest < cut < 0.75 * whole
 
 
-def test_latency_is_paid_once_a_message_and_grows_with_hops() -> None:
+def test_latency_is_per_message_and_grows_with_hops() -> None:
     assert torus_hops((16, 8), (9, 1)) == {"torus0-": 7.0, "torus1+": 1.0}
     cluster = make_cluster("h200", Network("t", 50e9, 1.0, 1e-6, "torus", dims=(16, 8)), 128, 1)
     assert timed("all_to_all", 128.0, Group(1, 128), cluster) == pytest.approx(12e-6, rel=0.02)
 
 
-def test_both_protocols_and_monotony() -> None:
+def test_both_protocols_are_monotonic() -> None:
     cluster = with_gpus(make_cluster("h200"), 4)
     times = [
         collective_time("all_gather", float(1 << b), Group(4), cluster, C) for b in range(10, 31)
@@ -279,7 +279,7 @@ def test_groups_that_do_not_fit_are_refused() -> None:
         make_cluster("h200", network("torus", dims=(3, 4)), 16)
 
 
-def test_a_symmetric_all_to_all_costs_no_more_than_its_classes() -> None:
+def test_symmetric_all_to_all_cost_is_per_class() -> None:
     """Replicated symmetry: one class of flows on a switch however many ranks; on a torus about the
     sum of its sides."""
     counts = []
