@@ -235,7 +235,7 @@ def test_gradients_in_half_precision(worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["x", "w", "b", "xb", "wb"])
-def test_gradients_of_some(worlds: Worlds, wanted: str) -> None:
+def test_gradients_of_some_inputs(worlds: Worlds, wanted: str) -> None:
     worlds("gloo", 3).run(
         backward.gradients,
         [Case(7, 18, 40, bias=True, gathered=kept) for kept in (False, True)],
@@ -249,7 +249,7 @@ def test_gradients_in_a_group_of_one(worlds: Worlds) -> None:
     )
 
 
-def test_what_backward_sends(world: World) -> None:
+def test_backward_collectives(world: World) -> None:
     """The shard, and x is gathered again, by copy engines beside a fused dual; or the gathered
     input, and only gx is sent."""
     case = Case(7, 18, 40, bias=True)
@@ -288,7 +288,7 @@ def gathers_without_rank_0(me: Member, by_shards: bool) -> None:
 
 
 @pytest.mark.parametrize("by_shards", [False, True], ids=["whole", "by_shards"])
-def test_a_gather_beside_says_who_is_missing(worlds: Worlds, by_shards: bool) -> None:
+def test_concurrent_gather_timeout_names_the_absent_rank(worlds: Worlds, by_shards: bool) -> None:
     worlds("gloo", 3).run(gathers_without_rank_0, by_shards)
 
 
@@ -298,7 +298,7 @@ def test_gradients_through_one_result(worlds: Worlds) -> None:
     )
 
 
-def test_the_same_bits(worlds: Worlds) -> None:
+def test_same_bits_on_every_call(worlds: Worlds) -> None:
     worlds("gloo", 3).run(behaviour.the_same_bits, Case(7, 18, 40, "float16", bias=True))
 
 

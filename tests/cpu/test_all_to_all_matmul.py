@@ -61,7 +61,7 @@ def test_the_exchanged_input(worlds: Worlds, how: tuple[int, int], transport: st
     worlds("gloo", 3).run(kept, how, config)
 
 
-def test_parts_that_do_not_fill_a_k_block(worlds: Worlds) -> None:
+def test_parts_smaller_than_a_k_block(worlds: Worlds) -> None:
     """K blocks end where a source's part ends, and not where K does."""
     config = MatmulConfig("triton", "sm", 16, 32, 32, 1, 4, num_slices=4, num_producers=1)
     worlds("gloo", 3).run(

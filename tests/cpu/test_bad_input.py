@@ -193,7 +193,7 @@ def a_group_of_others(me: Member) -> None:
     me.barrier()
 
 
-def test_a_group_this_rank_is_not_in(worlds: Worlds) -> None:
+def test_group_without_this_rank_is_refused(worlds: Worlds) -> None:
     worlds("gloo", 3).run(a_group_of_others)
 
 
@@ -206,7 +206,7 @@ def still_usable(me: Member) -> None:
     behind.verify("after errors", tw.all_gather_matmul(behind.x, behind.w, behind.bias))
 
 
-def test_errors_leave_no_trace(world: World) -> None:
+def test_calls_work_after_errors(world: World) -> None:
     world.run(still_usable)
 
 
@@ -232,7 +232,7 @@ def disagree(me: Member, name: str, odd: int) -> str:
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 @pytest.mark.parametrize("name", ODD)
-def test_ranks_that_disagree(worlds: Worlds, name: str, odd: int) -> None:
+def test_mismatched_calls_raise_on_every_rank(worlds: Worlds, name: str, odd: int) -> None:
     texts = worlds("gloo", 3).run(disagree, name, odd)
     assert len(set(texts)) == 1, "the same error on every rank"
     assert f"rank {odd}" in texts[0]
@@ -285,7 +285,7 @@ def refuse_together(me: Member, op: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("op", [AG, RS, AR, OUT, IN])
-def test_all_raise_where_one_refuses(worlds: Worlds, op: str) -> None:
+def test_all_ranks_raise_where_one_refuses(worlds: Worlds, op: str) -> None:
     other, own = worlds("gloo", 2).run(refuse_together, op)
     for name in BROKEN:
         assert own[name].startswith("InputError"), (name, own[name])
@@ -403,7 +403,7 @@ def die_inside(me: Member, victim: int, event: str, config: MatmulConfig) -> str
     [("notify", SM), ("wait", SM), ("waited", COPY_ENGINE)],
     ids=lambda value: getattr(value, "transport", value),
 )
-def test_a_rank_that_is_killed(event: str, config: MatmulConfig) -> None:
+def test_killed_rank(event: str, config: MatmulConfig) -> None:
     ends = one_shot(
         "gloo",
         3,

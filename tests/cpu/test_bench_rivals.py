@@ -49,16 +49,14 @@ def of_an_exchange(me: Member, op: str, dtype: str) -> float:
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-6), ("float16", 1e-3)])
 @pytest.mark.parametrize("op", [OUT, IN])
-def test_an_exchange_beside_a_matmul_lands_in_order(
-    world: World, op: str, dtype: str, allowed: float
-) -> None:
+def test_exchange_baseline_keeps_order(world: World, op: str, dtype: str, allowed: float) -> None:
     assert worst_of(world.run(of_an_exchange, op, dtype)) < allowed
 
 
 # --- torch's own ---
 
 
-def test_torchs_fused_matmul_does_not_return_what_ours_does_not() -> None:
+def test_torch_fused_matmul_returns_no_gathered_input() -> None:
     """Its default copies the own shard into a gathered result, which nobody asks our call for."""
     rival, symmetric = mock.Mock(), torch.zeros(4, 8)
     made = mock.Mock(
@@ -72,7 +70,7 @@ def test_torchs_fused_matmul_does_not_return_what_ours_does_not() -> None:
     assert torch.equal(symmetric, torch.ones(4, 8))
 
 
-def test_this_torch_knows_how_to_be_asked() -> None:
+def test_torch_fused_matmul_has_the_option() -> None:
     import torch.distributed._symmetric_memory  # registers it
 
     schema = str(torch.ops.symm_mem.fused_all_gather_matmul.default._schema)
@@ -125,7 +123,7 @@ def gathered(me: Member, case: ExpertCase) -> tuple[float, int]:
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "bounds"])
 @pytest.mark.parametrize(("cols", "zipf"), [(24, True), (512, False)])
 @pytest.mark.parametrize("op", [DISPATCH, COMBINE])
-def test_gathered_experts_are_right(
+def test_gathered_experts_baseline_is_correct(
     world: World, op: str, graph: bool, cols: int, zipf: bool
 ) -> None:
     width, hidden = (cols // 2, 16) if op == DISPATCH else (16, cols)
@@ -148,5 +146,5 @@ def a_wrong_rival(me: Member, op: str) -> float:
 
 
 @pytest.mark.parametrize("op", [DISPATCH, COMBINE])
-def test_a_case_is_wrong_where_a_rival_is(worlds: Worlds, op: str) -> None:
+def test_case_is_wrong_where_a_baseline_is_wrong(worlds: Worlds, op: str) -> None:
     assert max(worlds("gloo", 2).run(a_wrong_rival, op)) > 0.1

@@ -54,7 +54,7 @@ def gradients_behind_an_error(me: Member) -> list[float]:
         return [before, *(error_of_gradient(me, seed) for seed in (3, 4))]
 
 
-def test_a_gather_that_an_error_left_is_waited_for(world) -> None:
+def test_gather_left_by_an_error_is_waited_for(world) -> None:
     assert max(max(errors) for errors in world.run(gradients_behind_an_error)) < 1e-5
 
 
@@ -79,7 +79,7 @@ def calls_behind_growth_that_failed(me: Member) -> list[str]:
     return [*found, rows_of(4), rows_of(40)]
 
 
-def test_smaller_calls_work_behind_growth_that_failed(world) -> None:
+def test_smaller_calls_work_after_failed_growth(world) -> None:
     """As its error says: for sums of ones, 2 R rows x 8 columns x 16."""
     wanted = ["1024.0", "UnsupportedError", "1024.0", "10240.0"]
     assert world.run(calls_behind_growth_that_failed) == [wanted] * 2
@@ -95,7 +95,7 @@ def training_behind_inference(me: Member) -> float:
     return float(layer.weight.grad.min())
 
 
-def test_memory_grows_behind_inference_mode(world) -> None:
+def test_memory_grows_after_inference_mode(world) -> None:
     assert world.run(training_behind_inference) == [80.0] * 2
 
 
@@ -113,7 +113,7 @@ def frozen_bags(me: Member) -> list[object]:
     return [*found, sorted(bags.state_dict()), len(list(bags.parameters()))]
 
 
-def test_a_rank_without_tables_learns_that_others_are_frozen(world) -> None:
+def test_rank_without_tables_knows_that_others_are_frozen(world) -> None:
     with_table, without = sorted(world.run(frozen_bags), key=lambda found: -len(found[2]))
     assert with_table == [False, True, ["weight_0"], 1] and without == [False, True, [], 1]
 
@@ -133,7 +133,7 @@ def wrong_width(me: Member) -> str:
         return "" if torch.equal(sums, moe(x)) else "sums depend on the default dtype"
 
 
-def test_widths_and_sums_of_experts(world) -> None:
+def test_experts_refuse_wrong_widths_and_ignore_default_dtype(world) -> None:
     assert world.run(wrong_width) == ["", ""]
 
 
@@ -149,5 +149,5 @@ def groups_held(me: Member) -> int:
     return len(REGISTRY._groups) - before
 
 
-def test_destroyed_groups_are_let_go(world) -> None:
+def test_destroyed_groups_are_freed(world) -> None:
     assert world.run(groups_held) == [0, 0]

@@ -109,7 +109,7 @@ def one_rank_goes_on(me: Member, op: str, rows: int, where: str) -> list[str]:
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(("op", "rows"), CALLS)
-def test_who_goes_on_behind_a_call_that_broke_off_is_refused(
+def test_mismatch_raises_after_a_call_broke_off_on_one_rank(
     world, op: str, rows: int, where: str
 ) -> None:
     for rank, found in enumerate(world.run(within_a_second, one_rank_goes_on, op, rows, where)):
@@ -127,7 +127,9 @@ def both_go_on(me: Member, op: str, rows: int, places: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("places", [(0, 0), (1, 1), (0, 1)], ids=["before", "in", "before and in"])
 @pytest.mark.parametrize(("op", "rows"), CALLS)
-def test_ranks_that_all_broke_off_go_on(world, op: str, rows: int, places: tuple[int, int]) -> None:
+def test_calls_work_after_all_ranks_broke_off(
+    world, op: str, rows: int, places: tuple[int, int]
+) -> None:
     """Where all do before they have begun, which is where most memory is asked for; else who begins
     second is told."""
     for found in world.run(
@@ -147,7 +149,7 @@ def first_call_breaks_off(me: Member, op: str, rows: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("op", "rows"), CALLS)
-def test_a_first_call_that_broke_off(world, op: str, rows: int) -> None:
+def test_first_call_broken_off_on_one_rank(world, op: str, rows: int) -> None:
     for rank, found in enumerate(world.run(within_a_second, first_call_breaks_off, op, rows)):
         assert "WRONG" not in found and found[-1] == "right", (rank, found)
         assert found[1 - rank] == "RankMismatchError" or "PeerTimeout" in found, (rank, found)
@@ -168,7 +170,7 @@ def one_rank_goes_on_unfused(me: Member) -> list[str]:
         return [*found, step(me, "all_gather_matmul", 4, 3)]
 
 
-def test_unfused_calls_that_broke_off(world) -> None:
+def test_unfused_call_broken_off_on_one_rank(world) -> None:
     first, second = world.run(one_rank_goes_on_unfused)
     assert first == [
         *["right"] * 3,
@@ -189,7 +191,7 @@ def one_rank_captures(me: Member, op: str) -> list[str]:
 
 
 @pytest.mark.parametrize("op", [op for op, rows in CALLS if rows == 128])
-def test_ranks_capture_alike(world, op: str) -> None:
+def test_capture_on_one_rank_raises(world, op: str) -> None:
     """A graph freezes its slot, so the others would write to another one, or read it."""
     for rank, found in enumerate(world.run(within_a_second, one_rank_captures, op)):
         assert "WRONG" not in found and found[-1] == "right", (rank, found)
@@ -215,7 +217,7 @@ def refuse_alone(me: Member, debug: str, tracing: bool) -> float:
 @pytest.mark.parametrize(
     ("debug", "tracing", "waits"), [("0", False, False), ("1", True, False), ("1", False, True)]
 )
-def test_who_refuses_alone_waits_if_debugging(
+def test_refusing_rank_waits_for_peers_if_debugging(
     world, debug: str, tracing: bool, waits: bool
 ) -> None:
     assert (world.run(refuse_alone, debug, tracing)[1] > 1) == waits

@@ -158,7 +158,7 @@ def all_but_one_grow(me: Member, call: Attempt) -> tuple[str, float]:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("op", OPS)
-def test_memory_that_one_rank_needs(worlds: Worlds, op: str, size: int) -> None:
+def test_growth_needed_by_one_rank(worlds: Worlds, op: str, size: int) -> None:
     found = worlds("gloo", size).run(steps, op, one_rank_grows, True)
     assert all(each[0][0] == "right" for each in found), found
     check_refused(found, {"RankMismatchError"})
@@ -167,7 +167,7 @@ def test_memory_that_one_rank_needs(worlds: Worlds, op: str, size: int) -> None:
 @pytest.mark.parametrize(
     "op", ["all_gather_matmul", "dispatch_grouped_matmul", "embedding_bag_all_to_all"]
 )
-def test_memory_that_one_rank_does_not_need(worlds: Worlds, op: str) -> None:
+def test_growth_not_needed_by_one_rank(worlds: Worlds, op: str) -> None:
     check_refused(worlds("gloo", 3).run(steps, op, all_but_one_grow, True), {"RankMismatchError"})
 
 
@@ -180,7 +180,7 @@ def comes_too_late(me: Member, call: Attempt) -> tuple[str, float]:
 
 @pytest.mark.parametrize("interpreted", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("op", OPS)
-def test_a_first_call_that_peers_gave_up(worlds: Worlds, op: str, interpreted: bool) -> None:
+def test_first_call_given_up_by_peers(worlds: Worlds, op: str, interpreted: bool) -> None:
     if op == "grouped_matmul_combine" and interpreted:
         pytest.skip("its plan comes of a call before it")
     check_refused(
@@ -191,7 +191,7 @@ def test_a_first_call_that_peers_gave_up(worlds: Worlds, op: str, interpreted: b
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_unfused_calls_that_peers_gave_up(worlds: Worlds, size: int) -> None:
+def test_unfused_call_given_up_by_peers(worlds: Worlds, size: int) -> None:
     check_refused(
         run_either(worlds("gloo", size), False, steps, "matmul_all_reduce", comes_too_late, True),
         REFUSED,
@@ -244,7 +244,7 @@ FAILURES = (
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("fault", FAILURES, ids=lambda fault: fault.__name__)
-def test_what_fails_on_one_rank(
+def test_failure_on_one_rank(
     worlds: Worlds, fault: Callable[[Member, Attempt], tuple[str, float]], size: int
 ) -> None:
     check_refused(

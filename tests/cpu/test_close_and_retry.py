@@ -74,13 +74,13 @@ def check_raised_once(
     return [each["said"][0] for each in found]
 
 
-def test_behind_a_fault_in_a_kernel() -> None:
+def test_retry_after_a_fault_in_a_kernel() -> None:
     """Rank 1 makes memory again at once; its peers come when their waits for data have run out."""
     for rank, text in enumerate(check_raised_once("kernel", ("PeerTimeout: all_gather_matmul",))):
         assert rank == VICTIM or "epoch" in text
 
 
-def test_where_memory_grows() -> None:
+def test_retry_where_memory_grows() -> None:
     """Rank 1 makes a workspace where its peers wait for it in theirs: they are told at once, it
     goes on waiting."""
     said = check_raised_once("growth", ("PeerTimeout: mapping symmetric memory",))
@@ -91,16 +91,16 @@ def test_where_memory_grows() -> None:
     )
 
 
-def test_before_the_first_call() -> None:
+def test_retry_before_the_first_call() -> None:
     """Who raised has left nothing: called again in time, it is late, and no more."""
     check_raised_once("first call", ("",))
 
 
-def test_where_calls_are_compared() -> None:
+def test_retry_where_calls_are_compared() -> None:
     check_raised_once("kernel", ("PeerTimeout: all_gather_matmul",), {"TILEWEAVE_DEBUG": "1"})
 
 
-def test_unfused() -> None:
+def test_retry_unfused() -> None:
     """A collective that was given up would stay in torch's group, and end the process when the next
     one comes."""
     check_raised_once("unfused", ("",), {"TRITON_INTERPRET": "0"})
@@ -138,12 +138,12 @@ def check_late(interpreted: bool) -> list[list[str]]:
     return [said[rank] for rank in range(3) if rank != VICTIM]
 
 
-def test_ranks_that_gave_up_before_the_last_one_came() -> None:
+def test_retry_of_ranks_that_gave_up_before_the_last_arrived() -> None:
     for *failed, right in check_late(True):
         assert right == "" and all(text.startswith("PeerTimeout: ") for text in failed), failed
 
 
-def test_unfused_calls_given_up_before_the_last_one_came() -> None:
+def test_retry_of_unfused_calls_given_up_before_the_last_arrived() -> None:
     for *failed, right in check_late(False):
         assert right == "" and failed
         for text in failed:
@@ -166,7 +166,7 @@ def meets_alone(me: Member) -> list[str]:
     return called_until_right(me, 6, lambda number: tw.all_gather_matmul(x, w, group=group))
 
 
-def test_texts_of_who_gave_up_are_not_taken_for_new() -> None:
+def test_texts_of_abandoned_meetings_are_ignored() -> None:
     ends = one_shot("gloo", 3, meets_alone, extra=ALIVE, timeout=60)
     first, *others = [ends[rank].value for rank in (VICTIM, 0, 2)]
     assert others == [[""], [""]], others

@@ -31,20 +31,20 @@ CASES = [replace(SMALL, routing=routing) for routing in ROUTINGS]
 LONG = replace(SMALL, tokens=(11, 0, 3), experts=4, topk=7)
 
 
-def test_sums_of_two_warps(worlds: Worlds) -> None:
+def test_combine_sums_of_two_warps(worlds: Worlds) -> None:
     worlds("gloo", 3).run(twins.parity, [*CASES, LONG], [TWO_WARPS])
 
 
-def test_sums_of_eight_warps(worlds: Worlds) -> None:
+def test_combine_sums_of_eight_warps(worlds: Worlds) -> None:
     worlds("gloo", 3).run(twins.parity, [LONG, replace(SMALL, tokens=(3, 6))], [EIGHT_WARPS])
 
 
-def test_sums_of_many_chunks(worlds: Worlds) -> None:
+def test_combine_sums_of_many_chunks(worlds: Worlds) -> None:
     """Own blocks among those for peers, behind them, or none."""
     few, many = (replace(TWO_WARPS, chunks=chunks, block_tokens=2, tile_n=16) for chunks in (3, 5))
     cases = [replace(SMALL, tokens=(11, 0, 3), cols=70), replace(SMALL, tokens=(4, 5), cols=90)]
     worlds("gloo", 3).run(twins.parity, cases, [few, many])
 
 
-def test_sums_without_weights(worlds: Worlds) -> None:
+def test_combine_sums_without_weights(worlds: Worlds) -> None:
     worlds("gloo", 2).run(twins.parity, [SMALL, LONG], [TWO_WARPS], False)

@@ -142,7 +142,7 @@ def meetings(me: Member) -> None:
     instance.transport.close()
 
 
-def test_meetings(world: World) -> None:
+def test_ranks_meet_before_they_pass(world: World) -> None:
     world.run(meetings)
 
 
@@ -204,7 +204,7 @@ def exchange(me: Member, size: int, calls: int) -> None:
     instance.transport.close()
 
 
-def test_exchange(world: World) -> None:
+def test_exchange_through_slots(world: World) -> None:
     world.run(exchange, 21, 12)
 
 
@@ -269,7 +269,7 @@ def who_leaves_last_knows_of_a_fault(me: Member) -> None:
         assert (int(instance.control[LEAVERS]), int(instance.control[EPOCH])) == (0, call)
 
 
-def test_who_leaves_last_knows_of_a_fault(worlds: Worlds) -> None:
+def test_last_program_sees_a_fault(worlds: Worlds) -> None:
     worlds("gloo", 1).run(who_leaves_last_knows_of_a_fault)
 
 
@@ -301,7 +301,7 @@ def a_wait_that_runs_out_of_time(me: Member, late: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("late", "count"), [(0, 1), (0, 4), (3, 4), (31, 32)])
-def test_a_wait_that_runs_out_of_time(worlds: Worlds, late: int, count: int) -> None:
+def test_wait_times_out(worlds: Worlds, late: int, count: int) -> None:
     worlds("gloo", 1).run(a_wait_that_runs_out_of_time, late, count)
 
 
@@ -313,5 +313,5 @@ def waits_look_at_their_words_only(me: Member) -> None:
     instance.check()
 
 
-def test_waits_look_at_their_words_only(worlds: Worlds) -> None:
+def test_waits_read_only_their_signals(worlds: Worlds) -> None:
     worlds("gloo", 1).run(waits_look_at_their_words_only)

@@ -45,7 +45,7 @@ def test_parity(worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_uneven(worlds: Worlds, size: int) -> None:
+def test_uneven_tokens_and_experts(worlds: Worlds, size: int) -> None:
     worlds("gloo", size).run(experts.parity, UNEVEN[size // 4 :: 2], CONFIG)
 
 
@@ -169,7 +169,7 @@ def kept_by_the_other_path(me: Member) -> list[bool]:
     return found
 
 
-def test_what_is_kept_is_alike_on_both_paths(worlds: Worlds) -> None:
+def test_saved_tensors_match_on_both_paths(worlds: Worlds) -> None:
     assert worlds("gloo", 3).run(kept_by_the_other_path) == [[True] * 18] * 3
 
 

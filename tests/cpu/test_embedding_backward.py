@@ -66,7 +66,7 @@ def runs_another_backward(me: Member, what: str, debugging: bool) -> str:
 
 @pytest.mark.parametrize("debugging", [False, True], ids=["ledger", "debugging"])
 @pytest.mark.parametrize("what", OTHERS)
-def test_ranks_that_run_another_backward_all_raise(
+def test_different_backward_on_one_rank_raises_on_all(
     world: World, what: str, debugging: bool
 ) -> None:
     for said in world.run(runs_another_backward, what, debugging):
@@ -99,7 +99,7 @@ def leaves_out_a_backward(me: Member) -> tuple[str, list[float]]:
     return said, (before - table.detach().sum(1)).tolist()
 
 
-def test_a_rank_without_samples_is_not_done_with_what_it_gave_up(world: World) -> None:
+def test_skipped_backward_of_a_rank_without_samples(world: World) -> None:
     """Where ranks share no host memory, in which calls are compared."""
     (said, _), (other, _) = world.run(leaves_out_a_backward)
     assert said.startswith("PeerTimeout") and other.startswith("PeerTimeout"), (said, other)
@@ -121,7 +121,7 @@ def leaves_out_a_lookup(me: Member) -> str:
     return said
 
 
-def test_a_rank_without_tables_is_not_done_with_what_it_gave_up(world: World) -> None:
+def test_skipped_backward_of_a_rank_without_tables(world: World) -> None:
     said, other = world.run(leaves_out_a_lookup)
     assert said.startswith("PeerTimeout") and other.startswith("PeerTimeout"), (said, other)
 
@@ -136,7 +136,7 @@ def nothing_pooled(me: Member) -> None:
 
 
 @PATHS
-def test_a_mean_of_no_samples_beside_a_buffer_of_indices(world: World, interpreted: bool) -> None:
+def test_mean_of_no_samples_with_spare_indices(world: World, interpreted: bool) -> None:
     run_either(world, interpreted, nothing_pooled)
 
 
@@ -178,7 +178,7 @@ def falling(me: Member, offsets: list[int]) -> str:
         ([0, 1, 2, 3, 5], "to 5"),
     ],
 )
-def test_offsets_that_do_not_fit_are_refused(
+def test_invalid_offsets_are_refused(
     world: World, interpreted: bool, offsets: list[int], text: str
 ) -> None:
     said = run_either(world, interpreted, falling, offsets)[1]

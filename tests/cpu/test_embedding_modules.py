@@ -58,7 +58,7 @@ def started(me: Member) -> list[tuple[int, list[list[float]]]]:
     ]
 
 
-def test_ranks_seeded_alike_start_with_different_tables(worlds: Worlds) -> None:
+def test_equal_seeds_give_different_tables_per_rank(worlds: Worlds) -> None:
     two = dict(pair for found in worlds("gloo", 2).run(started) for pair in found)
     one = dict(worlds("gloo", 1).run(started)[0])
     assert len(two) == len(one) == 4
@@ -88,7 +88,7 @@ def other_kinds(me: Member, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_ranks_that_pass_other_kinds_all_raise(world, name: str) -> None:
+def test_different_arguments_on_one_rank_raise_on_all(world, name: str) -> None:
     error = "InputError" if name == "what no lookup reads" else "RankMismatchError"
     for said in on_both(world, other_kinds, name):
         assert said.startswith(f"{error}: asked: rank 0: ")
@@ -112,7 +112,7 @@ def batch_of_bags(bags: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(bags) % 4, torch.arange(bags + 1)
 
 
-def test_ranks_that_want_other_halves_all_raise(world) -> None:
+def test_different_half_dtypes_on_one_rank_raise_on_all(world) -> None:
     for said in world.run(results_of_other_dtypes):
         assert said.startswith("RankMismatchError")
 
@@ -149,9 +149,7 @@ def materialised(me: Member, specs: list[TableSpec], optimizer: str | None, way:
 
 @pytest.mark.parametrize("way", ["reset", "no reset", "assign"])
 @pytest.mark.parametrize("optimizer", [None, "sgd", "adagrad"])
-def test_a_module_from_meta_trains_as_one_that_was_not(
-    world, optimizer: str | None, way: str
-) -> None:
+def test_module_from_meta_trains_like_any_other(world, optimizer: str | None, way: str) -> None:
     for specs in (ONE, FOUR):
         on_both(world, materialised, specs, optimizer, way)
 
@@ -168,7 +166,7 @@ def converted(me: Member) -> list[object]:
     return [*found, module.share_memory().float()(*batch_of(1)).dtype]
 
 
-def test_all_ranks_know_the_dtype_of_a_module_that_was_converted(world) -> None:
+def test_converted_module_has_one_dtype_on_all_ranks(world) -> None:
     wanted = [torch.bfloat16] * 3 + [torch.float32, torch.float16, torch.float32]
     assert on_both(world, converted) == [wanted] * 4
 
@@ -205,7 +203,7 @@ def refused_in_modules(me: Member) -> None:
     assert all((w == 1).all() for w in module.weights())
 
 
-def test_options_and_tables_that_do_not_fit_a_module(world) -> None:
+def test_module_refuses_options_and_tables_that_do_not_fit(world) -> None:
     world.run(refused_in_modules)
 
 
@@ -228,7 +226,7 @@ def changed_modules(me: Member) -> None:
     assert "fused step of parametrized" in refusal(stepping, lengths, values)
 
 
-def test_modules_that_others_changed(world) -> None:
+def test_modules_changed_by_other_code(world) -> None:
     on_both(world, changed_modules)
 
 
@@ -263,7 +261,7 @@ def steps_between(me: Member, kind: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "frozen"])
-def test_weights_of_tables_that_were_stepped_since(world, kind: str) -> None:
+def test_weight_gradient_after_a_later_step(world, kind: str) -> None:
     said = (
         "" if kind == "frozen" else "InputError: asked: embedding_bag_all_to_all: gradients of pe"
     )
@@ -311,11 +309,11 @@ def shapes_and_results(me: Member) -> None:
         tw.embedding_bag_all_to_all([torch.ones(4, 4)], *bags, layout=layout, out=out)
 
 
-def test_flat_tables_and_results_that_require_gradients(world) -> None:
+def test_flat_tables_and_differentiable_results_are_refused(world) -> None:
     on_both(world, shapes_and_results)
 
 
-def test_a_default_device_is_not_where_numbers_for_the_host_go() -> None:
+def test_default_device_does_not_move_host_numbers() -> None:
     layout = tw.EmbeddingLayout.in_rank_order([(4,)] * 2)
     _on_device.cache_clear()
     _layout.cache_clear()
@@ -341,7 +339,7 @@ def used_behind_fake_tensors(me: Member) -> None:
     assert type(y) is torch.Tensor and all(w.grad is not None for w in module.weights())
 
 
-def test_what_is_kept_is_no_fake_tensor(world) -> None:
+def test_fake_tensors_are_not_kept(world) -> None:
     on_both(world, used_behind_fake_tensors)
 
 
@@ -392,7 +390,7 @@ def compiled_without_tables(me: Member, kind: str, weighted: bool, anchored: boo
 
 @pytest.mark.parametrize(("weighted", "anchored"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("kind", ["dense", "sgd", "adagrad"])
-def test_a_rank_without_tables_compiles_its_part_of_backward(
+def test_rank_without_tables_compiles_its_backward(
     world, kind: str, weighted: bool, anchored: bool
 ) -> None:
     on_both(world, compiled_without_tables, kind, weighted, anchored)

@@ -70,7 +70,7 @@ def test_a_wrong_block_fails(tmp_path: Path) -> None:
         "neighbour_exchange.py many",
     ],
 )
-def test_wrong_words_are_answered_in_one_line(words: str) -> None:
+def test_wrong_arguments_get_a_one_line_error(words: str) -> None:
     output = run_example(*words.split(), on_gpu=False, code=1)
     assert (
         output.startswith("error: asked: ")
@@ -128,7 +128,7 @@ for wrong in (0.0, math.nan, 0.5):
 """
 
 
-def test_what_is_wrong_or_no_number_fails() -> None:
+def test_wrong_or_nan_results_fail() -> None:
     said = [
         line.split()[1] for line in output_of(VERDICTS).splitlines() if line.startswith("verdict")
     ]
@@ -189,7 +189,7 @@ for features, samples in ((7, 3), (18, 2)):
 """
 
 
-def test_interaction_of_dlrm() -> None:
+def test_dlrm_interaction() -> None:
     """Its kernels, interpreted, against torch: values and gradients."""
     errors = errors_of(INTERACTION)
     assert len(errors) == 2 and max(errors) < 1e-4
@@ -213,7 +213,7 @@ for samples, width in ((37, 24), (5, 8)):
 """
 
 
-def test_mlps_of_dlrm() -> None:
+def test_dlrm_mlps() -> None:
     """Their kernels, interpreted, against torch's autograd: loss and gradients, also of logits far
     from zero."""
     errors = errors_of(LAYERS)
@@ -285,7 +285,7 @@ def order_of_a_dlrm_step(me: Member) -> list[tuple[str, object]]:
     return log
 
 
-def test_a_dlrm_step_waits_for_its_ids(worlds: Worlds) -> None:
+def test_dlrm_step_waits_for_its_ids(worlds: Worlds) -> None:
     """Lookups and updates stand behind all exchanges of ids that were queued before: behind a mark
     of the second stream."""
     log = worlds("gloo", 2).run(order_of_a_dlrm_step)[0]
@@ -317,5 +317,5 @@ def orders_for_the_graph(me: Member) -> list[bool]:
     return found
 
 
-def test_a_dlrm_graph_sees_this_batch_alone(worlds: Worlds) -> None:
+def test_dlrm_graph_reads_only_this_batch(worlds: Worlds) -> None:
     assert worlds("gloo", 2).run(orders_for_the_graph) == [[True] * 6] * 2

@@ -148,7 +148,7 @@ def refused_without_a_call(me: Member, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["explained", "fake"])
-def test_what_a_call_refuses_is_refused_without_one(worlds: Worlds, how: str) -> None:
+def test_explain_refuses_what_a_call_refuses(worlds: Worlds, how: str) -> None:
     assert worlds("gloo", 2).run(refused_without_a_call, how) == [[], []]
 
 
@@ -166,7 +166,7 @@ def of_rows_that_only_data_tells(me: Member) -> bool:
         )
 
 
-def test_rows_that_only_data_tells(worlds: Worlds) -> None:
+def test_explain_with_data_dependent_rows(worlds: Worlds) -> None:
     assert worlds("gloo", 2).run(of_rows_that_only_data_tells) == [True, True]
 
 
@@ -249,16 +249,16 @@ def settings(me: Member) -> None:
             assert not refusal(tw.all_gather_matmul, x, w)
 
 
-def test_a_setting_that_is_none_is_refused(worlds: Worlds) -> None:
+def test_invalid_setting_is_refused(worlds: Worlds) -> None:
     worlds("gloo", 1).run(settings)
 
 
-def test_warmup_refuses_what_is_no_size() -> None:
+def test_warmup_refuses_invalid_sizes() -> None:
     with pytest.raises(tw.InputError, match="'8'"):
         tw.warmup("all_gather_matmul", 4, "8", 8, device="cpu")
 
 
-def test_warmup_refuses_what_is_no_dtype_and_no_device() -> None:
+def test_warmup_refuses_invalid_dtypes_and_devices() -> None:
     with pytest.raises(tw.InputError, match="'float32'"):
         tw.warmup("matmul_reduce_scatter", 4, 8, 8, dtype="float32", device="cpu")
     with (
@@ -275,7 +275,7 @@ def no_tensors(me: Member) -> None:
             assert "InputError: asked: x of type" in refusal(getattr(tw, op), *given, **options)
 
 
-def test_what_is_no_tensor_is_refused(worlds: Worlds) -> None:
+def test_non_tensors_are_refused(worlds: Worlds) -> None:
     worlds("gloo", 1).run(no_tensors)
 
 

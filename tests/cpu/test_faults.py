@@ -118,7 +118,7 @@ def buffers_mapped_by_me() -> int:
     return len({line.split()[4] for line in mapped_by_me()})  # by inode
 
 
-def test_what_stays_behind_would_be_seen(marked: str) -> None:
+def test_leftovers_would_be_found(marked: str) -> None:
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         deadline = time.monotonic() + 10
@@ -335,7 +335,9 @@ def suffered(marked: str) -> list[dict[str, dict[str, object]]]:
 
 
 @pytest.mark.parametrize("name", LIVE, ids=[name.replace(" ", "_") for name in LIVE])
-def test_a_fault_that_all_survive(suffered: list[dict[str, dict[str, object]]], name: str) -> None:
+def test_fault_that_all_ranks_survive(
+    suffered: list[dict[str, dict[str, object]]], name: str
+) -> None:
     fault = LIVE[name]
     for rank, found in enumerate(suffered):
         seen, taken = str(found[name]["seen"]), float(found[name]["taken"])  # type: ignore[arg-type]
@@ -406,7 +408,7 @@ def outlive(me: Member, fault: Callable[[Member], None]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("fault", DEADLY, ids=lambda fault: fault.__name__)
-def test_a_rank_that_ends(fault: Callable[[Member], None]) -> None:
+def test_rank_that_ends(fault: Callable[[Member], None]) -> None:
     ends = one_shot("gloo", 3, outlive, fault, extra=ALIVE, timeout=60)
     assert ends[VICTIM].exit_code == DEADLY[fault], ends[VICTIM]
     for rank in (0, 2):
@@ -442,7 +444,7 @@ def use_again(me: Member) -> None:
     )
 
 
-def test_a_group_that_is_destroyed_and_made_again() -> None:
+def test_group_destroyed_and_made_again() -> None:
     ends = one_shot("gloo", 3, use_again, extra=ALIVE, timeout=60)
     assert [end.exit_code for end in ends] == [0, 0, 0], [end.answer for end in ends]
     for end in ends:

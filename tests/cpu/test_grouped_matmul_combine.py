@@ -59,7 +59,7 @@ def test_routings(worlds: Worlds) -> None:
     worlds("gloo", 3).run(combining.parity, CASES, CONFIG)
 
 
-def test_uneven(worlds: Worlds) -> None:
+def test_uneven_tokens_and_experts(worlds: Worlds) -> None:
     worlds("gloo", 3).run(combining.parity, UNEVEN, SEVERAL)
 
 
@@ -67,12 +67,12 @@ def test_in_each_world(world: World) -> None:
     world.run(combining.parity, [replace(UNEVEN[0], tokens=(2, 0, 3))], CONFIG)
 
 
-def test_weights_as_backward_reads_them(worlds: Worlds) -> None:
+def test_weights_in_backward_layout(worlds: Worlds) -> None:
     worlds("gloo", 2).run(combining.parity, [SMALL, UNEVEN[2]], CONFIG, True, False)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half(worlds: Worlds, dtype: str) -> None:
+def test_half_precision(worlds: Worlds, dtype: str) -> None:
     worlds("gloo", 2).run(combining.parity, [replace(SMALL, dtype=dtype)], CONFIG)
 
 
@@ -122,7 +122,7 @@ def call_without(me: Member, absent: int) -> str | None:
 
 
 @pytest.mark.parametrize("tokens", [8, 64, 4096])
-def test_the_hopper_kernel_gets_no_more_choices_than_it_counts(tokens: int) -> None:
+def test_hopper_kernel_limits_choices_per_token(tokens: int) -> None:
     """It packs a token's rows on this rank into 8 bits, and with one more would sum none of
     them."""
     most, beyond = (

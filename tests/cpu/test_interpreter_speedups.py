@@ -371,23 +371,23 @@ def both() -> list[dict]:
     return found
 
 
-def test_kernels_compute_the_same(both: list[dict]) -> None:
+def test_speedups_compute_the_same(both: list[dict]) -> None:
     ours, tritons = both
     assert ours["out"] == tritons["out"] and any(ours["out"])
 
 
-def test_numbers_count_turns(both: list[dict]) -> None:
+def test_loop_bounds_from_kernel_arguments(both: list[dict]) -> None:
     """Triton 3.6 with NumPy 2.4, which makes no number of an array of one element, needs
     :func:`patched._index` for it."""
     assert both[0]["counted"] == [1, 2, 3, 0]
 
 
-def test_errors_are_the_same(both: list[dict]) -> None:
+def test_speedups_raise_the_same_errors(both: list[dict]) -> None:
     ours, tritons = both
     assert ours["told"] == tritons["told"] != ""
 
 
-def test_the_language_is_as_before(both: list[dict]) -> None:
+def test_speedups_leave_the_language_unchanged(both: list[dict]) -> None:
     """Triton looks it through at each call; here that happens once."""
     ours, tritons = both
     assert not ours["changed"]
@@ -395,7 +395,7 @@ def test_the_language_is_as_before(both: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("topic", [topic.__name__ for topic in TOPICS])
-def test_each_part_says_what_tritons_own_says(both: list[dict], topic: str) -> None:
+def test_each_speedup_matches_triton(both: list[dict], topic: str) -> None:
     ours, tritons = both
     assert len(ours[topic]) == len(tritons[topic]) > 10
     for number, (mine, own) in enumerate(zip(ours[topic], tritons[topic], strict=True)):

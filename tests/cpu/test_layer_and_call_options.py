@@ -90,7 +90,7 @@ def options_of_bags(me: Member) -> None:
         )
 
 
-def test_options_of_bags(world) -> None:
+def test_bag_options(world) -> None:
     world.run(options_of_bags)
 
 
@@ -113,7 +113,7 @@ def bound_of_weights(me: Member) -> float:
     return float(RowParallelLinear(512, 64).weight.abs().max()) * 512**0.5
 
 
-def test_weights_begin_as_those_of_the_whole_layer(world) -> None:
+def test_initial_weights_match_the_whole_layer(world) -> None:
     assert all(0.95 < found <= 1 for found in world.run(bound_of_weights))
 
 
@@ -138,7 +138,7 @@ def layer_with_a_router(me: Member) -> None:
     )
 
 
-def test_a_router_of_ones_own(world) -> None:
+def test_custom_router(world) -> None:
     world.run(layer_with_a_router)
 
 
@@ -148,7 +148,7 @@ def columns_of_a_lookup(me: Member) -> None:
     assert torch.equal(y[:, 2:6], tables[0][[0, 1]]) and torch.equal(y[:, :2], tables[1][[2, 3]])
 
 
-def test_columns_of_a_lookup(worlds: Worlds) -> None:
+def test_lookup_columns(worlds: Worlds) -> None:
     worlds("gloo", 1).run(columns_of_a_lookup)
 
 
@@ -169,7 +169,7 @@ def gradients_without_weights(me: Member, case: experts.Case) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_gradients_of_a_combine_without_weights(worlds: Worlds, size: int) -> None:
+def test_gradients_of_combine_without_weights(worlds: Worlds, size: int) -> None:
     worlds("gloo", size).run(
         gradients_without_weights, experts.Case((4,), experts=2, depth=16, cols=24)
     )
@@ -194,7 +194,7 @@ def changed_after_accepted(me: Member) -> None:
             into(out)
 
 
-def test_what_was_accepted_is_checked_when_it_changes(world) -> None:
+def test_changed_calls_are_checked_again(world) -> None:
     world.run(changed_after_accepted)
 
 
@@ -231,6 +231,6 @@ def another_call(me: Member, what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["embedding", "route", "dispatch", "combine"])
-def test_calls_that_do_not_match_are_told(what: str) -> None:
+def test_mismatched_calls_raise(what: str) -> None:
     ends = one_shot("gloo", 2, another_call, what, extra={"TILEWEAVE_TIMEOUT": "2"})
     assert "RankMismatchError" in [end.value for end in ends]

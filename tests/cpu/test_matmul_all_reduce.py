@@ -66,7 +66,7 @@ def test_weight_in_a_larger_tensor(worlds: Worlds) -> None:
     worlds("gloo", 3).run(behaviour.weight_in_a_larger_tensor, case(6, 20, 40, bias=True))
 
 
-def test_the_same_bits(world: World) -> None:
+def test_same_bits_on_every_call(world: World) -> None:
     world.run(behaviour.the_same_bits, replace(FULL, dtype="float16"))
 
 
@@ -111,7 +111,7 @@ def test_gradients(world: World, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["x", "w", "b", "r", "n", "xr", "wn", "bn"])
-def test_gradients_of_some(worlds: Worlds, wanted: str) -> None:
+def test_gradients_of_some_inputs(worlds: Worlds, wanted: str) -> None:
     worlds("gloo", 3).run(backward.gradients, [FULL], wanted)
 
 
@@ -227,7 +227,7 @@ def results_in_one_place(me: Member) -> list[str]:
     return [refusal(tw.matmul_all_reduce, x, w, norm_weight=ones, **given) for given in calls]
 
 
-def test_results_in_one_place_are_named(worlds: Worlds) -> None:
+def test_overlapping_results_are_named(worlds: Worlds) -> None:
     wanted = [
         "residual_out= in the storage of an input",
         "out= in the storage of an input",
@@ -254,7 +254,7 @@ def what_eps_is(me: Member) -> dict[str, str]:
     return said
 
 
-def test_norm_eps_is_a_number_that_ranks_agree_on(worlds: Worlds) -> None:
+def test_norm_eps_is_compared_between_ranks(worlds: Worlds) -> None:
     first, second = worlds("gloo", 2).run(what_eps_is)
     for said in (first, second):
         assert not said.pop("of_no_norm") and said.pop("differs").startswith("RankMismatchError")
@@ -263,7 +263,7 @@ def test_norm_eps_is_a_number_that_ranks_agree_on(worlds: Worlds) -> None:
         assert all(text.startswith("InputError: asked: norm_eps=") for text in said.values()), said
 
 
-def test_ranks_that_disagree(worlds: Worlds) -> None:
+def test_mismatched_calls_raise_on_every_rank(worlds: Worlds) -> None:
     texts = worlds("gloo", 3).run(behaviour.disagree, AR)
     assert len(set(texts)) == 1
     assert "rank 1" in texts[0] and AR in texts[0]

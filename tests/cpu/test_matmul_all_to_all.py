@@ -88,7 +88,7 @@ def test_weight_in_a_larger_tensor(worlds: Worlds, op: str) -> None:
 
 
 @both
-def test_the_same_bits(worlds: Worlds, op: str) -> None:
+def test_same_bits_on_every_call(worlds: Worlds, op: str) -> None:
     worlds("gloo", 3).run(behaviour.the_same_bits, case(op, 7, 9, 20, "float16", bias=True))
 
 
@@ -138,7 +138,7 @@ def there_and_back(me: Member) -> None:
     assert torch.equal(tw.all_to_all_matmul(heads, one, scatter_dim=0, gather_dim=1), wide)
 
 
-def test_there_and_back(worlds: Worlds) -> None:
+def test_exchange_and_its_reverse_are_identity(worlds: Worlds) -> None:
     worlds("gloo", 3).run(there_and_back)
 
 
@@ -157,7 +157,7 @@ def test_gradients(worlds: Worlds, op: str, how: tuple[int, int]) -> None:
 
 @both
 @pytest.mark.parametrize("wanted", ["x", "wb"])
-def test_gradients_of_some(worlds: Worlds, op: str, wanted: str) -> None:
+def test_gradients_of_some_inputs(worlds: Worlds, op: str, wanted: str) -> None:
     worlds("gloo", 3).run(backward.gradients, [case(op, 7, 18, 40, bias=True)], wanted)
 
 
@@ -237,7 +237,7 @@ def test_out_in_an_input(worlds: Worlds) -> None:
 
 
 @both
-def test_ranks_that_disagree(worlds: Worlds, op: str) -> None:
+def test_mismatched_calls_raise_on_every_rank(worlds: Worlds, op: str) -> None:
     texts = worlds("gloo", 3).run(behaviour.disagree, op, {"scatter_dim": 0, "gather_dim": 0})
     assert len(set(texts)) == 1
     assert "rank 1" in texts[0] and op in texts[0]

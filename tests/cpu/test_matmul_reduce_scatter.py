@@ -60,7 +60,7 @@ def test_weight_in_a_larger_tensor(worlds: Worlds) -> None:
     worlds("gloo", 3).run(behaviour.weight_in_a_larger_tensor, case(6, 20, 40, bias=True))
 
 
-def test_the_same_bits(world: World) -> None:
+def test_same_bits_on_every_call(world: World) -> None:
     world.run(behaviour.the_same_bits, case(7, 18, 40, "float16", bias=True))
 
 
@@ -104,7 +104,7 @@ def test_gradients_in_half_precision(worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["x", "w", "b", "xb", "wb", "xw"])
-def test_gradients_of_some(worlds: Worlds, wanted: str) -> None:
+def test_gradients_of_some_inputs(worlds: Worlds, wanted: str) -> None:
     worlds("gloo", 3).run(backward.gradients, [case(7, 18, 40, bias=True)], wanted)
 
 
@@ -200,7 +200,7 @@ def test_out_in_an_input(worlds: Worlds) -> None:
     worlds("gloo", 2).run(behaviour.refused_alias, RS, (8, 8), (4, 8), (4, 4))
 
 
-def test_ranks_that_disagree(worlds: Worlds) -> None:
+def test_mismatched_calls_raise_on_every_rank(worlds: Worlds) -> None:
     texts = worlds("gloo", 3).run(behaviour.disagree, RS)
     assert len(set(texts)) == 1
     assert "rank 1" in texts[0] and RS in texts[0]

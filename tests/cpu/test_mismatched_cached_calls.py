@@ -30,6 +30,6 @@ def disagree_on_what_is_known(me: Member, odd: int) -> str:
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_debugging_compares_calls_that_are_known(worlds: Worlds, odd: int) -> None:
+def test_debugging_compares_cached_calls(worlds: Worlds, odd: int) -> None:
     texts = worlds("gloo", 2).run(disagree_on_what_is_known, odd)
     assert len(set(texts)) == 1 and "allowed: the same operator" in texts[0], texts

@@ -116,17 +116,17 @@ def plans_go_everywhere(me: Member) -> list[bool]:
     return found
 
 
-def test_plans_are_inputs_like_others(world: World) -> None:
+def test_plans_are_ordinary_inputs(world: World) -> None:
     assert world.run(plans_go_everywhere, timeout=100) == [[True] * 8] * 2
 
 
-def test_plans_are_compared_as_things() -> None:
+def test_plans_are_compared_by_identity() -> None:
     """Two tables are not: that would be a tensor, or a wait for the device."""
     one, other = (reference_plan(torch.zeros(1, 3, 2, dtype=torch.int64), 0, 2) for _ in range(2))
     assert one == one and one != other and len({one, other}) == 2
 
 
-def test_fields_of_a_plan_begin_at_16_bytes() -> None:
+def test_plan_fields_are_aligned_to_16_bytes() -> None:
     """As kernels are compiled for."""
     plan = reference_plan(torch.zeros(3, 5, 3, dtype=torch.int64), 1, 18)
     assert all(field.storage_offset() % 4 == 0 for field in plan.fields)
@@ -196,7 +196,7 @@ DIFFER = ("N", "K", "dtype")  # each is sound alone
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_raise_at_once_when_debugging(world: World, name: str) -> None:
+def test_all_ranks_raise_when_debugging(world: World, name: str) -> None:
     """The rank that made the mistake its own error, the others what it says."""
     (first, _), (second, _) = found = world.run(compared, name)
     assert first.startswith("RankMismatchError"), first
@@ -220,7 +220,7 @@ def weights_that_one_rank_trains(me: Member) -> str:
 @pytest.mark.parametrize(
     ("debug", "interpreted"), [("0", "1"), ("1", "0")], ids=["fused", "debugging"]
 )
-def test_weights_that_one_rank_trains_are_told(debug: str, interpreted: str) -> None:
+def test_weights_trained_on_one_rank_raise(debug: str, interpreted: str) -> None:
     """Without an error, one rank would be in an exchange of gradients that the other leaves out."""
     extra = {
         "TILEWEAVE_TIMEOUT": "5",
@@ -275,7 +275,7 @@ def kept_for_sizes(me: Member) -> list[int]:
     return counts
 
 
-def test_nothing_is_kept_for_a_number_of_tokens(world: World) -> None:
+def test_caches_do_not_grow_with_token_counts(world: World) -> None:
     for few, many in world.run(kept_for_sizes):
         assert 0 < few == many
 

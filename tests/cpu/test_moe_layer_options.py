@@ -157,7 +157,7 @@ def gates_in_fp32(me: Member) -> list[object]:
     ]
 
 
-def test_a_gate_may_be_wider_than_its_tokens(world: World) -> None:
+def test_gate_may_be_wider_than_its_tokens(world: World) -> None:
     half = torch.bfloat16
     assert world.run(gates_in_fp32) == [[half, half, torch.float32, half, [[0, 2]] * 3]] * 2
 
@@ -205,5 +205,5 @@ def biased(me: Member) -> list[bool]:
 
 
 @PATHS
-def test_a_bias_by_row_has_a_row_for_what_is_undefined(world: World, interpreted: bool) -> None:
+def test_bias_per_row_covers_undefined_rows(world: World, interpreted: bool) -> None:
     assert run_either(world, interpreted, biased) == [[True] * 4] * 2

@@ -70,6 +70,6 @@ def public_words(me: Member, sizes: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_the_other_public_words(worlds: Worlds) -> None:
+def test_other_public_functions(worlds: Worlds) -> None:
     strategy = st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 40))
     for_any(strategy, 15, in_world(worlds("gloo", 2), public_words))

@@ -310,7 +310,7 @@ def _all_ranks(steps, features, count, samples, lengths):  # type: ignore[no-unt
     return found
 
 
-def test_kernels_and_torch_cut_the_same_pieces(worlds: Worlds) -> None:
+def test_kernels_and_torch_make_the_same_pieces(worlds: Worlds) -> None:
     worlds("gloo", 1).run(pieces_agree)
 
 
@@ -336,9 +336,7 @@ def wrong_lists(me: Member, what: str) -> str:
 
 
 @pytest.mark.parametrize(("what", "text"), [("values", "values"), ("negative", "lengths below 0")])
-def test_what_only_the_device_knows_is_told_to_every_rank(
-    worlds: Worlds, what: str, text: str
-) -> None:
+def test_device_side_errors_reach_every_rank(worlds: Worlds, what: str, text: str) -> None:
     for said in worlds("gloo", 2).run(wrong_lists, what):
         assert "rank 1" in said and text in said and "remedy: " in said, said
 
@@ -367,5 +365,5 @@ def refused(me: Member, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_refused_before_anything_is_sent(worlds: Worlds, name: str) -> None:
+def test_wrong_lists_are_refused_before_sending(worlds: Worlds, name: str) -> None:
     worlds("gloo", 2).run(refused, name)

@@ -67,7 +67,7 @@ def both(member: Member) -> tuple:
 
 
 @pytest.mark.timeout(250)
-def test_every_operator_in_disorder_and_a_rank_that_lies() -> None:
+def test_stress_runs_every_operator_and_finds_a_wrong_rank() -> None:
     (right, ops, epochs), (calls, wrong, other_bits) = launch(
         both, world_size=2, device_type="cpu", seconds=220
     )
@@ -80,7 +80,7 @@ def test_every_operator_in_disorder_and_a_rank_that_lies() -> None:
 
 
 @pytest.mark.parametrize("wrap", [2**31, 2**32])
-def test_epochs_are_moved_to_the_wrap_and_keep_their_slot(wrap: int) -> None:
+def test_stress_moves_epochs_to_the_wrap(wrap: int) -> None:
     from tileweave.commands.stress import _near_the_wrap
     from tileweave.transport.protocol import EPOCH
 

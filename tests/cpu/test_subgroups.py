@@ -145,8 +145,6 @@ def a_thread_a_group(me: Member) -> list[bool]:
 
 
 @pytest.mark.parametrize("interpreted", [True, False], ids=["interpreted", "unfused"])
-def test_threads_with_a_group_each_do_not_wait_for_each_other(
-    worlds: Worlds, interpreted: bool
-) -> None:
+def test_threads_with_own_groups_do_not_block_each_other(worlds: Worlds, interpreted: bool) -> None:
     """Who waits holds the connection to the store."""
     assert run_either(worlds("gloo", 2), interpreted, a_thread_a_group) == [[True, True]] * 2

@@ -65,7 +65,7 @@ def experts_of_all_kinds(me: Member) -> list[bool]:
 
 
 @PATHS
-def test_any_choice_of_experts(world: World, interpreted: bool) -> None:
+def test_unusual_expert_choices(world: World, interpreted: bool) -> None:
     """Chosen again and again, none, beyond int32; a weight that is no number counts for no expert
     nothing."""
     assert run_either(world, interpreted, experts_of_all_kinds) == [[True] * 3] * 2
@@ -105,7 +105,7 @@ def found_or_raise(text: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["dtype", "weights", "order"])
-def test_experts_called_differently_are_told(what: str) -> None:
+def test_mismatched_expert_calls_raise(what: str) -> None:
     ends = one_shot("gloo", 2, told, what, extra={"TILEWEAVE_TIMEOUT": "5", "WORLD_ENDS_WELL": "0"})
     assert any("RankMismatchError" in str(end.value) for end in ends), ends
     assert all(end.value for end in ends), ends
@@ -153,7 +153,7 @@ def on_two_devices(me: Member) -> list[str]:
 
 
 @PATHS
-def test_what_is_still_on_meta_is_refused(world: World, interpreted: bool) -> None:
+def test_meta_tensors_are_refused(world: World, interpreted: bool) -> None:
     """torch takes the fake then, whose results are memory that nobody wrote."""
     for errors in run_either(world, interpreted, on_two_devices):
         assert all(error.startswith("InputError") and "meta" in error for error in errors), errors
@@ -204,7 +204,7 @@ def changed_in_place(me: Member) -> bool:
 
 
 @PATHS
-def test_results_may_be_changed(world: World, interpreted: bool) -> None:
+def test_results_may_be_modified(world: World, interpreted: bool) -> None:
     assert all(run_either(world, interpreted, changed_in_place))
 
 
@@ -221,7 +221,7 @@ def gradient_with_anomalies_looked_for(me: Member) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_detection_finds_none_in_experts(world: World) -> None:
+def test_experts_pass_anomaly_detection(world: World) -> None:
     assert all(world.run(gradient_with_anomalies_looked_for))
 
 
@@ -336,7 +336,7 @@ def forked(me: Member) -> tuple[str, bool]:
 
 
 @PATHS
-def test_a_forked_process_may_not_call(world: World, interpreted: bool) -> None:
+def test_forked_process_is_refused(world: World, interpreted: bool) -> None:
     for said, right in run_either(world, interpreted, forked):
         assert right and all(
             one.startswith("InputError") and "forked" in one for one in said.split("\n")
@@ -350,7 +350,7 @@ def after_the_end(me: Member) -> str:
     return refusal(layer, x)
 
 
-def test_a_layer_of_a_destroyed_group_is_refused() -> None:
+def test_layer_of_a_destroyed_group_is_refused() -> None:
     ends = one_shot("gloo", 2, after_the_end)
     assert all(str(end.value).startswith("InputError") for end in ends), ends
 
@@ -361,7 +361,7 @@ def first_call_of_one(me: Member) -> str:
     return refusal(tw.all_gather_matmul, torch.ones(2, 8), torch.ones(4, 8))
 
 
-def test_a_first_call_beside_another_one_is_told() -> None:
+def test_concurrent_first_calls_of_different_operators_raise() -> None:
     ends = one_shot(
         "gloo", 2, first_call_of_one, extra={"TILEWEAVE_TIMEOUT": "5", "WORLD_ENDS_WELL": "0"}
     )
@@ -390,7 +390,7 @@ def results_and_kinds_that_are_none(me: Member) -> list[str]:
     return said
 
 
-def test_lookups_refuse_results_and_steps_that_do_not_fit(world: World) -> None:
+def test_lookups_refuse_wrong_results_and_steps(world: World) -> None:
     for said in world.run(results_and_kinds_that_are_none):
         assert all(text.startswith("InputError: asked: out (") for text in said[:5]), said
         assert all(text.startswith("InputError: asked: optimizer ") for text in said[5:]), said

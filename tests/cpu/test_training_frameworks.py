@@ -41,7 +41,7 @@ def drawn_behind(me: Member, tables: int, on_meta: bool) -> list[list[float]]:
 
 @pytest.mark.parametrize("on_meta", [False, True], ids=["", "meta"])
 @pytest.mark.parametrize("tables", [1, 2], ids=["a rank without", "both with"])
-def test_what_ranks_draw_behind_tables_is_alike(world: World, tables: int, on_meta: bool) -> None:
+def test_ranks_draw_the_same_numbers_after_tables(world: World, tables: int, on_meta: bool) -> None:
     first, second = world.run(drawn_behind, tables, on_meta)
     assert first == second
 
@@ -69,7 +69,7 @@ def compiled_module(me: Member, tables: int) -> list[int]:
 
 @PATHS
 @pytest.mark.parametrize("tables", [1, 3])
-def test_a_compiled_module_of_tables_leaves_the_way_of_ids_alone(
+def test_compiled_embedding_module_bounds_recompilation(
     world: World, interpreted: bool, tables: int
 ) -> None:
     for seen in run_either(world, interpreted, compiled_module, tables):
@@ -98,5 +98,5 @@ def gradients_below_a_mode(me: Member) -> None:
 
 
 @PATHS
-def test_experts_have_gradients_under_a_dispatch_mode(world: World, interpreted: bool) -> None:
+def test_expert_gradients_under_a_dispatch_mode(world: World, interpreted: bool) -> None:
     run_either(world, interpreted, gradients_below_a_mode)

@@ -133,7 +133,7 @@ def mappings_go_with_their_buffer(me: Member) -> None:
     assert mapped() == before, "memory outlives close() and its last tensor"
 
 
-def test_mappings_go_with_their_buffer(worlds: Worlds) -> None:
+def test_mappings_are_freed_with_their_buffer(worlds: Worlds) -> None:
     worlds("gloo", 2).run(mappings_go_with_their_buffer)
 
 
@@ -143,7 +143,7 @@ def host_words(me: Member) -> None:
     assert words.tolist() == [0] * 8
 
 
-def test_host_words(worlds: Worlds) -> None:
+def test_host_visible_memory(worlds: Worlds) -> None:
     worlds("gloo", 2).run(host_words)
 
 

@@ -84,5 +84,5 @@ def round_trip(me: Member) -> None:
 
 @pytest.mark.parametrize("interpreted", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_attention_beside_one_device(worlds: Worlds, size: int, interpreted: bool) -> None:
+def test_attention_matches_one_device(worlds: Worlds, size: int, interpreted: bool) -> None:
     run_either(worlds("gloo", size), interpreted, round_trip)

@@ -73,6 +73,6 @@ CALLS: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_unfused(worlds: Worlds, name: str) -> None:
+def test_operators_and_gradients_unfused(worlds: Worlds, name: str) -> None:
     body, arguments = CALLS[name]
     worlds("gloo", 3).run(call_unfused, body, *arguments)

@@ -36,11 +36,11 @@ def surroundings(me: Member) -> tuple[str, str]:
     return os.environ["TRITON_INTERPRET"], os.environ["TILEWEAVE_TIMEOUT"]
 
 
-def test_values_come_by_rank(world: World) -> None:
+def test_values_are_returned_by_rank(world: World) -> None:
     assert world.run(who, 10) == [(rank, world.size, rank + 10) for rank in range(world.size)]
 
 
-def test_failures_tell_everything() -> None:
+def test_failures_report_every_rank() -> None:
     world = World("gloo", 2)
     try:
         with pytest.raises(
