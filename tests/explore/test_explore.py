@@ -44,7 +44,7 @@ def test_there_are_enough_mutants() -> None:
 
 
 @pytest.mark.parametrize("name", ["docs/testing.md", "docs/reliability.md", "CHANGELOG.md"])
-def test_documents_say_how_many_there_are(name: str) -> None:
+def test_documents_state_the_number_of_mutants(name: str) -> None:
     said = re.findall(r"(\d+) planted faults", (ROOT / name).read_text("utf-8"))
     assert said == [str(len(MUTANTS))]
 
@@ -59,33 +59,33 @@ def test_triton_and_blocks_agree(worker: Executor) -> None:
     assert worker.submit(triton_and_blocks_agree).result() == []
 
 
-def test_time_is_no_part_of_a_schedule(worker: Executor) -> None:
+def test_schedules_do_not_depend_on_time(worker: Executor) -> None:
     assert worker.submit(found_while_clocks_leap).result() == []
 
 
-def test_what_does_not_come_again_is_told(worker: Executor) -> None:
+def test_irreproducible_failure_is_reported(worker: Executor) -> None:
     told = worker.submit(told_of_what_does_not_come_again).result()
     assert told.startswith("error: once\nreplay: ") and "did not fail again" in told
 
 
-def test_partitions_beside_each_other() -> None:
+def test_concurrent_partitions() -> None:
     with pool(1) as processes:
         assert processes.submit(found_in_partitions, 4).result() == []
 
 
 @pytest.mark.parametrize("how", ["named", "everywhere", "moments"])
-def test_ranks_that_never_come_are_named_and_everything_ends(how: str) -> None:
+def test_absent_ranks_are_named_and_every_call_ends(how: str) -> None:
     with pool(1) as processes:
         assert processes.submit(found_where_ranks_never_come, how).result() == []
 
 
-def test_a_rank_that_stands_still_is_not_overwritten() -> None:
+def test_paused_rank_is_not_overwritten() -> None:
     with pool(1) as processes:
         assert processes.submit(found_where_a_rank_stands_still).result() == []
 
 
 @pytest.mark.parametrize("word", ["refuse_gone", "or_gone"])
-def test_a_rank_that_forgets_who_gave_up_is_found(word: str) -> None:
+def test_missing_record_of_given_up_calls_is_found(word: str) -> None:
     with pool(1) as processes:
         assert processes.submit(found_where_a_rank_stands_still, word).result()
 

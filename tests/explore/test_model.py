@@ -65,14 +65,14 @@ def test_stores_are_late_and_out_of_order() -> None:
     assert cells.buffer.tolist()[:2] == [0, 11]
 
 
-def test_stores_to_one_place_keep_their_order() -> None:
+def test_stores_to_one_address_keep_their_order() -> None:
     cells = Cells()
     cells.store(0, 0, 10)
     cells.store(0, 0, 11)
     assert cells.writers[0].eligible() == [0]
 
 
-def test_a_release_comes_after_what_was_stored_before_and_holds_up_nothing() -> None:
+def test_release_follows_earlier_stores_and_delays_nothing() -> None:
     cells = Cells()
     cells.store(0, 0, 10)
     cells.release(0, 4, 1)
@@ -101,7 +101,7 @@ def test_acquire_after_release_is_in_order() -> None:
     assert cells.load(1, 0) == 10
 
 
-def test_order_is_handed_on() -> None:
+def test_order_is_transitive() -> None:
     cells = Cells()
     cells.store(0, 0, 10)
     cells.release(0, 4, 1)
@@ -170,12 +170,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
-def test_what_is_wrong_is_found(program) -> None:
+def test_violations_are_found(program) -> None:
     with pytest.raises(Violation, match=WRONG[program]):
         program(Cells())
 
 
-def test_answered_stores_may_be_overwritten() -> None:
+def test_acknowledged_stores_may_be_overwritten() -> None:
     """What the library relies on: the reader's own signal says that it has read."""
     cells = Cells()
     cells.store(0, 0, 10)
@@ -195,7 +195,7 @@ STRATEGIES = [Walk(1), Walk(2), Priorities(3), Delays(frozenset({3, 5}), eager=F
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
-def test_a_deadlock_is_known_at_once(strategy) -> None:
+def test_deadlock_is_detected(strategy) -> None:
     world = World(2, 1, strategy)
     word = torch.zeros(2, dtype=torch.int32)
 
@@ -208,7 +208,7 @@ def test_a_deadlock_is_known_at_once(strategy) -> None:
     world.close()
 
 
-def test_a_barrier_holds_everybody() -> None:
+def test_barrier_holds_every_task() -> None:
     for seed in range(20):
         world, inside = World(3, 1, Walk(seed)), []
 

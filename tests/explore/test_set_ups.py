@@ -239,7 +239,7 @@ def explore(size: int, seed: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_no_call_takes_data_of_another(size: int) -> None:
+def test_failed_setup_never_mixes_data_of_calls(size: int) -> None:
     ended: Counter[str] = Counter()
     for seed in range(500):
         ended += explore(size, seed)
@@ -247,7 +247,7 @@ def test_no_call_takes_data_of_another(size: int) -> None:
     assert min(ended.values()) > 100, ended
 
 
-def test_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that gave up a meeting tells its peers nothing, and its next call stands for the one
     that it gave up."""
     known = peers_know
