@@ -19,7 +19,7 @@ def hopper() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", ROWS, ids=str)
-def test_against_loops(rows: list[int], dtype: torch.dtype) -> None:
+def test_grouped_outer_against_loops(rows: list[int], dtype: torch.dtype) -> None:
     from tileweave.kernels.experts.weight_gradient_hopper import grouped_outer, takes
 
     torch.manual_seed(1)

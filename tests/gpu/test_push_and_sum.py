@@ -107,7 +107,7 @@ class Step:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits(dtype: torch.dtype) -> None:
+def test_push_and_sum_gives_the_same_bits(dtype: torch.dtype) -> None:
     step = Step(dtype)
     want = step.result(lambda: step(False))
     for call in range(3):
@@ -120,7 +120,7 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
     assert step.control[0] == EPOCH + 4 and step.push.arrived()[0] == 0
 
 
-def test_replayed_from_a_graph() -> None:
+def test_push_and_sum_in_a_graph() -> None:
     step = Step(torch.float32)
     want = step.result(lambda: step(False))
     step.result(lambda: step(True))
