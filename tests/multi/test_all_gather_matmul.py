@@ -82,7 +82,7 @@ def test_parity_in_each_world(world: World, config: MatmulConfig) -> None:
 
 
 @on_hopper
-def test_parity_of_the_kernel_that_steps_in(largest: World) -> None:
+def test_parity_of_the_triton_kernel_where_tma_cannot_read(largest: World) -> None:
     """TMA cannot read these rows: the Triton kernel runs in place of its twin. And a small tile."""
     largest.run(
         parity.parity,
@@ -156,7 +156,7 @@ def call_after_a_rendezvous_of_its_own(me: Member, case: Case) -> None:
     call.verify(f"rank {me.rank}", tw.all_gather_matmul(call.x, call.w))
 
 
-def test_a_rank_with_a_history_of_its_own(largest: World) -> None:
+def test_ranks_with_different_histories(largest: World) -> None:
     """Needs what test_subgroups needs, with two GPUs."""
     largest.run(call_after_a_rendezvous_of_its_own, Case(16, 128, 256, "bfloat16"), timeout=60)
 
@@ -281,14 +281,14 @@ def first_call_without(me: Member, absent: int) -> float | None:
     return time.monotonic() - started
 
 
-def test_a_peer_that_never_comes_to_the_first_call() -> None:
+def test_absent_peer_in_the_first_call() -> None:
     """Memory is mapped in the first call: torch's own rendezvous would wait for half an hour."""
     ends = one_shot("nccl", 2, first_call_without, 1, timeout=60)
     assert [end.exit_code for end in ends] == [0, 0], ends
     assert device_behaviour.SECONDS <= ends[0].value < device_behaviour.SECONDS + 2.0, ends
 
 
-def test_ranks_that_disagree(largest: World) -> None:
+def test_mismatched_calls_raise_on_every_rank(largest: World) -> None:
     texts = largest.run(behaviour.disagree, AG)
     assert len(set(texts)) == 1
     if largest.size > 2:  # of two, either may be called the odd one

@@ -64,7 +64,7 @@ def test_parity(largest: World, config: CombineConfig) -> None:
 
 
 @configs
-def test_as_backward_reads_weights(largest: World, config: CombineConfig) -> None:
+def test_weights_in_backward_layout(largest: World, config: CombineConfig) -> None:
     largest.run(combining.parity, [BASE, UNEVEN[2]], config, True, False, timeout=300)
 
 

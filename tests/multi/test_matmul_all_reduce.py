@@ -75,7 +75,7 @@ def test_public_calls(largest: World) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 200])
-def test_the_same_bits(largest: World, rows: int) -> None:
+def test_same_bits_on_every_call(largest: World, rows: int) -> None:
     largest.run(behaviour.the_same_bits, case(rows, 512, 256, **FULL), timeout=120)
 
 
@@ -146,7 +146,7 @@ def test_a_peer_that_never_calls(rows: int) -> None:
     device_behaviour.check_timed_out(ends, AR)
 
 
-def test_ranks_that_disagree(largest: World) -> None:
+def test_mismatched_calls_raise_on_every_rank(largest: World) -> None:
     texts = largest.run(behaviour.disagree, AR)
     assert len(set(texts)) == 1
     if largest.size > 2:  # of two, either may be called the odd one

@@ -97,7 +97,7 @@ def test_dimensions(largest: World, op: str) -> None:
 
 
 @both
-def test_the_same_bits(largest: World, op: str) -> None:
+def test_same_bits_on_every_call(largest: World, op: str) -> None:
     largest.run(behaviour.the_same_bits, case(op, 520, 512, 256), timeout=120)
 
 

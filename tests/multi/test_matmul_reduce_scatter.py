@@ -82,7 +82,7 @@ def test_public_calls(largest: World) -> None:
     largest.run(behaviour.public_calls, [case(16, 64, 100, "float32", bias=True)], "unfused")
 
 
-def test_the_same_bits(largest: World) -> None:
+def test_same_bits_on_every_call(largest: World) -> None:
     largest.run(behaviour.the_same_bits, case(520, 512, 256), timeout=120)
 
 
@@ -142,7 +142,7 @@ def test_row_parallel_linear(largest: World) -> None:
 
 
 @pytest.mark.own_gpu
-def test_the_block() -> None:
+def test_tensor_parallel_block() -> None:
     """The example on GPUs: the same losses in parallel and on one device."""
     output = behaviour.run_example(
         "tensor_parallel_block.py", "--hidden", "1024", "--tokens", "256", on_gpu=True, seconds=200
@@ -165,7 +165,7 @@ def test_a_peer_that_never_calls(config: MatmulConfig) -> None:
 @fused
 @on_hopper
 @pytest.mark.skipif(gpu_ranks() < 3, reason="with two, a peer is the one or nobody")
-def test_who_never_calls_is_named_by_all() -> None:
+def test_absent_rank_is_named_by_all() -> None:
     """Copies of those who came are held back, too: no wait for one of them may run out first."""
     size = min(gpu_ranks(), 4)
     ends = one_shot(
@@ -174,7 +174,7 @@ def test_who_never_calls_is_named_by_all() -> None:
     device_behaviour.check_timed_out(ends, RS)
 
 
-def test_ranks_that_disagree(largest: World) -> None:
+def test_mismatched_calls_raise_on_every_rank(largest: World) -> None:
     texts = largest.run(behaviour.disagree, RS)
     assert len(set(texts)) == 1
     if largest.size > 2:  # of two, either may be called the odd one

@@ -42,7 +42,7 @@ def on_urgent_streams(me: Member) -> list[bool]:
     return [torch.equal(y.float(), want) for y in found]
 
 
-def test_no_stream_of_the_callers_is_that_of_the_copies(largest: World) -> None:
+def test_copies_do_not_use_streams_of_the_caller(largest: World) -> None:
     for found in largest.run(on_urgent_streams, timeout=120):
         assert found == [True] * 40
 
